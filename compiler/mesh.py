@@ -1,0 +1,71 @@
+"""The device mesh: named axes over the ranks of a cluster. Pure data, no process groups."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """One axis. `name` is what it serves ("dp", "tp", ...), `size` its ranks, `link` the name of
+    the slowest link of the cluster that a group of this axis crosses."""
+
+    name: str
+    size: int
+    link: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Axes from the slowest-varying rank digit (crosses nodes first) to the fastest."""
+
+    axes: tuple[MeshAxis, ...]
+
+    def __post_init__(self) -> None:
+        if len(set(self.names)) != len(self.axes):
+            raise ValueError(f"axis names must differ, got {', '.join(self.names)}")
+        if any(a.size < 1 for a in self.axes):
+            raise ValueError("every axis needs at least one rank")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(a.name for a in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(a.size for a in self.axes)
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    def index(self, name: str) -> int:
+        return self.names.index(name)
+
+    def coords(self, rank: int) -> tuple[int, ...]:
+        """Coordinates of `rank`, one per axis."""
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank {rank} is not on a mesh of {self.num_ranks} ranks")
+        out = []
+        for size in reversed(self.sizes):
+            rank, c = divmod(rank, size)
+            out.append(c)
+        return tuple(reversed(out))
+
+    def rank(self, coords: tuple[int, ...]) -> int:
+        r = 0
+        for c, size in zip(coords, self.sizes, strict=True):
+            r = r * size + c
+        return r
+
+    def groups(self, names: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+        """The rank groups of the axes `names` together, each in mesh order, in a fixed order."""
+        keep = [self.index(n) for n in names]
+        members: dict[tuple[int, ...], list[int]] = {}
+        for r in range(self.num_ranks):
+            c = self.coords(r)
+            members.setdefault(tuple(x for k, x in enumerate(c) if k not in keep), []).append(r)
+        yield from (tuple(ranks) for _, ranks in sorted(members.items()))
+
+    def __str__(self) -> str:
+        return " x ".join(f"{a.name}{a.size}" for a in self.axes) or "one rank"

@@ -1,0 +1,245 @@
+"""The op graph and its folded form: what capture makes and everything else reads. No torch here.
+
+OpGraph      a straight-line program over numbered values. Values 0..len(slots)-1 are the slots
+             (what comes from outside); every op adds its outputs.
+Region       an OpGraph that occurs once or more, relative to its scope.
+Instance     one occurrence: where each slot of the region comes from, and its floats.
+FoldedGraph  instances in execution order, plus tables of parameters, buffers, inputs, outputs.
+
+The forward graph is all there is: the backward follows from SPMD types.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An operand: value `index` of the enclosing OpGraph."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A float constant bound per instance: `Instance.floats[index]`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A torch object by name: kind "dtype" (text "float32"), "device", "layout",
+    "memory_format". Device symbols always mean "the rank's device"."""
+
+    kind: str
+    text: str
+
+
+Arg = Ref | Hole | Symbol | int | float | bool | str | None | tuple["Arg", ...]
+
+
+class Dependence(StrEnum):
+    """What a value depends on; the strongest wins (BATCH > PARAMETER > CONSTANT)."""
+
+    CONSTANT = "constant"
+    PARAMETER = "parameter"
+    BATCH = "batch"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the graph: global shape, dtype name ("float32"), whether a gradient flows."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+    depends: Dependence = Dependence.BATCH
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.startswith(("float", "bfloat"))
+
+
+class SlotKind(StrEnum):
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    VALUE = "value"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What a region takes from outside. `name` is relative to the region's scope for its own
+    parameters and buffers ("self_attn.q_proj.weight"), a plain label otherwise."""
+
+    kind: SlotKind
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One call. `target` is "aten.linear.default"; `outputs` are value indices, one per tensor
+    the op returns (a list result is flattened, getitem is folded away). `scope` is the module path
+    relative to the region and `source` "file:line": both for messages only, never compared."""
+
+    target: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[int, ...]
+    scope: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)
+
+    @cached_property
+    def operands(self) -> tuple[int, ...]:
+        """Value indices read, in argument order, repeats kept."""
+        return tuple(r.index for a in (*self.args, *(v for _, v in self.kwargs)) for r in _refs(a))
+
+
+def _refs(arg: Arg) -> Iterator[Ref]:
+    if isinstance(arg, Ref):
+        yield arg
+    elif isinstance(arg, tuple):
+        for a in arg:
+            yield from _refs(a)
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """slots[i] describes value i; ops are in execution order; `outputs` are the values that live
+    on outside, in a fixed order. `mutations` are (slot index, value index): after a run the buffer
+    of that slot takes that value."""
+
+    slots: tuple[Slot, ...]
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[int, ...]
+    mutations: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """Per value the indices of the ops that read it, ascending, without repeats."""
+        out: list[list[int]] = [[] for _ in self.values]
+        for k, op in enumerate(self.ops):
+            for v in dict.fromkeys(op.operands):
+                out[v].append(k)
+        return tuple(map(tuple, out))
+
+    @cached_property
+    def producers(self) -> tuple[int, ...]:
+        """Per value the index of the op that makes it, -1 for a slot."""
+        out = [-1] * len(self.values)
+        for k, op in enumerate(self.ops):
+            for v in op.outputs:
+                out[v] = k
+        return tuple(out)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A repeated subgraph. `name` is "A", "B", ... in order of first occurrence."""
+
+    name: str
+    graph: OpGraph
+
+
+class SourceKind(StrEnum):
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+    VALUE = "value"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a slot's value comes from. PARAMETER, BUFFER, CONSTANT, INPUT: `name` is the canonical
+    full name. VALUE: output number `output` of instance number `instance`."""
+
+    kind: SourceKind
+    name: str = ""
+    instance: int = -1
+    output: int = -1
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One occurrence of region number `region`. `sources[i]` feeds slot i."""
+
+    region: int
+    scope: str
+    sources: tuple[Source, ...]
+    floats: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInfo:
+    """A distinct parameter. `name` is its first name, `aliases` every further name (tied).
+    `used` is False for a parameter that no op reads."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = True
+    aliases: tuple[str, ...] = ()
+    used: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BufferInfo:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    persistent: bool
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InputInfo:
+    """A tensor input. `name` is its path in the keyword arguments ("input_ids")."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputInfo:
+    """An output of the model: `name` its path in what the model returns ("loss"; "" for a bare
+    tensor), `source` where it is made."""
+
+    name: str
+    source: Source
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class FoldedGraph:
+    """The folded program: instances in execution order. Also the flat one: a single region."""
+
+    regions: tuple[Region, ...]
+    instances: tuple[Instance, ...]
+    parameters: tuple[ParameterInfo, ...]
+    buffers: tuple[BufferInfo, ...]
+    inputs: tuple[InputInfo, ...]
+    outputs: tuple[OutputInfo, ...]
+    notes: tuple[str, ...] = ()
+    """What the user should know: refusals with their reason, unused parameters, branches."""
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """Maximal runs of one region: (region, first instance, count)."""
+        out: list[tuple[int, int, int]] = []
+        for k, inst in enumerate(self.instances):
+            if out and out[-1][0] == inst.region:
+                out[-1] = (inst.region, out[-1][1], out[-1][2] + 1)
+            else:
+                out.append((inst.region, k, 1))
+        return tuple(out)
+
+    @property
+    def num_ops(self) -> int:
+        return sum(len(self.regions[i.region].graph.ops) for i in self.instances)

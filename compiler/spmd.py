@@ -1,0 +1,117 @@
+"""SPMD types: what a value is on one mesh axis, and layouts, one type per axis.
+
+    Invariant   same on every rank of the axis, gradient same on every rank
+    Replicate   same on every rank of the axis, gradient is a pending sum
+    Shard(d,g)  dim d is g equal blocks and each block is cut evenly over the axis; gradient alike
+    Partial     a pending sum over the axis; gradient same on every rank
+
+(The types of JAX shard_map's varying axes and of torch spmd_types; blocks are ours.)
+
+Sizes and blocks are those of the *global* tensor. With an axis of n ranks, rank r of Shard(d, g)
+holds the indices i = (b * n + r) * m + o of dim d, for b < g, o < m = size / (g * n): one digit of
+i in a mixed radix. Two axes may shard one dim when their digits do not overlap, that is when one
+axis's g is a multiple of the other's g * n (Shard(0,1) over 4 ranks and Shard(0,4) nest). Local
+tensors then do not depend on the order of the axes.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+_TEXT = re.compile(r"^(?:[IRP]|S(\d+)(?:/(\d+))?)$")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SpmdType:
+    """Type of a value on one mesh axis. `dim` and `blocks` belong to kind "S" only."""
+
+    kind: Literal["I", "R", "P", "S"]
+    dim: int = -1
+    blocks: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.kind == "S") != (self.dim >= 0):
+            raise ValueError(f"dim is for Shard only, got kind {self.kind} and dim {self.dim}")
+        if self.blocks < 1 or (self.kind != "S" and self.blocks != 1):
+            raise ValueError(f"blocks must be 1 or more, on Shard only, got {self.blocks}")
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind == "S"
+
+    def __str__(self) -> str:
+        if not self.is_shard:
+            return self.kind
+        return f"S{self.dim}" + (f"/{self.blocks}" if self.blocks > 1 else "")
+
+    @staticmethod
+    def parse(text: str) -> "SpmdType":
+        """Inverse of str(): "I", "R", "P", "S0", "S1/3". Raises ValueError."""
+        match = _TEXT.match(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no SPMD type; write I, R, P, S<dim> or S<dim>/<blocks>")
+        if text[0] == "S":
+            return Shard(int(match[1]), int(match[2] or 1))
+        return SpmdType(text)  # type: ignore[arg-type]
+
+
+INVARIANT = SpmdType("I")
+REPLICATE = SpmdType("R")
+PARTIAL = SpmdType("P")
+
+Layout = tuple[SpmdType, ...]
+"""One type per mesh axis, in the order of the mesh's axes."""
+
+
+def Shard(dim: int, blocks: int = 1) -> SpmdType:  # noqa: N802  reads as a type
+    """Shard(dim, blocks) on one axis."""
+    return SpmdType("S", dim, blocks)
+
+
+def layout_text(layout: Layout) -> str:
+    """"S0,I" for a two-axis layout."""
+    return ",".join(map(str, layout))
+
+
+def parse_layout(text: str) -> Layout:
+    """Inverse of layout_text."""
+    return tuple(SpmdType.parse(part) for part in text.split(",")) if text else ()
+
+
+def is_legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether a tensor of `shape` can have `layout` on axes of `sizes` ranks.
+
+    Every sharded dim must divide, and digits of axes on one dim must not overlap.
+    """
+    for d, size in enumerate(shape):
+        digits = sorted((t.blocks, n) for t, n in zip(layout, sizes, strict=True) if t.dim == d)
+        end = 1
+        for blocks, n in digits:
+            if blocks % end or size % (blocks * n):
+                return False
+            end = blocks * n
+    return all(t.dim < len(shape) for t in layout)
+
+
+def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Shape on one rank. The layout must be legal."""
+    local = list(shape)
+    for t, n in zip(layout, sizes, strict=True):
+        if t.is_shard:
+            local[t.dim] //= n
+    return tuple(local)
+
+
+def local_blocks(layout: Layout, sizes: Sequence[int], axis: int) -> int:
+    """Blocks of `layout[axis]` as seen in the local tensor of the *other* axes.
+
+    Axes whose digit lies above this one have already cut the blocks: Shard(0,4) under a
+    Shard(0,1) over 4 ranks is one local block.
+    """
+    mine = layout[axis]
+    above = 1
+    for k, (t, n) in enumerate(zip(layout, sizes, strict=True)):
+        if k != axis and t.dim == mine.dim and t.is_shard and t.blocks < mine.blocks:
+            above *= n
+    return mine.blocks // above

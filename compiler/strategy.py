@@ -1,0 +1,57 @@
+"""A strategy: what one region does on every axis of the mesh, op by op.
+
+The typing is the whole truth: types of operands and results per op and axis, and the stored layout
+of each parameter. The search makes it, the plan stores it, the emitter obeys it.
+"""
+
+from dataclasses import dataclass
+
+from meshfold.spmd import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class OpTyping:
+    """Rules chosen for one op, one name per axis, and the layouts they mean.
+
+    inputs: one layout per entry of `op.operands`; outputs: one per entry of `op.outputs`.
+    """
+
+    rules: tuple[str, ...]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class RegionTyping:
+    """slots: layout in which each slot's value arrives (for a parameter: its stored layout);
+    ops: one typing per op; outputs: layout in which each region output leaves.
+
+    Wherever a value's layout (slot or producer) differs from what an op or an output demands, the
+    emitter inserts the conversion that `passes.conversions.plan_conversions` gives, one per
+    (value, target layout).
+    """
+
+    slots: tuple[Layout, ...]
+    ops: tuple[OpTyping, ...]
+    outputs: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UniformStrategy:
+    """One choice for the whole model: degrees, ZeRO level on dp (0 or 3), sequence parallel on tp.
+
+    `label` is how people read it: "dp2 x tp4+sp, zero3".
+    """
+
+    dp: int = 1
+    tp: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+
+    @property
+    def label(self) -> str:
+        parts = [f"dp{self.dp}"] if self.dp > 1 else []
+        if self.tp > 1:
+            parts.append(f"tp{self.tp}" + ("+sp" if self.sequence_parallel else ""))
+        text = " x ".join(parts) or "one device"
+        return text + (", zero3" if self.zero == 3 and self.dp > 1 else "")

@@ -1,0 +1,1 @@
+"""Graph passes: op rules, conversions, fold, and the searches. No torch import here."""
