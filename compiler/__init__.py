@@ -27,7 +27,24 @@ _EXPORTS = {
     "load_plan": "meshfold.plan_io",
     "save_plan": "meshfold.plan_io",
 }
-__all__ = sorted(_EXPORTS)
+__all__ = [
+    "CaptureError",
+    "ClusterSpec",
+    "ClusterSpecError",
+    "CompileOptions",
+    "CompiledModel",
+    "InfeasibleError",
+    "MeshfoldError",
+    "PassError",
+    "Plan",
+    "PlanFormatError",
+    "PlanMismatchError",
+    "UnsupportedOpError",
+    "compile",
+    "find_plan",
+    "load_plan",
+    "save_plan",
+]
 
 if TYPE_CHECKING:
     from meshfold.api import compile, find_plan

@@ -1,15 +1,15 @@
 """The exceptions of meshfold. Each message says what is wrong, where, and what to do next.
 
-    MeshfoldError                       base; the CLI prints one line and exits 1
-    ├── CaptureError                    the model cannot be captured (op, source line)
-    │   └── UnsupportedOpError          an op cannot be run under a plan (names the missing rule)
-    ├── ClusterSpecError(ValueError)    a cluster description is wrong (field path); exit 2
-    ├── OptionError(ValueError)         an option, pin or batch is wrong; exit 2
-    ├── InfeasibleError                 no plan fits (binding constraint, missing bytes)
-    ├── PlanFormatError(ValueError)     a plan file is unreadable or of another version; exit 2
-    ├── PlanMismatchError               plan and model, or plan and processes, do not belong together
-    ├── VerificationError               emitted program and eager model differ
-    └── PassError                       a pass of ours failed (pass and op)
+MeshfoldError                       base; the CLI prints one line and exits 1
+├── CaptureError                    the model cannot be captured (op, source line)
+│   └── UnsupportedOpError          an op cannot be run under a plan (names the missing rule)
+├── ClusterSpecError(ValueError)    a cluster description is wrong (field path); exit 2
+├── OptionError(ValueError)         an option, pin or batch is wrong; exit 2
+├── InfeasibleError                 no plan fits (binding constraint, missing bytes)
+├── PlanFormatError(ValueError)     a plan file is unreadable or of another version; exit 2
+├── PlanMismatchError               plan and model, or plan and processes, do not belong together
+├── VerificationError               emitted program and eager model differ
+└── PassError                       a pass of ours failed (pass and op)
 """
 
 

@@ -70,7 +70,7 @@ def Shard(dim: int, blocks: int = 1) -> SpmdType:  # noqa: N802  reads as a type
 
 
 def layout_text(layout: Layout) -> str:
-    """"S0,I" for a two-axis layout."""
+    """ "S0,I" for a two-axis layout."""
     return ",".join(map(str, layout))
 
 

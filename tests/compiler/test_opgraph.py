@@ -1,0 +1,62 @@
+"""The op graph's derived facts."""
+
+from meshfold.opgraph import (
+    FoldedGraph,
+    Instance,
+    Op,
+    OpGraph,
+    Ref,
+    Region,
+    Slot,
+    SlotKind,
+    Source,
+    SourceKind,
+    Symbol,
+    Value,
+)
+
+
+def graph() -> OpGraph:
+    v = Value((2, 4), "float32", True)
+    return OpGraph(
+        slots=(Slot(SlotKind.VALUE, "x"), Slot(SlotKind.PARAMETER, "weight")),
+        values=(v, Value((4, 4), "float32", True), v, v),
+        ops=(
+            Op("aten.linear.default", (Ref(0), Ref(1)), (), (2,), "fc", "model.py:3"),
+            Op("aten.add.Tensor", (Ref(2), Ref(2)), (("alpha", 1),), (3,)),
+        ),
+        outputs=(3,),
+    )
+
+
+def test_operands_keep_order_and_repeats_and_look_into_tuples() -> None:
+    g = graph()
+    assert g.ops[0].operands == (0, 1)
+    assert g.ops[1].operands == (2, 2)
+    nested = Op("aten.cat.default", ((Ref(1), Ref(0)), 0), (("dtype", Symbol("dtype", "f")),), (2,))
+    assert nested.operands == (1, 0)
+
+
+def test_users_and_producers() -> None:
+    g = graph()
+    assert g.users == ((0,), (0,), (1,), ())
+    assert g.producers == (-1, -1, 0, 1)
+
+
+def test_where_an_op_came_from_is_not_part_of_what_it_is() -> None:
+    a, b = graph().ops[0], Op("aten.linear.default", (Ref(0), Ref(1)), (), (2,))
+    assert a == b and hash(a) == hash(b)
+
+
+def test_runs_are_maximal() -> None:
+    source = Source(SourceKind.INPUT, "x")
+    folded = FoldedGraph(
+        regions=(Region("A", graph()), Region("B", graph())),
+        instances=tuple(Instance(r, f"l{k}", (source,)) for k, r in enumerate([0, 1, 1, 1, 0])),
+        parameters=(),
+        buffers=(),
+        inputs=(),
+        outputs=(),
+    )
+    assert folded.runs == ((0, 0, 1), (1, 1, 3), (0, 4, 1))
+    assert folded.num_ops == 10

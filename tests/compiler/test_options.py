@@ -1,0 +1,43 @@
+"""Options: the surface is frozen, and every wrong value gets one clear line."""
+
+import dataclasses
+
+import pytest
+
+from meshfold.errors import OptionError
+from meshfold.options import PIN_NAMES, CompileOptions
+
+
+def test_the_option_surface_is_frozen() -> None:
+    """A new option needs a measured reason and a line here."""
+    assert [f.name for f in dataclasses.fields(CompileOptions)] == [
+        "memory_bytes",
+        "pins",
+        "optimizer",
+        "full_capture",
+        "seed",
+    ]
+    assert PIN_NAMES == ("dp", "tp", "zero", "sp")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"pins": {"pp": 2}}, "pin 'pp' is unknown; pins are dp, tp, zero, sp"),
+        ({"pins": {"tp": 0}}, "pin tp=0: a degree is 1 or more"),
+        ({"pins": {"zero": 2}}, "pin zero=2: this version plans ZeRO levels 0 and 3"),
+        ({"pins": {"sp": 2}}, "pin sp=2: write sp=1 or sp=0"),
+        ({"memory_bytes": 0}, "memory must be positive, got 0 bytes"),
+        ({"optimizer": "lion"}, "optimizer 'lion' is unknown; write adamw or sgd"),
+    ],
+)
+def test_wrong_values_are_named(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        CompileOptions(**kwargs)  # type: ignore[arg-type]
+
+
+def test_options_do_not_change_with_the_callers_dict() -> None:
+    pins = {"tp": 2}
+    options = CompileOptions(pins=pins)
+    pins["tp"] = 4
+    assert options.pins == {"tp": 2}
