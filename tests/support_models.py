@@ -1,0 +1,156 @@
+"""Tiny unmodified Hugging Face models of the six families, with a batch for each.
+
+Sizes are even and divisible by 4 (hidden, heads, vocabulary, sequence, batch), so that every test
+mesh divides them; labels hold some -100 where the family ignores them; GPT-2, T5 and BERT tie
+their embeddings. Dropout is 0 and the models are in eval mode.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+FAMILIES = ("gpt2", "llama", "bert", "t5", "vit", "mixtral")
+
+BATCH = 4
+SEQUENCE = 8
+VOCABULARY = 64
+HIDDEN = 32
+HEADS = 8
+IGNORED = -100
+
+_TEXT = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def _gpt2(layers: int) -> nn.Module:
+    config = transformers.GPT2Config(
+        n_layer=layers,
+        n_embd=HIDDEN,
+        n_head=HEADS,
+        n_positions=SEQUENCE,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        **_TEXT,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _llama_sizes(layers: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 4,  # grouped-query attention
+        "max_position_embeddings": SEQUENCE,
+        "tie_word_embeddings": False,
+        **_TEXT,
+    }
+
+
+def _llama(layers: int) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_llama_sizes(layers)))
+
+
+def _mixtral(layers: int) -> nn.Module:
+    config = transformers.MixtralConfig(
+        **_llama_sizes(layers), num_local_experts=4, num_experts_per_tok=2
+    )
+    model = transformers.MixtralForCausalLM(config)
+    # The default, grouped_mm, has no float64 kernel.
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def _bert(layers: int) -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        num_hidden_layers=layers,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_attention_heads=HEADS,
+        max_position_embeddings=SEQUENCE,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def _t5(layers: int) -> nn.Module:
+    config = transformers.T5Config(
+        num_layers=layers,
+        d_model=HIDDEN,
+        d_kv=4,
+        d_ff=64,
+        num_heads=HEADS,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        **_TEXT,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _vit(layers: int) -> nn.Module:
+    config = transformers.ViTConfig(
+        num_hidden_layers=layers,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_attention_heads=HEADS,
+        image_size=12,
+        patch_size=4,
+        num_channels=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=8,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+_BUILDERS: dict[str, Callable[[int], nn.Module]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "bert": _bert,
+    "t5": _t5,
+    "vit": _vit,
+    "mixtral": _mixtral,
+}
+
+
+def tiny_model(
+    family: str, *, layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of `family` with `layers` layers (T5: per stack) and keyword arguments for it.
+
+    The loss of an HF model is `.loss` of what it returns; it upcasts logits to float32, see
+    meshfold.precision.float64_everywhere for exact comparisons.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _BUILDERS[family](layers).to(dtype).eval()
+    # Default initial values leave biases 0 and norms 1, which would hide a wrong gradient.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=dtype)
+            parameter.add_(0.1 * noise)
+    return model, _batch(family, generator, dtype)
+
+
+def _batch(family: str, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+    if family == "vit":
+        pixels = torch.randn((BATCH, 4, 12, 12), generator=generator, dtype=dtype)
+        return {
+            "pixel_values": pixels,
+            "labels": torch.randint(0, 8, (BATCH,), generator=generator),
+        }
+    shape = (BATCH, SEQUENCE)
+    tokens = torch.randint(1, VOCABULARY, shape, generator=generator)
+    labels = torch.randint(1, VOCABULARY, shape, generator=generator)
+    # Uneven over rows: a wrong mean over ranks shows.
+    labels[0, : SEQUENCE // 2] = IGNORED
+    labels[-1, -1] = IGNORED
+    return {"input_ids": tokens, "labels": labels}
