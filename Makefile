@@ -1,0 +1,69 @@
+# Two commands need nothing but make, git and Python 3.11 or newer:
+#
+#   make demo    plan a model, train it on four local processes, compare with one process
+#   make test    lint, format, strict types, then every test
+#
+# Both make .venv first. To use another interpreter: make demo PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CODE := compiler passes cost_models tests examples benchmarks
+
+# The strict editable install links source files one by one, so the stamp carries a checksum of
+# their names: adding, moving or deleting a file links them anew.
+SOURCES := $(sort $(wildcard compiler/* passes/* cost_models/*))
+NAMES := $(shell echo $(filter %.py %.json %.typed,$(SOURCES)) | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/installed
+LINKED := $(VENV)/linked-$(NAMES)
+STRICT := --config-settings editable_mode=strict
+
+.PHONY: demo test lint format schema install clean
+.DEFAULT_GOAL := test
+
+demo: install
+	@$(BIN)/python examples/demo.py
+
+test: lint
+	@echo "== tests"
+	@$(BIN)/python -m pytest -q -m "not gpu"
+
+lint: install
+	@echo "== format"
+	@$(BIN)/ruff format --check $(CODE)
+	@echo "== lint"
+	@$(BIN)/ruff check $(CODE)
+	@echo "== types"
+	@$(BIN)/mypy
+
+format: install
+	@$(BIN)/ruff format $(CODE)
+	@$(BIN)/ruff check --fix $(CODE)
+
+# The published schema of plan.json; a test holds the file against the code.
+schema: install
+	@$(BIN)/python -m meshfold.plan_schema > compiler/plan.schema.json.new
+	@mv compiler/plan.schema.json.new compiler/plan.schema.json
+
+install: $(LINKED)
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here; install Python 3.11 or newer, or say make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: meshfold needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) -V 2>&1 | cut -d" " -f2); say make PYTHON=/path/to/a/newer/python" >&2; exit 1; }
+	@echo "== making $(VENV) with $$($(PYTHON) -V 2>&1)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "== installing meshfold and its dependencies (torch is large: some minutes the first time)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]" $(STRICT)
+	@rm -f $(VENV)/linked-*
+	@touch $@ $(LINKED)
+
+$(LINKED): $(INSTALLED)
+	@test -e $@ || { \
+	  echo "== linking added, moved or deleted files" && rm -f $(VENV)/linked-* && \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -e . $(STRICT); }
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-out

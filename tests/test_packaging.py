@@ -1,0 +1,53 @@
+"""What is installed: every package folder, nothing but meshfold."""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+NOT_CODE = {"tests", "examples", "benchmarks", "docs", "build", "dist"}
+
+
+def test_every_package_folder_is_listed() -> None:
+    # An unlisted folder works in the checkout and is missing from the wheel.
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - NOT_CODE
+    assert folders == set(SETUPTOOLS["package-dir"].values())
+    assert sorted(SETUPTOOLS["packages"]) == sorted(SETUPTOOLS["package-dir"])
+    assert not [p for f in folders for p in (ROOT / f).glob("*/__init__.py")], "folders are flat"
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_meshfold_only(tmp_path: Path) -> None:
+    # From a copy of the sources: a stale build/ in the checkout would leak into the wheel.
+    checkout = tmp_path / "checkout"
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
+    for name in filter(None, tracked):
+        if (ROOT / name).is_file():
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            (checkout / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), "."],
+        cwd=checkout,
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
+    assert {n.split("/")[0] for n in names} == {"meshfold"}
+    wanted = {
+        "meshfold/" + ("" if folder == "compiler" else f"{folder}/") + path.name
+        for folder in SETUPTOOLS["package-dir"].values()
+        for path in (checkout / folder).iterdir()
+        if path.suffix in (".py", ".json", ".typed")
+    }
+    assert set(names) == wanted
