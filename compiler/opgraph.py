@@ -9,6 +9,7 @@ FoldedGraph  instances in execution order, plus tables of parameters, buffers, i
 The forward graph is all there is: the backward follows from SPMD types.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -49,6 +50,21 @@ class Dependence(StrEnum):
     BATCH = "batch"
 
 
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+"""Bytes of one element, by dtype name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """A tensor of the graph: global shape, dtype name ("float32"), whether a gradient flows."""
@@ -61,6 +77,11 @@ class Value:
     @property
     def is_float(self) -> bool:
         return self.dtype.startswith(("float", "bfloat"))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class SlotKind(StrEnum):
