@@ -75,6 +75,10 @@ class RegionPlan:
     """Seconds of collectives per axis name, forward and backward, before overlap."""
     saved_bytes: int
     """Activations kept for the backward."""
+    op_targets: tuple[str, ...] = ()
+    """Names of typing.ops for people ("aten.linear.default"); may be left out."""
+    slot_names: tuple[str, ...] = ()
+    """Names of typing.slots for people; may be left out."""
 
 
 @dataclass(frozen=True)

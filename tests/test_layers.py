@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"compiler": "meshfold", "passes": "meshfold.passes", "cost_models": "meshfold.cost_models"}
+PACKAGES = {
+    "compiler": "meshfold",
+    "passes": "meshfold.passes",
+    "cost_models": "meshfold.cost_models",
+}
 
 DATA = {
     "meshfold",

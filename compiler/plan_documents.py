@@ -1,0 +1,322 @@
+"""meshfold.plan <-> meshfold.plan_schema: a plan as a document, and a checked document as a plan.
+
+plan_from_document checks what a schema cannot say: figures that follow from others, layouts with
+one type per mesh axis, runs of regions that exist. It raises PlanFormatError with the JSON path.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import TypeVar
+
+from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.errors import PlanFormatError
+from meshfold.mesh import Mesh, MeshAxis
+from meshfold.plan import (
+    Candidate,
+    ConversionRecord,
+    MemoryEstimate,
+    ModelInfo,
+    ParameterPlacement,
+    Plan,
+    RegionPlan,
+    RunPlan,
+    SearchStats,
+    StagePlan,
+    TimeEstimate,
+)
+from meshfold.plan_schema import (
+    AxisDocument,
+    CandidateDocument,
+    ClusterDocument,
+    ConversionDocument,
+    InputDocument,
+    MemoryDocument,
+    ModelDocument,
+    ParameterDocument,
+    PlanDocument,
+    RegionDocument,
+    RunDocument,
+    SearchDocument,
+    StageDocument,
+    StrategyDocument,
+    TimeDocument,
+)
+from meshfold.plan_text import (
+    names_or_none,
+    read_layout,
+    read_op,
+    read_slot,
+    write_layout,
+    write_op,
+    write_slot,
+)
+from meshfold.strategy import RegionTyping, UniformStrategy
+
+T = TypeVar("T")
+
+
+def plan_document(plan: Plan) -> PlanDocument:
+    """The plan as a document. Raises pydantic.ValidationError for a plan that no file can hold."""
+    return PlanDocument(
+        version=plan.version,  # type: ignore[arg-type]  # checked by the document
+        meshfold_version=plan.meshfold_version,
+        model=_model_document(plan.model),
+        strategy=_strategy_document(plan.strategy),
+        mesh=tuple(AxisDocument(**asdict(axis)) for axis in plan.mesh.axes),
+        time=_time_document(plan.time),
+        memory=_memory_document(plan.memory),
+        notes=plan.notes,
+        baselines=tuple(_candidate_document(c) for c in plan.baselines),
+        search=SearchDocument(
+            num_candidates=plan.search.num_candidates,
+            num_infeasible=plan.search.num_infeasible,
+            cuts=dict(plan.search.cuts),
+        ),
+        pins=dict(plan.pins),
+        optimizer=plan.optimizer,
+        seed=plan.seed,
+        stages=tuple(
+            StageDocument(runs=tuple(RunDocument(**asdict(run)) for run in stage.runs))
+            for stage in plan.stages
+        ),
+        regions=tuple(_region_document(region) for region in plan.regions),
+        cluster=ClusterDocument.model_validate(plan.cluster, from_attributes=True),
+    )
+
+
+def _model_document(model: ModelInfo) -> ModelDocument:
+    inputs = tuple(InputDocument(name=n, shape=s, dtype=d) for n, s, d in model.inputs)
+    return ModelDocument(**{**asdict(model), "inputs": inputs})
+
+
+def _strategy_document(strategy: UniformStrategy) -> StrategyDocument:
+    return StrategyDocument(label=strategy.label, **asdict(strategy))
+
+
+def _time_document(time: TimeEstimate) -> TimeDocument:
+    return TimeDocument(
+        step_s=time.step_s,
+        forward_s=time.forward_s,
+        backward_s=time.backward_s,
+        exposed_communication_s=time.exposed_communication_s,
+        optimizer_s=time.optimizer_s,
+        communication_s=dict(time.communication_s),
+    )
+
+
+def _memory_document(memory: MemoryEstimate) -> MemoryDocument:
+    components = {f"{name}_bytes": value for name, value in asdict(memory).items()}
+    return MemoryDocument(peak_bytes=memory.peak, **components)
+
+
+def _candidate_document(candidate: Candidate) -> CandidateDocument:
+    strategy = _strategy_document(candidate.strategy)
+    return CandidateDocument(**{**asdict(candidate), "strategy": strategy})
+
+
+def _region_document(region: RegionPlan) -> RegionDocument:
+    typing = region.typing
+    targets = region.op_targets or ("",) * len(typing.ops)
+    names = region.slot_names or ("",) * len(typing.slots)
+    return RegionDocument(
+        name=region.name,
+        num_instances=region.num_instances,
+        example_scope=region.example_scope,
+        fingerprint=region.fingerprint,
+        forward_s=region.forward_s,
+        backward_s=region.backward_s,
+        communication_s=dict(region.communication_s),
+        saved_bytes=region.saved_bytes,
+        fallback_ops=region.fallback_ops,
+        parameters=tuple(_parameter_document(p) for p in region.parameters),
+        conversions=tuple(_conversion_document(c) for c in region.conversions),
+        slots=tuple(write_slot(n, s) for n, s in zip(names, typing.slots, strict=True)),
+        ops=tuple(write_op(t, op) for t, op in zip(targets, typing.ops, strict=True)),
+        outputs=tuple(write_layout(layout) for layout in typing.outputs),
+    )
+
+
+def _parameter_document(parameter: ParameterPlacement) -> ParameterDocument:
+    return ParameterDocument(
+        name=parameter.name,
+        shape=parameter.shape,
+        dtype=parameter.dtype,
+        stored=write_layout(parameter.stored),
+        used=write_layout(parameter.used),
+        num_bytes=parameter.num_bytes,
+    )
+
+
+def _conversion_document(record: ConversionRecord) -> ConversionDocument:
+    return ConversionDocument(
+        value=record.value,
+        kind=record.kind,  # type: ignore[arg-type]  # checked by the document
+        source=write_layout(record.source),
+        target=write_layout(record.target),
+        forward=record.forward,
+        backward=record.backward,
+        num_bytes=record.num_bytes,
+        forward_s=record.forward_s,
+        backward_s=record.backward_s,
+    )
+
+
+def plan_from_document(document: PlanDocument) -> Plan:
+    """The plan that a document holds. Raises PlanFormatError with the JSON path."""
+    axes = tuple(MeshAxis(**axis.model_dump()) for axis in document.mesh)
+    mesh = _at("mesh", lambda: Mesh(axes))
+    regions = tuple(
+        _region(region, f"regions[{k}]", len(axes)) for k, region in enumerate(document.regions)
+    )
+    return Plan(
+        model=_model(document.model),
+        cluster=_at("cluster", lambda: cluster_from_document(document.cluster)),
+        mesh=mesh,
+        strategy=_strategy(document.strategy, "strategy"),
+        pins=document.pins,
+        optimizer=document.optimizer,
+        seed=document.seed,
+        regions=regions,
+        stages=_stages(document.stages, {region.name for region in regions}),
+        memory=_memory(document.memory),
+        time=_time(document.time),
+        baselines=tuple(
+            _candidate(candidate, f"baselines[{k}]")
+            for k, candidate in enumerate(document.baselines)
+        ),
+        search=SearchStats(**document.search.model_dump()),
+        meshfold_version=document.meshfold_version,
+        version=document.version,
+        notes=document.notes,
+    )
+
+
+def _at(path: str, read: Callable[[], T]) -> T:
+    """Runs `read`; a ValueError of it becomes a PlanFormatError at the JSON path."""
+    try:
+        return read()
+    except ValueError as error:
+        raise PlanFormatError(f"{path}: {error}") from error
+
+
+def _each(
+    path: str, lines: tuple[str, ...], read: Callable[[str, int], T], num_axes: int
+) -> tuple[T, ...]:
+    return tuple(_at(f"{path}[{k}]", partial(read, line, num_axes)) for k, line in enumerate(lines))
+
+
+def _follows(path: str, found: object, expected: object) -> None:
+    """Refuses a figure that contradicts those it follows from."""
+    if found != expected:
+        raise PlanFormatError(
+            f"{path}: the file says {found!r}, its parts give {expected!r}; "
+            "edit both or make the plan anew"
+        )
+
+
+def _model(document: ModelDocument) -> ModelInfo:
+    inputs = tuple((i.name, i.shape, i.dtype) for i in document.inputs)
+    return ModelInfo(**{**document.model_dump(), "inputs": inputs})
+
+
+def _strategy(document: StrategyDocument, path: str) -> UniformStrategy:
+    strategy = UniformStrategy(**document.model_dump(exclude={"label"}))
+    _follows(f"{path}.label", document.label, strategy.label)
+    return strategy
+
+
+def _time(document: TimeDocument) -> TimeEstimate:
+    time = TimeEstimate(**document.model_dump(exclude={"step_s"}))
+    _follows("time.step_s", document.step_s, time.step_s)
+    return time
+
+
+def _memory(document: MemoryDocument) -> MemoryEstimate:
+    components = document.model_dump(exclude={"peak_bytes"})
+    memory = MemoryEstimate(**{k.removesuffix("_bytes"): v for k, v in components.items()})
+    _follows("memory.peak_bytes", document.peak_bytes, memory.peak)
+    return memory
+
+
+def _candidate(document: CandidateDocument, path: str) -> Candidate:
+    strategy = _strategy(document.strategy, f"{path}.strategy")
+    return Candidate(**{**document.model_dump(), "strategy": strategy})
+
+
+def _stages(documents: tuple[StageDocument, ...], regions: set[str]) -> tuple[StagePlan, ...]:
+    for s, stage in enumerate(documents):
+        for r, run in enumerate(stage.runs):
+            if run.region not in regions:
+                raise PlanFormatError(
+                    f"stages[{s}].runs[{r}].region: no region {run.region!r} in this plan; "
+                    f"it has {', '.join(sorted(regions))}"
+                )
+    return tuple(
+        StagePlan(tuple(RunPlan(**run.model_dump()) for run in stage.runs)) for stage in documents
+    )
+
+
+def _region(document: RegionDocument, path: str, num_axes: int) -> RegionPlan:
+    slots = _each(f"{path}.slots", document.slots, read_slot, num_axes)
+    ops = _each(f"{path}.ops", document.ops, read_op, num_axes)
+    outputs = _each(f"{path}.outputs", document.outputs, read_layout, num_axes)
+    return RegionPlan(
+        name=document.name,
+        fingerprint=document.fingerprint,
+        num_instances=document.num_instances,
+        example_scope=document.example_scope,
+        typing=RegionTyping(
+            slots=tuple(layout for _, layout in slots),
+            ops=tuple(typing for _, typing in ops),
+            outputs=outputs,
+        ),
+        parameters=tuple(
+            _parameter(p, f"{path}.parameters[{k}]", num_axes)
+            for k, p in enumerate(document.parameters)
+        ),
+        conversions=tuple(
+            _conversion(c, f"{path}.conversions[{k}]", num_axes)
+            for k, c in enumerate(document.conversions)
+        ),
+        fallback_ops=document.fallback_ops,
+        forward_s=document.forward_s,
+        backward_s=document.backward_s,
+        communication_s=document.communication_s,
+        saved_bytes=document.saved_bytes,
+        op_targets=names_or_none(target for target, _ in ops),
+        slot_names=names_or_none(name for name, _ in slots),
+    )
+
+
+def _parameter(document: ParameterDocument, path: str, num_axes: int) -> ParameterPlacement:
+    layouts = {
+        "stored": _at(f"{path}.stored", lambda: read_layout(document.stored, num_axes)),
+        "used": _at(f"{path}.used", lambda: read_layout(document.used, num_axes)),
+    }
+    return ParameterPlacement(**{**document.model_dump(), **layouts})
+
+
+def _conversion(document: ConversionDocument, path: str, num_axes: int) -> ConversionRecord:
+    layouts = {
+        "source": _at(f"{path}.source", lambda: read_layout(document.source, num_axes)),
+        "target": _at(f"{path}.target", lambda: read_layout(document.target, num_axes)),
+    }
+    return ConversionRecord(**{**document.model_dump(), **layouts})
+
+
+def cluster_from_document(document: ClusterDocument) -> ClusterSpec:
+    """Raises ClusterSpecError, which is a ValueError."""
+    return ClusterSpec(
+        name=document.name,
+        groups=tuple(
+            NodeGroup(
+                device=DeviceSpec(**group.device.model_dump()),
+                num_nodes=group.num_nodes,
+                devices_per_node=group.devices_per_node,
+                link=LinkSpec(**group.link.model_dump()),
+            )
+            for group in document.groups
+        ),
+        network=LinkSpec(**document.network.model_dump()),
+    )

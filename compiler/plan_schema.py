@@ -1,0 +1,230 @@
+"""The plan file as pydantic models: what plan.json may hold, and the published JSON Schema.
+
+The file is for people first: model, strategy, mesh, time and memory near the top, units in names,
+layouts as text ("S0,I": one type per mesh axis), one line of text per op. Nothing beyond the
+declared fields is accepted. meshfold.plan_io turns these documents into meshfold.plan and back.
+
+Text lines of a region (several layouts are separated by a space, "-" is an empty one):
+
+    slots    "self_attn.q_proj.weight  S0,I"                       name, stored layout
+    ops      "aten.linear.default  b,o  S0,R I,S0 -> S0,S2"        op, rules, operands -> outputs
+"""
+
+import json
+import sys
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from meshfold.plan import PLAN_VERSION
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LayoutText = Annotated[
+    str,
+    Field(
+        pattern=r"^(-|([IRP]|S\d+(/\d+)?)(,([IRP]|S\d+(/\d+)?))*)$",
+        description="One SPMD type per mesh axis: I, R, P, S<dim> or S<dim>/<blocks>; - for none",
+    ),
+]
+
+
+class Document(BaseModel):
+    """Strict (no coercion of types), closed (no further fields), frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class InputDocument(Document):
+    name: str
+    shape: tuple[Count, ...]
+    dtype: str
+
+
+class ModelDocument(Document):
+    name: str
+    fingerprint: str = Field(description="Hash over the folded graph; binds the plan to the model")
+    batch_size: Positive
+    num_parameters: Count
+    num_ops: Count
+    num_distinct_ops: Count
+    inputs: tuple[InputDocument, ...]
+
+
+class StrategyDocument(Document):
+    label: str = Field(description="The strategy in words; derived from the fields below")
+    dp: Positive
+    tp: Positive
+    zero: Literal[0, 3]
+    sequence_parallel: bool
+
+
+class AxisDocument(Document):
+    name: str
+    size: Positive
+    link: str = Field(description="Slowest link that a group of this axis crosses")
+
+
+class TimeDocument(Document):
+    step_s: Seconds = Field(description="Sum of the four parts below")
+    forward_s: Seconds = Field(description="Compute only")
+    backward_s: Seconds = Field(description="Compute only")
+    exposed_communication_s: Seconds
+    optimizer_s: Seconds
+    communication_s: dict[str, Seconds] = Field(description="Per mesh axis, before overlap")
+
+
+class MemoryDocument(Document):
+    """Bytes per device at the moment of the peak."""
+
+    peak_bytes: Bytes = Field(description="Sum of the components below")
+    capacity_bytes: Bytes
+    parameters_bytes: Bytes
+    gradients_bytes: Bytes
+    optimizer_bytes: Bytes
+    activations_bytes: Bytes
+    gathered_parameters_bytes: Bytes
+    buckets_bytes: Bytes
+    transient_bytes: Bytes
+    reserve_bytes: Bytes
+
+
+class CandidateDocument(Document):
+    name: str
+    strategy: StrategyDocument
+    step_s: Seconds
+    peak_bytes: Bytes
+    fits: bool
+    note: str
+
+
+class SearchDocument(Document):
+    num_candidates: Count
+    num_infeasible: Count
+    cuts: dict[str, Count] = Field(description="Candidates cut, by rule")
+
+
+class RunDocument(Document):
+    region: str
+    first: Count
+    count: Positive
+
+
+class StageDocument(Document):
+    runs: tuple[RunDocument, ...]
+
+
+class ParameterDocument(Document):
+    name: str
+    shape: tuple[Count, ...]
+    dtype: str
+    stored: LayoutText = Field(description="Layout between steps")
+    used: LayoutText = Field(description="Layout that the ops read")
+    num_bytes: Bytes = Field(description="Stored bytes per rank")
+
+
+class ConversionDocument(Document):
+    """A change of layout that costs something."""
+
+    value: str
+    kind: Literal["activation", "parameter"]
+    source: LayoutText
+    target: LayoutText
+    forward: tuple[str, ...] = Field(description="Collectives of the forward pass")
+    backward: tuple[str, ...] = Field(description="Collectives of the backward pass")
+    num_bytes: Bytes = Field(description="Local payload of one collective")
+    forward_s: Seconds
+    backward_s: Seconds
+
+
+class RegionDocument(Document):
+    """Times and bytes are per instance and per rank."""
+
+    name: str
+    num_instances: Positive
+    example_scope: str
+    fingerprint: str
+    forward_s: Seconds
+    backward_s: Seconds
+    communication_s: dict[str, Seconds]
+    saved_bytes: Bytes = Field(description="Activations kept for the backward pass")
+    fallback_ops: tuple[str, ...] = Field(description="Ops that run whole for lack of a rule")
+    parameters: tuple[ParameterDocument, ...]
+    conversions: tuple[ConversionDocument, ...]
+    slots: tuple[str, ...] = Field(description="Per slot: name, layout in which its value arrives")
+    ops: tuple[str, ...] = Field(description="Per op: target, rules, operands -> outputs")
+    outputs: tuple[LayoutText, ...]
+
+
+class DeviceDocument(Document):
+    name: str
+    memory_bytes: Bytes
+    memory_bytes_per_s: float
+    peak_flops_per_s: dict[str, float]
+    matmul_efficiency: float
+    memory_efficiency: float
+    launch_s: Seconds
+    reserve_bytes: Bytes
+    source: str
+
+
+class LinkDocument(Document):
+    name: str
+    bytes_per_s: float
+    latency_s: Seconds
+    source: str
+
+
+class NodeGroupDocument(Document):
+    num_nodes: Positive
+    devices_per_node: Positive
+    device: DeviceDocument
+    link: LinkDocument
+
+
+class ClusterDocument(Document):
+    name: str
+    groups: tuple[NodeGroupDocument, ...]
+    network: LinkDocument
+
+
+class PlanDocument(Document):
+    """A meshfold plan: what the search chose, why, and what it predicts."""
+
+    version: Literal[1] = Field(description="Of the format of this file")
+    meshfold_version: str
+    model: ModelDocument
+    strategy: StrategyDocument
+    mesh: tuple[AxisDocument, ...] = Field(description="Axes, slowest-varying rank digit first")
+    time: TimeDocument
+    memory: MemoryDocument
+    notes: tuple[str, ...]
+    baselines: tuple[CandidateDocument, ...]
+    search: SearchDocument
+    pins: dict[str, int] = Field(description="Choices that the user fixed")
+    optimizer: str
+    seed: int
+    stages: tuple[StageDocument, ...]
+    regions: tuple[RegionDocument, ...]
+    cluster: ClusterDocument
+
+
+def plan_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a plan file."""
+    schema = PlanDocument.model_json_schema()
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"meshfold plan, version {PLAN_VERSION}",
+        **{key: value for key, value in schema.items() if key != "title"},
+    }
+
+
+def schema_text() -> str:
+    """The published file compiler/plan.schema.json, byte for byte."""
+    return json.dumps(plan_schema(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(schema_text())

@@ -1,0 +1,146 @@
+"""Plans built by hand, for tests of the plan file and of its faces."""
+
+from dataclasses import replace
+
+from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.mesh import Mesh, MeshAxis
+from meshfold.plan import (
+    Candidate,
+    ConversionRecord,
+    MemoryEstimate,
+    ModelInfo,
+    ParameterPlacement,
+    Plan,
+    RegionPlan,
+    RunPlan,
+    SearchStats,
+    StagePlan,
+    TimeEstimate,
+)
+from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
+from meshfold.strategy import OpTyping, RegionTyping, UniformStrategy
+
+GIB = 2**30
+MESH = Mesh((MeshAxis("dp", 2, "network"), MeshAxis("tp", 4, "nvlink")))
+STRATEGY = UniformStrategy(dp=2, tp=4, zero=3, sequence_parallel=True)
+INSIDE = LinkSpec("nvlink", 4.5e11, 2e-6, "made up for tests")
+NETWORK = LinkSpec("infiniband", 5e10, 5e-6, "made up for tests")
+DEVICE = DeviceSpec(
+    name="test-80GB",
+    memory_bytes=80 * GIB,
+    memory_bytes_per_s=3e12,
+    peak_flops_per_s={"bfloat16": 9e14, "float32": 6e13},
+    matmul_efficiency=0.7,
+    memory_efficiency=0.8,
+    launch_s=5e-6,
+    reserve_bytes=GIB,
+    source="made up for tests",
+)
+CLUSTER = ClusterSpec("test-cluster", (NodeGroup(DEVICE, 2, 4, INSIDE),), NETWORK)
+
+LINEAR = OpTyping(
+    rules=("b", "o"),
+    inputs=((Shard(0), REPLICATE), (INVARIANT, Shard(0))),
+    outputs=((Shard(0), Shard(2)),),
+)
+BLOCK = RegionPlan(
+    name="B",
+    fingerprint="b" * 16,
+    num_instances=32,
+    example_scope="model.layers.0",
+    typing=RegionTyping(
+        slots=((Shard(0), Shard(1)), (Shard(0, 4), Shard(0))),
+        ops=(LINEAR, OpTyping(("I", "I"), (), ((INVARIANT, INVARIANT),))),
+        outputs=((Shard(0), PARTIAL),),
+    ),
+    parameters=(
+        ParameterPlacement(
+            name="mlp.up_proj.weight",
+            shape=(14336, 4096),
+            dtype="bfloat16",
+            stored=(Shard(0, 4), Shard(0)),
+            used=(REPLICATE, Shard(0)),
+            num_bytes=14336 * 4096 * 2 // 8,
+        ),
+    ),
+    conversions=(
+        ConversionRecord(
+            value="input_layernorm",
+            kind="activation",
+            source=(Shard(0), Shard(1)),
+            target=(Shard(0), REPLICATE),
+            forward=("all-gather",),
+            backward=("reduce-scatter",),
+            num_bytes=16 * 2**20,
+            forward_s=1.1e-4,
+            backward_s=1.2e-4,
+        ),
+    ),
+    fallback_ops=("aten.cumsum.default",),
+    forward_s=3.1e-3,
+    backward_s=6.3e-3,
+    communication_s={"dp": 1.5e-3, "tp": 0.9e-3},
+    saved_bytes=300 * 2**20,
+    op_targets=("aten.linear.default", "aten.arange.default"),
+    slot_names=("hidden", "mlp.up_proj.weight"),
+)
+EMBEDDING = replace(
+    BLOCK,
+    name="A",
+    fingerprint="a" * 16,
+    num_instances=1,
+    example_scope="model.embed_tokens",
+    conversions=(),
+    fallback_ops=(),
+)
+
+
+def example_plan() -> Plan:
+    """A plan with two regions on a 2 x 4 mesh; figures are invented but consistent."""
+    return Plan(
+        model=ModelInfo(
+            name="LlamaForCausalLM",
+            fingerprint="f" * 16,
+            num_parameters=8_030_261_248,
+            num_ops=2114,
+            num_distinct_ops=98,
+            inputs=(("input_ids", (16, 4096), "int64"), ("labels", (16, 4096), "int64")),
+            batch_size=16,
+        ),
+        cluster=CLUSTER,
+        mesh=MESH,
+        strategy=STRATEGY,
+        pins={"tp": 4},
+        optimizer="adamw",
+        seed=0,
+        regions=(EMBEDDING, BLOCK),
+        stages=(StagePlan((RunPlan("A", 0, 1), RunPlan("B", 1, 32))),),
+        memory=MemoryEstimate(
+            parameters=2 * GIB,
+            gradients=2 * GIB,
+            optimizer=8 * GIB,
+            activations=12 * GIB,
+            gathered_parameters=GIB // 2,
+            buckets=GIB // 4,
+            transient=3 * GIB,
+            reserve=GIB,
+            capacity=40 * GIB,
+        ),
+        time=TimeEstimate(
+            forward_s=0.101,
+            backward_s=0.204,
+            exposed_communication_s=0.0307,
+            optimizer_s=0.0051,
+            communication_s={"dp": 0.05, "tp": 0.03},
+        ),
+        baselines=(
+            Candidate("data parallel", UniformStrategy(dp=8), 0.291, 130 * GIB, False),
+            Candidate("ZeRO-3", UniformStrategy(dp=8, zero=3), 0.402, 38 * GIB, True),
+            Candidate(
+                "tensor parallel", UniformStrategy(tp=8), 0.9, 39 * GIB, True, "crosses nodes"
+            ),
+        ),
+        search=SearchStats(num_candidates=12, num_infeasible=5, cuts={"does not divide": 3}),
+        meshfold_version="0.1.0",
+        notes=("parameter lm_head.bias is unused",),
+    )
