@@ -1,8 +1,13 @@
 """ClusterSpec: node groups and links. Data and checks only; presets and JSON are in
-meshfold.cost_models.devices and meshfold.cluster_io."""
+meshfold.cost_models.devices and meshfold.cluster_io.
 
-from dataclasses import dataclass
+All figures are in bytes, seconds, bytes per second and flops per second. A ClusterSpec checks
+everything below it when it is made, so that each message can give the whole field path.
+"""
+
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from meshfold.errors import ClusterSpecError
 
@@ -10,9 +15,10 @@ from meshfold.errors import ClusterSpecError
 @dataclass(frozen=True)
 class DeviceSpec:
     """One accelerator. peak_flops_per_s: dense peak by dtype name ("bfloat16", "float16",
-    "float32", "tf32"...); a missing dtype runs at the float32 figure. launch_s: time to start one
-    kernel. efficiency: fraction of peak a large GEMM reaches (`matmul`) and fraction of memory
-    bandwidth a large copy reaches (`memory`). reserve_bytes: framework, context, communicators."""
+    "float32", "float64"); "float32" must be there and stands in for a dtype that is not.
+    matmul_efficiency: fraction of peak a large GEMM reaches. memory_efficiency: fraction of memory
+    bandwidth a large copy reaches. launch_s: time to start one kernel. reserve_bytes: framework,
+    context, communicators, fragmentation. source: where the figures come from."""
 
     name: str
     memory_bytes: int
@@ -28,12 +34,21 @@ class DeviceSpec:
 @dataclass(frozen=True)
 class LinkSpec:
     """A level of the network. bytes_per_s is per device and direction, what one device can send
-    while all its peers do the same; latency_s per message step."""
+    while all its peers do the same; latency_s is per message step, start_s per collective.
+
+    ramp_bytes: message size at which a collective reaches half of bytes_per_s; the formula is in
+    cost_models/collectives.py. reduce_bytes_per_s: tensor bytes per second of an all-reduce done
+    by the switch (NVLS), 0 for a link without. bytes_per_s_by_ranks: measured (ranks, bytes_per_s)
+    where a small group gets another rate than the whole node, as on point-to-point links."""
 
     name: str
     bytes_per_s: float
     latency_s: float
     source: str
+    start_s: float = 0.0
+    ramp_bytes: float = 0.0
+    reduce_bytes_per_s: float = 0.0
+    bytes_per_s_by_ranks: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,19 +60,113 @@ class NodeGroup:
     devices_per_node: int
     link: LinkSpec
 
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Node groups joined by `network`. Validated: raises ClusterSpecError with the field path."""
+    """Node groups joined by `network`. Ranks fill nodes in order: group by group, node by node.
+
+    Raises ClusterSpecError, the message starting with the path of the wrong field.
+    """
 
     name: str
     groups: tuple[NodeGroup, ...]
     network: LinkSpec
 
     @property
+    def num_nodes(self) -> int:
+        return sum(g.num_nodes for g in self.groups)
+
+    @property
     def num_devices(self) -> int:
-        return sum(g.num_nodes * g.devices_per_node for g in self.groups)
+        return sum(g.num_devices for g in self.groups)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the smallest device: a plan gives every device the same work."""
+        return min(g.device.memory_bytes for g in self.groups)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Reserve of the device that needs most."""
+        return max(g.device.reserve_bytes for g in self.groups)
 
     def __post_init__(self) -> None:
+        _check_text("name", self.name)
         if not self.groups:
             raise ClusterSpecError("groups: a cluster needs at least one node group")
+        for k, group in enumerate(self.groups):
+            path = f"groups[{k}]"
+            _check_count(f"{path}.num_nodes", group.num_nodes)
+            _check_count(f"{path}.devices_per_node", group.devices_per_node)
+            _check_device(f"{path}.device", group.device)
+            _check_link(f"{path}.link", group.link)
+            if group.link.name == self.network.name:
+                raise ClusterSpecError(
+                    f"{path}.link.name: {group.link.name!r} is also the network's name; "
+                    "give the links inside a node a name of their own"
+                )
+        _check_link("network", self.network)
+
+
+def _check_device(path: str, device: DeviceSpec) -> None:
+    _check_text(f"{path}.name", device.name)
+    _check_text(f"{path}.source", device.source)
+    _check_count(f"{path}.memory_bytes", device.memory_bytes)
+    _check_positive(f"{path}.memory_bytes_per_s", device.memory_bytes_per_s)
+    _check_fraction(f"{path}.matmul_efficiency", device.matmul_efficiency)
+    _check_fraction(f"{path}.memory_efficiency", device.memory_efficiency)
+    _check_not_negative(f"{path}.launch_s", device.launch_s)
+    _check_not_negative(f"{path}.reserve_bytes", device.reserve_bytes)
+    if device.reserve_bytes >= device.memory_bytes:
+        raise ClusterSpecError(
+            f"{path}.reserve_bytes: {device.reserve_bytes} leaves nothing of "
+            f"{device.memory_bytes} bytes of memory"
+        )
+    if "float32" not in device.peak_flops_per_s:
+        raise ClusterSpecError(f"{path}.peak_flops_per_s: the float32 figure is missing")
+    for dtype, flops_per_s in device.peak_flops_per_s.items():
+        _check_positive(f"{path}.peak_flops_per_s.{dtype}", flops_per_s)
+
+
+def _check_link(path: str, link: LinkSpec) -> None:
+    _check_text(f"{path}.name", link.name)
+    _check_text(f"{path}.source", link.source)
+    _check_positive(f"{path}.bytes_per_s", link.bytes_per_s)
+    for field in ("latency_s", "start_s", "ramp_bytes", "reduce_bytes_per_s"):
+        _check_not_negative(f"{path}.{field}", getattr(link, field))
+    before = 1
+    for k, (ranks, bytes_per_s) in enumerate(link.bytes_per_s_by_ranks):
+        where = f"{path}.bytes_per_s_by_ranks[{k}]"
+        if ranks <= before:
+            raise ClusterSpecError(f"{where}: ranks must rise and start at 2, got {ranks}")
+        _check_positive(where, bytes_per_s)
+        before = ranks
+
+
+def _check_text(path: str, text: str) -> None:
+    if not text.strip():
+        raise ClusterSpecError(f"{path}: must not be empty")
+
+
+def _check_count(path: str, number: int) -> None:
+    if number < 1:
+        raise ClusterSpecError(f"{path}: must be 1 or more, got {number}")
+
+
+def _check_positive(path: str, number: float) -> None:
+    if not (math.isfinite(number) and number > 0):
+        raise ClusterSpecError(f"{path}: must be positive, got {number}")
+
+
+def _check_not_negative(path: str, number: float) -> None:
+    if not (math.isfinite(number) and number >= 0):
+        raise ClusterSpecError(f"{path}: must be 0 or more, got {number}")
+
+
+def _check_fraction(path: str, number: float) -> None:
+    if not 0 < number <= 1:
+        raise ClusterSpecError(f"{path}: must be above 0 and at most 1, got {number}")

@@ -1,0 +1,92 @@
+"""CostModel: what one mesh on one cluster charges for compute and collectives, in seconds.
+
+The search, the conversions and the report all ask this one object. It holds the slowest device and
+the links; on unequal hardware a plan gives every device the same work, so the slowest one decides.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from meshfold.cost_models import collectives
+from meshfold.cost_models.topology import GroupShape, group_shape, slowest_link
+from meshfold.errors import ClusterSpecError
+from meshfold.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices for `mesh`, whose ranks are the first `mesh.num_ranks` devices of `cluster`.
+
+    Raises ClusterSpecError when the mesh has more ranks than the cluster has devices.
+    """
+
+    cluster: ClusterSpec
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        if self.mesh.num_ranks > self.cluster.num_devices:
+            raise ClusterSpecError(
+                f"groups: cluster {self.cluster.name} has {self.cluster.num_devices} devices, "
+                f"the mesh {self.mesh} needs {self.mesh.num_ranks}"
+            )
+
+    @cached_property
+    def device(self) -> DeviceSpec:
+        """The slowest device: least float32 peak, then least memory bandwidth."""
+        return min(
+            (g.device for g in self.cluster.groups),
+            key=lambda d: (d.peak_flops_per_s["float32"], d.memory_bytes_per_s),
+        )
+
+    @cached_property
+    def node_link(self) -> LinkSpec:
+        """The slowest link inside a node."""
+        return min((g.link for g in self.cluster.groups), key=lambda link: link.bytes_per_s)
+
+    @cached_property
+    def group_shapes(self) -> dict[tuple[int, ...], GroupShape]:
+        """Shape of the worst group of every set of axes."""
+        indices = range(len(self.mesh.axes))
+        subsets = (s for count in range(1, len(indices) + 1) for s in combinations(indices, count))
+        return {axes: group_shape(self.cluster, self.mesh, axes) for axes in subsets}
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds to start one kernel."""
+        return self.device.launch_s
+
+    def axis_link(self, axis: int) -> LinkSpec:
+        """The slowest link that a group of mesh axis number `axis` crosses."""
+        return slowest_link(self.cluster, self.group_shapes[(axis,)])
+
+    def collective_s(self, kind: str, num_bytes: float, axes: Iterable[int]) -> float:
+        """Seconds of one collective over the mesh axes `axes` together, before overlap.
+
+        num_bytes: all_gather the gathered output, reduce_scatter the input, all_reduce the tensor,
+        all_to_all the local tensor. Raises ValueError for an unknown kind. Formulas and sources
+        are in meshfold.cost_models.collectives.
+        """
+        key = tuple(sorted(axes))
+        if not key:
+            return 0.0
+        group = self.group_shapes[key]
+        return collectives.collective_s(
+            kind, num_bytes, group, self.node_link, self.cluster.network
+        )
+
+    def compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
+        """Seconds of one kernel: launch + max(flops at the GEMM rate of `dtype`, bytes at the copy
+        rate), the roofline of Williams, Waterman, Patterson (CACM 52(4), 2009). No work, no kernel.
+
+        A dtype without a peak runs at the float32 figure.
+        """
+        if flops <= 0 and num_bytes <= 0:
+            return 0.0
+        device = self.device
+        peak = device.peak_flops_per_s.get(dtype, device.peak_flops_per_s["float32"])
+        flops_s = flops / (peak * device.matmul_efficiency)
+        memory_s = num_bytes / (device.memory_bytes_per_s * device.memory_efficiency)
+        return device.launch_s + max(flops_s, memory_s)
