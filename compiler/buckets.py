@@ -1,0 +1,129 @@
+"""Buckets: parameters of one region instance that are gathered and reduced together.
+
+A parameter slot is *stored* in one layout and *used* by the ops in another. Where an axis goes
+Shard -> Replicate (ZeRO-3) the parameter is gathered over it before use and its gradient
+reduce-scattered; where it goes Invariant -> Replicate only the gradient is all-reduced. A bucket
+holds the members with the same axes, dtype and need for a gradient in one flat buffer: one
+collective forward, one backward. `Bucket` is data of the emitted region and the same for all its
+instances; `BucketBuffers` does the copies. No communication here.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from meshfold.mesh import Mesh
+from meshfold.shards import Assembly
+from meshfold.spmd import REPLICATE, Layout
+
+
+@dataclass(frozen=True)
+class BucketMember:
+    """One use of a parameter: region slot `slot` of global `shape`. reduce: the mesh axes (indices)
+    that go Invariant -> Replicate."""
+
+    slot: int
+    name: str
+    shape: tuple[int, ...]
+    stored: Layout
+    used: Layout
+    reduce: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """`gather`: the axes (indices, mesh order) that all members are gathered over, () for a bucket
+    whose gradients are only all-reduced; its members then share `reduce`, too."""
+
+    gather: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    members: tuple[BucketMember, ...]
+
+    @property
+    def reduce(self) -> tuple[int, ...]:
+        """Axes of the first gradient collective of a bucket without a gather."""
+        assert not self.gather
+        return self.members[0].reduce
+
+
+def used_layout(stored: Layout, demand: Layout, mesh: Mesh) -> Layout:
+    """What the bucket makes of a parameter in layout `stored` for an op that reads `demand`: the
+    axes that go to Replicate from Invariant or Shard are done. The rest is converted in the graph.
+    """
+    return tuple(
+        REPLICATE if d == REPLICATE and s.kind in ("I", "S") and n > 1 else s
+        for s, d, n in zip(stored, demand, mesh.sizes, strict=True)
+    )
+
+
+def changed_axes(stored: Layout, used: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(axes gathered, axes only reduced) between the two layouts of a member."""
+    pairs = list(enumerate(zip(stored, used, strict=True)))
+    gather = tuple(k for k, (s, u) in pairs if s != u and s.is_shard)
+    reduce = tuple(k for k, (s, u) in pairs if s != u and not s.is_shard)
+    return gather, reduce
+
+
+class BucketBuffers:
+    """Copies between the tensors of a bucket's members and its flat buffers.
+
+    A flat buffer of shards has shape (shard_numel,): the members' shards one after the other.
+    A flat buffer of whole tensors has shape (num_shards * shard_numel,): one buffer of shards per
+    rank of the gather axes, what an all-gather gives and a reduce-scatter takes.
+    """
+
+    def __init__(self, bucket: Bucket, sizes: tuple[int, ...]) -> None:
+        self.bucket = bucket
+        self.num_shards = math.prod(sizes[k] for k in bucket.gather)
+        self.assemblies = tuple(
+            Assembly(m.shape, m.stored, sizes, bucket.gather) for m in bucket.members
+        )
+        ends = list(accumulate(a.shard_numel for a in self.assemblies))
+        self.ranges = tuple(zip([0, *ends[:-1]], ends, strict=True))
+        self.shard_numel = ends[-1]
+
+    @cached_property
+    def whole_numel(self) -> int:
+        """Elements of all members when gathered."""
+        return self.num_shards * self.shard_numel
+
+    def pack_shards(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Local shards -> flat buffer of shards; no copy for a single contiguous one."""
+        if len(shards) == 1:
+            return shards[0].reshape(-1)
+        return torch.cat([s.reshape(-1) for s in shards])
+
+    def unpack_whole(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Flat buffer of whole tensors -> the members, gathered. One copy each; a bucket with one
+        member whose shards are consecutive in memory is a view."""
+        rows = flat.view(self.num_shards, self.shard_numel)
+        return [
+            a.whole(rows[:, start:end])
+            for a, (start, end) in zip(self.assemblies, self.ranges, strict=True)
+        ]
+
+    def pack_gradients(
+        self, gradients: Sequence[torch.Tensor | None], like: torch.Tensor
+    ) -> torch.Tensor:
+        """Gradients of the members as used (None: zero) -> flat buffer of whole tensors."""
+        flat = like.new_empty(self.whole_numel)
+        rows = flat.view(self.num_shards, self.shard_numel)
+        parts = zip(self.assemblies, self.ranges, gradients, strict=True)
+        for assembly, (start, end), gradient in parts:
+            if gradient is None:
+                rows[:, start:end].zero_()
+            else:
+                assembly.write_stacked(gradient, rows[:, start:end])
+        return flat
+
+    def unpack_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Flat buffer of shards -> views of it in the members' shard shapes."""
+        return [
+            flat[start:end].view(a.shard_shape)
+            for a, (start, end) in zip(self.assemblies, self.ranges, strict=True)
+        ]

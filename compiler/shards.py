@@ -1,0 +1,102 @@
+"""Local tensors of a layout: cutting a shard out of a global tensor, and putting gathered shards
+back together. Index arithmetic on digits (see meshfold.spmd); no communication here.
+
+A dim that k axes shard is a number in mixed radix, outermost digit first:
+    i = (b0, r1, b1, r2, b2, ..., rk, m)
+where rj is the coordinate on the j-th axis (axes by ascending `blocks`), the bj are block digits
+and m runs inside the innermost shard. A shard fixes the digits of its axes; a gather over some of
+them brings these digits back. `Assembly` writes both as one view and one permutation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from meshfold.spmd import Layout, local_blocks, local_shape
+
+
+def shard_of(
+    x: torch.Tensor, layout: Layout, sizes: Sequence[int], coords: Sequence[int]
+) -> torch.Tensor:
+    """The shard of global tensor `x` at mesh coordinates `coords`; I and R keep the whole.
+
+    The layout must be legal for `x.shape` and hold no Partial. A view of `x` where possible.
+    """
+    assert not any(t.kind == "P" for t in layout), "a stored tensor is never Partial"
+    axes = [k for k, t in enumerate(layout) if t.is_shard]
+    for k in sorted(axes, key=lambda k: layout[k].blocks):
+        dim, blocks = layout[k].dim, local_blocks(layout, sizes, k)
+        cut = x.unflatten(dim, (blocks, sizes[k], -1)).select(dim + 1, coords[k])
+        x = cut.flatten(dim, dim + 1)
+    return x
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """How shards of one tensor in layout `stored`, stacked over the axes `gather` (mesh order,
+    first axis slowest), become the tensor in layout `stored` without these axes, and back.
+
+    shape: global shape. sizes: ranks per mesh axis. The stacked form has shape
+    (num_shards, numel of one shard).
+    """
+
+    shape: tuple[int, ...]
+    stored: Layout
+    sizes: tuple[int, ...]
+    gather: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert all(self.stored[k].is_shard for k in self.gather), "only shards can be gathered"
+
+    @cached_property
+    def shard_shape(self) -> tuple[int, ...]:
+        return local_shape(self.shape, self.stored, self.sizes)
+
+    @cached_property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Local shape after the gather."""
+        sizes = [1 if k in self.gather else n for k, n in enumerate(self.sizes)]
+        return local_shape(self.shape, self.stored, sizes)
+
+    @property
+    def shard_numel(self) -> int:
+        return math.prod(self.shard_shape)
+
+    @cached_property
+    def _digits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(sizes of the stacked digits, order that makes the whole tensor of them)."""
+        view = [self.sizes[k] for k in self.gather]
+        order: list[int] = []
+        for d, size in enumerate(self.shape):
+            end = 1
+            axes = [k for k, t in enumerate(self.stored) if t.dim == d]
+            for k in sorted(axes, key=lambda k: self.stored[k].blocks):
+                order.append(len(view))
+                view.append(self.stored[k].blocks // end)
+                if k in self.gather:
+                    order.append(self.gather.index(k))
+                end = self.stored[k].blocks * self.sizes[k]
+            order.append(len(view))
+            view.append(size // end)
+        return tuple(view), tuple(order)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the stacked shards lie in memory as the whole tensor does."""
+        view, order = self._digits
+        moved = [d for d in order if view[d] > 1]
+        return moved == sorted(moved)
+
+    def whole(self, stacked: torch.Tensor) -> torch.Tensor:
+        """Stacked shards (num_shards, shard_numel), rows may be strided -> the whole tensor.
+        One copy, none where `is_view` and the rows are adjacent."""
+        view, order = self._digits
+        return stacked.view(view).permute(order).reshape(self.whole_shape)
+
+    def write_stacked(self, whole: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy the whole tensor into its stacked shards `out` (num_shards, shard_numel)."""
+        view, order = self._digits
+        out.view(view).permute(order).copy_(whole.reshape([view[d] for d in order]))

@@ -1,0 +1,305 @@
+"""One forward pass and its backward: parameters gathered ahead, gradients reduced in buckets.
+
+    Enter -> tokens -> UseBucket (one per instance and bucket) -> region ops -> ... -> Leave
+    forward    G0 | F0 [wait 0, G1, ops] X0 | F1 [wait 1, G2, ops] X1 | ... | Fn
+    backward   G n-1 | Bn, reduce n | G n-2, B n-1, reduce n-1 | ... | wait all reductions, .grad
+
+Autograd runs the nodes of a graph in falling order of creation. UseBucket is created where its
+region first needs the bucket, after the whole previous region: so its backward, which starts the
+reduction of the bucket's gradients, comes right after the last gradient of its own region and
+before the previous region's backward. Enter is the oldest node: its backward comes last, waits for
+all reductions, adds up the uses of tied parameters and returns gradients of shards, which autograd
+accumulates itself. Tokens are empty tensors that carry nothing but this order.
+
+Gathered parameters are released after a region's forward. Autograd keeps a note instead (saved
+tensor hooks) and the backward gathers again, one region ahead: two regions are whole at most.
+The last region stays whole for its backward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.buckets import BucketBuffers
+from meshfold.collectives import RankMesh
+from meshfold.errors import MeshfoldError
+
+SECOND_BACKWARD = (
+    "backward through a step that has already run backward: the gradients of a step are reduced "
+    "once; run the model again, or add losses up before backward"
+)
+
+
+class BucketUse:
+    """A bucket of one region instance during one step. `token` is set by TrainingStep.enter."""
+
+    def __init__(
+        self,
+        step: "TrainingStep",
+        instance: int,
+        buffers: BucketBuffers,
+        shards: Sequence[Tensor],
+    ) -> None:
+        self.instance = instance
+        self.bucket = buffers.bucket
+        self.token: Tensor | None = None
+        self.is_saved = False
+        """Whether autograd keeps notes on members, so that backward needs them again."""
+        self.shards = tuple(shards)
+        self._step = step
+        self._buffers = buffers
+        names = step.mesh.mesh.names
+        self._gather = tuple(names[k] for k in self.bucket.gather)
+        self._in_flight: Tensor | None = None
+        self._whole: list[Tensor] | None = None
+        self._reduction: Tensor | None = None
+
+    def start_gather(self) -> None:
+        """Start the all-gather unless it is in flight or done."""
+        if self._gather and self._in_flight is None and self._whole is None:
+            flat = self._buffers.pack_shards([s.detach() for s in self.shards])
+            self._in_flight = self._step.mesh.start_all_gather(flat, self._gather)
+
+    def members(self) -> list[Tensor]:
+        """The members as the ops read them, waiting for the gather."""
+        if not self._gather:
+            return [s.detach() for s in self.shards]
+        if self._whole is None:
+            self.start_gather()
+            assert self._in_flight is not None
+            flat = self._step.mesh.wait(self._in_flight)
+            self._in_flight = None
+            self._whole = self._buffers.unpack_whole(flat)
+            self._step.note_whole(self, self._whole)
+        return self._whole
+
+    def release(self) -> None:
+        """Forget the gathered members."""
+        if self._whole is not None:
+            self._step.forget_whole(self._whole)
+            self._whole = None
+
+    def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
+        """Start the reduction of the members' gradients; the members are no longer needed."""
+        self.release()
+        mesh = self._step.mesh
+        flat = self._buffers.pack_gradients(gradients, like=self.shards[0])
+        if self._gather:
+            self._reduction = mesh.start_reduce_scatter(flat, self._gather)
+        else:
+            axes = tuple(mesh.mesh.names[k] for k in self.bucket.reduce)
+            self._reduction = mesh.start_all_reduce(flat, axes)
+
+    def finish_reduction(self) -> list[Tensor] | None:
+        """Gradients of the shards, after the first collective; None if there was no gradient."""
+        if self._reduction is None:
+            return None
+        flat = self._step.mesh.wait(self._reduction)
+        self._reduction = None
+        return self._buffers.unpack_shards(flat)
+
+
+class TrainingStep:
+    """State of one forward and backward. `uses[k]` are the buckets of instance k."""
+
+    def __init__(self, mesh: RankMesh) -> None:
+        self.mesh = mesh
+        self.uses: list[list[BucketUse]] = []
+        self.is_recording = torch.is_grad_enabled()
+        self._whole: dict[int, tuple[BucketUse, int]] = {}
+        self._at = -1
+        self._is_done = False
+
+    def enter(self) -> None:
+        """Create the oldest autograd node of the step and hand out the tokens."""
+        trained = [u for uses in self.uses for u in uses if u.bucket.requires_grad]
+        if not (self.is_recording and trained):
+            return
+        shards = list({id(s): s for u in trained for s in u.shards}.values())
+        for use, token in zip(trained, _Enter.apply(self, trained, *shards), strict=True):
+            use.token = token
+
+    def leave(self, output: Tensor) -> Tensor:
+        """Wrap an output of the model: its backward is the first to run."""
+        return _Leave.apply(self, output) if output.requires_grad else output  # type: ignore[no-any-return]
+
+    def start_gathers(self, instance: int) -> None:
+        """G: start the gathers of an instance's buckets."""
+        for use in self.uses[instance]:
+            use.start_gather()
+
+    def release(self, instance: int) -> None:
+        """X: drop the gathered parameters of an instance."""
+        for use in self.uses[instance]:
+            use.release()
+
+    # Saved tensors.
+
+    def saved_tensors(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """While open, autograd keeps notes instead of gathered parameters."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def note_whole(self, use: BucketUse, members: Sequence[Tensor]) -> None:
+        """`members` are whole now; a saved tensor on their memory is theirs."""
+        for k, member in enumerate(members):
+            self._whole[member.untyped_storage().data_ptr()] = (use, k)
+
+    def forget_whole(self, members: Sequence[Tensor]) -> None:
+        for member in members:
+            self._whole.pop(member.untyped_storage().data_ptr(), None)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        owner = self._whole.get(tensor.untyped_storage().data_ptr())
+        # Detached, or an op that saves its own output would hold itself alive.
+        if owner is None:
+            return tensor.detach()
+        use, member = owner
+        if tensor.dtype != use.shards[0].dtype:
+            return tensor.detach()
+        use.is_saved = True
+        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+        def regather() -> Tensor:
+            self._arrive(use.instance)
+            return use.members()[member].as_strided(size, stride, offset)
+
+        return regather
+
+    # Backward.
+
+    def begin_backward(self) -> None:
+        if self._is_done:
+            raise MeshfoldError(SECOND_BACKWARD)
+        self._at = len(self.uses)
+        for uses in self.uses:
+            for use in uses:
+                if not use.is_saved:
+                    use.release()
+        self._prefetch_before(len(self.uses))
+
+    def finish_backward(self) -> None:
+        self._is_done = True
+        for instance in range(len(self.uses)):
+            self.release(instance)
+
+    def _arrive(self, instance: int) -> None:
+        """Backward has come to `instance`: everything later is done, what comes next starts."""
+        if self._is_done:
+            raise MeshfoldError(SECOND_BACKWARD)
+        if instance == self._at:
+            return
+        self._at = instance
+        for later in range(instance + 1, len(self.uses)):
+            self.release(later)
+        saved = [u for u in self.uses[instance] if u.is_saved]
+        for use in saved:
+            use.start_gather()
+        for use in saved:
+            use.members()
+        self._prefetch_before(instance)
+
+    def _prefetch_before(self, instance: int) -> None:
+        for earlier in reversed(range(instance)):
+            saved = [u for u in self.uses[earlier] if u.is_saved]
+            for use in saved:
+                use.start_gather()
+            if saved:
+                return
+
+
+def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved()
+
+
+def wait_bucket(use: BucketUse) -> tuple[Tensor, ...]:
+    """Graph op: a bucket in flight -> its parameters, whole. Backward starts the reduce-scatter."""
+    return _use(use)
+
+
+def replicate_bucket(use: BucketUse) -> tuple[Tensor, ...]:
+    """Graph op: parameters Invariant -> Replicate. Backward starts the all-reduce."""
+    return _use(use)
+
+
+def _use(use: BucketUse) -> tuple[Tensor, ...]:
+    if use.token is None:
+        return tuple(use.members())
+    return _UseBucket.apply(use, use.token)  # type: ignore[no-any-return]
+
+
+class _UseBucket(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, use: BucketUse, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        # Aliases: autograd writes itself into what is returned, and `use` keeps the originals.
+        return tuple(m.detach() for m in use.members())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor]:
+        ctx.use.start_reduction(gradients)
+        return None, ctx.use.shards[0].new_empty(0)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, step: TrainingStep, uses: list[BucketUse], *shards: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.step = step
+        ctx.uses = uses
+        ctx.shards = {id(s): k for k, s in enumerate(shards)}
+        ctx.set_materialize_grads(False)
+        # On the parameters' device, so that one autograd thread runs the whole backward.
+        return tuple(shards[0].new_empty(0) for _ in uses)
+
+    @staticmethod
+    def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = [None] * len(ctx.shards)
+        for use, parts in zip(ctx.uses, _finish_all(ctx.step.mesh, ctx.uses), strict=True):
+            for shard, part in zip(use.shards, parts or (), strict=parts is not None):
+                k = ctx.shards[id(shard)]
+                before = gradients[k]
+                gradients[k] = part if before is None else before + part
+        ctx.step.finish_backward()
+        return None, None, *gradients
+
+
+def _finish_all(mesh: RankMesh, uses: Sequence[BucketUse]) -> list[list[Tensor] | None]:
+    """Wait for the reductions of all uses, in the order in which they were started. Members that
+    are also Invariant -> Replicate on other axes than the gathered ones are all-reduced as shards,
+    together per set of axes."""
+    found = {id(u): u.finish_reduction() for u in reversed(uses)}
+    gradients = [found[id(u)] for u in uses]
+    second: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, int]]] = {}
+    for k, (use, parts) in enumerate(zip(uses, gradients, strict=True)):
+        if parts is None or not use.bucket.gather:
+            continue
+        for m, member in enumerate(use.bucket.members):
+            if member.reduce:
+                second.setdefault((member.reduce, parts[m].dtype), []).append((k, m))
+    started = []
+    for (axes, _), places in second.items():
+        parts = [gradients[k][m] for k, m in places]  # type: ignore[index]
+        flat = torch.cat([p.reshape(-1) for p in parts])
+        names = tuple(mesh.mesh.names[k] for k in axes)
+        started.append((places, [p.shape for p in parts], mesh.start_all_reduce(flat, names)))
+    for places, shapes, in_flight in started:
+        pieces = mesh.wait(in_flight).split([s.numel() for s in shapes])
+        for (k, m), shape, piece in zip(places, shapes, pieces, strict=True):
+            gradients[k][m] = piece.view(shape)  # type: ignore[index]
+    return gradients
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: TrainingStep, output: Tensor) -> Tensor:
+        ctx.step = step
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.step.begin_backward()
+        return None, gradient
