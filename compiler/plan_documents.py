@@ -9,8 +9,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
-from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from meshfold.errors import PlanFormatError
+from meshfold.cluster import ClusterSpec
+from meshfold.cluster_io import ClusterModel, cluster_model
+from meshfold.errors import ClusterSpecError, PlanFormatError
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.plan import (
     Candidate,
@@ -28,7 +29,6 @@ from meshfold.plan import (
 from meshfold.plan_schema import (
     AxisDocument,
     CandidateDocument,
-    ClusterDocument,
     ConversionDocument,
     InputDocument,
     MemoryDocument,
@@ -81,7 +81,7 @@ def plan_document(plan: Plan) -> PlanDocument:
             for stage in plan.stages
         ),
         regions=tuple(_region_document(region) for region in plan.regions),
-        cluster=ClusterDocument.model_validate(plan.cluster, from_attributes=True),
+        cluster=cluster_model(plan.cluster),
     )
 
 
@@ -171,7 +171,7 @@ def plan_from_document(document: PlanDocument) -> Plan:
     )
     return Plan(
         model=_model(document.model),
-        cluster=_at("cluster", lambda: cluster_from_document(document.cluster)),
+        cluster=_cluster(document.cluster),
         mesh=mesh,
         strategy=_strategy(document.strategy, "strategy"),
         pins=document.pins,
@@ -213,6 +213,13 @@ def _follows(path: str, found: object, expected: object) -> None:
             f"{path}: the file says {found!r}, its parts give {expected!r}; "
             "edit both or make the plan anew"
         )
+
+
+def _cluster(document: ClusterModel) -> ClusterSpec:
+    try:
+        return document.spec()
+    except ClusterSpecError as error:
+        raise PlanFormatError(f"cluster.{error}") from error
 
 
 def _model(document: ModelDocument) -> ModelInfo:
@@ -303,20 +310,3 @@ def _conversion(document: ConversionDocument, path: str, num_axes: int) -> Conve
         "target": _at(f"{path}.target", lambda: read_layout(document.target, num_axes)),
     }
     return ConversionRecord(**{**document.model_dump(), **layouts})
-
-
-def cluster_from_document(document: ClusterDocument) -> ClusterSpec:
-    """Raises ClusterSpecError, which is a ValueError."""
-    return ClusterSpec(
-        name=document.name,
-        groups=tuple(
-            NodeGroup(
-                device=DeviceSpec(**group.device.model_dump()),
-                num_nodes=group.num_nodes,
-                devices_per_node=group.devices_per_node,
-                link=LinkSpec(**group.link.model_dump()),
-            )
-            for group in document.groups
-        ),
-        network=LinkSpec(**document.network.model_dump()),
-    )

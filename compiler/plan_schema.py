@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from meshfold.cluster_io import ClusterModel
 from meshfold.plan import PLAN_VERSION
 
 Count = Annotated[int, Field(ge=0)]
@@ -158,38 +159,6 @@ class RegionDocument(Document):
     outputs: tuple[LayoutText, ...]
 
 
-class DeviceDocument(Document):
-    name: str
-    memory_bytes: Bytes
-    memory_bytes_per_s: float
-    peak_flops_per_s: dict[str, float]
-    matmul_efficiency: float
-    memory_efficiency: float
-    launch_s: Seconds
-    reserve_bytes: Bytes
-    source: str
-
-
-class LinkDocument(Document):
-    name: str
-    bytes_per_s: float
-    latency_s: Seconds
-    source: str
-
-
-class NodeGroupDocument(Document):
-    num_nodes: Positive
-    devices_per_node: Positive
-    device: DeviceDocument
-    link: LinkDocument
-
-
-class ClusterDocument(Document):
-    name: str
-    groups: tuple[NodeGroupDocument, ...]
-    network: LinkDocument
-
-
 class PlanDocument(Document):
     """A meshfold plan: what the search chose, why, and what it predicts."""
 
@@ -208,7 +177,7 @@ class PlanDocument(Document):
     seed: int
     stages: tuple[StageDocument, ...]
     regions: tuple[RegionDocument, ...]
-    cluster: ClusterDocument
+    cluster: ClusterModel
 
 
 def plan_schema() -> dict[str, Any]:

@@ -29,7 +29,7 @@ DATA = {
     "meshfold.spmd",
     "meshfold.strategy",
 }
-FACE_WITHOUT_TORCH = {"meshfold.cli", "meshfold.render", "meshfold.render_parts", "meshfold.units"}
+FACE_WITHOUT_TORCH = {"meshfold.cli", "meshfold.render", "meshfold.units"}
 FACE = FACE_WITHOUT_TORCH | {
     "meshfold.cli_graph",
     "meshfold.cli_plan",

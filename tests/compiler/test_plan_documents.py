@@ -49,7 +49,7 @@ def _set(*path: str | int, to: object) -> Edit:
             _set("regions", 1, "parameters", 0, "used", to="I"),
             r"regions\[1\].parameters\[0\].used: 'I' has 1 types, the mesh has 2 axes",
         ),
-        (_set("cluster", "groups", to=[]), "cluster: groups: a cluster needs at least one"),
+        (_set("cluster", "groups", to=[]), "cluster.groups: a cluster needs at least one"),
     ],
 )
 def test_contradictions_are_refused_with_their_path(edit: Edit, message: str) -> None:

@@ -1,0 +1,67 @@
+"""Units at the border: texts of bytes, seconds and counts for people, and back.
+
+GB is 1e9 bytes and GiB is 2**30 bytes, here and in everything that meshfold prints.
+"""
+
+import re
+
+from meshfold.errors import OptionError
+
+BYTE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*$")
+_SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in "16GB", "512 MiB", "1.5TB" (case does not matter). Raises OptionError."""
+    match = _BYTES.match(text)
+    factor = BYTE_UNITS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise OptionError(f"{text!r} is no amount of memory; write for example 16GB or 16GiB")
+    return round(float(match[1]) * factor)
+
+
+def three_digits(value: float) -> str:
+    """A figure with three significant digits and no exponent: "0.25", "3.10", "31.0", "310"."""
+    if value == 0:
+        return "0"
+    for bound, decimals in ((100, 0), (10, 1), (1, 2), (0.1, 3)):
+        if abs(value) >= bound * (1 - 0.5 * 10 ** -(2 + (bound < 1))):
+            return f"{value:.{decimals}f}"
+    return f"{value:.2g}"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """ "12.9 GB", "310 MB", "512 B"."""
+    for scale, prefix in _SCALES:
+        if num_bytes >= scale * 0.9995:
+            return f"{three_digits(num_bytes / scale)} {prefix}B"
+    return f"{num_bytes:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """ "341 ms", "1.20 s", "15.0 us"."""
+    if seconds >= 0.9995:
+        return f"{three_digits(seconds)} s"
+    if seconds >= 0.9995e-3 or seconds == 0:
+        return f"{three_digits(seconds * 1e3)} ms"
+    return f"{three_digits(seconds * 1e6)} us"
+
+
+def count_text(count: int) -> str:
+    """ "8.03 B" for 8.03e9, "110 M", "62"."""
+    for scale, suffix in _COUNTS:
+        if count >= scale * 0.9995:
+            return f"{three_digits(count / scale)} {suffix}"
+    return str(count)
