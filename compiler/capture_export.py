@@ -1,0 +1,299 @@
+"""Trace the fake twin with torch.export, keeping what a plain export would lose or hide.
+
+torch.export(strict=False), then `run_decompositions({})`: the empty table keeps linear, attention,
+norms and losses whole and makes in-place ops pure. Three things need care:
+
+gradient cuts     run_decompositions drops no_grad blocks and detach_ without a word; explicit
+                  `detach` ops go in before it (`keep_gradient_cuts`).
+hidden state      a branch on a tensor's value, a draw from Python's or numpy's generator and a
+                  custom autograd.Function would each be baked in or lost: refused, with the line.
+loss only         when the model returns a loss, nothing else is kept.
+"""
+
+import os
+import random
+import re
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from meshfold.capture_twin import ExampleInputs, Twin
+from meshfold.errors import CaptureError
+
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+SOURCE = "meshfold_source"
+MODEL = "model"
+"""Attribute of the traced wrapper that holds the twin, so the first part of every name."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """`outputs` names the tensors that the program returns, `model_outputs` all that the model
+    returned. `program` is in decomposed form; its ops carry "file:line" as meta custom[SOURCE]."""
+
+    program: ExportedProgram
+    outputs: tuple[str, ...]
+    model_outputs: tuple[str, ...]
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses branches on values, and remembers which call failed for the error message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = ""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__bool__:
+            raise CaptureError(
+                "a Python branch depends on the value of a tensor, which a graph cannot hold; "
+                "write it with torch.where, or decide it outside the model",
+                op="Tensor.__bool__",
+                source=user_line(traceback.walk_stack(None)),
+            )
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.failed = resolve_name(func) or getattr(func, "__name__", str(func))
+            raise
+
+
+class _Traced(nn.Module):
+    """The twin with tensors in and tensors out, for torch.export."""
+
+    def __init__(self, twin: nn.Module, inputs: ExampleInputs, watch: _Watch) -> None:
+        super().__init__()
+        self.model = twin
+        self.inputs = inputs
+        self.watch = watch
+        self.report = _Report()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with self.watch:
+            returned = self.model(**self.inputs.rebuild(tensors))
+        named = name_outputs(returned)
+        if not named:
+            raise CaptureError("the model returns no tensor", op=type(self.model).__name__)
+        refuse_custom_functions(named.values())
+        kept = loss_of(named)
+        self.report.names, self.report.all_names = tuple(kept), tuple(named)
+        return tuple(kept.values())
+
+
+class _Report:
+    """What the wrapper saw. A plain object: export forbids new attributes on the module itself."""
+
+    names: tuple[str, ...] = ()
+    all_names: tuple[str, ...] = ()
+
+
+def name_outputs(returned: Any) -> dict[str, torch.Tensor]:
+    """Tensors of what a model returned by path, "" for a bare tensor; None is left out."""
+    named: dict[str, torch.Tensor] = {}
+
+    def visit(value: Any, path: str) -> None:
+        if isinstance(value, torch.Tensor):
+            named[path] = value
+        elif isinstance(value, Mapping):
+            for key, child in value.items():
+                visit(child, f"{path}.{key}" if path else str(key))
+        elif isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+            for key, child in enumerate(value):
+                visit(child, f"{path}.{key}" if path else str(key))
+        elif hasattr(value, "__dict__") or hasattr(value, "_fields"):
+            fields = value._asdict() if hasattr(value, "_asdict") else vars(value)
+            visit(dict(fields), path)
+
+    visit(returned, "")
+    return named
+
+
+def loss_of(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The loss alone if there is one: "loss", a bare scalar, or the first of a tuple if scalar."""
+    for name in ("loss", "", "0"):
+        tensor = named.get(name)
+        if tensor is not None and tensor.ndim == 0 and tensor.is_floating_point():
+            return {name: tensor}
+    return dict(named)
+
+
+def refuse_custom_functions(outputs: Any) -> None:
+    """A custom autograd.Function traces as its forward only: its backward would be lost."""
+    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            raise CaptureError(
+                f"{name} is a torch.autograd.Function, whose own backward a captured graph loses; "
+                "write it with ordinary ops (x + (f(x) - x).detach() for a straight-through)",
+                op=name,
+            )
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+
+
+def export_twin(twin: Twin, inputs: ExampleInputs) -> Exported:
+    """Trace the twin. Raises CaptureError with op and source line."""
+    watch = _Watch()
+    traced = _Traced(twin.module, inputs, watch)
+
+    def rerun() -> None:
+        with twin.mode:
+            traced(*inputs.tensors)
+
+    with _quiet(), torch.enable_grad(), explain_failure(watch), _refuse_hidden_draws(rerun):
+        program = torch.export.export(traced, inputs.tensors, strict=False)
+        _stamp_sources(program.graph_module)
+        keep_gradient_cuts(program.graph)
+        program = program.run_decompositions({})
+    return Exported(program, traced.report.names, traced.report.all_names)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what torch.export says about its own use of itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
+        yield
+
+
+@contextmanager
+def explain_failure(watch: _Watch) -> Iterator[None]:
+    """Turn whatever goes wrong while tracing into a CaptureError with op and user line."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        op = watch.failed or "the model"
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CaptureError(
+            f"{op} cannot be captured: {reason}; give the loss as a function of the logits, or "
+            "replace the op by one whose shapes do not depend on values",
+            op=op,
+            source=user_line(reversed([*traceback.walk_tb(error.__traceback__)])),
+        ) from error
+
+
+def user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """ "file:line" of the first frame outside torch, meshfold and the standard library, "" if
+    there is none. `frames` start with the innermost."""
+    for frame, line in frames:
+        if is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{line}"
+    return ""
+
+
+def is_user_file(name: str) -> bool:
+    standard = name.startswith(_STANDARD) and "site-packages" not in name
+    return not (standard or name.startswith(_LIBRARIES) or name.startswith("<"))
+
+
+@contextmanager
+def _refuse_hidden_draws(rerun: Callable[[], object]) -> Iterator[None]:
+    """Refuse draws from Python's or numpy's generator: they would become constants."""
+    before = _generator_states()
+    yield
+    if _generator_states() != before:
+        raise CaptureError(
+            "the model draws random numbers outside torch, which would be frozen into the graph; "
+            "draw with torch, or pass them in as an input",
+            op="random",
+            source=_first_draw(rerun),
+        )
+
+
+def _generator_states() -> tuple[object, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, bytes(keys), *rest
+
+
+def _first_draw(rerun: Callable[[], object]) -> str:
+    """Run once more, line by line, up to the line that changes a generator."""
+    found = ""
+    state = _generator_states()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal found, state
+        if event == "call":
+            return trace if is_user_file(frame.f_code.co_filename) else None
+        if not found and lines.get(frame) and _generator_states() != state:
+            found = f"{frame.f_code.co_filename}:{lines[frame]}"
+        lines[frame] = frame.f_lineno
+        return trace
+
+    lines: dict[FrameType, int] = {}
+    tracer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        rerun()
+    finally:
+        sys.settrace(tracer)
+    return found
+
+
+def keep_gradient_cuts(graph: fx.Graph) -> None:
+    """Write every gradient cut as a `detach` op, in place: after each float result of a no_grad
+    block, and for detach_, whose later readers then read the detached value."""
+    position = {node: k for k, node in enumerate(graph.nodes)}
+    for node, here in position.items():
+        if node.target is torch.ops.aten.detach_.default:
+            source = node.args[0]
+            cut = _detached(graph, source, node)
+            node.replace_all_uses_with(cut)
+            source.replace_all_uses_with(cut, lambda u, here=here: position.get(u, -1) > here)
+            graph.erase_node(node)
+        elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
+            for item in list(node.users):
+                if item.meta["val"].is_floating_point():
+                    cut = _detached(graph, item, item)
+                    item.replace_all_uses_with(cut, lambda u, cut=cut: u is not cut)
+
+
+def _detached(graph: fx.Graph, value: fx.Node, after: fx.Node) -> fx.Node:
+    with graph.inserting_after(after):
+        cut = graph.call_function(torch.ops.aten.detach.default, (value,))
+    cut.meta = dict(after.meta)
+    return cut
+
+
+def _stamp_sources(module: fx.GraphModule) -> None:
+    """Keep each op's line where run_decompositions keeps it, blocks included."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            source = _line_in(node.meta.get("stack_trace") or "")
+            node.meta["custom"] = {**node.meta.get("custom", {}), SOURCE: source}
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            _stamp_sources(child)
+
+
+def _line_in(stack_trace: str) -> str:
+    for name, line in reversed(_FRAME.findall(stack_trace)):
+        if is_user_file(name):
+            return f"{name}:{line}"
+    return ""

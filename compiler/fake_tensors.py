@@ -1,0 +1,49 @@
+"""Fake tensors: shapes and dtypes without storage. The one file that knows torch's private modules
+for them, and for the state that a plain run must set to take the paths of an export.
+
+Fakes live on the CPU whatever device the model is on: a device in the graph means "the rank's
+device", and fake CUDA tensors that require gradients abort a CPU-only torch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+__all__ = ["FakeTensorMode", "as_exporting", "fake_like", "fake_mode", "is_fake"]
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which real tensors held by a model may meet fake ones."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor with the shape, strides and dtype of `tensor`, a Parameter for one."""
+    with mode:
+        if tensor.layout is torch.strided:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        else:
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, tensor.requires_grad)
+        return fake
+
+
+@contextmanager
+def as_exporting() -> Iterator[None]:
+    """Make torch.compiler.is_exporting() answer True: models choose other code while traced."""
+    flags = torch.compiler
+    before = (flags._is_compiling_flag, flags._is_exporting_flag)
+    flags._is_compiling_flag = flags._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        flags._is_compiling_flag, flags._is_exporting_flag = before

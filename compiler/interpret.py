@@ -1,0 +1,71 @@
+"""Run a folded graph op by op on real tensors in one process: the meaning of an op graph.
+
+Slow and plain on purpose. Emitted programs and captures are held against it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from meshfold.opgraph import Arg, FoldedGraph, Hole, Op, Ref, Source, SourceKind, Symbol
+from meshfold.torch_ops import torch_constant, torch_target
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def run_graph(
+    folded: FoldedGraph, parameters: Tensors, buffers: Tensors, constants: Tensors, inputs: Tensors
+) -> dict[str, torch.Tensor]:
+    """Outputs of the program by name, differentiable in `parameters`.
+
+    All mappings are by canonical name. Buffer updates are applied to `buffers` in place, after the
+    last op. Raises UnsupportedOpError for an op that this torch does not have.
+    """
+    leaves = {
+        SourceKind.PARAMETER: parameters,
+        SourceKind.BUFFER: buffers,
+        SourceKind.CONSTANT: constants,
+        SourceKind.INPUT: inputs,
+    }
+    made: list[tuple[torch.Tensor, ...]] = []
+    updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def fetch(source: Source) -> torch.Tensor:
+        if source.kind is SourceKind.VALUE:
+            return made[source.instance][source.output]
+        return leaves[source.kind][source.name]
+
+    device = next(iter(inputs.values())).device
+    for instance in folded.instances:
+        graph = folded.regions[instance.region].graph
+        values = dict(enumerate(map(fetch, instance.sources)))
+        for op in graph.ops:
+            values.update(zip(op.outputs, run_op(op, values, instance.floats, device), strict=True))
+        made.append(tuple(values[v] for v in graph.outputs))
+        updates += [(values[slot], values[v]) for slot, v in graph.mutations]
+    outputs = {out.name: fetch(out.source) for out in folded.outputs}
+    with torch.no_grad():
+        for buffer, value in updates:
+            buffer.copy_(value)
+    return outputs
+
+
+def run_op(
+    op: Op, values: Mapping[int, torch.Tensor], floats: tuple[float, ...], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """The tensors that one op returns, a list result flattened."""
+
+    def real(arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return values[arg.index]
+        if isinstance(arg, Hole):
+            return floats[arg.index]
+        if isinstance(arg, Symbol):
+            return torch_constant(arg, device)
+        return [real(a) for a in arg] if isinstance(arg, tuple) else arg
+
+    result = torch_target(op.target)(*map(real, op.args), **{k: real(v) for k, v in op.kwargs})
+    if isinstance(result, torch.Tensor):
+        return (result,)
+    return tuple(t for t in result if t is not None)

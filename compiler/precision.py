@@ -1,0 +1,51 @@
+"""Exact comparisons: compute in float64 where a model's code asks for a narrower float.
+
+Norms, rotary tables and losses of most models compute in float32 on purpose. Two correct programs
+then differ by 1e-7, and a wrong gradient can hide in that noise. Under `float64_everywhere` the
+same unmodified code computes in float64, in an eager run and while it is captured alike.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+
+
+def _widen(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+
+
+class _Float64Mode(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _CASTS and not args[0].is_complex():
+            return args[0].to(torch.float64)
+        wide = {name: _widen(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_widen, args), **wide)
+
+
+@contextmanager
+def float64_everywhere() -> Iterator[None]:
+    """Within it, `.float()`, `.to(torch.float32)`, `dtype=torch.float32` and the like (float16 and
+    bfloat16 too) give float64, and new tensors are float64 unless told otherwise.
+
+    Tensors that already are in a narrower dtype stay so: convert the model and its inputs with
+    `model.double()` first.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64Mode():
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,135 @@
+"""Fold a flat graph: find the regions that repeat and write the program as instances of them.
+
+    flat ops --scope_cuts / repeat_cuts--> segments --assemble--> FoldedGraph
+
+Two methods propose where to cut:
+
+scopes     ops are grouped by the module that called them. Groups with equal canonical form are
+           instances of one region; a group that occurs once is opened one level deeper, unless it
+           is a sibling of a region (the odd first layer of a stack stays one piece).
+repeats    scopes are ignored: tandem repeats of the sequence of ops (passes.fold_repeats).
+
+Scopes give the cuts people expect, so repeats must leave clearly fewer distinct ops to be taken.
+What is between regions is glue: regions with one instance. A region is worth having from
+MIN_REGION_OPS ops with a parameter of two or more dims; smaller ones stay in the glue.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+from meshfold.opgraph import FoldedGraph
+from meshfold.passes.canonical import FlatIndex, Segment, canonical_segment, flat_index
+from meshfold.passes.fold_assemble import assemble
+
+MIN_REGION_OPS = 4
+
+Stacks = Sequence[tuple[str, ...]]
+Cut = tuple[int, int]
+"""First op and one past the last op of a segment."""
+
+
+def fold(flat: FoldedGraph, stacks: Stacks) -> FoldedGraph:
+    """Fold the one region of `flat`; stacks[k] is the chain of module scopes of op k, outermost
+    first. The result has the same ops in the same order."""
+    persistent = frozenset(b.name for b in flat.buffers if b.persistent)
+    index = flat_index(flat.regions[0].graph, persistent)
+    num_ops = len(stacks)
+    cuts = scope_cuts(index, stacks, 0, num_ops, 0)
+    return assemble(flat, stacks, [canonical_segment(index, *cut) for cut in cuts])
+
+
+def distinct_ops(segments: Sequence[Segment]) -> int:
+    """Ops that are left when equal segments count once."""
+    return sum({s.form: s.stop - s.start for s in segments}.values())
+
+
+def scope_cuts(index: FlatIndex, stacks: Stacks, start: int, stop: int, depth: int) -> list[Cut]:
+    """Cut ops start..stop-1, all called under the same first `depth` scopes.
+
+    A single cut means that nothing repeats. O(ops x depth of scopes).
+    """
+    groups = _groups(stacks, start, stop, depth)
+    forms = _forms(index, groups)
+    counts = Counter(forms.values())
+    repeated = {cut for cut, form in forms.items() if counts[form] > 1}
+    parents = {_parent(scope) for scope, cut in groups if cut in repeated}
+    opened = _openings(index, stacks, [cut for _, cut in groups if cut in repeated], forms, depth)
+    cuts: list[Cut] = []
+    glue_start = start
+    for scope, cut in groups:
+        inner = [cut]
+        if cut in repeated:
+            if forms[cut] in opened:
+                inner = scope_cuts(index, stacks, *cut, depth + 1)
+        elif scope and _parent(scope) not in parents:
+            inner = scope_cuts(index, stacks, *cut, depth + 1)
+            if len(inner) == 1:
+                continue
+        elif not scope or not _is_worth(index, cut):
+            continue
+        if glue_start < cut[0]:
+            cuts.append((glue_start, cut[0]))
+        cuts += inner
+        glue_start = cut[1]
+    if glue_start < stop:
+        cuts.append((glue_start, stop))
+    return cuts
+
+
+def _groups(stacks: Stacks, start: int, stop: int, depth: int) -> list[tuple[str, Cut]]:
+    """Stretches of ops with one scope at `depth`; "" for ops called by the parent itself."""
+
+    def scope(k: int) -> str:
+        return stacks[k][depth] if len(stacks[k]) > depth else ""
+
+    groups = []
+    for key, ops in itertools.groupby(range(start, stop), scope):
+        members = list(ops)
+        groups.append((key, (members[0], members[-1] + 1)))
+    return groups
+
+
+def _forms(index: FlatIndex, groups: Sequence[tuple[str, Cut]]) -> dict[Cut, object]:
+    """Canonical forms of the groups that are worth a region and could be equal to another."""
+    worth = [cut for scope, cut in groups if scope and _is_worth(index, cut)]
+    sizes = Counter(stop - start for start, stop in worth)
+    return {cut: canonical_segment(index, *cut).form for cut in worth if sizes[cut[1] - cut[0]] > 1}
+
+
+def _openings(
+    index: FlatIndex,
+    stacks: Stacks,
+    repeated: Sequence[Cut],
+    forms: dict[Cut, object],
+    depth: int,
+) -> set[object]:
+    """Forms of repeated groups that are stacks themselves (one of two equal towers): opening them
+    leaves less than half of their ops."""
+    firsts = {forms[cut]: cut for cut in reversed(repeated)}
+    opened = set()
+    for form, cut in firsts.items():
+        inner = scope_cuts(index, stacks, *cut, depth + 1)
+        if len(inner) > 1:
+            left = distinct_ops([canonical_segment(index, *c) for c in inner])
+            if 2 * left < cut[1] - cut[0]:
+                opened.add(form)
+    return opened
+
+
+def _is_worth(index: FlatIndex, cut: Cut) -> bool:
+    start, stop = cut
+    if stop - start < MIN_REGION_OPS:
+        return False
+    graph = index.graph
+    return any(
+        v < len(graph.slots)
+        and graph.slots[v].kind == "parameter"
+        and len(graph.values[v].shape) > 1
+        for op in graph.ops[start:stop]
+        for v in op.operands
+    )
+
+
+def _parent(scope: str) -> str:
+    return scope.rpartition(".")[0]
