@@ -152,7 +152,7 @@ def _device(name: str, figures: Mapping[str, Any]) -> DeviceSpec:
         peak_flops_per_s={d: tflops * 1e12 for d, tflops in value["peak_tflops"].items()},
         matmul_efficiency=value["matmul_efficiency"],
         memory_efficiency=value["memory_efficiency"],
-        launch_s=value["launch_us"] / 1e6,
+        launch_s=_seconds(value["launch_us"]),
         reserve_bytes=round(value["reserve_gib"] * 2**30),
         source=_sources(figures),
     )
@@ -164,13 +164,18 @@ def _link(name: str, figures: Mapping[str, Any]) -> LinkSpec:
     return LinkSpec(
         name=name,
         bytes_per_s=value["gb_per_s"] * 1e9,
-        latency_s=value["latency_us"] / 1e6,
+        latency_s=_seconds(value["latency_us"]),
         source=_sources(figures),
-        start_s=value.get("start_us", 0) / 1e6,
+        start_s=_seconds(value.get("start_us", 0)),
         ramp_bytes=float(value.get("ramp_kib", 0) * 2**10),
         reduce_bytes_per_s=value.get("reduce_gb_per_s", 0) * 1e9,
         bytes_per_s_by_ranks=tuple((ranks, gb_per_s * 1e9) for ranks, gb_per_s in by_ranks),
     )
+
+
+def _seconds(microseconds: float) -> float:
+    # Rounded to picoseconds, so that 1.9 us is written as 1.9e-06 in a plan.
+    return round(microseconds * 1e-6, 12)
 
 
 def _sources(figures: Mapping[str, Any]) -> str:

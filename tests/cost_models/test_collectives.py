@@ -1,0 +1,162 @@
+"""Collectives against hand-computed times, published measurements, and monotonicity."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshfold.cluster import LinkSpec
+from meshfold.cost_models.collectives import KINDS, collective_s, link_rate_bytes_per_s
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.devices import cluster, presets
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.cost_models.topology import GroupShape
+
+MIB = 2**20
+GIB = 2**30
+
+# Round figures: 100 bytes per second and 1 s per step in a node, 10 and 5 over the network.
+LINK = LinkSpec("link", 100.0, 1.0, "test", start_s=0.5)
+NETWORK = LinkSpec("network", 10.0, 5.0, "test", start_s=2.0)
+NODE = GroupShape(num_ranks=4, num_nodes=1, max_per_node=4, min_per_node=4)
+CROSS = GroupShape(num_ranks=8, num_nodes=2, max_per_node=4, min_per_node=4)
+RAIL = GroupShape(num_ranks=4, num_nodes=4, max_per_node=1, min_per_node=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "expected_s"),
+    [
+        # 0.5 start + 3 steps + 800 * 3/4 bytes at 100
+        ("all_gather", NODE, 0.5 + 3 + 6),
+        ("reduce_scatter", NODE, 0.5 + 3 + 6),
+        ("all_reduce", NODE, 0.5 + 6 + 12),
+        # 800 * 3/4 to three peers
+        ("all_to_all", NODE, 0.5 + 3 + 6),
+        # 6 hops in nodes, 1 between; 800 * 7/8 through 4 ports of 10
+        ("all_gather", CROSS, 2 + (6 + 5) + 700 / 40),
+        # tree: chains of 3, one level of 2 nodes, up and down; ring would wait 22
+        ("all_reduce", CROSS, 2 + 2 * (3 + 5) + 1400 / 40),
+        # 3 near peers take 300 bytes, 4 far ones 400 through one port
+        ("all_to_all", CROSS, 2 + (3 + 4 * 5) + 400 / 10),
+        ("reduce_scatter", RAIL, 2 + 3 * 5 + 600 / 10),
+        ("all_to_all", RAIL, 2 + 3 * 5 + 600 / 10),
+    ],
+)
+def test_hand_computed_times(kind: str, group: GroupShape, expected_s: float) -> None:
+    assert collective_s(kind, 800, group, LINK, NETWORK) == pytest.approx(expected_s)
+
+
+def test_a_switch_that_reduces_takes_the_same_time_for_every_group() -> None:
+    link = LinkSpec("link", 100.0, 1.0, "test", start_s=0.5, reduce_bytes_per_s=200.0)
+    small = GroupShape(2, 1, 2, 2)
+    assert collective_s("all_reduce", 800, NODE, link, NETWORK) == pytest.approx(0.5 + 4)
+    assert collective_s("all_reduce", 800, small, link, NETWORK) == pytest.approx(0.5 + 4)
+    assert collective_s("all_gather", 800, NODE, link, NETWORK) == pytest.approx(9.5)
+
+
+def test_ramp_halves_the_rate_at_its_own_size() -> None:
+    link = LinkSpec("link", 100.0, 0.0, "test", ramp_bytes=800.0)
+    assert collective_s("all_gather", 800, NODE, link, NETWORK) == pytest.approx(12)
+
+
+def test_small_groups_take_the_measured_rate() -> None:
+    link = LinkSpec("link", 100.0, 0.0, "test", bytes_per_s_by_ranks=((2, 20.0), (4, 60.0)))
+    assert [link_rate_bytes_per_s(link, n) for n in (2, 3, 4, 8)] == [20, 40, 60, 60]
+    assert link_rate_bytes_per_s(LINK, 3) == 100
+
+
+def test_one_rank_or_no_bytes_cost_nothing() -> None:
+    alone = GroupShape(1, 1, 1, 1)
+    for kind in KINDS:
+        assert collective_s(kind, 800, alone, LINK, NETWORK) == 0
+        assert collective_s(kind, 0, NODE, LINK, NETWORK) == 0
+
+
+def test_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown collective 'gossip'; known are all_gather"):
+        collective_s("gossip", 8, NODE, LINK, NETWORK)
+
+
+# (preset, nodes, mesh, axes, kind, bytes, published bus bandwidth GB/s, tolerance)
+MEASURED = [
+    # VIA-Research/vTrain@f8dda84 trace/a100, nccl-tests on A100 SXM4
+    ("dgx-a100-80", 1, (1, 8), "all_reduce", GIB, 229.35, 0.05),
+    ("dgx-a100-80", 1, (1, 8), "all_reduce", 64 * MIB, 202.5, 0.15),
+    ("dgx-a100-80", 1, (1, 8), "all_reduce", 16 * MIB, 126.3, 0.15),
+    ("dgx-a100-80", 1, (1, 8), "all_reduce", MIB, 19.78, 0.25),
+    ("dgx-a100-80", 1, (4, 2), "all_reduce", GIB, 197.3, 0.15),
+    ("dgx-a100-80", 1, (2, 4), "all_reduce", 64 * MIB, 185.1, 0.15),
+    # NVIDIA/nccl-tests#175: 2 nodes, 4 ports of 200 Gb/s for 8 GPUs; ours have 8, so twice that
+    ("dgx-a100-80", 2, (1, 16), "all_reduce", 8 * GIB, 2 * 86, 0.15),
+    # NVIDIA/dgxc-benchmarking nccl README, NVLS
+    ("dgx-h100", 1, (1, 8), "all_reduce", 16 * GIB, 479.9, 0.05),
+    ("dgx-h100", 1, (1, 8), "all_reduce", GIB, 466.3, 0.05),
+    ("dgx-h100", 1, (1, 8), "all_reduce", 64 * MIB, 361.7, 0.15),
+    ("dgx-h100", 1, (1, 8), "all_reduce", 16 * MIB, 237.2, 0.15),
+    ("dgx-h100", 1, (1, 8), "all_reduce", MIB, 67.0, 0.15),
+    # stas00/ml-engineering network README
+    ("dgx-h200", 1, (1, 8), "all_reduce", 8 * GIB, 473.1, 0.05),
+    ("dgx-h200", 1, (2, 4), "all_reduce", 8 * GIB, 363.3, 0.20),
+    ("dgx-h200", 1, (1, 8), "all_gather", 16 * GIB, 361.4, 0.05),
+    ("dgx-h200", 1, (1, 8), "reduce_scatter", 16 * GIB, 362.9, 0.05),
+    ("dgx-b200", 1, (1, 8), "all_reduce", 8 * GIB, 838.0, 0.05),
+    ("dgx-b200", 1, (2, 4), "all_reduce", 8 * GIB, 673.2, 0.15),
+    ("mi300x", 1, (1, 8), "all_reduce", 4 * GIB, 312.9, 0.05),
+    ("mi300x", 1, (4, 2), "all_reduce", 4 * GIB, 47.7, 0.05),
+    # VIA-Research/vTrain@f8dda84 trace/v100: the cube mesh serves 4 and 8, not 6
+    ("dgx-v100", 1, (1, 8), "all_reduce", GIB, 134.5, 0.05),
+    ("dgx-v100", 1, (4, 2), "all_reduce", GIB, 22.55, 0.05),
+    ("dgx-v100", 1, (2, 4), "all_reduce", 16 * MIB, 77.6, 0.15),
+]
+
+
+@pytest.mark.parametrize(
+    ("preset", "nodes", "degrees", "kind", "num_bytes", "bus_gb_per_s", "tolerance"), MEASURED
+)
+def test_published_measurements(
+    preset: str,
+    nodes: int,
+    degrees: tuple[int, int],
+    kind: str,
+    num_bytes: int,
+    bus_gb_per_s: float,
+    tolerance: float,
+) -> None:
+    spec = cluster(f"{preset}x{nodes}")
+    mesh = build_mesh(spec, *degrees)
+    seconds = CostModel(spec, mesh).collective_s(kind, num_bytes, (mesh.index("tp"),))
+    # Bus bandwidth as nccl-tests defines it.
+    n = degrees[1]
+    passes = 2 if kind == "all_reduce" else 1
+    predicted = passes * (n - 1) / n * num_bytes / seconds / 1e9
+    assert predicted == pytest.approx(bus_gb_per_s, rel=tolerance)
+
+
+@given(
+    preset=st.sampled_from(sorted(presets())),
+    kind=st.sampled_from(KINDS),
+    sizes=st.tuples(st.integers(1, 2**36), st.integers(1, 2**36)),
+    degrees=st.sampled_from([(1, 2), (2, 2), (1, 8), (4, 8), (8, 4), (2, 16)]),
+)
+def test_more_bytes_are_never_faster(
+    preset: str, kind: str, sizes: tuple[int, int], degrees: tuple[int, int]
+) -> None:
+    spec = cluster(f"{preset}x32")
+    mesh = build_mesh(spec, *degrees)
+    costs = CostModel(spec, mesh)
+    low, high = sorted(sizes)
+    for axis in range(len(mesh.axes)):
+        assert 0 < costs.collective_s(kind, low, (axis,)) <= costs.collective_s(kind, high, (axis,))
+
+
+@given(
+    kind=st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]),
+    size=st.integers(1, 2**36),
+)
+def test_an_all_reduce_costs_at_most_its_two_halves(kind: str, size: int) -> None:
+    for name in presets():
+        spec = cluster(f"{name}x8")
+        costs = CostModel(spec, build_mesh(spec, 1, 8))
+        halves = costs.collective_s("all_gather", size, (0,)) + costs.collective_s(
+            "reduce_scatter", size, (0,)
+        )
+        assert costs.collective_s("all_reduce", size, (0,)) <= halves * (1 + 1e-12)

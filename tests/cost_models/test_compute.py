@@ -1,0 +1,171 @@
+"""Work of ops against counts by hand."""
+
+import pytest
+
+from meshfold.cost_models.compute import Work, dtype_bytes, op_name, op_work, value_bytes
+from meshfold.opgraph import Arg, Op, OpGraph, Ref, Slot, SlotKind, Value
+
+F32 = 4
+
+
+def work(
+    target: str,
+    operands: list[Value],
+    results: list[Value],
+    *extra: Arg,
+    kwargs: tuple[tuple[str, Arg], ...] = (),
+) -> Work:
+    n = len(operands)
+    op = Op(
+        target,
+        (*(Ref(k) for k in range(n)), *extra),
+        kwargs,
+        tuple(range(n, n + len(results))),
+    )
+    slots = tuple(Slot(SlotKind.VALUE, str(k)) for k in range(n))
+    graph = OpGraph(slots, (*operands, *results), (op,), op.outputs)
+    return op_work(graph, op)
+
+
+def value(*shape: int, grad: bool = True, dtype: str = "float32") -> Value:
+    return Value(shape, dtype, grad)
+
+
+X, W, Y = value(2, 3, 4), value(5, 4), value(2, 3, 5)
+X_BYTES, W_BYTES, Y_BYTES = 24 * F32, 20 * F32, 30 * F32
+
+
+def test_linear_is_one_gemm_forward_and_one_per_gradient() -> None:
+    flops = 2 * 6 * 4 * 5
+    moved = X_BYTES + W_BYTES + Y_BYTES
+    got = work("aten.linear.default", [X, W], [Y])
+    # Backward reads the incoming gradient, x and w, and writes the gradients of x and w.
+    assert got == Work(flops, moved, 2 * flops, moved + X_BYTES + W_BYTES)
+    frozen = work("aten.linear.default", [X, value(5, 4, grad=False)], [Y])
+    assert frozen == Work(flops, moved, flops, moved + X_BYTES)
+    nothing = work("aten.linear.default", [value(2, 3, 4, grad=False), W], [Y])
+    assert nothing.backward_flops == flops
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "results", "flops"),
+    [
+        ("aten.mm.default", [value(3, 4), value(4, 5)], [value(3, 5)], 120),
+        ("aten.addmm.default", [value(5), value(3, 4), value(4, 5)], [value(3, 5)], 120),
+        ("aten.bmm.default", [value(2, 3, 4), value(2, 4, 5)], [value(2, 3, 5)], 240),
+        ("aten.matmul.default", [value(2, 3, 4), value(4, 5)], [value(2, 3, 5)], 240),
+        (
+            "aten.baddbmm.default",
+            [value(2, 3, 5), value(2, 3, 4), value(2, 4, 5)],
+            [value(2, 3, 5)],
+            240,
+        ),
+        ("aten._grouped_mm.default", [value(6, 4), value(2, 4, 5)], [value(6, 5)], 240),
+    ],
+)
+def test_matrix_products(
+    target: str, operands: list[Value], results: list[Value], flops: int
+) -> None:
+    got = work(target, operands, results)
+    assert (got.flops, got.backward_flops) == (flops, 2 * flops)
+
+
+SDPA = "aten.scaled_dot_product_attention.default"
+
+
+def test_attention_is_two_gemms_forward_and_five_backward() -> None:
+    q, k, v = value(2, 3, 8, 4), value(2, 3, 10, 4), value(2, 3, 10, 6)
+    out = value(2, 3, 8, 6)
+    flops = 2 * (2 * 3) * 8 * 10 * (4 + 6)
+    got = work(SDPA, [q, k, v], [out])
+    assert (got.flops, got.backward_flops) == (flops, 2.5 * flops)
+    for causal in (
+        work(SDPA, [q, k, v], [out], None, 0.0, True),
+        work(SDPA, [q, k, v], [out], kwargs=(("is_causal", True),)),
+        work("aten._scaled_dot_product_flash_attention.default", [q, k, v], [out], 0.0, True),
+    ):
+        assert causal.flops == flops / 2
+    masked = work(SDPA, [q, k, v, value(8, 10, grad=False)], [out], 0.0, False)
+    assert masked.flops == flops
+    frozen = [value(*o.shape, grad=False) for o in (q, k, v)]
+    assert work(SDPA, frozen, [out]).backward_flops == 0
+
+
+def test_convolution_counts_its_kernel() -> None:
+    image, weight = value(2, 6, 8, 8, grad=False), value(10, 3, 4, 4)
+    got = work("aten.convolution.default", [image, weight], [value(2, 10, 2, 2)], None)
+    flops = 2 * (2 * 10 * 4) * (3 * 16)
+    assert (got.flops, got.backward_flops) == (flops, flops)
+
+
+def test_transposed_convolution_counts_from_its_input() -> None:
+    image, weight = value(1, 6, 4, 4), value(6, 10, 2, 2)
+    got = work(
+        "aten.convolution.default",
+        [image, weight],
+        [value(1, 10, 8, 8)],
+        None,
+        (2, 2),
+        (0, 0),
+        (1, 1),
+        True,
+    )
+    assert got.flops == 2 * (6 * 16) * (10 * 4)
+
+
+@pytest.mark.parametrize(
+    ("target", "result", "backward_bytes"),
+    [
+        ("aten.view.default", value(6, 4), 0),
+        ("aten.permute.default", value(4, 2, 3), 0),
+        ("aten.slice.Tensor", value(1, 3, 4), X_BYTES + X_BYTES // 2),
+        ("aten.select.int", value(3, 4), X_BYTES + X_BYTES // 2),
+        ("aten.expand.default", value(5, 2, 3, 4), 6 * X_BYTES),
+        ("aten.expand.default", value(2, 3, 4), 0),
+    ],
+)
+def test_views_are_free_forward(target: str, result: Value, backward_bytes: int) -> None:
+    assert work(target, [X], [result]) == Work(0, 0, 0, backward_bytes)
+    constant = value(2, 3, 4, grad=False)
+    assert work(target, [constant], [result]) == Work(0, 0, 0, 0)
+
+
+def test_split_fills_the_whole_gradient() -> None:
+    parts = [value(2, 3, 2), value(2, 3, 2)]
+    assert work("aten.split.Tensor", [X], parts, 2, -1) == Work(0, 0, 0, 2 * X_BYTES)
+
+
+def test_embedding_reads_its_rows_and_has_a_dense_gradient() -> None:
+    table, tokens = value(100, 4), value(2, 3, grad=False, dtype="int64")
+    moved = 2 * X_BYTES + 6 * 8
+    expected = Work(0, moved, 0, 400 * F32 + moved)
+    assert work("aten.embedding.default", [table, tokens], [X]) == expected
+
+
+def test_cross_entropy_touches_the_logits_four_times() -> None:
+    logits, labels = value(6, 100), value(6, grad=False, dtype="int64")
+    got = work("aten.cross_entropy_loss.default", [logits, labels], [value()])
+    assert got == Work(0, 2 * 600 * F32, 0, 2 * 600 * F32)
+
+
+def test_everything_else_is_memory_traffic() -> None:
+    got = work("aten.mul.Tensor", [X, X], [X])
+    assert got == Work(0, 3 * X_BYTES, 0, 5 * X_BYTES)
+    made = work("aten.arange.default", [], [value(8, grad=False, dtype="int64")], 8)
+    assert made == Work(0, 64, 0, 0)
+
+
+def test_an_op_in_no_table_is_marked() -> None:
+    assert work("aten.fft_rfft.default", [X], [X]).estimated
+    assert work("mylib.linear.default", [X, W], [Y]).estimated
+    assert not work("aten.add_.Tensor", [X, X], [X]).estimated
+
+
+def test_names_and_sizes() -> None:
+    assert op_name("aten.linear.default") == "linear"
+    assert op_name("linear") == "linear"
+    assert value_bytes(value(3, dtype="bfloat16")) == 6
+    assert value_bytes(value(dtype="bool")) == 1
+    assert dtype_bytes("float8_e4m3fn") == 1
+    with pytest.raises(ValueError, match="dtype 'float3' has no known size"):
+        dtype_bytes("float3")

@@ -1,0 +1,62 @@
+"""CostModel: roofline, groups of axes, refusals."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.errors import ClusterSpecError
+from meshfold.mesh import Mesh, MeshAxis
+
+SLOW = DeviceSpec("slow", 1000, 50.0, {"float32": 10.0, "bfloat16": 40.0}, 0.5, 0.8, 2.0, 0, "test")
+FAST = DeviceSpec("fast", 2000, 90.0, {"float32": 20.0}, 0.5, 0.8, 1.0, 10, "test")
+LINK = LinkSpec("link", 100.0, 1.0, "test")
+NETWORK = LinkSpec("network", 10.0, 5.0, "test")
+MIXED = ClusterSpec("mixed", (NodeGroup(FAST, 2, 4, LINK), NodeGroup(SLOW, 1, 4, LINK)), NETWORK)
+
+
+def test_roofline_is_launch_plus_the_slower_of_flops_and_bytes() -> None:
+    costs = CostModel(MIXED, Mesh(()))
+    assert costs.launch_s == 2
+    assert costs.compute_s(100, 0, "float32") == pytest.approx(2 + 100 / 5)
+    assert costs.compute_s(100, 0, "bfloat16") == pytest.approx(2 + 100 / 20)
+    assert costs.compute_s(100, 4000, "float32") == pytest.approx(2 + 100)
+    assert costs.compute_s(0, 0, "float32") == 0
+
+
+def test_a_dtype_without_a_peak_runs_at_the_float32_rate() -> None:
+    costs = CostModel(MIXED, Mesh(()))
+    assert costs.compute_s(100, 0, "float16") == costs.compute_s(100, 0, "float32")
+
+
+def test_unequal_hardware_is_as_slow_as_its_slowest_and_as_small_as_its_smallest() -> None:
+    assert CostModel(MIXED, Mesh(())).device == SLOW
+    assert MIXED.memory_bytes == 1000 and MIXED.reserve_bytes == 10
+    assert MIXED.num_nodes == 3 and MIXED.num_devices == 12
+
+
+def test_each_axis_knows_its_slowest_link() -> None:
+    costs = CostModel(MIXED, build_mesh(MIXED, 3, 4))
+    assert [costs.axis_link(0).name, costs.axis_link(1).name] == ["network", "link"]
+    assert costs.collective_s("all_gather", 120, (1,)) == pytest.approx(3 + 90 / 100)
+    assert costs.collective_s("all_gather", 120, (0,)) == pytest.approx(10 + 80 / 10)
+    # Both axes together: 9 hops in nodes, 2 between, 4 ports; in any order.
+    both = 9 + 10 + 110 / 40
+    assert costs.collective_s("all_gather", 120, (0, 1)) == pytest.approx(both)
+    assert costs.collective_s("all_gather", 120, (1, 0)) == pytest.approx(both)
+    assert costs.collective_s("all_gather", 120, ()) == 0
+
+
+def test_a_mesh_larger_than_the_cluster_is_refused() -> None:
+    with pytest.raises(ClusterSpecError, match="has 12 devices, the mesh dp16 needs 16"):
+        CostModel(MIXED, Mesh((MeshAxis("dp", 16),)))
+
+
+@given(st.floats(0, 1e18), st.floats(0, 1e18), st.floats(1, 2), st.floats(1, 2))
+def test_more_work_is_never_faster(flops: float, size: float, more: float, larger: float) -> None:
+    costs = CostModel(MIXED, Mesh(()))
+    assert costs.compute_s(flops, size, "float32") <= costs.compute_s(
+        flops * more, size * larger, "float32"
+    )
