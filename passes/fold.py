@@ -17,6 +17,7 @@ MIN_REGION_OPS ops with a parameter of two or more dims; smaller ones stay in th
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.canonical import FlatIndex, Segment, canonical_segment, flat_index
@@ -25,8 +26,14 @@ from meshfold.passes.fold_assemble import assemble
 MIN_REGION_OPS = 4
 
 Stacks = Sequence[tuple[str, ...]]
-Cut = tuple[int, int]
-"""First op and one past the last op of a segment."""
+
+
+class Cut(NamedTuple):
+    """Ops start..stop-1 as one segment. Glue is what is left between regions."""
+
+    start: int
+    stop: int
+    is_glue: bool = False
 
 
 def fold(flat: FoldedGraph, stacks: Stacks) -> FoldedGraph:
@@ -35,8 +42,19 @@ def fold(flat: FoldedGraph, stacks: Stacks) -> FoldedGraph:
     persistent = frozenset(b.name for b in flat.buffers if b.persistent)
     index = flat_index(flat.regions[0].graph, persistent)
     num_ops = len(stacks)
-    cuts = scope_cuts(index, stacks, 0, num_ops, 0)
-    return assemble(flat, stacks, [canonical_segment(index, *cut) for cut in cuts])
+    cuts = merge_glue(scope_cuts(index, stacks, 0, num_ops, 0))
+    segments = [canonical_segment(index, cut.start, cut.stop) for cut in cuts]
+    return assemble(flat, stacks, segments)
+
+
+def merge_glue(cuts: Sequence[Cut]) -> list[Cut]:
+    """Neighbouring pieces of glue (an inner and an outer scope ending together) as one."""
+    merged: list[Cut] = []
+    for cut in cuts:
+        if cut.is_glue and merged and merged[-1].is_glue:
+            cut = Cut(merged.pop().start, cut.stop, is_glue=True)
+        merged.append(cut)
+    return merged
 
 
 def distinct_ops(segments: Sequence[Segment]) -> int:
@@ -61,19 +79,19 @@ def scope_cuts(index: FlatIndex, stacks: Stacks, start: int, stop: int, depth: i
         inner = [cut]
         if cut in repeated:
             if forms[cut] in opened:
-                inner = scope_cuts(index, stacks, *cut, depth + 1)
+                inner = scope_cuts(index, stacks, cut.start, cut.stop, depth + 1)
         elif scope and _parent(scope) not in parents:
-            inner = scope_cuts(index, stacks, *cut, depth + 1)
+            inner = scope_cuts(index, stacks, cut.start, cut.stop, depth + 1)
             if len(inner) == 1:
                 continue
         elif not scope or not _is_worth(index, cut):
             continue
-        if glue_start < cut[0]:
-            cuts.append((glue_start, cut[0]))
+        if glue_start < cut.start:
+            cuts.append(Cut(glue_start, cut.start, is_glue=True))
         cuts += inner
-        glue_start = cut[1]
+        glue_start = cut.stop
     if glue_start < stop:
-        cuts.append((glue_start, stop))
+        cuts.append(Cut(glue_start, stop, is_glue=True))
     return cuts
 
 
@@ -86,15 +104,19 @@ def _groups(stacks: Stacks, start: int, stop: int, depth: int) -> list[tuple[str
     groups = []
     for key, ops in itertools.groupby(range(start, stop), scope):
         members = list(ops)
-        groups.append((key, (members[0], members[-1] + 1)))
+        groups.append((key, Cut(members[0], members[-1] + 1)))
     return groups
 
 
 def _forms(index: FlatIndex, groups: Sequence[tuple[str, Cut]]) -> dict[Cut, object]:
     """Canonical forms of the groups that are worth a region and could be equal to another."""
     worth = [cut for scope, cut in groups if scope and _is_worth(index, cut)]
-    sizes = Counter(stop - start for start, stop in worth)
-    return {cut: canonical_segment(index, *cut).form for cut in worth if sizes[cut[1] - cut[0]] > 1}
+    sizes = Counter(cut.stop - cut.start for cut in worth)
+    return {
+        cut: canonical_segment(index, cut.start, cut.stop).form
+        for cut in worth
+        if sizes[cut.stop - cut.start] > 1
+    }
 
 
 def _openings(
@@ -109,24 +131,23 @@ def _openings(
     firsts = {forms[cut]: cut for cut in reversed(repeated)}
     opened = set()
     for form, cut in firsts.items():
-        inner = scope_cuts(index, stacks, *cut, depth + 1)
+        inner = scope_cuts(index, stacks, cut.start, cut.stop, depth + 1)
         if len(inner) > 1:
-            left = distinct_ops([canonical_segment(index, *c) for c in inner])
-            if 2 * left < cut[1] - cut[0]:
+            left = distinct_ops([canonical_segment(index, c.start, c.stop) for c in inner])
+            if 2 * left < cut.stop - cut.start:
                 opened.add(form)
     return opened
 
 
 def _is_worth(index: FlatIndex, cut: Cut) -> bool:
-    start, stop = cut
-    if stop - start < MIN_REGION_OPS:
+    if cut.stop - cut.start < MIN_REGION_OPS:
         return False
     graph = index.graph
     return any(
         v < len(graph.slots)
         and graph.slots[v].kind == "parameter"
         and len(graph.values[v].shape) > 1
-        for op in graph.ops[start:stop]
+        for op in graph.ops[cut.start : cut.stop]
         for v in op.operands
     )
 
