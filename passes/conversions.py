@@ -242,7 +242,7 @@ def _cheapest(
     ]
     if len(legal) < 2:
         return legal[0] if legal else None
-    return min(legal, key=lambda steps: (_total_ps(value, steps, mesh, costs), steps))
+    return min(legal, key=lambda steps: _total_ps(value, steps, mesh, costs))
 
 
 def _total_ps(value: Value, steps: tuple[Step, ...], mesh: Mesh, costs: ConversionCosts) -> int:

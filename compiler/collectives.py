@@ -1,0 +1,118 @@
+"""Collectives between the ranks of a mesh, split into start and wait.
+
+RankMesh is what an emitted graph sees of the machine: its first placeholder. ProcessMesh realises
+it on torch.distributed process groups; this is the one file that touches
+torch.ops._c10d_functional. The raw ops carry an autograd formula that doubles gradients of
+Partial -> Invariant, so they are only called from the forward and backward of the functions in
+meshfold.exchange, where autograd does not record.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshfold.mesh import Mesh
+
+Axes = tuple[str, ...]
+
+
+class RankMesh(ABC):
+    """The mesh as one rank sees it.
+
+    Every start returns a tensor in flight at once: its shape and dtype are those of the result, its
+    contents are not to be read before wait. The ranks of a group must start the same collectives in
+    the same order. `axes` names one axis or several; several act as one group, in mesh order.
+
+    rng: (seed, step) of the counter-based generator; the runtime sets it before every step.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.device = device
+        self.coords = mesh.coords(rank)
+        self.rng = (0, 0)
+
+    def size(self, axes: Axes) -> int:
+        """Ranks in the group of `axes`."""
+        return math.prod(self.mesh.sizes[self.mesh.index(name)] for name in axes)
+
+    def coord(self, axis: str) -> int:
+        """Coordinate of this rank on `axis`."""
+        return self.coords[self.mesh.index(axis)]
+
+    @abstractmethod
+    def start_all_reduce(self, x: Tensor, axes: Axes) -> Tensor:
+        """Sum of x over the group; x is left as it is."""
+
+    @abstractmethod
+    def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
+        """Every rank's contiguous x, concatenated on dim 0."""
+
+    @abstractmethod
+    def start_reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
+        """Sum of contiguous x over the group, of which rank i gets part i of dim 0."""
+
+    @abstractmethod
+    def start_all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
+        """Part j of dim 0 of contiguous x goes to rank j, parts received are in rank order."""
+
+    @abstractmethod
+    def wait(self, in_flight: Tensor) -> Tensor:
+        """The result. Called once per start."""
+
+
+class ProcessMesh(RankMesh):
+    """A RankMesh over the default process group: rank and device are those of this process.
+
+    Creates one process group per group of ranks that `axis_sets` describes (default: every axis
+    alone), in the same order on all ranks.
+
+    Raises ValueError if the mesh and the default process group differ in size.
+    """
+
+    def __init__(
+        self, mesh: Mesh, device: torch.device, axis_sets: Sequence[Axes] | None = None
+    ) -> None:
+        if dist.get_world_size() != mesh.num_ranks:
+            raise ValueError(
+                f"the mesh {mesh} has {mesh.num_ranks} ranks, the job {dist.get_world_size()}"
+            )
+        super().__init__(mesh, dist.get_rank(), device)
+        self._groups: dict[Axes, dist.ProcessGroup] = {}
+        for axes in axis_sets if axis_sets is not None else [(name,) for name in mesh.names]:
+            for ranks in mesh.groups(axes):
+                group = dist.new_group(list(ranks))
+                if self.rank in ranks:
+                    assert isinstance(group, dist.ProcessGroup)
+                    self._groups[axes] = group
+
+    def group(self, axes: Axes) -> dist.ProcessGroup:
+        """The process group of this rank on `axes`. Raises KeyError if none was created."""
+        return self._groups[axes]
+
+    def start_all_reduce(self, x: Tensor, axes: Axes) -> Tensor:
+        return _functional.all_reduce(x, "sum", self._groups[axes].group_name)  # type: ignore[no-any-return]
+
+    def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
+        group = self._groups[axes]
+        return _functional.all_gather_into_tensor(x, group.size(), group.group_name)  # type: ignore[no-any-return]
+
+    def start_reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
+        group = self._groups[axes]
+        return _functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)  # type: ignore[no-any-return]
+
+    def start_all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
+        group = self._groups[axes]
+        parts = [x.shape[0] // group.size()] * group.size()
+        return _functional.all_to_all_single(x, parts, parts, group.group_name)  # type: ignore[no-any-return]
+
+    def wait(self, in_flight: Tensor) -> Tensor:
+        return _functional.wait_tensor(in_flight)  # type: ignore[no-any-return]
+
+
+_functional = torch.ops._c10d_functional
