@@ -1,0 +1,248 @@
+"""The command line: plan, show, graph, verify.
+
+Exit codes: 0 done, 1 expected failure (nothing fits, plan and model differ, numbers differ),
+2 usage or a bad file. A failure is one line on stderr and leaves no file behind; --debug adds the
+traceback. Results go to stdout, progress to stderr and only to a terminal.
+
+This module imports no torch: `show` and `--help` answer at once. What runs a model is in
+meshfold.cli_torch, loaded by name when a command needs it.
+"""
+
+import importlib
+import logging
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+
+from meshfold import __version__
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.errors import MeshfoldError, OptionError
+from meshfold.options import CompileOptions
+from meshfold.plan_io import load_plan, plan_to_json, save_plan
+from meshfold.render import plan_view, summary_view
+from meshfold.units import parse_bytes
+
+INTERRUPTED = 130
+
+
+class Failure(Exception):
+    """An expected end: one line for stderr and an exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(" ".join(message.split()))
+        self.exit_code = exit_code
+
+
+class Command(click.Command):
+    """A command with --debug, whose failures are one line and an exit code."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(["--debug"], is_flag=True, help="Show the traceback of a failure.")
+        )
+
+    def invoke(self, ctx: click.Context) -> Any:
+        debug = ctx.params.pop("debug")
+        try:
+            return super().invoke(ctx)
+        except (Failure, click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except (MeshfoldError, OSError) as error:
+            if debug:
+                traceback.print_exc()
+            raise Failure(str(error), getattr(error, "exit_code", 1)) from error
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            what = f"internal error, {type(error).__name__}: {error}; --debug shows where"
+            raise Failure(what, 1) from error
+
+
+def torch_commands() -> Any:
+    """meshfold.cli_torch, which takes a second or two to load."""
+    return importlib.import_module("meshfold.cli_torch")
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Plan how a PyTorch model trains on a cluster, look at the plan, prove it."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def parse_pins(texts: tuple[str, ...]) -> dict[str, int]:
+    """ "tp=2" -> {"tp": 2}. Raises OptionError."""
+    pins: dict[str, int] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not value.lstrip("-").isdigit():
+            raise OptionError(f"--pin {text}: write name=number, for example tp=2")
+        if name in pins:
+            raise OptionError(f"--pin {text}: {name} is pinned twice")
+        pins[name] = int(value)
+    return pins
+
+
+def check_output(path: Path) -> None:
+    """Refuses a path that cannot be written, before a long search rather than after it."""
+    if path.is_dir():
+        raise OptionError(f"-o {path}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise OptionError(f"-o {path}: no folder {path.parent}; make it first")
+
+
+@cli.command(cls=Command)
+@click.argument("model")
+@click.option("--cluster", "-c", required=True, help="Preset (dgx-h100x16, local-cpux4) or file.")
+@click.option("--devices", type=int, help="Use that many of the cluster's devices.")
+@click.option("--batch", type=int, help="Global batch size. [default: one sample per device]")
+@click.option("--seq", type=int, help="Sequence length. [default: the model's, at most 2048]")
+@click.option("--memory", help="Budget per device, 16GB or 16GiB. [default: the device's]")
+@click.option("--pin", multiple=True, metavar="NAME=N", help="Fix dp, tp, zero or sp; repeatable.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="The plan file to write.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+def plan(
+    model: str,
+    cluster: str,
+    devices: int | None,
+    batch: int | None,
+    seq: int | None,
+    memory: str | None,
+    pin: tuple[str, ...],
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Find the best plan for MODEL on a cluster and write it to a file.
+
+    MODEL is package.module:factory, where factory() returns (model, example_inputs), or a Hugging
+    Face configuration file.
+
+    \b
+    Example:
+      meshfold plan examples/configs/llama-3-8b.json --cluster dgx-h100x2 \\
+          --batch 32 --pin tp=8 -o plan.json
+    """
+    if output is None and not as_json:
+        raise OptionError("nothing to write to; name a file with -o, or say --json")
+    if output is not None:
+        check_output(output)
+    options = CompileOptions(
+        memory_bytes=parse_bytes(memory) if memory is not None else None, pins=parse_pins(pin)
+    )
+    spec = resolve_cluster(cluster, devices)
+    with _progress(f"planning {model} for {spec.num_devices} devices"):
+        made = torch_commands().make_plan(model, spec, options, batch=batch, sequence=seq)
+    if output is not None:
+        save_plan(made, output)
+    if as_json:
+        click.echo(plan_to_json(made), nl=False)
+    else:
+        Console().print(summary_view(made))
+        click.echo(f"\nwritten to {output}; 'meshfold show {output}' has the details")
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the checked plan as JSON.")
+def show(plan_file: Path, as_json: bool) -> None:
+    """Show PLAN_FILE: strategy, predicted step time and memory, baselines, regions, layouts.
+
+    \b
+    Example:
+      meshfold show plan.json
+      meshfold show plan.json --json | jq .memory
+    """
+    loaded = load_plan(plan_file)
+    if as_json:
+        click.echo(plan_to_json(loaded), nl=False)
+    else:
+        Console().print(plan_view(loaded))
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="The MODEL that the plan was made for.")
+@click.option("--rank", type=int, default=0, show_default=True, help="Whose program to print.")
+def graph(plan_file: Path, model: str, rank: int) -> None:
+    """Print the program of one rank: its graph with every collective, started and waited for.
+
+    \b
+    Example:
+      meshfold graph plan.json --model examples/configs/llama-3-8b.json --rank 3
+    """
+    loaded = load_plan(plan_file)
+    if not 0 <= rank < loaded.world_size:
+        raise OptionError(f"--rank {rank}: the plan has ranks 0 to {loaded.world_size - 1}")
+    with _progress(f"writing the program of rank {rank} of {loaded.world_size}"):
+        text = torch_commands().program_text(loaded, model, rank)
+    click.echo(text)
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="The MODEL that the plan was made for.")
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
+def verify(plan_file: Path, model: str, as_json: bool) -> None:
+    """Prove PLAN_FILE: run it on local processes and compare with the model in one process.
+
+    Loss and every gradient are compared in float64, on the batch the plan was made for, with
+    dropout switched off. Exit code 1 when they differ.
+
+    \b
+    Example:
+      meshfold verify plan.json --model my_package.models:small_llama
+    """
+    loaded = load_plan(plan_file)
+    commands = torch_commands()
+    with _progress(f"running {loaded.world_size} processes and the model alone"):
+        report = commands.verify_plan(loaded, model)
+    if as_json:
+        click.echo(commands.report_json(report), nl=False)
+    else:
+        Console().print(commands.report_view(report))
+    if not report.passed:
+        raise Failure(report.verdict, 1)
+
+
+def _progress(text: str) -> Any:
+    """A spinner on stderr while something long runs; nothing where stderr is no terminal."""
+    return Console(stderr=True).status(text)
+
+
+def run(args: list[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    try:
+        code = cli.main(args=args, prog_name="meshfold", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "meshfold"
+        click.echo(f"{where}: {error.format_message()} See '{where} --help'.", err=True)
+        return error.exit_code
+    except Failure as error:
+        click.echo(f"meshfold: {error}", err=True)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("meshfold: interrupted", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our stdout has gone, as in `meshfold show plan.json | head`.
+        sys.stdout = None  # nothing to flush at exit
+        return 1
+
+
+def main() -> NoReturn:
+    """The `meshfold` command."""
+    if "--debug" not in sys.argv:
+        # One line on stderr is the contract; libraries below are chatty.
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+    sys.exit(run())
