@@ -10,6 +10,7 @@ hidden state      a branch on a tensor's value, a draw from Python's or numpy's 
 loss only         when the model returns a loss, nothing else is kept.
 """
 
+import inspect
 import os
 import random
 import re
@@ -69,13 +70,34 @@ class _Watch(TorchFunctionMode):
                 "a Python branch depends on the value of a tensor, which a graph cannot hold; "
                 "write it with torch.where, or decide it outside the model",
                 op="Tensor.__bool__",
-                source=user_line(traceback.walk_stack(None)),
+                source=user_line(traceback.walk_stack(inspect.currentframe())),
             )
         try:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         except Exception:
-            self.failed = resolve_name(func) or getattr(func, "__name__", str(func))
+            self.failed = self.failed or function_name(func)
             raise
+        refuse_dynamic(result, func)
+        return result
+
+
+def function_name(func: Any) -> str:
+    """ "torch.Tensor.nonzero" for the function that user code called."""
+    return resolve_name(func) or str(getattr(func, "__name__", func))
+
+
+def refuse_dynamic(result: Any, func: Any) -> None:
+    """Refuse a number or a shape that depends on the values of a tensor."""
+    for part in result if isinstance(result, (tuple, list)) else (result,):
+        sizes = part.shape if isinstance(part, torch.Tensor) else (part,)
+        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+            name = function_name(func)
+            raise CaptureError(
+                f"{name} gives a shape or a number that depends on values, which a graph cannot "
+                "hold; use an op with a fixed shape (torch.where, a mask)",
+                op=name,
+                source=user_line(traceback.walk_stack(inspect.currentframe())),
+            )
 
 
 class _Traced(nn.Module):
@@ -94,7 +116,7 @@ class _Traced(nn.Module):
         named = name_outputs(returned)
         if not named:
             raise CaptureError("the model returns no tensor", op=type(self.model).__name__)
-        refuse_custom_functions(named.values())
+        refuse_lost_gradients(named.values(), set(self.model.parameters()))
         kept = loss_of(named)
         self.report.names, self.report.all_names = tuple(kept), tuple(named)
         return tuple(kept.values())
@@ -137,9 +159,10 @@ def loss_of(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(named)
 
 
-def refuse_custom_functions(outputs: Any) -> None:
-    """A custom autograd.Function traces as its forward only: its backward would be lost."""
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Parameter]) -> None:
+    """Refuse what a graph would lose: the backward of a custom autograd.Function, which traces as
+    its forward only, and the gradient of a parameter that is not registered."""
+    stack: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()
@@ -149,6 +172,14 @@ def refuse_custom_functions(outputs: Any) -> None:
                 f"{name} is a torch.autograd.Function, whose own backward a captured graph loses; "
                 "write it with ordinary ops (x + (f(x) - x).detach() for a straight-through)",
                 op=name,
+            )
+        # Only the node that accumulates into a leaf has a variable.
+        if hasattr(node, "variable") and node.variable not in known:
+            shape = tuple(node.variable.shape)
+            raise CaptureError(
+                f"a tensor of shape {shape} requires a gradient but is no registered parameter, "
+                "so it would be frozen; register it (nn.ParameterList for a list)",
+                op="nn.Parameter",
             )
         for child, _ in node.next_functions:
             if child is not None and child not in seen:
@@ -229,7 +260,7 @@ def _refuse_hidden_draws(rerun: Callable[[], object]) -> Iterator[None]:
 
 def _generator_states() -> tuple[object, ...]:
     name, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), name, bytes(keys), *rest
+    return random.getstate(), name, np.asarray(keys).tobytes(), *rest
 
 
 def _first_draw(rerun: Callable[[], object]) -> str:

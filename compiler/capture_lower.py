@@ -46,12 +46,13 @@ class _Reader:
         self.keys: dict[fx.Node, tuple[Key | None, ...]] = {}
 
     def read(self, node: fx.Node) -> None:
+        args: tuple[Any, ...] = node.args
         if node.op == "placeholder":
             self._read_placeholder(node)
         elif node.op == "output":
             self._read_outputs(node)
         elif node.target is operator.getitem:
-            self.keys[node] = (self.keys[node.args[0]][node.args[1]],)
+            self.keys[node] = (self.keys[args[0]][args[1]],)
         elif node.op == "call_function" and not _is_assert(node):
             same = unchanged_operand(node)
             self.keys[node] = self.keys[same] if same is not None else self._read_op(node)
@@ -78,12 +79,6 @@ class _Reader:
 
     def _constant(self, tensor: torch.Tensor, target: str) -> Source:
         label = target.removeprefix(MODEL + ".")
-        if tensor.requires_grad:
-            raise CaptureError(
-                f"{label} requires a gradient but is no registered parameter, so it would be "
-                "frozen; register it (nn.ParameterList for a list)",
-                op=label,
-            )
         if tensor.is_meta or is_fake(tensor):
             raise CaptureError(
                 f"{label} is a tensor without values that is no registered buffer; "
@@ -129,8 +124,9 @@ class _Reader:
 
     def _read_outputs(self, node: fx.Node) -> None:
         names = iter(self.exported.outputs)
+        values: tuple[Any, ...] = node.args
         specs = self.exported.program.graph_signature.output_specs
-        for spec, value in zip(specs, node.args[0], strict=True):
+        for spec, value in zip(specs, values[0], strict=True):
             key = self.keys[value][0]
             assert key is not None
             if spec.kind is OutputKind.BUFFER_MUTATION:
@@ -146,18 +142,10 @@ class _Reader:
 
 
 def tensor_value(result: object, node: fx.Node) -> Value:
-    """Shape and dtype of a result. Raises CaptureError if they depend on values."""
     if not isinstance(result, torch.Tensor):
         raise CaptureError(
-            f"{node.target} gives a number that depends on values, which a graph cannot hold; "
-            "keep it a tensor",
-            op=str(node.target),
-            source=source_line(node),
-        )
-    if not all(isinstance(size, int) for size in result.shape):
-        raise CaptureError(
-            f"{node.target} gives a shape that depends on values, {tuple(result.shape)}; "
-            "replace it by an op with a fixed shape (torch.where for nonzero)",
+            f"{node.target} returns a {type(result).__name__} where the graph can hold tensors "
+            "only; keep it a tensor",
             op=str(node.target),
             source=source_line(node),
         )
@@ -213,11 +201,13 @@ def target_name(node: fx.Node) -> str:
 
 def settled_args(node: fx.Node) -> tuple[Any, ...]:
     """Arguments with -1 sizes and open or negative slice bounds replaced by numbers."""
+    args: tuple[Any, ...] = node.args
     if node.target in _SIZED:
-        return (node.args[0], tuple(node.meta["val"].shape), *node.args[2:])
+        return (args[0], tuple(node.meta["val"].shape), *args[2:])
     if node.target is _aten.slice.Tensor:
-        source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+        defaults: tuple[Any, ...] = (None, 0, None, None, 1)
+        source, dim, start, end, step = (*args, *defaults[len(args) :])
         shape = source.meta["val"].shape
         start, end, step = slice(start, end, step).indices(shape[dim])
         return source, dim % len(shape), start, end, step
-    return node.args
+    return args

@@ -214,7 +214,7 @@ class _Numbering:
     def _arg(self, arg: RawArg) -> Arg:
         if isinstance(arg, Operand):
             return Ref(self.index[arg.key])
-        return tuple(map(self._arg, arg)) if isinstance(arg, tuple) else arg  # type: ignore[no-any-return]
+        return tuple(map(self._arg, arg)) if isinstance(arg, tuple) else arg
 
     def graph(self, wanted: Iterable[Key]) -> OpGraph:
         updates = []

@@ -5,7 +5,8 @@ ties, no storage is allocated whatever the model's size, and the user's model is
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +44,15 @@ def model_names(model: nn.Module) -> Names:
     """Canonical names by identity of the tensors: a tied tensor is one, under its first name."""
     groups: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
-    named = [*model.named_parameters(remove_duplicate=False)]
-    named += model.named_buffers(remove_duplicate=False)
-    for name, tensor in named:
+    parameters_first: Iterable[tuple[str, torch.Tensor]] = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    for name, tensor in parameters_first:
         groups.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
-    parameters, buffers, sources = [], [], {}
+    parameters: list[ParameterInfo] = []
+    buffers: list[BufferInfo] = []
+    sources: dict[str, Source] = {}
     for key, (name, *aliases) in groups.items():
         tensor = tensors[key]
         facts = (name, tuple(tensor.shape), dtype_name(tensor.dtype))
@@ -88,19 +92,21 @@ def fake_twin(model: nn.Module) -> Twin:
     return Twin(twin, mode, _settle(twin))
 
 
-def _settle(twin: nn.Module) -> tuple[str, ...]:
-    """Set the twin's own configuration to variants that a graph can hold."""
+def _settle(twin: Any) -> tuple[str, ...]:
+    """Set the twin's own Hugging Face configuration to variants that a graph can hold."""
+    if not hasattr(twin, "config"):
+        return ()
     notes = []
-    config = getattr(twin, "config", None)
-    if getattr(config, "use_cache", False):
+    config = twin.config
+    if hasattr(config, "use_cache") and config.use_cache:
         config.use_cache = False
-        notes.append("use_cache is off: a training step keeps no key/value cache")
-    # Loops over the experts that some token chose have shapes that depend on values.
-    uses_experts = getattr(twin, "_can_set_experts_implementation", lambda: False)()
-    chosen = getattr(config, "_experts_implementation", None)
-    if uses_experts and chosen != "batched_mm":
-        config._experts_implementation = "batched_mm"
-        notes.append(f"experts run as batched_mm; the model's own choice is {chosen}")
+        notes.append("use_cache is off in the graph: a training step keeps no key/value cache")
+    # The other ways to run experts have shapes that depend on values, or kernels for some dtypes.
+    if hasattr(twin, "_can_set_experts_implementation") and twin._can_set_experts_implementation():
+        chosen = config._experts_implementation
+        if chosen != "batched_mm":
+            config._experts_implementation = "batched_mm"
+            notes.append(f"experts are captured as batched_mm; the model's own choice is {chosen}")
     return tuple(notes)
 
 

@@ -22,14 +22,16 @@ def run_graph(
     All mappings are by canonical name. Buffer updates are applied to `buffers` in place, after the
     last op. Raises UnsupportedOpError for an op that this torch does not have.
     """
+    # The backward may need a buffer as it was read.
+    buffers_read = {name: buffer.clone() for name, buffer in buffers.items()}
     leaves = {
         SourceKind.PARAMETER: parameters,
-        SourceKind.BUFFER: buffers,
+        SourceKind.BUFFER: buffers_read,
         SourceKind.CONSTANT: constants,
         SourceKind.INPUT: inputs,
     }
     made: list[tuple[torch.Tensor, ...]] = []
-    updates: list[tuple[torch.Tensor, torch.Tensor]] = []
+    updates: list[tuple[str, torch.Tensor]] = []
 
     def fetch(source: Source) -> torch.Tensor:
         if source.kind is SourceKind.VALUE:
@@ -43,11 +45,11 @@ def run_graph(
         for op in graph.ops:
             values.update(zip(op.outputs, run_op(op, values, instance.floats, device), strict=True))
         made.append(tuple(values[v] for v in graph.outputs))
-        updates += [(values[slot], values[v]) for slot, v in graph.mutations]
+        updates += [(instance.sources[slot].name, values[v]) for slot, v in graph.mutations]
     outputs = {out.name: fetch(out.source) for out in folded.outputs}
     with torch.no_grad():
-        for buffer, value in updates:
-            buffer.copy_(value)
+        for name, value in updates:
+            buffers[name].copy_(value)
     return outputs
 
 
