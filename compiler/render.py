@@ -186,16 +186,15 @@ def _baselines_table(plan: Plan) -> RenderableType:
 
 
 def _baseline_row(candidate: Candidate, plan: Plan) -> Sequence[str]:
-    over = candidate.peak_bytes - plan.memory.capacity
-    verdict = "fits" if candidate.fits else "OOM" + (f", +{bytes_text(over)}" if over > 0 else "")
     slower = candidate.step_s / plan.time.step_s if plan.time.step_s else 0.0
+    verdict = "fits" if candidate.fits else "OOM"
     return (
         candidate.name,
         candidate.strategy.label,
         seconds_text(candidate.step_s),
         f"{slower:.2f}",
         bytes_text(candidate.peak_bytes),
-        verdict + (f"; {candidate.note}" if candidate.note else ""),
+        f"{verdict}, {candidate.note}" if candidate.note else verdict,
     )
 
 

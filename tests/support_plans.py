@@ -134,7 +134,9 @@ def example_plan() -> Plan:
             communication_s={"dp": 0.05, "tp": 0.03},
         ),
         baselines=(
-            Candidate("data parallel", UniformStrategy(dp=8), 0.291, 130 * GIB, False),
+            Candidate(
+                "data parallel", UniformStrategy(dp=8), 0.291, 130 * GIB, False, "97 GB short"
+            ),
             Candidate("ZeRO-3", UniformStrategy(dp=8, zero=3), 0.402, 38 * GIB, True),
             Candidate(
                 "tensor parallel", UniformStrategy(tp=8), 0.9, 39 * GIB, True, "crosses nodes"

@@ -25,16 +25,15 @@ DATA = {
     "meshfold.options",
     "meshfold.plan",
     "meshfold.plan_io",
+    "meshfold.plan_documents",
     "meshfold.plan_schema",
+    "meshfold.plan_text",
     "meshfold.spmd",
     "meshfold.strategy",
+    "meshfold.units",
 }
-FACE_WITHOUT_TORCH = {"meshfold.cli", "meshfold.render", "meshfold.units"}
-FACE = FACE_WITHOUT_TORCH | {
-    "meshfold.cli_graph",
-    "meshfold.cli_plan",
-    "meshfold.cli_verify",
-}
+FACE_WITHOUT_TORCH = {"meshfold.cli", "meshfold.render"}
+FACE = FACE_WITHOUT_TORCH | {"meshfold.cli_torch"}
 
 
 def modules() -> dict[str, Path]:
