@@ -1,0 +1,265 @@
+"""The op-rule table: how each op may be sharded on one mesh axis.
+
+OP_RULES names, per op, the function that labels its dims (passes.rule_labels). From the labels the
+axis rules follow, for an axis of n ranks (_label_rule, _fixed_rules):
+
+    every label L at every place that its dims allow:
+        operand or output with L at dim d -> Shard(d, place / prefix)
+        operand without L                 -> Replicate; Partial if it is added to a sum over L
+        output without L                  -> Partial if L is summed, or the type that Special gives;
+                                             otherwise there is no such rule
+    always      all Invariant -> Invariant; all Replicate -> Replicate
+    linear ops  a set of operands Partial, the others Replicate -> Partial
+
+A value without gradient is Invariant where a rule would say Replicate: they are the same for it.
+An op without a row, or called in a way its row does not know, has the rule "I" alone: it runs on
+whole values.
+
+Which places: (dim, blocks) candidates of every value grow from blocks = 1 along labels until
+nothing changes, forwards and backwards over the whole region (shard_candidates). So a split into
+q, k, v asks for three blocks of the weight in front of it.
+"""
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from meshfold.opgraph import Dependence, Op, OpGraph, Value
+from meshfold.passes.rule_labels import (
+    Dims,
+    OpLabels,
+    OpRule,
+    RuleComm,
+    Special,
+    bind,
+)
+from meshfold.passes.rules_attention import ATTENTION_RULES
+from meshfold.passes.rules_contraction import CONTRACTION_RULES
+from meshfold.passes.rules_index import INDEX_RULES
+from meshfold.passes.rules_loss import LOSS_RULES
+from meshfold.passes.rules_pointwise import POINTWISE_RULES
+from meshfold.passes.rules_random import RANDOM_RULES
+from meshfold.passes.rules_reduction import REDUCTION_RULES
+from meshfold.passes.rules_shape import SHAPE_RULES
+from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard, SpmdType, is_legal
+from meshfold.strategy import OpTyping
+
+__all__ = ["OP_RULES", "AxisRule", "RuleComm", "region_rules", "typing_of"]
+
+OP_RULES: dict[str, OpRule] = {
+    **POINTWISE_RULES,
+    **CONTRACTION_RULES,
+    **REDUCTION_RULES,
+    **ATTENTION_RULES,
+    **INDEX_RULES,
+    **LOSS_RULES,
+    **SHAPE_RULES,
+    **RANDOM_RULES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRule:
+    """One way to run an op on one axis.
+
+    name: unique per op and axis size: "I", "R", "P0", a label, or a label and its place ("d0/4").
+    inputs: per entry of op.operands; outputs: per entry of op.outputs. local: the implementation
+    (meshfold.local_ops). splits_work: the axis divides the op's work.
+    """
+
+    name: str
+    inputs: tuple[SpmdType, ...]
+    outputs: tuple[SpmdType, ...]
+    comm: tuple[RuleComm, ...] = ()
+    local: str = "plain"
+    splits_work: bool = False
+
+
+Candidates = tuple[frozenset[tuple[int, int]], ...]
+"""Per value of the graph: (dim, blocks) of its shards on one axis."""
+
+
+def op_labels(graph: OpGraph, op: Op) -> OpLabels | None:
+    """Labels of an op; None if it has no rule."""
+    row = OP_RULES.get(op.target)
+    bound = bind(graph, op, row.parameters) if row else None
+    return row.labels(bound) if row and bound else None
+
+
+def region_rules(
+    graph: OpGraph, sizes: tuple[int, ...]
+) -> tuple[tuple[tuple[AxisRule, ...], ...], ...]:
+    """[op][axis] -> axis rules on axes of `sizes` ranks; the first is always "I"."""
+    labels = [op_labels(graph, op) for op in graph.ops]
+    per_size = {}
+    for size in set(sizes):
+        candidates = _grown(graph, labels, size)
+        per_size[size] = [
+            _op_rules(graph, op, labels[k], size, candidates) for k, op in enumerate(graph.ops)
+        ]
+    return tuple(tuple(per_size[n][k] for n in sizes) for k in range(len(graph.ops)))
+
+
+def typing_of(graph: OpGraph, op_index: int, rules_by_axis: tuple[AxisRule, ...]) -> OpTyping:
+    """The typing that one axis rule per axis means."""
+    op = graph.ops[op_index]
+    return OpTyping(
+        rules=tuple(r.name for r in rules_by_axis),
+        inputs=tuple(tuple(r.inputs[k] for r in rules_by_axis) for k in range(len(op.operands))),
+        outputs=tuple(tuple(r.outputs[k] for r in rules_by_axis) for k in range(len(op.outputs))),
+    )
+
+
+def is_legal_typing(graph: OpGraph, op_index: int, typing: OpTyping, sizes: Sequence[int]) -> bool:
+    """Whether every operand and output can have its layout."""
+    op = graph.ops[op_index]
+    pairs = zip((*op.operands, *op.outputs), (*typing.inputs, *typing.outputs), strict=True)
+    return all(is_legal(graph.values[v].shape, layout, sizes) for v, layout in pairs)
+
+
+def shard_candidates(graph: OpGraph, size: int) -> Candidates:
+    """The fixpoint of (dim, blocks) candidates of every value, for an axis of `size` ranks."""
+    return _grown(graph, [op_labels(graph, op) for op in graph.ops], size)
+
+
+def rule_locals(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[str, ...]:
+    """Local implementation that each axis of a typing asks for."""
+    labels = op_labels(graph, graph.ops[op_index])
+    if labels is None:
+        return ("plain",) * len(typing.rules)
+    return tuple(_local_of(labels, name.split("/")[0]) for name in typing.rules)
+
+
+def summed_axes(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[int, ...]:
+    """Axes on which a typing shards a label that is summed."""
+    labels = op_labels(graph, graph.ops[op_index])
+    summed = labels.summed if labels else frozenset()
+    return tuple(k for k, name in enumerate(typing.rules) if name.split("/")[0] in summed)
+
+
+def _grown(graph: OpGraph, labels: Sequence[OpLabels | None], size: int) -> Candidates:
+    found: list[set[tuple[int, int]]] = [
+        {(d, 1) for d, extent in enumerate(value.shape) if extent and extent % size == 0}
+        for value in graph.values
+    ]
+    growing = size > 1
+    while growing:
+        growing = False
+        for op, spec in zip(graph.ops, labels, strict=True):
+            for shards in _shardings(graph, op, spec, size, found).values() if spec else ():
+                for v, t in zip((*op.operands, *op.outputs), shards, strict=True):
+                    if t is not None and (t.dim, t.blocks) not in found[v]:
+                        found[v].add((t.dim, t.blocks))
+                        growing = True
+    return tuple(map(frozenset, found))
+
+
+def _shardings(
+    graph: OpGraph,
+    op: Op,
+    spec: OpLabels,
+    size: int,
+    candidates: Sequence[AbstractSet[tuple[int, int]]],
+) -> dict[tuple[str, int], tuple[SpmdType | None, ...]]:
+    """Shards of operands and outputs (None: does not carry the label) by (label, place), for every
+    place that a candidate of some operand or output asks for and all of them can have."""
+    tensors = [
+        (graph.values[v].shape, candidates[v], dims)
+        for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
+    ]
+    places: dict[str, set[int]] = {name: set() for name in spec.names}
+    for _, wanted, dims in tensors:
+        for d, blocks in wanted:
+            carried = dims[d]
+            if carried is not None:
+                places[carried[0]].add(carried[1] * blocks)
+    found = {}
+    for label, wanted_places in places.items():
+        for place in sorted(wanted_places):
+            optional = spec.whole_if_odd.get(label, frozenset())
+            shards = [_shard_at(shape, dims, label, place, size) for shape, _, dims in tensors]
+            if all(possible or k in optional for k, (possible, _) in enumerate(shards)):
+                found[label, place] = tuple(t for _, t in shards)
+    return found
+
+
+def _shard_at(
+    shape: Sequence[int], dims: Dims, label: str, place: int, size: int
+) -> tuple[bool, SpmdType | None]:
+    """(possible, shard) of a tensor whose label is sharded at `place`."""
+    carriers = [(d, p[1]) for d, p in enumerate(dims) if p is not None and p[0] == label]
+    for d, prefix in carriers:
+        blocks, rest = divmod(place, prefix)
+        if rest == 0 and shape[d] and shape[d] % (blocks * size) == 0:
+            return True, Shard(d, blocks)
+    return not carriers, None
+
+
+def _op_rules(
+    graph: OpGraph, op: Op, spec: OpLabels | None, size: int, candidates: Candidates
+) -> tuple[AxisRule, ...]:
+    """Rules of one op on one axis, "I" first. Rules that mean the same types are given once."""
+    fixed = _fixed_rules(graph, op, spec)
+    constant = all(graph.values[v].depends is Dependence.CONSTANT for v in op.outputs)
+    if spec is None or size == 1 or constant:
+        return (fixed[0],)
+    sharded = _shardings(graph, op, spec, size, candidates)
+    rules = [*fixed]
+    for (label, place), shards in sharded.items():
+        rules.extend(_label_rule(graph, op, spec, label, place, shards))
+    distinct = {(r.inputs, r.outputs): r for r in reversed(rules)}
+    return tuple(r for r in rules if distinct[r.inputs, r.outputs] is r)
+
+
+def _fixed_rules(graph: OpGraph, op: Op, spec: OpLabels | None) -> list[AxisRule]:
+    """The rules without a shard: "I", "R" and one per linear set."""
+    inputs = [graph.values[v] for v in op.operands]
+    outputs = [graph.values[v] for v in op.outputs]
+    local = spec.local if spec else "plain"
+    invariant = (INVARIANT,) * len(inputs), (INVARIANT,) * len(outputs)
+    rules = [AxisRule("I", *invariant, local=local)]
+    if spec is None:
+        return rules
+    replicate = tuple(map(_same, inputs)), tuple(map(_same, outputs))
+    rules.append(AxisRule("R", *replicate, local=local))
+    for number, partial in enumerate(spec.linear):
+        names = {op.operands[k] for k in partial}
+        mixed = any(v in names for k, v in enumerate(op.operands) if k not in partial)
+        if mixed or not all(value.is_float for value in outputs):
+            continue
+        types = tuple(PARTIAL if k in partial else _same(v) for k, v in enumerate(inputs))
+        rules.append(AxisRule(f"P{number}", types, (PARTIAL,) * len(outputs), local=local))
+    return rules
+
+
+def _label_rule(
+    graph: OpGraph,
+    op: Op,
+    spec: OpLabels,
+    label: str,
+    place: int,
+    shards: tuple[SpmdType | None, ...],
+) -> Iterator[AxisRule]:
+    """The rule that shards `label`, if there is one."""
+    special = spec.special.get(label, Special())
+    added = spec.added if label in spec.summed else frozenset()
+    inputs = tuple(
+        shards[k] or (PARTIAL if k in added else _same(graph.values[v]))
+        for k, v in enumerate(op.operands)
+    )
+    rest = special.output or (PARTIAL if label in spec.summed else None)
+    outputs = tuple(t or rest for t in shards[len(op.operands) :])
+    kept = tuple(t for t in outputs if t is not None)
+    if len(kept) == len(outputs):
+        name = label if place == 1 else f"{label}/{place}"
+        yield AxisRule(name, inputs, kept, special.comm, _local_of(spec, label), splits_work=True)
+
+
+def _local_of(spec: OpLabels, label: str) -> str:
+    own = spec.special.get(label, Special()).local
+    return own if own != "plain" else spec.local
+
+
+def _same(value: Value) -> SpmdType:
+    """The type of a value that is the same on all ranks while its gradient is a pending sum."""
+    return REPLICATE if value.requires_grad else INVARIANT

@@ -1,0 +1,46 @@
+"""Rules of scaled dot-product attention: batch, heads and query rows are labels.
+
+query [..., h, s, e], key and value [..., g, t, e], mask broadcast to [..., h, s, t]. With grouped
+queries (g key heads serve h query heads) key heads are sharded with the query heads while g
+divides; beyond that each rank picks its key heads from the whole.
+"""
+
+from types import MappingProxyType
+
+from meshfold.passes.rule_labels import (
+    BoundOp,
+    Dims,
+    OpLabels,
+    broadcast_dims,
+    numbered,
+    part,
+    rule,
+)
+
+
+def _attention(op: BoundOp) -> OpLabels | None:
+    query, key = op.value("query").shape, op.value("key").shape
+    if len(query) < 3 or len(key) != len(query):
+        return None
+    leading: Dims = numbered(query[:-2])
+    if len(query) > 3:
+        leading = (*leading[:-1], part("h"))
+    rows: Dims = (*leading, part("s"), None)
+    inputs = [rows, (*leading, None, None), (*leading, None, None)]
+    if op.has_tensor("attn_mask"):
+        scores = (*query[:-1], key[-2])
+        inputs.append(broadcast_dims(op.value("attn_mask").shape, scores, rows))
+    grouped = len(query) > 3 and query[-3] != key[-3]
+    return OpLabels(
+        tuple(inputs),
+        (rows,),
+        whole_if_odd=MappingProxyType({"h": frozenset({1, 2})} if grouped else {}),
+        local="attention",
+    )
+
+
+ATTENTION_RULES = {
+    "aten.scaled_dot_product_attention.default": rule(
+        "query key value attn_mask dropout_p is_causal scale enable_gqa", _attention
+    ),
+}

@@ -1,0 +1,95 @@
+"""Rules of contractions: what is kept is a label, what is contracted is a summed label k.
+
+A bias is added to the sum, so where k is sharded it is Partial: one rank adds it.
+"""
+
+from meshfold.passes.rule_labels import (
+    BoundOp,
+    Dims,
+    OpLabels,
+    broadcast_dims,
+    numbered,
+    part,
+    rule,
+)
+
+_K = frozenset({"k"})
+
+
+def _linear(op: BoundOp) -> OpLabels | None:
+    """x [..., k], weight [o, k] or [k], bias [o]"""
+    batch = numbered(op.value("input").shape[:-1])
+    if len(op.value("weight").shape) != 2:
+        return None
+    inputs: list[Dims] = [(*batch, part("k")), (part("o"), part("k"))]
+    inputs += [(part("o"),)] * len(op.positions("bias"))
+    return OpLabels(
+        tuple(inputs), ((*batch, part("o")),), summed=_K, added=frozenset(op.positions("bias"))
+    )
+
+
+def _addmm(op: BoundOp) -> OpLabels:
+    """bias broadcast to [m, o], a [m, k], b [k, o]"""
+    out: Dims = (part("d0"), part("o"))
+    bias = broadcast_dims(op.value("self").shape, op.outputs[0].shape, out)
+    inputs = (bias, (part("d0"), part("k")), (part("k"), part("o")))
+    return OpLabels(inputs, (out,), summed=_K, added=frozenset({0}))
+
+
+def _baddbmm(op: BoundOp) -> OpLabels:
+    """bias broadcast to [b, m, o], a [b, m, k], b [b, k, o]"""
+    out: Dims = (part("d0"), part("d1"), part("o"))
+    bias = broadcast_dims(op.value("self").shape, op.outputs[0].shape, out)
+    inputs = (bias, (part("d0"), part("d1"), part("k")), (part("d0"), part("k"), part("o")))
+    return OpLabels(inputs, (out,), summed=_K, added=frozenset({0}))
+
+
+def _matmul(op: BoundOp) -> OpLabels:
+    """a [..., m, k] or [k], b [..., k, o] or [k]; leading dims broadcast. Also mm and bmm."""
+    a, b = (v.shape for v in op.values)
+    shape = op.outputs[0].shape
+    kept = int(len(a) > 1) + int(len(b) > 1)
+    batch = numbered(shape[: len(shape) - kept])
+    left, right = a[:-2], b[:-2]
+    row: Dims = (part("m"),) if len(a) > 1 else ()
+    column: Dims = (part("o"),) if len(b) > 1 else ()
+    full = shape[: len(batch)]
+    inputs = (
+        (*broadcast_dims(left, full, batch), *row, part("k")),
+        (*broadcast_dims(right, full, batch), part("k"), *column),
+    )
+    return OpLabels(inputs, ((*batch, *row, *column),), summed=_K)
+
+
+def _convolution(op: BoundOp) -> OpLabels | None:
+    """x [n, k, ...], weight [o, k, ...], bias [o]; spatial dims whole. With groups only n."""
+    x, weight = op.value("input").shape, op.value("weight").shape
+    if len(x) != len(weight):
+        return None
+    spatial: Dims = (None,) * (len(x) - 2)
+    grouped = op.integer("groups", 1) != 1
+    k = None if grouped else part("k")
+    o = None if grouped else part("o")
+    inputs: list[Dims] = [(part("d0"), k, *spatial), (o, k, *spatial)]
+    inputs += [(o,)] * len(op.positions("bias"))
+    return OpLabels(
+        tuple(inputs),
+        ((part("d0"), o, *spatial),),
+        summed=_K,
+        added=frozenset(op.positions("bias")),
+    )
+
+
+_CONVOLUTION = "input weight bias stride padding dilation groups"
+
+CONTRACTION_RULES = {
+    "aten.linear.default": rule("input weight bias", _linear),
+    "aten.addmm.default": rule("self mat1 mat2 beta alpha", _addmm),
+    "aten.baddbmm.default": rule("self batch1 batch2 beta alpha", _baddbmm),
+    "aten.mm.default": rule("self mat2", _matmul),
+    "aten.bmm.default": rule("self mat2", _matmul),
+    "aten.matmul.default": rule("self other", _matmul),
+    "aten.conv1d.default": rule(_CONVOLUTION, _convolution),
+    "aten.conv2d.default": rule(_CONVOLUTION, _convolution),
+    "aten.conv3d.default": rule(_CONVOLUTION, _convolution),
+}
