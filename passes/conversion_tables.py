@@ -1,0 +1,127 @@
+"""Prices of conversions as matrices over layouts, for the region search.
+
+A conversion changes the axes one by one, in the cheapest order whose intermediate layouts are all
+legal (passes/conversions.py). The price of one step depends on the two types of its axis and on
+which other axes shard the value at that moment, so a whole matrix
+
+    M[s, t] = min over orders of the axes of  sum_k step_k(s_k -> t_k | others as converted so far)
+
+is filled from few scalar prices (ConversionTables._step_s) by array indexing, one order at a time
+(ConversionTables._in_order). Seconds, forward plus backward; +inf where no order is legal.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.mesh import Mesh
+from meshfold.opgraph import Value
+from meshfold.passes.conversions import conversion_cost
+from meshfold.passes.elimination import Table
+from meshfold.passes.rule_domains import Legality
+from meshfold.spmd import Layout, SpmdType
+
+_ValueClass = tuple[tuple[int, ...], str, bool]
+_StepKey = tuple[_ValueClass, int, SpmdType | str, SpmdType | str, tuple[bool, ...]]
+
+
+class ConversionTables:
+    """Conversion matrices on one mesh under one cost model. Everything computed is kept."""
+
+    def __init__(self, mesh: Mesh, costs: CostModel) -> None:
+        self.mesh = mesh
+        self.costs = costs
+        self.legal = Legality(mesh.sizes)
+        self._matrices: dict[tuple[_ValueClass, tuple[Layout, ...]], Table] = {}
+        self._steps: dict[_StepKey, float] = {}
+
+    def matrix(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
+        """M over `layouts` x `layouts` for a value of this shape and dtype. Do not write to it."""
+        key = (value.shape, value.dtype, value.requires_grad), layouts
+        if key not in self._matrices:
+            self._matrices[key] = self._fill(value, layouts)
+        return self._matrices[key]
+
+    def _fill(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
+        axes = range(len(self.mesh.axes))
+        types = [sorted({layout[k] for layout in layouts}) for k in axes]
+        numbers = np.array(
+            [[types[k].index(layout[k]) for k in axes] for layout in layouts], dtype=np.intp
+        ).reshape(len(layouts), len(axes))
+        # Combinations of types that a step may start from or end in.
+        legal = np.zeros([len(t) for t in types], dtype=bool)
+        for at in itertools.product(*(range(len(t)) for t in types)):
+            legal[at] = self.legal(value.shape, tuple(types[k][i] for k, i in enumerate(at)))
+        best = np.full((len(layouts), len(layouts)), np.inf)
+        steps = [self._step_table(value, types, k) for k in axes]
+        for order in itertools.permutations(axes):
+            np.minimum(best, _in_order(order, steps, types, legal, numbers), out=best)
+        np.fill_diagonal(best, 0.0)
+        for a, b in np.argwhere(np.isinf(best)):
+            # Two shards that trade places on one dim: no plain order is legal.
+            source, target = layouts[a], layouts[b]
+            if self.legal(value.shape, source) and self.legal(value.shape, target):
+                best[a, b] = conversion_cost(value, source, target, self.mesh, self.costs).total_s
+        return best
+
+    def _step_table(self, value: Value, types: Sequence[Sequence[SpmdType]], axis: int) -> Table:
+        """[source type, target type, which other axes shard the value (bits)] -> seconds."""
+        num_axes = len(types)
+        mine = types[axis]
+        table = np.full((len(mine), len(mine), 2**num_axes), np.inf)
+        for others in itertools.product(*(t if k != axis else [None] for k, t in enumerate(types))):
+            bits = sum(1 << k for k, t in enumerate(others) if t is not None and t.is_shard)
+            for a, source in enumerate(mine):
+                for b, target in enumerate(mine):
+                    if np.isfinite(table[a, b, bits]):
+                        continue
+                    before = tuple(source if t is None else t for t in others)
+                    after = tuple(target if t is None else t for t in others)
+                    if self.legal(value.shape, before) and self.legal(value.shape, after):
+                        table[a, b, bits] = self._step_s(value, axis, before, after)
+        return table
+
+    def _step_s(self, value: Value, axis: int, before: Layout, after: Layout) -> float:
+        """One step. Only between two shards do the dims and blocks matter to the price."""
+        source, target = before[axis], after[axis]
+        if source == target:
+            return 0.0
+        both = source.is_shard and target.is_shard
+        key = (
+            (value.shape, value.dtype, value.requires_grad),
+            axis,
+            source if both else source.kind,
+            target if both else target.kind,
+            tuple(t.is_shard for k, t in enumerate(before) if k != axis),
+        )
+        if key not in self._steps:
+            cost = conversion_cost(value, before, after, self.mesh, self.costs)
+            self._steps[key] = cost.total_s
+        return self._steps[key]
+
+
+def _in_order(
+    order: tuple[int, ...],
+    steps: Sequence[Table],
+    types: Sequence[Sequence[SpmdType]],
+    legal: NDArray[np.bool_],
+    numbers: NDArray[np.intp],
+) -> Table:
+    """The matrix when the axes are converted in this order. numbers: [layout, axis] -> type."""
+    count = len(numbers)
+    shards = [np.array([t.is_shard for t in ts], dtype=np.intp) for ts in types]
+    now = [np.broadcast_to(numbers[:, k, None], (count, count)) for k in range(len(types))]
+    total = np.zeros((count, count))
+    for axis in order:
+        bits = sum(
+            (shards[k][now[k]] << k for k in range(len(types)) if k != axis),
+            start=np.zeros((count, count), dtype=np.intp),
+        )
+        target = np.broadcast_to(numbers[None, :, axis], (count, count))
+        total = total + steps[axis][now[axis], target, bits]
+        now[axis] = target
+        total = np.where(legal[tuple(now)], total, np.inf)
+    return total

@@ -1,0 +1,126 @@
+"""What every region does on the data parallel axis: the batch is followed through the rules.
+
+Inputs start as shards of their batch dim. Regions are met in the order of their first instance,
+when the layouts of all their slots are known; each is solved on this axis alone
+(passes/region_search.py) with parameters used whole and their reductions free, since they overlap
+with compute and are the price of data parallelism anyway. The optimum then keeps the batch sharded
+as far as any rule carries it. The first producer of a value decides the layout of its class.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.mesh import Mesh
+from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind, Value
+from meshfold.passes.boundaries import Boundaries, batch_type
+from meshfold.passes.parameter_prices import Prices
+from meshfold.passes.region_search import RegionSolution, SearchTables, prepare_region
+from meshfold.passes.rule_domains import RuleTable
+from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType, is_legal
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """types[c]: type of boundary class c on the axis; solutions[r]: one-axis solution of region r
+    with parameters stored whole."""
+
+    types: tuple[SpmdType, ...]
+    solutions: tuple[RegionSolution, ...]
+
+    def rules(self, region: int) -> tuple[str, ...]:
+        """Name of the axis rule of every op of a region."""
+        return tuple(op.rules[0] for op in self.solutions[region].typing.ops)
+
+
+def follow_batch(
+    folded: FoldedGraph,
+    boundaries: Boundaries,
+    axis_size: int,
+    rules: Sequence[RuleTable],
+    costs: CostModel,
+    batch_size: int,
+) -> DataParallel:
+    """Solve every region on the data parallel axis, axis 0 of the mesh of `costs`.
+
+    rules[r]: rule table of region r on that axis alone.
+    """
+    mesh = Mesh(costs.mesh.axes[:1])
+    assert mesh.sizes == (axis_size,)
+    tables = SearchTables(mesh, costs, frozenset({0}), (0.0,))
+    types: dict[int, SpmdType] = dict.fromkeys(boundaries.results, INVARIANT)
+    for c in sorted(boundaries.inputs - boundaries.results):
+        types[c] = batch_type(boundaries.values[c], batch_size, axis_size)
+    solutions: dict[int, RegionSolution] = {}
+    for instance in folded.instances:
+        r = instance.region
+        if r in solutions:
+            continue
+        graph = folded.regions[r].graph
+        slots = [[(INVARIANT if c is None else types[c],)] for c in boundaries.slots[r]]
+        outputs = [
+            [(types[c],)]
+            if c in types
+            else _leaving(graph.values[v], rules[r], graph, v, axis_size)
+            for c, v in zip(boundaries.outputs[r], graph.outputs, strict=True)
+        ]
+        problem = prepare_region(
+            graph,
+            mesh,
+            costs,
+            tables,
+            slot_layouts=slots,
+            output_layouts=outputs,
+            rules=rules[r],
+        )
+        solution = problem.solve(Prices(0.0, 0.0))
+        assert solution is not None, "running everything Invariant is always possible"
+        solutions[r] = solution
+        for c, layout in zip(boundaries.outputs[r], solution.typing.outputs, strict=True):
+            types.setdefault(c, layout[0])
+    return DataParallel(
+        tuple(types[c] for c in range(len(boundaries.values))),
+        tuple(solutions[r] for r in range(len(folded.regions))),
+    )
+
+
+def _leaving(
+    value: Value, rules: RuleTable, graph: OpGraph, v: int, axis_size: int
+) -> list[Layout]:
+    """Layouts in which an output may leave: Invariant, or a shard that its producer can make."""
+    k = graph.producers[v]
+    if k < 0:
+        return [(INVARIANT,)]
+    position = graph.ops[k].outputs.index(v)
+    shards = {rule.outputs[position] for rule in rules[k][0] if rule.outputs[position].is_shard}
+    return [(INVARIANT,), *((t,) for t in sorted(shards))]
+
+
+def stored_options(graph: OpGraph, slot: int, rules: RuleTable, axis: int) -> list[SpmdType]:
+    """Types in which a parameter may be stored on an axis where it is never gathered: Invariant,
+    or a shard that a rule of one of its users reads as it is."""
+    assert graph.slots[slot].kind is SlotKind.PARAMETER
+    shards = {
+        rule.inputs[position]
+        for k in graph.users[slot]
+        for rule in rules[k][axis]
+        for position, v in enumerate(graph.ops[k].operands)
+        if v == slot and rule.inputs[position].is_shard
+    }
+    return [INVARIANT, *sorted(shards)]
+
+
+def zero3_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int) -> Layout:
+    """`stored` with the parameter also sharded on data parallel axis number `axis`, unchanged where
+    no dim divides.
+
+    Of the legal shards the first dim wins, on a dim that another axis shards the one inside of
+    it: the local tensor is then cut into contiguous equal parts.
+    """
+    inner = {t.dim: t.blocks * n for t, n in zip(stored, sizes, strict=True) if t.is_shard}
+    for dim in range(len(value.shape)):
+        for blocks in dict.fromkeys((inner.get(dim, 1), 1)):
+            candidate = (*stored[:axis], Shard(dim, blocks), *stored[axis + 1 :])
+            if is_legal(value.shape, candidate, sizes):
+                return candidate
+    return stored

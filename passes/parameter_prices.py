@@ -1,0 +1,126 @@
+"""What a parameter costs between its stored layout and the layout that ops read.
+
+On one axis                                                               handled by
+    same type        free
+    I -> R           gradient all-reduce                                  runtime, in buckets
+    S -> R           gather, gather again in backward, gradient           runtime, in buckets
+                     reduce-scatter
+    I -> S, I -> P   in-graph conversion                                  emitted graph
+    S -> I           in-graph gather                                      emitted graph
+
+An axis is *gatherable* when parameters stored as shards are gathered on it before use (the data
+parallel axis under ZeRO-3); there the used type is I or R. On every other axis a stored shard is
+used as it is. Bucketed collectives carry many parameters at once and run beside compute, so the
+search charges a parameter its share of the bytes, without start-up latency, times a fraction that
+the caller sets per axis (`parameter_fraction`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.mesh import Mesh
+from meshfold.opgraph import Value
+from meshfold.passes.conversions import conversion_cost
+from meshfold.passes.elimination import Table
+from meshfold.spmd import Layout, SpmdType, is_legal
+
+BUCKET_BYTES = 25 << 20
+"""Bytes of a bucket, for the price of a byte in it: the default of DistributedDataParallel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the search pays for memory: per byte of the stored layout on a rank, and per byte of
+    the layout that ops read (after a gather)."""
+
+    state_s_per_byte: float = 0.0
+    used_s_per_byte: float = 0.0
+
+
+def local_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
+    """Bytes of a value on one rank."""
+    shards = math.prod(n for t, n in zip(layout, sizes, strict=True) if t.is_shard)
+    return value.num_bytes // shards
+
+
+def is_bucketed(source: SpmdType, target: SpmdType) -> bool:
+    """Whether the runtime, not the graph, does this conversion of a parameter on one axis."""
+    return target.kind == "R" and source.kind in ("I", "S")
+
+
+class ParameterPrices:
+    """Conversion prices of parameters on one mesh. Everything computed is kept."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        costs: CostModel,
+        gatherable_axes: frozenset[int],
+        parameter_fraction: tuple[float, ...],
+    ) -> None:
+        self.mesh = mesh
+        self.costs = costs
+        self.gatherable_axes = gatherable_axes
+        self.parameter_fraction = parameter_fraction
+        self._per_byte: dict[tuple[str, int], float] = {}
+        self._known: dict[tuple[tuple[int, ...], str, bool, Layout, Layout], float] = {}
+
+    def num_bytes(self, value: Value, layouts: Sequence[Layout]) -> Table:
+        """Bytes per rank in each layout."""
+        return np.array([local_bytes(value, x, self.mesh.sizes) for x in layouts], dtype=float)
+
+    def matrix(self, value: Value, stored: Sequence[Layout], used: Sequence[Layout]) -> Table:
+        """[stored, used] -> seconds, +inf where the pair is not allowed."""
+        distinct = sorted(set(used))
+        column = {layout: k for k, layout in enumerate(distinct)}
+        small = np.array([[self._price_s(value, s, u) for u in distinct] for s in stored])
+        return small[:, [column[u] for u in used]]
+
+    def _price_s(self, value: Value, stored: Layout, used: Layout) -> float:
+        key = (value.shape, value.dtype, value.requires_grad, stored, used)
+        if key not in self._known:
+            self._known[key] = self._compute_s(value, stored, used)
+        return self._known[key]
+
+    def _compute_s(self, value: Value, stored: Layout, used: Layout) -> float:
+        total, now = 0.0, stored
+        for axis, (source, target) in enumerate(zip(stored, used, strict=True)):
+            if not self._allowed(axis, source, target):
+                return math.inf
+            if source == target:
+                continue
+            after = (*now[:axis], target, *now[axis + 1 :])
+            if not is_legal(value.shape, after, self.mesh.sizes):
+                return math.inf
+            if is_bucketed(source, target):
+                total += self.parameter_fraction[axis] * self._bucketed_s(value, now, after, axis)
+            else:
+                cost = conversion_cost(value, now, after, self.mesh, self.costs)
+                total += cost.forward_s + cost.backward_s
+            now = after
+        return total
+
+    def _allowed(self, axis: int, source: SpmdType, target: SpmdType) -> bool:
+        if axis in self.gatherable_axes:
+            return target.kind in ("I", "R")
+        return source == target or source.kind == "I"
+
+    def _bucketed_s(self, value: Value, before: Layout, after: Layout, axis: int) -> float:
+        whole = local_bytes(value, after, self.mesh.sizes)
+        gathered = before[axis].is_shard
+        total = 2 * self._share_s("all_gather", whole, axis) if gathered else 0.0
+        if value.requires_grad:
+            kind = "reduce_scatter" if gathered else "all_reduce"
+            total += self._share_s(kind, whole, axis)
+        return total
+
+    def _share_s(self, kind: str, num_bytes: int, axis: int) -> float:
+        """A share of a full bucket's time, by bytes."""
+        if (kind, axis) not in self._per_byte:
+            bucket_s = self.costs.collective_s(kind, BUCKET_BYTES, (axis,))
+            self._per_byte[kind, axis] = bucket_s / BUCKET_BYTES
+        return self._per_byte[kind, axis] * num_bytes

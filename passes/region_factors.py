@@ -1,0 +1,312 @@
+"""The region search as a factor graph: variables and tables over them.
+
+Variables (x_i of passes/elimination.py)
+    r_o   joint rule of op o, o not constant                         domain: rule_domains.OpDomain
+    s_j   arriving layout of slot j, q_j leaving layout of output j   only where several are allowed
+    p_j   stored layout of a parameter with several users
+    z_v   carrier of a value with three or more users, see below
+
+Factors, all in seconds
+    op time          t_o[r_o]: roofline time of forward and backward on local sizes, plus the
+                     collectives inside the rule                                      (_op_times)
+    parameter        min over stored layouts s of  w[s, u] + state price * bytes(s) + used price *
+                     bytes(u), u the layout the user's rule reads: a table over r_user alone
+                                                                              (ParameterTerm.table)
+    conversions      per value v with native layout t (of its producer) and demanded layouts e_i,
+                     shared: a later layout may be converted from an earlier one. With the
+                     conversion matrix M of passes/conversion_tables.py
+        one user     M[t, e]
+        two users    min( M[t,e1] + M[t,e2],  M[t,e1] + M[e1,e2],  M[t,e2] + M[e2,e1] )
+        more         set: z_v = (t, X), X at most m further layouts,
+                     tree(t, X) + sum_i min over y in {t} + X of M[y, e_i];
+                     carrier, where even m = 1 has more than SET_LIMIT values: z_v is one layout,
+                     M[t, z] + sum_i M[z, e_i]
+    m is the largest of 3, 2, 1 within SET_LIMIT. The set is exact for up to m distinct foreign
+    demands; the carrier overestimates when users are cheapest served from two layouts. The
+    solution is priced again exactly afterwards (passes/region_price.py).
+    constants        every user slices for itself: M[I, e], a table over r_user alone
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from meshfold.opgraph import Dependence, OpGraph, SlotKind, Value
+from meshfold.passes.conversion_tables import ConversionTables
+from meshfold.passes.elimination import Factor, Table
+from meshfold.passes.parameter_prices import ParameterPrices, Prices
+from meshfold.passes.rule_domains import OpDomain, is_constant_op
+from meshfold.spmd import Layout
+
+SET_LIMIT = 300
+"""Values of a set variable: above, its tables cost more time than exactness is worth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """What a variable says about one value: under its value c the layout is layouts[c].
+
+    variable None: the layout is fixed and `layouts` has one entry.
+    """
+
+    variable: int | None
+    layouts: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterTerm:
+    """A parameter slot: its allowed stored layouts, and the users that read it.
+
+    stored_variable is None where there is at most one user: the stored layout is folded away.
+    """
+
+    slot: int
+    stored: tuple[Layout, ...]
+    stored_variable: int | None
+    users: tuple[Port, ...]
+    conversion_s: tuple[Table, ...]
+    stored_bytes: Table
+    used_bytes: tuple[Table, ...]
+    forbidden_s: Table
+    """Per stored layout 0, or +inf where it was ruled out after the tables were built."""
+
+    def only(self, layout: Layout) -> "ParameterTerm":
+        """The same term with one stored layout left."""
+        ruled_out = [0.0 if s == layout else np.inf for s in self.stored]
+        return replace(self, forbidden_s=np.array(ruled_out))
+
+    def tables(self, prices: Prices) -> list[Factor]:
+        """The parameter factors at these prices."""
+        state = self.forbidden_s + prices.state_s_per_byte * self.stored_bytes
+        out = []
+        for user, convert, used in zip(self.users, self.conversion_s, self.used_bytes, strict=True):
+            cost = convert + prices.used_s_per_byte / len(self.users) * used[None, :]
+            cost = cost + state[:, None] / len(self.users)
+            if self.stored_variable is None:
+                out.append(_factor((user,), cost.min(axis=0)))
+            else:
+                stored = Port(self.stored_variable, self.stored)
+                out.append(_factor((stored, user), cost))
+        return out
+
+    def best_stored(self, used: Sequence[Layout], prices: Prices) -> Layout:
+        """The stored layout for these used layouts, one per user."""
+        cost = self.forbidden_s + prices.state_s_per_byte * self.stored_bytes
+        for user, convert, layout in zip(self.users, self.conversion_s, used, strict=True):
+            cost = cost + convert[:, user.layouts.index(layout)]
+        return self.stored[int(cost.argmin())]
+
+
+@dataclass(frozen=True, eq=False)
+class FactorGraph:
+    """Variables and tables of one region. `slots`, `ops` and `outputs` say where to read a
+    solution: the port of every slot but parameters, the variable of every op (None: constant), the
+    port of every output."""
+
+    domains: tuple[int, ...]
+    factors: tuple[Factor, ...]
+    parameters: tuple[ParameterTerm, ...]
+    slots: tuple[Port | None, ...]
+    ops: tuple[int | None, ...]
+    outputs: tuple[Port, ...]
+
+
+def _factor(ports: Sequence[Port], table: Table) -> Factor:
+    """A factor over the ports' variables: dims of fixed ports are dropped, and a variable at two
+    ports takes the diagonal."""
+    letter_of: dict[int, str] = {}
+    letters = ""
+    for letter, port in zip("abc", ports, strict=False):
+        own = letter if port.variable is None else letter_of.setdefault(port.variable, letter)
+        letters += own
+    result: Table = np.einsum(f"{letters}->{''.join(letter_of.values())}", table)
+    return Factor(tuple(letter_of), result)
+
+
+@dataclass
+class _Builder:
+    graph: OpGraph
+    domains_of_ops: Sequence[OpDomain]
+    tables: ConversionTables
+    domains: list[int] = field(default_factory=list)
+    factors: list[Factor] = field(default_factory=list)
+
+    def variable(self, size: int) -> int:
+        self.domains.append(size)
+        return len(self.domains) - 1
+
+    def port(self, allowed: Sequence[Layout]) -> Port:
+        """A port with a variable of its own, or a fixed one."""
+        assert allowed, "no layout allowed"
+        return Port(self.variable(len(allowed)) if len(allowed) > 1 else None, tuple(allowed))
+
+    def add(self, ports: Sequence[Port], table: Table) -> None:
+        self.factors.append(_factor(ports, table))
+
+    def convert(self, value: Value, sources: Port, targets: Port) -> Table:
+        """M[sources, targets]."""
+        matrix, at = self._numbered(value, sources, targets)
+        return matrix[np.ix_(at[0], at[1])]
+
+    def _numbered(self, value: Value, *ports: Port) -> tuple[Table, list[list[int]]]:
+        layouts = tuple(sorted({layout for port in ports for layout in port.layouts}))
+        number = {layout: k for k, layout in enumerate(layouts)}
+        return self.tables.matrix(value, layouts), [
+            [number[layout] for layout in port.layouts] for port in ports
+        ]
+
+    def share(self, value: Value, source: Port, users: Sequence[Port]) -> None:
+        """The conversion factors of one value."""
+        if len(users) == 1:
+            self.add((source, users[0]), self.convert(value, source, users[0]))
+        elif len(users) == 2:
+            self._two_users(value, source, users[0], users[1])
+        elif users:
+            self._many_users(value, source, users)
+
+    def _two_users(self, value: Value, source: Port, first: Port, second: Port) -> None:
+        m, (t, a, b) = self._numbered(value, source, first, second)
+        to_a, to_b = m[np.ix_(t, a)][:, :, None], m[np.ix_(t, b)][:, None, :]
+        chain_ab, chain_ba = m[np.ix_(a, b)][None], m[np.ix_(b, a)].T[None]
+        cheapest = np.minimum(to_a + np.minimum(to_b, chain_ab), to_b + np.minimum(to_a, chain_ba))
+        self.add((source, first, second), cheapest)
+
+    def _many_users(self, value: Value, source: Port, users: Sequence[Port]) -> None:
+        m, (natives, *wanted) = self._numbered(value, source, *users)
+        foreign = sorted({w for at in wanted for w in at})
+        choices = _set_choices(sorted(set(natives)), foreign)
+        if not choices:
+            self._carrier(value, source, users)
+            return
+        held = Port(self.variable(len(choices)), ((),) * len(choices))
+        entry = np.full((len(natives), len(choices)), np.inf)
+        native = np.array(natives)
+        for c, (t, extra) in enumerate(choices):
+            entry[native == t, c] = _tree_s(m, t, extra)
+        self.add((source, held), entry)
+        for user, at in zip(users, wanted, strict=True):
+            pay = np.stack([m[np.ix_((t, *extra), at)].min(axis=0) for t, extra in choices])
+            self.add((held, user), pay)
+
+    def _carrier(self, value: Value, source: Port, users: Sequence[Port]) -> None:
+        layouts = tuple(sorted({x for port in (source, *users) for x in port.layouts}))
+        carrier = self.port(layouts)
+        self.add((source, carrier), self.convert(value, source, carrier))
+        for user in users:
+            self.add((carrier, user), self.convert(value, carrier, user))
+
+
+def _set_choices(
+    natives: Sequence[int], foreign: Sequence[int]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Every (native, further layouts), the most further layouts that SET_LIMIT allows; none if it
+    does not allow one."""
+    for most in (3, 2, 1):
+        choices = []
+        for t in natives:
+            others = [x for x in foreign if x != t]
+            for size in range(most + 1):
+                choices += [(t, extra) for extra in itertools.combinations(others, size)]
+        if len(choices) <= SET_LIMIT:
+            return choices
+    return []
+
+
+def _tree_s(m: Table, root: int, targets: Sequence[int]) -> float:
+    """Cheapest tree from `root` over all of `targets` (few): by order of conversion."""
+    best = 0.0 if not targets else np.inf
+    for order in itertools.permutations(targets):
+        have, total = [root], 0.0
+        for target in order:
+            total += min(float(m[y, target]) for y in have)
+            have.append(target)
+        best = min(best, total)
+    return best
+
+
+def build_factors(
+    graph: OpGraph,
+    op_domains: Sequence[OpDomain],
+    op_times: Sequence[Table],
+    tables: ConversionTables,
+    parameter_prices: ParameterPrices,
+    slot_layouts: Sequence[Sequence[Layout]],
+    output_layouts: Sequence[Sequence[Layout]],
+) -> FactorGraph:
+    """The factor graph of one region. op_times[o][c]: seconds of op o under joint rule c."""
+    b = _Builder(graph, op_domains, tables)
+    ops: list[int | None] = []
+    for k, (domain, times) in enumerate(zip(op_domains, op_times, strict=True)):
+        variable = None if is_constant_op(graph, k) else b.variable(len(domain))
+        ops.append(variable)
+        if variable is not None:
+            b.factors.append(Factor((variable,), times))
+    users = _user_ports(graph, op_domains, ops)
+    outputs = tuple(b.port(allowed) for allowed in output_layouts)
+    for k, v in enumerate(graph.outputs):
+        users[v].append(outputs[k])
+    for slot, v in graph.mutations:
+        # The buffer takes the value, so it leaves as the buffer arrives.
+        users[v].append(Port(None, tuple(slot_layouts[slot])))
+    slots: list[Port | None] = []
+    parameters = []
+    for v, value in enumerate(graph.values):
+        is_slot = v < len(graph.slots)
+        if is_slot and graph.slots[v].kind is SlotKind.PARAMETER:
+            slots.append(None)
+            parameters.append(_parameter_term(b, v, users[v], slot_layouts[v], parameter_prices))
+            continue
+        source = b.port(slot_layouts[v]) if is_slot else _native_port(graph, op_domains, ops, v)
+        if is_slot:
+            slots.append(source)
+        if value.depends is Dependence.CONSTANT:
+            for user in users[v]:
+                b.add((source, user), b.convert(value, source, user))
+        else:
+            b.share(value, source, users[v])
+    return FactorGraph(
+        tuple(b.domains), tuple(b.factors), tuple(parameters), tuple(slots), tuple(ops), outputs
+    )
+
+
+def _user_ports(
+    graph: OpGraph, op_domains: Sequence[OpDomain], ops: Sequence[int | None]
+) -> list[list[Port]]:
+    """Per value the ports of the ops that read it. An op that reads a value twice in the same
+    layout is one user. Constant ops read constants whole, which is free."""
+    users: list[list[Port]] = [[] for _ in graph.values]
+    for k, op in enumerate(graph.ops):
+        if ops[k] is None:
+            continue
+        for position, v in enumerate(op.operands):
+            port = Port(ops[k], op_domains[k].inputs[position])
+            if port not in users[v]:
+                users[v].append(port)
+    return users
+
+
+def _native_port(
+    graph: OpGraph, op_domains: Sequence[OpDomain], ops: Sequence[int | None], v: int
+) -> Port:
+    """The layouts in which the producer of value v makes it."""
+    k = graph.producers[v]
+    return Port(ops[k], op_domains[k].outputs[graph.ops[k].outputs.index(v)])
+
+
+def _parameter_term(
+    b: _Builder, slot: int, users: Sequence[Port], stored: Sequence[Layout], p: ParameterPrices
+) -> ParameterTerm:
+    value = b.graph.values[slot]
+    convert = tuple(p.matrix(value, tuple(stored), user.layouts) for user in users)
+    return ParameterTerm(
+        slot=slot,
+        stored=tuple(stored),
+        stored_variable=b.variable(len(stored)) if len(users) > 1 else None,
+        users=tuple(users),
+        conversion_s=convert,
+        stored_bytes=p.num_bytes(value, stored),
+        used_bytes=tuple(p.num_bytes(value, user.layouts) for user in users),
+        forbidden_s=np.zeros(len(stored)),
+    )

@@ -1,0 +1,251 @@
+"""The price of a typed region, from the conversions that will be emitted.
+
+    forward_s, backward_s   sum over ops of the roofline time on local sizes, launches included
+    graph_forward_s,        in-graph conversions (passes.conversions.plan_conversions per value, one
+    graph_backward_s        per demanded layout), local ones too, and collectives inside rules
+    communication_s[axis]   the same by axis, both directions
+    gather_s, reduce_s      parameter gathers and gradient reductions: one collective per region,
+                            axis and kind, since the runtime sends them in buckets
+
+All per instance and rank, in seconds, before any overlap.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshfold.cost_models.compute import op_work
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.mesh import Mesh
+from meshfold.opgraph import Op, OpGraph, SlotKind, Value
+from meshfold.passes.conversions import (
+    ConversionCost,
+    conversion_cost,
+    conversion_steps,
+    plan_conversions,
+)
+from meshfold.passes.parameter_prices import is_bucketed, local_bytes
+from meshfold.passes.rules import AxisRule
+from meshfold.plan import ConversionRecord
+from meshfold.spmd import Layout
+from meshfold.strategy import RegionTyping
+
+
+@dataclass(frozen=True)
+class RegionPrice:
+    """Module docstring says what each time is. gather_s and reduce_s map an axis name to one pass:
+    a gather is done twice, in forward and again in backward."""
+
+    forward_s: float
+    backward_s: float
+    graph_forward_s: float
+    graph_backward_s: float
+    communication_s: Mapping[str, float]
+    gather_s: Mapping[str, float]
+    reduce_s: Mapping[str, float]
+    conversions: tuple[ConversionRecord, ...]
+
+    @property
+    def total_communication_s(self) -> dict[str, float]:
+        """Per axis, everything, both directions."""
+        return {
+            name: seconds + 2 * self.gather_s[name] + self.reduce_s[name]
+            for name, seconds in self.communication_s.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """Seconds of one op on one rank: kernels forward and backward, and the collectives inside its
+    rule by axis number."""
+
+    forward_s: float
+    backward_s: float
+    communication_s: tuple[float, ...]
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s + sum(self.communication_s)
+
+
+def op_time(
+    graph: OpGraph, op: Op, rules: Sequence[AxisRule], mesh: Mesh, costs: CostModel
+) -> OpTime:
+    """Time of an op under one rule per axis: work divided by the axes whose rule splits it."""
+    work = op_work(graph, op)
+    split = [n if r.splits_work else 1 for r, n in zip(rules, mesh.sizes, strict=True)]
+    parts = math.prod(split)
+    dtype = _dtype(graph, op)
+    communication = [
+        sum(
+            costs.collective_s(c.collective, c.num_bytes * split[axis] // parts, (axis,))
+            for c in rule.comm
+        )
+        for axis, rule in enumerate(rules)
+    ]
+    return OpTime(
+        costs.compute_s(work.flops / parts, work.num_bytes / parts, dtype),
+        costs.compute_s(work.backward_flops / parts, work.backward_bytes / parts, dtype),
+        tuple(communication),
+    )
+
+
+def _dtype(graph: OpGraph, op: Op) -> str:
+    """The dtype an op computes in: of its first float operand, else of its first result."""
+    values = [graph.values[v] for v in (*op.operands, *op.outputs)]
+    return next((v.dtype for v in values if v.is_float), values[0].dtype if values else "float32")
+
+
+@dataclass
+class _Sums:
+    """Running sums over one region, by axis number."""
+
+    mesh: Mesh
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    communication_s: list[float] = field(init=False)
+    gather_bytes: list[int] = field(init=False)
+    reduce_bytes: dict[tuple[int, str], int] = field(default_factory=dict)
+    records: list[ConversionRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.communication_s = [0.0] * len(self.mesh.axes)
+        self.gather_bytes = [0] * len(self.mesh.axes)
+
+    def add(self, cost: ConversionCost) -> None:
+        """An in-graph conversion."""
+        self.forward_s += cost.forward_s
+        self.backward_s += cost.backward_s
+        for axis, seconds in enumerate(cost.by_axis_s):
+            self.communication_s[axis] += seconds
+
+
+def price_region(
+    graph: OpGraph,
+    typing: RegionTyping,
+    rules: Sequence[Sequence[AxisRule]],
+    mesh: Mesh,
+    costs: CostModel,
+) -> RegionPrice:
+    """Price one instance of a region as it will be emitted. rules[o]: the axis rules of op o."""
+    sums = _Sums(mesh)
+    forward_s = backward_s = 0.0
+    for op, of_axes in zip(graph.ops, rules, strict=True):
+        time = op_time(graph, op, of_axes, mesh, costs)
+        forward_s += time.forward_s
+        backward_s += time.backward_s
+        for axis, seconds in enumerate(time.communication_s):
+            sums.communication_s[axis] += seconds
+            sums.forward_s += seconds
+    for v, (native, demands) in enumerate(layouts_of_values(graph, typing)):
+        value = graph.values[v]
+        is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
+        for source, target in plan_conversions(value, native, demands, mesh, costs):
+            name = value_name(graph, v)
+            if is_parameter and source == native:
+                _price_parameter(name, value, source, target, sums, costs)
+            else:
+                _price_conversion(name, value, source, target, sums, costs)
+    return _finish(forward_s, backward_s, sums, costs)
+
+
+def layouts_of_values(
+    graph: OpGraph, typing: RegionTyping
+) -> list[tuple[Layout, tuple[Layout, ...]]]:
+    """Per value its native layout and the distinct layouts that ops and outputs demand of it, in
+    order of first use."""
+    native = [*typing.slots, *([()] * (len(graph.values) - len(graph.slots)))]
+    demands: list[dict[Layout, None]] = [{} for _ in graph.values]
+    for op, chosen in zip(graph.ops, typing.ops, strict=True):
+        for v, layout in zip(op.operands, chosen.inputs, strict=True):
+            demands[v][layout] = None
+        for v, layout in zip(op.outputs, chosen.outputs, strict=True):
+            native[v] = layout
+    for v, layout in zip(graph.outputs, typing.outputs, strict=True):
+        demands[v][layout] = None
+    for slot, v in graph.mutations:
+        demands[v][typing.slots[slot]] = None
+    return [(n, tuple(d)) for n, d in zip(native, demands, strict=True)]
+
+
+def value_name(graph: OpGraph, v: int) -> str:
+    """How people read a value: the slot's name, else the op that made it."""
+    if v < len(graph.slots):
+        return graph.slots[v].name or f"slot {v}"
+    op = graph.ops[graph.producers[v]]
+    target = op.target.removeprefix("aten.").removesuffix(".default")
+    return f"{op.scope}.{target}" if op.scope else target
+
+
+def _price_conversion(
+    name: str, value: Value, source: Layout, target: Layout, sums: _Sums, costs: CostModel
+) -> None:
+    cost = conversion_cost(value, source, target, sums.mesh, costs)
+    sums.add(cost)
+    if cost.forward or cost.backward:
+        sums.records.append(
+            ConversionRecord(
+                name,
+                "activation",
+                source,
+                target,
+                cost.forward,
+                cost.backward,
+                cost.num_bytes,
+                cost.forward_s,
+                cost.backward_s,
+            )
+        )
+
+
+def _price_parameter(
+    name: str, value: Value, stored: Layout, used: Layout, sums: _Sums, costs: CostModel
+) -> None:
+    """Bucketed steps are added up by bytes and priced per bucket; the record shows them alone."""
+    mesh = sums.mesh
+    for step in conversion_steps(value, stored, used, mesh, costs):
+        if not is_bucketed(step.source, step.target):
+            sums.add(conversion_cost(value, step.before, step.after, mesh, costs))
+            continue
+        gathered = local_bytes(value, step.after, mesh.sizes)
+        if step.source.is_shard:
+            sums.gather_bytes[step.axis] += gathered
+        if value.requires_grad:
+            key = (step.axis, "reduce_scatter" if step.source.is_shard else "all_reduce")
+            sums.reduce_bytes[key] = sums.reduce_bytes.get(key, 0) + gathered
+    cost = conversion_cost(value, stored, used, mesh, costs)
+    if cost.forward or cost.backward:
+        sums.records.append(
+            ConversionRecord(
+                name,
+                "parameter",
+                stored,
+                used,
+                cost.forward,
+                cost.backward,
+                cost.num_bytes,
+                cost.forward_s,
+                cost.backward_s,
+            )
+        )
+
+
+def _finish(forward_s: float, backward_s: float, sums: _Sums, costs: CostModel) -> RegionPrice:
+    names = sums.mesh.names
+    gather_s = {
+        name: costs.collective_s("all_gather", sums.gather_bytes[axis], (axis,))
+        for axis, name in enumerate(names)
+    }
+    reduce_s = dict.fromkeys(names, 0.0)
+    for (axis, kind), num_bytes in sorted(sums.reduce_bytes.items()):
+        reduce_s[names[axis]] += costs.collective_s(kind, num_bytes, (axis,))
+    return RegionPrice(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        graph_forward_s=sums.forward_s,
+        graph_backward_s=sums.backward_s,
+        communication_s=dict(zip(names, sums.communication_s, strict=True)),
+        gather_s=gather_s,
+        reduce_s=reduce_s,
+        conversions=tuple(sums.records),
+    )

@@ -1,0 +1,211 @@
+"""The search inside one region: the cheapest typing of its ops, exactly, by elimination.
+
+Problem. A region is a straight-line program of ops over values. Choose for every op o a joint rule
+r_o (one axis rule per mesh axis), for every slot and output one of its allowed layouts, so that
+
+    sum_o  t_o(r_o)                            time of the op, forward and backward
+  + sum_v  tree_v(native(v), {demands(v)})     cheapest shared conversions of every value
+  + sum_p  w_p(stored, used) + price * bytes   conversions and memory price of every parameter
+
+is smallest. passes/region_factors.py writes this as tables over the r_o, passes/elimination.py
+minimises their sum; _solution reads the typing back and passes/region_price.py prices it again
+from the conversions that will be emitted. Nothing here knows what a layer is: pairs of column- and
+row-parallel products, sequence and vocabulary parallel come out of the rules and the prices.
+
+In: an OpGraph, a mesh, a cost model, the layouts its surroundings allow. Out: a RegionTyping.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.mesh import Mesh
+from meshfold.opgraph import OpGraph
+from meshfold.passes.conversion_tables import ConversionTables
+from meshfold.passes.elimination import Elimination, Table, eliminate
+from meshfold.passes.parameter_prices import ParameterPrices, Prices
+from meshfold.passes.region_factors import FactorGraph, Port, build_factors
+from meshfold.passes.region_price import RegionPrice, op_time, price_region
+from meshfold.passes.rule_domains import OpDomain, RuleTable, op_domains
+from meshfold.passes.rules import AxisRule, region_rules, typing_of
+from meshfold.spmd import Layout
+from meshfold.strategy import RegionTyping
+
+
+@dataclass(frozen=True)
+class RegionSolution:
+    """typing and its exact price; rules: per op the axis rules it stands for; objective_s: the
+    minimised sum, prices of memory included.
+
+    num_variables, largest_domain, width and largest_table say how hard the elimination was.
+    """
+
+    typing: RegionTyping
+    rules: tuple[tuple[AxisRule, ...], ...]
+    price: RegionPrice
+    objective_s: float
+    num_variables: int
+    largest_domain: int
+    width: int
+    largest_table: int
+
+
+@dataclass(frozen=True, eq=False)
+class RegionProblem:
+    """A region made ready to be solved at several prices. Build it with prepare_region."""
+
+    graph: OpGraph
+    mesh: Mesh
+    costs: CostModel
+    domains: tuple[OpDomain, ...]
+    factors: FactorGraph
+
+    def solve(self, prices: Prices) -> RegionSolution | None:
+        """The optimum at these prices; None if no typing meets the allowed layouts."""
+        tables = list(self.factors.factors)
+        for parameter in self.factors.parameters:
+            tables += parameter.tables(prices)
+        found = eliminate(self.factors.domains, tables)
+        if not np.isfinite(found.table):
+            return None
+        return _solution(self, prices, found)
+
+    def with_stored(self, stored: Mapping[int, Layout]) -> "RegionProblem":
+        """The same problem with the stored layouts of these parameter slots decided."""
+        terms = tuple(
+            term.only(stored[term.slot]) if term.slot in stored else term
+            for term in self.factors.parameters
+        )
+        return replace(self, factors=replace(self.factors, parameters=terms))
+
+
+class SearchTables:
+    """What region problems on one mesh share: conversion and parameter prices already computed."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        costs: CostModel,
+        gatherable_axes: frozenset[int],
+        parameter_fraction: tuple[float, ...],
+    ) -> None:
+        self.conversions = ConversionTables(mesh, costs)
+        self.parameters = ParameterPrices(mesh, costs, gatherable_axes, parameter_fraction)
+
+
+def prepare_region(
+    graph: OpGraph,
+    mesh: Mesh,
+    costs: CostModel,
+    tables: SearchTables,
+    *,
+    slot_layouts: Sequence[Sequence[Layout]],
+    output_layouts: Sequence[Sequence[Layout]],
+    fixed_rules: Mapping[int, Sequence[str]] | None = None,
+    rules: RuleTable | None = None,
+) -> RegionProblem:
+    """Build the tables of a region.
+
+    slot_layouts[i]: layouts in which slot i may arrive, for a parameter those it may be stored in.
+    output_layouts[k]: layouts in which output k may leave. fixed_rules: axis -> rule name per op,
+    for axes that are decided already. rules: region_rules(graph, mesh.sizes) if at hand.
+    """
+    rules = rules or region_rules(graph, mesh.sizes)
+    domains = op_domains(graph, rules, tables.conversions.legal, fixed_rules)
+    times = [_op_times(graph, k, domain, mesh, costs) for k, domain in enumerate(domains)]
+    factors = build_factors(
+        graph,
+        domains,
+        times,
+        tables.conversions,
+        tables.parameters,
+        slot_layouts,
+        output_layouts,
+    )
+    return RegionProblem(graph, mesh, costs, domains, factors)
+
+
+def solve_region(
+    graph: OpGraph,
+    mesh: Mesh,
+    costs: CostModel,
+    *,
+    slot_layouts: Sequence[Sequence[Layout]],
+    output_layouts: Sequence[Sequence[Layout]],
+    prices: Prices,
+    gatherable_axes: frozenset[int] = frozenset(),
+    parameter_fraction: tuple[float, ...] = (),
+) -> RegionSolution | None:
+    """The cheapest typing of one region; None if the allowed layouts admit none.
+
+    gatherable_axes: axes on which parameters stored as shards are gathered before use.
+    parameter_fraction: share of bucketed parameter communication that is charged, per axis; empty
+    for all of it.
+    """
+    fraction = parameter_fraction or (1.0,) * len(mesh.axes)
+    tables = SearchTables(mesh, costs, gatherable_axes, fraction)
+    problem = prepare_region(
+        graph, mesh, costs, tables, slot_layouts=slot_layouts, output_layouts=output_layouts
+    )
+    return problem.solve(prices)
+
+
+def _op_times(
+    graph: OpGraph, op_index: int, domain: OpDomain, mesh: Mesh, costs: CostModel
+) -> Table:
+    """t_o over the joint rules: equal rules on other axes and equal splits are computed once."""
+    known: dict[tuple[object, ...], float] = {}
+    out = []
+    for rules in domain.rules:
+        key = tuple((r.splits_work, r.comm) for r in rules)
+        if key not in known:
+            known[key] = op_time(graph, graph.ops[op_index], rules, mesh, costs).total_s
+        out.append(known[key])
+    return np.array(out)
+
+
+def _solution(problem: RegionProblem, prices: Prices, found: Elimination) -> RegionSolution:
+    graph, factors = problem.graph, problem.factors
+    values = found.assignment()
+    choice = [0 if v is None else values[v] for v in factors.ops]
+    rules: list[tuple[AxisRule, ...]] = [
+        domain.rules[c] for domain, c in zip(problem.domains, choice, strict=True)
+    ]
+    typing = RegionTyping(
+        slots=_slot_layouts(problem, prices, values),
+        ops=tuple(typing_of(graph, k, r) for k, r in enumerate(rules)),
+        outputs=tuple(_read(port, values) for port in factors.outputs),
+    )
+    return RegionSolution(
+        typing=typing,
+        rules=tuple(rules),
+        price=price_region(graph, typing, rules, problem.mesh, problem.costs),
+        objective_s=float(found.table),
+        num_variables=len(factors.domains),
+        largest_domain=max(factors.domains, default=1),
+        width=found.width,
+        largest_table=found.largest_table,
+    )
+
+
+def _slot_layouts(
+    problem: RegionProblem, prices: Prices, values: Sequence[int]
+) -> tuple[Layout, ...]:
+    factors = problem.factors
+    stored: dict[int, Layout] = {}
+    for term in factors.parameters:
+        if term.stored_variable is not None:
+            stored[term.slot] = term.stored[values[term.stored_variable]]
+        else:
+            stored[term.slot] = term.best_stored([_read(u, values) for u in term.users], prices)
+    return tuple(
+        stored[slot] if port is None else _read(port, values)
+        for slot, port in enumerate(factors.slots)
+    )
+
+
+def _read(port: Port, values: Sequence[int]) -> Layout:
+    """The layout at a port under an assignment."""
+    return port.layouts[0 if port.variable is None else values[port.variable]]

@@ -1,0 +1,274 @@
+"""Turns a uniform strategy into one typing per region, by region searches under boundary policies.
+
+dp axis   The batch is followed through the rules (passes/data_parallel.py): that decides rule and
+          boundary layout of everything on this axis. ZeRO-3 stores every parameter as a shard.
+tp axis   Boundary values are Invariant or, with sequence parallelism, shards of their sequence dim.
+          Parameters are stored Invariant or as the shard their op reads, never gathered. The region
+          search finds the rest, given the dp axis.
+
+A tp axis is there to shard weights, so the search pays a price per byte of a parameter on a rank:
+the smallest of PRICE_LADDER at which WANTED_FRACTION of the bytes that could be sharded (parameters
+of two dims and more) are, or the one that shards most. Slow links would otherwise leave weights
+whole wherever one more all-reduce costs more than the compute it saves.
+
+A parameter that several regions share has one stored layout: each region proposes its own, and the
+proposal with the smallest sum of their objectives wins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshfold.cluster import ClusterSpec
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.mesh import Mesh
+from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
+from meshfold.passes.boundaries import (
+    Boundaries,
+    find_boundaries,
+    num_instances,
+    sequence_type,
+    tied_parameter_slots,
+)
+from meshfold.passes.data_parallel import (
+    DataParallel,
+    follow_batch,
+    stored_options,
+    zero3_layout,
+)
+from meshfold.passes.parameter_prices import Prices
+from meshfold.passes.region_price import RegionPrice, price_region
+from meshfold.passes.region_search import (
+    RegionProblem,
+    RegionSolution,
+    SearchTables,
+    prepare_region,
+)
+from meshfold.passes.rule_domains import RuleTable
+from meshfold.passes.rules import region_rules
+from meshfold.spmd import INVARIANT, Layout, SpmdType
+from meshfold.strategy import RegionTyping
+
+PRICE_LADDER = (0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
+"""Seconds per byte of parameter on a rank."""
+
+WANTED_FRACTION = 0.9
+
+
+@dataclass(frozen=True)
+class ProgramTyping:
+    """A typing and its price per region, and what fraction of the bytes of shardable parameters
+    the tp axis shards (1 without a tp axis)."""
+
+    typings: tuple[RegionTyping, ...]
+    prices: tuple[RegionPrice, ...]
+    sharded_fraction: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A region's solution and the ladder price it was found at."""
+
+    solution: RegionSolution
+    price: float
+    fraction: float
+
+
+class MeshSearch:
+    """Searches of one folded program on one mesh. Rules, tables and the dp axis are shared."""
+
+    def __init__(
+        self, folded: FoldedGraph, cluster: ClusterSpec, mesh: Mesh, batch_size: int
+    ) -> None:
+        self.folded = folded
+        self.mesh = mesh
+        self.costs = CostModel(cluster, mesh)
+        self.boundaries: Boundaries = find_boundaries(folded)
+        self.counts = num_instances(folded)
+        self.graphs: list[OpGraph] = [region.graph for region in folded.regions]
+        self.rules: list[RuleTable] = [region_rules(g, mesh.sizes) for g in self.graphs]
+        self.dp_axis = mesh.index("dp") if "dp" in mesh.names else None
+        self.tp_axis = mesh.index("tp") if "tp" in mesh.names else None
+        self.data: DataParallel | None = None
+        if self.dp_axis is not None:
+            assert self.dp_axis == 0, "dp is the outermost axis"
+            alone = [tuple(per_axis[:1] for per_axis in table) for table in self.rules]
+            self.data = follow_batch(
+                folded, self.boundaries, mesh.sizes[0], alone, self.costs, batch_size
+            )
+        gatherable = frozenset() if self.dp_axis is None else frozenset({self.dp_axis})
+        # Reductions of the dp axis are decided by its degree, not by a region: charge none.
+        fraction = tuple(0.0 if k == self.dp_axis else 1.0 for k in range(len(mesh.axes)))
+        self.tables = SearchTables(mesh, self.costs, gatherable, fraction)
+        self.stored = [
+            {
+                i: self._stored(r, i)
+                for i, slot in enumerate(g.slots)
+                if slot.kind is SlotKind.PARAMETER
+            }
+            for r, g in enumerate(self.graphs)
+        ]
+        self._found: dict[bool, tuple[list[_Chosen], float]] = {}
+
+    def solve(self, *, zero: int, sequence_parallel: bool) -> ProgramTyping:
+        """Typing of every region for these choices on this mesh."""
+        if sequence_parallel not in self._found:
+            self._found[sequence_parallel] = self._search(sequence_parallel)
+        chosen, fraction = self._found[sequence_parallel]
+        if zero != 3:
+            return ProgramTyping(
+                tuple(c.solution.typing for c in chosen),
+                tuple(c.solution.price for c in chosen),
+                fraction,
+            )
+        return self._shard_states([c.solution for c in chosen], fraction)
+
+    def _search(self, sequence_parallel: bool) -> tuple[list[_Chosen], float]:
+        problems = [self._problem(r, sequence_parallel) for r in range(len(self.folded.regions))]
+        chosen = [self._climb(r, problem) for r, problem in enumerate(problems)]
+        for group in tied_parameter_slots(self.folded):
+            self._agree(group, problems, chosen)
+        return chosen, self._fraction([(r, c.solution.typing) for r, c in enumerate(chosen)])
+
+    def _problem(self, region: int, sequence_parallel: bool) -> RegionProblem:
+        graph, boundaries = self.graphs[region], self.boundaries
+        classes = boundaries.slots[region]
+        slots: list[list[Layout]] = []
+        for i, slot in enumerate(graph.slots):
+            if slot.kind is SlotKind.PARAMETER:
+                slots.append(self.stored[region][i])
+            else:
+                slots.append([self._boundary(classes[i], sequence_parallel)])
+        fixed = {}
+        if self.data is not None and self.dp_axis is not None:
+            fixed[self.dp_axis] = self.data.rules(region)
+        return prepare_region(
+            graph,
+            self.mesh,
+            self.costs,
+            self.tables,
+            slot_layouts=slots,
+            output_layouts=[
+                [self._boundary(c, sequence_parallel)] for c in boundaries.outputs[region]
+            ],
+            fixed_rules=fixed,
+            rules=self.rules[region],
+        )
+
+    def _layout(self, dp: SpmdType, tp: SpmdType) -> Layout:
+        of_axis = {self.dp_axis: dp, self.tp_axis: tp}
+        return tuple(of_axis[k] for k in range(len(self.mesh.axes)))
+
+    def _boundary(self, boundary_class: int | None, sequence_parallel: bool) -> Layout:
+        if boundary_class is None:
+            return self._layout(INVARIANT, INVARIANT)
+        dp = INVARIANT if self.data is None else self.data.types[boundary_class]
+        b = self.boundaries
+        carried = boundary_class not in b.inputs | b.results
+        tp = INVARIANT
+        if sequence_parallel and carried and self.tp_axis is not None:
+            value = b.values[boundary_class]
+            tp = sequence_type(value, dp, self.mesh.sizes[self.tp_axis])
+            if not self.tables.conversions.legal(value.shape, self._layout(dp, tp)):
+                tp = INVARIANT
+        return self._layout(dp, tp)
+
+    def _stored(self, region: int, slot: int) -> list[Layout]:
+        if self.tp_axis is None:
+            return [self._layout(INVARIANT, INVARIANT)]
+        options = stored_options(self.graphs[region], slot, self.rules[region], self.tp_axis)
+        return [self._layout(INVARIANT, t) for t in options]
+
+    def _climb(self, region: int, problem: RegionProblem) -> _Chosen:
+        """Up the price ladder until enough is sharded."""
+        best: _Chosen | None = None
+        for price in PRICE_LADDER:
+            solution = problem.solve(Prices(used_s_per_byte=price))
+            assert solution is not None, "running everything Invariant is always possible"
+            fraction = self._fraction([(region, solution.typing)])
+            if best is None or fraction > best.fraction:
+                best = _Chosen(solution, price, fraction)
+            if fraction >= WANTED_FRACTION:
+                break
+        assert best is not None
+        return best
+
+    def _agree(
+        self,
+        group: Sequence[tuple[int, int]],
+        problems: list[RegionProblem],
+        chosen: list[_Chosen],
+    ) -> None:
+        """Give the parameter of `group` one stored layout; rewrites `problems` and `chosen`."""
+        proposals = sorted({chosen[r].solution.typing.slots[i] for r, i in group})
+        if len(proposals) == 1 and len(group) == len({r for r, _ in group}):
+            for r, i in group:
+                problems[r] = problems[r].with_stored({i: proposals[0]})
+            return
+        regions = sorted({r for r, _ in group})
+        proposals.append(self._layout(INVARIANT, INVARIANT))
+        best: tuple[float, int] | None = None
+        for number, layout in enumerate(dict.fromkeys(proposals)):
+            trial = self._with_layout(group, regions, layout, problems, chosen)
+            if trial is None:
+                continue
+            total = sum(self.counts[r] * trial[r][1].solution.objective_s for r in regions)
+            if best is None or total < best[0]:
+                best, kept = (total, number), trial
+        assert best is not None, "Invariant is allowed everywhere"
+        for r in regions:
+            problems[r], chosen[r] = kept[r]
+
+    def _with_layout(
+        self,
+        group: Sequence[tuple[int, int]],
+        regions: Sequence[int],
+        layout: Layout,
+        problems: Sequence[RegionProblem],
+        chosen: Sequence[_Chosen],
+    ) -> dict[int, tuple[RegionProblem, _Chosen]] | None:
+        """The regions of a group solved with this stored layout, at the prices chosen before."""
+        out = {}
+        for r in regions:
+            problem = problems[r].with_stored({i: layout for q, i in group if q == r})
+            solution = problem.solve(Prices(used_s_per_byte=chosen[r].price))
+            if solution is None:
+                return None
+            fraction = self._fraction([(r, solution.typing)])
+            out[r] = (problem, _Chosen(solution, chosen[r].price, fraction))
+        return out
+
+    def _shard_states(self, solutions: Sequence[RegionSolution], fraction: float) -> ProgramTyping:
+        """ZeRO-3: the same ops, every parameter stored as a shard on dp as well."""
+        assert self.dp_axis is not None, "ZeRO-3 needs a dp axis"
+        typings, prices, whole = [], [], set()
+        for graph, solution in zip(self.graphs, solutions, strict=True):
+            slots = list(solution.typing.slots)
+            for i, slot in enumerate(graph.slots):
+                if slot.kind is SlotKind.PARAMETER:
+                    value = graph.values[i]
+                    slots[i] = zero3_layout(value, slots[i], self.mesh.sizes, self.dp_axis)
+                    if not slots[i][self.dp_axis].is_shard:
+                        whole.add(f"{slot.name} {list(value.shape)}")
+            typing = replace(solution.typing, slots=tuple(slots))
+            typings.append(typing)
+            prices.append(price_region(graph, typing, solution.rules, self.mesh, self.costs))
+        dp = self.mesh.sizes[self.dp_axis]
+        notes = [f"ZeRO-3 keeps {name} whole: no dim divides over {dp} ranks" for name in whole]
+        return ProgramTyping(tuple(typings), tuple(prices), fraction, tuple(sorted(notes)))
+
+    def _fraction(self, typings: Sequence[tuple[int, RegionTyping]]) -> float:
+        """Sharded bytes on tp over shardable bytes, parameters of two dims and more."""
+        if self.tp_axis is None:
+            return 1.0
+        sharded = shardable = 0
+        for r, typing in typings:
+            graph = self.graphs[r]
+            for i, options in self.stored[r].items():
+                value = graph.values[i]
+                if len(value.shape) < 2 or len(options) == 1:
+                    continue
+                shardable += self.counts[r] * value.num_bytes
+                if typing.slots[i][self.tp_axis].is_shard:
+                    sharded += self.counts[r] * value.num_bytes
+        return sharded / shardable if shardable else 1.0
