@@ -1,0 +1,276 @@
+"""Peak memory of one training step, composed from the regions' own peaks.
+
+Instances run forward 0..n-1 and backward n-1..0, so there are 2 n moments, and with S_j what
+instance j keeps, F_i and B_i the worst moments inside i, and G_j gradients of parameters,
+
+    forward i    sum_{j<i} S_j + F_i
+    backward i   sum_{j<i} S_j + B_i + sum_{j>i} G_j           (B_i includes S_i)
+    reduction i  sum_{j<i} S_j + E_i + buckets + sum_{j>i} G_j (E_i: gradients when i is done)
+    optimizer    states + G + what the optimizer itself needs; no activations
+
+The head is an instance like any other. Beside the S_j live, over ranges of moments:
+
+    values between instances   from their making to the last reader, or to the backward of the
+                               first instance that keeps them; one count per storage
+    their gradients            from the backward of the last reader to that of the maker
+    gathered parameters        two instances' worth: the current one and the next in flight
+    buckets in flight          a reduce-scatter still reads its buffer while the next region runs
+
+All bytes are those of one rank. Gradients are fresh each step (set to None by zero_grad): they grow
+while activations shrink.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Literal
+
+from meshfold.cost_models.memory import RegionMemory
+from meshfold.plan import MemoryEstimate
+
+STATE_FACTOR: Mapping[str, int] = MappingProxyType({"adamw": 2, "sgd": 0})
+"""Optimizer states in units of the parameters' bytes: AdamW's two moments in the parameter's
+dtype; SGD without momentum has none."""
+
+FOREACH_FACTOR: Mapping[str, int] = MappingProxyType({"adamw": 1, "sgd": 0})
+"""What torch's foreach implementation makes during step(), likewise: AdamW's denominators of all
+parameters at once (measured on torch 2.13; the fused one needs nothing)."""
+
+Value = tuple[int, int]
+"""(instance, output)."""
+
+
+How = Literal["direct", "reduced", "gathered"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUse:
+    """One parameter slot of an instance. `stored_bytes` between steps, `used_bytes` as the ops
+    read it. how: "direct" (its gradient goes straight to .grad), "reduced" (gradient all-reduced in
+    a bucket), "gathered" (all-gathered, gradient reduce-scattered). `slot` is the tensor of the
+    local program that stands for it."""
+
+    name: str
+    slot: int
+    stored_bytes: int
+    used_bytes: int
+    how: How
+
+
+@dataclass(frozen=True)
+class InstanceMemory:
+    """An instance: memory of its region, where each slot's value is made (None: outside the
+    program), and its parameters."""
+
+    memory: RegionMemory
+    sources: tuple[Value | None, ...]
+    parameters: tuple[ParameterUse, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes of one rank that are there all the time: parameters, those of them that are trained,
+    buffers and constants, and the batch."""
+
+    parameters: int
+    trained: int
+    buffers: int
+    inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """Bytes at one moment, by component of MemoryEstimate."""
+
+    gradients: int
+    activations: int
+    gathered: int
+    buckets: int
+    transient: int
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.activations + self.gathered + self.buckets + self.transient
+
+
+def compose_step(
+    instances: Sequence[InstanceMemory],
+    model_outputs: Sequence[Value],
+    states: States,
+    *,
+    optimizer: str,
+    reserve_bytes: int,
+    capacity_bytes: int,
+) -> tuple[MemoryEstimate, tuple[int, ...]]:
+    """(bytes by component at the worst moment, bytes that each instance keeps for its backward).
+
+    model_outputs stay with the caller. optimizer: a key of STATE_FACTOR.
+    """
+    timeline = _Timeline(instances, model_outputs)
+    state_bytes = STATE_FACTOR[optimizer] * states.trained
+    stepping = _Moment(
+        timeline.final_gradients, 0, 0, 0, FOREACH_FACTOR[optimizer] * states.trained
+    )
+    worst = max([*timeline.moments(), stepping], key=lambda m: m.total)
+    estimate = MemoryEstimate(
+        parameters=states.parameters + states.buffers,
+        gradients=worst.gradients,
+        optimizer=state_bytes,
+        activations=worst.activations + states.inputs,
+        gathered_parameters=worst.gathered,
+        buckets=worst.buckets,
+        transient=worst.transient,
+        reserve=reserve_bytes,
+        capacity=capacity_bytes,
+    )
+    return estimate, tuple(timeline.kept)
+
+
+class _Ranges:
+    """Bytes over moments, added range by range."""
+
+    def __init__(self, num_moments: int) -> None:
+        self._changes = [0] * (num_moments + 1)
+
+    def add(self, first: int, last: int, num_bytes: int) -> None:
+        """`num_bytes` from moment `first` to `last`, both included; nothing if last < first."""
+        if first <= last:
+            self._changes[first] += num_bytes
+            self._changes[last + 1] -= num_bytes
+
+    def totals(self) -> list[int]:
+        return list(accumulate(self._changes))[:-1]
+
+
+class _Timeline:
+    """What lives beside the instance that runs, at each of the 2 n moments."""
+
+    def __init__(self, instances: Sequence[InstanceMemory], model_outputs: Sequence[Value]) -> None:
+        self.instances = instances
+        self.last = 2 * len(instances) - 1
+        self.kept = [i.memory.saved_bytes for i in instances]
+        self.activations = _Ranges(self.last + 1)
+        self.value_gradients = _Ranges(self.last + 1)
+        self.gradients = _Ranges(self.last + 1)
+        self.in_flight = _Ranges(self.last + 1)
+        for i, instance in enumerate(instances):
+            self.activations.add(i + 1, self.backward(i) - 1, instance.memory.saved_bytes)
+        self._add_values(model_outputs)
+        self._add_value_gradients()
+        self.final_gradients = self._add_parameter_gradients()
+
+    def backward(self, instance: int) -> int:
+        """Moment of an instance's backward; its forward is moment `instance`."""
+        return self.last - instance
+
+    def moments(self) -> list[_Moment]:
+        """Every moment at its worst."""
+        found = []
+        gathered = _gathered_bytes(self.instances)
+        next_gathered, previous_gathered = _nearest(gathered)
+        activations, gradients = self.activations.totals(), self.gradients.totals()
+        passing, flying = self.value_gradients.totals(), self.in_flight.totals()
+        for i, instance in enumerate(self.instances):
+            memory, ahead = instance.memory, next_gathered[i]
+            found.append(
+                _Moment(0, activations[i], gathered[i] + ahead, 0, memory.forward_peak_bytes)
+            )
+            t, behind = self.backward(i), previous_gathered[i]
+            inside = memory.backward_peak_bytes - memory.saved_bytes + passing[t]
+            kept = activations[t] + memory.saved_bytes
+            found.append(_Moment(gradients[t], kept, gathered[i] + behind, flying[t], inside))
+            flat, result = _reduction_bytes(instance)
+            end = memory.backward_end_bytes + passing[t]
+            buckets = flying[t] + flat + result
+            found.append(_Moment(gradients[t], activations[t], behind, buckets, end))
+        return found
+
+    def _add_values(self, model_outputs: Sequence[Value]) -> None:
+        """Storages of values that leave their instance."""
+        until: dict[Value, int] = {}
+        for i, instance in enumerate(self.instances):
+            memory = instance.memory
+            for k, source in enumerate(instance.sources):
+                root = self._root(source)
+                if root is not None:
+                    reader = self.backward(i) if k in memory.saved_slots else i
+                    until[root] = max(until.get(root, 0), reader)
+            for j, saved in enumerate(memory.saved_outputs):
+                root = self._root((i, j))
+                if saved and root is not None:
+                    until[root] = max(until.get(root, 0), self.backward(i))
+        for value in model_outputs:
+            root = self._root(value)
+            if root is not None:
+                until[root] = self.last
+        for (maker, output), last in until.items():
+            num_bytes = self.instances[maker].memory.output_bytes[output]
+            self.activations.add(maker + 1, last, num_bytes)
+            if last > len(self.instances):
+                self.kept[maker] += num_bytes
+
+    def _root(self, value: Value | None) -> Value | None:
+        """The value that owns the storage of `value`; None for a storage from outside."""
+        while value is not None:
+            instance = self.instances[value[0]]
+            root = instance.memory.output_roots[value[1]]
+            if root >= 0:
+                return value[0], root
+            slot = -1 - root
+            value = instance.sources[slot] if slot < len(instance.sources) else None
+        return None
+
+    def _add_value_gradients(self) -> None:
+        last_reader: dict[Value, tuple[int, int]] = {}
+        for i, instance in enumerate(self.instances):
+            for k, source in enumerate(instance.sources):
+                num_bytes = instance.memory.slot_gradient_bytes[k]
+                if source is not None and num_bytes:
+                    last_reader[source] = (i, num_bytes)
+        for (maker, _), (reader, num_bytes) in last_reader.items():
+            self.value_gradients.add(self.backward(reader) + 1, self.backward(maker) - 1, num_bytes)
+
+    def _add_parameter_gradients(self) -> int:
+        """Gradients that stay, and reduce-scatters that are in flight one region longer. Returns
+        the bytes of all .grad at the end: a parameter with several uses has one."""
+        final: dict[str, int] = {}
+        for i in reversed(range(len(self.instances))):
+            instance, t = self.instances[i], self.backward(i)
+            for use in instance.parameters:
+                if not instance.memory.slot_gradient_bytes[use.slot]:
+                    continue
+                # Bucketed uses of one parameter are added up at the end, others at once.
+                if use.how != "direct" or use.name not in final:
+                    self.gradients.add(t + 1, self.last, use.stored_bytes)
+                final[use.name] = use.stored_bytes
+                if use.how == "gathered":
+                    self.in_flight.add(t + 1, min(t + 1, self.last), use.used_bytes)
+        return sum(final.values())
+
+
+def _gathered_bytes(instances: Sequence[InstanceMemory]) -> list[int]:
+    return [sum(u.used_bytes for u in i.parameters if u.how == "gathered") for i in instances]
+
+
+def _nearest(gathered: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Per instance the bytes of the nearest later and of the nearest earlier one that gathers."""
+    return _before(gathered[::-1])[::-1], _before(gathered)
+
+
+def _before(gathered: Sequence[int]) -> list[int]:
+    found, nearest = [], 0
+    for num_bytes in gathered:
+        found.append(nearest)
+        nearest = num_bytes or nearest
+    return found
+
+
+def _reduction_bytes(instance: InstanceMemory) -> tuple[int, int]:
+    """(flat buffers of the buckets, results of the collectives) of one instance."""
+    flat = result = 0
+    for use in instance.parameters:
+        if use.how != "direct" and instance.memory.slot_gradient_bytes[use.slot]:
+            flat += use.used_bytes
+            result += use.stored_bytes
+    return flat, result

@@ -1,0 +1,354 @@
+"""Peak memory of a typed program: the local program of every region, probed and simulated.
+
+    region + typing + layouts that arrive
+        -> local program (ops on local shapes, conversions, as the emitter writes them)   here
+        -> live ranges of one instance            cost_models/memory.py
+        -> peak over all instances, by component  cost_models/step_memory.py
+
+The types, the conversion trees and the local constants come from the tables that the emitter uses.
+Instances whose values arrive in the same layouts share one simulation. Under ZeRO-3 gathered
+parameters are not kept for the backward: they are outside tensors, gathered again.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from meshfold.cost_models.memory import LocalProgram, LocalStep, RegionMemory, simulate_region
+from meshfold.cost_models.op_probe import (
+    NEW_STORAGE,
+    NO_GRADIENT,
+    OpProbe,
+    ProbedOutput,
+    ProbeKey,
+    TensorSpec,
+    dense_spec,
+)
+from meshfold.cost_models.step_memory import (
+    How,
+    InstanceMemory,
+    ParameterUse,
+    States,
+    compose_step,
+)
+from meshfold.cost_models.step_memory import (
+    Value as MadeValue,
+)
+from meshfold.mesh import Mesh
+from meshfold.opgraph import (
+    ITEM_BYTES,
+    Arg,
+    FoldedGraph,
+    Hole,
+    OpGraph,
+    Ref,
+    SlotKind,
+    Source,
+    SourceKind,
+)
+from meshfold.passes.conversions import (
+    ConversionCosts,
+    Step,
+    axis_conversion,
+    conversion_steps,
+    plan_conversions,
+)
+from meshfold.passes.localize import localize
+from meshfold.passes.parameter_prices import is_bucketed, local_bytes
+from meshfold.plan import MemoryEstimate
+from meshfold.spmd import REPLICATE, Layout, local_shape
+from meshfold.strategy import OpTyping, RegionTyping
+
+Probe = Callable[[ProbeKey], OpProbe]
+
+
+def step_memory(
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    mesh: Mesh,
+    probe: Probe,
+    *,
+    costs: ConversionCosts,
+    optimizer: str,
+    reserve_bytes: int,
+    capacity_bytes: int,
+) -> tuple[MemoryEstimate, tuple[int, ...]]:
+    """(bytes per device at the peak of a training step, bytes that one instance of each region
+    keeps for its backward).
+
+    typings: per region, for `mesh`. probe answers what ops do to memory (meshfold.probe.OpProber).
+    costs orders the conversions as the emitter does. optimizer: "adamw" or "sgd".
+    """
+    instances = program_memory(folded, typings, mesh, probe, costs=costs)
+    estimate, kept = compose_step(
+        instances,
+        [
+            (o.source.instance, o.source.output)
+            for o in folded.outputs
+            if o.source.kind is SourceKind.VALUE
+        ],
+        program_states(folded, typings, mesh),
+        optimizer=optimizer,
+        reserve_bytes=reserve_bytes,
+        capacity_bytes=capacity_bytes,
+    )
+    by_region = [0] * len(folded.regions)
+    for instance, num_bytes in zip(folded.instances, kept, strict=True):
+        by_region[instance.region] = max(by_region[instance.region], num_bytes)
+    return estimate, tuple(by_region)
+
+
+def program_memory(
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    mesh: Mesh,
+    probe: Probe,
+    *,
+    costs: ConversionCosts,
+) -> list[InstanceMemory]:
+    """Memory of every instance, in execution order."""
+    known: dict[tuple[int, tuple[Layout, ...]], tuple[RegionMemory, _Builder]] = {}
+    found = []
+    for instance in folded.instances:
+        graph, typing = folded.regions[instance.region].graph, typings[instance.region]
+        arriving = tuple(
+            typings[folded.instances[s.instance].region].outputs[s.output]
+            if s.kind is SourceKind.VALUE
+            else layout
+            for s, layout in zip(instance.sources, typing.slots, strict=True)
+        )
+        key = instance.region, arriving
+        if key not in known:
+            builder = _Builder(graph, typing, arriving, mesh, costs, probe, instance.floats)
+            known[key] = simulate_region(builder.build()), builder
+        memory, builder = known[key]
+        sources = [_made(s) for s in instance.sources]
+        sources += [None] * (len(builder.uses))
+        names = [s.name for s in instance.sources]
+        uses = tuple(builder.parameter_uses(names))
+        found.append(InstanceMemory(memory, tuple(sources), uses))
+    return found
+
+
+def program_states(folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh) -> States:
+    """What is there all the time. A source that several instances read counts once; parameters
+    that no op reads are whole."""
+    sizes: dict[Source, int] = {}
+    for instance in folded.instances:
+        values = folded.regions[instance.region].graph.values
+        for k, source in enumerate(instance.sources):
+            layout = typings[instance.region].slots[k]
+            if source.kind is not SourceKind.VALUE:
+                sizes.setdefault(source, local_bytes(values[k], layout, mesh.sizes))
+    by_kind = dict.fromkeys(SourceKind, 0)
+    for source, num_bytes in sizes.items():
+        by_kind[source.kind] += num_bytes
+    read = {s.name: size for s, size in sizes.items() if s.kind is SourceKind.PARAMETER}
+    parameters = {
+        p.name: read.get(p.name, math.prod(p.shape) * ITEM_BYTES[p.dtype])
+        for p in folded.parameters
+    }
+    return States(
+        parameters=sum(parameters.values()),
+        trained=sum(parameters[p.name] for p in folded.parameters if p.requires_grad),
+        buffers=by_kind[SourceKind.BUFFER] + by_kind[SourceKind.CONSTANT],
+        inputs=by_kind[SourceKind.INPUT],
+    )
+
+
+def _made(source: Source) -> MadeValue | None:
+    return (source.instance, source.output) if source.kind is SourceKind.VALUE else None
+
+
+class _Builder:
+    """Writes the local program of one region whose values arrive in the layouts `arriving`."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        typing: RegionTyping,
+        arriving: tuple[Layout, ...],
+        mesh: Mesh,
+        costs: ConversionCosts,
+        probe: Probe,
+        floats: Sequence[float],
+    ) -> None:
+        self.graph = graph
+        self.typing = typing
+        self.arriving = arriving
+        self.mesh = mesh
+        self.costs = costs
+        self.probe = probe
+        self.floats = floats
+        self.specs: list[TensorSpec] = []
+        self.steps: list[LocalStep] = []
+        self.tensors: dict[tuple[int, Layout], int] = {}
+        self.parents: dict[tuple[int, Layout], Layout] = {}
+        self.uses: dict[tuple[int, Layout], int] = {}
+        """Tensors that the runtime makes of parameters: (slot, used layout) -> tensor."""
+
+    def build(self) -> LocalProgram:
+        """The finished program."""
+        for v, layout in enumerate(self.arriving):
+            self.tensors[v, layout] = self._outside(v, layout)
+        for v, demands in enumerate(self._demands()):
+            self._plan_value(v, demands)
+        num_slots = len(self.specs)
+        for k, typing in enumerate(self.typing.ops):
+            self._op(k, typing)
+        outputs = tuple(
+            self._tensor(v, layout)
+            for v, layout in zip(self.graph.outputs, self.typing.outputs, strict=True)
+        )
+        return LocalProgram(num_slots, tuple(self.specs), tuple(self.steps), outputs)
+
+    def parameter_uses(self, names: Sequence[str]) -> list[ParameterUse]:
+        """The parameters of an instance whose slots are called `names`."""
+        found = []
+        for v, slot in enumerate(self.graph.slots):
+            if slot.kind is not SlotKind.PARAMETER:
+                continue
+            stored = local_bytes(self.graph.values[v], self.arriving[v], self.mesh.sizes)
+            runtime = [(layout, t) for (w, layout), t in self.uses.items() if w == v]
+            for layout, t in runtime:
+                used = local_bytes(self.graph.values[v], layout, self.mesh.sizes)
+                how: How = "gathered" if used > stored else "reduced"
+                found.append(ParameterUse(names[v], t, stored, used, how))
+            if not runtime:
+                found.append(ParameterUse(names[v], v, stored, stored, "direct"))
+        return found
+
+    # What is wanted.
+
+    def _demands(self) -> list[list[Layout]]:
+        demands: list[list[Layout]] = [[] for _ in self.graph.values]
+        for op, typing in zip(self.graph.ops, self.typing.ops, strict=True):
+            for v, layout in zip(op.operands, typing.inputs, strict=True):
+                demands[v].append(layout)
+        for v, layout in zip(self.graph.outputs, self.typing.outputs, strict=True):
+            demands[v].append(layout)
+        return demands
+
+    def _plan_value(self, v: int, demands: list[Layout]) -> None:
+        """Fill `parents` (the conversion tree) and, for a parameter, `uses`."""
+        native = self._native(v)
+        is_slot = v < len(self.graph.slots)
+        if not (is_slot and self.graph.slots[v].kind is SlotKind.PARAMETER):
+            self._plan_tree(v, native, demands)
+            return
+        by_use: dict[Layout, list[Layout]] = {}
+        for demand in demands:
+            by_use.setdefault(self._used_layout(native, demand), []).append(demand)
+        for used, wanted in by_use.items():
+            if used != native:
+                self.uses[v, used] = self.tensors[v, used] = self._outside(v, used)
+            self._plan_tree(v, used, wanted)
+
+    def _used_layout(self, stored: Layout, demand: Layout) -> Layout:
+        """What the runtime makes of a parameter for an op that reads `demand`."""
+        return tuple(
+            REPLICATE if is_bucketed(s, d) and n > 1 else s
+            for s, d, n in zip(stored, demand, self.mesh.sizes, strict=True)
+        )
+
+    def _plan_tree(self, v: int, native: Layout, demands: list[Layout]) -> None:
+        edges = plan_conversions(self.graph.values[v], native, demands, self.mesh, self.costs)
+        self.parents.update({(v, target): source for source, target in edges})
+
+    def _native(self, v: int) -> Layout:
+        if v < len(self.graph.slots):
+            return self.arriving[v]
+        k = self.graph.producers[v]
+        return self.typing.ops[k].outputs[self.graph.ops[k].outputs.index(v)]
+
+    # Tensors and steps, in the order in which they are made.
+
+    def _outside(self, v: int, layout: Layout) -> int:
+        value = self.graph.values[v]
+        shape = local_shape(value.shape, layout, self.mesh.sizes)
+        return self._add(dense_spec(shape, value.dtype, value.requires_grad))
+
+    def _add(self, spec: TensorSpec) -> int:
+        self.specs.append(spec)
+        return len(self.specs) - 1
+
+    def _op(self, k: int, typing: OpTyping) -> None:
+        op = self.graph.ops[k]
+        operands = tuple(
+            self._tensor(v, layout) for v, layout in zip(op.operands, typing.inputs, strict=True)
+        )
+        args, kwargs = localize(self.graph, k, typing, self.mesh.sizes)
+        count = iter(range(len(operands)))
+        key = ProbeKey(
+            op.target,
+            tuple(self._bound(a, count) for a in args),
+            tuple((name, self._bound(a, count)) for name, a in kwargs),
+            tuple(self.specs[t] for t in operands),
+        )
+        answer = self.probe(key)
+        outputs = tuple(self._add(o.spec) for o in answer.outputs)
+        self.steps.append(LocalStep(operands, outputs, answer))
+        for v, layout, t in zip(op.outputs, typing.outputs, outputs, strict=True):
+            self.tensors[v, layout] = t
+
+    def _bound(self, arg: Arg, count: Iterator[int]) -> Arg:
+        """References by operand position, holes filled."""
+        if isinstance(arg, Ref):
+            return Ref(next(count))
+        if isinstance(arg, Hole):
+            return self.floats[arg.index]
+        return tuple(self._bound(a, count) for a in arg) if isinstance(arg, tuple) else arg
+
+    def _tensor(self, v: int, layout: Layout) -> int:
+        if (v, layout) not in self.tensors:
+            source = self.parents[v, layout]
+            t = self._tensor(v, source)
+            value = self.graph.values[v]
+            for step in conversion_steps(value, source, layout, self.mesh, self.costs):
+                t = self._convert(t, step)
+            self.tensors[v, layout] = t
+        return self.tensors[v, layout]
+
+    def _convert(self, t: int, step: Step) -> int:
+        """One step of a conversion on tensor t."""
+        sizes = self.mesh.sizes
+        before = self.specs[t]
+        shape = list(before.shape)
+        if step.source.is_shard:
+            shape[step.source.dim] *= sizes[step.axis]
+        if step.target.is_shard:
+            shape[step.target.dim] //= sizes[step.axis]
+        after = dense_spec(tuple(shape), before.dtype, before.requires_grad)
+        new = self._add(after)
+        self.steps.append(LocalStep((t,), (new,), _conversion_probe(step, sizes, before, after)))
+        return new
+
+
+def _conversion_probe(
+    step: Step, sizes: Sequence[int], before: TensorSpec, after: TensorSpec
+) -> OpProbe:
+    """A conversion keeps nothing. What communicates or cuts makes a new tensor, and a copy of the
+    larger end beside it where parts of an inner dim are stacked."""
+    size = sizes[step.axis]
+    there = back = "none"
+    if size > 1:
+        conversion = axis_conversion(step.source, step.target, size)
+        there, back = conversion.forward, conversion.backward
+    inner = any(
+        t.is_shard and (t.blocks > 1 or math.prod(before.shape[: t.dim]) > 1)
+        for t in (step.source, step.target)
+    )
+    scratch = max(before.num_bytes, after.num_bytes) if inner else 0
+    stacked = {"all_gather", "reduce_scatter", "all_to_all"}
+    makes = there != "none"
+    output = ProbedOutput(after, NEW_STORAGE if makes else 0, after.num_bytes if makes else 0)
+    if not before.requires_grad:
+        gradients: tuple[int, ...] = (NO_GRADIENT,)
+    else:
+        gradients = (0,) if back == "none" else (1,)
+    return OpProbe(
+        outputs=(output,),
+        forward_scratch_bytes=scratch if there in stacked else 0,
+        gradients=gradients,
+        fresh_gradient_bytes=(before.num_bytes,) if gradients == (1,) else (),
+        backward_scratch_bytes=scratch if back in stacked and gradients == (1,) else 0,
+    )
