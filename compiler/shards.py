@@ -19,14 +19,20 @@ from meshfold.spmd import Layout, local_blocks, local_shape
 
 
 def shard_of(
-    x: torch.Tensor, layout: Layout, sizes: Sequence[int], coords: Sequence[int]
+    x: torch.Tensor,
+    layout: Layout,
+    sizes: Sequence[int],
+    coords: Sequence[int],
+    *,
+    done: int = -1,
 ) -> torch.Tensor:
     """The shard of global tensor `x` at mesh coordinates `coords`; I and R keep the whole.
 
-    The layout must be legal for `x.shape` and hold no Partial. A view of `x` where possible.
+    The layout must be legal for the global shape and hold no Partial. `done`: an axis on which `x`
+    is cut already, of type Shard(dim, 1). A view of `x` where possible.
     """
-    assert not any(t.kind == "P" for t in layout), "a stored tensor is never Partial"
-    axes = [k for k, t in enumerate(layout) if t.is_shard]
+    assert not any(t.kind == "P" for t in layout), "a Partial is no part of a tensor"
+    axes = [k for k, t in enumerate(layout) if t.is_shard and k != done]
     for k in sorted(axes, key=lambda k: layout[k].blocks):
         dim, blocks = layout[k].dim, local_blocks(layout, sizes, k)
         cut = x.unflatten(dim, (blocks, sizes[k], -1)).select(dim + 1, coords[k])

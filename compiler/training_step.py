@@ -223,6 +223,11 @@ def replicate_bucket(use: BucketUse) -> tuple[Tensor, ...]:
     return _use(use)
 
 
+def start_ahead(ahead: Callable[[], None]) -> None:
+    """Graph op: start the gathers that the program wants in flight from here on."""
+    ahead()
+
+
 def _use(use: BucketUse) -> tuple[Tensor, ...]:
     if use.token is None:
         return tuple(use.members())

@@ -1,0 +1,173 @@
+"""The public calls: find_plan and compile.
+
+model, example inputs --capture--> folded graph --search--> Plan --emit--> program
+    --bind to the processes of this job--> CompiledModel
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshfold.batches import flatten
+from meshfold.capture import Captured, capture
+from meshfold.cluster import ClusterSpec
+from meshfold.collectives import ProcessMesh, RankMesh
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.emit import emit
+from meshfold.errors import OptionError, PlanMismatchError
+from meshfold.options import CompileOptions
+from meshfold.passes.fold_assemble import fingerprint
+from meshfold.passes.planner import Progress, find_plan_for
+from meshfold.plan import Plan
+from meshfold.plan_io import load_plan
+from meshfold.probe import OpProber
+from meshfold.program import EmittedProgram
+from meshfold.runtime import CompiledModel
+from meshfold.single_mesh import SingleMesh
+
+
+def find_plan(
+    model: nn.Module,
+    cluster_spec: ClusterSpec | str,
+    example_inputs: Mapping[str, Any],
+    *,
+    options: CompileOptions | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan that fits. See `compile` for arguments and errors."""
+    options = options or CompileOptions()
+    captured = capture(model, example_inputs, full_capture=options.full_capture)
+    return plan_captured(captured, type(model).__name__, cluster_spec, options, progress=progress)
+
+
+def compile(
+    model: nn.Module,
+    cluster_spec: ClusterSpec | str,
+    example_inputs: Mapping[str, Any],
+    *,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    options: CompileOptions | None = None,
+) -> CompiledModel:
+    """Turn `model` into a program that trains on `cluster_spec`.
+
+    model: an unmodified module, in the mode (train or eval) it is to be captured in; on the meta
+    device it is initialised shard by shard. cluster_spec: a ClusterSpec, or a preset ("dgx-h100x4").
+    example_inputs: keyword arguments of one global batch; only shapes and dtypes are read. plan: a
+    plan or its file instead of a search. Planning needs no process group and no accelerator; with
+    a process group (torchrun) the model is bound to it, otherwise the result is for inspection,
+    unless the plan is for one device.
+
+    Raises CaptureError, InfeasibleError, OptionError, ClusterSpecError, PlanFormatError, and
+    PlanMismatchError if plan, model and processes do not belong together.
+    """
+    options = options or CompileOptions()
+    captured = capture(model, example_inputs, full_capture=options.full_capture)
+    if plan is None:
+        plan = plan_captured(captured, type(model).__name__, cluster_spec, options)
+    elif not isinstance(plan, Plan):
+        plan = load_plan(plan)
+    return bind(model, plan, captured, example_inputs)
+
+
+def plan_captured(
+    captured: Captured,
+    model_name: str,
+    cluster_spec: ClusterSpec | str,
+    options: CompileOptions,
+    *,
+    progress: Progress | None = None,
+) -> Plan:
+    """find_plan for a model that is captured already."""
+    if isinstance(cluster_spec, str):
+        cluster_spec = resolve_cluster(cluster_spec)
+    return find_plan_for(
+        captured.graph,
+        cluster_spec,
+        options,
+        model_name=model_name,
+        batch_size=batch_size_of(captured),
+        probe=OpProber(),
+        progress=progress,
+    )
+
+
+def batch_size_of(captured: Captured) -> int:
+    """Size of dim 0 that most inputs share: the global batch."""
+    sizes = [info.shape[0] for info in captured.graph.inputs if info.shape]
+    if not sizes:
+        raise OptionError("no input has a batch dim; pass a batch of tensors as example_inputs")
+    return max(sizes, key=lambda n: (sizes.count(n), n))
+
+
+def bind(
+    model: nn.Module, plan: Plan, captured: Captured, example_inputs: Mapping[str, Any]
+) -> CompiledModel:
+    """Emit the program of `plan` and, with processes, make this rank's part of the model.
+
+    Raises PlanMismatchError.
+    """
+    check_fingerprint(plan, captured)
+    program = emit(captured.graph, plan)
+    mesh = _rank_mesh(plan, program)
+    fixed = {k: v for k, v in flatten(example_inputs) if not isinstance(v, torch.Tensor)}
+    return CompiledModel(model, plan, captured, program, mesh, fixed)
+
+
+def check_fingerprint(plan: Plan, captured: Captured) -> None:
+    """Raises PlanMismatchError if the plan was made for another model or batch."""
+    graph = captured.graph
+    inputs = tuple((i.name, i.shape, i.dtype) for i in graph.inputs)
+    if plan.model.inputs != inputs:
+        raise PlanMismatchError(
+            f"the plan is for {plan.model.name} with inputs {_inputs_text(plan.model.inputs)}, "
+            f"these are {_inputs_text(inputs)}; plan again for this batch"
+        )
+    if plan.model.fingerprint != fingerprint(graph):
+        raise PlanMismatchError(
+            f"the plan was made for another model ({plan.model.name}, "
+            f"{plan.model.num_parameters} parameters, fingerprint {plan.model.fingerprint[:12]}); "
+            f"this one has fingerprint {fingerprint(graph)[:12]}; plan this model"
+        )
+
+
+def _inputs_text(inputs: tuple[tuple[str, tuple[int, ...], str], ...]) -> str:
+    return ", ".join(f"{name} {dtype}{list(shape)}" for name, shape, dtype in inputs)
+
+
+def _rank_mesh(plan: Plan, program: EmittedProgram) -> RankMesh | None:
+    """This process on the plan's mesh; None without a process group, except for one device."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return SingleMesh(plan.mesh, _device()) if plan.world_size == 1 else None
+    if dist.get_world_size() != plan.world_size:
+        raise PlanMismatchError(
+            f"the plan is for {plan.world_size} processes, this job has {dist.get_world_size()}; "
+            "start as many as the plan has devices, or plan for this job"
+        )
+    _compare_programs(program)
+    return ProcessMesh(plan.mesh, _device(), program.axis_sets())
+
+
+def _device() -> torch.device:
+    """The device of this process: the current CUDA device under NCCL, else the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _compare_programs(program: EmittedProgram) -> None:
+    """All ranks must start the same collectives in the same order, or they would wait for ever.
+
+    Raises PlanMismatchError on every rank if the emitted programs differ.
+    """
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, program.digest)
+    if len(set(digests)) > 1:
+        other = next(r for r, d in enumerate(digests) if d != digests[0])
+        raise PlanMismatchError(
+            f"rank {other} emitted another program than rank 0; give every process the same plan, "
+            "model and meshfold"
+        )

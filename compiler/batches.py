@@ -1,0 +1,126 @@
+"""The batch of a step: keyword arguments in, the local tensors that the program reads out.
+
+Every rank may pass the global batch, of which the program takes its part, or only its own part
+along the data-parallel axis; the shapes tell which.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.capture_twin import map_children
+from meshfold.collectives import RankMesh
+from meshfold.errors import OptionError
+from meshfold.opgraph import InputInfo, SourceKind
+from meshfold.program import EmittedProgram
+from meshfold.shards import shard_of
+from meshfold.spmd import Layout, Shard, local_shape
+from meshfold.torch_ops import dtype_name
+
+DATA_AXIS = "dp"
+_FIRST_DIM = Shard(0)
+
+
+class BatchReader:
+    """Checks batches against the inputs of a program. fixed: the arguments that are no tensors,
+    which the program was captured with."""
+
+    def __init__(self, program: EmittedProgram, mesh: RankMesh, fixed: Mapping[str, Any]) -> None:
+        self.mesh = mesh
+        self.fixed = fixed
+        self.infos = {info.name: info for info in program.folded.inputs}
+        names = mesh.mesh.names
+        self.axis = names.index(DATA_AXIS) if DATA_AXIS in names else -1
+        self.sharded = {name for name, layouts in _layouts(program) if self._is_split(layouts)}
+
+    def read(self, batch: Mapping[str, Any]) -> "LocalBatch":
+        """The tensors of `batch`. Raises OptionError for one that does not fit the program."""
+        leaves = dict(flatten(batch))
+        tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
+        for name, value in leaves.items():
+            if name not in tensors and (name not in self.fixed or self.fixed[name] != value):
+                raise OptionError(
+                    f"argument {name}={value!r} was not captured with this value; compile again "
+                    "with it in example_inputs"
+                )
+        if tensors.keys() != self.infos.keys():
+            raise OptionError(
+                f"the batch has tensors {', '.join(sorted(tensors)) or 'none'}; the program was "
+                f"captured with {', '.join(sorted(self.infos))}"
+            )
+        local = {name: self._is_local(name, value) for name, value in tensors.items()}
+        placed = {name: value.to(self.mesh.device) for name, value in tensors.items()}
+        return LocalBatch(self.mesh, self.axis, placed, local)
+
+    def _is_split(self, layouts: Sequence[Layout]) -> bool:
+        return self.axis >= 0 and any(x[self.axis] == _FIRST_DIM for x in layouts)
+
+    def _is_local(self, name: str, value: Tensor) -> bool:
+        info: InputInfo = self.infos[name]
+        if dtype_name(value.dtype) != info.dtype:
+            raise OptionError(
+                f"{name} has dtype {dtype_name(value.dtype)}; the program was captured with "
+                f"{info.dtype}"
+            )
+        shape = tuple(value.shape)
+        if shape == info.shape:
+            return False
+        shapes = f"{list(info.shape)}"
+        if name in self.sharded:
+            mine = local_shape(info.shape, (_FIRST_DIM,), (self.mesh.mesh.sizes[self.axis],))
+            if shape == mine:
+                return True
+            shapes += f" for the global batch or {list(mine)} for one rank's part"
+        raise OptionError(f"{name} has shape {list(shape)}; the program takes {shapes}")
+
+
+class LocalBatch:
+    """The tensors of one batch, by input name; `is_local` says which are this rank's part."""
+
+    def __init__(
+        self, mesh: RankMesh, axis: int, tensors: Mapping[str, Tensor], is_local: Mapping[str, bool]
+    ) -> None:
+        self._mesh = mesh
+        self._axis = axis
+        self._tensors = dict(tensors)
+        self._is_local = dict(is_local)
+
+    def __call__(self, name: str, layout: Layout) -> Tensor:
+        """The local tensor of an input in `layout`."""
+        sizes, coords = self._mesh.mesh.sizes, self._mesh.coords
+        x = self._tensors[name]
+        if not self._is_local[name]:
+            return shard_of(x, layout, sizes, coords)
+        if layout[self._axis] == _FIRST_DIM:
+            return shard_of(x, layout, sizes, coords, done=self._axis)
+        # Somebody wants all of it: put the parts together, once.
+        parts = self._mesh.start_all_gather(x.contiguous(), (DATA_AXIS,))
+        self._tensors[name] = self._mesh.wait(parts)
+        self._is_local[name] = False
+        return shard_of(self._tensors[name], layout, sizes, coords)
+
+
+def flatten(batch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of nested dicts, lists and tuples, named as capture names inputs."""
+    found: list[tuple[str, Any]] = []
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor) or not isinstance(value, (dict, list, tuple)):
+            found.append((path, value))
+        return map_children(value, lambda v, key: walk(v, f"{path}.{key}"))
+
+    for key, value in batch.items():
+        walk(value, key)
+    yield from found
+
+
+def _layouts(program: EmittedProgram) -> Iterator[tuple[str, list[Layout]]]:
+    """Per input the layouts in which regions read it."""
+    layouts: dict[str, list[Layout]] = {}
+    for k, instance in enumerate(program.folded.instances):
+        for source, layout in zip(instance.sources, program.region_of(k).slots, strict=True):
+            if source.kind is SourceKind.INPUT:
+                layouts.setdefault(source.name, []).append(layout)
+    yield from layouts.items()

@@ -1,0 +1,319 @@
+"""Emission: a folded graph and a plan's types -> the program of a rank.
+
+For every distinct (region, layouts of the values that arrive) one graph is written:
+
+    for each op, in order:
+        each operand in the layout the op's rule reads       _RegionEmitter.value
+            a parameter first comes out of its bucket        _RegionEmitter._open_bucket
+            a conversion is a start node and a wait node     _RegionEmitter._convert
+        the op on local shapes                               meshfold.emit_op
+    each output and mutated buffer in the layout it leaves in
+
+The search prices the same typing through the same tables (passes/rules.py, passes/conversions.py),
+so what is priced is what is emitted. Ranks differ in coordinates only, which the graph reads from
+its `mesh` placeholder: one emission serves all ranks.
+"""
+
+import operator
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from meshfold.buckets import Bucket, BucketMember, changed_axes, used_layout
+from meshfold.convert_ops import emit_step
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.emit_op import emit_op
+from meshfold.errors import PlanMismatchError
+from meshfold.mesh import Mesh
+from meshfold.opgraph import FoldedGraph, Hole, OpGraph, Region, SlotKind, SourceKind
+from meshfold.passes.conversions import ConversionCosts, conversion_steps, plan_conversions
+from meshfold.plan import Plan
+from meshfold.program import EmittedProgram, RegionProgram, Step
+from meshfold.program_text import TYPE
+from meshfold.spmd import INVARIANT, Layout, layout_text, local_shape
+from meshfold.strategy import OpTyping, RegionTyping
+from meshfold.training_step import replicate_bucket, start_ahead, wait_bucket
+
+
+def emit(folded: FoldedGraph, plan: Plan) -> EmittedProgram:
+    """The program of every rank of `plan.mesh`.
+
+    Raises PlanMismatchError if the plan's regions are not those of `folded`.
+    """
+    if [r.name for r in plan.regions] != [r.name for r in folded.regions]:
+        raise PlanMismatchError(
+            f"the plan has regions {', '.join(r.name for r in plan.regions)}, the captured model "
+            f"{', '.join(r.name for r in folded.regions)}; plan this model again"
+        )
+    typings = [region.typing for region in plan.regions]
+    return emit_typed(folded, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
+
+
+def emit_typed(
+    folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh, costs: ConversionCosts
+) -> EmittedProgram:
+    """The program for `typings`, one per region. costs decide the order of conversion steps."""
+    made: dict[tuple[int, tuple[Layout, ...]], int] = {}
+    regions: list[RegionProgram] = []
+    programs: list[int] = []
+    for instance, layouts in zip(folded.instances, _arriving(folded, typings), strict=True):
+        number = instance.region
+        if (number, layouts) not in made:
+            variant = sum(r.region == number for r in regions)
+            name = folded.regions[number].name + (f".{variant}" if variant else "")
+            emitter = _RegionEmitter(folded.regions[number], typings[number], layouts, mesh, costs)
+            made[number, layouts] = len(regions)
+            regions.append(emitter.emit(name, number))
+        programs.append(made[number, layouts])
+    steps = schedule([regions[p].has_gather for p in programs])
+    stored = _stored(folded, typings, len(mesh.axes))
+    return EmittedProgram(folded, mesh, tuple(regions), tuple(programs), steps, stored)
+
+
+def schedule(has_gather: Sequence[bool]) -> tuple[Step, ...]:
+    """G, F and X steps for instances that gather or do not: every gather one gathering instance
+    ahead. The last gathered instance is not released, its backward comes next."""
+    gathering = [k for k, gathers in enumerate(has_gather) if gathers]
+    following = dict(zip(gathering, gathering[1:], strict=False))
+    steps = [Step("G", gathering[0])] if gathering else []
+    for k in range(len(has_gather)):
+        steps.append(Step("F", k, following.get(k, -1)))
+        if k in following:
+            steps.append(Step("X", k))
+    return tuple(steps)
+
+
+def _arriving(folded: FoldedGraph, typings: Sequence[RegionTyping]) -> Sequence[tuple[Layout, ...]]:
+    """Per instance the layout in which each slot's value arrives: what its producer gives."""
+    out = []
+    for instance in folded.instances:
+        declared = typings[instance.region].slots
+        out.append(
+            tuple(
+                typings[folded.instances[s.instance].region].outputs[s.output]
+                if s.kind is SourceKind.VALUE
+                else layout
+                for s, layout in zip(instance.sources, declared, strict=True)
+            )
+        )
+    return out
+
+
+def _stored(
+    folded: FoldedGraph, typings: Sequence[RegionTyping], num_axes: int
+) -> dict[str, Layout]:
+    """Stored layout per parameter; Invariant for one that nothing reads."""
+    stored: dict[str, Layout] = {}
+    for instance in folded.instances:
+        layouts = typings[instance.region].slots
+        for source, layout in zip(instance.sources, layouts, strict=True):
+            if source.kind is not SourceKind.PARAMETER:
+                continue
+            if stored.setdefault(source.name, layout) != layout:
+                raise PlanMismatchError(
+                    f"the plan stores {source.name} as {layout_text(stored[source.name])} and as "
+                    f"{layout_text(layout)}; a tied parameter has one stored layout"
+                )
+    whole = (INVARIANT,) * num_axes
+    return {p.name: stored.get(p.name, whole) for p in folded.parameters}
+
+
+class _RegionEmitter:
+    """Writes the graph of one region whose values arrive in the layouts `arriving`."""
+
+    def __init__(
+        self,
+        region: Region,
+        typing: RegionTyping,
+        arriving: tuple[Layout, ...],
+        mesh: Mesh,
+        costs: ConversionCosts,
+    ) -> None:
+        self.ops: OpGraph = region.graph
+        self.typing = typing
+        self.arriving = arriving
+        self.mesh = mesh
+        self.graph = fx.Graph()
+        self.nodes: dict[tuple[int, Layout], fx.Node] = {}
+        self.costs = costs
+        self.demands = self._demands()
+        self.parents: dict[tuple[int, Layout], Layout] = {}
+        self.uses: dict[tuple[int, Layout], BucketMember] = {}
+        self.direct = {v for v, s in enumerate(self.ops.slots) if s.kind is not SlotKind.PARAMETER}
+        for v, demands in enumerate(self.demands):
+            self._plan_value(v, demands)
+        self.buckets = _group(list(self.uses.values()), self.ops, self.mesh)
+        self.ahead: fx.Node | None = None
+
+    def emit(self, name: str, number: int) -> RegionProgram:
+        """The finished region program."""
+        direct = self._placeholders()
+        if not any(b.gather for b in self.buckets):
+            self._start_ahead()
+        for k, typing in enumerate(self.typing.ops):
+            self._op(k, typing)
+        outputs = [
+            self.value(v, layout)
+            for v, layout in zip(self.ops.outputs, self.typing.outputs, strict=True)
+        ]
+        mutated = [self.value(v, self.arriving[slot]) for slot, v in self.ops.mutations]
+        self.graph.output((*outputs, *mutated))
+        graph = fx.GraphModule(torch.nn.Module(), self.graph, class_name=f"Region{name}")
+        return RegionProgram(
+            name, number, self.arriving, self.typing.outputs, self.buckets, direct, graph
+        )
+
+    # What is wanted, before any node is written.
+
+    def _demands(self) -> list[list[Layout]]:
+        """Per value the layouts that ops, outputs and mutated buffers want, in order."""
+        demands: list[list[Layout]] = [[] for _ in self.ops.values]
+        for op, typing in zip(self.ops.ops, self.typing.ops, strict=True):
+            for v, layout in zip(op.operands, typing.inputs, strict=True):
+                demands[v].append(layout)
+        for v, layout in zip(self.ops.outputs, self.typing.outputs, strict=True):
+            demands[v].append(layout)
+        for slot, v in self.ops.mutations:
+            demands[v].append(self.arriving[slot])
+        return demands
+
+    def _plan_value(self, v: int, demands: list[Layout]) -> None:
+        """Fill `parents` (the conversion tree) and, for a parameter, `uses`."""
+        native = self._native(v)
+        is_slot = v < len(self.ops.slots)
+        if not (is_slot and self.ops.slots[v].kind is SlotKind.PARAMETER):
+            self._plan_tree(v, native, demands)
+            return
+        by_use: dict[Layout, list[Layout]] = {}
+        for demand in demands:
+            by_use.setdefault(used_layout(native, demand, self.mesh), []).append(demand)
+        for used, wanted in by_use.items():
+            gather, reduce = changed_axes(native, used)
+            trained = self.ops.values[v].requires_grad
+            if gather or (reduce and trained):
+                name, shape = self.ops.slots[v].name, self.ops.values[v].shape
+                self.uses[v, used] = BucketMember(v, name, shape, native, used, reduce)
+            else:
+                self.direct.add(v)
+                if used != native:
+                    self.parents[v, used] = native
+            self._plan_tree(v, used, wanted)
+
+    def _plan_tree(self, v: int, native: Layout, demands: list[Layout]) -> None:
+        edges = plan_conversions(self.ops.values[v], native, demands, self.mesh, self.costs)
+        self.parents.update({(v, target): source for source, target in edges})
+
+    def _native(self, v: int) -> Layout:
+        if v < len(self.ops.slots):
+            return self.arriving[v]
+        k = self.ops.producers[v]
+        return self.typing.ops[k].outputs[self.ops.ops[k].outputs.index(v)]
+
+    # Nodes, in the order in which they run.
+
+    def _placeholders(self) -> tuple[int, ...]:
+        self.mesh_node = self.graph.placeholder("mesh")
+        self.ahead = self.graph.placeholder("ahead")
+        self.instance = self.graph.placeholder("instance")
+        self.in_flight = [self.graph.placeholder(f"bucket_{k}") for k in range(len(self.buckets))]
+        direct = tuple(sorted(self.direct))
+        for v in direct:
+            label = re.sub(r"\W", "_", self.ops.slots[v].name) or f"slot_{v}"
+            self._bind(v, self.arriving[v], self.graph.placeholder(label))
+        self.holes = [self.graph.placeholder(f"float_{k}") for k in range(num_holes(self.ops))]
+        return direct
+
+    def _op(self, k: int, typing: OpTyping) -> None:
+        op = self.ops.ops[k]
+        operands = [
+            self.value(v, layout) for v, layout in zip(op.operands, typing.inputs, strict=True)
+        ]
+        made = emit_op(
+            self.graph,
+            self.mesh_node,
+            self.ops,
+            k,
+            typing,
+            operands,
+            self.mesh,
+            self.instance,
+            self.holes,
+        )
+        for v, layout, node in zip(op.outputs, typing.outputs, made, strict=True):
+            self._bind(v, layout, node)
+
+    def value(self, v: int, layout: Layout) -> fx.Node:
+        """The node of value `v` in `layout`, converted where it is not there yet."""
+        if (v, layout) not in self.nodes:
+            if (v, layout) in self.uses:
+                self._open_bucket(v, layout)
+            else:
+                self._convert(v, self.parents[v, layout], layout)
+        return self.nodes[v, layout]
+
+    def _convert(self, v: int, source: Layout, target: Layout) -> None:
+        node = self.value(v, source)
+        value = self.ops.values[v]
+        for step in conversion_steps(value, source, target, self.mesh, self.costs):
+            node = emit_step(self.graph, self.mesh_node, node, step, self.mesh, value)
+        self._bind(v, target, node)
+
+    def _open_bucket(self, v: int, layout: Layout) -> None:
+        """First use of a bucket: wait for it, then let the next gathers start."""
+        number, bucket = next(
+            (k, b) for k, b in enumerate(self.buckets) if self.uses[v, layout] in b.members
+        )
+        function = wait_bucket if bucket.gather else replicate_bucket
+        opened = self.graph.call_function(function, (self.in_flight[number],))
+        for k, member in enumerate(bucket.members):
+            node = self.graph.call_function(operator.getitem, (opened, k))
+            self._bind(member.slot, member.used, node)
+        if bucket.gather:
+            self._start_ahead()
+
+    def _start_ahead(self) -> None:
+        if self.ahead is not None:
+            self.graph.call_function(start_ahead, (self.ahead,))
+            self.ahead = None
+
+    def _bind(self, v: int, layout: Layout, node: fx.Node) -> None:
+        self.nodes[v, layout] = node
+        value = self.ops.values[v]
+        shape = ", ".join(map(str, local_shape(value.shape, layout, self.mesh.sizes)))
+        types = layout_text(layout) + " " if layout else ""
+        # A conversion may be free, and then its node the same.
+        node.meta.setdefault(TYPE, f"{types}{value.dtype}[{shape}]")
+
+
+def num_holes(ops: OpGraph) -> int:
+    """Floats that an instance of the region binds."""
+    args = [a for op in ops.ops for a in (*op.args, *(v for _, v in op.kwargs))]
+    count = 0
+    while args:
+        arg = args.pop()
+        if isinstance(arg, tuple):
+            args.extend(arg)
+        elif isinstance(arg, Hole):
+            count = max(count, arg.index + 1)
+    return count
+
+
+def _group(uses: Sequence[BucketMember], ops: OpGraph, mesh: Mesh) -> tuple[Bucket, ...]:
+    """Members that are gathered over the same axes, or only reduced over the same, together."""
+    groups: dict[tuple[object, ...], list[BucketMember]] = {}
+    for use in uses:
+        gather, reduce = changed_axes(use.stored, use.used)
+        value = ops.values[use.slot]
+        key = (gather, () if gather else reduce, value.dtype, value.requires_grad)
+        groups.setdefault(key, []).append(use)
+    return tuple(
+        Bucket(
+            changed_axes(members[0].stored, members[0].used)[0],
+            ops.values[members[0].slot].dtype,
+            ops.values[members[0].slot].requires_grad,
+            tuple(members),
+        )
+        for members in groups.values()
+    )

@@ -1,0 +1,140 @@
+"""The emitted program of a rank: one graph per distinct region, and the steps that run them.
+
+    G k   start the gathers of instance k's buckets
+    F k   run the region graph of instance k; inside it, once its own bucket has arrived, the
+          gathers of instance `ahead` start
+    X k   release the gathered parameters of instance k
+
+The graphs name mesh axes, never ranks, so all ranks run the same program: `digest` is the same
+everywhere. The backward follows from autograd, see meshfold.training_step.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from torch import fx
+
+from meshfold.buckets import Bucket
+from meshfold.mesh import Mesh
+from meshfold.opgraph import FoldedGraph, SlotKind
+from meshfold.program_text import bucket_text, graph_lines, rank_text
+from meshfold.spmd import Layout
+
+
+@dataclass(frozen=True)
+class RegionProgram:
+    """The graph of one region for values that arrive in the layouts `slots`.
+
+    Placeholders of `graph`, in order: `mesh` (a RankMesh); `ahead` (a callable that starts the next
+    gathers); `instance` (its number, which tells random ops apart); one bucket in flight per entry of `buckets`; the local tensors of `direct` slots; one
+    float per hole of the region. It returns the outputs of the region as a tuple, then the new
+    values of mutated buffers.
+    """
+
+    name: str
+    region: int
+    slots: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    buckets: tuple[Bucket, ...]
+    direct: tuple[int, ...]
+    graph: fx.GraphModule
+
+    @property
+    def has_gather(self) -> bool:
+        return any(b.gather for b in self.buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One action, see the module docstring. `ahead` (F only): -1 for none."""
+
+    action: Literal["G", "F", "X"]
+    instance: int
+    ahead: int = -1
+
+    def __str__(self) -> str:
+        ahead = f"+G{self.ahead}" if self.ahead >= 0 else ""
+        return f"{self.action}{self.instance}{ahead}"
+
+
+@dataclass(frozen=True)
+class EmittedProgram:
+    """`programs[k]` is the index in `regions` of instance k's graph. `stored`: layout in which each
+    parameter of the folded graph lives between steps, by name."""
+
+    folded: FoldedGraph
+    mesh: Mesh
+    regions: tuple[RegionProgram, ...]
+    programs: tuple[int, ...]
+    steps: tuple[Step, ...]
+    stored: dict[str, Layout]
+
+    def region_of(self, instance: int) -> RegionProgram:
+        return self.regions[self.programs[instance]]
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of everything that all ranks must do alike, collectives and their order included."""
+        return hashlib.sha256("\n".join(self._body()).encode()).hexdigest()
+
+    def axis_sets(self) -> tuple[tuple[str, ...], ...]:
+        """The sets of axes that the program communicates over as one group, in a fixed order."""
+        names = self.mesh.names
+        sets: set[tuple[str, ...]] = {
+            (name,) for name, n in zip(names, self.mesh.sizes, strict=True) if n > 1
+        }
+        for region in self.regions:
+            for bucket in region.buckets:
+                sets.add(tuple(names[k] for k in bucket.gather))
+                sets.update(tuple(names[k] for k in m.reduce) for m in bucket.members)
+        return tuple(sorted(sets - {()}))
+
+    def text(self, rank: int = 0) -> str:
+        """The program as `rank` runs it. Raises ValueError if the mesh has no such rank."""
+        return "\n".join([*rank_text(self.mesh, rank, self.axis_sets()), *self._body()])
+
+    def _body(self) -> Iterator[str]:
+        yield "steps"
+        for run in self._step_runs():
+            yield f"  {run}"
+        for k, region in enumerate(self.regions):
+            instances = [i for i, p in enumerate(self.programs) if p == k]
+            scope = self.folded.instances[instances[0]].scope or "the model"
+            yield f"region {region.name}: {len(instances)} x, first {scope}"
+            for number, bucket in enumerate(region.buckets):
+                for line in bucket_text(number, bucket, self.mesh):
+                    yield f"  {line}"
+            for line in graph_lines(region.graph.graph):
+                yield f"  {line}"
+
+    def _step_runs(self) -> Iterator[str]:
+        """One line per run of instances that do alike; the steps are those of its first one."""
+        by_instance: dict[int, list[Step]] = {}
+        for step in self.steps:
+            by_instance.setdefault(step.instance, []).append(step)
+        start = 0
+        count = len(self.programs)
+        for k in range(1, count + 1):
+            if k < count and self._alike(by_instance[start], by_instance[k], start, k):
+                continue
+            name = self.region_of(start).name
+            where = f"instance {start}" if k == start + 1 else f"instances {start}..{k - 1}"
+            more = " ..." if k > start + 1 else ""
+            yield f"{name} {where}: {' '.join(map(str, by_instance[start]))}{more}"
+            start = k
+
+    def _alike(self, left: list[Step], right: list[Step], a: int, b: int) -> bool:
+        def shape(steps: list[Step], at: int) -> list[tuple[str, int]]:
+            return [(s.action, s.ahead - at if s.ahead >= 0 else -1) for s in steps]
+
+        return self.programs[a] == self.programs[b] and shape(left, a) == shape(right, b)
+
+    def parameters_of(self, instance: int, bucket: Bucket) -> list[str]:
+        """Names of the parameters behind a bucket's members, for one instance."""
+        sources = self.folded.instances[instance].sources
+        slots = self.folded.regions[self.folded.instances[instance].region].graph.slots
+        assert all(slots[m.slot].kind == SlotKind.PARAMETER for m in bucket.members)
+        return [sources[m.slot].name for m in bucket.members]

@@ -1,0 +1,177 @@
+"""CompiledModel: what meshfold.compile returns, an nn.Module that an ordinary training loop drives.
+
+    loss = compiled(**batch)
+    loss.backward()
+    optimizer.step()
+
+It holds this rank's shards as parameters under the original names; tied names are one parameter.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.batches import BatchReader
+from meshfold.capture import Captured
+from meshfold.collectives import RankMesh
+from meshfold.errors import MeshfoldError, OptionError
+from meshfold.initial_state import initial_values
+from meshfold.opgraph import SourceKind
+from meshfold.plan import Plan
+from meshfold.program import EmittedProgram
+from meshfold.runner import ProgramRunner
+from meshfold.shards import shard_of
+from meshfold.spmd import INVARIANT
+from meshfold.states import StateExchange, StoredTensor
+
+
+class CompiledModel(nn.Module):
+    """A model under a plan.
+
+    plan, program: what was chosen and what was emitted, for any cluster size. rank_mesh: this rank
+    among the processes, or None when there are none; then there are no parameters and forward
+    raises. fixed: the arguments of the captured call that are no tensors.
+
+    Parameters are local shards. state_dict gives DTensors and load_state_dict takes DTensors or
+    full tensors, see meshfold.states; both are called on all ranks together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        captured: Captured,
+        program: EmittedProgram,
+        rank_mesh: RankMesh | None,
+        fixed: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.plan = plan
+        self.program = program
+        self.rank_mesh = rank_mesh
+        self.num_steps = 0
+        """Forward passes so far. Dropout draws from (plan seed, num_steps): restore it, too, when
+        training goes on from a checkpoint."""
+        self._canonical: dict[str, str] = {}
+        self.training = model.training
+        if rank_mesh is None:
+            return
+        self._states = StateExchange(rank_mesh, _stored_tensors(program))
+        self._runner = ProgramRunner(program, rank_mesh, captured.constants)
+        self._batches = BatchReader(program, rank_mesh, fixed)
+        self._adopt(model, self._initial_state(model, rank_mesh))
+
+    def forward(self, **batch: Any) -> Tensor:
+        """The model's loss (or its only output) for the global batch or this rank's part of it.
+
+        Raises OptionError for a batch that does not fit the captured inputs.
+        """
+        if self.rank_mesh is None:
+            raise MeshfoldError(
+                f"this plan runs on {self.plan.world_size} processes and there is no process "
+                f"group; start it with torchrun --nproc-per-node {self.plan.world_size} and call "
+                "torch.distributed.init_process_group() before meshfold.compile"
+            )
+        inputs = self._batches.read(batch)
+        self.rank_mesh.rng = (self.plan.seed, self.num_steps)
+        self.num_steps += 1
+        return self._runner.run(
+            self._tensors(self.named_parameters), self._tensors(self.named_buffers), inputs
+        )
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """state_dict with full plain tensors, on every rank."""
+        local = super().state_dict()
+        return {
+            name: self._states.full(self._canonical[name], value) for name, value in local.items()
+        }
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As nn.Module.state_dict, with DTensors for local shards."""
+        state = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        if self.rank_mesh is not None and not kwargs.get("keep_vars", False):
+            for name, canonical in self._canonical.items():
+                if prefix + name in state:
+                    state[prefix + name] = self._states.outside(canonical, state[prefix + name])
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As nn.Module.load_state_dict, from DTensors or full plain tensors.
+
+        Raises OptionError for a tensor of another shape, and for `assign`.
+        """
+        if assign:
+            raise OptionError("assign=True would replace local shards; load without it")
+        local = {
+            name: self._states.inside(self._canonical[name], value)
+            if name in self._canonical
+            else value
+            for name, value in state_dict.items()
+        }
+        return super().load_state_dict(local, strict)
+
+    # Building.
+
+    def _initial_state(self, model: nn.Module, mesh: RankMesh) -> dict[str, Tensor]:
+        """Local parts of parameters and of the buffers that somebody needs, by canonical name."""
+        local: dict[str, Tensor] = {}
+        folded = self.program.folded
+        used = {s.name for i in folded.instances for s in i.sources if s.kind is SourceKind.BUFFER}
+        needed = [p.name for p in folded.parameters]
+        needed += [b.name for b in folded.buffers if b.persistent or b.name in used]
+        for name, value in initial_values(model, needed, seed=self.plan.seed, device=mesh.device):
+            layout = self._states.tensors[name].layout
+            part = shard_of(value, layout, mesh.mesh.sizes, mesh.coords)
+            local[name] = part.to(mesh.device, copy=True).contiguous()
+        return local
+
+    def _adopt(self, model: nn.Module, local: Mapping[str, Tensor]) -> None:
+        """Register local parts in the module tree of the original, in its order."""
+        folded = self.program.folded
+        for info in (*folded.parameters, *folded.buffers):
+            self._canonical.update(dict.fromkeys((info.name, *info.aliases), info.name))
+        parameters = {
+            p.name: nn.Parameter(local[p.name], requires_grad=p.requires_grad)
+            for p in folded.parameters
+        }
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            owner, leaf = self._owner(name)
+            owner.register_parameter(leaf, parameters[self._canonical[name]])
+        persistent = {b.name: b.persistent for b in folded.buffers}
+        for name, _ in model.named_buffers(remove_duplicate=False):
+            canonical = self._canonical[name]
+            if canonical in local:
+                owner, leaf = self._owner(name)
+                owner.register_buffer(leaf, local[canonical], persistent=persistent[canonical])
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """The module that holds the tensor called `name`, made if needed, and its name in there."""
+        *path, leaf = name.split(".")
+        module: nn.Module = self
+        for part in path:
+            if part not in module._modules:
+                if hasattr(module, part):
+                    raise MeshfoldError(
+                        f"the model calls a submodule {part!r}, which is an attribute of "
+                        "CompiledModel; rename it in the model"
+                    )
+                module.add_module(part, nn.Module())
+            module = module._modules[part]  # type: ignore[assignment]
+        return module, leaf
+
+    def _tensors(self, named: Any) -> dict[str, Tensor]:
+        """Live tensors by canonical name: the user may have moved or replaced them."""
+        return {self._canonical[name]: value for name, value in named()}
+
+
+def _stored_tensors(program: EmittedProgram) -> dict[str, StoredTensor]:
+    whole = (INVARIANT,) * len(program.mesh.axes)
+    folded = program.folded
+    stored = {p.name: StoredTensor(p.shape, program.stored[p.name]) for p in folded.parameters}
+    stored.update({b.name: StoredTensor(b.shape, whole) for b in folded.buffers})
+    return stored
