@@ -46,8 +46,8 @@ class RankMesh(ABC):
         return self.coords[self.mesh.index(axis)]
 
     @abstractmethod
-    def start_all_reduce(self, x: Tensor, axes: Axes) -> Tensor:
-        """Sum of x over the group; x is left as it is."""
+    def start_all_reduce(self, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
+        """Sum (or "max") of x over the group; x is left as it is."""
 
     @abstractmethod
     def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
@@ -95,8 +95,8 @@ class ProcessMesh(RankMesh):
         """The process group of this rank on `axes`. Raises KeyError if none was created."""
         return self._groups[axes]
 
-    def start_all_reduce(self, x: Tensor, axes: Axes) -> Tensor:
-        return _functional.all_reduce(x, "sum", self._groups[axes].group_name)  # type: ignore[no-any-return]
+    def start_all_reduce(self, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
+        return _functional.all_reduce(x, reduction, self._groups[axes].group_name)  # type: ignore[no-any-return]
 
     def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         group = self._groups[axes]

@@ -95,7 +95,7 @@ def region_rules(
     for size in set(sizes):
         candidates = _grown(graph, labels, size)
         per_size[size] = [
-            _op_rules(graph, op, labels[k], size, candidates) for k, op in enumerate(graph.ops)
+            op_rules(graph, op, labels[k], size, candidates) for k, op in enumerate(graph.ops)
         ]
     return tuple(tuple(per_size[n][k] for n in sizes) for k in range(len(graph.ops)))
 
@@ -195,7 +195,7 @@ def _shard_at(
     return not carriers, None
 
 
-def _op_rules(
+def op_rules(
     graph: OpGraph, op: Op, spec: OpLabels | None, size: int, candidates: Candidates
 ) -> tuple[AxisRule, ...]:
     """Rules of one op on one axis, "I" first. Rules that mean the same types are given once."""

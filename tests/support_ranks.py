@@ -71,8 +71,9 @@ class ThreadMesh(RankMesh):
         self._world = world
         self._in_flight: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def start_all_reduce(self, x: Tensor, axes: Axes) -> Tensor:
-        return self._start("all_reduce", x, axes, lambda parts, _: torch.stack(parts).sum(0))
+    def start_all_reduce(self, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
+        reduce = {"sum": torch.sum, "max": torch.amax}[reduction]
+        return self._start("all_reduce", x, axes, lambda parts, _: reduce(torch.stack(parts), 0))
 
     def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         assert x.is_contiguous()

@@ -1,0 +1,262 @@
+"""Emission of one op: the torch op on local shapes, or a local implementation that its rules ask
+for.
+
+    AxisRule.local    emitted as
+    "plain"           the torch op, sizes localized
+    "mean"            the torch op, then divide_by_ranks for the axes that shard a reduced dim
+    others            the function of meshfold.local_ops, which takes all axes at once; where its
+                      work is not needed (attention without dropout, say) the torch op
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshfold import local_ops
+from meshfold.errors import UnsupportedOpError
+from meshfold.local_ops import Digits
+from meshfold.mesh import Mesh
+from meshfold.opgraph import Arg, Hole, Op, OpGraph, Ref, Symbol
+from meshfold.passes.localize import localize
+from meshfold.passes.rules import OP_RULES, rule_locals, summed_axes
+from meshfold.spmd import Layout
+from meshfold.strategy import OpTyping
+from meshfold.torch_ops import torch_dtype, torch_target
+
+_REDUCTIONS = ("none", "mean", "sum")
+_RANDOM = frozenset(
+    {
+        "aten.dropout.default",
+        "aten.native_dropout.default",
+        "aten.scaled_dot_product_attention.default",
+    }
+)
+"""Ops that draw random numbers only where their arguments say so."""
+
+
+@dataclass(frozen=True)
+class OpContext:
+    """One op on its way into `graph`. operands: nodes in the layouts of the typing, in the order of
+    op.operands; floats: nodes of the region's float holes; site: node or number that tells
+    instances apart, for random ops."""
+
+    graph: fx.Graph
+    mesh_node: fx.Node
+    op_graph: OpGraph
+    op_index: int
+    typing: OpTyping
+    operands: Sequence[fx.Node]
+    mesh: Mesh
+    site: fx.Node | int
+    floats: Sequence[fx.Node]
+
+    @property
+    def op(self) -> Op:
+        return self.op_graph.ops[self.op_index]
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(function, args, kwargs)
+
+    def digits(self, layout: Layout, dim: int) -> Digits:
+        """(axis, blocks) of the axes that shard `dim`."""
+        named = zip(self.mesh.names, layout, strict=True)
+        return tuple((name, t.blocks) for name, t in named if t.is_shard and t.dim == dim)
+
+    def all_digits(self, layout: Layout, rank: int) -> tuple[Digits, ...]:
+        return tuple(self.digits(layout, d) for d in range(rank))
+
+    def named(self) -> dict[str, Any]:
+        """Global arguments by name, tensors as nodes."""
+        nodes = iter(self.operands)
+        arguments = _global_arguments(self.op)
+        return {name: self.realize(arg, nodes) for name, arg in arguments.items()}
+
+    def realize(self, arg: Arg, nodes: Any) -> Any:
+        """An argument as fx takes it; references take the next of `nodes`."""
+        match arg:
+            case Ref():
+                return next(nodes)
+            case Hole():
+                return self.floats[arg.index]
+            case tuple():
+                return [self.realize(a, nodes) for a in arg]
+            case Symbol(kind="device"):
+                return self.call(getattr, self.mesh_node, "device")
+            case Symbol(kind="dtype"):
+                return torch_dtype(arg.text)
+            case Symbol():
+                return getattr(torch, arg.text)
+        return arg
+
+
+def emit_op(
+    graph: fx.Graph,
+    mesh_node: fx.Node,
+    op_graph: OpGraph,
+    op_index: int,
+    typing: OpTyping,
+    operand_nodes: Sequence[fx.Node],
+    mesh: Mesh,
+    site: fx.Node | int,
+    float_nodes: Sequence[fx.Node] = (),
+) -> list[fx.Node]:
+    """Appends the op to `graph`; returns one node per output.
+
+    Arguments as in OpContext. Raises UnsupportedOpError for an op that draws random numbers in a
+    way that ranks would not agree on, or that this torch does not have.
+    """
+    context = OpContext(
+        graph, mesh_node, op_graph, op_index, typing, operand_nodes, mesh, site, float_nodes
+    )
+    wanted = {local for local in rule_locals(op_graph, op_index, typing) if local != "plain"}
+    if not wanted:
+        return _plain(context)
+    (local,) = wanted
+    return _EMITTERS[local](context)
+
+
+def needs_site(op_graph: OpGraph) -> bool:
+    """Whether a region draws random numbers, so that its instances need different sites."""
+    return any(_draws(_global_arguments(op)) for op in op_graph.ops if op.target in _RANDOM)
+
+
+def _global_arguments(op: Op) -> dict[str, Arg]:
+    names = OP_RULES[op.target].parameters
+    return dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
+
+
+def _draws(arguments: dict[str, Any]) -> bool:
+    """Whether a random op may drop anything: its probability is not known to be 0."""
+    probability = arguments.get("dropout_p", arguments.get("p", 0.0))
+    return arguments.get("train", True) is not False and probability != 0.0
+
+
+def _plain(context: OpContext) -> list[fx.Node]:
+    """The torch op on local shapes."""
+    function: Any = torch_target(context.op.target)
+    arguments = _global_arguments(context.op) if context.op.target in _RANDOM else {}
+    if torch.Tag.nondeterministic_seeded in function.tags and (not arguments or _draws(arguments)):
+        raise UnsupportedOpError(
+            f"{context.op.target} draws random numbers, which ranks would not agree on; "
+            "add a rule with a local implementation (passes/rules_random.py)",
+            op=context.op.target,
+            source=context.op.source,
+        )
+    op = context.op
+    args, kwargs = localize(context.op_graph, context.op_index, context.typing, context.mesh.sizes)
+    nodes = iter(context.operands)
+    real_args = [context.realize(a, nodes) for a in args]
+    real_kwargs = {name: context.realize(a, nodes) for name, a in kwargs}
+    made = context.call(function, *real_args, **real_kwargs)
+    if not _returns_many(function):
+        return [made]
+    return [context.call(operator.getitem, made, k) for k in range(len(op.outputs))]
+
+
+def _returns_many(function: Any) -> bool:
+    """Whether a torch op returns a list or several tensors."""
+    returns = function._schema.returns
+    return len(returns) > 1 or str(returns[0].type) != "Tensor"
+
+
+def _mean(context: OpContext) -> list[fx.Node]:
+    (made,) = _plain(context)
+    shared = summed_axes(context.op_graph, context.op_index, context.typing)
+    axes = tuple(context.mesh.names[k] for k in shared)
+    return [context.call(local_ops.divide_by_ranks, context.mesh_node, made, axes)]
+
+
+def _embedding(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    weight = context.op_graph.values[context.op.operands[0]]
+    return [
+        context.call(
+            local_ops.embedding,
+            context.mesh_node,
+            named["weight"],
+            named["indices"],
+            named.get("padding_idx", -1),
+            weight.shape[0],
+            context.digits(context.typing.inputs[0], 0),
+        )
+    ]
+
+
+def _cross_entropy(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    logits = context.op_graph.values[context.op.operands[0]]
+    rows = summed_axes(context.op_graph, context.op_index, context.typing)
+    return [
+        context.call(
+            local_ops.cross_entropy,
+            context.mesh_node,
+            named["self"],
+            named["target"],
+            _REDUCTIONS[named.get("reduction", 1)],
+            named.get("ignore_index", -100),
+            logits.shape[1],
+            context.digits(context.typing.inputs[0], 1),
+            tuple(context.mesh.names[k] for k in rows),
+        )
+    ]
+
+
+def _dropout(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    if not _draws(named):
+        return _plain(context)
+    op, layout = context.op, context.typing.outputs[0]
+    shape = context.op_graph.values[op.outputs[0]].shape
+    site = (context.site, context.op_index)
+    digits = context.all_digits(layout, len(shape))
+    several = len(op.outputs) > 1
+    function = local_ops.native_dropout if several else local_ops.dropout
+    made = context.call(
+        function, context.mesh_node, named["input"], named["p"], site, shape, digits
+    )
+    return [context.call(operator.getitem, made, k) for k in range(2)] if several else [made]
+
+
+def _attention(context: OpContext) -> list[fx.Node]:
+    op, typing = context.op, context.typing
+    named = context.named()
+    query, key = (context.op_graph.values[v].shape for v in op.operands[:2])
+    query_layout, key_layout = typing.inputs[:2]
+    heads = len(query) - 3
+    num_key_heads = key[heads] if heads > 0 else 1
+    key_digits = context.digits(key_layout, heads) if heads > 0 else ()
+    picks_heads = heads > 0 and context.digits(query_layout, heads) != key_digits
+    causal_part = named.get("is_causal", False) and context.digits(query_layout, len(query) - 2)
+    if not (_draws(named) or (picks_heads and num_key_heads > 1) or causal_part):
+        return _plain(context)
+    scores = (*query[:-1], key[-2])
+    return [
+        context.call(
+            local_ops.attention,
+            context.mesh_node,
+            *(named[name] for name in ("query", "key", "value")),
+            named.get("attn_mask"),
+            is_causal=named.get("is_causal", False),
+            scale=named.get("scale"),
+            probability=named.get("dropout_p", 0.0),
+            site=(context.site, context.op_index),
+            shape=scores,
+            # Key positions are whole: the last dim of the scores has no digits.
+            digits=(*context.all_digits(typing.outputs[0], len(query) - 1), ()),
+            key_heads=(num_key_heads, key_digits),
+        )
+    ]
+
+
+_EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
+    "mean": _mean,
+    "embedding": _embedding,
+    "cross_entropy": _cross_entropy,
+    "dropout": _dropout,
+    "attention": _attention,
+}
+"""By AxisRule.local; the same keys as local_ops.LOCAL_OPS."""

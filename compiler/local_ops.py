@@ -1,0 +1,227 @@
+"""Local implementations for rules whose op is not simply the same op on smaller tensors.
+
+Each takes the RankMesh first and names axes by their symbolic names. A sharded dim is described by
+its digits: ((axis, blocks), ...), blocks as in the type Shard(dim, blocks) of that axis on the
+whole tensor. One function serves every combination of axes: with two axes that ask for something
+special, each appears in the arguments (cross_entropy with classes on one, rows on the other).
+
+LOCAL_OPS is keyed by AxisRule.local; meshfold.emit_op fills in the arguments.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshfold.collectives import Axes, RankMesh
+from meshfold.random_masks import kept, stream_key
+from meshfold.shard_tensors import digits_of, held_indices
+
+Digits = tuple[tuple[str, int], ...]
+"""(axis name, blocks) of every axis that shards a dim."""
+
+
+def divide_by_ranks(mesh: RankMesh, x: Tensor, axes: Axes) -> Tensor:
+    """A mean over the local part of a dim -> this rank's share of the mean over the whole dim, when
+    `axes` shard it evenly."""
+    return x / mesh.size(axes)
+
+
+def embedding(
+    mesh: RankMesh, weight: Tensor, ids: Tensor, padding_idx: int, num_rows: int, digits: Digits
+) -> Tensor:
+    """Rows of a table [num_rows, o] of which this rank holds some: zero where it does not hold the
+    row. ids [...] -> [..., o], to be summed over the axes of `digits`. padding_idx: a global row
+    that gets no gradient, -1 for none."""
+    places = _places(mesh, digits)
+    held, rows = digits_of(ids, num_rows, places)
+    here, padding = digits_of(torch.tensor(padding_idx % num_rows), num_rows, places)
+    skip = int(padding) if padding_idx >= 0 and bool(here) else None
+    found = functional.embedding(rows, weight, padding_idx=skip)
+    return found.masked_fill(~held.unsqueeze(-1), 0.0)
+
+
+def cross_entropy(
+    mesh: RankMesh,
+    logits: Tensor,
+    target: Tensor,
+    reduction: str,
+    ignore_index: int,
+    num_classes: int,
+    class_digits: Digits,
+    row_axes: Axes,
+) -> Tensor:
+    """Cross entropy of logits [rows, v, ...] and target [rows, ...].
+
+    class_digits: axes that shard v; the result is the same on them. row_axes: axes that shard rows;
+    the result is a pending sum over them. reduction: "mean" (over the targets of all ranks that are
+    not ignored), "sum" or "none".
+    """
+    if class_digits:
+        losses: Tensor = _ShardedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            mesh, logits, target, ignore_index, num_classes, class_digits
+        )
+        if reduction == "none":
+            return losses
+        total = losses.sum()
+    else:
+        total = functional.cross_entropy(logits, target, reduction="sum", ignore_index=ignore_index)
+    if reduction == "sum":
+        return total
+    count = (target != ignore_index).sum().to(total.dtype)
+    return total / _all_reduced(mesh, count, row_axes)
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """Per-row losses from the classes that this rank holds.
+
+    With m, z the maximum and the sum of exp(x - m) over all classes, a loss is
+    m + log z - x[target] and its gradient exp(x - m) / z - [class is target]. Backward needs no
+    communication.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mesh: RankMesh,
+        logits: Tensor,
+        target: Tensor,
+        ignore_index: int,
+        num_classes: int,
+        digits: Digits,
+    ) -> Tensor:
+        x = logits if logits.dtype.itemsize >= 4 else logits.float()
+        axes = tuple(axis for axis, _ in digits)
+        largest = _all_reduced(mesh, x.amax(1), axes, "max")
+        # An ignored target may be any number: it is given class 0 and masked out.
+        counts = target != ignore_index
+        held, column = digits_of(torch.where(counts, target, 0), num_classes, _places(mesh, digits))
+        own = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~held, 0.0)
+        exponentials = (x - largest.unsqueeze(1)).exp_().sum(1)
+        sums = _all_reduced(mesh, torch.stack([exponentials, own]), axes)
+        normalizer = largest + sums[0].log()
+        ctx.save_for_backward(logits, normalizer, counts, held, column)
+        return (normalizer - sums[1]).masked_fill_(~counts, 0.0).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        logits, normalizer, counts, held, column = ctx.saved_tensors
+        x = logits.to(normalizer.dtype)
+        result = (x - normalizer.unsqueeze(1)).exp_()
+        target_share = -held.to(result.dtype).unsqueeze(1)
+        result.scatter_add_(1, column.unsqueeze(1), target_share)
+        result *= (gradient * counts).unsqueeze(1)
+        return None, result.to(logits.dtype), None, None, None, None
+
+
+def dropout(
+    mesh: RankMesh,
+    x: Tensor,
+    probability: float,
+    site: tuple[int, int],
+    shape: tuple[int, ...],
+    digits: tuple[Digits, ...],
+) -> Tensor:
+    """x with elements dropped with `probability`, the others scaled up to keep the mean.
+
+    site: (instance, op), so that no two ops of a step share a mask. shape: of the whole tensor;
+    digits: per dim.
+    """
+    return _scaled(x, dropout_mask(mesh, probability, site, shape, digits), probability)
+
+
+def native_dropout(
+    mesh: RankMesh,
+    x: Tensor,
+    probability: float,
+    site: tuple[int, int],
+    shape: tuple[int, ...],
+    digits: tuple[Digits, ...],
+) -> tuple[Tensor, Tensor]:
+    """As dropout; also the mask of what was kept."""
+    mask = dropout_mask(mesh, probability, site, shape, digits)
+    return _scaled(x, mask, probability), mask
+
+
+def dropout_mask(
+    mesh: RankMesh,
+    probability: float,
+    site: tuple[int, int],
+    shape: tuple[int, ...],
+    digits: tuple[Digits, ...],
+) -> Tensor:
+    """This rank's part of the mask of what a dropout of the whole tensor keeps."""
+    index = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for d, size in enumerate(shape):
+        held = held_indices(size, _places(mesh, digits[d]), mesh.device)
+        index = index.unsqueeze(-1) + held * math.prod(shape[d + 1 :])
+    return kept(index, stream_key(*mesh.rng, *site), 1.0 - probability)
+
+
+def attention(
+    mesh: RankMesh,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    probability: float,
+    site: tuple[int, int],
+    shape: tuple[int, ...],
+    digits: tuple[Digits, ...],
+    key_heads: tuple[int, Digits],
+) -> Tensor:
+    """Attention on some batches, heads and query rows.
+
+    query [..., h, s, e], key and value [..., g, t, e], mask broadcast to [..., h, s, t], all local.
+    shape, digits: of the whole scores [..., h, s, t]. key_heads: number of key heads in all, and
+    how they are sharded. probability: of dropping a weight.
+    """
+    if len(shape) > 3 and query.shape[-3] != key.shape[-3]:
+        heads = held_indices(shape[-3], _places(mesh, digits[-3]), mesh.device)
+        count, key_digits = key_heads
+        needed = heads // (shape[-3] // count)
+        _, place = digits_of(needed, count, _places(mesh, key_digits))
+        key, value = key.index_select(-3, place), value.index_select(-3, place)
+    if is_causal:
+        rows = held_indices(shape[-2], _places(mesh, digits[-2]), mesh.device)
+        mask = rows.unsqueeze(1) >= torch.arange(shape[-1], device=mesh.device)
+    if probability == 0.0:
+        return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
+    if mask is not None and mask.dtype == torch.bool:
+        lowest = torch.finfo(scores.dtype).min
+        # A row without any key gives zeros, not NaN.
+        weights = scores.masked_fill(~mask, lowest).softmax(-1).masked_fill(~mask, 0.0)
+    else:
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+    drop = dropout_mask(mesh, probability, site, shape, digits)
+    return _scaled(weights, drop, probability) @ value
+
+
+def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
+    return x * mask / (1.0 - probability) if probability < 1.0 else x * 0.0
+
+
+def _places(mesh: RankMesh, digits: Digits) -> tuple[tuple[int, int, int], ...]:
+    return tuple((blocks, mesh.size((axis,)), mesh.coord(axis)) for axis, blocks in digits)
+
+
+def _all_reduced(mesh: RankMesh, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
+    for axis in axes:
+        x = mesh.wait(mesh.start_all_reduce(x, (axis,), reduction))
+    return x
+
+
+LOCAL_OPS: dict[str, Callable[..., Any]] = {
+    "mean": divide_by_ranks,
+    "embedding": embedding,
+    "cross_entropy": cross_entropy,
+    "dropout": dropout,
+    "attention": attention,
+}
