@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from meshfold.errors import OptionError
+from meshfold.plan import Plan
 
 SEQUENCE_LIMIT = 2048
 """Longest default sequence; --seq goes beyond."""
@@ -71,6 +72,17 @@ def build_model(
         if argument.endswith(".json"):
             return _from_file(Path(argument), batch or default_batch, sequence, device)
         return _from_factory(argument, batch, sequence)
+
+
+def build_for_plan(argument: str, plan: Plan, *, device: str = "meta") -> BuiltModel:
+    """The model that MODEL names, with example inputs of the sizes that the plan was made for. A
+    factory is given those of batch and seq that it has arguments for."""
+    lengths = [s[1] for _, s, dtype in plan.model.inputs if len(s) == 2 and "float" not in dtype]
+    sizes = {"batch": plan.model.batch_size, "seq": lengths[0] if lengths else None}
+    if not argument.endswith(".json"):
+        accepted = inspect.signature(_find_factory(argument)).parameters
+        sizes = {name: size for name, size in sizes.items() if name in accepted}
+    return build_model(argument, batch=sizes.get("batch"), sequence=sizes.get("seq"), device=device)
 
 
 def _from_factory(argument: str, batch: int | None, sequence: int | None) -> BuiltModel:

@@ -1,0 +1,244 @@
+"""Does a plan compute what the model computes? Local processes against the model in one process.
+
+    captured, as planned --exact--> float64, no dropout --emit with the plan--> gloo processes
+    the unmodified model in float64, dropout off ----------------------------> one process
+
+Every process runs both on the same batch and compares the loss and its shard of every gradient.
+A parameter's difference is relative to the largest entry of its own gradient, or to a thousandth of
+the largest entry of any, whichever is more: what is zero but for rounding is not compared with
+itself.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshfold.api import bind, check_fingerprint
+from meshfold.capture import Captured, capture
+from meshfold.errors import MeshfoldError
+from meshfold.local_processes import Report, run_local
+from meshfold.models import BuiltModel, build_for_plan
+from meshfold.passes.exact import exact
+from meshfold.passes.fold_assemble import fingerprint
+from meshfold.plan import Plan
+from meshfold.plan_io import plan_from_json, plan_to_json
+from meshfold.precision import float64_everywhere
+from meshfold.shards import shard_of
+
+TOLERANCE = 1e-10
+"""Right programs differ by 1e-13 and less, wrong ones by 1e-3 and more."""
+MAX_PROCESSES = 8
+SMALL_SHARE = 1e-3
+
+
+@dataclass(frozen=True)
+class GradientDifference:
+    """A parameter: largest entry of its gradient, and of the difference, over all shards."""
+
+    name: str
+    largest: float
+    difference: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """gradients: worst first. eager_loss: of the model in one process."""
+
+    world_size: int
+    strategy: str
+    eager_loss: float
+    loss: float
+    gradients: tuple[GradientDifference, ...]
+    tolerance: float = TOLERANCE
+
+    @property
+    def loss_difference(self) -> float:
+        """Relative to the loss, or absolute for a loss below 1."""
+        return abs(self.loss - self.eager_loss) / max(1.0, abs(self.eager_loss))
+
+    @property
+    def passed(self) -> bool:
+        differences = [self.loss_difference, *(g.relative for g in self.gradients)]
+        return all(d <= self.tolerance for d in differences)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if self.passed:
+            return f"loss and {len(self.gradients)} gradients agree to {self.tolerance:.0e}"
+        worst = self.gradients[0] if self.gradients else None
+        if worst is None or worst.relative <= self.tolerance:
+            return f"the losses differ, {self.loss!r} against {self.eager_loss!r}"
+        wrong = sum(not g.relative <= self.tolerance for g in self.gradients)
+        return (
+            f"{wrong} of {len(self.gradients)} gradients differ, worst {worst.name} by "
+            f"{worst.relative:.1e} (tolerance {self.tolerance:.0e}); report it with the plan file"
+        )
+
+
+def verify(plan: Plan, model_argument: str) -> VerifyReport:
+    """Runs the comparison. `model_argument` is the MODEL of the command line.
+
+    Raises PlanMismatchError if the plan is for another model, MeshfoldError if it needs more
+    processes than this machine should start, LocalProcessError if a process fails.
+    """
+    if plan.world_size > MAX_PROCESSES:
+        raise MeshfoldError(
+            f"the plan is for {plan.world_size} processes, verify starts at most {MAX_PROCESSES}; "
+            "plan a smaller version of the model with the same degrees for local-cpux8 or less "
+            "and verify that"
+        )
+    captured_as_planned(plan, build_for_plan(model_argument, plan))
+    results = run_local(plan.world_size, _compare, plan_to_json(plan), model_argument)
+    return _report(plan, results)
+
+
+def captured_as_planned(plan: Plan, built: BuiltModel) -> Captured:
+    """The captured model. Raises PlanMismatchError if it is not the one that was planned."""
+    captured = capture(built.model, built.example_inputs)
+    check_fingerprint(plan, captured)
+    return captured
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What one process found; gradients: name -> (largest entry, largest difference)."""
+
+    eager_loss: float
+    loss: float
+    gradients: Mapping[str, tuple[float, float]]
+
+
+def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
+    plan = plan_from_json(plan_text)
+    built = build_for_plan(model_argument, plan, device="cpu")
+    captured = _exact(captured_as_planned(plan, built))
+    built = BuiltModel(built.model.double(), _double(built.example_inputs))
+    eager_loss = _eager_step(built, captured.graph.outputs[0].name)
+    compiled = bind(built.model, _planned_for(plan, captured), captured, built.example_inputs)
+    assert compiled.rank_mesh is not None
+    # The graph names the dtype of most new tensors, not of those that had the default one.
+    with float64_everywhere():
+        loss = compiled(**built.example_inputs)
+        torch.autograd.backward(loss.sum())
+    whole = dict(built.model.named_parameters())
+    local = dict(compiled.named_parameters())
+    gradients = {}
+    for name, layout in compiled.program.stored.items():
+        coords = compiled.rank_mesh.coords
+        expected = shard_of(_gradient(whole[name]), layout, plan.mesh.sizes, coords)
+        difference = _largest(_gradient(local[name]) - expected)
+        gradients[name] = (_largest(_gradient(whole[name])), difference)
+    dist.barrier()
+    return _Compared(eager_loss.sum().item(), loss.sum().item(), gradients)
+
+
+def _exact(captured: Captured) -> Captured:
+    constants = {name: _wide(value) for name, value in captured.constants.items()}
+    return replace(captured, graph=exact(captured.graph), constants=constants)
+
+
+def _planned_for(plan: Plan, captured: Captured) -> Plan:
+    """`plan` as if it had been made for the exact program, whose typing is the same."""
+    graph = captured.graph
+    inputs = tuple((i.name, i.shape, i.dtype) for i in graph.inputs)
+    return replace(plan, model=replace(plan.model, fingerprint=fingerprint(graph), inputs=inputs))
+
+
+def _double(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def change(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _wide(value)
+        if isinstance(value, Mapping):
+            return {k: change(v) for k, v in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(change, value))
+        return value
+
+    return {name: change(value) for name, value in inputs.items()}
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
+
+
+def _eager_step(built: BuiltModel, output: str) -> Tensor:
+    """Forward and backward of the model itself; gradients are left in `.grad`."""
+    with float64_everywhere(), without_dropout():
+        value: Any = built.model(**built.example_inputs)
+        for key in filter(None, output.split(".")):
+            value = value[int(key)] if isinstance(value, list | tuple) else value[key]
+        assert isinstance(value, Tensor), output
+        torch.autograd.backward(value.sum())
+    return value.detach()
+
+
+def _gradient(parameter: nn.Parameter | Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
+    first = results[0]
+    floor = SMALL_SHARE * max((size for size, _ in first.gradients.values()), default=0.0)
+    gradients = []
+    for name, (size, _) in first.gradients.items():
+        differences = [r.gradients[name][1] for r in results]
+        worst = max(differences, key=_badness)
+        scale = max(size, floor)
+        relative = worst / scale if scale else worst
+        gradients.append(GradientDifference(name, size, worst, relative))
+    gradients.sort(key=lambda g: (-_badness(g.relative), g.name))
+    loss = max((r.loss for r in results), key=lambda x: _badness(x - first.eager_loss))
+    return VerifyReport(
+        plan.world_size, plan.strategy.label, first.eager_loss, loss, tuple(gradients)
+    )
+
+
+def _badness(difference: float) -> float:
+    """Its size; NaN is worse than anything."""
+    return math.inf if math.isnan(difference) else abs(difference)
+
+
+class _NoDropout(TorchFunctionMode):
+    # Position and name of the probability.
+    _FUNCTIONS = {
+        F.dropout: (1, "p"),
+        F.dropout1d: (1, "p"),
+        F.dropout2d: (1, "p"),
+        F.dropout3d: (1, "p"),
+        F.alpha_dropout: (1, "p"),
+        F.feature_alpha_dropout: (1, "p"),
+        torch.dropout: (1, "p"),
+        F.scaled_dot_product_attention: (4, "dropout_p"),
+    }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._FUNCTIONS:
+            position, name = self._FUNCTIONS[func]
+            args = [0.0 if k == position else a for k, a in enumerate(args)]
+            if len(args) <= position:
+                kwargs[name] = 0.0
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Within it, every dropout of torch drops nothing; train mode stays train mode otherwise."""
+    with _NoDropout():
+        yield
