@@ -1,0 +1,120 @@
+"""`make demo`: a model from nn.Module to four training processes, and the same numbers as one.
+
+Plans a small Llama for four local processes under a memory budget that plain data parallelism would
+break, shows the plan beside what the baselines would cost, trains it on four gloo processes, trains
+it in this process as well, and compares the losses.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import meshfold
+from meshfold.local_processes import Report, run_local
+from meshfold.render import summary_view
+from meshfold.units import count_text, parse_bytes
+
+WORLD_SIZE, STEPS = 4, 20
+BATCH, SEQUENCE, VOCABULARY = 8, 64, 1024
+MEMORY = "24MB"
+PLAN_FILE = Path("demo-out") / "plan.json"
+
+
+def build_model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=SEQUENCE,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def make_batch(step: int) -> dict[str, torch.Tensor]:
+    """Counting sequences with random starts: something to learn within seconds."""
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(0, VOCABULARY, (BATCH, 1), generator=generator)
+    tokens = (start + torch.arange(SEQUENCE)) % VOCABULARY
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def train(report: Report, model: torch.nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        loss = model(**make_batch(step))
+        loss = getattr(loss, "loss", loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        report(losses[-1])
+    return losses
+
+
+def train_one_rank(report: Report, plan_file: str) -> list[float]:
+    """Runs on each of the four processes."""
+    model = meshfold.compile(build_model(), "local-cpux4", make_batch(0), plan=plan_file)
+    return train(report, model)
+
+
+def train_with_progress(console: Console) -> tuple[list[float], list[float]]:
+    """Losses on four processes, and in this one."""
+    columns = (TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TextColumn("loss {task.fields[loss]:.4f}"), TimeElapsedColumn(), console=console
+    ) as progress:
+        many = progress.add_task(f"{WORLD_SIZE} processes", total=STEPS, loss=float("nan"))
+        one = progress.add_task("one process", total=STEPS, loss=float("nan"))
+
+        def show(rank: int, loss: float) -> None:
+            if rank == 0:
+                progress.update(many, advance=1, loss=loss)
+
+        parallel = run_local(WORLD_SIZE, train_one_rank, str(PLAN_FILE), on_report=show)[0]
+        torch.set_num_threads(1)
+        alone = train(lambda loss: progress.update(one, advance=1, loss=loss), build_model())
+    return parallel, alone
+
+
+def comparison(parallel: list[float], alone: list[float]) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for name in ("step", f"{WORLD_SIZE} processes", "one process", "difference"):
+        table.add_column(name, justify="right")
+    for step in sorted({*range(0, STEPS, 4), STEPS - 1}):
+        a, b = parallel[step], alone[step]
+        table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
+    return table
+
+
+def main() -> int:
+    console = Console()
+    model = build_model()
+    num_parameters = count_text(sum(p.numel() for p in model.parameters()))
+    console.rule(f"planning a Llama of {num_parameters} parameters, {MEMORY} per process")
+    options = meshfold.CompileOptions(memory_bytes=parse_bytes(MEMORY))
+    plan = meshfold.find_plan(model, f"local-cpux{WORLD_SIZE}", make_batch(0), options=options)
+    PLAN_FILE.parent.mkdir(exist_ok=True)
+    meshfold.save_plan(plan, PLAN_FILE)
+    console.print(summary_view(plan))
+    console.rule(f"training {STEPS} steps")
+    parallel, alone = train_with_progress(console)
+    console.rule("losses")
+    console.print(comparison(parallel, alone))
+    largest = max(abs(a - b) for a, b in zip(parallel, alone, strict=True))
+    console.print(f"largest difference of {STEPS} losses: {largest:.1e}", style="bold green")
+    console.print(f"the plan is in {PLAN_FILE}; 'meshfold show {PLAN_FILE}' has the details")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
