@@ -11,7 +11,10 @@ is filled from few scalar prices (ConversionTables._step_s) by array indexing, o
 """
 
 import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +31,46 @@ _ValueClass = tuple[tuple[int, ...], str, bool]
 _StepKey = tuple[_ValueClass, int, SpmdType | str, SpmdType | str, tuple[bool, ...]]
 
 
+class PendingSums(Enum):
+    """What may become of a pending sum on its way to a user, on one axis."""
+
+    ANY = "any"
+    """All-reduce or reduce-scatter, each at its own price."""
+    REDUCED = "reduced"
+    """All-reduce only, and no other conversion cuts or gathers a value with a gradient: tensor
+    parallelism without sequence parallelism, where ops with sharded parameters alone make shards
+    and contract them."""
+    SCATTERED = "scattered"
+    """Both, but an all-reduce is charged as the reduce-scatter and the all-gather it consists of:
+    the view of sequence parallelism, which does the ops in between on shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchCosts:
+    """Costs of conversions as the search sees them: no launch for what happens inside a rank
+    (most slices are views, masks and pads are tiny beside the ops around them), and an all-reduce
+    in two halves on axes whose `sums` are SCATTERED."""
+
+    costs: CostModel
+    sums: tuple[PendingSums, ...]
+
+    def collective_s(self, kind: str, num_bytes: int, axes: tuple[int, ...]) -> float:
+        (axis,) = axes
+        if kind == "all_reduce" and self.sums[axis] is PendingSums.SCATTERED:
+            halves = ("reduce_scatter", "all_gather")
+            return sum(self.costs.collective_s(half, num_bytes, axes) for half in halves)
+        return self.costs.collective_s(kind, num_bytes, axes)
+
+    def compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
+        return max(0.0, self.costs.compute_s(flops, num_bytes, dtype) - self.costs.launch_s)
+
+
 class ConversionTables:
     """Conversion matrices on one mesh under one cost model. Everything computed is kept."""
 
-    def __init__(self, mesh: Mesh, costs: CostModel) -> None:
+    def __init__(self, mesh: Mesh, costs: CostModel, sums: tuple[PendingSums, ...] = ()) -> None:
         self.mesh = mesh
-        self.costs = costs
+        self.costs = SearchCosts(costs, sums or (PendingSums.ANY,) * len(mesh.axes))
         self.legal = Legality(mesh.sizes)
         self._matrices: dict[tuple[_ValueClass, tuple[Layout, ...]], Table] = {}
         self._steps: dict[_StepKey, float] = {}
@@ -63,9 +100,24 @@ class ConversionTables:
         for a, b in np.argwhere(np.isinf(best)):
             # Two shards that trade places on one dim: no plain order is legal.
             source, target = layouts[a], layouts[b]
-            if self.legal(value.shape, source) and self.legal(value.shape, target):
+            if self._is_swap(value, source, target):
                 best[a, b] = conversion_cost(value, source, target, self.mesh, self.costs).total_s
         return best
+
+    def _is_swap(self, value: Value, source: Layout, target: Layout) -> bool:
+        """Whether two axes that both stay shards may trade places."""
+        moved = [
+            k
+            for k, (s, t) in enumerate(zip(source, target, strict=True))
+            if s != t and s.is_shard and t.is_shard
+        ]
+        if len(moved) < 2 or any(self._is_forbidden(value, k, target[k]) for k in moved):
+            return False
+        return self.legal(value.shape, source) and self.legal(value.shape, target)
+
+    def _is_forbidden(self, value: Value, axis: int, *ends: SpmdType) -> bool:
+        reduced = self.costs.sums[axis] is PendingSums.REDUCED
+        return reduced and value.requires_grad and any(t.is_shard for t in ends)
 
     def _step_table(self, value: Value, types: Sequence[Sequence[SpmdType]], axis: int) -> Table:
         """[source type, target type, which other axes shard the value (bits)] -> seconds."""
@@ -89,6 +141,8 @@ class ConversionTables:
         source, target = before[axis], after[axis]
         if source == target:
             return 0.0
+        if self._is_forbidden(value, axis, source, target):
+            return math.inf
         both = source.is_shard and target.is_shard
         key = (
             (value.shape, value.dtype, value.requires_grad),

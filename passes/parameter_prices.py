@@ -21,10 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
-from meshfold.passes.conversions import conversion_cost
+from meshfold.passes.conversions import ConversionCosts, conversion_cost
 from meshfold.passes.elimination import Table
 from meshfold.spmd import Layout, SpmdType, is_legal
 
@@ -34,8 +33,8 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the search pays for memory: per byte of the stored layout on a rank, and per byte of
-    the layout that ops read (after a gather)."""
+    """What the search pays for memory of parameters of two dims and more: per byte of the stored
+    layout on a rank, and per byte of the layout that ops read (after a gather)."""
 
     state_s_per_byte: float = 0.0
     used_s_per_byte: float = 0.0
@@ -58,7 +57,7 @@ class ParameterPrices:
     def __init__(
         self,
         mesh: Mesh,
-        costs: CostModel,
+        costs: ConversionCosts,
         gatherable_axes: frozenset[int],
         parameter_fraction: tuple[float, ...],
     ) -> None:
@@ -99,8 +98,7 @@ class ParameterPrices:
             if is_bucketed(source, target):
                 total += self.parameter_fraction[axis] * self._bucketed_s(value, now, after, axis)
             else:
-                cost = conversion_cost(value, now, after, self.mesh, self.costs)
-                total += cost.forward_s + cost.backward_s
+                total += conversion_cost(value, now, after, self.mesh, self.costs).total_s
             now = after
         return total
 

@@ -300,13 +300,15 @@ def _parameter_term(
 ) -> ParameterTerm:
     value = b.graph.values[slot]
     convert = tuple(p.matrix(value, tuple(stored), user.layouts) for user in users)
+    # Vectors are too small for memory to matter, and a price on them would cost communication.
+    priced = float(len(value.shape) >= 2)
     return ParameterTerm(
         slot=slot,
         stored=tuple(stored),
         stored_variable=b.variable(len(stored)) if len(users) > 1 else None,
         users=tuple(users),
         conversion_s=convert,
-        stored_bytes=p.num_bytes(value, stored),
-        used_bytes=tuple(p.num_bytes(value, user.layouts) for user in users),
+        stored_bytes=priced * p.num_bytes(value, stored),
+        used_bytes=tuple(priced * p.num_bytes(value, user.layouts) for user in users),
         forbidden_s=np.zeros(len(stored)),
     )

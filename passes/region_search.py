@@ -23,7 +23,7 @@ import numpy as np
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import OpGraph
-from meshfold.passes.conversion_tables import ConversionTables
+from meshfold.passes.conversion_tables import ConversionTables, PendingSums
 from meshfold.passes.elimination import Elimination, Table, eliminate
 from meshfold.passes.parameter_prices import ParameterPrices, Prices
 from meshfold.passes.region_factors import FactorGraph, Port, build_factors
@@ -82,17 +82,24 @@ class RegionProblem:
 
 
 class SearchTables:
-    """What region problems on one mesh share: conversion and parameter prices already computed."""
+    """What region problems on one mesh share: conversion and parameter prices already computed.
+
+    gatherable_axes: axes on which parameters stored as shards are gathered before use.
+    parameter_fraction: share of bucketed parameter communication that is charged, per axis; empty
+    for all of it. sums: what may become of pending sums, per axis; empty for anything.
+    """
 
     def __init__(
         self,
         mesh: Mesh,
         costs: CostModel,
-        gatherable_axes: frozenset[int],
-        parameter_fraction: tuple[float, ...],
+        gatherable_axes: frozenset[int] = frozenset(),
+        parameter_fraction: tuple[float, ...] = (),
+        sums: tuple[PendingSums, ...] = (),
     ) -> None:
-        self.conversions = ConversionTables(mesh, costs)
-        self.parameters = ParameterPrices(mesh, costs, gatherable_axes, parameter_fraction)
+        fraction = parameter_fraction or (1.0,) * len(mesh.axes)
+        self.conversions = ConversionTables(mesh, costs, sums)
+        self.parameters = ParameterPrices(mesh, self.conversions.costs, gatherable_axes, fraction)
 
 
 def prepare_region(
@@ -138,14 +145,9 @@ def solve_region(
     gatherable_axes: frozenset[int] = frozenset(),
     parameter_fraction: tuple[float, ...] = (),
 ) -> RegionSolution | None:
-    """The cheapest typing of one region; None if the allowed layouts admit none.
-
-    gatherable_axes: axes on which parameters stored as shards are gathered before use.
-    parameter_fraction: share of bucketed parameter communication that is charged, per axis; empty
-    for all of it.
-    """
-    fraction = parameter_fraction or (1.0,) * len(mesh.axes)
-    tables = SearchTables(mesh, costs, gatherable_axes, fraction)
+    """The cheapest typing of one region; None if the allowed layouts admit none. Arguments as of
+    SearchTables and prepare_region."""
+    tables = SearchTables(mesh, costs, gatherable_axes, parameter_fraction)
     problem = prepare_region(
         graph, mesh, costs, tables, slot_layouts=slot_layouts, output_layouts=output_layouts
     )

@@ -4,7 +4,9 @@ dp axis   The batch is followed through the rules (passes/data_parallel.py): tha
           boundary layout of everything on this axis. ZeRO-3 stores every parameter as a shard.
 tp axis   Boundary values are Invariant or, with sequence parallelism, shards of their sequence dim.
           Parameters are stored Invariant or as the shard their op reads, never gathered. The region
-          search finds the rest, given the dp axis.
+          search finds the rest, given the dp axis. Without sequence parallelism pending sums are
+          all-reduced; with it an all-reduce is charged as the reduce-scatter and all-gather it
+          consists of, so that what lies between is done on shards wherever that is no slower.
 
 A tp axis is there to shard weights, so the search pays a price per byte of a parameter on a rank:
 the smallest of PRICE_LADDER at which WANTED_FRACTION of the bytes that could be sharded (parameters
@@ -29,6 +31,7 @@ from meshfold.passes.boundaries import (
     sequence_type,
     tied_parameter_slots,
 )
+from meshfold.passes.conversion_tables import PendingSums
 from meshfold.passes.data_parallel import (
     DataParallel,
     follow_batch,
@@ -43,25 +46,26 @@ from meshfold.passes.region_search import (
     SearchTables,
     prepare_region,
 )
-from meshfold.passes.rule_domains import RuleTable
-from meshfold.passes.rules import region_rules
-from meshfold.spmd import INVARIANT, Layout, SpmdType
+from meshfold.passes.rule_domains import RuleTable, is_constant_op
+from meshfold.passes.rules import op_labels, region_rules
+from meshfold.spmd import INVARIANT, Layout, SpmdType, is_legal
 from meshfold.strategy import RegionTyping
 
 PRICE_LADDER = (0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 """Seconds per byte of parameter on a rank."""
 
-WANTED_FRACTION = 0.9
+WANTED_FRACTION = 0.95
 
 
 @dataclass(frozen=True)
 class ProgramTyping:
-    """A typing and its price per region, and what fraction of the bytes of shardable parameters
-    the tp axis shards (1 without a tp axis)."""
+    """A typing and its price per region, what fraction of the bytes of shardable parameters the tp
+    axis shards (1 without a tp axis), and per region the ops that run whole for want of a rule."""
 
     typings: tuple[RegionTyping, ...]
     prices: tuple[RegionPrice, ...]
     sharded_fraction: float
+    fallback_ops: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
 
 
@@ -99,7 +103,10 @@ class MeshSearch:
         gatherable = frozenset() if self.dp_axis is None else frozenset({self.dp_axis})
         # Reductions of the dp axis are decided by its degree, not by a region: charge none.
         fraction = tuple(0.0 if k == self.dp_axis else 1.0 for k in range(len(mesh.axes)))
-        self.tables = SearchTables(mesh, self.costs, gatherable, fraction)
+        self.tables = {
+            on: SearchTables(mesh, self.costs, gatherable, fraction, self._pending_sums(on))
+            for on in (False, True)
+        }
         self.stored = [
             {
                 i: self._stored(r, i)
@@ -108,6 +115,7 @@ class MeshSearch:
             }
             for r, g in enumerate(self.graphs)
         ]
+        self.fallback_ops = tuple(map(_fallback_ops, self.graphs))
         self._found: dict[bool, tuple[list[_Chosen], float]] = {}
 
     def solve(self, *, zero: int, sequence_parallel: bool) -> ProgramTyping:
@@ -120,6 +128,7 @@ class MeshSearch:
                 tuple(c.solution.typing for c in chosen),
                 tuple(c.solution.price for c in chosen),
                 fraction,
+                self.fallback_ops,
             )
         return self._shard_states([c.solution for c in chosen], fraction)
 
@@ -146,7 +155,7 @@ class MeshSearch:
             graph,
             self.mesh,
             self.costs,
-            self.tables,
+            self.tables[sequence_parallel],
             slot_layouts=slots,
             output_layouts=[
                 [self._boundary(c, sequence_parallel)] for c in boundaries.outputs[region]
@@ -169,9 +178,15 @@ class MeshSearch:
         if sequence_parallel and carried and self.tp_axis is not None:
             value = b.values[boundary_class]
             tp = sequence_type(value, dp, self.mesh.sizes[self.tp_axis])
-            if not self.tables.conversions.legal(value.shape, self._layout(dp, tp)):
+            if not is_legal(value.shape, self._layout(dp, tp), self.mesh.sizes):
                 tp = INVARIANT
         return self._layout(dp, tp)
+
+    def _pending_sums(self, sequence_parallel: bool) -> tuple[PendingSums, ...]:
+        on_tp = PendingSums.SCATTERED if sequence_parallel else PendingSums.REDUCED
+        return tuple(
+            on_tp if k == self.tp_axis else PendingSums.ANY for k in range(len(self.mesh.axes))
+        )
 
     def _stored(self, region: int, slot: int) -> list[Layout]:
         if self.tp_axis is None:
@@ -255,7 +270,9 @@ class MeshSearch:
             prices.append(price_region(graph, typing, solution.rules, self.mesh, self.costs))
         dp = self.mesh.sizes[self.dp_axis]
         notes = [f"ZeRO-3 keeps {name} whole: no dim divides over {dp} ranks" for name in whole]
-        return ProgramTyping(tuple(typings), tuple(prices), fraction, tuple(sorted(notes)))
+        return ProgramTyping(
+            tuple(typings), tuple(prices), fraction, self.fallback_ops, tuple(sorted(notes))
+        )
 
     def _fraction(self, typings: Sequence[tuple[int, RegionTyping]]) -> float:
         """Sharded bytes on tp over shardable bytes, parameters of two dims and more."""
@@ -272,3 +289,13 @@ class MeshSearch:
                 if typing.slots[i][self.tp_axis].is_shard:
                     sharded += self.counts[r] * value.num_bytes
         return sharded / shardable if shardable else 1.0
+
+
+def _fallback_ops(graph: OpGraph) -> tuple[str, ...]:
+    """Names of the ops that have no rule but running whole, each once."""
+    names = {
+        op.target
+        for k, op in enumerate(graph.ops)
+        if op_labels(graph, op) is None and not is_constant_op(graph, k)
+    }
+    return tuple(sorted(names))
