@@ -23,7 +23,7 @@ from meshfold.mesh import Mesh
 from meshfold.opgraph import Arg, Hole, Op, OpGraph, Ref, Symbol
 from meshfold.passes.localize import localize
 from meshfold.passes.rules import OP_RULES, rule_locals, summed_axes
-from meshfold.spmd import Layout
+from meshfold.spmd import Layout, local_shape
 from meshfold.strategy import OpTyping
 from meshfold.torch_ops import torch_dtype, torch_target
 
@@ -170,6 +170,12 @@ def _mean(context: OpContext) -> list[fx.Node]:
     return [context.call(local_ops.divide_by_ranks, context.mesh_node, made, axes)]
 
 
+def _reshape(context: OpContext) -> list[fx.Node]:
+    whole = context.op_graph.values[context.op.outputs[0]].shape
+    shape = local_shape(whole, context.typing.outputs[0], context.mesh.sizes)
+    return [context.call(local_ops.reshape, context.mesh_node, context.operands[0], shape)]
+
+
 def _embedding(context: OpContext) -> list[fx.Node]:
     named = context.named()
     weight = context.op_graph.values[context.op.operands[0]]
@@ -254,6 +260,7 @@ def _attention(context: OpContext) -> list[fx.Node]:
 
 _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "mean": _mean,
+    "reshape": _reshape,
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,
     "dropout": _dropout,

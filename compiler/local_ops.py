@@ -30,6 +30,11 @@ def divide_by_ranks(mesh: RankMesh, x: Tensor, axes: Axes) -> Tensor:
     return x / mesh.size(axes)
 
 
+def reshape(mesh: RankMesh, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """x in the local `shape`: a squeeze must not take a dim whose local part has size 1."""
+    return x.reshape(shape)
+
+
 def embedding(
     mesh: RankMesh, weight: Tensor, ids: Tensor, padding_idx: int, num_rows: int, digits: Digits
 ) -> Tensor:
@@ -182,9 +187,9 @@ def attention(
     shape, digits: of the whole scores [..., h, s, t]. key_heads: number of key heads in all, and
     how they are sharded. probability: of dropping a weight.
     """
-    if len(shape) > 3 and query.shape[-3] != key.shape[-3]:
+    count, key_digits = key_heads
+    if len(shape) > 3 and shape[-3] != count:
         heads = held_indices(shape[-3], _places(mesh, digits[-3]), mesh.device)
-        count, key_digits = key_heads
         needed = heads // (shape[-3] // count)
         _, place = digits_of(needed, count, _places(mesh, key_digits))
         key, value = key.index_select(-3, place), value.index_select(-3, place)
@@ -220,6 +225,7 @@ def _all_reduced(mesh: RankMesh, x: Tensor, axes: Axes, reduction: str = "sum") 
 
 LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "mean": divide_by_ranks,
+    "reshape": reshape,
     "embedding": embedding,
     "cross_entropy": cross_entropy,
     "dropout": dropout,

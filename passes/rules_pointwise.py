@@ -112,12 +112,12 @@ _ROWS: dict[str, tuple[str, LabelFunction]] = {
     "full_like.default": (_LIKE.replace("self", "self fill_value"), _nonlinear),
 }
 
-_UNARY = (
+UNARY = (
     "abs acos asin atan bitwise_not ceil cos cosh erf exp expm1 floor hardsigmoid hardswish "
     "isfinite isinf isnan log log1p logical_not mish reciprocal relu relu6 round rsqrt sigmoid "
     "sign silu sin sinh sqrt square tan tanh trunc"
 ).split()
-_BINARY = (
+BINARY = (
     "__and__.Tensor __or__.Tensor __xor__.Tensor bitwise_and.Tensor bitwise_or.Tensor "
     "bitwise_xor.Tensor logical_and.default logical_or.default logical_xor.default eq.Tensor "
     "ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar "
@@ -128,6 +128,6 @@ _BINARY = (
 
 POINTWISE_RULES = {
     **{f"aten.{name}": rule(names, labels) for name, (names, labels) in _ROWS.items()},
-    **{f"aten.{name}.default": rule("self", _nonlinear) for name in _UNARY},
-    **{f"aten.{name}": rule("self other", _nonlinear) for name in _BINARY},
+    **{f"aten.{name}.default": rule("self", _nonlinear) for name in UNARY},
+    **{f"aten.{name}": rule("self other", _nonlinear) for name in BINARY},
 }

@@ -78,13 +78,14 @@ def _unsqueeze(op: BoundOp) -> OpLabels:
 
 
 def _squeeze(op: BoundOp) -> OpLabels:
-    """dims of size 1 go; others named by `dim` stay."""
+    """Dims of size 1 go; others named by `dim` stay, even where their local part has size 1."""
     shape = op.values[0].shape
     named = op.integers("dim") if op.target != "aten.squeeze.default" else range(len(shape))
     gone = {d % max(len(shape), 1) for d in named if shape and shape[d] == 1}
+    odd = any(shape[d] != 1 for d in named) if shape else False
     labels = numbered(shape)
     out = tuple(p for d, p in enumerate(labels) if d not in gone)
-    return OpLabels((labels,), (out,), linear=_LINEAR)
+    return OpLabels((labels,), (out,), linear=_LINEAR, local="reshape" if odd else "plain")
 
 
 def _select(op: BoundOp) -> OpLabels:
