@@ -200,6 +200,9 @@ class _Timeline:
                 root = self._root((i, j))
                 if saved and root is not None:
                     until[root] = max(until.get(root, 0), self.backward(i))
+        for (maker, output), last in until.items():
+            if last >= len(self.instances):
+                self.kept[maker] += self.instances[maker].memory.output_bytes[output]
         for value in model_outputs:
             root = self._root(value)
             if root is not None:
@@ -207,8 +210,6 @@ class _Timeline:
         for (maker, output), last in until.items():
             num_bytes = self.instances[maker].memory.output_bytes[output]
             self.activations.add(maker + 1, last, num_bytes)
-            if last > len(self.instances):
-                self.kept[maker] += num_bytes
 
     def _root(self, value: Value | None) -> Value | None:
         """The value that owns the storage of `value`; None for a storage from outside."""

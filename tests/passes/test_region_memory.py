@@ -1,0 +1,220 @@
+"""The memory model against real runs of the captured graph, and on sharded local programs."""
+
+import pytest
+import torch
+from support_memory import (
+    RealStep,
+    allocator_peak_bytes,
+    counted_peak_bytes,
+    plain_typings,
+    saved_bytes,
+)
+from support_models import FAMILIES, tiny_model
+
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.devices import cluster
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.mesh import Mesh
+from meshfold.opgraph import (
+    Dependence,
+    FoldedGraph,
+    InputInfo,
+    Instance,
+    Op,
+    OpGraph,
+    OutputInfo,
+    ParameterInfo,
+    Ref,
+    Region,
+    Slot,
+    SlotKind,
+    Source,
+    SourceKind,
+    Value,
+)
+from meshfold.passes.region_memory import program_memory, step_memory
+from meshfold.plan import MemoryEstimate
+from meshfold.probe import OpProber
+from meshfold.spmd import Layout, parse_layout
+from meshfold.strategy import OpTyping, RegionTyping
+
+PROBER = OpProber()
+ALONE = Mesh(())
+COSTS = CostModel(cluster("local-cpux4"), ALONE)
+
+
+def predicted(step: RealStep) -> MemoryEstimate:
+    """SGD without momentum: nothing beside the step itself."""
+    estimate, _ = step_memory(
+        step.folded,
+        plain_typings(step.folded),
+        ALONE,
+        PROBER,
+        costs=COSTS,
+        optimizer="sgd",
+        reserve_bytes=0,
+        capacity_bytes=2**30,
+    )
+    return estimate
+
+
+def beside_states(estimate: MemoryEstimate) -> int:
+    """What a run allocates: all but parameters and buffers; the batch is there before."""
+    return estimate.gradients + estimate.activations + estimate.transient
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_bytes_and_peak_of_a_real_step(family: str) -> None:
+    torch.set_num_threads(1)
+    model, batch = tiny_model(family, layers=3, dtype=torch.float32)
+    step = RealStep(model, batch)
+    inputs = sum(t.nbytes for t in batch.values())
+
+    instances = program_memory(step.folded, plain_typings(step.folded), ALONE, PROBER, costs=COSTS)
+    inside = sum(i.memory.saved_bytes for i in instances)
+    between = saved_bytes(step) - inside
+    outputs = [b for i in instances for b in i.memory.output_bytes]
+    # What crosses is whole outputs of instances, and what stays inside is exact.
+    assert 0 <= between <= sum(outputs)
+
+    peak = beside_states(predicted(step)) - inputs
+
+    def fresh() -> None:
+        step.train()
+        for p in step.parameters:
+            p.grad = None
+
+    assert peak == pytest.approx(allocator_peak_bytes(fresh), rel=0.01)
+    assert peak == pytest.approx(counted_peak_bytes(step), rel=0.002)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_kept_bytes_per_region_add_up_to_what_autograd_keeps(family: str) -> None:
+    model, batch = tiny_model(family, layers=3, dtype=torch.float32)
+    step = RealStep(model, batch)
+    _, kept = step_memory(
+        step.folded,
+        plain_typings(step.folded),
+        ALONE,
+        PROBER,
+        costs=COSTS,
+        optimizer="adamw",
+        reserve_bytes=0,
+        capacity_bytes=2**30,
+    )
+    total = sum(kept[i.region] for i in step.folded.instances)
+    assert total == saved_bytes(step)
+
+
+# A region by hand: y = linear(x, w), x (8, 4), w (16, 4), in float32; one instance feeds a sum.
+
+X, W, Y = (8, 4), (16, 4), (8, 16)
+
+
+def by_hand() -> FoldedGraph:
+    batch = Dependence.BATCH
+    graph = OpGraph(
+        slots=(Slot(SlotKind.VALUE, "x"), Slot(SlotKind.PARAMETER, "w")),
+        values=(
+            Value(X, "float32", False, batch),
+            Value(W, "float32", True, Dependence.PARAMETER),
+            Value(Y, "float32", True, batch),
+            Value(Y, "float32", True, batch),
+            Value((), "float32", True, batch),
+        ),
+        ops=(
+            Op("aten.linear.default", (Ref(0), Ref(1)), (), (2,)),
+            Op("aten.relu.default", (Ref(2),), (), (3,)),
+            Op("aten.sum.default", (Ref(3),), (), (4,)),
+        ),
+        outputs=(4,),
+    )
+    sources = (Source(SourceKind.INPUT, "x"), Source(SourceKind.PARAMETER, "w"))
+    loss = Source(SourceKind.VALUE, instance=0, output=0)
+    return FoldedGraph(
+        regions=(Region("A", graph),),
+        instances=(Instance(0, "", sources),),
+        parameters=(ParameterInfo("w", W, "float32"), ParameterInfo("unread", (3,), "float32")),
+        buffers=(),
+        inputs=(InputInfo("x", X, "float32"),),
+        outputs=(OutputInfo("loss", loss, (), "float32"),),
+    )
+
+
+def typing(slots: str, linear: str, relu: str, total: str, out: str) -> RegionTyping:
+    """Layouts as texts "inputs -> output", separated by ";" within inputs."""
+
+    def op(text: str) -> OpTyping:
+        inputs, output = text.split(" -> ")
+        return OpTyping((), tuple(map(parse_layout, inputs.split("; "))), (parse_layout(output),))
+
+    arriving: tuple[Layout, ...] = tuple(map(parse_layout, slots.split("; ")))
+    return RegionTyping(arriving, (op(linear), op(relu), op(total)), (parse_layout(out),))
+
+
+def estimate(region: RegionTyping, dp: int, tp: int) -> MemoryEstimate:
+    spec = cluster("local-cpux4")
+    mesh = build_mesh(spec, dp, tp)
+    found, _ = step_memory(
+        by_hand(),
+        [region],
+        mesh,
+        PROBER,
+        costs=CostModel(spec, mesh),
+        optimizer="adamw",
+        reserve_bytes=11,
+        capacity_bytes=1000,
+    )
+    return found
+
+
+def test_states_are_those_of_one_rank_and_unread_parameters_are_whole() -> None:
+    sharded = estimate(typing("I; S0", "R; S0 -> S1", "S1 -> S1", "S1 -> P", "I"), 1, 4)
+    w_bytes = 16 * 4 * 4 // 4
+    assert sharded.parameters == w_bytes + 12
+    assert sharded.optimizer == 2 * (w_bytes + 12)
+    assert (sharded.reserve, sharded.capacity) == (11, 1000)
+
+
+def test_zero3_keeps_shards_and_gathers_the_rest() -> None:
+    region = typing("S0; S0", "S0; R -> S0", "S0 -> S0", "S0 -> P", "I")
+    whole, shard = 16 * 4 * 4, 16 * 4
+    spec = cluster("local-cpux4")
+    mesh = build_mesh(spec, 4, 1)
+    (instance,) = program_memory(by_hand(), [region], mesh, PROBER, costs=CostModel(spec, mesh))
+    (use,) = instance.parameters
+    assert (use.how, use.stored_bytes, use.used_bytes) == ("gathered", shard, whole)
+    memory = instance.memory
+    # The gathered parameter is not kept, relu's local result is; its gradient is whole.
+    assert memory.saved_bytes == 2 * 16 * 4
+    assert memory.slot_gradient_bytes[use.slot] == whole
+
+
+def test_data_parallel_gradients_are_reduced_in_buckets() -> None:
+    region = typing("S0; I", "S0; R -> S0", "S0 -> S0", "S0 -> P", "I")
+    spec = cluster("local-cpux4")
+    mesh = build_mesh(spec, 4, 1)
+    (instance,) = program_memory(by_hand(), [region], mesh, PROBER, costs=CostModel(spec, mesh))
+    assert [u.how for u in instance.parameters] == ["reduced"]
+
+
+def test_a_shard_read_as_it_is_needs_no_bucket() -> None:
+    region = typing("I; S0", "R; S0 -> S1", "S1 -> S1", "S1 -> P", "I")
+    spec = cluster("local-cpux4")
+    mesh = build_mesh(spec, 1, 4)
+    (instance,) = program_memory(by_hand(), [region], mesh, PROBER, costs=CostModel(spec, mesh))
+    assert [u.how for u in instance.parameters] == ["direct"]
+    # x crosses from Invariant to Replicate without a copy; relu's local (8, 4) result is kept.
+    assert instance.memory.saved_bytes == 8 * 4 * 4
+
+
+def test_a_gather_inside_the_graph_makes_a_tensor() -> None:
+    # The linear's column shard is gathered before relu.
+    region = typing("I; S0", "R; S0 -> S1", "I -> I", "I -> I", "I")
+    spec = cluster("local-cpux4")
+    mesh = build_mesh(spec, 1, 4)
+    (instance,) = program_memory(by_hand(), [region], mesh, PROBER, costs=CostModel(spec, mesh))
+    whole, part = 8 * 16 * 4, 8 * 4 * 4
+    # relu keeps the whole result; the gather stacks a copy beside part and result.
+    assert instance.memory.saved_bytes == whole
+    assert instance.memory.forward_peak_bytes == part + 2 * whole

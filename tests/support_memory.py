@@ -1,0 +1,129 @@
+"""Run a captured graph for real and measure its memory: ground truth for the memory model."""
+
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshfold.capture import Captured, capture
+from meshfold.interpret import run_op
+from meshfold.opgraph import FoldedGraph, SourceKind
+from meshfold.probe import StorageCounter, storage_id
+from meshfold.strategy import OpTyping, RegionTyping
+
+
+def plain_typings(folded: FoldedGraph) -> list[RegionTyping]:
+    """Typings for a mesh of no axes: one rank does everything."""
+    return [
+        RegionTyping(
+            slots=((),) * len(region.graph.slots),
+            ops=tuple(
+                OpTyping((), ((),) * len(op.operands), ((),) * len(op.outputs))
+                for op in region.graph.ops
+            ),
+            outputs=((),) * len(region.graph.outputs),
+        )
+        for region in folded.regions
+    ]
+
+
+class RealStep:
+    """A captured model with real weights, run op by op; every value goes after its last use."""
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        self.captured: Captured = capture(model, dict(batch))
+        self.folded = self.captured.graph
+        device = torch.device("cpu")
+        parameters = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
+        self.parameters = [parameters[p.name] for p in self.folded.parameters]
+        self.leaves: dict[tuple[SourceKind, str], torch.Tensor] = {
+            **{(SourceKind.PARAMETER, p.name): parameters[p.name] for p in self.folded.parameters},
+            **{(SourceKind.BUFFER, b.name): buffers[b.name] for b in self.folded.buffers},
+            **{(SourceKind.CONSTANT, k): t for k, t in self.captured.constants.items()},
+            **{(SourceKind.INPUT, i.name): batch[i.name] for i in self.folded.inputs},
+        }
+        self.device = device
+        self.last_reader: dict[tuple[int, int], int] = {}
+        for k, instance in enumerate(self.folded.instances):
+            for source in instance.sources:
+                if source.kind is SourceKind.VALUE:
+                    self.last_reader[source.instance, source.output] = k
+
+    def forward(self) -> torch.Tensor:
+        """The loss."""
+        loss = self.folded.outputs[0].source
+        made: dict[tuple[int, int], torch.Tensor] = {}
+        for k, instance in enumerate(self.folded.instances):
+            graph = self.folded.regions[instance.region].graph
+            values: dict[int, torch.Tensor] = {}
+            for slot, source in enumerate(instance.sources):
+                if source.kind is SourceKind.VALUE:
+                    values[slot] = made[source.instance, source.output]
+                else:
+                    values[slot] = self.leaves[source.kind, source.name]
+            for key in [v for v, reader in self.last_reader.items() if reader == k]:
+                made.pop(key, None)
+            last = {v: n for n, op in enumerate(graph.ops) for v in (*op.operands, *op.outputs)}
+            for n, op in enumerate(graph.ops):
+                results = run_op(op, values, instance.floats, self.device)
+                values.update(zip(op.outputs, results, strict=True))
+                del results
+                for v in {*op.operands, *op.outputs}:
+                    if last[v] == n and v not in graph.outputs:
+                        del values[v]
+            made.update({(k, j): values[v] for j, v in enumerate(graph.outputs)})
+            values.clear()  # run_op leaves it in a reference cycle
+        return made[loss.instance, loss.output]
+
+    def train(self) -> None:
+        """Forward and backward with fresh gradients, which stay."""
+        for p in self.parameters:
+            p.grad = None
+        self.forward().backward()
+
+
+def saved_bytes(step: RealStep) -> int:
+    """Bytes that autograd keeps after the forward, without what was there before."""
+    known = {storage_id(t) for t in step.leaves.values()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if storage_id(tensor) not in known:
+            kept[storage_id(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = step.forward()
+    del loss
+    return sum(kept.values())
+
+
+def counted_peak_bytes(step: RealStep) -> int:
+    """Worst moment of a step by counting the storages that ops make."""
+    with StorageCounter(list(step.leaves.values())) as counter:
+        step.train()
+    return counter.peak_bytes
+
+
+def allocator_peak_bytes(run: Callable[[], None]) -> int:
+    """Worst moment above the start of `run`, from the CPU allocator's own events; sees what ops
+    allocate inside, too. `run` is warmed up once."""
+    run()
+    gc.collect()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        run()
+    recorded = profiler.profiler
+    assert recorded is not None
+    # Private, but the profiler's own exporters are rounded to operators.
+    events = recorded.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    current = peak = 0
+    for _, num_bytes in changes:
+        current += num_bytes
+        peak = max(peak, current)
+    return peak
