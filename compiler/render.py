@@ -165,7 +165,7 @@ def _indented(table: Table) -> RenderableType:
 
 def _baselines_table(plan: Plan) -> RenderableType:
     figures = ("step", "x", "peak memory")
-    table = _table("", "strategy", *figures, "memory", right=figures, fold=("memory",))
+    table = _table("", "strategy", *figures, "", right=figures, fold=("", "strategy"))
     table.add_row(
         "this plan",
         plan.strategy.label,
@@ -187,14 +187,13 @@ def _baselines_table(plan: Plan) -> RenderableType:
 
 def _baseline_row(candidate: Candidate, plan: Plan) -> Sequence[str]:
     slower = candidate.step_s / plan.time.step_s if plan.time.step_s else 0.0
-    verdict = "fits" if candidate.fits else "OOM"
     return (
         candidate.name,
         candidate.strategy.label,
         seconds_text(candidate.step_s),
         f"{slower:.2f}",
         bytes_text(candidate.peak_bytes),
-        f"{verdict}, {candidate.note}" if candidate.note else verdict,
+        "fits" if candidate.fits else "OOM",
     )
 
 

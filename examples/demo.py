@@ -71,18 +71,21 @@ def train_with_progress(console: Console) -> tuple[list[float], list[float]]:
     """Losses on four processes, and in this one."""
     columns = (TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn())
     with Progress(
-        *columns, TextColumn("loss {task.fields[loss]:.4f}"), TimeElapsedColumn(), console=console
+        *columns, TextColumn("{task.fields[loss]}"), TimeElapsedColumn(), console=console
     ) as progress:
-        many = progress.add_task(f"{WORLD_SIZE} processes", total=STEPS, loss=float("nan"))
-        one = progress.add_task("one process", total=STEPS, loss=float("nan"))
+        many = progress.add_task(f"{WORLD_SIZE} processes", total=STEPS, loss="starting")
+        one = progress.add_task("one process", total=STEPS, loss="waiting", start=False)
 
         def show(rank: int, loss: float) -> None:
             if rank == 0:
-                progress.update(many, advance=1, loss=loss)
+                progress.update(many, advance=1, loss=f"loss {loss:.4f}")
 
         parallel = run_local(WORLD_SIZE, train_one_rank, str(PLAN_FILE), on_report=show)[0]
         torch.set_num_threads(1)
-        alone = train(lambda loss: progress.update(one, advance=1, loss=loss), build_model())
+        progress.start_task(one)
+        alone = train(
+            lambda loss: progress.update(one, advance=1, loss=f"loss {loss:.4f}"), build_model()
+        )
     return parallel, alone
 
 
@@ -112,7 +115,7 @@ def main() -> int:
     console.print(comparison(parallel, alone))
     largest = max(abs(a - b) for a, b in zip(parallel, alone, strict=True))
     console.print(f"largest difference of {STEPS} losses: {largest:.1e}", style="bold green")
-    console.print(f"the plan is in {PLAN_FILE}; 'meshfold show {PLAN_FILE}' has the details")
+    console.print(f"more about the plan: meshfold show {PLAN_FILE}")
     return 0
 
 
