@@ -55,7 +55,7 @@ def compile(
     """Turn `model` into a program that trains on `cluster_spec`.
 
     model: an unmodified module, in the mode (train or eval) it is to be captured in; on the meta
-    device it is initialised shard by shard. cluster_spec: a ClusterSpec, or a preset ("dgx-h100x4").
+    device it is initialised shard by shard. cluster_spec: a ClusterSpec, or a preset: "dgx-h100x4".
     example_inputs: keyword arguments of one global batch; only shapes and dtypes are read. plan: a
     plan or its file instead of a search. Planning needs no process group and no accelerator; with
     a process group (torchrun) the model is bound to it, otherwise the result is for inspection,

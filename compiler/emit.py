@@ -220,10 +220,13 @@ class _RegionEmitter:
         self.in_flight = [self.graph.placeholder(f"bucket_{k}") for k in range(len(self.buckets))]
         direct = tuple(sorted(self.direct))
         for v in direct:
-            label = re.sub(r"\W", "_", self.ops.slots[v].name) or f"slot_{v}"
-            self._bind(v, self.arriving[v], self.graph.placeholder(label))
+            self._bind(v, self.arriving[v], self.graph.placeholder(self._label(v)))
         self.holes = [self.graph.placeholder(f"float_{k}") for k in range(num_holes(self.ops))]
         return direct
+
+    def _label(self, v: int) -> str:
+        """A slot's name as a Python name."""
+        return re.sub(r"\W", "_", self.ops.slots[v].name) or f"value_{v}"
 
     def _op(self, k: int, typing: OpTyping) -> None:
         op = self.ops.ops[k]
@@ -268,7 +271,9 @@ class _RegionEmitter:
         function = wait_bucket if bucket.gather else replicate_bucket
         opened = self.graph.call_function(function, (self.in_flight[number],))
         for k, member in enumerate(bucket.members):
-            node = self.graph.call_function(operator.getitem, (opened, k))
+            node = self.graph.create_node(
+                "call_function", operator.getitem, (opened, k), name=self._label(member.slot)
+            )
             self._bind(member.slot, member.used, node)
         if bucket.gather:
             self._start_ahead()

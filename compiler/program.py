@@ -29,9 +29,9 @@ class RegionProgram:
     """The graph of one region for values that arrive in the layouts `slots`.
 
     Placeholders of `graph`, in order: `mesh` (a RankMesh); `ahead` (a callable that starts the next
-    gathers); `instance` (its number, which tells random ops apart); one bucket in flight per entry of `buckets`; the local tensors of `direct` slots; one
-    float per hole of the region. It returns the outputs of the region as a tuple, then the new
-    values of mutated buffers.
+    gathers); `instance` (its number, which tells random ops apart); one bucket in flight per entry
+    of `buckets`; the local tensors of `direct` slots; one float per hole of the region. It returns
+    the outputs of the region as a tuple, then the new values of mutated buffers.
     """
 
     name: str

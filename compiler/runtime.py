@@ -7,10 +7,9 @@
 It holds this rank's shards as parameters under the original names; tied names are one parameter.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from meshfold.batches import BatchReader

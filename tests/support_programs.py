@@ -1,0 +1,128 @@
+"""Emitted programs for tests, run on simulated ranks and held against one process."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support_ranks import run_on_simulated_ranks
+from torch import Tensor, nn
+
+from meshfold.batches import BatchReader
+from meshfold.capture import Captured, capture
+from meshfold.collectives import RankMesh
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.emit import emit_typed
+from meshfold.passes.uniform_search import MeshSearch
+from meshfold.program import EmittedProgram
+from meshfold.runner import ProgramRunner
+from meshfold.shards import shard_of
+from meshfold.strategy import UniformStrategy
+
+
+class Stack(nn.Module):
+    """Equal layers of two linears; mean square against a target."""
+
+    def __init__(self, num_layers: int, width: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width, dropout) for _ in range(num_layers))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return ((x - target) ** 2).mean()
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(x))))
+
+
+def stack_model(
+    num_layers: int = 4, width: int = 8, batch: int = 4, *, dropout: float = 0.0
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A Stack in float64 and a batch for it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Stack(num_layers, width, dropout=dropout).double()
+        inputs = {
+            "x": torch.randn(batch, width, dtype=torch.float64),
+            "target": torch.randn(batch, width, dtype=torch.float64),
+        }
+    return model, inputs
+
+
+def emit_uniform(captured: Captured, strategy: UniformStrategy, batch_size: int) -> EmittedProgram:
+    """The program of a uniform strategy on processes of this machine."""
+    cluster = resolve_cluster("local-cpu", strategy.dp * strategy.tp)
+    mesh = build_mesh(cluster, strategy.dp, strategy.tp)
+    search = MeshSearch(captured.graph, cluster, mesh, batch_size)
+    typed = search.solve(zero=strategy.zero, sequence_parallel=strategy.sequence_parallel)
+    return emit_typed(captured.graph, typed.typings, mesh, search.costs)
+
+
+@dataclass
+class Rank:
+    """One simulated rank of a program: its local tensors and its runner."""
+
+    mesh: RankMesh
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    runner: ProgramRunner
+    reader: BatchReader
+
+    def loss(self, batch: Mapping[str, Any]) -> Tensor:
+        return self.runner.run(self.parameters, self.buffers, self.reader.read(batch))
+
+
+def on_ranks(
+    model: nn.Module, captured: Captured, program: EmittedProgram, body: Callable[[Rank], Any]
+) -> list[Any]:
+    """`body` on every simulated rank of the program's mesh, weights copied from `model`."""
+
+    def run(mesh: RankMesh) -> Any:
+        parameters = {
+            p.name: nn.Parameter(local_part(program, p.name, model.get_parameter(p.name), mesh))
+            for p in captured.graph.parameters
+        }
+        buffers = {b.name: model.get_buffer(b.name).clone() for b in captured.graph.buffers}
+        runner = ProgramRunner(program, mesh, captured.constants)
+        # Whether gradients are recorded is per thread.
+        with torch.enable_grad():
+            return body(Rank(mesh, parameters, buffers, runner, BatchReader(program, mesh, {})))
+
+    return run_on_simulated_ranks(program.mesh, run)
+
+
+def local_part(program: EmittedProgram, name: str, whole: Tensor, mesh: RankMesh) -> Tensor:
+    """A copy of this rank's part of a parameter or its gradient."""
+    layout = program.stored[name]
+    return shard_of(whole.detach(), layout, program.mesh.sizes, mesh.coords).clone()
+
+
+def gradients(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Gradient of every parameter in one process, zero where there is none."""
+    model.zero_grad()
+    model(**batch).backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
+
+
+__all__ = [
+    "Rank",
+    "capture",
+    "emit_uniform",
+    "gradients",
+    "local_part",
+    "on_ranks",
+    "stack_model",
+]
