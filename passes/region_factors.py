@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshfold.opgraph import Dependence, OpGraph, SlotKind, Value
 from meshfold.passes.conversion_tables import ConversionTables
@@ -176,19 +177,15 @@ class _Builder:
     def _many_users(self, value: Value, source: Port, users: Sequence[Port]) -> None:
         m, (natives, *wanted) = self._numbered(value, source, *users)
         foreign = sorted({w for at in wanted for w in at})
-        choices = _set_choices(sorted(set(natives)), foreign)
-        if not choices:
+        sets = _sets(sorted(set(natives)), foreign)
+        if not len(sets):
             self._carrier(value, source, users)
             return
-        held = Port(self.variable(len(choices)), ((),) * len(choices))
-        entry = np.full((len(natives), len(choices)), np.inf)
-        native = np.array(natives)
-        for c, (t, extra) in enumerate(choices):
-            entry[native == t, c] = _tree_s(m, t, extra)
-        self.add((source, held), entry)
+        held = Port(self.variable(len(sets)), ((),) * len(sets))
+        is_native = np.array(natives)[:, None] == sets[None, :, 0]
+        self.add((source, held), np.where(is_native, _trees_s(m, sets)[None], np.inf))
         for user, at in zip(users, wanted, strict=True):
-            pay = np.stack([m[np.ix_((t, *extra), at)].min(axis=0) for t, extra in choices])
-            self.add((held, user), pay)
+            self.add((held, user), m[:, at][sets].min(axis=1))
 
     def _carrier(self, value: Value, source: Port, users: Sequence[Port]) -> None:
         layouts = tuple(sorted({x for port in (source, *users) for x in port.layouts}))
@@ -198,31 +195,31 @@ class _Builder:
             self.add((carrier, user), self.convert(value, carrier, user))
 
 
-def _set_choices(
-    natives: Sequence[int], foreign: Sequence[int]
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Every (native, further layouts), the most further layouts that SET_LIMIT allows; none if it
-    does not allow one."""
+def _sets(natives: Sequence[int], foreign: Sequence[int]) -> NDArray[np.intp]:
+    """Rows (native, up to three further layouts, filled up with the native one): all of them for
+    the most further layouts that SET_LIMIT allows; no row if it does not allow one."""
     for most in (3, 2, 1):
-        choices = []
-        for t in natives:
-            others = [x for x in foreign if x != t]
-            for size in range(most + 1):
-                choices += [(t, extra) for extra in itertools.combinations(others, size)]
-        if len(choices) <= SET_LIMIT:
-            return choices
-    return []
+        rows = [
+            (t, *extra, *(t,) * (3 - size))
+            for t in natives
+            for size in range(most + 1)
+            for extra in itertools.combinations([x for x in foreign if x != t], size)
+        ]
+        if len(rows) <= SET_LIMIT:
+            return np.array(rows, dtype=np.intp)
+    return np.zeros((0, 4), dtype=np.intp)
 
 
-def _tree_s(m: Table, root: int, targets: Sequence[int]) -> float:
-    """Cheapest tree from `root` over all of `targets` (few): by order of conversion."""
-    best = 0.0 if not targets else np.inf
-    for order in itertools.permutations(targets):
-        have, total = [root], 0.0
-        for target in order:
-            total += min(float(m[y, target]) for y in have)
-            have.append(target)
-        best = min(best, total)
+def _trees_s(m: Table, sets: NDArray[np.intp]) -> Table:
+    """Per row the cheapest tree from its first layout over the others: the best order in which
+    they are converted, each from the cheapest one that is there. A repeated native costs 0."""
+    best = np.full(len(sets), np.inf)
+    for order in itertools.permutations((1, 2, 3)):
+        total = np.zeros(len(sets))
+        for k, target in enumerate(order):
+            ready = sets[:, [0, *order[:k]]]
+            total += m[ready, sets[:, target, None]].min(axis=1)
+        best = np.minimum(best, total)
     return best
 
 

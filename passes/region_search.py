@@ -16,7 +16,8 @@ In: an OpGraph, a mesh, a cost model, the layouts its surroundings allow. Out: a
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -36,20 +37,26 @@ from meshfold.strategy import RegionTyping
 
 @dataclass(frozen=True)
 class RegionSolution:
-    """typing and its exact price; rules: per op the axis rules it stands for; objective_s: the
-    minimised sum, prices of memory included.
+    """typing; rules: per op the axis rules it stands for; objective_s: the minimised sum, prices of
+    memory included.
 
     num_variables, largest_domain, width and largest_table say how hard the elimination was.
     """
 
     typing: RegionTyping
     rules: tuple[tuple[AxisRule, ...], ...]
-    price: RegionPrice
     objective_s: float
     num_variables: int
     largest_domain: int
     width: int
     largest_table: int
+    _problem: "RegionProblem" = field(compare=False, repr=False)
+
+    @cached_property
+    def price(self) -> RegionPrice:
+        """The exact price of the typing, from the conversions that will be emitted."""
+        p = self._problem
+        return price_region(p.graph, self.typing, self.rules, p.mesh, p.costs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,12 +190,12 @@ def _solution(problem: RegionProblem, prices: Prices, found: Elimination) -> Reg
     return RegionSolution(
         typing=typing,
         rules=tuple(rules),
-        price=price_region(graph, typing, rules, problem.mesh, problem.costs),
         objective_s=float(found.table),
         num_variables=len(factors.domains),
         largest_domain=max(factors.domains, default=1),
         width=found.width,
         largest_table=found.largest_table,
+        _problem=problem,
     )
 
 

@@ -1,0 +1,309 @@
+"""The region search against enumeration, and what it finds on small regions."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support_graphs import GraphBuilder, costs_on, mlp, three_heads
+
+from meshfold.opgraph import OpGraph, SlotKind
+from meshfold.passes.conversions import conversion_cost, plan_conversions
+from meshfold.passes.parameter_prices import Prices
+from meshfold.passes.region_price import op_time
+from meshfold.passes.region_search import SearchTables, prepare_region, solve_region
+from meshfold.passes.rule_domains import Legality, op_domains
+from meshfold.passes.rules import region_rules
+from meshfold.spmd import INVARIANT, Layout, Shard
+
+I = INVARIANT  # noqa: E741  the letter of the type
+
+
+def allowed_slots(graph: OpGraph, arriving: list[Layout], stored: list[Layout]):
+    return [stored if s.kind is SlotKind.PARAMETER else arriving for s in graph.slots]
+
+
+def enumerate_best(graph, mesh, costs, tables, slots, outputs, prices) -> float:
+    """The smallest objective over all joint rules and allowed layouts, written from its
+    definition."""
+    domains = op_domains(graph, region_rules(graph, mesh.sizes), Legality(mesh.sizes))
+    seen_costs = tables.conversions.costs
+    trees: dict[object, float] = {}
+
+    def tree_s(v: int, native: Layout, demands: frozenset[Layout]) -> float:
+        value = graph.values[v]
+        key = (value, native, demands)
+        if key not in trees:
+            edges = plan_conversions(value, native, sorted(demands), mesh, seen_costs)
+            trees[key] = math.fsum(
+                conversion_cost(value, a, b, mesh, seen_costs).total_s for a, b in edges
+            )
+        return trees[key]
+
+    def parameter_s(slot: int, used: list[Layout]) -> float:
+        value = graph.values[slot]
+        options = slots[slot]
+        total = tables.parameters.matrix(value, options, used).sum(axis=1)
+        total += prices.state_s_per_byte * tables.parameters.num_bytes(value, options)
+        total += prices.used_s_per_byte * tables.parameters.num_bytes(value, used).mean()
+        return float(total.min())
+
+    times = [
+        [op_time(graph, op, rules, mesh, costs).total_s for rules in domain.rules]
+        for op, domain in zip(graph.ops, domains, strict=True)
+    ]
+    plain = [i for i, s in enumerate(graph.slots) if s.kind is SlotKind.VALUE]
+    best = math.inf
+    for choice in itertools.product(*(range(len(d)) for d in domains)):
+        natives: dict[int, Layout] = {}
+        demands: list[list[Layout]] = [[] for _ in graph.values]
+        for op, domain, c in zip(graph.ops, domains, choice, strict=True):
+            for v, layouts in zip(op.operands, domain.inputs, strict=True):
+                demands[v].append(layouts[c])
+            for v, layouts in zip(op.outputs, domain.outputs, strict=True):
+                natives[v] = layouts[c]
+        fixed = math.fsum(t[c] for t, c in zip(times, choice, strict=True))
+        fixed += sum(
+            parameter_s(i, demands[i])
+            for i, s in enumerate(graph.slots)
+            if s.kind is SlotKind.PARAMETER
+        )
+        if fixed >= best:
+            continue
+        for arriving in itertools.product(*(slots[i] for i in plain)):
+            for leaving in itertools.product(*outputs):
+                natives.update(zip(plain, arriving, strict=True))
+                wanted = [list(d) for d in demands]
+                for v, layout in zip(graph.outputs, leaving, strict=True):
+                    wanted[v].append(layout)
+                total = fixed + sum(tree_s(v, natives[v], frozenset(wanted[v])) for v in natives)
+                best = min(best, total)
+    return best
+
+
+def solve_both(graph, degrees, slots, outputs, prices=Prices()):  # noqa: B008  frozen
+    mesh, costs, _ = costs_on(*degrees)
+    tables = SearchTables(mesh, costs)
+    problem = prepare_region(graph, mesh, costs, tables, slot_layouts=slots, output_layouts=outputs)
+    found = problem.solve(prices)
+    assert found is not None
+    return found, enumerate_best(graph, mesh, costs, tables, slots, outputs, prices)
+
+
+WHOLE_OR_SHARD = [(I,), (Shard(0),), (Shard(1),)]
+PRICED = Prices(1e-12, 1e-9)
+
+
+class TestEqualsEnumeration:
+    @pytest.mark.parametrize("prices", [Prices(), PRICED])
+    @pytest.mark.parametrize("residual", [False, True])
+    def test_one_axis(self, residual, prices):
+        graph = mlp(residual=residual)
+        slots = allowed_slots(graph, [(I,)], WHOLE_OR_SHARD)
+        found, expected = solve_both(graph, (1, 2), slots, [[(I,)]], prices)
+        assert found.objective_s == pytest.approx(expected, rel=1e-12)
+
+    def test_boundaries_are_chosen(self):
+        graph = mlp(residual=True)
+        slots = allowed_slots(graph, WHOLE_OR_SHARD, WHOLE_OR_SHARD)
+        found, expected = solve_both(graph, (1, 2), slots, [WHOLE_OR_SHARD], PRICED)
+        assert found.objective_s == pytest.approx(expected, rel=1e-12)
+
+    def test_three_users(self):
+        graph = three_heads(batch=2, width=3)  # few rules: only the batch divides
+        slots = allowed_slots(graph, [(I,)], [(I,)])
+        found, expected = solve_both(graph, (1, 2), slots, [[(I,), (Shard(0),)]])
+        assert found.objective_s == pytest.approx(expected, rel=1e-12)
+
+    def test_two_axes(self):
+        graph = mlp(batch=4, width=3, hidden=4)
+        stored = [(I, I), (I, Shard(0)), (I, Shard(1))]
+        slots = allowed_slots(graph, [(Shard(0), I)], stored)
+        found, expected = solve_both(graph, (2, 2), slots, [[(Shard(0), I)]], PRICED)
+        assert found.objective_s == pytest.approx(expected, rel=1e-12)
+
+
+def test_three_users_on_two_axes_stay_close_to_enumeration():
+    # So many layouts that a set holds one shared layout only: an upper bound.
+    b = GraphBuilder()
+    x = b.slot(4, 4)
+    graph = b.build(b.relu(x), b.relu(x), b.relu(x))
+    outputs = [[(I, I)], [(Shard(1), I)], [(I, Shard(1))]]
+    found, expected = solve_both(graph, (2, 2), [[(Shard(0), I)]], outputs)
+    assert expected <= found.objective_s * (1 + 1e-12)
+    assert found.objective_s <= 1.02 * expected
+
+
+def test_parameter_with_two_users_is_stored_once():
+    b = GraphBuilder()
+    x = b.slot(4, 8)
+    weight = b.parameter(8, 8)
+    graph = b.build(b.linear(b.linear(x, weight), weight))
+    slots = [[(I,)], WHOLE_OR_SHARD]
+    found, _ = solve_both(graph, (1, 2), slots, [[(I,)]], Prices(used_s_per_byte=1e-6))
+    stored = found.typing.slots[weight]
+    # Never gathered: both uses read what is stored, or cut it from the whole.
+    for op in found.typing.ops:
+        assert op.inputs[1] == stored or stored == (I,)
+
+
+class TestDiscovery:
+    def test_column_then_row(self):
+        graph = mlp(batch=4096, width=4096, hidden=16384)
+        mesh, costs, _ = costs_on(1, 8)
+        found = solve_region(
+            graph,
+            mesh,
+            costs,
+            slot_layouts=allowed_slots(graph, [(I,)], WHOLE_OR_SHARD),
+            output_layouts=[[(I,)]],
+            prices=Prices(used_s_per_byte=1e-10),
+        )
+        assert found is not None
+        assert found.typing.slots == ((I,), (Shard(0),), (Shard(1),))
+        kinds = [(c.forward, c.backward) for c in found.price.conversions]
+        assert kinds == [((), ("all_reduce",)), (("all_reduce",), ())]
+
+    def test_sequence_parallel_boundary(self):
+        graph = mlp(batch=4096, width=4096, hidden=16384)
+        mesh, costs, _ = costs_on(1, 8)
+        found = solve_region(
+            graph,
+            mesh,
+            costs,
+            slot_layouts=allowed_slots(graph, [(Shard(0),)], WHOLE_OR_SHARD),
+            output_layouts=[[(Shard(0),)]],
+            prices=Prices(used_s_per_byte=1e-10),
+        )
+        assert found is not None
+        kinds = [(c.forward, c.backward) for c in found.price.conversions]
+        assert kinds == [
+            (("all_gather",), ("reduce_scatter",)),
+            (("reduce_scatter",), ("all_gather",)),
+        ]
+
+    def test_gathered_parameters_are_used_whole(self):
+        graph = mlp(batch=4096, width=4096, hidden=16384)
+        mesh, costs, _ = costs_on(8, 1)
+        found = solve_region(
+            graph,
+            mesh,
+            costs,
+            slot_layouts=allowed_slots(graph, [(Shard(0),)], [(Shard(0),)]),
+            output_layouts=[[(Shard(0),)]],
+            prices=Prices(),
+            gatherable_axes=frozenset({0}),
+        )
+        assert found is not None
+        assert found.price.gather_s["dp"] > 0 and found.price.reduce_s["dp"] > 0
+        assert all(op.inputs[1][0].kind == "R" for op in (found.typing.ops[0], found.typing.ops[2]))
+        assert {c.kind for c in found.price.conversions} == {"parameter"}
+
+
+def test_no_typing_meets_the_allowed_layouts():
+    graph = mlp()
+    mesh, costs, _ = costs_on(1, 2)
+    problem = prepare_region(
+        graph,
+        mesh,
+        costs,
+        SearchTables(mesh, costs),
+        slot_layouts=allowed_slots(graph, [(I,)], WHOLE_OR_SHARD),
+        output_layouts=[[(I,)]],
+    )
+    # Stored in a way that no rule reads and that nothing gathers.
+    assert problem.with_stored({1: (Shard(0, 2),)}).solve(Prices()) is None
+
+
+def test_same_input_same_typing():
+    graph = mlp(residual=True)
+    slots = allowed_slots(graph, WHOLE_OR_SHARD, WHOLE_OR_SHARD)
+    mesh, costs, _ = costs_on(1, 2)
+    runs = [
+        solve_region(
+            graph,
+            mesh,
+            costs,
+            slot_layouts=slots,
+            output_layouts=[WHOLE_OR_SHARD],
+            prices=PRICED,
+        )
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_one_device_has_empty_layouts():
+    graph = mlp()
+    mesh, costs, _ = costs_on(1, 1)
+    found = solve_region(
+        graph,
+        mesh,
+        costs,
+        slot_layouts=[[()]] * 3,
+        output_layouts=[[()]],
+        prices=Prices(),
+    )
+    assert found is not None
+    assert found.typing.outputs == ((),)
+    assert found.objective_s == pytest.approx(found.price.forward_s + found.price.backward_s)
+
+
+def test_buffer_update_leaves_as_the_buffer_arrives():
+    b = GraphBuilder()
+    x = b.slot(4, 8)
+    running = b.slot(4, 8, kind=SlotKind.BUFFER, name="running")
+    y = b.relu(x)
+    graph = replace(b.build(y), mutations=((running, y),))
+    mesh, costs, _ = costs_on(1, 2)
+    found = solve_region(
+        graph,
+        mesh,
+        costs,
+        slot_layouts=[[(Shard(0),)], [(I,)]],
+        output_layouts=[[(Shard(0),)]],
+        prices=Prices(),
+    )
+    assert found is not None
+    assert any(c.target == (I,) for c in found.price.conversions)
+
+
+def test_prices_move_work_to_shards():
+    graph = mlp(batch=16, width=64, hidden=64)
+    mesh, costs, _ = costs_on(1, 2, "local-cpux2")
+    slots = allowed_slots(graph, [(I,)], WHOLE_OR_SHARD)
+
+    def sharded(price: float) -> int:
+        found = solve_region(
+            graph,
+            mesh,
+            costs,
+            slot_layouts=slots,
+            output_layouts=[[(I,)]],
+            prices=Prices(used_s_per_byte=price),
+        )
+        assert found is not None
+        return sum(found.typing.slots[i][0].is_shard for i in (1, 2))
+
+    counts = [sharded(p) for p in (0.0, 1e-9, 1e-6)]
+    assert counts == sorted(counts)
+    assert counts[0] == 0 and counts[-1] == 2
+
+
+def test_objective_is_the_emitted_price():
+    """Where nothing is discounted, the minimised sum is what the program will cost."""
+    graph = mlp(batch=4096, width=4096, hidden=16384, residual=True)
+    mesh, costs, _ = costs_on(1, 8)
+    found = solve_region(
+        graph,
+        mesh,
+        costs,
+        slot_layouts=allowed_slots(graph, [(I,)], [(Shard(0),), (Shard(1),)]),
+        output_layouts=[[(I,)]],
+        prices=Prices(),
+    )
+    assert found is not None
+    price = found.price
+    total = price.forward_s + price.backward_s + sum(price.communication_s.values())
+    assert np.isclose(found.objective_s, total, rtol=1e-3)

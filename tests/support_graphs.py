@@ -1,0 +1,87 @@
+"""Hand-written op graphs for the tests of the search. No torch."""
+
+from meshfold.cluster import ClusterSpec
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.mesh import Mesh
+from meshfold.opgraph import (
+    Arg,
+    Dependence,
+    Op,
+    OpGraph,
+    Ref,
+    Slot,
+    SlotKind,
+    Value,
+)
+
+
+class GraphBuilder:
+    """Writes an OpGraph op by op; every method returns the number of a value."""
+
+    def __init__(self, dtype: str = "float32") -> None:
+        self.dtype = dtype
+        self.slots: list[Slot] = []
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+
+    def slot(
+        self,
+        *shape: int,
+        kind: SlotKind = SlotKind.VALUE,
+        name: str = "",
+        depends: Dependence = Dependence.BATCH,
+    ) -> int:
+        assert not self.ops, "slots come first"
+        self.slots.append(Slot(kind, name))
+        self.values.append(Value(shape, self.dtype, True, depends))
+        return len(self.values) - 1
+
+    def parameter(self, *shape: int, name: str = "weight") -> int:
+        return self.slot(*shape, kind=SlotKind.PARAMETER, name=name, depends=Dependence.PARAMETER)
+
+    def op(self, target: str, args: tuple[Arg, ...], shape: tuple[int, ...]) -> int:
+        self.values.append(Value(shape, self.dtype, True, Dependence.BATCH))
+        out = len(self.values) - 1
+        self.ops.append(Op(f"aten.{target}", args, (), (out,), scope=f"op{len(self.ops)}"))
+        return out
+
+    def linear(self, x: int, weight: int) -> int:
+        shape = (*self.values[x].shape[:-1], self.values[weight].shape[0])
+        return self.op("linear.default", (Ref(x), Ref(weight)), shape)
+
+    def relu(self, x: int) -> int:
+        return self.op("relu.default", (Ref(x),), self.values[x].shape)
+
+    def add(self, a: int, b: int) -> int:
+        return self.op("add.Tensor", (Ref(a), Ref(b)), self.values[a].shape)
+
+    def build(self, *outputs: int) -> OpGraph:
+        return OpGraph(tuple(self.slots), tuple(self.values), tuple(self.ops), outputs)
+
+
+def mlp(batch: int = 4, width: int = 8, hidden: int = 16, *, residual: bool = False) -> OpGraph:
+    """linear, relu, linear [, + input]; slots are (x, up, down)."""
+    b = GraphBuilder()
+    x = b.slot(batch, width)
+    up, down = b.parameter(hidden, width, name="up"), b.parameter(width, hidden, name="down")
+    y = b.linear(b.relu(b.linear(x, up)), down)
+    return b.build(b.add(y, x) if residual else y)
+
+
+def three_heads(batch: int = 4, width: int = 8) -> OpGraph:
+    """Three products of one value, added up: a value with three users."""
+    b = GraphBuilder()
+    x = b.slot(batch, width)
+    weights = [b.parameter(width, width, name=name) for name in "abc"]
+    x = b.relu(x)
+    first, second, third = (b.linear(x, w) for w in weights)
+    return b.build(b.add(b.add(first, second), third))
+
+
+def costs_on(dp: int, tp: int, cluster: str = "dgx-h100x2") -> tuple[Mesh, CostModel, ClusterSpec]:
+    """A mesh of dp x tp on a preset and its cost model."""
+    spec = resolve_cluster(cluster)
+    mesh = build_mesh(spec, dp, tp)
+    return mesh, CostModel(spec, mesh), spec
