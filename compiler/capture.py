@@ -7,17 +7,28 @@ Forward only; no weights are needed or allocated, so the model may be on the met
 layer of the compiler that runs the user's code, and the last.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshfold.capture_export import export_twin
+from meshfold.call_children import Child, find_children, wrapped
+from meshfold.call_expand import expand_calls
+from meshfold.call_trace import CallPlan, CallTracer, plan_calls, strip
+from meshfold.capture_export import Exported, RetraceError, export_twin
 from meshfold.capture_lower import read_program
-from meshfold.capture_program import number
-from meshfold.capture_twin import fake_twin, flatten_inputs, model_names
+from meshfold.capture_program import Program, number
+from meshfold.capture_twin import (
+    ExampleInputs,
+    Names,
+    Twin,
+    fake_twin,
+    flatten_inputs,
+    model_names,
+)
+from meshfold.errors import CaptureError
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.fold import fold
 
@@ -49,7 +60,41 @@ def capture(
     names = model_names(model)
     twin = fake_twin(model)
     inputs = flatten_inputs(example_inputs, twin.mode)
-    exported = export_twin(twin, inputs)
-    program = read_program(exported, names, inputs.infos)
-    flat = number(program, names, inputs.infos, twin.notes)
+    children = [] if full_capture else find_children(twin.module)
+    try:
+        return _trace(twin, inputs, names, children)
+    except RetraceError as error:
+        fresh = fake_twin(model)
+        inputs = flatten_inputs(example_inputs, fresh.mode)
+        fresh = replace(fresh, notes=(*fresh.notes, f"every layer was traced in full: {error}"))
+        return _trace(fresh, inputs, names, [])
+
+
+def _trace(twin: Twin, inputs: ExampleInputs, names: Names, children: Sequence[Child]) -> Captured:
+    """Trace the twin, with call nodes for those of `children` that equal one traced before.
+
+    Raises RetraceError if a proof of that fails, or anything else with call nodes in play: an error
+    of the model itself shows again, with its line, when everything is traced.
+    """
+    plan = plan_calls(twin, inputs, children) if children else CallPlan()
+    notes = (*twin.notes, *plan.refusals)
+    if not plan.has_stubs:
+        exported = export_twin(twin, inputs)
+        program = read_program(exported, names, inputs.infos)
+        return _fold(program, names, inputs, exported, notes)
+    strip(children, plan.decisions)
+    tracer = CallTracer(plan.decisions)
+    try:
+        with wrapped(children, tracer):
+            exported = export_twin(twin, inputs, tracer.marked)
+        program = expand_calls(read_program(exported, names, inputs.infos), names)
+    except CaptureError as error:
+        raise RetraceError(str(error)) from error
+    return _fold(program, names, inputs, exported, notes)
+
+
+def _fold(
+    program: Program, names: Names, inputs: ExampleInputs, exported: Exported, notes: Sequence[str]
+) -> Captured:
+    flat = number(program, names, inputs.infos, notes)
     return Captured(fold(flat.graph, flat.stacks), dict(program.constants), exported.model_outputs)

@@ -11,11 +11,8 @@ loss only         when the model returns a loss, nothing else is kept.
 """
 
 import inspect
-import os
 import random
-import re
 import sys
-import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,13 +29,15 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from meshfold.capture_twin import ExampleInputs, Twin
 from meshfold.errors import CaptureError
+from meshfold.source_lines import is_user_file, line_in, user_line
 
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 SOURCE = "meshfold_source"
 MODEL = "model"
 """Attribute of the traced wrapper that holds the twin, so the first part of every name."""
+
+
+class RetraceError(Exception):
+    """A shortcut of the tracing does not hold: trace again without. The text says why."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +102,14 @@ def refuse_dynamic(result: Any, func: Any) -> None:
 class _Traced(nn.Module):
     """The twin with tensors in and tensors out, for torch.export."""
 
-    def __init__(self, twin: nn.Module, inputs: ExampleInputs, watch: _Watch) -> None:
+    def __init__(
+        self, twin: nn.Module, inputs: ExampleInputs, watch: _Watch, marked: Sequence[torch.Tensor]
+    ) -> None:
         super().__init__()
         self.model = twin
         self.inputs = inputs
         self.watch = watch
-        self.report = _Report()
+        self.report = _Report(marked)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with self.watch:
@@ -119,14 +120,16 @@ class _Traced(nn.Module):
         refuse_lost_gradients(named.values(), set(self.model.parameters()))
         kept = loss_of(named)
         self.report.names, self.report.all_names = tuple(kept), tuple(named)
-        return tuple(kept.values())
+        return *kept.values(), *self.report.marked
 
 
 class _Report:
     """What the wrapper saw. A plain object: export forbids new attributes on the module itself."""
 
-    names: tuple[str, ...] = ()
-    all_names: tuple[str, ...] = ()
+    def __init__(self, marked: Sequence[torch.Tensor]) -> None:
+        self.marked = marked
+        self.names: tuple[str, ...] = ()
+        self.all_names: tuple[str, ...] = ()
 
 
 def name_outputs(returned: Any) -> dict[str, torch.Tensor]:
@@ -187,10 +190,13 @@ def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Paramet
                 stack.append(child)
 
 
-def export_twin(twin: Twin, inputs: ExampleInputs) -> Exported:
-    """Trace the twin. Raises CaptureError with op and source line."""
+def export_twin(twin: Twin, inputs: ExampleInputs, marked: Sequence[torch.Tensor] = ()) -> Exported:
+    """Trace the twin. `marked` is read after the model ran: tensors to keep besides its outputs.
+
+    Raises CaptureError with op and source line.
+    """
     watch = _Watch()
-    traced = _Traced(twin.module, inputs, watch)
+    traced = _Traced(twin.module, inputs, watch, marked)
 
     def rerun() -> None:
         with twin.mode:
@@ -217,7 +223,7 @@ def explain_failure(watch: _Watch) -> Iterator[None]:
     """Turn whatever goes wrong while tracing into a CaptureError with op and user line."""
     try:
         yield
-    except CaptureError:
+    except (CaptureError, RetraceError):
         raise
     except Exception as error:
         op = watch.failed or "the model"
@@ -228,20 +234,6 @@ def explain_failure(watch: _Watch) -> Iterator[None]:
             op=op,
             source=user_line(reversed([*traceback.walk_tb(error.__traceback__)])),
         ) from error
-
-
-def user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """ "file:line" of the first frame outside torch, meshfold and the standard library, "" if
-    there is none. `frames` start with the innermost."""
-    for frame, line in frames:
-        if is_user_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{line}"
-    return ""
-
-
-def is_user_file(name: str) -> bool:
-    standard = name.startswith(_STANDARD) and "site-packages" not in name
-    return not (standard or name.startswith(_LIBRARIES) or name.startswith("<"))
 
 
 @contextmanager
@@ -316,15 +308,8 @@ def _stamp_sources(module: fx.GraphModule) -> None:
     """Keep each op's line where run_decompositions keeps it, blocks included."""
     for node in module.graph.nodes:
         if node.op == "call_function":
-            source = _line_in(node.meta.get("stack_trace") or "")
+            source = line_in(node.meta.get("stack_trace") or "")
             node.meta["custom"] = {**node.meta.get("custom", {}), SOURCE: source}
     for child in module.children():
         if isinstance(child, fx.GraphModule):
             _stamp_sources(child)
-
-
-def _line_in(stack_trace: str) -> str:
-    for name, line in reversed(_FRAME.findall(stack_trace)):
-        if is_user_file(name):
-            return f"{name}:{line}"
-    return ""

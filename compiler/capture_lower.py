@@ -133,7 +133,9 @@ class _Reader:
                 target = self.names.sources[str(spec.target).removeprefix(MODEL + ".")]
                 self.program.mutations.append((target.name, key))
             elif spec.kind is OutputKind.USER_OUTPUT:
-                self.program.outputs.append((next(names), key))
+                name = next(names, None)
+                if name is not None:  # what follows keeps bodies of calls alive
+                    self.program.outputs.append((name, key))
             else:
                 raise CaptureError(
                     f"the model writes to {spec.target}; only buffers may change in a step",
@@ -161,9 +163,14 @@ def constant_name(tensor: torch.Tensor) -> str:
 
 
 def module_stack(node: fx.Node) -> tuple[str, ...]:
-    """Scopes of the modules whose call made this op, outermost first, without the wrapper's."""
-    stack = (path for path, _ in (node.meta.get("nn_module_stack") or {}).values())
-    return tuple(p.removeprefix(MODEL + ".") for p in stack if p.startswith(MODEL + "."))
+    """Scopes of the modules whose call made this op, outermost first, without the wrapper's. The
+    second call of a module has "@1" behind it, the third "@2"."""
+    stack = []
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        if path.startswith(MODEL + "."):
+            _, at, count = key.rpartition("@")
+            stack.append(path.removeprefix(MODEL + ".") + (at + count if at else ""))
+    return tuple(stack)
 
 
 def source_line(node: fx.Node) -> str:

@@ -1,0 +1,93 @@
+"""Two ops that stand in the exported graph where children of a stack were called.
+
+    mark(x, label)          x itself, at a border of a child that is traced op by op
+    call(tensors, label)    a child that was not traced: it equals one that was
+
+Labels are JSON, so the ops need no tables of their own. They never run on real tensors.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from meshfold.torch_ops import dtype_name, torch_dtype
+
+MARK = "meshfold.mark.default"
+CALL = "meshfold.call.default"
+
+_library = torch.library.Library("meshfold", "DEF")
+_library.define("mark(Tensor x, str label) -> Tensor")
+_library.define("call(Tensor[] tensors, str label) -> Tensor[]")
+
+
+@dataclass(frozen=True, slots=True)
+class MarkLabel:
+    """Tensor argument (is_input) or result number `slot` of call number `call`, which is of the
+    class of `model_call`."""
+
+    call: int
+    model_call: int
+    is_input: bool
+    slot: int
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: str) -> "MarkLabel":
+        return MarkLabel(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class CallLabel:
+    """Call number `call`, equal to the traced call `model_call`; `results` are shape, strides and
+    dtype of each tensor it returns."""
+
+    call: int
+    model_call: int
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: str) -> "CallLabel":
+        fields = json.loads(text)
+        results = tuple((tuple(s), tuple(t), dtype) for s, t, dtype in fields["results"])
+        return CallLabel(fields["call"], fields["model_call"], results)
+
+
+TensorFacts = tuple[tuple[int, ...], tuple[int, ...], str]
+"""Shape, strides and dtype name."""
+
+
+def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
+    return tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype)
+
+
+def empty_results(facts: Sequence[TensorFacts]) -> list[torch.Tensor]:
+    return [torch.empty_strided(s, t, dtype=torch_dtype(name)) for s, t, name in facts]
+
+
+@torch.library.register_fake("meshfold::mark", lib=_library)
+def _fake_mark(x: torch.Tensor, label: str) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
+
+@torch.library.register_fake("meshfold::call", lib=_library)
+def _fake_call(tensors: list[torch.Tensor], label: str) -> list[torch.Tensor]:
+    return empty_results(CallLabel.parse(label).results)
+
+
+def mark(x: torch.Tensor, label: MarkLabel) -> torch.Tensor:
+    """Put a mark into the graph being traced."""
+    marked: torch.Tensor = torch.ops.meshfold.mark(x, label.text())
+    return marked
+
+
+def call(tensors: Sequence[torch.Tensor], label: CallLabel) -> list[torch.Tensor]:
+    """Put a call node into the graph being traced."""
+    results: list[torch.Tensor] = torch.ops.meshfold.call(list(tensors), label.text())
+    return results

@@ -1,0 +1,35 @@
+"""Lines of the user's code, for messages: files that are not torch, meshfold or Python itself."""
+
+import os
+import re
+import sysconfig
+from collections.abc import Iterable
+from types import FrameType
+
+import torch
+
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """ "file:line" of the first frame outside torch, meshfold and the standard library, "" if
+    there is none. `frames` start with the innermost."""
+    for frame, line in frames:
+        if is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{line}"
+    return ""
+
+
+def is_user_file(name: str) -> bool:
+    standard = name.startswith(_STANDARD) and "site-packages" not in name
+    return not (standard or name.startswith(_LIBRARIES) or name.startswith("<"))
+
+
+def line_in(stack_trace: str) -> str:
+    """The innermost line of the user's code in the text of a stack trace."""
+    for name, line in reversed(_FRAME.findall(stack_trace)):
+        if is_user_file(name):
+            return f"{name}:{line}"
+    return ""
