@@ -33,12 +33,14 @@ class LocalStep:
 @dataclass(frozen=True)
 class LocalProgram:
     """What one rank runs for a region. Tensors 0..num_slots-1 come from outside; `specs` are those
-    of all tensors, `outputs` what leaves."""
+    of all tensors, `outputs` what leaves. Gradients of `bucketed` tensors, from outside, are reduced
+    together, as soon as the backward of the first step that reads one is done."""
 
     num_slots: int
     specs: tuple[TensorSpec, ...]
     steps: tuple[LocalStep, ...]
     outputs: tuple[int, ...]
+    bucketed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class RegionMemory:
     forward_peak_bytes: worst moment of the forward, everything made inside and not yet freed.
     backward_peak_bytes: worst moment of the backward: what is kept, gradients coming in, made, and
         leaving; storages of slots and outputs not included.
-    backward_end_bytes: gradients of slots, when the backward is done.
+    reduction_bytes: alive when the gradients of bucketed tensors are all there, these included.
     slot_gradient_bytes: of each slot, 0 where there is none.
     """
 
@@ -65,7 +67,7 @@ class RegionMemory:
     saved_outputs: tuple[bool, ...]
     forward_peak_bytes: int
     backward_peak_bytes: int
-    backward_end_bytes: int
+    reduction_bytes: int
     slot_gradient_bytes: tuple[int, ...]
 
 
@@ -117,6 +119,7 @@ class _Simulation:
         self.storage += [-1] * (len(program.specs) - program.num_slots)
         self.kept: list[list[int]] = []
         self.gradient: list[int] = [-1] * len(program.specs)
+        self.reduction_bytes = 0
 
     def run(self) -> RegionMemory:
         self._forward()
@@ -144,7 +147,7 @@ class _Simulation:
             saved_outputs=tuple(s in kept for s in outputs),
             forward_peak_bytes=forward_peak_bytes,
             backward_peak_bytes=heap.peak_bytes,
-            backward_end_bytes=heap.current_bytes,
+            reduction_bytes=self.reduction_bytes,
             slot_gradient_bytes=tuple(gradients),
         )
 
@@ -187,6 +190,9 @@ class _Simulation:
                 self._run_backward(step)
             for s in kept:
                 self.heap.release(s)
+            if not self.program.bucketed.isdisjoint(step.operands):
+                # The last time this happens counts: the first step that reads one.
+                self.reduction_bytes = self.heap.current_bytes
 
     def _run_backward(self, step: LocalStep) -> None:
         heap, probe = self.heap, step.probe

@@ -5,7 +5,7 @@ instance j keeps, F_i and B_i the worst moments inside i, and G_j gradients of p
 
     forward i    sum_{j<i} S_j + F_i
     backward i   sum_{j<i} S_j + B_i + sum_{j>i} G_j           (B_i includes S_i)
-    reduction i  sum_{j<i} S_j + E_i + buckets + sum_{j>i} G_j (E_i: gradients when i is done)
+    reduction i  sum_{j<i} S_j + R_i + buckets + sum_{j>i} G_j (R_i: when i's gradients are there)
     optimizer    states + G + what the optimizer itself needs; no activations
 
 The head is an instance like any other. Beside the S_j live, over ranges of moments:
@@ -181,9 +181,10 @@ class _Timeline:
             kept = activations[t] + memory.saved_bytes
             found.append(_Moment(gradients[t], kept, gathered[i] + behind, flying[t], inside))
             flat, result = _reduction_bytes(instance)
-            end = memory.backward_end_bytes + passing[t]
+            inside = memory.reduction_bytes + passing[t]
             buckets = flying[t] + flat + result
-            found.append(_Moment(gradients[t], activations[t], behind, buckets, end))
+            if flat:
+                found.append(_Moment(gradients[t], activations[t], behind, buckets, inside))
         return found
 
     def _add_values(self, model_outputs: Sequence[Value]) -> None:

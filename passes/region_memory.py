@@ -199,7 +199,8 @@ class _Builder:
             self._tensor(v, layout)
             for v, layout in zip(self.graph.outputs, self.typing.outputs, strict=True)
         )
-        return LocalProgram(num_slots, tuple(self.specs), tuple(self.steps), outputs)
+        bucketed = frozenset(self.uses.values())
+        return LocalProgram(num_slots, tuple(self.specs), tuple(self.steps), outputs, bucketed)
 
     def parameter_uses(self, names: Sequence[str]) -> list[ParameterUse]:
         """The parameters of an instance whose slots are called `names`."""

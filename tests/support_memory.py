@@ -5,12 +5,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from support_programs import local_part
 from torch import nn
 
+from meshfold.batches import BatchReader
 from meshfold.capture import Captured, capture
+from meshfold.collectives import Axes, RankMesh
 from meshfold.interpret import run_op
 from meshfold.opgraph import FoldedGraph, SourceKind
 from meshfold.probe import StorageCounter, storage_id
+from meshfold.program import EmittedProgram
+from meshfold.runner import ProgramRunner
 from meshfold.strategy import OpTyping, RegionTyping
 
 
@@ -127,3 +132,52 @@ def allocator_peak_bytes(run: Callable[[], None]) -> int:
         current += num_bytes
         peak = max(peak, current)
     return peak
+
+
+class EchoMesh(RankMesh):
+    """A rank without peers: collectives give tensors of the right shape at once, with its own data
+    in place of everybody's. A reduce-scatter that is not waited for reads its input until the next
+    one starts. For measuring memory only."""
+
+    reading: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Input and result of the last reduce-scatter, while it runs."""
+
+    def start_all_reduce(self, x: torch.Tensor, axes: Axes, reduction: str = "sum") -> torch.Tensor:
+        return x.clone()
+
+    def start_all_gather(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+        return x.repeat(self.size(axes), *([1] * (x.dim() - 1)))
+
+    def start_reduce_scatter(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+        result = x[: x.shape[0] // self.size(axes)].clone()
+        self.reading = x, result
+        return result
+
+    def start_all_to_all(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+        return x.clone()
+
+    def wait(self, in_flight: torch.Tensor) -> torch.Tensor:
+        if self.reading is not None and self.reading[1].data_ptr() == in_flight.data_ptr():
+            self.reading = None
+        return in_flight
+
+
+def emitted_peak_bytes(
+    model: nn.Module, captured: Captured, program: EmittedProgram, batch: Mapping[str, torch.Tensor]
+) -> int:
+    """Worst moment of a step of rank 0 of an emitted program, by counting storages, without
+    parameters, buffers and batch. Gradients are fresh and stay."""
+    mesh = EchoMesh(program.mesh, 0, torch.device("cpu"))
+    parameters = {
+        p.name: nn.Parameter(local_part(program, p.name, model.get_parameter(p.name), mesh))
+        for p in captured.graph.parameters
+    }
+    buffers = {b.name: model.get_buffer(b.name).clone() for b in captured.graph.buffers}
+    runner = ProgramRunner(program, mesh, captured.constants)
+    reader = BatchReader(program, mesh, {})
+    inputs = reader.read(batch)
+    known = [*parameters.values(), *buffers.values(), *captured.constants.values(), *batch.values()]
+    gc.collect()
+    with StorageCounter(known) as counter:
+        runner.run(parameters, buffers, inputs).backward()
+    return counter.peak_bytes

@@ -1,5 +1,7 @@
 """Live ranges of small local programs, against peaks worked out by hand."""
 
+from dataclasses import replace
+
 from meshfold.cost_models.memory import LocalProgram, LocalStep, RegionMemory, simulate_region
 from meshfold.cost_models.op_probe import (
     NEW_STORAGE,
@@ -51,7 +53,7 @@ def test_what_is_kept_stays_and_what_is_not_goes_at_its_last_use() -> None:
     assert memory.saved_bytes == 20 and memory.output_bytes == (10,)
     # mul: kept 20 + incoming 10 + two new gradients
     assert memory.backward_peak_bytes == 50
-    assert memory.backward_end_bytes == 10 and memory.slot_gradient_bytes == (10,)
+    assert memory.slot_gradient_bytes == (10,)
 
 
 def test_without_gradients_nothing_is_kept() -> None:
@@ -66,7 +68,7 @@ def test_without_gradients_nothing_is_kept() -> None:
         saved_outputs=(False,),
         forward_peak_bytes=20,
         backward_peak_bytes=0,
-        backward_end_bytes=0,
+        reduction_bytes=0,
         slot_gradient_bytes=(0,),
     )
 
@@ -78,7 +80,7 @@ def test_parameters_and_inputs_are_outside_storage() -> None:
     assert memory.forward_peak_bytes == 10
     # incoming gradient, gradients of x and of the weight
     assert memory.backward_peak_bytes == 120
-    assert memory.slot_gradient_bytes == (10, 100) and memory.backward_end_bytes == 110
+    assert memory.slot_gradient_bytes == (10, 100)
 
 
 def test_a_view_lives_on_its_base() -> None:
@@ -108,7 +110,7 @@ def test_gradient_of_an_add_is_the_incoming_one() -> None:
     memory = simulate_region(program([spec(10), spec(10)], steps, [2]))
     assert memory.backward_peak_bytes == 10
     # Both slots share it.
-    assert memory.slot_gradient_bytes == (10, 10) and memory.backward_end_bytes == 10
+    assert memory.slot_gradient_bytes == (10, 10)
 
 
 def test_a_residual_sums_two_gradients_in_place() -> None:
@@ -117,7 +119,7 @@ def test_a_residual_sums_two_gradients_in_place() -> None:
     memory = simulate_region(program([spec(10)], steps, [2]))
     # incoming, which the residual path keeps, and the branch's: the sum needs no third buffer
     assert memory.backward_peak_bytes == 20
-    assert memory.backward_end_bytes == 10
+    assert memory.slot_gradient_bytes == (10,)
 
 
 def test_gradients_on_shared_storage_are_summed_in_a_third_buffer() -> None:
@@ -128,7 +130,22 @@ def test_gradients_on_shared_storage_are_summed_in_a_third_buffer() -> None:
     ]
     memory = simulate_region(program([spec(10)] * 3, steps, [3, 4]))
     assert memory.backward_peak_bytes == 30
-    assert memory.slot_gradient_bytes == (10, 10, 10) and memory.backward_end_bytes == 30
+    assert memory.slot_gradient_bytes == (10, 10, 10)
+
+
+def test_bucketed_gradients_are_reduced_when_the_first_reader_is_done() -> None:
+    # slots x, v, w; y = exp(x) keeps y; z = y @ v; out = z @ w: v and w are reduced together.
+    exp = OpProbe((new(10),), saved_outputs=(0,), gradients=(1,), fresh_gradient_bytes=(10,))
+    steps = [
+        LocalStep((0,), (3,), exp),
+        LocalStep((3, 1), (4,), linear(10, 100)),
+        LocalStep((4, 2), (5,), linear(10, 200)),
+    ]
+    plain = program([spec(10), spec(100), spec(200)], steps, [5])
+    memory = simulate_region(replace(plain, bucketed=frozenset({1, 2})))
+    # Both gradients, that of y, and y, which exp still needs.
+    assert memory.reduction_bytes == 100 + 200 + 10 + 10
+    assert simulate_region(plain).reduction_bytes == 0
 
 
 def test_scratch_counts_at_its_moment_only() -> None:

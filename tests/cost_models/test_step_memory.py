@@ -27,7 +27,7 @@ LAYER = RegionMemory(
     saved_outputs=(False,),
     forward_peak_bytes=130,
     backward_peak_bytes=170,
-    backward_end_bytes=30,
+    reduction_bytes=30,
     slot_gradient_bytes=(10, 20),
 )
 
@@ -150,7 +150,7 @@ def test_reductions_hold_their_buffers() -> None:
             saved_slots=frozenset(),
             forward_peak_bytes=0,
             backward_peak_bytes=510,
-            backward_end_bytes=510,
+            reduction_bytes=510,
             slot_gradient_bytes=(10, 500),
         )
         use = ParameterUse(f"w{k}", 1, stored, 500, how)  # type: ignore[arg-type]

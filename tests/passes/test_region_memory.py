@@ -1,19 +1,26 @@
 """The memory model against real runs of the captured graph, and on sharded local programs."""
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 import torch
 from support_memory import (
     RealStep,
     allocator_peak_bytes,
     counted_peak_bytes,
+    emitted_peak_bytes,
     plain_typings,
     saved_bytes,
 )
 from support_models import FAMILIES, tiny_model
+from torch import nn
 
+from meshfold.capture import Captured, capture
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.devices import cluster
 from meshfold.cost_models.meshes import build_mesh
+from meshfold.emit import emit_typed
 from meshfold.mesh import Mesh
 from meshfold.opgraph import (
     Dependence,
@@ -33,14 +40,29 @@ from meshfold.opgraph import (
     Value,
 )
 from meshfold.passes.region_memory import program_memory, step_memory
+from meshfold.passes.uniform_search import MeshSearch
 from meshfold.plan import MemoryEstimate
 from meshfold.probe import OpProber
 from meshfold.spmd import Layout, parse_layout
-from meshfold.strategy import OpTyping, RegionTyping
+from meshfold.strategy import OpTyping, RegionTyping, UniformStrategy
+
+Captures = Callable[[str], tuple[nn.Module, dict[str, torch.Tensor], Captured]]
 
 PROBER = OpProber()
 ALONE = Mesh(())
 COSTS = CostModel(cluster("local-cpux4"), ALONE)
+
+
+@pytest.fixture(scope="module")
+def captures() -> Captures:
+    """Model, batch and capture of a family with four layers, made once."""
+
+    @cache
+    def make(family: str) -> tuple[nn.Module, dict[str, torch.Tensor], Captured]:
+        model, batch = tiny_model(family, layers=4, dtype=torch.float32)
+        return model, batch, capture(model, batch)
+
+    return make
 
 
 def predicted(step: RealStep) -> MemoryEstimate:
@@ -104,6 +126,43 @@ def test_kept_bytes_per_region_add_up_to_what_autograd_keeps(family: str) -> Non
     )
     total = sum(kept[i.region] for i in step.folded.instances)
     assert total == saved_bytes(step)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        UniformStrategy(),
+        UniformStrategy(tp=2),
+        UniformStrategy(tp=2, sequence_parallel=True),
+        UniformStrategy(dp=2),
+        UniformStrategy(dp=2, zero=3),
+        UniformStrategy(dp=2, tp=2, zero=3, sequence_parallel=True),
+    ],
+    ids=lambda s: s.label,
+)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_peak_of_an_emitted_program(
+    family: str, strategy: UniformStrategy, captures: Captures
+) -> None:
+    model, batch, captured = captures(family)
+    spec = cluster(f"local-cpux{strategy.dp * strategy.tp}")
+    mesh = build_mesh(spec, strategy.dp, strategy.tp)
+    search = MeshSearch(captured.graph, spec, mesh, batch["labels"].shape[0])
+    typed = search.solve(zero=strategy.zero, sequence_parallel=strategy.sequence_parallel)
+    found, _ = step_memory(
+        captured.graph,
+        typed.typings,
+        mesh,
+        PROBER,
+        costs=search.costs,
+        optimizer="sgd",
+        reserve_bytes=0,
+        capacity_bytes=2**30,
+    )
+    program = emit_typed(captured.graph, typed.typings, mesh, search.costs)
+    local_batch = sum(t.nbytes for t in batch.values()) // strategy.dp
+    peak = found.peak - found.parameters - local_batch
+    assert peak == pytest.approx(emitted_peak_bytes(model, captured, program, batch), rel=0.03)
 
 
 # A region by hand: y = linear(x, w), x (8, 4), w (16, 4), in float32; one instance feeds a sum.
