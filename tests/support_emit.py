@@ -1,0 +1,143 @@
+"""What tests run on gloo processes (see pool): programs held against one process."""
+
+import copy
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from support_models import tiny_model
+from support_programs import stack_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import meshfold
+from meshfold.api import bind
+from meshfold.capture import Captured
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.plan_io import plan_from_json
+from meshfold.precision import float64_everywhere
+from meshfold.runtime import CompiledModel
+from meshfold.shards import shard_of
+
+
+@lru_cache(maxsize=1)
+def eager_step(family: str) -> tuple[nn.Module, dict[str, Any], Tensor]:
+    """(model with gradients, batch, loss) of the unmodified model in one process."""
+    model, batch = tiny_model(family)
+    with float64_everywhere():
+        loss = model(**batch).loss
+        loss.backward()
+    return model, batch, loss.detach()
+
+
+def compare_step(
+    family: str, captured: Captured, plan_text: str
+) -> tuple[float, float, str, list[str]]:
+    """(error of the loss, largest error of a gradient, its parameter, parameters without gradient
+    that have one in one process or the other way round)."""
+    model, batch, expected = eager_step(family)
+    compiled = bind(model, plan_from_json(plan_text), captured, batch)
+    loss = compiled(**batch)
+    loss.backward()
+    worst, name_of_worst, uneven = 0.0, "", []
+    for name, parameter in compiled.named_parameters():
+        gradient = model.get_parameter(name).grad
+        if (gradient is None) != (parameter.grad is None):
+            uneven.append(name)
+        elif gradient is not None and parameter.grad is not None:
+            error = float((parameter.grad - part_of(compiled, name, gradient)).abs().max())
+            if not error <= worst:
+                worst, name_of_worst = error, name
+    return float((loss.detach() - expected).abs()), worst, name_of_worst, uneven
+
+
+def part_of(compiled: CompiledModel, name: str, whole: Tensor) -> Tensor:
+    """This rank's part of a parameter or gradient of one process."""
+    assert compiled.rank_mesh is not None
+    layout = compiled.program.stored[name]
+    return shard_of(whole, layout, compiled.program.mesh.sizes, compiled.rank_mesh.coords)
+
+
+def train_steps(
+    family: str, pins: Mapping[str, int], num_steps: int, *, is_local: bool
+) -> list[float]:
+    """Losses of AdamW steps through the public call. is_local: pass this rank's part of the batch
+    instead of all of it."""
+    model, batch = tiny_model(family)
+    options = meshfold.CompileOptions(pins=pins)
+    with float64_everywhere():
+        compiled = meshfold.compile(model, _cluster(), batch, options=options)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
+    if is_local:
+        batch = {name: _data_part(compiled, value) for name, value in batch.items()}
+    losses = []
+    for _ in range(num_steps):
+        loss = compiled(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _cluster() -> meshfold.ClusterSpec:
+    return resolve_cluster("local-cpu", dist.get_world_size())
+
+
+def _data_part(compiled: CompiledModel, value: Tensor) -> Tensor:
+    assert compiled.rank_mesh is not None
+    return value.chunk(compiled.rank_mesh.size(("dp",)))[compiled.rank_mesh.coord("dp")]
+
+
+def dropout_losses(pins: Mapping[str, int], num_steps: int) -> list[float]:
+    """Losses of a model that drops half of everything, one per step, without training."""
+    model, batch = stack_model(2, dropout=0.5)
+    compiled = meshfold.compile(
+        model.train(), _cluster(), batch, options=meshfold.CompileOptions(pins=pins, seed=3)
+    )
+    return [float(compiled(**batch).detach()) for _ in range(num_steps)]
+
+
+def save_and_load(
+    family: str, captured: Captured, saved_under: str, loaded_under: str, folder: str
+) -> list[str]:
+    """Save a model under one plan, load it under another. Returns what is wrong."""
+    model, batch = tiny_model(family)
+    first = bind(model, plan_from_json(saved_under), captured, batch)
+    state = first.state_dict()
+    wrong = [f"{n} is no DTensor" for n, x in state.items() if not isinstance(x, DTensor)]
+    expected = model.state_dict()
+    if list(state) != list(expected):
+        wrong.append("names or their order differ")
+    for name, value in state.items():
+        if not torch.equal(value.full_tensor(), expected[name]):
+            wrong.append(f"full_tensor of {name}")
+    checkpoint.save(state, checkpoint_id=folder)
+    second = bind(_zeroed(model), plan_from_json(loaded_under), captured, batch)
+    other = second.state_dict()
+    checkpoint.load(other, checkpoint_id=folder)
+    second.load_state_dict(other)
+    for name, value in second.full_state_dict().items():
+        if not torch.equal(value, expected[name]):
+            wrong.append(f"{name} after loading a checkpoint")
+    third = bind(_zeroed(model), plan_from_json(loaded_under), captured, batch)
+    third.load_state_dict(expected)
+    fourth = bind(_zeroed(model), plan_from_json(loaded_under), captured, batch)
+    fourth.load_state_dict(first.state_dict())
+    for name in expected:
+        for kind, loaded in (("full tensors", third), ("DTensors of another mesh", fourth)):
+            if not torch.equal(loaded.get_parameter(name), second.get_parameter(name)):
+                wrong.append(f"{name} after loading {kind}")
+    return wrong
+
+
+def _zeroed(model: nn.Module) -> nn.Module:
+    """The same architecture with all weights 0."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    return other
