@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import click
 from rich.console import Console
+from rich.status import Status
 
 from meshfold import __version__
 from meshfold.cost_models.devices import resolve_cluster
@@ -138,8 +139,14 @@ def plan(
         memory_bytes=parse_bytes(memory) if memory is not None else None, pins=parse_pins(pin)
     )
     spec = resolve_cluster(cluster, devices)
-    with _progress(f"planning {model} for {spec.num_devices} devices"):
-        made = torch_commands().make_plan(model, spec, options, batch=batch, sequence=seq)
+    with _progress(f"capturing {model}") as status:
+
+        def tell(done: int, total: int, label: str) -> None:
+            status.update(f"planning for {spec.num_devices} devices: {done} of {total}, {label}")
+
+        made = torch_commands().make_plan(
+            model, spec, options, batch=batch, sequence=seq, progress=tell
+        )
     if output is not None:
         save_plan(made, output)
     if as_json:
@@ -212,7 +219,7 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
         raise Failure(report.verdict, 1)
 
 
-def _progress(text: str) -> Any:
+def _progress(text: str) -> Status:
     """A spinner on stderr while something long runs; nothing where stderr is no terminal."""
     return Console(stderr=True).status(text)
 

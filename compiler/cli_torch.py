@@ -12,6 +12,7 @@ from meshfold.cluster import ClusterSpec
 from meshfold.emit import emit
 from meshfold.models import build_for_plan, build_model
 from meshfold.options import CompileOptions
+from meshfold.passes.planner import Progress
 from meshfold.plan import Plan
 from meshfold.verify import VerifyReport, captured_as_planned, verify
 
@@ -25,10 +26,11 @@ def make_plan(
     *,
     batch: int | None,
     sequence: int | None,
+    progress: Progress | None = None,
 ) -> Plan:
     """The plan for MODEL; its batch defaults to one sample per device."""
     built = build_model(model, batch=batch, sequence=sequence, default_batch=cluster.num_devices)
-    return find_plan(built.model, cluster, built.example_inputs, options=options)
+    return find_plan(built.model, cluster, built.example_inputs, options=options, progress=progress)
 
 
 def program_text(plan: Plan, model: str, rank: int) -> str:

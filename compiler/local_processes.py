@@ -7,12 +7,15 @@ value to the caller while the function runs. Function, arguments, reports and re
 so the function belongs to a module that the processes can import.
 """
 
+import logging
 import multiprocessing
 import pickle
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -43,10 +46,12 @@ def run_local(
     *arguments: Any,
     on_report: Callable[[int, Any], None] | None = None,
     num_threads: int = 1,
+    quiet: bool = False,
 ) -> list[Any]:
     """Results by rank of `function(report, *arguments)`.
 
     on_report(rank, value) is called here for every report. num_threads: of torch, per process.
+    quiet: without the warnings that every process would repeat.
     Raises LocalProcessError when a process raises or dies; the others are ended.
     """
     context = multiprocessing.get_context("spawn")
@@ -56,8 +61,8 @@ def run_local(
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                job = (rank, world_size, store, num_threads, theirs, function, arguments)
-                process = context.Process(target=_serve, args=job, daemon=True)
+                job = _Job(rank, world_size, store, num_threads, quiet, function, arguments)
+                process = context.Process(target=_serve, args=(job, theirs), daemon=True)
                 process.start()
                 theirs.close()
                 processes.append(process)
@@ -105,25 +110,33 @@ def _collect(
     return [results[rank] for rank in range(len(connections))]
 
 
-def _serve(
-    rank: int,
-    world_size: int,
-    store: str,
-    num_threads: int,
-    connection: Connection,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+@dataclass(frozen=True)
+class _Job:
+    """What one process is started with."""
+
+    rank: int
+    world_size: int
+    store: str
+    num_threads: int
+    quiet: bool
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def _serve(job: _Job, connection: Connection) -> None:
+    if job.quiet:
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
     try:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(job.num_threads)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
+            init_method=f"file://{job.store}",
+            rank=job.rank,
+            world_size=job.world_size,
             timeout=COLLECTIVE_TIMEOUT,
         )
-        result = function(lambda value: connection.send(("report", value)), *arguments)
+        result = job.function(lambda x: connection.send(("report", x)), *job.arguments)
         pickle.dumps(result)
         connection.send(("done", result))
         dist.destroy_process_group()

@@ -51,10 +51,12 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """ "341 ms", "1.20 s", "15.0 us"."""
+    """ "341 ms", "1.20 s", "15.0 us"; what is shorter than a nanosecond is nothing."""
+    if seconds < 1e-9:
+        return "0 ms"
     if seconds >= 0.9995:
         return f"{three_digits(seconds)} s"
-    if seconds >= 0.9995e-3 or seconds == 0:
+    if seconds >= 0.9995e-3:
         return f"{three_digits(seconds * 1e3)} ms"
     return f"{three_digits(seconds * 1e6)} us"
 

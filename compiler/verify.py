@@ -98,7 +98,7 @@ def verify(plan: Plan, model_argument: str) -> VerifyReport:
             "and verify that"
         )
     captured_as_planned(plan, build_for_plan(model_argument, plan))
-    results = run_local(plan.world_size, _compare, plan_to_json(plan), model_argument)
+    results = run_local(plan.world_size, _compare, plan_to_json(plan), model_argument, quiet=True)
     return _report(plan, results)
 
 

@@ -80,7 +80,9 @@ def train_with_progress(console: Console) -> tuple[list[float], list[float]]:
             if rank == 0:
                 progress.update(many, advance=1, loss=f"loss {loss:.4f}")
 
-        parallel = run_local(WORLD_SIZE, train_one_rank, str(PLAN_FILE), on_report=show)[0]
+        parallel, *_ = run_local(
+            WORLD_SIZE, train_one_rank, str(PLAN_FILE), on_report=show, quiet=True
+        )
         torch.set_num_threads(1)
         progress.start_task(one)
         alone = train(

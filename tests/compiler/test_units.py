@@ -52,7 +52,8 @@ def test_scales_meet_without_a_gap() -> None:
         "1.00 MB",
         "12.9 GB",
     ]
-    assert [seconds_text(s) for s in (0, 15e-6, 0.99999e-3, 0.341, 0.9999, 75)] == [
+    assert [seconds_text(s) for s in (0, 3e-20, 15e-6, 0.99999e-3, 0.341, 0.9999, 75)] == [
+        "0 ms",
         "0 ms",
         "15.0 us",
         "1.00 ms",

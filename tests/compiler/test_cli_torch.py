@@ -1,0 +1,142 @@
+"""The commands that run a model: plan, graph, verify, from the command line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from support_factories import regression
+
+from meshfold import cli_torch
+from meshfold.api import find_plan
+from meshfold.cli import run
+from meshfold.options import CompileOptions
+from meshfold.plan import Plan
+from meshfold.plan_io import load_plan, save_plan
+from meshfold.plan_schema import plan_schema
+from meshfold.verify import GradientDifference, VerifyReport
+
+MODEL = "support_factories:regression"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A plan of MODEL for two processes."""
+    model, inputs = regression()
+    return find_plan(model, "local-cpux2", inputs, options=CompileOptions(pins={"tp": 2}))
+
+
+@pytest.fixture
+def plan_file(folder: Path, plan: Plan) -> Path:
+    save_plan(plan, folder / "plan.json")
+    return folder / "plan.json"
+
+
+def test_plan_writes_a_valid_file_and_shows_its_top(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", MODEL, "--cluster", "local-cpu", "--devices", "2", "--batch", "12"]
+    command += ["--memory", "1GB", "--pin", "tp=2", "--pin", "sp=0", "-o", "plan.json"]
+    assert run(command) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "tp2 (pinned: sp=0, tp=2)" in captured.out
+    assert "of 1.00 GB" in captured.out
+    assert "written to plan.json" in captured.out
+    jsonschema.validate(json.loads(Path("plan.json").read_text()), plan_schema())
+    assert load_plan("plan.json").model.batch_size == 12
+    # The same inputs give the same bytes, in the file and on stdout.
+    assert run([*command[:-2], "--json"]) == 0
+    assert capsys.readouterr().out.encode() == Path("plan.json").read_bytes()
+
+
+def test_graph_prints_the_program_of_a_rank(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["graph", "plan.json", "--model", MODEL, "--rank", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("rank 1 of 2 (tp 1) on tp2\n")
+    assert "start_all_reduce(mesh" in out
+    assert "wait_all_reduce(mesh" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "message"),
+    [
+        (["support_factories:nothing"], 2, "module 'support_factories' has no function 'nothing'"),
+        (["support_factories:branching"], 1, "support_factories.py:36)"),
+        (["missing.json"], 2, "missing.json: cannot be read"),
+        ([MODEL, "--batch", "0"], 2, "--batch 0: must be 1 or more"),
+        ([MODEL, "--seq", "8"], 2, "takes no argument 'seq'"),
+        ([MODEL, "--batch", "7", "--pin", "dp=2"], 2, "a batch of 7 does not divide over dp=2"),
+        ([MODEL, "--memory", "1kB"], 1, "3.93 kB are missing"),
+        ([MODEL, "--memory", "1kB"], 1, "most of it activations"),
+        ([MODEL, "--pin", "tp=3"], 2, "tp=3"),
+    ],
+)
+def test_a_failing_plan_is_one_line_and_writes_nothing(
+    folder: Path,
+    arguments: list[str],
+    exit_code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["plan", *arguments, "-c", "local-cpux2", "-o", "plan.json"]) == exit_code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["graph", "verify"])
+def test_a_plan_for_another_model_is_refused(
+    command: str, plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = "support_factories:classification"
+    assert run([command, "plan.json", "--model", other]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "fingerprint" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_verify_refuses_more_processes_than_a_machine_has(
+    plan: Plan, plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    axis = replace(plan.mesh.axes[0], size=16)
+    save_plan(replace(plan, mesh=replace(plan.mesh, axes=(axis,))), plan_file)
+    assert run(["verify", "plan.json", "--model", MODEL]) == 1
+    err = capsys.readouterr().err
+    assert "the plan is for 16 processes, verify starts at most 8; plan a smaller version" in err
+
+
+@pytest.mark.multiprocess
+def test_verify_runs_the_plan(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", "plan.json", "--model", MODEL, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] is True
+    assert report["world_size"] == 2
+    assert {g["name"] for g in report["gradients"]} == {"up.weight", "up.bias", "down.weight"}
+
+
+def test_verify_fails_with_the_worst_gradient(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients = (GradientDifference("up.bias", 0.5, 0.01, 0.02),)
+    report = VerifyReport(2, "tp2", 1.0, 1.0, gradients)
+    monkeypatch.setattr(cli_torch, "verify", lambda *_: report)
+    assert run(["verify", "plan.json", "--model", MODEL]) == 1
+    captured = capsys.readouterr()
+    assert "up.bias" in captured.out
+    assert captured.err == (
+        "meshfold: 1 of 1 gradients differ, worst up.bias by 2.0e-02 (tolerance 1e-10); "
+        "report it with the plan file\n"
+    )

@@ -1,0 +1,90 @@
+"""verify: what it compares, and what it calls different."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import Pools
+from support_factories import regression
+
+from meshfold.api import find_plan
+from meshfold.options import CompileOptions
+from meshfold.plan import Plan
+from meshfold.plan_io import plan_to_json
+from meshfold.verify import GradientDifference, VerifyReport, _Compared, _report, without_dropout
+
+MODEL = "support_factories:regression"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model, inputs = regression()
+    options = CompileOptions(pins={"dp": 2, "zero": 3})
+    return find_plan(model, "local-cpux2", inputs, options=options)
+
+
+@pytest.mark.multiprocess
+def test_a_right_program_passes(pools: Pools, plan: Plan) -> None:
+    results = pools.run(2, "support_verify:compare", plan_to_json(plan), MODEL)
+    report = _report(plan, results)
+    assert report.passed
+    assert report.strategy == "dp2, zero3"
+    assert max(g.relative for g in report.gradients) < 1e-13
+    assert report.verdict == "loss and 3 gradients agree to 1e-10"
+
+
+@pytest.mark.multiprocess
+def test_a_wrong_gradient_is_found_and_named(pools: Pools, plan: Plan) -> None:
+    text = plan_to_json(plan)
+    results = pools.run(2, "support_verify:compare_a_wrong_program", text, MODEL, "up.bias")
+    report = _report(plan, results)
+    assert not report.passed
+    assert report.gradients[0].name == "up.bias"
+    assert report.gradients[0].relative == pytest.approx(1e-6, rel=1e-3)
+    assert "1 of 3 gradients differ, worst up.bias by 1.0e-06" in report.verdict
+
+
+def report_of(plan: Plan, *ranks: dict[str, tuple[float, float]]) -> VerifyReport:
+    return _report(plan, [_Compared(2.0, 2.0, gradients) for gradients in ranks])
+
+
+def test_differences_are_relative_to_gradients_that_are_not_noise(plan: Plan) -> None:
+    report = report_of(
+        plan,
+        {"large": (10.0, 1e-12), "small": (0.1, 0.0), "noise": (1e-17, 2e-17)},
+        {"large": (10.0, 1e-13), "small": (0.1, 1e-3), "noise": (1e-17, 1e-17)},
+    )
+    assert report.gradients == (
+        GradientDifference("small", 0.1, 1e-3, 1e-2),
+        GradientDifference("large", 10.0, 1e-12, 1e-13),
+        GradientDifference("noise", 1e-17, 2e-17, 2e-15),
+    )
+    assert not report.passed
+
+
+def test_nan_is_the_worst_difference(plan: Plan) -> None:
+    report = report_of(
+        plan, {"a": (1.0, 0.5), "b": (1.0, math.nan)}, {"a": (1.0, 0), "b": (1.0, 0)}
+    )
+    assert report.gradients[0].name == "b"
+    assert not report.passed
+    assert "2 of 2 gradients differ, worst b by nan" in report.verdict
+
+
+def test_a_loss_that_differs_fails() -> None:
+    report = VerifyReport(2, "tp2", 2.0, 2.5, ())
+    assert not report.passed
+    assert report.verdict == "the losses differ, 2.5 against 2.0"
+
+
+def test_without_dropout_nothing_is_dropped() -> None:
+    x = torch.ones(4, 2, 8, 8)
+    with without_dropout():
+        for drop in (F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout):
+            assert torch.equal(drop(x, 0.9, True), x)
+            assert torch.equal(drop(x, p=0.9, training=True), x)
+        assert torch.equal(torch.nn.Dropout(0.9)(x), x)
+        attention = F.scaled_dot_product_attention(x, x, x, dropout_p=0.9)
+    assert torch.allclose(attention, F.scaled_dot_product_attention(x, x, x))
+    assert not torch.equal(F.dropout(x, 0.9, True), x)

@@ -1,0 +1,54 @@
+"""MODEL arguments for tests of the command line: small models with their loss inside."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Regression(nn.Module):
+    """Two linears and a dropout; what it returns is chosen by the name of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 32)
+        self.dropout = nn.Dropout(0.5)
+        self.down = nn.Linear(32, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.down(self.dropout(torch.relu(self.up(x))))
+        return {"loss": nn.functional.mse_loss(y, target), "y": y}
+
+
+def regression(batch: int = 8) -> tuple[nn.Module, dict[str, Any]]:
+    return Regression(), {"x": torch.randn(batch, 8), "target": torch.randn(batch, 4)}
+
+
+class Branching(nn.Module):
+    """Cannot be captured: it asks a tensor for its value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:
+            y = -y
+        return y.sum()
+
+
+def branching() -> tuple[nn.Module, dict[str, Any]]:
+    return Branching(), {"x": torch.randn(8, 8)}
+
+
+class Classification(Regression):
+    """Inputs like those of Regression, another program."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.down(torch.tanh(self.up(x)))
+        return {"loss": nn.functional.cross_entropy(y, target)}
+
+
+def classification(batch: int = 8) -> tuple[nn.Module, dict[str, Any]]:
+    return Classification(), {"x": torch.randn(batch, 8), "target": torch.randn(batch, 4)}
