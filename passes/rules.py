@@ -78,6 +78,12 @@ class AxisRule:
 Candidates = tuple[frozenset[tuple[int, int]], ...]
 """Per value of the graph: (dim, blocks) of its shards on one axis."""
 
+_Shards = tuple[SpmdType | None, ...]
+"""Shards of operands, then outputs; None: does not carry the label."""
+
+_Shardings = dict[tuple[str, int], _Shards | None]
+"""By (label, place); None: some tensor cannot be sharded there."""
+
 
 def op_labels(graph: OpGraph, op: Op) -> OpLabels | None:
     """Labels of an op; None if it has no rule."""
@@ -93,9 +99,9 @@ def region_rules(
     labels = [op_labels(graph, op) for op in graph.ops]
     per_size = {}
     for size in set(sizes):
-        candidates = _grown(graph, labels, size)
+        _, shardings = _grown(graph, labels, size)
         per_size[size] = [
-            op_rules(graph, op, labels[k], size, candidates) for k, op in enumerate(graph.ops)
+            _op_rules(graph, op, labels[k], size, shardings[k]) for k, op in enumerate(graph.ops)
         ]
     return tuple(tuple(per_size[n][k] for n in sizes) for k in range(len(graph.ops)))
 
@@ -119,7 +125,8 @@ def is_legal_typing(graph: OpGraph, op_index: int, typing: OpTyping, sizes: Sequ
 
 def shard_candidates(graph: OpGraph, size: int) -> Candidates:
     """The fixpoint of (dim, blocks) candidates of every value, for an axis of `size` ranks."""
-    return _grown(graph, [op_labels(graph, op) for op in graph.ops], size)
+    candidates, _ = _grown(graph, [op_labels(graph, op) for op in graph.ops], size)
+    return candidates
 
 
 def rule_locals(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[str, ...]:
@@ -137,76 +144,102 @@ def summed_axes(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[int, .
     return tuple(k for k, name in enumerate(typing.rules) if name.split("/")[0] in summed)
 
 
-def _grown(graph: OpGraph, labels: Sequence[OpLabels | None], size: int) -> Candidates:
+def _grown(
+    graph: OpGraph, labels: Sequence[OpLabels | None], size: int
+) -> tuple[Candidates, list[_Shardings]]:
+    """Candidates of every value, and per op the shards they lead to."""
     found: list[set[tuple[int, int]]] = [
         {(d, 1) for d, extent in enumerate(value.shape) if extent and extent % size == 0}
         for value in graph.values
     ]
-    growing = size > 1
-    while growing:
-        growing = False
-        for op, spec in zip(graph.ops, labels, strict=True):
-            for shards in _shardings(graph, op, spec, size, found).values() if spec else ():
+    shardings: list[_Shardings] = [{} for _ in graph.ops]
+    waiting = set() if size == 1 else {k for k, spec in enumerate(labels) if spec}
+    while waiting:
+        for k in sorted(waiting):
+            waiting.discard(k)
+            op, spec = graph.ops[k], labels[k]
+            assert spec is not None
+            for shards in _new_shardings(graph, op, spec, size, found, shardings[k]):
                 for v, t in zip((*op.operands, *op.outputs), shards, strict=True):
                     if t is not None and (t.dim, t.blocks) not in found[v]:
                         found[v].add((t.dim, t.blocks))
-                        growing = True
-    return tuple(map(frozenset, found))
+                        near = (*graph.users[v], graph.producers[v])
+                        waiting.update(j for j in near if j >= 0 and labels[j])
+    return tuple(map(frozenset, found)), shardings
 
 
-def _shardings(
+def _new_shardings(
     graph: OpGraph,
     op: Op,
     spec: OpLabels,
     size: int,
     candidates: Sequence[AbstractSet[tuple[int, int]]],
-) -> dict[tuple[str, int], tuple[SpmdType | None, ...]]:
-    """Shards of operands and outputs (None: does not carry the label) by (label, place), for every
-    place that a candidate of some operand or output asks for and all of them can have."""
+    known: _Shardings,
+) -> list[_Shards]:
+    """Adds to `known` every (label, place) that a candidate of some operand or output asks for;
+    returns the shards of those that were added and that all tensors can have."""
     tensors = [
         (graph.values[v].shape, candidates[v], dims)
         for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
     ]
-    places: dict[str, set[int]] = {name: set() for name in spec.names}
-    for _, wanted, dims in tensors:
-        for d, blocks in wanted:
-            carried = dims[d]
-            if carried is not None:
-                places[carried[0]].add(carried[1] * blocks)
-    found = {}
-    for label, wanted_places in places.items():
-        for place in sorted(wanted_places):
-            optional = spec.whole_if_odd.get(label, frozenset())
-            shards = [_shard_at(shape, dims, label, place, size) for shape, _, dims in tensors]
-            if all(possible or k in optional for k, (possible, _) in enumerate(shards)):
-                found[label, place] = tuple(t for _, t in shards)
-    return found
+    wanted = {
+        (carried[0], carried[1] * blocks)
+        for _, found, dims in tensors
+        for d, blocks in found
+        if (carried := dims[d]) is not None
+    }
+    new = []
+    for label, place in sorted(wanted - known.keys()):
+        optional = spec.whole_if_odd.get(label, frozenset())
+        shards: list[SpmdType | None] = []
+        for k, (shape, _, dims) in enumerate(tensors):
+            possible, shard = _shard_at(shape, dims, label, place, size)
+            if not possible and k not in optional:
+                break
+            shards.append(shard)
+        known[label, place] = tuple(shards) if len(shards) == len(tensors) else None
+        if len(shards) == len(tensors):
+            new.append(tuple(shards))
+    return new
 
 
 def _shard_at(
     shape: Sequence[int], dims: Dims, label: str, place: int, size: int
 ) -> tuple[bool, SpmdType | None]:
     """(possible, shard) of a tensor whose label is sharded at `place`."""
-    carriers = [(d, p[1]) for d, p in enumerate(dims) if p is not None and p[0] == label]
-    for d, prefix in carriers:
-        blocks, rest = divmod(place, prefix)
-        if rest == 0 and shape[d] and shape[d] % (blocks * size) == 0:
-            return True, Shard(d, blocks)
-    return not carriers, None
+    carries = False
+    for d, carried in enumerate(dims):
+        if carried is not None and carried[0] == label:
+            carries = True
+            blocks, rest = divmod(place, carried[1])
+            if rest == 0 and shape[d] and shape[d] % (blocks * size) == 0:
+                return True, Shard(d, blocks)
+    return not carries, None
 
 
-def op_rules(
-    graph: OpGraph, op: Op, spec: OpLabels | None, size: int, candidates: Candidates
+def rules_of_op(graph: OpGraph, op: Op, size: int, candidates: Candidates) -> tuple[AxisRule, ...]:
+    """Rules of one op on an axis of `size` ranks, for given candidates of its values."""
+    spec = op_labels(graph, op)
+    known: _Shardings = {}
+    if spec is not None and size > 1:
+        _new_shardings(graph, op, spec, size, candidates, known)
+    return _op_rules(graph, op, spec, size, known)
+
+
+def _op_rules(
+    graph: OpGraph, op: Op, spec: OpLabels | None, size: int, shardings: _Shardings
 ) -> tuple[AxisRule, ...]:
     """Rules of one op on one axis, "I" first. Rules that mean the same types are given once."""
     fixed = _fixed_rules(graph, op, spec)
     constant = all(graph.values[v].depends is Dependence.CONSTANT for v in op.outputs)
     if spec is None or size == 1 or constant:
         return (fixed[0],)
-    sharded = _shardings(graph, op, spec, size, candidates)
     rules = [*fixed]
-    for (label, place), shards in sharded.items():
-        rules.extend(_label_rule(graph, op, spec, label, place, shards))
+    order = {label: k for k, label in enumerate(spec.names)}
+    for label, place in sorted(shardings, key=lambda key: (order[key[0]], key[1])):
+        shards = shardings[label, place]
+        if shards is not None:
+            rules.extend(_label_rule(graph, op, spec, label, place, shards))
     distinct = {(r.inputs, r.outputs): r for r in reversed(rules)}
     return tuple(r for r in rules if distinct[r.inputs, r.outputs] is r)
 

@@ -4,6 +4,7 @@ The reference for conversions and rules: written from the definition of the type
 random pending sums.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -11,9 +12,17 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh
-from meshfold.spmd import INVARIANT, PARTIAL, Layout
+from meshfold.spmd import INVARIANT, PARTIAL, Layout, local_shape
 
 Coords = tuple[int, ...]
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Equal to rounding in float64; the details only where they are not."""
+    if found.dtype != expected.dtype or not torch.allclose(
+        found, expected, rtol=1e-11, atol=1e-11, equal_nan=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
 class FlatCosts:
@@ -32,13 +41,22 @@ def gradient_layout(layout: Layout) -> Layout:
     return tuple(t if t.is_shard else dual[t.kind] for t in layout)
 
 
-def _held(shape: Sequence[int], layout: Layout, mesh: Mesh, coords: Coords, dim: int) -> Tensor:
-    """Global indices of `dim` on the rank at `coords`."""
-    index = torch.arange(shape[dim])
-    keep = torch.ones(shape[dim], dtype=torch.bool)
-    for t, size, coord in zip(layout, mesh.sizes, coords, strict=True):
-        if t.is_shard and t.dim == dim:
-            keep &= index // (shape[dim] // (t.blocks * size)) % size == coord
+def _held(shape: Sequence[int], layout: Layout, mesh: Mesh, coords: Coords) -> dict[int, Tensor]:
+    """Per sharded dim the global indices that the rank at `coords` holds."""
+    sharded = sorted({t.dim for t in layout if t.is_shard})
+    axes = list(zip(layout, mesh.sizes, coords, strict=True))
+    return {
+        d: _held_indices(shape[d], tuple((t.blocks, n, c) for t, n, c in axes if t.dim == d))
+        for d in sharded
+    }
+
+
+@functools.lru_cache(maxsize=10_000)
+def _held_indices(size: int, digits: tuple[tuple[int, int, int], ...]) -> Tensor:
+    index = torch.arange(size)
+    keep = torch.ones(size, dtype=torch.bool)
+    for blocks, num_ranks, coord in digits:
+        keep &= index // (size // (blocks * num_ranks)) % num_ranks == coord
     return index[keep]
 
 
@@ -59,8 +77,7 @@ def cut(x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) -> li
     out = []
     for rank in range(mesh.num_ranks):
         local = wholes[mesh.coords(rank)]
-        for dim in range(x.dim()):
-            held = _held(x.shape, layout, mesh, mesh.coords(rank), dim)
+        for dim, held in _held(x.shape, layout, mesh, mesh.coords(rank)).items():
             local = local.index_select(dim, held)
         out.append(local.clone())
     return out
@@ -72,22 +89,18 @@ def put_together(
     """The global tensor. Raises AssertionError where ranks that must agree do not."""
     wholes: dict[Coords, Tensor] = {}
     for rank, local in enumerate(locals_):
-        coords = mesh.coords(rank)
-        index = [_held(shape, layout, mesh, coords, d) for d in range(len(shape))]
-        assert local.shape == tuple(len(i) for i in index), "local shape"
-        whole = torch.zeros(tuple(shape), dtype=local.dtype)
-        if shape:
-            whole[torch.meshgrid(*index, indexing="ij")] = local
-        else:
-            whole = local.clone()
-        wholes[coords] = whole
+        assert local.shape == local_shape(shape, layout, mesh.sizes), "local shape"
+        for dim, held in _held(shape, layout, mesh, mesh.coords(rank)).items():
+            extended = (*local.shape[:dim], shape[dim], *local.shape[dim + 1 :])
+            local = torch.zeros(extended, dtype=local.dtype).index_copy_(dim, held, local)
+        wholes[mesh.coords(rank)] = local
     for axis in reversed(range(len(mesh.sizes))):
         merged: dict[Coords, Tensor] = {}
         for coords in itertools.product(*(range(n) for n in mesh.sizes[:axis])):
             parts = [wholes[(*coords, c)] for c in range(mesh.sizes[axis])]
             if layout[axis].kind in "IR":
                 for part in parts[1:]:
-                    torch.testing.assert_close(part, parts[0], rtol=1e-12, atol=1e-12)
+                    assert_close(part, parts[0])
                 merged[coords] = parts[0]
             elif parts[0].dtype == torch.bool:
                 merged[coords] = torch.stack(parts).any(0)

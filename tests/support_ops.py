@@ -1,12 +1,11 @@
 """One-op graphs, and the check of a rule: the emitted local op on simulated ranks against the whole
 op, every result and every gradient."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support_layouts import cut, gradient_layout, put_together
+from support_layouts import assert_close, cut, gradient_layout, put_together
 from support_ranks import run_on_simulated_ranks
 from torch import Tensor, fx
 
@@ -14,7 +13,7 @@ from meshfold.collectives import RankMesh
 from meshfold.emit_op import emit_op
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.opgraph import Arg, Op, OpGraph, Ref, Slot, SlotKind, Value
-from meshfold.passes.rules import AxisRule, is_legal_typing, op_labels, op_rules, typing_of
+from meshfold.passes.rules import AxisRule, is_legal_typing, rules_of_op, typing_of
 from meshfold.strategy import OpTyping
 from meshfold.torch_ops import dtype_name, symbol, torch_target
 
@@ -67,8 +66,7 @@ class SingleOp:
             )
             for value in self.graph.values
         )
-        op = self.graph.ops[0]
-        return op_rules(self.graph, op, op_labels(self.graph, op), size, candidates)
+        return rules_of_op(self.graph, self.graph.ops[0], size, candidates)
 
     def typings(self, *sizes: int) -> list[OpTyping]:
         """All legal typings on axes of `sizes`."""
@@ -140,11 +138,11 @@ def check_typings(op: SingleOp, mesh: Mesh, typings: Sequence[OpTyping]) -> None
         try:
             for i, whole in enumerate(expected):
                 parts = [r[k][0][i] for r in results]
-                _same(put_together(parts, whole.shape, typing.outputs[i], mesh), whole)
+                assert_close(put_together(parts, whole.shape, typing.outputs[i], mesh), whole)
             for i, whole in enumerate(expected_gradients):
                 parts = [r[k][1][i] for r in results]
                 layout = gradient_layout(typing.inputs[i])
-                _same(put_together(parts, whole.shape, layout, mesh), whole)
+                assert_close(put_together(parts, whole.shape, layout, mesh), whole)
         except AssertionError as error:
             types = " ".join(map(str, typing.inputs)), " ".join(map(str, typing.outputs))
             raise AssertionError(f"{op.target} rule {typing.rules} {types}: {error}") from error
@@ -180,9 +178,3 @@ def _run(
 
 def _random(value: Value, generator: torch.Generator) -> Tensor:
     return torch.randn(value.shape, generator=generator, dtype=torch.float64)
-
-
-def _same(found: Tensor, expected: Tensor) -> None:
-    assert found.dtype == expected.dtype
-    scale = max(1.0, math.sqrt(expected.numel()))
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12 * scale, equal_nan=True)

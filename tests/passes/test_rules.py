@@ -47,16 +47,19 @@ def test_every_row_of_the_table_has_a_sample() -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_rule_computes_what_the_whole_op_computes(sample: Sample, size: int) -> None:
+def test_every_rule_computes_what_the_whole_op_computes(sample: Sample) -> None:
+    op = sample[1]()
+    check_typings(op, mesh_of(2), op.typings(2))
+
+
+NOT_ELEMENTWISE = [*CONTRACTION, *REDUCTION, *ATTENTION, *INDEX, *LOSS, *SHAPE, *RANDOM]
+
+
+@pytest.mark.parametrize("sample", NOT_ELEMENTWISE, ids=name_of)
+@pytest.mark.parametrize("size", [3, 4])
+def test_on_more_ranks(sample: Sample, size: int) -> None:
     op = sample[1]()
     check_typings(op, mesh_of(size), op.typings(size))
-
-
-@pytest.mark.parametrize("sample", [*CONTRACTION, *ATTENTION, *LOSS, *SHAPE], ids=name_of)
-def test_on_four_ranks(sample: Sample) -> None:
-    op = sample[1]()
-    check_typings(op, mesh_of(4), op.typings(4))
 
 
 TWO_AXES = [
@@ -74,7 +77,7 @@ TWO_AXES = [
 def test_pairs_of_rules_on_two_axes(sample: Sample) -> None:
     op = sample[1]()
     typings = op.typings(2, 2)
-    check_typings(op, mesh_of(2, 2), typings[:: max(1, len(typings) // 60)])
+    check_typings(op, mesh_of(2, 2), typings[:: max(1, len(typings) // 24)])
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
