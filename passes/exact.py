@@ -1,12 +1,14 @@
-"""The same program without rounding noise and without chance: float64 throughout, no dropout.
+"""The same program without chance, and without rounding noise.
 
-    exact(folded)   every float dtype -> float64, every dropout probability -> 0
+    without_dropout(folded)   every dropout probability -> 0: the model in eval mode
+    exact(folded)             that, and every float dtype -> float64
 
-Ops, values and their numbers stay, so the typing of a plan made for `folded` fits the result. This
-is what `meshfold verify` runs: two right programs then differ by 1e-15, and a wrong gradient has no
-noise to hide in.
+Ops, values and their numbers stay, so the typing of a plan made for `folded` fits the result.
+`exact` is what `meshfold verify` runs: two right programs then differ by 1e-15, and a wrong
+gradient has no noise to hide in.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from meshfold.opgraph import Arg, FoldedGraph, Hole, Instance, Op, Region, Symbol
@@ -21,18 +23,27 @@ NAMES = ("p", "dropout_p")
 
 def exact(folded: FoldedGraph) -> FoldedGraph:
     """`folded` in float64 and without dropout."""
+    certain = without_dropout(folded)
+    return replace(
+        certain,
+        regions=tuple(map(_widened_region, certain.regions)),
+        parameters=tuple(replace(p, dtype=widened(p.dtype)) for p in certain.parameters),
+        buffers=tuple(replace(b, dtype=widened(b.dtype)) for b in certain.buffers),
+        inputs=tuple(replace(i, dtype=widened(i.dtype)) for i in certain.inputs),
+        outputs=tuple(replace(o, dtype=widened(o.dtype)) for o in certain.outputs),
+    )
+
+
+def without_dropout(folded: FoldedGraph) -> FoldedGraph:
+    """`folded` with dropout ops that drop nothing."""
     holes = [
         {a.index for op in r.graph.ops for a in _probabilities(op) if isinstance(a, Hole)}
         for r in folded.regions
     ]
     return replace(
         folded,
-        regions=tuple(_region(region) for region in folded.regions),
-        instances=tuple(_instance(i, holes[i.region]) for i in folded.instances),
-        parameters=tuple(replace(p, dtype=widened(p.dtype)) for p in folded.parameters),
-        buffers=tuple(replace(b, dtype=widened(b.dtype)) for b in folded.buffers),
-        inputs=tuple(replace(i, dtype=widened(i.dtype)) for i in folded.inputs),
-        outputs=tuple(replace(o, dtype=widened(o.dtype)) for o in folded.outputs),
+        regions=tuple(_with_ops(region, _certain_op) for region in folded.regions),
+        instances=tuple(_certain_instance(i, holes[i.region]) for i in folded.instances),
     )
 
 
@@ -41,35 +52,43 @@ def widened(dtype: str) -> str:
     return WIDE if dtype.startswith(("float", "bfloat")) else dtype
 
 
-def _region(region: Region) -> Region:
-    graph = region.graph
-    values = tuple(replace(v, dtype=widened(v.dtype)) for v in graph.values)
-    return replace(region, graph=replace(graph, values=values, ops=tuple(map(_op, graph.ops))))
+def _with_ops(region: Region, change: Callable[[Op], Op]) -> Region:
+    return replace(region, graph=replace(region.graph, ops=tuple(map(change, region.graph.ops))))
 
 
-def _instance(instance: Instance, probabilities: set[int]) -> Instance:
+def _certain_instance(instance: Instance, probabilities: set[int]) -> Instance:
     floats = tuple(0.0 if k in probabilities else f for k, f in enumerate(instance.floats))
     return replace(instance, floats=floats)
 
 
-def _op(op: Op) -> Op:
+def _certain_op(op: Op) -> Op:
     position = _position(op)
-    has_probability = position is not None
+    if position is None:
+        return op
     return replace(
         op,
-        args=tuple(_argument(a, is_probability=k == position) for k, a in enumerate(op.args)),
-        kwargs=tuple(
-            (name, _argument(a, is_probability=has_probability and name in NAMES))
-            for name, a in op.kwargs
-        ),
+        args=tuple(_zero(a) if k == position else a for k, a in enumerate(op.args)),
+        kwargs=tuple((name, _zero(a) if name in NAMES else a) for name, a in op.kwargs),
     )
 
 
-def _argument(argument: Arg, *, is_probability: bool) -> Arg:
-    if is_probability:
-        # A hole is filled per instance, see _instance.
-        return argument if isinstance(argument, Hole) else 0.0
-    return _widened_argument(argument)
+def _zero(probability: Arg) -> Arg:
+    # A hole is filled per instance, see _certain_instance.
+    return probability if isinstance(probability, Hole) else 0.0
+
+
+def _widened_region(region: Region) -> Region:
+    values = tuple(replace(v, dtype=widened(v.dtype)) for v in region.graph.values)
+    region = replace(region, graph=replace(region.graph, values=values))
+    return _with_ops(region, _widened_op)
+
+
+def _widened_op(op: Op) -> Op:
+    return replace(
+        op,
+        args=tuple(map(_widened_argument, op.args)),
+        kwargs=tuple((name, _widened_argument(a)) for name, a in op.kwargs),
+    )
 
 
 def _widened_argument(argument: Arg) -> Arg:
