@@ -100,22 +100,24 @@ class _Materialized:
         self._metas = metas
         self._values = [_empty_like(meta, device) for meta in metas]
         wanted = {id(m): v for m, v in zip(metas, self._values, strict=True)}
+        tables: list[dict[str, Any]] = []
+        for module in model.modules():
+            tables += [module._parameters, module._buffers]
         self._places = [
             (table, key, tensor, wanted[id(tensor)])
-            for module in model.modules()
-            for table in (module._parameters, module._buffers)
+            for table in tables
             for key, tensor in table.items()
             if id(tensor) in wanted
         ]
 
     def __enter__(self) -> list[Tensor]:
         for table, key, _, value in self._places:
-            table[key] = value  # type: ignore[index]
+            table[key] = value
         return self._values
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         for table, key, meta, _ in self._places:
-            table[key] = meta  # type: ignore[index]
+            table[key] = meta
 
 
 def _empty_like(meta: Tensor, device: torch.device) -> Tensor:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from meshfold.batches import BatchReader
 from meshfold.capture import Captured
 from meshfold.collectives import RankMesh
+from meshfold.emit import emit
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.initial_state import initial_values
-from meshfold.opgraph import SourceKind
+from meshfold.opgraph import FoldedGraph, SourceKind
+from meshfold.passes.exact import without_dropout
 from meshfold.plan import Plan
 from meshfold.program import EmittedProgram
 from meshfold.runner import ProgramRunner
@@ -54,11 +56,14 @@ class CompiledModel(nn.Module):
         """Forward passes so far. Dropout draws from (plan seed, num_steps): restore it, too, when
         training goes on from a checkpoint."""
         self._canonical: dict[str, str] = {}
+        self._captured = captured
+        self._modes = CapturedMode(model, captured.graph)
+        self._runners: dict[bool, ProgramRunner] = {}
+        """By self.training."""
         self.training = model.training
         if rank_mesh is None:
             return
         self._states = StateExchange(rank_mesh, _stored_tensors(program))
-        self._runner = ProgramRunner(program, rank_mesh, captured.constants)
         self._batches = BatchReader(program, rank_mesh, fixed)
         self._adopt(model, self._initial_state(model, rank_mesh))
 
@@ -76,9 +81,14 @@ class CompiledModel(nn.Module):
         inputs = self._batches.read(batch)
         self.rank_mesh.rng = (self.plan.seed, self.num_steps)
         self.num_steps += 1
-        return self._runner.run(
+        return self._runner().run(
             self._tensors(self.named_parameters), self._tensors(self.named_buffers), inputs
         )
+
+    def train(self, mode: bool = True) -> "CompiledModel":
+        """Switch dropout on or off. Raises OptionError where the captured program cannot follow."""
+        self._modes.check(mode)
+        return super().train(mode)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """state_dict with full plain tensors, on every rank."""
@@ -116,6 +126,17 @@ class CompiledModel(nn.Module):
 
     # Building.
 
+    def _runner(self) -> ProgramRunner:
+        """What runs the program in the present mode."""
+        assert self.rank_mesh is not None
+        if self.training not in self._runners:
+            program = self.program
+            if self._modes.is_training and not self.training:
+                program = emit(without_dropout(program.folded), self.plan)
+            constants = self._captured.constants
+            self._runners[self.training] = ProgramRunner(program, self.rank_mesh, constants)
+        return self._runners[self.training]
+
     def _initial_state(self, model: nn.Module, mesh: RankMesh) -> dict[str, Tensor]:
         """Local parts of parameters and of the buffers that somebody needs, by canonical name."""
         local: dict[str, Tensor] = {}
@@ -132,8 +153,10 @@ class CompiledModel(nn.Module):
     def _adopt(self, model: nn.Module, local: Mapping[str, Tensor]) -> None:
         """Register local parts in the module tree of the original, in its order."""
         folded = self.program.folded
-        for info in (*folded.parameters, *folded.buffers):
-            self._canonical.update(dict.fromkeys((info.name, *info.aliases), info.name))
+        names = [(p.name, p.aliases) for p in folded.parameters]
+        names += [(b.name, b.aliases) for b in folded.buffers]
+        for name, aliases in names:
+            self._canonical.update(dict.fromkeys((name, *aliases), name))
         parameters = {
             p.name: nn.Parameter(local[p.name], requires_grad=p.requires_grad)
             for p in folded.parameters
@@ -166,6 +189,46 @@ class CompiledModel(nn.Module):
     def _tensors(self, named: Any) -> dict[str, Tensor]:
         """Live tensors by canonical name: the user may have moved or replaced them."""
         return {self._canonical[name]: value for name, value in named()}
+
+
+class CapturedMode:
+    """Which of train and eval mode a captured program can run in."""
+
+    def __init__(self, model: nn.Module, graph: FoldedGraph) -> None:
+        self.is_training = model.training
+        self._updates_buffers = any(region.graph.mutations for region in graph.regions)
+        self._depends_on_mode = any(map(_depends_on_mode, model.modules()))
+
+    def check(self, is_training: bool) -> None:
+        """Raises OptionError if the program cannot run in this mode."""
+        if is_training == self.is_training:
+            return
+        if is_training and self._depends_on_mode:
+            raise OptionError(
+                "the model was captured in eval mode, without dropout; call model.train() before "
+                "meshfold.compile"
+            )
+        if not is_training and self._updates_buffers:
+            raise OptionError(
+                "the model was captured in train mode and updates buffers (running statistics); "
+                "compile model.eval() for evaluation"
+            )
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    """Whether a module drops values or keeps statistics in train mode."""
+    if isinstance(module, _STATISTICS):
+        return True
+    # nn.Dropout has `p`; Hugging Face layers keep probabilities as `dropout`, `attention_dropout`.
+    is_dropout = isinstance(module, _DROPOUTS)
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or (is_dropout and name == "p"))
+        for name, value in vars(module).items()
+    )
 
 
 def _stored_tensors(program: EmittedProgram) -> dict[str, StoredTensor]:

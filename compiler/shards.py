@@ -35,7 +35,8 @@ def shard_of(
     axes = [k for k, t in enumerate(layout) if t.is_shard and k != done]
     for k in sorted(axes, key=lambda k: layout[k].blocks):
         dim, blocks = layout[k].dim, local_blocks(layout, sizes, k)
-        cut = x.unflatten(dim, (blocks, sizes[k], -1)).select(dim + 1, coords[k])
+        digits = x.reshape(*x.shape[:dim], blocks, sizes[k], -1, *x.shape[dim + 1 :])
+        cut = digits.select(dim + 1, coords[k])
         x = cut.flatten(dim, dim + 1)
     return x
 

@@ -118,12 +118,15 @@ class TrainingStep:
         if not (self.is_recording and trained):
             return
         shards = list({id(s): s for u in trained for s in u.shards}.values())
-        for use, token in zip(trained, _Enter.apply(self, trained, *shards), strict=True):
+        tokens = _Enter.apply(self, trained, *shards)  # type: ignore[no-untyped-call]
+        for use, token in zip(trained, tokens, strict=True):
             use.token = token
 
     def leave(self, output: Tensor) -> Tensor:
         """Wrap an output of the model: its backward is the first to run."""
-        return _Leave.apply(self, output) if output.requires_grad else output  # type: ignore[no-any-return]
+        if not output.requires_grad:
+            return output
+        return _Leave.apply(self, output)  # type: ignore[no-any-return, no-untyped-call]
 
     def start_gathers(self, instance: int) -> None:
         """G: start the gathers of an instance's buckets."""
@@ -231,7 +234,7 @@ def start_ahead(ahead: Callable[[], None]) -> None:
 def _use(use: BucketUse) -> tuple[Tensor, ...]:
     if use.token is None:
         return tuple(use.members())
-    return _UseBucket.apply(use, use.token)  # type: ignore[no-any-return]
+    return _UseBucket.apply(use, use.token)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _UseBucket(torch.autograd.Function):
@@ -292,7 +295,7 @@ def _finish_all(mesh: RankMesh, uses: Sequence[BucketUse]) -> list[list[Tensor] 
         names = tuple(mesh.mesh.names[k] for k in axes)
         started.append((places, [p.shape for p in parts], mesh.start_all_reduce(flat, names)))
     for places, shapes, in_flight in started:
-        pieces = mesh.wait(in_flight).split([s.numel() for s in shapes])
+        pieces = torch.split(mesh.wait(in_flight), [s.numel() for s in shapes])
         for (k, m), shape, piece in zip(places, shapes, pieces, strict=True):
             gradients[k][m] = piece.view(shape)  # type: ignore[index]
     return gradients
