@@ -13,15 +13,13 @@ is filled from few scalar prices (ConversionTables._step_s) by array indexing, o
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
+from meshfold.passes.axis_roles import SearchCosts
 from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.elimination import Table
 from meshfold.passes.rule_domains import Legality
@@ -31,46 +29,13 @@ _ValueClass = tuple[tuple[int, ...], str, bool]
 _StepKey = tuple[_ValueClass, int, SpmdType | str, SpmdType | str, tuple[bool, ...]]
 
 
-class PendingSums(Enum):
-    """What may become of a pending sum on its way to a user, on one axis."""
-
-    ANY = "any"
-    """All-reduce or reduce-scatter, each at its own price."""
-    REDUCED = "reduced"
-    """All-reduce only, and no other conversion cuts or gathers a value with a gradient: tensor
-    parallelism without sequence parallelism, where ops with sharded parameters alone make shards
-    and contract them."""
-    SCATTERED = "scattered"
-    """Both, but an all-reduce is charged as the reduce-scatter and the all-gather it consists of:
-    the view of sequence parallelism, which does the ops in between on shards."""
-
-
-@dataclass(frozen=True, slots=True)
-class SearchCosts:
-    """Costs of conversions as the search sees them: no launch for what happens inside a rank
-    (most slices are views, masks and pads are tiny beside the ops around them), and an all-reduce
-    in two halves on axes whose `sums` are SCATTERED."""
-
-    costs: CostModel
-    sums: tuple[PendingSums, ...]
-
-    def collective_s(self, kind: str, num_bytes: int, axes: tuple[int, ...]) -> float:
-        (axis,) = axes
-        if kind == "all_reduce" and self.sums[axis] is PendingSums.SCATTERED:
-            halves = ("reduce_scatter", "all_gather")
-            return sum(self.costs.collective_s(half, num_bytes, axes) for half in halves)
-        return self.costs.collective_s(kind, num_bytes, axes)
-
-    def compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
-        return max(0.0, self.costs.compute_s(flops, num_bytes, dtype) - self.costs.launch_s)
-
-
 class ConversionTables:
-    """Conversion matrices on one mesh under one cost model. Everything computed is kept."""
+    """Conversion matrices on one mesh, as the roles of its axes have it. Everything computed is
+    kept."""
 
-    def __init__(self, mesh: Mesh, costs: CostModel, sums: tuple[PendingSums, ...] = ()) -> None:
+    def __init__(self, mesh: Mesh, costs: SearchCosts) -> None:
         self.mesh = mesh
-        self.costs = SearchCosts(costs, sums or (PendingSums.ANY,) * len(mesh.axes))
+        self.costs = costs
         self.legal = Legality(mesh.sizes)
         self._matrices: dict[tuple[_ValueClass, tuple[Layout, ...]], Table] = {}
         self._steps: dict[_StepKey, float] = {}
@@ -101,7 +66,13 @@ class ConversionTables:
             # Two shards that trade places on one dim: no plain order is legal.
             source, target = layouts[a], layouts[b]
             if self._is_swap(value, source, target):
-                best[a, b] = conversion_cost(value, source, target, self.mesh, self.costs).total_s
+                extra_s = sum(
+                    self.costs.extra_s(value, k, s, t)
+                    for k, (s, t) in enumerate(zip(source, target, strict=True))
+                    if s != t
+                )
+                cost = conversion_cost(value, source, target, self.mesh, self.costs)
+                best[a, b] = cost.total_s + extra_s
         return best
 
     def _is_swap(self, value: Value, source: Layout, target: Layout) -> bool:
@@ -111,13 +82,9 @@ class ConversionTables:
             for k, (s, t) in enumerate(zip(source, target, strict=True))
             if s != t and s.is_shard and t.is_shard
         ]
-        if len(moved) < 2 or any(self._is_forbidden(value, k, target[k]) for k in moved):
+        if len(moved) < 2:
             return False
         return self.legal(value.shape, source) and self.legal(value.shape, target)
-
-    def _is_forbidden(self, value: Value, axis: int, *ends: SpmdType) -> bool:
-        reduced = self.costs.sums[axis] is PendingSums.REDUCED
-        return reduced and value.requires_grad and any(t.is_shard for t in ends)
 
     def _step_table(self, value: Value, types: Sequence[Sequence[SpmdType]], axis: int) -> Table:
         """[source type, target type, which other axes shard the value (bits)] -> seconds."""
@@ -141,8 +108,9 @@ class ConversionTables:
         source, target = before[axis], after[axis]
         if source == target:
             return 0.0
-        if self._is_forbidden(value, axis, source, target):
-            return math.inf
+        extra_s = self.costs.extra_s(value, axis, source, target)
+        if math.isinf(extra_s):
+            return extra_s
         both = source.is_shard and target.is_shard
         key = (
             (value.shape, value.dtype, value.requires_grad),
@@ -153,7 +121,7 @@ class ConversionTables:
         )
         if key not in self._steps:
             cost = conversion_cost(value, before, after, self.mesh, self.costs)
-            self._steps[key] = cost.total_s
+            self._steps[key] = cost.total_s + extra_s
         return self._steps[key]
 
 

@@ -1,10 +1,9 @@
 """What every region does on the data parallel axis: the batch is followed through the rules.
 
 Inputs start as shards of their batch dim. Regions are met in the order of their first instance,
-when the layouts of all their slots are known; each is solved on this axis alone
-(passes/region_search.py) with parameters used whole and their reductions free, since they overlap
-with compute and are the price of data parallelism anyway. The optimum then keeps the batch sharded
-as far as any rule carries it. The first producer of a value decides the layout of its class.
+when the layouts of all their slots are known; each is solved on this axis alone, in the role DATA
+(passes/region_search.py, passes/axis_roles.py). The optimum then keeps the batch sharded as far as
+any rule carries it. The first producer of a value decides the layout of its class.
 """
 
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind, Value
+from meshfold.passes.axis_roles import AxisRole
 from meshfold.passes.boundaries import Boundaries, batch_type
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.region_search import RegionSolution, SearchTables, prepare_region
@@ -47,7 +47,7 @@ def follow_batch(
     """
     mesh = Mesh(costs.mesh.axes[:1])
     assert mesh.sizes == (axis_size,)
-    tables = SearchTables(mesh, costs, frozenset({0}), (0.0,))
+    tables = SearchTables(mesh, costs, (AxisRole.DATA,))
     types: dict[int, SpmdType] = dict.fromkeys(boundaries.results, INVARIANT)
     for c in sorted(boundaries.inputs - boundaries.results):
         types[c] = batch_type(boundaries.values[c], batch_size, axis_size)
@@ -73,7 +73,7 @@ def follow_batch(
             output_layouts=outputs,
             rules=rules[r],
         )
-        solution = problem.solve(Prices(0.0, 0.0))
+        solution = problem.solve(Prices())
         assert solution is not None, "running everything Invariant is always possible"
         solutions[r] = solution
         for c, layout in zip(boundaries.outputs[r], solution.typing.outputs, strict=True):

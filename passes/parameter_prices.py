@@ -8,11 +8,10 @@ On one axis                                                               handle
     I -> S, I -> P   in-graph conversion                                  emitted graph
     S -> I           in-graph gather                                      emitted graph
 
-An axis is *gatherable* when parameters stored as shards are gathered on it before use (the data
-parallel axis under ZeRO-3); there the used type is I or R. On every other axis a stored shard is
-used as it is. Bucketed collectives carry many parameters at once and run beside compute, so the
-search charges a parameter its share of the bytes, without start-up latency, times a fraction that
-the caller sets per axis (`parameter_fraction`).
+On a DATA axis (passes/axis_roles.py) parameters are used whole, so the used type is I or R; on
+every other axis a stored shard is used as it is. Bucketed collectives carry many parameters at
+once: a parameter is charged its share of the bytes, without start-up latency, and nothing on a DATA
+axis.
 """
 
 import math
@@ -23,7 +22,8 @@ import numpy as np
 
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
-from meshfold.passes.conversions import ConversionCosts, conversion_cost
+from meshfold.passes.axis_roles import AxisRole, SearchCosts
+from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.elimination import Table
 from meshfold.spmd import Layout, SpmdType, is_legal
 
@@ -54,17 +54,9 @@ def is_bucketed(source: SpmdType, target: SpmdType) -> bool:
 class ParameterPrices:
     """Conversion prices of parameters on one mesh. Everything computed is kept."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        costs: ConversionCosts,
-        gatherable_axes: frozenset[int],
-        parameter_fraction: tuple[float, ...],
-    ) -> None:
+    def __init__(self, mesh: Mesh, costs: SearchCosts) -> None:
         self.mesh = mesh
         self.costs = costs
-        self.gatherable_axes = gatherable_axes
-        self.parameter_fraction = parameter_fraction
         self._per_byte: dict[tuple[str, int], float] = {}
         self._known: dict[tuple[tuple[int, ...], str, bool, Layout, Layout], float] = {}
 
@@ -96,18 +88,20 @@ class ParameterPrices:
             if not is_legal(value.shape, after, self.mesh.sizes):
                 return math.inf
             if is_bucketed(source, target):
-                total += self.parameter_fraction[axis] * self._bucketed_s(value, now, after, axis)
+                total += self._bucketed_s(value, now, after, axis)
             else:
                 total += conversion_cost(value, now, after, self.mesh, self.costs).total_s
             now = after
         return total
 
     def _allowed(self, axis: int, source: SpmdType, target: SpmdType) -> bool:
-        if axis in self.gatherable_axes:
+        if self.costs.roles[axis] is AxisRole.DATA:
             return target.kind in ("I", "R")
         return source == target or source.kind == "I"
 
     def _bucketed_s(self, value: Value, before: Layout, after: Layout, axis: int) -> float:
+        if self.costs.roles[axis] is AxisRole.DATA:
+            return 0.0
         whole = local_bytes(value, after, self.mesh.sizes)
         gathered = before[axis].is_shard
         total = 2 * self._share_s("all_gather", whole, axis) if gathered else 0.0

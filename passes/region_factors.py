@@ -22,8 +22,9 @@ Factors, all in seconds
                      carrier, where even m = 1 has more than SET_LIMIT values: z_v is one layout,
                      M[t, z] + sum_i M[z, e_i]
     m is the largest of 3, 2, 1 within SET_LIMIT. The set is exact for up to m distinct foreign
-    demands; the carrier overestimates when users are cheapest served from two layouts. The
-    solution is priced again exactly afterwards (passes/region_price.py).
+    demands; a shared layout that no user reads may make it too cheap by what that stop saves, and
+    the carrier too dear where users are cheapest served from two layouts. The solution is priced
+    again exactly afterwards (passes/region_price.py).
     constants        every user slices for itself: M[I, e], a table over r_user alone
 """
 

@@ -24,7 +24,8 @@ import numpy as np
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import OpGraph
-from meshfold.passes.conversion_tables import ConversionTables, PendingSums
+from meshfold.passes.axis_roles import AxisRole, SearchCosts
+from meshfold.passes.conversion_tables import ConversionTables
 from meshfold.passes.elimination import Elimination, Table, eliminate
 from meshfold.passes.parameter_prices import ParameterPrices, Prices
 from meshfold.passes.region_factors import FactorGraph, Port, build_factors
@@ -91,22 +92,13 @@ class RegionProblem:
 class SearchTables:
     """What region problems on one mesh share: conversion and parameter prices already computed.
 
-    gatherable_axes: axes on which parameters stored as shards are gathered before use.
-    parameter_fraction: share of bucketed parameter communication that is charged, per axis; empty
-    for all of it. sums: what may become of pending sums, per axis; empty for anything.
+    roles: one per axis; empty for ANY on all of them.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        costs: CostModel,
-        gatherable_axes: frozenset[int] = frozenset(),
-        parameter_fraction: tuple[float, ...] = (),
-        sums: tuple[PendingSums, ...] = (),
-    ) -> None:
-        fraction = parameter_fraction or (1.0,) * len(mesh.axes)
-        self.conversions = ConversionTables(mesh, costs, sums)
-        self.parameters = ParameterPrices(mesh, self.conversions.costs, gatherable_axes, fraction)
+    def __init__(self, mesh: Mesh, costs: CostModel, roles: tuple[AxisRole, ...] = ()) -> None:
+        seen = SearchCosts(costs, roles or (AxisRole.ANY,) * len(mesh.axes))
+        self.conversions = ConversionTables(mesh, seen)
+        self.parameters = ParameterPrices(mesh, seen)
 
 
 def prepare_region(
@@ -149,12 +141,11 @@ def solve_region(
     slot_layouts: Sequence[Sequence[Layout]],
     output_layouts: Sequence[Sequence[Layout]],
     prices: Prices,
-    gatherable_axes: frozenset[int] = frozenset(),
-    parameter_fraction: tuple[float, ...] = (),
+    roles: tuple[AxisRole, ...] = (),
 ) -> RegionSolution | None:
     """The cheapest typing of one region; None if the allowed layouts admit none. Arguments as of
     SearchTables and prepare_region."""
-    tables = SearchTables(mesh, costs, gatherable_axes, parameter_fraction)
+    tables = SearchTables(mesh, costs, roles)
     problem = prepare_region(
         graph, mesh, costs, tables, slot_layouts=slot_layouts, output_layouts=output_layouts
     )

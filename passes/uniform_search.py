@@ -4,9 +4,8 @@ dp axis   The batch is followed through the rules (passes/data_parallel.py): tha
           boundary layout of everything on this axis. ZeRO-3 stores every parameter as a shard.
 tp axis   Boundary values are Invariant or, with sequence parallelism, shards of their sequence dim.
           Parameters are stored Invariant or as the shard their op reads, never gathered. The region
-          search finds the rest, given the dp axis. Without sequence parallelism pending sums are
-          all-reduced; with it an all-reduce is charged as the reduce-scatter and all-gather it
-          consists of, so that what lies between is done on shards wherever that is no slower.
+          search finds the rest, given the dp axis, in the role TENSOR or SEQUENCE
+          (passes/axis_roles.py).
 
 A tp axis is there to shard weights, so the search pays a price per byte of a parameter on a rank:
 the smallest of PRICE_LADDER at which WANTED_FRACTION of the bytes that could be sharded (parameters
@@ -24,6 +23,7 @@ from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
+from meshfold.passes.axis_roles import AxisRole
 from meshfold.passes.boundaries import (
     Boundaries,
     find_boundaries,
@@ -31,7 +31,6 @@ from meshfold.passes.boundaries import (
     sequence_type,
     tied_parameter_slots,
 )
-from meshfold.passes.conversion_tables import PendingSums
 from meshfold.passes.data_parallel import (
     DataParallel,
     follow_batch,
@@ -100,13 +99,7 @@ class MeshSearch:
             self.data = follow_batch(
                 folded, self.boundaries, mesh.sizes[0], alone, self.costs, batch_size
             )
-        gatherable = frozenset() if self.dp_axis is None else frozenset({self.dp_axis})
-        # Reductions of the dp axis are decided by its degree, not by a region: charge none.
-        fraction = tuple(0.0 if k == self.dp_axis else 1.0 for k in range(len(mesh.axes)))
-        self.tables = {
-            on: SearchTables(mesh, self.costs, gatherable, fraction, self._pending_sums(on))
-            for on in (False, True)
-        }
+        self.tables = {on: SearchTables(mesh, self.costs, self._roles(on)) for on in (False, True)}
         self.stored = [
             {
                 i: self._stored(r, i)
@@ -132,12 +125,17 @@ class MeshSearch:
             )
         return self._shard_states([c.solution for c in chosen], fraction)
 
+    def solutions(self, *, sequence_parallel: bool) -> list[RegionSolution]:
+        """The region solutions behind `solve`, after it ran."""
+        return [c.solution for c in self._found[sequence_parallel][0]]
+
     def _search(self, sequence_parallel: bool) -> tuple[list[_Chosen], float]:
         problems = [self._problem(r, sequence_parallel) for r in range(len(self.folded.regions))]
         chosen = [self._climb(r, problem) for r, problem in enumerate(problems)]
         for group in tied_parameter_slots(self.folded):
             self._agree(group, problems, chosen)
-        return chosen, self._fraction([(r, c.solution.typing) for r, c in enumerate(chosen)])
+        typings = [(r, c.solution.typing) for r, c in enumerate(chosen)]
+        return chosen, self._fraction(typings, if_none=0.0)
 
     def _problem(self, region: int, sequence_parallel: bool) -> RegionProblem:
         graph, boundaries = self.graphs[region], self.boundaries
@@ -182,11 +180,10 @@ class MeshSearch:
                 tp = INVARIANT
         return self._layout(dp, tp)
 
-    def _pending_sums(self, sequence_parallel: bool) -> tuple[PendingSums, ...]:
-        on_tp = PendingSums.SCATTERED if sequence_parallel else PendingSums.REDUCED
-        return tuple(
-            on_tp if k == self.tp_axis else PendingSums.ANY for k in range(len(self.mesh.axes))
-        )
+    def _roles(self, sequence_parallel: bool) -> tuple[AxisRole, ...]:
+        on_tp = AxisRole.SEQUENCE if sequence_parallel else AxisRole.TENSOR
+        of_axis = {"dp": AxisRole.DATA, "tp": on_tp}
+        return tuple(of_axis[name] for name in self.mesh.names)
 
     def _stored(self, region: int, slot: int) -> list[Layout]:
         if self.tp_axis is None:
@@ -274,8 +271,9 @@ class MeshSearch:
             tuple(typings), tuple(prices), fraction, self.fallback_ops, tuple(sorted(notes))
         )
 
-    def _fraction(self, typings: Sequence[tuple[int, RegionTyping]]) -> float:
-        """Sharded bytes on tp over shardable bytes, parameters of two dims and more."""
+    def _fraction(self, typings: Sequence[tuple[int, RegionTyping]], if_none: float = 1.0) -> float:
+        """Sharded bytes on tp over shardable bytes, parameters of two dims and more; `if_none`
+        where nothing can be sharded."""
         if self.tp_axis is None:
             return 1.0
         sharded = shardable = 0
@@ -288,7 +286,7 @@ class MeshSearch:
                 shardable += self.counts[r] * value.num_bytes
                 if typing.slots[i][self.tp_axis].is_shard:
                     sharded += self.counts[r] * value.num_bytes
-        return sharded / shardable if shardable else 1.0
+        return sharded / shardable if shardable else if_none
 
 
 def _fallback_ops(graph: OpGraph) -> tuple[str, ...]:

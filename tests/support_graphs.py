@@ -8,11 +8,19 @@ from meshfold.mesh import Mesh
 from meshfold.opgraph import (
     Arg,
     Dependence,
+    FoldedGraph,
+    InputInfo,
+    Instance,
     Op,
     OpGraph,
+    OutputInfo,
+    ParameterInfo,
     Ref,
+    Region,
     Slot,
     SlotKind,
+    Source,
+    SourceKind,
     Value,
 )
 
@@ -85,3 +93,44 @@ def costs_on(dp: int, tp: int, cluster: str = "dgx-h100x2") -> tuple[Mesh, CostM
     spec = resolve_cluster(cluster)
     mesh = build_mesh(spec, dp, tp)
     return mesh, CostModel(spec, mesh), spec
+
+
+def folded_stack(num_layers: int = 2, *, tied: bool = False) -> FoldedGraph:
+    """Input [4, 8, 16], a product, `num_layers` equal residual layers, a product, all of it by
+    hand: regions A, B, C. tied: A and C share their parameter."""
+    ends = []
+    for _ in range(2):
+        b = GraphBuilder()
+        x = b.slot(4, 8, 16)
+        ends.append(b.build(b.linear(x, b.parameter(16, 16, name="weight"))))
+    b = GraphBuilder()
+    x = b.slot(4, 8, 16)
+    up, down = b.parameter(32, 16, name="up"), b.parameter(16, 32, name="down")
+    layer = b.build(b.add(x, b.linear(b.relu(b.linear(x, up)), down)))
+
+    def parameter(name: str) -> Source:
+        return Source(SourceKind.PARAMETER, name)
+
+    instances = [Instance(0, "first", (Source(SourceKind.INPUT, "x"), parameter("first")))]
+    for k in range(num_layers):
+        carried = Source(SourceKind.VALUE, instance=k, output=0)
+        weights = parameter(f"{k}.up"), parameter(f"{k}.down")
+        instances.append(Instance(1, f"layers.{k}", (carried, *weights)))
+    last = Source(SourceKind.VALUE, instance=num_layers, output=0)
+    instances.append(Instance(2, "last", (last, parameter("first" if tied else "last"))))
+    square = ((16, 16), "float32")
+    parameters = [ParameterInfo("first", *square)]
+    for k in range(num_layers):
+        parameters.append(ParameterInfo(f"{k}.up", (32, 16), "float32"))
+        parameters.append(ParameterInfo(f"{k}.down", (16, 32), "float32"))
+    if not tied:
+        parameters.append(ParameterInfo("last", *square))
+    result = Source(SourceKind.VALUE, instance=num_layers + 1, output=0)
+    return FoldedGraph(
+        regions=tuple(map(Region, "ABC", (ends[0], layer, ends[1]))),
+        instances=tuple(instances),
+        parameters=tuple(parameters),
+        buffers=(),
+        inputs=(InputInfo("x", (4, 8, 16), "float32"),),
+        outputs=(OutputInfo("loss", result, (4, 8, 16), "float32"),),
+    )

@@ -6,12 +6,20 @@ import numpy as np
 import pytest
 from support_graphs import costs_on
 
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
-from meshfold.passes.conversion_tables import ConversionTables, PendingSums
+from meshfold.passes.axis_roles import UNDONE_SHARD_S, AxisRole, SearchCosts
+from meshfold.passes.conversion_tables import ConversionTables
 from meshfold.passes.conversions import conversion_cost
 from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, is_legal
 
 KINDS = (INVARIANT, REPLICATE, PARTIAL)
+
+
+def tables_on(mesh: Mesh, costs: CostModel, *roles: AxisRole) -> ConversionTables:
+    roles = roles or (AxisRole.ANY,) * len(mesh.axes)
+    return ConversionTables(mesh, SearchCosts(costs, roles))
 
 
 def layouts_of(value: Value, sizes: tuple[int, ...]) -> tuple[Layout, ...]:
@@ -24,7 +32,7 @@ def layouts_of(value: Value, sizes: tuple[int, ...]) -> tuple[Layout, ...]:
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_equals_the_price_of_emitted_conversions(degrees, requires_grad):
     mesh, costs, _ = costs_on(*degrees)
-    tables = ConversionTables(mesh, costs)
+    tables = tables_on(mesh, costs)
     value = Value((8, 16), "float32", requires_grad)
     layouts = layouts_of(value, mesh.sizes)
     matrix = tables.matrix(value, layouts)
@@ -36,12 +44,12 @@ def test_equals_the_price_of_emitted_conversions(degrees, requires_grad):
 
 def test_no_axes():
     mesh, costs, _ = costs_on(1, 1)
-    assert ConversionTables(mesh, costs).matrix(Value((8,), "float32"), ((),)).tolist() == [[0.0]]
+    assert tables_on(mesh, costs).matrix(Value((8,), "float32"), ((),)).tolist() == [[0.0]]
 
 
-def test_reduced_sums_forbid_cutting_and_gathering():
+def test_tensor_role_forbids_cutting_and_gathering():
     mesh, costs, _ = costs_on(1, 2)
-    tables = ConversionTables(mesh, costs, (PendingSums.REDUCED,))
+    tables = tables_on(mesh, costs, AxisRole.TENSOR)
     layouts = ((INVARIANT,), (REPLICATE,), (PARTIAL,), (Shard(0),))
     matrix = tables.matrix(Value((8, 16), "float32", True), layouts)
     assert np.isinf(matrix[:3, 3]).all() and np.isinf(matrix[3, :3]).all()
@@ -50,18 +58,28 @@ def test_reduced_sums_forbid_cutting_and_gathering():
     assert np.isfinite(without_gradient).all()
 
 
-def test_scattered_sums_pay_for_both_halves():
+def test_sequence_role_pays_for_both_halves():
     mesh, costs, _ = costs_on(1, 8)
     layouts = ((INVARIANT,), (REPLICATE,), (PARTIAL,), (Shard(0),))
     value = Value((4096, 4096), "bfloat16", True)
-    matrix = ConversionTables(mesh, costs, (PendingSums.SCATTERED,)).matrix(value, layouts)
+    matrix = tables_on(mesh, costs, AxisRole.SEQUENCE).matrix(value, layouts)
     assert matrix[2, 1] == pytest.approx(matrix[2, 3] + matrix[3, 1])
 
 
-def test_policy_is_per_axis():
+def test_roles_are_per_axis():
     mesh, costs, _ = costs_on(2, 2)
-    tables = ConversionTables(mesh, costs, (PendingSums.ANY, PendingSums.REDUCED))
+    tables = tables_on(mesh, costs, AxisRole.ANY, AxisRole.TENSOR)
     layouts = ((INVARIANT, INVARIANT), (Shard(0), INVARIANT), (INVARIANT, Shard(0)))
     matrix = tables.matrix(Value((8, 16), "float32", True), layouts)
     assert np.isfinite(matrix[1, 0])
     assert np.isinf(matrix[2, 0])
+
+
+def test_data_role_keeps_shards():
+    mesh, costs, _ = costs_on(2, 1)
+    layouts = ((INVARIANT,), (Shard(0),))
+    value = Value((8, 16), "float32", True)
+    kept = tables_on(mesh, costs, AxisRole.DATA).matrix(value, layouts)
+    free = tables_on(mesh, costs).matrix(value, layouts)
+    assert kept[1, 0] == pytest.approx(free[1, 0] + UNDONE_SHARD_S)
+    assert kept[0, 1] == free[0, 1]

@@ -9,6 +9,7 @@ import pytest
 from support_graphs import GraphBuilder, costs_on, mlp, three_heads
 
 from meshfold.opgraph import OpGraph, SlotKind
+from meshfold.passes.axis_roles import AxisRole
 from meshfold.passes.conversions import conversion_cost, plan_conversions
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.region_price import op_time
@@ -125,14 +126,14 @@ class TestEqualsEnumeration:
 
 
 def test_three_users_on_two_axes_stay_close_to_enumeration():
-    # So many layouts that a set holds one shared layout only: an upper bound.
+    # So many layouts that a set holds one shared layout only, and that one may be a stop on the way
+    # which no user reads: the objective may be a little off in either direction.
     b = GraphBuilder()
     x = b.slot(4, 4)
     graph = b.build(b.relu(x), b.relu(x), b.relu(x))
     outputs = [[(I, I)], [(Shard(1), I)], [(I, Shard(1))]]
     found, expected = solve_both(graph, (2, 2), [[(Shard(0), I)]], outputs)
-    assert expected <= found.objective_s * (1 + 1e-12)
-    assert found.objective_s <= 1.02 * expected
+    assert found.objective_s == pytest.approx(expected, rel=0.01)
 
 
 def test_parameter_with_two_users_is_stored_once():
@@ -193,7 +194,7 @@ class TestDiscovery:
             slot_layouts=allowed_slots(graph, [(Shard(0),)], [(Shard(0),)]),
             output_layouts=[[(Shard(0),)]],
             prices=Prices(),
-            gatherable_axes=frozenset({0}),
+            roles=(AxisRole.DATA,),
         )
         assert found is not None
         assert found.price.gather_s["dp"] > 0 and found.price.reduce_s["dp"] > 0
