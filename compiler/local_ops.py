@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from meshfold.collectives import Axes, RankMesh
 from meshfold.random_masks import kept, stream_key
-from meshfold.shard_tensors import digits_of, held_indices
+from meshfold.shard_tensors import Places, digits_of, held_indices, local_row
 
 Digits = tuple[tuple[str, int], ...]
 """(axis name, blocks) of every axis that shards a dim."""
@@ -43,8 +43,7 @@ def embedding(
     that gets no gradient, -1 for none."""
     places = _places(mesh, digits)
     held, rows = digits_of(ids, num_rows, places)
-    here, padding = digits_of(torch.tensor(padding_idx % num_rows), num_rows, places)
-    skip = int(padding) if padding_idx >= 0 and bool(here) else None
+    skip = local_row(padding_idx, num_rows, places) if padding_idx >= 0 else None
     found = functional.embedding(rows, weight, padding_idx=skip)
     return found.masked_fill(~held.unsqueeze(-1), 0.0)
 
@@ -213,7 +212,7 @@ def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
     return x * mask / (1.0 - probability) if probability < 1.0 else x * 0.0
 
 
-def _places(mesh: RankMesh, digits: Digits) -> tuple[tuple[int, int, int], ...]:
+def _places(mesh: RankMesh, digits: Digits) -> Places:
     return tuple((blocks, mesh.size((axis,)), mesh.coord(axis)) for axis, blocks in digits)
 
 

@@ -4,6 +4,8 @@ A dim of `blocks` equal blocks, each cut in n equal parts, is seen as [blocks, n
 [:, r, :] (meshfold.spmd).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def stacked_parts(x: Tensor, dim: int, blocks: int, num_parts: int) -> Tensor:
 def merged_parts(parts: Tensor, dim: int, blocks: int) -> Tensor:
     """Inverse of stacked_parts."""
     count, size = parts.shape[0], parts.shape[dim + 1]
-    digits = parts.unflatten(dim + 1, (blocks, size // blocks)).movedim(0, dim + 1)
+    digits = torch.unflatten(parts, dim + 1, (blocks, size // blocks)).movedim(0, dim + 1)
     assert digits.shape[dim + 1] == count
     return digits.flatten(dim, dim + 2)
 
@@ -35,38 +37,48 @@ def zero_padded(x: Tensor, dim: int, blocks: int, num_parts: int, index: int) ->
     size = x.shape[dim]
     whole = x.new_zeros((*x.shape[:dim], size * num_parts, *x.shape[dim + 1 :]))
     target = _digits(whole, dim, blocks, num_parts).select(dim + 1, index)
-    target.copy_(x.unflatten(dim, (blocks, size // blocks)))
+    target.copy_(torch.unflatten(x, dim, (blocks, size // blocks)))
     return whole
 
 
-def digits_of(
-    index: Tensor, size: int, digits: tuple[tuple[int, int, int], ...]
-) -> tuple[Tensor, Tensor]:
-    """Which entries of a sharded dim are held here, and where.
+Places = tuple[tuple[int, int, int], ...]
+"""(blocks, number of parts, own part) of every axis that shards a dim."""
 
-    index: global indices on a dim of `size`. digits: (blocks, number of parts, own part) per axis
-    that shards the dim. Returns (held, local index); the local index of what is not held is valid
-    but meaningless.
-    """
+
+def digits_of(index: Tensor, size: int, places: Places) -> tuple[Tensor, Tensor]:
+    """Which of the global indices on a dim of `size` are held here, and where: (held, local index).
+    The local index of what is not held is valid but meaningless."""
     held = torch.ones_like(index, dtype=torch.bool)
     local = index
     # The axis with the fewest blocks holds the highest digit: taking it out leaves the lower ones
     # in place.
-    for blocks, num_parts, own in sorted(digits):
+    for blocks, num_parts, own in sorted(places):
         below = size // (blocks * num_parts)
         held &= index // below % num_parts == own
         local = local // (below * num_parts) * below + local % below
     return held, local
 
 
-def held_indices(
-    size: int, digits: tuple[tuple[int, int, int], ...], device: torch.device
-) -> Tensor:
-    """Global indices of a dim of `size` that are held here, ascending. digits: as digits_of."""
-    index = torch.arange(size, device=device)
-    held, _ = digits_of(index, size, digits)
-    return index[held] if digits else index
+def local_row(row: int, size: int, places: Places) -> int | None:
+    """As digits_of for one number; None if it is not held here."""
+    local = row
+    for blocks, num_parts, own in sorted(places):
+        below = size // (blocks * num_parts)
+        if row // below % num_parts != own:
+            return None
+        local = local // (below * num_parts) * below + local % below
+    return local
+
+
+def held_indices(size: int, places: Places, device: torch.device) -> Tensor:
+    """Global indices of a dim of `size` that are held here, ascending."""
+    index = torch.arange(size // math.prod(n for _, n, _ in places), device=device)
+    # The reverse of digits_of, lowest digit first.
+    for blocks, num_parts, own in sorted(places, reverse=True):
+        below = size // (blocks * num_parts)
+        index = (index // below * num_parts + own) * below + index % below
+    return index
 
 
 def _digits(x: Tensor, dim: int, blocks: int, num_parts: int) -> Tensor:
-    return x.unflatten(dim, (blocks, num_parts, x.shape[dim] // (blocks * num_parts)))
+    return torch.unflatten(x, dim, (blocks, num_parts, x.shape[dim] // (blocks * num_parts)))

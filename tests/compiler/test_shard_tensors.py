@@ -1,0 +1,58 @@
+"""Parts of a dim in blocks, against indices."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support_layouts import cut
+from support_ops import mesh_of
+
+from meshfold.shard_tensors import (
+    digits_of,
+    held_indices,
+    local_row,
+    merged_parts,
+    part,
+    stacked_parts,
+    zero_padded,
+)
+from meshfold.spmd import Layout, Shard, is_legal
+
+GENERATOR = torch.Generator()
+X = torch.arange(2 * 72 * 3, dtype=torch.float64).reshape(2, 72, 3)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+def test_parts_are_those_of_the_type(blocks: int, num_parts: int) -> None:
+    expected = cut(X, (Shard(1, blocks),), mesh_of(num_parts), GENERATOR)
+    stacked = stacked_parts(X, 1, blocks, num_parts)
+    padded = torch.zeros_like(X)
+    for r in range(num_parts):
+        assert part(X, 1, blocks, num_parts, r).equal(expected[r])
+        assert stacked[r].equal(expected[r])
+        padded += zero_padded(expected[r], 1, blocks, num_parts, r)
+    assert stacked.is_contiguous()
+    assert merged_parts(stacked, 1, blocks).equal(X)
+    assert padded.equal(X)
+
+
+shards = st.builds(Shard, st.just(0), st.sampled_from([1, 2, 3, 4, 6]))
+
+
+@given(st.tuples(shards, shards))
+def test_digits_find_what_several_axes_hold(layout: Layout) -> None:
+    mesh, size = mesh_of(2, 3), 72
+    if not is_legal((size,), layout, mesh.sizes):
+        return
+    index = torch.arange(size)
+    for rank, expected in enumerate(cut(index, layout, mesh, GENERATOR)):
+        coords = mesh.coords(rank)
+        digits = tuple((t.blocks, n, c) for t, n, c in zip(layout, mesh.sizes, coords, strict=True))
+        assert held_indices(size, digits, torch.device("cpu")).equal(expected)
+        held, local = digits_of(index, size, digits)
+        assert index[held].equal(expected)
+        assert local[held].equal(torch.arange(len(expected)))
+        assert int(local.max()) < len(expected)
+        for row in range(size):
+            assert local_row(row, size, digits) == (int(local[row]) if held[row] else None)
