@@ -23,21 +23,6 @@ from dataclasses import dataclass
 
 from meshfold.opgraph import Op, OpGraph, Value
 
-_BYTES_BY_DTYPE = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-}
-
 # Positions of the two factors among the operands.
 _MATMUL_FACTORS = {
     "mm": (0, 1),
@@ -79,7 +64,8 @@ _MEMORY_BOUND = frozenset(
     full_like zeros zeros_like ones ones_like empty empty_like new_zeros new_ones new_full
     new_empty new_empty_strided scalar_tensor cross_entropy_loss nll_loss nll_loss_forward mse_loss
     l1_loss binary_cross_entropy_with_logits max_pool2d avg_pool2d adaptive_avg_pool2d roll flip
-    pad constant_pad_nd histc bincount""".split()
+    pad constant_pad_nd histc bincount diff __and__ __or__ __xor__
+    fill select_scatter slice_scatter masked_scatter""".split()
 )
 
 _LOOKUPS = frozenset("embedding gather index index_select take_along_dim".split())
@@ -101,20 +87,6 @@ def op_name(target: str) -> str:
     """ "linear" for "aten.linear.default": the op without its namespace and overload."""
     parts = target.split(".")
     return parts[1] if len(parts) > 2 else parts[-1]
-
-
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element; one byte for any eight-bit float. Raises ValueError if unknown."""
-    if dtype.startswith("float8"):
-        return 1
-    if dtype not in _BYTES_BY_DTYPE:
-        raise ValueError(f"dtype {dtype!r} has no known size; add it to cost_models/compute.py")
-    return _BYTES_BY_DTYPE[dtype]
-
-
-def value_bytes(value: Value) -> int:
-    """Bytes of a dense tensor of this value's shape and dtype."""
-    return math.prod(value.shape) * dtype_bytes(value.dtype)
 
 
 def op_work(graph: OpGraph, op: Op) -> Work:
@@ -140,7 +112,7 @@ def _results(graph: OpGraph, op: Op) -> list[Value]:
 
 
 def _total_bytes(values: Sequence[Value]) -> int:
-    return sum(map(value_bytes, values))
+    return sum(v.num_bytes for v in values)
 
 
 def _traffic(graph: OpGraph, op: Op) -> tuple[int, int]:
@@ -204,7 +176,7 @@ def _view(graph: OpGraph, op: Op) -> Work:
     operands = _operands(graph, op)
     if not operands or not operands[0].requires_grad:
         return Work(0, 0, 0, 0)
-    whole, parts = value_bytes(operands[0]), _total_bytes(_results(graph, op))
+    whole, parts = operands[0].num_bytes, _total_bytes(_results(graph, op))
     name = op_name(op.target)
     if name in _PART_VIEWS:
         return Work(0, 0, 0, whole + parts)
@@ -218,15 +190,16 @@ def _lookup(graph: OpGraph, op: Op) -> Work:
     operands, results = _operands(graph, op), _results(graph, op)
     table = operands[0]
     moved = 2 * _total_bytes(results) + _total_bytes(operands[1:])
-    backward = value_bytes(table) + moved if table.requires_grad else 0
+    backward = table.num_bytes + moved if table.requires_grad else 0
     return Work(0, moved, 0, backward)
 
 
 def _cross_entropy(graph: OpGraph, op: Op) -> Work:
     """log_softmax (read logits, write as much), then a pick from it; backward reads the saved
     log_softmax and writes the gradient of the logits."""
-    logits = value_bytes(_operands(graph, op)[0])
-    return Work(0, 2 * logits, 0, 2 * logits if _operands(graph, op)[0].requires_grad else 0)
+    logits = _operands(graph, op)[0]
+    moved = 2 * logits.num_bytes
+    return Work(0, moved, 0, moved if logits.requires_grad else 0)
 
 
 _COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], Work]], ...] = (

@@ -33,8 +33,8 @@ class LocalStep:
 @dataclass(frozen=True)
 class LocalProgram:
     """What one rank runs for a region. Tensors 0..num_slots-1 come from outside; `specs` are those
-    of all tensors, `outputs` what leaves. Gradients of `bucketed` tensors, from outside, are reduced
-    together, as soon as the backward of the first step that reads one is done."""
+    of all tensors, `outputs` what leaves. Gradients of `bucketed` tensors (from outside) are
+    reduced together, as soon as the backward of the first step that reads one is done."""
 
     num_slots: int
     specs: tuple[TensorSpec, ...]

@@ -1,0 +1,215 @@
+"""Predicted against measured memory of one training step on this machine's CPU.
+
+    PYTHONPATH=tests .venv/bin/python benchmarks/memory.py [--families gpt2,llama] [--dropout 0.1]
+
+Each row captures a model with random weights, predicts its step in one process, and runs the
+captured graph: what autograd keeps is read by its hooks, the peak from the CPU allocator's own
+events (the profiler's), parameters, buffers and batch not included. The shapes put the peak in
+different places:
+
+    act   long sequences, few parameters: at the start of the backward, inside a layer
+    par   few tokens, wide layers: at the end of the backward, in the gradients
+    mix   between, with a large vocabulary: in the head
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import torch
+import transformers
+from support_memory import RealStep, allocator_peak_bytes, plain_typings, saved_bytes
+from torch import nn
+
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.devices import cluster
+from meshfold.mesh import Mesh
+from meshfold.passes.region_memory import step_memory
+from meshfold.probe import OpProber
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    batch: int
+    sequence: int
+    vocabulary: int
+
+
+SHAPES = (
+    Shape("act", layers=6, hidden=64, heads=4, batch=2, sequence=128, vocabulary=64),
+    Shape("par", layers=3, hidden=256, heads=4, batch=2, sequence=8, vocabulary=64),
+    Shape("mix", layers=3, hidden=128, heads=4, batch=4, sequence=32, vocabulary=4096),
+)
+
+Build = Callable[[Shape, float], nn.Module]
+
+
+def text_sizes(s: Shape) -> dict[str, Any]:
+    return {"vocab_size": s.vocabulary, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def decoder_sizes(s: Shape) -> dict[str, Any]:
+    return {
+        **text_sizes(s),
+        "num_hidden_layers": s.layers,
+        "hidden_size": s.hidden,
+        "intermediate_size": 2 * s.hidden,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.heads // 2,
+        "max_position_embeddings": s.sequence,
+    }
+
+
+def encoder_sizes(s: Shape, dropout: float) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": s.layers,
+        "hidden_size": s.hidden,
+        "intermediate_size": 4 * s.hidden,
+        "num_attention_heads": s.heads,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+    }
+
+
+def gpt2(s: Shape, dropout: float) -> nn.Module:
+    config = transformers.GPT2Config(
+        **text_sizes(s),
+        n_layer=s.layers,
+        n_embd=s.hidden,
+        n_head=s.heads,
+        n_positions=s.sequence,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        resid_pdrop=dropout,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(s: Shape, dropout: float) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**decoder_sizes(s)))
+
+
+def mixtral(s: Shape, dropout: float) -> nn.Module:
+    config = transformers.MixtralConfig(
+        **decoder_sizes(s), num_local_experts=4, num_experts_per_tok=2
+    )
+    model = transformers.MixtralForCausalLM(config)
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def bert(s: Shape, dropout: float) -> nn.Module:
+    config = transformers.BertConfig(
+        **encoder_sizes(s, dropout),
+        vocab_size=s.vocabulary,
+        max_position_embeddings=s.sequence,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def t5(s: Shape, dropout: float) -> nn.Module:
+    config = transformers.T5Config(
+        **text_sizes(s),
+        num_layers=s.layers,
+        d_model=s.hidden,
+        d_kv=s.hidden // s.heads,
+        d_ff=4 * s.hidden,
+        num_heads=s.heads,
+        dropout_rate=dropout,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit(s: Shape, dropout: float) -> nn.Module:
+    side = max(1, round(s.sequence**0.5))
+    config = transformers.ViTConfig(
+        **encoder_sizes(s, dropout), image_size=4 * side, patch_size=4, num_labels=8
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+FAMILIES: dict[str, Build] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "bert": bert,
+    "t5": t5,
+    "vit": vit,
+    "mixtral": mixtral,
+}
+
+
+def batch_for(model: nn.Module, s: Shape) -> dict[str, torch.Tensor]:
+    if isinstance(model, transformers.ViTForImageClassification):
+        size = model.config.image_size
+        pixels = torch.randn(s.batch, 3, size, size)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 8, (s.batch,))}
+    tokens = torch.randint(1, s.vocabulary, (s.batch, s.sequence))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def row(family: str, s: Shape, dropout: float) -> str:
+    """One line of the table."""
+    torch.manual_seed(0)
+    model = FAMILIES[family](s, dropout).train(dropout > 0)
+    batch = batch_for(model, s)
+    step = RealStep(model, batch)
+    mesh = Mesh(())
+    start = time.perf_counter()
+    estimate, kept = step_memory(
+        step.folded,
+        plain_typings(step.folded),
+        mesh,
+        OpProber(),
+        costs=CostModel(cluster("local-cpu"), mesh),
+        optimizer="sgd",
+        reserve_bytes=0,
+        capacity_bytes=2**40,
+    )
+    seconds = time.perf_counter() - start
+    inputs = sum(t.nbytes for t in batch.values())
+    peak = estimate.gradients + estimate.activations + estimate.transient - inputs
+
+    def fresh() -> None:
+        step.train()
+        for p in step.parameters:
+            p.grad = None
+
+    measured = allocator_peak_bytes(fresh)
+    saved = sum(kept[i.region] for i in step.folded.instances)
+    real = saved_bytes(step)
+    return (
+        f"{family:8} {s.name:4} {saved / MIB:9.3f} {real / MIB:9.3f} {saved / real - 1:+8.2%}"
+        f" {peak / MIB:9.3f} {measured / MIB:9.3f} {peak / measured - 1:+8.2%} {seconds:7.2f}"
+    )
+
+
+@click.command()
+@click.option("--families", default=",".join(FAMILIES), help="Comma-separated.")
+@click.option("--dropout", default=0.0, help="Of the families that have dropout.")
+def main(families: str, dropout: float) -> None:
+    """Print the table, sizes in MiB, seconds to predict with all probes new."""
+    torch.set_num_threads(1)
+    # oneDNN convolutions take scratch memory that no dispatcher sees.
+    torch.backends.mkldnn.enabled = False
+    print(f"{'':13} {'kept for backward':^28} {'peak beside states':^28} predict")
+    print(
+        f"{'model':8} {'':4} {'predicted':>9} {'measured':>9} {'error':>8}"
+        f" {'predicted':>9} {'measured':>9} {'error':>8} {'s':>7}"
+    )
+    for family in families.split(","):
+        for s in SHAPES:
+            print(row(family, s, dropout), flush=True)
+
+
+if __name__ == "__main__":
+    main()
