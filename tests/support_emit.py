@@ -1,6 +1,7 @@
 """What tests run on gloo processes (see pool): programs held against one process."""
 
 import copy
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -141,3 +142,15 @@ def _zeroed(model: nn.Module) -> nn.Module:
         for parameter in other.parameters():
             parameter.zero_()
     return other
+
+
+def who_am_i() -> tuple[int, int]:
+    """(rank, process id)."""
+    return dist.get_rank(), os.getpid()
+
+
+def fail_on(rank: int) -> None:
+    """Fails on one rank while the others wait for it."""
+    if dist.get_rank() == rank:
+        1 / 0  # noqa: B018
+    dist.barrier()

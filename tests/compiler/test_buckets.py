@@ -1,0 +1,87 @@
+"""Buckets: what goes into them, and the copies in and out."""
+
+import torch
+
+from meshfold.buckets import Bucket, BucketBuffers, BucketMember, changed_axes, used_layout
+from meshfold.mesh import Mesh, MeshAxis
+from meshfold.shards import shard_of
+from meshfold.spmd import REPLICATE, Layout, parse_layout
+
+MESH = Mesh((MeshAxis("dp", 2), MeshAxis("tp", 2)))
+
+
+def member(slot: int, shape: tuple[int, ...], stored: str, used: str) -> BucketMember:
+    before, after = parse_layout(stored), parse_layout(used)
+    return BucketMember(slot, f"p{slot}", shape, before, after, changed_axes(before, after)[1])
+
+
+def test_only_changes_to_replicate_are_done_in_buckets() -> None:
+    cases = {
+        ("S0,S1", "R,S1"): "R,S1",  # ZeRO-3 over a row shard
+        ("I,I", "R,R"): "R,R",  # gradient all-reduce
+        ("S0,I", "R,S1"): "R,I",  # the slice is done in the graph
+        ("I,S0", "R,I"): "R,S0",  # so is a gather to Invariant
+        ("S0,I", "I,I"): "S0,I",
+    }
+    for (stored, demand), used in cases.items():
+        found = used_layout(parse_layout(stored), parse_layout(demand), MESH)
+        assert found == parse_layout(used)
+
+
+def test_axes_of_one_rank_change_nothing() -> None:
+    alone = Mesh((MeshAxis("dp", 1), MeshAxis("tp", 2)))
+    assert used_layout(parse_layout("I,I"), parse_layout("R,R"), alone) == parse_layout("I,R")
+
+
+def test_changed_axes_tells_gathers_from_reductions() -> None:
+    assert changed_axes(parse_layout("S0,I"), parse_layout("R,R")) == ((0,), (1,))
+    assert changed_axes(parse_layout("I,I"), parse_layout("R,R")) == ((), (0, 1))
+
+
+def local(x: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    return shard_of(x, layout, MESH.sizes, MESH.coords(rank))
+
+
+def test_a_gather_bucket_round_trips_through_flat_buffers() -> None:
+    members = (
+        member(0, (8, 4), "S0/2,S0", "R,S0"),
+        member(1, (6,), "S0,I", "R,I"),
+        member(2, (4, 12), "S0,S1/3", "R,S1/3"),
+    )
+    bucket = Bucket((0,), "float64", True, members)
+    buffers = BucketBuffers(bucket, MESH.sizes)
+    wholes = [torch.randn(m.shape, dtype=torch.float64) for m in members]
+
+    def shards(rank: int) -> list[torch.Tensor]:
+        return [local(x, m.stored, rank) for x, m in zip(wholes, members, strict=True)]
+
+    for group in MESH.groups(("dp",)):
+        parts = [buffers.pack_shards(shards(rank)) for rank in group]
+        gathered = buffers.unpack_whole(torch.cat(parts))
+        for x, m, whole in zip(wholes, members, gathered, strict=True):
+            kept = tuple(t if t != REPLICATE else parse_layout("I")[0] for t in m.used)
+            assert torch.equal(whole, local(x, kept, group[0]))
+        flat = buffers.pack_gradients(gathered, like=wholes[0])
+        assert torch.equal(flat, torch.cat(parts)), "a reduce-scatter hands every rank its shards"
+        for rank, part in zip(group, flat.chunk(2), strict=True):
+            for shard, back in zip(shards(rank), buffers.unpack_shards(part), strict=True):
+                assert torch.equal(shard, back)
+
+
+def test_a_missing_gradient_is_zero() -> None:
+    members = (member(0, (4,), "I,I", "R,I"), member(1, (2, 2), "I,I", "R,I"))
+    buffers = BucketBuffers(Bucket((), "float32", True, members), MESH.sizes)
+    flat = buffers.pack_gradients([None, torch.ones(2, 2)], like=torch.zeros(1))
+    assert flat.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert buffers.bucket.reduce == (0,)
+
+
+def test_a_bucket_of_one_member_in_rows_needs_no_copy() -> None:
+    buffers = BucketBuffers(
+        Bucket((0,), "float32", True, (member(0, (8, 4), "S0,I", "R,I"),)), MESH.sizes
+    )
+    flat = torch.arange(32.0)
+    (whole,) = buffers.unpack_whole(flat)
+    assert whole.shape == (8, 4) and whole.data_ptr() == flat.data_ptr()
+    shard = torch.ones(4, 4)
+    assert buffers.pack_shards([shard]).data_ptr() == shard.data_ptr()
