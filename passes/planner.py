@@ -130,11 +130,10 @@ def _cut_unsharded(
     everything = [priced[s] for s in candidates.strategies]
     kept = [c for c in everything if c.program.sharded_fraction > 0]
     if not kept:
-        degree = everything[0].strategy.tp
-        pinned = "tp" in pins
+        degrees = ", ".join(f"tp={d}" for d in sorted({c.strategy.tp for c in everything}))
         raise OptionError(
-            f"{'pin ' if pinned else ''}tp={degree}: no parameter of this model can be sharded "
-            f"over {degree} ranks"
+            f"{'pin ' if 'tp' in pins else ''}{degrees}: no parameter of this model can be sharded "
+            f"over so many ranks"
         )
     cuts = Counter(candidates.cuts)
     if len(kept) < len(everything):

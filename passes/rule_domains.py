@@ -49,9 +49,11 @@ class Legality:
 
 
 def is_constant_op(graph: OpGraph, op_index: int) -> bool:
-    """Whether the op depends on constants only, so that every rank computes it whole."""
-    outputs = graph.ops[op_index].outputs
-    return all(graph.values[v].depends is Dependence.CONSTANT for v in outputs)
+    """Whether the op reads and makes nothing but constants, so that every rank computes it whole.
+    (new_zeros of a batch makes a constant, but reads the batch for its shape and device.)"""
+    op = graph.ops[op_index]
+    values = (graph.values[v] for v in (*op.operands, *op.outputs))
+    return all(value.depends is Dependence.CONSTANT for value in values)
 
 
 def op_domains(

@@ -1,0 +1,159 @@
+"""The plan: fastest that fits, baselines, pins, and what is said when nothing fits."""
+
+from functools import cache
+
+import pytest
+from support_models import BATCH, tiny_model
+
+from meshfold.capture import capture
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.errors import InfeasibleError, OptionError
+from meshfold.opgraph import FoldedGraph
+from meshfold.options import CompileOptions
+from meshfold.passes.planner import UNSHARDED, find_plan_for
+from meshfold.plan import Plan
+from meshfold.probe import OpProber
+
+PROBER = OpProber()
+
+
+@cache
+def graph_of(family: str) -> FoldedGraph:
+    model, batch = tiny_model(family)
+    return capture(model, batch).graph
+
+
+def plan(num_devices: int = 4, family: str = "llama", batch_size: int = BATCH, **options) -> Plan:
+    progress = options.pop("progress", None)
+    return find_plan_for(
+        graph_of(family),
+        resolve_cluster("local-cpu", num_devices),
+        CompileOptions(**options),
+        model_name=family,
+        batch_size=batch_size,
+        probe=PROBER,
+        progress=progress,
+    )
+
+
+def test_small_model_takes_data_parallelism():
+    found = plan()
+    assert found.strategy.label == "dp4"
+    assert found.memory.fits
+    assert found.search.num_candidates == 8 and found.search.num_infeasible == 0
+    assert found.model.num_parameters == sum(
+        int.__mul__(*(*p.shape, 1, 1)[:2]) for p in graph_of("llama").parameters
+    )
+
+
+def test_baselines_stand_beside():
+    rows = {c.name: c for c in plan().baselines}
+    assert list(rows) == [
+        "DDP",
+        "ZeRO-3",
+        "Megatron tp+sp in a node, dp outside",
+        "best 2-axis uniform",
+    ]
+    assert rows["DDP"].strategy.label == "dp4"
+    assert rows["ZeRO-3"].strategy.label == "dp4, zero3"
+    assert rows["Megatron tp+sp in a node, dp outside"].strategy.label == "tp4+sp"
+    assert rows["best 2-axis uniform"].strategy.label.startswith("dp2 x tp2")
+    assert all(c.step_s > 0 and c.peak_bytes > 0 and c.fits for c in rows.values())
+
+
+def test_less_memory_shards_more():
+    """The budget lies between data parallelism and its sharded rival."""
+    free = plan()
+    rows = {c.name: c for c in free.baselines}
+    budget = (rows["DDP"].peak_bytes + rows["ZeRO-3"].peak_bytes) // 2
+    tight = plan(memory_bytes=budget)
+    assert tight.strategy != free.strategy
+    assert tight.memory.peak <= budget
+    assert tight.time.step_s >= free.time.step_s
+    assert tight.search.num_infeasible > 0
+    ddp = next(c for c in tight.baselines if c.name == "DDP")
+    assert not ddp.fits and "too much" in ddp.note
+
+
+def test_nothing_fits():
+    with pytest.raises(InfeasibleError, match="nothing fits in 50.0 kB per device") as caught:
+        plan(memory_bytes=50_000)
+    error = caught.value
+    assert error.available_bytes == 50_000
+    assert error.required_bytes > error.available_bytes
+    assert error.best_candidate in str(error)
+    assert error.binding_constraint in str(error)
+    assert "missing" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("pins", "label"),
+    [
+        ({"tp": 4, "sp": 0}, "tp4"),
+        ({"dp": 2, "tp": 2, "zero": 3, "sp": 1}, "dp2 x tp2+sp, zero3"),
+        ({"dp": 4, "zero": 3}, "dp4, zero3"),
+    ],
+)
+def test_pins_are_kept(pins, label):
+    found = plan(pins=pins)
+    assert found.strategy.label == label
+    assert dict(found.pins) == pins
+    assert found.mesh.num_ranks == 4
+
+
+def test_batch_that_does_not_divide():
+    with pytest.raises(OptionError, match="a batch of 4 does not divide over dp=8"):
+        plan(8, pins={"dp": 8})
+
+
+def test_pin_with_nothing_to_shard():
+    with pytest.raises(OptionError, match="pin tp=7: no parameter .* over so many ranks"):
+        plan(7, pins={"tp": 7, "dp": 1})
+
+
+def test_nothing_to_shard_on_any_degree_left():
+    with pytest.raises(OptionError, match="tp=7: no parameter .* can be sharded"):
+        plan(14, pins={"dp": 2})
+
+
+def test_axis_that_shards_nothing_is_cut():
+    found = plan(6, batch_size=6)  # sizes are powers of two: 3 ranks share nothing
+    assert found.search.cuts[UNSHARDED] > 0
+    assert found.strategy.tp in (1, 2)
+
+
+def test_same_input_same_plan():
+    assert plan(family="bert") == plan(family="bert")
+
+
+def test_one_device():
+    found = plan(1)
+    assert found.strategy.label == "one device"
+    assert found.mesh.axes == ()
+    assert found.time.exposed_communication_s == 0
+    assert found.baselines == ()
+
+
+def test_progress_counts_strategies():
+    calls = []
+    plan(2, progress=lambda done, total, label: calls.append((done, total, label)))
+    assert [c[0] for c in calls] == list(range(1, len(calls) + 1))
+    assert {c[1] for c in calls} == {len(calls)}
+    assert "dp2, zero3" in {c[2] for c in calls}
+
+
+def test_plan_describes_its_regions():
+    found = plan(pins={"dp": 2, "tp": 2, "sp": 1, "zero": 3})
+    graph = graph_of("llama")
+    assert [r.name for r in found.regions] == [r.name for r in graph.regions]
+    assert sum(r.num_instances for r in found.regions) == len(graph.instances)
+    layer = found.regions[1]
+    q_proj = next(p for p in layer.parameters if p.name == "self_attn.q_proj.weight")
+    assert [str(t) for t in q_proj.stored] == ["S0/2", "S0"]
+    assert [str(t) for t in q_proj.used] == ["R", "S0"]
+    assert q_proj.num_bytes == 32 * 32 * 8 // 4
+    assert len(layer.op_targets) == len(layer.typing.ops)
+    assert layer.saved_bytes > 0
+    assert set(layer.communication_s) == {"dp", "tp"}
+    runs = found.stages[0].runs
+    assert [(r.region, r.first, r.count) for r in runs] == [("A", 0, 1), ("B", 1, 2), ("C", 3, 1)]
