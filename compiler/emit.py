@@ -69,7 +69,9 @@ def emit_typed(
         programs.append(made[number, layouts])
     steps = schedule([regions[p].has_gather for p in programs])
     stored = _stored(folded, typings, len(mesh.axes))
-    return EmittedProgram(folded, mesh, tuple(regions), tuple(programs), steps, stored)
+    return EmittedProgram(
+        folded, mesh, tuple(typings), tuple(regions), tuple(programs), steps, stored
+    )
 
 
 def schedule(has_gather: Sequence[bool]) -> tuple[Step, ...]:

@@ -22,6 +22,7 @@ from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, SlotKind
 from meshfold.program_text import bucket_text, graph_lines, rank_text
 from meshfold.spmd import Layout
+from meshfold.strategy import RegionTyping
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,13 @@ class Step:
 
 @dataclass(frozen=True)
 class EmittedProgram:
-    """`programs[k]` is the index in `regions` of instance k's graph. `stored`: layout in which each
-    parameter of the folded graph lives between steps, by name."""
+    """`programs[k]` is the index in `regions` of instance k's graph. typings: what was emitted, per
+    region of `folded`. stored: layout in which each parameter of the folded graph lives between
+    steps, by name."""
 
     folded: FoldedGraph
     mesh: Mesh
+    typings: tuple[RegionTyping, ...]
     regions: tuple[RegionProgram, ...]
     programs: tuple[int, ...]
     steps: tuple[Step, ...]
