@@ -8,8 +8,9 @@ early start is a late wait in backward.
 A start returns (in_flight, token). Data flows through in_flight; the gradient, itself in flight,
 through the token: a tensor without storage that has the shape of the dual collective's result.
 
-Names of the functions tell the forward collective. `dim` and `blocks` are those of the local
-tensor (spmd.local_blocks), axes are symbolic names, and the first argument is the RankMesh.
+Names of the functions tell the forward collective. wait_x takes what start_x returned, and the same
+other arguments. `dim` and `blocks` are those of the local tensor (spmd.local_blocks), axes are
+symbolic names, and the first argument is the RankMesh.
 """
 
 from collections.abc import Callable
