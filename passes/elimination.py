@@ -75,15 +75,20 @@ class Elimination:
 
 
 def eliminate(
-    domains: Sequence[int], factors: Sequence[Factor], keep: Sequence[int] = ()
+    domains: Sequence[int],
+    factors: Sequence[Factor],
+    keep: Sequence[int] = (),
+    order: Sequence[int] | None = None,
 ) -> Elimination:
     """Eliminate every variable but those of `keep`.
 
-    domains: number of values per variable, each at least 1.
+    domains: number of values per variable, each at least 1. order: of elimination, if at hand
+    (min_fill_order depends on the scopes alone, not on the entries).
     """
     for factor in factors:
         assert factor.table.shape == tuple(domains[v] for v in factor.variables)
-    order = min_fill_order(domains, [f.variables for f in factors], keep)
+    if order is None:
+        order = min_fill_order(domains, [f.variables for f in factors], keep)
     live: dict[int, Factor] = dict(enumerate(factors))
     of_variable: list[set[int]] = [set() for _ in domains]
     for k, factor in live.items():

@@ -26,7 +26,13 @@ from meshfold.mesh import Mesh
 from meshfold.opgraph import OpGraph
 from meshfold.passes.axis_roles import AxisRole, SearchCosts
 from meshfold.passes.conversion_tables import ConversionTables
-from meshfold.passes.elimination import Elimination, Table, eliminate
+from meshfold.passes.elimination import (
+    Elimination,
+    Factor,
+    Table,
+    eliminate,
+    min_fill_order,
+)
 from meshfold.passes.parameter_prices import ParameterPrices, Prices
 from meshfold.passes.region_factors import FactorGraph, Port, build_factors
 from meshfold.passes.region_price import RegionPrice, op_time, price_region
@@ -72,13 +78,22 @@ class RegionProblem:
 
     def solve(self, prices: Prices) -> RegionSolution | None:
         """The optimum at these prices; None if no typing meets the allowed layouts."""
-        tables = list(self.factors.factors)
-        for parameter in self.factors.parameters:
-            tables += parameter.tables(prices)
-        found = eliminate(self.factors.domains, tables)
+        found = eliminate(self.factors.domains, self._tables(prices), order=self._order)
         if not np.isfinite(found.table):
             return None
         return _solution(self, prices, found)
+
+    def _tables(self, prices: Prices) -> list[Factor]:
+        tables = list(self.factors.factors)
+        for parameter in self.factors.parameters:
+            tables += parameter.tables(prices)
+        return tables
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """Elimination order: prices change entries of tables, not which variables they join."""
+        scopes = [table.variables for table in self._tables(Prices())]
+        return min_fill_order(self.factors.domains, scopes)
 
     def with_stored(self, stored: Mapping[int, Layout]) -> "RegionProblem":
         """The same problem with the stored layouts of these parameter slots decided."""

@@ -130,14 +130,20 @@ class MeshSearch:
         return [c.solution for c in self._found[sequence_parallel][0]]
 
     def _search(self, sequence_parallel: bool) -> tuple[list[_Chosen], float]:
-        problems = [self._problem(r, sequence_parallel) for r in range(len(self.folded.regions))]
+        problems = [
+            self.problem(r, sequence_parallel=sequence_parallel) for r in range(len(self.graphs))
+        ]
         chosen = [self._climb(r, problem) for r, problem in enumerate(problems)]
         for group in tied_parameter_slots(self.folded):
             self._agree(group, problems, chosen)
         typings = [(r, c.solution.typing) for r, c in enumerate(chosen)]
         return chosen, self._fraction(typings, if_none=0.0)
 
-    def _problem(self, region: int, sequence_parallel: bool) -> RegionProblem:
+    def problem(
+        self, region: int, *, sequence_parallel: bool, joint: bool = False
+    ) -> RegionProblem:
+        """The search problem of one region. joint: leave the rules on the dp axis open, too: slower
+        and under these boundaries and roles it finds the same."""
         graph, boundaries = self.graphs[region], self.boundaries
         classes = boundaries.slots[region]
         slots: list[list[Layout]] = []
@@ -147,7 +153,7 @@ class MeshSearch:
             else:
                 slots.append([self._boundary(classes[i], sequence_parallel)])
         fixed = {}
-        if self.data is not None and self.dp_axis is not None:
+        if self.data is not None and self.dp_axis is not None and not joint:
             fixed[self.dp_axis] = self.data.rules(region)
         return prepare_region(
             graph,

@@ -25,62 +25,74 @@ def allowed_slots(graph: OpGraph, arriving: list[Layout], stored: list[Layout]):
     return [stored if s.kind is SlotKind.PARAMETER else arriving for s in graph.slots]
 
 
-def enumerate_best(graph, mesh, costs, tables, slots, outputs, prices) -> float:
-    """The smallest objective over all joint rules and allowed layouts, written from its
-    definition."""
-    domains = op_domains(graph, region_rules(graph, mesh.sizes), Legality(mesh.sizes))
-    seen_costs = tables.conversions.costs
-    trees: dict[object, float] = {}
+class Enumeration:
+    """The smallest objective over all joint rules and allowed layouts, from its definition."""
 
-    def tree_s(v: int, native: Layout, demands: frozenset[Layout]) -> float:
-        value = graph.values[v]
-        key = (value, native, demands)
-        if key not in trees:
-            edges = plan_conversions(value, native, sorted(demands), mesh, seen_costs)
-            trees[key] = math.fsum(
-                conversion_cost(value, a, b, mesh, seen_costs).total_s for a, b in edges
+    def __init__(self, graph, mesh, costs, tables, slots, outputs, prices) -> None:
+        self.graph, self.mesh, self.tables = graph, mesh, tables
+        self.slots, self.outputs, self.prices = slots, outputs, prices
+        self.domains = op_domains(graph, region_rules(graph, mesh.sizes), Legality(mesh.sizes))
+        self.times = [
+            [op_time(graph, op, rules, mesh, costs).total_s for rules in domain.rules]
+            for op, domain in zip(graph.ops, self.domains, strict=True)
+        ]
+        self.trees: dict[object, float] = {}
+
+    def best(self) -> float:
+        best = math.inf
+        for choice in itertools.product(*(range(len(d)) for d in self.domains)):
+            natives, demands = self._layouts(choice)
+            fixed = math.fsum(t[c] for t, c in zip(self.times, choice, strict=True))
+            fixed += sum(
+                self._parameter_s(i, demands[i])
+                for i, slot in enumerate(self.graph.slots)
+                if slot.kind is SlotKind.PARAMETER
             )
-        return trees[key]
+            if fixed < best:
+                best = min(best, fixed + self._conversions_s(natives, demands))
+        return best
 
-    def parameter_s(slot: int, used: list[Layout]) -> float:
-        value = graph.values[slot]
-        options = slots[slot]
-        total = tables.parameters.matrix(value, options, used).sum(axis=1)
-        total += prices.state_s_per_byte * tables.parameters.num_bytes(value, options)
-        total += prices.used_s_per_byte * tables.parameters.num_bytes(value, used).mean()
-        return float(total.min())
-
-    times = [
-        [op_time(graph, op, rules, mesh, costs).total_s for rules in domain.rules]
-        for op, domain in zip(graph.ops, domains, strict=True)
-    ]
-    plain = [i for i, s in enumerate(graph.slots) if s.kind is SlotKind.VALUE]
-    best = math.inf
-    for choice in itertools.product(*(range(len(d)) for d in domains)):
+    def _layouts(self, choice):
         natives: dict[int, Layout] = {}
-        demands: list[list[Layout]] = [[] for _ in graph.values]
-        for op, domain, c in zip(graph.ops, domains, choice, strict=True):
+        demands: list[list[Layout]] = [[] for _ in self.graph.values]
+        for op, domain, c in zip(self.graph.ops, self.domains, choice, strict=True):
             for v, layouts in zip(op.operands, domain.inputs, strict=True):
                 demands[v].append(layouts[c])
             for v, layouts in zip(op.outputs, domain.outputs, strict=True):
                 natives[v] = layouts[c]
-        fixed = math.fsum(t[c] for t, c in zip(times, choice, strict=True))
-        fixed += sum(
-            parameter_s(i, demands[i])
-            for i, s in enumerate(graph.slots)
-            if s.kind is SlotKind.PARAMETER
-        )
-        if fixed >= best:
-            continue
-        for arriving in itertools.product(*(slots[i] for i in plain)):
-            for leaving in itertools.product(*outputs):
-                natives.update(zip(plain, arriving, strict=True))
+        return natives, demands
+
+    def _conversions_s(self, natives, demands) -> float:
+        """Cheapest over the layouts in which slots may arrive and outputs may leave."""
+        plain = [i for i, s in enumerate(self.graph.slots) if s.kind is SlotKind.VALUE]
+        best = math.inf
+        for arriving in itertools.product(*(self.slots[i] for i in plain)):
+            natives.update(zip(plain, arriving, strict=True))
+            for leaving in itertools.product(*self.outputs):
                 wanted = [list(d) for d in demands]
-                for v, layout in zip(graph.outputs, leaving, strict=True):
+                for v, layout in zip(self.graph.outputs, leaving, strict=True):
                     wanted[v].append(layout)
-                total = fixed + sum(tree_s(v, natives[v], frozenset(wanted[v])) for v in natives)
+                total = sum(self._tree_s(v, natives[v], frozenset(wanted[v])) for v in natives)
                 best = min(best, total)
-    return best
+        return best
+
+    def _tree_s(self, v: int, native: Layout, demands: frozenset[Layout]) -> float:
+        value, costs = self.graph.values[v], self.tables.conversions.costs
+        key = (value, native, demands)
+        if key not in self.trees:
+            edges = plan_conversions(value, native, sorted(demands), self.mesh, costs)
+            self.trees[key] = math.fsum(
+                conversion_cost(value, a, b, self.mesh, costs).total_s for a, b in edges
+            )
+        return self.trees[key]
+
+    def _parameter_s(self, slot: int, used: list[Layout]) -> float:
+        value, options = self.graph.values[slot], self.slots[slot]
+        parameters, prices = self.tables.parameters, self.prices
+        total = parameters.matrix(value, options, used).sum(axis=1)
+        total += prices.state_s_per_byte * parameters.num_bytes(value, options)
+        total += prices.used_s_per_byte * parameters.num_bytes(value, used).mean()
+        return float(total.min())
 
 
 def solve_both(graph, degrees, slots, outputs, prices=Prices()):  # noqa: B008  frozen
@@ -89,7 +101,7 @@ def solve_both(graph, degrees, slots, outputs, prices=Prices()):  # noqa: B008  
     problem = prepare_region(graph, mesh, costs, tables, slot_layouts=slots, output_layouts=outputs)
     found = problem.solve(prices)
     assert found is not None
-    return found, enumerate_best(graph, mesh, costs, tables, slots, outputs, prices)
+    return found, Enumeration(graph, mesh, costs, tables, slots, outputs, prices).best()
 
 
 WHOLE_OR_SHARD = [(I,), (Shard(0),), (Shard(1),)]

@@ -1,0 +1,72 @@
+"""What a parameter costs between where it is stored and where it is used."""
+
+import math
+
+import pytest
+from support_graphs import costs_on
+
+from meshfold.opgraph import Value
+from meshfold.passes.axis_roles import AxisRole, SearchCosts
+from meshfold.passes.parameter_prices import (
+    BUCKET_BYTES,
+    ParameterPrices,
+    is_bucketed,
+    local_bytes,
+)
+from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
+
+WEIGHT = Value((64, 32), "float32", True)
+FROZEN = Value((64, 32), "float32", False)
+
+
+def prices_on(role: AxisRole) -> ParameterPrices:
+    mesh, costs, _ = costs_on(1, 2)
+    return ParameterPrices(mesh, SearchCosts(costs, (role,)))
+
+
+def price(found: ParameterPrices, value: Value, stored, used) -> float:
+    return float(found.matrix(value, [(stored,)], [(used,)])[0, 0])
+
+
+def test_local_bytes():
+    assert local_bytes(WEIGHT, (Shard(0), INVARIANT), (2, 4)) == 64 * 32 * 4 // 2
+    assert local_bytes(WEIGHT, (Shard(0, 2), Shard(0)), (4, 2)) == 64 * 32 * 4 // 8
+
+
+def test_bucketed_kinds():
+    assert is_bucketed(INVARIANT, REPLICATE) and is_bucketed(Shard(1), REPLICATE)
+    assert not is_bucketed(INVARIANT, Shard(0)) and not is_bucketed(Shard(0), INVARIANT)
+
+
+def test_reduction_pays_its_share_of_a_bucket():
+    found = prices_on(AxisRole.ANY)
+    _, costs, _ = costs_on(1, 2)
+    share = 64 * 32 * 4 / BUCKET_BYTES
+    expected = share * costs.collective_s("all_reduce", BUCKET_BYTES, (0,))
+    assert price(found, WEIGHT, INVARIANT, REPLICATE) == pytest.approx(expected)
+    assert price(found, FROZEN, INVARIANT, REPLICATE) == 0
+
+
+def test_shards_are_used_as_they_are():
+    found = prices_on(AxisRole.TENSOR)
+    assert price(found, WEIGHT, Shard(0), Shard(0)) == 0
+    for used in (Shard(1), REPLICATE, INVARIANT, PARTIAL):
+        assert math.isinf(price(found, WEIGHT, Shard(0), used))
+    assert 0 < price(found, WEIGHT, INVARIANT, Shard(0)) < math.inf
+
+
+def test_data_axis_gathers_and_charges_nothing():
+    found = prices_on(AxisRole.DATA)
+    assert price(found, WEIGHT, Shard(0), REPLICATE) == 0
+    assert price(found, WEIGHT, INVARIANT, REPLICATE) == 0
+    assert math.isinf(price(found, WEIGHT, Shard(0), Shard(0)))
+    assert price(found, WEIGHT, Shard(0), INVARIANT) > 0
+
+
+def test_matrix_repeats_columns():
+    found = prices_on(AxisRole.ANY)
+    used = [(REPLICATE,), (INVARIANT,), (REPLICATE,)]
+    matrix = found.matrix(WEIGHT, [(INVARIANT,), (Shard(0),)], used)
+    assert matrix.shape == (2, 3)
+    assert (matrix[:, 0] == matrix[:, 2]).all()
+    assert matrix[0, 1] == 0

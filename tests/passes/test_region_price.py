@@ -1,0 +1,93 @@
+"""The exact price of a typed region: every emitted conversion once."""
+
+import pytest
+from support_graphs import GraphBuilder, costs_on, mlp
+
+from meshfold.opgraph import OpGraph
+from meshfold.passes.conversions import conversion_cost
+from meshfold.passes.region_price import layouts_of_values, op_time, price_region, value_name
+from meshfold.passes.rules import AxisRule, region_rules, typing_of
+from meshfold.spmd import INVARIANT, REPLICATE, Shard
+from meshfold.strategy import RegionTyping
+
+I = INVARIANT  # noqa: E741  the letter of the type
+
+
+def typed(graph: OpGraph, names: list[str], slots, outputs, size: int = 2):
+    rules: list[tuple[AxisRule, ...]] = []
+    for table, name in zip(region_rules(graph, (size,)), names, strict=True):
+        rules.append(tuple(r for r in table[0] if r.name == name))
+        assert len(rules[-1]) == 1, f"{name} not in {[r.name for r in table[0]]}"
+    ops = tuple(typing_of(graph, k, r) for k, r in enumerate(rules))
+    return RegionTyping(slots, ops, outputs), rules
+
+
+def test_column_row_pair():
+    graph = mlp()
+    mesh, costs, _ = costs_on(1, 2)
+    typing, rules = typed(graph, ["o", "d1", "k"], ((I,), (Shard(0),), (Shard(1),)), ((I,),))
+    price = price_region(graph, typing, rules, mesh, costs)
+    assert [(c.value, str(c.source[0]), str(c.target[0])) for c in price.conversions] == [
+        ("slot 0", "I", "R"),
+        ("op2.linear", "P", "I"),
+    ]
+    x, y = graph.values[0], graph.values[-1]
+    enter = conversion_cost(x, (I,), (REPLICATE,), mesh, costs)
+    leave = conversion_cost(y, typing.ops[2].outputs[0], (I,), mesh, costs)
+    assert price.graph_backward_s == pytest.approx(enter.backward_s)
+    assert price.graph_forward_s == pytest.approx(leave.forward_s)
+    assert price.communication_s["tp"] == pytest.approx(enter.total_s + leave.total_s)
+    assert price.gather_s == {"tp": 0.0} and price.reduce_s == {"tp": 0.0}
+
+
+def test_parameters_travel_in_one_bucket():
+    graph = mlp()
+    mesh, costs, _ = costs_on(2, 1)
+    shard = (Shard(0),)
+    typing, rules = typed(graph, ["d0", "d0", "d0"], (shard, shard, shard), (shard,))
+    price = price_region(graph, typing, rules, mesh, costs)
+    num_bytes = 4 * 2 * 16 * 8  # both weights, gathered
+    assert price.gather_s["dp"] == costs.collective_s("all_gather", num_bytes, (0,))
+    assert price.reduce_s["dp"] == costs.collective_s("reduce_scatter", num_bytes, (0,))
+    assert price.communication_s == {"dp": 0.0}
+    total = price.total_communication_s["dp"]
+    assert total == pytest.approx(2 * price.gather_s["dp"] + price.reduce_s["dp"])
+    assert [c.kind for c in price.conversions] == ["parameter", "parameter"]
+
+
+def test_users_of_one_layout_share_a_conversion():
+    b = GraphBuilder()
+    x = b.slot(4, 8)
+    weights = [b.parameter(8, 8) for _ in range(2)]
+    graph = b.build(*(b.linear(x, w) for w in weights))
+    mesh, costs, _ = costs_on(1, 2)
+    shard = (Shard(0),)
+    leaves = ((Shard(1),), (Shard(1),))
+    typing, rules = typed(graph, ["o", "o"], ((I,), shard, shard), leaves)
+    assert len(price_region(graph, typing, rules, mesh, costs).conversions) == 1
+
+
+def test_work_is_divided_by_the_axes_that_split_it():
+    graph = mlp(batch=4096, width=4096, hidden=4096)
+    mesh, costs, _ = costs_on(1, 2)
+    by_name = {rule.name: rule for rule in region_rules(graph, (2,))[0][0]}
+    whole = op_time(graph, graph.ops[0], (by_name["I"],), mesh, costs)
+    split = op_time(graph, graph.ops[0], (by_name["o"],), mesh, costs)
+    launch_s = costs.launch_s
+    assert split.forward_s - launch_s == pytest.approx((whole.forward_s - launch_s) / 2)
+    assert split.backward_s < whole.backward_s
+
+
+def test_layouts_of_values():
+    graph = mlp(residual=True)
+    slots = ((I,), (Shard(0),), (Shard(1),))
+    typing, _ = typed(graph, ["o", "d1", "k", "I"], slots, ((I,),))
+    native, demands = layouts_of_values(graph, typing)[0]
+    assert native == (I,)
+    assert demands == ((REPLICATE,), (I,))
+
+
+def test_value_names():
+    graph = mlp()
+    names = [value_name(graph, v) for v in range(6)]
+    assert names == ["slot 0", "up", "down", "op0.linear", "op1.relu", "op2.linear"]

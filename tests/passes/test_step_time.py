@@ -1,0 +1,84 @@
+"""Step time by hand-made region prices."""
+
+from dataclasses import replace
+
+import pytest
+from support_graphs import costs_on, folded_stack
+
+from meshfold.passes.region_price import RegionPrice
+from meshfold.passes.step_time import OPTIMIZER_PASSES, estimate_step, parameter_layouts
+from meshfold.spmd import INVARIANT, Shard
+from meshfold.strategy import RegionTyping
+
+PRICE = RegionPrice(
+    forward_s=1.0,
+    backward_s=2.0,
+    graph_forward_s=0.0,
+    graph_backward_s=0.0,
+    communication_s={"dp": 0.0},
+    gather_s={"dp": 0.0},
+    reduce_s={"dp": 0.0},
+    conversions=(),
+)
+FOLDED = folded_stack(num_layers=2)
+"""Four instances: first, two layers, last."""
+
+
+def estimate(price: RegionPrice, layout=INVARIANT, optimizer: str = "adamw"):
+    _, costs, _ = costs_on(2, 1)
+    typings = [
+        RegionTyping(tuple((layout,) for _ in region.graph.slots), (), ())
+        for region in FOLDED.regions
+    ]
+    return estimate_step(FOLDED, typings, [price] * 3, costs, optimizer)
+
+
+def test_compute_alone():
+    found = estimate(PRICE)
+    assert found.forward_s == 4.0 and found.backward_s == 8.0
+    assert found.exposed_communication_s == 0.0
+    assert found.step_s == pytest.approx(12.0 + found.optimizer_s)
+
+
+def test_in_graph_communication_is_exposed():
+    busy = replace(PRICE, graph_forward_s=0.25, graph_backward_s=0.5, communication_s={"dp": 0.75})
+    found = estimate(busy)
+    assert found.exposed_communication_s == pytest.approx(4 * 0.75)
+    assert found.communication_s == {"dp": 3.0}
+
+
+def test_short_gathers_hide_but_the_first():
+    found = estimate(replace(PRICE, gather_s={"dp": 0.5}))
+    assert found.exposed_communication_s == pytest.approx(0.5)
+    assert found.communication_s == {"dp": pytest.approx(4 * 2 * 0.5)}
+
+
+def test_short_reductions_hide_but_the_last():
+    found = estimate(replace(PRICE, reduce_s={"dp": 0.5}))
+    assert found.exposed_communication_s == pytest.approx(0.5)
+
+
+def test_long_gathers_and_reductions_stick_out():
+    found = estimate(replace(PRICE, gather_s={"dp": 3.0}, reduce_s={"dp": 1.0}))
+    # forward: 3 + (2 out of each of 3) ; backward, last to first: 1, 2, 2, then 0 and the last 1.
+    assert found.exposed_communication_s == pytest.approx(3 + 3 * 2 + (1 + 2 + 2 + 0) + 1)
+
+
+def test_optimizer_passes_over_local_states():
+    _, costs, _ = costs_on(2, 1)
+    whole, half = estimate(PRICE), estimate(PRICE, layout=Shard(0))
+    num_bytes = 4 * sum(p.shape[0] * p.shape[1] for p in FOLDED.parameters)
+    expected = costs.compute_s(0, OPTIMIZER_PASSES["adamw"] * num_bytes, "float32")
+    assert whole.optimizer_s == pytest.approx(expected)
+    launch_s = costs.launch_s
+    assert half.optimizer_s - launch_s == pytest.approx((whole.optimizer_s - launch_s) / 2)
+    assert estimate(PRICE, optimizer="sgd").optimizer_s < whole.optimizer_s
+
+
+def test_tied_parameter_counts_once():
+    tied = folded_stack(num_layers=1, tied=True)
+    typings = [
+        RegionTyping(tuple((INVARIANT,) for _ in region.graph.slots), (), ())
+        for region in tied.regions
+    ]
+    assert set(parameter_layouts(tied, typings)) == {"first", "0.up", "0.down"}
