@@ -130,11 +130,13 @@ def shard_candidates(graph: OpGraph, size: int) -> Candidates:
 
 
 def rule_locals(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[str, ...]:
-    """Local implementation that each axis of a typing asks for."""
+    """Local implementations that a typing asks for: that of the op under any rule (on a mesh
+    without axes, too), then one per axis."""
     labels = op_labels(graph, graph.ops[op_index])
     if labels is None:
-        return ("plain",) * len(typing.rules)
-    return tuple(_local_of(labels, name.split("/")[0]) for name in typing.rules)
+        return ("plain",) * (1 + len(typing.rules))
+    by_axis = (_local_of(labels, name.split("/")[0]) for name in typing.rules)
+    return (labels.local, *by_axis)
 
 
 def summed_axes(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[int, ...]:

@@ -154,3 +154,23 @@ def fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
         1 / 0  # noqa: B018
     dist.barrier()
+
+
+def initial_sums(family: str, pins: Mapping[str, int]) -> dict[str, float]:
+    """Sum of every initial tensor of a model on the meta device."""
+    model, batch = tiny_model(family)
+    model = copy.deepcopy(model).to("meta")
+    options = meshfold.CompileOptions(pins=pins)
+    compiled = meshfold.compile(model, _cluster(), batch, options=options)
+    return {name: float(x.sum()) for name, x in compiled.full_state_dict().items()}
+
+
+def mismatch_of(plan_texts: list[str]) -> str:
+    """What compile says to the plan of this rank."""
+    model, batch = stack_model(2)
+    plan = plan_from_json(plan_texts[dist.get_rank()])
+    try:
+        meshfold.compile(model, plan.cluster, batch, plan=plan)
+    except meshfold.PlanMismatchError as error:
+        return str(error)
+    return ""
