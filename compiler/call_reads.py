@@ -11,6 +11,7 @@ traced as well and compared, and `full_capture=True` trusts nothing.
 
 import copy
 import enum
+import operator
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -82,8 +83,11 @@ class _Namespace:
         self.label = label
         self.namespace = namespace
         self.owner = owner
-        self.copies = {name: copy.copy(value) for name, value in self._data()}
-        self.state = self._state()
+        self.size = len(namespace)
+        data = dict(self._data())
+        self.names, self.values = tuple(data), tuple(data.values())
+        self.contents = [(v, _content_ids(v)) for v in self.values if not is_plain(v)]
+        self.copies = {name: copy.copy(value) for name, value in data.items()}
 
     def _data(self) -> Iterator[tuple[str, Any]]:
         for name, value in self.namespace.items():
@@ -96,8 +100,16 @@ class _Namespace:
 
     def changes(self) -> list[str]:
         """Names whose value is another now."""
-        now = self._state()
-        return [n for n in {**self.state, **now} if now.get(n) != self.state.get(n)]
+        # Asked for every call and every namespace, so first the cheap way: the same objects.
+        if (
+            len(self.namespace) == self.size
+            and all(map(operator.is_, map(self.namespace.get, self.names), self.values))
+            and all(_content_ids(value) == ids for value, ids in self.contents)
+        ):
+            return []
+        before = {name: frozen(value, {}, 0) for name, value in self.copies.items()}
+        after = self._state()
+        return [n for n in {**before, **after} if after.get(n) != before.get(n)]
 
     def restore(self) -> None:
         """Give what changed its old value back. New names stay."""
@@ -107,6 +119,13 @@ class _Namespace:
             elif name in self.copies:
                 assert isinstance(self.namespace, dict)
                 self.namespace[name] = copy.copy(self.copies[name])
+
+
+def _content_ids(container: Any) -> tuple[object, ...]:
+    """Identities of all that a container holds, containers inside it too."""
+    items = [*container, *container.values()] if isinstance(container, dict) else [*container]
+    inner = [v for v in items if isinstance(v, (list, dict, set))]
+    return *map(id, items), *map(_content_ids, inner)
 
 
 class Recording:
@@ -165,12 +184,14 @@ class Recorder:
 
     @contextmanager
     def recording(self, root: nn.Module) -> Iterator[Recording]:
+        profiler = sys.getprofile()
+        if profiler not in (None, self._saw_call):
+            raise RuntimeError("a Python profiler is active, so globals cannot be watched")
         record = Recording(root)
         before = {m: type(m) for m in root.modules() if type(m) not in self.types.values()}
         for base in dict.fromkeys(type(m) for m in root.modules()):
             for owner in base.__mro__[: base.__mro__.index(nn.Module)]:
                 record.saw_type(owner)
-        profiler = sys.getprofile()
         try:
             for module, base in before.items():
                 module.__class__ = self._recording_type(base)

@@ -35,6 +35,8 @@ from meshfold.capture_export import RetraceError
 from meshfold.capture_twin import ExampleInputs, Twin
 from meshfold.fake_tensors import as_exporting
 
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
+
 
 @dataclass(frozen=True)
 class CallPlan:
@@ -73,7 +75,9 @@ def _attributes_kept(root: nn.Module) -> Iterator[None]:
     held: dict[int, Any] = {}
     for module in root.modules():
         held[id(vars(module))] = vars(module)
-        for value in vars(module).values():
+        for name, value in vars(module).items():
+            if name in _HOOKS:
+                continue
             if isinstance(value, (list, dict, set)):
                 held[id(value)] = value
             elif hasattr(value, "__dict__") and not isinstance(value, type):

@@ -7,7 +7,9 @@ Forward only; no weights are needed or allocated, so the model may be on the met
 layer of the compiler that runs the user's code, and the last.
 """
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +59,24 @@ def capture(
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
     OptionError if example_inputs holds no tensor.
     """
+    with _collector_paused():
+        return _capture(model, example_inputs, full_capture)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Collections walk all that is alive, again and again, while tracing makes many objects that
+    stay: a tenth of the time for nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _capture(model: nn.Module, example_inputs: Mapping[str, Any], full_capture: bool) -> Captured:
     names = model_names(model)
     twin = fake_twin(model)
     inputs = flatten_inputs(example_inputs, twin.mode)

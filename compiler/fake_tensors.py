@@ -27,14 +27,17 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake CPU tensor with the shape, strides and dtype of `tensor`, a Parameter for one."""
-    with mode:
-        if tensor.layout is torch.strided:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        else:
-            fake = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, tensor.requires_grad)
-        return fake
+    shape, dtype = tensor.shape, tensor.dtype
+    if tensor.layout is torch.strided:
+        bare = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device="meta")
+    else:
+        bare = torch.empty(shape, dtype=dtype, device="meta")
+    fake = FakeTensor(mode, bare, torch.device("cpu"))
+    if isinstance(tensor, nn.Parameter):
+        # What nn.Parameter does with a tensor subclass, without the detach that costs most of it.
+        fake.requires_grad_(tensor.requires_grad)
+        fake._is_param = True
+    return fake
 
 
 @contextmanager
