@@ -7,7 +7,8 @@ which other axes shard the value at that moment, so a whole matrix
     M[s, t] = min over orders of the axes of  sum_k step_k(s_k -> t_k | others as converted so far)
 
 is filled from few scalar prices (ConversionTables._step_s) by array indexing, one order at a time
-(ConversionTables._in_order). Seconds, forward plus backward; +inf where no order is legal.
+(_in_order). Where no order is legal two shards trade places, and one of them stops at Invariant
+first. Seconds, forward plus backward; +inf where a role forbids the way.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from meshfold.passes.axis_roles import SearchCosts
 from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.elimination import Table
 from meshfold.passes.rule_domains import Legality
-from meshfold.spmd import Layout, SpmdType
+from meshfold.spmd import INVARIANT, Layout, SpmdType
 
 _ValueClass = tuple[tuple[int, ...], str, bool]
 _StepKey = tuple[_ValueClass, int, SpmdType | str, SpmdType | str, tuple[bool, ...]]
@@ -48,6 +49,14 @@ class ConversionTables:
         return self._matrices[key]
 
     def _fill(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
+        best = self._direct(value, layouts)
+        swaps = [(a, b) for a, b in np.argwhere(np.isinf(best)) if _is_swap(layouts[a], layouts[b])]
+        if swaps:
+            self._detour(value, layouts, best, swaps)
+        return best
+
+    def _direct(self, value: Value, layouts: Sequence[Layout]) -> Table:
+        """The cheapest order of one step per axis."""
         axes = range(len(self.mesh.axes))
         types = [sorted({layout[k] for layout in layouts}) for k in axes]
         numbers = np.array(
@@ -62,29 +71,22 @@ class ConversionTables:
         for order in itertools.permutations(axes):
             np.minimum(best, _in_order(order, steps, types, legal, numbers), out=best)
         np.fill_diagonal(best, 0.0)
-        for a, b in np.argwhere(np.isinf(best)):
-            # Two shards that trade places on one dim: no plain order is legal.
-            source, target = layouts[a], layouts[b]
-            if self._is_swap(value, source, target):
-                extra_s = sum(
-                    self.costs.extra_s(value, k, s, t)
-                    for k, (s, t) in enumerate(zip(source, target, strict=True))
-                    if s != t
-                )
-                cost = conversion_cost(value, source, target, self.mesh, self.costs)
-                best[a, b] = cost.total_s + extra_s
         return best
 
-    def _is_swap(self, value: Value, source: Layout, target: Layout) -> bool:
-        """Whether two axes that both stay shards may trade places."""
-        moved = [
-            k
-            for k, (s, t) in enumerate(zip(source, target, strict=True))
-            if s != t and s.is_shard and t.is_shard
-        ]
-        if len(moved) < 2:
-            return False
-        return self.legal(value.shape, source) and self.legal(value.shape, target)
+    def _detour(
+        self,
+        value: Value,
+        layouts: Sequence[Layout],
+        best: Table,
+        swaps: Sequence[tuple[int, int]],
+    ) -> None:
+        """Price two shards that trade places on one dim: one first makes room as Invariant."""
+        wider = list(dict.fromkeys((*layouts, *(s for x in layouts for s in _stops(x)))))
+        matrix = self._direct(value, wider)
+        number = {layout: k for k, layout in enumerate(wider)}
+        for a, b in swaps:
+            stops = [number[s] for s in _stops(layouts[a])]
+            best[a, b] = (matrix[a, stops] + matrix[stops, b]).min()
 
     def _step_table(self, value: Value, types: Sequence[Sequence[SpmdType]], axis: int) -> Table:
         """[source type, target type, which other axes shard the value (bits)] -> seconds."""
@@ -123,6 +125,17 @@ class ConversionTables:
             cost = conversion_cost(value, before, after, self.mesh, self.costs)
             self._steps[key] = cost.total_s + extra_s
         return self._steps[key]
+
+
+def _is_swap(source: Layout, target: Layout) -> bool:
+    """Whether two axes or more go from shard to shard."""
+    pairs = zip(source, target, strict=True)
+    return sum(s != t and s.is_shard and t.is_shard for s, t in pairs) > 1
+
+
+def _stops(layout: Layout) -> list[Layout]:
+    """The layout with one of its shards made Invariant."""
+    return [(*layout[:k], INVARIANT, *layout[k + 1 :]) for k, t in enumerate(layout) if t.is_shard]
 
 
 def _in_order(

@@ -29,6 +29,7 @@ Factors, all in seconds
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -199,15 +200,18 @@ class _Builder:
 def _sets(natives: Sequence[int], foreign: Sequence[int]) -> NDArray[np.intp]:
     """Rows (native, up to three further layouts, filled up with the native one): all of them for
     the most further layouts that SET_LIMIT allows; no row if it does not allow one."""
+    others = {t: [x for x in foreign if x != t] for t in natives}
     for most in (3, 2, 1):
+        sizes = range(most + 1)
+        if sum(math.comb(len(o), n) for o in others.values() for n in sizes) > SET_LIMIT:
+            continue
         rows = [
-            (t, *extra, *(t,) * (3 - size))
+            (t, *extra, *(t,) * (3 - n))
             for t in natives
-            for size in range(most + 1)
-            for extra in itertools.combinations([x for x in foreign if x != t], size)
+            for n in sizes
+            for extra in itertools.combinations(others[t], n)
         ]
-        if len(rows) <= SET_LIMIT:
-            return np.array(rows, dtype=np.intp)
+        return np.array(rows, dtype=np.intp)
     return np.zeros((0, 4), dtype=np.intp)
 
 
