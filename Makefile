@@ -18,7 +18,7 @@ INSTALLED := $(VENV)/installed
 LINKED := $(VENV)/linked-$(NAMES)
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: demo test lint format schema install clean
+.PHONY: demo test lint format schema readme install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -44,6 +44,10 @@ format: install
 schema: install
 	@$(BIN)/python -m meshfold.plan_schema > compiler/plan.schema.json.new
 	@mv compiler/plan.schema.json.new compiler/plan.schema.json
+
+# The real output of the commands in README.md; a test holds it.
+readme: install
+	@$(BIN)/python tests/support_readme.py
 
 install: $(LINKED)
 

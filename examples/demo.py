@@ -5,7 +5,7 @@ break, shows the plan beside what the baselines would cost, trains it on four gl
 it in this process as well, and compares the losses.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from meshfold.local_processes import Report, run_local
 from meshfold.render import summary_view
 from meshfold.units import count_text, parse_bytes
 
-WORLD_SIZE, STEPS = 4, 20
+WORLD_SIZE = 4
 BATCH, SEQUENCE, VOCABULARY = 8, 64, 1024
 MEMORY = "24MB"
 PLAN_FILE = Path("demo-out") / "plan.json"
@@ -47,10 +47,10 @@ def make_batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def train(report: Report, model: torch.nn.Module) -> list[float]:
+def train(report: Report, model: torch.nn.Module, steps: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         loss = model(**make_batch(step))
         loss = getattr(loss, "loss", loss)
         loss.backward()
@@ -61,32 +61,34 @@ def train(report: Report, model: torch.nn.Module) -> list[float]:
     return losses
 
 
-def train_one_rank(report: Report, plan_file: str) -> list[float]:
+def train_one_rank(report: Report, plan_file: str, steps: int) -> list[float]:
     """Runs on each of the four processes."""
     model = meshfold.compile(build_model(), "local-cpux4", make_batch(0), plan=plan_file)
-    return train(report, model)
+    return train(report, model, steps)
 
 
-def train_with_progress(console: Console) -> tuple[list[float], list[float]]:
+def train_with_progress(console: Console, steps: int) -> tuple[list[float], list[float]]:
     """Losses on four processes, and in this one."""
     columns = (TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns, TextColumn("{task.fields[loss]}"), TimeElapsedColumn(), console=console
     ) as progress:
-        many = progress.add_task(f"{WORLD_SIZE} processes", total=STEPS, loss="starting")
-        one = progress.add_task("one process", total=STEPS, loss="waiting", start=False)
+        many = progress.add_task(f"{WORLD_SIZE} processes", total=steps, loss="starting")
+        one = progress.add_task("one process", total=steps, loss="waiting", start=False)
 
         def show(rank: int, loss: float) -> None:
             if rank == 0:
                 progress.update(many, advance=1, loss=f"loss {loss:.4f}")
 
         parallel, *_ = run_local(
-            WORLD_SIZE, train_one_rank, str(PLAN_FILE), on_report=show, quiet=True
+            WORLD_SIZE, train_one_rank, str(PLAN_FILE), steps, on_report=show, quiet=True
         )
         torch.set_num_threads(1)
         progress.start_task(one)
         alone = train(
-            lambda loss: progress.update(one, advance=1, loss=f"loss {loss:.4f}"), build_model()
+            lambda loss: progress.update(one, advance=1, loss=f"loss {loss:.4f}"),
+            build_model(),
+            steps,
         )
     return parallel, alone
 
@@ -95,13 +97,17 @@ def comparison(parallel: list[float], alone: list[float]) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in ("step", f"{WORLD_SIZE} processes", "one process", "difference"):
         table.add_column(name, justify="right")
-    for step in sorted({*range(0, STEPS, 4), STEPS - 1}):
+    last = len(alone) - 1
+    for step in sorted({*range(0, last, 4), last}):
         a, b = parallel[step], alone[step]
         table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
     return table
 
 
-def main() -> int:
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plan, train on four processes, compare.")
+    parser.add_argument("--steps", type=int, default=20)
+    steps = parser.parse_args().steps
     console = Console()
     model = build_model()
     num_parameters = count_text(sum(p.numel() for p in model.parameters()))
@@ -111,15 +117,14 @@ def main() -> int:
     PLAN_FILE.parent.mkdir(exist_ok=True)
     meshfold.save_plan(plan, PLAN_FILE)
     console.print(summary_view(plan))
-    console.rule(f"training {STEPS} steps")
-    parallel, alone = train_with_progress(console)
+    console.rule(f"training {steps} steps")
+    parallel, alone = train_with_progress(console, steps)
     console.rule("losses")
     console.print(comparison(parallel, alone))
     largest = max(abs(a - b) for a, b in zip(parallel, alone, strict=True))
-    console.print(f"largest difference of {STEPS} losses: {largest:.1e}", style="bold green")
+    console.print(f"largest difference of {steps} losses: {largest:.1e}", style="bold green")
     console.print(f"more about the plan: meshfold show {PLAN_FILE}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
