@@ -5,6 +5,7 @@ model, example inputs --capture--> folded graph --search--> Plan --emit--> progr
 """
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from meshfold.cluster import ClusterSpec
 from meshfold.collectives import ProcessMesh, RankMesh
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.emit import emit
-from meshfold.errors import OptionError, PlanMismatchError
+from meshfold.errors import CaptureError, OptionError, PlanMismatchError
 from meshfold.options import CompileOptions
 from meshfold.passes.fold_assemble import fingerprint
 from meshfold.passes.planner import Progress, find_plan_for
@@ -83,7 +84,8 @@ def plan_captured(
 ) -> Plan:
     """find_plan for a model that is captured already."""
     if isinstance(cluster_spec, str):
-        cluster_spec = resolve_cluster(cluster_spec)
+        cluster_spec = _resolve(cluster_spec)
+    check_output(captured)
     return find_plan_for(
         captured.graph,
         cluster_spec,
@@ -93,6 +95,24 @@ def plan_captured(
         probe=OpProber(),
         progress=progress,
     )
+
+
+def _resolve(text: str) -> ClusterSpec:
+    """What the text means; a preset without a count is as large as the job, if there is one."""
+    has_count = text.endswith(".json") or "/" in text or re.search(r"x\d+$", text) is not None
+    if has_count or not _is_in_job():
+        return resolve_cluster(text)
+    return resolve_cluster(text, dist.get_world_size())
+
+
+def check_output(captured: Captured) -> None:
+    """Raises CaptureError unless the program computes one tensor, the loss or the only output."""
+    if len(captured.graph.outputs) != 1:
+        names = ", ".join(captured.model_outputs)
+        raise CaptureError(
+            f"the model returns several tensors ({names}) and none of them is its loss; pass "
+            "labels, or wrap the model so that it returns one tensor"
+        )
 
 
 def batch_size_of(captured: Captured) -> int:
@@ -110,9 +130,10 @@ def bind(
 
     Raises PlanMismatchError.
     """
+    check_output(captured)
     check_fingerprint(plan, captured)
     program = emit(captured.graph, plan)
-    mesh = _rank_mesh(plan, program)
+    mesh = _rank_mesh(model, plan, program)
     fixed = {k: v for k, v in flatten(example_inputs) if not isinstance(v, torch.Tensor)}
     return CompiledModel(model, plan, captured, program, mesh, fixed)
 
@@ -138,24 +159,30 @@ def _inputs_text(inputs: tuple[tuple[str, tuple[int, ...], str], ...]) -> str:
     return ", ".join(f"{name} {dtype}{list(shape)}" for name, shape, dtype in inputs)
 
 
-def _rank_mesh(plan: Plan, program: EmittedProgram) -> RankMesh | None:
+def _rank_mesh(model: nn.Module, plan: Plan, program: EmittedProgram) -> RankMesh | None:
     """This process on the plan's mesh; None without a process group, except for one device."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return SingleMesh(plan.mesh, _device()) if plan.world_size == 1 else None
+    if not _is_in_job():
+        return SingleMesh(plan.mesh, _device_of(model)) if plan.world_size == 1 else None
     if dist.get_world_size() != plan.world_size:
         raise PlanMismatchError(
             f"the plan is for {plan.world_size} processes, this job has {dist.get_world_size()}; "
             "start as many as the plan has devices, or plan for this job"
         )
     _compare_programs(program)
-    return ProcessMesh(plan.mesh, _device(), program.axis_sets())
+    # NCCL joins the devices that the processes have made current, gloo their CPUs.
+    is_cuda = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    return ProcessMesh(plan.mesh, device, program.axis_sets())
 
 
-def _device() -> torch.device:
-    """The device of this process: the current CUDA device under NCCL, else the CPU."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _is_in_job() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are; the default device if they are on meta."""
+    devices = [p.device for p in model.parameters() if not p.is_meta]
+    return devices[0] if devices else torch.get_default_device()
 
 
 def _compare_programs(program: EmittedProgram) -> None:

@@ -49,6 +49,10 @@ class RankMesh(ABC):
     def start_all_reduce(self, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
         """Sum (or "max") of x over the group; x is left as it is."""
 
+    def start_all_reduce_in_place(self, x: Tensor, axes: Axes) -> Tensor:
+        """Sum of x over the group; x is given up, and its memory may be the result's."""
+        return self.start_all_reduce(x, axes)
+
     @abstractmethod
     def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         """Every rank's contiguous x, concatenated on dim 0."""
@@ -97,6 +101,9 @@ class ProcessMesh(RankMesh):
 
     def start_all_reduce(self, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
         return _functional.all_reduce(x, reduction, self._groups[axes].group_name)  # type: ignore[no-any-return]
+
+    def start_all_reduce_in_place(self, x: Tensor, axes: Axes) -> Tensor:
+        return _functional.all_reduce_(x, "sum", self._groups[axes].group_name)  # type: ignore[no-any-return]
 
     def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         group = self._groups[axes]

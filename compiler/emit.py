@@ -67,11 +67,26 @@ def emit_typed(
             made[number, layouts] = len(regions)
             regions.append(emitter.emit(name, number))
         programs.append(made[number, layouts])
+    _check_outputs(folded, typings)
     steps = schedule([regions[p].has_gather for p in programs])
     stored = _stored(folded, typings, len(mesh.axes))
     return EmittedProgram(
         folded, mesh, tuple(typings), tuple(regions), tuple(programs), steps, stored
     )
+
+
+def _check_outputs(folded: FoldedGraph, typings: Sequence[RegionTyping]) -> None:
+    """What the model returns is the same on all ranks, or the plan is none of ours."""
+    for output in folded.outputs:
+        if output.source.kind is not SourceKind.VALUE:
+            continue
+        typing = typings[folded.instances[output.source.instance].region]
+        layout = typing.outputs[output.source.output]
+        if any(t != INVARIANT for t in layout):
+            raise PlanMismatchError(
+                f"the plan leaves the model's output {output.name!r} as {layout_text(layout)}; it "
+                "must leave Invariant on all axes"
+            )
 
 
 def schedule(has_gather: Sequence[bool]) -> tuple[Step, ...]:

@@ -90,7 +90,7 @@ class BucketUse:
             self._reduction = mesh.start_reduce_scatter(flat, self._gather)
         else:
             axes = tuple(mesh.mesh.names[k] for k in self.bucket.reduce)
-            self._reduction = mesh.start_all_reduce(flat, axes)
+            self._reduction = mesh.start_all_reduce_in_place(flat, axes)
 
     def finish_reduction(self) -> list[Tensor] | None:
         """Gradients of the shards, after the first collective; None if there was no gradient."""
@@ -293,7 +293,9 @@ def _finish_all(mesh: RankMesh, uses: Sequence[BucketUse]) -> list[list[Tensor] 
         parts = [gradients[k][m] for k, m in places]  # type: ignore[index]
         flat = torch.cat([p.reshape(-1) for p in parts])
         names = tuple(mesh.mesh.names[k] for k in axes)
-        started.append((places, [p.shape for p in parts], mesh.start_all_reduce(flat, names)))
+        started.append(
+            (places, [p.shape for p in parts], mesh.start_all_reduce_in_place(flat, names))
+        )
     for places, shapes, in_flight in started:
         pieces = torch.split(mesh.wait(in_flight), [s.numel() for s in shapes])
         for (k, m), shape, piece in zip(places, shapes, pieces, strict=True):

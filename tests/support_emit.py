@@ -174,3 +174,9 @@ def mismatch_of(plan_texts: list[str]) -> str:
     except meshfold.PlanMismatchError as error:
         return str(error)
     return ""
+
+
+def world_size_of(preset: str) -> int:
+    """Processes that a plan for a preset without a count is made for."""
+    model, batch = stack_model(2)
+    return meshfold.compile(model, preset, batch).plan.world_size

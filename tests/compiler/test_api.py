@@ -7,12 +7,13 @@ import pytest
 import torch
 from pool import Pools
 from support_programs import stack_model
+from torch import Tensor, nn
 
 import meshfold
 from meshfold.api import batch_size_of
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
-from meshfold.errors import PlanMismatchError
+from meshfold.errors import CaptureError, PlanMismatchError
 from meshfold.plan_io import plan_to_json, save_plan
 
 TWO = resolve_cluster("local-cpu", 2)
@@ -86,3 +87,24 @@ def test_the_seed_of_a_plan_decides_dropout() -> None:
         for s in (0, 0, 1)
     ]
     assert losses[0] == losses[1] != losses[2]
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"state": self.linear(x), "pooled": self.linear(x).mean()}
+
+
+def test_several_outputs_without_a_loss_are_refused() -> None:
+    with pytest.raises(
+        CaptureError, match=r"several tensors \(state, pooled\) and none of them is"
+    ):
+        meshfold.find_plan(TwoOutputs(), TWO, {"x": torch.randn(2, 4)})
+
+
+@pytest.mark.multiprocess
+def test_a_preset_without_a_count_is_as_large_as_the_job(pools: Pools) -> None:
+    assert pools.run(2, "support_emit:world_size_of", "local-cpu") == [2, 2]
