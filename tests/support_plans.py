@@ -94,6 +94,18 @@ EMBEDDING = replace(
     fallback_ops=(),
 )
 
+MEMORY = MemoryEstimate(
+    parameters=2 * GIB,
+    gradients=2 * GIB,
+    optimizer=8 * GIB,
+    activations=12 * GIB,
+    gathered_parameters=GIB // 2,
+    buckets=GIB // 4,
+    transient=3 * GIB,
+    reserve=GIB,
+    capacity=40 * GIB,
+)
+
 
 def example_plan() -> Plan:
     """A plan with two regions on a 2 x 4 mesh; figures are invented but consistent."""
@@ -115,17 +127,7 @@ def example_plan() -> Plan:
         seed=0,
         regions=(EMBEDDING, BLOCK),
         stages=(StagePlan((RunPlan("A", 0, 1), RunPlan("B", 1, 32))),),
-        memory=MemoryEstimate(
-            parameters=2 * GIB,
-            gradients=2 * GIB,
-            optimizer=8 * GIB,
-            activations=12 * GIB,
-            gathered_parameters=GIB // 2,
-            buckets=GIB // 4,
-            transient=3 * GIB,
-            reserve=GIB,
-            capacity=40 * GIB,
-        ),
+        memory=MEMORY,
         time=TimeEstimate(
             forward_s=0.101,
             backward_s=0.204,

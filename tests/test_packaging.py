@@ -1,5 +1,6 @@
 """What is installed: every package folder, nothing but meshfold."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -24,7 +25,7 @@ def test_every_package_folder_is_listed() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_meshfold_only(tmp_path: Path) -> None:
+def test_the_wheel_holds_meshfold_only_and_works_alone(tmp_path: Path) -> None:
     # From a copy of the sources: a stale build/ in the checkout would leak into the wheel.
     checkout = tmp_path / "checkout"
     tracked = subprocess.run(
@@ -53,3 +54,20 @@ def test_the_wheel_holds_meshfold_only(tmp_path: Path) -> None:
         if path.suffix in (".py", ".json", ".typed")
     }
     assert set(names) == wanted
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    code = (
+        "import meshfold; from meshfold.cost_models.devices import resolve_cluster; "
+        "from meshfold.cli import run; resolve_cluster('dgx-h100'); run(['--version']); "
+        "print(meshfold.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    version, path = done.stdout.split()
+    assert version == "0.1.0"
+    assert Path(path).is_relative_to(tmp_path / "installed")
