@@ -255,31 +255,34 @@ def _parameters_table(plan: Plan) -> RenderableType:
 
 
 def _conversions(plan: Plan) -> RenderableType:
-    table = _table(
-        "",
-        "value",
-        "from",
-        "to",
-        "forward",
-        "backward",
-        "bytes",
-        "time",
-        right=("bytes", "time"),
-        fold=("value", "forward", "backward"),
-    )
+    texts = ("", "value", "from", "to", "forward", "backward")
+    table = _table(*texts, "bytes", "time", right=("bytes", "time"), fold=("value",))
     for region in plan.regions:
-        for k, record in enumerate(region.conversions):
+        activations = [r for r in region.conversions if r.kind == "activation"]
+        rows = [(r.value, write_layout(r.source), write_layout(r.target), [r]) for r in activations]
+        parameters = [r for r in region.conversions if r.kind == "parameter"]
+        if parameters:
+            # Their layouts are in the table of parameters.
+            count = f"{len(parameters)} parameter" + "s" * (len(parameters) > 1)
+            rows.append((count, "", "", parameters))
+        for k, (value, source, target, records) in enumerate(rows):
             table.add_row(
                 "" if k else region.name,
-                record.value,
-                write_layout(record.source),
-                write_layout(record.target),
-                ", ".join(record.forward) or NOTHING,
-                ", ".join(record.backward) or NOTHING,
-                bytes_text(record.num_bytes),
-                seconds_text(record.forward_s + record.backward_s),
+                value,
+                source,
+                target,
+                _collectives(name for r in records for name in r.forward),
+                _collectives(name for r in records for name in r.backward),
+                bytes_text(sum(r.num_bytes for r in records)),
+                seconds_text(sum(r.forward_s + r.backward_s for r in records)),
             )
     return _indented(table) if table.row_count else Text("  none")
+
+
+def _collectives(names: Iterable[str]) -> str:
+    """Each once, one per line."""
+    found = dict.fromkeys(name.replace("_", "-") for name in names)
+    return "\n".join(name for name in found if name != NOTHING) or NOTHING
 
 
 def _fallbacks(regions: Sequence[RegionPlan]) -> list[RenderableType]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshfold.api import bind, check_fingerprint
+from meshfold.batches import flatten
 from meshfold.capture import Captured, capture
 from meshfold.errors import MeshfoldError
 from meshfold.local_processes import Report, run_local
@@ -97,7 +98,13 @@ def verify(plan: Plan, model_argument: str) -> VerifyReport:
             "plan a smaller version of the model with the same degrees for local-cpux8 or less "
             "and verify that"
         )
-    captured_as_planned(plan, build_for_plan(model_argument, plan))
+    built = build_for_plan(model_argument, plan)
+    captured_as_planned(plan, built)
+    if not model_argument.endswith(".json") and any(p.is_meta for p in built.model.parameters()):
+        raise MeshfoldError(
+            f"{model_argument}: the model is on the meta device, and verify runs it; "
+            "let the factory build it on the CPU"
+        )
     results = run_local(plan.world_size, _compare, plan_to_json(plan), model_argument, quiet=True)
     return _report(plan, results)
 
@@ -123,6 +130,7 @@ def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
     built = build_for_plan(model_argument, plan, device="cpu")
     captured = _exact(captured_as_planned(plan, built))
     built = BuiltModel(built.model.double(), _double(built.example_inputs))
+    _take_from_first_rank(built)
     eager_loss = _eager_step(built, captured.graph.outputs[0].name)
     compiled = bind(built.model, _planned_for(plan, captured), captured, built.example_inputs)
     assert compiled.rank_mesh is not None
@@ -140,6 +148,16 @@ def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
         gradients[name] = (_largest(_gradient(whole[name])), difference)
     dist.barrier()
     return _Compared(eager_loss.sum().item(), loss.sum().item(), gradients)
+
+
+def _take_from_first_rank(built: BuiltModel) -> None:
+    """A factory may draw from generators that nobody seeded: all ranks use rank 0's numbers."""
+    inputs = (value for _, value in flatten(built.example_inputs) if isinstance(value, Tensor))
+    with torch.no_grad():
+        for tensor in (*built.model.parameters(), *built.model.buffers(), *inputs):
+            value = tensor.contiguous()
+            dist.broadcast(value, src=0)
+            tensor.copy_(value)
 
 
 def _exact(captured: Captured) -> Captured:
@@ -168,7 +186,8 @@ def _double(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wide(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value
+    """A copy, in float64 if a float."""
+    return value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
 
 
 def _eager_step(built: BuiltModel, output: str) -> Tensor:

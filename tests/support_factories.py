@@ -24,6 +24,19 @@ def regression(batch: int = 8) -> tuple[nn.Module, dict[str, Any]]:
     return Regression(), {"x": torch.randn(batch, 8), "target": torch.randn(batch, 4)}
 
 
+def unseeded() -> tuple[nn.Module, dict[str, Any]]:
+    """Numbers of a generator of its own: other ones in every process."""
+    generator = torch.Generator()
+    generator.seed()
+    x = torch.randn(8, 8, generator=generator)
+    return Regression(), {"x": x, "target": torch.randn(1, 4, generator=generator).expand(8, 4)}
+
+
+def on_meta() -> tuple[nn.Module, dict[str, Any]]:
+    with torch.device("meta"):
+        return regression()
+
+
 class Branching(nn.Module):
     """Cannot be captured: it asks a tensor for its value."""
 

@@ -57,6 +57,7 @@ def test_the_page_fits_and_says_everything(width: int) -> None:
         "B 32 model.layers.0 3.10 ms 6.30 ms dp 1.50 ms, tp 900 us 315 MB",
         "mlp.up_proj.weight 14336 x 4096 S0/4,S0 R,S0 14.7 MB",
         "input_layernorm S0,S1 S0,R all-gather reduce-scatter 16.8 MB 230 us",
+        "1 parameter all-gather reduce-scatter 30.4 MB 1.50 ms",
         "B aten.cumsum.default",
     ):
         assert part in text, part

@@ -9,10 +9,18 @@ from pool import Pools
 from support_factories import regression
 
 from meshfold.api import find_plan
+from meshfold.errors import MeshfoldError
 from meshfold.options import CompileOptions
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_to_json
-from meshfold.verify import GradientDifference, VerifyReport, _Compared, _report, without_dropout
+from meshfold.verify import (
+    GradientDifference,
+    VerifyReport,
+    _Compared,
+    _report,
+    verify,
+    without_dropout,
+)
 
 MODEL = "support_factories:regression"
 
@@ -43,6 +51,19 @@ def test_a_wrong_gradient_is_found_and_named(pools: Pools, plan: Plan) -> None:
     assert report.gradients[0].name == "up.bias"
     assert report.gradients[0].relative == pytest.approx(1e-6, rel=1e-3)
     assert "1 of 3 gradients differ, worst up.bias by 1.0e-06" in report.verdict
+
+
+@pytest.mark.multiprocess
+def test_ranks_compare_the_same_numbers(pools: Pools, plan: Plan) -> None:
+    model = "support_factories:unseeded"
+    results = pools.run(2, "support_verify:compare", plan_to_json(plan), model)
+    assert results[0].eager_loss == results[1].eager_loss
+    assert _report(plan, results).passed
+
+
+def test_a_model_without_values_is_refused(plan: Plan) -> None:
+    with pytest.raises(MeshfoldError, match="on_meta: the model is on the meta device"):
+        verify(plan, "support_factories:on_meta")
 
 
 def report_of(plan: Plan, *ranks: dict[str, tuple[float, float]]) -> VerifyReport:
