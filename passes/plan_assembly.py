@@ -49,6 +49,7 @@ def assemble_plan(
     batch_size: int,
     baselines: tuple[Candidate, ...],
     stats: SearchStats,
+    notes: tuple[str, ...],
 ) -> Plan:
     """The plan that runs `chosen`."""
     regions = folded.regions
@@ -69,7 +70,7 @@ def assemble_plan(
         baselines=baselines,
         search=stats,
         meshfold_version=__version__,
-        notes=(*folded.notes, *chosen.program.notes),
+        notes=(*folded.notes, *chosen.program.notes, *notes),
     )
 
 

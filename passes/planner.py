@@ -49,7 +49,8 @@ def find_plan_for(
     """
     meshes = list(mesh_candidates(cluster, cluster.num_devices))
     candidates = enumerate_candidates(meshes, options.pins, batch_size)
-    baselines = _named_baselines(cluster, batch_size)
+    named = _named_baselines(cluster)
+    baselines = {name: s for name, s in named.items() if batch_size % s.dp == 0}
     todo = list(dict.fromkeys((*candidates.strategies, *baselines.values())))
     pricer = _Pricer(folded, cluster, options, batch_size, probe)
     priced = {}
@@ -69,8 +70,14 @@ def find_plan_for(
         best,
         model_name=model_name,
         batch_size=batch_size,
-        baselines=_baseline_rows(baselines, priced, cluster.num_devices),
+        baselines=_baseline_rows(baselines, priced),
         stats=SearchStats(len(kept), len(kept) - len(fitting), cuts),
+        notes=tuple(
+            f"baseline {name} is not priced: a batch of {batch_size} does not divide over "
+            f"{s.dp} ranks"
+            for name, s in named.items()
+            if name not in baselines
+        ),
     )
 
 
@@ -99,7 +106,7 @@ class _Pricer:
             self._searches[degrees] = MeshSearch(self.folded, self.cluster, mesh, self.batch_size)
         search = self._searches[degrees]
         program = search.solve(zero=strategy.zero, sequence_parallel=strategy.sequence_parallel)
-        device = search.costs.device
+        smallest_bytes = min(group.device.memory_bytes for group in self.cluster.groups)
         memory, saved_bytes = step_memory(
             self.folded,
             program.typings,
@@ -107,8 +114,8 @@ class _Pricer:
             self.probe,
             costs=search.costs,
             optimizer=self.options.optimizer,
-            reserve_bytes=device.reserve_bytes,
-            capacity_bytes=self.options.memory_bytes or device.memory_bytes,
+            reserve_bytes=max(group.device.reserve_bytes for group in self.cluster.groups),
+            capacity_bytes=self.options.memory_bytes or smallest_bytes,
         )
         time = estimate_step(
             self.folded, program.typings, program.prices, search.costs, self.options.optimizer
@@ -164,8 +171,8 @@ def _largest_component(memory: MemoryEstimate) -> tuple[str, int]:
     return name.replace("_", " "), sizes[name]
 
 
-def _named_baselines(cluster: ClusterSpec, batch_size: int) -> dict[str, UniformStrategy]:
-    """The strategies people would try first, as far as the batch divides."""
+def _named_baselines(cluster: ClusterSpec) -> dict[str, UniformStrategy]:
+    """The strategies people would try first."""
     n = cluster.num_devices
     node = min(group.devices_per_node for group in cluster.groups)
     named = {}
@@ -176,13 +183,12 @@ def _named_baselines(cluster: ClusterSpec, batch_size: int) -> dict[str, Uniform
             named["Megatron tp+sp in a node, dp outside"] = UniformStrategy(
                 dp=n // node, tp=node, sequence_parallel=True
             )
-    return {name: s for name, s in named.items() if batch_size % s.dp == 0}
+    return named
 
 
 def _baseline_rows(
     baselines: Mapping[str, UniformStrategy],
     priced: Mapping[UniformStrategy, Chosen],
-    num_devices: int,
 ) -> tuple[Candidate, ...]:
     rows = [_row(name, priced[strategy]) for name, strategy in baselines.items()]
     both = [c for c in priced.values() if c.strategy.dp > 1 and c.strategy.tp > 1]

@@ -71,10 +71,13 @@ class OpTime:
 def op_time(
     graph: OpGraph, op: Op, rules: Sequence[AxisRule], mesh: Mesh, costs: CostModel
 ) -> OpTime:
-    """Time of an op under one rule per axis: work divided by the axes whose rule splits it."""
+    """Time of an op under one rule per axis: flops divided by the axes whose rule splits the work,
+    memory traffic by what the rule leaves of operands and results on a rank (a weight read by every
+    rank of a batch-parallel product is not divided)."""
     work = op_work(graph, op)
     split = [n if r.splits_work else 1 for r, n in zip(rules, mesh.sizes, strict=True)]
     parts = math.prod(split)
+    share = _local_share(graph, op, rules, mesh)
     dtype = _dtype(graph, op)
     communication = [
         sum(
@@ -84,10 +87,21 @@ def op_time(
         for axis, rule in enumerate(rules)
     ]
     return OpTime(
-        costs.compute_s(work.flops / parts, work.num_bytes / parts, dtype),
-        costs.compute_s(work.backward_flops / parts, work.backward_bytes / parts, dtype),
+        costs.compute_s(work.flops / parts, work.num_bytes * share, dtype),
+        costs.compute_s(work.backward_flops / parts, work.backward_bytes * share, dtype),
         tuple(communication),
     )
+
+
+def _local_share(graph: OpGraph, op: Op, rules: Sequence[AxisRule], mesh: Mesh) -> float:
+    """Bytes of operands and results on a rank over their bytes as whole tensors."""
+    local = whole = 0.0
+    for position, v in enumerate((*op.operands, *op.outputs)):
+        types = ((*rule.inputs, *rule.outputs)[position] for rule in rules)
+        shards = math.prod(n for t, n in zip(types, mesh.sizes, strict=True) if t.is_shard)
+        whole += graph.values[v].num_bytes
+        local += graph.values[v].num_bytes / shards
+    return local / whole if whole else 1.0
 
 
 def _dtype(graph: OpGraph, op: Op) -> str:

@@ -170,15 +170,9 @@ def solve_region(
 def _op_times(
     graph: OpGraph, op_index: int, domain: OpDomain, mesh: Mesh, costs: CostModel
 ) -> Table:
-    """t_o over the joint rules: equal rules on other axes and equal splits are computed once."""
-    known: dict[tuple[object, ...], float] = {}
-    out = []
-    for rules in domain.rules:
-        key = tuple((r.splits_work, r.comm) for r in rules)
-        if key not in known:
-            known[key] = op_time(graph, graph.ops[op_index], rules, mesh, costs).total_s
-        out.append(known[key])
-    return np.array(out)
+    """t_o over the joint rules."""
+    op = graph.ops[op_index]
+    return np.array([op_time(graph, op, rules, mesh, costs).total_s for rules in domain.rules])
 
 
 def _solution(problem: RegionProblem, prices: Prices, found: Elimination) -> RegionSolution:

@@ -61,6 +61,12 @@ def test_baselines_stand_beside():
     assert all(c.step_s > 0 and c.peak_bytes > 0 and c.fits for c in rows.values())
 
 
+def test_baseline_that_the_batch_does_not_divide_is_noted():
+    found = plan(8)
+    assert [c.name for c in found.baselines][0] != "DDP"
+    assert any(n.startswith("baseline DDP is not priced: a batch of 4") for n in found.notes)
+
+
 def test_less_memory_shards_more():
     """The budget lies between data parallelism and its sharded rival."""
     free = plan()

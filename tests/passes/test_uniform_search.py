@@ -10,6 +10,7 @@ from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.meshes import build_mesh
 from meshfold.opgraph import FoldedGraph, SlotKind, SourceKind
+from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.rules import is_legal_typing
 from meshfold.passes.uniform_search import MeshSearch, ProgramTyping
 from meshfold.spmd import INVARIANT, Shard, is_legal
@@ -198,6 +199,20 @@ def test_elimination_stays_small(family):
     for solution in search.solutions(sequence_parallel=True):
         assert solution.width <= 4
         assert solution.largest_table <= 500_000
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_joint_search_finds_the_same(family):
+    """Following the batch first loses nothing against searching both axes at once."""
+    search = search_on(family, 2, 2)
+    prices = Prices(used_s_per_byte=1e-6)
+    for region in range(len(graph_of(family).regions)):
+        first, joint = (
+            search.problem(region, sequence_parallel=True, joint=joint).solve(prices)
+            for joint in (False, True)
+        )
+        assert first is not None and joint is not None
+        assert first.objective_s == pytest.approx(joint.objective_s, rel=1e-3)
 
 
 def test_same_input_same_typing():
