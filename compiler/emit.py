@@ -27,7 +27,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.emit_op import emit_op
 from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
-from meshfold.opgraph import FoldedGraph, Hole, OpGraph, Region, SlotKind, SourceKind
+from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind, SourceKind
 from meshfold.passes.conversions import ConversionCosts, conversion_steps, plan_conversions
 from meshfold.plan import Plan
 from meshfold.program import EmittedProgram, RegionProgram, Step
@@ -65,7 +65,7 @@ def emit_typed(
             name = folded.regions[number].name + (f".{variant}" if variant else "")
             emitter = _RegionEmitter(folded.regions[number], typings[number], layouts, mesh, costs)
             made[number, layouts] = len(regions)
-            regions.append(emitter.emit(name, number))
+            regions.append(emitter.emit(name, number, len(instance.floats)))
         programs.append(made[number, layouts])
     _check_outputs(folded, typings)
     steps = schedule([regions[p].has_gather for p in programs])
@@ -161,14 +161,12 @@ class _RegionEmitter:
         self.direct = {v for v, s in enumerate(self.ops.slots) if s.kind is not SlotKind.PARAMETER}
         for v, demands in enumerate(self.demands):
             self._plan_value(v, demands)
-        self.buckets = _group(list(self.uses.values()), self.ops, self.mesh)
-        self.ahead: fx.Node | None = None
+        self.buckets = _group(list(self.uses.values()), self.ops)
+        self.is_ahead_started = False
 
-    def emit(self, name: str, number: int) -> RegionProgram:
-        """The finished region program."""
-        direct = self._placeholders()
-        if not any(b.gather for b in self.buckets):
-            self._start_ahead()
+    def emit(self, name: str, number: int, num_floats: int) -> RegionProgram:
+        """The finished program of region number `number`."""
+        direct = self._placeholders(num_floats)
         for k, typing in enumerate(self.typing.ops):
             self._op(k, typing)
         outputs = [
@@ -230,7 +228,8 @@ class _RegionEmitter:
 
     # Nodes, in the order in which they run.
 
-    def _placeholders(self) -> tuple[int, ...]:
+    def _placeholders(self, num_floats: int) -> tuple[int, ...]:
+        """Write the placeholders, see RegionProgram; returns the slots passed directly."""
         self.mesh_node = self.graph.placeholder("mesh")
         self.ahead = self.graph.placeholder("ahead")
         self.instance = self.graph.placeholder("instance")
@@ -238,7 +237,7 @@ class _RegionEmitter:
         direct = tuple(sorted(self.direct))
         for v in direct:
             self._bind(v, self.arriving[v], self.graph.placeholder(self._label(v)))
-        self.holes = [self.graph.placeholder(f"float_{k}") for k in range(num_holes(self.ops))]
+        self.holes = [self.graph.placeholder(f"float_{k}") for k in range(num_floats)]
         return direct
 
     def _label(self, v: int) -> str:
@@ -292,13 +291,10 @@ class _RegionEmitter:
                 "call_function", operator.getitem, (opened, k), name=self._label(member.slot)
             )
             self._bind(member.slot, member.used, node)
-        if bucket.gather:
-            self._start_ahead()
-
-    def _start_ahead(self) -> None:
-        if self.ahead is not None:
+        if bucket.gather and not self.is_ahead_started:
+            # Not before: then three regions would be in memory, one of them in flight.
             self.graph.call_function(start_ahead, (self.ahead,))
-            self.ahead = None
+            self.is_ahead_started = True
 
     def _bind(self, v: int, layout: Layout, node: fx.Node) -> None:
         self.nodes[v, layout] = node
@@ -309,33 +305,15 @@ class _RegionEmitter:
         node.meta.setdefault(TYPE, f"{types}{value.dtype}[{shape}]")
 
 
-def num_holes(ops: OpGraph) -> int:
-    """Floats that an instance of the region binds."""
-    args = [a for op in ops.ops for a in (*op.args, *(v for _, v in op.kwargs))]
-    count = 0
-    while args:
-        arg = args.pop()
-        if isinstance(arg, tuple):
-            args.extend(arg)
-        elif isinstance(arg, Hole):
-            count = max(count, arg.index + 1)
-    return count
-
-
-def _group(uses: Sequence[BucketMember], ops: OpGraph, mesh: Mesh) -> tuple[Bucket, ...]:
+def _group(uses: Sequence[BucketMember], ops: OpGraph) -> tuple[Bucket, ...]:
     """Members that are gathered over the same axes, or only reduced over the same, together."""
-    groups: dict[tuple[object, ...], list[BucketMember]] = {}
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, bool], list[BucketMember]] = {}
     for use in uses:
         gather, reduce = changed_axes(use.stored, use.used)
         value = ops.values[use.slot]
         key = (gather, () if gather else reduce, value.dtype, value.requires_grad)
         groups.setdefault(key, []).append(use)
     return tuple(
-        Bucket(
-            changed_axes(members[0].stored, members[0].used)[0],
-            ops.values[members[0].slot].dtype,
-            ops.values[members[0].slot].requires_grad,
-            tuple(members),
-        )
-        for members in groups.values()
+        Bucket(gather, dtype, requires_grad, tuple(members))
+        for (gather, _, dtype, requires_grad), members in groups.items()
     )

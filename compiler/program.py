@@ -10,7 +10,7 @@ everywhere. The backward follows from autograd, see meshfold.training_step.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -21,7 +21,7 @@ from meshfold.buckets import Bucket
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, SlotKind
 from meshfold.program_text import bucket_text, graph_lines, rank_text
-from meshfold.spmd import Layout
+from meshfold.spmd import INVARIANT, Layout
 from meshfold.strategy import RegionTyping
 
 
@@ -73,10 +73,15 @@ class EmittedProgram:
     regions: tuple[RegionProgram, ...]
     programs: tuple[int, ...]
     steps: tuple[Step, ...]
-    stored: dict[str, Layout]
+    stored: Mapping[str, Layout]
 
     def region_of(self, instance: int) -> RegionProgram:
         return self.regions[self.programs[instance]]
+
+    @property
+    def whole(self) -> Layout:
+        """Invariant on every axis."""
+        return (INVARIANT,) * len(self.mesh.axes)
 
     @cached_property
     def digest(self) -> str:

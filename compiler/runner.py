@@ -1,5 +1,6 @@
 """Running an emitted program: its steps over the local tensors of one rank."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -8,12 +9,15 @@ from torch import Tensor
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.opgraph import Source, SourceKind
-from meshfold.program import EmittedProgram, RegionProgram, Step
+from meshfold.program import EmittedProgram, Step
 from meshfold.shards import shard_of
 from meshfold.spmd import Layout
 from meshfold.training_step import BucketUse, TrainingStep
 
 Tensors = Mapping[str, Tensor]
+
+LocalInputs = Callable[[str, Layout], Tensor]
+"""(input name, layout) -> the local tensor."""
 
 
 class ProgramRunner:
@@ -22,107 +26,116 @@ class ProgramRunner:
     def __init__(self, program: EmittedProgram, mesh: RankMesh, constants: Tensors) -> None:
         self.program = program
         self.mesh = mesh
+        self.constants = {name: value.to(mesh.device) for name, value in constants.items()}
         sizes = program.mesh.sizes
         self._buffers = [[BucketBuffers(b, sizes) for b in r.buckets] for r in program.regions]
-        self._constants = {name: value.to(mesh.device) for name, value in constants.items()}
-        self._dead = _last_uses(program)
+        self.last_uses = _last_uses(program)
         self._has_gather = any(r.has_gather for r in program.regions)
 
-    def run(self, parameters: Tensors, buffers: Tensors, inputs: "LocalInputs") -> Tensor:
+    def run(self, parameters: Tensors, buffers: Tensors, inputs: LocalInputs) -> Tensor:
         """One forward pass: the model's output, ready for backward.
 
-        parameters: local shards by canonical name, buffers whole. Updates of buffers are applied
+        parameters: local shards by canonical name; buffers: whole. Updates of buffers are applied
         after the last region.
         """
         step = TrainingStep(self.mesh)
-        step.uses = [self._bucket_uses(step, k, parameters) for k in range(len(self._programs))]
+        step.uses = [
+            self._bucket_uses(step, k, parameters) for k in range(len(self.program.programs))
+        ]
         step.enter()
-        values: dict[tuple[int, int], Tensor] = {}
-        updates: list[tuple[Tensor, Tensor]] = []
-
-        def fetch(source: Source, layout: Layout) -> Tensor:
-            match source.kind:
-                case SourceKind.VALUE:
-                    return values[source.instance, source.output]
-                case SourceKind.PARAMETER:
-                    return parameters[source.name]
-                case SourceKind.INPUT:
-                    return inputs(source.name, layout)
-                case SourceKind.BUFFER:
-                    return self._local(buffers[source.name], layout)
-            return self._local(self._constants[source.name], layout)
-
-        def run_steps() -> None:
+        forward = _Forward(self, step, parameters, buffers, inputs)
+        keeps_notes = self._has_gather and step.is_recording
+        with step.saved_tensors() if keeps_notes else contextlib.nullcontext():
             for action in self.program.steps:
-                match action.action:
-                    case "G":
-                        step.start_gathers(action.instance)
-                    case "X":
-                        step.release(action.instance)
-                    case "F":
-                        self._run_instance(step, action, fetch, values, updates)
-
-        if self._has_gather and step.is_recording:
-            with step.saved_tensors():
-                run_steps()
-        else:
-            run_steps()
-        source = self.program.folded.outputs[0].source
-        output = step.leave(fetch(source, ()))
+                forward.act(action)
+        output = step.leave(forward.output())
         if not output.requires_grad:
             step.finish_backward()
-        with torch.no_grad():
-            for buffer, value in updates:
-                buffer.copy_(value)
+        forward.update_buffers()
         return output
 
-    @property
-    def _programs(self) -> tuple[int, ...]:
-        return self.program.programs
+    def _bucket_uses(self, step: TrainingStep, k: int, parameters: Tensors) -> list[BucketUse]:
+        """The buckets of instance `k` in this step."""
+        uses = []
+        for buffers in self._buffers[self.program.programs[k]]:
+            names = self.program.parameters_of(k, buffers.bucket)
+            uses.append(BucketUse(step, k, buffers, [parameters[name] for name in names]))
+        return uses
 
-    def _run_instance(
+
+class _Forward:
+    """Values of one forward pass, each dropped after its last use."""
+
+    def __init__(
         self,
+        runner: ProgramRunner,
         step: TrainingStep,
-        action: Step,
-        fetch: Callable[[Source, Layout], Tensor],
-        values: dict[tuple[int, int], Tensor],
-        updates: list[tuple[Tensor, Tensor]],
+        parameters: Tensors,
+        buffers: Tensors,
+        inputs: LocalInputs,
     ) -> None:
+        self.runner = runner
+        self.program = runner.program
+        self.step = step
+        self.parameters = parameters
+        self.buffers = buffers
+        self.inputs = inputs
+        self.values: dict[tuple[int, int], Tensor] = {}
+        self.updates: list[tuple[Tensor, Tensor]] = []
+
+    def act(self, action: Step) -> None:
+        match action.action:
+            case "G":
+                self.step.start_gathers(action.instance)
+            case "X":
+                self.step.release(action.instance)
+            case "F":
+                self._run_instance(action)
+
+    def output(self) -> Tensor:
+        """What the model returns: the same on all ranks."""
+        source = self.program.folded.outputs[0].source
+        return self._fetch(source, self.program.whole)
+
+    def update_buffers(self) -> None:
+        with torch.no_grad():
+            for buffer, value in self.updates:
+                buffer.copy_(value)
+
+    def _run_instance(self, action: Step) -> None:
         k = action.instance
-        region: RegionProgram = self.program.region_of(k)
+        region = self.program.region_of(k)
         instance = self.program.folded.instances[k]
 
         def ahead() -> None:
             if action.ahead >= 0:
-                step.start_gathers(action.ahead)
+                self.step.start_gathers(action.ahead)
 
-        direct = [fetch(instance.sources[v], region.slots[v]) for v in region.direct]
-        made = region.graph(self.mesh, ahead, k, *step.uses[k], *direct, *instance.floats)
+        direct = [self._fetch(instance.sources[v], region.slots[v]) for v in region.direct]
+        mesh, uses = self.runner.mesh, self.step.uses[k]
+        made = region.graph(mesh, ahead, k, *uses, *direct, *instance.floats)
         num_outputs = len(region.outputs)
-        values.update({(k, n): x for n, x in enumerate(made[:num_outputs])})
+        self.values.update({(k, n): x for n, x in enumerate(made[:num_outputs])})
         mutations = self.program.folded.regions[region.region].graph.mutations
         for (slot, _), value in zip(mutations, made[num_outputs:], strict=True):
-            updates.append((fetch(instance.sources[slot], region.slots[slot]), value))
-        for key in self._dead[k]:
-            del values[key]
+            self.updates.append((self.buffers[instance.sources[slot].name], value))
+        for key in self.runner.last_uses[k]:
+            del self.values[key]
 
-    def _bucket_uses(self, step: TrainingStep, k: int, parameters: Tensors) -> list[BucketUse]:
-        region = self.program.region_of(k)
-        return [
-            BucketUse(
-                step, k, buffers, [parameters[n] for n in self.program.parameters_of(k, bucket)]
-            )
-            for bucket, buffers in zip(
-                region.buckets, self._buffers[self._programs[k]], strict=True
-            )
-        ]
-
-    def _local(self, x: Tensor, layout: Layout) -> Tensor:
-        return shard_of(x, layout, self.program.mesh.sizes, self.mesh.coords)
-
-
-LocalInputs = Callable[[str, Layout], Tensor]
-"""(input name, layout) -> the local tensor."""
+    def _fetch(self, source: Source, layout: Layout) -> Tensor:
+        """The local tensor of a source in `layout`."""
+        match source.kind:
+            case SourceKind.VALUE:
+                return self.values[source.instance, source.output]
+            case SourceKind.PARAMETER:
+                return self.parameters[source.name]
+            case SourceKind.INPUT:
+                return self.inputs(source.name, layout)
+            case SourceKind.BUFFER:
+                whole = self.buffers[source.name]
+            case SourceKind.CONSTANT:
+                whole = self.runner.constants[source.name]
+        return shard_of(whole, layout, self.program.mesh.sizes, self.runner.mesh.coords)
 
 
 def _last_uses(program: EmittedProgram) -> list[list[tuple[int, int]]]:

@@ -24,7 +24,6 @@ from meshfold.plan import Plan
 from meshfold.program import EmittedProgram
 from meshfold.runner import ProgramRunner
 from meshfold.shards import shard_of
-from meshfold.spmd import INVARIANT
 from meshfold.states import StateExchange, StoredTensor
 
 
@@ -232,8 +231,7 @@ def _depends_on_mode(module: nn.Module) -> bool:
 
 
 def _stored_tensors(program: EmittedProgram) -> dict[str, StoredTensor]:
-    whole = (INVARIANT,) * len(program.mesh.axes)
     folded = program.folded
     stored = {p.name: StoredTensor(p.shape, program.stored[p.name]) for p in folded.parameters}
-    stored.update({b.name: StoredTensor(b.shape, whole) for b in folded.buffers})
+    stored.update({b.name: StoredTensor(b.shape, program.whole) for b in folded.buffers})
     return stored
