@@ -21,8 +21,11 @@ operands, so a - b and b - a would be one region.
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshfold.opgraph import Arg, OpGraph, Ref, SlotKind, Value
+
+MIN_REGION_OPS = 4
 
 Form = Hashable
 
@@ -60,6 +63,14 @@ class FlatIndex:
     persistent: frozenset[str]
 
 
+class Cut(NamedTuple):
+    """Ops start..stop-1 as one segment. Glue is what is left between regions."""
+
+    start: int
+    stop: int
+    is_glue: bool = False
+
+
 def flat_index(graph: OpGraph, persistent: frozenset[str]) -> FlatIndex:
     last_use = [users[-1] if users else -1.0 for users in graph.users]
     for value in graph.outputs:
@@ -92,6 +103,21 @@ def canonical_segment(index: FlatIndex, start: int, stop: int) -> Segment:
         outputs,
         mutations,
         tuple(walk.floats),
+    )
+
+
+def is_worth(index: FlatIndex, cut: Cut) -> bool:
+    """Whether a repeated segment is worth a region: MIN_REGION_OPS ops or more, and a parameter of
+    two or more dims among them. Smaller ones (a norm, a table) are glue."""
+    if cut.stop - cut.start < MIN_REGION_OPS:
+        return False
+    graph = index.graph
+    return any(
+        v < len(graph.slots)
+        and graph.slots[v].kind is SlotKind.PARAMETER
+        and len(graph.values[v].shape) > 1
+        for op in graph.ops[cut.start : cut.stop]
+        for v in op.operands
     )
 
 

@@ -9,31 +9,28 @@ scopes     ops are grouped by the module that called them. Groups with equal can
            is a sibling of a region (the odd first layer of a stack stays one piece).
 repeats    scopes are ignored: tandem repeats of the sequence of ops (passes.fold_repeats).
 
-Scopes give the cuts people expect, so repeats must leave clearly fewer distinct ops to be taken.
-What is between regions is glue: regions with one instance. A region is worth having from
-MIN_REGION_OPS ops with a parameter of two or more dims; smaller ones stay in the glue.
+Scopes give the cuts people expect, so repeats are tried where scopes leave more than half of the
+ops, and taken where they leave less than half of those. What is between regions is glue: regions
+with one instance, and so are groups too small to be worth a region.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from meshfold.opgraph import FoldedGraph
-from meshfold.passes.canonical import FlatIndex, Segment, canonical_segment, flat_index
+from meshfold.passes.canonical import (
+    Cut,
+    FlatIndex,
+    Segment,
+    canonical_segment,
+    flat_index,
+    is_worth,
+)
 from meshfold.passes.fold_assemble import assemble
-
-MIN_REGION_OPS = 4
+from meshfold.passes.fold_repeats import repeat_cuts
 
 Stacks = Sequence[tuple[str, ...]]
-
-
-class Cut(NamedTuple):
-    """Ops start..stop-1 as one segment. Glue is what is left between regions."""
-
-    start: int
-    stop: int
-    is_glue: bool = False
 
 
 def fold(flat: FoldedGraph, stacks: Stacks) -> FoldedGraph:
@@ -42,9 +39,16 @@ def fold(flat: FoldedGraph, stacks: Stacks) -> FoldedGraph:
     persistent = frozenset(b.name for b in flat.buffers if b.persistent)
     index = flat_index(flat.regions[0].graph, persistent)
     num_ops = len(stacks)
-    cuts = merge_glue(scope_cuts(index, stacks, 0, num_ops, 0))
-    segments = [canonical_segment(index, cut.start, cut.stop) for cut in cuts]
+    segments = _segments(index, merge_glue(scope_cuts(index, stacks, 0, num_ops, 0)))
+    if 2 * distinct_ops(segments) > num_ops:
+        repeats = _segments(index, repeat_cuts(index))
+        if 2 * distinct_ops(repeats) < distinct_ops(segments):
+            segments = repeats
     return assemble(flat, stacks, segments)
+
+
+def _segments(index: FlatIndex, cuts: Sequence[Cut]) -> list[Segment]:
+    return [canonical_segment(index, cut.start, cut.stop) for cut in cuts]
 
 
 def merge_glue(cuts: Sequence[Cut]) -> list[Cut]:
@@ -84,7 +88,7 @@ def scope_cuts(index: FlatIndex, stacks: Stacks, start: int, stop: int, depth: i
             inner = scope_cuts(index, stacks, cut.start, cut.stop, depth + 1)
             if len(inner) == 1:
                 continue
-        elif not scope or not _is_worth(index, cut):
+        elif not scope or not is_worth(index, cut):
             continue
         if glue_start < cut.start:
             cuts.append(Cut(glue_start, cut.start, is_glue=True))
@@ -110,7 +114,7 @@ def _groups(stacks: Stacks, start: int, stop: int, depth: int) -> list[tuple[str
 
 def _forms(index: FlatIndex, groups: Sequence[tuple[str, Cut]]) -> dict[Cut, object]:
     """Canonical forms of the groups that are worth a region and could be equal to another."""
-    worth = [cut for scope, cut in groups if scope and _is_worth(index, cut)]
+    worth = [cut for scope, cut in groups if scope and is_worth(index, cut)]
     sizes = Counter(cut.stop - cut.start for cut in worth)
     return {
         cut: canonical_segment(index, cut.start, cut.stop).form
@@ -137,19 +141,6 @@ def _openings(
             if 2 * left < cut.stop - cut.start:
                 opened.add(form)
     return opened
-
-
-def _is_worth(index: FlatIndex, cut: Cut) -> bool:
-    if cut.stop - cut.start < MIN_REGION_OPS:
-        return False
-    graph = index.graph
-    return any(
-        v < len(graph.slots)
-        and graph.slots[v].kind == "parameter"
-        and len(graph.values[v].shape) > 1
-        for op in graph.ops[cut.start : cut.stop]
-        for v in op.operands
-    )
 
 
 def _parent(scope: str) -> str:
