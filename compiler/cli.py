@@ -104,7 +104,11 @@ def check_output(path: Path) -> None:
 @click.argument("model")
 @click.option("--cluster", "-c", required=True, help="Preset (dgx-h100x16, local-cpux4) or file.")
 @click.option("--devices", type=int, help="Use that many of the cluster's devices.")
-@click.option("--batch", type=int, help="Global batch size. [default: one sample per device]")
+@click.option(
+    "--batch",
+    type=int,
+    help="Global batch size. [default: one sample per device, or per node where that does not fit]",
+)
 @click.option("--seq", type=int, help="Sequence length. [default: the model's, at most 2048]")
 @click.option("--memory", help="Budget per device, 16GB or 16GiB. [default: the device's]")
 @click.option("--pin", multiple=True, metavar="NAME=N", help="Fix dp, tp, zero or sp; repeatable.")

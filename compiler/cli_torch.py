@@ -1,7 +1,7 @@
 """What the command line runs that needs torch: plan, graph, verify. See meshfold.cli."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,6 +10,7 @@ from rich.text import Text
 from meshfold.api import find_plan
 from meshfold.cluster import ClusterSpec
 from meshfold.emit import emit
+from meshfold.errors import InfeasibleError
 from meshfold.models import build_for_plan, build_model
 from meshfold.options import CompileOptions
 from meshfold.passes.planner import Progress
@@ -28,9 +29,26 @@ def make_plan(
     sequence: int | None,
     progress: Progress | None = None,
 ) -> Plan:
-    """The plan for MODEL; its batch defaults to one sample per device."""
-    built = build_model(model, batch=batch, sequence=sequence, default_batch=cluster.num_devices)
-    return find_plan(built.model, cluster, built.example_inputs, options=options, progress=progress)
+    """The plan for MODEL. Its batch defaults to one sample per device, and to one per node where
+    that does not fit, with a note."""
+
+    def plan_for(default_batch: int) -> Plan:
+        built = build_model(model, batch=batch, sequence=sequence, default_batch=default_batch)
+        return find_plan(
+            built.model, cluster, built.example_inputs, options=options, progress=progress
+        )
+
+    try:
+        return plan_for(cluster.num_devices)
+    except InfeasibleError:
+        if batch is not None or ":" in model or cluster.num_nodes == 1:
+            raise
+    plan = plan_for(cluster.num_nodes)
+    note = (
+        f"a batch of one sample per device does not fit; this plan is for one per node, as "
+        f"--batch {cluster.num_nodes} would make it"
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def program_text(plan: Plan, model: str, rank: int) -> str:

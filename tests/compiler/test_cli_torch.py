@@ -7,11 +7,14 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 from support_factories import Branching, regression
 
 from meshfold import cli_torch
 from meshfold.api import find_plan
 from meshfold.cli import run
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.errors import InfeasibleError
 from meshfold.options import CompileOptions
 from meshfold.plan import Plan
 from meshfold.plan_io import load_plan, save_plan
@@ -143,3 +146,27 @@ def test_verify_fails_with_the_worst_gradient(
         "meshfold: 1 of 1 gradients differ, worst up.bias by 2.0e-02 (tolerance 1e-10); "
         "report it with the plan file\n"
     )
+
+
+def test_a_batch_that_was_not_asked_for_falls_back_to_one_sample_per_node(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan
+) -> None:
+    tried: list[int] = []
+
+    def planned(
+        model: object, cluster: object, inputs: dict[str, torch.Tensor], **_: object
+    ) -> Plan:
+        tried.append(len(inputs["input_ids"]))
+        if len(inputs["input_ids"]) > 2:
+            raise InfeasibleError("nothing fits", binding_constraint="activations")
+        return plan
+
+    monkeypatch.setattr(cli_torch, "find_plan", planned)
+    config = str(Path(__file__).parents[2] / "examples/configs/llama-tiny.json")
+    spec = resolve_cluster("dgx-h100x2")
+    found = cli_torch.make_plan(config, spec, CompileOptions(), batch=None, sequence=None)
+    assert tried == [16, 2]
+    assert "--batch 2" in found.notes[-1]
+    with pytest.raises(InfeasibleError):
+        cli_torch.make_plan(config, spec, CompileOptions(), batch=16, sequence=None)
+    assert tried == [16, 2, 16]
