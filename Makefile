@@ -26,7 +26,7 @@ demo: install
 
 test: lint
 	@echo "== tests"
-	@$(BIN)/python -m pytest -q -m "not gpu"
+	@$(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadgroup
 
 lint: install
 	@echo "== format"

@@ -12,3 +12,13 @@ def pools() -> Iterator[Pools]:
     found = Pools()
     yield found
     found.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `-n`, tests on several processes share one worker, so that there is one pool per world
+    size and no two jobs at once; they start first, since they take longest."""
+    items.sort(key=lambda item: item.get_closest_marker("multiprocess") is None)
+    for item in items:
+        if item.get_closest_marker("multiprocess"):
+            item.add_marker(pytest.mark.xdist_group("processes"))
