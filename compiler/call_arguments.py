@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshfold.capture_twin import map_children
+from meshfold.capture_twin import has_children, map_children
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -53,10 +53,8 @@ def pack(value: Any) -> tuple[Any, list[torch.Tensor]]:
             return Slot(numbers[id(part)])
         if is_plain(part):
             return part
-        if isinstance(part, (dict, list, tuple)):
-            packed = map_children(part, lambda child, _: visit(child))
-            if packed is not part:
-                return packed
+        if has_children(part):
+            return map_children(part, lambda child, _: visit(child))
         raise NotPlainError(type(part).__name__)
 
     return visit(value), tensors

@@ -59,7 +59,7 @@ def find_children(twin: nn.Module) -> list[Child]:
 def _skeleton(root: nn.Module, scope: str, names: Mapping[int, list[str]]) -> object:
     """Everything about a module tree that is no attribute: types, names, tensors, ties, hooks."""
     first: dict[int, str] = {}
-    parts = []
+    parts: list[object] = []
     for path, module in root.named_modules(remove_duplicate=False):
         if id(module) in first:
             parts.append((path, first[id(module)]))
@@ -79,15 +79,13 @@ def _skeleton(root: nn.Module, scope: str, names: Mapping[int, list[str]]) -> ob
 def _tensor_skeleton(
     tensor: torch.Tensor | None, scope: str, names: Mapping[int, list[str]]
 ) -> object:
+    """What a tensor is, and its ties: its names inside the scope, and which tensor it is if it has
+    a name outside."""
     if tensor is None:
         return None
-    ties = tuple(_within(name, scope) for name in names[id(tensor)])
-    return type(tensor), tensor_facts(tensor), tensor.requires_grad, ties
-
-
-def _within(name: str, scope: str) -> tuple[bool, str]:
-    inside = name.startswith(scope + ".")
-    return inside, name.removeprefix(scope + ".") if inside else name
+    own = tuple(n.removeprefix(scope + ".") for n in names[id(tensor)] if n.startswith(scope + "."))
+    outside = names[id(tensor)][0] if len(own) < len(names[id(tensor)]) else None
+    return type(tensor), tensor_facts(tensor), tensor.requires_grad, own, outside
 
 
 @contextmanager

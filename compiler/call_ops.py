@@ -9,6 +9,7 @@ Labels are JSON, so the ops need no tables of their own. They never run on real 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -17,9 +18,7 @@ from meshfold.torch_ops import dtype_name, torch_dtype
 MARK = "meshfold.mark.default"
 CALL = "meshfold.call.default"
 
-_library = torch.library.Library("meshfold", "DEF")
-_library.define("mark(Tensor x, str label) -> Tensor")
-_library.define("call(Tensor[] tensors, str label) -> Tensor[]")
+_library: Any = torch.library  # untyped
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +70,18 @@ def empty_results(facts: Sequence[TensorFacts]) -> list[torch.Tensor]:
     return [torch.empty_strided(s, t, dtype=torch_dtype(name)) for s, t, name in facts]
 
 
-@torch.library.register_fake("meshfold::mark", lib=_library)
 def _fake_mark(x: torch.Tensor, label: str) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
 
 
-@torch.library.register_fake("meshfold::call", lib=_library)
 def _fake_call(tensors: list[torch.Tensor], label: str) -> list[torch.Tensor]:
     return empty_results(CallLabel.parse(label).results)
+
+
+_library.define("meshfold::mark", "(Tensor x, str label) -> Tensor")
+_library.define("meshfold::call", "(Tensor[] tensors, str label) -> Tensor[]")
+_library.register_fake("meshfold::mark", _fake_mark)
+_library.register_fake("meshfold::call", _fake_call)
 
 
 def mark(x: torch.Tensor, label: MarkLabel) -> torch.Tensor:

@@ -4,7 +4,7 @@ torch.export(strict=False), then `run_decompositions({})`: the empty table keeps
 norms and losses whole and makes in-place ops pure. Three things need care:
 
 gradient cuts     run_decompositions drops no_grad blocks and detach_ without a word; explicit
-                  `detach` ops go in before it (`keep_gradient_cuts`).
+                  `detach` ops go in before it (meshfold.capture_cuts).
 hidden state      a branch on a tensor's value, a draw from Python's or numpy's generator and a
                   custom autograd.Function would each be baked in or lost: refused, with the line.
 loss only         when the model returns a loss, nothing else is kept.
@@ -27,6 +27,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from meshfold.capture_cuts import keep_gradient_cuts
 from meshfold.capture_twin import ExampleInputs, Twin
 from meshfold.errors import CaptureError
 from meshfold.source_lines import is_user_file, line_in, user_line
@@ -205,16 +206,18 @@ def export_twin(twin: Twin, inputs: ExampleInputs, marked: Sequence[torch.Tensor
     with _quiet(), torch.enable_grad(), explain_failure(watch), _refuse_hidden_draws(rerun):
         program = torch.export.export(traced, inputs.tensors, strict=False)
         _stamp_sources(program.graph_module)
-        keep_gradient_cuts(program.graph)
+        keep_gradient_cuts(program.graph_module)
         program = program.run_decompositions({})
     return Exported(program, traced.report.names, traced.report.all_names)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what torch.export says about its own use of itself."""
+    """Silence what torch.export says of its own use of pytrees, and of tensors that a module keeps
+    as attributes: the twin is thrown away."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*assigned during export.*")
         yield
 
 
@@ -229,8 +232,8 @@ def explain_failure(watch: _Watch) -> Iterator[None]:
         op = watch.failed or "the model"
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CaptureError(
-            f"{op} cannot be captured: {reason}; give the loss as a function of the logits, or "
-            "replace the op by one whose shapes do not depend on values",
+            f"{op} cannot be captured: {reason}; write it with ops of fixed shape, or keep it out "
+            "of the model (a loss can be computed from the logits)",
             op=op,
             source=user_line(reversed([*traceback.walk_tb(error.__traceback__)])),
         ) from error
@@ -277,31 +280,6 @@ def _first_draw(rerun: Callable[[], object]) -> str:
     finally:
         sys.settrace(tracer)
     return found
-
-
-def keep_gradient_cuts(graph: fx.Graph) -> None:
-    """Write every gradient cut as a `detach` op, in place: after each float result of a no_grad
-    block, and for detach_, whose later readers then read the detached value."""
-    position = {node: k for k, node in enumerate(graph.nodes)}
-    for node, here in position.items():
-        if node.target is torch.ops.aten.detach_.default:
-            source = node.args[0]
-            cut = _detached(graph, source, node)
-            node.replace_all_uses_with(cut)
-            source.replace_all_uses_with(cut, lambda u, here=here: position.get(u, -1) > here)
-            graph.erase_node(node)
-        elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
-            for item in list(node.users):
-                if item.meta["val"].is_floating_point():
-                    cut = _detached(graph, item, item)
-                    item.replace_all_uses_with(cut, lambda u, cut=cut: u is not cut)
-
-
-def _detached(graph: fx.Graph, value: fx.Node, after: fx.Node) -> fx.Node:
-    with graph.inserting_after(after):
-        cut = graph.call_function(torch.ops.aten.detach.default, (value,))
-    cut.meta = dict(after.meta)
-    return cut
 
 
 def _stamp_sources(module: fx.GraphModule) -> None:

@@ -155,6 +155,13 @@ class _Leaf:
     index: int
 
 
+def has_children(value: object) -> bool:
+    """Whether map_children goes into `value`."""
+    return type(value) in (dict, list, tuple) or (
+        isinstance(value, tuple) and hasattr(value, "_fields")
+    )
+
+
 def map_children(value: Any, function: Callable[[Any, str], Any]) -> Any:
     """Apply `function(child, key)` to the children of a dict, list or tuple (named ones too);
     anything else is returned as it is."""

@@ -128,6 +128,27 @@ def test_detach_in_place_cuts_the_gradient_of_later_readers_only() -> None:
     assert_same_numbers(model, X, loss)
 
 
+def test_a_value_that_passes_through_no_grad_keeps_its_gradient() -> None:
+    def function(y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale, same = y.exp(), y
+        return (same * scale).sum()
+
+    model = Model(function)
+    assert_same_numbers(model, X, model(**X))
+
+
+def test_in_place_under_no_grad_is_refused_where_its_gradient_is_used() -> None:
+    def function(y: torch.Tensor) -> torch.Tensor:
+        y = y.exp()
+        with torch.no_grad():
+            y.mul_(2)
+        return (y * y).sum()
+
+    with pytest.raises(CaptureError, match="aten.mul_.Tensor changes a tensor inside"):
+        capture(Model(function), X)
+
+
 def test_a_straight_through_gradient_is_kept() -> None:
     model = Model(lambda y: ((y + (torch.round(y) - y).detach()) ** 2).sum())
     assert_same_numbers(model, X, model(**X))
