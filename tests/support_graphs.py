@@ -1,10 +1,12 @@
-"""Small op graphs written by hand, for tests of passes that need no torch."""
+"""Hand-written op graphs for the tests of the search. No torch."""
 
-from collections.abc import Sequence
-
+from meshfold.cluster import ClusterSpec
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.mesh import Mesh
 from meshfold.opgraph import (
     Arg,
-    BufferInfo,
     Dependence,
     FoldedGraph,
     InputInfo,
@@ -22,133 +24,113 @@ from meshfold.opgraph import (
     Value,
 )
 
-_KINDS = {
-    SlotKind.VALUE: SourceKind.INPUT,
-    SlotKind.PARAMETER: SourceKind.PARAMETER,
-    SlotKind.BUFFER: SourceKind.BUFFER,
-    SlotKind.CONSTANT: SourceKind.CONSTANT,
-}
-_DEPENDS = {
-    SlotKind.VALUE: Dependence.BATCH,
-    SlotKind.PARAMETER: Dependence.PARAMETER,
-    SlotKind.BUFFER: Dependence.CONSTANT,
-    SlotKind.CONSTANT: Dependence.CONSTANT,
-}
-
 
 class GraphBuilder:
-    """Writes a flat graph op by op. Slots come first, then ops, numbered as they come."""
+    """Writes an OpGraph op by op; every method returns the number of a value."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str = "float32") -> None:
+        self.dtype = dtype
         self.slots: list[Slot] = []
         self.values: list[Value] = []
         self.ops: list[Op] = []
-        self.stacks: list[tuple[str, ...]] = []
-        self.mutations: list[tuple[int, int]] = []
 
     def slot(
         self,
-        name: str,
+        *shape: int,
         kind: SlotKind = SlotKind.VALUE,
-        shape: tuple[int, ...] = (4, 4),
-        requires_grad: bool | None = None,
+        name: str = "",
+        depends: Dependence = Dependence.BATCH,
     ) -> int:
-        grad = kind is SlotKind.PARAMETER if requires_grad is None else requires_grad
+        assert not self.ops, "slots come first"
         self.slots.append(Slot(kind, name))
-        self.values.append(Value(shape, "float32", grad, _DEPENDS[kind]))
+        self.values.append(Value(shape, self.dtype, True, depends))
         return len(self.values) - 1
 
-    def parameter(self, name: str, shape: tuple[int, ...] = (4, 4)) -> int:
-        return self.slot(name, SlotKind.PARAMETER, shape)
+    def parameter(self, *shape: int, name: str = "weight") -> int:
+        return self.slot(*shape, kind=SlotKind.PARAMETER, name=name, depends=Dependence.PARAMETER)
 
-    def op(
-        self,
-        target: str,
-        *args: Arg,
-        shape: tuple[int, ...] = (4, 4),
-        stack: tuple[str, ...] = (),
-        results: int = 1,
-    ) -> int:
-        """Integers written as Ref in `args` are operands. Returns the first result."""
-        first = len(self.values)
-        self.values += [Value(shape, "float32", True, Dependence.BATCH)] * results
-        outputs = tuple(range(first, first + results))
-        self.ops.append(Op(target, args, (), outputs, stack[-1] if stack else ""))
-        self.stacks.append(stack)
-        return first
+    def op(self, target: str, args: tuple[Arg, ...], shape: tuple[int, ...]) -> int:
+        self.values.append(Value(shape, self.dtype, True, Dependence.BATCH))
+        out = len(self.values) - 1
+        self.ops.append(Op(f"aten.{target}", args, (), (out,), scope=f"op{len(self.ops)}"))
+        return out
 
-    def graph(self, outputs: Sequence[int]) -> OpGraph:
-        return OpGraph(
-            tuple(self.slots),
-            tuple(self.values),
-            tuple(self.ops),
-            tuple(outputs),
-            tuple(self.mutations),
-        )
+    def linear(self, x: int, weight: int) -> int:
+        shape = (*self.values[x].shape[:-1], self.values[weight].shape[0])
+        return self.op("linear.default", (Ref(x), Ref(weight)), shape)
 
-    def flat(self, outputs: Sequence[int]) -> FoldedGraph:
-        """One region, one instance; slots are bound to their own names."""
-        graph = self.graph(outputs)
-        named = list(zip(self.slots, self.values, strict=False))
-        facts = [(s.kind, (s.name, v.shape, v.dtype)) for s, v in named]
-        sources = tuple(Source(_KINDS[s.kind], s.name) for s in self.slots)
-        return FoldedGraph(
-            (Region("A", graph),),
-            (Instance(0, "", sources),),
-            tuple(ParameterInfo(*f) for kind, f in facts if kind is SlotKind.PARAMETER),
-            tuple(BufferInfo(*f, persistent=True) for kind, f in facts if kind is SlotKind.BUFFER),
-            tuple(InputInfo(*f) for kind, f in facts if kind is SlotKind.VALUE),
-            tuple(
-                OutputInfo(
-                    f"out{k}",
-                    Source(SourceKind.VALUE, instance=0, output=k),
-                    graph.values[v].shape,
-                    graph.values[v].dtype,
-                )
-                for k, v in enumerate(outputs)
-            ),
-        )
+    def relu(self, x: int) -> int:
+        return self.op("relu.default", (Ref(x),), self.values[x].shape)
+
+    def add(self, a: int, b: int) -> int:
+        return self.op("add.Tensor", (Ref(a), Ref(b)), self.values[a].shape)
+
+    def build(self, *outputs: int) -> OpGraph:
+        return OpGraph(tuple(self.slots), tuple(self.values), tuple(self.ops), outputs)
 
 
-def mlp_stack(
-    depth: int,
-    *,
-    width: int = 4,
-    prefix: str = "layers",
-    wide_at: int = -1,
-    scales: Sequence[float] = (),
-    with_scopes: bool = True,
-) -> tuple[FoldedGraph, tuple[tuple[str, ...], ...]]:
-    """A stem, `depth` residual layers of five ops and a loss, with module scopes.
-
-    wide_at: this layer has a wider inner dim; scales: a float per layer.
-    """
+def mlp(batch: int = 4, width: int = 8, hidden: int = 16, *, residual: bool = False) -> OpGraph:
+    """linear, relu, linear [, + input]; slots are (x, up, down)."""
     b = GraphBuilder()
-    x = b.slot("x", shape=(2, width))
-    stem = b.parameter("stem.weight", (width, width))
-    weights = []
-    for k in range(depth):
-        inner = 2 * width if k == wide_at else width
-        weights.append(
-            (
-                b.parameter(f"{prefix}.{k}.up.weight", (inner, width)),
-                b.parameter(f"{prefix}.{k}.down.weight", (width, inner)),
-            )
-        )
-    wide = (2, width)
-    h = b.op("aten.linear.default", Ref(x), Ref(stem), shape=wide, stack=("stem",))
-    for k, (up, down) in enumerate(weights):
-        scope = f"{prefix}.{k}"
-        inner = (2, b.values[up].shape[0])
-        u = b.op("aten.linear.default", Ref(h), Ref(up), shape=inner, stack=(scope, f"{scope}.up"))
-        a = b.op("aten.relu.default", Ref(u), shape=inner, stack=(scope,))
-        d = b.op(
-            "aten.linear.default", Ref(a), Ref(down), shape=wide, stack=(scope, f"{scope}.down")
-        )
-        s = b.op(
-            "aten.mul.Scalar", Ref(d), scales[k] if scales else 0.5, shape=wide, stack=(scope,)
-        )
-        h = b.op("aten.add.Tensor", Ref(h), Ref(s), shape=wide, stack=(scope,))
-    loss = b.op("aten.sum.default", Ref(h), shape=())
-    stacks = tuple(b.stacks) if with_scopes else ((),) * len(b.ops)
-    return b.flat([loss]), stacks
+    x = b.slot(batch, width)
+    up, down = b.parameter(hidden, width, name="up"), b.parameter(width, hidden, name="down")
+    y = b.linear(b.relu(b.linear(x, up)), down)
+    return b.build(b.add(y, x) if residual else y)
+
+
+def three_heads(batch: int = 4, width: int = 8) -> OpGraph:
+    """Three products of one value, added up: a value with three users."""
+    b = GraphBuilder()
+    x = b.slot(batch, width)
+    weights = [b.parameter(width, width, name=name) for name in "abc"]
+    x = b.relu(x)
+    first, second, third = (b.linear(x, w) for w in weights)
+    return b.build(b.add(b.add(first, second), third))
+
+
+def costs_on(dp: int, tp: int, cluster: str = "dgx-h100x2") -> tuple[Mesh, CostModel, ClusterSpec]:
+    """A mesh of dp x tp on a preset and its cost model."""
+    spec = resolve_cluster(cluster)
+    mesh = build_mesh(spec, dp, tp)
+    return mesh, CostModel(spec, mesh), spec
+
+
+def folded_stack(num_layers: int = 2, *, tied: bool = False) -> FoldedGraph:
+    """Input [4, 8, 16], a product, `num_layers` equal residual layers, a product, all of it by
+    hand: regions A, B, C. tied: A and C share their parameter."""
+    ends = []
+    for _ in range(2):
+        b = GraphBuilder()
+        x = b.slot(4, 8, 16)
+        ends.append(b.build(b.linear(x, b.parameter(16, 16, name="weight"))))
+    b = GraphBuilder()
+    x = b.slot(4, 8, 16)
+    up, down = b.parameter(32, 16, name="up"), b.parameter(16, 32, name="down")
+    layer = b.build(b.add(x, b.linear(b.relu(b.linear(x, up)), down)))
+
+    def parameter(name: str) -> Source:
+        return Source(SourceKind.PARAMETER, name)
+
+    instances = [Instance(0, "first", (Source(SourceKind.INPUT, "x"), parameter("first")))]
+    for k in range(num_layers):
+        carried = Source(SourceKind.VALUE, instance=k, output=0)
+        weights = parameter(f"{k}.up"), parameter(f"{k}.down")
+        instances.append(Instance(1, f"layers.{k}", (carried, *weights)))
+    last = Source(SourceKind.VALUE, instance=num_layers, output=0)
+    instances.append(Instance(2, "last", (last, parameter("first" if tied else "last"))))
+    square = ((16, 16), "float32")
+    parameters = [ParameterInfo("first", *square)]
+    for k in range(num_layers):
+        parameters.append(ParameterInfo(f"{k}.up", (32, 16), "float32"))
+        parameters.append(ParameterInfo(f"{k}.down", (16, 32), "float32"))
+    if not tied:
+        parameters.append(ParameterInfo("last", *square))
+    result = Source(SourceKind.VALUE, instance=num_layers + 1, output=0)
+    return FoldedGraph(
+        regions=tuple(map(Region, "ABC", (ends[0], layer, ends[1]))),
+        instances=tuple(instances),
+        parameters=tuple(parameters),
+        buffers=(),
+        inputs=(InputInfo("x", (4, 8, 16), "float32"),),
+        outputs=(OutputInfo("loss", result, (4, 8, 16), "float32"),),
+    )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support_graphs import GraphBuilder
+from support_fold import GraphBuilder
 
 from meshfold.opgraph import OpGraph, Ref, SlotKind, Value
 from meshfold.passes.canonical import Segment, canonical_segment, flat_index

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from support_graphs import GraphBuilder, mlp_stack
+from support_fold import GraphBuilder, mlp_stack
 
 from meshfold.opgraph import FoldedGraph, Hole, Ref, SlotKind, SourceKind
 from meshfold.passes.fold import fold

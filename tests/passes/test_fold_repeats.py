@@ -1,7 +1,7 @@
 """Tandem repeats without any help from module scopes."""
 
 import pytest
-from support_graphs import GraphBuilder
+from support_fold import GraphBuilder
 
 from meshfold.opgraph import FoldedGraph, Ref
 from meshfold.passes.canonical import flat_index

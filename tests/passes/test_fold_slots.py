@@ -1,7 +1,7 @@
 """Slot classes of runs."""
 
 import pytest
-from support_graphs import GraphBuilder, mlp_stack
+from support_fold import GraphBuilder, mlp_stack
 
 from meshfold.opgraph import FoldedGraph, Ref
 from meshfold.passes.fold import fold
