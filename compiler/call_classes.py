@@ -118,6 +118,7 @@ class Learner:
         self.recorder = Recorder()
         self.classes: dict[object, list[CallClass]] = {}
         self.calls: list[Decision] = []
+        self.differences: dict[object, list[str]] = {}
 
     def on_call(self, child: Child, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         number = len(self.calls)
@@ -127,7 +128,8 @@ class Learner:
             return forward(*args, **kwargs)
         key, tensors = call.key, call.tensors
         known = self.classes.setdefault(key, [])
-        same = next((c for c in known if c.recording.holds_for(child.module)), None)
+        differences = [c.recording.difference(child.module) for c in known]
+        same = next((c for c, d in zip(known, differences, strict=True) if not d), None)
         if same is not None and same.results is not None:
             self.calls.append(Decision(child.scope, key, Role.STUB, same))
             same.members.append(number)
@@ -136,6 +138,7 @@ class Learner:
         if any(c.refused for c in known):
             self.calls.append(Decision(child.scope, key, Role.PLAIN))
             return forward(*args, **kwargs)
+        self.differences.setdefault(key, []).extend(differences[:1])
         return self._first(child, key, tensors, lambda: forward(*args, **kwargs))
 
     def _first(
@@ -187,7 +190,15 @@ class Learner:
         for call in self.calls:
             if call.call_class is not None and call.call_class.refused:
                 lines.setdefault(call.call_class.refused, []).append(call.scope)
-        return [f"{', '.join(scopes)} traced in full: {why}" for why, scopes in lines.items()]
+        notes = [f"{', '.join(scopes)} traced in full: {why}" for why, scopes in lines.items()]
+        for key, names in self.differences.items():
+            if len(names) + 1 >= MIN_MEMBERS:
+                scope = next(call.scope for call in self.calls if call.key == key)
+                distinct = ", ".join(dict.fromkeys(names))
+                notes.append(
+                    f"{len(names)} children built like {scope} traced in full: another {distinct}"
+                )
+        return notes
 
 
 def describe_results(

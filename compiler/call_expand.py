@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from meshfold.call_ops import CALL, MARK, CallLabel, MarkLabel
+from meshfold.call_ops import CALLS, MARK, CallLabel, MarkLabel
 from meshfold.capture_export import RetraceError
 from meshfold.capture_program import Key, Operand, Program, RawArg, RawOp
 from meshfold.capture_twin import Names
@@ -64,7 +64,7 @@ class _Expander:
 
     def add(self, op: RawOp) -> None:
         op = rebound(op, lambda key: self.results.get(key, key))
-        if op.target == CALL:
+        if op.target in CALLS:
             self._add_call(op)
             return
         if op.target == MARK:
@@ -113,8 +113,8 @@ class _Expander:
             if inner.target == MARK:
                 self.marked[outputs[0]] = made.args[0].key
             self.ops.append(made)
-        for key in op.outputs:
-            self.results[key] = renamed(body.outputs[int(key.rpartition("#")[2])])
+        for slot, key in enumerate(op.outputs):
+            self.results[key] = renamed(body.outputs[slot])
 
     def _renamed_leaf(self, key: Key, old_scope: str, new_scope: str) -> Key:
         if not isinstance(key, Source) or key.kind is SourceKind.INPUT:

@@ -1,7 +1,8 @@
-"""Two ops that stand in the exported graph where children of a stack were called.
+"""Ops that stand in the exported graph where children of a stack were called.
 
     mark(x, label)          x itself, at a border of a child that is traced op by op
     call(tensors, label)    a child that was not traced: it equals one that was
+    call_one                the same for a child with one result: half the nodes
 
 Labels are JSON, so the ops need no tables of their own. They never run on real tensors.
 """
@@ -16,7 +17,7 @@ import torch
 from meshfold.torch_ops import dtype_name, torch_dtype
 
 MARK = "meshfold.mark.default"
-CALL = "meshfold.call.default"
+CALLS = ("meshfold.call.default", "meshfold.call_one.default")
 
 _library: Any = torch.library  # untyped
 
@@ -78,10 +79,17 @@ def _fake_call(tensors: list[torch.Tensor], label: str) -> list[torch.Tensor]:
     return empty_results(CallLabel.parse(label).results)
 
 
+def _fake_call_one(tensors: list[torch.Tensor], label: str) -> torch.Tensor:
+    (result,) = empty_results(CallLabel.parse(label).results)
+    return result
+
+
 _library.define("meshfold::mark", "(Tensor x, str label) -> Tensor")
 _library.define("meshfold::call", "(Tensor[] tensors, str label) -> Tensor[]")
+_library.define("meshfold::call_one", "(Tensor[] tensors, str label) -> Tensor")
 _library.register_fake("meshfold::mark", _fake_mark)
 _library.register_fake("meshfold::call", _fake_call)
+_library.register_fake("meshfold::call_one", _fake_call_one)
 
 
 def mark(x: torch.Tensor, label: MarkLabel) -> torch.Tensor:
@@ -92,5 +100,7 @@ def mark(x: torch.Tensor, label: MarkLabel) -> torch.Tensor:
 
 def call(tensors: Sequence[torch.Tensor], label: CallLabel) -> list[torch.Tensor]:
     """Put a call node into the graph being traced."""
+    if len(label.results) == 1:
+        return [torch.ops.meshfold.call_one(list(tensors), label.text())]
     results: list[torch.Tensor] = torch.ops.meshfold.call(list(tensors), label.text())
     return results

@@ -11,6 +11,7 @@ traced as well and compared, and `full_capture=True` trusts nothing.
 
 import copy
 import enum
+import functools
 import operator
 import sys
 from collections.abc import Iterator, Mapping
@@ -66,6 +67,9 @@ def frozen(value: Any, paths: Mapping[int, str], depth: int = 2) -> object:
         return ("module", paths[id(value)]) if id(value) in paths else _Same(value)
     if isinstance(value, MethodType):
         return "method", frozen(value.__self__, paths, 0), _Same(value.__func__)
+    if isinstance(value, functools.partial):
+        parts = (value.args, value.keywords)
+        return "partial", frozen(value.func, paths, 0), frozen(parts, paths, depth)
     if isinstance(value, dict):
         keys = [comparable(k) if is_plain(k) else _Same(k) for k in value]
         return dict, keys, [frozen(v, paths, depth) for v in value.values()]
@@ -164,14 +168,17 @@ class Recording:
         for space in self.namespaces.values():
             space.restore()
 
-    def holds_for(self, root: nn.Module) -> bool:
-        """Whether `root` would read equal values now, and the code around it is in equal state."""
+    def difference(self, root: nn.Module) -> str:
+        """What `root` would read otherwise now, or which global is another now; "" if nothing."""
         paths = module_paths(root)
         modules = dict(root.named_modules(remove_duplicate=False))
         for (path, name), value in self.reads.items():
             if frozen(getattr(modules[path], name, _Missing.MISSING), paths) != value:
-                return False
-        return not any(space.changes() for space in self.namespaces.values())
+                return f"{path}.{name}" if path else name
+        for space in self.namespaces.values():
+            for name in space.changes():
+                return f"{space.label}.{name}"
+        return ""
 
 
 class Recorder:

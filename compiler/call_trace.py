@@ -151,8 +151,9 @@ class CallTracer:
     def _stub(self, child: Child, call_class: CallClass, number: int, this: Call) -> Any:
         results = call_class.results
         assert results is not None
-        if not call_class.recording.holds_for(child.module):
-            raise RetraceError(f"{child.scope} would read other values when traced")
+        different = call_class.recording.difference(child.module)
+        if different:
+            raise RetraceError(f"{child.scope} would read another {different} when traced")
         label = CallLabel(number, call_class.members[0], results.facts)
         return results.fill(call(this.tensors, label), this.tensors)
 

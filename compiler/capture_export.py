@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from meshfold.capture_cuts import keep_gradient_cuts
 from meshfold.capture_twin import ExampleInputs, Twin
 from meshfold.errors import CaptureError
+from meshfold.fake_tensors import lazy_graphs
 from meshfold.source_lines import is_user_file, line_in, user_line
 
 SOURCE = "meshfold_source"
@@ -203,7 +204,13 @@ def export_twin(twin: Twin, inputs: ExampleInputs, marked: Sequence[torch.Tensor
         with twin.mode:
             traced(*inputs.tensors)
 
-    with _quiet(), torch.enable_grad(), explain_failure(watch), _refuse_hidden_draws(rerun):
+    with (
+        _quiet(),
+        lazy_graphs(),
+        torch.enable_grad(),
+        explain_failure(watch),
+        _refuse_hidden_draws(rerun),
+    ):
         program = torch.export.export(traced, inputs.tensors, strict=False)
         _stamp_sources(program.graph_module)
         keep_gradient_cuts(program.graph_module)

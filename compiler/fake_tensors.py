@@ -1,19 +1,20 @@
 """Fake tensors: shapes and dtypes without storage. The one file that knows torch's private modules
-for them, and for the state that a plain run must set to take the paths of an export.
+for tracing: fake tensors, the flags that make a model take the paths of an export, lazy graphs.
 
 Fakes live on the CPU whatever device the model is on: a device in the graph means "the rank's
 device", and fake CUDA tensors that require gradients abort a CPU-only torch.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["FakeTensorMode", "as_exporting", "fake_like", "fake_mode", "is_fake"]
+__all__ = ["FakeTensorMode", "as_exporting", "fake_like", "fake_mode", "is_fake", "lazy_graphs"]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -50,3 +51,10 @@ def as_exporting() -> Iterator[None]:
         yield
     finally:
         flags._is_compiling_flag, flags._is_exporting_flag = before
+
+
+def lazy_graphs() -> AbstractContextManager[None]:
+    """Let torch write the Python code of a traced graph when it is run, instead of every time that
+    an export pass has touched it."""
+    context: AbstractContextManager[None] = _use_lazy_graph_module(True)
+    return context
