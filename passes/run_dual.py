@@ -1,0 +1,123 @@
+"""The linear relaxation of the run level: a lower bound for every memory budget at once.
+
+Stands below the run search (`run_search`) and the stage search. The problem: every layer of a type
+takes one strategy of the type's table; minimise the sum of times subject to the sum of memory <= M.
+
+Relaxed to fractional counts, only the counts of strategies matter, and the optimum is
+
+    LP(M) = min sum_i n_i * h_i(x_i)   over   sum_i n_i * x_i <= M
+
+with h_i the lower convex hull of the points (memory, time) of type i and n_i its number of layers
+(`lower_hull`). A sum of hulls is again a hull: its edges are the edges of the parts, each n_i times
+as long, in order of slope (`sum_hulls`, the relaxation of the multiple-choice knapsack; Sinha and
+Zoltners 1979). Reading it at many budgets is one interpolation (`Hull.time_at_s`). The slope at M,
+sign changed, is the price of memory (seconds per byte) that the exact search prunes with.
+
+No plan with these layers and M bytes is faster than LP(M), conversions between layouts included:
+they only add to it. Sorting dominates the cost: O(S log S) for S strategies, for any n_i.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Hull:
+    """A convex, decreasing, piecewise linear time as a function of memory.
+
+    memory_bytes: float64, strictly increasing, one entry per vertex; time_s: strictly decreasing.
+    strategies: for each vertex the index into the table the hull was taken from; -1 in sums.
+    """
+
+    memory_bytes: FloatArray
+    time_s: FloatArray
+    strategies: IntArray
+
+    def time_at_s(self, budgets_bytes: ArrayLike, num_layers: ArrayLike = 1) -> FloatArray:
+        """Least relaxed seconds of `num_layers` layers at each budget, broadcast together.
+
+        Infinite below the least memory; for zero layers 0 at budgets >= 0.
+        """
+        budgets, layers = np.broadcast_arrays(
+            np.asarray(budgets_bytes, float), np.asarray(num_layers, float)
+        )
+        share = budgets / np.maximum(layers, 1)
+        times = layers * np.interp(share, self.memory_bytes, self.time_s, left=np.inf)
+        return np.where(layers > 0, times, np.where(budgets >= 0, 0.0, np.inf))
+
+    def price_at(self, budget_bytes: float) -> float:
+        """Seconds that one more byte saves at a budget; 0 when memory does not bind."""
+        vertex = int(np.searchsorted(self.memory_bytes, budget_bytes, side="right"))
+        if not 0 < vertex < len(self.memory_bytes):
+            return 0.0
+        saved_s = self.time_s[vertex - 1] - self.time_s[vertex]
+        return float(saved_s / (self.memory_bytes[vertex] - self.memory_bytes[vertex - 1]))
+
+
+def undominated(time_s: FloatArray, memory_bytes: IntArray) -> IntArray:
+    """Indices of the strategies no other beats in both time and memory, by increasing memory.
+
+    Of equal strategies the first stays, so callers put their preferred order into the arrays.
+    """
+    order = np.lexsort((time_s, memory_bytes))
+    sorted_s = time_s[order]
+    best_before_s = np.minimum.accumulate(np.concatenate(([np.inf], sorted_s[:-1])))
+    return np.asarray(order[sorted_s < best_before_s], dtype=np.int64)
+
+
+def lower_hull(time_s: ArrayLike, memory_bytes: ArrayLike) -> Hull:
+    """Lower convex hull of one type's strategies, from least memory to least time.
+
+    time_s: seconds per layer, finite; memory_bytes: whole bytes per layer below 2^53; one entry
+    per strategy, at least one (ValueError otherwise).
+    """
+    times, memory = np.asarray(time_s, float), np.asarray(memory_bytes, np.int64)
+    if times.ndim != 1 or times.shape != memory.shape or not times.size:
+        raise ValueError("a hull needs one time and one memory for each of at least one strategy")
+    corners: list[int] = []
+    for index in undominated(times, memory).tolist():
+        while len(corners) > 1 and not _is_convex(times, memory, corners[-2], corners[-1], index):
+            corners.pop()
+        corners.append(index)
+    return Hull(memory[corners].astype(float), times[corners], np.asarray(corners, np.int64))
+
+
+def _is_convex(times: FloatArray, memory: IntArray, left: int, middle: int, right: int) -> bool:
+    """Whether the middle point lies strictly below the line through the outer two."""
+    to_middle = (times[middle] - times[left]) * float(memory[right] - memory[left])
+    to_right = (times[right] - times[left]) * float(memory[middle] - memory[left])
+    return bool(to_middle < to_right)
+
+
+def sum_hulls(hulls: Sequence[Hull], counts: Sequence[int]) -> Hull:
+    """The hull of `counts[i]` layers of each type i together; types with no layers are skipped."""
+    used = [(hull, count) for hull, count in zip(hulls, counts, strict=True) if count]
+    if not used:
+        return Hull(np.zeros(1), np.zeros(1), np.full(1, -1))
+    edges_bytes = np.concatenate([count * np.diff(hull.memory_bytes) for hull, count in used])
+    edges_s = np.concatenate([count * np.diff(hull.time_s) for hull, count in used])
+    steepest_first = np.argsort(edges_s / edges_bytes, kind="stable")
+    least_bytes = sum(count * hull.memory_bytes[0] for hull, count in used)
+    most_s = sum(count * hull.time_s[0] for hull, count in used)
+    memory = np.concatenate(([least_bytes], least_bytes + np.cumsum(edges_bytes[steepest_first])))
+    times = np.concatenate(([most_s], most_s + np.cumsum(edges_s[steepest_first])))
+    return Hull(memory, times, np.full(len(memory), -1))
+
+
+def lp_values(
+    types: Sequence[tuple[ArrayLike, ArrayLike, int]], budgets_bytes: ArrayLike
+) -> FloatArray:
+    """Lower bounds on the time of a run at many budgets.
+
+    types: (time_s per strategy, memory_bytes per strategy, number of layers) for each layer type.
+    budgets_bytes: any shape, all fixed parts already taken off. Returns seconds in that shape,
+    infinite where not even the least memory fits.
+    """
+    hulls = [lower_hull(time_s, memory_bytes) for time_s, memory_bytes, _ in types]
+    return sum_hulls(hulls, [count for _, _, count in types]).time_at_s(budgets_bytes)
