@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +20,17 @@ class Mesh:
     """Axes from the slowest-varying rank digit (crosses nodes first) to the fastest."""
 
     axes: tuple[MeshAxis, ...]
+    names: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    sizes: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        # Read in every inner loop of the search.
+        object.__setattr__(self, "names", tuple(a.name for a in self.axes))
+        object.__setattr__(self, "sizes", tuple(a.size for a in self.axes))
         if len(set(self.names)) != len(self.axes):
             raise ValueError(f"axis names must differ, got {', '.join(self.names)}")
         if any(a.size < 1 for a in self.axes):
             raise ValueError("every axis needs at least one rank")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(a.name for a in self.axes)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(a.size for a in self.axes)
 
     @property
     def num_ranks(self) -> int:

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from support_samples import SAMPLES
 
+import meshfold.probe
 from meshfold.cost_models.op_probe import (
     NEW_STORAGE,
     NO_GRADIENT,
@@ -161,3 +163,24 @@ def test_the_counter_sees_storages_come_and_go() -> None:
     assert (counter.current_bytes, counter.peak_bytes) == (16, 32)
     del c
     assert counter.current_bytes == 0
+
+
+def _sample_keys() -> list[ProbeKey]:
+    found = []
+    for target, make in SAMPLES:
+        sample = make()
+        graph = sample.graph
+        op = graph.ops[0]
+        specs = tuple(
+            TensorSpec(v.shape, t.stride(), v.dtype, v.requires_grad)
+            for v, t in zip(graph.values, sample.tensors, strict=False)
+        )
+        found.append(ProbeKey(f"aten.{target}", op.args, op.kwargs, specs))
+    return found
+
+
+def test_meta_tensors_answer_as_fake_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = _sample_keys()
+    fast = list(map(OpProber(), keys))
+    monkeypatch.setattr(meshfold.probe, "DEVICE_OPS", frozenset(key.target for key in keys))
+    assert fast == list(map(OpProber(), keys))
