@@ -177,7 +177,14 @@ class _RegionEmitter:
         self.graph.output((*outputs, *mutated))
         graph = fx.GraphModule(torch.nn.Module(), self.graph, class_name=f"Region{name}")
         return RegionProgram(
-            name, number, self.arriving, self.typing.outputs, self.buckets, direct, graph
+            name,
+            number,
+            self.arriving,
+            self.typing.outputs,
+            self.buckets,
+            direct,
+            graph,
+            self.typing.recompute,
         )
 
     # What is wanted, before any node is written.

@@ -128,6 +128,7 @@ def _region_document(region: RegionPlan) -> RegionDocument:
         backward_s=region.backward_s,
         communication_s=dict(region.communication_s),
         saved_bytes=region.saved_bytes,
+        recompute=typing.recompute,
         fallback_ops=region.fallback_ops,
         parameters=tuple(_parameter_document(p) for p in region.parameters),
         conversions=tuple(_conversion_document(c) for c in region.conversions),
@@ -277,6 +278,7 @@ def _region(document: RegionDocument, path: str, num_axes: int) -> RegionPlan:
             slots=tuple(layout for _, layout in slots),
             ops=tuple(typing for _, typing in ops),
             outputs=outputs,
+            recompute=document.recompute,
         ),
         parameters=tuple(
             _parameter(p, f"{path}.parameters[{k}]", num_axes)

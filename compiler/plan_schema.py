@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from meshfold.cluster_io import ClusterModel
 from meshfold.plan import PLAN_VERSION
+from meshfold.strategy import Recompute
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -151,6 +152,9 @@ class RegionDocument(Document):
     backward_s: Seconds
     communication_s: dict[str, Seconds]
     saved_bytes: Bytes = Field(description="Activations kept for the backward pass")
+    recompute: Recompute = Field(
+        default="none", description="full: the forward runs again in the backward pass"
+    )
     fallback_ops: tuple[str, ...] = Field(description="Ops that run whole for lack of a rule")
     parameters: tuple[ParameterDocument, ...]
     conversions: tuple[ConversionDocument, ...]

@@ -22,7 +22,7 @@ from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, SlotKind
 from meshfold.program_text import bucket_text, graph_lines, rank_text
 from meshfold.spmd import INVARIANT, Layout
-from meshfold.strategy import RegionTyping
+from meshfold.strategy import Recompute, RegionTyping
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class RegionProgram:
     Placeholders of `graph`, in order: `mesh` (a RankMesh); `ahead` (a callable that starts the next
     gathers); `instance` (its number, which tells random ops apart); one bucket in flight per entry
     of `buckets`; the local tensors of `direct` slots; one float per hole of the region. It returns
-    the outputs of the region as a tuple, then the new values of mutated buffers.
+    the outputs of the region as a tuple, then the new values of mutated buffers. recompute: as in
+    RegionTyping.
     """
 
     name: str
@@ -42,6 +43,7 @@ class RegionProgram:
     buckets: tuple[Bucket, ...]
     direct: tuple[int, ...]
     graph: fx.GraphModule
+    recompute: Recompute = "none"
 
     @property
     def has_gather(self) -> bool:
@@ -111,7 +113,8 @@ class EmittedProgram:
         for k, region in enumerate(self.regions):
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"
-            yield f"region {region.name}: {len(instances)} x, first {scope}"
+            again = "; runs again in backward" if region.recompute == "full" else ""
+            yield f"region {region.name}: {len(instances)} x, first {scope}{again}"
             for number, bucket in enumerate(region.buckets):
                 for line in bucket_text(number, bucket, self.mesh):
                     yield f"  {line}"

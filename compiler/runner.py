@@ -10,6 +10,7 @@ from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.opgraph import Source, SourceKind
 from meshfold.program import EmittedProgram, Step
+from meshfold.recomputation import Recomputation
 from meshfold.shards import shard_of
 from meshfold.spmd import Layout
 from meshfold.training_step import BucketUse, TrainingStep
@@ -30,6 +31,7 @@ class ProgramRunner:
         sizes = program.mesh.sizes
         self._buffers = [[BucketBuffers(b, sizes) for b in r.buckets] for r in program.regions]
         self.last_uses = _last_uses(program)
+        self.mutated = _mutated_buffers(program)
         self._has_gather = any(r.has_gather for r in program.regions)
 
     def run(self, parameters: Tensors, buffers: Tensors, inputs: LocalInputs) -> Tensor:
@@ -111,9 +113,19 @@ class _Forward:
             if action.ahead >= 0:
                 self.step.start_gathers(action.ahead)
 
-        direct = [self._fetch(instance.sources[v], region.slots[v]) for v in region.direct]
-        mesh, uses = self.runner.mesh, self.step.uses[k]
-        made = region.graph(mesh, ahead, k, *uses, *direct, *instance.floats)
+        arriving = {v: instance.sources[v] for v in region.direct}
+        direct = {v: self._fetch(source, region.slots[v]) for v, source in arriving.items()}
+        uses = self.step.uses[k]
+        if region.recompute == "full" and self.step.is_recording:
+            # The second run needs buffers as they were; they are updated after the forward.
+            for v, source in arriving.items():
+                if source.kind is SourceKind.BUFFER and source.name in self.runner.mutated:
+                    direct[v] = direct[v].clone()
+            recomputation = Recomputation(self.step, k, region.graph, uses, instance.floats)
+            made = recomputation.forward(ahead, list(direct.values()))
+        else:
+            mesh = self.runner.mesh
+            made = region.graph(mesh, ahead, k, *uses, *direct.values(), *instance.floats)
         num_outputs = len(region.outputs)
         self.values.update({(k, n): x for n, x in enumerate(made[:num_outputs])})
         mutations = self.program.folded.regions[region.region].graph.mutations
@@ -136,6 +148,16 @@ class _Forward:
             case SourceKind.CONSTANT:
                 whole = self.runner.constants[source.name]
         return shard_of(whole, layout, self.program.mesh.sizes, self.runner.mesh.coords)
+
+
+def _mutated_buffers(program: EmittedProgram) -> set[str]:
+    """Names of the buffers that a step updates."""
+    folded = program.folded
+    return {
+        instance.sources[slot].name
+        for instance in folded.instances
+        for slot, _ in folded.regions[instance.region].graph.mutations
+    }
 
 
 def _last_uses(program: EmittedProgram) -> list[list[tuple[int, int]]]:

@@ -5,8 +5,13 @@ of each parameter. The search makes it, the plan stores it, the emitter obeys it
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from meshfold.spmd import Layout
+
+Recompute = Literal["none", "full"]
+"""What of a region's inside the backward finds: all that autograd keeps, or nothing. Under "full"
+only the values that arrive are held, and the forward of the region runs again in the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,8 @@ class OpTyping:
 @dataclass(frozen=True)
 class RegionTyping:
     """slots: layout in which each slot's value arrives (for a parameter: its stored layout);
-    ops: one typing per op; outputs: layout in which each region output leaves.
+    ops: one typing per op; outputs: layout in which each region output leaves; recompute: see
+    Recompute. Raises ValueError for another word there.
 
     Wherever a value's layout (slot or producer) differs from what an op or an output demands, the
     emitter inserts the conversion that `passes.conversions.plan_conversions` gives, one per
@@ -34,6 +40,13 @@ class RegionTyping:
     slots: tuple[Layout, ...]
     ops: tuple[OpTyping, ...]
     outputs: tuple[Layout, ...]
+    recompute: Recompute = "none"
+
+    def __post_init__(self) -> None:
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(
+                f"recompute is {' or '.join(get_args(Recompute))}, not {self.recompute!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ accumulates itself. Tokens are empty tensors that carry nothing but this order.
 
 Gathered parameters are released after a region's forward. Autograd keeps a note instead (saved
 tensor hooks) and the backward gathers again, one region ahead: two regions are whole at most.
-The last region stays whole for its backward.
+The last region stays whole for its backward. A region with full recomputation
+(meshfold.recomputation) keeps no notes; it gathers again in the same turn.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ class BucketUse:
         self.bucket = buffers.bucket
         self.token: Tensor | None = None
         self.is_saved = False
-        """Whether autograd keeps notes on members, so that backward needs them again."""
+        """Whether backward needs the gathered members again."""
         self.shards = tuple(shards)
         self._step = step
         self._buffers = buffers
@@ -80,6 +81,10 @@ class BucketUse:
         if self._whole is not None:
             self._step.forget_whole(self._whole)
             self._whole = None
+
+    def will_be_read_again(self) -> None:
+        """Backward reads the members outside the notes that autograd keeps: a region runs again."""
+        self.is_saved = bool(self._gather)
 
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
         """Start the reduction of the members' gradients; the members are no longer needed."""
@@ -165,7 +170,7 @@ class TrainingStep:
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
         def regather() -> Tensor:
-            self._arrive(use.instance)
+            self.arrive(use.instance)
             return use.members()[member].as_strided(size, stride, offset)
 
         return regather
@@ -187,7 +192,7 @@ class TrainingStep:
         for instance in range(len(self.uses)):
             self.release(instance)
 
-    def _arrive(self, instance: int) -> None:
+    def arrive(self, instance: int) -> None:
         """Backward has come to `instance`: everything later is done, what comes next starts."""
         if self._is_done:
             raise MeshfoldError(SECOND_BACKWARD)

@@ -1,0 +1,138 @@
+"""Running a region so that autograd keeps only what arrives: its forward runs again in backward.
+
+    forward    run the graph; of every tensor that autograd wants to keep, it gets a number instead
+    backward   at the first number that comes back: run the graph again from what arrived, note the
+               tensors in the same order, stop at the last one; hand each out, once
+
+The second run repeats the first on every rank alike, since nothing in it depends on when it runs:
+its collectives come in the same order (backward runs in the same order on all ranks), parameters
+are gathered again, dropout draws from the same (seed, step, site). It starts no gathers ahead, and
+its own autograd graph is dropped unused, so each bucket's gradients are reduced once. A start and
+its wait are neighbours in an eager graph and keep nothing: stopping leaves no collective in flight.
+
+torch.utils.checkpoint does the same with more parts (it loads torch._dynamo, and its hold on the
+inputs would go through the notes of meshfold.training_step).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.collectives import RankMesh
+from meshfold.errors import MeshfoldError
+from meshfold.training_step import BucketUse, TrainingStep
+
+Graph = Callable[..., tuple[Tensor, ...]]
+"""The graph of a RegionProgram."""
+
+
+class _StopRecomputation(BaseException):
+    """All tensors that the backward needs are there. No Exception: nothing on the way, fx least of
+    all, is to treat it as a failure."""
+
+
+class Recomputation:
+    """One instance of a region with full recomputation, during one step.
+
+    uses: its buckets; floats: its float arguments. Nothing here refers to what the region makes,
+    so the values inside die with the forward.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        instance: int,
+        graph: Graph,
+        uses: Sequence[BucketUse],
+        floats: Sequence[float],
+    ) -> None:
+        self._step = step
+        self._instance = instance
+        self._graph = graph
+        self._uses = uses
+        self._floats = floats
+        self._rng = step.mesh.rng
+        self._autocast = _autocast_state(step.mesh.device.type)
+        self._arrived: list[Tensor] = []
+        self._versions: list[int] = []
+        self._num_kept = 0
+        self._again: list[Tensor | None] | None = None
+
+    def forward(self, ahead: Callable[[], None], arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The results of the graph for the values that arrive, ready for backward."""
+        self._arrived = [x.detach().requires_grad_(x.requires_grad) for x in arrived]
+        self._versions = [x._version for x in arrived]
+        with torch.autograd.graph.saved_tensors_hooks(self._number, self._tensor):
+            made = self._run(ahead, arrived)
+        if self._num_kept:
+            for use in self._uses:
+                use.will_be_read_again()
+        return made
+
+    def _run(self, ahead: Callable[[], None], arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        mesh: RankMesh = self._step.mesh
+        return self._graph(mesh, ahead, self._instance, *self._uses, *arrived, *self._floats)
+
+    def _number(self, _: Tensor) -> int:
+        self._num_kept += 1
+        return self._num_kept - 1
+
+    def _tensor(self, number: int) -> Tensor:
+        if self._again is None:
+            self._again = self._recompute()
+        tensor = self._again[number]
+        assert tensor is not None, "autograd asks for what it keeps once"
+        self._again[number] = None
+        return tensor
+
+    def _recompute(self) -> list[Tensor | None]:
+        """What autograd would have kept of the forward, in order."""
+        self._check_unchanged()
+        self._step.arrive(self._instance)
+        found: list[Tensor | None] = []
+
+        def note(tensor: Tensor) -> None:
+            # Detached, or an op that keeps its own result would hold itself alive.
+            found.append(tensor.detach())
+            if len(found) == self._num_kept:
+                raise _StopRecomputation
+
+        mesh, now = self._step.mesh, self._step.mesh.rng
+        mesh.rng = self._rng
+        try:
+            with (
+                torch.enable_grad(),
+                torch.autocast(mesh.device.type, **self._autocast),
+                torch.autograd.graph.saved_tensors_hooks(note, _never),
+            ):
+                self._run(_start_nothing, self._arrived)
+        except _StopRecomputation:
+            pass
+        finally:
+            mesh.rng = now
+        assert len(found) == self._num_kept, "the second run differs from the first"
+        return found
+
+    def _check_unchanged(self) -> None:
+        if [x._version for x in self._arrived] != self._versions:
+            raise MeshfoldError(
+                "a tensor that a recomputed region needs was changed in place between forward and "
+                "backward; update parameters and batches after backward"
+            )
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("the graph of a second run has no backward")
+
+
+def _start_nothing() -> None:
+    """The gathers that come next in forward are no concern of the backward."""
+
+
+def _autocast_state(device_type: str) -> dict[str, Any]:
+    return {
+        "enabled": torch.is_autocast_enabled(device_type),
+        "dtype": torch.get_autocast_dtype(device_type),
+    }
