@@ -1,0 +1,206 @@
+"""Pipeline schedules: in which order each stage runs the passes of its microbatches.
+
+A stage of the model runs, per microbatch, a forward F and a backward B; where a schedule splits the
+backward, B is the input gradient (the part the stage before waits for) and W the weight gradient
+(Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024). With p devices, m microbatches and v
+chunks of the model per device there are p*v stages; stage s runs on device s mod p.
+
+    gpipe        all forwards, then all backwards (Huang et al., NeurIPS 2019)
+    1f1b         w_i forwards to warm up, then forward and backward in turn (Narayanan et al., 2021)
+    interleaved  1f1b over v chunks per device (Narayanan et al., SC 2021)
+    zero_bubble  1f1b with split backward, W delayed by i microbatches on device i (ZB-H1)
+
+1f1b and zero_bubble warm up with w_i = p-1-i forwards on device i, or up to twice as many: each
+more hides point-to-point latency and costs the activations of one more microbatch. The numbers of
+microbatches in flight (forward done, backward not yet) follow in closed form:
+
+    gpipe  m      1f1b  min(m, w_i + 1)      zero_bubble  min(m, w_i + 1 + i)
+    interleaved, v > 1  min(m v, 2 (p-1-i) + (v-1) p + 1)   (stage, microbatch) pairs
+
+Prices of schedules are in meshfold.cost_models.pipeline.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshfold.errors import OptionError
+
+
+class Pass(StrEnum):
+    """What one action computes; the letter stands in the action's text form."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHT_GRADIENT = "W"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Action:
+    """One pass of a stage over a microbatch; str gives "2F0": stage 2, forward, microbatch 0."""
+
+    stage: int
+    kind: Pass
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The action of a text form. Raises ValueError where it is none."""
+        found = re.fullmatch(r"(\d+)([FBW])(\d+)", text)
+        if found is None:
+            raise ValueError(
+                f"{text!r} is no action: expected stage, F, B or W, microbatch ('2F0')"
+            )
+        return cls(int(found[1]), Pass(found[2]), int(found[3]))
+
+
+ActionLists = tuple[tuple[Action, ...], ...]
+"""The actions of each device, in the order it runs them."""
+
+
+class ScheduleKind(StrEnum):
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero_bubble"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule of `num_microbatches` over `num_devices`, `num_chunks` stages on each.
+
+    extra_warm_up: forwards that 1f1b and zero_bubble run ahead of the p-1-i of device i; a device
+    takes min(extra_warm_up, p-1-i). Raises OptionError for what does not exist.
+    """
+
+    kind: ScheduleKind
+    num_devices: int
+    num_microbatches: int
+    num_chunks: int = 1
+    extra_warm_up: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.num_devices, self.num_microbatches, self.num_chunks) < 1:
+            raise OptionError(f"{self}: devices, microbatches and chunks must be at least 1")
+        interleaved = self.kind is ScheduleKind.INTERLEAVED
+        if self.num_chunks > 1 and not interleaved:
+            raise OptionError(f"{self}: only the interleaved schedule has several chunks")
+        if interleaved and self.num_microbatches % self.num_devices:
+            raise OptionError(
+                f"{self}: the interleaved schedule needs a multiple of {self.num_devices} "
+                "microbatches"
+            )
+        deepens = self.kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE)
+        if not 0 <= self.extra_warm_up <= (max(self.num_devices - 1, 0) if deepens else 0):
+            raise OptionError(
+                f"{self}: extra warm-up is 0 to {self.num_devices - 1} for 1f1b and zero_bubble, "
+                "0 for the others"
+            )
+
+    def __str__(self) -> str:
+        chunks = f", {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        extra = f", warm-up +{self.extra_warm_up}" if self.extra_warm_up else ""
+        return f"{self.kind}({self.num_devices} x {self.num_microbatches}{chunks}{extra})"
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_devices * self.num_chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return self.kind is ScheduleKind.ZERO_BUBBLE
+
+    @property
+    def warm_up(self) -> tuple[int, ...]:
+        """Forwards that each device runs before its first forward-backward pair (w_i)."""
+        p, m, v = self.num_devices, self.num_microbatches, self.num_chunks
+        if self.kind is ScheduleKind.GPIPE:
+            return (m,) * p
+        if self.kind is ScheduleKind.INTERLEAVED:
+            if v == 1:
+                return tuple(min(m, p - 1 - i) for i in range(p))
+            return tuple(min(m * v, 2 * (p - 1 - i) + (v - 1) * p) for i in range(p))
+        depths = (p - 1 - i + min(self.extra_warm_up, p - 1 - i) for i in range(p))
+        return tuple(min(m, depth) for depth in depths)
+
+    @property
+    def weight_delay(self) -> tuple[int, ...]:
+        """Microbatches by which each device lets W fall behind B; zeros where W is part of B."""
+        return tuple(i if self.splits_backward else 0 for i in range(self.num_devices))
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Peak number of (stage, microbatch) pairs whose activations each device holds."""
+        total = self.num_microbatches * self.num_chunks
+        pairs = zip(self.warm_up, self.weight_delay, strict=True)
+        return tuple(min(total, warm + 1 + delay) for warm, delay in pairs)
+
+    def actions(self) -> ActionLists:
+        """The order of every device."""
+        return tuple(
+            _device_actions(self, i, warm, delay)
+            for i, (warm, delay) in enumerate(zip(self.warm_up, self.weight_delay, strict=True))
+        )
+
+
+def _device_actions(schedule: Schedule, device: int, warm: int, delay: int) -> tuple[Action, ...]:
+    """w forwards; then F(w+k), B(k), W(k - delay) for k = 0, 1, ... as far as each exists."""
+    forwards, backwards = forward_order(schedule, device), backward_order(schedule, device)
+    actions = [Action(stage, Pass.FORWARD, j) for stage, j in forwards[:warm]]
+    for k, (stage, microbatch) in enumerate(backwards):
+        if warm + k < len(forwards):
+            actions.append(Action(forwards[warm + k][0], Pass.FORWARD, forwards[warm + k][1]))
+        actions.append(Action(stage, Pass.BACKWARD, microbatch))
+        if schedule.splits_backward and k >= delay:
+            actions.append(Action(stage, Pass.WEIGHT_GRADIENT, backwards[k - delay][1]))
+    if schedule.splits_backward:
+        late = backwards[max(0, len(backwards) - delay) :]
+        actions.extend(Action(stage, Pass.WEIGHT_GRADIENT, j) for stage, j in late)
+    return tuple(actions)
+
+
+def forward_order(schedule: Schedule, device: int) -> list[tuple[int, int]]:
+    """(stage, microbatch) of each forward of a device: groups of p microbatches go through its
+    chunks one after the other."""
+    p, v = schedule.num_devices, schedule.num_chunks
+    if v == 1:
+        return [(device, j) for j in range(schedule.num_microbatches)]
+    return [
+        (device + p * chunk, group * p + j)
+        for group in range(schedule.num_microbatches // p)
+        for chunk in range(v)
+        for j in range(p)
+    ]
+
+
+def backward_order(schedule: Schedule, device: int) -> list[tuple[int, int]]:
+    """(stage, microbatch) of each backward of a device: as forward_order, last chunk first."""
+    last = schedule.num_stages - schedule.num_devices + device
+    return [(last - stage + device, j) for stage, j in forward_order(schedule, device)]
+
+
+def measured_in_flight(actions: Sequence[Iterable[Action]]) -> tuple[int, ...]:
+    """Peak number of (stage, microbatch) pairs held by each device, counted along its order.
+
+    A pair is held from its F to its W, or to its B where no W exists.
+    """
+    peaks = []
+    for device in actions:
+        ordered = list(device)
+        split = {(a.stage, a.microbatch) for a in ordered if a.kind is Pass.WEIGHT_GRADIENT}
+        held = peak = 0
+        for action in ordered:
+            if action.kind is Pass.FORWARD:
+                held += 1
+            elif action.kind is Pass.WEIGHT_GRADIENT or (action.stage, action.microbatch) not in (
+                split
+            ):
+                held -= 1
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)

@@ -1,0 +1,84 @@
+"""Orders of actions: complete, free of deadlock, with the in-flight numbers of the formulas."""
+
+import pytest
+
+from meshfold.cost_models.schedules import (
+    Action,
+    Pass,
+    Schedule,
+    ScheduleKind,
+    measured_in_flight,
+)
+from meshfold.errors import OptionError
+
+
+def all_schedules(max_devices=6, max_microbatches=14):
+    """Every schedule of these sizes, all warm-up depths, up to 3 chunks."""
+    for p in range(1, max_devices + 1):
+        for m in range(1, max_microbatches + 1):
+            yield Schedule(ScheduleKind.GPIPE, p, m)
+            for extra in range(p):
+                yield Schedule(ScheduleKind.ONE_F_ONE_B, p, m, extra_warm_up=extra)
+                yield Schedule(ScheduleKind.ZERO_BUBBLE, p, m, extra_warm_up=extra)
+            if m % p == 0:
+                for v in (1, 2, 3):
+                    yield Schedule(ScheduleKind.INTERLEAVED, p, m, num_chunks=v)
+
+
+def test_in_flight_is_what_the_order_holds():
+    for schedule in all_schedules():
+        assert measured_in_flight(schedule.actions()) == schedule.in_flight, str(schedule)
+
+
+def test_every_pass_once():
+    for schedule in all_schedules(4, 8):
+        kinds = list(Pass) if schedule.splits_backward else [Pass.FORWARD, Pass.BACKWARD]
+        expected = {
+            Action(stage, kind, j)
+            for stage in range(schedule.num_stages)
+            for kind in kinds
+            for j in range(schedule.num_microbatches)
+        }
+        actions = [a for device in schedule.actions() for a in device]
+        assert len(actions) == len(expected) and set(actions) == expected
+        for i, device in enumerate(schedule.actions()):
+            assert {a.stage % schedule.num_devices for a in device} == {i}
+
+
+def test_order_of_1f1b():
+    first, last = Schedule(ScheduleKind.ONE_F_ONE_B, 2, 3).actions()
+    assert " ".join(map(str, first)) == "0F0 0F1 0B0 0F2 0B1 0B2"
+    assert " ".join(map(str, last)) == "1F0 1B0 1F1 1B1 1F2 1B2"
+
+
+def test_order_of_zero_bubble():
+    first, last = Schedule(ScheduleKind.ZERO_BUBBLE, 2, 2).actions()
+    assert " ".join(map(str, first)) == "0F0 0F1 0B0 0W0 0B1 0W1"
+    assert " ".join(map(str, last)) == "1F0 1B0 1F1 1B1 1W0 1W1"
+
+
+def test_order_of_interleaved():
+    first, _ = Schedule(ScheduleKind.INTERLEAVED, 2, 2, num_chunks=2).actions()
+    assert " ".join(map(str, first)) == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
+
+
+def test_action_text_round_trips():
+    for text in ("2F0", "0B17", "11W3"):
+        assert str(Action.parse(text)) == text
+    with pytest.raises(ValueError, match="no action"):
+        Action.parse("2X0")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((ScheduleKind.GPIPE, 0, 4), "at least 1"),
+        ((ScheduleKind.ONE_F_ONE_B, 2, 4, 2), "only the interleaved"),
+        ((ScheduleKind.INTERLEAVED, 4, 6, 2), "multiple of 4"),
+        ((ScheduleKind.ONE_F_ONE_B, 4, 8, 1, 4), "extra warm-up is 0 to 3"),
+        ((ScheduleKind.GPIPE, 4, 8, 1, 1), "extra warm-up"),
+    ],
+)
+def test_schedules_that_do_not_exist(arguments, message):
+    with pytest.raises(OptionError, match=message):
+        Schedule(*arguments)
