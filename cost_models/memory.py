@@ -8,6 +8,9 @@ A step's tensors live on storages; a storage is freed when nothing refers to it 
     3. a second gradient for a value is added into the older buffer if nothing else refers to that,
        else into the newer one, else into a third
     4. gradients of slots stay to the end of the region: they leave it
+    5. with recomputation the forward keeps the slots and nothing else; when the backward first
+       needs something from inside, the forward runs again, as far as the last op that autograd
+       keeps anything of, beside the gradients that are there by then; then as above
 
 (Rules and their measured errors: PyTorch's engine, torch/csrc/autograd/input_buffer.cpp; held
 against the CPU allocator's events in tests/compiler/test_memory_real.py.)
@@ -16,6 +19,7 @@ Storages that come from outside through slots are not counted here: whoever made
 Sizes are bytes of one rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.op_probe import NEW_STORAGE, NO_GRADIENT, OpProbe, TensorSpec
@@ -34,13 +38,15 @@ class LocalStep:
 class LocalProgram:
     """What one rank runs for a region. Tensors 0..num_slots-1 come from outside; `specs` are those
     of all tensors, `outputs` what leaves. Gradients of `bucketed` tensors (from outside) are
-    reduced together, as soon as the backward of the first step that reads one is done."""
+    reduced together, as soon as the backward of the first step that reads one is done. recomputes:
+    the forward runs again in the backward."""
 
     num_slots: int
     specs: tuple[TensorSpec, ...]
     steps: tuple[LocalStep, ...]
     outputs: tuple[int, ...]
     bucketed: frozenset[int] = frozenset()
+    recomputes: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,8 @@ class RegionMemory:
     output_bytes: bytes of each output's storage if it is its own, else 0.
     saved_outputs: whether this region's own backward needs the output's storage.
     forward_peak_bytes: worst moment of the forward, everything made inside and not yet freed.
-    backward_peak_bytes: worst moment of the backward: what is kept, gradients coming in, made, and
-        leaving; storages of slots and outputs not included.
+    backward_peak_bytes: worst moment of the backward: what is kept or computed again, gradients
+        coming in, made, and leaving; storages of slots and outputs not included.
     reduction_bytes: alive when the gradients of bucketed tensors are all there, these included.
     slot_gradient_bytes: of each slot, 0 where there is none.
     """
@@ -117,7 +123,9 @@ class _Simulation:
         # Storages of slots are somebody else's: size 0 here, and an owner that never lets go.
         self.storage = [self.heap.allocate(0) for _ in range(program.num_slots)]
         self.storage += [-1] * (len(program.specs) - program.num_slots)
-        self.kept: list[list[int]] = []
+        self.last_use = _last_uses(program)
+        self.recomputes = program.recomputes and any(_keeps(s.probe) for s in program.steps)
+        self.kept: list[list[int]] = [[] for _ in program.steps]
         self.gradient: list[int] = [-1] * len(program.specs)
         self.reduction_bytes = 0
 
@@ -128,6 +136,8 @@ class _Simulation:
         slots = self.storage[:num_slots]
         outputs = [self.storage[t] for t in self.program.outputs]
         kept = {s for storages in self.kept for s in storages}
+        if self.recomputes:
+            kept.update(slots)
         roots = tuple(-1 - slots.index(s) if s in slots else outputs.index(s) for s in outputs)
         output_bytes = tuple(
             heap.sizes[s] if root == j else 0
@@ -154,14 +164,34 @@ class _Simulation:
     # Forward.
 
     def _forward(self) -> None:
-        last_use = _last_uses(self.program)
         for k, step in enumerate(self.program.steps):
-            self._run_forward(step)
-            for t in dict.fromkeys((*step.operands, *step.outputs)):
-                if last_use[t] <= k and t >= self.program.num_slots:
-                    self.heap.release(self.storage[t])
+            kept = self._run_forward(step)
+            if self.recomputes:
+                self._release_all(kept)
+            else:
+                self.kept[k] = kept
+            self._release_dead(step, k)
 
-    def _run_forward(self, step: LocalStep) -> None:
+    def _recompute(self) -> None:
+        """Run the forward again, keep what the backward needs, and drop the rest."""
+        steps = self.program.steps
+        last = max(k for k, step in enumerate(steps) if _keeps(step.probe))
+        probe = steps[last].probe
+        # Operands are noted before an op runs: one that keeps nothing else does not run again.
+        runs_last = bool(probe.saved_outputs or probe.saved_bytes)
+        stop = last + 1 if runs_last else last
+        for k in range(stop):
+            self.kept[k] = self._run_forward(steps[k])
+            self._release_dead(steps[k], k)
+        if not runs_last:
+            self.kept[last] = [self.storage[steps[last].operands[j]] for j in probe.saved_operands]
+            for s in self.kept[last]:
+                self.heap.retain(s)
+        made = {t for step in steps[:stop] for t in step.outputs}
+        self._release_all([self.storage[t] for t in made if self.last_use[t] >= stop])
+
+    def _run_forward(self, step: LocalStep) -> list[int]:
+        """Make the step's results; returns the storages that autograd keeps, retained."""
         heap, probe = self.heap, step.probe
         made_bytes = sum(o.num_bytes for o in probe.outputs) + probe.saved_bytes
         heap.touch(made_bytes + probe.forward_scratch_bytes)
@@ -177,7 +207,17 @@ class _Simulation:
             heap.retain(s)
         if probe.saved_bytes:
             kept.append(heap.allocate(probe.saved_bytes))
-        self.kept.append(kept)
+        return kept
+
+    def _release_dead(self, step: LocalStep, k: int) -> None:
+        """Release the values of step k that nobody reads later."""
+        values = dict.fromkeys((*step.operands, *step.outputs))
+        dead = [t for t in values if self.last_use[t] <= k and t >= self.program.num_slots]
+        self._release_all([self.storage[t] for t in dead])
+
+    def _release_all(self, storages: Sequence[int]) -> None:
+        for s in storages:
+            self.heap.release(s)
 
     # Backward.
 
@@ -185,11 +225,15 @@ class _Simulation:
         for t in self.program.outputs:
             if self.program.specs[t].requires_grad:
                 self._receive(t, self.heap.allocate(self.program.specs[t].num_bytes))
-        for step, kept in zip(reversed(self.program.steps), reversed(self.kept), strict=True):
+        is_inside_there = not self.recomputes
+        for k in reversed(range(len(self.program.steps))):
+            step = self.program.steps[k]
             if any(self.gradient[t] >= 0 for t in step.outputs):
+                if not is_inside_there and _keeps(step.probe):
+                    self._recompute()
+                    is_inside_there = True
                 self._run_backward(step)
-            for s in kept:
-                self.heap.release(s)
+            self._release_all(self.kept[k])
             if not self.program.bucketed.isdisjoint(step.operands):
                 # The last time this happens counts: the first step that reads one.
                 self.reduction_bytes = self.heap.current_bytes
@@ -228,6 +272,11 @@ class _Simulation:
             self.gradient[t] = heap.allocate(self.program.specs[t].num_bytes)
             heap.release(older)
             heap.release(newer)
+
+
+def _keeps(probe: OpProbe) -> bool:
+    """Whether autograd keeps anything of an op."""
+    return bool(probe.saved_operands or probe.saved_outputs or probe.saved_bytes)
 
 
 def _last_uses(program: LocalProgram) -> list[int]:

@@ -200,7 +200,14 @@ class _Builder:
             for v, layout in zip(self.graph.outputs, self.typing.outputs, strict=True)
         )
         bucketed = frozenset(self.uses.values())
-        return LocalProgram(num_slots, tuple(self.specs), tuple(self.steps), outputs, bucketed)
+        return LocalProgram(
+            num_slots,
+            tuple(self.specs),
+            tuple(self.steps),
+            outputs,
+            bucketed,
+            recomputes=self.typing.recompute == "full",
+        )
 
     def parameter_uses(self, names: Sequence[str]) -> list[ParameterUse]:
         """The parameters of an instance whose slots are called `names`."""
