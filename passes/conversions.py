@@ -90,13 +90,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ConversionCost:
-    """Price of a conversion. by_axis_s: forward plus backward per axis. forward and backward name
-    the collectives in order of execution; num_bytes is the local payload of the forward
-    collectives together, of the backward ones if there are none forward."""
+    """Price of a conversion. by_axis_s: forward plus backward per axis, forward_by_axis_s the first
+    alone. forward and backward name the collectives in order of execution; num_bytes is the local
+    payload of the forward collectives together, of the backward ones if there are none forward."""
 
     forward_s: float
     backward_s: float
     by_axis_s: tuple[float, ...]
+    forward_by_axis_s: tuple[float, ...]
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     num_bytes: int
@@ -147,6 +148,7 @@ def conversion_cost(
     steps = conversion_steps(value, source, target, mesh, costs)
     forward_s = backward_s = 0.0
     by_axis_s = [0.0] * len(source)
+    forward_by_axis_s = [0.0] * len(source)
     forward: list[str] = []
     backward: list[str] = []
     forward_bytes = backward_bytes = 0
@@ -156,6 +158,7 @@ def conversion_cost(
         forward_s += there_s
         backward_s += back_s
         by_axis_s[step.axis] += there_s + back_s
+        forward_by_axis_s[step.axis] += there_s
         num_bytes = max(
             _local_bytes(value, step.before, mesh), _local_bytes(value, step.after, mesh)
         )
@@ -169,6 +172,7 @@ def conversion_cost(
         forward_s,
         backward_s,
         tuple(by_axis_s),
+        tuple(forward_by_axis_s),
         tuple(forward),
         tuple(backward),
         forward_bytes or backward_bytes,

@@ -7,12 +7,15 @@
     gather_s, reduce_s      parameter gathers and gradient reductions: one collective per region,
                             axis and kind, since the runtime sends them in buckets
 
+Full recomputation adds the ops and conversions that run again (passes/recompute.py) to the backward,
+but no gather: the backward gathers a region's parameters in any case, for itself.
+
 All per instance and rank, in seconds, before any overlap.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshfold.cost_models.compute import op_work
 from meshfold.cost_models.cost_model import CostModel
@@ -25,6 +28,7 @@ from meshfold.passes.conversions import (
     plan_conversions,
 )
 from meshfold.passes.parameter_prices import is_bucketed, local_bytes
+from meshfold.passes.recompute import RunAgain, run_again
 from meshfold.passes.rules import AxisRule
 from meshfold.plan import ConversionRecord
 from meshfold.spmd import Layout
@@ -32,9 +36,20 @@ from meshfold.strategy import RegionTyping
 
 
 @dataclass(frozen=True)
+class AgainPrice:
+    """What runs again under full recomputation: compute, in-graph communication, and that by axis
+    name."""
+
+    compute_s: float = 0.0
+    graph_s: float = 0.0
+    communication_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RegionPrice:
     """Module docstring says what each time is. gather_s and reduce_s map an axis name to one pass:
-    a gather is done twice, in forward and again in backward."""
+    a gather is done twice, in forward and again in backward. again: what full recomputation costs,
+    included in the other times or not."""
 
     forward_s: float
     backward_s: float
@@ -44,6 +59,17 @@ class RegionPrice:
     gather_s: Mapping[str, float]
     reduce_s: Mapping[str, float]
     conversions: tuple[ConversionRecord, ...]
+    again: AgainPrice = AgainPrice()
+
+    def recomputed(self) -> "RegionPrice":
+        """This price, without recomputation, with full recomputation added to the backward."""
+        added = self.again.communication_s
+        return replace(
+            self,
+            backward_s=self.backward_s + self.again.compute_s,
+            graph_backward_s=self.graph_backward_s + self.again.graph_s,
+            communication_s={a: s + added[a] for a, s in self.communication_s.items()},
+        )
 
     @property
     def total_communication_s(self) -> dict[str, float]:
@@ -117,21 +143,40 @@ class _Sums:
     mesh: Mesh
     forward_s: float = 0.0
     backward_s: float = 0.0
+    again_compute_s: float = 0.0
+    again_s: float = 0.0
     communication_s: list[float] = field(init=False)
+    again_by_axis_s: list[float] = field(init=False)
     gather_bytes: list[int] = field(init=False)
     reduce_bytes: dict[tuple[int, str], int] = field(default_factory=dict)
     records: list[ConversionRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.communication_s = [0.0] * len(self.mesh.axes)
+        self.again_by_axis_s = [0.0] * len(self.mesh.axes)
         self.gather_bytes = [0] * len(self.mesh.axes)
 
-    def add(self, cost: ConversionCost) -> None:
-        """An in-graph conversion."""
+    def add(self, cost: ConversionCost, is_again: bool) -> None:
+        """An in-graph conversion; is_again: it is part of what runs again."""
         self.forward_s += cost.forward_s
         self.backward_s += cost.backward_s
         for axis, seconds in enumerate(cost.by_axis_s):
             self.communication_s[axis] += seconds
+        if is_again:
+            self.again_s += cost.forward_s
+            for axis, seconds in enumerate(cost.forward_by_axis_s):
+                self.again_by_axis_s[axis] += seconds
+
+    def add_op(self, time: OpTime, is_again: bool) -> None:
+        """The collectives inside an op's rule, and its forward if it runs again."""
+        for axis, seconds in enumerate(time.communication_s):
+            self.communication_s[axis] += seconds
+            self.forward_s += seconds
+        if is_again:
+            self.again_compute_s += time.forward_s
+            for axis, seconds in enumerate(time.communication_s):
+                self.again_by_axis_s[axis] += seconds
+                self.again_s += seconds
 
 
 def price_region(
@@ -143,24 +188,48 @@ def price_region(
 ) -> RegionPrice:
     """Price one instance of a region as it will be emitted. rules[o]: the axis rules of op o."""
     sums = _Sums(mesh)
+    again = run_again(graph)
     forward_s = backward_s = 0.0
-    for op, of_axes in zip(graph.ops, rules, strict=True):
+    for k, (op, of_axes) in enumerate(zip(graph.ops, rules, strict=True)):
         time = op_time(graph, op, of_axes, mesh, costs)
         forward_s += time.forward_s
         backward_s += time.backward_s
-        for axis, seconds in enumerate(time.communication_s):
-            sums.communication_s[axis] += seconds
-            sums.forward_s += seconds
+        sums.add_op(time, k < again.num_ops)
+    demands_again = _demands_again(graph, typing, again)
     for v, (native, demands) in enumerate(layouts_of_values(graph, typing)):
         value = graph.values[v]
         is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
-        for source, target in plan_conversions(value, native, demands, mesh, costs):
-            name = value_name(graph, v)
+        edges = plan_conversions(value, native, demands, mesh, costs)
+        reached = _reached(edges, demands_again[v])
+        for source, target in edges:
+            name, is_again = value_name(graph, v), target in reached
             if is_parameter and source == native:
-                _price_parameter(name, value, source, target, sums, costs)
+                _price_parameter(name, value, source, target, sums, costs, is_again)
             else:
-                _price_conversion(name, value, source, target, sums, costs)
-    return _finish(forward_s, backward_s, sums, costs)
+                _price_conversion(name, value, source, target, sums, costs, is_again)
+    price = _finish(forward_s, backward_s, sums, costs)
+    return price.recomputed() if typing.recompute == "full" else price
+
+
+def _demands_again(graph: OpGraph, typing: RegionTyping, again: RunAgain) -> list[set[Layout]]:
+    """Per value the layouts that a second run of the region makes of it, or finds."""
+    demands: list[set[Layout]] = [set() for _ in graph.values]
+    prepared = zip(graph.ops[: again.num_prepared], typing.ops, strict=False)
+    for op, chosen in prepared:
+        for v, layout in zip(op.operands, chosen.inputs, strict=True):
+            demands[v].add(layout)
+    return demands
+
+
+def _reached(edges: Sequence[tuple[Layout, Layout]], demands: set[Layout]) -> set[Layout]:
+    """The layouts on the way to `demands` in a tree of conversions."""
+    parents = {target: source for source, target in edges}
+    found: set[Layout] = set()
+    for layout in demands:
+        while layout in parents and layout not in found:
+            found.add(layout)
+            layout = parents[layout]
+    return found
 
 
 def layouts_of_values(
@@ -192,10 +261,16 @@ def value_name(graph: OpGraph, v: int) -> str:
 
 
 def _price_conversion(
-    name: str, value: Value, source: Layout, target: Layout, sums: _Sums, costs: CostModel
+    name: str,
+    value: Value,
+    source: Layout,
+    target: Layout,
+    sums: _Sums,
+    costs: CostModel,
+    is_again: bool,
 ) -> None:
     cost = conversion_cost(value, source, target, sums.mesh, costs)
-    sums.add(cost)
+    sums.add(cost, is_again)
     if cost.forward or cost.backward:
         sums.records.append(
             ConversionRecord(
@@ -213,13 +288,19 @@ def _price_conversion(
 
 
 def _price_parameter(
-    name: str, value: Value, stored: Layout, used: Layout, sums: _Sums, costs: CostModel
+    name: str,
+    value: Value,
+    stored: Layout,
+    used: Layout,
+    sums: _Sums,
+    costs: CostModel,
+    is_again: bool,
 ) -> None:
     """Bucketed steps are added up by bytes and priced per bucket; the record shows them alone."""
     mesh = sums.mesh
     for step in conversion_steps(value, stored, used, mesh, costs):
         if not is_bucketed(step.source, step.target):
-            sums.add(conversion_cost(value, step.before, step.after, mesh, costs))
+            sums.add(conversion_cost(value, step.before, step.after, mesh, costs), is_again)
             continue
         gathered = local_bytes(value, step.after, mesh.sizes)
         if step.source.is_shard:
@@ -262,4 +343,9 @@ def _finish(forward_s: float, backward_s: float, sums: _Sums, costs: CostModel) 
         gather_s=gather_s,
         reduce_s=reduce_s,
         conversions=tuple(sums.records),
+        again=AgainPrice(
+            sums.again_compute_s,
+            sums.again_s,
+            dict(zip(names, sums.again_by_axis_s, strict=True)),
+        ),
     )

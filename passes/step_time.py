@@ -2,8 +2,10 @@
 
 Regions run in program order, instance i with forward compute f_i and backward compute b_i, in-graph
 communication c_i in each direction (exposed, it is in the data flow), parameter gather g_i and
-gradient reduction d_i. The runtime starts the gather of the next region when one begins and reduces
-gradients beside the backward of the regions before it, so on one communication stream
+gradient reduction d_i. Where a region is recomputed, b_i and the backward's c_i include its second
+forward (passes/region_price.py); it waits for the same gather as the backward does. The runtime
+starts the gather of the next region when one begins and reduces gradients beside the backward of
+the regions before it, so on one communication stream
 
     forward   g_0 + sum_i max(f_i + c_i, g_{i+1})
     backward  sum_i max(b_i + c_i, g_{i-1} + d_{i+1}) + d_0        i from last to first
