@@ -29,6 +29,7 @@ from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind, SourceKind
 from meshfold.passes.conversions import ConversionCosts, conversion_steps, plan_conversions
+from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
 from meshfold.program import EmittedProgram, RegionProgram, Step
 from meshfold.program_text import TYPE
@@ -42,13 +43,9 @@ def emit(folded: FoldedGraph, plan: Plan) -> EmittedProgram:
 
     Raises PlanMismatchError if the plan's regions are not those of `folded`.
     """
-    if [r.name for r in plan.regions] != [r.name for r in folded.regions]:
-        raise PlanMismatchError(
-            f"the plan has regions {', '.join(r.name for r in plan.regions)}, the captured model "
-            f"{', '.join(r.name for r in folded.regions)}; plan this model again"
-        )
+    split = planned_graph(folded, plan)
     typings = [region.typing for region in plan.regions]
-    return emit_typed(folded, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
+    return emit_typed(split, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
 
 
 def emit_typed(
