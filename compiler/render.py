@@ -220,7 +220,7 @@ def _regions_table(plan: Plan) -> RenderableType:
         table.add_row(
             region.name,
             str(region.num_instances),
-            region.example_scope or "the whole model",
+            _where(region),
             seconds_text(region.forward_s),
             seconds_text(region.backward_s),
             _by_axis(region.communication_s),
@@ -228,6 +228,11 @@ def _regions_table(plan: Plan) -> RenderableType:
         )
     note = "  n instances; times and bytes per instance and rank; saved for the backward"
     return Group(_indented(table), Text(note, style="dim"))
+
+
+def _where(region: RegionPlan) -> str:
+    again = "" if region.typing.recompute == "none" else f", recompute {region.typing.recompute}"
+    return (region.example_scope or "the whole model") + again
 
 
 def _parameters_table(plan: Plan) -> RenderableType:

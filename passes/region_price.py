@@ -7,8 +7,8 @@
     gather_s, reduce_s      parameter gathers and gradient reductions: one collective per region,
                             axis and kind, since the runtime sends them in buckets
 
-Full recomputation adds the ops and conversions that run again (passes/recompute.py) to the backward,
-but no gather: the backward gathers a region's parameters in any case, for itself.
+Full recomputation adds to the backward what runs again (passes/recompute.py), ops and conversions;
+no gather, since the backward gathers a region's parameters for itself in any case.
 
 All per instance and rank, in seconds, before any overlap.
 """
