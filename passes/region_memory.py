@@ -129,6 +129,20 @@ def program_memory(
     return found
 
 
+def memory_of_region(
+    graph: OpGraph,
+    typing: RegionTyping,
+    mesh: Mesh,
+    probe: Probe,
+    *,
+    costs: ConversionCosts,
+    floats: Sequence[float],
+) -> RegionMemory:
+    """Memory of one instance whose values arrive as `typing` declares. floats: its bindings."""
+    builder = _Builder(graph, typing, typing.slots, mesh, costs, probe, floats)
+    return simulate_region(builder.build())
+
+
 def program_states(folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh) -> States:
     """What is there all the time. A source that several instances read counts once; parameters
     that no op reads are whole."""

@@ -1,23 +1,26 @@
 """Step time of a typed program: compute, exposed communication, optimizer.
 
-Regions run in program order, instance i with forward compute f_i and backward compute b_i, in-graph
-communication c_i in each direction (exposed, it is in the data flow), parameter gather g_i and
-gradient reduction d_i. Where a region is recomputed, b_i and the backward's c_i include its second
-forward (passes/region_price.py); it waits for the same gather as the backward does. The runtime
-starts the gather of the next region when one begins and reduces gradients beside the backward of
-the regions before it, so on one communication stream
+Instance i has forward compute f_i and backward compute b_i, in-graph communication c_i in each
+direction (exposed, it is in the data flow), parameter gather g_i and gradient reduction d_i. Where
+a region is recomputed, b_i and the backward's c_i include its second forward
+(passes/region_price.py); it waits for the same gather as the backward does. The runtime gathers
+while the region before runs and reduces gradients beside the backward of the regions before, on one
+communication stream. In a run of equal layers, what hides there is a layer's own:
 
-    forward   g_0 + sum_i max(f_i + c_i, g_{i+1})
-    backward  sum_i max(b_i + c_i, g_{i-1} + d_{i+1}) + d_0        i from last to first
+    forward   g_0 + sum_i max(f_i + c_i, g_i)
+    backward  sum_i max(b_i + c_i, g_i + d_i) + d_0
 
-The excess of each max over f_i or b_i is exposed. The last region's parameters are still there when
-backward starts. The optimizer is one memory-bound pass over the local states.
+The excess of each max over f_i or b_i is exposed. Each instance is charged with its own gather and
+reduction, so a step is a sum over instances, which the run search minimises (passes/mesh_plan.py).
+Where two neighbours disagree about the layout of a value, the consumer converts it (border_s). The
+optimizer is one memory-bound pass over the local states.
 """
 
 from collections.abc import Sequence
 
 from meshfold.cost_models.cost_model import CostModel
-from meshfold.opgraph import FoldedGraph, SourceKind
+from meshfold.opgraph import FoldedGraph, SourceKind, Value
+from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.passes.region_price import RegionPrice
 from meshfold.plan import TimeEstimate
@@ -40,7 +43,8 @@ def estimate_step(
     order = [prices[instance.region] for instance in folded.instances]
     forward_s = sum(p.forward_s for p in order)
     backward_s = sum(p.backward_s for p in order)
-    total_s = _forward_s(order) + _backward_s(order)
+    total_s = sum(map(instance_s, order)) + sum(map(ends_s, order[:1]))
+    total_s += border_s(folded, typings, costs)
     communication_s = {
         name: sum(p.total_communication_s[name] for p in order) for name in costs.mesh.names
     }
@@ -53,21 +57,41 @@ def estimate_step(
     )
 
 
-def _forward_s(order: Sequence[RegionPrice]) -> float:
-    gathers = [sum(p.gather_s.values()) for p in order]
-    total = sum(gathers[:1])
-    for p, next_gather in zip(order, [*gathers[1:], 0.0], strict=True):
-        total += max(p.forward_s + p.graph_forward_s, next_gather)
+def instance_s(price: RegionPrice) -> float:
+    """Seconds of one instance in a run, without the optimizer."""
+    gather_s, reduce_s = sum(price.gather_s.values()), sum(price.reduce_s.values())
+    forward_s = price.forward_s + price.graph_forward_s
+    backward_s = price.backward_s + price.graph_backward_s
+    return max(forward_s, gather_s) + max(backward_s, gather_s + reduce_s)
+
+
+def ends_s(price: RegionPrice) -> float:
+    """What the first instance adds: its gather and its reduction have nothing to hide behind."""
+    return sum(price.gather_s.values()) + sum(price.reduce_s.values())
+
+
+def border_s(folded: FoldedGraph, typings: Sequence[RegionTyping], costs: CostModel) -> float:
+    """Conversions of values that leave their producer in another layout than the consumer takes."""
+    known: dict[tuple[Value, Layout, Layout], float] = {}
+    total = 0.0
+    for instance in folded.instances:
+        values = folded.regions[instance.region].graph.values
+        for i, source in enumerate(instance.sources):
+            if source.kind is not SourceKind.VALUE:
+                continue
+            left = typings[folded.instances[source.instance].region].outputs[source.output]
+            taken = typings[instance.region].slots[i]
+            if left != taken:
+                key = values[i], left, taken
+                if key not in known:
+                    known[key] = conversion_cost(*key, costs.mesh, costs).total_s
+                total += known[key]
     return total
 
 
-def _backward_s(order: Sequence[RegionPrice]) -> float:
-    gathers = [0.0, *(sum(p.gather_s.values()) for p in order[:-1])]
-    reductions = [sum(p.reduce_s.values()) for p in order]
-    total = sum(reductions[:1])
-    for p, gather, reduction in zip(order, gathers, [*reductions[1:], 0.0], strict=True):
-        total += max(p.backward_s + p.graph_backward_s, gather + reduction)
-    return total
+def optimizer_s(state_bytes: float, costs: CostModel, optimizer: str) -> float:
+    """The optimizer's pass over `state_bytes` of local parameters."""
+    return costs.compute_s(0.0, OPTIMIZER_PASSES[optimizer] * state_bytes, "float32")
 
 
 def _optimizer_s(
@@ -77,7 +101,7 @@ def _optimizer_s(
         local_bytes(folded.regions[r].graph.values[i], layout, costs.mesh.sizes)
         for r, i, layout in parameter_layouts(folded, typings).values()
     )
-    return costs.compute_s(0.0, OPTIMIZER_PASSES[optimizer] * state_bytes, "float32")
+    return optimizer_s(state_bytes, costs, optimizer)
 
 
 def parameter_layouts(

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from support_graphs import costs_on, folded_stack
 
+from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.region_price import RegionPrice
-from meshfold.passes.step_time import OPTIMIZER_PASSES, estimate_step, parameter_layouts
+from meshfold.passes.step_time import OPTIMIZER_PASSES, border_s, estimate_step, parameter_layouts
 from meshfold.spmd import INVARIANT, Shard
 from meshfold.strategy import RegionTyping
 
@@ -27,7 +28,11 @@ FOLDED = folded_stack(num_layers=2)
 def estimate(price: RegionPrice, layout=INVARIANT, optimizer: str = "adamw"):
     _, costs, _ = costs_on(2, 1)
     typings = [
-        RegionTyping(tuple((layout,) for _ in region.graph.slots), (), ())
+        RegionTyping(
+            tuple((layout,) for _ in region.graph.slots),
+            (),
+            ((layout,),) * len(region.graph.outputs),
+        )
         for region in FOLDED.regions
     ]
     return estimate_step(FOLDED, typings, [price] * 3, costs, optimizer)
@@ -60,8 +65,24 @@ def test_short_reductions_hide_but_the_last():
 
 def test_long_gathers_and_reductions_stick_out():
     found = estimate(replace(PRICE, gather_s={"dp": 3.0}, reduce_s={"dp": 1.0}))
-    # forward: 3 + (2 out of each of 3) ; backward, last to first: 1, 2, 2, then 0 and the last 1.
-    assert found.exposed_communication_s == pytest.approx(3 + 3 * 2 + (1 + 2 + 2 + 0) + 1)
+    # Each of four: 3 - 1 forward, 3 + 1 - 2 backward. The first gather and the last reduction: 4.
+    assert found.exposed_communication_s == pytest.approx(4 * (2 + 2) + 4)
+
+
+def test_a_value_that_changes_layout_between_instances_is_converted_by_the_consumer():
+    _, costs, _ = costs_on(2, 1)
+    agreeing = [
+        RegionTyping(tuple((INVARIANT,) for _ in r.graph.slots), (), ((INVARIANT,),))
+        for r in FOLDED.regions
+    ]
+    assert border_s(FOLDED, agreeing, costs) == 0.0
+    leaving = [*agreeing[:1], replace(agreeing[1], outputs=((Shard(0),),)), *agreeing[2:]]
+    (value,) = {FOLDED.regions[1].graph.values[v] for v in FOLDED.regions[1].graph.outputs}
+    one_s = conversion_cost(value, (Shard(0),), (INVARIANT,), costs.mesh, costs).total_s
+    # Layer 1 reads layer 0, the last region reads layer 1.
+    assert border_s(FOLDED, leaving, costs) == pytest.approx(2 * one_s)
+    priced = estimate_step(FOLDED, leaving, [PRICE] * 3, costs, "adamw")
+    assert priced.exposed_communication_s == pytest.approx(2 * one_s)
 
 
 def test_optimizer_passes_over_local_states():
