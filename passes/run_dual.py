@@ -97,17 +97,30 @@ def _is_convex(times: FloatArray, memory: IntArray, left: int, middle: int, righ
 
 def sum_hulls(hulls: Sequence[Hull], counts: Sequence[int]) -> Hull:
     """The hull of `counts[i]` layers of each type i together; types with no layers are skipped."""
-    used = [(hull, count) for hull, count in zip(hulls, counts, strict=True) if count]
-    if not used:
-        return Hull(np.zeros(1), np.zeros(1), np.full(1, -1))
-    edges_bytes = np.concatenate([count * np.diff(hull.memory_bytes) for hull, count in used])
-    edges_s = np.concatenate([count * np.diff(hull.time_s) for hull, count in used])
-    steepest_first = np.argsort(edges_s / edges_bytes, kind="stable")
-    least_bytes = sum(count * hull.memory_bytes[0] for hull, count in used)
-    most_s = sum(count * hull.time_s[0] for hull, count in used)
-    memory = np.concatenate(([least_bytes], least_bytes + np.cumsum(edges_bytes[steepest_first])))
-    times = np.concatenate(([most_s], most_s + np.cumsum(edges_s[steepest_first])))
+    owners, edges_bytes, edges_s = steepest_edges(hulls)
+    lengths = np.asarray(counts, float)[owners]
+    used = lengths > 0
+    steps_bytes, steps_s = (lengths * edges_bytes)[used], (lengths * edges_s)[used]
+    least_bytes = sum(n * hull.memory_bytes[0] for hull, n in zip(hulls, counts, strict=True))
+    most_s = sum(n * hull.time_s[0] for hull, n in zip(hulls, counts, strict=True))
+    memory = np.concatenate(([least_bytes], least_bytes + np.cumsum(steps_bytes)))
+    times = np.concatenate(([most_s], most_s + np.cumsum(steps_s)))
     return Hull(memory, times, np.full(len(memory), -1))
+
+
+def steepest_edges(hulls: Sequence[Hull]) -> tuple[IntArray, FloatArray, FloatArray]:
+    """All edges of all hulls, the one that saves most time per byte first; equal ones by type.
+
+    Returns for each edge the index of its hull, its bytes (> 0) and its seconds (< 0) of one layer.
+    """
+    owners = np.repeat(np.arange(len(hulls)), [len(hull.time_s) - 1 for hull in hulls])
+    edges_bytes = np.concatenate([np.diff(hull.memory_bytes) for hull in hulls])
+    edges_s = np.concatenate([np.diff(hull.time_s) for hull in hulls])
+    # Rounding may turn two nearly equal slopes of one hull round; its edges must stay in order.
+    slopes = [np.diff(hull.time_s) / np.diff(hull.memory_bytes) for hull in hulls]
+    ordered = np.concatenate([np.maximum.accumulate(part) for part in slopes])
+    order = np.argsort(ordered, kind="stable")
+    return owners[order], edges_bytes[order], edges_s[order]
 
 
 def lp_values(

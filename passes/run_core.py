@@ -1,0 +1,343 @@
+"""Core enumeration: closes the gap between the relaxation of a run and its best plan, exactly.
+
+Given parts (layers that choose from one table each), a budget M and the price of memory p at M
+(`run_dual`), every strategy s of part i has a regret against the part's base strategy b_i,
+
+    r(i, s) = (t_s + p m_s) - (t_b + p m_b) >= 0,
+
+and a plan with counts n costs  LP(M) + sum n_s r_s + p * (unused bytes).  Strategies of regret 0
+are the base and, in one part, the strategy at the other end of the hull's edge at M: the *filler*.
+So every plan is a multiset of *exchanges* (base -> s, at its regret) plus as many fillers as fit:
+
+    for multisets of exchanges in order of total regret:            (_multisets_by_regret)
+        stop when LP(M) + regret >= the best plan found
+        fill up with fillers, compare with the best plan            (_Core.fill)
+
+The number of layers appears nowhere but in the counts, so 1,000 layers cost what 8 do. Taking an
+end of the edge instead of the mix is the classic mistake: feasible, and up to 20 % slow.
+(Balas and Zemel 1980 and Pisinger 1995 call the few items that can still change the core.)
+
+The objective may be a maximum of linear forms of several measures (`MaxOfForms`); then the bound is
+that of a supporting mix of the forms, and fillers are chosen on the true objective, which is convex
+in their number.
+"""
+
+import heapq
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshfold.passes.run_dual import FloatArray, Hull, IntArray, steepest_edges, sum_hulls
+
+RELATIVE_TIE = 1e-12
+"""Times this close are equal: above the rounding of sums of float64, far below any cost model."""
+
+MAX_TIES = 200
+"""Multisets looked at only to break ties by fewest strategies, memory and order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """`count` layers that choose from one table.
+
+    measures: (number of measures, number of strategies), e.g. one row of seconds;
+    memory_bytes: per strategy, int64.
+    """
+
+    count: int
+    measures: FloatArray
+    memory_bytes: IntArray
+
+
+@dataclass(frozen=True)
+class MaxOfForms:
+    """max over rows f of  coefficients[f] . z + constants[f],  z the summed measures of a plan."""
+
+    coefficients: tuple[tuple[float, ...], ...]
+    constants: tuple[float, ...]
+
+    def value(self, measures: Sequence[float]) -> float:
+        """The objective at z, in seconds."""
+        values: list[float] = [
+            constant + sum(map(operator.mul, row, measures))
+            for row, constant in zip(self.coefficients, self.constants, strict=True)
+        ]
+        return max(values)
+
+    def slope(self, step: Sequence[float]) -> float:
+        """Change of the first form along a step: of the objective, if it has no other form."""
+        return float(sum(map(operator.mul, self.coefficients[0], step)))
+
+
+SUM_OF_TIMES = MaxOfForms(((1.0,),), (0.0,))
+"""The plain objective over one measure."""
+
+
+@dataclass(frozen=True, eq=False)
+class Support:
+    """A linear function below the objective, with the hulls of the parts under it.
+
+    weights: per measure; constant_s: added to the weighted sum; hulls[i]: of part i, its time the
+    weighted measures.
+    """
+
+    weights: FloatArray
+    constant_s: float
+    hulls: tuple[Hull, ...]
+
+    def bound_s(self, parts: Sequence[Part], budget_bytes: int) -> float:
+        """LP(M) of the parts; infinite when not even the least memory fits."""
+        total = sum_hulls(self.hulls, [part.count for part in parts])
+        return float(total.time_at_s(budget_bytes)) + self.constant_s
+
+
+@dataclass(frozen=True, eq=False)
+class CorePlan:
+    """Layers per strategy for each part, with value and memory of the whole."""
+
+    value_s: float
+    memory_bytes: int
+    counts: tuple[IntArray, ...]
+
+    def tie_key(self) -> tuple[int, int, tuple[int, ...]]:
+        """Fewest distinct strategies, then least memory, then the strategies that come first."""
+        flat = np.concatenate(self.counts)
+        return int(np.count_nonzero(flat)), self.memory_bytes, tuple((-flat).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class CoreResult:
+    """plan: the best found; None when nothing is as good as the incumbent.
+
+    dual_s: LP(M). first_s: value of the rounded relaxation. nodes: multisets looked at. capped: the
+    node cap was hit, so plan may not be the best.
+    """
+
+    plan: CorePlan | None
+    dual_s: float
+    first_s: float
+    nodes: int
+    capped: bool
+
+
+def close_core(
+    parts: Sequence[Part],
+    support: Support,
+    objective: MaxOfForms,
+    budget_bytes: int,
+    *,
+    incumbent_s: float = math.inf,
+    node_cap: int,
+) -> CoreResult:
+    """The best counts of the parts under the budget, unless all are worse than incumbent_s.
+
+    The least memory of the parts must fit. Plans as good as the incumbent are returned.
+    """
+    core = _Core(parts, support, objective, budget_bytes)
+    first_s = core.fill(())
+    nodes, capped, ties = 1, False, 0
+    for regret_s, chosen in _multisets_by_regret(core.exchanges, core.has_layers_for):
+        best_s = min(incumbent_s, core.best_s)
+        bound_s = core.dual_s + regret_s
+        if not is_below(bound_s, best_s):
+            ties += 1
+            if is_below(best_s, bound_s) or ties > MAX_TIES:
+                break
+        if nodes >= node_cap:
+            capped = True
+            break
+        nodes += 1
+        core.fill(chosen)
+    plan = None if is_below(incumbent_s, core.best_s) else core.best
+    return CoreResult(plan, core.dual_s, first_s, nodes, capped)
+
+
+def is_below(left_s: float, right_s: float) -> bool:
+    """Whether left is smaller by more than rounding."""
+    return (
+        left_s < right_s - RELATIVE_TIE * abs(right_s)
+        if math.isfinite(right_s)
+        else (left_s < right_s)
+    )
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One layer of `part` takes `strategy` instead of the part's base."""
+
+    regret_s: float
+    part: int
+    strategy: int
+    extra_bytes: int
+    extra_measures: tuple[float, ...]
+
+
+class _Core:
+    """One problem at its price: bases, filler, exchanges and the best plan so far."""
+
+    def __init__(
+        self, parts: Sequence[Part], support: Support, objective: MaxOfForms, budget_bytes: int
+    ) -> None:
+        self.parts, self.objective, self.budget_bytes = parts, objective, budget_bytes
+        vertices, self.filler_part, price = _relaxed_vertices(parts, support.hulls, budget_bytes)
+        self.bases = [int(h.strategies[v]) for h, v in zip(support.hulls, vertices, strict=True)]
+        self.exchanges = _exchanges(parts, self.bases, support.weights, price)
+        self.filler: _Exchange | None = None
+        if self.filler_part >= 0:
+            hull = support.hulls[self.filler_part]
+            end = int(hull.strategies[vertices[self.filler_part] + 1])
+            is_filler = [(e.part, e.strategy) == (self.filler_part, end) for e in self.exchanges]
+            self.filler = self.exchanges.pop(is_filler.index(True))
+        base_columns = list(zip(parts, self.bases, strict=True))
+        self.free_bytes = budget_bytes - sum(
+            p.count * int(p.memory_bytes[b]) for p, b in base_columns
+        )
+        self.base_measures = [
+            math.fsum(p.count * float(p.measures[row, b]) for p, b in base_columns)
+            for row in range(len(support.weights))
+        ]
+        self.dual_s = support.bound_s(parts, budget_bytes)
+        self.best_s = math.inf
+        self.best: CorePlan | None = None
+
+    def has_layers_for(self, chosen: Sequence[int]) -> bool:
+        """Whether the last exchange's part has as many layers as the multiset takes of it."""
+        part = self.exchanges[chosen[-1]].part
+        return self._taken(chosen, part) <= self.parts[part].count
+
+    def fill(self, chosen: Sequence[int]) -> float:
+        """Value of the plan of these exchanges and the best number of fillers; kept if best."""
+        measures, free = list(self.base_measures), self.free_bytes
+        for index in chosen:
+            exchange = self.exchanges[index]
+            free -= exchange.extra_bytes
+            measures = list(map(operator.add, measures, exchange.extra_measures))
+        if free < 0:
+            return math.inf
+        fillers = 0
+        if self.filler is not None:
+            layers = self.parts[self.filler_part].count - self._taken(chosen, self.filler_part)
+            most = min(layers, free // self.filler.extra_bytes)
+            fillers = self._best_fillers(measures, self.filler.extra_measures, most)
+            measures = _moved(measures, self.filler.extra_measures, fillers)
+        value_s = self.objective.value(measures)
+        if not is_below(self.best_s, value_s):
+            self._keep(chosen, fillers)
+        return value_s
+
+    def _taken(self, chosen: Sequence[int], part: int) -> int:
+        return sum(self.exchanges[index].part == part for index in chosen)
+
+    def _best_fillers(self, start: Sequence[float], step: Sequence[float], most: int) -> int:
+        """The fewest fillers of least value: a bisection on the slope of a convex function."""
+        if len(self.objective.constants) == 1:
+            return most if self.objective.slope(step) < 0 else 0
+        low, high = 0, most
+        while low < high:
+            middle = (low + high) // 2
+            here_s = self.objective.value(_moved(start, step, middle))
+            if self.objective.value(_moved(start, step, middle + 1)) < here_s:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _keep(self, chosen: Sequence[int], fillers: int) -> None:
+        """Makes this plan the best one if it is faster, or as fast and first in tie order."""
+        counts = [np.zeros(len(part.memory_bytes), np.int64) for part in self.parts]
+        for part, base, column in zip(self.parts, self.bases, counts, strict=True):
+            column[base] = part.count
+        taken = [self.exchanges[index] for index in chosen]
+        for exchange, times in [(e, 1) for e in taken] + (
+            [(self.filler, fillers)] if self.filler is not None else []
+        ):
+            counts[exchange.part][exchange.strategy] += times
+            counts[exchange.part][self.bases[exchange.part]] -= times
+        plan = self._evaluated(tuple(counts))
+        better = self.best is None or is_below(plan.value_s, self.best_s)
+        if better or (self.best is not None and plan.tie_key() < self.best.tie_key()):
+            self.best = plan
+        self.best_s = min(self.best_s, plan.value_s)
+
+    def _evaluated(self, counts: tuple[IntArray, ...]) -> CorePlan:
+        """Value and memory of counts, from scratch: independent of the way they were found."""
+        rows = range(len(self.base_measures))
+        measures = [
+            math.fsum(
+                value
+                for part, column in zip(self.parts, counts, strict=True)
+                for value in (part.measures[row] * column).tolist()
+            )
+            for row in rows
+        ]
+        memory = sum(
+            int(part.memory_bytes @ column) for part, column in zip(self.parts, counts, strict=True)
+        )
+        return CorePlan(self.objective.value(measures), memory, counts)
+
+
+def _moved(start: Sequence[float], step: Sequence[float], times: int) -> list[float]:
+    return [a + times * b for a, b in zip(start, step, strict=True)]
+
+
+def _relaxed_vertices(
+    parts: Sequence[Part], hulls: Sequence[Hull], budget_bytes: int
+) -> tuple[list[int], int, float]:
+    """The relaxed optimum: a vertex of each hull, the one part that lies between its vertex and the
+    next (-1: none) and the price of memory in seconds per byte."""
+    vertices = [0] * len(parts)
+    free = float(budget_bytes) - sum(
+        part.count * hull.memory_bytes[0] for part, hull in zip(parts, hulls, strict=True)
+    )
+    for owner, edge_bytes, edge_s in zip(
+        *map(np.ndarray.tolist, steepest_edges(hulls)), strict=True
+    ):
+        needed = parts[owner].count * edge_bytes
+        if needed > free:
+            return vertices, owner, -edge_s / edge_bytes
+        free -= needed
+        vertices[owner] += 1
+    return vertices, -1, 0.0
+
+
+def _exchanges(
+    parts: Sequence[Part], bases: Sequence[int], weights: FloatArray, price: float
+) -> list[_Exchange]:
+    """All exchanges away from the bases, by regret."""
+    found = []
+    for i, (part, base) in enumerate(zip(parts, bases, strict=True)):
+        extra_measures = part.measures - part.measures[:, base : base + 1]
+        extra_bytes = part.memory_bytes - part.memory_bytes[base]
+        regrets = np.maximum(weights @ extra_measures + price * extra_bytes, 0.0).tolist()
+        columns = zip(regrets, extra_bytes.tolist(), extra_measures.T.tolist(), strict=True)
+        found += [
+            _Exchange(regret_s, i, strategy, extra, tuple(measures))
+            for strategy, (regret_s, extra, measures) in enumerate(columns)
+            if strategy != base
+        ]
+    return sorted(found, key=lambda e: (e.regret_s, e.part, e.strategy))
+
+
+def _multisets_by_regret(
+    exchanges: Sequence[_Exchange], is_possible: Callable[[Sequence[int]], bool]
+) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Nonempty multisets of exchanges (ascending indices) in order of total regret.
+
+    Each multiset is reached once: from the one without its last index by appending, or from the one
+    with a smaller last index by raising it. Both only add regret.
+    """
+    heap: list[tuple[float, tuple[int, ...], float]] = []
+    if exchanges:
+        heap.append((exchanges[0].regret_s, (0,), 0.0))
+    while heap:
+        regret_s, chosen, without_last_s = heapq.heappop(heap)
+        last = chosen[-1]
+        if is_possible(chosen):
+            yield regret_s, chosen
+            heapq.heappush(heap, (regret_s + exchanges[last].regret_s, (*chosen, last), regret_s))
+        if last + 1 < len(exchanges):
+            raised_s = without_last_s + exchanges[last + 1].regret_s
+            heapq.heappush(heap, (raised_s, (*chosen[:-1], last + 1), without_last_s))
