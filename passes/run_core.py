@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfold.passes.run_dual import FloatArray, Hull, IntArray, steepest_edges, sum_hulls
+from meshfold.passes.run_dual import FloatArray, Hull, IntArray, relaxed_point, sum_hulls
 
 RELATIVE_TIE = 1e-12
 """Times this close are equal: above the rounding of sums of float64, far below any cost model."""
@@ -182,13 +182,18 @@ class _Core:
         self, parts: Sequence[Part], support: Support, objective: MaxOfForms, budget_bytes: int
     ) -> None:
         self.parts, self.objective, self.budget_bytes = parts, objective, budget_bytes
-        vertices, self.filler_part, price = _relaxed_vertices(parts, support.hulls, budget_bytes)
-        self.bases = [int(h.strategies[v]) for h, v in zip(support.hulls, vertices, strict=True)]
-        self.exchanges = _exchanges(parts, self.bases, support.weights, price)
+        counts = [part.count for part in parts]
+        relaxed = relaxed_point(support.hulls, counts, budget_bytes)
+        self.filler_part = relaxed.between
+        self.bases = [
+            int(hull.strategies[vertex])
+            for hull, vertex in zip(support.hulls, relaxed.vertices, strict=True)
+        ]
+        self.exchanges = _exchanges(parts, self.bases, support.weights, relaxed.price)
         self.filler: _Exchange | None = None
         if self.filler_part >= 0:
             hull = support.hulls[self.filler_part]
-            end = int(hull.strategies[vertices[self.filler_part] + 1])
+            end = int(hull.strategies[relaxed.vertices[self.filler_part] + 1])
             is_filler = [(e.part, e.strategy) == (self.filler_part, end) for e in self.exchanges]
             self.filler = self.exchanges.pop(is_filler.index(True))
         base_columns = list(zip(parts, self.bases, strict=True))
@@ -281,26 +286,6 @@ class _Core:
 
 def _moved(start: Sequence[float], step: Sequence[float], times: int) -> list[float]:
     return [a + times * b for a, b in zip(start, step, strict=True)]
-
-
-def _relaxed_vertices(
-    parts: Sequence[Part], hulls: Sequence[Hull], budget_bytes: int
-) -> tuple[list[int], int, float]:
-    """The relaxed optimum: a vertex of each hull, the one part that lies between its vertex and the
-    next (-1: none) and the price of memory in seconds per byte."""
-    vertices = [0] * len(parts)
-    free = float(budget_bytes) - sum(
-        part.count * hull.memory_bytes[0] for part, hull in zip(parts, hulls, strict=True)
-    )
-    for owner, edge_bytes, edge_s in zip(
-        *map(np.ndarray.tolist, steepest_edges(hulls)), strict=True
-    ):
-        needed = parts[owner].count * edge_bytes
-        if needed > free:
-            return vertices, owner, -edge_s / edge_bytes
-        free -= needed
-        vertices[owner] += 1
-    return vertices, -1, 0.0
 
 
 def _exchanges(

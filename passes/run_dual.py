@@ -123,6 +123,37 @@ def steepest_edges(hulls: Sequence[Hull]) -> tuple[IntArray, FloatArray, FloatAr
     return owners[order], edges_bytes[order], edges_s[order]
 
 
+@dataclass(frozen=True)
+class RelaxedPoint:
+    """Where the relaxed optimum of several types lies.
+
+    vertices: a vertex of each hull. between: the one type whose layers are split between its vertex
+    and the next, -1 when none is; moved_layers: how many of them (a fraction) are at the next.
+    price: of memory there, in seconds per byte; 0 when memory does not bind.
+    """
+
+    vertices: tuple[int, ...]
+    between: int
+    moved_layers: float
+    price: float
+
+
+def relaxed_point(hulls: Sequence[Hull], counts: Sequence[int], budget_bytes: int) -> RelaxedPoint:
+    """The relaxed optimum of `counts[i]` >= 1 layers of each type i; the least memory must fit."""
+    vertices = [0] * len(hulls)
+    least_bytes = sum(n * hull.memory_bytes[0] for hull, n in zip(hulls, counts, strict=True))
+    free = budget_bytes - float(least_bytes)
+    owners, edges_bytes, edges_s = steepest_edges(hulls)
+    for owner, edge_bytes, edge_s in zip(
+        owners.tolist(), edges_bytes.tolist(), edges_s.tolist(), strict=True
+    ):
+        if counts[owner] * edge_bytes > free:
+            return RelaxedPoint(tuple(vertices), owner, free / edge_bytes, -edge_s / edge_bytes)
+        free -= counts[owner] * edge_bytes
+        vertices[owner] += 1
+    return RelaxedPoint(tuple(vertices), -1, 0.0, 0.0)
+
+
 def lp_values(
     types: Sequence[tuple[ArrayLike, ArrayLike, int]], budgets_bytes: ArrayLike
 ) -> FloatArray:
