@@ -162,22 +162,54 @@ class EchoMesh(RankMesh):
         return in_flight
 
 
+class EmittedStep:
+    """Rank 0 of an emitted program, without peers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        program: EmittedProgram,
+        batch: Mapping[str, torch.Tensor],
+    ) -> None:
+        mesh = EchoMesh(program.mesh, 0, torch.device("cpu"))
+        self.parameters = {
+            p.name: nn.Parameter(local_part(program, p.name, model.get_parameter(p.name), mesh))
+            for p in captured.graph.parameters
+        }
+        self.buffers = {b.name: model.get_buffer(b.name).clone() for b in captured.graph.buffers}
+        self.runner = ProgramRunner(program, mesh, captured.constants)
+        self.inputs = BatchReader(program, mesh, {}).read(batch)
+        self.known = [*self.parameters.values(), *self.buffers.values()]
+        self.known += [*captured.constants.values(), *batch.values()]
+
+    def forward(self) -> torch.Tensor:
+        return self.runner.run(self.parameters, self.buffers, self.inputs)
+
+    def train(self) -> None:
+        """Forward and backward; gradients go afterwards."""
+        self.forward().backward()
+        for p in self.parameters.values():
+            p.grad = None
+
+    def counted_peak_bytes(self) -> int:
+        """Worst moment of a step by counting storages, without parameters, buffers and batch."""
+        gc.collect()
+        with StorageCounter(self.known) as counter:
+            self.train()
+        return counter.peak_bytes
+
+    def counted_kept_bytes(self) -> int:
+        """What is there after the forward, the loss not included."""
+        gc.collect()
+        with StorageCounter(self.known) as counter:
+            loss = self.forward()
+            kept = counter.current_bytes
+        return kept - loss.nbytes
+
+
 def emitted_peak_bytes(
     model: nn.Module, captured: Captured, program: EmittedProgram, batch: Mapping[str, torch.Tensor]
 ) -> int:
-    """Worst moment of a step of rank 0 of an emitted program, by counting storages, without
-    parameters, buffers and batch. Gradients are fresh and stay."""
-    mesh = EchoMesh(program.mesh, 0, torch.device("cpu"))
-    parameters = {
-        p.name: nn.Parameter(local_part(program, p.name, model.get_parameter(p.name), mesh))
-        for p in captured.graph.parameters
-    }
-    buffers = {b.name: model.get_buffer(b.name).clone() for b in captured.graph.buffers}
-    runner = ProgramRunner(program, mesh, captured.constants)
-    reader = BatchReader(program, mesh, {})
-    inputs = reader.read(batch)
-    known = [*parameters.values(), *buffers.values(), *captured.constants.values(), *batch.values()]
-    gc.collect()
-    with StorageCounter(known) as counter:
-        runner.run(parameters, buffers, inputs).backward()
-    return counter.peak_bytes
+    """Worst moment of a step of rank 0 of an emitted program, see EmittedStep."""
+    return EmittedStep(model, captured, program, batch).counted_peak_bytes()
