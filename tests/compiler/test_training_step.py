@@ -16,6 +16,7 @@ from support_programs import (
     on_ranks,
     stack_model,
 )
+from support_recompute import emit_recomputed
 from torch import Tensor, nn
 
 from meshfold.buckets import BucketBuffers
@@ -80,9 +81,11 @@ def _logged(mesh: Any, kind: str, log: list[Any]) -> Any:
     return logged
 
 
-@pytest.fixture(scope="module")
-def zero3_log() -> tuple[EmittedProgram, list[Any]]:
+@pytest.fixture(scope="module", params=["none", "full"])
+def zero3_log(request: pytest.FixtureRequest) -> tuple[EmittedProgram, list[Any]]:
     model, batch, captured, program = zero3_stack()
+    if request.param == "full":
+        program = emit_recomputed(program)
     logs = on_ranks(model, captured, program, lambda rank: traced_run(program, rank, batch))
     assert logs[0] == logs[1], "the order of collectives is the same on all ranks"
     return program, logs[0]
@@ -135,8 +138,13 @@ def test_backward_gathers_one_region_ahead_and_keeps_the_last(zero3_log: Any) ->
         assert gather < reduction, "the gather is in flight while a layer runs backward"
 
 
-def test_gathered_parameters_are_two_regions_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gathered_parameters_are_two_regions_at_most(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, batch, captured, program = zero3_stack(width=16)
+    if recompute == "full":
+        program = emit_recomputed(program)
     live: dict[int, dict[int, int]] = {}
     peaks: dict[int, int] = {}
     unpack = BucketBuffers.unpack_whole

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from support_memory import (
+    EmittedStep,
     RealStep,
     allocator_peak_bytes,
     counted_peak_bytes,
@@ -14,12 +15,15 @@ from support_memory import (
     saved_bytes,
 )
 from support_models import FAMILIES, tiny_model
+from support_programs import emit_uniform
+from support_recompute import emit_recomputed
 from torch import nn
 
 from meshfold.capture import Captured, capture
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.devices import cluster
 from meshfold.cost_models.meshes import build_mesh
+from meshfold.cost_models.step_memory import compose_step
 from meshfold.emit import emit_typed
 from meshfold.mesh import Mesh
 from meshfold.opgraph import (
@@ -39,10 +43,11 @@ from meshfold.opgraph import (
     SourceKind,
     Value,
 )
-from meshfold.passes.region_memory import program_memory, step_memory
+from meshfold.passes.region_memory import program_memory, program_states, step_memory
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.plan import MemoryEstimate
 from meshfold.probe import OpProber
+from meshfold.program import EmittedProgram
 from meshfold.spmd import Layout, parse_layout
 from meshfold.strategy import OpTyping, RegionTyping, UniformStrategy
 
@@ -163,6 +168,53 @@ def test_peak_of_an_emitted_program(
     local_batch = sum(t.nbytes for t in batch.values()) // strategy.dp
     peak = found.peak - found.parameters - local_batch
     assert peak == pytest.approx(emitted_peak_bytes(model, captured, program, batch), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        *((family, UniformStrategy()) for family in ("gpt2", "llama", "t5", "mixtral")),
+        ("gpt2", UniformStrategy(dp=2, zero=3)),
+        ("llama", UniformStrategy(dp=2)),
+        ("llama", UniformStrategy(tp=2, sequence_parallel=True)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.label,
+)
+def test_memory_of_a_program_whose_layers_run_again(
+    family: str, strategy: UniformStrategy, captures: Captures
+) -> None:
+    """Peak, and what is kept after the forward, by counting storages; in one process the peak by
+    the allocator's events, too, and much less of it than without recomputation."""
+    torch.set_num_threads(1)
+    model, batch, captured = captures(family)
+    plain = emit_uniform(captured, strategy, batch["labels"].shape[0])
+    program = emit_recomputed(plain, only_layers=True)
+    step = EmittedStep(model, captured, program, batch)
+    local_batch = sum(t.nbytes for t in batch.values()) // strategy.dp
+    peak, kept = peak_and_kept(program)
+    assert peak - local_batch == pytest.approx(step.counted_peak_bytes(), rel=0.01)
+    if strategy.zero == 0:  # else the last region's gathered parameters are there, too
+        assert kept == pytest.approx(step.counted_kept_bytes(), abs=64)
+    if strategy == UniformStrategy():
+        assert peak - local_batch == pytest.approx(allocator_peak_bytes(step.train), rel=0.01)
+        assert peak < 0.75 * peak_and_kept(plain)[0]
+
+
+def peak_and_kept(program: EmittedProgram) -> tuple[int, int]:
+    """Predicted bytes of a program: worst moment beside the parameters, kept for the backward."""
+    folded, typings, mesh = program.folded, program.typings, program.mesh
+    costs = CostModel(cluster(f"local-cpux{mesh.num_ranks}"), mesh)
+    states = program_states(folded, typings, mesh)
+    loss = folded.outputs[0].source
+    found, kept = compose_step(
+        program_memory(folded, typings, mesh, PROBER, costs=costs),
+        [(loss.instance, loss.output)],
+        states,
+        optimizer="sgd",
+        reserve_bytes=0,
+        capacity_bytes=2**30,
+    )
+    return found.peak - found.parameters, sum(kept)
 
 
 # A region by hand: y = linear(x, w), x (8, 4), w (16, 4), in float32; one instance feeds a sum.
