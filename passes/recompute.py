@@ -22,7 +22,7 @@ KEEPS_NOTHING = frozenset(
     f"aten.{name}"
     for name in (
         "add.Tensor sub.Tensor rsub.Scalar neg.default alias.default detach.default clone.default "
-        "contiguous.default _to_copy.default sum.default sum.dim_IntList mean.default mean.dim "
+        "contiguous.default _to_copy.default sum.default sum.dim_IntList "
         "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int "
         "permute.default transpose.int t.default expand.default unsqueeze.default squeeze.default "
         "squeeze.dim squeeze.dims select.int slice.Tensor split.Tensor split_with_sizes.default "
@@ -33,8 +33,7 @@ KEEPS_NOTHING = frozenset(
 """Ops whose backward needs no tensor, in every local form that the emitter gives them."""
 
 KEEPS_OPERANDS = frozenset(
-    f"aten.{name}.default"
-    for name in "linear addmm mm bmm baddbmm matmul conv1d conv2d conv3d".split()
+    f"aten.{name}.default" for name in "linear addmm mm bmm baddbmm conv1d conv2d conv3d".split()
 )
 """Ops whose backward needs operands only."""
 

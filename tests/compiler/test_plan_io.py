@@ -77,6 +77,20 @@ def test_a_plan_for_one_device_round_trips() -> None:
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
+def test_recomputation_is_in_the_file_and_may_be_left_out_of_it() -> None:
+    plan = example_plan()
+    typing = replace(BLOCK.typing, recompute="full")
+    full = replace(plan, regions=(plan.regions[0], replace(BLOCK, typing=typing)))
+    text = plan_to_json(full)
+    assert plan_from_json(text) == full
+    document = json.loads(text)
+    assert [r.pop("recompute") for r in document["regions"]] == ["none", "full"]
+    assert plan_from_json(json.dumps(document)) == plan
+    document["regions"][0]["recompute"] = "selective"
+    with pytest.raises(PlanFormatError, match=r"regions\[0\].recompute: input should be 'none' or"):
+        plan_from_json(json.dumps(document))
+
+
 def test_people_come_first() -> None:
     text = plan_to_json(example_plan())
     keys = list(json.loads(text))

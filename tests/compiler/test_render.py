@@ -81,3 +81,12 @@ def test_a_plan_for_one_device_has_no_axes_to_show() -> None:
     assert "one rank" in text
     assert "before overlap" not in text
     assert "types per axis: none" in text
+
+
+def test_a_region_that_runs_again_says_so() -> None:
+    plan = example_plan()
+    typing = replace(plan.regions[1].typing, recompute="full")
+    regions = (plan.regions[0], replace(plan.regions[1], typing=typing))
+    text = " ".join(" ".join(page(plan_view(replace(plan, regions=regions)), 120)).split())
+    assert "model.layers.0, recompute full" in text
+    assert "recompute" not in " ".join(page(plan_view(plan), 120))

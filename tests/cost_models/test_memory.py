@@ -179,3 +179,46 @@ def test_dense_specs_have_row_major_strides() -> None:
     assert made.strides == (12, 4, 1) and made.num_bytes == 96
     assert dense_spec((), "int64", False).num_bytes == 8
     assert dense_spec((2, 0, 3), "float32", False).num_bytes == 0
+
+
+def test_recomputation_keeps_slots_and_rebuilds_the_inside() -> None:
+    # x -> exp (keeps its output) -> linear (keeps operands) -> neg (keeps nothing)
+    exp = OpProbe((new(10),), saved_outputs=(0,), gradients=(1,), fresh_gradient_bytes=(10,))
+    neg = OpProbe((new(10),), gradients=(1,), fresh_gradient_bytes=(10,))
+    steps = [
+        LocalStep((0,), (2,), exp),
+        LocalStep((2, 1), (3,), linear(10, 100)),
+        LocalStep((3,), (4,), neg),
+    ]
+    kept = simulate_region(program([spec(10), spec(100)], steps, [4]))
+    again = replace(program([spec(10), spec(100)], steps, [4]), recomputes=True)
+    memory = simulate_region(again)
+    assert (kept.saved_bytes, kept.saved_slots) == (10, {1})
+    assert (memory.saved_bytes, memory.saved_slots) == (0, {0, 1})
+    # Without the kept exp result, but for two values at a time.
+    assert (kept.forward_peak_bytes, memory.forward_peak_bytes) == (30, 20)
+    # neg's gradient is there when exp runs again; the linear does not run. Then as without.
+    assert memory.backward_peak_bytes == kept.backward_peak_bytes == 10 + 10 + 110
+    assert memory.slot_gradient_bytes == kept.slot_gradient_bytes
+
+
+def test_the_second_forward_can_be_the_worst_moment() -> None:
+    wide = OpProbe((new(1000),), gradients=(1,), fresh_gradient_bytes=(10,))
+    narrow = OpProbe((new(10),), gradients=(1,), fresh_gradient_bytes=(1000,))
+    keep = OpProbe((new(10),), saved_outputs=(0,), gradients=(1,), fresh_gradient_bytes=(10,))
+    steps = [
+        LocalStep((0,), (1,), wide),
+        LocalStep((1,), (2,), narrow),
+        LocalStep((2,), (3,), keep),
+    ]
+    again = replace(program([spec(10)], steps, [3]), recomputes=True)
+    memory = simulate_region(again)
+    # The incoming gradient, wide, and narrow's result; later the gradient of wide's result.
+    assert memory.backward_peak_bytes == 10 + 1000 + 10
+    assert memory.forward_peak_bytes == 1000 + 10
+
+
+def test_what_keeps_nothing_does_not_hold_its_slots() -> None:
+    neg = OpProbe((new(10),), gradients=(1,), fresh_gradient_bytes=(10,))
+    plain = program([spec(10)], [LocalStep((0,), (1,), neg)], [1])
+    assert simulate_region(replace(plain, recomputes=True)) == simulate_region(plain)

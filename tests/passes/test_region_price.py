@@ -1,5 +1,7 @@
 """The exact price of a typed region: every emitted conversion once."""
 
+from dataclasses import replace
+
 import pytest
 from support_graphs import GraphBuilder, costs_on, mlp
 
@@ -7,7 +9,7 @@ from meshfold.opgraph import OpGraph
 from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.region_price import layouts_of_values, op_time, price_region, value_name
 from meshfold.passes.rules import AxisRule, region_rules, typing_of
-from meshfold.spmd import INVARIANT, REPLICATE, Shard
+from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
 from meshfold.strategy import RegionTyping
 
 I = INVARIANT  # noqa: E741  the letter of the type
@@ -76,6 +78,47 @@ def test_work_is_divided_by_the_axes_that_split_it():
     launch_s = costs.launch_s
     assert split.forward_s - launch_s == pytest.approx((whole.forward_s - launch_s) / 2)
     assert split.backward_s < whole.backward_s
+
+
+def again_of(graph: OpGraph, names: list[str], slots, outputs):
+    """(price without recomputation, with it, rules, costs) on a tp axis of 2."""
+    mesh, costs, _ = costs_on(1, 2)
+    typing, rules = typed(graph, names, slots, outputs)
+    full = replace(typing, recompute="full")
+    prices = [price_region(graph, t, rules, mesh, costs) for t in (typing, full)]
+    return *prices, rules, costs
+
+
+def test_recomputation_adds_what_runs_again_to_the_backward():
+    # Row, then column parallel: the pending sum goes to the second product, which is not run.
+    graph = mlp(residual=True)
+    slots = ((Shard(1),), (Shard(1),), (Shard(0),))
+    plain, full, rules, costs = again_of(graph, ["k", "I", "o", "I"], slots, ((I,),))
+    mesh = costs.mesh
+    times = [op_time(graph, op, r, mesh, costs) for op, r in zip(graph.ops, rules, strict=True)]
+    compute_s = times[0].forward_s + times[1].forward_s
+    hidden = graph.values[graph.ops[0].outputs[0]]
+    summed = conversion_cost(hidden, (PARTIAL,), (I,), mesh, costs)
+    copied = conversion_cost(hidden, (I,), (REPLICATE,), mesh, costs)
+    assert summed.forward_s > 0 and copied.forward_s == 0
+    assert full.again == plain.again
+    assert full.backward_s == pytest.approx(plain.backward_s + compute_s)
+    assert full.graph_backward_s == pytest.approx(plain.graph_backward_s + summed.forward_s)
+    more = full.communication_s["tp"] - plain.communication_s["tp"]
+    assert more == pytest.approx(summed.forward_s)
+    # Gathered for the residual sum and for the output, neither of which runs again.
+    assert plain.graph_forward_s > summed.forward_s
+    for name in ("forward_s", "graph_forward_s", "gather_s", "reduce_s", "conversions"):
+        assert getattr(full, name) == getattr(plain, name)
+
+
+def test_the_collective_behind_the_last_product_does_not_run_again():
+    slots = ((I,), (Shard(0),), (Shard(1),))
+    plain, full, *_ = again_of(mlp(), ["o", "d1", "k"], slots, ((I,),))
+    assert plain.graph_forward_s > 0
+    assert full.graph_backward_s == plain.graph_backward_s
+    assert full.communication_s == plain.communication_s
+    assert full.backward_s > plain.backward_s
 
 
 def test_layouts_of_values():
