@@ -1,0 +1,278 @@
+"""Stage boundaries, strategies, schedule and warm-up depth for the least true makespan.
+
+Level three of the search. Input: a StageProblem and the schedules allowed; output: a PipelinePlan
+with a certified gap. For each schedule (_ScheduleSearch.close):
+
+    1. bounds T_i[a, b] of every stage, one table per (in flight, budget)        (stage_tables)
+    2. the least D over all cuts is the lower bound; a cut that meets it         (stage_bounds)
+    3. solve the stages of that cut exactly and simulate it: a plan              (_try)
+    4. move single layers between stages, judged by D, then simulated            (stage_climb)
+    5. exact times have replaced their bounds, and stages no better plan has are dropped: repeat
+       from 2 until bound and plan meet, or 2 has no new cut
+
+Stages are solved only where a cut asks for them: tens to hundreds instead of p L^2 / 2. What stays
+between bound and plan is that D's pre and suf are minimised apart, which fades as 1 / m. A schedule
+is skipped when the tables of one that holds fewer microbatches already bound it (bound_from).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshfold.cost_models.pipeline import StageTimes, device_ends_s
+from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.errors import InfeasibleError, OptionError
+from meshfold.passes.run_dual import FloatArray
+from meshfold.passes.run_search import solve_runs
+from meshfold.passes.stage_bounds import Arcs, device_terms, tighten
+from meshfold.passes.stage_cells import Cell, RunSolver, StageCells
+from meshfold.passes.stage_climb import judge_s, neighbours
+from meshfold.passes.stage_plan import PipelinePlan, Stage, StageSearchStats
+from meshfold.passes.stage_problem import StageProblem
+from meshfold.passes.stage_relax import least_overrun
+from meshfold.passes.stage_tables import StageTables
+
+TOLERANCE = 1e-4
+"""Relative gap at which closing stops."""
+
+MAX_CELLS = 2000
+"""Exact stages per search; chains without repeats, where every cut has its own, may need more."""
+
+NUM_FINALISTS = 3
+"""Neighbours of a cut that are solved and simulated before it counts as the best around."""
+
+
+def default_schedules(problem: StageProblem) -> tuple[Schedule, ...]:
+    """1f1b with the least warm-up, and 1, 2, 4, ... forwards deeper up to twice the least: depth
+    hides transfers, and at few microbatches it favours early stages that are heavier."""
+    deepest = problem.num_devices - 1
+    extras = {0, deepest, *(2**k for k in range(deepest.bit_length()))}
+    return tuple(
+        Schedule(
+            ScheduleKind.ONE_F_ONE_B,
+            problem.num_devices,
+            problem.num_microbatches,
+            extra_warm_up=extra,
+        )
+        for extra in sorted(extras)
+        if extra <= deepest
+    )
+
+
+def search_stages(
+    problem: StageProblem,
+    schedules: Sequence[Schedule] | None = None,
+    *,
+    tolerance: float = TOLERANCE,
+    solve_run: RunSolver = solve_runs,
+    max_cells: int = MAX_CELLS,
+) -> PipelinePlan:
+    """The plan with the least step time found under any of the schedules, with its proof.
+
+    schedules: with one chunk per device; None: default_schedules. tolerance: relative gap at which
+    closing stops. Raises InfeasibleError when no cut fits, OptionError for schedules of other sizes
+    than the problem's.
+    """
+    if schedules is None:
+        schedules = default_schedules(problem)
+    _check(problem, schedules)
+    cells = StageCells(problem, solve_run)
+    tables = StageTables(problem, cells)
+    searches: list[_ScheduleSearch] = []
+    best: _ScheduleSearch | None = None
+    bounds_s, num_pruned = [], 0
+    for schedule in sorted(schedules, key=lambda s: (sum(s.in_flight), str(s))):
+        limit_s = np.inf if best is None else best.step_s
+        search = _ScheduleSearch(problem, schedule, tables, max_cells)
+        bound_s = max((search.bound_from(other) for other in searches), default=0.0)
+        if bound_s * (1 + tolerance) >= limit_s:
+            num_pruned += 1
+            bounds_s.append(bound_s)
+            continue
+        searches.append(search)
+        search.close(limit_s, tolerance)
+        bounds_s.append(search.bound_s)
+        if search.step_s < limit_s:
+            best = search
+    if best is None:
+        raise _infeasible(problem, schedules)
+    stats = StageSearchStats(
+        len(schedules),
+        num_pruned,
+        cells.num_solved,
+        sum(search.num_simulations for search in searches),
+        any(search.capped for search in searches),
+    )
+    return best.plan(min([best.step_s, *bounds_s]), stats)
+
+
+def _check(problem: StageProblem, schedules: Sequence[Schedule]) -> None:
+    if not schedules:
+        raise OptionError("the stage search needs at least one schedule")
+    for schedule in schedules:
+        sizes = (schedule.num_devices, schedule.num_microbatches, schedule.num_chunks)
+        if sizes != (problem.num_devices, problem.num_microbatches, 1):
+            raise OptionError(
+                f"{schedule} does not fit {problem.num_devices} devices, "
+                f"{problem.num_microbatches} microbatches and one chunk per device"
+            )
+
+
+def _infeasible(problem: StageProblem, schedules: Sequence[Schedule]) -> InfeasibleError:
+    """Names the device that is over its budget in the cut that comes closest to fitting."""
+    least = min(schedules, key=lambda s: (sum(s.in_flight), str(s)))
+    device, need, (first, end) = least_overrun(problem, least.in_flight)
+    available = int(problem.memory_bytes[device])
+    missing = max(need - available, 1)
+    return InfeasibleError(
+        f"no cut of {problem.num_layers} layers into {problem.num_devices} stages fits: under "
+        f"{least} device {device} needs at least {missing} bytes more than its {available} for "
+        f"layers {first} to {end - 1} with {least.in_flight[device]} microbatches in flight",
+        binding_constraint=f"memory of device {device}",
+        best_candidate=str(least),
+        required_bytes=available + missing,
+        available_bytes=available,
+    )
+
+
+class _ScheduleSearch:
+    """The best plan under one schedule, and what is proven about it.
+
+    bound_s: no plan under the schedule is faster. step_s: of the best plan, infinite before there
+    is one; first_step_s: of the first.
+    """
+
+    def __init__(
+        self, problem: StageProblem, schedule: Schedule, tables: StageTables, max_cells: int
+    ) -> None:
+        self.problem, self.schedule, self.tables = problem, schedule, tables
+        self.step_s = self.first_step_s = float("inf")
+        self.bound_s = 0.0
+        self.num_simulations = 0
+        self.capped = False
+        self._terms = device_terms(problem, schedule)
+        self._kinds = list(zip(schedule.in_flight, problem.memory_bytes.tolist(), strict=True))
+        self._max_cells = max_cells
+        self._seen: dict[tuple[int, ...], float] = {}
+        self._cuts: tuple[int, ...] = ()
+        self._cells: list[Cell] = []
+
+    def bound_from(self, other: "_ScheduleSearch") -> float:
+        """A bound on this schedule from the tables of another that holds no more microbatches on
+        any device: its stages are never slower. 0 where that does not hold."""
+        pairs = zip(other.schedule.in_flight, self.schedule.in_flight, strict=True)
+        if any(theirs > ours for theirs, ours in pairs):
+            return 0.0
+        found = tighten(self._terms, other._all_arcs(), self.problem.hop_s, np.inf)
+        return min(found.bound_s, other._beyond_s())
+
+    def close(self, limit_s: float, tolerance: float) -> None:
+        """Searches for plans faster than limit_s and raises the bound, as far as both go."""
+        arcs = self._all_arcs()
+        found = tighten(self._terms, arcs, self.problem.hop_s, limit_s)
+        while found.cuts is not None and found.cuts not in self._seen:
+            self._try(found.cuts)
+            self._climb()
+            limit = min(limit_s, self.step_s)
+            if limit > self._beyond_s() and self.tables.width < self.problem.num_layers:
+                self.tables.widen()
+                arcs = self._all_arcs()
+            arcs = tuple(
+                self.tables.priced(kind, part.start, part.end)
+                for kind, part in zip(self._kinds, arcs, strict=True)
+            )
+            found = tighten(self._terms, arcs, self.problem.hop_s, limit)
+            arcs = found.arcs
+            self.bound_s = max(self.bound_s, min(found.bound_s, limit, self._beyond_s()))
+            self.capped = self.tables.cells.num_solved >= self._max_cells
+            if self.capped or limit <= self.bound_s * (1 + tolerance):
+                return
+        if found.cuts is None:
+            self.bound_s = max(self.bound_s, min(limit_s, self.step_s, self._beyond_s()))
+
+    def plan(self, lower_s: float, stats: StageSearchStats) -> PipelinePlan:
+        """The best plan found."""
+        stages = tuple(
+            Stage(
+                first,
+                end,
+                cell.blocks,
+                cell.forward_s,
+                cell.backward_s,
+                cell.weight_s,
+                cell.sync_s,
+                in_flight,
+                cell.memory_bytes,
+            )
+            for first, end, cell, in_flight in zip(
+                self._cuts, self._cuts[1:], self._cells, self.schedule.in_flight, strict=False
+            )
+        )
+        return PipelinePlan(
+            self.problem.num_layers,
+            self.schedule,
+            stages,
+            tuple(self.problem.memory_bytes.tolist()),
+            self.step_s,
+            self.first_step_s,
+            lower_s,
+            stats,
+        )
+
+    def _all_arcs(self) -> tuple[Arcs, ...]:
+        return tuple(self.tables.arcs(kind, i) for i, kind in enumerate(self._kinds))
+
+    def _beyond_s(self) -> float:
+        """No plan with a stage of more layers than the tables hold is faster."""
+        bounds = [
+            self.tables.beyond_s(kind, None if i else 0) for i, kind in enumerate(self._kinds)
+        ]
+        return self.problem.num_microbatches * min(bounds)
+
+    def _try(self, cuts: tuple[int, ...]) -> bool:
+        """Solves and simulates a cut; whether it is the best so far."""
+        cells = [
+            self.tables.solve(kind, first, end)
+            for kind, first, end in zip(self._kinds, cuts, cuts[1:], strict=False)
+        ]
+        found = [cell for cell in cells if cell is not None]
+        self._seen[cuts] = float("inf")
+        if len(found) < len(cells):
+            return False
+        self.num_simulations += 1
+        step_s = step_time_s(self.schedule, found, self.problem.hop_s[list(cuts[1:-1])])
+        self._seen[cuts] = step_s
+        if not self._cells:
+            self.first_step_s = step_s
+        if step_s >= self.step_s:
+            return False
+        self.step_s, self._cuts, self._cells = step_s, cuts, found
+        return True
+
+    def _climb(self) -> None:
+        """Follows the best neighbour as long as one of the finalists is an improvement."""
+        improved = bool(self._cells) and self.schedule.num_devices > 1
+        while improved:
+            around = neighbours(self._cuts)
+            total_s = sum(cell.forward_s + cell.backward_s for cell in self._cells)
+            forward_s = sum(cell.forward_s for cell in self._cells)
+            share = forward_s / total_s if total_s else 0.5
+            tables = [self.tables.table(kind) for kind in self._kinds]
+            judged = judge_s(around, tables, self._terms, share, self.problem.hop_s)
+            order = np.argsort(judged, kind="stable")
+            order = order[judged[order] < self.step_s]
+            finalists = [tuple(around[at].tolist()) for at in order[: 4 * NUM_FINALISTS]]
+            fresh = [cuts for cuts in finalists if cuts not in self._seen][:NUM_FINALISTS]
+            improved = any(self._try(cuts) for cuts in fresh)
+
+
+def step_time_s(schedule: Schedule, cells: Sequence[Cell], hop_s: FloatArray) -> float:
+    """Simulated seconds of a step: every device's sync_s follows its last pass. hop_s: per cut."""
+    times = StageTimes.build(
+        [cell.forward_s for cell in cells],
+        [cell.backward_s for cell in cells],
+        weight_s=[cell.weight_s for cell in cells],
+        hop_s=hop_s,
+    )
+    ends = device_ends_s(schedule, times)
+    return float((ends + np.array([cell.sync_s for cell in cells])).max())

@@ -1,0 +1,268 @@
+"""Stage search against brute force over all cuts, strategies and schedules; its certificate."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_stages import (
+    all_cuts,
+    allowed_schedules,
+    brute_force_s,
+    layer_costs,
+    random_problem,
+    seeds,
+)
+
+from meshfold.cost_models.pipeline import StageTimes, simulate_actions
+from meshfold.cost_models.schedules import Schedule, ScheduleKind, measured_in_flight
+from meshfold.errors import InfeasibleError, OptionError
+from meshfold.passes.stage_plan import PipelinePlan
+from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
+from meshfold.passes.stage_search import search_stages
+
+ROUNDING = 1e-9
+
+
+def searched(problem, schedules=None, **options):
+    """The plan, or None where nothing fits."""
+    try:
+        return search_stages(problem, schedules, **options)
+    except InfeasibleError:
+        return None
+
+
+@settings(max_examples=300)
+@given(seeds, st.booleans())
+def test_brute_force(seed, all_schedules):
+    problem = random_problem(seed)
+    schedules = allowed_schedules(problem)
+    if not all_schedules:
+        schedules = [schedules[seed % len(schedules)]]
+    best_s = brute_force_s(problem, schedules)
+    plan = searched(problem, schedules)
+    if plan is None:
+        assert best_s == np.inf
+        return
+    assert 0 <= plan.gap <= plan.gap_before
+    assert plan.lower_bound_s <= best_s * (1 + ROUNDING)
+    assert plan.step_s >= best_s * (1 - ROUNDING)
+
+
+@settings(max_examples=100)
+@given(seeds)
+def test_plan_is_what_it_says(seed):
+    """Times, memory and in-flight numbers of the stages follow from their strategies."""
+    problem = random_problem(seed)
+    plan = searched(problem)
+    if plan is None:
+        return
+    held = measured_in_flight(plan.schedule.actions())
+    for i, stage in enumerate(plan.stages):
+        transient, memory = 0, held[i] * int(problem.held_bytes[stage.first])
+        forward_s = sync_s = 0.0
+        for block in stage.blocks:
+            costs = problem.runs[block.run].layer
+            at = costs.strategies.index(block.strategy)
+            forward_s += block.count * costs.forward_s[at]
+            sync_s += block.count * costs.sync_s[at]
+            each = costs.state_bytes[at] + held[i] * costs.activation_bytes[at]
+            memory += block.count * int(each)
+            transient = max(transient, int(costs.transient_bytes[at]))
+        assert stage.in_flight == held[i]
+        assert (stage.forward_s, stage.sync_s) == pytest.approx((forward_s, sync_s))
+        assert stage.memory_bytes == memory + transient <= problem.memory_bytes[i]
+        placed = [(block.run, block.count) for block in stage.blocks]
+        counts = {run: sum(n for r, n in placed if r == run) for run, _ in placed}
+        assert tuple(counts.items()) == problem.pieces(stage.first, stage.end)
+    times = StageTimes.build(
+        [stage.forward_s for stage in plan.stages],
+        [stage.backward_s for stage in plan.stages],
+        hop_s=problem.hop_s[[stage.first for stage in plan.stages[1:]]],
+    )
+    ends = simulate_actions(plan.schedule.actions(), times)
+    step_s = max(ends + [stage.sync_s for stage in plan.stages])
+    assert plan.step_s == pytest.approx(step_s, rel=1e-12)
+
+
+def deep_problem(num_layers=32, p=4, m=16, *, hop_s=0.0, memory_bytes=420, scale=1.0):
+    draws = np.random.default_rng(11)
+    runs = (
+        LayerRun(layer_costs("embedding", draws), 1),
+        LayerRun(layer_costs("layer", draws, 8, scale=scale), num_layers - 2),
+        LayerRun(layer_costs("head", draws), 1),
+    )
+    return StageProblem.build(
+        runs, num_stages=p, num_microbatches=m, memory_bytes=memory_bytes, hop_s=hop_s
+    )
+
+
+@pytest.mark.parametrize("m, most", [(4, 0.05), (8, 0.005), (32, 0.001)])
+def test_gap_closes(m, most):
+    plan = search_stages(deep_problem(m=m))
+    assert plan.gap <= most
+    assert not plan.stats.capped
+
+
+def test_more_memory_is_never_slower_than_the_gap_allows():
+    before = None
+    for memory in range(300, 700, 20):
+        plan = searched(deep_problem(memory_bytes=memory))
+        if plan is None:
+            assert before is None
+            continue
+        if before is not None:
+            assert plan.step_s <= before * (1 + plan.gap + ROUNDING)
+        before = plan.step_s
+    assert before is not None
+
+
+def test_faster_links_and_devices_are_never_slower_than_the_gap_allows():
+    for slow, fast in (
+        (deep_problem(hop_s=4.0), deep_problem(hop_s=1.0)),
+        (deep_problem(hop_s=1.0), deep_problem()),
+        (deep_problem(scale=1.5), deep_problem()),
+    ):
+        plan = search_stages(fast)
+        assert plan.step_s <= search_stages(slow).step_s * (1 + plan.gap + ROUNDING)
+
+
+def test_transfers_make_the_warm_up_deeper():
+    roomy = 10_000
+    still = search_stages(deep_problem(m=64, memory_bytes=roomy))
+    moving = search_stages(deep_problem(m=64, memory_bytes=roomy, hop_s=5.0))
+    fixed = [Schedule(ScheduleKind.ONE_F_ONE_B, 4, 64)]
+    shallow = search_stages(deep_problem(m=64, memory_bytes=roomy, hop_s=5.0), fixed)
+    assert moving.schedule.extra_warm_up > 0
+    assert still.step_s <= moving.step_s < shallow.step_s
+
+
+def uniform(name, seconds, *, state=10, activation=1):
+    return LayerCosts.build(
+        name,
+        ("only",),
+        forward_s=seconds,
+        backward_s=2 * seconds,
+        state_bytes=state,
+        activation_bytes=activation,
+    )
+
+
+def layers_per_stage(plan):
+    return [stage.end - stage.first for stage in plan.stages]
+
+
+def test_heavy_head_and_embedding_get_fewer_layers_beside_them():
+    layer = uniform("layer", 1.0)
+    runs = (
+        LayerRun(uniform("embedding", 3.0), 1),
+        LayerRun(layer, 23),
+        LayerRun(uniform("head", 6.0), 1),
+    )
+    problem = StageProblem.build(runs, num_stages=4, num_microbatches=64, memory_bytes=10_000)
+    plan = search_stages(problem)
+    assert layers_per_stage(plan) == [6, 8, 8, 3]
+    assert plan.step_s == pytest.approx((64 + 3) * 24, rel=1e-12)
+    assert plan.gap <= ROUNDING
+
+
+def test_memory_moves_layers_to_later_stages():
+    """Early stages hold more microbatches, so the budget caps their layers, not the time."""
+    problem = StageProblem.build(
+        (LayerRun(uniform("layer", 1.0, state=0, activation=10), 12),),
+        num_stages=3,
+        num_microbatches=6,
+        memory_bytes=90,
+    )
+    plan = search_stages(problem, [Schedule(ScheduleKind.ONE_F_ONE_B, 3, 6)])
+    assert [stage.in_flight for stage in plan.stages] == [3, 2, 1]
+    assert layers_per_stage(plan)[0] == 3
+    assert plan.memory_bytes[0] == 90
+
+
+def test_encoder_output_is_held_by_the_stages_after_it():
+    """Cuts inside the decoder carry the encoder's output: it is held in flight and transferred."""
+    runs = (LayerRun(uniform("encoder", 1.0), 6), LayerRun(uniform("decoder", 1.0), 6))
+    held = np.where(np.arange(12) > 6, 20, 0)
+    schedules = [Schedule(ScheduleKind.ONE_F_ONE_B, 3, 6)]
+    built = {"num_stages": 3, "num_microbatches": 6, "memory_bytes": [100, 100, 65]}
+    free = search_stages(StageProblem.build(runs, **built), schedules)
+    plan = search_stages(StageProblem.build(runs, **built, held_bytes=held), schedules)
+    assert layers_per_stage(free) == [4, 4, 4]
+    best_s = brute_force_s(StageProblem.build(runs, **built, held_bytes=held), schedules)
+    assert plan.step_s == pytest.approx(best_s)
+    assert plan.stages[2].memory_bytes == 20 + 11 * layers_per_stage(plan)[2]
+
+
+def test_shuffled_strategies_and_schedules_give_the_same_plan():
+    draws = np.random.default_rng(3)
+    for seed in range(20):
+        problem = random_problem(seed)
+        schedules = allowed_schedules(problem)
+        plan = searched(problem, schedules)
+        shuffled = tuple(LayerRun(_shuffled(run.layer, draws), run.count) for run in problem.runs)
+        draws.shuffle(schedules)
+        again = searched(replace(problem, runs=shuffled), schedules)
+        assert (plan is None) == (again is None)
+        if plan is not None:
+            assert replace(plan, stats=again.stats) == again
+
+
+def _shuffled(layer, draws):
+    order = draws.permutation(len(layer.strategies))
+    columns = ("forward_s", "backward_s", "weight_s", "sync_s")
+    columns += ("state_bytes", "activation_bytes", "transient_bytes")
+    tables = {key: getattr(layer, key)[order] for key in columns}
+    return LayerCosts.build(layer.name, tuple(layer.strategies[s] for s in order), **tables)
+
+
+def test_infeasible_names_the_device():
+    with pytest.raises(InfeasibleError, match="device 2 needs at least 15 bytes more") as caught:
+        runs = (LayerRun(uniform("layer", 1.0, activation=0), 3),)
+        search_stages(
+            StageProblem.build(
+                runs, num_stages=3, num_microbatches=4, memory_bytes=np.array([10, 10, -5])
+            )
+        )
+    assert caught.value.binding_constraint == "memory of device 2"
+    assert caught.value.required_bytes - caught.value.available_bytes == 15
+
+
+def test_a_cap_is_reported():
+    plan = search_stages(deep_problem(m=4), max_cells=1, tolerance=0.0)
+    assert plan.stats.capped and plan.gap >= 0
+
+
+def test_a_plan_that_loses_a_layer_cannot_be_built():
+    plan = search_stages(deep_problem())
+    short = replace(plan.stages[1], first=plan.stages[1].first, end=plan.stages[1].end)
+    with pytest.raises(ValueError, match="exactly once"):
+        replace(plan, stages=(short, *plan.stages[1:]))
+    with pytest.raises(ValueError, match="exactly once"):
+        replace(plan, num_layers=plan.num_layers + 1)
+    with pytest.raises(ValueError, match="strategies for"):
+        replace(plan.stages[0], end=plan.stages[0].end + 1)
+    with pytest.raises(ValueError, match="over their memory"):
+        replace(plan, budgets_bytes=(1,) * 4)
+    assert isinstance(plan, PipelinePlan)
+
+
+def test_wrong_input_is_named():
+    layer = uniform("layer", 1.0)
+    with pytest.raises(OptionError, match="cannot be cut into 3 stages"):
+        StageProblem.build((LayerRun(layer, 2),), num_stages=3, num_microbatches=1, memory_bytes=1)
+    with pytest.raises(OptionError, match="one value for each"):
+        StageProblem.build(
+            (LayerRun(layer, 2),), num_stages=2, num_microbatches=1, memory_bytes=[1, 2, 3]
+        )
+    with pytest.raises(OptionError, match="whole numbers"):
+        uniform("layer", 1.0, state=0.5)
+    with pytest.raises(OptionError, match="negative"):
+        uniform("layer", -1.0)
+    with pytest.raises(OptionError, match="does not fit 4 devices"):
+        search_stages(deep_problem(), [Schedule(ScheduleKind.GPIPE, 3, 16)])
+
+
+def test_brute_force_helper_sees_every_cut():
+    assert len(list(all_cuts(6, 3))) == 10

@@ -1,0 +1,115 @@
+"""Random stage problems, and their best plan by trying every cut and every strategy."""
+
+import itertools
+
+import numpy as np
+from hypothesis import strategies as st
+
+from meshfold.cost_models.pipeline import StageTimes, device_ends_s
+from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
+
+
+def layer_costs(name, draws, num_strategies=3, *, sync=False, transient=False, scale=1.0):
+    """A layer type whose fast strategies take more memory; `draws` is a numpy Generator."""
+    n = num_strategies
+    forward_s = np.sort(draws.integers(2, 12, n)) * scale
+    backward_s = draws.integers(4, 24, n) * scale
+    return LayerCosts.build(
+        name,
+        tuple(f"s{i}" for i in range(n)),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=backward_s * draws.choice([0.0, 0.25, 0.5]),
+        sync_s=draws.integers(0, 20, n) if sync else 0,
+        state_bytes=np.sort(draws.integers(1, 30, n))[::-1],
+        activation_bytes=np.sort(draws.integers(0, 8, n))[::-1],
+        transient_bytes=draws.integers(0, 12, n) if transient else 0,
+    )
+
+
+def random_problem(seed):
+    """At most 6 layers of up to 3 types on at most 3 devices, with every feature now and then."""
+    draws = np.random.default_rng(seed)
+    types = [
+        layer_costs(f"t{i}", draws, sync=seed % 5 == 0, transient=seed % 4 == 0)
+        for i in range(int(draws.integers(1, 4)))
+    ]
+    runs = tuple(LayerRun(layer, int(draws.integers(1, 5 - len(types)))) for layer in types)
+    num_layers = sum(run.count for run in runs)
+    p = int(draws.integers(1, min(3, num_layers) + 1))
+    return StageProblem.build(
+        runs,
+        num_stages=p,
+        num_microbatches=int(draws.integers(1, 9)),
+        memory_bytes=draws.integers(25, 160, p),
+        hop_s=draws.integers(0, 6, num_layers - 1) * (seed % 3 > 0),
+        held_bytes=draws.integers(0, 4, num_layers) * (seed % 7 == 0),
+    )
+
+
+def allowed_schedules(problem):
+    """All schedules of one chunk per device, at every warm-up depth."""
+    p, m = problem.num_devices, problem.num_microbatches
+    deepened = [
+        Schedule(kind, p, m, extra_warm_up=extra)
+        for kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE)
+        for extra in range(p)
+    ]
+    return [Schedule(ScheduleKind.GPIPE, p, m), *deepened]
+
+
+def all_cuts(num_layers, p):
+    for inner in itertools.combinations(range(1, num_layers), p - 1):
+        yield (0, *inner, num_layers)
+
+
+def brute_force_s(problem, schedules):
+    """Least step time over all cuts, strategies and schedules; infinite where nothing fits."""
+    return min(
+        _best_of_cut_s(problem, schedule, cuts)
+        for schedule in schedules
+        for cuts in all_cuts(problem.num_layers, problem.num_devices)
+    )
+
+
+def _best_of_cut_s(problem, schedule, cuts):
+    options = [
+        _stage_options(problem, first, end, k, budget)
+        for first, end, k, budget in zip(
+            cuts, cuts[1:], schedule.in_flight, problem.memory_bytes, strict=False
+        )
+    ]
+    hop_s = problem.hop_s[list(cuts[1:-1])]
+    best_s = np.inf
+    for chosen in itertools.product(*options):
+        forward_s, backward_s, weight_s, sync_s = np.array(chosen).T
+        times = StageTimes.build(forward_s, backward_s, weight_s=weight_s, hop_s=hop_s)
+        best_s = min(best_s, float((device_ends_s(schedule, times) + sync_s).max()))
+    return best_s
+
+
+def _stage_options(problem, first, end, in_flight, budget):
+    """(forward, backward, weight, sync) of every assignment that fits and no other beats in each
+    pass: the makespan grows with each of them."""
+    layers = [problem.runs[run].layer for run, n in problem.pieces(first, end) for _ in range(n)]
+    found = set()
+    for choice in itertools.product(*(range(len(layer.strategies)) for layer in layers)):
+        picked = list(zip(layers, choice, strict=True))
+        memory = in_flight * problem.held_bytes[first]
+        memory += max(layer.transient_bytes[s] for layer, s in picked)
+        memory += sum(
+            layer.state_bytes[s] + in_flight * layer.activation_bytes[s] for layer, s in picked
+        )
+        if memory <= budget:
+            keys = ("forward_s", "backward_s", "weight_s", "sync_s")
+            found.add(tuple(float(sum(getattr(c, key)[s] for c, s in picked)) for key in keys))
+    parts = {(f, b - w, w, y): (f, b, w, y) for f, b, w, y in found}
+    return [
+        option
+        for part, option in parts.items()
+        if not any(o != part and all(x <= y for x, y in zip(o, part, strict=True)) for o in parts)
+    ]
+
+
+seeds = st.integers(0, 10**9)
