@@ -5,6 +5,7 @@ weights copied from the original, ignored labels and tied weights on. A loss tha
 little by itself; the gradients are held one by one.
 """
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -67,6 +68,27 @@ def test_loss_and_every_gradient_equal_one_process(
         family,
         captured_family(family),
         plan_to_json(plan),
+    )
+    for loss_error, gradient_error, name, uneven in results:
+        assert loss_error <= EXACT
+        assert gradient_error <= EXACT, name
+        assert not uneven, "parameters with a gradient on one side only"
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"), [("gpt2", "zero3 x tp+sp"), ("t5", "zero3"), ("mixtral", "tp+sp")]
+)
+def test_regions_that_run_again_in_the_backward_equal_one_process(
+    pools: Pools, family: str, strategy: str
+) -> None:
+    plan = plan_for(family, strategy)
+    regions = [replace(r, typing=replace(r.typing, recompute="full")) for r in plan.regions]
+    results = pools.run(
+        PINS[strategy][0],
+        "support_emit:compare_step",
+        family,
+        captured_family(family),
+        plan_to_json(replace(plan, regions=tuple(regions))),
     )
     for loss_error, gradient_error, name, uneven in results:
         assert loss_error <= EXACT
