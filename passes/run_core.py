@@ -31,9 +31,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshfold.passes.run_dual import FloatArray, Hull, IntArray, relaxed_point, sum_hulls
+from meshfold.passes.run_merge import Exchanges, Filling, merge_exchanges
 
 RELATIVE_TIE = 1e-12
 """Times this close are equal: above the rounding of sums of float64, far below any cost model."""
+
+MOST_LISTED = 400
+"""Multisets listed before going over to merging them by dominance (`run_merge`)."""
 
 MAX_TIES = 200
 """Multisets looked at only to break ties by fewest strategies, memory and order."""
@@ -138,21 +142,12 @@ def close_core(
     """
     core = _Core(parts, support, objective, budget_bytes)
     first_s = core.fill(())
-    nodes, capped, ties = 1, False, 0
-    for regret_s, chosen in _multisets_by_regret(core.exchanges, core.has_layers_for):
-        best_s = min(incumbent_s, core.best_s)
-        bound_s = core.dual_s + regret_s
-        if not is_below(bound_s, best_s):
-            ties += 1
-            if is_below(best_s, bound_s) or ties > MAX_TIES:
-                break
-        if nodes >= node_cap:
-            capped = True
-            break
-        nodes += 1
-        core.fill(chosen)
+    nodes, is_done = core.list_multisets(incumbent_s, min(node_cap, MOST_LISTED))
+    if not is_done and nodes < node_cap:
+        states, is_done = core.merge_multisets(incumbent_s, node_cap)
+        nodes += states
     plan = None if is_below(incumbent_s, core.best_s) else core.best
-    return CoreResult(plan, core.dual_s, first_s, nodes, capped)
+    return CoreResult(plan, core.dual_s, first_s, nodes, not is_done)
 
 
 def is_below(left_s: float, right_s: float) -> bool:
@@ -208,7 +203,49 @@ class _Core:
         self.best_s = math.inf
         self.best: CorePlan | None = None
 
-    def has_layers_for(self, chosen: Sequence[int]) -> bool:
+    def list_multisets(self, incumbent_s: float, node_cap: int) -> tuple[int, bool]:
+        """Fills multisets one by one; how many, and whether that proves the best plan."""
+        nodes, ties = 1, 0
+        for regret_s, chosen in _multisets_by_regret(self.exchanges, self._has_layers_for):
+            best_s = min(incumbent_s, self.best_s)
+            bound_s = self.dual_s + regret_s
+            if not is_below(bound_s, best_s):
+                ties += 1
+                if is_below(best_s, bound_s) or ties > MAX_TIES:
+                    return nodes, True
+            if nodes >= node_cap:
+                return nodes, False
+            nodes += 1
+            self.fill(chosen)
+        return nodes, True
+
+    def merge_multisets(self, incumbent_s: float, state_cap: int) -> tuple[int, bool]:
+        """Merges multisets by dominance instead; states kept, and whether that proves the best."""
+        rows = np.array(self.objective.coefficients)
+        extra = np.array([exchange.extra_measures for exchange in self.exchanges])
+        exchanges = Exchanges(
+            np.array([exchange.regret_s for exchange in self.exchanges]),
+            np.array([exchange.part for exchange in self.exchanges]),
+            np.array([exchange.extra_bytes for exchange in self.exchanges]),
+            extra @ rows.T,
+        )
+        filling = Filling(
+            np.array([part.count for part in self.parts]),
+            self.free_bytes,
+            rows @ np.array(self.base_measures) + np.array(self.objective.constants),
+            self.filler_part,
+            0 if self.filler is None else self.filler.extra_bytes,
+            np.zeros(len(rows)) if self.filler is None else rows @ self.filler.extra_measures,
+        )
+        limit_s = min(incumbent_s, self.best_s) * (1 - RELATIVE_TIE)
+        merged = merge_exchanges(
+            exchanges, filling, dual_s=self.dual_s, limit_s=limit_s, state_cap=state_cap
+        )
+        if merged.chosen is not None:
+            self.fill(merged.chosen)
+        return merged.states, not merged.capped
+
+    def _has_layers_for(self, chosen: Sequence[int]) -> bool:
         """Whether the last exchange's part has as many layers as the multiset takes of it."""
         part = self.exchanges[chosen[-1]].part
         return self._taken(chosen, part) <= self.parts[part].count

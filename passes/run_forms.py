@@ -13,7 +13,9 @@ at the relaxed optimum. The rest is core enumeration under that bound (`run_core
 objective: exact for any w, faster for a good one.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,21 +27,110 @@ from meshfold.passes.run_core import (
     Support,
     close_core,
 )
-from meshfold.passes.run_dual import FloatArray, lower_hull, relaxed_point
+from meshfold.passes.run_dual import FloatArray, IntArray, lower_hull, relaxed_point
 
 MAX_MIXES = 8
 MAX_LINE_STEPS = 40
 
 
 def solve_forms(
-    parts: Sequence[Part], objective: MaxOfForms, budget_bytes: int, *, node_cap: int
+    parts: Sequence[Part],
+    objective: MaxOfForms,
+    budget_bytes: int,
+    *,
+    incumbent_s: float = math.inf,
+    node_cap: int,
 ) -> CoreResult:
-    """The best counts of the parts; their least memory must fit the budget.
+    """The best counts of the parts, unless all are worse than incumbent_s.
 
-    The result's dual_s bounds the objective of every plan that fits.
+    The least memory of the parts must fit the budget. The result's dual_s bounds the objective of
+    every plan that fits.
     """
-    support = best_support(parts, objective, budget_bytes)
-    return close_core(parts, support, objective, budget_bytes, node_cap=node_cap)
+    objective = _without_idle_forms(parts, objective)
+    sizes = [len(part.memory_bytes) for part in parts]
+    useful = [_undominated_strategies(part, objective) for part in parts]
+    parts = [
+        Part(part.count, part.measures[:, kept], part.memory_bytes[kept])
+        for part, kept in zip(parts, useful, strict=True)
+    ]
+    result = _solve_useful(parts, objective, budget_bytes, incumbent_s, node_cap)
+    if result.plan is None:
+        return result
+    counts = [np.zeros(size, np.int64) for size in sizes]
+    for full, kept, column in zip(counts, useful, result.plan.counts, strict=True):
+        full[kept] = column
+    return replace(result, plan=replace(result.plan, counts=tuple(counts)))
+
+
+def _solve_useful(
+    parts: Sequence[Part],
+    objective: MaxOfForms,
+    budget_bytes: int,
+    incumbent_s: float,
+    node_cap: int,
+) -> CoreResult:
+    """The same once idle forms and dominated strategies are gone."""
+    parallel = _parallel_rows(objective)
+    if parallel is None or len(objective.constants) == 1:
+        support = best_support(parts, objective, budget_bytes)
+        return close_core(
+            parts, support, objective, budget_bytes, incumbent_s=incumbent_s, node_cap=node_cap
+        )
+    row, factors = parallel
+    plain = MaxOfForms((row,), (0.0,))
+    rising = MaxOfForms(tuple((factor,) for factor in factors.tolist()), objective.constants)
+    support = best_support(parts, plain, budget_bytes)
+    result = close_core(parts, support, plain, budget_bytes, node_cap=node_cap)
+    plan = result.plan
+    return replace(
+        result,
+        plan=None if plan is None else replace(plan, value_s=rising.value((plan.value_s,))),
+        dual_s=rising.value((result.dual_s,)),
+        first_s=rising.value((result.first_s,)),
+    )
+
+
+def _undominated_strategies(part: Part, objective: MaxOfForms) -> IntArray:
+    """Strategies no other matches or beats in memory and in every form; of equals the first."""
+    columns = np.vstack((np.array(objective.coefficients) @ part.measures, part.memory_bytes))
+    better = (columns[:, :, None] <= columns[:, None, :]).all(axis=0)
+    first = np.triu(np.ones_like(better), 1)
+    beaten = (better & (~better.T | first)).any(axis=0)
+    return np.flatnonzero(~beaten)
+
+
+def _without_idle_forms(parts: Sequence[Part], objective: MaxOfForms) -> MaxOfForms:
+    """The objective without the forms that another one is at least as large as on every plan."""
+    rows, constants = np.array(objective.coefficients), np.array(objective.constants)
+    kept = list(range(len(rows)))
+    for form in range(len(rows)):
+        for other in kept:
+            lead = rows[form] - rows[other]
+            most_s = constants[form] - constants[other]
+            most_s += sum(part.count * float((lead @ part.measures).max()) for part in parts)
+            if other != form and most_s <= 0:
+                kept.remove(form)
+                break
+    return MaxOfForms(
+        tuple(objective.coefficients[form] for form in kept),
+        tuple(objective.constants[form] for form in kept),
+    )
+
+
+def _parallel_rows(objective: MaxOfForms) -> tuple[tuple[float, ...], FloatArray] | None:
+    """One row that all rows are multiples >= 0 of, with the factors; None when there is none.
+
+    Then the objective only rises with that one form, so its least value is at the same plan.
+    """
+    rows = np.array(objective.coefficients)
+    longest = int(np.argmax((rows**2).sum(axis=1)))
+    row = rows[longest]
+    if not row.any():
+        return None
+    factors = rows @ row / (row @ row)
+    if np.any(factors < 0) or not np.allclose(factors[:, None] * row, rows, rtol=1e-14, atol=0.0):
+        return None
+    return objective.coefficients[longest], factors
 
 
 def best_support(parts: Sequence[Part], objective: MaxOfForms, budget_bytes: int) -> Support:

@@ -1,0 +1,387 @@
+"""Plans Galvatron's cases with meshfold's run search, exactly under Galvatron's judge.
+
+Layer-wise cases. A plan is one table (batch, microbatches, pipeline degree P), one embedding
+strategy, one strategy per layer. With C_i the microbatch time of stage i, R_i the same with exposed
+gradient reduction, m microbatches, a = max(0, m + 1 - P), q = min(P - 1, m - 1), the judge is
+
+    T = max(sum C + (m-1) C_last,  (q + a) C_0,  C_1 + .. + C_last + a C_0)
+        + max(0, max_i R_i - C_0 - .. - C_i),
+
+a maximum of linear forms of all C and R. The first line grows with every C, so
+
+    bound    per (table, embedding, buffer): the hulls of all stages read at their memory
+    order    all of these by bound; stop when the bound reaches the best plan
+    solve    every stage for its least C, then, while the second line counts, one stage after the
+             other for T itself with the other stages as they are (passes/run_forms.py)
+
+The all-gather buffer depends on the largest degree in the plan: it is a case distinction, from no
+tensor parallelism at all to each degree as the largest allowed one.
+
+VLDB 2022 cases. One chain per stage with a conversion cost between neighbours: `solve_runs` on each
+batch and pipeline degree, by descending bound on batch / time.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from galvatron_cases import (
+    Document,
+    LayerwisePlan,
+    VldbPlan,
+    layer_type_numbers,
+    vldb_division,
+    vldb_other_mb,
+    vldb_strategies,
+)
+
+from meshfold.passes.run_core import CoreResult, MaxOfForms, Part
+from meshfold.passes.run_dual import FloatArray, IntArray, lower_hull, lp_values, sum_hulls
+from meshfold.passes.run_forms import solve_forms
+from meshfold.passes.run_problem import LayerType, Run, RunPlan, RunProblem
+from meshfold.passes.run_search import solve_runs
+
+NODE_CAP = 20_000
+RELATIVE_TIE = 1e-12
+MAX_ROUNDS = 4
+
+_NUM_PHASES = 3
+"""Forms of the first line of T in the module docstring."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of a case, its time as the planner sees it, and the proven gap (relative)."""
+
+    plan: LayerwisePlan | VldbPlan
+    time_s: float
+    batch: int
+    gap: float
+
+
+def plan_layerwise(case: Document) -> Found | None:
+    """The plan with the most samples/s over all tables of a case; None when nothing fits."""
+    variants = [v for number in range(len(case["cost_tables"])) for v in _variants(case, number)]
+    order = sorted(
+        (bound_s / variant.batch, number, embedding)
+        for number, variant in enumerate(variants)
+        for embedding, bound_s in enumerate(variant.bounds_s().tolist())
+        if math.isfinite(bound_s)
+    )
+    best: Found | None = None
+    best_per_sample_s = least_per_sample_s = math.inf
+    for bound_per_sample_s, number, embedding in order:
+        if bound_per_sample_s >= best_per_sample_s * (1 - RELATIVE_TIE):
+            break
+        variant = variants[number]
+        time_s, proven_s, plan = variant.solve(embedding, best_per_sample_s * variant.batch)
+        least_per_sample_s = min(least_per_sample_s, proven_s / variant.batch)
+        if plan is not None and time_s / variant.batch < best_per_sample_s:
+            best_per_sample_s = time_s / variant.batch
+            best = Found(plan, time_s, variant.batch, 0.0)
+    if best is None:
+        return None
+    gap = max(0.0, best_per_sample_s / least_per_sample_s - 1) if least_per_sample_s > 0 else 0.0
+    return Found(best.plan, best.time_s, best.batch, gap if gap > RELATIVE_TIE else 0.0)
+
+
+def _variants(case: Document, number: int) -> Iterator["_Variant"]:
+    """A table without tensor parallelism, and with each degree as the largest allowed."""
+    table = case["cost_tables"][number]
+    yield _Variant(case, number, 0, lambda strategy: bool(strategy["tp"] == 1))
+    everything = [*table["layers"], *table["embedding"]]
+    if all(strategy["tp"] == 1 for strategy in everything):
+        return
+    for degree in sorted({_degree(strategy) for strategy in everything}):
+        buffer_mb = int(table["allgather_buffer_mb_by_max_tp"].get(str(degree), 0))
+        yield _Variant(case, number, buffer_mb, lambda s, most=degree: _degree(s) <= most)
+
+
+def _degree(strategy: Document) -> int:
+    return int(max(strategy["tp"], strategy["sp"]))
+
+
+class _Variant:
+    """One cost table with the strategies that share one all-gather buffer."""
+
+    def __init__(
+        self, case: Document, number: int, buffer_mb: int, allowed: Callable[[Document], bool]
+    ) -> None:
+        table = case["cost_tables"][number]
+        self.number, self.batch = number, int(table["gbsz"])
+        self.chunks, self.num_stages = int(table["chunks"]), int(table["pp"])
+        self.division = tuple(map(int, table["pp_division"]))
+        self.layers = [s for s in table["layers"] if allowed(s)]
+        self.embeddings = _useful_embeddings([s for s in table["embedding"] if allowed(s)])
+        self.free_mb = math.floor(case["cluster"]["usable_memory_mb"]) - buffer_mb
+        self.types = layer_type_numbers(case)
+        self.rows = _judge_rows(self.num_stages, self.chunks)
+        self.stages = [self._parts(stage) for stage in range(self.num_stages)]
+        self._least: dict[tuple[int, int], CoreResult] = {}
+
+    def _stage_types(self, stage: int) -> list[int]:
+        first = sum(self.division[:stage])
+        return self.types[first : first + self.division[stage]]
+
+    def _parts(self, stage: int) -> list[Part]:
+        """The layers of a stage by type; measures: microbatch seconds without and with sync."""
+        members = self._stage_types(stage)
+        parts = []
+        for kind in sorted(set(members)) if self.layers else ():
+            times = [
+                [s[key][kind] for s in self.layers] for key in ("time_nosync_s", "time_sync_s")
+            ]
+            memory = [math.ceil(s["mem_mb"][kind][stage]) for s in self.layers]
+            parts.append(Part(members.count(kind), np.array(times), np.array(memory, np.int64)))
+        return parts
+
+    def _budget_mb(self, stage: int, embedding: int) -> int:
+        return self.free_mb - math.ceil(self.embeddings[embedding]["mem_mb"][stage])
+
+    def bounds_s(self) -> FloatArray:
+        """Lower bound on the step time for each embedding strategy."""
+        if not self.layers or not self.embeddings:
+            return np.zeros(0)
+        numbers = range(len(self.embeddings))
+        ahead = np.array([[1.0], [0.0]])
+        stage_s = np.array(
+            [
+                _relaxed_s(parts, ahead, [self._budget_mb(stage, e) for e in numbers])
+                for stage, parts in enumerate(self.stages)
+            ]
+        )
+        extra_s = np.array([s["time_nosync_s"] for s in self.embeddings], float).T
+        phases = self.rows[:_NUM_PHASES, : self.num_stages]
+        fits = np.isfinite(stage_s).all(axis=0)
+        bounds_s = (phases @ np.where(fits, stage_s + extra_s, 0.0)).max(axis=0)
+        if self.num_stages == 1:
+            exposed = np.array([[self.chunks - 1.0], [1.0]])
+            budgets = [self._budget_mb(0, e) for e in numbers]
+            exposed_s = _relaxed_s(self.stages[0], exposed, budgets)
+            bounds_s = np.maximum(bounds_s, exposed_s + (self.chunks - 1) * extra_s[0])
+        return np.where(fits, bounds_s, np.inf)
+
+    def solve(
+        self, embedding: int, incumbent_s: float
+    ) -> tuple[float, float, LayerwisePlan | None]:
+        """Time, proven lower bound and plan with this embedding strategy; no plan if all are worse
+        than incumbent_s."""
+        budgets = [self._budget_mb(stage, embedding) for stage in range(self.num_stages)]
+        extra_s = self.embeddings[embedding]["time_nosync_s"]
+        counts: list[tuple[IntArray, ...]] = []
+        for stage in range(1, self.num_stages):
+            least = self._least_time(stage, budgets[stage])
+            assert least.plan is not None
+            counts.append(least.plan.counts)
+        counts.insert(0, tuple(np.zeros(len(self.layers), np.int64) for _ in self.stages[0]))
+        first = self._solve_stage(counts, 0, budgets[0], extra_s, 2 * _NUM_PHASES, incumbent_s)
+        proven_s = first.dual_s if first.capped or first.plan is None else first.plan.value_s
+        if first.plan is None:
+            return math.inf, proven_s if first.capped else incumbent_s, None
+        counts[0] = first.plan.counts
+        time_s = self._time_s(counts, extra_s)
+        for _ in range(MAX_ROUNDS):
+            if time_s <= proven_s * (1 + RELATIVE_TIE):
+                break
+            before_s = time_s
+            for stage in range(self.num_stages):
+                every = len(self.rows)
+                best = self._solve_stage(counts, stage, budgets[stage], extra_s, every, math.inf)
+                assert best.plan is not None
+                counts[stage] = best.plan.counts
+            time_s = self._time_s(counts, extra_s)
+            if time_s >= before_s * (1 - RELATIVE_TIE):
+                break
+        return time_s, proven_s, self._plan(counts, embedding)
+
+    def _least_time(self, stage: int, budget_mb: int) -> CoreResult:
+        """The stage's least microbatch time, shared by embedding strategies of equal memory."""
+        if (stage, budget_mb) not in self._least:
+            objective = MaxOfForms(((1.0, 0.0),), (0.0,))
+            self._least[stage, budget_mb] = solve_forms(
+                self.stages[stage], objective, budget_mb, node_cap=NODE_CAP
+            )
+        return self._least[stage, budget_mb]
+
+    def _solve_stage(
+        self,
+        counts: Sequence[tuple[IntArray, ...]],
+        stage: int,
+        budget_mb: int,
+        extra_s: Sequence[float],
+        num_rows: int,
+        incumbent_s: float,
+    ) -> CoreResult:
+        """The counts of one stage that are best for the first forms of T, given other stages."""
+        measures = self._measures(counts, extra_s)
+        own = [stage, self.num_stages + stage]
+        measures[own] = extra_s[stage], 0.0
+        constants = self.rows @ measures
+        forms: dict[tuple[float, ...], float] = {}
+        for row in range(num_rows):
+            coefficients = tuple(self.rows[row, own].tolist())
+            forms[coefficients] = max(forms.get(coefficients, -math.inf), float(constants[row]))
+        objective = MaxOfForms(tuple(forms), tuple(forms.values()))
+        return solve_forms(
+            self.stages[stage],
+            objective,
+            budget_mb,
+            incumbent_s=incumbent_s,
+            node_cap=NODE_CAP,
+        )
+
+    def _measures(
+        self, counts: Sequence[tuple[IntArray, ...]], extra_s: Sequence[float]
+    ) -> FloatArray:
+        """C of all stages, then R of all stages."""
+        sums = np.array(
+            [
+                sum(part.measures @ column for part, column in zip(parts, columns, strict=True))
+                for parts, columns in zip(self.stages, counts, strict=True)
+            ]
+        )
+        return np.concatenate((sums[:, 0] + np.asarray(extra_s), sums[:, 1]))
+
+    def _time_s(self, counts: Sequence[tuple[IntArray, ...]], extra_s: Sequence[float]) -> float:
+        return float((self.rows @ self._measures(counts, extra_s)).max())
+
+    def _plan(self, counts: Sequence[tuple[IntArray, ...]], embedding: int) -> LayerwisePlan:
+        names = tuple(
+            strategy["name"]
+            for columns in counts
+            for column in columns
+            for strategy, count in zip(self.layers, column.tolist(), strict=True)
+            for _ in range(count)
+        )
+        return LayerwisePlan(self.number, names, self.embeddings[embedding]["name"], self.division)
+
+
+def _useful_embeddings(embeddings: Sequence[Document]) -> list[Document]:
+    """Without those that an earlier or better one matches or beats in all times and memory."""
+    useful: list[Document] = []
+    costs: list[FloatArray] = []
+    for strategy in sorted(embeddings, key=lambda s: sum(s["time_nosync_s"])):
+        cost = np.concatenate((strategy["time_nosync_s"], np.ceil(strategy["mem_mb"])))
+        if not any((other <= cost).all() for other in costs):
+            useful.append(strategy)
+            costs.append(cost)
+    return useful
+
+
+def _judge_rows(stages: int, chunks: int) -> FloatArray:
+    """T as a maximum of rows . (C, R): the three phases, then each with the excess of stage 0, then
+    each with the excess of every later stage."""
+    phases = np.zeros((_NUM_PHASES, 2 * stages))
+    after = max(0, chunks + 1 - stages)
+    phases[0, :stages] = 1.0
+    phases[0, stages - 1] += chunks - 1
+    phases[1, 0] = min(stages - 1, chunks - 1) + after
+    phases[2, 1:stages] = 1.0
+    phases[2, 0] = after
+    rows = [phases]
+    for stage in range(stages):
+        excess = np.zeros(2 * stages)
+        excess[: stage + 1] = -1.0
+        excess[stages + stage] = 1.0
+        rows.append(phases + excess)
+    return np.concatenate(rows)
+
+
+def _relaxed_s(parts: Sequence[Part], weights: FloatArray, budgets: Sequence[int]) -> FloatArray:
+    """The relaxation of a stage under a mix of its measures, at many budgets."""
+    hulls = [lower_hull((weights.T @ part.measures)[0], part.memory_bytes) for part in parts]
+    return sum_hulls(hulls, [part.count for part in parts]).time_at_s(budgets)
+
+
+def plan_vldb(case: Document, budget_mb: int) -> Found | None:
+    """The plan with the most samples/s over all batches and pipeline degrees."""
+    chains = [
+        _VldbChain(case, batch, pp)
+        for batch in case["tables"]
+        for pp in sorted({strategy["pp"] for strategy in case["strategies"]})
+    ]
+    bounds = [(chain.bound_s(budget_mb) / int(chain.batch), k) for k, chain in enumerate(chains)]
+    best: Found | None = None
+    best_per_sample_s, capped_s = math.inf, math.inf
+    for bound_per_sample_s, number in sorted(bounds):
+        if not bound_per_sample_s < best_per_sample_s * (1 - RELATIVE_TIE):
+            break
+        chain = chains[number]
+        plans = chain.solve(budget_mb)
+        time_s = chain.repeats * sum(plan.time_s for plan in plans)
+        if any(plan.capped for plan in plans):
+            capped_s = min(capped_s, bound_per_sample_s)
+        if time_s / int(chain.batch) < best_per_sample_s:
+            best_per_sample_s = time_s / int(chain.batch)
+            stages = tuple(
+                tuple(block.name for block in plan.blocks for _ in range(block.count))
+                for plan in plans
+            )
+            found = VldbPlan(chain.batch, chain.pp, stages)
+            best = Found(found, time_s, int(chain.batch), 0.0)
+    if best is None or capped_s >= best_per_sample_s:
+        return best
+    return Found(best.plan, best.time_s, best.batch, best_per_sample_s / capped_s - 1)
+
+
+class _VldbChain:
+    """The stages of one batch and pipeline degree as chains of runs, memory in MB."""
+
+    def __init__(self, case: Document, batch: str, pp: int) -> None:
+        table, members = case["tables"][batch], vldb_strategies(case, pp)
+        self.batch, self.pp = batch, pp
+        names = tuple(case["strategies"][index]["name"] for index in members)
+        layer_types = [
+            LayerType(
+                f"type{kind}",
+                names,
+                np.array(times, float)[members],
+                np.ceil(np.array(memory, float)[members]).astype(np.int64),
+                np.arange(len(members)),
+            )
+            for kind, (times, memory) in enumerate(
+                zip(table["time_s"], table["mem_mb"], strict=True)
+            )
+        ]
+        self.conversion_s = np.array(table["inter_layer_s_by_pp"][str(pp)], float)
+        self.other_mb = vldb_other_mb(case, batch, pp)
+        is_uniform = len(layer_types) == 1
+        self.repeats = pp if is_uniform else 1
+        division = vldb_division(case, batch, pp)[: 1 if is_uniform else pp]
+        kinds = layer_type_numbers(case)
+        self.stages: list[tuple[Run, ...]] = []
+        first = 0
+        for count in division:
+            members_of_stage = kinds[first : first + count]
+            first += count
+            self.stages.append(
+                tuple(
+                    Run(layer_types[kind], members_of_stage.count(kind))
+                    for kind in sorted(set(members_of_stage))
+                )
+            )
+
+    def _fixed_mb(self, stage: int) -> int:
+        return self.other_mb if stage == 0 else 0
+
+    def bound_s(self, budget_mb: int) -> float:
+        """Least step time with free conversions and fractional counts; infinite: nothing fits."""
+        bounds_s = [
+            lp_values(
+                [(r.layer_type.time_s, r.layer_type.memory_bytes, r.count) for r in runs],
+                budget_mb - self._fixed_mb(stage),
+            )
+            for stage, runs in enumerate(self.stages)
+        ]
+        return self.repeats * float(sum(bounds_s))
+
+    def solve(self, budget_mb: int) -> list[RunPlan]:
+        """The best plan of every stage; all fit, since the bound is finite."""
+        plans = []
+        for stage, runs in enumerate(self.stages):
+            fixed_mb = self._fixed_mb(stage)
+            plan = solve_runs(RunProblem(runs, budget_mb, fixed_mb, self.conversion_s))
+            assert isinstance(plan, RunPlan)
+            plans.append(plan)
+        return plans
