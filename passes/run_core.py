@@ -9,7 +9,7 @@ and a plan with counts n costs  LP(M) + sum n_s r_s + p * (unused bytes).  Strat
 are the base and, in one part, the strategy at the other end of the hull's edge at M: the *filler*.
 So every plan is a multiset of *exchanges* (base -> s, at its regret) plus as many fillers as fit:
 
-    for multisets of exchanges in order of total regret:            (_multisets_by_regret)
+    for multisets of exchanges in order of total regret:            (_Core._multisets_by_regret)
         stop when LP(M) + regret >= the best plan found
         fill up with fillers, compare with the best plan            (_Core.fill)
 
@@ -25,7 +25,7 @@ in their number.
 import heapq
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,7 +141,7 @@ def close_core(
     The least memory of the parts must fit. Plans as good as the incumbent are returned.
     """
     core = _Core(parts, support, objective, budget_bytes)
-    first_s = core.fill(())
+    first_s = core.fill((), core.start)
     nodes, is_done = core.list_multisets(incumbent_s, min(node_cap, MOST_LISTED))
     if not is_done and nodes < node_cap:
         states, is_done = core.merge_multisets(incumbent_s, node_cap)
@@ -170,6 +170,24 @@ class _Exchange:
     extra_measures: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Reached:
+    """A plan of bases and exchanges: bytes left, measures, exchanged layers per part."""
+
+    free_bytes: int
+    measures: tuple[float, ...]
+    used: tuple[int, ...]
+
+    def after(self, exchange: _Exchange) -> "_Reached":
+        """With one more exchange."""
+        part = exchange.part
+        return _Reached(
+            self.free_bytes - exchange.extra_bytes,
+            tuple(map(operator.add, self.measures, exchange.extra_measures)),
+            (*self.used[:part], self.used[part] + 1, *self.used[part + 1 :]),
+        )
+
+
 class _Core:
     """One problem at its price: bases, filler, exchanges and the best plan so far."""
 
@@ -192,21 +210,20 @@ class _Core:
             is_filler = [(e.part, e.strategy) == (self.filler_part, end) for e in self.exchanges]
             self.filler = self.exchanges.pop(is_filler.index(True))
         base_columns = list(zip(parts, self.bases, strict=True))
-        self.free_bytes = budget_bytes - sum(
-            p.count * int(p.memory_bytes[b]) for p, b in base_columns
-        )
-        self.base_measures = [
+        free_bytes = budget_bytes - sum(p.count * int(p.memory_bytes[b]) for p, b in base_columns)
+        measures = tuple(
             math.fsum(p.count * float(p.measures[row, b]) for p, b in base_columns)
             for row in range(len(support.weights))
-        ]
+        )
+        self.start = _Reached(free_bytes, measures, (0,) * len(parts))
         self.dual_s = support.bound_s(parts, budget_bytes)
         self.best_s = math.inf
         self.best: CorePlan | None = None
 
     def list_multisets(self, incumbent_s: float, node_cap: int) -> tuple[int, bool]:
-        """Fills multisets one by one; how many, and whether that proves the best plan."""
+        """Fills multisets in order of regret; how many, and whether that proves the best plan."""
         nodes, ties = 1, 0
-        for regret_s, chosen in _multisets_by_regret(self.exchanges, self._has_layers_for):
+        for regret_s, chosen, reached in self._multisets_by_regret():
             best_s = min(incumbent_s, self.best_s)
             bound_s = self.dual_s + regret_s
             if not is_below(bound_s, best_s):
@@ -216,8 +233,30 @@ class _Core:
             if nodes >= node_cap:
                 return nodes, False
             nodes += 1
-            self.fill(chosen)
+            self.fill(chosen, reached)
         return nodes, True
+
+    def _multisets_by_regret(self) -> Iterator[tuple[float, tuple[int, ...], "_Reached"]]:
+        """Nonempty multisets of exchanges (ascending indices) in order of total regret.
+
+        Each multiset is reached once: from the one without its last index by appending, or from the
+        one with a smaller last index by raising it. Both only add regret.
+        """
+        heap: list[tuple[float, tuple[int, ...], float, _Reached]] = []
+        if self.exchanges:
+            heap.append((self.exchanges[0].regret_s, (0,), 0.0, self.start))
+        while heap:
+            regret_s, chosen, before_s, before = heapq.heappop(heap)
+            index = chosen[-1]
+            exchange = self.exchanges[index]
+            if before.used[exchange.part] < self.parts[exchange.part].count:
+                reached = before.after(exchange)
+                yield regret_s, chosen, reached
+                longer = (*chosen, index)
+                heapq.heappush(heap, (regret_s + exchange.regret_s, longer, regret_s, reached))
+            if index + 1 < len(self.exchanges):
+                raised_s = before_s + self.exchanges[index + 1].regret_s
+                heapq.heappush(heap, (raised_s, (*chosen[:-1], index + 1), before_s, before))
 
     def merge_multisets(self, incumbent_s: float, state_cap: int) -> tuple[int, bool]:
         """Merges multisets by dominance instead; states kept, and whether that proves the best."""
@@ -231,8 +270,8 @@ class _Core:
         )
         filling = Filling(
             np.array([part.count for part in self.parts]),
-            self.free_bytes,
-            rows @ np.array(self.base_measures) + np.array(self.objective.constants),
+            self.start.free_bytes,
+            rows @ np.array(self.start.measures) + np.array(self.objective.constants),
             self.filler_part,
             0 if self.filler is None else self.filler.extra_bytes,
             np.zeros(len(rows)) if self.filler is None else rows @ self.filler.extra_measures,
@@ -242,36 +281,26 @@ class _Core:
             exchanges, filling, dual_s=self.dual_s, limit_s=limit_s, state_cap=state_cap
         )
         if merged.chosen is not None:
-            self.fill(merged.chosen)
+            reached = self.start
+            for index in merged.chosen:
+                reached = reached.after(self.exchanges[index])
+            self.fill(merged.chosen, reached)
         return merged.states, not merged.capped
 
-    def _has_layers_for(self, chosen: Sequence[int]) -> bool:
-        """Whether the last exchange's part has as many layers as the multiset takes of it."""
-        part = self.exchanges[chosen[-1]].part
-        return self._taken(chosen, part) <= self.parts[part].count
-
-    def fill(self, chosen: Sequence[int]) -> float:
+    def fill(self, chosen: Sequence[int], reached: "_Reached") -> float:
         """Value of the plan of these exchanges and the best number of fillers; kept if best."""
-        measures, free = list(self.base_measures), self.free_bytes
-        for index in chosen:
-            exchange = self.exchanges[index]
-            free -= exchange.extra_bytes
-            measures = list(map(operator.add, measures, exchange.extra_measures))
-        if free < 0:
+        if reached.free_bytes < 0:
             return math.inf
-        fillers = 0
+        measures, fillers = reached.measures, 0
         if self.filler is not None:
-            layers = self.parts[self.filler_part].count - self._taken(chosen, self.filler_part)
-            most = min(layers, free // self.filler.extra_bytes)
+            layers = self.parts[self.filler_part].count - reached.used[self.filler_part]
+            most = min(layers, reached.free_bytes // self.filler.extra_bytes)
             fillers = self._best_fillers(measures, self.filler.extra_measures, most)
             measures = _moved(measures, self.filler.extra_measures, fillers)
         value_s = self.objective.value(measures)
         if not is_below(self.best_s, value_s):
             self._keep(chosen, fillers)
         return value_s
-
-    def _taken(self, chosen: Sequence[int], part: int) -> int:
-        return sum(self.exchanges[index].part == part for index in chosen)
 
     def _best_fillers(self, start: Sequence[float], step: Sequence[float], most: int) -> int:
         """The fewest fillers of least value: a bisection on the slope of a convex function."""
@@ -306,7 +335,7 @@ class _Core:
 
     def _evaluated(self, counts: tuple[IntArray, ...]) -> CorePlan:
         """Value and memory of counts, from scratch: independent of the way they were found."""
-        rows = range(len(self.base_measures))
+        rows = range(len(self.start.measures))
         measures = [
             math.fsum(
                 value
@@ -321,8 +350,8 @@ class _Core:
         return CorePlan(self.objective.value(measures), memory, counts)
 
 
-def _moved(start: Sequence[float], step: Sequence[float], times: int) -> list[float]:
-    return [a + times * b for a, b in zip(start, step, strict=True)]
+def _moved(start: Sequence[float], step: Sequence[float], times: int) -> tuple[float, ...]:
+    return tuple([a + times * b for a, b in zip(start, step, strict=True)])
 
 
 def _exchanges(
@@ -341,25 +370,3 @@ def _exchanges(
             if strategy != base
         ]
     return sorted(found, key=lambda e: (e.regret_s, e.part, e.strategy))
-
-
-def _multisets_by_regret(
-    exchanges: Sequence[_Exchange], is_possible: Callable[[Sequence[int]], bool]
-) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Nonempty multisets of exchanges (ascending indices) in order of total regret.
-
-    Each multiset is reached once: from the one without its last index by appending, or from the one
-    with a smaller last index by raising it. Both only add regret.
-    """
-    heap: list[tuple[float, tuple[int, ...], float]] = []
-    if exchanges:
-        heap.append((exchanges[0].regret_s, (0,), 0.0))
-    while heap:
-        regret_s, chosen, without_last_s = heapq.heappop(heap)
-        last = chosen[-1]
-        if is_possible(chosen):
-            yield regret_s, chosen
-            heapq.heappush(heap, (regret_s + exchanges[last].regret_s, (*chosen, last), regret_s))
-        if last + 1 < len(exchanges):
-            raised_s = without_last_s + exchanges[last + 1].regret_s
-            heapq.heappush(heap, (raised_s, (*chosen[:-1], last + 1), without_last_s))
