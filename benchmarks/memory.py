@@ -1,6 +1,7 @@
 """Predicted against measured memory of one training step on this machine's CPU.
 
     PYTHONPATH=tests .venv/bin/python benchmarks/memory.py [--families gpt2,llama] [--dropout 0.1]
+        [--recompute]
 
 Each row captures a model with random weights, predicts its step in one process, and runs the
 captured graph: what autograd keeps is read by its hooks, the peak from the CPU allocator's own
@@ -10,6 +11,8 @@ different places:
     act   long sequences, few parameters: at the start of the backward, inside a layer
     par   few tokens, wide layers: at the end of the backward, in the gradients
     mix   between, with a large vocabulary: in the head
+
+With --recompute the layers keep nothing and run again in the backward, in an emitted program.
 """
 
 import time
@@ -20,14 +23,23 @@ from typing import Any
 import click
 import torch
 import transformers
-from support_memory import RealStep, allocator_peak_bytes, plain_typings, saved_bytes
+from support_memory import (
+    EmittedStep,
+    RealStep,
+    allocator_peak_bytes,
+    plain_typings,
+    saved_bytes,
+)
+from support_recompute import recomputed
 from torch import nn
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.devices import cluster
+from meshfold.emit import emit_typed
 from meshfold.mesh import Mesh
 from meshfold.passes.region_memory import step_memory
 from meshfold.probe import OpProber
+from meshfold.program import EmittedProgram
 
 MIB = 2**20
 
@@ -157,20 +169,41 @@ def batch_for(model: nn.Module, s: Shape) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def row(family: str, s: Shape, dropout: float) -> str:
+def measured(
+    model: nn.Module, step: RealStep, program: EmittedProgram, batch: dict[str, torch.Tensor]
+) -> tuple[int, int]:
+    """(bytes kept after the forward, bytes at the worst moment)."""
+    if any(region.recompute == "full" for region in program.regions):
+        emitted = EmittedStep(model, step.captured, program, batch)
+        return emitted.counted_kept_bytes(), allocator_peak_bytes(emitted.train)
+
+    def fresh() -> None:
+        step.train()
+        for p in step.parameters:
+            p.grad = None
+
+    peak = allocator_peak_bytes(fresh)
+    return saved_bytes(step), peak
+
+
+def row(family: str, s: Shape, dropout: float, recompute: bool) -> str:
     """One line of the table."""
     torch.manual_seed(0)
     model = FAMILIES[family](s, dropout).train(dropout > 0)
     batch = batch_for(model, s)
     step = RealStep(model, batch)
     mesh = Mesh(())
+    costs = CostModel(cluster("local-cpu"), mesh)
+    typings = plain_typings(step.folded)
+    if recompute:
+        typings = recomputed(step.folded, tuple(typings), only_layers=True)
     start = time.perf_counter()
     estimate, kept = step_memory(
         step.folded,
-        plain_typings(step.folded),
+        typings,
         mesh,
         OpProber(),
-        costs=CostModel(cluster("local-cpu"), mesh),
+        costs=costs,
         optimizer="sgd",
         reserve_bytes=0,
         capacity_bytes=2**40,
@@ -178,25 +211,19 @@ def row(family: str, s: Shape, dropout: float) -> str:
     seconds = time.perf_counter() - start
     inputs = sum(t.nbytes for t in batch.values())
     peak = estimate.gradients + estimate.activations + estimate.transient - inputs
-
-    def fresh() -> None:
-        step.train()
-        for p in step.parameters:
-            p.grad = None
-
-    measured = allocator_peak_bytes(fresh)
     saved = sum(kept[i.region] for i in step.folded.instances)
-    real = saved_bytes(step)
+    real, worst = measured(model, step, emit_typed(step.folded, typings, mesh, costs), batch)
     return (
         f"{family:8} {s.name:4} {saved / MIB:9.3f} {real / MIB:9.3f} {saved / real - 1:+8.2%}"
-        f" {peak / MIB:9.3f} {measured / MIB:9.3f} {peak / measured - 1:+8.2%} {seconds:7.2f}"
+        f" {peak / MIB:9.3f} {worst / MIB:9.3f} {peak / worst - 1:+8.2%} {seconds:7.2f}"
     )
 
 
 @click.command()
 @click.option("--families", default=",".join(FAMILIES), help="Comma-separated.")
 @click.option("--dropout", default=0.0, help="Of the families that have dropout.")
-def main(families: str, dropout: float) -> None:
+@click.option("--recompute", is_flag=True, help="Run the layers again in the backward.")
+def main(families: str, dropout: float, recompute: bool) -> None:
     """Print the table, sizes in MiB, seconds to predict with all probes new."""
     torch.set_num_threads(1)
     # oneDNN convolutions take scratch memory that no dispatcher sees.
@@ -208,7 +235,7 @@ def main(families: str, dropout: float) -> None:
     )
     for family in families.split(","):
         for s in SHAPES:
-            print(row(family, s, dropout), flush=True)
+            print(row(family, s, dropout, recompute), flush=True)
 
 
 if __name__ == "__main__":
