@@ -87,45 +87,76 @@ def best_first(
     the order they are tried. tolerance: relative, candidates that cannot be better by more are
     pruned. Raises InfeasibleError when no candidate fits.
     """
-    rules = [bounds[0], *(rule.name for rule in refine)]
     first = np.asarray(bounds[1], float)
     if first.shape != (len(candidates),):
         raise ValueError(f"{len(candidates)} candidates, but bounds of shape {first.shape}")
-    queue = [
-        (bound, 0, candidate, index)
-        for index, (bound, candidate) in enumerate(zip(first.tolist(), candidates, strict=True))
-    ]
-    heapq.heapify(queue)
-    best: tuple[tuple[float, Candidate], int, Solution[PlanT]] | None = None
+    front = _Front(first.tolist(), candidates, refine)
+    best: _Best[PlanT] | None = None
     lower_s, limit_s = np.inf, np.inf
     num_solved = num_infeasible = 0
-    while queue and queue[0][0] * (1 + tolerance) < limit_s:
-        bound, tier, candidate, index = heapq.heappop(queue)
-        if tier < len(refine):
-            raised = max(bound, refine[tier].bound_s(index))
-            heapq.heappush(queue, (raised, tier + 1, candidate, index))
-            continue
+    while (found := front.pop(limit_s / (1 + tolerance))) is not None:
+        bound_s, index = found
         num_solved += 1
         solution = solve(index, limit_s)
         if solution is None:
             num_infeasible += best is None
             lower_s = min(lower_s, limit_s)
             continue
-        lower_s = min(lower_s, max(bound, solution.lower_bound_s))
-        key = (_rounded(solution.step_s), candidate)
-        if best is None or key < best[0]:
-            best, limit_s = (key, index, solution), min(limit_s, solution.step_s)
+        lower_s = min(lower_s, max(bound_s, solution.lower_bound_s))
+        key = (_rounded(solution.step_s), candidates[index])
+        if best is None or key < best.key:
+            best, limit_s = _Best(key, solution), min(limit_s, solution.step_s)
+    rules = [bounds[0], *(rule.name for rule in refine)]
     if best is None:
         raise _infeasible(len(candidates), rules)
-    pruned = Counter(rules[min(tier, len(refine))] for _, tier, _, _ in queue)
-    lower_s = min([lower_s, best[2].step_s, *(queue[0][:1] if queue else ())])
+    lower_s = min(lower_s, front.least_s(), best.solution.step_s)
+    pruned = front.left_by_tier()
     stats = MeshSearchStats(
         len(candidates),
         num_solved,
         num_infeasible,
-        {rule: pruned[rule] for rule in rules},
+        {rule: pruned[tier] for tier, rule in enumerate(rules)},
     )
-    return MeshSearchResult(tuple(candidates[best[1]]), best[2], lower_s, stats)
+    return MeshSearchResult(best.key[1], best.solution, lower_s, stats)
+
+
+@dataclass(frozen=True)
+class _Best(Generic[PlanT]):
+    key: tuple[float, Candidate]
+    solution: Solution[PlanT]
+
+
+class _Front:
+    """The candidates that are not solved yet, the lowest bound first."""
+
+    def __init__(
+        self, first_s: list[float], candidates: Sequence[Candidate], refine: Sequence[BoundRule]
+    ) -> None:
+        self._refine = refine
+        self._queue = [
+            (bound_s, 0, candidate, index)
+            for index, (bound_s, candidate) in enumerate(zip(first_s, candidates, strict=True))
+        ]
+        heapq.heapify(self._queue)
+
+    def pop(self, below_s: float) -> tuple[float, int] | None:
+        """(bound, number) of a candidate whose bound of the last tier is the lowest of all; None
+        when none is below `below_s`."""
+        while self.least_s() < below_s:
+            bound_s, tier, candidate, index = heapq.heappop(self._queue)
+            if tier == len(self._refine):
+                return bound_s, index
+            raised_s = max(bound_s, self._refine[tier].bound_s(index))
+            heapq.heappush(self._queue, (raised_s, tier + 1, candidate, index))
+        return None
+
+    def least_s(self) -> float:
+        """The lowest bound left."""
+        return self._queue[0][0] if self._queue else float("inf")
+
+    def left_by_tier(self) -> Counter[int]:
+        """How many are left with a bound of each tier."""
+        return Counter(tier for _, tier, _, _ in self._queue)
 
 
 def _rounded(seconds: float) -> float:
