@@ -48,8 +48,9 @@ class Hull:
             np.asarray(budgets_bytes, float), np.asarray(num_layers, float)
         )
         share = budgets / np.maximum(layers, 1)
-        times = layers * np.interp(share, self.memory_bytes, self.time_s, left=np.inf)
-        return np.where(layers > 0, times, np.where(budgets >= 0, 0.0, np.inf))
+        per_layer_s = np.interp(share, self.memory_bytes, self.time_s, left=np.inf)
+        empty_s = np.where(budgets >= 0, 0.0, np.inf)
+        return np.multiply(layers, per_layer_s, where=layers > 0, out=empty_s)
 
     def price_at(self, budget_bytes: float) -> float:
         """Seconds that one more byte saves at a budget; 0 when memory does not bind."""

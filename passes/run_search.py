@@ -82,7 +82,7 @@ class _Found:
             conversion_s,
             memory,
             min(self.dual_s, time_s),
-            _gap(self.first_s, self.dual_s),
+            _gap(max(self.first_s, time_s), self.dual_s),
             _gap(time_s, self.dual_s) if self.capped else 0.0,
             self.nodes,
             self.capped,
