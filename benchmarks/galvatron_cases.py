@@ -22,6 +22,9 @@ from typing import Any
 
 Document = dict[str, Any]
 
+LAYERWISE_KEYS = ("cluster", "layer_types", "cost_tables")
+VLDB_KEYS = ("layer_types", "strategies", "tables", "results")
+
 
 class CaseError(Exception):
     """A directory or case file that cannot be read; the message says which and why."""
@@ -47,6 +50,16 @@ class VldbPlan:
 
 
 @dataclass(frozen=True)
+class Found:
+    """The best plan of a case, its time as the planner sees it, and the proven gap (relative)."""
+
+    plan: LayerwisePlan | VldbPlan
+    time_s: float
+    batch: int
+    gap: float
+
+
+@dataclass(frozen=True)
 class Judgement:
     """feasible: every stage within memory. stage_mb: memory used per stage."""
 
@@ -69,6 +82,10 @@ def read_cases(directory: Path) -> list[tuple[str, Document]]:
             raise CaseError(f"{path}: not a readable JSON file ({error})") from error
         if not isinstance(document, dict) or not ("cost_tables" in document or is_vldb(document)):
             raise CaseError(f"{path}: not a planning case (neither cost_tables nor tables in it)")
+        needed = VLDB_KEYS if is_vldb(document) else LAYERWISE_KEYS
+        missing = [key for key in needed if not document.get(key)]
+        if missing:
+            raise CaseError(f"{path}: a planning case without {', '.join(missing)}")
         cases.append((path.stem, document))
     if not cases:
         raise CaseError(f"{directory}: no case files (*.json besides index.json)")

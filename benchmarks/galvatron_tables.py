@@ -26,6 +26,7 @@ from pathlib import Path
 from galvatron_cases import (
     CaseError,
     Document,
+    Found,
     Judgement,
     LayerwisePlan,
     VldbPlan,
@@ -36,7 +37,8 @@ from galvatron_cases import (
     judge_vldb,
     read_cases,
 )
-from galvatron_plans import Found, plan_layerwise, plan_vldb
+from galvatron_layerwise import plan_layerwise
+from galvatron_vldb import plan_vldb
 
 RELATIVE_ROUNDING = 1e-9
 """Of ratios and of sums of the same numbers."""
@@ -77,7 +79,7 @@ class Row:
             f"{_seconds(self.engine.time_s):>12}",
             f"{self._ratio():>10}",
             f"{self.cpu_s:>9.4f}",
-            f"{engine_cpu:>9}",
+            f"{engine_cpu:>12}",
             f"{self.gap:>8.1e}" if self.gap else f"{0:>8}",
         ]
         return " ".join(columns) + (f"  {self.complaint}" if self.complaint else "")
@@ -94,7 +96,7 @@ def _seconds(value: float | None) -> str:
 
 HEADER = (
     f"{'case':<38} {'ours_s':>12} {'engine_s':>12} {'ratio':>10} "
-    f"{'cpu_s':>9} {'engine':>9} {'gap':>8}"
+    f"{'cpu_s':>9} {'engine_cpu_s':>12} {'gap':>8}"
 )
 
 
@@ -168,7 +170,7 @@ def rows_of(name: str, case: Document) -> list[Row]:
         if is_vldb(case):
             return [vldb_row(name, case, budget) for budget in case["results"]]
         return [layerwise_row(name, case)]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         what = f"missing {error}" if isinstance(error, KeyError) else str(error)
         raise CaseError(f"{name}.json: not in the format of a planning case ({what})") from error
 

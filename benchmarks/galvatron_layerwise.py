@@ -1,6 +1,6 @@
-"""Plans Galvatron's cases with meshfold's run search, exactly under Galvatron's judge.
+"""Plans Galvatron's layer-wise cases with meshfold's run search, under Galvatron's judge.
 
-Layer-wise cases. A plan is one table (batch, microbatches, pipeline degree P), one embedding
+A plan is one table (batch, microbatches, pipeline degree P), one embedding
 strategy, one strategy per layer. With C_i the microbatch time of stage i, R_i the same with exposed
 gradient reduction, m microbatches, a = max(0, m + 1 - P), q = min(P - 1, m - 1), the judge is
 
@@ -16,31 +16,17 @@ a maximum of linear forms of all C and R. The first line grows with every C, so
 
 The all-gather buffer depends on the largest degree in the plan: it is a case distinction, from no
 tensor parallelism at all to each degree as the largest allowed one.
-
-VLDB 2022 cases. One chain per stage with a conversion cost between neighbours: `solve_runs` on each
-batch and pipeline degree, by descending bound on batch / time.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from galvatron_cases import (
-    Document,
-    LayerwisePlan,
-    VldbPlan,
-    layer_type_numbers,
-    vldb_division,
-    vldb_other_mb,
-    vldb_strategies,
-)
+from galvatron_cases import Document, Found, LayerwisePlan, layer_type_numbers
 
 from meshfold.passes.run_core import CoreResult, MaxOfForms, Part
-from meshfold.passes.run_dual import FloatArray, IntArray, lower_hull, lp_values, sum_hulls
+from meshfold.passes.run_dual import FloatArray, IntArray, lower_hull, sum_hulls
 from meshfold.passes.run_forms import solve_forms
-from meshfold.passes.run_problem import LayerType, Run, RunPlan, RunProblem
-from meshfold.passes.run_search import solve_runs
 
 NODE_CAP = 20_000
 RELATIVE_TIE = 1e-12
@@ -48,16 +34,6 @@ MAX_ROUNDS = 4
 
 _NUM_PHASES = 3
 """Forms of the first line of T in the module docstring."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best plan of a case, its time as the planner sees it, and the proven gap (relative)."""
-
-    plan: LayerwisePlan | VldbPlan
-    time_s: float
-    batch: int
-    gap: float
 
 
 def plan_layerwise(case: Document) -> Found | None:
@@ -292,96 +268,3 @@ def _relaxed_s(parts: Sequence[Part], weights: FloatArray, budgets: Sequence[int
     """The relaxation of a stage under a mix of its measures, at many budgets."""
     hulls = [lower_hull((weights.T @ part.measures)[0], part.memory_bytes) for part in parts]
     return sum_hulls(hulls, [part.count for part in parts]).time_at_s(budgets)
-
-
-def plan_vldb(case: Document, budget_mb: int) -> Found | None:
-    """The plan with the most samples/s over all batches and pipeline degrees."""
-    chains = [
-        _VldbChain(case, batch, pp)
-        for batch in case["tables"]
-        for pp in sorted({strategy["pp"] for strategy in case["strategies"]})
-    ]
-    bounds = [(chain.bound_s(budget_mb) / int(chain.batch), k) for k, chain in enumerate(chains)]
-    best: Found | None = None
-    best_per_sample_s, capped_s = math.inf, math.inf
-    for bound_per_sample_s, number in sorted(bounds):
-        if not bound_per_sample_s < best_per_sample_s * (1 - RELATIVE_TIE):
-            break
-        chain = chains[number]
-        plans = chain.solve(budget_mb)
-        time_s = chain.repeats * sum(plan.time_s for plan in plans)
-        if any(plan.capped for plan in plans):
-            capped_s = min(capped_s, bound_per_sample_s)
-        if time_s / int(chain.batch) < best_per_sample_s:
-            best_per_sample_s = time_s / int(chain.batch)
-            stages = tuple(
-                tuple(block.name for block in plan.blocks for _ in range(block.count))
-                for plan in plans
-            )
-            found = VldbPlan(chain.batch, chain.pp, stages)
-            best = Found(found, time_s, int(chain.batch), 0.0)
-    if best is None or capped_s >= best_per_sample_s:
-        return best
-    return Found(best.plan, best.time_s, best.batch, best_per_sample_s / capped_s - 1)
-
-
-class _VldbChain:
-    """The stages of one batch and pipeline degree as chains of runs, memory in MB."""
-
-    def __init__(self, case: Document, batch: str, pp: int) -> None:
-        table, members = case["tables"][batch], vldb_strategies(case, pp)
-        self.batch, self.pp = batch, pp
-        names = tuple(case["strategies"][index]["name"] for index in members)
-        layer_types = [
-            LayerType(
-                f"type{kind}",
-                names,
-                np.array(times, float)[members],
-                np.ceil(np.array(memory, float)[members]).astype(np.int64),
-                np.arange(len(members)),
-            )
-            for kind, (times, memory) in enumerate(
-                zip(table["time_s"], table["mem_mb"], strict=True)
-            )
-        ]
-        self.conversion_s = np.array(table["inter_layer_s_by_pp"][str(pp)], float)
-        self.other_mb = vldb_other_mb(case, batch, pp)
-        is_uniform = len(layer_types) == 1
-        self.repeats = pp if is_uniform else 1
-        division = vldb_division(case, batch, pp)[: 1 if is_uniform else pp]
-        kinds = layer_type_numbers(case)
-        self.stages: list[tuple[Run, ...]] = []
-        first = 0
-        for count in division:
-            members_of_stage = kinds[first : first + count]
-            first += count
-            self.stages.append(
-                tuple(
-                    Run(layer_types[kind], members_of_stage.count(kind))
-                    for kind in sorted(set(members_of_stage))
-                )
-            )
-
-    def _fixed_mb(self, stage: int) -> int:
-        return self.other_mb if stage == 0 else 0
-
-    def bound_s(self, budget_mb: int) -> float:
-        """Least step time with free conversions and fractional counts; infinite: nothing fits."""
-        bounds_s = [
-            lp_values(
-                [(r.layer_type.time_s, r.layer_type.memory_bytes, r.count) for r in runs],
-                budget_mb - self._fixed_mb(stage),
-            )
-            for stage, runs in enumerate(self.stages)
-        ]
-        return self.repeats * float(sum(bounds_s))
-
-    def solve(self, budget_mb: int) -> list[RunPlan]:
-        """The best plan of every stage; all fit, since the bound is finite."""
-        plans = []
-        for stage, runs in enumerate(self.stages):
-            fixed_mb = self._fixed_mb(stage)
-            plan = solve_runs(RunProblem(runs, budget_mb, fixed_mb, self.conversion_s))
-            assert isinstance(plan, RunPlan)
-            plans.append(plan)
-        return plans
