@@ -127,6 +127,31 @@ def simulate_actions(actions: Sequence[Sequence[Action]], times: StageTimes) -> 
     A W in the actions of a stage makes its B the input gradient. Raises ValueError for a deadlock,
     naming the action each stuck device waits with.
     """
+    ends = _action_ends_s(actions, times)
+    return np.array([ends[device[-1]] if device else 0.0 for device in actions])
+
+
+def critical_path(
+    actions: Sequence[Sequence[Action]], times: StageTimes, extra_s: ArrayLike = 0.0
+) -> list[Action]:
+    """A chain of passes that decides when the last device ends (extra_s after its last pass): each
+    starts when the one before has ended and its output has arrived. First to last."""
+    ends = _action_ends_s(actions, times)
+    before = {b: a for device in actions for a, b in zip(device, device[1:], strict=False)}
+    after_s = np.broadcast_to(np.asarray(extra_s, float), (len(actions),))
+    finish_s = [ends[device[-1]] + late for device, late in zip(actions, after_s, strict=True)]
+    path = [actions[int(np.argmax(finish_s))][-1]]
+    while True:
+        action = path[-1]
+        arrivals = [(ends[n] + latency, n) for n, latency in _inputs(action, times)]
+        if action in before:
+            arrivals.append((ends[before[action]], before[action]))
+        if not arrivals:
+            return path[::-1]
+        path.append(max(arrivals)[1])
+
+
+def _action_ends_s(actions: Sequence[Sequence[Action]], times: StageTimes) -> dict[Action, float]:
     split = {a.stage for device in actions for a in device if a.kind is Pass.WEIGHT_GRADIENT}
     ends: dict[Action, float] = {}
     position = [0] * len(actions)
@@ -154,7 +179,7 @@ def simulate_actions(actions: Sequence[Sequence[Action]], times: StageTimes) -> 
     ]
     if stuck:
         raise ValueError(f"the order of actions deadlocks: {', '.join(stuck)}")
-    return np.array(clock)
+    return ends
 
 
 def _inputs(action: Action, times: StageTimes) -> list[tuple[Action, float]]:

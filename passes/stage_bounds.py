@@ -279,3 +279,20 @@ def _cuts(
         end = int(part.start[at])
         cuts.append(end)
     return tuple(reversed(cuts))
+
+
+def split(arcs: Sequence[Arcs]) -> list[tuple[Arcs, ...]]:
+    """The cuts along the arcs in two parts: those whose widest open cut lies in the lower half of
+    where it may lie, and the rest. Nothing where no cut is open."""
+    ranges = [(int(np.ptp(part.start)), i) for i, part in enumerate(arcs) if len(part.start)]
+    widest, device = max(ranges, default=(0, 0))
+    if len(ranges) < len(arcs) or widest == 0:
+        return []
+    middle = int(arcs[device].start.min()) + widest // 2
+    parts = []
+    for low in (True, False):
+        sides = list(arcs)
+        sides[device] = sides[device].where((arcs[device].start <= middle) == low)
+        sides[device - 1] = sides[device - 1].where((arcs[device - 1].end <= middle) == low)
+        parts.append(tuple(sides))
+    return parts

@@ -9,12 +9,14 @@ with a certified gap. For each schedule (_ScheduleSearch.close):
     4. move single layers between stages, judged by D, then simulated            (stage_climb)
     5. exact times have replaced their bounds, and stages no better plan has are dropped: repeat
        from 2 until bound and plan meet, or 2 has no new cut
+    6. then bound the halves of the cuts apart, again and again                  (branch)
 
 Stages are solved only where a cut asks for them: tens to hundreds instead of p L^2 / 2. What stays
 between bound and plan is that D's pre and suf are minimised apart, which fades as 1 / m. A schedule
 is skipped when the tables of one that holds fewer microbatches already bound it (bound_from).
 """
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,19 +26,26 @@ from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.passes.run_dual import FloatArray
 from meshfold.passes.run_search import solve_runs
-from meshfold.passes.stage_bounds import Arcs, device_terms, tighten
+from meshfold.passes.stage_bounds import Arcs, Bound, device_terms, split, tighten
 from meshfold.passes.stage_cells import Cell, RunSolver, StageCells
 from meshfold.passes.stage_climb import judge_s, neighbours
+from meshfold.passes.stage_paths import cut_bound_s
 from meshfold.passes.stage_plan import PipelinePlan, Stage, StageSearchStats
 from meshfold.passes.stage_problem import StageProblem
 from meshfold.passes.stage_relax import least_overrun
 from meshfold.passes.stage_tables import StageTables
 
-TOLERANCE = 1e-4
+TOLERANCE = 5e-4
 """Relative gap at which closing stops."""
 
 MAX_CELLS = 2000
 """Exact stages per search; chains without repeats, where every cut has its own, may need more."""
+
+MAX_PARTS = 600
+"""Sets of cuts times devices that are bounded apart, per schedule, to close a gap that D leaves."""
+
+MAX_SETTLED_PASSES = 30_000
+"""Passes simulated one by one, per schedule, to bound single cuts by their critical paths."""
 
 NUM_FINALISTS = 3
 """Neighbours of a cut that are solved and simulated before it counts as the best around."""
@@ -80,30 +89,33 @@ def search_stages(
     tables = StageTables(problem, cells)
     searches: list[_ScheduleSearch] = []
     best: _ScheduleSearch | None = None
-    bounds_s, num_pruned = [], 0
+    pruned_s: list[float] = []
     for schedule in sorted(schedules, key=lambda s: (sum(s.in_flight), str(s))):
         limit_s = np.inf if best is None else best.step_s
         search = _ScheduleSearch(problem, schedule, tables, max_cells)
-        bound_s = max((search.bound_from(other) for other in searches), default=0.0)
+        bound_s = next((b for o in reversed(searches) if (b := search.bound_from(o, limit_s))), 0.0)
         if bound_s * (1 + tolerance) >= limit_s:
-            num_pruned += 1
-            bounds_s.append(bound_s)
+            pruned_s.append(bound_s)
             continue
         searches.append(search)
         search.close(limit_s, tolerance)
-        bounds_s.append(search.bound_s)
         if search.step_s < limit_s:
             best = search
     if best is None:
         raise _infeasible(problem, schedules)
+    for search in sorted(searches, key=lambda s: s.bound_s):
+        search.branch(best.step_s, tolerance)
+        if search.step_s < best.step_s:
+            best = search
     stats = StageSearchStats(
         len(schedules),
-        num_pruned,
+        len(pruned_s),
         cells.num_solved,
         sum(search.num_simulations for search in searches),
         any(search.capped for search in searches),
     )
-    return best.plan(min([best.step_s, *bounds_s]), stats)
+    lower_s = min([best.step_s, *pruned_s, *(search.bound_s for search in searches)])
+    return best.plan(lower_s, stats)
 
 
 def _check(problem: StageProblem, schedules: Sequence[Schedule]) -> None:
@@ -153,22 +165,24 @@ class _ScheduleSearch:
         self._terms = device_terms(problem, schedule)
         self._kinds = list(zip(schedule.in_flight, problem.memory_bytes.tolist(), strict=True))
         self._max_cells = max_cells
+        self._left: Bound | None = None
+        self._settled_passes = 0
         self._seen: dict[tuple[int, ...], float] = {}
         self._cuts: tuple[int, ...] = ()
         self._cells: list[Cell] = []
 
-    def bound_from(self, other: "_ScheduleSearch") -> float:
+    def bound_from(self, other: "_ScheduleSearch", limit_s: float) -> float:
         """A bound on this schedule from the tables of another that holds no more microbatches on
         any device: its stages are never slower. 0 where that does not hold."""
         pairs = zip(other.schedule.in_flight, self.schedule.in_flight, strict=True)
         if any(theirs > ours for theirs, ours in pairs):
             return 0.0
-        found = tighten(self._terms, other._all_arcs(), self.problem.hop_s, np.inf)
+        found = tighten(self._terms, other._all_arcs(limit_s), self.problem.hop_s, limit_s)
         return min(found.bound_s, other._beyond_s())
 
     def close(self, limit_s: float, tolerance: float) -> None:
         """Searches for plans faster than limit_s and raises the bound, as far as both go."""
-        arcs = self._all_arcs()
+        arcs = self._all_arcs(limit_s)
         found = tighten(self._terms, arcs, self.problem.hop_s, limit_s)
         while found.cuts is not None and found.cuts not in self._seen:
             self._try(found.cuts)
@@ -176,12 +190,8 @@ class _ScheduleSearch:
             limit = min(limit_s, self.step_s)
             if limit > self._beyond_s() and self.tables.width < self.problem.num_layers:
                 self.tables.widen()
-                arcs = self._all_arcs()
-            arcs = tuple(
-                self.tables.priced(kind, part.start, part.end)
-                for kind, part in zip(self._kinds, arcs, strict=True)
-            )
-            found = tighten(self._terms, arcs, self.problem.hop_s, limit)
+                arcs = self._all_arcs(limit)
+            found = self._tightened(arcs, limit)
             arcs = found.arcs
             self.bound_s = max(self.bound_s, min(found.bound_s, limit, self._beyond_s()))
             self.capped = self.tables.cells.num_solved >= self._max_cells
@@ -189,6 +199,56 @@ class _ScheduleSearch:
                 return
         if found.cuts is None:
             self.bound_s = max(self.bound_s, min(limit_s, self.step_s, self._beyond_s()))
+        else:
+            self._left = found
+
+    def branch(self, limit_s: float, tolerance: float) -> None:
+        """Splits the cuts left by where the widest open cut may lie, the part with the lowest bound
+        first: inside a part the sums before and after a stage agree better with each other."""
+        front = [] if self._left is None else [(self._left.bound_s, 0, self._left)]
+        settled_s = np.inf
+        for number in range(1, MAX_PARTS // self.problem.num_devices + 2):
+            limit = min(limit_s, self.step_s)
+            if not front or limit <= front[0][0] * (1 + tolerance):
+                break
+            bound_s, _, part = heapq.heappop(front)
+            if part.cuts is not None and part.cuts not in self._seen:
+                self._try(part.cuts)
+                self._climb()
+            sides = split(part.arcs)
+            if not sides:
+                settled_s = min(settled_s, max(bound_s, self._settle(part.cuts)))
+            for side, arcs in enumerate(sides):
+                found = self._tightened(arcs, min(limit_s, self.step_s))
+                if found.cuts is not None:
+                    entry = (max(bound_s, found.bound_s), 2 * number + side, found)
+                    heapq.heappush(front, entry)
+        left_s = front[0][0] if front else np.inf
+        proven_s = min(left_s, settled_s, limit_s, self.step_s, self._beyond_s())
+        self.bound_s = max(self.bound_s, proven_s)
+
+    def _settle(self, cuts: tuple[int, ...] | None) -> float:
+        """A bound on all strategies of one cut, 0 when there were enough of them."""
+        num_passes = 2 * self.problem.num_devices * self.problem.num_microbatches
+        if cuts is None or self._settled_passes + num_passes > MAX_SETTLED_PASSES:
+            return 0.0
+        self._settled_passes += num_passes
+        cells = [
+            self.tables.solve(kind, first, end)
+            for kind, first, end in zip(self._kinds, cuts, cuts[1:], strict=False)
+        ]
+        found = [cell for cell in cells if cell is not None]
+        if len(found) < len(cells):
+            return np.inf
+        return cut_bound_s(self.problem, self.schedule, cuts, found)
+
+    def _tightened(self, arcs: Sequence[Arcs], limit_s: float) -> Bound:
+        """The bound along the arcs with all that exact stages have shown."""
+        priced = [
+            self.tables.priced(kind, part.start, part.end)
+            for kind, part in zip(self._kinds, arcs, strict=True)
+        ]
+        return tighten(self._terms, priced, self.problem.hop_s, limit_s)
 
     def plan(self, lower_s: float, stats: StageSearchStats) -> PipelinePlan:
         """The best plan found."""
@@ -219,8 +279,10 @@ class _ScheduleSearch:
             stats,
         )
 
-    def _all_arcs(self) -> tuple[Arcs, ...]:
-        return tuple(self.tables.arcs(kind, i) for i, kind in enumerate(self._kinds))
+    def _all_arcs(self, limit_s: float) -> tuple[Arcs, ...]:
+        """Every stage each device may get in a plan faster than limit_s."""
+        most_s = limit_s / self.problem.num_microbatches
+        return tuple(self.tables.arcs(kind, i, most_s) for i, kind in enumerate(self._kinds))
 
     def _beyond_s(self) -> float:
         """No plan with a stage of more layers than the tables hold is faster."""

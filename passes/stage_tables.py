@@ -91,17 +91,17 @@ class StageTables:
         raised = np.maximum(table.objective_s[rows, count], seconds)
         table.objective_s[rows, count] = raised
 
-    def arcs(self, kind: Kind, device: int) -> Arcs:
-        """All stages that `device` may get: at least one layer is left for each other device."""
-        values = self.table(kind).objective_s
+    def arcs(self, kind: Kind, device: int, most_s: float) -> Arcs:
+        """All stages below most_s that `device` may get: at least one layer is left for each other
+        device."""
         num_layers, p = self.problem.num_layers, self.problem.num_devices
-        start, count = np.nonzero(np.isfinite(values))
+        last = num_layers - (p - 1 - device)
+        rows = slice(0, 1) if device == 0 else slice(device, last)
+        values = self.table(kind).total_s[rows]
+        start, count = np.nonzero(values < most_s)
+        start += rows.start
         end = start + count
-        legal = (start >= device) & (end <= num_layers - (p - 1 - device))
-        if device == 0:
-            legal &= start == 0
-        if device == p - 1:
-            legal &= end == num_layers
+        legal = end == num_layers if device == p - 1 else end <= last
         return self.priced(kind, start[legal], end[legal])
 
     def priced(self, kind: Kind, start: Indices, end: Indices) -> Arcs:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from meshfold.cost_models.pipeline import (
     StageTimes,
+    critical_path,
     device_ends_s,
     even_makespan_s,
     makespan_lower_bound_s,
@@ -156,3 +157,19 @@ def test_times_that_make_no_sense():
         StageTimes.build([1.0, 1.0], 1.0, weight_s=2.0)
     with pytest.raises(ValueError, match="2 stages have times"):
         makespan_s(Schedule(ScheduleKind.GPIPE, 3, 1), StageTimes.build([1.0, 1.0], 1.0))
+
+
+@settings(max_examples=100)
+@given(pipelines())
+def test_critical_path_is_as_long_as_the_step(pipeline):
+    schedule, times = pipeline
+    path = critical_path(schedule.actions(), times)
+    parts = times.for_schedule(schedule)
+    seconds = {"F": parts.forward_s, "B": parts.backward_s, "W": parts.weight_s}
+    length_s = sum(seconds[action.kind][action.stage] for action in path)
+    for left, right in zip(path, path[1:], strict=False):
+        if left.stage != right.stage and abs(left.stage - right.stage) == 1:
+            same = left.microbatch == right.microbatch and left.kind == right.kind
+            length_s += times.hop_s[min(left.stage, right.stage)] if same else 0
+    assert path[0] == Action.parse("0F0")
+    assert length_s == pytest.approx(makespan_s(schedule, times), rel=1e-12)
