@@ -22,6 +22,9 @@ from meshfold.precision import float64_everywhere
 from meshfold.program import EmittedProgram
 from meshfold.strategy import UniformStrategy
 
+# One worker captures each family once.
+pytestmark = pytest.mark.xdist_group("recomputation")
+
 EXACT = 1e-12
 ALONE = UniformStrategy()
 ZERO3 = UniformStrategy(dp=2, zero=3)
@@ -39,10 +42,16 @@ def captured(family: str) -> Captured:
 
 
 @cache
+def plain_program(family: str, strategy: UniformStrategy) -> EmittedProgram:
+    """Without recomputation."""
+    return emit_uniform(captured(family), strategy, 4)
+
+
+@cache
 def reference(family: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of one process that recomputes nothing."""
     model, batch = dropping_model(family)
-    program = emit_uniform(captured(family), ALONE, 4)
+    program = plain_program(family, ALONE)
 
     def body(rank: Rank) -> tuple[Tensor, dict[str, Tensor]]:
         rank.mesh.rng = (5, 7)
@@ -62,8 +71,7 @@ def test_loss_and_every_gradient_equal_one_process(
 ) -> None:
     """With dropout and tied weights; between forward and backward another step draws numbers."""
     model, batch = dropping_model(family)
-    plain = emit_uniform(captured(family), strategy, 4)
-    program = emit_recomputed(plain, only_layers=only_layers)
+    program = emit_recomputed(plain_program(family, strategy), only_layers=only_layers)
     expected_loss, expected = reference(family)
 
     def body(rank: Rank) -> tuple[float, float]:
@@ -108,7 +116,7 @@ class NodeLog(nn.Module):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_second_run_stops_where_the_price_says(family: str) -> None:
     model, batch = dropping_model(family)
-    program = emit_recomputed(emit_uniform(captured(family), ALONE, 4))
+    program = emit_recomputed(plain_program(family, ALONE))
     logs = [NodeLog(region.graph) for region in program.regions]
     logged = tuple(replace(r, graph=g) for r, g in zip(program.regions, logs, strict=True))  # type: ignore[arg-type]
 
@@ -126,14 +134,16 @@ def test_the_second_run_stops_where_the_price_says(family: str) -> None:
         assert len(again) == (program.programs.count(k) if prepared else 0)
 
 
-def toy(num_layers: int = 4, **sizes: Any) -> tuple[nn.Module, dict[str, Tensor], Captured]:
-    model, batch = stack(num_layers, **sizes)
+@cache
+def toy() -> tuple[nn.Module, dict[str, Tensor], Captured]:
+    """A stack of four layers, half of which is dropped."""
+    model, batch = stack(4, dropout=0.5)
     return model, batch, capture(model, batch)
 
 
 def test_steps_that_overlap_draw_their_own_numbers() -> None:
     """Two forwards, then both backwards: each recomputes with the masks of its own step."""
-    model, batch, found = toy(dropout=0.5)
+    model, batch, found = toy()
     plain = emit_uniform(found, ZERO3, 4)
 
     def body(rank: Rank) -> list[Tensor]:
@@ -161,7 +171,7 @@ def test_the_collective_that_ends_a_layer_does_not_run_again(
 ) -> None:
     """Of the two pairs of products in a layer; ZeRO-3 gathers for the backward in any case."""
     model, batch = dropping_model("llama")
-    plain = emit_uniform(captured("llama"), strategy, 4)
+    plain = plain_program("llama", strategy)
 
     def body(rank: Rank) -> Counter[str]:
         rank.loss(batch).backward()
