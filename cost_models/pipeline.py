@@ -127,8 +127,8 @@ def simulate_actions(actions: Sequence[Sequence[Action]], times: StageTimes) -> 
     A W in the actions of a stage makes its B the input gradient. Raises ValueError for a deadlock,
     naming the action each stuck device waits with.
     """
-    ends = _action_ends_s(actions, times)
-    return np.array([ends[device[-1]] if device else 0.0 for device in actions])
+    timeline = _Timeline(actions, times)
+    return np.array([timeline.end_s(device[-1]) if device else 0.0 for device in actions])
 
 
 def critical_path(
@@ -136,50 +136,84 @@ def critical_path(
 ) -> list[Action]:
     """A chain of passes that decides when the last device ends (extra_s after its last pass): each
     starts when the one before has ended and its output has arrived. First to last."""
-    ends = _action_ends_s(actions, times)
+    timeline = _Timeline(actions, times)
     before = {b: a for device in actions for a, b in zip(device, device[1:], strict=False)}
-    after_s = np.broadcast_to(np.asarray(extra_s, float), (len(actions),))
-    finish_s = [ends[device[-1]] + late for device, late in zip(actions, after_s, strict=True)]
+    late_s = np.broadcast_to(np.asarray(extra_s, float), (len(actions),))
+    finish_s = [timeline.end_s(d[-1]) + late for d, late in zip(actions, late_s, strict=True)]
     path = [actions[int(np.argmax(finish_s))][-1]]
     while True:
         action = path[-1]
-        arrivals = [(ends[n] + latency, n) for n, latency in _inputs(action, times)]
+        arrivals = [(timeline.end_s(n) + latency, n) for n, latency in _inputs(action, times)]
         if action in before:
-            arrivals.append((ends[before[action]], before[action]))
+            arrivals.append((timeline.end_s(before[action]), before[action]))
         if not arrivals:
             return path[::-1]
         path.append(max(arrivals)[1])
 
 
-def _action_ends_s(actions: Sequence[Sequence[Action]], times: StageTimes) -> dict[Action, float]:
-    split = {a.stage for device in actions for a in device if a.kind is Pass.WEIGHT_GRADIENT}
-    ends: dict[Action, float] = {}
-    position = [0] * len(actions)
-    clock = [0.0] * len(actions)
-    waiting: dict[Action, int] = {}
-    ready = list(range(len(actions)))
-    while ready:
-        device = ready.pop()
-        while position[device] < len(actions[device]):
-            action = actions[device][position[device]]
-            needs = _inputs(action, times)
-            missing = next((n for n, _ in needs if n not in ends), None)
-            if missing is not None:
-                waiting[missing] = device
+class _Timeline:
+    """When every action ends; by number, since a pipeline has many: (kind, stage, microbatch) in
+    lexicographic order."""
+
+    def __init__(self, actions: Sequence[Sequence[Action]], times: StageTimes) -> None:
+        self._stages = len(times.forward_s)
+        self._microbatches = 1 + max((a.microbatch for d in actions for a in d), default=0)
+        self._ends_s = [-1.0] * (3 * self._stages * self._microbatches)
+        split = {a.stage for d in actions for a in d if a.kind is Pass.WEIGHT_GRADIENT}
+        seconds = {
+            (stage, kind): _seconds(Action(stage, kind, 0), times, stage in split)
+            for stage in range(self._stages)
+            for kind in Pass
+        }
+        orders = [
+            [(self._number(a), self._needs(a, times), seconds[a.stage, a.kind]) for a in device]
+            for device in actions
+        ]
+        position = self._run(orders)
+        stuck = [
+            f"device {i} at {device[position[i]]}"
+            for i, device in enumerate(actions)
+            if position[i] < len(device)
+        ]
+        if stuck:
+            raise ValueError(f"the order of actions deadlocks: {', '.join(stuck)}")
+
+    def end_s(self, action: Action) -> float:
+        """When the action ends."""
+        return self._ends_s[self._number(action)]
+
+    def _number(self, action: Action) -> int:
+        kind = "FBW".index(action.kind)
+        return (kind * self._stages + action.stage) * self._microbatches + action.microbatch
+
+    def _needs(self, action: Action, times: StageTimes) -> list[tuple[int, float]]:
+        return [(self._number(needed), latency) for needed, latency in _inputs(action, times)]
+
+    def _run(self, orders: list[list[tuple[int, list[tuple[int, float]], float]]]) -> list[int]:
+        """Runs every device as far as it gets; how far that was."""
+        ends_s = self._ends_s
+        position = [0] * len(orders)
+        clock = [0.0] * len(orders)
+        waiting: dict[int, int] = {}
+        ready = list(range(len(orders)))
+        while ready:
+            device = ready.pop()
+            while position[device] < len(orders[device]):
+                number, needs, seconds = orders[device][position[device]]
+                start = clock[device]
+                for needed, latency in needs:
+                    if ends_s[needed] < 0:
+                        waiting[needed] = device
+                        break
+                    start = max(start, ends_s[needed] + latency)
+                else:
+                    clock[device] = ends_s[number] = start + seconds
+                    position[device] += 1
+                    if number in waiting:
+                        ready.append(waiting.pop(number))
+                    continue
                 break
-            start = max([clock[device], *(ends[n] + latency for n, latency in needs)])
-            clock[device] = ends[action] = start + _seconds(action, times, action.stage in split)
-            position[device] += 1
-            if action in waiting:
-                ready.append(waiting.pop(action))
-    stuck = [
-        f"device {i} at {device[position[i]]}"
-        for i, device in enumerate(actions)
-        if position[i] < len(device)
-    ]
-    if stuck:
-        raise ValueError(f"the order of actions deadlocks: {', '.join(stuck)}")
-    return ends
+        return position
 
 
 def _inputs(action: Action, times: StageTimes) -> list[tuple[Action, float]]:

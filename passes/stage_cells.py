@@ -50,24 +50,32 @@ class StageCells:
         self._costs = list(dict.fromkeys(run.layer for run in problem.runs))
         self._type_of_run = [self._costs.index(run.layer) for run in problem.runs]
 
-    def objective_s(self, costs: LayerCosts) -> FloatArray:
+    def objective_s(self, costs: LayerCosts, sync_weight: float = 1.0) -> FloatArray:
         """Seconds that a strategy costs per microbatch, its share of sync_s included."""
-        return costs.total_s + costs.sync_s / self.problem.num_microbatches
+        return costs.total_s + sync_weight * costs.sync_s / self.problem.num_microbatches
 
-    def solve(self, first: int, end: int, in_flight: int, budget_bytes: int) -> Cell | None:
-        """The best cell of the layers [first, end), or None when nothing fits."""
+    def solve(
+        self, first: int, end: int, in_flight: int, budget_bytes: int, sync_weight: float = 1.0
+    ) -> Cell | None:
+        """The best cell of the layers [first, end), or None when nothing fits. sync_weight: 0 where
+        the stage's sync_s is hidden behind the stages before it, above 1 where it is exposed most.
+        """
         pieces = self.problem.pieces(first, end)
         held_bytes = in_flight * int(self.problem.held_bytes[first])
         types = tuple((self._type_of_run[run], count) for run, count in pieces)
-        key = (types, in_flight, budget_bytes - held_bytes)
+        key = (types, in_flight, budget_bytes - held_bytes, sync_weight)
         if key not in self._known:
             self.num_solved += 1
-            self._known[key] = self._best(pieces, in_flight, budget_bytes - held_bytes)
+            self._known[key] = self._best(pieces, in_flight, budget_bytes - held_bytes, sync_weight)
         found = self._known[key]
         return found and _placed(found, pieces, held_bytes)
 
     def _best(
-        self, pieces: tuple[tuple[int, int], ...], in_flight: int, budget_bytes: int
+        self,
+        pieces: tuple[tuple[int, int], ...],
+        in_flight: int,
+        budget_bytes: int,
+        sync_weight: float,
     ) -> Cell | None:
         layers = [self.problem.runs[run].layer for run, _ in pieces]
         thresholds = np.unique(np.concatenate([layer.transient_bytes for layer in layers]))
@@ -75,7 +83,8 @@ class StageCells:
         for threshold in thresholds.tolist():
             masks = [layer.transient_bytes <= threshold for layer in layers]
             if all(mask.any() for mask in masks):
-                problem = self._run_problem(pieces, masks, in_flight, budget_bytes - threshold)
+                room = budget_bytes - threshold
+                problem = self._run_problem(pieces, masks, in_flight, room, sync_weight)
                 bound_s = _relaxed_s(problem) if len(thresholds) > 1 else 0.0
                 problems.append((bound_s, threshold, masks, problem))
         best: Cell | None = None
@@ -96,6 +105,7 @@ class StageCells:
         masks: list[NDArray[np.bool_]],
         in_flight: int,
         budget_bytes: int,
+        sync_weight: float,
     ) -> RunProblem:
         runs = []
         for (number, count), mask in zip(pieces, masks, strict=True):
@@ -103,7 +113,7 @@ class StageCells:
             memory = costs.state_bytes + in_flight * costs.activation_bytes
             names = tuple(name for name, ok in zip(costs.strategies, mask, strict=True) if ok)
             layouts = None if self.problem.conversion_s is None else costs.layouts[mask]
-            objective_s = self.objective_s(costs)[mask]
+            objective_s = self.objective_s(costs, sync_weight)[mask]
             runs.append(
                 Run(LayerType(costs.name, names, objective_s, memory[mask], layouts), count)
             )

@@ -35,9 +35,6 @@ from meshfold.passes.stage_problem import StageProblem
 from meshfold.passes.stage_relax import least_overrun
 from meshfold.passes.stage_tables import StageTables
 
-TOLERANCE = 5e-4
-"""Relative gap at which closing stops."""
-
 MAX_CELLS = 2000
 """Exact stages per search; chains without repeats, where every cut has its own, may need more."""
 
@@ -46,6 +43,9 @@ MAX_PARTS = 600
 
 MAX_SETTLED_PASSES = 30_000
 """Passes simulated one by one, per schedule, to bound single cuts by their critical paths."""
+
+SYNC_WEIGHTS = (0.0, 0.5, 2.0)
+"""Other weights of sync_s tried on each stage of a cut, 1 being that of a stage on its own."""
 
 NUM_FINALISTS = 3
 """Neighbours of a cut that are solved and simulated before it counts as the best around."""
@@ -68,23 +68,31 @@ def default_schedules(problem: StageProblem) -> tuple[Schedule, ...]:
     )
 
 
+def default_tolerance(problem: StageProblem) -> float:
+    """Relative gap worth closing: 0.5 % at one microbatch per stage, less at more of them, as the
+    bounds get tighter."""
+    return 0.005 * min(1.0, problem.num_devices / problem.num_microbatches)
+
+
 def search_stages(
     problem: StageProblem,
     schedules: Sequence[Schedule] | None = None,
     *,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     solve_run: RunSolver = solve_runs,
     max_cells: int = MAX_CELLS,
 ) -> PipelinePlan:
     """The plan with the least step time found under any of the schedules, with its proof.
 
     schedules: with one chunk per device; None: default_schedules. tolerance: relative gap at which
-    closing stops. Raises InfeasibleError when no cut fits, OptionError for schedules of other sizes
-    than the problem's.
+    closing stops; None: default_tolerance. Raises InfeasibleError when no cut fits, OptionError for
+    schedules of other sizes than the problem's.
     """
     if schedules is None:
         schedules = default_schedules(problem)
     _check(problem, schedules)
+    if tolerance is None:
+        tolerance = default_tolerance(problem)
     cells = StageCells(problem, solve_run)
     tables = StageTables(problem, cells)
     searches: list[_ScheduleSearch] = []
@@ -116,6 +124,15 @@ def search_stages(
     )
     lower_s = min([best.step_s, *pruned_s, *(search.bound_s for search in searches)])
     return best.plan(lower_s, stats)
+
+
+def cut_step_s(problem: StageProblem, schedule: Schedule, cuts: Sequence[int]) -> float:
+    """Step time of a given cut (first layer of each stage, and the number of layers) with the best
+    strategies of every stage on its own; infinite where a stage does not fit."""
+    cells = StageCells(problem, solve_runs)
+    search = _ScheduleSearch(problem, schedule, StageTables(problem, cells), MAX_CELLS)
+    search._try(tuple(cuts))
+    return search.step_s
 
 
 def _check(problem: StageProblem, schedules: Sequence[Schedule]) -> None:
@@ -301,8 +318,7 @@ class _ScheduleSearch:
         self._seen[cuts] = float("inf")
         if len(found) < len(cells):
             return False
-        self.num_simulations += 1
-        step_s = step_time_s(self.schedule, found, self.problem.hop_s[list(cuts[1:-1])])
+        found, step_s = self._with_sync_exposed(cuts, found)
         self._seen[cuts] = step_s
         if not self._cells:
             self.first_step_s = step_s
@@ -310,6 +326,28 @@ class _ScheduleSearch:
             return False
         self.step_s, self._cuts, self._cells = step_s, cuts, found
         return True
+
+    def _with_sync_exposed(
+        self, cuts: tuple[int, ...], cells: list[Cell]
+    ) -> tuple[list[Cell], float]:
+        """The cells, each replaced by one that weighs sync_s otherwise where that is faster, and
+        the step: how much of a stage's sync_s is exposed shows only in the whole pipeline."""
+        hop_s = self.problem.hop_s[list(cuts[1:-1])]
+        step_s = step_time_s(self.schedule, cells, hop_s)
+        self.num_simulations += 1
+        if not self.tables.has_sync:
+            return cells, step_s
+        for i in range(len(cells)):
+            for weight in SYNC_WEIGHTS:
+                other = self.tables.cells.solve(cuts[i], cuts[i + 1], *self._kinds[i], weight)
+                if other is None or other == cells[i]:
+                    continue
+                changed = [*cells[:i], other, *cells[i + 1 :]]
+                changed_s = step_time_s(self.schedule, changed, hop_s)
+                self.num_simulations += 1
+                if changed_s < step_s:
+                    cells, step_s = changed, changed_s
+        return cells, step_s
 
     def _climb(self) -> None:
         """Follows the best neighbour as long as one of the finalists is an improvement."""
