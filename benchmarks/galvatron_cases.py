@@ -51,21 +51,24 @@ class VldbPlan:
 
 @dataclass(frozen=True)
 class Found:
-    """The best plan of a case, its time as the planner sees it, and the proven gap (relative)."""
+    """The best plan of a case, its time as the planner sees it, and the proven gap (relative, None
+    without a proof)."""
 
     plan: LayerwisePlan | VldbPlan
     time_s: float
     batch: int
-    gap: float
+    gap: float | None
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """feasible: every stage within memory. stage_mb: memory used per stage."""
+    """feasible: every stage within memory. stage_mb: memory used per stage; stage_s: seconds of one
+    microbatch per stage, gradient reduction apart."""
 
     feasible: bool
     time_s: float
     stage_mb: tuple[int, ...]
+    stage_s: tuple[float, ...]
 
 
 def read_cases(directory: Path) -> list[tuple[str, Document]]:
@@ -127,7 +130,7 @@ def judge_layerwise(case: Document, plan: LayerwisePlan) -> Judgement:
         stage_mb.append(layers_mb + math.ceil(embedding["mem_mb"][stage]) + buffer_mb)
     time_s = pipeline_time_s(nosync_s, sync_s, table["chunks"])
     feasible = max(stage_mb) <= case["cluster"]["usable_memory_mb"]
-    return Judgement(feasible, time_s, tuple(stage_mb))
+    return Judgement(feasible, time_s, tuple(stage_mb), tuple(nosync_s))
 
 
 def _buffer_mb(table: Document, used: Sequence[Document]) -> int:
@@ -194,7 +197,8 @@ def judge_vldb(case: Document, plan: VldbPlan, budget_mb: int) -> Judgement:
         used_mb = sum(math.ceil(table["mem_mb"][kind][members[k]]) for kind, k in pairs)
         stage_mb.append(used_mb + (vldb_other_mb(case, plan.batch, plan.pp) if stage == 0 else 0))
     repeats = plan.pp if len(case["layer_types"]) == 1 else 1
-    return Judgement(max(stage_mb) <= budget_mb, repeats * sum(stage_s), tuple(stage_mb))
+    feasible = max(stage_mb) <= budget_mb
+    return Judgement(feasible, repeats * sum(stage_s), tuple(stage_mb), tuple(stage_s))
 
 
 def engine_layerwise(case: Document) -> Judgement | None:

@@ -20,6 +20,7 @@ tensor parallelism at all to each degree as the largest allowed one.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from galvatron_cases import Document, Found, LayerwisePlan, layer_type_numbers
@@ -36,22 +37,42 @@ _NUM_PHASES = 3
 """Forms of the first line of T in the module docstring."""
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A variant of a table with one embedding strategy, and a lower bound on its step time."""
+
+    bound_per_sample_s: float
+    variant: "Variant"
+    embedding: int
+
+
 def plan_layerwise(case: Document) -> Found | None:
     """The plan with the most samples/s over all tables of a case; None when nothing fits."""
-    variants = [v for number in range(len(case["cost_tables"])) for v in _variants(case, number)]
-    order = sorted(
-        (bound_s / variant.batch, number, embedding)
-        for number, variant in enumerate(variants)
+    return best_candidate(candidates_of(case))
+
+
+def candidates_of(case: Document) -> list[Candidate]:
+    """Every choice of table, allowed degrees and embedding that may fit, by bound."""
+    found = [
+        Candidate(bound_s / variant.batch, variant, embedding)
+        for number in range(len(case["cost_tables"]))
+        for variant in variants_of(case, number)
         for embedding, bound_s in enumerate(variant.bounds_s().tolist())
         if math.isfinite(bound_s)
-    )
+    ]
+    return sorted(found, key=lambda candidate: candidate.bound_per_sample_s)
+
+
+def best_candidate(candidates: Sequence[Candidate]) -> Found | None:
+    """The best plan of the candidates, which come by increasing bound."""
     best: Found | None = None
     best_per_sample_s = least_per_sample_s = math.inf
-    for bound_per_sample_s, number, embedding in order:
-        if bound_per_sample_s >= best_per_sample_s * (1 - RELATIVE_TIE):
+    for candidate in candidates:
+        if candidate.bound_per_sample_s >= best_per_sample_s * (1 - RELATIVE_TIE):
             break
-        variant = variants[number]
-        time_s, proven_s, plan = variant.solve(embedding, best_per_sample_s * variant.batch)
+        variant = candidate.variant
+        limit_s = best_per_sample_s * variant.batch
+        time_s, proven_s, plan = variant.solve(candidate.embedding, limit_s)
         least_per_sample_s = min(least_per_sample_s, proven_s / variant.batch)
         if plan is not None and time_s / variant.batch < best_per_sample_s:
             best_per_sample_s = time_s / variant.batch
@@ -59,32 +80,37 @@ def plan_layerwise(case: Document) -> Found | None:
     if best is None:
         return None
     gap = max(0.0, best_per_sample_s / least_per_sample_s - 1) if least_per_sample_s > 0 else 0.0
-    return Found(best.plan, best.time_s, best.batch, gap if gap > RELATIVE_TIE else 0.0)
+    return replace(best, gap=gap if gap > RELATIVE_TIE else 0.0)
 
 
-def _variants(case: Document, number: int) -> Iterator["_Variant"]:
+def variants_of(case: Document, number: int) -> Iterator["Variant"]:
     """A table without tensor parallelism, and with each degree as the largest allowed."""
     table = case["cost_tables"][number]
-    yield _Variant(case, number, 0, lambda strategy: bool(strategy["tp"] == 1))
+    yield Variant(case, number, table, 0, lambda strategy: bool(strategy["tp"] == 1))
     everything = [*table["layers"], *table["embedding"]]
     if all(strategy["tp"] == 1 for strategy in everything):
         return
     for degree in sorted({_degree(strategy) for strategy in everything}):
         buffer_mb = int(table["allgather_buffer_mb_by_max_tp"].get(str(degree), 0))
-        yield _Variant(case, number, buffer_mb, lambda s, most=degree: _degree(s) <= most)
+        yield Variant(case, number, table, buffer_mb, lambda s, most=degree: _degree(s) <= most)
 
 
 def _degree(strategy: Document) -> int:
     return int(max(strategy["tp"], strategy["sp"]))
 
 
-class _Variant:
+class Variant:
     """One cost table with the strategies that share one all-gather buffer."""
 
     def __init__(
-        self, case: Document, number: int, buffer_mb: int, allowed: Callable[[Document], bool]
+        self,
+        case: Document,
+        number: int,
+        table: Document,
+        buffer_mb: int,
+        allowed: Callable[[Document], bool],
     ) -> None:
-        table = case["cost_tables"][number]
+        self.buffer_mb, self.allowed = buffer_mb, allowed
         self.number, self.batch = number, int(table["gbsz"])
         self.chunks, self.num_stages = int(table["chunks"]), int(table["pp"])
         self.division = tuple(map(int, table["pp_division"]))
@@ -96,13 +122,18 @@ class _Variant:
         self.stages = [self._parts(stage) for stage in range(self.num_stages)]
         self._least: dict[tuple[int, int], CoreResult] = {}
 
-    def _stage_types(self, stage: int) -> list[int]:
-        first = sum(self.division[:stage])
-        return self.types[first : first + self.division[stage]]
+    def divided(self, case: Document, division: tuple[int, ...]) -> "Variant":
+        """The same choice with other numbers of layers per stage."""
+        table = case["cost_tables"][self.number] | {"pp_division": division}
+        return Variant(case, self.number, table, self.buffer_mb, self.allowed)
 
     def _parts(self, stage: int) -> list[Part]:
-        """The layers of a stage by type; measures: microbatch seconds without and with sync."""
-        members = self._stage_types(stage)
+        first = sum(self.division[:stage])
+        return self.parts_of(stage, first, self.division[stage])
+
+    def parts_of(self, stage: int, first: int, count: int) -> list[Part]:
+        """Some layers on a stage, by type; measures: microbatch seconds without and with sync."""
+        members = self.types[first : first + count]
         parts = []
         for kind in sorted(set(members)) if self.layers else ():
             times = [
@@ -119,24 +150,27 @@ class _Variant:
         """Lower bound on the step time for each embedding strategy."""
         if not self.layers or not self.embeddings:
             return np.zeros(0)
-        numbers = range(len(self.embeddings))
-        ahead = np.array([[1.0], [0.0]])
-        stage_s = np.array(
-            [
-                _relaxed_s(parts, ahead, [self._budget_mb(stage, e) for e in numbers])
-                for stage, parts in enumerate(self.stages)
-            ]
-        )
+        stage_s = np.array([self.stage_s(i, parts) for i, parts in enumerate(self.stages)])
         extra_s = np.array([s["time_nosync_s"] for s in self.embeddings], float).T
-        phases = self.rows[:_NUM_PHASES, : self.num_stages]
         fits = np.isfinite(stage_s).all(axis=0)
-        bounds_s = (phases @ np.where(fits, stage_s + extra_s, 0.0)).max(axis=0)
+        bounds_s = self.phases_s(np.where(fits, stage_s + extra_s, 0.0))
         if self.num_stages == 1:
-            exposed = np.array([[self.chunks - 1.0], [1.0]])
-            budgets = [self._budget_mb(0, e) for e in numbers]
-            exposed_s = _relaxed_s(self.stages[0], exposed, budgets)
+            exposed = (self.chunks - 1.0, 1.0)
+            exposed_s = self.stage_s(0, self.stages[0], exposed)
             bounds_s = np.maximum(bounds_s, exposed_s + (self.chunks - 1) * extra_s[0])
         return np.where(fits, bounds_s, np.inf)
+
+    def phases_s(self, stage_s: FloatArray) -> FloatArray:
+        """The first line of T for seconds per stage (rows), embedding included."""
+        return np.asarray((self.rows[:_NUM_PHASES, : self.num_stages] @ stage_s).max(axis=0))
+
+    def stage_s(
+        self, stage: int, parts: Sequence[Part], weights: Sequence[float] = (1.0, 0.0)
+    ) -> FloatArray:
+        """Relaxed weighted measures of layers on a stage, for each embedding strategy."""
+        budgets = [self._budget_mb(stage, e) for e in range(len(self.embeddings))]
+        hulls = [lower_hull(np.array(weights) @ part.measures, part.memory_bytes) for part in parts]
+        return sum_hulls(hulls, [part.count for part in parts]).time_at_s(budgets)
 
     def solve(
         self, embedding: int, incumbent_s: float
@@ -262,9 +296,3 @@ def _judge_rows(stages: int, chunks: int) -> FloatArray:
         excess[stages + stage] = 1.0
         rows.append(phases + excess)
     return np.concatenate(rows)
-
-
-def _relaxed_s(parts: Sequence[Part], weights: FloatArray, budgets: Sequence[int]) -> FloatArray:
-    """The relaxation of a stage under a mix of its measures, at many budgets."""
-    hulls = [lower_hull((weights.T @ part.measures)[0], part.memory_bytes) for part in parts]
-    return sum_hulls(hulls, [part.count for part in parts]).time_at_s(budgets)

@@ -10,6 +10,10 @@ and the proven gap of our plan. CPU seconds leave out reading the file; the engi
 file states. The last line is the worst ratio. Exit code 0; 1 when a ratio is below 1 by more than
 rounding (1e-9); 2 for a bad directory or file.
 
+Stages are divided as in the tables, evenly, and unevenly where both the judge's time and the time
+at the pace of the slowest stage gain (gap "-": better than every even plan, not proven best);
+--even leaves that out.
+
 Caveat: the judge of the layer-wise cases charges nothing for a change of layout between two layers,
 so a plan that mixes tensor-parallel degrees is slightly too cheap there (about 0.2 % of a step for
 each change of degree in the 7B models), ours and the engine's alike.
@@ -37,6 +41,7 @@ from galvatron_cases import (
     judge_vldb,
     read_cases,
 )
+from galvatron_divisions import plan_uneven
 from galvatron_layerwise import plan_layerwise
 from galvatron_vldb import plan_vldb
 
@@ -66,7 +71,7 @@ class Row:
     time_s: float | None
     ratio: float
     cpu_s: float
-    gap: float
+    gap: float | None
     engine: Engine
     complaint: str = ""
 
@@ -80,7 +85,7 @@ class Row:
             f"{self._ratio():>10}",
             f"{self.cpu_s:>9.4f}",
             f"{engine_cpu:>12}",
-            f"{self.gap:>8.1e}" if self.gap else f"{0:>8}",
+            f"{'-' if self.gap is None else format(self.gap, '.1e') if self.gap else '0':>8}",
         ]
         return " ".join(columns) + (f"  {self.complaint}" if self.complaint else "")
 
@@ -124,8 +129,9 @@ def compare(
     return Row(case, judged.time_s, ratio, cpu_s, found.gap, engine, complaint)
 
 
-def layerwise_row(name: str, case: Document) -> Row:
+def layerwise_row(name: str, case: Document, only_even: bool) -> Row:
     """The comparison of a layer-wise case."""
+    plan = plan_layerwise if only_even else plan_uneven
     result, search = case.get("result"), case.get("search") or {}
     cpu_s = search.get("cpu_s_with_dp_memoisation")
     engine = Engine(None, 1, cpu_s)
@@ -137,7 +143,7 @@ def layerwise_row(name: str, case: Document) -> Row:
         assert isinstance(found.plan, LayerwisePlan)
         return judge_layerwise(case, found.plan)
 
-    return compare(name, engine, lambda: plan_layerwise(case), judge)
+    return compare(name, engine, lambda: plan(case), judge)
 
 
 def vldb_row(name: str, case: Document, budget: str) -> Row:
@@ -164,12 +170,12 @@ def _as_judged(stated_s: float, judged: Judgement | None) -> float:
     return stated_s
 
 
-def rows_of(name: str, case: Document) -> list[Row]:
+def rows_of(name: str, case: Document, only_even: bool) -> list[Row]:
     """All comparisons of one case file."""
     try:
         if is_vldb(case):
             return [vldb_row(name, case, budget) for budget in case["results"]]
-        return [layerwise_row(name, case)]
+        return [layerwise_row(name, case, only_even)]
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         what = f"missing {error}" if isinstance(error, KeyError) else str(error)
         raise CaseError(f"{name}.json: not in the format of a planning case ({what})") from error
@@ -181,13 +187,14 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder of case files")
-    directory: Path = parser.parse_args(arguments).directory
+    parser.add_argument("--even", action="store_true", help="only divisions of the tables")
+    options = parser.parse_args(arguments)
     worst = math.inf
     try:
-        cases = read_cases(directory)
+        cases = read_cases(options.directory)
         print(HEADER)
         for name, case in cases:
-            for row in rows_of(name, case):
+            for row in rows_of(name, case, options.even):
                 print(row.text(), flush=True)
                 worst = min(worst, row.ratio)
     except CaseError as error:

@@ -50,7 +50,7 @@ class Hull:
         share = budgets / np.maximum(layers, 1)
         per_layer_s = np.interp(share, self.memory_bytes, self.time_s, left=np.inf)
         empty_s = np.where(budgets >= 0, 0.0, np.inf)
-        return np.multiply(layers, per_layer_s, where=layers > 0, out=empty_s)
+        return np.asarray(np.multiply(layers, per_layer_s, where=layers > 0, out=empty_s))
 
     def price_at(self, budget_bytes: float) -> float:
         """Seconds that one more byte saves at a budget; 0 when memory does not bind."""

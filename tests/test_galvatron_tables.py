@@ -28,7 +28,13 @@ BROKEN = {
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, ModuleType]]:
     """The script and its two helpers, loaded from their files, as siblings of each other."""
-    names = ("galvatron_cases", "galvatron_layerwise", "galvatron_vldb", "galvatron_tables")
+    names = (
+        "galvatron_cases",
+        "galvatron_layerwise",
+        "galvatron_divisions",
+        "galvatron_vldb",
+        "galvatron_tables",
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         found = {}
@@ -119,6 +125,38 @@ def test_layerwise_plan_is_the_best_under_the_judge(
     assert found.gap == 0 or exposed > 1
 
 
+def test_uneven_stages_are_chosen_where_every_stage_gains(
+    scripts: dict[str, ModuleType],
+) -> None:
+    case = layerwise_case(0, counts=(8,), memory_mb=1000)
+    # The second stage's head takes as long as two layers: 5 + 3 layers balance the stages.
+    table = case["cost_tables"][1] | {"chunks": 12}
+    for strategy in table["layers"]:
+        strategy |= {"time_nosync_s": [1.0], "time_sync_s": [1.0]}
+    for embedding in table["embedding"]:
+        embedding["time_nosync_s"] = [0.0, 2.0]
+    case["cost_tables"] = [table]
+    even = scripts["galvatron_layerwise"].plan_layerwise(case)
+    found = scripts["galvatron_divisions"].plan_uneven(case)
+    assert (even.plan.division, found.plan.division) == ((4, 4), (5, 3))
+    assert (even.time_s, found.time_s) == (10.0 + 11 * 6.0, 10.0 + 11 * 5.0)
+    judged = scripts["galvatron_cases"].judge_layerwise(case, found.plan)
+    assert judged.feasible and judged.time_s == found.time_s
+    assert found.gap is None and even.gap == 0
+
+
+def test_work_is_not_hidden_in_the_middle(scripts: dict[str, ModuleType]) -> None:
+    case = layerwise_case(0, counts=(8,), memory_mb=1000)
+    table = case["cost_tables"][1] | {"pp": 4, "chunks": 12, "pp_division": [2, 2, 2, 2]}
+    for strategy in table["layers"]:
+        strategy |= {"time_nosync_s": [1.0], "time_sync_s": [1.0], "mem_mb": [[1.0] * 4]}
+    for embedding in table["embedding"]:
+        embedding |= {"time_nosync_s": [0.0] * 4, "mem_mb": [1.0] * 4}
+    case["cost_tables"] = [table]
+    # The judge alone would like (1, 3, 3, 1): 8 + 11 * 1 instead of 8 + 11 * 2.
+    assert scripts["galvatron_divisions"].plan_uneven(case).plan.division == (2, 2, 2, 2)
+
+
 def vldb_case(seed: int, counts: tuple[int, ...]) -> dict[str, Any]:
     """Two batches, two pipeline degrees, three strategies each, random costs."""
     rng = np.random.default_rng(seed)
@@ -185,7 +223,7 @@ def test_judge_adds_up_a_plan_by_hand(scripts: dict[str, ModuleType]) -> None:
         embedding |= {"time_nosync_s": [0.5, 0.25], "mem_mb": [3.0, 2.5]}
     # C = (1.5, 2.25), m = 3: 3.75 + 2 * 2.25; memory 10 + 3 and 8 + 3, and 7 MB of buffer for tp 2.
     judged = cases.judge_layerwise(case, cases.LayerwisePlan(1, ("a", "b"), "ea", (1, 1)))
-    assert judged == cases.Judgement(True, 8.25, (20, 18))
+    assert judged == cases.Judgement(True, 8.25, (20, 18), (1.5, 2.25))
     judged = cases.judge_layerwise(case, cases.LayerwisePlan(1, ("a", "c"), "ea", (1, 1)))
     assert judged.stage_mb == (13, 11)
     assert cases.pipeline_time_s([1.0], [1.5], 4) == 4.5
