@@ -1,11 +1,11 @@
-"""The command line: plan, show, graph, verify.
+"""The command line: plan, show, explain, diff, check, graph, verify.
 
 Exit codes: 0 done, 1 expected failure (nothing fits, plan and model differ, numbers differ),
 2 usage or a bad file. A failure is one line on stderr and leaves no file behind; --debug adds the
 traceback. Results go to stdout, progress to stderr and only to a terminal.
 
-This module imports no torch: `show` and `--help` answer at once. What runs a model is in
-meshfold.cli_torch, loaded by name when a command needs it.
+This module imports no torch: `show`, `explain`, `diff` and `--help` answer at once. What runs a
+model is in meshfold.cli_torch, loaded by name when a command needs it.
 """
 
 import importlib
@@ -23,10 +23,12 @@ from rich.status import Status
 from meshfold import __version__
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.errors import MeshfoldError, OptionError
-from meshfold.options import CompileOptions
+from meshfold.options import CompileOptions, PinValue
+from meshfold.plan_diff import compare_plans, diff_view, differences_json
 from meshfold.plan_io import load_plan, plan_to_json, save_plan
 from meshfold.render import plan_view, summary_view
-from meshfold.units import parse_bytes
+from meshfold.render_search import explain_view
+from meshfold.units import bytes_text, parse_bytes
 
 INTERRUPTED = 130
 
@@ -79,16 +81,16 @@ def cli(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-def parse_pins(texts: tuple[str, ...]) -> dict[str, int]:
-    """ "tp=2" -> {"tp": 2}. Raises OptionError."""
-    pins: dict[str, int] = {}
+def parse_pins(texts: tuple[str, ...]) -> dict[str, PinValue]:
+    """ "tp=2", "recompute=full" -> {"tp": 2, "recompute": "full"}. Raises OptionError."""
+    pins: dict[str, PinValue] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or not value.lstrip("-").isdigit():
-            raise OptionError(f"--pin {text}: write name=number, for example tp=2")
+        if not equals or not value:
+            raise OptionError(f"--pin {text}: write name=value, for example tp=2")
         if name in pins:
             raise OptionError(f"--pin {text}: {name} is pinned twice")
-        pins[name] = int(value)
+        pins[name] = int(value) if value.lstrip("-").isdigit() else value
     return pins
 
 
@@ -111,7 +113,23 @@ def check_output(path: Path) -> None:
 )
 @click.option("--seq", type=int, help="Sequence length. [default: the model's, at most 2048]")
 @click.option("--memory", help="Budget per device, 16GB or 16GiB. [default: the device's]")
-@click.option("--pin", multiple=True, metavar="NAME=N", help="Fix dp, tp, zero or sp; repeatable.")
+@click.option(
+    "--pin",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Fix dp, tp, zero, sp or recompute; repeatable.",
+)
+@click.option(
+    "--allow",
+    type=click.Choice(["planned"]),
+    help="Offer what can be planned, but not run yet: ZeRO 1 and 2.",
+)
+@click.option(
+    "--without-cut",
+    multiple=True,
+    metavar="RULE",
+    help="Search without a pruning that 'show' names; repeatable.",
+)
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="The plan file to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
@@ -122,6 +140,8 @@ def plan(
     seq: int | None,
     memory: str | None,
     pin: tuple[str, ...],
+    allow: str | None,
+    without_cut: tuple[str, ...],
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -140,7 +160,10 @@ def plan(
     if output is not None:
         check_output(output)
     options = CompileOptions(
-        memory_bytes=parse_bytes(memory) if memory is not None else None, pins=parse_pins(pin)
+        memory_bytes=parse_bytes(memory) if memory is not None else None,
+        pins=parse_pins(pin),
+        allow_planned=allow == "planned",
+        without_cuts=without_cut,
     )
     spec = resolve_cluster(cluster, devices)
     with _progress(f"capturing {model}") as status:
@@ -176,6 +199,77 @@ def show(plan_file: Path, as_json: bool) -> None:
         click.echo(plan_to_json(loaded), nl=False)
     else:
         Console().print(plan_view(loaded))
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("regions", nargs=-1)
+def explain(plan_file: Path, regions: tuple[str, ...]) -> None:
+    """Say why PLAN_FILE does what it does: per region (all, or those named) the strategy taken and
+    the best that lost, with the reason; then the other meshes and what cut them.
+
+    \b
+    Example:
+      meshfold explain plan.json B
+    """
+    loaded = load_plan(plan_file)
+    known = {region.name: region for region in loaded.regions}
+    unknown = [name for name in regions if name not in known]
+    if unknown:
+        raise OptionError(f"no region {unknown[0]} in {plan_file}; it has {', '.join(known)}")
+    wanted = tuple(known[name] for name in regions or known)
+    Console().print(explain_view(loaded, wanted))
+
+
+@cli.command(cls=Command)
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON.")
+def diff(first: Path, second: Path, as_json: bool) -> None:
+    """Compare two plans: what they choose, what that costs, layer by layer. Exit code 1 when they
+    choose differently.
+
+    \b
+    Example:
+      meshfold diff before.json after.json
+    """
+    found = compare_plans(load_plan(first), load_plan(second))
+    if as_json:
+        click.echo(differences_json(found), nl=False)
+    else:
+        Console().print(diff_view(found))
+    if found.choices:
+        raise Failure(f"{first} and {second} choose differently", 1)
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="The MODEL that the plan is for.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write it with new figures.")
+@click.option("--json", "as_json", is_flag=True, help="Print the priced plan as JSON.")
+def check(plan_file: Path, model: str, output: Path | None, as_json: bool) -> None:
+    """Price PLAN_FILE anew, as after editing it by hand: every type is held against the rules, step
+    time and peak memory are computed again. Exit code 1 when it does not fit.
+
+    \b
+    Example:
+      meshfold check edited.json --model examples/configs/llama-3-8b.json -o priced.json
+    """
+    if output is not None:
+        check_output(output)
+    loaded = load_plan(plan_file)
+    with _progress(f"pricing {plan_file}"):
+        priced = torch_commands().check_plan(loaded, model)
+    if output is not None:
+        save_plan(priced, output)
+    if as_json:
+        click.echo(plan_to_json(priced), nl=False)
+    else:
+        Console().print(diff_view(compare_plans(loaded, priced)))
+    memory = priced.memory
+    if not memory.fits:
+        missing = bytes_text(memory.peak - memory.capacity)
+        raise Failure(f"{plan_file} does not fit: {missing} are missing", 1)
 
 
 @cli.command(cls=Command)

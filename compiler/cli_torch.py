@@ -13,8 +13,10 @@ from meshfold.emit import emit
 from meshfold.errors import InfeasibleError
 from meshfold.models import build_for_plan, build_model
 from meshfold.options import CompileOptions
+from meshfold.passes.check_plan import price_plan
 from meshfold.passes.planner import Progress
 from meshfold.plan import Plan
+from meshfold.probe import OpProber
 from meshfold.verify import VerifyReport, captured_as_planned, verify
 
 NUM_WORST = 10
@@ -55,6 +57,12 @@ def program_text(plan: Plan, model: str, rank: int) -> str:
     """The program of `rank`."""
     captured = captured_as_planned(plan, build_for_plan(model, plan))
     return emit(captured.graph, plan).text(rank)
+
+
+def check_plan(plan: Plan, model: str) -> Plan:
+    """`plan` with its figures computed again."""
+    captured = captured_as_planned(plan, build_for_plan(model, plan))
+    return price_plan(captured.graph, plan, OpProber())
 
 
 def verify_plan(plan: Plan, model: str) -> VerifyReport:

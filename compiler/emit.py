@@ -41,8 +41,15 @@ from meshfold.training_step import replicate_bucket, start_ahead, wait_bucket
 def emit(folded: FoldedGraph, plan: Plan) -> EmittedProgram:
     """The program of every rank of `plan.mesh`.
 
-    Raises PlanMismatchError if the plan's regions are not those of `folded`.
+    Raises PlanMismatchError if the plan's regions are not those of `folded`, or if it uses what can
+    be planned but not run.
     """
+    planned = next((r for r in plan.regions if not r.strategy.runs), None)
+    if planned is not None:
+        raise PlanMismatchError(
+            f"region {planned.name} is planned as {planned.strategy.label}, which cannot run yet; "
+            "plan without --allow planned"
+        )
     split = planned_graph(folded, plan)
     typings = [region.typing for region in plan.regions]
     return emit_typed(split, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))

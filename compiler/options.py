@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import get_args
 
 from meshfold.errors import OptionError
+from meshfold.strategy import Recompute
 
-PIN_NAMES = ("dp", "tp", "zero", "sp")
-"""What can be pinned: data and tensor parallel degrees, ZeRO level (0 or 3), and whether
-activations between tensor-parallel ops are sequence-sharded (0 or 1)."""
+PinValue = int | str
+
+PIN_NAMES = ("dp", "tp", "zero", "sp", "recompute")
+"""What can be pinned: data and tensor parallel degrees, ZeRO level, whether activations between
+tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -16,26 +20,41 @@ class CompileOptions:
     """memory_bytes: budget per device (None: the device's own usable memory).
     pins: choices that the search must keep. optimizer: what the memory model charges.
     full_capture: trace every layer instead of proving equal ones equal.
-    seed: of the counter-based generator behind dropout."""
+    seed: of the counter-based generator behind dropout.
+    allow_planned: offer what can be priced and planned, but not run yet.
+    without_cuts: prunings of the search (passes.decision_tree.PRUNINGS) to do without; for those
+    who doubt one."""
 
     memory_bytes: int | None = None
-    pins: Mapping[str, int] = field(default_factory=dict)
+    pins: Mapping[str, PinValue] = field(default_factory=dict)
     optimizer: str = "adamw"
     full_capture: bool = False
     seed: int = 0
+    allow_planned: bool = False
+    without_cuts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pins", MappingProxyType(dict(self.pins)))
         for name, value in self.pins.items():
-            if name not in PIN_NAMES:
-                raise OptionError(f"pin {name!r} is unknown; pins are {', '.join(PIN_NAMES)}")
-            if name in ("dp", "tp") and value < 1:
-                raise OptionError(f"pin {name}={value}: a degree is 1 or more")
-            if name == "zero" and value not in (0, 3):
-                raise OptionError(f"pin zero={value}: this version plans ZeRO levels 0 and 3")
-            if name == "sp" and value not in (0, 1):
-                raise OptionError(f"pin sp={value}: write sp=1 or sp=0")
+            _check_pin(name, value)
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise OptionError(f"memory must be positive, got {self.memory_bytes} bytes")
         if self.optimizer not in ("adamw", "sgd"):
             raise OptionError(f"optimizer {self.optimizer!r} is unknown; write adamw or sgd")
+
+
+def _check_pin(name: str, value: PinValue) -> None:
+    if name not in PIN_NAMES:
+        raise OptionError(f"pin {name!r} is unknown; pins are {', '.join(PIN_NAMES)}")
+    if name == "recompute":
+        if value not in get_args(Recompute):
+            raise OptionError(f"pin recompute={value}: write {' or '.join(get_args(Recompute))}")
+        return
+    if not isinstance(value, int):
+        raise OptionError(f"pin {name}={value}: write a number")
+    if name in ("dp", "tp") and value < 1:
+        raise OptionError(f"pin {name}={value}: a degree is 1 or more")
+    if name == "zero" and value not in range(4):
+        raise OptionError(f"pin zero={value}: ZeRO levels are 0, 1, 2 and 3")
+    if name == "sp" and value not in (0, 1):
+        raise OptionError(f"pin sp={value}: write sp=1 or sp=0")

@@ -3,6 +3,7 @@
 Layouts here are the types of meshfold.spmd; in the file they are text ("S0,I").
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -58,8 +59,21 @@ class ConversionRecord:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """A strategy that a region did not take. time_s: of one instance, exposed communication and
+    optimizer included; held_bytes: states and activations that one instance holds. `reason` says
+    why it lost."""
+
+    name: str
+    time_s: float
+    held_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class RegionPlan:
-    """What one distinct region does. Times and bytes are per instance and per rank."""
+    """What one distinct region does. Times and bytes are per instance and per rank. choice: the
+    strategy and its own figures, as Alternative has them; alternatives: the best that lost."""
 
     name: str
     fingerprint: str
@@ -75,6 +89,9 @@ class RegionPlan:
     """Seconds of collectives per axis name, forward and backward, before overlap."""
     saved_bytes: int
     """Activations kept for the backward."""
+    strategy: UniformStrategy = UniformStrategy()
+    choice: Alternative = Alternative("", 0.0, 0, "")
+    alternatives: tuple[Alternative, ...] = ()
     op_targets: tuple[str, ...] = ()
     """Names of typing.ops for people ("aten.linear.default"); may be left out."""
     slot_names: tuple[str, ...] = ()
@@ -156,12 +173,36 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class SearchStats:
-    """num_candidates were priced, num_infeasible of them did not fit; cuts: rule name -> count."""
+class MeshOutcome:
+    """What the search found on one mesh: the fastest plan that fits (None: nothing fits, or the
+    bound alone ruled the mesh out), the bound, and why the mesh was not taken."""
 
+    mesh: str
+    lower_bound_s: float
+    step_s: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class SearchStats:
+    """What the search looked at and what it proves.
+
+    num_leaves: of the decision tree, cuts: how many of them each rule cut. num_candidates: programs
+    whose exact step time and peak memory were taken, num_infeasible of them did not fit.
+    lower_bound_s: no plan of this tree that fits is faster. gap_before: what rounding the
+    relaxation would have cost, relative. unlimited_s: step time of the best plan if memory were
+    unlimited. capped: a search stopped at its limit; the bound holds all the same.
+    """
+
+    num_leaves: int
     num_candidates: int
     num_infeasible: int
     cuts: Mapping[str, int] = field(default_factory=dict)
+    lower_bound_s: float = 0.0
+    gap_before: float = 0.0
+    unlimited_s: float = 0.0
+    capped: bool = False
+    meshes: tuple[MeshOutcome, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,7 +211,7 @@ class Plan:
     cluster: ClusterSpec
     mesh: Mesh
     strategy: UniformStrategy
-    pins: Mapping[str, int]
+    pins: Mapping[str, int | str]
     optimizer: str
     seed: int
     regions: tuple[RegionPlan, ...]
@@ -186,3 +227,9 @@ class Plan:
     @property
     def world_size(self) -> int:
         return self.mesh.num_ranks
+
+    @property
+    def gap(self) -> float:
+        """(step time - proven lower bound) / lower bound; infinite where nothing was proven."""
+        bound_s = self.search.lower_bound_s
+        return max(0.0, self.time.step_s / bound_s - 1) if bound_s > 0 else math.inf

@@ -4,6 +4,7 @@ plan_from_document checks what a schema cannot say: figures that follow from oth
 one type per mesh axis, runs of regions that exist. It raises PlanFormatError with the JSON path.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -14,9 +15,11 @@ from meshfold.cluster_io import ClusterModel, cluster_model
 from meshfold.errors import ClusterSpecError, PlanFormatError
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.plan import (
+    Alternative,
     Candidate,
     ConversionRecord,
     MemoryEstimate,
+    MeshOutcome,
     ModelInfo,
     ParameterPlacement,
     Plan,
@@ -27,6 +30,7 @@ from meshfold.plan import (
     TimeEstimate,
 )
 from meshfold.plan_schema import (
+    AlternativeDocument,
     AxisDocument,
     CandidateDocument,
     ConversionDocument,
@@ -68,11 +72,7 @@ def plan_document(plan: Plan) -> PlanDocument:
         memory=_memory_document(plan.memory),
         notes=plan.notes,
         baselines=tuple(_candidate_document(c) for c in plan.baselines),
-        search=SearchDocument(
-            num_candidates=plan.search.num_candidates,
-            num_infeasible=plan.search.num_infeasible,
-            cuts=dict(plan.search.cuts),
-        ),
+        search=_search_document(plan),
         pins=dict(plan.pins),
         optimizer=plan.optimizer,
         seed=plan.seed,
@@ -92,6 +92,11 @@ def _model_document(model: ModelInfo) -> ModelDocument:
 
 def _strategy_document(strategy: UniformStrategy) -> StrategyDocument:
     return StrategyDocument(label=strategy.label, **asdict(strategy))
+
+
+def _search_document(plan: Plan) -> SearchDocument:
+    gap = plan.gap if math.isfinite(plan.gap) else None
+    return SearchDocument(**{**asdict(plan.search), "cuts": dict(plan.search.cuts), "gap": gap})
 
 
 def _time_document(time: TimeEstimate) -> TimeDocument:
@@ -128,7 +133,9 @@ def _region_document(region: RegionPlan) -> RegionDocument:
         backward_s=region.backward_s,
         communication_s=dict(region.communication_s),
         saved_bytes=region.saved_bytes,
-        recompute=typing.recompute,
+        strategy=_strategy_document(region.strategy),
+        choice=AlternativeDocument(**asdict(region.choice)),
+        alternatives=tuple(AlternativeDocument(**asdict(a)) for a in region.alternatives),
         fallback_ops=region.fallback_ops,
         parameters=tuple(_parameter_document(p) for p in region.parameters),
         conversions=tuple(_conversion_document(c) for c in region.conversions),
@@ -170,7 +177,7 @@ def plan_from_document(document: PlanDocument) -> Plan:
     regions = tuple(
         _region(region, f"regions[{k}]", len(axes)) for k, region in enumerate(document.regions)
     )
-    return Plan(
+    plan = Plan(
         model=_model(document.model),
         cluster=_cluster(document.cluster),
         mesh=mesh,
@@ -186,11 +193,19 @@ def plan_from_document(document: PlanDocument) -> Plan:
             _candidate(candidate, f"baselines[{k}]")
             for k, candidate in enumerate(document.baselines)
         ),
-        search=SearchStats(**document.search.model_dump()),
+        search=_search(document.search),
         meshfold_version=document.meshfold_version,
         version=document.version,
         notes=document.notes,
     )
+    if document.search.gap is not None:
+        _follows("search.gap", document.search.gap, plan.gap)
+    return plan
+
+
+def _search(document: SearchDocument) -> SearchStats:
+    meshes = tuple(MeshOutcome(**m.model_dump()) for m in document.meshes)
+    return SearchStats(**{**document.model_dump(exclude={"gap"}), "meshes": meshes})
 
 
 def _at(path: str, read: Callable[[], T]) -> T:
@@ -278,7 +293,7 @@ def _region(document: RegionDocument, path: str, num_axes: int) -> RegionPlan:
             slots=tuple(layout for _, layout in slots),
             ops=tuple(typing for _, typing in ops),
             outputs=outputs,
-            recompute=document.recompute,
+            recompute=document.strategy.recompute,
         ),
         parameters=tuple(
             _parameter(p, f"{path}.parameters[{k}]", num_axes)
@@ -293,6 +308,9 @@ def _region(document: RegionDocument, path: str, num_axes: int) -> RegionPlan:
         backward_s=document.backward_s,
         communication_s=document.communication_s,
         saved_bytes=document.saved_bytes,
+        strategy=_strategy(document.strategy, f"{path}.strategy"),
+        choice=Alternative(**document.choice.model_dump()),
+        alternatives=tuple(Alternative(**a.model_dump()) for a in document.alternatives),
         op_targets=names_or_none(target for target, _ in ops),
         slot_names=names_or_none(name for name, _ in slots),
     )

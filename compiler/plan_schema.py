@@ -59,8 +59,9 @@ class StrategyDocument(Document):
     label: str = Field(description="The strategy in words; derived from the fields below")
     dp: Positive
     tp: Positive
-    zero: Literal[0, 3]
+    zero: Literal[0, 1, 2, 3]
     sequence_parallel: bool
+    recompute: Recompute = "none"
 
 
 class AxisDocument(Document):
@@ -102,10 +103,28 @@ class CandidateDocument(Document):
     note: str
 
 
+class MeshOutcomeDocument(Document):
+    mesh: str
+    lower_bound_s: Seconds = Field(description="No plan on this mesh is faster")
+    step_s: Seconds | None = Field(
+        description="Of the best plan found there; null: none, or ruled out"
+    )
+    reason: str
+
+
 class SearchDocument(Document):
-    num_candidates: Count
-    num_infeasible: Count
-    cuts: dict[str, Count] = Field(description="Candidates cut, by rule")
+    num_leaves: Count = Field(description="Of the decision tree, before any cut")
+    num_candidates: Count = Field(description="Programs priced exactly")
+    num_infeasible: Count = Field(description="Of those, how many did not fit")
+    cuts: dict[str, Count] = Field(description="Leaves cut, by rule")
+    lower_bound_s: Seconds = Field(description="No plan of this tree that fits is faster")
+    gap: Seconds | None = Field(
+        description="Step time over the lower bound, less 1; null where nothing was proven"
+    )
+    gap_before: Seconds = Field(description="What rounding the relaxation would have cost")
+    unlimited_s: Seconds = Field(description="Step time if memory were unlimited")
+    capped: bool = Field(description="A search stopped at its limit; the bound holds all the same")
+    meshes: tuple[MeshOutcomeDocument, ...]
 
 
 class RunDocument(Document):
@@ -141,6 +160,13 @@ class ConversionDocument(Document):
     backward_s: Seconds
 
 
+class AlternativeDocument(Document):
+    name: str
+    time_s: Seconds = Field(description="One instance, communication and optimizer included")
+    held_bytes: Bytes = Field(description="States and activations of one instance")
+    reason: str
+
+
 class RegionDocument(Document):
     """Times and bytes are per instance and per rank."""
 
@@ -152,9 +178,9 @@ class RegionDocument(Document):
     backward_s: Seconds
     communication_s: dict[str, Seconds]
     saved_bytes: Bytes = Field(description="Activations kept for the backward pass")
-    recompute: Recompute = Field(
-        default="none", description="full: the forward runs again in the backward pass"
-    )
+    strategy: StrategyDocument
+    choice: AlternativeDocument = Field(description="The strategy in words, with its own figures")
+    alternatives: tuple[AlternativeDocument, ...] = Field(description="The best that lost, and why")
     fallback_ops: tuple[str, ...] = Field(description="Ops that run whole for lack of a rule")
     parameters: tuple[ParameterDocument, ...]
     conversions: tuple[ConversionDocument, ...]
@@ -176,7 +202,7 @@ class PlanDocument(Document):
     notes: tuple[str, ...]
     baselines: tuple[CandidateDocument, ...]
     search: SearchDocument
-    pins: dict[str, int] = Field(description="Choices that the user fixed")
+    pins: dict[str, int | str] = Field(description="Choices that the user fixed")
     optimizer: str
     seed: int
     stages: tuple[StageDocument, ...]

@@ -3,8 +3,8 @@
 Autograd's own saved-tensor hooks say what is kept, storage identity says what is a view, and a
 counter of the storages that ops make says what else is alive. Nothing is allocated, and no table of
 ops has to be maintained. Meta tensors answer several times faster than fake ones, but what picks a
-kernel by device takes another one for them: DEVICE_OPS are run on fakes, which live on the CPU. What
-a CUDA-only kernel keeps may differ (it is the fused attention kernels that do: a few bytes of
+kernel by device takes another one for them: DEVICE_OPS are run on fakes, which live on the CPU.
+What a CUDA-only kernel keeps may differ (it is the fused attention kernels that do: a few bytes of
 random state).
 """
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.padding import Padding
 from rich.segment import Segment
 from rich.style import Style
 from rich.table import Table
@@ -16,6 +15,8 @@ from rich.text import Text
 
 from meshfold.plan import Candidate, Plan, RegionPlan
 from meshfold.plan_text import write_layout
+from meshfold.render_parts import indented, section, table_of
+from meshfold.render_search import proof_text, search_view
 from meshfold.units import bytes_text, count_text, seconds_text
 
 COLOURS = ("cyan", "blue", "magenta", "green", "yellow", "bright_blue", "red", "white")
@@ -54,9 +55,10 @@ def plan_view(plan: Plan) -> RenderableType:
     """The whole page."""
     return Group(
         summary_view(plan),
-        _section("Regions", _regions_table(plan)),
-        _section(f"Parameters  (types per axis: {_axes(plan)})", _parameters_table(plan)),
-        _section(f"Conversions that cost  (types per axis: {_axes(plan)})", _conversions(plan)),
+        section("Search", search_view(plan)),
+        section("Regions", _regions_table(plan)),
+        section(f"Parameters  (types per axis: {_axes(plan)})", _parameters_table(plan)),
+        section(f"Conversions that cost  (types per axis: {_axes(plan)})", _conversions(plan)),
         *_fallbacks(plan.regions),
         Text("\nI same everywhere · R same, gradient pending · S<dim> sharded · P pending sum"),
     )
@@ -66,15 +68,12 @@ def summary_view(plan: Plan) -> RenderableType:
     """Headline, step time, memory, baselines, notes."""
     return Group(
         _headline(plan),
-        _section(f"Step time {seconds_text(plan.time.step_s)}", _time(plan)),
-        _section(_memory_title(plan), _memory(plan)),
-        _section("Against the baselines", _baselines_table(plan)),
+        *_mix(plan),
+        section(f"Step time {seconds_text(plan.time.step_s)}", _time(plan)),
+        section(_memory_title(plan), _memory(plan)),
+        section("Against the baselines", _baselines_table(plan)),
         *_notes(plan),
     )
-
-
-def _section(title: str, body: RenderableType) -> RenderableType:
-    return Group(Text(f"\n{title}", style="bold"), body)
 
 
 def _axes(plan: Plan) -> str:
@@ -101,6 +100,17 @@ def _headline(plan: Plan) -> RenderableType:
         style = "bold green" if label == "strategy" else ""
         grid.add_row(Text(label, style="dim"), Text(text, style=style))
     return grid
+
+
+def _mix(plan: Plan) -> list[RenderableType]:
+    """What every region does, where they differ."""
+    if len({region.choice.name for region in plan.regions}) < 2:
+        return []
+    table = table_of("", "n", "first instance", "strategy", right=("n",), fold=("strategy",))
+    for region in plan.regions:
+        scope = region.example_scope or "the whole model"
+        table.add_row(region.name, str(region.num_instances), scope, region.choice.name)
+    return [section("Strategies by region", indented(table))]
 
 
 def _time(plan: Plan) -> RenderableType:
@@ -145,27 +155,9 @@ def _memory(plan: Plan) -> RenderableType:
     )
 
 
-def _table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ()) -> Table:
-    """A plain table; columns of `right` are figures, those of `fold` may break over lines."""
-    table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
-    numbers, texts = set(right), set(fold)
-    for name in columns:
-        table.add_column(
-            name,
-            justify="right" if name in numbers else "left",
-            overflow="fold",
-            no_wrap=name not in texts,
-        )
-    return table
-
-
-def _indented(table: Table) -> RenderableType:
-    return Padding(table, (0, 0, 0, 2))
-
-
 def _baselines_table(plan: Plan) -> RenderableType:
     figures = ("step", "x", "peak memory")
-    table = _table("", "strategy", *figures, "", right=figures, fold=("", "strategy"))
+    table = table_of("", "strategy", *figures, "", right=figures, fold=("", "strategy"))
     table.add_row(
         "this plan",
         plan.strategy.label,
@@ -177,12 +169,7 @@ def _baselines_table(plan: Plan) -> RenderableType:
     )
     for candidate in plan.baselines:
         table.add_row(*_baseline_row(candidate, plan), style="" if candidate.fits else "dim")
-    search = plan.search
-    cuts = "".join(f", {n} cut: {rule}" for rule, n in sorted(search.cuts.items()))
-    counted = (
-        f"  {search.num_candidates} strategies priced, {search.num_infeasible} did not fit{cuts}"
-    )
-    return Group(_indented(table), Text(counted, style="dim"))
+    return Group(indented(table), Text(f"  {proof_text(plan)}", style="dim"))
 
 
 def _baseline_row(candidate: Candidate, plan: Plan) -> Sequence[str]:
@@ -205,7 +192,7 @@ def _by_axis(communication_s: Mapping[str, float]) -> str:
 
 
 def _regions_table(plan: Plan) -> RenderableType:
-    table = _table(
+    table = table_of(
         "",
         "n",
         "first instance",
@@ -227,7 +214,7 @@ def _regions_table(plan: Plan) -> RenderableType:
             bytes_text(region.saved_bytes),
         )
     note = "  n instances; times and bytes per instance and rank; saved for the backward"
-    return Group(_indented(table), Text(note, style="dim"))
+    return Group(indented(table), Text(note, style="dim"))
 
 
 def _where(region: RegionPlan) -> str:
@@ -236,7 +223,7 @@ def _where(region: RegionPlan) -> str:
 
 
 def _parameters_table(plan: Plan) -> RenderableType:
-    table = _table(
+    table = table_of(
         "",
         "parameter",
         "shape",
@@ -256,12 +243,12 @@ def _parameters_table(plan: Plan) -> RenderableType:
                 write_layout(parameter.used),
                 bytes_text(parameter.num_bytes),
             )
-    return _indented(table)
+    return indented(table)
 
 
 def _conversions(plan: Plan) -> RenderableType:
     texts = ("", "value", "from", "to", "forward", "backward")
-    table = _table(*texts, "bytes", "time", right=("bytes", "time"), fold=("value",))
+    table = table_of(*texts, "bytes", "time", right=("bytes", "time"), fold=("value",))
     for region in plan.regions:
         activations = [r for r in region.conversions if r.kind == "activation"]
         rows = [(r.value, write_layout(r.source), write_layout(r.target), [r]) for r in activations]
@@ -281,7 +268,7 @@ def _conversions(plan: Plan) -> RenderableType:
                 bytes_text(sum(r.num_bytes for r in records)),
                 seconds_text(sum(r.forward_s + r.backward_s for r in records)),
             )
-    return _indented(table) if table.row_count else Text("  none")
+    return indented(table) if table.row_count else Text("  none")
 
 
 def _collectives(names: Iterable[str]) -> str:
@@ -295,10 +282,10 @@ def _fallbacks(regions: Sequence[RegionPlan]) -> list[RenderableType]:
     if not lines:
         return []
     title = "Ops without a rule: they run whole on every rank"
-    return [_section(title, Text("\n".join(lines), style="yellow"))]
+    return [section(title, Text("\n".join(lines), style="yellow"))]
 
 
 def _notes(plan: Plan) -> list[RenderableType]:
     if not plan.notes:
         return []
-    return [_section("Notes", Text("\n".join(f"  {note}" for note in plan.notes)))]
+    return [section("Notes", Text("\n".join(f"  {note}" for note in plan.notes)))]

@@ -51,20 +51,32 @@ class RegionTyping:
 
 @dataclass(frozen=True, slots=True)
 class UniformStrategy:
-    """One choice for the whole model: degrees, ZeRO level on dp (0 or 3), sequence parallel on tp.
+    """One leaf of the decision tree, for a region or for a whole model: degrees, sequence parallel
+    on tp, ZeRO level on dp (0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and
+    parameters), what is recomputed.
 
-    `label` is how people read it: "dp2 x tp4+sp, zero3".
+    `label` is how people read it: "dp2 x tp4+sp, zero3, recompute full".
     """
 
     dp: int = 1
     tp: int = 1
     zero: int = 0
     sequence_parallel: bool = False
+    recompute: Recompute = "none"
 
     @property
     def label(self) -> str:
         parts = [f"dp{self.dp}"] if self.dp > 1 else []
         if self.tp > 1:
             parts.append(f"tp{self.tp}" + ("+sp" if self.sequence_parallel else ""))
-        text = " x ".join(parts) or "one device"
-        return text + (", zero3" if self.zero == 3 and self.dp > 1 else "")
+        words = [" x ".join(parts) or "one device"]
+        if self.zero and self.dp > 1:
+            words.append(f"zero{self.zero}")
+        if self.recompute != "none":
+            words.append(f"recompute {self.recompute}")
+        return ", ".join(words)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the emitter can run it; else it can only be planned."""
+        return self.zero in (0, 3)

@@ -1,49 +1,38 @@
 """Writes the chosen strategy down as a Plan."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from meshfold import __version__
 from meshfold.cluster import ClusterSpec
-from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, SlotKind
 from meshfold.options import CompileOptions
+from meshfold.passes.check_plan import placements
 from meshfold.passes.fold_assemble import fingerprint, graph_fingerprint
-from meshfold.passes.parameter_prices import local_bytes
-from meshfold.passes.region_price import layouts_of_values
-from meshfold.passes.uniform_search import ProgramTyping
+from meshfold.passes.leaf_costs import Leaf
+from meshfold.passes.mesh_plan import MeshPlanner, Priced
 from meshfold.plan import (
+    Alternative,
     Candidate,
-    MemoryEstimate,
     ModelInfo,
-    ParameterPlacement,
     Plan,
     RegionPlan,
     RunPlan,
     SearchStats,
     StagePlan,
-    TimeEstimate,
 )
-from meshfold.strategy import RegionTyping, UniformStrategy
+from meshfold.units import bytes_text, seconds_text
 
-
-@dataclass(frozen=True)
-class Chosen:
-    """A strategy with everything known about it; saved_bytes: per region."""
-
-    strategy: UniformStrategy
-    mesh: Mesh
-    program: ProgramTyping
-    time: TimeEstimate
-    memory: MemoryEstimate
-    saved_bytes: tuple[int, ...]
+NUM_ALTERNATIVES = 6
+"""Losing strategies per region that a plan tells about."""
 
 
 def assemble_plan(
     folded: FoldedGraph,
     cluster: ClusterSpec,
     options: CompileOptions,
-    chosen: Chosen,
+    best: Priced,
+    planner: MeshPlanner,
     *,
     model_name: str,
     batch_size: int,
@@ -51,27 +40,46 @@ def assemble_plan(
     stats: SearchStats,
     notes: tuple[str, ...],
 ) -> Plan:
-    """The plan that runs `chosen`."""
-    regions = folded.regions
+    """The plan that runs `best`, a program of `planner`."""
+    split = best.split
+    origin = {
+        new.region: old.region for new, old in zip(split.instances, folded.instances, strict=True)
+    }
     return Plan(
         model=_model_info(folded, model_name, batch_size),
         cluster=cluster,
-        mesh=chosen.mesh,
-        strategy=chosen.strategy,
+        mesh=best.mesh,
+        strategy=best.strategy,
         pins=dict(options.pins),
         optimizer=options.optimizer,
         seed=options.seed,
-        regions=tuple(_region_plan(folded, r, chosen) for r in range(len(regions))),
+        regions=tuple(_region_plan(best, r, origin[r], planner) for r in range(len(split.regions))),
         stages=(
-            StagePlan(tuple(RunPlan(regions[r].name, first, n) for r, first, n in folded.runs)),
+            StagePlan(
+                tuple(RunPlan(split.regions[r].name, first, n) for r, first, n in split.runs)
+            ),
         ),
-        memory=chosen.memory,
-        time=chosen.time,
+        memory=best.memory,
+        time=best.time,
         baselines=baselines,
         search=stats,
         meshfold_version=__version__,
-        notes=(*folded.notes, *chosen.program.notes, *notes),
+        notes=(*folded.notes, *_whole_notes(best), *notes),
     )
+
+
+def _whole_notes(best: Priced) -> list[str]:
+    """Parameters that ZeRO-3 was to shard and could not."""
+    if best.strategy.zero != 3:
+        return []
+    dp = best.mesh.sizes[best.mesh.index("dp")]
+    found = set()
+    for region, leaf in zip(best.split.regions, best.leaves, strict=True):
+        if leaf.strategy.zero == 3 and len(leaf.sharded) == leaf.num_shardable:
+            for i, slot in enumerate(region.graph.slots):
+                if slot.kind is SlotKind.PARAMETER and i not in leaf.sharded:
+                    found.add(f"{slot.name} {list(region.graph.values[i].shape)}")
+    return [f"ZeRO-3 keeps {name} whole: no dim divides over {dp} ranks" for name in sorted(found)]
 
 
 def _model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:
@@ -86,45 +94,46 @@ def _model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:
     )
 
 
-def _region_plan(folded: FoldedGraph, r: int, chosen: Chosen) -> RegionPlan:
-    region = folded.regions[r]
-    typing, price = chosen.program.typings[r], chosen.program.prices[r]
-    instances = [i for i in folded.instances if i.region == r]
+def _region_plan(best: Priced, r: int, origin: int, planner: MeshPlanner) -> RegionPlan:
+    region, leaf, price = best.split.regions[r], best.leaves[r], best.prices[r]
+    instances = [i for i in best.split.instances if i.region == r]
     return RegionPlan(
         name=region.name,
         fingerprint=graph_fingerprint(region.graph),
         num_instances=len(instances),
         example_scope=instances[0].scope,
-        typing=typing,
-        parameters=_placements(folded, r, typing, chosen.mesh),
+        typing=leaf.typing,
+        parameters=placements(region.graph, leaf.typing, best.mesh),
         conversions=price.conversions,
-        fallback_ops=chosen.program.fallback_ops[r],
+        fallback_ops=planner.fallback_ops[origin],
         forward_s=price.forward_s,
         backward_s=price.backward_s,
         communication_s=price.total_communication_s,
-        saved_bytes=chosen.saved_bytes[r],
+        saved_bytes=best.saved_bytes[r],
+        strategy=leaf.strategy,
+        choice=Alternative(leaf.name, leaf.time_s, leaf.held_bytes, "taken"),
+        alternatives=_alternatives(leaf, planner.leaves[origin]),
         op_targets=tuple(op.target for op in region.graph.ops),
         slot_names=tuple(slot.name for slot in region.graph.slots),
     )
 
 
-def _placements(
-    folded: FoldedGraph, r: int, typing: RegionTyping, mesh: Mesh
-) -> tuple[ParameterPlacement, ...]:
-    graph = folded.regions[r].graph
-    out = []
-    for i, (stored, demands) in enumerate(layouts_of_values(graph, typing)[: len(graph.slots)]):
-        if graph.slots[i].kind is not SlotKind.PARAMETER:
-            continue
-        value = graph.values[i]
-        out.append(
-            ParameterPlacement(
-                name=graph.slots[i].name,
-                shape=value.shape,
-                dtype=value.dtype,
-                stored=stored,
-                used=demands[0] if demands else stored,
-                num_bytes=local_bytes(value, stored, mesh.sizes),
-            )
-        )
-    return tuple(out)
+def _alternatives(taken: Leaf, leaves: Sequence[Leaf]) -> tuple[Alternative, ...]:
+    """The best leaves that lost: those that nothing beats in time and in memory, nearest first."""
+    others = [leaf for leaf in leaves if leaf.name != taken.name]
+    whole = [x for x in others if len(x.sharded) in (0, x.num_shardable)]
+    ordered = sorted(whole, key=lambda leaf: (leaf.time_s, leaf.held_bytes, leaf.name))
+    return tuple(
+        Alternative(leaf.name, leaf.time_s, leaf.held_bytes, _why_lost(leaf, taken))
+        for leaf in ordered[:NUM_ALTERNATIVES]
+    )
+
+
+def _why_lost(leaf: Leaf, taken: Leaf) -> str:
+    slower_s = leaf.time_s - taken.time_s
+    more_bytes = leaf.held_bytes - taken.held_bytes
+    if slower_s >= 0 and more_bytes >= 0:
+        return f"{seconds_text(slower_s)} slower and holds {bytes_text(more_bytes)} more"
+    if slower_s >= 0:
+        return f"{seconds_text(slower_s)} slower; its {bytes_text(-more_bytes)} less are not needed"
+    return f"holds {bytes_text(more_bytes)} more, which does not fit in every layer"

@@ -1,34 +1,41 @@
-"""The plan of a folded program on a cluster: price every uniform strategy, keep the fastest that
-fits, set the named baselines beside it.
+"""The plan of a folded program on a cluster, with the proof of how good it is.
 
-    candidates (passes/candidates.py) -> typing per region (passes/uniform_search.py)
-        -> step time (passes/step_time.py) and peak memory (passes/region_memory.py) -> Plan
+    decision tree (passes/decision_tree.py)   what is left of dp x tp, ZeRO, recomputation
+        -> every mesh typed and bounded       (passes/uniform_search.py)
+        -> meshes in order of their bound: the best program on each, strategies mixed by layer
+           (passes/mesh_plan.py), until the next bound reaches the best program found
+        -> Plan, with the lower bound, the cuts and the named baselines
 
-Ties are broken by (step time to seven digits, peak memory, label): same input, same plan.
+Ties are broken by (step time to seven digits, regions to emit, peak memory, label): same input,
+same plan.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.meshes import build_mesh, mesh_candidates
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
-from meshfold.passes.candidates import Candidates, enumerate_candidates
-from meshfold.passes.plan_assembly import Chosen, assemble_plan
-from meshfold.passes.region_memory import Probe, step_memory
-from meshfold.passes.step_time import estimate_step
+from meshfold.passes.baselines import baseline_rows, named_baselines
+from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
+from meshfold.passes.mesh_plan import MeshPlan, MeshPlanner, Priced, order_of
+from meshfold.passes.plan_assembly import assemble_plan
+from meshfold.passes.region_memory import Probe
 from meshfold.passes.uniform_search import MeshSearch
-from meshfold.plan import Candidate, MemoryEstimate, Plan, SearchStats
+from meshfold.plan import MemoryEstimate, MeshOutcome, Plan, SearchStats
 from meshfold.strategy import UniformStrategy
 from meshfold.units import bytes_text
 
 Progress = Callable[[int, int, str], None]
-"""Called with (strategies priced, strategies to price, label of the last one)."""
+"""Called with (meshes done, meshes in all, the mesh at hand)."""
 
 UNSHARDED = "tp shards no weights"
+BOUND = "bound of the mesh above the best plan"
+
+Degrees = tuple[int, int]
 
 
 def find_plan_for(
@@ -41,48 +48,64 @@ def find_plan_for(
     probe: Probe,
     progress: Progress | None = None,
 ) -> Plan:
-    """The fastest uniform strategy on all devices of `cluster` that fits the memory budget.
+    """The fastest plan on all devices of `cluster` that fits the memory budget.
 
     batch_size: global batch, the size of dim 0 of the inputs that are to be sharded. probe: what
     the memory model asks about local ops. Raises OptionError for a pin or batch that cannot be
     kept, InfeasibleError when nothing fits.
     """
-    meshes = list(mesh_candidates(cluster, cluster.num_devices))
-    candidates = enumerate_candidates(meshes, options.pins, batch_size)
-    named = _named_baselines(cluster)
-    baselines = {name: s for name, s in named.items() if batch_size % s.dp == 0}
-    todo = list(dict.fromkeys((*candidates.strategies, *baselines.values())))
-    pricer = _Pricer(folded, cluster, options, batch_size, probe)
-    priced = {}
-    for done, strategy in enumerate(todo):
-        priced[strategy] = pricer.price(strategy)
-        if progress is not None:
-            progress(done + 1, len(todo), strategy.label)
-    kept, cuts = _cut_unsharded(candidates, priced, options.pins)
-    fitting = [p for p in kept if p.memory.fits]
-    if not fitting:
-        raise _infeasible(kept, cluster.num_devices)
-    best = min(fitting, key=_order)
+    _check_prunings(options.without_cuts)
+    search = _Search(folded, cluster, options, batch_size, probe, progress)
+    found = search.best()
+    named = named_baselines(cluster)
+    rows = {
+        name: search.mesh_planner((s.dp, s.tp), [s]).uniform(s)
+        for name, s in named.items()
+        if batch_size % s.dp == 0
+    }
     return assemble_plan(
         folded,
         cluster,
         options,
-        best,
+        found.best,
+        found.planner,
         model_name=model_name,
         batch_size=batch_size,
-        baselines=_baseline_rows(baselines, priced),
-        stats=SearchStats(len(kept), len(kept) - len(fitting), cuts),
-        notes=tuple(
-            f"baseline {name} is not priced: a batch of {batch_size} does not divide over "
-            f"{s.dp} ranks"
-            for name, s in named.items()
-            if name not in baselines
+        baselines=baseline_rows(rows, found.planners),
+        stats=found.stats,
+        notes=(
+            *found.notes,
+            *_planned_notes(found.best),
+            *(
+                f"baseline {name} is not priced: a batch of {batch_size} does not divide over "
+                f"{s.dp} ranks"
+                for name, s in named.items()
+                if name not in rows
+            ),
         ),
     )
 
 
-class _Pricer:
-    """Prices strategies of one folded program; strategies on one mesh share their searches."""
+def _check_prunings(names: Sequence[str]) -> None:
+    known = (*PRUNINGS, BOUND)
+    for name in names:
+        if name not in known:
+            raise OptionError(f"no pruning is called {name!r}; they are {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The winner, who planned it, and everybody whose leaves were priced."""
+
+    best: Priced
+    planner: MeshPlanner
+    planners: tuple[MeshPlanner, ...]
+    stats: SearchStats
+    notes: tuple[str, ...]
+
+
+class _Search:
+    """One search; region typings are shared by everything that asks for the same mesh."""
 
     def __init__(
         self,
@@ -91,116 +114,163 @@ class _Pricer:
         options: CompileOptions,
         batch_size: int,
         probe: Probe,
+        progress: Progress | None,
     ) -> None:
         self.folded = folded
         self.cluster = cluster
         self.options = options
         self.batch_size = batch_size
         self.probe = probe
-        self._searches: dict[tuple[int, int], MeshSearch] = {}
+        self.progress = progress
+        self._searches: dict[Degrees, MeshSearch] = {}
 
-    def price(self, strategy: UniformStrategy) -> Chosen:
-        degrees = (strategy.dp, strategy.tp)
+    def best(self) -> _Found:
+        """The fastest plan that fits; leaves that a pruning took come back when nothing fits."""
+        found = self._over(self._tree(self.options.without_cuts))
+        if isinstance(found, _Found):
+            return found
+        if NODE in self.options.without_cuts:
+            raise self._infeasible(found)
+        wider = self._tree((*self.options.without_cuts, NODE))
+        again = self._over(wider) if len(wider.leaves) > len(self._tree(()).leaves) else found
+        if isinstance(again, _Found):
+            note = "nothing fits while tp stays inside a node: this plan's tp leaves it"
+            return _Found(again.best, again.planner, again.planners, again.stats, (note,))
+        raise self._infeasible([*found, *again])
+
+    def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
+        """A planner for these leaves of one mesh."""
         if degrees not in self._searches:
             mesh = build_mesh(self.cluster, *degrees)
             self._searches[degrees] = MeshSearch(self.folded, self.cluster, mesh, self.batch_size)
-        search = self._searches[degrees]
-        program = search.solve(zero=strategy.zero, sequence_parallel=strategy.sequence_parallel)
-        smallest_bytes = min(group.device.memory_bytes for group in self.cluster.groups)
-        memory, saved_bytes = step_memory(
+        return MeshPlanner(
             self.folded,
-            program.typings,
-            search.mesh,
+            self.cluster,
+            self._searches[degrees],
+            strategies,
+            self.options,
             self.probe,
-            costs=search.costs,
-            optimizer=self.options.optimizer,
-            reserve_bytes=max(group.device.reserve_bytes for group in self.cluster.groups),
-            capacity_bytes=self.options.memory_bytes or smallest_bytes,
         )
-        time = estimate_step(
-            self.folded, program.typings, program.prices, search.costs, self.options.optimizer
+
+    def _tree(self, without: Sequence[str]) -> Tree:
+        cluster = self.cluster
+        situation = Situation(
+            num_devices=cluster.num_devices,
+            devices_per_node=min(group.devices_per_node for group in cluster.groups),
+            batch_size=self.batch_size,
+            pins=self.options.pins,
+            allow_planned=self.options.allow_planned,
+            switched_off=without,
         )
-        return Chosen(strategy, search.mesh, program, time, memory, tuple(saved_bytes))
+        return grow_tree(mesh_candidates(cluster, cluster.num_devices), situation)
 
+    def _over(self, tree: Tree) -> "_Found | list[Priced]":
+        """The best of a tree, or per mesh the program with the least memory."""
+        by_mesh: dict[Degrees, list[UniformStrategy]] = {}
+        for leaf in tree.leaves:
+            by_mesh.setdefault((leaf.dp, leaf.tp), []).append(leaf)
+        cuts = Counter(tree.cuts)
+        planners = self._bounded(by_mesh, cuts)
+        best: tuple[Priced, MeshPlanner] | None = None
+        plans: dict[MeshPlanner, MeshPlan] = {}
+        for planner in sorted(planners, key=lambda p: (p.fastest_s, p.mesh.sizes)):
+            if best and planner.fastest_s >= best[0].time.step_s and self._prunes(BOUND):
+                cuts[BOUND] += len(planner.strategies)
+                continue
+            plans[planner] = plan = planner.plan()
+            if plan.best and (not best or order_of(plan.best) < order_of(best[0])):
+                best = plan.best, planner
+        if best is None:
+            return [p.smallest for p in plans.values() if p.smallest is not None]
+        stats = _stats(tree, cuts, planners, plans, best)
+        return _Found(*best, tuple(plans), stats, ())
 
-def _order(chosen: Chosen) -> tuple[float, int, str]:
-    """Sort key: the better first."""
-    return float(f"{chosen.time.step_s:.6e}"), chosen.memory.peak, chosen.strategy.label
+    def _prunes(self, name: str) -> bool:
+        return name not in self.options.without_cuts
 
+    def _bounded(
+        self, by_mesh: Mapping[Degrees, list[UniformStrategy]], cuts: Counter[str]
+    ) -> list[MeshPlanner]:
+        """A planner per mesh, those whose tp axis shards no weights left out."""
+        planners = []
+        for done, (degrees, strategies) in enumerate(by_mesh.items()):
+            if self.progress is not None:
+                bare = UniformStrategy(*degrees)
+                self.progress(done + 1, len(by_mesh), bare.label)
+            planner = self.mesh_planner(degrees, strategies)
+            if planner.sharded_fraction > 0:
+                planners.append(planner)
+            else:
+                cuts[UNSHARDED] += len(strategies)
+        if not planners:
+            degrees_text = ", ".join(f"tp={d}" for d in sorted({tp for _, tp in by_mesh}))
+            raise OptionError(
+                f"{'pin ' if 'tp' in self.options.pins else ''}{degrees_text}: no parameter of "
+                f"this model can be sharded over so many ranks"
+            )
+        return planners
 
-def _cut_unsharded(
-    candidates: Candidates,
-    priced: Mapping[UniformStrategy, Chosen],
-    pins: Mapping[str, int],
-) -> tuple[list[Chosen], Mapping[str, int]]:
-    """Leave out strategies whose tp axis shards no weights: they are data parallelism, badly."""
-    everything = [priced[s] for s in candidates.strategies]
-    kept = [c for c in everything if c.program.sharded_fraction > 0]
-    if not kept:
-        degrees = ", ".join(f"tp={d}" for d in sorted({c.strategy.tp for c in everything}))
-        raise OptionError(
-            f"{'pin ' if 'tp' in pins else ''}{degrees}: no parameter of this model can be sharded "
-            f"over so many ranks"
+    def _infeasible(self, smallest: Sequence[Priced]) -> InfeasibleError:
+        best = min(smallest, key=lambda p: (p.memory.peak, p.strategy.label))
+        memory, label = best.memory, best.strategy.label
+        component, size = _largest_component(memory)
+        missing = memory.peak - memory.capacity
+        return InfeasibleError(
+            f"nothing fits in {bytes_text(memory.capacity)} per device on "
+            f"{self.cluster.num_devices} devices: the best candidate, {label}, needs "
+            f"{bytes_text(memory.peak)}, most of it {component} ({bytes_text(size)}); "
+            f"{bytes_text(missing)} are missing; use more devices, more memory or a smaller batch",
+            binding_constraint=component,
+            best_candidate=label,
+            required_bytes=memory.peak,
+            available_bytes=memory.capacity,
         )
-    cuts = Counter(candidates.cuts)
-    if len(kept) < len(everything):
-        cuts[UNSHARDED] = len(everything) - len(kept)
-    return kept, dict(sorted(cuts.items()))
 
 
-def _infeasible(kept: Sequence[Chosen], num_devices: int) -> InfeasibleError:
-    best = min(kept, key=lambda c: (c.memory.peak, c.strategy.label))
-    memory = best.memory
-    component, size = _largest_component(memory)
-    missing = memory.peak - memory.capacity
-    return InfeasibleError(
-        f"nothing fits in {bytes_text(memory.capacity)} per device on {num_devices} devices: the "
-        f"best candidate, {best.strategy.label}, needs {bytes_text(memory.peak)}, most of it "
-        f"{component} ({bytes_text(size)}); {bytes_text(missing)} are missing; "
-        f"use more devices, more memory or a smaller batch",
-        binding_constraint=component,
-        best_candidate=best.strategy.label,
-        required_bytes=memory.peak,
-        available_bytes=memory.capacity,
+def _stats(
+    tree: Tree,
+    cuts: Counter[str],
+    planners: Sequence[MeshPlanner],
+    plans: Mapping[MeshPlanner, MeshPlan],
+    best: tuple[Priced, MeshPlanner],
+) -> SearchStats:
+    step_s = best[0].time.step_s
+    outcomes = []
+    for planner in planners:
+        plan = plans.get(planner)
+        name = str(planner.mesh)
+        if plan is None:
+            reason = f"cannot be faster than {planner.fastest_s / step_s:.2f} of this plan"
+            outcomes.append(MeshOutcome(name, planner.fastest_s, None, reason))
+        elif plan.best is None:
+            assert plan.smallest is not None
+            missing = plan.smallest.memory.peak - plan.smallest.memory.capacity
+            reason = f"needs {bytes_text(missing)} more than there is"
+            outcomes.append(MeshOutcome(name, plan.lower_bound_s, None, reason))
+        else:
+            own_s = plan.best.time.step_s
+            reason = "taken" if planner is best[1] else f"{own_s / step_s:.2f} of this plan's time"
+            outcomes.append(MeshOutcome(name, plan.lower_bound_s, own_s, reason))
+    return SearchStats(
+        num_leaves=tree.num_leaves,
+        num_candidates=sum(p.num_priced for p in plans.values()),
+        num_infeasible=sum(p.num_infeasible for p in plans.values()),
+        cuts=dict(sorted((name, n) for name, n in cuts.items() if n)),
+        lower_bound_s=min(step_s, *(p.lower_bound_s for p in plans.values())),
+        gap_before=plans[best[1]].gap_before,
+        unlimited_s=min(p.unlimited_s for p in plans.values()),
+        capped=any(p.capped for p in plans.values()),
+        meshes=tuple(outcomes),
     )
+
+
+def _planned_notes(best: Priced) -> list[str]:
+    """A plan that uses what cannot run yet says so."""
+    names = dict.fromkeys(leaf.strategy.label for leaf in best.leaves if not leaf.strategy.runs)
+    return [f"{name}: planned, cannot run yet" for name in names]
 
 
 def _largest_component(memory: MemoryEstimate) -> tuple[str, int]:
     sizes = {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "capacity"}
     name = max(sizes, key=lambda n: (sizes[n], n))
     return name.replace("_", " "), sizes[name]
-
-
-def _named_baselines(cluster: ClusterSpec) -> dict[str, UniformStrategy]:
-    """The strategies people would try first."""
-    n = cluster.num_devices
-    node = min(group.devices_per_node for group in cluster.groups)
-    named = {}
-    if n > 1:
-        named["DDP"] = UniformStrategy(dp=n)
-        named["ZeRO-3"] = UniformStrategy(dp=n, zero=3)
-        if node > 1 and n % node == 0:
-            named["Megatron tp+sp in a node, dp outside"] = UniformStrategy(
-                dp=n // node, tp=node, sequence_parallel=True
-            )
-    return named
-
-
-def _baseline_rows(
-    baselines: Mapping[str, UniformStrategy],
-    priced: Mapping[UniformStrategy, Chosen],
-) -> tuple[Candidate, ...]:
-    rows = [_row(name, priced[strategy]) for name, strategy in baselines.items()]
-    both = [c for c in priced.values() if c.strategy.dp > 1 and c.strategy.tp > 1]
-    if both:
-        best = min(both, key=lambda c: (not c.memory.fits, *_order(c)))
-        rows.append(_row("best 2-axis uniform", best))
-    return tuple(rows)
-
-
-def _row(name: str, chosen: Chosen) -> Candidate:
-    memory = chosen.memory
-    note = "" if memory.fits else f"{bytes_text(memory.peak - memory.capacity)} too much"
-    if chosen.program.sharded_fraction == 0:
-        note = "; ".join(filter(None, (note, UNSHARDED)))
-    return Candidate(name, chosen.strategy, chosen.time.step_s, memory.peak, memory.fits, note)

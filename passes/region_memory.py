@@ -12,6 +12,7 @@ parameters are not kept for the backward: they are outside tensors, gathered aga
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from meshfold.cost_models.memory import LocalProgram, LocalStep, RegionMemory, simulate_region
 from meshfold.cost_models.op_probe import (
@@ -61,6 +62,22 @@ from meshfold.strategy import OpTyping, RegionTyping
 Probe = Callable[[ProbeKey], OpProbe]
 
 
+@dataclass(frozen=True, eq=False)
+class SimulatedRegion:
+    """A simulation that instances share. num_made: tensors that the runtime makes of parameters;
+    uses: (slot, its use by an instance yet to be named). The graph is held since its id is a key.
+    """
+
+    graph: OpGraph
+    memory: RegionMemory
+    num_made: int
+    uses: tuple[tuple[int, ParameterUse], ...]
+
+
+Simulations = dict[tuple[int, RegionTyping, tuple[Layout, ...]], SimulatedRegion]
+"""By (id of the graph, typing, layouts that arrive)."""
+
+
 def step_memory(
     folded: FoldedGraph,
     typings: Sequence[RegionTyping],
@@ -71,14 +88,16 @@ def step_memory(
     optimizer: str,
     reserve_bytes: int,
     capacity_bytes: int,
+    known: "Simulations | None" = None,
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     """(bytes per device at the peak of a training step, bytes that one instance of each region
     keeps for its backward).
 
     typings: per region, for `mesh`. probe answers what ops do to memory (meshfold.probe.OpProber).
-    costs orders the conversions as the emitter does. optimizer: "adamw" or "sgd".
+    costs orders the conversions as the emitter does. optimizer: "adamw" or "sgd". known: as for
+    program_memory.
     """
-    instances = program_memory(folded, typings, mesh, probe, costs=costs)
+    instances = program_memory(folded, typings, mesh, probe, costs=costs, known=known)
     estimate, kept = compose_step(
         instances,
         [
@@ -104,9 +123,10 @@ def program_memory(
     probe: Probe,
     *,
     costs: ConversionCosts,
+    known: "Simulations | None" = None,
 ) -> list[InstanceMemory]:
-    """Memory of every instance, in execution order."""
-    known: dict[tuple[int, tuple[Layout, ...]], tuple[RegionMemory, _Builder]] = {}
+    """Memory of every instance, in execution order. known: simulations to use and to add to."""
+    known = {} if known is None else known
     found = []
     for instance in folded.instances:
         graph, typing = folded.regions[instance.region].graph, typings[instance.region]
@@ -116,16 +136,16 @@ def program_memory(
             else layout
             for s, layout in zip(instance.sources, typing.slots, strict=True)
         )
-        key = instance.region, arriving
+        key = id(graph), typing, arriving
         if key not in known:
             builder = _Builder(graph, typing, arriving, mesh, costs, probe, instance.floats)
-            known[key] = simulate_region(builder.build()), builder
-        memory, builder = known[key]
+            memory = simulate_region(builder.build())
+            known[key] = SimulatedRegion(graph, memory, len(builder.uses), builder.parameter_uses())
+        region = known[key]
         sources = [_made(s) for s in instance.sources]
-        sources += [None] * (len(builder.uses))
-        names = [s.name for s in instance.sources]
-        uses = tuple(builder.parameter_uses(names))
-        found.append(InstanceMemory(memory, tuple(sources), uses))
+        sources += [None] * region.num_made
+        uses = tuple(use.named(instance.sources[slot].name) for slot, use in region.uses)
+        found.append(InstanceMemory(region.memory, tuple(sources), uses))
     return found
 
 
@@ -223,8 +243,8 @@ class _Builder:
             recomputes=self.typing.recompute == "full",
         )
 
-    def parameter_uses(self, names: Sequence[str]) -> list[ParameterUse]:
-        """The parameters of an instance whose slots are called `names`."""
+    def parameter_uses(self) -> tuple[tuple[int, ParameterUse], ...]:
+        """(slot, use) of every parameter slot, names left out."""
         found = []
         for v, slot in enumerate(self.graph.slots):
             if slot.kind is not SlotKind.PARAMETER:
@@ -234,10 +254,10 @@ class _Builder:
             for layout, t in runtime:
                 used = local_bytes(self.graph.values[v], layout, self.mesh.sizes)
                 how: How = "gathered" if used > stored else "reduced"
-                found.append(ParameterUse(names[v], t, stored, used, how))
+                found.append((v, ParameterUse("", t, stored, used, how)))
             if not runtime:
-                found.append(ParameterUse(names[v], v, stored, stored, "direct"))
-        return found
+                found.append((v, ParameterUse("", v, stored, stored, "direct")))
+        return tuple(found)
 
     # What is wanted.
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from meshfold.cost_models.compute import op_work
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
-from meshfold.opgraph import Op, OpGraph, SlotKind, Value
+from meshfold.opgraph import Op, OpGraph, SlotKind
 from meshfold.passes.conversions import (
     ConversionCost,
     conversion_cost,
@@ -32,7 +32,7 @@ from meshfold.passes.recompute import RunAgain, run_again
 from meshfold.passes.rules import AxisRule
 from meshfold.plan import ConversionRecord
 from meshfold.spmd import Layout
-from meshfold.strategy import RegionTyping
+from meshfold.strategy import Recompute, RegionTyping
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _dtype(graph: OpGraph, op: Op) -> str:
 
 @dataclass
 class _Sums:
-    """Running sums over one region, by axis number."""
+    """Running sums over one region or one value of it, by axis number."""
 
     mesh: Mesh
     forward_s: float = 0.0
@@ -149,12 +149,27 @@ class _Sums:
     again_by_axis_s: list[float] = field(init=False)
     gather_bytes: list[int] = field(init=False)
     reduce_bytes: dict[tuple[int, str], int] = field(default_factory=dict)
-    records: list[ConversionRecord] = field(default_factory=list)
+    records: list[tuple[int, ConversionRecord]] = field(default_factory=list)
+    """(number of the value, record)."""
 
     def __post_init__(self) -> None:
         self.communication_s = [0.0] * len(self.mesh.axes)
         self.again_by_axis_s = [0.0] * len(self.mesh.axes)
         self.gather_bytes = [0] * len(self.mesh.axes)
+
+    def merge(self, other: "_Sums") -> None:
+        """Add everything of `other`."""
+        self.forward_s += other.forward_s
+        self.backward_s += other.backward_s
+        self.again_compute_s += other.again_compute_s
+        self.again_s += other.again_s
+        for axis in range(len(self.mesh.axes)):
+            self.communication_s[axis] += other.communication_s[axis]
+            self.again_by_axis_s[axis] += other.again_by_axis_s[axis]
+            self.gather_bytes[axis] += other.gather_bytes[axis]
+        for key, num_bytes in other.reduce_bytes.items():
+            self.reduce_bytes[key] = self.reduce_bytes.get(key, 0) + num_bytes
+        self.records += other.records
 
     def add(self, cost: ConversionCost, is_again: bool) -> None:
         """An in-graph conversion; is_again: it is part of what runs again."""
@@ -179,6 +194,71 @@ class _Sums:
                 self.again_s += seconds
 
 
+class RegionPricer:
+    """Prices of one region whose ops are typed, for any stored layouts of its parameters.
+
+    rules[o]: the axis rules of op o. Ops and values are priced once, a parameter once per stored
+    layout: what differs between the leaves of a region costs microseconds.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        typing: RegionTyping,
+        rules: Sequence[Sequence[AxisRule]],
+        mesh: Mesh,
+        costs: CostModel,
+    ) -> None:
+        self.graph = graph
+        self.mesh = mesh
+        self.costs = costs
+        again = run_again(graph)
+        self._demands_again = _demands_again(graph, typing, again)
+        self._demands = [demands for _, demands in layouts_of_values(graph, typing)]
+        self._parameters = [
+            i for i, slot in enumerate(graph.slots) if slot.kind is SlotKind.PARAMETER
+        ]
+        self._known: dict[tuple[int, Layout], _Sums] = {}
+        self._inside = _Sums(mesh)
+        self._forward_s = self._backward_s = 0.0
+        for k, (op, of_axes) in enumerate(zip(graph.ops, rules, strict=True)):
+            time = op_time(graph, op, of_axes, mesh, costs)
+            self._forward_s += time.forward_s
+            self._backward_s += time.backward_s
+            self._inside.add_op(time, k < again.num_ops)
+        parameters = set(self._parameters)
+        for v, (native, _) in enumerate(layouts_of_values(graph, typing)):
+            if v not in parameters:
+                self._inside.merge(self._value(v, native))
+
+    def price(self, slots: Sequence[Layout], recompute: Recompute = "none") -> RegionPrice:
+        """The price of one instance whose slots are stored, or arrive, as `slots`; those that are
+        no parameters as the typing has them."""
+        sums = _Sums(self.mesh)
+        sums.merge(self._inside)
+        for i in self._parameters:
+            if (i, slots[i]) not in self._known:
+                self._known[i, slots[i]] = self._value(i, slots[i])
+            sums.merge(self._known[i, slots[i]])
+        price = _finish(self._forward_s, self._backward_s, sums, self.costs)
+        return price.recomputed() if recompute == "full" else price
+
+    def _value(self, v: int, native: Layout) -> _Sums:
+        """The conversions of one value."""
+        sums = _Sums(self.mesh)
+        graph, value = self.graph, self.graph.values[v]
+        is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
+        edges = plan_conversions(value, native, self._demands[v], self.mesh, self.costs)
+        reached = _reached(edges, self._demands_again[v])
+        for edge in edges:
+            is_again = edge[1] in reached
+            if is_parameter and edge[0] == native:
+                _price_parameter(graph, v, edge, sums, self.costs, is_again)
+            else:
+                _price_conversion(graph, v, edge, sums, self.costs, is_again)
+        return sums
+
+
 def price_region(
     graph: OpGraph,
     typing: RegionTyping,
@@ -187,28 +267,7 @@ def price_region(
     costs: CostModel,
 ) -> RegionPrice:
     """Price one instance of a region as it will be emitted. rules[o]: the axis rules of op o."""
-    sums = _Sums(mesh)
-    again = run_again(graph)
-    forward_s = backward_s = 0.0
-    for k, (op, of_axes) in enumerate(zip(graph.ops, rules, strict=True)):
-        time = op_time(graph, op, of_axes, mesh, costs)
-        forward_s += time.forward_s
-        backward_s += time.backward_s
-        sums.add_op(time, k < again.num_ops)
-    demands_again = _demands_again(graph, typing, again)
-    for v, (native, demands) in enumerate(layouts_of_values(graph, typing)):
-        value = graph.values[v]
-        is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
-        edges = plan_conversions(value, native, demands, mesh, costs)
-        reached = _reached(edges, demands_again[v])
-        for source, target in edges:
-            name, is_again = value_name(graph, v), target in reached
-            if is_parameter and source == native:
-                _price_parameter(name, value, source, target, sums, costs, is_again)
-            else:
-                _price_conversion(name, value, source, target, sums, costs, is_again)
-    price = _finish(forward_s, backward_s, sums, costs)
-    return price.recomputed() if typing.recompute == "full" else price
+    return RegionPricer(graph, typing, rules, mesh, costs).price(typing.slots, typing.recompute)
 
 
 def _demands_again(graph: OpGraph, typing: RegionTyping, again: RunAgain) -> list[set[Layout]]:
@@ -260,45 +319,23 @@ def value_name(graph: OpGraph, v: int) -> str:
     return f"{op.scope}.{target}" if op.scope else target
 
 
+_Edge = tuple[Layout, Layout]
+
+
 def _price_conversion(
-    name: str,
-    value: Value,
-    source: Layout,
-    target: Layout,
-    sums: _Sums,
-    costs: CostModel,
-    is_again: bool,
+    graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel, is_again: bool
 ) -> None:
-    cost = conversion_cost(value, source, target, sums.mesh, costs)
+    cost = conversion_cost(graph.values[v], *edge, sums.mesh, costs)
     sums.add(cost, is_again)
-    if cost.forward or cost.backward:
-        sums.records.append(
-            ConversionRecord(
-                name,
-                "activation",
-                source,
-                target,
-                cost.forward,
-                cost.backward,
-                cost.num_bytes,
-                cost.forward_s,
-                cost.backward_s,
-            )
-        )
+    _record(graph, v, "activation", edge, cost, sums)
 
 
 def _price_parameter(
-    name: str,
-    value: Value,
-    stored: Layout,
-    used: Layout,
-    sums: _Sums,
-    costs: CostModel,
-    is_again: bool,
+    graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel, is_again: bool
 ) -> None:
     """Bucketed steps are added up by bytes and priced per bucket; the record shows them alone."""
-    mesh = sums.mesh
-    for step in conversion_steps(value, stored, used, mesh, costs):
+    mesh, value = sums.mesh, graph.values[v]
+    for step in conversion_steps(value, *edge, mesh, costs):
         if not is_bucketed(step.source, step.target):
             sums.add(conversion_cost(value, step.before, step.after, mesh, costs), is_again)
             continue
@@ -308,21 +345,26 @@ def _price_parameter(
         if value.requires_grad:
             key = (step.axis, "reduce_scatter" if step.source.is_shard else "all_reduce")
             sums.reduce_bytes[key] = sums.reduce_bytes.get(key, 0) + gathered
-    cost = conversion_cost(value, stored, used, mesh, costs)
-    if cost.forward or cost.backward:
-        sums.records.append(
-            ConversionRecord(
-                name,
-                "parameter",
-                stored,
-                used,
-                cost.forward,
-                cost.backward,
-                cost.num_bytes,
-                cost.forward_s,
-                cost.backward_s,
-            )
-        )
+    _record(graph, v, "parameter", edge, conversion_cost(value, *edge, mesh, costs), sums)
+
+
+def _record(
+    graph: OpGraph, v: int, kind: str, edge: _Edge, cost: ConversionCost, sums: _Sums
+) -> None:
+    """Note a conversion that communicates."""
+    if not (cost.forward or cost.backward):
+        return
+    record = ConversionRecord(
+        value_name(graph, v),
+        kind,
+        *edge,
+        cost.forward,
+        cost.backward,
+        cost.num_bytes,
+        cost.forward_s,
+        cost.backward_s,
+    )
+    sums.records.append((v, record))
 
 
 def _finish(forward_s: float, backward_s: float, sums: _Sums, costs: CostModel) -> RegionPrice:
@@ -342,7 +384,7 @@ def _finish(forward_s: float, backward_s: float, sums: _Sums, costs: CostModel) 
         communication_s=dict(zip(names, sums.communication_s, strict=True)),
         gather_s=gather_s,
         reduce_s=reduce_s,
-        conversions=tuple(sums.records),
+        conversions=tuple(r for _, r in sorted(sums.records, key=lambda pair: pair[0])),
         again=AgainPrice(
             sums.again_compute_s,
             sums.again_s,

@@ -35,7 +35,7 @@ from meshfold.passes.elimination import (
 )
 from meshfold.passes.parameter_prices import ParameterPrices, Prices
 from meshfold.passes.region_factors import FactorGraph, Port, build_factors
-from meshfold.passes.region_price import RegionPrice, op_time, price_region
+from meshfold.passes.region_price import RegionPrice, RegionPricer, op_time
 from meshfold.passes.rule_domains import OpDomain, RuleTable, op_domains
 from meshfold.passes.rules import AxisRule, region_rules, typing_of
 from meshfold.spmd import Layout
@@ -60,10 +60,16 @@ class RegionSolution:
     _problem: "RegionProblem" = field(compare=False, repr=False)
 
     @cached_property
-    def price(self) -> RegionPrice:
-        """The exact price of the typing, from the conversions that will be emitted."""
+    def pricer(self) -> RegionPricer:
+        """Exact prices of the typing, from the conversions that will be emitted, whatever the
+        stored layouts of parameters."""
         p = self._problem
-        return price_region(p.graph, self.typing, self.rules, p.mesh, p.costs)
+        return RegionPricer(p.graph, self.typing, self.rules, p.mesh, p.costs)
+
+    @property
+    def price(self) -> RegionPrice:
+        """The exact price of the typing."""
+        return self.pricer.price(self.typing.slots)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,9 @@ So every plan is a multiset of *exchanges* (base -> s, at its regret) plus as ma
         stop when LP(M) + regret >= the best plan found
         fill up with fillers, compare with the best plan            (_Core.fill)
 
+Tables with many almost equal strategies have too many such multisets; after the first few hundred
+they are merged by dominance instead (`run_merge`). A node cap ends either; then the result says so.
+
 The number of layers appears nowhere but in the counts, so 1,000 layers cost what 8 do. Taking an
 end of the edge instead of the mix is the classic mistake: feasible, and up to 20 % slow.
 (Balas and Zemel 1980 and Pisinger 1995 call the few items that can still change the core.)

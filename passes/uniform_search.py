@@ -38,7 +38,7 @@ from meshfold.passes.data_parallel import (
     zero3_layout,
 )
 from meshfold.passes.parameter_prices import Prices
-from meshfold.passes.region_price import RegionPrice, price_region
+from meshfold.passes.region_price import RegionPrice
 from meshfold.passes.region_search import (
     RegionProblem,
     RegionSolution,
@@ -270,7 +270,7 @@ class MeshSearch:
                         whole.add(f"{slot.name} {list(value.shape)}")
             typing = replace(solution.typing, slots=tuple(slots))
             typings.append(typing)
-            prices.append(price_region(graph, typing, solution.rules, self.mesh, self.costs))
+            prices.append(solution.pricer.price(typing.slots))
         dp = self.mesh.sizes[self.dp_axis]
         notes = [f"ZeRO-3 keeps {name} whole: no dim divides over {dp} ranks" for name in whole]
         return ProgramTyping(

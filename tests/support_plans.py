@@ -5,9 +5,11 @@ from dataclasses import replace
 from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.plan import (
+    Alternative,
     Candidate,
     ConversionRecord,
     MemoryEstimate,
+    MeshOutcome,
     ModelInfo,
     ParameterPlacement,
     Plan,
@@ -92,6 +94,11 @@ BLOCK = RegionPlan(
     backward_s=6.3e-3,
     communication_s={"dp": 1.5e-3, "tp": 0.9e-3},
     saved_bytes=300 * 2**20,
+    strategy=STRATEGY,
+    choice=Alternative(STRATEGY.label, 0.0125, 900 * 2**20, "taken"),
+    alternatives=(
+        Alternative("dp2 x tp4, zero3", 0.0131, 950 * 2**20, "600 us slower and holds more"),
+    ),
     op_targets=("aten.linear.default", "aten.arange.default"),
     slot_names=("hidden", "mlp.up_proj.weight"),
 )
@@ -115,6 +122,20 @@ MEMORY = MemoryEstimate(
     transient=3 * GIB,
     reserve=GIB,
     capacity=40 * GIB,
+)
+
+SEARCH = SearchStats(
+    num_leaves=40,
+    num_candidates=12,
+    num_infeasible=5,
+    cuts={"does not divide": 3},
+    lower_bound_s=0.32,
+    gap_before=0.01,
+    unlimited_s=0.3,
+    meshes=(
+        MeshOutcome("dp2 x tp4", 0.32, 0.3408, "taken"),
+        MeshOutcome("dp8", 0.5, None, "cannot be faster than 1.47 of this plan"),
+    ),
 )
 
 
@@ -155,7 +176,7 @@ def example_plan() -> Plan:
                 "tensor parallel", UniformStrategy(tp=8), 0.9, 39 * GIB, True, "crosses nodes"
             ),
         ),
-        search=SearchStats(num_candidates=12, num_infeasible=5, cuts={"does not divide": 3}),
+        search=SEARCH,
         meshfold_version="0.1.0",
         notes=("parameter lm_head.bias is unused",),
     )

@@ -12,7 +12,7 @@ from support_plans import example_plan
 from meshfold.cli import cli, run
 from meshfold.plan_io import plan_to_json, save_plan
 
-COMMANDS = ("graph", "plan", "show", "verify")
+COMMANDS = ("check", "diff", "explain", "graph", "plan", "show", "verify")
 
 
 @pytest.fixture
@@ -31,8 +31,12 @@ def test_the_commands_and_options_are_frozen() -> None:
         for name in sorted(cli.commands)
     }
     assert options == {
+        "check": ["--json", "--model", "--output", "plan_file"],
+        "diff": ["--json", "first", "second"],
+        "explain": ["plan_file", "regions"],
         "graph": ["--model", "--rank", "plan_file"],
         "plan": [
+            "--allow",
             "--batch",
             "--cluster",
             "--devices",
@@ -41,6 +45,7 @@ def test_the_commands_and_options_are_frozen() -> None:
             "--output",
             "--pin",
             "--seq",
+            "--without-cut",
             "model",
         ],
         "show": ["--json", "plan_file"],

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from support_models import tiny_model
+from support_plans import BLOCK, example_plan
 from support_programs import Rank, capture, emit_uniform, gradients, local_part, on_ranks
 from support_programs import stack_model as stack
 
@@ -182,6 +183,12 @@ def test_a_plan_with_other_regions_is_refused() -> None:
 
     with pytest.raises(PlanMismatchError, match="it places 0 of 5 layers; plan this model again"):
         emit(captured("llama", 3).graph, OtherPlan())  # type: ignore[arg-type]
+
+
+def test_a_plan_of_what_cannot_run_yet_is_refused() -> None:
+    planned = replace(BLOCK, strategy=UniformStrategy(dp=2, zero=2))
+    with pytest.raises(PlanMismatchError, match="region B is planned as dp2, zero2, which cannot"):
+        emit(captured("llama", 3).graph, replace(example_plan(), regions=(planned,)))
 
 
 def test_without_gradients_the_loss_is_the_same() -> None:

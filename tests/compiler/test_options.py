@@ -16,16 +16,20 @@ def test_the_option_surface_is_frozen() -> None:
         "optimizer",
         "full_capture",
         "seed",
+        "allow_planned",
+        "without_cuts",
     ]
-    assert PIN_NAMES == ("dp", "tp", "zero", "sp")
+    assert PIN_NAMES == ("dp", "tp", "zero", "sp", "recompute")
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"pins": {"pp": 2}}, "pin 'pp' is unknown; pins are dp, tp, zero, sp"),
+        ({"pins": {"pp": 2}}, "pin 'pp' is unknown; pins are dp, tp, zero, sp, recompute"),
         ({"pins": {"tp": 0}}, "pin tp=0: a degree is 1 or more"),
-        ({"pins": {"zero": 2}}, "pin zero=2: this version plans ZeRO levels 0 and 3"),
+        ({"pins": {"zero": 4}}, "pin zero=4: ZeRO levels are 0, 1, 2 and 3"),
+        ({"pins": {"tp": "two"}}, "pin tp=two: write a number"),
+        ({"pins": {"recompute": "some"}}, "pin recompute=some: write none or full"),
         ({"pins": {"sp": 2}}, "pin sp=2: write sp=1 or sp=0"),
         ({"memory_bytes": 0}, "memory must be positive, got 0 bytes"),
         ({"optimizer": "lion"}, "optimizer 'lion' is unknown; write adamw or sgd"),

@@ -52,7 +52,11 @@ def test_the_page_fits_and_says_everything(width: int) -> None:
         "Peak memory 30.9 GB of 42.9 GB, 72 %",
         "this plan dp2 x tp4+sp, zero3 341 ms 1.00 30.9 GB fits",
         "data parallel dp8 291 ms 0.85 140 GB OOM",
-        "12 strategies priced, 5 did not fit, 3 cut: does not divide",
+        "no plan of this search is faster than 320 ms: optimality gap 6.50 %; the memory limit "
+        "costs 13.6 %",
+        "decision tree 40 cut: does not divide -3 left 37",
+        "12 programs priced exactly, 5 of them did not fit",
+        "dp8 500 ms - cannot be faster than 1.47 of this plan",
         "parameter lm_head.bias is unused",
         "B 32 model.layers.0 3.10 ms 6.30 ms dp 1.50 ms, tp 900 us 315 MB",
         "mlp.up_proj.weight 14336 x 4096 S0/4,S0 R,S0 14.7 MB",

@@ -10,7 +10,8 @@ from meshfold.cost_models.devices import resolve_cluster
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
-from meshfold.passes.planner import UNSHARDED, find_plan_for
+from meshfold.passes.decision_tree import NODE
+from meshfold.passes.planner import BOUND, UNSHARDED, find_plan_for
 from meshfold.plan import Plan
 from meshfold.probe import OpProber
 
@@ -40,7 +41,7 @@ def test_small_model_takes_data_parallelism():
     found = plan()
     assert found.strategy.label == "dp4"
     assert found.memory.fits
-    assert found.search.num_candidates == 8 and found.search.num_infeasible == 0
+    assert found.search.num_candidates >= 1 and found.search.num_infeasible == 0
     assert found.model.num_parameters == sum(
         int.__mul__(*(*p.shape, 1, 1)[:2]) for p in graph_of("llama").parameters
     )
@@ -52,12 +53,12 @@ def test_baselines_stand_beside():
         "DDP",
         "ZeRO-3",
         "Megatron tp+sp in a node, dp outside",
-        "best 2-axis uniform",
+        "best uniform strategy",
     ]
     assert rows["DDP"].strategy.label == "dp4"
     assert rows["ZeRO-3"].strategy.label == "dp4, zero3"
     assert rows["Megatron tp+sp in a node, dp outside"].strategy.label == "tp4+sp"
-    assert rows["best 2-axis uniform"].strategy.label.startswith("dp2 x tp2")
+    assert rows["best uniform strategy"].step_s >= plan().search.lower_bound_s
     assert all(c.step_s > 0 and c.peak_bytes > 0 and c.fits for c in rows.values())
 
 
@@ -73,10 +74,9 @@ def test_less_memory_shards_more():
     rows = {c.name: c for c in free.baselines}
     budget = (rows["DDP"].peak_bytes + rows["ZeRO-3"].peak_bytes) // 2
     tight = plan(memory_bytes=budget)
-    assert tight.strategy != free.strategy
+    assert [r.choice.name for r in tight.regions] != [r.choice.name for r in free.regions]
     assert tight.memory.peak <= budget
     assert tight.time.step_s >= free.time.step_s
-    assert tight.search.num_infeasible > 0
     ddp = next(c for c in tight.baselines if c.name == "DDP")
     assert not ddp.fits and "too much" in ddp.note
 
@@ -137,15 +137,15 @@ def test_one_device():
     assert found.strategy.label == "one device"
     assert found.mesh.axes == ()
     assert found.time.exposed_communication_s == 0
-    assert found.baselines == ()
+    assert [c.name for c in found.baselines] == ["best uniform strategy"]
 
 
-def test_progress_counts_strategies():
+def test_progress_counts_meshes():
     calls = []
     plan(2, progress=lambda done, total, label: calls.append((done, total, label)))
     assert [c[0] for c in calls] == list(range(1, len(calls) + 1))
     assert {c[1] for c in calls} == {len(calls)}
-    assert "dp2, zero3" in {c[2] for c in calls}
+    assert [c[2] for c in calls] == ["dp2", "tp2"]
 
 
 def test_plan_describes_its_regions():
@@ -163,3 +163,83 @@ def test_plan_describes_its_regions():
     assert set(layer.communication_s) == {"dp", "tp"}
     runs = found.stages[0].runs
     assert [(r.region, r.first, r.count) for r in runs] == [("A", 0, 1), ("B", 1, 2), ("C", 3, 1)]
+
+
+@cache
+def budgets() -> tuple[int, int]:
+    """The least memory that some plan needs on 4 devices, and what the fastest one uses."""
+    with pytest.raises(InfeasibleError) as caught:
+        plan(memory_bytes=10_000)
+    return caught.value.required_bytes, plan().memory.peak
+
+
+def test_more_memory_is_never_slower():
+    least, most = budgets()
+    steps = [least + (most - least) * k // 8 for k in range(9)]
+    times = [plan(memory_bytes=n).time.step_s for n in steps]
+    gaps = [plan(memory_bytes=n).gap for n in steps]
+    for slower, faster, gap in zip(times, times[1:], gaps[1:], strict=False):
+        assert faster <= slower * (1 + gap) + 1e-12
+    assert times[0] > times[-1]
+
+
+def test_the_gap_is_true():
+    """No uniform program that fits is below the bound."""
+    least, most = budgets()
+    found = plan(memory_bytes=(least + most) // 2)
+    assert found.search.lower_bound_s <= found.time.step_s
+    assert found.gap == pytest.approx(found.time.step_s / found.search.lower_bound_s - 1)
+    for row in found.baselines:
+        assert not row.fits or row.step_s >= found.search.lower_bound_s * (1 - 1e-9)
+    assert found.search.unlimited_s <= found.search.lower_bound_s * (1 + 1e-9)
+
+
+def test_layers_are_mixed_when_memory_lies_between():
+    """Neither all layers plain nor all recomputed: the budget is used up."""
+    graph = graph_of("gpt2")
+    plain = plan(1, "gpt2")
+    with pytest.raises(InfeasibleError) as caught:
+        plan(1, "gpt2", memory_bytes=10_000)
+    budget = (plain.memory.peak + caught.value.required_bytes) // 2
+    mixed = plan(1, "gpt2", memory_bytes=budget)
+    layers = [r for r in mixed.regions if "recompute full" in r.choice.name]
+    assert layers and any(r.strategy.recompute == "none" for r in mixed.regions)
+    assert sum(run.count for run in mixed.stages[0].runs) == len(graph.instances)
+    assert caught.value.required_bytes <= mixed.memory.peak <= budget
+    assert mixed.time.step_s > plain.time.step_s
+
+
+@pytest.mark.parametrize("rule", [NODE, BOUND])
+def test_prunings_keep_the_optimum(rule):
+    least, most = budgets()
+    options = {"memory_bytes": (least + most) // 2}
+    cluster = resolve_cluster("dgx-v100x2", 16)
+    found = [
+        find_plan_for(
+            graph_of("llama"),
+            cluster,
+            CompileOptions(without_cuts=without),
+            model_name="llama",
+            batch_size=16,
+            probe=PROBER,
+        )
+        for without in ((), (rule,))
+    ]
+    assert rule not in found[1].search.cuts
+    assert found[0].time.step_s == pytest.approx(found[1].time.step_s, rel=1e-9)
+    assert plan(**options).time.step_s == pytest.approx(
+        plan(without_cuts=(rule,), **options).time.step_s, rel=1e-9
+    )
+
+
+def test_an_unknown_pruning_is_named():
+    with pytest.raises(OptionError, match="no pruning is called 'nodes'"):
+        plan(without_cuts=("nodes",))
+
+
+def test_zero_1_and_2_are_planned_only_on_request():
+    with pytest.raises(OptionError, match="zero=1: can be planned, not run yet; say --allow"):
+        plan(pins={"zero": 1})
+    found = plan(pins={"zero": 1}, allow_planned=True)
+    assert found.strategy.zero == 1
+    assert any("cannot run yet" in note for note in found.notes)

@@ -1,0 +1,143 @@
+"""Price a plan anew, as after somebody edited it: types against the rule table, time, memory.
+
+What the search prices is a typing it made; what comes from a file is held against the same table
+first. An op's rule names must exist on each axis and say the layouts that the file says.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.errors import PlanMismatchError
+from meshfold.mesh import Mesh
+from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
+from meshfold.passes.parameter_prices import local_bytes
+from meshfold.passes.region_memory import Probe, step_memory
+from meshfold.passes.region_price import RegionPrice, layouts_of_values, price_region
+from meshfold.passes.rules import AxisRule, region_rules, typing_of
+from meshfold.passes.step_time import estimate_step
+from meshfold.passes.variants import planned_graph
+from meshfold.plan import ParameterPlacement, Plan, RegionPlan, SearchStats
+from meshfold.spmd import Layout, is_legal, layout_text
+from meshfold.strategy import RegionTyping
+
+
+def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
+    """`plan` with step time, peak memory and figures of regions computed again for `folded`, the
+    model it is for. What a search proved about it is dropped.
+
+    Raises PlanMismatchError naming region and op (or slot) where a type breaks the rules.
+    """
+    split = planned_graph(folded, plan)
+    costs = CostModel(plan.cluster, plan.mesh)
+    typings = [region.typing for region in plan.regions]
+    prices = []
+    for region, planned in zip(split.regions, plan.regions, strict=True):
+        _check_slots(region.graph, planned, plan.mesh)
+        rules = _rules(region.graph, planned, plan.mesh)
+        prices.append(price_region(region.graph, planned.typing, rules, plan.mesh, costs))
+    memory, saved_bytes = step_memory(
+        split,
+        typings,
+        plan.mesh,
+        probe,
+        costs=costs,
+        optimizer=plan.optimizer,
+        reserve_bytes=max(group.device.reserve_bytes for group in plan.cluster.groups),
+        capacity_bytes=plan.memory.capacity,
+    )
+    return replace(
+        plan,
+        time=estimate_step(split, typings, prices, costs, plan.optimizer),
+        memory=memory,
+        regions=tuple(
+            _priced_region(region.graph, planned, price, saved, plan.mesh)
+            for region, planned, price, saved in zip(
+                split.regions, plan.regions, prices, saved_bytes, strict=True
+            )
+        ),
+        search=SearchStats(0, 1, int(not memory.fits)),
+    )
+
+
+def _rules(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> Sequence[tuple[AxisRule, ...]]:
+    """The rules that the typing names, held against the layouts it gives."""
+    table = region_rules(graph, mesh.sizes)
+    chosen = []
+    for k, (op, typing) in enumerate(zip(graph.ops, planned.typing.ops, strict=True)):
+        where = f"region {planned.name}, op {k} {op.target}"
+        rules = []
+        for axis, name in enumerate(typing.rules):
+            found = {rule.name: rule for rule in table[k][axis]}
+            if name not in found:
+                raise PlanMismatchError(
+                    f"{where}: no rule {name!r} on axis {mesh.names[axis]}; "
+                    f"it has {', '.join(found)}"
+                )
+            rules.append(found[name])
+        expected = typing_of(graph, k, tuple(rules))
+        if expected != typing:
+            given = [layout_text(layout) for layout in (*typing.inputs, *typing.outputs)]
+            right = [layout_text(layout) for layout in (*expected.inputs, *expected.outputs)]
+            raise PlanMismatchError(
+                f"{where}: rules {','.join(typing.rules)} give {' '.join(right)}, "
+                f"the plan says {' '.join(given)}"
+            )
+        for v, layout in zip(
+            (*op.operands, *op.outputs), (*typing.inputs, *typing.outputs), strict=True
+        ):
+            _check_layout(where, graph.values[v].shape, layout, mesh)
+        chosen.append(tuple(rules))
+    return chosen
+
+
+def _check_slots(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
+    """Every slot and every output in a layout that its shape allows."""
+    for i, layout in enumerate(planned.typing.slots):
+        name = graph.slots[i].name or f"slot {i}"
+        _check_layout(f"region {planned.name}, {name}", graph.values[i].shape, layout, mesh)
+    for k, layout in enumerate(planned.typing.outputs):
+        shape = graph.values[graph.outputs[k]].shape
+        _check_layout(f"region {planned.name}, output {k}", shape, layout, mesh)
+
+
+def _check_layout(where: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> None:
+    if not is_legal(shape, layout, mesh.sizes):
+        raise PlanMismatchError(
+            f"{where}: {layout_text(layout)} does not cut {list(shape)} evenly on {mesh}"
+        )
+
+
+def _priced_region(
+    graph: OpGraph, planned: RegionPlan, price: RegionPrice, saved_bytes: int, mesh: Mesh
+) -> RegionPlan:
+    return replace(
+        planned,
+        parameters=placements(graph, planned.typing, mesh),
+        conversions=price.conversions,
+        forward_s=price.forward_s,
+        backward_s=price.backward_s,
+        communication_s=price.total_communication_s,
+        saved_bytes=saved_bytes,
+        alternatives=(),
+    )
+
+
+def placements(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> tuple[ParameterPlacement, ...]:
+    """Where every parameter of a region is stored and how it is used."""
+    out = []
+    for i, (stored, demands) in enumerate(layouts_of_values(graph, typing)[: len(graph.slots)]):
+        if graph.slots[i].kind is not SlotKind.PARAMETER:
+            continue
+        value = graph.values[i]
+        out.append(
+            ParameterPlacement(
+                name=graph.slots[i].name,
+                shape=value.shape,
+                dtype=value.dtype,
+                stored=stored,
+                used=demands[0] if demands else stored,
+                num_bytes=local_bytes(value, stored, mesh.sizes),
+            )
+        )
+    return tuple(out)

@@ -1,0 +1,168 @@
+"""The decision tree: what one region may do, and the named rules that cut branches before pricing.
+
+    axes (dp x tp = devices) -> role of tp (tensor, tensor + sequence) -> ZeRO level on dp
+        -> recompute
+
+A leaf is a UniformStrategy. Regions of one plan share the axes; below that each takes a leaf of its
+own, parameter by parameter in the ZeRO level (passes/leaf_costs.py). Every leaf that is left out is
+counted under the first rule that cuts it:
+
+    requirements   a pin, the batch, what the emitter can run: always in force
+    prunings       hold what is known to lose; each can be switched off by name, and the optimum
+                   must stay (tests/passes/test_decision_tree.py)
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from meshfold.errors import OptionError
+from meshfold.mesh import Mesh
+from meshfold.options import PinValue
+from meshfold.strategy import Recompute, UniformStrategy
+
+ZERO_LEVELS = (0, 1, 2, 3)
+
+PINNED = "contradicts a pin"
+BATCH = "batch does not divide over dp"
+PLANNED = "cannot run yet"
+NODE = "tp leaves the node"
+PRUNINGS = (NODE,)
+"""Rules of the tree that can be switched off."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """leaves in a fixed order; num_leaves before any cut; cuts: rule -> number of leaves."""
+
+    leaves: tuple[UniformStrategy, ...]
+    num_leaves: int
+    cuts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What cuts depend on. allow_planned: keep leaves that can be planned but not run yet.
+    switched_off: names of PRUNINGS."""
+
+    num_devices: int
+    devices_per_node: int
+    batch_size: int
+    pins: Mapping[str, PinValue]
+    allow_planned: bool = False
+    switched_off: Collection[str] = ()
+
+
+def grow_tree(meshes: Iterable[Mesh], situation: Situation) -> Tree:
+    """Every leaf on `meshes` that no rule cuts.
+
+    Raises OptionError naming the pin, or the batch, when none is left.
+    """
+    everything = [leaf for mesh in meshes for leaf in leaves_on(*degrees(mesh))]
+    cuts: Counter[str] = Counter()
+    left = everything
+    for name, keeps in _rules(situation):
+        kept = [leaf for leaf in left if keeps(leaf)]
+        if not kept:
+            raise OptionError(_why_not(name, left, situation))
+        cuts[name] = len(left) - len(kept)
+        left = kept
+    for name, cut in _prunings(left, situation):
+        kept = [leaf for leaf in left if not cut(leaf)]
+        cuts[name] = len(left) - len(kept)
+        left = kept
+    return Tree(tuple(left), len(everything), {k: n for k, n in sorted(cuts.items()) if n})
+
+
+def degrees(mesh: Mesh) -> tuple[int, int]:
+    """(dp, tp) of a mesh, 1 for an axis it does not have."""
+    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    return sizes.get("dp", 1), sizes.get("tp", 1)
+
+
+def leaves_on(dp: int, tp: int) -> Iterator[UniformStrategy]:
+    """The leaves below one choice of axes."""
+    for sequence_parallel in (False, True) if tp > 1 else (False,):
+        for zero in ZERO_LEVELS if dp > 1 else (0,):
+            for recompute in get_args(Recompute):
+                yield UniformStrategy(dp, tp, zero, sequence_parallel, recompute)
+
+
+_Keeps = Callable[[UniformStrategy], bool]
+
+
+def _rules(situation: Situation) -> list[tuple[str, _Keeps]]:
+    """Requirements: (name, whether a leaf meets it)."""
+    rules: list[tuple[str, _Keeps]] = [
+        (PINNED, lambda leaf: keeps_pins(leaf, situation.pins)),
+        (BATCH, lambda leaf: situation.batch_size % leaf.dp == 0),
+    ]
+    if not situation.allow_planned:
+        rules.append((PLANNED, lambda leaf: leaf.runs))
+    return rules
+
+
+def _prunings(left: Sequence[UniformStrategy], situation: Situation) -> list[tuple[str, _Keeps]]:
+    """Prunings: (name, whether a leaf is cut), in force where not switched off.
+
+    A tp axis that leaves the node pays the slow link in every op; it is cut while a leaf inside a
+    node is left.
+    """
+    inside = any(leaf.tp <= situation.devices_per_node for leaf in left)
+    cuts: dict[str, _Keeps] = {
+        NODE: lambda leaf: inside and leaf.tp > situation.devices_per_node,
+    }
+    return [(name, cuts[name]) for name in PRUNINGS if name not in situation.switched_off]
+
+
+def pinned_values(leaf: UniformStrategy) -> dict[str, PinValue]:
+    """What the pins of CompileOptions say about a leaf."""
+    return {
+        "dp": leaf.dp,
+        "tp": leaf.tp,
+        "zero": leaf.zero,
+        "sp": int(leaf.sequence_parallel),
+        "recompute": leaf.recompute,
+    }
+
+
+def keeps_pins(leaf: UniformStrategy, pins: Mapping[str, PinValue]) -> bool:
+    """Whether a leaf has every pinned value."""
+    values = pinned_values(leaf)
+    return all(values[name] == wanted for name, wanted in pins.items())
+
+
+def _why_not(name: str, left: Sequence[UniformStrategy], situation: Situation) -> str:
+    if name == PINNED:
+        return _broken_pin(left, situation)
+    if name == BATCH:
+        choices = ", ".join(f"dp={d}" for d in sorted({leaf.dp for leaf in left}))
+        return (
+            f"a batch of {situation.batch_size} does not divide over {choices}; "
+            f"change the batch or pin another dp"
+        )
+    pins = ", ".join(f"{name}={value}" for name, value in situation.pins.items())
+    return f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
+
+
+def _broken_pin(everything: Sequence[UniformStrategy], situation: Situation) -> str:
+    """The pin that no leaf can keep, alone or with the pins before it."""
+    left = everything
+    for name, wanted in situation.pins.items():
+        remaining = [leaf for leaf in left if keeps_pins(leaf, {name: wanted})]
+        if not remaining:
+            offered = dict.fromkeys(pinned_values(leaf)[name] for leaf in left)
+            return (
+                f"pin {name}={wanted} cannot be kept on {situation.num_devices} devices"
+                f"{' with the other pins' if len(left) < len(everything) else ''}; "
+                f"{name} can be {', '.join(map(str, _sorted(offered)))}"
+            )
+        left = remaining
+    raise AssertionError("every pin was kept")
+
+
+def _sorted(values: Iterable[PinValue]) -> list[PinValue]:
+    """Numbers by size, words in the order given."""
+    found = list(values)
+    return sorted(found, key=lambda v: v if isinstance(v, int) else 0)

@@ -1,0 +1,204 @@
+"""The leaves of one mesh as a chain of runs, for the exact search of passes/run_search.py.
+
+Peak memory is a maximum over moments, the chain needs a sum over layers. Two are used:
+
+    estimate   fixed + sum_i (states_i + max(kept_i, gradients_i)): what can be held at any moment
+               of the backward at most; what passes by beside it comes off the budget
+    bound      fixed + sum_i (states_i + kept_i): held by every program when the backward starts,
+               and the same when the last layer of the longest run is at its worst
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from meshfold.opgraph import FoldedGraph, SourceKind
+from meshfold.passes.leaf_costs import Leaf
+from meshfold.passes.run_dual import FloatArray, lower_hull, sum_hulls
+from meshfold.passes.run_problem import LayerType, NothingFits, Run, RunPlan, RunProblem
+from meshfold.passes.run_search import solve_runs
+
+Held = Callable[[Leaf, int], int]
+"""Bytes that a layer of a region (its number) holds under a leaf."""
+
+TIE = 1e-6
+"""Share of the recomputation's own seconds that the exact search adds: where they hide behind
+communication, a layer that need not be recomputed is not."""
+
+NODE_CAP = 5_000
+"""Exchanges that one exact search looks at before it is content with the bound."""
+
+
+class LeafChain:
+    """Leaves per region that may stand together, as a chain of runs.
+
+    fixed_bytes: held whatever is chosen. mode_change_s: seconds where one layer is
+    sequence-parallel and its neighbour is not.
+    """
+
+    def __init__(
+        self,
+        folded: FoldedGraph,
+        leaves: Sequence[Sequence[Leaf]],
+        fixed_bytes: int,
+        mode_change_s: float,
+    ) -> None:
+        self.fixed_bytes = fixed_bytes
+        self.mode_change_s = mode_change_s
+        self.kept = _KeptOutputs(folded, leaves)
+        self.everything = leaves
+        self.leaves = [self._worthwhile(r, of) for r, of in enumerate(leaves)]
+        runs = folded.runs
+        region, first, count = runs[0]
+        # The first instance is a run of its own: only its gather and reduction are exposed whole.
+        rest = [(region, first + 1, count - 1)] if count > 1 else []
+        self.runs = [(region, first, 1), *rest, *runs[1:]]
+
+    def smallest(self) -> list[Leaf]:
+        """Per region the leaf whose instances hold least together, with what passes by in one."""
+        counts = [0] * len(self.leaves)
+        for region, _, count in self.runs:
+            counts[region] += count
+        return [
+            min(
+                of_region,
+                key=lambda leaf, r=r: (
+                    counts[r] * self._held(leaf, r) + leaf.passing_bytes,
+                    leaf.name,
+                ),
+            )
+            for r, of_region in enumerate(self.leaves)
+        ]
+
+    def held_bytes(self, per_region: Sequence[Leaf]) -> int:
+        """The estimate for a program in which all instances of a region take one leaf."""
+        layers = (self._held(per_region[r], r) * count for r, _, count in self.runs)
+        return self.fixed_bytes + sum(layers)
+
+    @property
+    def least_passing_bytes(self) -> int:
+        """What passes by in any case: the region that needs most, at its least."""
+        return max(min(leaf.passing_bytes for leaf in of_region) for of_region in self.leaves)
+
+    def bound_s(self, budget_bytes: int) -> float:
+        """No choice among all leaves that fits is faster: the linear relaxation with what every
+        program holds at two moments, conversions free. Infinite where even that does not fit."""
+        return max(self._relaxed_s(budget_bytes, moment) for moment in self._moments())
+
+    def _moments(self) -> list[list[tuple[int, bool, int, Held]]]:
+        """Per moment the runs as (region, is first, layers, what a layer holds): when the backward
+        starts everything is kept; when the last layer of the longest run is at its worst, what
+        follows it has given its activations for gradients."""
+        start = [(r, k == 0, n, self._always_held) for k, (r, _, n) in enumerate(self.runs)]
+        longest = max(range(len(self.runs)), key=lambda k: self.runs[k][2])
+        inside: list[tuple[int, bool, int, Held]] = []
+        for k, (r, _, n) in enumerate(self.runs):
+            if k != longest:
+                inside.append((r, k == 0, n, self._always_held if k < longest else _held_after))
+                continue
+            inside += [(r, k == 0, n - 1, self._always_held)] if n > 1 else []
+            inside.append((r, k == 0, 1, _held_at_worst))
+        return [start, inside]
+
+    def _relaxed_s(self, budget_bytes: int, moment: Sequence[tuple[int, bool, int, Held]]) -> float:
+        hulls = []
+        for region, is_first, _, held in moment:
+            leaves = self.everything[region]
+            memory = np.array([held(leaf, region) for leaf in leaves], dtype=np.int64)
+            hulls.append(lower_hull(_times(leaves, is_first), memory))
+        total = sum_hulls(hulls, [count for _, _, count, _ in moment])
+        return float(total.time_at_s(budget_bytes - self.fixed_bytes))
+
+    def solve(self, budget_bytes: int | None) -> RunPlan | None:
+        """The chain under a budget (None: unlimited); None if nothing fits."""
+        types = {
+            (region, k == 0): self._type(region, k == 0)
+            for k, (region, _, _) in enumerate(self.runs)
+        }
+        runs = tuple(
+            Run(types[region, k == 0], count) for k, (region, _, count) in enumerate(self.runs)
+        )
+        modes = {leaf.strategy.sequence_parallel for of in self.leaves for leaf in of}
+        conversion_s = self.mode_change_s * (1 - np.eye(2)) if len(modes) > 1 else None
+        budget = None if budget_bytes is None else max(0, budget_bytes)
+        found = solve_runs(
+            RunProblem(runs, budget, self.fixed_bytes, conversion_s), node_cap=NODE_CAP
+        )
+        return None if isinstance(found, NothingFits) else found
+
+    def assignment(self, found: RunPlan) -> list[Leaf]:
+        """The leaf of every instance."""
+        out: list[Leaf] = []
+        for block in found.blocks:
+            region = self.runs[block.run][0]
+            out += [self.leaves[region][block.strategy]] * block.count
+        return out
+
+    def _type(self, region: int, is_first: bool) -> LayerType:
+        leaves = self.leaves[region]
+        modes = sorted({leaf.strategy.sequence_parallel for of in self.leaves for leaf in of})
+        held = [self._held(leaf, region) for leaf in leaves]
+        layouts = [modes.index(leaf.strategy.sequence_parallel) for leaf in leaves]
+        return LayerType(
+            name=f"region {region}" + (", first" if is_first else ""),
+            strategies=tuple(leaf.name for leaf in leaves),
+            time_s=_times(leaves, is_first) + TIE * np.array([leaf.again_s for leaf in leaves]),
+            memory_bytes=np.array(held, dtype=np.int64),
+            layouts=np.array(layouts) if len(modes) > 1 else None,
+        )
+
+    def _worthwhile(self, region: int, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Leaves for the exact search: a partly sharded one only on the hull of its mode. Leaves
+        between two others on one line would be as many equal plans."""
+        kept = []
+        for mode in sorted({leaf.strategy.sequence_parallel for leaf in leaves}):
+            of_mode = [leaf for leaf in leaves if leaf.strategy.sequence_parallel == mode]
+            held = np.array([self._held(leaf, region) for leaf in of_mode], dtype=np.int64)
+            vertices = set(lower_hull(_times(of_mode, False), held).strategies.tolist())
+            kept += [x for k, x in enumerate(of_mode) if k in vertices or not x.is_partial]
+        return kept
+
+    def _held(self, leaf: Leaf, region: int) -> int:
+        """What a layer adds to the estimate of the peak."""
+        kept = leaf.memory.saved_bytes + self.kept.ever[region]
+        return leaf.states_bytes + max(kept, leaf.gradient_bytes)
+
+    def _always_held(self, leaf: Leaf, region: int) -> int:
+        """What a layer holds in any program when the backward starts."""
+        return leaf.states_bytes + leaf.memory.saved_bytes + self.kept.always[region]
+
+
+def _held_after(leaf: Leaf, region: int) -> int:
+    """What a layer holds when its backward is done."""
+    return leaf.states_bytes + leaf.gradient_bytes
+
+
+def _held_at_worst(leaf: Leaf, region: int) -> int:
+    """What a layer holds in its own backward, its gathered parameters included."""
+    return leaf.states_bytes + leaf.memory.backward_peak_bytes + leaf.gathered_bytes
+
+
+def _times(leaves: Sequence[Leaf], is_first: bool) -> FloatArray:
+    return np.array([leaf.time_s + (leaf.ends_s if is_first else 0.0) for leaf in leaves])
+
+
+class _KeptOutputs:
+    """Bytes of a region's outputs that a consumer keeps for its backward: under some of its leaves
+    (ever), under all of them (always)."""
+
+    def __init__(self, folded: FoldedGraph, leaves: Sequence[Sequence[Leaf]]) -> None:
+        readers: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        for instance in folded.instances:
+            for slot, source in enumerate(instance.sources):
+                if source.kind is SourceKind.VALUE:
+                    maker = folded.instances[source.instance].region
+                    readers.setdefault((maker, source.output), set()).add((instance.region, slot))
+        self.ever = dict.fromkeys(range(len(folded.regions)), 0)
+        self.always = dict.fromkeys(range(len(folded.regions)), 0)
+        for (maker, output), places in readers.items():
+            sizes = [leaf.memory.output_bytes[output] for leaf in leaves[maker]]
+            keeps = [slot in leaf.memory.saved_slots for r, slot in places for leaf in leaves[r]]
+            if any(keeps):
+                self.ever[maker] += max(sizes)
+            if all(keeps):
+                self.always[maker] += min(sizes)

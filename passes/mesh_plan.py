@@ -1,0 +1,378 @@
+"""The best plan on one mesh: strategies per layer, mixed where memory decides, with a lower bound.
+
+    region typings (passes/uniform_search.py)  -> leaves per region (passes/leaf_costs.py)
+        -> chain of runs under the memory budget (passes/run_search.py) -> strategies per layer
+        -> exact step time and peak memory of that program (step_time.py, region_memory.py)
+
+Time is a sum over instances, so the chain is exact in it. Peak memory is not: it is a maximum over
+moments. The chain works with
+
+    M = fixed + sum_i (states_i + max(kept_i, gradients_i)) + passing
+
+where `passing`, what is alive beside that at the worst moment, is read off the program that the
+last solution gives, until a solution repeats (_close). The lower bound comes from the same chain
+with what every plan holds when the backward starts and nothing else
+
+    M' = fixed + sum_i (states_i + kept_i),    never more than the true peak
+
+and conversions for free; it holds for every choice of leaves on this mesh.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshfold.cluster import ClusterSpec
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.memory import RegionMemory
+from meshfold.mesh import Mesh
+from meshfold.opgraph import FoldedGraph, SourceKind
+from meshfold.options import CompileOptions
+from meshfold.passes.leaf_chain import LeafChain
+from meshfold.passes.leaf_costs import Leaf, RegionChoices, SlotFacts, region_leaves
+from meshfold.passes.region_memory import (
+    Probe,
+    Simulations,
+    memory_of_region,
+    program_states,
+    step_memory,
+)
+from meshfold.passes.region_price import RegionPrice
+from meshfold.passes.step_time import border_s, estimate_step
+from meshfold.passes.uniform_search import MeshSearch, ProgramTyping
+from meshfold.passes.variants import split_regions
+from meshfold.plan import MemoryEstimate, TimeEstimate
+from meshfold.strategy import RegionTyping, UniformStrategy
+
+MOST_ROUNDS = 8
+"""Solutions tried until the memory that passes by is known; two or three are usual."""
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A program with exact figures. leaves: per region of `split`, the folded graph in which
+    layers that differ are regions of their own; saved_bytes likewise."""
+
+    mesh: Mesh
+    split: FoldedGraph
+    leaves: tuple[Leaf, ...]
+    prices: tuple[RegionPrice, ...]
+    time: TimeEstimate
+    memory: MemoryEstimate
+    saved_bytes: tuple[int, ...]
+
+    @property
+    def typings(self) -> tuple[RegionTyping, ...]:
+        return tuple(leaf.typing for leaf in self.leaves)
+
+    @cached_property
+    def strategy(self) -> UniformStrategy:
+        """What most ops do."""
+        weights: Counter[UniformStrategy] = Counter()
+        for instance in self.split.instances:
+            num_ops = len(self.split.regions[instance.region].graph.ops)
+            weights[self.leaves[instance.region].strategy] += num_ops
+        return max(weights, key=lambda s: (weights[s], s.label))
+
+
+@dataclass(frozen=True, eq=False)
+class MeshPlan:
+    """The outcome on one mesh. best: the fastest program found that fits; smallest: the one with
+    the least memory, if none fits. lower_bound_s: no program of these leaves that fits is faster.
+    gap_before: how far rounding the relaxation would have been off. unlimited_s: step time if
+    memory were unlimited. num_priced: programs whose
+    exact figures were taken, num_infeasible of them did not fit."""
+
+    best: Priced | None
+    smallest: Priced | None
+    lower_bound_s: float
+    gap_before: float
+    unlimited_s: float
+    capped: bool
+    num_priced: int
+    num_infeasible: int
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """What a chain proved: times without the optimizer's launch."""
+
+    bound_s: float
+    gap_before: float
+    unlimited_s: float
+    capped: bool
+
+
+class MeshPlanner:
+    """Leaves and chain of one folded program on one mesh."""
+
+    def __init__(
+        self,
+        folded: FoldedGraph,
+        cluster: ClusterSpec,
+        search: MeshSearch,
+        strategies: Sequence[UniformStrategy],
+        options: CompileOptions,
+        probe: Probe,
+    ) -> None:
+        self.folded = folded
+        self.mesh = search.mesh
+        self.strategies = strategies
+        self.options = options
+        self.probe = probe
+        self.search = search
+        self.costs: CostModel = search.costs
+        self.reserve_bytes = max(group.device.reserve_bytes for group in cluster.groups)
+        smallest = min(group.device.memory_bytes for group in cluster.groups)
+        self.capacity_bytes = options.memory_bytes or smallest
+        modes = dict.fromkeys(s.sequence_parallel for s in strategies)
+        self.programs: dict[bool, ProgramTyping] = {
+            sp: self.search.solve(zero=0, sequence_parallel=sp) for sp in modes
+        }
+        self._priced: dict[tuple[Hashable, ...], Priced] = {}
+        self._simulations: Simulations = {}
+
+    @property
+    def fallback_ops(self) -> tuple[tuple[str, ...], ...]:
+        """Per region of the folded graph."""
+        return self.search.fallback_ops
+
+    @property
+    def sharded_fraction(self) -> float:
+        """How much of the shardable weights the tp axis shards, in the best of its modes."""
+        return max(program.sharded_fraction for program in self.programs.values())
+
+    @cached_property
+    def fastest_s(self) -> float:
+        """A lower bound without memory: every region at its fastest, conversions free. Compute
+        and communication of ops only, so that no leaf needs to be priced."""
+        counts = self.search.counts
+        return sum(
+            n * min(_compute_s(program.prices[r]) for program in self.programs.values())
+            for r, n in counts.items()
+        )
+
+    @cached_property
+    def leaves(self) -> list[list[Leaf]]:
+        """Per region."""
+        return [self._leaves(r) for r in range(len(self.folded.regions))]
+
+    def uniform(self, strategy: UniformStrategy) -> Priced:
+        """The program in which every region takes the leaf of `strategy`, wholly sharded if any."""
+        leaves = self._uniform_leaves(strategy)
+        return self.price([leaves[i.region] for i in self.folded.instances])
+
+    def price(self, assignment: Sequence[Leaf]) -> Priced:
+        """Exact figures when instance i runs under assignment[i]."""
+        key = tuple((leaf.name, leaf.strategy) for leaf in assignment)
+        if key not in self._priced:
+            self._priced[key] = self._price(assignment)
+        return self._priced[key]
+
+    def uniform_by_time(self) -> list[UniformStrategy]:
+        """The strategies of this planner by the time they take if all regions take them."""
+        times: dict[UniformStrategy, float] = {}
+        for strategy in self.strategies:
+            times[strategy] = sum(
+                self.search.counts[r] * leaf.time_s
+                for r, leaf in enumerate(self._uniform_leaves(strategy))
+            )
+        return sorted(times, key=lambda s: (times[s], s.label))
+
+    def plan(self) -> MeshPlan:
+        """The best program on this mesh and the bound on all of them."""
+        before = len(self._priced)
+        closed = [self._close(chain) for chain in self._chains()]
+        programs = list(self._priced.values())[before:]
+        fitting = [p for p in programs if p.memory.fits]
+        launch_s = self.costs.launch_s
+        return MeshPlan(
+            best=min(fitting, key=order_of) if fitting else None,
+            smallest=None if fitting else self._smallest(),
+            lower_bound_s=min(c.bound_s for c in closed) + launch_s,
+            gap_before=max(c.gap_before for c in closed),
+            unlimited_s=min(c.unlimited_s for c in closed) + launch_s,
+            capped=any(c.capped for c in closed),
+            num_priced=len(programs),
+            num_infeasible=len(programs) - len(fitting),
+        )
+
+    # Leaves.
+
+    def _uniform_leaves(self, strategy: UniformStrategy) -> list[Leaf]:
+        """Per region the leaf of `strategy` with most parameters sharded; where nothing can be
+        sharded, its leaf without ZeRO."""
+        chosen = []
+        for leaves in self.leaves:
+            members = [leaf for leaf in leaves if leaf.strategy == strategy]
+            members = members or [x for x in leaves if x.strategy == replace(strategy, zero=0)]
+            chosen.append(max(members, key=lambda leaf: len(leaf.sharded)))
+        return chosen
+
+    def _leaves(self, region: int) -> list[Leaf]:
+        found: list[Leaf] = []
+        graph = self.folded.regions[region].graph
+        facts = self._facts[region]
+        for sp, program in self.programs.items():
+            solution = self.search.solutions(sequence_parallel=sp)[region]
+            choices = RegionChoices(
+                graph,
+                program.typings[region],
+                solution.pricer,
+                lambda typing: self._memory_of(region, typing),
+                facts,
+            )
+            members = [s for s in self.strategies if s.sequence_parallel == sp]
+            found += region_leaves(choices, members, self.costs, self.options.optimizer)
+        return found
+
+    def _memory_of(self, region: int, typing: RegionTyping) -> RegionMemory:
+        floats = next(i.floats for i in self.folded.instances if i.region == region)
+        graph = self.folded.regions[region].graph
+        return memory_of_region(
+            graph, typing, self.mesh, self.probe, costs=self.costs, floats=floats
+        )
+
+    @cached_property
+    def _facts(self) -> list[SlotFacts]:
+        users: dict[str, list[tuple[int, int]]] = {}
+        for k, instance in enumerate(self.folded.instances):
+            for i, source in enumerate(instance.sources):
+                if source.kind is SourceKind.PARAMETER:
+                    users.setdefault(source.name, []).append((k, i))
+        tied: list[set[int]] = [set() for _ in self.folded.regions]
+        later: list[set[int]] = [set() for _ in self.folded.regions]
+        every: list[set[int]] = [set() for _ in self.folded.regions]
+        for places in users.values():
+            for n, (k, i) in enumerate(places):
+                region = self.folded.instances[k].region
+                every[region].add(i)
+                if len(places) > 1:
+                    tied[region].add(i)
+                if n:
+                    later[region].add(i)
+        return [
+            SlotFacts(frozenset(t), frozenset(e - late))
+            for t, e, late in zip(tied, every, later, strict=True)
+        ]
+
+    # The chain.
+
+    def _chains(self) -> Iterator[LeafChain]:
+        """Leaves that may stand together: one layout per tied parameter."""
+        ties = {leaf.ties for leaves in self.leaves for leaf in leaves} - {None}
+        modes: list[tuple[bool, ...]] = [(sp,) for sp in self.programs]
+        if len(modes) > 1 and self._modes_agree():
+            modes = [tuple(self.programs)]
+        for allowed in modes:
+            for tie in sorted(ties, key=bool) or [None]:
+                leaves = [
+                    [
+                        leaf
+                        for leaf in of_region
+                        if leaf.strategy.sequence_parallel in allowed
+                        and (leaf.ties is None or leaf.ties == tie)
+                    ]
+                    for of_region in self.leaves
+                ]
+                if all(leaves):
+                    yield LeafChain(self.folded, leaves, self.fixed_bytes, self.mode_change_s)
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """Framework, buffers, constants and the batch."""
+        (program, *_) = self.programs.values()
+        states = program_states(self.folded, program.typings, self.mesh)
+        return self.reserve_bytes + states.buffers + states.inputs
+
+    def _modes_agree(self) -> bool:
+        """Whether tied parameters are stored alike with and without sequence parallelism."""
+        plain, sharded = (self.programs[sp].typings for sp in (False, True))
+        return all(
+            plain[r].slots[i] == sharded[r].slots[i]
+            for r, facts in enumerate(self._facts)
+            for i in facts.tied
+        )
+
+    @cached_property
+    def mode_change_s(self) -> float:
+        """The dearest change between neighbours that are sequence-parallel and that are not."""
+        if len(self.programs) < 2:
+            return 0.0
+        dearest = 0.0
+        for first in self.programs:
+            for r in range(len(self.folded.regions)):
+                typings = [self.programs[not first].typings[q] for q in range(len(self.leaves))]
+                typings[r] = self.programs[first].typings[r]
+                counts = max(1, self.search.counts[r])
+                dearest = max(dearest, border_s(self.folded, typings, self.costs) / counts)
+        return dearest
+
+    def _close(self, chain: LeafChain) -> "_Closed":
+        """Solve a chain until the memory that passes by is known; its programs are in _priced."""
+        unlimited = chain.solve(None)
+        assert unlimited is not None
+        bound_s = chain.bound_s(self.capacity_bytes)
+        if math.isinf(bound_s):
+            return _Closed(bound_s, 0.0, unlimited.time_s, False)
+        passing_bytes = chain.least_passing_bytes
+        tried = set()
+        gap_before, capped = 0.0, False
+        for _ in range(MOST_ROUNDS):
+            found = chain.solve(self.capacity_bytes - passing_bytes)
+            if found is None and not tried:
+                least = chain.smallest()
+                priced = self.price([least[i.region] for i in self.folded.instances])
+                passing_bytes = priced.memory.peak - chain.held_bytes(least)
+                tried.add(())
+                continue
+            if found is None or found.blocks in tried:
+                break
+            tried.add(found.blocks)
+            gap_before, capped = max(gap_before, found.gap_before), capped or found.capped
+            priced = self.price(chain.assignment(found))
+            passing_bytes = priced.memory.peak - found.memory_bytes
+        return _Closed(bound_s, gap_before, unlimited.time_s, capped)
+
+    def _smallest(self) -> Priced:
+        """The program with the least memory among the simplest: every layer at its least."""
+        candidates = []
+        for chain in self._chains():
+            least = chain.smallest()
+            candidates.append(self.price([least[i.region] for i in self.folded.instances]))
+        return min(candidates, key=lambda p: (p.memory.peak, p.strategy.label))
+
+    # Exact figures.
+
+    def _price(self, assignment: Sequence[Leaf]) -> Priced:
+        choices = [(leaf.name, leaf.strategy) for leaf in assignment]
+        split = split_regions(self.folded, choices)
+        leaf_of = {i.region: leaf for i, leaf in zip(split.instances, assignment, strict=True)}
+        leaves = tuple(leaf_of[r] for r in range(len(split.regions)))
+        typings = [leaf.typing for leaf in leaves]
+        prices = [leaf.price for leaf in leaves]
+        memory, saved_bytes = step_memory(
+            split,
+            typings,
+            self.mesh,
+            self.probe,
+            costs=self.costs,
+            optimizer=self.options.optimizer,
+            reserve_bytes=self.reserve_bytes,
+            capacity_bytes=self.capacity_bytes,
+            known=self._simulations,
+        )
+        time = estimate_step(split, typings, prices, self.costs, self.options.optimizer)
+        return Priced(self.mesh, split, leaves, tuple(prices), time, memory, saved_bytes)
+
+
+def order_of(priced: Priced) -> tuple[float, int, int, str]:
+    """Sort key: the better first. Time to seven digits, then fewer regions to emit."""
+    step_s = float(f"{priced.time.step_s:.6e}")
+    return step_s, len(priced.split.regions), priced.memory.peak, priced.strategy.label
+
+
+def _compute_s(price: RegionPrice) -> float:
+    return price.forward_s + price.graph_forward_s + price.backward_s + price.graph_backward_s

@@ -1,0 +1,107 @@
+"""A plan priced anew, and what an edit may not do."""
+
+from dataclasses import replace
+
+import pytest
+from support_models import BATCH, tiny_model
+
+from meshfold.capture import capture
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.errors import PlanMismatchError
+from meshfold.options import CompileOptions
+from meshfold.passes.check_plan import price_plan
+from meshfold.passes.planner import find_plan_for
+from meshfold.plan import Plan
+from meshfold.probe import OpProber
+from meshfold.spmd import INVARIANT, REPLICATE, Shard
+
+MODEL, INPUTS = tiny_model("llama", layers=3)
+GRAPH = capture(MODEL, INPUTS).graph
+PROBER = OpProber()
+PLAN = find_plan_for(
+    GRAPH,
+    resolve_cluster("local-cpu", 4),
+    CompileOptions(pins={"dp": 2, "tp": 2, "zero": 3, "sp": 1}),
+    model_name="llama",
+    batch_size=BATCH,
+    probe=PROBER,
+)
+
+
+def edited(region: int, **changes) -> Plan:
+    """PLAN with fields of one region's typing replaced."""
+    regions = list(PLAN.regions)
+    typing = replace(regions[region].typing, **changes)
+    regions[region] = replace(regions[region], typing=typing)
+    return replace(PLAN, regions=tuple(regions))
+
+
+def test_an_unchanged_plan_keeps_its_figures() -> None:
+    priced = price_plan(GRAPH, PLAN, PROBER)
+    assert priced.time == PLAN.time and priced.memory == PLAN.memory
+    for new, old in zip(priced.regions, PLAN.regions, strict=True):
+        assert (new.forward_s, new.parameters, new.conversions) == (
+            old.forward_s,
+            old.parameters,
+            old.conversions,
+        )
+
+
+def test_a_parameter_stored_whole_costs_memory_and_no_gather() -> None:
+    slots = list(PLAN.regions[1].typing.slots)
+    at = PLAN.regions[1].slot_names.index("mlp.up_proj.weight")
+    assert slots[at][0].is_shard
+    slots[at] = (INVARIANT, slots[at][1])
+    priced = price_plan(GRAPH, edited(1, slots=tuple(slots)), PROBER)
+    assert priced.memory.parameters > PLAN.memory.parameters
+    assert priced.time.communication_s["dp"] < PLAN.time.communication_s["dp"]
+    stored = {p.name: p for p in priced.regions[1].parameters}
+    assert stored["mlp.up_proj.weight"].stored[0] == INVARIANT
+
+
+def test_recomputation_costs_time() -> None:
+    priced = price_plan(GRAPH, edited(1, recompute="full"), PROBER)
+    assert priced.time.backward_s > PLAN.time.backward_s
+    assert priced.regions[1].saved_bytes < PLAN.regions[1].saved_bytes
+
+
+def op_of(region: int, target: str) -> int:
+    return next(k for k, name in enumerate(PLAN.regions[region].op_targets) if target in name)
+
+
+def with_op(k: int, **changes) -> Plan:
+    ops = list(PLAN.regions[1].typing.ops)
+    ops[k] = replace(ops[k], **changes)
+    return edited(1, ops=tuple(ops))
+
+
+def test_a_rule_that_does_not_exist_is_named_with_those_that_do() -> None:
+    k = op_of(1, "linear")
+    with pytest.raises(PlanMismatchError, match=rf"region B, op {k} aten.linear.* no rule 'zz' on"):
+        price_plan(GRAPH, with_op(k, rules=("zz", "I")), PROBER)
+
+
+def test_layouts_that_are_not_the_rules_are_refused() -> None:
+    k = op_of(1, "linear")
+    typing = PLAN.regions[1].typing.ops[k]
+    wrong = (tuple(REPLICATE for _ in typing.inputs[0]), *typing.inputs[1:])
+    with pytest.raises(PlanMismatchError, match=rf"op {k} aten.linear.default: rules .* give"):
+        price_plan(GRAPH, with_op(k, inputs=wrong), PROBER)
+
+
+def test_a_layout_that_does_not_divide_is_refused() -> None:
+    slots = list(PLAN.regions[1].typing.slots)
+    at = PLAN.regions[1].slot_names.index("mlp.up_proj.weight")
+    slots[at] = (Shard(0, 3), slots[at][1])
+    with pytest.raises(PlanMismatchError, match="mlp.up_proj.weight: .* does not cut .* evenly"):
+        price_plan(GRAPH, edited(1, slots=tuple(slots)), PROBER)
+
+
+def test_runs_that_lose_a_layer_are_refused() -> None:
+    (stage,) = PLAN.stages
+    lost = replace(PLAN, stages=(replace(stage, runs=stage.runs[:-1]),))
+    with pytest.raises(PlanMismatchError, match="it places 4 of 5 layers"):
+        price_plan(GRAPH, lost, PROBER)
+    twice = replace(PLAN, stages=(stage, stage))
+    with pytest.raises(PlanMismatchError, match="its runs place layer 5 elsewhere or not at all"):
+        price_plan(GRAPH, twice, PROBER)

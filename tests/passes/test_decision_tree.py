@@ -1,0 +1,102 @@
+"""The decision tree: its leaves, the named cuts and what pins do to it."""
+
+import pytest
+
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.meshes import mesh_candidates
+from meshfold.errors import OptionError
+from meshfold.passes.decision_tree import BATCH, NODE, PINNED, PLANNED, Situation, Tree, grow_tree
+from meshfold.strategy import UniformStrategy
+
+
+def tree(num_devices: int, batch_size: int = 8, per_node: int = 8, **situation) -> Tree:
+    meshes = mesh_candidates(resolve_cluster(f"local-cpux{num_devices}"), num_devices)
+    return grow_tree(
+        meshes,
+        Situation(
+            num_devices=num_devices,
+            devices_per_node=per_node,
+            batch_size=batch_size,
+            pins=situation.pop("pins", {}),
+            **situation,
+        ),
+    )
+
+
+def test_four_devices() -> None:
+    plain = [leaf.label for leaf in tree(4).leaves if leaf.recompute == "none"]
+    assert plain == [
+        "dp4",
+        "dp4, zero3",
+        "dp2 x tp2",
+        "dp2 x tp2, zero3",
+        "dp2 x tp2+sp",
+        "dp2 x tp2+sp, zero3",
+        "tp4",
+        "tp4+sp",
+    ]
+    assert len(tree(4).leaves) == 2 * len(plain)
+    assert "dp4, zero3, recompute full" in {leaf.label for leaf in tree(4).leaves}
+
+
+def test_one_device_keeps_or_recomputes() -> None:
+    assert tree(1).leaves == (UniformStrategy(), UniformStrategy(recompute="full"))
+
+
+def test_degrees_that_are_no_powers_of_two() -> None:
+    assert {(leaf.dp, leaf.tp) for leaf in tree(6, 6).leaves} == {(6, 1), (3, 2), (2, 3), (1, 6)}
+
+
+@pytest.mark.parametrize("allow_planned", [False, True])
+def test_every_leaf_is_counted_once(allow_planned: bool) -> None:
+    found = tree(16, 12, per_node=4, allow_planned=allow_planned, pins={"sp": 0})
+    assert found.num_leaves == len(found.leaves) + sum(found.cuts.values())
+    assert (PLANNED in found.cuts) != allow_planned
+    assert {BATCH, NODE, PINNED} <= found.cuts.keys()
+
+
+def test_planned_leaves_come_on_request() -> None:
+    levels = {leaf.zero for leaf in tree(2, allow_planned=True).leaves}
+    assert levels == {0, 1, 2, 3}
+    assert {leaf.zero for leaf in tree(2).leaves} == {0, 3}
+
+
+def test_batch_that_does_not_divide_is_a_cut() -> None:
+    found = tree(4, batch_size=6)
+    assert {leaf.dp for leaf in found.leaves} == {1, 2}
+    # dp4: four ZeRO levels, each kept or recomputed.
+    assert found.cuts[BATCH] == 8
+
+
+def test_tp_stays_inside_a_node_while_it_can() -> None:
+    assert max(leaf.tp for leaf in tree(8, per_node=2).leaves) == 2
+    assert max(leaf.tp for leaf in tree(8, per_node=2, switched_off=(NODE,)).leaves) == 8
+    # A batch of 2 leaves nothing inside the node: the rule has nothing to prefer.
+    only = tree(8, batch_size=2, per_node=2)
+    assert {leaf.tp for leaf in only.leaves} == {4, 8} and NODE not in only.cuts
+
+
+def test_pins() -> None:
+    found = tree(4, pins={"tp": 2, "sp": 1, "recompute": "none"})
+    assert [leaf.label for leaf in found.leaves] == ["dp2 x tp2+sp", "dp2 x tp2+sp, zero3"]
+
+
+@pytest.mark.parametrize(
+    ("pins", "batch_size", "message"),
+    [
+        ({"dp": 3}, 8, "pin dp=3 cannot be kept on 4 devices; dp can be 4, 2, 1|1, 2, 4"),
+        ({"tp": 8}, 8, "pin tp=8 cannot be kept on 4 devices; tp can be 1, 2, 4"),
+        (
+            {"tp": 4, "zero": 3},
+            8,
+            "pin zero=3 cannot be kept .* with the other pins; zero can be 0",
+        ),
+        ({"dp": 4, "sp": 1}, 8, "pin sp=1 cannot be kept .* with the other pins; sp can be 0"),
+        ({"dp": 4}, 6, "a batch of 6 does not divide over dp=4"),
+        ({"zero": 3}, 3, "a batch of 3 does not divide over dp=2, dp=4"),
+        ({"zero": 2}, 8, "pin zero=2: can be planned, not run yet; say --allow planned"),
+    ],
+)
+def test_pins_that_cannot_be_kept_name_themselves(pins, batch_size: int, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        tree(4, batch_size, pins=pins)

@@ -1,0 +1,120 @@
+"""Leaves on one mesh: prices that add up, bounds that hold, mixes that are the best there are."""
+
+import itertools
+from functools import cache
+
+import pytest
+from support_models import BATCH, tiny_model
+
+from meshfold.capture import capture
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.opgraph import FoldedGraph
+from meshfold.options import CompileOptions
+from meshfold.passes.decision_tree import leaves_on
+from meshfold.passes.leaf_chain import LeafChain
+from meshfold.passes.mesh_plan import MeshPlanner, order_of
+from meshfold.passes.uniform_search import MeshSearch
+from meshfold.probe import OpProber
+
+PROBER = OpProber()
+
+
+@cache
+def graph_of(family: str, layers: int = 2) -> FoldedGraph:
+    model, batch = tiny_model(family, layers=layers)
+    return capture(model, batch).graph
+
+
+@cache
+def search_of(family: str, dp: int, tp: int, layers: int = 2) -> MeshSearch:
+    cluster = resolve_cluster("dgx-v100", 4)
+    return MeshSearch(graph_of(family, layers), cluster, build_mesh(cluster, dp, tp), BATCH)
+
+
+def planner(
+    family: str, dp: int, tp: int, memory_bytes: int | None = None, layers: int = 2
+) -> MeshPlanner:
+    cluster = resolve_cluster("dgx-v100", 4)
+    options = CompileOptions(memory_bytes=memory_bytes)
+    strategies = [leaf for leaf in leaves_on(dp, tp) if leaf.runs]
+    search = search_of(family, dp, tp, layers)
+    return MeshPlanner(graph_of(family, layers), cluster, search, strategies, options, PROBER)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "mixtral"])
+@pytest.mark.parametrize(("dp", "tp"), [(4, 1), (2, 2), (1, 4)])
+def test_a_step_is_the_sum_of_its_layers(family: str, dp: int, tp: int) -> None:
+    of = planner(family, dp, tp)
+    for strategy in of.uniform_by_time():
+        leaves, priced = of._uniform_leaves(strategy), of.uniform(strategy)
+        instances = of.folded.instances
+        total = sum(leaves[i.region].time_s for i in instances)
+        total += leaves[instances[0].region].ends_s + of.costs.launch_s
+        assert priced.time.step_s == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_states_and_bound_of_memory_are_those_of_the_program(family: str) -> None:
+    of = planner(family, 2, 2)
+    for chain in of._chains():
+        for strategy in {leaf.strategy for leaves in chain.leaves for leaf in leaves}:
+            leaves = [
+                max(
+                    (x for x in region if x.strategy == strategy),
+                    key=lambda x: len(x.sharded),
+                    default=None,
+                )
+                for region in chain.everything
+            ]
+            if None in leaves:
+                continue
+            memory = of.price([leaves[i.region] for i in of.folded.instances]).memory
+            instances = of.folded.instances
+            states = sum(leaves[i.region].states_bytes for i in instances)
+            held = sum(chain._always_held(leaves[i.region], i.region) for i in instances)
+            assert (
+                states + of.fixed_bytes - memory.reserve >= memory.optimizer + memory.parameters - 1
+            )
+            assert held + of.fixed_bytes <= memory.peak
+
+
+def test_partly_sharded_leaves_lie_between() -> None:
+    leaves = [x for x in planner("llama", 4, 1).leaves[1] if x.strategy.recompute == "none"]
+    by_count = sorted(leaves, key=lambda x: len(x.sharded))
+    assert [len(x.sharded) for x in by_count] == list(range(len(by_count)))
+    states = [x.states_bytes for x in by_count]
+    assert states == sorted(states, reverse=True) and len(set(states)) == len(states)
+    assert len({x.name for x in leaves}) == len(leaves)
+
+
+def test_tied_parameters_are_sharded_together() -> None:
+    of = planner("gpt2", 4, 1)
+    (first, *_, last) = of.leaves
+    assert {leaf.ties for leaf in first} == {leaf.ties for leaf in last} == {False, True}
+    for chain in of._chains():
+        assert len({leaf.ties for leaves in chain.leaves for leaf in leaves} - {None}) == 1
+
+
+def every_program(of: MeshPlanner, chain: LeafChain):
+    """Exact figures of every choice of undominated leaves, layer by layer."""
+    instances = of.folded.instances
+    choices = [[x for x in chain.leaves[i.region] if not x.is_partial] for i in instances]
+    return [of.price(list(assignment)) for assignment in itertools.product(*choices)]
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (4, 1)])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_the_plan_is_within_its_gap_of_every_program(dp: int, tp: int, share: float) -> None:
+    """Brute force: every layer any leaf."""
+    free = planner("vit", dp, tp, layers=2)
+    programs = [p for chain in free._chains() for p in every_program(free, chain)]
+    peaks = [p.memory.peak for p in programs]
+    budget = round(min(peaks) + share * (max(peaks) - min(peaks)))
+    best = min((p for p in programs if p.memory.peak <= budget), key=order_of)
+    found = planner("vit", dp, tp, budget, layers=2).plan()
+    assert found.lower_bound_s <= best.time.step_s * (1 + 1e-9)
+    assert found.best is not None and found.best.memory.peak <= budget
+    gap = found.best.time.step_s / found.lower_bound_s - 1
+    assert found.best.time.step_s <= best.time.step_s * (1 + gap)
+    assert found.best.time.step_s <= best.time.step_s * 1.02
