@@ -67,13 +67,14 @@ def all_cuts(num_layers, p):
 def brute_force_s(problem, schedules):
     """Least step time over all cuts, strategies and schedules; infinite where nothing fits."""
     return min(
-        _best_of_cut_s(problem, schedule, cuts)
+        best_of_cut_s(problem, schedule, cuts)
         for schedule in schedules
         for cuts in all_cuts(problem.num_layers, problem.num_devices)
     )
 
 
-def _best_of_cut_s(problem, schedule, cuts):
+def best_of_cut_s(problem, schedule, cuts):
+    """Least step time of one cut over all strategies."""
     options = [
         _stage_options(problem, first, end, k, budget)
         for first, end, k, budget in zip(

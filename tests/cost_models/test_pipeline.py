@@ -83,7 +83,7 @@ def test_even_stages_follow_the_formula(schedule, forward_s, backward_s):
     assert makespan_s(schedule, times) == pytest.approx(expected, rel=1e-12)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(pipelines())
 def test_lower_bound_is_below(pipeline):
     schedule, times = pipeline

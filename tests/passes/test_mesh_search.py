@@ -60,7 +60,7 @@ def test_brute_force(search):
     assert stats.num_candidates == stats.num_solved + sum(stats.pruned.values())
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(searches(), st.sampled_from([0.0, 0.1]))
 def test_certificate_with_solutions_that_have_gaps(search, tolerance):
     steps, loose, tight, slack = search
