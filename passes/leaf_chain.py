@@ -8,6 +8,7 @@ Peak memory is a maximum over moments, the chain needs a sum over layers. Two ar
                and the same when the last layer of the longest run is at its worst
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from meshfold.opgraph import FoldedGraph, SourceKind
 from meshfold.passes.leaf_costs import Leaf
 from meshfold.passes.run_dual import FloatArray, lower_hull, sum_hulls
-from meshfold.passes.run_problem import LayerType, NothingFits, Run, RunPlan, RunProblem
+from meshfold.passes.run_problem import Block, LayerType, NothingFits, Run, RunPlan, RunProblem
 from meshfold.passes.run_search import solve_runs
 
 Held = Callable[[Leaf, int], int]
@@ -127,12 +128,20 @@ class LeafChain:
         return None if isinstance(found, NothingFits) else found
 
     def assignment(self, found: RunPlan) -> list[Leaf]:
-        """The leaf of every instance."""
+        """The leaf of every instance. Layers of a run that keep less come first: fewer bytes are
+        held in the middle of the backward, when gradients are already there."""
         out: list[Leaf] = []
-        for block in found.blocks:
-            region = self.runs[block.run][0]
-            out += [self.leaves[region][block.strategy]] * block.count
+        for (run, _), blocks in itertools.groupby(found.blocks, self._place):
+            leaves = self.leaves[self.runs[run][0]]
+            ordered = sorted(blocks, key=lambda b: (leaves[b.strategy].memory.saved_bytes, b.name))
+            for block in ordered:
+                out += [leaves[block.strategy]] * block.count
         return out
+
+    def _place(self, block: Block) -> tuple[int, bool]:
+        """Blocks of one place can trade layers: same run, same boundary layout."""
+        leaf = self.leaves[self.runs[block.run][0]][block.strategy]
+        return block.run, leaf.strategy.sequence_parallel
 
     def _type(self, region: int, is_first: bool) -> LayerType:
         leaves = self.leaves[region]

@@ -198,8 +198,9 @@ class _Parameters:
             part = local_bytes(values[i], self.shards.get(i, slots[i]), sizes)
             stored += here
             if values[i].requires_grad:
-                gradients += part if zero >= 2 else here
-                updated += part if zero >= 1 else here
+                # Under ZeRO-3 a parameter that is not sharded itself is whole in everything.
+                gradients += part if zero == 2 else here
+                updated += part if zero in (1, 2) else here
         return stored, gradients, updated
 
     def _optimizer_s(self, num_bytes: int) -> float:

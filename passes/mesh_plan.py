@@ -46,8 +46,8 @@ from meshfold.passes.variants import split_regions
 from meshfold.plan import MemoryEstimate, TimeEstimate
 from meshfold.strategy import RegionTyping, UniformStrategy
 
-MOST_ROUNDS = 8
-"""Solutions tried until the memory that passes by is known; two or three are usual."""
+MOST_ROUNDS = 10
+"""Solutions tried for the largest estimate whose program fits; three or four are usual."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,29 +311,32 @@ class MeshPlanner:
         return dearest
 
     def _close(self, chain: LeafChain) -> "_Closed":
-        """Solve a chain until the memory that passes by is known; its programs are in _priced."""
+        """Solve a chain for the largest estimate whose program fits; programs are in _priced."""
         unlimited = chain.solve(None)
         assert unlimited is not None
         bound_s = chain.bound_s(self.capacity_bytes)
         if math.isinf(bound_s):
             return _Closed(bound_s, 0.0, unlimited.time_s, False)
-        passing_bytes = chain.least_passing_bytes
-        tried = set()
+        if self.price(chain.assignment(unlimited)).memory.fits:
+            return _Closed(bound_s, unlimited.gap_before, unlimited.time_s, unlimited.capped)
+        least = chain.smallest()
+        self.price([least[i.region] for i in self.folded.instances])
+        low, high = chain.held_bytes(least), unlimited.memory_bytes - 1
+        budget = max(low, min(high, self.capacity_bytes - chain.least_passing_bytes))
         gap_before, capped = 0.0, False
-        for _ in range(MOST_ROUNDS):
-            found = chain.solve(self.capacity_bytes - passing_bytes)
-            if found is None and not tried:
-                least = chain.smallest()
-                priced = self.price([least[i.region] for i in self.folded.instances])
-                passing_bytes = priced.memory.peak - chain.held_bytes(least)
-                tried.add(())
-                continue
-            if found is None or found.blocks in tried:
-                break
-            tried.add(found.blocks)
+        for _ in range(MOST_ROUNDS if low < high else 0):
+            found = chain.solve(budget)
+            assert found is not None, "what is smallest fits"
             gap_before, capped = max(gap_before, found.gap_before), capped or found.capped
             priced = self.price(chain.assignment(found))
-            passing_bytes = priced.memory.peak - found.memory_bytes
+            if priced.memory.fits:
+                low = budget
+            else:
+                high = found.memory_bytes - 1
+            if low >= high:
+                break
+            guess = self.capacity_bytes - (priced.memory.peak - found.memory_bytes)
+            budget = guess if low < guess <= high else (low + high + 1) // 2
         return _Closed(bound_s, gap_before, unlimited.time_s, capped)
 
     def _smallest(self) -> Priced:

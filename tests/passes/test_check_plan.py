@@ -54,7 +54,11 @@ def test_a_parameter_stored_whole_costs_memory_and_no_gather() -> None:
     slots[at] = (INVARIANT, slots[at][1])
     priced = price_plan(GRAPH, edited(1, slots=tuple(slots)), PROBER)
     assert priced.memory.parameters > PLAN.memory.parameters
-    assert priced.time.communication_s["dp"] < PLAN.time.communication_s["dp"]
+    collectives = [
+        next(c.forward for c in plan.regions[1].conversions if c.value == "mlp.up_proj.weight")
+        for plan in (PLAN, priced)
+    ]
+    assert collectives == [("all_gather",), ()]
     stored = {p.name: p for p in priced.regions[1].parameters}
     assert stored["mlp.up_proj.weight"].stored[0] == INVARIANT
 
