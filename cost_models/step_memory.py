@@ -57,6 +57,10 @@ class ParameterUse:
     used_bytes: int
     how: How
 
+    def named(self, name: str) -> "ParameterUse":
+        """The same use of another parameter."""
+        return ParameterUse(name, self.slot, self.stored_bytes, self.used_bytes, self.how)
+
 
 @dataclass(frozen=True)
 class InstanceMemory:
