@@ -18,7 +18,8 @@ class DeviceSpec:
     "float32", "float64"); "float32" must be there and stands in for a dtype that is not.
     matmul_efficiency: fraction of peak a large GEMM reaches. memory_efficiency: fraction of memory
     bandwidth a large copy reaches. launch_s: time to start one kernel. reserve_bytes: framework,
-    context, communicators, fragmentation. source: where the figures come from."""
+    context, communicators, fragmentation. source: where the figures come from. host_bytes_per_s:
+    what the link to the host's memory carries in each direction, 0 if unknown."""
 
     name: str
     memory_bytes: int
@@ -29,6 +30,7 @@ class DeviceSpec:
     launch_s: float
     reserve_bytes: int
     source: str
+    host_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ class ClusterSpec:
         """Reserve of the device that needs most."""
         return max(g.device.reserve_bytes for g in self.groups)
 
+    @property
+    def host_bytes_per_s(self) -> float:
+        """The slowest link between a device and its host; 0 if one of them is unknown."""
+        return min(g.device.host_bytes_per_s for g in self.groups)
+
     def __post_init__(self) -> None:
         _check_text("name", self.name)
         if not self.groups:
@@ -121,6 +128,7 @@ def _check_device(path: str, device: DeviceSpec) -> None:
     _check_fraction(f"{path}.memory_efficiency", device.memory_efficiency)
     _check_not_negative(f"{path}.launch_s", device.launch_s)
     _check_not_negative(f"{path}.reserve_bytes", device.reserve_bytes)
+    _check_not_negative(f"{path}.host_bytes_per_s", device.host_bytes_per_s)
     if device.reserve_bytes >= device.memory_bytes:
         raise ClusterSpecError(
             f"{path}.reserve_bytes: {device.reserve_bytes} leaves nothing of "

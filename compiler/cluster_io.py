@@ -34,6 +34,7 @@ class DeviceModel(_Strict):
     launch_s: float
     reserve_bytes: int
     source: str
+    host_bytes_per_s: float = 0.0
 
     def spec(self) -> DeviceSpec:
         return DeviceSpec(**self.model_dump())

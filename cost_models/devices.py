@@ -155,6 +155,7 @@ def _device(name: str, figures: Mapping[str, Any]) -> DeviceSpec:
         launch_s=_seconds(value["launch_us"]),
         reserve_bytes=round(value["reserve_gib"] * 2**30),
         source=_sources(figures),
+        host_bytes_per_s=value.get("host_gb_per_s", 0) * 1e9,
     )
 
 

@@ -25,6 +25,8 @@ def test_optional_figures_may_be_left_out() -> None:
     data = json.loads(cluster_to_json(cluster("l4")))
     for field in ("start_s", "ramp_bytes", "reduce_bytes_per_s", "bytes_per_s_by_ranks"):
         del data["network"][field]
+    del data["groups"][0]["device"]["host_bytes_per_s"]
+    assert cluster_from_json(json.dumps(data)).host_bytes_per_s == 0
     assert cluster_from_json(json.dumps(data)).network.start_s == 0
 
 

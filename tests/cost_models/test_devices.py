@@ -42,6 +42,27 @@ def test_every_figure_has_a_source() -> None:
                 assert len(source) >= 8, f"{table}.{name}.{key}"
 
 
+HOST_GB_PER_S = {
+    "dgx-a100-40": 31,
+    "dgx-a100-80": 31,
+    "dgx-h100": 63,
+    "dgx-h200": 63,
+    "dgx-b200": 63,
+    "dgx-v100": 15.75,
+    "titan-rtx": 15.75,
+    "a10g": 31,
+    "l4": 31,
+    "mi300x": 63,
+    "local-cpu": 0,  # its memory is the host's
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_link_to_the_host_is_that_of_the_pcie_generation(name: str) -> None:
+    assert cluster(name).host_bytes_per_s == HOST_GB_PER_S[name] * 1e9
+    assert ("host_gb_per_s" in cluster(name).groups[0].device.source) == (name != "local-cpu")
+
+
 def test_figures_are_converted_at_this_border() -> None:
     h100 = cluster("dgx-h100").groups[0]
     assert h100.device.memory_bytes == 80 * 2**30
@@ -117,6 +138,7 @@ def test_unequal_groups_are_cut_in_order() -> None:
     first, second = cluster("dgx-h100x2"), cluster("dgx-v100x2")
     mixed = ClusterSpec("mixed", (*first.groups, *second.groups), first.network)
     assert subset(mixed, 32) is mixed
+    assert mixed.host_bytes_per_s == 15.75e9
     assert [g.num_nodes for g in subset(mixed, 24).groups] == [2, 1]
     assert [g.device.name for g in subset(mixed, 8).groups] == ["H100-SXM5-80GB"]
     with pytest.raises(ClusterSpecError, match="20 are no whole nodes of 8 devices"):
