@@ -8,9 +8,9 @@ A step's tensors live on storages; a storage is freed when nothing refers to it 
     3. a second gradient for a value is added into the older buffer if nothing else refers to that,
        else into the newer one, else into a third
     4. gradients of slots stay to the end of the region: they leave it
-    5. with recomputation the forward keeps the slots and nothing else; when the backward first
-       needs something from inside, the forward runs again, as far as the last op that autograd
-       keeps anything of, beside the gradients that are there by then; then as above
+    5. with recomputation the forward keeps the slots, and under selective recomputation results of
+       some steps; when the backward first needs something from inside, what is missing is made
+       again (cost_models/rebuild.py), beside the gradients that are there by then; then as above
 
 (Rules and their measured errors: PyTorch's engine, torch/csrc/autograd/input_buffer.cpp; held
 against the CPU allocator's events in tests/compiler/test_memory_real.py.)
@@ -22,16 +22,8 @@ Sizes are bytes of one rank.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshfold.cost_models.op_probe import NEW_STORAGE, NO_GRADIENT, OpProbe, TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class LocalStep:
-    """An op or a step of a conversion: local tensors read, repeats kept, and made."""
-
-    operands: tuple[int, ...]
-    outputs: tuple[int, ...]
-    probe: OpProbe
+from meshfold.cost_models.op_probe import NEW_STORAGE, NO_GRADIENT, TensorSpec
+from meshfold.cost_models.rebuild import LocalStep, Rebuild, keeps, plan_rebuild
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,7 @@ class LocalProgram:
     """What one rank runs for a region. Tensors 0..num_slots-1 come from outside; `specs` are those
     of all tensors, `outputs` what leaves. Gradients of `bucketed` tensors (from outside) are
     reduced together, as soon as the backward of the first step that reads one is done. recomputes:
-    the forward runs again in the backward."""
+    what no step that stays made is made again in the backward."""
 
     num_slots: int
     specs: tuple[TensorSpec, ...]
@@ -124,7 +116,9 @@ class _Simulation:
         self.storage = [self.heap.allocate(0) for _ in range(program.num_slots)]
         self.storage += [-1] * (len(program.specs) - program.num_slots)
         self.last_use = _last_uses(program)
-        self.recomputes = program.recomputes and any(_keeps(s.probe) for s in program.steps)
+        self.rebuild: Rebuild | None = None
+        if program.recomputes and any(keeps(s.probe) for s in program.steps):
+            self.rebuild = plan_rebuild(program.steps, program.num_slots)
         self.kept: list[list[int]] = [[] for _ in program.steps]
         self.gradient: list[int] = [-1] * len(program.specs)
         self.reduction_bytes = 0
@@ -136,8 +130,8 @@ class _Simulation:
         slots = self.storage[:num_slots]
         outputs = [self.storage[t] for t in self.program.outputs]
         kept = {s for storages in self.kept for s in storages}
-        if self.recomputes:
-            kept.update(slots)
+        if self.rebuild is not None:
+            kept.update(self.storage[t] for t in self.rebuild.held)
         roots = tuple(-1 - slots.index(s) if s in slots else outputs.index(s) for s in outputs)
         output_bytes = tuple(
             heap.sizes[s] if root == j else 0
@@ -166,29 +160,34 @@ class _Simulation:
     def _forward(self) -> None:
         for k, step in enumerate(self.program.steps):
             kept = self._run_forward(step)
-            if self.recomputes:
-                self._release_all(kept)
-            else:
-                self.kept[k] = kept
+            if self.rebuild is not None:
+                kept = self._hold(step, kept, self.rebuild)
+            self.kept[k] = kept
             self._release_dead(step, k)
 
-    def _recompute(self) -> None:
-        """Run the forward again, keep what the backward needs, and drop the rest."""
+    def _hold(self, step: LocalStep, kept: list[int], rebuild: Rebuild) -> list[int]:
+        """Of what autograd would keep of a step, drop what is made again; the values that are held
+        for that get an owner."""
+        inside = kept[-1:] if step.stays and step.probe.saved_bytes else []
+        self._release_all(kept[: len(kept) - len(inside)])
+        for t in step.outputs:
+            if t in rebuild.held:
+                self.heap.retain(self.storage[t])
+        return inside
+
+    def _run_again(self, rebuild: Rebuild) -> None:
+        """Make what is missing, note what the backward needs, and drop the rest."""
         steps = self.program.steps
-        last = max(k for k, step in enumerate(steps) if _keeps(step.probe))
-        probe = steps[last].probe
-        # Operands are noted before an op runs: one that keeps nothing else does not run again.
-        runs_last = bool(probe.saved_outputs or probe.saved_bytes)
-        stop = last + 1 if runs_last else last
-        for k in range(stop):
-            self.kept[k] = self._run_forward(steps[k])
-            self._release_dead(steps[k], k)
-        if not runs_last:
-            self.kept[last] = [self.storage[steps[last].operands[j]] for j in probe.saved_operands]
-            for s in self.kept[last]:
-                self.heap.retain(s)
-        made = {t for step in steps[:stop] for t in step.outputs}
-        self._release_all([self.storage[t] for t in made if self.last_use[t] >= stop])
+        for k, step in enumerate(steps):
+            if k in rebuild.again:
+                self.kept[k] = self._run_forward(step)
+            elif keeps(step.probe):
+                noted = self._kept_values(step)
+                for s in noted:
+                    self.heap.retain(s)
+                self.kept[k] += noted
+            self._release_all([self.storage[t] for t in rebuild.released[k]])
+        self._release_all([self.storage[t] for t in rebuild.released[-1]])
 
     def _run_forward(self, step: LocalStep) -> list[int]:
         """Make the step's results; returns the storages that autograd keeps, retained."""
@@ -201,13 +200,17 @@ class _Simulation:
             else:
                 self.storage[t] = self.storage[step.operands[output.storage]]
                 heap.retain(self.storage[t])
-        kept = [self.storage[step.operands[k]] for k in probe.saved_operands]
-        kept += [self.storage[step.outputs[j]] for j in probe.saved_outputs]
+        kept = self._kept_values(step)
         for s in kept:
             heap.retain(s)
         if probe.saved_bytes:
             kept.append(heap.allocate(probe.saved_bytes))
         return kept
+
+    def _kept_values(self, step: LocalStep) -> list[int]:
+        """Storages of operands and results that autograd keeps."""
+        kept = [self.storage[step.operands[k]] for k in step.probe.saved_operands]
+        return kept + [self.storage[step.outputs[j]] for j in step.probe.saved_outputs]
 
     def _release_dead(self, step: LocalStep, k: int) -> None:
         """Release the values of step k that nobody reads later."""
@@ -225,13 +228,13 @@ class _Simulation:
         for t in self.program.outputs:
             if self.program.specs[t].requires_grad:
                 self._receive(t, self.heap.allocate(self.program.specs[t].num_bytes))
-        is_inside_there = not self.recomputes
+        missing = self.rebuild
         for k in reversed(range(len(self.program.steps))):
             step = self.program.steps[k]
             if any(self.gradient[t] >= 0 for t in step.outputs):
-                if not is_inside_there and _keeps(step.probe):
-                    self._recompute()
-                    is_inside_there = True
+                if missing is not None and keeps(step.probe):
+                    self._run_again(missing)
+                    missing = None
                 self._run_backward(step)
             self._release_all(self.kept[k])
             if not self.program.bucketed.isdisjoint(step.operands):
@@ -272,11 +275,6 @@ class _Simulation:
             self.gradient[t] = heap.allocate(self.program.specs[t].num_bytes)
             heap.release(older)
             heap.release(newer)
-
-
-def _keeps(probe: OpProbe) -> bool:
-    """Whether autograd keeps anything of an op."""
-    return bool(probe.saved_operands or probe.saved_outputs or probe.saved_bytes)
 
 
 def _last_uses(program: LocalProgram) -> list[int]:
