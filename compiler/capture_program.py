@@ -65,6 +65,13 @@ SHAPE_ONLY = frozenset(
 """Ops that read their tensor operand's shape and dtype only: nothing flows through them."""
 
 
+WITH_STATISTICS = frozenset(
+    f"aten._native_batch_norm_legit{name}"
+    for name in ("_functional.default", ".no_stats", "_no_training.default")
+)
+"""Ops whose results after the first are statistics, through which no gradient flows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """An argument that is a value of the program."""
@@ -194,12 +201,11 @@ class _Numbering:
             operands = []
         flows = any(v.requires_grad for v in operands) and raw.target != "aten.detach.default"
         depends = max((v.depends for v in operands), key=_STRENGTH.index, default=_STRENGTH[0])
-        for key in raw.outputs:
+        for k, key in enumerate(raw.outputs):
             value = self.program.values[key]
             self.index[key] = len(self.values)
-            self.values.append(
-                replace(value, requires_grad=flows and value.is_float, depends=depends)
-            )
+            trained = flows and value.is_float and not (k and raw.target in WITH_STATISTICS)
+            self.values.append(replace(value, requires_grad=trained, depends=depends))
         self.ops.append(
             Op(
                 raw.target,

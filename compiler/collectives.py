@@ -70,6 +70,13 @@ class RankMesh(ABC):
         """The result. Called once per start."""
 
 
+def all_reduced(mesh: RankMesh, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
+    """Sum (or "max") of x over the ranks of `axes`, one axis after the other."""
+    for axis in axes:
+        x = mesh.wait(mesh.start_all_reduce(x, (axis,), reduction))
+    return x
+
+
 class ProcessMesh(RankMesh):
     """A RankMesh over the default process group: rank and device are those of this process.
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from meshfold import local_ops
+from meshfold.batch_norm import batch_norm, batch_norm_without_running
 from meshfold.errors import UnsupportedOpError
 from meshfold.local_ops import Digits
 from meshfold.mesh import Mesh
@@ -227,6 +228,20 @@ def _dropout(context: OpContext) -> list[fx.Node]:
     return [context.call(operator.getitem, made, k) for k in range(2)] if several else [made]
 
 
+def _batch_norm(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    x = context.typing.inputs[0]
+    axes = tuple(axis for axis, _ in context.digits(x, 0))
+    tensors = [named[name] for name in ("input", "weight", "bias")]
+    statistics: list[Any] = []
+    function: Callable[..., Any] = batch_norm_without_running
+    if "running_mean" in named:
+        function = batch_norm
+        statistics = [named[name] for name in ("running_mean", "running_var", "momentum")]
+    made = context.call(function, context.mesh_node, *tensors, *statistics, named["eps"], axes)
+    return [context.call(operator.getitem, made, k) for k in range(len(context.op.outputs))]
+
+
 def _attention(context: OpContext) -> list[fx.Node]:
     op, typing = context.op, context.typing
     named = context.named()
@@ -264,6 +279,7 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,
     "dropout": _dropout,
+    "batch_norm": _batch_norm,
     "attention": _attention,
 }
 """By AxisRule.local; the same keys as local_ops.LOCAL_OPS."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshfold.collectives import Axes, RankMesh
+from meshfold.batch_norm import batch_norm
+from meshfold.collectives import Axes, RankMesh, all_reduced
 from meshfold.random_masks import kept, stream_key
 from meshfold.shard_tensors import Places, digits_of, held_indices, local_row
 
@@ -76,7 +77,7 @@ def cross_entropy(
     if reduction == "sum":
         return total
     count = (target != ignore_index).sum().to(total.dtype)
-    return total / _all_reduced(mesh, count, row_axes)
+    return total / all_reduced(mesh, count, row_axes)
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
@@ -99,13 +100,13 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         x = logits if logits.dtype.itemsize >= 4 else logits.float()
         axes = tuple(axis for axis, _ in digits)
-        largest = _all_reduced(mesh, x.amax(1), axes, "max")
+        largest = all_reduced(mesh, x.amax(1), axes, "max")
         # An ignored target may be any number: it is given class 0 and masked out.
         counts = target != ignore_index
         held, column = digits_of(torch.where(counts, target, 0), num_classes, _places(mesh, digits))
         own = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~held, 0.0)
         exponentials = (x - largest.unsqueeze(1)).exp_().sum(1)
-        sums = _all_reduced(mesh, torch.stack([exponentials, own]), axes)
+        sums = all_reduced(mesh, torch.stack([exponentials, own]), axes)
         normalizer = largest + sums[0].log()
         ctx.save_for_backward(logits, normalizer, counts, held, column)
         return (normalizer - sums[1]).masked_fill_(~counts, 0.0).to(logits.dtype)
@@ -216,17 +217,12 @@ def _places(mesh: RankMesh, digits: Digits) -> Places:
     return tuple((blocks, mesh.size((axis,)), mesh.coord(axis)) for axis, blocks in digits)
 
 
-def _all_reduced(mesh: RankMesh, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
-    for axis in axes:
-        x = mesh.wait(mesh.start_all_reduce(x, (axis,), reduction))
-    return x
-
-
 LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "mean": divide_by_ranks,
     "reshape": reshape,
     "embedding": embedding,
     "cross_entropy": cross_entropy,
     "dropout": dropout,
+    "batch_norm": batch_norm,
     "attention": attention,
 }

@@ -7,7 +7,10 @@ which operands need a gradient. Times come from CostModel.compute_s.
     attention     2 GEMMs forward, 5 backward (the scores are recomputed): 2 b h sq sk (d + dv)
                   forward, 2.5 times that backward (Dao et al., FlashAttention, NeurIPS 2022,
                   appendix B); a causal op does half of the square
-    convolution   2 * outputs * (input channels / groups) * kernel elements, as a GEMM otherwise
+    convolution   2 * outputs * (input channels / groups) * kernel elements, as a GEMM otherwise;
+                  transposed 2 * inputs * (output channels / groups) * kernel elements
+    batch norm    on the statistics of the batch reads x twice, backward x and the gradient twice
+    pooling       a maximum writes where it was found (int64); backward reads that and not x
     views         nothing forward; backward of slicing and splitting fills the whole gradient,
                   of expand sums it
     other         memory-bound: every operand read and every result written once; backward reads
@@ -21,7 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshfold.opgraph import Op, OpGraph, Value
+from meshfold.opgraph import ITEM_BYTES, Op, OpGraph, Value
 
 # Positions of the two factors among the operands.
 _MATMUL_FACTORS = {
@@ -42,6 +45,24 @@ _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
 )
 
+_CONVOLUTIONS = (
+    "convolution",
+    *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
+)
+
+_TRAINED_BATCH_NORMS = ("_native_batch_norm_legit_functional", "_native_batch_norm_legit")
+
+_POOLS = tuple(
+    f"{kind}{n}d{indices}"
+    for kind in ("max_pool", "adaptive_max_pool", "avg_pool", "adaptive_avg_pool")
+    for n in (1, 2, 3)
+    for indices in ("", "_with_indices")
+)
+
+PRODUCTS = frozenset((*_MATMUL_FACTORS, *_ATTENTION, *_CONVOLUTIONS))
+"""Ops with many flops per byte (names as op_name gives them): what they make is dear to make again.
+All other ops are bound by memory."""
+
 VIEWS = frozenset(
     """alias detach expand expand_as flatten lift_fresh movedim narrow numpy_T permute reshape
     squeeze swapaxes t transpose unflatten unsqueeze view view_as _unsafe_view select slice split
@@ -55,7 +76,9 @@ _MEMORY_BOUND = frozenset(
     """add sub mul div neg abs sign exp log log1p rsqrt sqrt reciprocal pow square sin cos tanh
     sigmoid silu gelu relu softplus elu leaky_relu hardswish mish erf clamp clamp_min clamp_max
     minimum maximum where masked_fill softmax _softmax log_softmax _log_softmax layer_norm
-    native_layer_norm rms_norm _fused_rms_norm group_norm batch_norm dropout native_dropout
+    native_layer_norm rms_norm _fused_rms_norm group_norm batch_norm instance_norm
+    _native_batch_norm_legit_no_training dropout native_dropout hardtanh hardsigmoid
+    upsample_nearest2d upsample_bilinear2d pixel_shuffle
     bernoulli rand_like randn_like clone contiguous copy _to_copy to cat stack repeat
     repeat_interleave sum mean var std amax amin max min argmax argmin any all cumsum topk sort
     argsort nonzero one_hot scatter scatter_add index_add index_put index_copy index_fill
@@ -63,7 +86,7 @@ _MEMORY_BOUND = frozenset(
     bitwise_not remainder fmod floor_divide floor ceil round isin isnan isinf tril triu arange full
     full_like zeros zeros_like ones ones_like empty empty_like new_zeros new_ones new_full
     new_empty new_empty_strided scalar_tensor cross_entropy_loss nll_loss nll_loss_forward mse_loss
-    l1_loss binary_cross_entropy_with_logits max_pool2d avg_pool2d adaptive_avg_pool2d roll flip
+    l1_loss binary_cross_entropy_with_logits roll flip
     pad constant_pad_nd histc bincount diff __and__ __or__ __xor__
     fill select_scatter slice_scatter masked_scatter""".split()
 )
@@ -165,7 +188,9 @@ def _convolution(graph: OpGraph, op: Op) -> Work:
     image, weight = operands[:2]
     # weight: (output channels, input channels / groups, *kernel): its dims after the first are the
     # dot product behind each result. Transposed, they are what each input element is spread over.
-    transposed = len(op.args) > 6 and op.args[6] is True
+    name = op_name(op.target)
+    is_flagged = name == "convolution" and len(op.args) > 6 and op.args[6] is True
+    transposed = is_flagged or name.startswith("conv_transpose")
     points = image.shape if transposed else results[0].shape
     flops = 2 * math.prod(points) * math.prod(weight.shape[1:])
     forward, backward = _traffic(graph, op)
@@ -194,6 +219,22 @@ def _lookup(graph: OpGraph, op: Op) -> Work:
     return Work(0, moved, 0, backward)
 
 
+def _trained_batch_norm(graph: OpGraph, op: Op) -> Work:
+    """Statistics, then the result; backward two sums, then the gradient of x."""
+    forward, backward = _traffic(graph, op)
+    x_bytes, y_bytes = _operands(graph, op)[0].num_bytes, _results(graph, op)[0].num_bytes
+    return Work(0, forward + x_bytes, 0, backward + x_bytes + y_bytes if backward else 0)
+
+
+def _pool(graph: OpGraph, op: Op) -> Work:
+    """Reads x, writes the result, for a maximum with indices; backward spreads the gradient."""
+    x, y = _operands(graph, op)[0], _results(graph, op)[0]
+    is_max = "max" in op_name(op.target)
+    indices = math.prod(y.shape) * ITEM_BYTES["int64"] if is_max else 0
+    backward = y.num_bytes + indices + x.num_bytes if x.requires_grad else 0
+    return Work(0, x.num_bytes + y.num_bytes + indices, 0, backward)
+
+
 def _cross_entropy(graph: OpGraph, op: Op) -> Work:
     """log_softmax (read logits, write as much), then a pick from it; backward reads the saved
     log_softmax and writes the gradient of the logits."""
@@ -205,7 +246,9 @@ def _cross_entropy(graph: OpGraph, op: Op) -> Work:
 _COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], Work]], ...] = (
     (tuple(_MATMUL_FACTORS), _matmul),
     (_ATTENTION, _attention),
-    (("convolution", "conv1d", "conv2d", "conv3d"), _convolution),
+    (_CONVOLUTIONS, _convolution),
+    (_TRAINED_BATCH_NORMS, _trained_batch_norm),
+    (_POOLS, _pool),
     (VIEWS, _view),
     (_LOOKUPS, _lookup),
     (("cross_entropy_loss",), _cross_entropy),

@@ -79,6 +79,22 @@ def _repeat_interleave(arguments: Arguments, shapes: Shapes, _: Shapes) -> Argum
     return {**arguments, "output_size": shapes[0][dim]}
 
 
+def _groups(name: str) -> Rewrite:
+    """Groups of channels: a rank has as large a part of them as of the channels, dim 1."""
+
+    def rewrite(arguments: Arguments, shapes: Shapes, wholes: Shapes) -> Arguments:
+        groups = arguments.get(name, 1)
+        assert isinstance(groups, int)
+        if groups == 1:
+            return arguments
+        return {**arguments, name: groups * shapes[0][1] // wholes[0][1]}
+
+    return rewrite
+
+
+_CONVOLUTION = "input weight bias stride padding dilation groups"
+_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
+
 _ROWS: dict[str, tuple[str, Rewrite]] = {
     "aten.view.default": ("self size", _size("size")),
     "aten._unsafe_view.default": ("self size", _size("size")),
@@ -88,5 +104,17 @@ _ROWS: dict[str, tuple[str, Rewrite]] = {
     "aten.split.Tensor": ("self split_size dim", _split),
     "aten.split_with_sizes.default": ("self split_sizes dim", _split),
     "aten.slice.Tensor": ("self dim start end step", _slice),
+    **{
+        f"aten.conv{n}d.{overload}": (_CONVOLUTION, _groups("groups"))
+        for n in (1, 2, 3)
+        for overload in ("default", "padding")
+    },
+    "aten.conv_transpose1d.default": (_TRANSPOSED, _groups("groups")),
+    "aten.conv_transpose2d.input": (_TRANSPOSED, _groups("groups")),
+    "aten.conv_transpose3d.input": (_TRANSPOSED, _groups("groups")),
+    "aten.group_norm.default": (
+        "input num_groups weight bias eps cudnn_enabled",
+        _groups("num_groups"),
+    ),
     "aten.repeat_interleave.self_int": ("self repeats dim output_size", _repeat_interleave),
 }

@@ -7,28 +7,28 @@
     gather_s, reduce_s      parameter gathers and gradient reductions: one collective per region,
                             axis and kind, since the runtime sends them in buckets
 
-Full recomputation adds to the backward what runs again (passes/recompute.py), ops and conversions;
-no gather, since the backward gathers a region's parameters for itself in any case.
+Recomputation adds to the backward what runs again (passes/again.py), ops and conversions; no
+gather, since the backward gathers a region's parameters for itself in any case.
 
 All per instance and rank, in seconds, before any overlap.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from meshfold.cost_models.compute import op_work
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
-from meshfold.opgraph import Op, OpGraph, SlotKind
+from meshfold.opgraph import OpGraph, SlotKind
+from meshfold.passes.again import full_again, selective_again
 from meshfold.passes.conversions import (
     ConversionCost,
     conversion_cost,
     conversion_steps,
     plan_conversions,
 )
+from meshfold.passes.op_time import OpTime, op_time
 from meshfold.passes.parameter_prices import is_bucketed, local_bytes
-from meshfold.passes.recompute import RunAgain, run_again
 from meshfold.passes.rules import AxisRule
 from meshfold.plan import ConversionRecord
 from meshfold.spmd import Layout
@@ -37,7 +37,7 @@ from meshfold.strategy import Recompute, RegionTyping
 
 @dataclass(frozen=True)
 class AgainPrice:
-    """What runs again under full recomputation: compute, in-graph communication, and that by axis
+    """What runs again under recomputation: compute, in-graph communication, and that by axis
     name."""
 
     compute_s: float = 0.0
@@ -48,8 +48,8 @@ class AgainPrice:
 @dataclass(frozen=True)
 class RegionPrice:
     """Module docstring says what each time is. gather_s and reduce_s map an axis name to one pass:
-    a gather is done twice, in forward and again in backward. again: what full recomputation costs,
-    included in the other times or not."""
+    a gather is done twice, in forward and again in backward. again: what recomputation costs,
+    included in the other times or not: selective where the region recomputes so, else full."""
 
     forward_s: float
     backward_s: float
@@ -62,7 +62,7 @@ class RegionPrice:
     again: AgainPrice = AgainPrice()
 
     def recomputed(self) -> "RegionPrice":
-        """This price, without recomputation, with full recomputation added to the backward."""
+        """This price, without recomputation, with what runs again added to the backward."""
         added = self.again.communication_s
         return replace(
             self,
@@ -78,62 +78,6 @@ class RegionPrice:
             name: seconds + 2 * self.gather_s[name] + self.reduce_s[name]
             for name, seconds in self.communication_s.items()
         }
-
-
-@dataclass(frozen=True, slots=True)
-class OpTime:
-    """Seconds of one op on one rank: kernels forward and backward, and the collectives inside its
-    rule by axis number."""
-
-    forward_s: float
-    backward_s: float
-    communication_s: tuple[float, ...]
-
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.backward_s + sum(self.communication_s)
-
-
-def op_time(
-    graph: OpGraph, op: Op, rules: Sequence[AxisRule], mesh: Mesh, costs: CostModel
-) -> OpTime:
-    """Time of an op under one rule per axis: flops divided by the axes whose rule splits the work,
-    memory traffic by what the rule leaves of operands and results on a rank (a weight read by every
-    rank of a batch-parallel product is not divided)."""
-    work = op_work(graph, op)
-    split = [n if r.splits_work else 1 for r, n in zip(rules, mesh.sizes, strict=True)]
-    parts = math.prod(split)
-    share = _local_share(graph, op, rules, mesh)
-    dtype = _dtype(graph, op)
-    communication = [
-        sum(
-            costs.collective_s(c.collective, c.num_bytes * split[axis] // parts, (axis,))
-            for c in rule.comm
-        )
-        for axis, rule in enumerate(rules)
-    ]
-    return OpTime(
-        costs.compute_s(work.flops / parts, work.num_bytes * share, dtype),
-        costs.compute_s(work.backward_flops / parts, work.backward_bytes * share, dtype),
-        tuple(communication),
-    )
-
-
-def _local_share(graph: OpGraph, op: Op, rules: Sequence[AxisRule], mesh: Mesh) -> float:
-    """Bytes of operands and results on a rank over their bytes as whole tensors."""
-    local = whole = 0.0
-    for position, v in enumerate((*op.operands, *op.outputs)):
-        types = ((*rule.inputs, *rule.outputs)[position] for rule in rules)
-        shards = math.prod(n for t, n in zip(types, mesh.sizes, strict=True) if t.is_shard)
-        whole += graph.values[v].num_bytes
-        local += graph.values[v].num_bytes / shards
-    return local / whole if whole else 1.0
-
-
-def _dtype(graph: OpGraph, op: Op) -> str:
-    """The dtype an op computes in: of its first float operand, else of its first result."""
-    values = [graph.values[v] for v in (*op.operands, *op.outputs)]
-    return next((v.dtype for v in values if v.is_float), values[0].dtype if values else "float32")
 
 
 @dataclass
@@ -171,22 +115,27 @@ class _Sums:
             self.reduce_bytes[key] = self.reduce_bytes.get(key, 0) + num_bytes
         self.records += other.records
 
-    def add(self, cost: ConversionCost, is_again: bool) -> None:
-        """An in-graph conversion; is_again: it is part of what runs again."""
+    def add(self, cost: ConversionCost) -> None:
+        """An in-graph conversion."""
         self.forward_s += cost.forward_s
         self.backward_s += cost.backward_s
         for axis, seconds in enumerate(cost.by_axis_s):
             self.communication_s[axis] += seconds
-        if is_again:
-            self.again_s += cost.forward_s
-            for axis, seconds in enumerate(cost.forward_by_axis_s):
-                self.again_by_axis_s[axis] += seconds
+
+    def add_again(self, cost: ConversionCost) -> None:
+        """The forward of a conversion that runs again."""
+        self.again_s += cost.forward_s
+        for axis, seconds in enumerate(cost.forward_by_axis_s):
+            self.again_by_axis_s[axis] += seconds
 
     def add_op(self, time: OpTime, is_again: bool) -> None:
         """The collectives inside an op's rule, and its forward if it runs again."""
         for axis, seconds in enumerate(time.communication_s):
             self.communication_s[axis] += seconds
             self.forward_s += seconds
+        for axis, seconds in enumerate(time.backward_communication_s):
+            self.communication_s[axis] += seconds
+            self.backward_s += seconds
         if is_again:
             self.again_compute_s += time.forward_s
             for axis, seconds in enumerate(time.communication_s):
@@ -198,7 +147,8 @@ class RegionPricer:
     """Prices of one region whose ops are typed, for any stored layouts of its parameters.
 
     rules[o]: the axis rules of op o. Ops and values are priced once, a parameter once per stored
-    layout: what differs between the leaves of a region costs microseconds.
+    layout: what differs between the leaves of a region costs microseconds. recompute: what
+    `RegionPrice.again` is about.
     """
 
     def __init__(
@@ -208,13 +158,19 @@ class RegionPricer:
         rules: Sequence[Sequence[AxisRule]],
         mesh: Mesh,
         costs: CostModel,
+        recompute: Recompute = "full",
     ) -> None:
         self.graph = graph
         self.mesh = mesh
         self.costs = costs
-        again = run_again(graph)
-        self._demands_again = _demands_again(graph, typing, again)
-        self._demands = [demands for _, demands in layouts_of_values(graph, typing)]
+        self._given = typing, rules
+        layouts = layouts_of_values(graph, typing)
+        if recompute == "selective":
+            self._again = selective_again(graph, typing, layouts, mesh, costs)
+        else:
+            self._again = full_again(graph, typing)
+        self._recompute = recompute
+        self._demands = [demands for _, demands in layouts]
         self._parameters = [
             i for i, slot in enumerate(graph.slots) if slot.kind is SlotKind.PARAMETER
         ]
@@ -225,15 +181,17 @@ class RegionPricer:
             time = op_time(graph, op, of_axes, mesh, costs)
             self._forward_s += time.forward_s
             self._backward_s += time.backward_s
-            self._inside.add_op(time, k < again.num_ops)
+            self._inside.add_op(time, k in self._again.ops)
         parameters = set(self._parameters)
-        for v, (native, _) in enumerate(layouts_of_values(graph, typing)):
+        for v, (native, _) in enumerate(layouts):
             if v not in parameters:
                 self._inside.merge(self._value(v, native))
 
     def price(self, slots: Sequence[Layout], recompute: Recompute = "none") -> RegionPrice:
         """The price of one instance whose slots are stored, or arrive, as `slots`; those that are
         no parameters as the typing has them."""
+        if recompute == "selective" and self._recompute != "selective":
+            return self._selective.price(slots, recompute)
         sums = _Sums(self.mesh)
         sums.merge(self._inside)
         for i in self._parameters:
@@ -241,7 +199,12 @@ class RegionPricer:
                 self._known[i, slots[i]] = self._value(i, slots[i])
             sums.merge(self._known[i, slots[i]])
         price = _finish(self._forward_s, self._backward_s, sums, self.costs)
-        return price.recomputed() if recompute == "full" else price
+        return price if recompute == "none" else price.recomputed()
+
+    @cached_property
+    def _selective(self) -> "RegionPricer":
+        """The same, made when somebody first asks: it cannot run yet, so few do."""
+        return RegionPricer(self.graph, *self._given, self.mesh, self.costs, "selective")
 
     def _value(self, v: int, native: Layout) -> _Sums:
         """The conversions of one value."""
@@ -249,13 +212,19 @@ class RegionPricer:
         graph, value = self.graph, self.graph.values[v]
         is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
         edges = plan_conversions(value, native, self._demands[v], self.mesh, self.costs)
-        reached = _reached(edges, self._demands_again[v])
+        again = self._again.steps(v, value, edges, self.mesh, self.costs)
         for edge in edges:
-            is_again = edge[1] in reached
+            repeated = again.get(edge[1], ())
             if is_parameter and edge[0] == native:
-                _price_parameter(graph, v, edge, sums, self.costs, is_again)
+                _price_parameter(graph, v, edge, sums, self.costs)
+                # What comes out of a bucket is gathered for the backward in any case.
+                repeated = tuple(s for s in repeated if not is_bucketed(s.source, s.target))
             else:
-                _price_conversion(graph, v, edge, sums, self.costs, is_again)
+                _price_conversion(graph, v, edge, sums, self.costs)
+            for step in repeated:
+                sums.add_again(
+                    conversion_cost(value, step.before, step.after, self.mesh, self.costs)
+                )
         return sums
 
 
@@ -268,27 +237,6 @@ def price_region(
 ) -> RegionPrice:
     """Price one instance of a region as it will be emitted. rules[o]: the axis rules of op o."""
     return RegionPricer(graph, typing, rules, mesh, costs).price(typing.slots, typing.recompute)
-
-
-def _demands_again(graph: OpGraph, typing: RegionTyping, again: RunAgain) -> list[set[Layout]]:
-    """Per value the layouts that a second run of the region makes of it, or finds."""
-    demands: list[set[Layout]] = [set() for _ in graph.values]
-    prepared = zip(graph.ops[: again.num_prepared], typing.ops, strict=False)
-    for op, chosen in prepared:
-        for v, layout in zip(op.operands, chosen.inputs, strict=True):
-            demands[v].add(layout)
-    return demands
-
-
-def _reached(edges: Sequence[tuple[Layout, Layout]], demands: set[Layout]) -> set[Layout]:
-    """The layouts on the way to `demands` in a tree of conversions."""
-    parents = {target: source for source, target in edges}
-    found: set[Layout] = set()
-    for layout in demands:
-        while layout in parents and layout not in found:
-            found.add(layout)
-            layout = parents[layout]
-    return found
 
 
 def layouts_of_values(
@@ -322,22 +270,18 @@ def value_name(graph: OpGraph, v: int) -> str:
 _Edge = tuple[Layout, Layout]
 
 
-def _price_conversion(
-    graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel, is_again: bool
-) -> None:
+def _price_conversion(graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel) -> None:
     cost = conversion_cost(graph.values[v], *edge, sums.mesh, costs)
-    sums.add(cost, is_again)
+    sums.add(cost)
     _record(graph, v, "activation", edge, cost, sums)
 
 
-def _price_parameter(
-    graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel, is_again: bool
-) -> None:
+def _price_parameter(graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel) -> None:
     """Bucketed steps are added up by bytes and priced per bucket; the record shows them alone."""
     mesh, value = sums.mesh, graph.values[v]
     for step in conversion_steps(value, *edge, mesh, costs):
         if not is_bucketed(step.source, step.target):
-            sums.add(conversion_cost(value, step.before, step.after, mesh, costs), is_again)
+            sums.add(conversion_cost(value, step.before, step.after, mesh, costs))
             continue
         gathered = local_bytes(value, step.after, mesh.sizes)
         if step.source.is_shard:

@@ -33,9 +33,10 @@ from meshfold.passes.elimination import (
     eliminate,
     min_fill_order,
 )
+from meshfold.passes.op_time import op_time
 from meshfold.passes.parameter_prices import ParameterPrices, Prices
 from meshfold.passes.region_factors import FactorGraph, Port, build_factors
-from meshfold.passes.region_price import RegionPrice, RegionPricer, op_time
+from meshfold.passes.region_price import RegionPrice, RegionPricer
 from meshfold.passes.rule_domains import OpDomain, RuleTable, op_domains
 from meshfold.passes.rules import AxisRule, region_rules, typing_of
 from meshfold.spmd import Layout

@@ -27,10 +27,12 @@ Dims = tuple[Part | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class RuleComm:
-    """A collective inside an op. num_bytes: local payload, before other axes divide it."""
+    """A collective inside an op, in its forward or its backward. num_bytes: local payload, before
+    other axes divide it."""
 
     collective: str
     num_bytes: int
+    is_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class OpLabels:
     added: operands that are added to such a sum: Partial when a summed label is sharded.
     linear: sets of operands that may be Partial together, all others being the same everywhere.
     special: see Special. whole_if_odd: label -> operands that stay whole, as if they did not carry
-    it, where their dim does not divide. local: local implementation under every rule.
+    it, where their dim does not divide. units: label -> number of equal units that a rank may only
+    hold whole, as groups of channels. local: local implementation under every rule.
     """
 
     inputs: tuple[Dims, ...]
@@ -65,6 +68,7 @@ class OpLabels:
     linear: tuple[frozenset[int], ...] = ()
     special: Mapping[str, Special] = field(default_factory=lambda: MappingProxyType({}))
     whole_if_odd: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
+    units: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     local: str = "plain"
 
     @property

@@ -37,10 +37,12 @@ from meshfold.passes.rules_attention import ATTENTION_RULES
 from meshfold.passes.rules_contraction import CONTRACTION_RULES
 from meshfold.passes.rules_index import INDEX_RULES
 from meshfold.passes.rules_loss import LOSS_RULES
+from meshfold.passes.rules_normalization import NORMALIZATION_RULES
 from meshfold.passes.rules_pointwise import POINTWISE_RULES
 from meshfold.passes.rules_random import RANDOM_RULES
 from meshfold.passes.rules_reduction import REDUCTION_RULES
 from meshfold.passes.rules_shape import SHAPE_RULES
+from meshfold.passes.rules_spatial import SPATIAL_RULES
 from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard, SpmdType, is_legal
 from meshfold.strategy import OpTyping
 
@@ -50,6 +52,8 @@ OP_RULES: dict[str, OpRule] = {
     **POINTWISE_RULES,
     **CONTRACTION_RULES,
     **REDUCTION_RULES,
+    **NORMALIZATION_RULES,
+    **SPATIAL_RULES,
     **ATTENTION_RULES,
     **INDEX_RULES,
     **LOSS_RULES,
@@ -192,6 +196,9 @@ def _new_shardings(
     }
     new = []
     for label, place in sorted(wanted - known.keys()):
+        if spec.units.get(label, 0) % (place * size):
+            known[label, place] = None
+            continue
         optional = spec.whole_if_odd.get(label, frozenset())
         shards: list[SpmdType | None] = []
         for k, (shape, _, dims) in enumerate(tensors):

@@ -3,6 +3,8 @@
 A bias is added to the sum, so where k is sharded it is Partial: one rank adds it.
 """
 
+from types import MappingProxyType
+
 from meshfold.passes.rule_labels import (
     BoundOp,
     Dims,
@@ -62,25 +64,41 @@ def _matmul(op: BoundOp) -> OpLabels:
 
 
 def _convolution(op: BoundOp) -> OpLabels | None:
-    """x [n, k, ...], weight [o, k, ...], bias [o]; spatial dims whole. With groups only n."""
+    """x [n, k, ...], weight [o, k, ...], bias [o] -> [n, o, ...]; spatial dims whole. With groups
+    x [n, g, ...], weight [g, ., ...], bias [g] -> [n, g, ...], whole groups on a rank."""
+    return _convolved(op, transposed=False)
+
+
+def _transposed_convolution(op: BoundOp) -> OpLabels | None:
+    """As a convolution, but weight [k, o, ...], with groups still [g, ., ...]."""
+    return _convolved(op, transposed=True)
+
+
+def _convolved(op: BoundOp, *, transposed: bool) -> OpLabels | None:
     x, weight = op.value("input").shape, op.value("weight").shape
     if len(x) != len(weight):
         return None
     spatial: Dims = (None,) * (len(x) - 2)
-    grouped = op.integer("groups", 1) != 1
-    k = None if grouped else part("k")
-    o = None if grouped else part("o")
-    inputs: list[Dims] = [(part("d0"), k, *spatial), (o, k, *spatial)]
+    groups = op.integer("groups", 1)
+    if groups > 1:
+        k = o = part("g")
+        channels: Dims = (part("g"), None)
+    else:
+        k, o = part("k"), part("o")
+        channels = (k, o) if transposed else (o, k)
+    inputs: list[Dims] = [(part("d0"), k, *spatial), (*channels, *spatial)]
     inputs += [(o,)] * len(op.positions("bias"))
     return OpLabels(
         tuple(inputs),
         ((part("d0"), o, *spatial),),
         summed=_K,
         added=frozenset(op.positions("bias")),
+        units=MappingProxyType({"g": groups}),
     )
 
 
 _CONVOLUTION = "input weight bias stride padding dilation groups"
+_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 
 CONTRACTION_RULES = {
     "aten.linear.default": rule("input weight bias", _linear),
@@ -89,7 +107,12 @@ CONTRACTION_RULES = {
     "aten.mm.default": rule("self mat2", _matmul),
     "aten.bmm.default": rule("self mat2", _matmul),
     "aten.matmul.default": rule("self other", _matmul),
-    "aten.conv1d.default": rule(_CONVOLUTION, _convolution),
-    "aten.conv2d.default": rule(_CONVOLUTION, _convolution),
-    "aten.conv3d.default": rule(_CONVOLUTION, _convolution),
+    **{
+        f"aten.conv{n}d.{overload}": rule(_CONVOLUTION, _convolution)
+        for n in (1, 2, 3)
+        for overload in ("default", "padding")
+    },
+    "aten.conv_transpose1d.default": rule(_TRANSPOSED, _transposed_convolution),
+    "aten.conv_transpose2d.input": rule(_TRANSPOSED, _transposed_convolution),
+    "aten.conv_transpose3d.input": rule(_TRANSPOSED, _transposed_convolution),
 }

@@ -103,6 +103,7 @@ _ROWS: dict[str, tuple[str, LabelFunction]] = {
     "clamp_max.default": ("self max", _nonlinear),
     "leaky_relu.default": ("self negative_slope", _nonlinear),
     "softplus.default": ("self beta threshold", _nonlinear),
+    "hardtanh.default": ("self min_val max_val", _nonlinear),
     "elu.default": ("self alpha scale input_scale", _nonlinear),
     "fill.Scalar": ("self value", _nonlinear),
     "fill.Tensor": ("self value", _nonlinear),

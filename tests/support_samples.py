@@ -116,6 +116,7 @@ POINTWISE: tuple[Sample, ...] = (
     _call("leaky_relu.default", real(*X), 0.1),
     _call("softplus.default", real(*X)),
     _call("elu.default", real(*X)),
+    _call("hardtanh.default", real(*X), 0.3, 0.7),
     _call("fill.Scalar", real(*X), 2.0),
     _call("fill.Tensor", real(*X), real()),
     _call("copy.default", whole(9, *X), whole(9, 12, 24)),
@@ -142,7 +143,60 @@ CONTRACTION: tuple[Sample, ...] = (
     _call("conv1d.default", real(4, 12, 9), real(24, 12, 3), real(24), [2], [1]),
     _call("conv2d.default", real(4, 12, 6, 6), real(24, 12, 3, 3), real(24), [3, 3]),
     _call("conv2d.default", real(4, 12, 6, 6), real(24, 4, 3, 3), None, [1, 1], [1, 1], [1, 1], 3),
+    _call("conv2d.default", real(4, 24, 4, 4), real(12, 2, 3, 3), real(12), groups=12),
+    _call("conv1d.padding", real(4, 12, 9), real(24, 12, 3), real(24), [1], "same"),
+    _call("conv2d.padding", real(4, 12, 4, 4), real(12, 1, 3, 3), None, [1, 1], "same", [1], 12),
+    _call("conv3d.padding", real(4, 12, 3, 3, 3), real(12, 12, 2, 2, 2), None, [1], "valid"),
     _call("conv3d.default", real(4, 12, 3, 3, 3), real(12, 12, 2, 2, 2)),
+    _call("conv_transpose1d.default", real(4, 12, 5), real(12, 24, 3), real(24), [2]),
+    _call("conv_transpose2d.input", real(4, 12, 3, 3), real(12, 2, 2, 2), real(24), groups=12),
+    _call("conv_transpose2d.input", real(4, 12, 3, 3), real(12, 24, 2, 2), real(24)),
+    _call("conv_transpose3d.input", real(4, 12, 2, 2, 2), real(12, 12, 2, 2, 2)),
+)
+
+_STATISTICS = (real(12, grad=False), 1 + real(12, grad=False))
+
+NORMALIZATION: tuple[Sample, ...] = (
+    _call(
+        "_native_batch_norm_legit_functional.default",
+        *(real(24, 12, 2, 3), real(12), real(12), *_STATISTICS, True, 0.3, 1e-5),
+    ),
+    _call(
+        "_native_batch_norm_legit_functional.default",
+        *(real(24, 12), None, None, *_STATISTICS, True, 0.1, 1e-3),
+    ),
+    _call("_native_batch_norm_legit.no_stats", real(24, 12, 2), real(12), real(12), True, 0.1, 0.0),
+    _call(
+        "_native_batch_norm_legit_no_training.default",
+        *(real(24, 12, 2, 3), real(12), real(12), *_STATISTICS, 0.1, 1e-5),
+    ),
+    _call("group_norm.default", real(12, 24, 2, 2), 12, real(24), real(24), 1e-5, False),
+    _call("group_norm.default", real(12, 24, 3), 4),
+    _call("group_norm.default", real(12, 24, 3), 1, real(24)),
+    _call(
+        "instance_norm.default",
+        *(real(12, 12, 4), real(12), real(12), None, None, True, 0.1, 1e-5, False),
+    ),
+)
+
+SPATIAL: tuple[Sample, ...] = (
+    _call("max_pool1d.default", real(12, 12, 6), [2]),
+    _call("max_pool2d.default", real(4, 12, 6, 6), [3, 3], [2, 2], [1, 1]),
+    _call("max_pool2d.default", real(12, 4, 4), [2, 2]),
+    _call("max_pool3d.default", real(4, 12, 4, 4, 4), [2]),
+    _call("max_pool2d_with_indices.default", real(4, 12, 4, 4), [2, 2], [2, 2]),
+    _call("max_pool3d_with_indices.default", real(4, 12, 4, 4, 4), [2]),
+    _call("adaptive_max_pool2d.default", real(4, 12, 6, 6), [2, 3]),
+    _call("adaptive_max_pool3d.default", real(4, 12, 4, 4, 4), [2, 1, 2]),
+    _call("avg_pool1d.default", real(12, 12, 6), [2]),
+    _call("avg_pool2d.default", real(4, 12, 6, 6), [3, 3], [2, 2], [1, 1], False, False),
+    _call("avg_pool3d.default", real(4, 12, 4, 4, 4), [2]),
+    _call("adaptive_avg_pool1d.default", real(4, 12, 6), [2]),
+    _call("adaptive_avg_pool2d.default", real(4, 12, 6, 6), [1, 1]),
+    _call("adaptive_avg_pool3d.default", real(4, 12, 4, 4, 4), [2, 1, 2]),
+    _call("upsample_nearest2d.vec", real(4, 12, 3, 3), None, [2.0, 2.0]),
+    _call("upsample_bilinear2d.vec", real(4, 12, 3, 3), [5, 5], True, None),
+    _call("pixel_shuffle.default", real(4, 48, 3, 3), 2),
 )
 
 REDUCTION: tuple[Sample, ...] = (
@@ -290,6 +344,8 @@ SAMPLES: tuple[Sample, ...] = (
     *POINTWISE,
     *CONTRACTION,
     *REDUCTION,
+    *NORMALIZATION,
+    *SPATIAL,
     *ATTENTION,
     *INDEX,
     *LOSS,

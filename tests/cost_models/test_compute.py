@@ -113,6 +113,74 @@ def test_transposed_convolution_counts_from_its_input() -> None:
     assert got.flops == 2 * (6 * 16) * (10 * 4)
 
 
+def test_convolution_by_hand() -> None:
+    """3 x 3, stride 2 on 8 x 8: every one of 2 * 10 * 4 * 4 results is a dot product of 6 * 9."""
+    image, weight, bias = value(2, 6, 8, 8), value(10, 6, 3, 3), value(10)
+    out = value(2, 10, 4, 4)
+    flops = 2 * (2 * 10 * 16) * 54
+    moved = F32 * (768 + 540 + 10 + 320)
+    got = work("aten.conv2d.default", [image, weight, bias], [out], (2, 2), (1, 1))
+    assert got == Work(flops, moved, 2 * flops, moved + F32 * (768 + 540 + 10))
+    first = work("aten.conv2d.padding", [value(2, 6, 8, 8, grad=False), weight], [out])
+    assert (first.flops, first.backward_flops) == (flops, flops)
+
+
+def test_groups_divide_the_dot_product_of_a_convolution() -> None:
+    depthwise = work("aten.conv1d.default", [value(2, 6, 8), value(6, 1, 3)], [value(2, 6, 6)])
+    assert depthwise.flops == 2 * (2 * 6 * 6) * 3
+    two = work("aten.conv1d.default", [value(2, 6, 8), value(4, 3, 3)], [value(2, 4, 6)])
+    assert two.flops == 2 * (2 * 4 * 6) * 9
+
+
+def test_transposed_convolution_op_counts_from_its_input() -> None:
+    operands = [value(1, 6, 4, 4), value(6, 10, 2, 2)]
+    got = work("aten.conv_transpose2d.input", operands, [value(1, 10, 8, 8)], None, (2, 2))
+    assert (got.flops, got.backward_flops) == (2 * 96 * 40, 4 * 96 * 40)
+
+
+X4 = value(2, 6, 4, 4)
+X4_BYTES, CHANNELS_BYTES = 192 * F32, 6 * F32
+
+
+def test_batch_norm_in_training_reads_the_batch_twice() -> None:
+    channels, running = value(6), value(6, grad=False)
+    got = work(
+        "aten._native_batch_norm_legit_functional.default",
+        [X4, channels, channels, running, running],
+        [X4, *[running] * 4],
+    )
+    # Twice x and its result's gradient, once the gradient of x; vectors of channels beside that.
+    assert got.num_bytes == 3 * X4_BYTES + 8 * CHANNELS_BYTES
+    assert got.backward_bytes == 5 * X4_BYTES + (4 + 4 + 2) * CHANNELS_BYTES
+    assert (got.flops, got.estimated) == (0, False)
+
+
+def test_batch_norm_in_eval_mode_is_elementwise() -> None:
+    channels, running = value(6), value(6, grad=False)
+    got = work(
+        "aten._native_batch_norm_legit_no_training.default",
+        [X4, channels, channels, running, running],
+        [X4, value(0, grad=False), value(0, grad=False)],
+    )
+    assert got.num_bytes == 2 * X4_BYTES + 4 * CHANNELS_BYTES
+    assert got.backward_bytes == 3 * X4_BYTES + 6 * CHANNELS_BYTES
+    assert not got.estimated
+
+
+def test_pooling() -> None:
+    half = value(2, 6, 2, 2)
+    half_bytes, places_bytes = X4_BYTES // 4, 48 * 8
+    maximum = work("aten.max_pool2d.default", [X4], [half], (2, 2))
+    moved = X4_BYTES + half_bytes + places_bytes
+    assert maximum == Work(0, moved, 0, moved)
+    frozen = work("aten.max_pool2d.default", [value(2, 6, 4, 4, grad=False)], [half], (2, 2))
+    assert frozen.backward_bytes == 0
+    mean = work("aten.avg_pool2d.default", [X4], [half], (2, 2))
+    assert mean == Work(0, X4_BYTES + half_bytes, 0, X4_BYTES + half_bytes)
+    one = work("aten.adaptive_avg_pool2d.default", [X4], [value(2, 6, 1, 1)], (1, 1))
+    assert one.num_bytes == X4_BYTES + 12 * F32
+
+
 @pytest.mark.parametrize(
     ("target", "result", "backward_bytes"),
     [

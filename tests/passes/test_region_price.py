@@ -7,7 +7,8 @@ from support_graphs import GraphBuilder, costs_on, mlp
 
 from meshfold.opgraph import OpGraph
 from meshfold.passes.conversions import conversion_cost
-from meshfold.passes.region_price import layouts_of_values, op_time, price_region, value_name
+from meshfold.passes.op_time import op_time
+from meshfold.passes.region_price import layouts_of_values, price_region, value_name
 from meshfold.passes.rules import AxisRule, region_rules, typing_of
 from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
 from meshfold.strategy import RegionTyping
@@ -67,17 +68,6 @@ def test_users_of_one_layout_share_a_conversion():
     leaves = ((Shard(1),), (Shard(1),))
     typing, rules = typed(graph, ["o", "o"], ((I,), shard, shard), leaves)
     assert len(price_region(graph, typing, rules, mesh, costs).conversions) == 1
-
-
-def test_work_is_divided_by_the_axes_that_split_it():
-    graph = mlp(batch=4096, width=4096, hidden=4096)
-    mesh, costs, _ = costs_on(1, 2)
-    by_name = {rule.name: rule for rule in region_rules(graph, (2,))[0][0]}
-    whole = op_time(graph, graph.ops[0], (by_name["I"],), mesh, costs)
-    split = op_time(graph, graph.ops[0], (by_name["o"],), mesh, costs)
-    launch_s = costs.launch_s
-    assert split.forward_s - launch_s == pytest.approx((whole.forward_s - launch_s) / 2)
-    assert split.backward_s < whole.backward_s
 
 
 def again_of(graph: OpGraph, names: list[str], slots, outputs):

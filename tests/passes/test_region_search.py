@@ -13,8 +13,8 @@ from support_graphs import GraphBuilder, costs_on, mlp, three_heads
 from meshfold.opgraph import OpGraph, SlotKind
 from meshfold.passes.axis_roles import AxisRole
 from meshfold.passes.conversions import conversion_cost, plan_conversions
+from meshfold.passes.op_time import op_time
 from meshfold.passes.parameter_prices import Prices
-from meshfold.passes.region_price import op_time
 from meshfold.passes.region_search import SearchTables, prepare_region, solve_region
 from meshfold.passes.rule_domains import Legality, op_domains
 from meshfold.passes.rules import region_rules

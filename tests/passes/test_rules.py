@@ -13,10 +13,12 @@ from support_samples import (
     CONTRACTION,
     INDEX,
     LOSS,
+    NORMALIZATION,
     RANDOM,
     REDUCTION,
     SAMPLES,
     SHAPE,
+    SPATIAL,
     Sample,
     flags,
     real,
@@ -52,7 +54,10 @@ def test_every_rule_computes_what_the_whole_op_computes(sample: Sample) -> None:
     check_typings(op, mesh_of(2), op.typings(2))
 
 
-NOT_ELEMENTWISE = [*CONTRACTION, *REDUCTION, *ATTENTION, *INDEX, *LOSS, *SHAPE, *RANDOM]
+NOT_ELEMENTWISE = [
+    *(*CONTRACTION, *REDUCTION, *NORMALIZATION, *SPATIAL, *ATTENTION),
+    *(*INDEX, *LOSS, *SHAPE, *RANDOM),
+]
 
 
 @pytest.mark.parametrize("sample", NOT_ELEMENTWISE, ids=name_of)
@@ -67,6 +72,8 @@ TWO_AXES = [
     *(s for s in REDUCTION if s[0] in ("mean.dim", "sum.dim_IntList", "layer_norm.default")),
     *(s for s in INDEX if s[0] in ("embedding.default", "index_add.default")),
     *(s for s in SHAPE if s[0] in ("view.default", "split.Tensor", "squeeze.dim")),
+    *(s for s in CONTRACTION if s[0].startswith("conv2d")),
+    *NORMALIZATION,
     *ATTENTION,
     *LOSS,
     *RANDOM,
@@ -131,6 +138,14 @@ def loss() -> SingleOp:
     return SingleOp("aten.cross_entropy_loss.default", real(24, 36), whole(36, 24))
 
 
+def norm() -> SingleOp:
+    return SingleOp(
+        "aten._native_batch_norm_legit_functional.default",
+        *(real(24, 12, 2), real(12), real(12)),
+        *(real(12, grad=False), real(12, grad=False), True, 0.1, 1e-5),
+    )
+
+
 WRONG: list[tuple[Callable[[], SingleOp], str, dict[int, SpmdType], SpmdType | None]] = [
     (linear, "k", {}, INVARIANT),
     (linear, "k", {}, REPLICATE),
@@ -153,6 +168,10 @@ WRONG: list[tuple[Callable[[], SingleOp], str, dict[int, SpmdType], SpmdType | N
     (loss, "v", {}, REPLICATE),
     (loss, "v", {}, PARTIAL),
     (loss, "d0", {}, INVARIANT),
+    (norm, "d0", {1: INVARIANT}, None),
+    (norm, "d0", {2: INVARIANT}, None),
+    (norm, "R", {0: INVARIANT}, None),
+    (norm, "I", {1: REPLICATE}, None),
 ]
 
 
@@ -169,6 +188,11 @@ def test_the_gate_notices_a_wrong_rule(
 
 
 REFUSED = {
+    "running statistics that change unseen": lambda: SingleOp(
+        "aten.instance_norm.default",
+        *(real(12, 12, 4), None, None, real(12, grad=False), real(12, grad=False)),
+        *(True, 0.1, 1e-5, False),
+    ),
     "class weights": lambda: SingleOp(
         "aten.cross_entropy_loss.default", real(24, 36), whole(36, 24), real(36, grad=False)
     ),

@@ -1,0 +1,39 @@
+"""Time of one op under a rule: kernels divided, collectives inside priced forward and backward."""
+
+import pytest
+from support_graphs import costs_on, mlp
+from support_ops import SingleOp
+from support_samples import real
+
+from meshfold.passes.op_time import op_time
+from meshfold.passes.rules import region_rules
+
+
+def test_work_is_divided_by_the_axes_that_split_it() -> None:
+    graph = mlp(batch=4096, width=4096, hidden=4096)
+    mesh, costs, _ = costs_on(1, 2)
+    by_name = {rule.name: rule for rule in region_rules(graph, (2,))[0][0]}
+    whole = op_time(graph, graph.ops[0], (by_name["I"],), mesh, costs)
+    split = op_time(graph, graph.ops[0], (by_name["o"],), mesh, costs)
+    launch_s = costs.launch_s
+    assert split.forward_s - launch_s == pytest.approx((whole.forward_s - launch_s) / 2)
+    assert split.backward_s < whole.backward_s
+
+
+def test_synchronised_statistics_are_priced_forward_and_backward() -> None:
+    """Two sums of one number a channel forward, one of two backward; none where channels split."""
+    graph = SingleOp(
+        "aten._native_batch_norm_legit.no_stats", real(8, 6), real(6), real(6), True, 0.1, 1e-5
+    ).graph
+    mesh, costs, _ = costs_on(1, 2)
+    by_name = {rule.name: rule for rule in region_rules(graph, (2,))[0][0]}
+    batch = op_time(graph, graph.ops[0], (by_name["d0"],), mesh, costs)
+    channels_bytes = 6 * 8
+    one_s = costs.collective_s("all_reduce", channels_bytes, (0,))
+    assert batch.communication_s == pytest.approx((2 * one_s,))
+    both_s = costs.collective_s("all_reduce", 2 * channels_bytes, (0,))
+    assert batch.backward_communication_s == pytest.approx((both_s,))
+    inside_s = 2 * one_s + both_s
+    assert batch.total_s == pytest.approx(batch.forward_s + batch.backward_s + inside_s)
+    channels = op_time(graph, graph.ops[0], (by_name["c"],), mesh, costs)
+    assert channels.communication_s == channels.backward_communication_s == (0.0,)
