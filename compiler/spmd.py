@@ -16,7 +16,7 @@ tensors then do not depend on the order of the axes.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 _TEXT = re.compile(r"^(?:[IRP]|S(\d+)(?:/(\d+))?)$")
@@ -29,16 +29,21 @@ class SpmdType:
     kind: Literal["I", "R", "P", "S"]
     dim: int = -1
     blocks: int = 1
+    is_shard: bool = field(init=False, compare=False, repr=False)
+    _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        # Layouts are keys in every inner loop of the search. The hash is of numbers alone, so that
+        # it is right in whatever process the type is unpickled.
+        object.__setattr__(self, "is_shard", self.kind == "S")
+        object.__setattr__(self, "_hash", hash((ord(self.kind[:1] or " "), self.dim, self.blocks)))
         if (self.kind == "S") != (self.dim >= 0):
             raise ValueError(f"dim is for Shard only, got kind {self.kind} and dim {self.dim}")
         if self.blocks < 1 or (self.kind != "S" and self.blocks != 1):
             raise ValueError(f"blocks must be 1 or more, on Shard only, got {self.blocks}")
 
-    @property
-    def is_shard(self) -> bool:
-        return self.kind == "S"
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         if not self.is_shard:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from meshfold.cluster import ClusterSpec
-from meshfold.passes.mesh_plan import MeshPlanner, Priced, order_of
+from meshfold.passes.mesh_plan import MeshPlanner
+from meshfold.passes.priced import Priced, order_of
 from meshfold.plan import Candidate
 from meshfold.strategy import UniformStrategy
 from meshfold.units import bytes_text
@@ -40,9 +41,12 @@ def baseline_rows(
 
 
 def _most_promising(planner: MeshPlanner) -> list[Priced]:
-    """Exact figures of uniform strategies in order of their time, up to the first that fits."""
+    """Exact figures of uniform strategies in order of their time, up to the first that fits; those
+    whose states and activations alone do not are left out."""
     found: list[Priced] = []
-    for strategy in planner.uniform_by_time()[:NUM_UNIFORM]:
+    ordered = planner.uniform_by_time()
+    possible = [s for s in ordered if planner.uniform_bytes(s) <= planner.capacity_bytes]
+    for strategy in (possible or ordered)[:NUM_UNIFORM]:
         found.append(planner.uniform(strategy))
         if found[-1].memory.fits:
             break

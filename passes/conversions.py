@@ -25,7 +25,7 @@ from typing import Protocol
 
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
-from meshfold.spmd import INVARIANT, Layout, SpmdType, is_legal, local_shape
+from meshfold.spmd import INVARIANT, Layout, SpmdType, is_legal
 
 
 class ConversionCosts(Protocol):
@@ -133,6 +133,8 @@ def conversion_steps(
     Both layouts must be legal. Ties go to the order that converts the first axes first.
     """
     changed = [k for k, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
+    if len(changed) < 2:
+        return tuple(Step(k, source[k], target[k], source) for k in changed)
     found = _cheapest(value, _orders(source, target, changed), mesh, costs)
     if found is None:
         # An axis on the way to another shard stops at Invariant and makes room.
@@ -188,6 +190,8 @@ def plan_conversions(
     Deterministic: of equally cheap trees the one with the most conversions straight from native.
     """
     wanted = sorted({d for d in demands if d != native})
+    if len(wanted) < 2:
+        return tuple((native, target) for target in wanted)
     nodes = [native, *wanted]
     # Integer picoseconds: sums in another order must not differ in the last bit.
     price = [
@@ -283,12 +287,11 @@ def _action_s(value: Value, step: Step, kind: str, mesh: Mesh, costs: Conversion
 
 
 def _local_bytes(value: Value, layout: Layout, mesh: Mesh) -> int:
-    if not value.shape:
-        return value.num_bytes
-    whole = math.prod(value.shape)
-    return (
-        value.num_bytes * math.prod(local_shape(value.shape, layout, mesh.sizes)) // max(whole, 1)
-    )
+    shards = 1
+    for t, size in zip(layout, mesh.sizes, strict=True):
+        if t.is_shard:
+            shards *= size
+    return value.num_bytes // shards
 
 
 def _with(layout: Layout, axis: int, target: SpmdType) -> Layout:

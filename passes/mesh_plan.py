@@ -19,7 +19,6 @@ and conversions for free; it holds for every choice of leaves on this mesh.
 """
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,11 +26,11 @@ from functools import cached_property
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
-from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, SourceKind
 from meshfold.options import CompileOptions
 from meshfold.passes.leaf_chain import LeafChain
 from meshfold.passes.leaf_costs import Leaf, RegionChoices, SlotFacts, region_leaves
+from meshfold.passes.priced import MeshPlan, Priced, order_of
 from meshfold.passes.region_memory import (
     Probe,
     Simulations,
@@ -43,63 +42,22 @@ from meshfold.passes.region_price import RegionPrice
 from meshfold.passes.step_time import border_s, estimate_step
 from meshfold.passes.uniform_search import MeshSearch, ProgramTyping
 from meshfold.passes.variants import split_regions
-from meshfold.plan import MemoryEstimate, TimeEstimate
 from meshfold.strategy import RegionTyping, UniformStrategy
+
+TOLERANCE = 2e-4
+"""Of step time, between a program that fits and a faster one that does not: close enough."""
 
 MOST_ROUNDS = 10
 """Solutions tried for the largest estimate whose program fits; three or four are usual."""
 
 
-@dataclass(frozen=True, eq=False)
-class Priced:
-    """A program with exact figures. leaves: per region of `split`, the folded graph in which
-    layers that differ are regions of their own; saved_bytes likewise."""
-
-    mesh: Mesh
-    split: FoldedGraph
-    leaves: tuple[Leaf, ...]
-    prices: tuple[RegionPrice, ...]
-    time: TimeEstimate
-    memory: MemoryEstimate
-    saved_bytes: tuple[int, ...]
-
-    @property
-    def typings(self) -> tuple[RegionTyping, ...]:
-        return tuple(leaf.typing for leaf in self.leaves)
-
-    @cached_property
-    def strategy(self) -> UniformStrategy:
-        """What most ops do."""
-        weights: Counter[UniformStrategy] = Counter()
-        for instance in self.split.instances:
-            num_ops = len(self.split.regions[instance.region].graph.ops)
-            weights[self.leaves[instance.region].strategy] += num_ops
-        return max(weights, key=lambda s: (weights[s], s.label))
-
-
-@dataclass(frozen=True, eq=False)
-class MeshPlan:
-    """The outcome on one mesh. best: the fastest program found that fits; smallest: the one with
-    the least memory, if none fits. lower_bound_s: no program of these leaves that fits is faster.
-    gap_before: how far rounding the relaxation would have been off. unlimited_s: step time if
-    memory were unlimited. num_priced: programs whose
-    exact figures were taken, num_infeasible of them did not fit."""
-
-    best: Priced | None
-    smallest: Priced | None
-    lower_bound_s: float
-    gap_before: float
-    unlimited_s: float
-    capped: bool
-    num_priced: int
-    num_infeasible: int
-
-
 @dataclass(frozen=True)
 class _Closed:
-    """What a chain proved: times without the optimizer's launch."""
+    """What a chain found and proved: bound_s and unlimited_s are without the optimizer's launch,
+    best_s is the step time of the best program that fits."""
 
     bound_s: float
+    best_s: float
     gap_before: float
     unlimited_s: float
     capped: bool
@@ -181,16 +139,27 @@ class MeshPlanner:
             )
         return sorted(times, key=lambda s: (times[s], s.label))
 
-    def plan(self) -> MeshPlan:
-        """The best program on this mesh and the bound on all of them."""
+    def uniform_bytes(self, strategy: UniformStrategy) -> int:
+        """What the states and the insides of all layers hold under one strategy, at least."""
+        return self.fixed_bytes + sum(
+            self.search.counts[r] * (leaf.states_bytes + leaf.memory.saved_bytes)
+            for r, leaf in enumerate(self._uniform_leaves(strategy))
+        )
+
+    def plan(self, incumbent_s: float = math.inf) -> MeshPlan:
+        """The best program on this mesh and the bound on all of them. incumbent_s: step time of a
+        program that is there already; chains that cannot beat it are bounded only."""
         before = len(self._priced)
-        closed = [self._close(chain) for chain in self._chains()]
+        closed = []
+        for chain in self._chains():
+            closed.append(self._close(chain, incumbent_s))
+            incumbent_s = min(incumbent_s, closed[-1].best_s)
         programs = list(self._priced.values())[before:]
         fitting = [p for p in programs if p.memory.fits]
         launch_s = self.costs.launch_s
         return MeshPlan(
             best=min(fitting, key=order_of) if fitting else None,
-            smallest=None if fitting else self._smallest(),
+            smallest=None if math.isfinite(incumbent_s) else self._smallest(),
             lower_bound_s=min(c.bound_s for c in closed) + launch_s,
             gap_before=max(c.gap_before for c in closed),
             unlimited_s=min(c.unlimited_s for c in closed) + launch_s,
@@ -310,34 +279,40 @@ class MeshPlanner:
                 dearest = max(dearest, border_s(self.folded, typings, self.costs) / counts)
         return dearest
 
-    def _close(self, chain: LeafChain) -> "_Closed":
+    def _close(self, chain: LeafChain, incumbent_s: float) -> "_Closed":
         """Solve a chain for the largest estimate whose program fits; programs are in _priced."""
+        bound_s = chain.bound_s(self.capacity_bytes)
         unlimited = chain.solve(None)
         assert unlimited is not None
-        bound_s = chain.bound_s(self.capacity_bytes)
-        if math.isinf(bound_s):
-            return _Closed(bound_s, 0.0, unlimited.time_s, False)
-        if self.price(chain.assignment(unlimited)).memory.fits:
-            return _Closed(bound_s, unlimited.gap_before, unlimited.time_s, unlimited.capped)
+        closed = _Closed(bound_s, math.inf, 0.0, unlimited.time_s, False)
+        if math.isinf(bound_s) or bound_s + self.costs.launch_s >= incumbent_s:
+            return closed
+        fastest = self.price(chain.assignment(unlimited))
+        if fastest.memory.fits:
+            return replace(closed, best_s=fastest.time.step_s, gap_before=unlimited.gap_before)
         least = chain.smallest()
-        self.price([least[i.region] for i in self.folded.instances])
+        best = self.price([least[i.region] for i in self.folded.instances])
         low, high = chain.held_bytes(least), unlimited.memory_bytes - 1
+        too_fast_s = fastest.time.step_s
         budget = max(low, min(high, self.capacity_bytes - chain.least_passing_bytes))
-        gap_before, capped = 0.0, False
         for _ in range(MOST_ROUNDS if low < high else 0):
             found = chain.solve(budget)
             assert found is not None, "what is smallest fits"
-            gap_before, capped = max(gap_before, found.gap_before), capped or found.capped
+            closed = replace(
+                closed,
+                gap_before=max(closed.gap_before, found.gap_before),
+                capped=closed.capped or found.capped,
+            )
             priced = self.price(chain.assignment(found))
             if priced.memory.fits:
-                low = budget
+                low, best = budget, min(best, priced, key=order_of)
             else:
-                high = found.memory_bytes - 1
-            if low >= high:
+                high, too_fast_s = found.memory_bytes - 1, max(too_fast_s, priced.time.step_s)
+            if low >= high or best.time.step_s <= too_fast_s * (1 + TOLERANCE):
                 break
             guess = self.capacity_bytes - (priced.memory.peak - found.memory_bytes)
             budget = guess if low < guess <= high else (low + high + 1) // 2
-        return _Closed(bound_s, gap_before, unlimited.time_s, capped)
+        return replace(closed, best_s=best.time.step_s if best.memory.fits else math.inf)
 
     def _smallest(self) -> Priced:
         """The program with the least memory among the simplest: every layer at its least."""
@@ -369,12 +344,6 @@ class MeshPlanner:
         )
         time = estimate_step(split, typings, prices, self.costs, self.options.optimizer)
         return Priced(self.mesh, split, leaves, tuple(prices), time, memory, saved_bytes)
-
-
-def order_of(priced: Priced) -> tuple[float, int, int, str]:
-    """Sort key: the better first. Time to seven digits, then fewer regions to emit."""
-    step_s = float(f"{priced.time.step_s:.6e}")
-    return step_s, len(priced.split.regions), priced.memory.peak, priced.strategy.label
 
 
 def _compute_s(price: RegionPrice) -> float:

@@ -42,7 +42,10 @@ class Prices:
 
 def local_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
     """Bytes of a value on one rank."""
-    shards = math.prod(n for t, n in zip(layout, sizes, strict=True) if t.is_shard)
+    shards = 1
+    for t, size in zip(layout, sizes, strict=True):
+        if t.is_shard:
+            shards *= size
     return value.num_bytes // shards
 
 

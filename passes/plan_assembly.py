@@ -10,7 +10,8 @@ from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import placements
 from meshfold.passes.fold_assemble import fingerprint, graph_fingerprint
 from meshfold.passes.leaf_costs import Leaf
-from meshfold.passes.mesh_plan import MeshPlanner, Priced
+from meshfold.passes.mesh_plan import MeshPlanner
+from meshfold.passes.priced import Priced
 from meshfold.plan import (
     Alternative,
     Candidate,

@@ -10,6 +10,7 @@ Ties are broken by (step time to seven digits, regions to emit, peak memory, lab
 same plan.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,8 +22,9 @@ from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.baselines import baseline_rows, named_baselines
 from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
-from meshfold.passes.mesh_plan import MeshPlan, MeshPlanner, Priced, order_of
+from meshfold.passes.mesh_plan import MeshPlanner
 from meshfold.passes.plan_assembly import assemble_plan
+from meshfold.passes.priced import MeshPlan, Priced, order_of
 from meshfold.passes.region_memory import Probe
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.plan import MemoryEstimate, MeshOutcome, Plan, SearchStats
@@ -177,7 +179,8 @@ class _Search:
             if best and planner.fastest_s >= best[0].time.step_s and self._prunes(BOUND):
                 cuts[BOUND] += len(planner.strategies)
                 continue
-            plans[planner] = plan = planner.plan()
+            incumbent_s = best[0].time.step_s if best else math.inf
+            plans[planner] = plan = planner.plan(incumbent_s)
             if plan.best and (not best or order_of(plan.best) < order_of(best[0])):
                 best = plan.best, planner
         if best is None:
@@ -243,10 +246,10 @@ def _stats(
             reason = f"cannot be faster than {planner.fastest_s / step_s:.2f} of this plan"
             outcomes.append(MeshOutcome(name, planner.fastest_s, None, reason))
         elif plan.best is None:
-            assert plan.smallest is not None
-            missing = plan.smallest.memory.peak - plan.smallest.memory.capacity
-            reason = f"needs {bytes_text(missing)} more than there is"
-            outcomes.append(MeshOutcome(name, plan.lower_bound_s, None, reason))
+            fits = math.isfinite(plan.lower_bound_s)
+            bound_s = plan.lower_bound_s if fits else planner.fastest_s
+            reason = f"cannot be faster than {bound_s / step_s:.2f} of this plan"
+            outcomes.append(MeshOutcome(name, bound_s, None, reason if fits else "does not fit"))
         else:
             own_s = plan.best.time.step_s
             reason = "taken" if planner is best[1] else f"{own_s / step_s:.2f} of this plan's time"

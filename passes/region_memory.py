@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meshfold.cost_models.memory import LocalProgram, LocalStep, RegionMemory, simulate_region
+from meshfold.cost_models.memory import LocalProgram, RegionMemory, simulate_region
 from meshfold.cost_models.op_probe import (
     NEW_STORAGE,
     NO_GRADIENT,
@@ -24,6 +24,7 @@ from meshfold.cost_models.op_probe import (
     TensorSpec,
     dense_spec,
 )
+from meshfold.cost_models.rebuild import LocalStep
 from meshfold.cost_models.step_memory import (
     How,
     InstanceMemory,
@@ -46,6 +47,7 @@ from meshfold.opgraph import (
     Source,
     SourceKind,
 )
+from meshfold.passes.again import op_stays, step_stays
 from meshfold.passes.conversions import (
     ConversionCosts,
     Step,
@@ -88,7 +90,7 @@ def step_memory(
     optimizer: str,
     reserve_bytes: int,
     capacity_bytes: int,
-    known: "Simulations | None" = None,
+    known: Simulations | None = None,
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     """(bytes per device at the peak of a training step, bytes that one instance of each region
     keeps for its backward).
@@ -123,30 +125,53 @@ def program_memory(
     probe: Probe,
     *,
     costs: ConversionCosts,
-    known: "Simulations | None" = None,
+    known: Simulations | None = None,
 ) -> list[InstanceMemory]:
     """Memory of every instance, in execution order. known: simulations to use and to add to."""
     known = {} if known is None else known
+    here: dict[tuple[int, tuple[tuple[int, int], ...]], SimulatedRegion] = {}
+    regions = [instance.region for instance in folded.instances]
     found = []
     for instance in folded.instances:
-        graph, typing = folded.regions[instance.region].graph, typings[instance.region]
-        arriving = tuple(
-            typings[folded.instances[s.instance].region].outputs[s.output]
-            if s.kind is SourceKind.VALUE
-            else layout
-            for s, layout in zip(instance.sources, typing.slots, strict=True)
+        makers = tuple(
+            (regions[s.instance], s.output) if s.kind is SourceKind.VALUE else (-1, -1)
+            for s in instance.sources
         )
-        key = id(graph), typing, arriving
-        if key not in known:
-            builder = _Builder(graph, typing, arriving, mesh, costs, probe, instance.floats)
-            memory = simulate_region(builder.build())
-            known[key] = SimulatedRegion(graph, memory, len(builder.uses), builder.parameter_uses())
-        region = known[key]
+        key = instance.region, makers
+        if key not in here:
+            typing = typings[instance.region]
+            arriving = tuple(
+                layout if maker < 0 else typings[maker].outputs[output]
+                for layout, (maker, output) in zip(typing.slots, makers, strict=True)
+            )
+            graph = folded.regions[instance.region].graph
+            here[key] = _simulated(
+                known, graph, typing, arriving, mesh, costs, probe, instance.floats
+            )
+        region = here[key]
         sources = [_made(s) for s in instance.sources]
         sources += [None] * region.num_made
         uses = tuple(use.named(instance.sources[slot].name) for slot, use in region.uses)
         found.append(InstanceMemory(region.memory, tuple(sources), uses))
     return found
+
+
+def _simulated(
+    known: Simulations,
+    graph: OpGraph,
+    typing: RegionTyping,
+    arriving: tuple[Layout, ...],
+    mesh: Mesh,
+    costs: ConversionCosts,
+    probe: Probe,
+    floats: Sequence[float],
+) -> SimulatedRegion:
+    key = id(graph), typing, arriving
+    if key not in known:
+        builder = _Builder(graph, typing, arriving, mesh, costs, probe, floats)
+        memory = simulate_region(builder.build())
+        known[key] = SimulatedRegion(graph, memory, len(builder.uses), builder.parameter_uses())
+    return known[key]
 
 
 def memory_of_region(
@@ -166,13 +191,18 @@ def memory_of_region(
 def program_states(folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh) -> States:
     """What is there all the time. A source that several instances read counts once; parameters
     that no op reads are whole."""
+    per_slot = [
+        [
+            local_bytes(value, layout, mesh.sizes)
+            for value, layout in zip(region.graph.values, typing.slots, strict=False)
+        ]
+        for region, typing in zip(folded.regions, typings, strict=True)
+    ]
     sizes: dict[Source, int] = {}
     for instance in folded.instances:
-        values = folded.regions[instance.region].graph.values
-        for k, source in enumerate(instance.sources):
-            layout = typings[instance.region].slots[k]
+        for source, num_bytes in zip(instance.sources, per_slot[instance.region], strict=True):
             if source.kind is not SourceKind.VALUE:
-                sizes.setdefault(source, local_bytes(values[k], layout, mesh.sizes))
+                sizes.setdefault(source, num_bytes)
     by_kind = dict.fromkeys(SourceKind, 0)
     for source, num_bytes in sizes.items():
         by_kind[source.kind] += num_bytes
@@ -213,6 +243,7 @@ class _Builder:
         self.costs = costs
         self.probe = probe
         self.floats = floats
+        self.is_selective = typing.recompute == "selective"
         self.specs: list[TensorSpec] = []
         self.steps: list[LocalStep] = []
         self.tensors: dict[tuple[int, Layout], int] = {}
@@ -240,7 +271,7 @@ class _Builder:
             tuple(self.steps),
             outputs,
             bucketed,
-            recomputes=self.typing.recompute == "full",
+            recomputes=self.typing.recompute != "none",
         )
 
     def parameter_uses(self) -> tuple[tuple[int, ParameterUse], ...]:
@@ -328,7 +359,8 @@ class _Builder:
         )
         answer = self.probe(key)
         outputs = tuple(self._add(o.spec) for o in answer.outputs)
-        self.steps.append(LocalStep(operands, outputs, answer))
+        stays = self.is_selective and op_stays(op)
+        self.steps.append(LocalStep(operands, outputs, answer, stays))
         for v, layout, t in zip(op.outputs, typing.outputs, outputs, strict=True):
             self.tensors[v, layout] = t
 
@@ -361,7 +393,9 @@ class _Builder:
             shape[step.target.dim] //= sizes[step.axis]
         after = dense_spec(tuple(shape), before.dtype, before.requires_grad)
         new = self._add(after)
-        self.steps.append(LocalStep((t,), (new,), _conversion_probe(step, sizes, before, after)))
+        probe = _conversion_probe(step, sizes, before, after)
+        stays = self.is_selective and step_stays(step, self.mesh)
+        self.steps.append(LocalStep((t,), (new,), probe, stays))
         return new
 
 

@@ -16,10 +16,11 @@ Where two neighbours disagree about the layout of a value, the consumer converts
 optimizer is one memory-bound pass over the local states.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from meshfold.cost_models.cost_model import CostModel
-from meshfold.opgraph import FoldedGraph, SourceKind, Value
+from meshfold.opgraph import FoldedGraph, SourceKind
 from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.passes.region_price import RegionPrice
@@ -40,13 +41,18 @@ def estimate_step(
     optimizer: str,
 ) -> TimeEstimate:
     """Step time of all instances in order. typings, prices: per region."""
-    order = [prices[instance.region] for instance in folded.instances]
-    forward_s = sum(p.forward_s for p in order)
-    backward_s = sum(p.backward_s for p in order)
-    total_s = sum(map(instance_s, order)) + sum(map(ends_s, order[:1]))
+    counts = Counter(instance.region for instance in folded.instances)
+    forward_s = sum(n * prices[r].forward_s for r, n in counts.items())
+    backward_s = sum(n * prices[r].backward_s for r, n in counts.items())
+    total_s = sum(n * instance_s(prices[r]) for r, n in counts.items())
+    if not costs.mesh.axes:
+        # Nothing to communicate: no rounding either.
+        total_s = forward_s + backward_s
+    total_s += sum(ends_s(prices[i.region]) for i in folded.instances[:1])
     total_s += border_s(folded, typings, costs)
     communication_s = {
-        name: sum(p.total_communication_s[name] for p in order) for name in costs.mesh.names
+        name: sum(n * prices[r].total_communication_s[name] for r, n in counts.items())
+        for name in costs.mesh.names
     }
     return TimeEstimate(
         forward_s=forward_s,
@@ -72,20 +78,18 @@ def ends_s(price: RegionPrice) -> float:
 
 def border_s(folded: FoldedGraph, typings: Sequence[RegionTyping], costs: CostModel) -> float:
     """Conversions of values that leave their producer in another layout than the consumer takes."""
-    known: dict[tuple[Value, Layout, Layout], float] = {}
+    crossings = Counter(
+        (instance.region, slot, folded.instances[source.instance].region, source.output)
+        for instance in folded.instances
+        for slot, source in enumerate(instance.sources)
+        if source.kind is SourceKind.VALUE
+    )
     total = 0.0
-    for instance in folded.instances:
-        values = folded.regions[instance.region].graph.values
-        for i, source in enumerate(instance.sources):
-            if source.kind is not SourceKind.VALUE:
-                continue
-            left = typings[folded.instances[source.instance].region].outputs[source.output]
-            taken = typings[instance.region].slots[i]
-            if left != taken:
-                key = values[i], left, taken
-                if key not in known:
-                    known[key] = conversion_cost(*key, costs.mesh, costs).total_s
-                total += known[key]
+    for (reader, slot, maker, output), count in crossings.items():
+        left, taken = typings[maker].outputs[output], typings[reader].slots[slot]
+        if left != taken:
+            value = folded.regions[reader].graph.values[slot]
+            total += count * conversion_cost(value, left, taken, costs.mesh, costs).total_s
     return total
 
 

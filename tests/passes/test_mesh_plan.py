@@ -13,7 +13,8 @@ from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.decision_tree import leaves_on
 from meshfold.passes.leaf_chain import LeafChain
-from meshfold.passes.mesh_plan import MeshPlanner, order_of
+from meshfold.passes.mesh_plan import MeshPlanner
+from meshfold.passes.priced import order_of
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.probe import OpProber
 
