@@ -16,10 +16,7 @@ from dataclasses import dataclass
 
 from meshfold.cost_models.memory import LocalProgram, RegionMemory, simulate_region
 from meshfold.cost_models.op_probe import (
-    NEW_STORAGE,
-    NO_GRADIENT,
     OpProbe,
-    ProbedOutput,
     ProbeKey,
     TensorSpec,
     dense_spec,
@@ -48,10 +45,10 @@ from meshfold.opgraph import (
     SourceKind,
 )
 from meshfold.passes.again import op_stays, step_stays
+from meshfold.passes.conversion_probe import conversion_probe
 from meshfold.passes.conversions import (
     ConversionCosts,
     Step,
-    axis_conversion,
     conversion_steps,
     plan_conversions,
 )
@@ -393,38 +390,7 @@ class _Builder:
             shape[step.target.dim] //= sizes[step.axis]
         after = dense_spec(tuple(shape), before.dtype, before.requires_grad)
         new = self._add(after)
-        probe = _conversion_probe(step, sizes, before, after)
+        probe = conversion_probe(step, sizes, before, after)
         stays = self.is_selective and step_stays(step, self.mesh)
         self.steps.append(LocalStep((t,), (new,), probe, stays))
         return new
-
-
-def _conversion_probe(
-    step: Step, sizes: Sequence[int], before: TensorSpec, after: TensorSpec
-) -> OpProbe:
-    """A conversion keeps nothing. What communicates or cuts makes a new tensor, and a copy of the
-    larger end beside it where parts of an inner dim are stacked."""
-    size = sizes[step.axis]
-    there = back = "none"
-    if size > 1:
-        conversion = axis_conversion(step.source, step.target, size)
-        there, back = conversion.forward, conversion.backward
-    inner = any(
-        t.is_shard and (t.blocks > 1 or math.prod(before.shape[: t.dim]) > 1)
-        for t in (step.source, step.target)
-    )
-    scratch = max(before.num_bytes, after.num_bytes) if inner else 0
-    stacked = {"all_gather", "reduce_scatter", "all_to_all"}
-    makes = there != "none"
-    output = ProbedOutput(after, NEW_STORAGE if makes else 0, after.num_bytes if makes else 0)
-    if not before.requires_grad:
-        gradients: tuple[int, ...] = (NO_GRADIENT,)
-    else:
-        gradients = (0,) if back == "none" else (1,)
-    return OpProbe(
-        outputs=(output,),
-        forward_scratch_bytes=scratch if there in stacked else 0,
-        gradients=gradients,
-        fresh_gradient_bytes=(before.num_bytes,) if gradients == (1,) else (),
-        backward_scratch_bytes=scratch if back in stacked and gradients == (1,) else 0,
-    )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from meshfold.cost_models.memory import LocalProgram, LocalStep, RegionMemory, simulate_region
+from meshfold.cost_models.memory import LocalProgram, RegionMemory, simulate_region
 from meshfold.cost_models.op_probe import (
     NEW_STORAGE,
     NO_GRADIENT,
@@ -11,6 +11,7 @@ from meshfold.cost_models.op_probe import (
     TensorSpec,
     dense_spec,
 )
+from meshfold.cost_models.rebuild import LocalStep
 
 # Tensors of `size` bytes: uint8 in name only, so that the numbers below are bytes.
 
