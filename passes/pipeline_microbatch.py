@@ -1,0 +1,168 @@
+"""The folded graph of one microbatch, written down from the graph of the whole batch.
+
+Cutting the batch into microbatches is one more batch split, without communication: on a free axis
+whose ranks run one after the other. So the batch is followed through the op rules on an axis of one
+rank per sample, as on a data parallel axis (passes/data_parallel.py), once per model. Types say
+which dims are cut whatever the number of parts, hence
+
+    graph(n)   every value at its local shape on that axis with n ranks, sizes among the arguments
+               rewritten as for a rank (passes/localize.py), a slice where an op takes its part of
+               what is whole
+
+is an ordinary folded graph with a batch of 1/n, as the model would have been captured with it.
+Region searches, prices and memory work on it as on any other. Gradients of parameters and the loss
+are pending sums on the axis: accumulated, not communicated.
+
+Inputs that some op needs whole (T5 shifts its labels) stay whole: they are there before the first
+microbatch. Any other value that an op needs whole where it is cut (statistics over the batch, an op
+without a rule) would not be what one process computes: such a model is refused, naming the value.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from meshfold.cluster import ClusterSpec
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.errors import OptionError
+from meshfold.mesh import Mesh, MeshAxis
+from meshfold.opgraph import Arg, FoldedGraph, Op, OpGraph, Ref, Value
+from meshfold.passes.boundaries import find_boundaries
+from meshfold.passes.data_parallel import follow_batch
+from meshfold.passes.localize import localize
+from meshfold.passes.region_price import layouts_of_values, value_name
+from meshfold.passes.rules import region_rules
+from meshfold.spmd import INVARIANT, Layout, local_shape
+from meshfold.strategy import RegionTyping
+
+WHOLE: Layout = (INVARIANT,)
+
+
+@dataclass(frozen=True)
+class _FreeAxis(CostModel):
+    """Prices on an axis whose ranks are moments in time: as many as there are samples, and what
+    they exchange is there already."""
+
+    def __post_init__(self) -> None:
+        """No devices are counted."""
+
+    def collective_s(self, kind: str, num_bytes: float, axes: Iterable[int]) -> float:
+        """Nothing."""
+        return 0.0
+
+
+class MicrobatchGraphs:
+    """Folded graphs of the microbatches of one program.
+
+    Raises OptionError, naming the value, where the batch cannot be cut.
+    """
+
+    def __init__(self, folded: FoldedGraph, cluster: ClusterSpec, batch_size: int) -> None:
+        self.folded = folded
+        self.batch_size = batch_size
+        self._known: dict[int, FoldedGraph] = {1: folded}
+        if batch_size == 1:
+            return
+        mesh = Mesh((MeshAxis("microbatch", batch_size),))
+        boundaries = find_boundaries(folded)
+        rules = [region_rules(region.graph, mesh.sizes) for region in folded.regions]
+        costs = _FreeAxis(cluster, mesh)
+        data = follow_batch(folded, boundaries, batch_size, rules, costs, batch_size)
+        self._typings = [solution.typing for solution in data.solutions]
+        classes = {
+            boundaries.slots[r][v]
+            for r, v in self._needed_whole()
+            if v < len(folded.regions[r].graph.slots)
+        }
+        self._whole = [
+            frozenset(i for i, c in enumerate(of_region) if c in classes & boundaries.inputs)
+            for of_region in boundaries.slots
+        ]
+        for r, v in self._needed_whole():
+            if v not in self._whole[r]:
+                name = value_name(folded.regions[r].graph, v)
+                raise OptionError(
+                    f"the batch cannot be cut into microbatches: {name} is needed whole"
+                )
+
+    def graph(self, parts: int) -> FoldedGraph:
+        """The program over one of `parts` equal parts of the batch."""
+        if parts not in self._known:
+            if self.batch_size % parts:
+                raise ValueError(f"a batch of {self.batch_size} has no {parts} equal parts")
+            self._known[parts] = replace(
+                self.folded,
+                regions=tuple(
+                    replace(region, graph=_Cut(region.graph, typing, whole, parts).graph())
+                    for region, typing, whole in zip(
+                        self.folded.regions, self._typings, self._whole, strict=True
+                    )
+                ),
+            )
+        return self._known[parts]
+
+    def _needed_whole(self) -> list[tuple[int, int]]:
+        """(region, value) of what is cut and then needed whole."""
+        return [
+            (r, v)
+            for r, typing in enumerate(self._typings)
+            for v, (native, demands) in enumerate(
+                layouts_of_values(self.folded.regions[r].graph, typing)
+            )
+            if native[0].is_shard and any(demand != native for demand in demands)
+        ]
+
+
+class _Cut:
+    """Writes the graph of one part of a region. whole: slots that are not cut."""
+
+    def __init__(
+        self, graph: OpGraph, typing: RegionTyping, whole: frozenset[int], parts: int
+    ) -> None:
+        self.whole_graph = graph
+        self.typing = typing
+        self.sizes = (parts,)
+        self.native = [
+            WHOLE if v in whole else layout
+            for v, (layout, _) in enumerate(layouts_of_values(graph, typing))
+        ]
+        self.values = [self._part(v, layout) for v, layout in enumerate(self.native)]
+        self.ops: list[Op] = []
+        self._slices: dict[tuple[int, Layout], int] = {}
+
+    def graph(self) -> OpGraph:
+        """The finished graph; values that it adds come last."""
+        graph = self.whole_graph
+        for k, chosen in enumerate(self.typing.ops):
+            args, kwargs = localize(graph, k, chosen, self.sizes)
+            operands = zip(graph.ops[k].operands, chosen.inputs, strict=True)
+            refs = iter([self._in(v, layout) for v, layout in operands])
+            args = tuple(_rebound(arg, refs) for arg in args)
+            kwargs = tuple((name, _rebound(arg, refs)) for name, arg in kwargs)
+            self.ops.append(replace(graph.ops[k], args=args, kwargs=kwargs))
+        outputs = zip(graph.outputs, self.typing.outputs, strict=True)
+        leaving = tuple(self._in(v, layout) for v, layout in outputs)
+        return OpGraph(graph.slots, tuple(self.values), tuple(self.ops), leaving, graph.mutations)
+
+    def _part(self, v: int, layout: Layout) -> Value:
+        value = self.whole_graph.values[v]
+        return replace(value, shape=local_shape(value.shape, layout, self.sizes))
+
+    def _in(self, v: int, layout: Layout) -> int:
+        """The value that holds `v` as `layout` has it: itself, or a slice of it."""
+        if self.native[v][0].is_shard or not layout[0].is_shard:
+            return v
+        if (v, layout) not in self._slices:
+            new, part = len(self.values), self._part(v, layout)
+            dim = layout[0].dim
+            args = (Ref(v), dim, 0, part.shape[dim])
+            self.values.append(part)
+            self.ops.append(Op("aten.slice.Tensor", args, (), (new,)))
+            self._slices[v, layout] = new
+        return self._slices[v, layout]
+
+
+def _rebound(arg: Arg, refs: Iterator[int]) -> Arg:
+    """`arg` with its references replaced in order."""
+    if isinstance(arg, Ref):
+        return Ref(next(refs))
+    return tuple(_rebound(a, refs) for a in arg) if isinstance(arg, tuple) else arg
