@@ -1,7 +1,8 @@
 # Two commands need nothing but make, git and Python 3.11 or newer:
 #
 #   make demo    plan a model, train it on four local processes, compare with one process
-#   make test    lint, format, strict types, then every test
+#   make test    lint, format, strict types, then every test but the slow ones
+#   make slow    the slow tests: every model family, whole scripts; some 15 minutes
 #
 # Both make .venv first. To use another interpreter: make demo PYTHON=python3.12
 
@@ -18,7 +19,7 @@ INSTALLED := $(VENV)/installed
 LINKED := $(VENV)/linked-$(NAMES)
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: demo test lint format schema readme install clean
+.PHONY: demo test slow lint format schema readme install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -26,7 +27,11 @@ demo: install
 
 test: lint
 	@echo "== tests"
-	@$(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadgroup
+
+slow: install
+	@echo "== slow tests"
+	@$(BIN)/python -m pytest -q -m "slow and not gpu" -n 2 --dist loadgroup
 
 lint: install
 	@echo "== format"

@@ -8,11 +8,19 @@ their embeddings. Dropout is 0 and the models are in eval mode.
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
 
 FAMILIES = ("gpt2", "llama", "bert", "t5", "vit", "mixtral")
+
+
+def families(*quick: str) -> list[Any]:
+    """All families as parameters of a test; those not named are marked slow."""
+    assert set(quick) <= set(FAMILIES)
+    return [f if f in quick else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+
 
 BATCH = 4
 SEQUENCE = 8

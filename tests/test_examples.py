@@ -49,6 +49,7 @@ def output_of(*command: str, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_training_script_gives_the_same_losses_alone_and_under_torchrun() -> None:
     assert len((ROOT / "examples" / "train.py").read_text().splitlines()) <= 80
@@ -61,6 +62,7 @@ def test_the_training_script_gives_the_same_losses_alone_and_under_torchrun() ->
     assert together.split(":")[1] == alone.split(":")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_demo_compares_four_processes_with_one(tmp_path: Path) -> None:
     out = output_of(str(ROOT / "examples" / "demo.py"), "--steps", "3", cwd=tmp_path)
