@@ -4,8 +4,8 @@ Peak memory is a maximum over moments, the chain needs a sum over layers. Two ar
 
     estimate   fixed + sum_i (states_i + max(kept_i, gradients_i)): what can be held at any moment
                of the backward at most; what passes by beside it comes off the budget
-    bound      fixed + sum_i (states_i + kept_i): held by every program when the backward starts,
-               and the same when the last layer of the longest run is at its worst
+    bound      fixed + sum_i (states_i + kept_i), held by every program when the backward starts,
+               with the inside of the layer that runs then
 """
 
 import itertools
@@ -87,19 +87,21 @@ class LeafChain:
         return max(self._relaxed_s(budget_bytes, moment) for moment in self._moments())
 
     def _moments(self) -> list[list[tuple[int, bool, int, Held]]]:
-        """Per moment the runs as (region, is first, layers, what a layer holds): when the backward
-        starts everything is kept; when the last layer of the longest run is at its worst, what
-        follows it has given its activations for gradients."""
-        start = [(r, k == 0, n, self._always_held) for k, (r, _, n) in enumerate(self.runs)]
+        """Per moment the runs as (region, is first, layers, what a layer holds): the last layer of
+        all and the last one of the longest run at their worst. What comes before keeps its
+        activations, what follows has given them for gradients."""
         longest = max(range(len(self.runs)), key=lambda k: self.runs[k][2])
-        inside: list[tuple[int, bool, int, Held]] = []
-        for k, (r, _, n) in enumerate(self.runs):
-            if k != longest:
-                inside.append((r, k == 0, n, self._always_held if k < longest else _held_after))
-                continue
-            inside += [(r, k == 0, n - 1, self._always_held)] if n > 1 else []
-            inside.append((r, k == 0, 1, _held_at_worst))
-        return [start, inside]
+        moments = []
+        for at, worst in ((len(self.runs) - 1, _held_at_worst), (longest, _held_in_backward)):
+            runs: list[tuple[int, bool, int, Held]] = []
+            for k, (r, _, n) in enumerate(self.runs):
+                if k != at:
+                    runs.append((r, k == 0, n, self._always_held if k < at else _held_after))
+                    continue
+                runs += [(r, k == 0, n - 1, self._always_held)] if n > 1 else []
+                runs.append((r, k == 0, 1, worst))
+            moments.append(runs)
+        return moments
 
     def _relaxed_s(self, budget_bytes: int, moment: Sequence[tuple[int, bool, int, Held]]) -> float:
         hulls = []
@@ -182,9 +184,16 @@ def _held_after(leaf: Leaf, region: int) -> int:
     return leaf.states_bytes + leaf.gradient_bytes
 
 
-def _held_at_worst(leaf: Leaf, region: int) -> int:
+def _held_in_backward(leaf: Leaf, region: int) -> int:
     """What a layer holds in its own backward, its gathered parameters included."""
     return leaf.states_bytes + leaf.memory.backward_peak_bytes + leaf.gathered_bytes
+
+
+def _held_at_worst(leaf: Leaf, region: int) -> int:
+    """What the last layer of all holds in its forward or its backward: between them nothing of
+    another layer goes."""
+    inside = max(leaf.memory.forward_peak_bytes, leaf.memory.backward_peak_bytes)
+    return leaf.states_bytes + inside + leaf.gathered_bytes
 
 
 def _times(leaves: Sequence[Leaf], is_first: bool) -> FloatArray:
