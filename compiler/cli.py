@@ -117,12 +117,12 @@ def check_output(path: Path) -> None:
     "--pin",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Fix dp, tp, zero, sp or recompute; repeatable.",
+    help="Fix dp, tp, zero, sp, recompute or offload; repeatable.",
 )
 @click.option(
     "--allow",
     type=click.Choice(["planned"]),
-    help="Offer what can be planned, but not run yet: ZeRO 1 and 2.",
+    help="Offer what can be planned, not run yet: ZeRO 1, 2, selective recomputation, offload.",
 )
 @click.option(
     "--without-cut",

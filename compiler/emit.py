@@ -59,6 +59,7 @@ def emit_typed(
     folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh, costs: ConversionCosts
 ) -> EmittedProgram:
     """The program for `typings`, one per region. costs decide the order of conversion steps."""
+    assert all(t.recompute != "selective" for t in typings), "emit refuses what cannot run yet"
     made: dict[tuple[int, tuple[Layout, ...]], int] = {}
     regions: list[RegionProgram] = []
     programs: list[int] = []

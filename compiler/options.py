@@ -6,13 +6,16 @@ from types import MappingProxyType
 from typing import get_args
 
 from meshfold.errors import OptionError
-from meshfold.strategy import Recompute
+from meshfold.strategy import Offload, Recompute
 
 PinValue = int | str
 
-PIN_NAMES = ("dp", "tp", "zero", "sp", "recompute")
+PIN_NAMES = ("dp", "tp", "zero", "sp", "recompute", "offload")
 """What can be pinned: data and tensor parallel degrees, ZeRO level, whether activations between
-tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed."""
+tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is offloaded."""
+
+_WORDS = {"recompute": get_args(Recompute), "offload": get_args(Offload)}
+"""Pins that are words, and what they can be."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ class CompileOptions:
 def _check_pin(name: str, value: PinValue) -> None:
     if name not in PIN_NAMES:
         raise OptionError(f"pin {name!r} is unknown; pins are {', '.join(PIN_NAMES)}")
-    if name == "recompute":
-        if value not in get_args(Recompute):
-            raise OptionError(f"pin recompute={value}: write {' or '.join(get_args(Recompute))}")
+    if name in _WORDS:
+        if value not in _WORDS[name]:
+            raise OptionError(f"pin {name}={value}: write {' or '.join(_WORDS[name])}")
         return
     if not isinstance(value, int):
         raise OptionError(f"pin {name}={value}: write a number")

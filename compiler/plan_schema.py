@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from meshfold.cluster_io import ClusterModel
 from meshfold.plan import PLAN_VERSION
-from meshfold.strategy import Recompute
+from meshfold.strategy import Offload, Recompute
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -62,6 +62,7 @@ class StrategyDocument(Document):
     zero: Literal[0, 1, 2, 3]
     sequence_parallel: bool
     recompute: Recompute = "none"
+    offload: Offload = "none"
 
 
 class AxisDocument(Document):

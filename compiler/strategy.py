@@ -9,9 +9,15 @@ from typing import Literal, get_args
 
 from meshfold.spmd import Layout
 
-Recompute = Literal["none", "full"]
-"""What of a region's inside the backward finds: all that autograd keeps, or nothing. Under "full"
-only the values that arrive are held, and the forward of the region runs again in the backward."""
+Recompute = Literal["none", "selective", "full"]
+"""What of a region's inside the backward finds: all that autograd keeps; what products, attention
+and collectives other than gathers made; or nothing. Under "full" only the values that arrive are
+held, and the forward of the region runs again in the backward. "selective" can be priced and
+planned, not run yet."""
+
+Offload = Literal["none", "optimizer", "activations"]
+"""What lives in the host's memory between uses: nothing; gradients and optimizer states, which the
+host updates; or what a region keeps inside for its backward. Can be planned, not run yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class RegionTyping:
 class UniformStrategy:
     """One leaf of the decision tree, for a region or for a whole model: degrees, sequence parallel
     on tp, ZeRO level on dp (0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and
-    parameters), what is recomputed.
+    parameters), what is recomputed, what is offloaded.
 
     `label` is how people read it: "dp2 x tp4+sp, zero3, recompute full".
     """
@@ -63,6 +69,7 @@ class UniformStrategy:
     zero: int = 0
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    offload: Offload = "none"
 
     @property
     def label(self) -> str:
@@ -74,9 +81,12 @@ class UniformStrategy:
             words.append(f"zero{self.zero}")
         if self.recompute != "none":
             words.append(f"recompute {self.recompute}")
+        if self.offload != "none":
+            words.append(f"offload {self.offload}")
         return ", ".join(words)
 
     @property
     def runs(self) -> bool:
         """Whether the emitter can run it; else it can only be planned."""
-        return self.zero in (0, 3)
+        is_kept = self.recompute != "selective" and self.offload == "none"
+        return is_kept and self.zero in (0, 3)

@@ -77,6 +77,10 @@ class CostModel:
             kind, num_bytes, group, self.node_link, self.cluster.network
         )
 
+    def host_s(self, num_bytes: float) -> float:
+        """Seconds to move bytes between a device and its host, one way. The rate must be known."""
+        return num_bytes / self.cluster.host_bytes_per_s if num_bytes else 0.0
+
     def compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
         """Seconds of one kernel: launch + max(flops at the GEMM rate of `dtype`, bytes at the copy
         rate), the roofline of Williams, Waterman, Patterson (CACM 52(4), 2009). No work, no kernel.

@@ -14,7 +14,9 @@ The head is an instance like any other. Beside the S_j live, over ranges of mome
                                first instance that keeps them; one count per storage
     their gradients            from the backward of the last reader to that of the maker
     gathered parameters        two instances' worth: the current one and the next in flight
-    buckets in flight          a reduce-scatter still reads its buffer while the next region runs
+    buckets in flight          a reduce-scatter still reads its buffer while the next region runs;
+                               a gradient that leaves for the host is there as long
+    offloaded activations      while the next instance runs forward, and while it runs backward
 
 All bytes are those of one rank. Gradients are fresh each step (set to None by zero_grad): they grow
 while activations shrink.
@@ -65,16 +67,17 @@ class ParameterUse:
 @dataclass(frozen=True)
 class InstanceMemory:
     """An instance: memory of its region, where each slot's value is made (None: outside the
-    program), and its parameters."""
+    program), and its parameters. is_offloaded: what it keeps inside goes to the host."""
 
     memory: RegionMemory
     sources: tuple[Value | None, ...]
     parameters: tuple[ParameterUse, ...]
+    is_offloaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes of one rank that are there all the time: parameters, those of them that are trained,
+    """Bytes of one rank that are there all the time: parameters, those of them that it updates,
     buffers and constants, and the batch."""
 
     parameters: int
@@ -106,12 +109,14 @@ def compose_step(
     optimizer: str,
     reserve_bytes: int,
     capacity_bytes: int,
+    gradient_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     """(bytes by component at the worst moment, bytes that each instance keeps for its backward).
 
-    model_outputs stay with the caller. optimizer: a key of STATE_FACTOR.
+    model_outputs stay with the caller. optimizer: a key of STATE_FACTOR. gradient_bytes: parameter
+    -> bytes of its gradient that stay on this rank, where not all that it stores do.
     """
-    timeline = _Timeline(instances, model_outputs)
+    timeline = _Timeline(instances, model_outputs, gradient_bytes)
     state_bytes = STATE_FACTOR[optimizer] * states.trained
     stepping = _Moment(
         timeline.final_gradients, 0, 0, 0, FOREACH_FACTOR[optimizer] * states.trained
@@ -150,16 +155,22 @@ class _Ranges:
 class _Timeline:
     """What lives beside the instance that runs, at each of the 2 n moments."""
 
-    def __init__(self, instances: Sequence[InstanceMemory], model_outputs: Sequence[Value]) -> None:
+    def __init__(
+        self,
+        instances: Sequence[InstanceMemory],
+        model_outputs: Sequence[Value],
+        gradient_bytes: Mapping[str, int],
+    ) -> None:
         self.instances = instances
+        self.gradient_bytes = gradient_bytes
         self.last = 2 * len(instances) - 1
-        self.kept = [i.memory.saved_bytes for i in instances]
+        self.kept = [0 if i.is_offloaded else i.memory.saved_bytes for i in instances]
         self.activations = _Ranges(self.last + 1)
         self.value_gradients = _Ranges(self.last + 1)
         self.gradients = _Ranges(self.last + 1)
         self.in_flight = _Ranges(self.last + 1)
         for i, instance in enumerate(instances):
-            self.activations.add(i + 1, self.backward(i) - 1, instance.memory.saved_bytes)
+            self._add_kept(i, instance)
         self._add_values(model_outputs)
         self._add_value_gradients()
         self.final_gradients = self._add_parameter_gradients()
@@ -190,6 +201,16 @@ class _Timeline:
             if flat:
                 found.append(_Moment(gradients[t], activations[t], behind, buckets, inside))
         return found
+
+    def _add_kept(self, i: int, instance: InstanceMemory) -> None:
+        """What instance i keeps inside, between its forward and its backward. Offloaded, it leaves
+        while the next instance runs and comes back while that runs backward."""
+        saved, until = instance.memory.saved_bytes, self.backward(i) - 1
+        if instance.is_offloaded:
+            self.activations.add(i + 1, min(i + 1, until), saved)
+            self.activations.add(max(i + 2, until), until, saved)
+        else:
+            self.activations.add(i + 1, until, saved)
 
     def _add_values(self, model_outputs: Sequence[Value]) -> None:
         """Storages of values that leave their instance."""
@@ -246,10 +267,13 @@ class _Timeline:
             for use in instance.parameters:
                 if not instance.memory.slot_gradient_bytes[use.slot]:
                     continue
+                stays = min(use.stored_bytes, self.gradient_bytes.get(use.name, use.stored_bytes))
                 # Bucketed uses of one parameter are added up at the end, others at once.
                 if use.how != "direct" or use.name not in final:
-                    self.gradients.add(t + 1, self.last, use.stored_bytes)
-                final[use.name] = use.stored_bytes
+                    self.gradients.add(t + 1, self.last, stays)
+                    leaves = use.stored_bytes - stays
+                    self.in_flight.add(t + 1, min(t + 1, self.last), leaves)
+                final[use.name] = stays
                 if use.how == "gathered":
                     self.in_flight.add(t + 1, min(t + 1, self.last), use.used_bytes)
         return sum(final.values())

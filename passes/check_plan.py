@@ -12,8 +12,15 @@ from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
 from meshfold.passes.parameter_prices import local_bytes
-from meshfold.passes.region_memory import Probe, step_memory
+from meshfold.passes.region_memory import Probe, memory_of_region, step_memory
 from meshfold.passes.region_price import RegionPrice, layouts_of_values, price_region
+from meshfold.passes.residence import (
+    Residence,
+    host_traffic,
+    residence_of,
+    slot_facts,
+    updated_bytes,
+)
 from meshfold.passes.rules import AxisRule, region_rules, typing_of
 from meshfold.passes.step_time import estimate_step
 from meshfold.passes.variants import planned_graph
@@ -31,11 +38,16 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     split = planned_graph(folded, plan)
     costs = CostModel(plan.cluster, plan.mesh)
     typings = [region.typing for region in plan.regions]
+    residences = [
+        residence_of(region.graph, planned.typing, planned.strategy, plan.mesh)
+        for region, planned in zip(split.regions, plan.regions, strict=True)
+    ]
     prices = []
     for region, planned in zip(split.regions, plan.regions, strict=True):
         _check_slots(region.graph, planned, plan.mesh)
         rules = _rules(region.graph, planned, plan.mesh)
         prices.append(price_region(region.graph, planned.typing, rules, plan.mesh, costs))
+    prices = _with_hosts(split, typings, prices, residences, costs, probe)
     memory, saved_bytes = step_memory(
         split,
         typings,
@@ -45,10 +57,11 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         optimizer=plan.optimizer,
         reserve_bytes=max(group.device.reserve_bytes for group in plan.cluster.groups),
         capacity_bytes=plan.memory.capacity,
+        residences=residences,
     )
     return replace(
         plan,
-        time=estimate_step(split, typings, prices, costs, plan.optimizer),
+        time=estimate_step(split, typings, prices, costs, plan.optimizer, residences),
         memory=memory,
         regions=tuple(
             _priced_region(region.graph, planned, price, saved, plan.mesh)
@@ -58,6 +71,36 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         ),
         search=SearchStats(0, 1, int(not memory.fits)),
     )
+
+
+def _with_hosts(
+    split: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    prices: Sequence[RegionPrice],
+    residences: Sequence[Residence],
+    costs: CostModel,
+    probe: Probe,
+) -> list[RegionPrice]:
+    """The prices with what offloaded regions send to their host. Raises PlanMismatchError where the
+    link to it is unknown."""
+    if any(at.offload != "none" for at in residences) and not costs.cluster.host_bytes_per_s:
+        raise PlanMismatchError(
+            "the plan offloads to the host, and nothing is known about the link between device and "
+            "host; give host_bytes_per_s of the devices in the plan's cluster"
+        )
+    floats = {i.region: i.floats for i in split.instances}
+    facts = slot_facts(split)
+    found = []
+    for r, (price, residence) in enumerate(zip(prices, residences, strict=True)):
+        if residence.offload != "none":
+            graph = split.regions[r].graph
+            memory = memory_of_region(
+                graph, typings[r], costs.mesh, probe, costs=costs, floats=floats[r]
+            )
+            updated = updated_bytes(graph, residence, facts[r], costs.mesh)
+            price = replace(price, host=host_traffic(residence, memory, updated, costs))
+        found.append(price)
+    return found
 
 
 def _rules(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> Sequence[tuple[AxisRule, ...]]:

@@ -1,7 +1,7 @@
 """The decision tree: what one region may do, and the named rules that cut branches before pricing.
 
     axes (dp x tp = devices) -> role of tp (tensor, tensor + sequence) -> ZeRO level on dp
-        -> recompute
+        -> recompute -> offload
 
 A leaf is a UniformStrategy. Regions of one plan share the axes; below that each takes a leaf of its
 own, parameter by parameter in the ZeRO level (passes/leaf_costs.py). Every leaf that is left out is
@@ -14,21 +14,24 @@ counted under the first rule that cuts it:
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from meshfold.errors import OptionError
 from meshfold.mesh import Mesh
 from meshfold.options import PinValue
-from meshfold.strategy import Recompute, UniformStrategy
+from meshfold.strategy import Offload, Recompute, UniformStrategy
 
 ZERO_LEVELS = (0, 1, 2, 3)
 
 PINNED = "contradicts a pin"
 BATCH = "batch does not divide over dp"
 PLANNED = "cannot run yet"
+NO_HOST_LINK = "no figure for the link to the host"
+NO_STATES = "the optimizer has no states to offload"
 NODE = "tp leaves the node"
-PRUNINGS = (NODE,)
+NOTHING_KEPT = "full recomputation keeps nothing to offload"
+PRUNINGS = (NODE, NOTHING_KEPT)
 """Rules of the tree that can be switched off."""
 
 
@@ -44,7 +47,8 @@ class Tree:
 @dataclass(frozen=True)
 class Situation:
     """What cuts depend on. allow_planned: keep leaves that can be planned but not run yet.
-    switched_off: names of PRUNINGS."""
+    switched_off: names of PRUNINGS. host_bytes_per_s: of the link to the host, 0 if unknown.
+    has_states: whether the optimizer has states."""
 
     num_devices: int
     devices_per_node: int
@@ -52,6 +56,8 @@ class Situation:
     pins: Mapping[str, PinValue]
     allow_planned: bool = False
     switched_off: Collection[str] = ()
+    host_bytes_per_s: float = 0.0
+    has_states: bool = True
 
 
 def grow_tree(meshes: Iterable[Mesh], situation: Situation) -> Tree:
@@ -86,7 +92,8 @@ def leaves_on(dp: int, tp: int) -> Iterator[UniformStrategy]:
     for sequence_parallel in (False, True) if tp > 1 else (False,):
         for zero in ZERO_LEVELS if dp > 1 else (0,):
             for recompute in get_args(Recompute):
-                yield UniformStrategy(dp, tp, zero, sequence_parallel, recompute)
+                for offload in get_args(Offload):
+                    yield UniformStrategy(dp, tp, zero, sequence_parallel, recompute, offload)
 
 
 _Keeps = Callable[[UniformStrategy], bool]
@@ -100,6 +107,10 @@ def _rules(situation: Situation) -> list[tuple[str, _Keeps]]:
     ]
     if not situation.allow_planned:
         rules.append((PLANNED, lambda leaf: leaf.runs))
+    if not situation.host_bytes_per_s:
+        rules.append((NO_HOST_LINK, lambda leaf: leaf.offload == "none"))
+    if not situation.has_states:
+        rules.append((NO_STATES, lambda leaf: leaf.offload != "optimizer"))
     return rules
 
 
@@ -107,11 +118,16 @@ def _prunings(left: Sequence[UniformStrategy], situation: Situation) -> list[tup
     """Prunings: (name, whether a leaf is cut), in force where not switched off.
 
     A tp axis that leaves the node pays the slow link in every op; it is cut while a leaf inside a
-    node is left.
+    node is left. Offloading activations of a region that keeps none inside is the leaf without.
     """
     inside = any(leaf.tp <= situation.devices_per_node for leaf in left)
+    everything = frozenset(left)
     cuts: dict[str, _Keeps] = {
         NODE: lambda leaf: inside and leaf.tp > situation.devices_per_node,
+        NOTHING_KEPT: lambda leaf: (
+            (leaf.recompute, leaf.offload) == ("full", "activations")
+            and replace(leaf, offload="none") in everything
+        ),
     }
     return [(name, cuts[name]) for name in PRUNINGS if name not in situation.switched_off]
 
@@ -124,6 +140,7 @@ def pinned_values(leaf: UniformStrategy) -> dict[str, PinValue]:
         "zero": leaf.zero,
         "sp": int(leaf.sequence_parallel),
         "recompute": leaf.recompute,
+        "offload": leaf.offload,
     }
 
 
@@ -143,6 +160,13 @@ def _why_not(name: str, left: Sequence[UniformStrategy], situation: Situation) -
             f"change the batch or pin another dp"
         )
     pins = ", ".join(f"{name}={value}" for name, value in situation.pins.items())
+    if name == NO_HOST_LINK:
+        return (
+            f"pin {pins}: nothing is known about the link between device and host; give "
+            "host_bytes_per_s of the devices in a cluster file"
+        )
+    if name == NO_STATES:
+        return f"pin {pins}: this optimizer has no states to offload"
     return f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
 
 

@@ -10,6 +10,7 @@ Peak memory is a maximum over moments, the chain needs a sum over layers. Two ar
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -23,8 +24,8 @@ Held = Callable[[Leaf, int], int]
 """Bytes that a layer of a region (its number) holds under a leaf."""
 
 TIE = 1e-6
-"""Share of the recomputation's own seconds that the exact search adds: where they hide behind
-communication, a layer that need not be recomputed is not."""
+"""Share of Leaf.beside_s that the exact search adds: where recomputation hides behind
+communication, or what is offloaded behind compute, a layer that need not do so does not."""
 
 NODE_CAP = 5_000
 """Exchanges that one exact search looks at before it is content with the bound."""
@@ -60,16 +61,11 @@ class LeafChain:
         counts = [0] * len(self.leaves)
         for region, _, count in self.runs:
             counts[region] += count
-        return [
-            min(
-                of_region,
-                key=lambda leaf, r=r: (
-                    counts[r] * self._held(leaf, r) + leaf.passing_bytes,
-                    leaf.name,
-                ),
-            )
-            for r, of_region in enumerate(self.leaves)
-        ]
+
+        def bytes_of(leaf: Leaf, region: int) -> tuple[int, str]:
+            return counts[region] * self._held(leaf, region) + leaf.passing_bytes, leaf.name
+
+        return [min(of, key=partial(bytes_of, region=r)) for r, of in enumerate(self.leaves)]
 
     def held_bytes(self, per_region: Sequence[Leaf]) -> int:
         """The estimate for a program in which all instances of a region take one leaf."""
@@ -135,7 +131,7 @@ class LeafChain:
         out: list[Leaf] = []
         for (run, _), blocks in itertools.groupby(found.blocks, self._place):
             leaves = self.leaves[self.runs[run][0]]
-            ordered = sorted(blocks, key=lambda b: (leaves[b.strategy].memory.saved_bytes, b.name))
+            ordered = sorted(blocks, key=lambda b: (leaves[b.strategy].kept_bytes, b.name))
             for block in ordered:
                 out += [leaves[block.strategy]] * block.count
         return out
@@ -153,7 +149,7 @@ class LeafChain:
         return LayerType(
             name=f"region {region}" + (", first" if is_first else ""),
             strategies=tuple(leaf.name for leaf in leaves),
-            time_s=_times(leaves, is_first) + TIE * np.array([leaf.again_s for leaf in leaves]),
+            time_s=_times(leaves, is_first) + TIE * np.array([leaf.beside_s for leaf in leaves]),
             memory_bytes=np.array(held, dtype=np.int64),
             layouts=np.array(layouts) if len(modes) > 1 else None,
         )
@@ -171,12 +167,12 @@ class LeafChain:
 
     def _held(self, leaf: Leaf, region: int) -> int:
         """What a layer adds to the estimate of the peak."""
-        kept = leaf.memory.saved_bytes + self.kept.ever[region]
+        kept = leaf.kept_bytes + self.kept.ever[region]
         return leaf.states_bytes + max(kept, leaf.gradient_bytes)
 
     def _always_held(self, leaf: Leaf, region: int) -> int:
         """What a layer holds in any program when the backward starts."""
-        return leaf.states_bytes + leaf.memory.saved_bytes + self.kept.always[region]
+        return leaf.states_bytes + leaf.kept_bytes + self.kept.always[region]
 
 
 def _held_after(leaf: Leaf, region: int) -> int:

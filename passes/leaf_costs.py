@@ -1,10 +1,11 @@
 """What one instance of a region costs under every leaf of the decision tree, on one mesh.
 
 The region search (passes/uniform_search.py) has typed the ops; below it a leaf decides which
-parameters are stored as shards on dp and whether the forward runs again. Nothing of that changes
-the types of ops, so a leaf is priced from the region's price and memory by arithmetic:
+parameters are stored as shards on dp, what of the forward runs again and what is in the host's
+memory (passes/residence.py). Nothing of that changes the types of ops, so a leaf is priced from the
+region's price and memory by arithmetic:
 
-    time_s      max(f + c, g) + max(b + c, g + d) + optimizer       (passes/step_time.py)
+    time_s      max(f + c, g, k) + max(b + c, g + d, k, u) + optimizer   (passes/step_time.py)
     held        parameters and optimizer states, and gradients where they outlive the activations
     kept        activations for the backward, values handed to the next instance included
     passing     beside that while the instance runs: gathered parameters, buckets, temporaries
@@ -23,23 +24,21 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
 from meshfold.cost_models.step_memory import STATE_FACTOR
 from meshfold.opgraph import OpGraph, SlotKind
-from meshfold.passes.data_parallel import zero3_layout
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.passes.region_price import RegionPrice, RegionPricer, layouts_of_values
+from meshfold.passes.residence import (
+    Residence,
+    SlotFacts,
+    data_shards,
+    host_traffic,
+    residence_of,
+    updated_bytes,
+)
 from meshfold.passes.step_time import ends_s, instance_s, optimizer_s
-from meshfold.spmd import REPLICATE, Layout
+from meshfold.spmd import Layout
 from meshfold.strategy import RegionTyping, UniformStrategy
 
 MemoryOf = Callable[[RegionTyping], RegionMemory]
-
-
-@dataclass(frozen=True)
-class SlotFacts:
-    """Which parameter slots of a region stand apart. tied: another slot or instance reads the same
-    parameter. first: this region is the first to read it, so its states are counted here."""
-
-    tied: frozenset[int]
-    first: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +57,7 @@ class Leaf:
     ties: bool | None
     is_partial: bool
     typing: RegionTyping
+    residence: Residence
     price: RegionPrice
     memory: RegionMemory
     time_s: float
@@ -68,11 +68,18 @@ class Leaf:
     passing_bytes: int
 
     @property
-    def again_s(self) -> float:
-        """Seconds that run again."""
+    def beside_s(self) -> float:
+        """Seconds of work that may hide beside other work: what runs again, what goes to the host
+        and comes back."""
+        moved_s = 2 * (self.price.host.kept_s + self.price.host.gradients_s)
         if self.strategy.recompute == "none":
-            return 0.0
-        return self.price.again.compute_s + self.price.again.graph_s
+            return moved_s
+        return moved_s + self.price.again.compute_s + self.price.again.graph_s
+
+    @property
+    def kept_bytes(self) -> int:
+        """Activations inside that stay on the device for the backward."""
+        return 0 if self.strategy.offload == "activations" else self.memory.saved_bytes
 
     @property
     def ends_s(self) -> float:
@@ -93,7 +100,7 @@ class Leaf:
     @property
     def held_bytes(self) -> int:
         """States, and the larger of activations and gradients."""
-        return self.states_bytes + max(self.memory.saved_bytes, self.gradient_bytes)
+        return self.states_bytes + max(self.kept_bytes, self.gradient_bytes)
 
 
 @dataclass(frozen=True)
@@ -114,15 +121,18 @@ def region_leaves(
     costs: CostModel,
     optimizer: str,
 ) -> list[Leaf]:
-    """The leaves of a region for strategies that differ in ZeRO level and recomputation."""
+    """The leaves of a region for strategies that differ below the role of tp."""
     parameters = _Parameters(region, costs, optimizer)
+    memories: dict[RegionTyping, RegionMemory] = {}
     leaves = []
-    for recompute in dict.fromkeys(s.recompute for s in strategies):
+    for recompute, offload in dict.fromkeys((s.recompute, s.offload) for s in strategies):
         typing = replace(region.typing, recompute=recompute)
-        memory = region.memory_of(typing)
-        levels = {s.zero: s for s in strategies if s.recompute == recompute}
+        if typing not in memories:
+            memories[typing] = region.memory_of(typing)
+        alike = [s for s in strategies if (s.recompute, s.offload) == (recompute, offload)]
+        levels = {s.zero: s for s in alike}
         for level, sharded in parameters.choices(set(levels)):
-            leaves.append(parameters.leaf(levels[level], sharded, typing, memory))
+            leaves.append(parameters.leaf(levels[level], sharded, typing, memories[typing]))
     return leaves
 
 
@@ -134,13 +144,10 @@ class _Parameters:
         self.costs = costs
         self.optimizer = optimizer
         self.mesh = costs.mesh
-        self.axis = self.mesh.index("dp") if "dp" in self.mesh.names else None
         graph = region.graph
         self.slots = [i for i, s in enumerate(graph.slots) if s.kind is SlotKind.PARAMETER]
         self.demands = layouts_of_values(graph, region.typing)
-        shards = {i: self._shard(i) for i in self.slots}
-        self.shards = {i: layout for i, layout in shards.items() if layout is not None}
-        """Slot -> layout when also sharded on dp, for those that can be."""
+        self.shards = data_shards(graph, region.typing, self.mesh)
 
     def choices(self, levels: set[int]) -> list[tuple[int, tuple[int, ...]]]:
         """The (ZeRO level, sharded slots) worth a leaf: none, the largest few, all; tied ones
@@ -169,8 +176,14 @@ class _Parameters:
         slots = list(typing.slots)
         for i in sharded:
             slots[i] = self.shards[i]
-        priced = self.region.pricer.price(slots, typing.recompute)
-        sizes = self._state_bytes(slots, strategy.zero)
+        typing = replace(typing, slots=tuple(slots))
+        residence = residence_of(self.region.graph, typing, strategy, self.mesh)
+        updated = updated_bytes(self.region.graph, residence, self.region.slots, self.mesh)
+        priced = replace(
+            self.region.pricer.price(slots, typing.recompute),
+            host=host_traffic(residence, memory, updated, self.costs),
+        )
+        is_here = strategy.offload != "optimizer"
         tied = self.region.slots.tied & self.shards.keys()
         return Leaf(
             strategy=strategy,
@@ -178,56 +191,48 @@ class _Parameters:
             num_shardable=len(self.shards),
             ties=bool(tied & set(sharded)) if tied else None,
             is_partial=bool(set(sharded) - tied) and len(set(sharded) | tied) < len(self.shards),
-            typing=replace(typing, slots=tuple(slots)),
+            typing=typing,
+            residence=residence,
             price=priced,
             memory=memory,
-            time_s=instance_s(priced) + self._optimizer_s(sizes[2]),
-            parameter_bytes=sizes[0],
-            gradient_bytes=sizes[1],
-            optimizer_bytes=STATE_FACTOR[self.optimizer] * sizes[2],
+            time_s=instance_s(priced) + self._optimizer_s(updated, is_here),
+            parameter_bytes=self._stored_bytes(typing.slots),
+            gradient_bytes=self._stored_bytes(residence.gradients, of_trained=True) * is_here,
+            optimizer_bytes=STATE_FACTOR[self.optimizer] * updated * is_here,
             gathered_bytes=sum(self._used_bytes(i) for i in sharded),
-            passing_bytes=self._passing_bytes(memory, sharded),
+            passing_bytes=self._passing_bytes(memory, sharded, strategy),
         )
 
-    def _state_bytes(self, slots: Sequence[Layout], zero: int) -> tuple[int, int, int]:
-        """Local bytes of (parameters, gradients, parameters whose optimizer states are here)."""
-        values, sizes = self.region.graph.values, self.mesh.sizes
-        stored = gradients = updated = 0
-        for i in sorted(self.region.slots.first):
-            here = local_bytes(values[i], slots[i], sizes)
-            part = local_bytes(values[i], self.shards.get(i, slots[i]), sizes)
-            stored += here
-            if values[i].requires_grad:
-                # Under ZeRO-3 a parameter that is not sharded itself is whole in everything.
-                gradients += part if zero == 2 else here
-                updated += part if zero in (1, 2) else here
-        return stored, gradients, updated
+    def _stored_bytes(self, layouts: Sequence[Layout], of_trained: bool = False) -> int:
+        """Local bytes of the parameters that are counted here."""
+        values = self.region.graph.values
+        return sum(
+            local_bytes(values[i], layouts[i], self.mesh.sizes)
+            for i in self.region.slots.first
+            if values[i].requires_grad or not of_trained
+        )
 
-    def _optimizer_s(self, num_bytes: int) -> float:
-        """A share of the optimizer's one pass: without its launch."""
+    def _optimizer_s(self, num_bytes: int, is_here: bool) -> float:
+        """A share of the optimizer's one pass, without its launch, or of the way back."""
+        if not is_here:
+            return self.costs.host_s(num_bytes)
         whole_s = optimizer_s(num_bytes, self.costs, self.optimizer)
         return whole_s - self.costs.launch_s if num_bytes else 0.0
-
-    def _shard(self, i: int) -> Layout | None:
-        """Slot i sharded on dp, if it divides and the ops read it through a bucket."""
-        if self.axis is None:
-            return None
-        stored, demands = self.demands[i]
-        if any(layout[self.axis] != REPLICATE for layout in demands):
-            return None
-        layout = zero3_layout(self.region.graph.values[i], stored, self.mesh.sizes, self.axis)
-        return layout if layout[self.axis].is_shard else None
 
     def _used_bytes(self, i: int) -> int:
         return local_bytes(self.region.graph.values[i], self.demands[i][0], self.mesh.sizes)
 
-    def _passing_bytes(self, memory: RegionMemory, sharded: tuple[int, ...]) -> int:
+    def _passing_bytes(
+        self, memory: RegionMemory, sharded: tuple[int, ...], strategy: UniformStrategy
+    ) -> int:
         """The worst of forward and backward: what is made inside, two regions' gathered
-        parameters, buckets that are reduced."""
+        parameters, buckets that are reduced, a neighbour's activations on the way."""
         gathered = sum(self._used_bytes(i) for i in sharded)
-        inside = max(
-            memory.forward_peak_bytes,
-            memory.backward_peak_bytes - memory.saved_bytes,
-            memory.reduction_bytes,
+        backward, moving = memory.backward_peak_bytes, 0
+        if strategy.offload == "activations":
+            moving = memory.saved_bytes
+        else:
+            backward -= memory.saved_bytes
+        return (
+            max(memory.forward_peak_bytes, backward, memory.reduction_bytes) + moving + 2 * gathered
         )
-        return inside + 2 * gathered

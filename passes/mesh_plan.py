@@ -26,19 +26,19 @@ from functools import cached_property
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
-from meshfold.opgraph import FoldedGraph, SourceKind
+from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.leaf_chain import LeafChain
-from meshfold.passes.leaf_costs import Leaf, RegionChoices, SlotFacts, region_leaves
+from meshfold.passes.leaf_costs import Leaf, RegionChoices, region_leaves
 from meshfold.passes.priced import MeshPlan, Priced, order_of
 from meshfold.passes.region_memory import (
     Probe,
     Simulations,
     memory_of_region,
-    program_states,
     step_memory,
 )
 from meshfold.passes.region_price import RegionPrice
+from meshfold.passes.residence import SlotFacts, program_states, slot_facts
 from meshfold.passes.step_time import border_s, estimate_step
 from meshfold.passes.uniform_search import MeshSearch, ProgramTyping
 from meshfold.passes.variants import split_regions
@@ -142,7 +142,7 @@ class MeshPlanner:
     def uniform_bytes(self, strategy: UniformStrategy) -> int:
         """What the states and the insides of all layers hold under one strategy, at least."""
         return self.fixed_bytes + sum(
-            self.search.counts[r] * (leaf.states_bytes + leaf.memory.saved_bytes)
+            self.search.counts[r] * (leaf.states_bytes + leaf.kept_bytes)
             for r, leaf in enumerate(self._uniform_leaves(strategy))
         )
 
@@ -206,26 +206,7 @@ class MeshPlanner:
 
     @cached_property
     def _facts(self) -> list[SlotFacts]:
-        users: dict[str, list[tuple[int, int]]] = {}
-        for k, instance in enumerate(self.folded.instances):
-            for i, source in enumerate(instance.sources):
-                if source.kind is SourceKind.PARAMETER:
-                    users.setdefault(source.name, []).append((k, i))
-        tied: list[set[int]] = [set() for _ in self.folded.regions]
-        later: list[set[int]] = [set() for _ in self.folded.regions]
-        every: list[set[int]] = [set() for _ in self.folded.regions]
-        for places in users.values():
-            for n, (k, i) in enumerate(places):
-                region = self.folded.instances[k].region
-                every[region].add(i)
-                if len(places) > 1:
-                    tied[region].add(i)
-                if n:
-                    later[region].add(i)
-        return [
-            SlotFacts(frozenset(t), frozenset(e - late))
-            for t, e, late in zip(tied, every, later, strict=True)
-        ]
+        return slot_facts(self.folded)
 
     # The chain.
 
@@ -331,6 +312,7 @@ class MeshPlanner:
         leaves = tuple(leaf_of[r] for r in range(len(split.regions)))
         typings = [leaf.typing for leaf in leaves]
         prices = [leaf.price for leaf in leaves]
+        residences = [leaf.residence for leaf in leaves]
         memory, saved_bytes = step_memory(
             split,
             typings,
@@ -341,8 +323,10 @@ class MeshPlanner:
             reserve_bytes=self.reserve_bytes,
             capacity_bytes=self.capacity_bytes,
             known=self._simulations,
+            residences=residences,
         )
-        time = estimate_step(split, typings, prices, self.costs, self.options.optimizer)
+        optimizer = self.options.optimizer
+        time = estimate_step(split, typings, prices, self.costs, optimizer, residences)
         return Priced(self.mesh, split, leaves, tuple(prices), time, memory, saved_bytes)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.meshes import build_mesh, mesh_candidates
+from meshfold.cost_models.step_memory import STATE_FACTOR
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
@@ -163,6 +164,8 @@ class _Search:
             pins=self.options.pins,
             allow_planned=self.options.allow_planned,
             switched_off=without,
+            host_bytes_per_s=cluster.host_bytes_per_s,
+            has_states=STATE_FACTOR[self.options.optimizer] > 0,
         )
         return grow_tree(mesh_candidates(cluster, cluster.num_devices), situation)
 
@@ -270,7 +273,10 @@ def _stats(
 def _planned_notes(best: Priced) -> list[str]:
     """A plan that uses what cannot run yet says so."""
     names = dict.fromkeys(leaf.strategy.label for leaf in best.leaves if not leaf.strategy.runs)
-    return [f"{name}: planned, cannot run yet" for name in names]
+    notes = [f"{name}: planned, cannot run yet" for name in names]
+    if any(leaf.strategy.offload == "optimizer" for leaf in best.leaves):
+        notes.append("the host's own work on offloaded optimizer states is not in the step time")
+    return notes
 
 
 def _largest_component(memory: MemoryEstimate) -> tuple[str, int]:

@@ -10,7 +10,6 @@ Instances whose values arrive in the same layouts share one simulation. Under Ze
 parameters are not kept for the backward: they are outside tensors, gathered again.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +25,6 @@ from meshfold.cost_models.step_memory import (
     How,
     InstanceMemory,
     ParameterUse,
-    States,
     compose_step,
 )
 from meshfold.cost_models.step_memory import (
@@ -34,7 +32,6 @@ from meshfold.cost_models.step_memory import (
 )
 from meshfold.mesh import Mesh
 from meshfold.opgraph import (
-    ITEM_BYTES,
     Arg,
     FoldedGraph,
     Hole,
@@ -54,6 +51,7 @@ from meshfold.passes.conversions import (
 )
 from meshfold.passes.localize import localize
 from meshfold.passes.parameter_prices import is_bucketed, local_bytes
+from meshfold.passes.residence import Residence, gradient_bytes, offloaded, program_states
 from meshfold.plan import MemoryEstimate
 from meshfold.spmd import REPLICATE, Layout, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
@@ -88,15 +86,18 @@ def step_memory(
     reserve_bytes: int,
     capacity_bytes: int,
     known: Simulations | None = None,
+    residences: Sequence[Residence] | None = None,
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     """(bytes per device at the peak of a training step, bytes that one instance of each region
     keeps for its backward).
 
     typings: per region, for `mesh`. probe answers what ops do to memory (meshfold.probe.OpProber).
     costs orders the conversions as the emitter does. optimizer: "adamw" or "sgd". known: as for
-    program_memory.
+    program_memory. residences: per region; None: states as parameters are stored, nothing on hosts.
     """
     instances = program_memory(folded, typings, mesh, probe, costs=costs, known=known)
+    if residences is not None:
+        instances = offloaded(folded, instances, residences)
     estimate, kept = compose_step(
         instances,
         [
@@ -104,10 +105,11 @@ def step_memory(
             for o in folded.outputs
             if o.source.kind is SourceKind.VALUE
         ],
-        program_states(folded, typings, mesh),
+        program_states(folded, typings, mesh, residences),
         optimizer=optimizer,
         reserve_bytes=reserve_bytes,
         capacity_bytes=capacity_bytes,
+        gradient_bytes=gradient_bytes(folded, residences, mesh) if residences else {},
     )
     by_region = [0] * len(folded.regions)
     for instance, num_bytes in zip(folded.instances, kept, strict=True):
@@ -183,37 +185,6 @@ def memory_of_region(
     """Memory of one instance whose values arrive as `typing` declares. floats: its bindings."""
     builder = _Builder(graph, typing, typing.slots, mesh, costs, probe, floats)
     return simulate_region(builder.build())
-
-
-def program_states(folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh) -> States:
-    """What is there all the time. A source that several instances read counts once; parameters
-    that no op reads are whole."""
-    per_slot = [
-        [
-            local_bytes(value, layout, mesh.sizes)
-            for value, layout in zip(region.graph.values, typing.slots, strict=False)
-        ]
-        for region, typing in zip(folded.regions, typings, strict=True)
-    ]
-    sizes: dict[Source, int] = {}
-    for instance in folded.instances:
-        for source, num_bytes in zip(instance.sources, per_slot[instance.region], strict=True):
-            if source.kind is not SourceKind.VALUE:
-                sizes.setdefault(source, num_bytes)
-    by_kind = dict.fromkeys(SourceKind, 0)
-    for source, num_bytes in sizes.items():
-        by_kind[source.kind] += num_bytes
-    read = {s.name: size for s, size in sizes.items() if s.kind is SourceKind.PARAMETER}
-    parameters = {
-        p.name: read.get(p.name, math.prod(p.shape) * ITEM_BYTES[p.dtype])
-        for p in folded.parameters
-    }
-    return States(
-        parameters=sum(parameters.values()),
-        trained=sum(parameters[p.name] for p in folded.parameters if p.requires_grad),
-        buffers=by_kind[SourceKind.BUFFER] + by_kind[SourceKind.CONSTANT],
-        inputs=by_kind[SourceKind.INPUT],
-    )
 
 
 def _made(source: Source) -> MadeValue | None:

@@ -46,10 +46,20 @@ class AgainPrice:
 
 
 @dataclass(frozen=True)
+class HostTraffic:
+    """Seconds on the link to the host, either way alone. kept_s: what is kept, out in forward and
+    back in backward; gradients_s: gradients, out in backward."""
+
+    kept_s: float = 0.0
+    gradients_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class RegionPrice:
     """Module docstring says what each time is. gather_s and reduce_s map an axis name to one pass:
     a gather is done twice, in forward and again in backward. again: what recomputation costs,
-    included in the other times or not: selective where the region recomputes so, else full."""
+    included in the other times or not: selective where the region recomputes so, else full. host:
+    set by who knows what is offloaded (passes/residence.py)."""
 
     forward_s: float
     backward_s: float
@@ -60,6 +70,7 @@ class RegionPrice:
     reduce_s: Mapping[str, float]
     conversions: tuple[ConversionRecord, ...]
     again: AgainPrice = AgainPrice()
+    host: HostTraffic = HostTraffic()
 
     def recomputed(self) -> "RegionPrice":
         """This price, without recomputation, with what runs again added to the backward."""
@@ -92,7 +103,7 @@ class _Sums:
     communication_s: list[float] = field(init=False)
     again_by_axis_s: list[float] = field(init=False)
     gather_bytes: list[int] = field(init=False)
-    reduce_bytes: dict[tuple[int, str], int] = field(default_factory=dict)
+    reduce_bytes: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)
     records: list[tuple[int, ConversionRecord]] = field(default_factory=list)
     """(number of the value, record)."""
 
@@ -111,9 +122,14 @@ class _Sums:
             self.communication_s[axis] += other.communication_s[axis]
             self.again_by_axis_s[axis] += other.again_by_axis_s[axis]
             self.gather_bytes[axis] += other.gather_bytes[axis]
-        for key, num_bytes in other.reduce_bytes.items():
-            self.reduce_bytes[key] = self.reduce_bytes.get(key, 0) + num_bytes
+        for (axes, kind), num_bytes in other.reduce_bytes.items():
+            self.reduce(axes, kind, num_bytes)
         self.records += other.records
+
+    def reduce(self, axes: tuple[int, ...], kind: str, num_bytes: int) -> None:
+        """Gradients that go into a bucket of these axes."""
+        key = (axes, kind)
+        self.reduce_bytes[key] = self.reduce_bytes.get(key, 0) + num_bytes
 
     def add(self, cost: ConversionCost) -> None:
         """An in-graph conversion."""
@@ -277,18 +293,24 @@ def _price_conversion(graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: C
 
 
 def _price_parameter(graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel) -> None:
-    """Bucketed steps are added up by bytes and priced per bucket; the record shows them alone."""
+    """Bucketed steps are added up by bytes and priced per bucket; the record shows them alone. What
+    is stored whole on several axes is reduced over them as one group."""
     mesh, value = sums.mesh, graph.values[v]
+    together: list[int] = []
     for step in conversion_steps(value, *edge, mesh, costs):
         if not is_bucketed(step.source, step.target):
             sums.add(conversion_cost(value, step.before, step.after, mesh, costs))
             continue
         gathered = local_bytes(value, step.after, mesh.sizes)
-        if step.source.is_shard:
-            sums.gather_bytes[step.axis] += gathered
+        if not step.source.is_shard:
+            together.append(step.axis)
+            continue
+        sums.gather_bytes[step.axis] += gathered
         if value.requires_grad:
-            key = (step.axis, "reduce_scatter" if step.source.is_shard else "all_reduce")
-            sums.reduce_bytes[key] = sums.reduce_bytes.get(key, 0) + gathered
+            sums.reduce((step.axis,), "reduce_scatter", gathered)
+    if together and value.requires_grad:
+        stored = local_bytes(value, edge[0], mesh.sizes)
+        sums.reduce(tuple(sorted(together)), "all_reduce", stored)
     _record(graph, v, "parameter", edge, conversion_cost(value, *edge, mesh, costs), sums)
 
 
@@ -318,8 +340,9 @@ def _finish(forward_s: float, backward_s: float, sums: _Sums, costs: CostModel) 
         for axis, name in enumerate(names)
     }
     reduce_s = dict.fromkeys(names, 0.0)
-    for (axis, kind), num_bytes in sorted(sums.reduce_bytes.items()):
-        reduce_s[names[axis]] += costs.collective_s(kind, num_bytes, (axis,))
+    for (axes, kind), num_bytes in sorted(sums.reduce_bytes.items()):
+        # The outermost axis has the slowest links of the group.
+        reduce_s[names[axes[0]]] += costs.collective_s(kind, num_bytes, axes)
     return RegionPrice(
         forward_s=forward_s,
         backward_s=backward_s,

@@ -7,13 +7,15 @@ a region is recomputed, b_i and the backward's c_i include its second forward
 while the region before runs and reduces gradients beside the backward of the regions before, on one
 communication stream. In a run of equal layers, what hides there is a layer's own:
 
-    forward   g_0 + sum_i max(f_i + c_i, g_i)
-    backward  sum_i max(b_i + c_i, g_i + d_i) + d_0
+    forward   g_0 + sum_i max(f_i + c_i, g_i, k_i)
+    backward  sum_i max(b_i + c_i, g_i + d_i, k_i, u_i) + d_0 + u_0
 
+where k_i and u_i are what is kept and gradients on their way between device and host, if offloaded
+(passes/residence.py): the link to the host is beside the network, and carries both ways at once.
 The excess of each max over f_i or b_i is exposed. Each instance is charged with its own gather and
 reduction, so a step is a sum over instances, which the run search minimises (passes/mesh_plan.py).
 Where two neighbours disagree about the layout of a value, the consumer converts it (border_s). The
-optimizer is one memory-bound pass over the local states.
+optimizer is one memory-bound pass over the local states; what the host updates comes back after it.
 """
 
 from collections import Counter
@@ -23,7 +25,8 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import FoldedGraph, SourceKind
 from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.parameter_prices import local_bytes
-from meshfold.passes.region_price import RegionPrice
+from meshfold.passes.region_price import HostTraffic, RegionPrice
+from meshfold.passes.residence import Residence, first_uses
 from meshfold.plan import TimeEstimate
 from meshfold.spmd import Layout
 from meshfold.strategy import RegionTyping
@@ -39,13 +42,15 @@ def estimate_step(
     prices: Sequence[RegionPrice],
     costs: CostModel,
     optimizer: str,
+    residences: Sequence[Residence] | None = None,
 ) -> TimeEstimate:
-    """Step time of all instances in order. typings, prices: per region."""
+    """Step time of all instances in order. typings, prices: per region, and residences; None:
+    states as parameters are stored, nothing on hosts."""
     counts = Counter(instance.region for instance in folded.instances)
     forward_s = sum(n * prices[r].forward_s for r, n in counts.items())
     backward_s = sum(n * prices[r].backward_s for r, n in counts.items())
     total_s = sum(n * instance_s(prices[r]) for r, n in counts.items())
-    if not costs.mesh.axes:
+    if not costs.mesh.axes and all(prices[r].host == HostTraffic() for r in counts):
         # Nothing to communicate: no rounding either.
         total_s = forward_s + backward_s
     total_s += sum(ends_s(prices[i.region]) for i in folded.instances[:1])
@@ -58,7 +63,7 @@ def estimate_step(
         forward_s=forward_s,
         backward_s=backward_s,
         exposed_communication_s=max(0.0, total_s - forward_s - backward_s),
-        optimizer_s=_optimizer_s(folded, typings, costs, optimizer),
+        optimizer_s=_optimizer_s(folded, typings, costs, optimizer, residences),
         communication_s=communication_s,
     )
 
@@ -68,12 +73,17 @@ def instance_s(price: RegionPrice) -> float:
     gather_s, reduce_s = sum(price.gather_s.values()), sum(price.reduce_s.values())
     forward_s = price.forward_s + price.graph_forward_s
     backward_s = price.backward_s + price.graph_backward_s
-    return max(forward_s, gather_s) + max(backward_s, gather_s + reduce_s)
+    host = price.host
+    return max(forward_s, gather_s, host.kept_s) + max(
+        backward_s, gather_s + reduce_s, host.kept_s, host.gradients_s
+    )
 
 
 def ends_s(price: RegionPrice) -> float:
-    """What the first instance adds: its gather and its reduction have nothing to hide behind."""
-    return sum(price.gather_s.values()) + sum(price.reduce_s.values())
+    """What the first instance adds: its gather, its reduction and its gradients on their way to the
+    host have nothing to hide behind."""
+    moved_s = sum(price.gather_s.values()) + sum(price.reduce_s.values())
+    return moved_s + price.host.gradients_s
 
 
 def border_s(folded: FoldedGraph, typings: Sequence[RegionTyping], costs: CostModel) -> float:
@@ -99,23 +109,31 @@ def optimizer_s(state_bytes: float, costs: CostModel, optimizer: str) -> float:
 
 
 def _optimizer_s(
-    folded: FoldedGraph, typings: Sequence[RegionTyping], costs: CostModel, optimizer: str
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    costs: CostModel,
+    optimizer: str,
+    residences: Sequence[Residence] | None,
 ) -> float:
-    state_bytes = sum(
-        local_bytes(folded.regions[r].graph.values[i], layout, costs.mesh.sizes)
-        for r, i, layout in parameter_layouts(folded, typings).values()
-    )
-    return optimizer_s(state_bytes, costs, optimizer)
+    """The device's pass, and the way back of what the host updates."""
+    here = elsewhere = 0
+    for r, i, layout in parameter_layouts(folded, typings).values():
+        value = folded.regions[r].graph.values[i]
+        at = residences[r] if residences is not None else None
+        num_bytes = local_bytes(value, at.states[i] if at else layout, costs.mesh.sizes)
+        if at is None or at.offload != "optimizer":
+            here += num_bytes
+        elif value.requires_grad:
+            elsewhere += num_bytes
+    here_s = optimizer_s(here, costs, optimizer)
+    if not elsewhere:
+        return here_s
+    # The optimizer is started in any case.
+    return max(here_s, costs.launch_s) + costs.host_s(elsewhere)
 
 
 def parameter_layouts(
     folded: FoldedGraph, typings: Sequence[RegionTyping]
 ) -> dict[str, tuple[int, int, Layout]]:
     """Canonical parameter name -> (region, slot, stored layout) of its first use."""
-    found: dict[str, tuple[int, int, Layout]] = {}
-    for instance in folded.instances:
-        for i, source in enumerate(instance.sources):
-            if source.kind is SourceKind.PARAMETER:
-                layout = typings[instance.region].slots[i]
-                found.setdefault(source.name, (instance.region, i, layout))
-    return found
+    return {name: (r, i, typings[r].slots[i]) for name, (r, i) in first_uses(folded).items()}

@@ -19,17 +19,18 @@ def test_the_option_surface_is_frozen() -> None:
         "allow_planned",
         "without_cuts",
     ]
-    assert PIN_NAMES == ("dp", "tp", "zero", "sp", "recompute")
+    assert PIN_NAMES == ("dp", "tp", "zero", "sp", "recompute", "offload")
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"pins": {"pp": 2}}, "pin 'pp' is unknown; pins are dp, tp, zero, sp, recompute"),
+        ({"pins": {"pp": 2}}, "pin 'pp' is unknown; pins are dp, tp, zero, sp, recompute, offload"),
         ({"pins": {"tp": 0}}, "pin tp=0: a degree is 1 or more"),
         ({"pins": {"zero": 4}}, "pin zero=4: ZeRO levels are 0, 1, 2 and 3"),
         ({"pins": {"tp": "two"}}, "pin tp=two: write a number"),
-        ({"pins": {"recompute": "some"}}, "pin recompute=some: write none or full"),
+        ({"pins": {"recompute": "some"}}, "pin recompute=some: write none or selective or full"),
+        ({"pins": {"offload": "all"}}, "pin offload=all: write none or optimizer or activations"),
         ({"pins": {"sp": 2}}, "pin sp=2: write sp=1 or sp=0"),
         ({"memory_bytes": 0}, "memory must be positive, got 0 bytes"),
         ({"optimizer": "lion"}, "optimizer 'lion' is unknown; write adamw or sgd"),

@@ -2,11 +2,22 @@
 
 import pytest
 
-from meshfold.strategy import RegionTyping
+from meshfold.strategy import RegionTyping, UniformStrategy
 
 
-def test_recompute_is_none_or_full() -> None:
+def test_recompute_is_one_of_three_words() -> None:
     assert RegionTyping((), (), ()).recompute == "none"
     assert RegionTyping((), (), (), "full").recompute == "full"
-    with pytest.raises(ValueError, match="recompute is none or full, not 'selective'"):
-        RegionTyping((), (), (), "selective")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="recompute is none or selective or full, not 'some'"):
+        RegionTyping((), (), (), "some")  # type: ignore[arg-type]
+
+
+def test_what_cannot_run_yet_says_so_and_is_in_the_label() -> None:
+    assert UniformStrategy(dp=2, zero=3, recompute="full").runs
+    for zero in (1, 2):
+        assert not UniformStrategy(dp=2, zero=zero).runs
+    selective = UniformStrategy(dp=2, recompute="selective", offload="optimizer")
+    assert selective.label == "dp2, recompute selective, offload optimizer"
+    assert not UniformStrategy(recompute="selective").runs
+    assert not UniformStrategy(offload="optimizer").runs
+    assert not UniformStrategy(offload="activations").runs

@@ -5,7 +5,18 @@ import pytest
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.meshes import mesh_candidates
 from meshfold.errors import OptionError
-from meshfold.passes.decision_tree import BATCH, NODE, PINNED, PLANNED, Situation, Tree, grow_tree
+from meshfold.passes.decision_tree import (
+    BATCH,
+    NO_HOST_LINK,
+    NO_STATES,
+    NODE,
+    NOTHING_KEPT,
+    PINNED,
+    PLANNED,
+    Situation,
+    Tree,
+    grow_tree,
+)
 from meshfold.strategy import UniformStrategy
 
 
@@ -61,11 +72,58 @@ def test_planned_leaves_come_on_request() -> None:
     assert {leaf.zero for leaf in tree(2).leaves} == {0, 3}
 
 
+def test_offload_needs_a_link_to_the_host_and_states() -> None:
+    offloads = {leaf.offload for leaf in tree(2, allow_planned=True).leaves}
+    assert offloads == {"none"}
+    known = tree(2, allow_planned=True, host_bytes_per_s=1e9)
+    assert {leaf.offload for leaf in known.leaves} == {"none", "optimizer", "activations"}
+    stateless = tree(2, allow_planned=True, host_bytes_per_s=1e9, has_states=False)
+    assert {leaf.offload for leaf in stateless.leaves} == {"none", "activations"}
+    assert NO_HOST_LINK not in known.cuts and stateless.cuts[NO_STATES] > 0
+    # Two ways to offload, three to recompute; four ZeRO levels on dp2, tp2 with and without sp.
+    assert tree(2, allow_planned=True).cuts[NO_HOST_LINK] == 2 * 3 * (4 + 2)
+
+
+def test_nothing_is_offloaded_where_nothing_is_kept() -> None:
+    situation = {"allow_planned": True, "host_bytes_per_s": 1e9}
+    found = tree(1, **situation)
+    labels = {leaf.label for leaf in found.leaves}
+    assert found.cuts == {NOTHING_KEPT: 1} and len(labels) == 8
+    assert "one device, recompute full, offload activations" not in labels
+    everything = tree(1, switched_off=(NOTHING_KEPT,), **situation)
+    assert len(everything.leaves) == 9
+    # Pinned, there is no leaf that does the same without.
+    pinned = tree(1, pins={"offload": "activations"}, **situation)
+    assert {leaf.recompute for leaf in pinned.leaves} == {"none", "selective", "full"}
+
+
+@pytest.mark.parametrize(
+    ("pins", "situation", "message"),
+    [
+        ({"offload": "optimizer"}, {}, "pin offload=optimizer: can be planned, not run yet; say"),
+        ({"recompute": "selective"}, {}, "recompute=selective: can be planned, not run yet; say"),
+        (
+            {"offload": "activations"},
+            {"allow_planned": True},
+            "pin offload=activations: nothing is known about the link between device and host",
+        ),
+        (
+            {"offload": "optimizer"},
+            {"allow_planned": True, "host_bytes_per_s": 1e9, "has_states": False},
+            "pin offload=optimizer: this optimizer has no states to offload",
+        ),
+    ],
+)
+def test_planned_pins_that_cannot_be_kept_name_themselves(pins, situation, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        tree(2, pins=pins, **situation)
+
+
 def test_batch_that_does_not_divide_is_a_cut() -> None:
     found = tree(4, batch_size=6)
     assert {leaf.dp for leaf in found.leaves} == {1, 2}
-    # dp4: four ZeRO levels, each kept or recomputed.
-    assert found.cuts[BATCH] == 8
+    # dp4: four ZeRO levels, three ways to recompute, three to offload.
+    assert found.cuts[BATCH] == 4 * 3 * 3
 
 
 def test_tp_stays_inside_a_node_while_it_can() -> None:

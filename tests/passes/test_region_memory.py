@@ -43,7 +43,8 @@ from meshfold.opgraph import (
     SourceKind,
     Value,
 )
-from meshfold.passes.region_memory import program_memory, program_states, step_memory
+from meshfold.passes.region_memory import program_memory, step_memory
+from meshfold.passes.residence import program_states
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.plan import MemoryEstimate
 from meshfold.probe import OpProber
