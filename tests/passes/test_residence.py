@@ -1,0 +1,203 @@
+"""States and activations on other ranks and on the host: by hand, and as leaves of the search."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from support_models import BATCH, tiny_model
+
+from meshfold.capture import capture
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.opgraph import FoldedGraph
+from meshfold.options import CompileOptions
+from meshfold.passes.decision_tree import leaves_on
+from meshfold.passes.leaf_costs import Leaf
+from meshfold.passes.mesh_plan import MeshPlanner
+from meshfold.passes.priced import order_of
+from meshfold.passes.residence import (
+    data_shards,
+    host_traffic,
+    program_states,
+    residence_of,
+    slot_facts,
+)
+from meshfold.passes.uniform_search import MeshSearch
+from meshfold.probe import OpProber
+from meshfold.strategy import UniformStrategy
+
+PROBER = OpProber()
+HOST_BYTES_PER_S = 15.75e9  # of dgx-v100, each way
+
+
+@cache
+def graph_of(family: str) -> FoldedGraph:
+    return capture(*tiny_model(family)).graph
+
+
+@cache
+def search_of(family: str, dp: int, tp: int) -> MeshSearch:
+    cluster = resolve_cluster("dgx-v100", 4)
+    return MeshSearch(graph_of(family), cluster, build_mesh(cluster, dp, tp), BATCH)
+
+
+def planner(
+    family: str,
+    dp: int,
+    tp: int,
+    *,
+    memory_bytes: int | None = None,
+    optimizer: str = "adamw",
+    among: Callable[[UniformStrategy], bool] = lambda leaf: True,
+) -> MeshPlanner:
+    """Over the leaves `among`, those that cannot run included."""
+    return MeshPlanner(
+        graph_of(family),
+        resolve_cluster("dgx-v100", 4),
+        search_of(family, dp, tp),
+        [leaf for leaf in leaves_on(dp, tp) if among(leaf)],
+        CompileOptions(memory_bytes=memory_bytes, optimizer=optimizer),
+        PROBER,
+    )
+
+
+def layer_leaf(of: MeshPlanner, strategy: UniformStrategy) -> Leaf:
+    """The leaf of the layer that repeats."""
+    return of._uniform_leaves(strategy)[1]
+
+
+@pytest.mark.parametrize(("family", "dp", "tp"), [("llama", 4, 1), ("gpt2", 2, 2), ("llama", 1, 1)])
+def test_a_step_is_the_sum_of_its_layers(family: str, dp: int, tp: int) -> None:
+    """Of every leaf, those that cannot run included: time, and what is there all the time."""
+    of = planner(family, dp, tp)
+    (program, *_) = of.programs.values()
+    inputs = program_states(of.folded, program.typings, of.mesh).inputs
+    assert len(of.strategies) == len(set(of.strategies)) >= 9
+    for strategy in of.strategies:
+        leaves, priced = of._uniform_leaves(strategy), of.uniform(strategy)
+        layers = [leaves[i.region] for i in of.folded.instances]
+        total_s = sum(leaf.time_s for leaf in layers) + layers[0].ends_s + of.costs.launch_s
+        assert priced.time.step_s == pytest.approx(total_s, rel=1e-12)
+        memory = priced.memory
+        assert memory.optimizer == sum(leaf.optimizer_bytes for leaf in layers)
+        stored = sum(leaf.parameter_bytes for leaf in layers)
+        assert memory.parameters + memory.reserve + inputs == stored + of.fixed_bytes
+
+
+def test_offloaded_activations_hide_behind_compute_as_far_as_the_link_allows() -> None:
+    of = planner("llama", 1, 1)
+    plain, moved = (
+        layer_leaf(of, UniformStrategy(offload=offload)) for offload in ("none", "activations")
+    )
+    one_way_s = plain.memory.saved_bytes / HOST_BYTES_PER_S
+    forward_s, backward_s = plain.price.forward_s, plain.price.backward_s
+    exposed_s = max(0.0, one_way_s - forward_s) + max(0.0, one_way_s - backward_s)
+    assert moved.time_s == pytest.approx(plain.time_s + exposed_s, rel=1e-12)
+    assert moved.beside_s == pytest.approx(2 * one_way_s)
+    # The layer's own is away; while it runs, a neighbour's is on the way.
+    assert (moved.kept_bytes, moved.memory) == (0, plain.memory)
+    worst = max(plain.memory.forward_peak_bytes, plain.memory.backward_peak_bytes)
+    assert moved.passing_bytes == worst + plain.memory.saved_bytes
+    assert moved.states_bytes == plain.states_bytes
+
+
+def test_a_slow_link_exposes_what_compute_does_not_hide() -> None:
+    of = planner("llama", 1, 1)
+    slow = resolve_cluster("dgx-v100", 4)
+    (group,) = slow.groups
+    device = replace(group.device, host_bytes_per_s=1e6)
+    costs = replace(of.costs, cluster=replace(slow, groups=(replace(group, device=device),)))
+    leaf = layer_leaf(of, UniformStrategy(offload="activations"))
+    traffic = host_traffic(leaf.residence, leaf.memory, 0, costs)
+    assert traffic.kept_s == leaf.memory.saved_bytes / 1e6 > leaf.price.backward_s
+
+
+def test_offloaded_states_leave_and_the_way_there_and_back_is_paid() -> None:
+    of = planner("llama", 1, 1)
+    plain, moved = (
+        layer_leaf(of, UniformStrategy(offload=offload)) for offload in ("none", "optimizer")
+    )
+    num_bytes = plain.parameter_bytes
+    assert plain.optimizer_bytes == 2 * num_bytes and plain.gradient_bytes == num_bytes
+    assert (moved.optimizer_bytes, moved.gradient_bytes) == (0, 0)
+    assert moved.parameter_bytes == num_bytes
+    one_way_s = num_bytes / HOST_BYTES_PER_S
+    device_s = 7 * num_bytes / (900e9 * 0.91)
+    hidden = max(plain.price.backward_s, one_way_s)
+    expected_s = plain.price.forward_s + hidden + one_way_s
+    assert plain.time_s == pytest.approx(
+        plain.price.forward_s + plain.price.backward_s + device_s, rel=1e-9
+    )
+    assert moved.time_s == pytest.approx(expected_s, rel=1e-12)
+    # The gradients of the layer that is last have nothing to hide behind.
+    assert moved.ends_s == pytest.approx(one_way_s)
+
+
+def test_zero_1_and_2_divide_states_and_gradients() -> None:
+    of = planner("llama", 4, 1)
+    graph, facts = of.folded.regions[1].graph, slot_facts(of.folded)[1]
+    by_level = [layer_leaf(of, UniformStrategy(dp=4, zero=zero)) for zero in range(4)]
+    whole = by_level[0]
+    shards = data_shards(graph, whole.typing, of.mesh)
+    assert shards.keys() == facts.first
+    assert [x.optimizer_bytes * 4 for x in by_level[1:]] == [whole.optimizer_bytes] * 3
+    assert [x.gradient_bytes for x in by_level[:2]] == [whole.gradient_bytes] * 2
+    assert [x.gradient_bytes * 4 for x in by_level[2:]] == [whole.gradient_bytes] * 2
+    residence = residence_of(graph, whole.typing, UniformStrategy(dp=4, zero=1), of.mesh)
+    assert residence.gradients == whole.typing.slots
+    assert {i: residence.states[i] for i in shards} == shards
+
+
+def test_sharded_states_send_only_the_shard_to_the_host() -> None:
+    of = planner("llama", 4, 1)
+    traffic = [
+        layer_leaf(of, UniformStrategy(dp=4, zero=zero, offload="optimizer")).price.host.gradients_s
+        for zero in range(4)
+    ]
+    assert traffic[1:] == pytest.approx([traffic[0] / 4] * 3)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_is_held_bounds_the_program(family: str) -> None:
+    """No leaf holds more in the bounds than the exact figures say."""
+    of = planner(family, 2, 1)
+    for chain in of._chains():
+        for strategy in of.strategies:
+            leaves = [
+                max((x for x in region if x.strategy == strategy), key=lambda x: len(x.sharded))
+                for region in chain.everything
+                if any(x.strategy == strategy for x in region)
+            ]
+            if len(leaves) < len(chain.everything):
+                continue
+            priced = of.price([leaves[i.region] for i in of.folded.instances])
+            held = sum(chain._always_held(leaves[i.region], i.region) for i in of.folded.instances)
+            assert held + of.fixed_bytes <= priced.memory.peak
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+def test_the_plan_with_planned_leaves_is_within_its_gap_of_every_program(share: float) -> None:
+    """Brute force: every layer any of four leaves."""
+    offered = [
+        UniformStrategy(),
+        UniformStrategy(recompute="selective"),
+        UniformStrategy(offload="activations"),
+        UniformStrategy(recompute="selective", offload="optimizer"),
+    ]
+    free = planner("vit", 1, 1, among=offered.__contains__)
+    programs = []
+    for chain in free._chains():
+        choices: Sequence[Sequence[Leaf]] = [chain.leaves[i.region] for i in free.folded.instances]
+        programs += [free.price(list(assignment)) for assignment in itertools.product(*choices)]
+    assert len(programs) == 4 ** len(free.folded.instances)
+    peaks = [p.memory.peak for p in programs]
+    budget = round(min(peaks) + share * (max(peaks) - min(peaks)))
+    best = min((p for p in programs if p.memory.peak <= budget), key=order_of)
+    found = planner("vit", 1, 1, memory_bytes=budget, among=offered.__contains__).plan()
+    assert found.best is not None and found.best.memory.peak <= budget
+    assert found.lower_bound_s <= best.time.step_s * (1 + 1e-9)
+    gap = found.best.time.step_s / found.lower_bound_s - 1
+    assert found.best.time.step_s <= best.time.step_s * (1 + gap)
+    assert found.best.time.step_s <= best.time.step_s * 1.02
