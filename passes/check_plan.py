@@ -21,7 +21,7 @@ from meshfold.passes.residence import (
     slot_facts,
     updated_bytes,
 )
-from meshfold.passes.rules import AxisRule, region_rules, typing_of
+from meshfold.passes.rules import AxisRule, region_rules, rule_inside, typing_of
 from meshfold.passes.step_time import estimate_step
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import ParameterPlacement, Plan, RegionPlan, SearchStats
@@ -109,9 +109,12 @@ def _rules(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> Sequence[tuple[Ax
     chosen = []
     for k, (op, typing) in enumerate(zip(graph.ops, planned.typing.ops, strict=True)):
         where = f"region {planned.name}, op {k} {op.target}"
-        rules = []
+        rules: list[AxisRule] = []
         for axis, name in enumerate(typing.rules):
             found = {rule.name: rule for rule in table[k][axis]}
+            if axis and rules[0].splits_work:
+                inside = rule_inside(graph, k, rules[0], mesh.sizes[0], mesh.sizes[axis])
+                found |= {inside.name: inside} if inside else {}
             if name not in found:
                 raise PlanMismatchError(
                     f"{where}: no rule {name!r} on axis {mesh.names[axis]}; "

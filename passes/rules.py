@@ -110,6 +110,23 @@ def region_rules(
     return tuple(tuple(per_size[n][k] for n in sizes) for k in range(len(graph.ops)))
 
 
+def rule_inside(
+    graph: OpGraph, op_index: int, rule: AxisRule, outer_size: int, size: int
+) -> AxisRule | None:
+    """The rule that goes on with `rule`, taken on an axis of `outer_size` ranks, inside each of its
+    shards on an axis of `size`: the same label at the next place. None where a tensor does not
+    divide. A rule without shards is its own."""
+    if not rule.splits_work:
+        return rule
+    op = graph.ops[op_index]
+    spec = op_labels(graph, op)
+    assert spec is not None, "an op without labels has no rule that splits its work"
+    label, _, place = rule.name.partition("/")
+    inside = int(place or 1) * outer_size
+    shards = _shards_at(graph, op, spec, label, inside, size)
+    return next(_label_rule(graph, op, spec, label, inside, shards), None) if shards else None
+
+
 def typing_of(graph: OpGraph, op_index: int, rules_by_axis: tuple[AxisRule, ...]) -> OpTyping:
     """The typing that one axis rule per axis means."""
     op = graph.ops[op_index]
@@ -196,20 +213,27 @@ def _new_shardings(
     }
     new = []
     for label, place in sorted(wanted - known.keys()):
-        if spec.units.get(label, 0) % (place * size):
-            known[label, place] = None
-            continue
-        optional = spec.whole_if_odd.get(label, frozenset())
-        shards: list[SpmdType | None] = []
-        for k, (shape, _, dims) in enumerate(tensors):
-            possible, shard = _shard_at(shape, dims, label, place, size)
-            if not possible and k not in optional:
-                break
-            shards.append(shard)
-        known[label, place] = tuple(shards) if len(shards) == len(tensors) else None
-        if len(shards) == len(tensors):
-            new.append(tuple(shards))
+        known[label, place] = shards = _shards_at(graph, op, spec, label, place, size)
+        if shards is not None:
+            new.append(shards)
     return new
+
+
+def _shards_at(
+    graph: OpGraph, op: Op, spec: OpLabels, label: str, place: int, size: int
+) -> _Shards | None:
+    """Shards of operands, then outputs, with the label sharded at `place`; None if one cannot."""
+    if spec.units.get(label, 0) % (place * size):
+        return None
+    optional = spec.whole_if_odd.get(label, frozenset())
+    shards: list[SpmdType | None] = []
+    pairs = zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
+    for k, (v, dims) in enumerate(pairs):
+        possible, shard = _shard_at(graph.values[v].shape, dims, label, place, size)
+        if not possible and k not in optional:
+            return None
+        shards.append(shard)
+    return tuple(shards)
 
 
 def _shard_at(

@@ -5,7 +5,9 @@ dp axis   The batch is followed through the rules (passes/data_parallel.py): tha
 tp axis   Boundary values are Invariant or, with sequence parallelism, shards of their sequence dim.
           Parameters are stored Invariant or as the shard their op reads, never gathered. The region
           search finds the rest, given the dp axis, in the role TENSOR or SEQUENCE
-          (passes/axis_roles.py).
+          (passes/axis_roles.py). In the role DATA the axis goes on with what dp does inside each of
+          its shards, so that a region is data-parallel over both, with whole parameters: for
+          regions that are cheap to replicate beside others that are not (Whale, Jia et al., 2022).
 
 A tp axis is there to shard weights, so the search pays a price per byte of a parameter on a rank:
 the smallest of PRICE_LADDER at which WANTED_FRACTION of the bytes that could be sharded (parameters
@@ -18,6 +20,7 @@ proposal with the smallest sum of their objectives wins.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
@@ -46,14 +49,23 @@ from meshfold.passes.region_search import (
     prepare_region,
 )
 from meshfold.passes.rule_domains import RuleTable, is_constant_op
-from meshfold.passes.rules import op_labels, region_rules
-from meshfold.spmd import INVARIANT, Layout, SpmdType, is_legal
+from meshfold.passes.rules import AxisRule, op_labels, region_rules, rule_inside
+from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType, is_legal
 from meshfold.strategy import RegionTyping
 
 PRICE_LADDER = (0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 """Seconds per byte of parameter on a rank."""
 
 WANTED_FRACTION = 0.95
+
+TP_ROLES = (AxisRole.TENSOR, AxisRole.SEQUENCE, AxisRole.DATA)
+
+
+def tp_role(*, sequence_parallel: bool = False, batch_on_tp: bool = False) -> AxisRole:
+    """What the tp axis is for under these choices of a strategy."""
+    if batch_on_tp:
+        return AxisRole.DATA
+    return AxisRole.SEQUENCE if sequence_parallel else AxisRole.TENSOR
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,7 @@ class MeshSearch:
     ) -> None:
         self.folded = folded
         self.mesh = mesh
+        self.batch_size = batch_size
         self.costs = CostModel(cluster, mesh)
         self.boundaries: Boundaries = find_boundaries(folded)
         self.counts = num_instances(folded)
@@ -95,11 +108,8 @@ class MeshSearch:
         self.data: DataParallel | None = None
         if self.dp_axis is not None:
             assert self.dp_axis == 0, "dp is the outermost axis"
-            alone = [tuple(per_axis[:1] for per_axis in table) for table in self.rules]
-            self.data = follow_batch(
-                folded, self.boundaries, mesh.sizes[0], alone, self.costs, batch_size
-            )
-        self.tables = {on: SearchTables(mesh, self.costs, self._roles(on)) for on in (False, True)}
+            self.data = self._followed(mesh.sizes[0])
+        self.tables = {role: SearchTables(mesh, self.costs, self._roles(role)) for role in TP_ROLES}
         self.stored = [
             {
                 i: self._stored(r, i)
@@ -109,13 +119,16 @@ class MeshSearch:
             for r, g in enumerate(self.graphs)
         ]
         self.fallback_ops = tuple(map(_fallback_ops, self.graphs))
-        self._found: dict[bool, tuple[list[_Chosen], float]] = {}
+        self._found: dict[AxisRole, tuple[list[_Chosen], float]] = {}
 
-    def solve(self, *, zero: int, sequence_parallel: bool) -> ProgramTyping:
+    def solve(
+        self, *, zero: int, sequence_parallel: bool = False, batch_on_tp: bool = False
+    ) -> ProgramTyping:
         """Typing of every region for these choices on this mesh."""
-        if sequence_parallel not in self._found:
-            self._found[sequence_parallel] = self._search(sequence_parallel)
-        chosen, fraction = self._found[sequence_parallel]
+        role = tp_role(sequence_parallel=sequence_parallel, batch_on_tp=batch_on_tp)
+        if role not in self._found:
+            self._found[role] = self._search(role)
+        chosen, fraction = self._found[role]
         if zero != 3:
             return ProgramTyping(
                 tuple(c.solution.typing for c in chosen),
@@ -125,15 +138,16 @@ class MeshSearch:
             )
         return self._shard_states([c.solution for c in chosen], fraction)
 
-    def solutions(self, *, sequence_parallel: bool) -> list[RegionSolution]:
+    def solutions(
+        self, *, sequence_parallel: bool = False, batch_on_tp: bool = False
+    ) -> list[RegionSolution]:
         """The region solutions behind `solve`, after it ran."""
-        return [c.solution for c in self._found[sequence_parallel][0]]
+        role = tp_role(sequence_parallel=sequence_parallel, batch_on_tp=batch_on_tp)
+        return [c.solution for c in self._found[role][0]]
 
-    def _search(self, sequence_parallel: bool) -> tuple[list[_Chosen], float]:
-        problems = [
-            self.problem(r, sequence_parallel=sequence_parallel) for r in range(len(self.graphs))
-        ]
-        chosen = [self._climb(r, problem) for r, problem in enumerate(problems)]
+    def _search(self, role: AxisRole) -> tuple[list[_Chosen], float]:
+        problems = [self._problem(r, role) for r in range(len(self.graphs))]
+        chosen = [self._climb(r, problem, role) for r, problem in enumerate(problems)]
         for group in tied_parameter_slots(self.folded):
             self._agree(group, problems, chosen)
         typings = [(r, c.solution.typing) for r, c in enumerate(chosen)]
@@ -144,14 +158,20 @@ class MeshSearch:
     ) -> RegionProblem:
         """The search problem of one region. joint: leave the rules on the dp axis open, too: slower
         and under these boundaries and roles it finds the same."""
+        role = tp_role(sequence_parallel=sequence_parallel)
+        return self._problem(region, role, joint=joint)
+
+    def _problem(self, region: int, role: AxisRole, *, joint: bool = False) -> RegionProblem:
         graph, boundaries = self.graphs[region], self.boundaries
         classes = boundaries.slots[region]
         slots: list[list[Layout]] = []
         for i, slot in enumerate(graph.slots):
-            if slot.kind is SlotKind.PARAMETER:
-                slots.append(self.stored[region][i])
+            if slot.kind is not SlotKind.PARAMETER:
+                slots.append([self._boundary(classes[i], role)])
+            elif role is AxisRole.DATA:
+                slots.append([self._layout(INVARIANT, INVARIANT)])
             else:
-                slots.append([self._boundary(classes[i], sequence_parallel)])
+                slots.append(self.stored[region][i])
         fixed = {}
         if self.data is not None and self.dp_axis is not None and not joint:
             fixed[self.dp_axis] = self.data.rules(region)
@@ -159,36 +179,64 @@ class MeshSearch:
             graph,
             self.mesh,
             self.costs,
-            self.tables[sequence_parallel],
+            self.tables[role],
             slot_layouts=slots,
-            output_layouts=[
-                [self._boundary(c, sequence_parallel)] for c in boundaries.outputs[region]
-            ],
+            output_layouts=[[self._boundary(c, role)] for c in boundaries.outputs[region]],
             fixed_rules=fixed,
-            rules=self.rules[region],
+            rules=self._rules_of_data(region) if role is AxisRole.DATA else self.rules[region],
         )
+
+    @cached_property
+    def _batch_on_tp(self) -> DataParallel:
+        """The batch followed on the tp axis of a mesh without dp."""
+        assert self.data is None and self.tp_axis is not None
+        return self._followed(self.mesh.sizes[self.tp_axis])
+
+    def _followed(self, axis_size: int) -> DataParallel:
+        alone = [tuple(per_axis[:1] for per_axis in table) for table in self.rules]
+        return follow_batch(
+            self.folded, self.boundaries, axis_size, alone, self.costs, self.batch_size
+        )
+
+    def _rules_of_data(self, region: int) -> RuleTable:
+        """On tp every op goes on with its rule on dp, or runs whole."""
+        data = self.data or self._batch_on_tp
+        sizes = self.mesh.sizes
+        table = []
+        for k, (name, rules) in enumerate(zip(data.rules(region), self.rules[region], strict=True)):
+            (chosen,) = (rule for rule in rules[0] if rule.name == name)
+            inside: AxisRule | None = chosen
+            if len(sizes) > 1:
+                inside = rule_inside(self.graphs[region], k, chosen, *sizes)
+            whole = rules[-1][0]
+            on_tp = (whole, inside) if inside and inside.name != whole.name else (whole,)
+            table.append((*rules[:-1], on_tp))
+        return tuple(table)
 
     def _layout(self, dp: SpmdType, tp: SpmdType) -> Layout:
         of_axis = {self.dp_axis: dp, self.tp_axis: tp}
         return tuple(of_axis[k] for k in range(len(self.mesh.axes)))
 
-    def _boundary(self, boundary_class: int | None, sequence_parallel: bool) -> Layout:
+    def _boundary(self, boundary_class: int | None, role: AxisRole) -> Layout:
         if boundary_class is None:
             return self._layout(INVARIANT, INVARIANT)
         dp = INVARIANT if self.data is None else self.data.types[boundary_class]
         b = self.boundaries
         carried = boundary_class not in b.inputs | b.results
         tp = INVARIANT
-        if sequence_parallel and carried and self.tp_axis is not None:
-            value = b.values[boundary_class]
+        value = b.values[boundary_class]
+        if role is AxisRole.SEQUENCE and carried and self.tp_axis is not None:
             tp = sequence_type(value, dp, self.mesh.sizes[self.tp_axis])
-            if not is_legal(value.shape, self._layout(dp, tp), self.mesh.sizes):
-                tp = INVARIANT
+        elif role is AxisRole.DATA and self.data is None:
+            tp = self._batch_on_tp.types[boundary_class]
+        elif role is AxisRole.DATA and dp.is_shard:
+            tp = Shard(dp.dim, dp.blocks * self.mesh.sizes[0])
+        if not is_legal(value.shape, self._layout(dp, tp), self.mesh.sizes):
+            tp = INVARIANT
         return self._layout(dp, tp)
 
-    def _roles(self, sequence_parallel: bool) -> tuple[AxisRole, ...]:
-        on_tp = AxisRole.SEQUENCE if sequence_parallel else AxisRole.TENSOR
-        of_axis = {"dp": AxisRole.DATA, "tp": on_tp}
+    def _roles(self, role: AxisRole) -> tuple[AxisRole, ...]:
+        of_axis = {"dp": AxisRole.DATA, "tp": role}
         return tuple(of_axis[name] for name in self.mesh.names)
 
     def _stored(self, region: int, slot: int) -> list[Layout]:
@@ -197,10 +245,10 @@ class MeshSearch:
         options = stored_options(self.graphs[region], slot, self.rules[region], self.tp_axis)
         return [self._layout(INVARIANT, t) for t in options]
 
-    def _climb(self, region: int, problem: RegionProblem) -> _Chosen:
-        """Up the price ladder until enough is sharded."""
+    def _climb(self, region: int, problem: RegionProblem, role: AxisRole) -> _Chosen:
+        """Up the price ladder until enough is sharded; nothing is in the role DATA."""
         best: _Chosen | None = None
-        for price in PRICE_LADDER:
+        for price in PRICE_LADDER if role is not AxisRole.DATA else PRICE_LADDER[:1]:
             solution = problem.solve(Prices(used_s_per_byte=price))
             assert solution is not None, "running everything Invariant is always possible"
             fraction = self._fraction([(region, solution.typing)])

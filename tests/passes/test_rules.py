@@ -32,6 +32,7 @@ from meshfold.passes.rules import (
     is_legal_typing,
     op_labels,
     region_rules,
+    rule_inside,
     shard_candidates,
     typing_of,
 )
@@ -85,6 +86,28 @@ def test_pairs_of_rules_on_two_axes(sample: Sample) -> None:
     op = sample[1]()
     typings = op.typings(2, 2)
     check_typings(op, mesh_of(2, 2), typings[:: max(1, len(typings) // 24)])
+
+
+@pytest.mark.parametrize("sample", TWO_AXES, ids=name_of)
+def test_a_rule_that_goes_on_inside_its_shards(sample: Sample) -> None:
+    op = sample[1]()
+    joint = []
+    for rule in op.axis_rules(2):
+        inside = rule_inside(op.graph, 0, rule, 2, 2)
+        if inside is not None:
+            assert rule.splits_work == inside.splits_work
+            joint.append(typing_of(op.graph, 0, (rule, inside)))
+    legal = [typing for typing in joint if is_legal_typing(op.graph, 0, typing, (2, 2))]
+    check_typings(op, mesh_of(2, 2), legal[:: max(1, len(legal) // 12)])
+
+
+def test_what_does_not_divide_again_has_no_rule_inside() -> None:
+    op = SingleOp("aten.linear.default", real(6, 12), real(24, 12))
+    (rows,) = (rule for rule in op.axis_rules(2) if rule.name == "d0")
+    assert rule_inside(op.graph, 0, rows, 2, 2) is None
+    (inside,) = (rule_inside(op.graph, 0, rows, 2, 3),)
+    assert inside is not None
+    assert (inside.name, inside.inputs) == ("d0/2", (Shard(0, 2), REPLICATE))
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=name_of)

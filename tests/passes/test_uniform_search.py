@@ -215,6 +215,40 @@ def test_joint_search_finds_the_same(family):
         assert first.objective_s == pytest.approx(joint.objective_s, rel=1e-3)
 
 
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_tp_in_the_role_of_data_goes_on_with_the_batch(family):
+    """Parameters whole, the batch of 4 in quarters, gradients reduced over both axes."""
+    found = search_on(family, 2, 2).solve(zero=0, batch_on_tp=True)
+    region = layer_region(family)
+    graph, typing = graph_of(family).regions[region].graph, found.typings[region]
+    activations = [
+        layout
+        for op, of_op in zip(graph.ops, typing.ops, strict=True)
+        for v, layout in zip(op.outputs, of_op.outputs, strict=True)
+        if graph.values[v].requires_grad
+    ]
+    assert activations and all(layout == (Shard(0), Shard(0, 2)) for layout in activations)
+    stored = [x for s, x in zip(graph.slots, typing.slots, strict=True) if s.kind == "parameter"]
+    assert stored and all(layout == (INVARIANT, INVARIANT) for layout in stored)
+    assert not any(collectives(found, region))
+    assert found.sharded_fraction == 0.0
+
+
+def test_a_batch_that_does_not_divide_again_runs_whole_on_tp():
+    found = search_on("llama", 4, 2).solve(zero=0, batch_on_tp=True)
+    types = {t.outputs[0][1].kind for typing in found.typings for t in typing.ops}
+    assert types == {"I"}
+
+
+def test_without_a_dp_axis_the_batch_is_followed_on_tp():
+    data = search_on("bert", 2, 1).solve(zero=0)
+    found = search_on("bert", 1, 2).solve(zero=0, batch_on_tp=True)
+    assert [t.outputs for t in found.typings] == [t.outputs for t in data.typings]
+    for mine, theirs in zip(found.prices, data.prices, strict=True):
+        assert mine.forward_s == pytest.approx(theirs.forward_s)
+        assert mine.reduce_s["tp"] == pytest.approx(theirs.reduce_s["dp"])
+
+
 def test_same_input_same_typing():
     cluster = resolve_cluster("local-cpu", 4)
     mesh = build_mesh(cluster, 2, 2)

@@ -1,5 +1,6 @@
 """Layers of one region that do different things: the split graph, and the numbers it gives."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -8,6 +9,8 @@ import torch
 from support_fold import mlp_stack
 from support_models import tiny_model
 from support_programs import Rank, capture, local_part, on_ranks
+from support_vision import images, small_resnet
+from torch import Tensor
 
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.meshes import build_mesh
@@ -20,6 +23,7 @@ from meshfold.precision import float64_everywhere
 from meshfold.program import EmittedProgram
 from meshfold.strategy import RegionTyping
 
+TENSOR, SEQUENCE = {"sequence_parallel": False}, {"sequence_parallel": True}
 PLAIN, SHARDED, AGAIN = "zero0, sp", "zero3", "zero3, recompute full"
 
 
@@ -79,6 +83,44 @@ def mixed_choices(folded: FoldedGraph) -> list[str]:
     return choices
 
 
+def check_gradients(
+    rank: Rank, program: EmittedProgram, batch: dict[str, Tensor], expected: dict[str, Tensor]
+) -> float:
+    """The loss of a step whose gradients are those of one process."""
+    own = rank.loss(batch)
+    own.backward()
+    for name, parameter in rank.parameters.items():
+        whole = local_part(program, name, expected[name], rank.mesh)
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(grad, whole, rtol=1e-12, atol=1e-12)
+    return own.item()
+
+
+@pytest.mark.parametrize("degrees", [(2, 2), (1, 4)], ids=str)
+@pytest.mark.parametrize("head", [TENSOR, SEQUENCE])
+def test_a_data_parallel_trunk_under_a_sharded_head(
+    degrees: tuple[int, int], head: dict[str, bool]
+) -> None:
+    model, batch = small_resnet((3,)), images(4, 16, 8)
+    captured = capture(copy.deepcopy(model), batch)
+    loss = model(**batch)
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    cluster = resolve_cluster("local-cpu", 4)
+    search = MeshSearch(captured.graph, cluster, build_mesh(cluster, *degrees), 4)
+    trunk = search.solve(zero=0, batch_on_tp=True).typings
+    last = search.solve(zero=0, **head).typings[-1]
+    program = emit_typed(captured.graph, [*trunk[:-1], last], search.mesh, search.costs)
+    assert program.stored["head.weight"][-1].is_shard
+    assert not any(t.is_shard for t in program.stored["stem.weight"])
+
+    def body(rank: Rank) -> float:
+        return check_gradients(rank, program, batch, expected)
+
+    for found in on_ranks(small_resnet((3,)), captured, program, body):
+        assert found == pytest.approx(loss.item(), rel=1e-12)
+
+
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_a_mix_trains_like_one_process(family: str) -> None:
     """Neighbours that differ in sequence parallelism, in what is stored, in what is kept."""
@@ -91,13 +133,7 @@ def test_a_mix_trains_like_one_process(family: str) -> None:
     program = mixed_program(captured.graph, mixed_choices(captured.graph))
 
     def body(rank: Rank) -> float:
-        own = rank.loss(batch)
-        own.backward()
-        for name, parameter in rank.parameters.items():
-            whole = local_part(program, name, expected[name], rank.mesh)
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            torch.testing.assert_close(grad, whole, rtol=1e-12, atol=1e-12)
-        return own.item()
+        return check_gradients(rank, program, batch, expected)
 
     for found in on_ranks(model, captured, program, body):
         assert found == pytest.approx(loss.item(), rel=1e-12)
