@@ -1,5 +1,6 @@
 """The step composed from its instances, against sums by hand."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,7 @@ def compose(
     states: States = NO_STATES,
     optimizer: str = "sgd",
     outputs: tuple[Value, ...] = (),
+    gradient_bytes: Mapping[str, int] | None = None,
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     return compose_step(
         instances,
@@ -54,6 +56,7 @@ def compose(
         optimizer=optimizer,
         reserve_bytes=0,
         capacity_bytes=1000,
+        gradient_bytes=gradient_bytes or {},
     )
 
 
@@ -76,6 +79,35 @@ def test_gradients_grow_while_activations_shrink() -> None:
     estimate, _ = compose(heavy)
     # optimizer time: all gradients, no activations
     assert estimate.gradients == 1500 and estimate.activations == 0 and estimate.peak == 1500
+
+
+def test_offloaded_activations_are_there_for_two_instances_at_a_time() -> None:
+    plain = [replace(i, parameters=()) for i in chain(5)]
+    layers = [replace(i, is_offloaded=True) for i in plain]
+    estimate, kept = compose(layers)
+    # In any backward the instance's own and the one that comes back next; values between stay.
+    assert estimate.activations == 100 + 100 + 4 * 10
+    assert estimate.peak == compose(plain)[0].peak - 3 * 100
+    assert kept == (10, 10, 10, 10, 0)
+    # One of them alone: worst while the last one runs backward, the first one away.
+    one = [replace(i, is_offloaded=k == 0) for k, i in enumerate(plain[:3])]
+    assert compose(one)[0].activations == 100 + 20 + 100
+    # The last one, or two, have no time to leave.
+    assert compose(layers[:2])[0] == compose(plain[:2])[0]
+
+
+def test_gradients_that_leave_are_there_for_one_instance_more() -> None:
+    heavy = [
+        replace(i, parameters=(ParameterUse(f"w{k}", 1, 500, 500, "direct"),))
+        for k, i in enumerate(chain(3))
+    ]
+    away, _ = compose(heavy, gradient_bytes={"w0": 0, "w1": 0, "w2": 0})
+    # While instance 1 runs backward, w2's is on its way; instance 0 keeps 100, 1 its own 170.
+    assert (away.buckets, away.gradients) == (500, 0)
+    assert away.peak == 500 + 100 + 10 + 170
+    shared, _ = compose(heavy, gradient_bytes={"w0": 125, "w1": 125, "w2": 125})
+    # Instance 0 runs backward: quarters of two, the rest of the nearer one.
+    assert shared.gradients == 250 and shared.buckets == 375
 
 
 def test_a_tied_parameter_has_one_gradient() -> None:
