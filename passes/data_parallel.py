@@ -16,7 +16,7 @@ from meshfold.passes.axis_roles import AxisRole
 from meshfold.passes.boundaries import Boundaries, batch_type
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.region_search import RegionSolution, SearchTables, prepare_region
-from meshfold.passes.rule_domains import RuleTable
+from meshfold.passes.rule_domains import RuleTable, is_constant_op
 from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType, is_legal
 
 
@@ -61,7 +61,7 @@ def follow_batch(
         outputs = [
             [(types[c],)]
             if c in types
-            else _leaving(graph.values[v], rules[r], graph, v, axis_size)
+            else _leaving(graph, v, rules[r], batch_type(graph.values[v], batch_size, axis_size))
             for c, v in zip(boundaries.outputs[r], graph.outputs, strict=True)
         ]
         problem = prepare_region(
@@ -84,15 +84,16 @@ def follow_batch(
     )
 
 
-def _leaving(
-    value: Value, rules: RuleTable, graph: OpGraph, v: int, axis_size: int
-) -> list[Layout]:
-    """Layouts in which an output may leave: Invariant, or a shard that its producer can make."""
+def _leaving(graph: OpGraph, v: int, rules: RuleTable, batch: SpmdType) -> list[Layout]:
+    """Layouts in which an output may leave: Invariant, or a shard that its producer can make. A
+    constant as large as the batch leaves as the batch is cut. batch: its type if it does."""
     k = graph.producers[v]
     if k < 0:
         return [(INVARIANT,)]
     position = graph.ops[k].outputs.index(v)
     shards = {rule.outputs[position] for rule in rules[k][0] if rule.outputs[position].is_shard}
+    if is_constant_op(graph, k) and batch in shards:
+        return [(batch,)]
     return [(INVARIANT,), *((t,) for t in sorted(shards))]
 
 

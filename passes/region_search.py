@@ -25,6 +25,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import OpGraph
 from meshfold.passes.axis_roles import AxisRole, SearchCosts
+from meshfold.passes.constants import shard_constants
 from meshfold.passes.conversion_tables import ConversionTables
 from meshfold.passes.elimination import (
     Elimination,
@@ -80,6 +81,7 @@ class RegionProblem:
     graph: OpGraph
     mesh: Mesh
     costs: CostModel
+    table: RuleTable
     domains: tuple[OpDomain, ...]
     factors: FactorGraph
 
@@ -152,7 +154,7 @@ def prepare_region(
         slot_layouts,
         output_layouts,
     )
-    return RegionProblem(graph, mesh, costs, domains, factors)
+    return RegionProblem(graph, mesh, costs, rules, domains, factors)
 
 
 def solve_region(
@@ -194,9 +196,10 @@ def _solution(problem: RegionProblem, prices: Prices, found: Elimination) -> Reg
         ops=tuple(typing_of(graph, k, r) for k, r in enumerate(rules)),
         outputs=tuple(_read(port, values) for port in factors.outputs),
     )
+    typing, joint = shard_constants(graph, problem.table, typing, rules, problem.mesh.sizes)
     return RegionSolution(
         typing=typing,
-        rules=tuple(rules),
+        rules=joint,
         objective_s=float(found.table),
         num_variables=len(factors.domains),
         largest_domain=max(factors.domains, default=1),

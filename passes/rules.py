@@ -265,9 +265,10 @@ def _op_rules(
     """Rules of one op on one axis, "I" first. Rules that mean the same types are given once."""
     fixed = _fixed_rules(graph, op, spec)
     constant = all(graph.values[v].depends is Dependence.CONSTANT for v in op.outputs)
-    if spec is None or size == 1 or constant:
+    if spec is None or size == 1:
         return (fixed[0],)
-    rules = [*fixed]
+    # A constant is the same on all ranks, or each makes its shard; pending sums are for gradients.
+    rules = fixed[:1] if constant else [*fixed]
     order = {label: k for k, label in enumerate(spec.names)}
     for label, place in sorted(shardings, key=lambda key: (order[key[0]], key[1])):
         shards = shardings[label, place]

@@ -262,11 +262,15 @@ def test_a_repeated_operand_is_not_partial_on_one_side() -> None:
     assert [r.name for r in region_rules(graph, (2,))[0][0]] == ["I", "R", "d0"]
 
 
-def test_constants_and_single_ranks_run_invariant() -> None:
+def test_constants_have_shards_and_no_pending_sums() -> None:
     values = tuple(Value((4,), "float64", False, Dependence.CONSTANT) for _ in range(2))
     op = Op("aten.neg.default", (Ref(0),), (), (1,))
     graph = OpGraph((Slot(SlotKind.CONSTANT),), values, (op,), (1,))
-    assert [[r.name for r in axis] for axis in region_rules(graph, (2, 1))[0]] == [["I"], ["I"]]
+    names = [[r.name for r in axis] for axis in region_rules(graph, (2, 1))[0]]
+    assert names == [["I", "d0"], ["I"]]
+
+
+def test_a_single_rank_runs_invariant() -> None:
     sample = SingleOp("aten.neg.default", real(4))
     assert [r.name for r in region_rules(sample.graph, (1,))[0][0]] == ["I"]
 

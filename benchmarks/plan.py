@@ -1,0 +1,121 @@
+"""CPU time, proof and outcome of whole plans, beyond capture and imports.
+
+    python benchmarks/plan.py [--depth] [--devices]
+
+One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds. --depth plans
+one model at 12 to 96 layers, --devices at 8 to 16,384 devices: what counts there is the last row
+over the first. Every plan runs twice and the second is measured: the first brings in what torch
+imports late.
+"""
+
+import json
+import resource
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from meshfold.capture import capture
+from meshfold.cluster import ClusterSpec
+from meshfold.cost_models.devices import cluster as preset
+from meshfold.models import build_model
+from meshfold.opgraph import FoldedGraph
+from meshfold.options import CompileOptions
+from meshfold.passes.planner import find_plan_for
+from meshfold.plan import Plan
+from meshfold.probe import OpProber
+from meshfold.units import bytes_text, seconds_text
+
+CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
+SEQUENCE = 2048
+GPT_1T = {"n_layer": 128, "n_embd": 25600, "n_head": 160}
+"""The largest row of Narayanan et al. 2021 (arXiv:2104.04473): 1 trillion parameters."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model (a configuration file with fields replaced), a cluster, a global batch."""
+
+    name: str
+    config: str
+    cluster: str
+    batch: int
+    fields: tuple[tuple[str, int], ...] = ()
+
+
+CASES = (
+    Case("Llama-3-8B", "llama-3-8b", "dgx-h100x8", 64),
+    Case("GPT-3 175B", "gpt3-175b", "dgx-a100-80x128", 1536),
+    Case("GPT 1T", "gpt3-175b", "dgx-a100-80x384", 3072, tuple(GPT_1T.items())),
+    Case("Llama-3-405B", "llama-3-405b", "dgx-h100x2048", 2048),
+)
+DEPTHS = tuple(
+    Case(f"GPT-3, {n} layers", "gpt3-175b", "dgx-a100-80x16", 256, (("n_layer", n),))
+    for n in (12, 24, 48, 96)
+)
+DEVICES = tuple(
+    Case(f"Llama-3-8B, {8 * n} devices", "llama-3-8b", f"dgx-h100x{n}", 8 * n)
+    for n in (1, 8, 64, 512, 2048)
+)
+
+
+def graph_of(case: Case) -> FoldedGraph:
+    """The folded graph of a case's model; no weights are made."""
+    fields = json.loads((CONFIGS / f"{case.config}.json").read_text()) | dict(case.fields)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(fields))
+        built = build_model(str(path), batch=case.batch, sequence=SEQUENCE)
+    return capture(built.model, built.example_inputs).graph
+
+
+def planned(graph: FoldedGraph, cluster: ClusterSpec, case: Case) -> tuple[Plan, float]:
+    """The plan and the CPU seconds it took."""
+    start = time.process_time()
+    plan = find_plan_for(
+        graph,
+        cluster,
+        CompileOptions(),
+        model_name=case.name,
+        batch_size=case.batch,
+        probe=OpProber(),
+    )
+    return plan, time.process_time() - start
+
+
+def measure(cases: tuple[Case, ...]) -> None:
+    """Print the table of some cases."""
+    click.echo(f"{'':<24}{'devices':>8}{'step':>10}{'peak':>9}{'gap':>8}{'priced':>7}{'CPU s':>8}")
+    seconds = []
+    for case in cases:
+        graph, cluster = graph_of(case), preset(case.cluster)
+        planned(graph, cluster, case)
+        plan, cpu_s = planned(graph, cluster, case)
+        seconds.append(cpu_s)
+        click.echo(
+            f"{case.name:<24}{cluster.num_devices:>8,}{seconds_text(plan.time.step_s):>10}"
+            f"{bytes_text(plan.memory.peak):>9}{100 * plan.gap:>7.2f}%"
+            f"{plan.search.num_candidates:>7}{cpu_s:>8.2f}  {plan.strategy.label}"
+        )
+    click.echo(f"last over first: {seconds[-1] / seconds[0]:.2f} x\n")
+
+
+@click.command()
+@click.option("--depth", is_flag=True, help="12 to 96 layers.")
+@click.option("--devices", is_flag=True, help="8 to 16,384 devices.")
+def main(depth: bool, devices: bool) -> None:
+    """Plan the cases and print what it took."""
+    if not (depth or devices):
+        measure(CASES)
+    if depth:
+        measure(DEPTHS)
+    if devices:
+        measure(DEVICES)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    click.echo(f"peak resident memory of this process: {bytes_text(peak_bytes)}")
+
+
+if __name__ == "__main__":
+    main()
