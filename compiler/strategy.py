@@ -4,7 +4,9 @@ The typing is the whole truth: types of operands and results per op and axis, an
 of each parameter. The search makes it, the plan stores it, the emitter obeys it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from meshfold.spmd import Layout
@@ -18,6 +20,15 @@ planned, not run yet."""
 Offload = Literal["none", "optimizer", "activations"]
 """What lives in the host's memory between uses: nothing; gradients and optimizer states, which the
 host updates; or what a region keeps inside for its backward. Can be planned, not run yet."""
+
+
+TpMode = Literal["tensor", "sequence", "data"]
+"""What a tp axis does in a region: shards its weights; and the sequence between them; or shards the
+batch inside of what dp leaves, with whole weights, beside regions that shard theirs."""
+
+_TP_SUFFIX: Mapping[TpMode, str] = MappingProxyType(
+    {"tensor": "", "sequence": "+sp", "data": " as dp"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +70,10 @@ class RegionTyping:
 class UniformStrategy:
     """One leaf of the decision tree, for a region or for a whole model: degrees, sequence parallel
     on tp, ZeRO level on dp (0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and
-    parameters), what is recomputed, what is offloaded.
+    parameters), what is recomputed, what is offloaded; pipeline stages, and parts that a rank's
+    share of the batch is run in.
 
-    `label` is how people read it: "dp2 x tp4+sp, zero3, recompute full".
+    `label` is how people read it: "pp8 x dp2 x tp4+sp, zero1, recompute full, 64 microbatches".
     """
 
     dp: int = 1
@@ -70,12 +82,15 @@ class UniformStrategy:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     offload: Offload = "none"
+    batch_on_tp: bool = False
+    pp: int = 1
+    microbatches: int = 1
 
     @property
     def label(self) -> str:
-        parts = [f"dp{self.dp}"] if self.dp > 1 else []
+        parts = [f"{name}{size}" for name, size in (("pp", self.pp), ("dp", self.dp)) if size > 1]
         if self.tp > 1:
-            parts.append(f"tp{self.tp}" + ("+sp" if self.sequence_parallel else ""))
+            parts.append(f"tp{self.tp}" + _TP_SUFFIX[self.tp_mode])
         words = [" x ".join(parts) or "one device"]
         if self.zero and self.dp > 1:
             words.append(f"zero{self.zero}")
@@ -83,10 +98,20 @@ class UniformStrategy:
             words.append(f"recompute {self.recompute}")
         if self.offload != "none":
             words.append(f"offload {self.offload}")
+        if self.microbatches > 1:
+            words.append(f"{self.microbatches} microbatches")
         return ", ".join(words)
+
+    @property
+    def tp_mode(self) -> TpMode:
+        """What the tp axis does."""
+        if self.batch_on_tp:
+            return "data"
+        return "sequence" if self.sequence_parallel else "tensor"
 
     @property
     def runs(self) -> bool:
         """Whether the emitter can run it; else it can only be planned."""
+        in_one_pass = self.pp == 1 and self.microbatches == 1
         is_kept = self.recompute != "selective" and self.offload == "none"
-        return is_kept and self.zero in (0, 3)
+        return in_one_pass and is_kept and self.zero in (0, 3)

@@ -60,6 +60,13 @@ def collective_s(
     return min(times)
 
 
+def transfer_s(num_bytes: float, link: LinkSpec) -> float:
+    """Seconds of one message of `num_bytes` from one rank to another over `link`; 0 for none."""
+    if num_bytes <= 0:
+        return 0.0
+    return link.start_s + link.latency_s + num_bytes / link.bytes_per_s * _ramp(link, num_bytes)
+
+
 def link_rate_bytes_per_s(link: LinkSpec, num_ranks: int) -> float:
     """Rate of a group of `num_ranks` in a node: the measured points, linear between them."""
     points = link.bytes_per_s_by_ranks

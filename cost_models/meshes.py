@@ -1,7 +1,8 @@
 """The meshes a cluster offers: every factorisation of its devices over data and tensor parallel.
 
 dp is outermost (its groups cross nodes first, one large message per region hides well), tp
-innermost (on the fastest links, many small messages in the critical path).
+innermost (on the fastest links, many small messages in the critical path). pp, where it is asked
+for, is outside of both: stages exchange least, and with their neighbours only.
 """
 
 from collections.abc import Iterator
@@ -12,21 +13,23 @@ from meshfold.errors import ClusterSpecError
 from meshfold.mesh import Mesh, MeshAxis
 
 
-def build_mesh(cluster: ClusterSpec, dp: int, tp: int) -> Mesh:
-    """The mesh of dp x tp ranks, axes of one rank left out (one device: a mesh of no axes).
+def build_mesh(cluster: ClusterSpec, dp: int, tp: int, pp: int = 1) -> Mesh:
+    """The mesh of pp x dp x tp ranks, axes of one rank left out (one device: a mesh of no axes).
 
     Each axis names the slowest link that its groups cross. Raises ClusterSpecError when the
     cluster has fewer devices.
     """
-    for name, size in (("dp", dp), ("tp", tp)):
+    degrees = (("pp", pp), ("dp", dp), ("tp", tp))
+    for name, size in degrees:
         if size < 1:
             raise ClusterSpecError(f"groups: {name}={size} is no degree; write 1 or more")
-    if dp * tp > cluster.num_devices:
+    if pp * dp * tp > cluster.num_devices:
+        pipeline = f"pp={pp} x " if pp > 1 else ""
         raise ClusterSpecError(
-            f"groups: dp={dp} x tp={tp} needs {dp * tp} devices, "
+            f"groups: {pipeline}dp={dp} x tp={tp} needs {pp * dp * tp} devices, "
             f"cluster {cluster.name} has {cluster.num_devices}"
         )
-    axes = tuple(MeshAxis(name, size) for name, size in (("dp", dp), ("tp", tp)) if size > 1)
+    axes = tuple(MeshAxis(name, size) for name, size in degrees if size > 1)
     bare = Mesh(axes)
     return Mesh(
         tuple(

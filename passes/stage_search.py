@@ -90,6 +90,27 @@ def search_stages(
     """
     if schedules is None:
         schedules = default_schedules(problem)
+    found = search_faster_stages(
+        problem, schedules, np.inf, tolerance=tolerance, solve_run=solve_run, max_cells=max_cells
+    )
+    if not isinstance(found, PipelinePlan):
+        raise _infeasible(problem, schedules)
+    return found
+
+
+def search_faster_stages(
+    problem: StageProblem,
+    schedules: Sequence[Schedule],
+    beat_s: float,
+    *,
+    tolerance: float | None = None,
+    solve_run: RunSolver = solve_runs,
+    max_cells: int = MAX_CELLS,
+    max_parts: int = MAX_PARTS,
+) -> PipelinePlan | float:
+    """As search_stages, for plans faster than beat_s; where none is found, a lower bound in seconds
+    on all plans, beat_s at most (infinite where nothing fits and beat_s is). max_parts: of cuts
+    that are bounded apart, 0: the gap is left as it is before."""
     _check(problem, schedules)
     if tolerance is None:
         tolerance = default_tolerance(problem)
@@ -97,9 +118,9 @@ def search_stages(
     tables = StageTables(problem, cells)
     searches: list[_ScheduleSearch] = []
     best: _ScheduleSearch | None = None
+    limit_s = beat_s
     pruned_s: list[float] = []
     for schedule in sorted(schedules, key=lambda s: (sum(s.in_flight), str(s))):
-        limit_s = np.inf if best is None else best.step_s
         search = _ScheduleSearch(problem, schedule, tables, max_cells)
         bound_s = next((b for o in reversed(searches) if (b := search.bound_from(o, limit_s))), 0.0)
         if bound_s * (1 + tolerance) >= limit_s:
@@ -108,13 +129,14 @@ def search_stages(
         searches.append(search)
         search.close(limit_s, tolerance)
         if search.step_s < limit_s:
-            best = search
+            best, limit_s = search, search.step_s
+    for search in sorted(searches, key=lambda s: s.bound_s) if max_parts else ():
+        search.branch(limit_s, tolerance, max_parts)
+        if search.step_s < limit_s:
+            best, limit_s = search, search.step_s
+    lower_s = min([limit_s, *pruned_s, *(search.bound_s for search in searches)])
     if best is None:
-        raise _infeasible(problem, schedules)
-    for search in sorted(searches, key=lambda s: s.bound_s):
-        search.branch(best.step_s, tolerance)
-        if search.step_s < best.step_s:
-            best = search
+        return lower_s
     stats = StageSearchStats(
         len(schedules),
         len(pruned_s),
@@ -122,7 +144,6 @@ def search_stages(
         sum(search.num_simulations for search in searches),
         any(search.capped for search in searches),
     )
-    lower_s = min([best.step_s, *pruned_s, *(search.bound_s for search in searches)])
     return best.plan(lower_s, stats)
 
 
@@ -219,12 +240,12 @@ class _ScheduleSearch:
         else:
             self._left = found
 
-    def branch(self, limit_s: float, tolerance: float) -> None:
+    def branch(self, limit_s: float, tolerance: float, max_parts: int) -> None:
         """Splits the cuts left by where the widest open cut may lie, the part with the lowest bound
         first: inside a part the sums before and after a stage agree better with each other."""
         front = [] if self._left is None else [(self._left.bound_s, 0, self._left)]
         settled_s = np.inf
-        for number in range(1, MAX_PARTS // self.problem.num_devices + 2):
+        for number in range(1, max_parts // self.problem.num_devices + 2):
             limit = min(limit_s, self.step_s)
             if not front or limit <= front[0][0] * (1 + tolerance):
                 break

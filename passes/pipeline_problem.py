@@ -1,0 +1,332 @@
+"""From a folded graph and degrees of parallelism to a chain of layers that stages are cut from.
+
+    MicrobatchGraphs      graph of one microbatch of one rank            (pipeline_microbatch.py)
+      -> region search    on the tp axis, per microbatch size and tp     (uniform_search.py)
+      -> RegionTable      prices and memory by what is recomputed        (pipeline_layers.py)
+      -> StageProblem     one run per run of the folded graph, with its
+                          strategies, hops and held values               (stage_problem.py)
+
+Instances are layers of the chain in execution order. At a cut every value that is made before it
+and read behind it crosses, constants excepted (each stage makes its own): the next stage receives
+it, keeps it per microbatch in flight, and hands it on if a later one reads it, too. All stages of
+one pipeline are sequence-parallel or none is, so that the layouts at the cuts agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from meshfold.cluster import ClusterSpec
+from meshfold.cost_models.collectives import collective_s
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.cost_models.stages import hop_link, hop_s
+from meshfold.cost_models.topology import GroupShape, group_shape
+from meshfold.opgraph import ITEM_BYTES, Dependence, FoldedGraph, SourceKind
+from meshfold.options import CompileOptions
+from meshfold.passes.parameter_prices import local_bytes
+from meshfold.passes.pipeline_layers import (
+    LayerFigures,
+    RegionTable,
+    Surroundings,
+    layer_figures,
+    parameters_of,
+)
+from meshfold.passes.pipeline_microbatch import MicrobatchGraphs
+from meshfold.passes.region_memory import Probe, memory_of_region, program_states
+from meshfold.passes.region_search import RegionSolution
+from meshfold.passes.run_dual import FloatArray, IntArray
+from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
+from meshfold.passes.uniform_search import MeshSearch
+from meshfold.spmd import Layout
+from meshfold.strategy import Recompute, UniformStrategy
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramTables:
+    """A program typed for one microbatch of one rank on a tp axis. crossing_bytes: of what crosses
+    the cut before each instance, 0 before the first. buffer_bytes, input_bytes: of one rank."""
+
+    folded: FoldedGraph
+    regions: tuple[RegionTable, ...]
+    crossing_bytes: IntArray
+    buffer_bytes: int
+    input_bytes: int
+    sharded_fraction: float
+
+    @property
+    def fastest_s(self) -> float:
+        """A microbatch through all layers takes at least this."""
+        return sum(self.regions[i.region].fastest_s for i in self.folded.instances)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineProblem:
+    """A chain with everything its answer is written down from. figures: region number and name of
+    a strategy -> its figures."""
+
+    degrees: UniformStrategy
+    chain: StageProblem
+    figures: dict[tuple[int, str], LayerFigures]
+    tables: ProgramTables
+    fixed_bytes: int
+    capacity_bytes: int
+    launch_s: float
+
+
+class PipelineProblems:
+    """Problems of one model on one cluster; typed programs are shared by all that ask for the same
+    microbatch of a rank and the same tp."""
+
+    def __init__(
+        self,
+        folded: FoldedGraph,
+        cluster: ClusterSpec,
+        options: CompileOptions,
+        batch_size: int,
+        probe: Probe,
+    ) -> None:
+        self.folded = folded
+        self.cluster = cluster
+        self.options = options
+        self.batch_size = batch_size
+        self.probe = probe
+        self.microbatches = MicrobatchGraphs(folded, cluster, batch_size)
+        self.reserve_bytes = max(group.device.reserve_bytes for group in cluster.groups)
+        smallest = min(group.device.memory_bytes for group in cluster.groups)
+        self.capacity_bytes = options.memory_bytes or smallest
+        self._holders = _num_holders(folded)
+        self._searches: dict[tuple[int, int], MeshSearch] = {}
+        self._tables: dict[tuple[int, int, bool], ProgramTables] = {}
+
+    def tables(self, degrees: UniformStrategy, recomputes: Sequence[Recompute]) -> ProgramTables:
+        """The typed program that `degrees` (dp, tp, microbatches, sequence_parallel) ask for."""
+        parts = degrees.dp * degrees.microbatches
+        key = parts, degrees.tp, degrees.sequence_parallel
+        if key not in self._tables:
+            self._tables[key] = self._typed(*key, recomputes)
+        return self._tables[key]
+
+    def problem(self, strategies: Sequence[UniformStrategy]) -> PipelineProblem:
+        """The chain whose layers choose among `strategies`, alike in all degrees."""
+        degrees = replace(strategies[0], zero=0, recompute="none")
+        recomputes = list(dict.fromkeys(s.recompute for s in strategies))
+        tables = self.tables(degrees, recomputes)
+        around = self._surroundings(degrees)
+        regions = [
+            _undominated([layer_figures(table, strategy, around) for strategy in strategies])
+            for table in tables.regions
+        ]
+        layers = [
+            _layer_costs(region.name, figures)
+            for region, figures in zip(tables.folded.regions, regions, strict=True)
+        ]
+        fixed_bytes = self._fixed_bytes(tables, degrees)
+        chain = StageProblem.build(
+            tuple(LayerRun(layers[r], count) for r, _, count in tables.folded.runs),
+            num_stages=degrees.pp,
+            num_microbatches=degrees.microbatches,
+            memory_bytes=max(0, self.capacity_bytes - fixed_bytes),
+            hop_s=self._hops_s(tables, degrees),
+            held_bytes=tables.crossing_bytes,
+        )
+        figures = {
+            (r, x.strategy.label): x for r, of_region in enumerate(regions) for x in of_region
+        }
+        return PipelineProblem(
+            degrees, chain, figures, tables, fixed_bytes, self.capacity_bytes, around.costs.launch_s
+        )
+
+    # Tables.
+
+    def _typed(
+        self, parts: int, tp: int, sequence_parallel: bool, recomputes: Sequence[Recompute]
+    ) -> ProgramTables:
+        folded = self.microbatches.graph(parts)
+        if (parts, tp) not in self._searches:
+            mesh = build_mesh(self.cluster, 1, tp)
+            size = self.batch_size // parts
+            self._searches[parts, tp] = MeshSearch(folded, self.cluster, mesh, size)
+        search = self._searches[parts, tp]
+        program = search.solve(zero=0, sequence_parallel=sequence_parallel)
+        solutions = search.solutions(sequence_parallel=sequence_parallel)
+        tables = [
+            self._region(folded, r, search, solution, recomputes)
+            for r, solution in enumerate(solutions)
+        ]
+        kept = _kept_outputs(folded, tables)
+        states = program_states(folded, program.typings, search.mesh)
+        crossing = _crossing_bytes(folded, [s.typing.outputs for s in solutions], search)
+        return ProgramTables(
+            folded,
+            tuple(
+                replace(table, kept_output_bytes=k) for table, k in zip(tables, kept, strict=True)
+            ),
+            crossing,
+            states.buffers,
+            states.inputs,
+            program.sharded_fraction,
+        )
+
+    def _region(
+        self,
+        folded: FoldedGraph,
+        region: int,
+        search: MeshSearch,
+        solution: RegionSolution,
+        recomputes: Sequence[Recompute],
+    ) -> RegionTable:
+        graph, typing = folded.regions[region].graph, solution.typing
+        floats = next(i.floats for i in folded.instances if i.region == region)
+        return RegionTable(
+            mesh=search.mesh,
+            prices={r: solution.pricer.price(typing.slots, r) for r in recomputes},
+            memories={
+                r: memory_of_region(
+                    graph,
+                    replace(typing, recompute=r),
+                    search.mesh,
+                    self.probe,
+                    costs=search.costs,
+                    floats=floats,
+                )
+                for r in recomputes
+            },
+            parameters=parameters_of(graph, typing.slots, self._holders[region]),
+            kept_output_bytes=0,
+        )
+
+    # Surroundings.
+
+    def _surroundings(self, degrees: UniformStrategy) -> Surroundings:
+        mesh = build_mesh(self.cluster, degrees.dp, degrees.tp, degrees.pp)
+        costs = CostModel(self.cluster, mesh)
+        one = GroupShape(1, 1, 1, 1)
+        over_dp, over_pp = (
+            group_shape(self.cluster, mesh, (mesh.index(name),)) if name in mesh.names else one
+            for name in ("dp", "pp")
+        )
+        price = partial(collective_s, link=costs.node_link, network=self.cluster.network)
+
+        def over_holders(num_bytes: float, holders: int) -> float:
+            holders = min(holders, degrees.pp)
+            nodes = holders if over_pp.crosses_nodes else 1
+            per_node = 1 if over_pp.crosses_nodes else holders
+            group = GroupShape(holders, nodes, per_node, per_node)
+            return price("all_reduce", num_bytes, group=group)
+
+        return Surroundings(
+            degrees.dp,
+            lambda kind, num_bytes: price(kind, num_bytes, group=over_dp),
+            over_holders,
+            costs,
+            self.options.optimizer,
+        )
+
+    def _hops_s(self, tables: ProgramTables, degrees: UniformStrategy) -> FloatArray:
+        cuts = tables.crossing_bytes[1:]
+        if degrees.pp == 1:
+            return np.zeros(len(cuts))
+        mesh = build_mesh(self.cluster, degrees.dp, degrees.tp, degrees.pp)
+        link = hop_link(self.cluster, mesh)
+        seconds = {size: hop_s(size, link) for size in set(cuts.tolist())}
+        return np.array([seconds[size] for size in cuts.tolist()])
+
+    def _fixed_bytes(self, tables: ProgramTables, degrees: UniformStrategy) -> int:
+        """Framework, buffers, the batch, and parameters that no layer reads."""
+        unread = sum(
+            int(np.prod(p.shape)) * ITEM_BYTES[p.dtype]
+            for p in self.folded.parameters
+            if not p.used
+        )
+        inputs = degrees.microbatches * tables.input_bytes
+        return self.reserve_bytes + tables.buffer_bytes + inputs + unread
+
+
+def _num_holders(folded: FoldedGraph) -> list[list[int]]:
+    """Per region and slot: how many layers read the parameter, at the instance where most do."""
+    readers: dict[str, set[int]] = {}
+    for k, instance in enumerate(folded.instances):
+        for source in instance.sources:
+            if source.kind is SourceKind.PARAMETER:
+                readers.setdefault(source.name, set()).add(k)
+    holders = [[0] * len(region.graph.slots) for region in folded.regions]
+    for instance in folded.instances:
+        of_region = holders[instance.region]
+        for i, source in enumerate(instance.sources):
+            if source.kind is SourceKind.PARAMETER:
+                of_region[i] = max(of_region[i], len(readers[source.name]))
+    return holders
+
+
+def _kept_outputs(folded: FoldedGraph, tables: Sequence[RegionTable]) -> list[int]:
+    """Per region, bytes of outputs that a reader keeps for its backward, whatever it recomputes."""
+    kept: list[dict[int, int]] = [{} for _ in tables]
+    for instance in folded.instances:
+        readers = tables[instance.region].memories.values()
+        for slot, source in enumerate(instance.sources):
+            if source.kind is not SourceKind.VALUE:
+                continue
+            if any(slot in memory.saved_slots for memory in readers):
+                maker = folded.instances[source.instance].region
+                sizes = [m.output_bytes[source.output] for m in tables[maker].memories.values()]
+                kept[maker][source.output] = max(sizes)
+    return [sum(outputs.values()) for outputs in kept]
+
+
+def _crossing_bytes(
+    folded: FoldedGraph, outputs: Sequence[Sequence[Layout]], search: MeshSearch
+) -> IntArray:
+    """Bytes that cross the cut before each instance. outputs: layouts, per region."""
+    last_reader: dict[tuple[int, int], int] = {}
+    for k, instance in enumerate(folded.instances):
+        for source in instance.sources:
+            if source.kind is SourceKind.VALUE:
+                last_reader[source.instance, source.output] = k
+    crossing = np.zeros(len(folded.instances), np.int64)
+    for (maker, output), reader in last_reader.items():
+        region = folded.instances[maker].region
+        graph = folded.regions[region].graph
+        value = graph.values[graph.outputs[output]]
+        if value.depends is not Dependence.CONSTANT:
+            size = local_bytes(value, outputs[region][output], search.mesh.sizes)
+            crossing[maker + 1 : reader + 1] += size
+    return crossing
+
+
+def _undominated(figures: Sequence[LayerFigures]) -> list[LayerFigures]:
+    """Without those that another one is no worse than in anything; of equals the first by name."""
+    ordered = sorted(figures, key=lambda x: (_criteria(x), x.strategy.label))
+    kept: list[LayerFigures] = []
+    for x in ordered:
+        mine = _criteria(x)
+        others = map(_criteria, kept)
+        if not any(all(a <= b for a, b in zip(o, mine, strict=True)) for o in others):
+            kept.append(x)
+    return kept
+
+
+def _criteria(x: LayerFigures) -> tuple[float, ...]:
+    return (
+        x.forward_s,
+        x.backward_s,
+        x.sync_s,
+        x.state_bytes,
+        x.activation_bytes,
+        x.passing_bytes,
+    )
+
+
+def _layer_costs(name: str, figures: Sequence[LayerFigures]) -> LayerCosts:
+    return LayerCosts.build(
+        name,
+        tuple(x.strategy.label for x in figures),
+        forward_s=[x.forward_s for x in figures],
+        backward_s=[x.backward_s for x in figures],
+        sync_s=[x.sync_s for x in figures],
+        state_bytes=[x.state_bytes for x in figures],
+        activation_bytes=[x.activation_bytes for x in figures],
+        transient_bytes=[x.passing_bytes for x in figures],
+    )

@@ -1,0 +1,254 @@
+"""The best pipeline of one model: stages and strategies per layer on every choice of degrees.
+
+    tree of degrees (pipeline_tree.py), a bound for each
+        -> lowest bound first, until it reaches the best plan found (mesh_search.best_first),
+           bounds in three tiers, each dearer and higher than the one before:
+
+    peak rate   the floating-point operations of a microbatch at the rate of the device
+    kernels     its kernels and its collectives on tp, each layer at its fastest
+    stages      the bound of the stage search before its gap is closed (stage_search.py)
+
+The first two count the least bubble of p stages and m microbatches (cost_models/stages.py). The
+third comes with a plan, so that the best one is known early; only degrees whose bound is still
+below it are searched to the end. The plan without a pipeline takes part as a candidate that is
+solved already: both kinds share one incumbent and one lower bound.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshfold.cost_models.compute import op_work
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.cost_models.pipeline import StageTimes, device_ends_s
+from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.cost_models.stages import bubble_factor
+from meshfold.errors import InfeasibleError
+from meshfold.passes.mesh_search import BoundRule, MeshSearchResult, Solution, best_first
+from meshfold.passes.pipeline_layers import LayerFigures
+from meshfold.passes.pipeline_problem import PipelineProblem, PipelineProblems
+from meshfold.passes.pipeline_tree import PipelineTree
+from meshfold.passes.stage_plan import PipelinePlan
+from meshfold.passes.stage_search import search_faster_stages
+from meshfold.strategy import UniformStrategy
+
+PEAK_RATE = "peak rate and bubble above the best plan"
+KERNELS = "kernels and bubble above the best plan"
+
+STAGES = "stages above the best plan"
+
+TOLERANCE = 1e-3
+"""Degrees that cannot be better by more than this share are left out; the gap says so."""
+
+MAX_PARTS = 120
+"""Parts of cuts bounded apart, per schedule, where a gap is closed."""
+
+
+@dataclass(frozen=True, eq=False)
+class PricedPipeline:
+    """Stages with exact figures. layers: per layer of the chain its figures; device_s: per stage
+    from the start to the end of its last work; step_s: the latest of them."""
+
+    problem: PipelineProblem
+    plan: PipelinePlan
+    layers: tuple[LayerFigures, ...]
+    device_s: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        return max(self.device_s)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineOutcome:
+    """best: None where the plan without a pipeline is faster, or nothing fits. lower_bound_s: no
+    plan of any candidate, the one without a pipeline included, is faster. searched: (degrees,
+    bound, step) of the candidates whose stages were searched; step None where no plan is faster."""
+
+    best: PricedPipeline | None
+    lower_bound_s: float
+    cuts: dict[str, int]
+    num_searched: int
+    num_infeasible: int
+    searched: tuple[tuple[UniformStrategy, float, float | None], ...]
+
+
+def search_pipelines(
+    problems: PipelineProblems,
+    tree: PipelineTree,
+    *,
+    step_s: float = np.inf,
+    lower_bound_s: float = np.inf,
+) -> PipelineOutcome:
+    """The best pipeline that beats `step_s`, the step of the best plan without one, whose own lower
+    bound is `lower_bound_s` (both infinite where there is none)."""
+    race = _Race(problems, tree, step_s, lower_bound_s)
+    result = race.run()
+    if result is None:
+        return PipelineOutcome(None, np.inf, {}, race.num_searched, race.num_searched, ())
+    best = result.solution.plan
+    lower_s = result.lower_bound_s
+    cuts = {rule: n for rule, n in result.stats.pruned.items() if n}
+    infeasible = sum(bound_s == np.inf for _, bound_s, _ in race.searched.values())
+    outcomes = tuple(race.searched[i] for i in sorted(race.searched))
+    return PipelineOutcome(best, lower_s, cuts, len(outcomes), infeasible, outcomes)
+
+
+class _Race:
+    """Candidates in order of their bounds; the last one is the plan without a pipeline."""
+
+    def __init__(
+        self, problems: PipelineProblems, tree: PipelineTree, step_s: float, lower_bound_s: float
+    ) -> None:
+        self.problems = problems
+        self.tree = tree
+        self.degrees = tree.candidates
+        self.without = Solution[PricedPipeline | None](step_s, lower_bound_s, None)
+        self.incumbent_s = step_s
+        self.found: dict[int, PricedPipeline] = {}
+        self.searched: dict[int, tuple[UniformStrategy, float, float | None]] = {}
+        """By number of the candidate: degrees, lower bound, step."""
+
+    @property
+    def num_searched(self) -> int:
+        return len(self.searched)
+
+    def run(self) -> MeshSearchResult[PricedPipeline | None] | None:
+        """The winner; None when nothing fits."""
+        candidates = [_key(d) for d in self.degrees]
+        bounds = peak_rate_bounds_s(self.problems, self.degrees)
+        if np.isfinite(self.incumbent_s):
+            candidates.append((0,) * len(candidates[0]))
+            bounds = np.append(bounds, self.without.lower_bound_s)
+        refine = [BoundRule(KERNELS, self._kernels_s), BoundRule(STAGES, self._stages_s)]
+        try:
+            return best_first(
+                candidates, (PEAK_RATE, bounds), self._solve, refine=refine, tolerance=TOLERANCE
+            )
+        except InfeasibleError:
+            return None
+
+    def _kernels_s(self, index: int) -> float:
+        if index == len(self.degrees):
+            return 0.0
+        degrees = self.degrees[index]
+        recomputes = list(dict.fromkeys(r for _, r in self.tree.kinds))
+        tables = self.problems.tables(degrees, recomputes)
+        if degrees.tp > 1 and tables.sharded_fraction == 0:
+            return float("inf")
+        return tables.fastest_s * _least_bubble(degrees)
+
+    def _stages_s(self, index: int) -> float:
+        """Looks for a plan as well; after it the incumbent is the best of all."""
+        if index == len(self.degrees):
+            return 0.0
+        bound_s, step_s = self._search(index, max_parts=0)
+        self.searched[index] = self.degrees[index], bound_s, step_s
+        return bound_s
+
+    def _solve(self, index: int, limit_s: float) -> Solution[PricedPipeline | None] | None:
+        if index == len(self.degrees):
+            return self.without
+        bound_s, _ = self._search(index, max_parts=MAX_PARTS)
+        found = self.found.get(index)
+        if found is None:
+            return None
+        bound_s = min(found.step_s, max(bound_s, self.searched[index][1]))
+        self.searched[index] = self.degrees[index], bound_s, found.step_s
+        return Solution(found.step_s, bound_s, found)
+
+    def _search(self, index: int, max_parts: int) -> tuple[float, float | None]:
+        """(lower bound, step if there is a plan) of the stages under one choice of degrees."""
+        problem = self.problems.problem(self.tree.strategies_of(self.degrees[index]))
+        schedules = schedules_of(problem)
+        beat_s = self.incumbent_s
+        if index in self.found:
+            beat_s = np.inf
+        plan = search_faster_stages(problem.chain, schedules, beat_s, max_parts=max_parts)
+        if not isinstance(plan, PipelinePlan):
+            return plan, None
+        priced = priced_pipeline(problem, plan)
+        if index not in self.found or priced.step_s < self.found[index].step_s:
+            self.found[index] = priced
+        self.incumbent_s = min(self.incumbent_s, priced.step_s)
+        return plan.lower_bound_s, self.found[index].step_s
+
+
+def _key(degrees: UniformStrategy) -> tuple[int, ...]:
+    d = degrees
+    return d.pp, d.dp, d.tp, d.microbatches, int(d.sequence_parallel)
+
+
+def schedules_of(problem: PipelineProblem) -> list[Schedule]:
+    """The least and the deepest warm-up of 1f1b."""
+    p, m = problem.degrees.pp, problem.degrees.microbatches
+    return [
+        Schedule(ScheduleKind.ONE_F_ONE_B, p, m, extra_warm_up=extra)
+        for extra in dict.fromkeys((0, p - 1))
+    ]
+
+
+def peak_rate_bounds_s(
+    problems: PipelineProblems, candidates: Sequence[UniformStrategy]
+) -> np.ndarray:
+    """Per candidate: all floating-point operations evenly over all devices, and the bubble."""
+    whole_s = _peak_rate_s(problems)
+    return np.array(
+        [whole_s / (d.dp * d.tp * d.microbatches) * _least_bubble(d) for d in candidates]
+    )
+
+
+def _least_bubble(degrees: UniformStrategy) -> float:
+    return bubble_factor(degrees.pp, degrees.microbatches, degrees.pp - 1)
+
+
+def _peak_rate_s(problems: PipelineProblems) -> float:
+    """Seconds of a step's floating-point operations on one device."""
+    costs = CostModel(problems.cluster, build_mesh(problems.cluster, 1, 1))
+    by_region = []
+    for region in problems.folded.regions:
+        seconds = 0.0
+        for op in region.graph.ops:
+            work = op_work(region.graph, op)
+            dtype = next(
+                (
+                    region.graph.values[v].dtype
+                    for v in op.operands
+                    if region.graph.values[v].is_float
+                ),
+                "float32",
+            )
+            for flops in (work.flops, work.backward_flops):
+                seconds += max(0.0, costs.compute_s(flops, 0.0, dtype) - costs.launch_s)
+        by_region.append(seconds)
+    return sum(by_region[i.region] for i in problems.folded.instances)
+
+
+def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipeline:
+    """`plan` with what the chain leaves out: the first layer of a stage has nothing to hide its own
+    reduction and gather behind, and the optimizer is launched once."""
+    layers: list[LayerFigures] = []
+    regions = [r for r, _, _ in problem.tables.folded.runs]
+    for stage in plan.stages:
+        for block in stage.blocks:
+            layers += [problem.figures[regions[block.run], block.strategy]] * block.count
+    cuts = [stage.first for stage in plan.stages[1:]]
+    times = StageTimes.build(
+        [stage.forward_s for stage in plan.stages],
+        [stage.backward_s for stage in plan.stages],
+        hop_s=problem.chain.hop_s[cuts],
+    )
+    ends_s = device_ends_s(plan.schedule, times).tolist()
+    device_s = [
+        end_s + stage.sync_s + exposed_first_s(layers[stage.first]) + problem.launch_s
+        for end_s, stage in zip(ends_s, plan.stages, strict=True)
+    ]
+    return PricedPipeline(problem, plan, tuple(layers), tuple(device_s))
+
+
+def exposed_first_s(layer: LayerFigures) -> float:
+    """What the first layer of a stage adds to the step: once per step, its reductions and, under
+    ZeRO-3, a gather."""
+    return layer.reduce_s - layer.exposed_s + layer.gather_s + layer.shard_reduce_s

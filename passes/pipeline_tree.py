@@ -1,0 +1,123 @@
+"""The part of the decision tree that divides a model into stages and a batch into microbatches.
+
+    pp x dp x tp = devices, all factorisations -> microbatches, all divisors of the batch
+        -> role of tp (tensor, tensor + sequence)                      one candidate: its degrees
+        -> ZeRO level (0, 1, 3) -> recompute                           by layer
+
+A candidate is a UniformStrategy of degrees alone; every layer then takes one of the strategies that
+`strategies_of` lists. One stage and one microbatch is the tree of decision_tree.py. Cuts are named
+and counted in leaves, under the first rule that applies, as there.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from meshfold.errors import OptionError
+from meshfold.passes.decision_tree import NODE, PINNED, Situation, Tree, keeps_pins
+from meshfold.passes.mesh_degrees import divisors
+from meshfold.passes.pipeline_layers import PIPELINE_ZERO_LEVELS
+from meshfold.strategy import Recompute, UniformStrategy
+
+BATCH = "batch does not divide over dp x microbatches"
+LAYERS = "more stages than layers"
+
+DEGREE_PINS = ("pp", "dp", "tp", "sp", "microbatches")
+
+
+@dataclass(frozen=True)
+class PipelineTree:
+    """candidates: degrees that no rule cuts; kinds: (ZeRO level, recompute) that pins leave."""
+
+    candidates: tuple[UniformStrategy, ...]
+    kinds: tuple[tuple[int, Recompute], ...]
+    tree: Tree
+
+    def strategies_of(self, degrees: UniformStrategy) -> list[UniformStrategy]:
+        """What a layer may do under `degrees`."""
+        return _strategies(degrees, self.kinds)
+
+
+def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
+    """Every candidate that no rule cuts. Raises OptionError naming the rule, and the pins, when
+    none is left."""
+    kinds = _kinds(situation)
+    left = list(_all_degrees(situation))
+    cuts: Counter[str] = Counter()
+    num_leaves = sum(len(_strategies(d, _every_kind())) for d in left)
+    pins = {k: v for k, v in situation.pins.items() if k in DEGREE_PINS}
+    rules: list[tuple[str, Callable[[UniformStrategy], bool]]] = [
+        (PINNED, lambda d: keeps_pins(d, pins) and bool(_strategies(d, kinds))),
+        (BATCH, lambda d: situation.batch_size % (d.dp * d.microbatches) == 0),
+        (LAYERS, lambda d: d.pp <= num_layers),
+    ]
+    for name, keeps in rules:
+        kept = [d for d in left if keeps(d)]
+        if not kept:
+            raise OptionError(_why_not(name, situation, num_layers))
+        cuts[name] += _num_leaves(left) - _num_leaves(kept)
+        left = kept
+    if NODE not in situation.switched_off:
+        inside = [d for d in left if d.tp <= situation.devices_per_node]
+        cuts[NODE] += _num_leaves(left) - _num_leaves(inside or left)
+        left = inside or left
+    cuts[PINNED] += sum(
+        len(_strategies(d, _every_kind())) - len(_strategies(d, kinds)) for d in left
+    )
+    leaves = tuple(s for d in left for s in _strategies(d, kinds))
+    tree = Tree(leaves, num_leaves, {k: n for k, n in sorted(cuts.items()) if n})
+    return PipelineTree(tuple(left), kinds, tree)
+
+
+def _all_degrees(situation: Situation) -> Iterator[UniformStrategy]:
+    """pp, dp, tp that multiply to the devices, with every number of microbatches."""
+    n = situation.num_devices
+    for tp in divisors(n):
+        for pp in divisors(n // tp):
+            for m in divisors(situation.batch_size):
+                if pp == m == 1:
+                    continue
+                for sp in (False, True) if tp > 1 else (False,):
+                    yield UniformStrategy(
+                        dp=n // tp // pp, tp=tp, sequence_parallel=sp, pp=pp, microbatches=m
+                    )
+
+
+def _every_kind() -> tuple[tuple[int, Recompute], ...]:
+    return tuple((zero, r) for zero in PIPELINE_ZERO_LEVELS for r in get_args(Recompute))
+
+
+def _kinds(situation: Situation) -> tuple[tuple[int, Recompute], ...]:
+    pins = {k: v for k, v in situation.pins.items() if k not in DEGREE_PINS}
+    return tuple(
+        (zero, r)
+        for zero, r in _every_kind()
+        if keeps_pins(UniformStrategy(zero=zero, recompute=r), pins)
+    )
+
+
+def _strategies(
+    degrees: UniformStrategy, kinds: Sequence[tuple[int, Recompute]]
+) -> list[UniformStrategy]:
+    """ZeRO needs a dp axis."""
+    return [
+        replace(degrees, zero=zero, recompute=recompute)
+        for zero, recompute in kinds
+        if zero == 0 or degrees.dp > 1
+    ]
+
+
+def _num_leaves(degrees: Sequence[UniformStrategy]) -> int:
+    return sum(len(_strategies(d, _every_kind())) for d in degrees)
+
+
+def _why_not(name: str, situation: Situation, num_layers: int) -> str:
+    pins = ", ".join(f"{key}={value}" for key, value in situation.pins.items()) or "no pins"
+    size, devices = situation.batch_size, situation.num_devices
+    why = {
+        PINNED: f"no pp x dp x tp on {devices} devices with ZeRO level 0, 1 or 3 keeps them",
+        BATCH: f"a batch of {size} does not divide over dp x microbatches",
+        LAYERS: f"the model has {num_layers} layers, fewer than stages",
+    }
+    return f"pipeline with {pins}: {why[name]}"
