@@ -1,5 +1,6 @@
 """The plan: fastest that fits, baselines, pins, and what is said when nothing fits."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -7,12 +8,15 @@ from support_models import BATCH, tiny_model
 
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
-from meshfold.errors import InfeasibleError, OptionError
+from meshfold.emit import emit
+from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
-from meshfold.passes.decision_tree import NODE
+from meshfold.passes.check_plan import price_plan
+from meshfold.passes.decision_tree import NODE, NOTHING_KEPT, PLANNED
 from meshfold.passes.planner import BOUND, UNSHARDED, find_plan_for
 from meshfold.plan import Plan
+from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.probe import OpProber
 
 PROBER = OpProber()
@@ -243,3 +247,77 @@ def test_zero_1_and_2_are_planned_only_on_request():
     found = plan(pins={"zero": 1}, allow_planned=True)
     assert found.strategy.zero == 1
     assert any("cannot run yet" in note for note in found.notes)
+
+
+def on_v100(family: str = "gpt2", **options) -> Plan:
+    """On one device with a link to its host."""
+    return find_plan_for(
+        graph_of(family),
+        resolve_cluster("dgx-v100", 1),
+        CompileOptions(**options),
+        model_name=family,
+        batch_size=BATCH,
+        probe=PROBER,
+    )
+
+
+@cache
+def tight_bytes() -> int:
+    """A budget in which some layers must recompute or offload."""
+    with pytest.raises(InfeasibleError) as caught:
+        on_v100(memory_bytes=2**30)
+    return (caught.value.required_bytes + on_v100().memory.peak) // 2
+
+
+def test_what_cannot_run_yet_is_never_chosen_unasked():
+    runs = on_v100(memory_bytes=tight_bytes())
+    asked = on_v100(memory_bytes=tight_bytes(), allow_planned=True)
+    assert all(region.strategy.runs for region in runs.regions)
+    assert not any("cannot run yet" in note for note in runs.notes)
+    assert runs.search.cuts[PLANNED] == 7
+    assert any(not region.strategy.runs for region in asked.regions)
+    # More leaves to choose from: faster here, where they are what memory asks for.
+    assert asked.time.step_s < runs.time.step_s
+    assert asked.memory.peak <= tight_bytes()
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [{"recompute": "selective"}, {"offload": "activations"}, {"offload": "optimizer"}],
+    ids=str,
+)
+def test_a_planned_plan_says_so_keeps_its_figures_and_is_not_emitted(pins):
+    found = on_v100(pins=pins, allow_planned=True)
+    (choice,) = {region.strategy for region in found.regions}
+    assert (choice.recompute, choice.offload) == (
+        pins.get("recompute", "none"),
+        pins.get("offload", "none"),
+    )
+    assert f"{choice.label}: planned, cannot run yet" in found.notes
+    assert any("host's own work" in note for note in found.notes) == ("optimizer" in pins.values())
+    loaded = plan_from_json(plan_to_json(found))
+    assert loaded == found
+    priced = price_plan(graph_of("gpt2"), loaded, PROBER)
+    assert (priced.time, priced.memory) == (found.time, found.memory)
+    with pytest.raises(PlanMismatchError, match=f"{choice.label}, which cannot run yet"):
+        emit(graph_of("gpt2"), loaded)
+
+
+def test_offload_without_a_link_to_the_host_is_not_priced():
+    found = on_v100(pins={"offload": "activations"}, allow_planned=True)
+    (group,) = found.cluster.groups
+    device = replace(group.device, host_bytes_per_s=0.0)
+    unknown = replace(found.cluster, groups=(replace(group, device=device),))
+    with pytest.raises(PlanMismatchError, match="nothing is known about the link"):
+        price_plan(graph_of("gpt2"), replace(found, cluster=unknown), PROBER)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_leaving_out_what_keeps_nothing_keeps_the_optimum(share):
+    budget = round(tight_bytes() + share * (on_v100().memory.peak - tight_bytes()))
+    pruned, whole = (
+        on_v100(memory_bytes=budget, allow_planned=True, without_cuts=without)
+        for without in ((), (NOTHING_KEPT,))
+    )
+    assert pruned.search.cuts[NOTHING_KEPT] == 1 and NOTHING_KEPT not in whole.search.cuts
+    assert pruned.time.step_s == pytest.approx(whole.time.step_s, rel=1e-9)
