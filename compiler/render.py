@@ -218,8 +218,9 @@ def _regions_table(plan: Plan) -> RenderableType:
 
 
 def _where(region: RegionPlan) -> str:
-    again = "" if region.typing.recompute == "none" else f", recompute {region.typing.recompute}"
-    return (region.example_scope or "the whole model") + again
+    chosen = {"recompute": region.typing.recompute, "offload": region.strategy.offload}
+    words = [f", {name} {word}" for name, word in chosen.items() if word != "none"]
+    return (region.example_scope or "the whole model") + "".join(words)
 
 
 def _parameters_table(plan: Plan) -> RenderableType:

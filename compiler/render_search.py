@@ -3,7 +3,7 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshfold.plan import Alternative, Plan, RegionPlan
+from meshfold.plan import Plan, RegionPlan
 from meshfold.render_parts import indented, section, table_of
 from meshfold.units import bytes_text, seconds_text
 
@@ -63,14 +63,13 @@ def _choices(region: RegionPlan) -> RenderableType:
     table = table_of(
         "strategy", "time", "holds", "", right=("time", "holds"), fold=("strategy", "")
     )
-    taken = Alternative(region.choice.name, region.choice.time_s, region.choice.held_bytes, "taken")
-    for row in (taken, *region.alternatives):
+    for row in (region.choice, *region.alternatives):
         table.add_row(
             row.name,
             seconds_text(row.time_s),
             bytes_text(row.held_bytes),
             row.reason,
-            style="bold green" if row is taken else "",
+            style="bold green" if row is region.choice else "",
         )
     note = "  time of one instance, exposed communication and optimizer included; per rank"
     return Group(indented(table), Text(note, style="dim"))

@@ -112,7 +112,7 @@ def _region_plan(best: Priced, r: int, origin: int, planner: MeshPlanner) -> Reg
         communication_s=price.total_communication_s,
         saved_bytes=best.saved_bytes[r],
         strategy=leaf.strategy,
-        choice=Alternative(leaf.name, leaf.time_s, leaf.held_bytes, "taken"),
+        choice=Alternative(leaf.name, leaf.time_s, leaf.held_bytes, "taken" + _planned(leaf)),
         alternatives=_alternatives(leaf, planner.leaves[origin]),
         op_targets=tuple(op.target for op in region.graph.ops),
         slot_names=tuple(slot.name for slot in region.graph.slots),
@@ -125,9 +125,15 @@ def _alternatives(taken: Leaf, leaves: Sequence[Leaf]) -> tuple[Alternative, ...
     whole = [x for x in others if len(x.sharded) in (0, x.num_shardable)]
     ordered = sorted(whole, key=lambda leaf: (leaf.time_s, leaf.held_bytes, leaf.name))
     return tuple(
-        Alternative(leaf.name, leaf.time_s, leaf.held_bytes, _why_lost(leaf, taken))
+        Alternative(
+            leaf.name, leaf.time_s, leaf.held_bytes, _why_lost(leaf, taken) + _planned(leaf)
+        )
         for leaf in ordered[:NUM_ALTERNATIVES]
     )
+
+
+def _planned(leaf: Leaf) -> str:
+    return "" if leaf.strategy.runs else "; planned, cannot run yet"
 
 
 def _why_lost(leaf: Leaf, taken: Leaf) -> str:

@@ -10,6 +10,7 @@ from support_plans import example_plan
 from meshfold.mesh import Mesh
 from meshfold.plan import TimeEstimate
 from meshfold.render import Waterfall, plan_view, summary_view
+from meshfold.render_search import explain_view
 
 
 def page(view: RenderableType, width: int = 80, encoding: str = "utf-8") -> list[str]:
@@ -94,3 +95,21 @@ def test_a_region_that_runs_again_says_so() -> None:
     text = " ".join(" ".join(page(plan_view(replace(plan, regions=regions)), 120)).split())
     assert "model.layers.0, recompute full" in text
     assert "recompute" not in " ".join(page(plan_view(plan), 120))
+
+
+def test_what_cannot_run_yet_is_shown_with_its_region_and_explained() -> None:
+    plan = example_plan()
+    first, layer = plan.regions
+    strategy = replace(layer.strategy, recompute="selective", offload="activations")
+    choice = replace(layer.choice, reason="taken; planned, cannot run yet")
+    layer = replace(
+        layer,
+        typing=replace(layer.typing, recompute="selective"),
+        strategy=strategy,
+        choice=choice,
+    )
+    planned = replace(plan, regions=(first, layer))
+    shown = " ".join(" ".join(page(plan_view(planned), 160)).split())
+    assert "model.layers.0, recompute selective, offload activations" in shown
+    explained = " ".join(page(explain_view(planned, planned.regions), 160))
+    assert "taken; planned, cannot run yet" in " ".join(explained.split())

@@ -294,6 +294,7 @@ def test_a_planned_plan_says_so_keeps_its_figures_and_is_not_emitted(pins):
         pins.get("offload", "none"),
     )
     assert f"{choice.label}: planned, cannot run yet" in found.notes
+    assert {region.choice.reason for region in found.regions} == {"taken; planned, cannot run yet"}
     assert any("host's own work" in note for note in found.notes) == ("optimizer" in pins.values())
     loaded = plan_from_json(plan_to_json(found))
     assert loaded == found
