@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from support_graphs import GraphBuilder, costs_on, mlp
-from support_models import BATCH, tiny_model
+from support_models import BATCH, HEADS, HIDDEN, SEQUENCE, tiny_model
 from support_recompute import layer_regions
 
 from meshfold.capture import capture
@@ -135,3 +136,27 @@ def test_selective_is_between_none_and_full(family: str, strategy: UniformStrate
             backward_s.append(price.backward_s + price.graph_backward_s)
         assert kept[0] > kept[1] > kept[2]
         assert backward_s[0] < backward_s[1] < backward_s[2]
+
+
+def test_a_llama_layer_keeps_the_results_of_its_products() -> None:
+    """Korthikanti et al. 2022 count likewise: what is not wanted again is not kept."""
+    graph = capture(*tiny_model("llama", layers=3, dtype=torch.float32)).graph
+    mesh = build_mesh(resolve_cluster("local-cpu"), 1, 1)
+    search = MeshSearch(graph, resolve_cluster("local-cpu"), mesh, BATCH)
+    (r,) = layer_regions(graph)
+    typing = search.solve(zero=0, sequence_parallel=False).typings[r]
+    floats = next(i.floats for i in graph.instances if i.region == r)
+    memory = memory_of_region(
+        graph.regions[r].graph,
+        replace(typing, recompute="selective"),
+        mesh,
+        PROBER,
+        costs=search.costs,
+        floats=floats,
+    )
+    # Per token q, k, v (4 of 8 heads), attention, its projection, gate and up; not down, which
+    # only the residual sum reads.
+    per_token = HIDDEN + 2 * HIDDEN // 2 + HIDDEN + HIDDEN + 64 + 64
+    attention = BATCH * HEADS * SEQUENCE  # log-sum-exp
+    mask = BATCH * SEQUENCE * SEQUENCE  # as numbers
+    assert memory.saved_bytes == 4 * (BATCH * SEQUENCE * per_token + attention + mask)
