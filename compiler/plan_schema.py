@@ -63,6 +63,9 @@ class StrategyDocument(Document):
     sequence_parallel: bool
     recompute: Recompute = "none"
     offload: Offload = "none"
+    batch_on_tp: bool = Field(
+        default=False, description="tp shards the batch inside of what dp leaves"
+    )
 
 
 class AxisDocument(Document):

@@ -26,6 +26,8 @@ TpMode = Literal["tensor", "sequence", "data"]
 """What a tp axis does in a region: shards its weights; and the sequence between them; or shards the
 batch inside of what dp leaves, with whole weights, beside regions that shard theirs."""
 
+TP_MODES: tuple[TpMode, ...] = get_args(TpMode)
+
 _TP_SUFFIX: Mapping[TpMode, str] = MappingProxyType(
     {"tensor": "", "sequence": "+sp", "data": " as dp"}
 )

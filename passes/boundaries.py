@@ -118,6 +118,14 @@ def sequence_type(value: Value, batch: SpmdType, axis_size: int) -> SpmdType:
     return Shard(dim) if value.shape[dim] % axis_size == 0 else INVARIANT
 
 
+def carries_feature_maps(folded: FoldedGraph) -> bool:
+    """Whether trained values of rank 4 and more pass between regions, as images in a network of
+    convolutions do."""
+    found = find_boundaries(folded)
+    inside = (c for c in range(len(found.values)) if c not in found.inputs | found.results)
+    return any(found.values[c].requires_grad and len(found.values[c].shape) > 3 for c in inside)
+
+
 def tied_parameter_slots(folded: FoldedGraph) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Groups of parameter slots (region, slot) that share a parameter and so its stored layout;
     only groups of two and more, in order of first appearance."""

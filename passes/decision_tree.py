@@ -1,6 +1,6 @@
 """The decision tree: what one region may do, and the named rules that cut branches before pricing.
 
-    axes (dp x tp = devices) -> role of tp (tensor, tensor + sequence) -> ZeRO level on dp
+    axes (dp x tp = devices) -> role of tp (tensor, tensor + sequence, data) -> ZeRO level on dp
         -> recompute -> offload
 
 A leaf is a UniformStrategy. Regions of one plan share the axes; below that each takes a leaf of its
@@ -48,7 +48,8 @@ class Tree:
 class Situation:
     """What cuts depend on. allow_planned: keep leaves that can be planned but not run yet.
     switched_off: names of PRUNINGS. host_bytes_per_s: of the link to the host, 0 if unknown.
-    has_states: whether the optimizer has states."""
+    has_states: whether the optimizer has states. has_feature_maps: whether the model passes on
+    feature maps: they have no sequence, so what tp cuts instead is the batch."""
 
     num_devices: int
     devices_per_node: int
@@ -58,6 +59,7 @@ class Situation:
     switched_off: Collection[str] = ()
     host_bytes_per_s: float = 0.0
     has_states: bool = True
+    has_feature_maps: bool = False
 
 
 def grow_tree(meshes: Iterable[Mesh], situation: Situation) -> Tree:
@@ -65,7 +67,8 @@ def grow_tree(meshes: Iterable[Mesh], situation: Situation) -> Tree:
 
     Raises OptionError naming the pin, or the batch, when none is left.
     """
-    everything = [leaf for mesh in meshes for leaf in leaves_on(*degrees(mesh))]
+    maps = situation.has_feature_maps
+    everything = [leaf for mesh in meshes for leaf in leaves_on(*degrees(mesh), maps=maps)]
     cuts: Counter[str] = Counter()
     left = everything
     for name, keeps in _rules(situation):
@@ -87,13 +90,15 @@ def degrees(mesh: Mesh) -> tuple[int, int]:
     return sizes.get("dp", 1), sizes.get("tp", 1)
 
 
-def leaves_on(dp: int, tp: int) -> Iterator[UniformStrategy]:
-    """The leaves below one choice of axes."""
-    for sequence_parallel in (False, True) if tp > 1 else (False,):
+def leaves_on(dp: int, tp: int, *, maps: bool = False) -> Iterator[UniformStrategy]:
+    """The leaves below one choice of axes. maps: whether tp may take the batch, see Situation."""
+    modes = [(False, False), (True, False), (False, True)][: (3 if maps else 2) if tp > 1 else 1]
+    for sequence_parallel, batch_on_tp in modes:
         for zero in ZERO_LEVELS if dp > 1 else (0,):
             for recompute in get_args(Recompute):
                 for offload in get_args(Offload):
-                    yield UniformStrategy(dp, tp, zero, sequence_parallel, recompute, offload)
+                    leaf = UniformStrategy(dp, tp, zero, sequence_parallel, recompute, offload)
+                    yield replace(leaf, batch_on_tp=batch_on_tp)
 
 
 _Keeps = Callable[[UniformStrategy], bool]
@@ -118,12 +123,15 @@ def _prunings(left: Sequence[UniformStrategy], situation: Situation) -> list[tup
     """Prunings: (name, whether a leaf is cut), in force where not switched off.
 
     A tp axis that leaves the node pays the slow link in every op; it is cut while a leaf inside a
-    node is left. Offloading activations of a region that keeps none inside is the leaf without.
+    node is left, unless the axis may take the batch in most regions and weights in few. Offloading
+    activations of a region that keeps none inside is the leaf without.
     """
     inside = any(leaf.tp <= situation.devices_per_node for leaf in left)
     everything = frozenset(left)
     cuts: dict[str, _Keeps] = {
-        NODE: lambda leaf: inside and leaf.tp > situation.devices_per_node,
+        NODE: lambda leaf: (
+            inside and leaf.tp > situation.devices_per_node and not situation.has_feature_maps
+        ),
         NOTHING_KEPT: lambda leaf: (
             (leaf.recompute, leaf.offload) == ("full", "activations")
             and replace(leaf, offload="none") in everything
@@ -141,6 +149,8 @@ def pinned_values(leaf: UniformStrategy) -> dict[str, PinValue]:
         "sp": int(leaf.sequence_parallel),
         "recompute": leaf.recompute,
         "offload": leaf.offload,
+        "pp": leaf.pp,
+        "microbatches": leaf.microbatches,
     }
 
 

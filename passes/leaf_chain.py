@@ -16,9 +16,11 @@ import numpy as np
 
 from meshfold.opgraph import FoldedGraph, SourceKind
 from meshfold.passes.leaf_costs import Leaf
+from meshfold.passes.mode_changes import ModeChanges
 from meshfold.passes.run_dual import FloatArray, lower_hull, sum_hulls
 from meshfold.passes.run_problem import Block, LayerType, NothingFits, Run, RunPlan, RunProblem
 from meshfold.passes.run_search import solve_runs
+from meshfold.strategy import TP_MODES, TpMode
 
 Held = Callable[[Leaf, int], int]
 """Bytes that a layer of a region (its number) holds under a leaf."""
@@ -34,8 +36,7 @@ NODE_CAP = 5_000
 class LeafChain:
     """Leaves per region that may stand together, as a chain of runs.
 
-    fixed_bytes: held whatever is chosen. mode_change_s: seconds where one layer is
-    sequence-parallel and its neighbour is not.
+    fixed_bytes: held whatever is chosen. changes: seconds where two neighbours differ in mode.
     """
 
     def __init__(
@@ -43,13 +44,14 @@ class LeafChain:
         folded: FoldedGraph,
         leaves: Sequence[Sequence[Leaf]],
         fixed_bytes: int,
-        mode_change_s: float,
+        changes: ModeChanges,
     ) -> None:
         self.fixed_bytes = fixed_bytes
-        self.mode_change_s = mode_change_s
+        self.changes = changes
         self.kept = _KeptOutputs(folded, leaves)
         self.everything = leaves
         self.leaves = [self._worthwhile(r, of) for r, of in enumerate(leaves)]
+        self._has_modes = len({leaf.strategy.tp_mode for of in leaves for leaf in of}) > 1
         runs = folded.runs
         region, first, count = runs[0]
         # The first instance is a run of its own: only its gather and reduction are exposed whole.
@@ -117,8 +119,7 @@ class LeafChain:
         runs = tuple(
             Run(types[region, k == 0], count) for k, (region, _, count) in enumerate(self.runs)
         )
-        modes = {leaf.strategy.sequence_parallel for of in self.leaves for leaf in of}
-        conversion_s = self.mode_change_s * (1 - np.eye(2)) if len(modes) > 1 else None
+        conversion_s = self.changes.table_s if self._has_modes else None
         budget = None if budget_bytes is None else max(0, budget_bytes)
         found = solve_runs(
             RunProblem(runs, budget, self.fixed_bytes, conversion_s), node_cap=NODE_CAP
@@ -136,30 +137,31 @@ class LeafChain:
                 out += [leaves[block.strategy]] * block.count
         return out
 
-    def _place(self, block: Block) -> tuple[int, bool]:
+    def _place(self, block: Block) -> tuple[int, TpMode]:
         """Blocks of one place can trade layers: same run, same boundary layout."""
         leaf = self.leaves[self.runs[block.run][0]][block.strategy]
-        return block.run, leaf.strategy.sequence_parallel
+        return block.run, leaf.strategy.tp_mode
 
     def _type(self, region: int, is_first: bool) -> LayerType:
         leaves = self.leaves[region]
-        modes = sorted({leaf.strategy.sequence_parallel for of in self.leaves for leaf in of})
         held = [self._held(leaf, region) for leaf in leaves]
-        layouts = [modes.index(leaf.strategy.sequence_parallel) for leaf in leaves]
+        layouts = [self.changes.layout(region, leaf.strategy.tp_mode) for leaf in leaves]
         return LayerType(
             name=f"region {region}" + (", first" if is_first else ""),
             strategies=tuple(leaf.name for leaf in leaves),
             time_s=_times(leaves, is_first) + TIE * np.array([leaf.beside_s for leaf in leaves]),
             memory_bytes=np.array(held, dtype=np.int64),
-            layouts=np.array(layouts) if len(modes) > 1 else None,
+            layouts=np.array(layouts) if self._has_modes else None,
         )
 
     def _worthwhile(self, region: int, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Leaves for the exact search: a partly sharded one only on the hull of its mode. Leaves
         between two others on one line would be as many equal plans."""
         kept = []
-        for mode in sorted({leaf.strategy.sequence_parallel for leaf in leaves}):
-            of_mode = [leaf for leaf in leaves if leaf.strategy.sequence_parallel == mode]
+        for mode in TP_MODES:
+            of_mode = [leaf for leaf in leaves if leaf.strategy.tp_mode == mode]
+            if not of_mode:
+                continue
             held = np.array([self._held(leaf, region) for leaf in of_mode], dtype=np.int64)
             vertices = set(lower_hull(_times(of_mode, False), held).strategies.tolist())
             kept += [x for k, x in enumerate(of_mode) if k in vertices or not x.is_partial]

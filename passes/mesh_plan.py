@@ -30,6 +30,7 @@ from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.leaf_chain import LeafChain
 from meshfold.passes.leaf_costs import Leaf, RegionChoices, region_leaves
+from meshfold.passes.mode_changes import ModeChanges, mode_changes
 from meshfold.passes.priced import MeshPlan, Priced, order_of
 from meshfold.passes.region_memory import (
     Probe,
@@ -39,10 +40,10 @@ from meshfold.passes.region_memory import (
 )
 from meshfold.passes.region_price import RegionPrice
 from meshfold.passes.residence import SlotFacts, program_states, slot_facts
-from meshfold.passes.step_time import border_s, estimate_step
+from meshfold.passes.step_time import estimate_step
 from meshfold.passes.uniform_search import MeshSearch, ProgramTyping
 from meshfold.passes.variants import split_regions
-from meshfold.strategy import RegionTyping, UniformStrategy
+from meshfold.strategy import RegionTyping, TpMode, UniformStrategy
 
 TOLERANCE = 2e-4
 """Of step time, between a program that fits and a faster one that does not: close enough."""
@@ -85,9 +86,9 @@ class MeshPlanner:
         self.reserve_bytes = max(group.device.reserve_bytes for group in cluster.groups)
         smallest = min(group.device.memory_bytes for group in cluster.groups)
         self.capacity_bytes = options.memory_bytes or smallest
-        modes = dict.fromkeys(s.sequence_parallel for s in strategies)
-        self.programs: dict[bool, ProgramTyping] = {
-            sp: self.search.solve(zero=0, sequence_parallel=sp) for sp in modes
+        modes = dict.fromkeys(s.tp_mode for s in strategies)
+        self.programs: dict[TpMode, ProgramTyping] = {
+            mode: self.search.solve(zero=0, **_choices(mode)) for mode in modes
         }
         self._priced: dict[tuple[Hashable, ...], Priced] = {}
         self._simulations: Simulations = {}
@@ -184,8 +185,8 @@ class MeshPlanner:
         found: list[Leaf] = []
         graph = self.folded.regions[region].graph
         facts = self._facts[region]
-        for sp, program in self.programs.items():
-            solution = self.search.solutions(sequence_parallel=sp)[region]
+        for mode, program in self.programs.items():
+            solution = self.search.solutions(**_choices(mode))[region]
             choices = RegionChoices(
                 graph,
                 program.typings[region],
@@ -193,7 +194,7 @@ class MeshPlanner:
                 lambda typing: self._memory_of(region, typing),
                 facts,
             )
-            members = [s for s in self.strategies if s.sequence_parallel == sp]
+            members = [s for s in self.strategies if s.tp_mode == mode]
             found += region_leaves(choices, members, self.costs, self.options.optimizer)
         return found
 
@@ -213,7 +214,7 @@ class MeshPlanner:
     def _chains(self) -> Iterator[LeafChain]:
         """Leaves that may stand together: one layout per tied parameter."""
         ties = {leaf.ties for leaves in self.leaves for leaf in leaves} - {None}
-        modes: list[tuple[bool, ...]] = [(sp,) for sp in self.programs]
+        modes: list[tuple[TpMode, ...]] = [(mode,) for mode in self.programs]
         if len(modes) > 1 and self._modes_agree():
             modes = [tuple(self.programs)]
         for allowed in modes:
@@ -222,13 +223,13 @@ class MeshPlanner:
                     [
                         leaf
                         for leaf in of_region
-                        if leaf.strategy.sequence_parallel in allowed
+                        if leaf.strategy.tp_mode in allowed
                         and (leaf.ties is None or leaf.ties == tie)
                     ]
                     for of_region in self.leaves
                 ]
                 if all(leaves):
-                    yield LeafChain(self.folded, leaves, self.fixed_bytes, self.mode_change_s)
+                    yield LeafChain(self.folded, leaves, self.fixed_bytes, self.changes)
 
     @cached_property
     def fixed_bytes(self) -> int:
@@ -238,27 +239,18 @@ class MeshPlanner:
         return self.reserve_bytes + states.buffers + states.inputs
 
     def _modes_agree(self) -> bool:
-        """Whether tied parameters are stored alike with and without sequence parallelism."""
-        plain, sharded = (self.programs[sp].typings for sp in (False, True))
+        """Whether tied parameters are stored alike in all modes."""
         return all(
-            plain[r].slots[i] == sharded[r].slots[i]
+            len({program.typings[r].slots[i] for program in self.programs.values()}) == 1
             for r, facts in enumerate(self._facts)
             for i in facts.tied
         )
 
     @cached_property
-    def mode_change_s(self) -> float:
-        """The dearest change between neighbours that are sequence-parallel and that are not."""
-        if len(self.programs) < 2:
-            return 0.0
-        dearest = 0.0
-        for first in self.programs:
-            for r in range(len(self.folded.regions)):
-                typings = [self.programs[not first].typings[q] for q in range(len(self.leaves))]
-                typings[r] = self.programs[first].typings[r]
-                counts = max(1, self.search.counts[r])
-                dearest = max(dearest, border_s(self.folded, typings, self.costs) / counts)
-        return dearest
+    def changes(self) -> ModeChanges:
+        """What it costs where neighbours differ in mode."""
+        typings = {mode: program.typings for mode, program in self.programs.items()}
+        return mode_changes(self.folded, typings, self.costs)
 
     def _close(self, chain: LeafChain, incumbent_s: float) -> "_Closed":
         """Solve a chain for the largest estimate whose program fits; programs are in _priced."""
@@ -328,6 +320,11 @@ class MeshPlanner:
         optimizer = self.options.optimizer
         time = estimate_step(split, typings, prices, self.costs, optimizer, residences)
         return Priced(self.mesh, split, leaves, tuple(prices), time, memory, saved_bytes)
+
+
+def _choices(mode: TpMode) -> dict[str, bool]:
+    """A mode as MeshSearch takes it."""
+    return {"sequence_parallel": mode == "sequence", "batch_on_tp": mode == "data"}
 
 
 def _compute_s(price: RegionPrice) -> float:

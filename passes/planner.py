@@ -22,6 +22,7 @@ from meshfold.errors import InfeasibleError, OptionError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.baselines import baseline_rows, named_baselines
+from meshfold.passes.boundaries import carries_feature_maps
 from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
 from meshfold.passes.mesh_plan import MeshPlanner
 from meshfold.passes.plan_assembly import assemble_plan
@@ -166,6 +167,7 @@ class _Search:
             switched_off=without,
             host_bytes_per_s=cluster.host_bytes_per_s,
             has_states=STATE_FACTOR[self.options.optimizer] > 0,
+            has_feature_maps=carries_feature_maps(self.folded),
         )
         return grow_tree(mesh_candidates(cluster, cluster.num_devices), situation)
 
