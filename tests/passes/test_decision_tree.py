@@ -50,6 +50,21 @@ def test_four_devices() -> None:
     assert "dp4, zero3, recompute full" in {leaf.label for leaf in tree(4).leaves}
 
 
+def test_where_feature_maps_pass_tp_may_take_the_batch() -> None:
+    """Such a leaf shards no weight on tp; another region may, so tp may leave the node."""
+    found = tree(4, per_node=2, has_feature_maps=True)
+    assert NODE not in found.cuts
+    batch = [leaf for leaf in found.leaves if leaf.tp_mode == "data" and leaf.recompute == "none"]
+    assert [leaf.label for leaf in batch] == [
+        "dp2 x tp2 as dp",
+        "dp2 x tp2 as dp, zero3",
+        "tp4 as dp",
+    ]
+    without = tree(4, per_node=4)
+    rest = [leaf for leaf in found.leaves if leaf.tp_mode != "data"]
+    assert rest == list(without.leaves)
+
+
 def test_one_device_keeps_or_recomputes() -> None:
     assert tree(1).leaves == (UniformStrategy(), UniformStrategy(recompute="full"))
 

@@ -8,15 +8,17 @@ import torch
 from support_vision import ResNet, images, resnet50, small_resnet
 from torch import Tensor
 
-from meshfold.api import find_plan
+from meshfold.api import find_plan, plan_captured
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.meshes import build_mesh
 from meshfold.options import CompileOptions
+from meshfold.passes.check_plan import price_plan
 from meshfold.passes.mesh_plan import MeshPlanner
 from meshfold.passes.step_time import estimate_step
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.plan import Plan
+from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.probe import OpProber
 from meshfold.strategy import UniformStrategy
 
@@ -51,11 +53,9 @@ def test_the_mix_of_modes_is_the_best_of_all(degrees: tuple[int, int], classes: 
     assert found.time.step_s == pytest.approx(best_s, rel=1e-9)
 
 
-def wide_plan(model: ResNet, cluster: str, batch: int) -> Plan:
-    pixels = torch.empty(batch, 3, 224, 224, device="meta")
-    labels = torch.empty(batch, dtype=torch.long, device="meta")
-    inputs: dict[str, Tensor] = {"images": pixels, "labels": labels}
-    return find_plan(model, cluster, inputs)
+def batch_of(size: int) -> dict[str, Tensor]:
+    pixels = torch.empty(size, 3, 224, 224, device="meta")
+    return {"images": pixels, "labels": torch.empty(size, dtype=torch.long, device="meta")}
 
 
 def check_discovered(plan: Plan, gain: float) -> None:
@@ -74,11 +74,15 @@ def check_discovered(plan: Plan, gain: float) -> None:
 def test_a_wide_head_is_sharded_over_a_data_parallel_trunk() -> None:
     with torch.device("meta"):
         model = ResNet((3,), 64, CLASSES)
-    check_discovered(wide_plan(model, "dgx-v100x2", 16 * 32), 1.01)
+    captured = capture(model, batch_of(16 * 32))
+    plan = plan_captured(captured, "ResNet", "dgx-v100x2", CompileOptions())
+    check_discovered(plan, 1.01)
+    again = price_plan(captured.graph, plan_from_json(plan_to_json(plan)), OpProber())
+    assert (again.time, again.memory) == (plan.time, plan.memory)
 
 
 @pytest.mark.slow
 def test_resnet50_with_100_000_classes_on_64_devices() -> None:
     with torch.device("meta"):
         model = resnet50(CLASSES)
-    check_discovered(wide_plan(model, "dgx-v100x8", 64 * 32), 1.2)
+    check_discovered(find_plan(model, "dgx-v100x8", batch_of(64 * 32)), 1.2)
