@@ -56,35 +56,47 @@ class Again:
     demands: Sequence[Collection[Layout]]
     is_selective: bool
 
-    def steps(
+    def starts(
         self, v: int, value: Value, edges: Sequence[Edge], mesh: Mesh, costs: ConversionCosts
-    ) -> Mapping[Layout, tuple[Step, ...]]:
-        """Of a tree of conversions of value number v what runs again: target of an edge -> steps,
-        those of the whole edge or the last ones. Edges that do not run again are left out."""
-        return _steps_again(value, edges, self.demands[v], mesh, costs, self.is_selective)
+    ) -> Mapping[Layout, Layout]:
+        """Of a tree of conversions of value number v what runs again: target of an edge -> layout
+        from which it is made again: where the edge starts, or later, after its last step that
+        stays. Edges that do not run again are left out."""
+        if not self.is_selective:
+            return _on_the_way({target: source for source, target in edges}, self.demands[v])
+        return _starts(value, edges, self.demands[v], mesh, costs)
 
 
-def _steps_again(
+def _on_the_way(
+    parents: Mapping[Layout, Layout], demands: Collection[Layout]
+) -> dict[Layout, Layout]:
+    """The edges of a tree that lead to `demands`."""
+    found: dict[Layout, Layout] = {}
+    for layout in demands:
+        while layout in parents and layout not in found:
+            found[layout] = parents[layout]
+            layout = parents[layout]
+    return found
+
+
+def _starts(
     value: Value,
     edges: Sequence[Edge],
     demands: Collection[Layout],
     mesh: Mesh,
     costs: ConversionCosts,
-    is_selective: bool,
-) -> dict[Layout, tuple[Step, ...]]:
-    parents = {target: source for source, target in edges}
-    found: dict[Layout, tuple[Step, ...]] = {}
-    for layout in sorted(demands):
-        while layout in parents and layout not in found:
-            steps = conversion_steps(value, parents[layout], layout, mesh, costs)
-            first = 0
-            if is_selective:
-                first = max((k + 1 for k, s in enumerate(steps) if step_stays(s, mesh)), default=0)
-            found[layout] = steps[first:]
-            if first:
-                break
-            layout = parents[layout]
-    return found
+) -> dict[Layout, Layout]:
+    """The same, as far back as something stays."""
+    found: dict[Layout, Layout] = {}
+    parents: dict[Layout, Layout] = {}
+    for source, target in edges:
+        steps = conversion_steps(value, source, target, mesh, costs)
+        found[target] = next((s.after for s in reversed(steps) if step_stays(s, mesh)), source)
+        if found[target] == source:
+            parents[target] = source
+    reached = _on_the_way(parents, demands)
+    wanted = {*demands, *reached.values()}
+    return {target: start for target, start in found.items() if target in wanted}
 
 
 def full_again(graph: OpGraph, typing: RegionTyping) -> Again:
@@ -136,5 +148,4 @@ def _reaches_native(
     if not wanted:
         return False
     edges = plan_conversions(value, native, demands, mesh, costs)
-    found = _steps_again(value, edges, wanted, mesh, costs, True)
-    return any(steps[0].before == native for steps in found.values() if steps)
+    return native in _starts(value, edges, wanted, mesh, costs).values()

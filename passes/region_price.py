@@ -228,19 +228,17 @@ class RegionPricer:
         graph, value = self.graph, self.graph.values[v]
         is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
         edges = plan_conversions(value, native, self._demands[v], self.mesh, self.costs)
-        again = self._again.steps(v, value, edges, self.mesh, self.costs)
+        again = self._again.starts(v, value, edges, self.mesh, self.costs)
         for edge in edges:
-            repeated = again.get(edge[1], ())
+            start = again.get(edge[1])
             if is_parameter and edge[0] == native:
-                _price_parameter(graph, v, edge, sums, self.costs)
-                # What comes out of a bucket is gathered for the backward in any case.
-                repeated = tuple(s for s in repeated if not is_bucketed(s.source, s.target))
-            else:
-                _price_conversion(graph, v, edge, sums, self.costs)
-            for step in repeated:
-                sums.add_again(
-                    conversion_cost(value, step.before, step.after, self.mesh, self.costs)
-                )
+                _price_parameter(graph, v, edge, sums, self.costs, start is not None)
+                continue
+            cost = _price_conversion(graph, v, edge, sums, self.costs)
+            if start == edge[0]:
+                sums.add_again(cost)
+            elif start is not None:
+                sums.add_again(conversion_cost(value, start, edge[1], self.mesh, self.costs))
         return sums
 
 
@@ -286,20 +284,29 @@ def value_name(graph: OpGraph, v: int) -> str:
 _Edge = tuple[Layout, Layout]
 
 
-def _price_conversion(graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel) -> None:
+def _price_conversion(
+    graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel
+) -> ConversionCost:
     cost = conversion_cost(graph.values[v], *edge, sums.mesh, costs)
     sums.add(cost)
     _record(graph, v, "activation", edge, cost, sums)
+    return cost
 
 
-def _price_parameter(graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel) -> None:
+def _price_parameter(
+    graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel, is_again: bool
+) -> None:
     """Bucketed steps are added up by bytes and priced per bucket; the record shows them alone. What
-    is stored whole on several axes is reduced over them as one group."""
+    is stored whole on several axes is reduced over them as one group. What comes out of a bucket is
+    gathered for the backward in any case, also where the rest runs again."""
     mesh, value = sums.mesh, graph.values[v]
     together: list[int] = []
     for step in conversion_steps(value, *edge, mesh, costs):
         if not is_bucketed(step.source, step.target):
-            sums.add(conversion_cost(value, step.before, step.after, mesh, costs))
+            cost = conversion_cost(value, step.before, step.after, mesh, costs)
+            sums.add(cost)
+            if is_again:
+                sums.add_again(cost)
             continue
         gathered = local_bytes(value, step.after, mesh.sizes)
         if not step.source.is_shard:
