@@ -9,6 +9,8 @@ The chain of runs (passes/leaf_chain.py) prices a change of layout by a table. T
                 cause, per instance. For all other programs, and for those of many regions.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,12 +104,11 @@ def _by_mode(
 ) -> FloatArray:
     """The dearest over regions, both of its borders together."""
     table = np.zeros((len(modes), len(modes)))
-    counts = [sum(i.region == r for i in folded.instances) for r in range(len(folded.regions))]
-    for m, one in enumerate(modes):
-        for n, others in enumerate(modes):
-            for r, count in enumerate(counts):
-                mixed = list(typings[others])
-                mixed[r] = typings[one][r]
-                changed_s = border_s(folded, mixed, costs) / max(1, count)
-                table[m, n] = table[n, m] = max(table[m, n], changed_s) if m != n else 0.0
+    counts = Counter(instance.region for instance in folded.instances)
+    for (m, one), (n, others) in itertools.permutations(enumerate(modes), 2):
+        for r, count in counts.items():
+            mixed = list(typings[others])
+            mixed[r] = typings[one][r]
+            changed_s = border_s(folded, mixed, costs) / count
+            table[m, n] = table[n, m] = max(table[m, n], changed_s)
     return table
