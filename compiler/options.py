@@ -10,9 +10,10 @@ from meshfold.strategy import Offload, Recompute
 
 PinValue = int | str
 
-PIN_NAMES = ("dp", "tp", "zero", "sp", "recompute", "offload")
+PIN_NAMES = ("dp", "tp", "zero", "sp", "recompute", "offload", "pp", "microbatches")
 """What can be pinned: data and tensor parallel degrees, ZeRO level, whether activations between
-tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is offloaded."""
+tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is offloaded,
+pipeline stages, and parts in which a rank runs its share of the batch."""
 
 _WORDS = {"recompute": get_args(Recompute), "offload": get_args(Offload)}
 """Pins that are words, and what they can be."""
@@ -55,7 +56,7 @@ def _check_pin(name: str, value: PinValue) -> None:
         return
     if not isinstance(value, int):
         raise OptionError(f"pin {name}={value}: write a number")
-    if name in ("dp", "tp") and value < 1:
+    if name in ("dp", "tp", "pp", "microbatches") and value < 1:
         raise OptionError(f"pin {name}={value}: a degree is 1 or more")
     if name == "zero" and value not in range(4):
         raise OptionError(f"pin zero={value}: ZeRO levels are 0, 1, 2 and 3")

@@ -108,8 +108,26 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
+class StageFigures:
+    """What one stage of a pipeline does. forward_s, backward_s: per microbatch, exposed
+    communication included; sync_s: once per step, after the last backward; end_s: from the start
+    of the step to the end of its last work. in_flight: microbatches whose activations are held at
+    the worst moment; peak_bytes: of one device then."""
+
+    forward_s: float
+    backward_s: float
+    sync_s: float
+    end_s: float
+    in_flight: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
 class StagePlan:
+    """A stage's runs, in order; figures where the batch is run in microbatches."""
+
     runs: tuple[RunPlan, ...]
+    figures: StageFigures | None = None
 
 
 @dataclass(frozen=True)
@@ -147,17 +165,20 @@ class MemoryEstimate:
 @dataclass(frozen=True)
 class TimeEstimate:
     """Seconds of one step. step_s = forward_s + backward_s + exposed_communication_s +
-    optimizer_s, where forward_s and backward_s are compute only."""
+    optimizer_s + bubble_s, where forward_s and backward_s are compute only. In a pipeline all are
+    of the stage that ends last, and bubble_s is what it waits for others."""
 
     forward_s: float
     backward_s: float
     exposed_communication_s: float
     optimizer_s: float
     communication_s: Mapping[str, float]
+    bubble_s: float = 0.0
 
     @property
     def step_s(self) -> float:
-        return self.forward_s + self.backward_s + self.exposed_communication_s + self.optimizer_s
+        work_s = self.forward_s + self.backward_s + self.exposed_communication_s
+        return work_s + self.optimizer_s + self.bubble_s
 
 
 @dataclass(frozen=True)
@@ -223,6 +244,8 @@ class Plan:
     meshfold_version: str
     version: int = PLAN_VERSION
     notes: tuple[str, ...] = ()
+    schedule: str = ""
+    """In which order stages run their microbatches; empty for a step in one pass."""
 
     @property
     def world_size(self) -> int:

@@ -26,6 +26,7 @@ from meshfold.plan import (
     RegionPlan,
     RunPlan,
     SearchStats,
+    StageFigures,
     StagePlan,
     TimeEstimate,
 )
@@ -40,7 +41,6 @@ from meshfold.plan_schema import (
     ParameterDocument,
     PlanDocument,
     RegionDocument,
-    RunDocument,
     SearchDocument,
     StageDocument,
     StrategyDocument,
@@ -76,10 +76,8 @@ def plan_document(plan: Plan) -> PlanDocument:
         pins=dict(plan.pins),
         optimizer=plan.optimizer,
         seed=plan.seed,
-        stages=tuple(
-            StageDocument(runs=tuple(RunDocument(**asdict(run)) for run in stage.runs))
-            for stage in plan.stages
-        ),
+        schedule=plan.schedule,
+        stages=tuple(StageDocument(**asdict(stage)) for stage in plan.stages),
         regions=tuple(_region_document(region) for region in plan.regions),
         cluster=cluster_model(plan.cluster),
     )
@@ -106,6 +104,7 @@ def _time_document(time: TimeEstimate) -> TimeDocument:
         backward_s=time.backward_s,
         exposed_communication_s=time.exposed_communication_s,
         optimizer_s=time.optimizer_s,
+        bubble_s=time.bubble_s,
         communication_s=dict(time.communication_s),
     )
 
@@ -197,6 +196,7 @@ def plan_from_document(document: PlanDocument) -> Plan:
         meshfold_version=document.meshfold_version,
         version=document.version,
         notes=document.notes,
+        schedule=document.schedule,
     )
     if document.search.gap is not None:
         _follows("search.gap", document.search.gap, plan.gap)
@@ -275,9 +275,14 @@ def _stages(documents: tuple[StageDocument, ...], regions: set[str]) -> tuple[St
                     f"stages[{s}].runs[{r}].region: no region {run.region!r} in this plan; "
                     f"it has {', '.join(sorted(regions))}"
                 )
-    return tuple(
-        StagePlan(tuple(RunPlan(**run.model_dump()) for run in stage.runs)) for stage in documents
-    )
+    return tuple(_stage(stage) for stage in documents)
+
+
+def _stage(document: StageDocument) -> StagePlan:
+    runs = tuple(RunPlan(**run.model_dump()) for run in document.runs)
+    if document.figures is None:
+        return StagePlan(runs)
+    return StagePlan(runs, StageFigures(**document.figures.model_dump()))
 
 
 def _region(document: RegionDocument, path: str, num_axes: int) -> RegionPlan:

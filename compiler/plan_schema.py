@@ -66,6 +66,8 @@ class StrategyDocument(Document):
     batch_on_tp: bool = Field(
         default=False, description="tp shards the batch inside of what dp leaves"
     )
+    pp: Positive = 1
+    microbatches: Positive = 1
 
 
 class AxisDocument(Document):
@@ -75,11 +77,14 @@ class AxisDocument(Document):
 
 
 class TimeDocument(Document):
-    step_s: Seconds = Field(description="Sum of the four parts below")
+    step_s: Seconds = Field(description="Sum of the five parts below")
     forward_s: Seconds = Field(description="Compute only")
     backward_s: Seconds = Field(description="Compute only")
     exposed_communication_s: Seconds
     optimizer_s: Seconds
+    bubble_s: Seconds = Field(
+        default=0.0, description="What the last stage to end waits for others"
+    )
     communication_s: dict[str, Seconds] = Field(description="Per mesh axis, before overlap")
 
 
@@ -137,8 +142,20 @@ class RunDocument(Document):
     count: Positive
 
 
+class StageFiguresDocument(Document):
+    """One stage of a pipeline; seconds per microbatch but for sync_s and end_s."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+    sync_s: Seconds = Field(description="Once per step, after the last backward pass")
+    end_s: Seconds = Field(description="From the start of the step to the end of its last work")
+    in_flight: Positive = Field(description="Microbatches held at the worst moment")
+    peak_bytes: Bytes = Field(description="Of one device at that moment")
+
+
 class StageDocument(Document):
     runs: tuple[RunDocument, ...]
+    figures: StageFiguresDocument | None = None
 
 
 class ParameterDocument(Document):
@@ -209,6 +226,9 @@ class PlanDocument(Document):
     pins: dict[str, int | str] = Field(description="Choices that the user fixed")
     optimizer: str
     seed: int
+    schedule: str = Field(
+        default="", description="Of the microbatches; empty for a step in one pass"
+    )
     stages: tuple[StageDocument, ...]
     regions: tuple[RegionDocument, ...]
     cluster: ClusterModel

@@ -35,6 +35,11 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
 
     Raises PlanMismatchError naming region and op (or slot) where a type breaks the rules.
     """
+    if plan.schedule:
+        raise PlanMismatchError(
+            f"{plan.strategy.label}: a plan with microbatches cannot be priced from its file; "
+            "pin its degrees and plan again"
+        )
     split = planned_graph(folded, plan)
     costs = CostModel(plan.cluster, plan.mesh)
     typings = [region.typing for region in plan.regions]

@@ -172,6 +172,12 @@ def layer_figures(
     )
 
 
+def exposed_first_s(layer: LayerFigures) -> float:
+    """What the first layer of a stage adds to the step: once per step, its reductions and, under
+    ZeRO-3, a gather."""
+    return layer.reduce_s - layer.exposed_s + layer.gather_s + layer.shard_reduce_s
+
+
 class _Parameters:
     """Sums over the parameters of a region, in bytes of one rank.
 

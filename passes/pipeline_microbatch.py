@@ -25,7 +25,7 @@ from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.errors import OptionError
 from meshfold.mesh import Mesh, MeshAxis
-from meshfold.opgraph import Arg, Dependence, FoldedGraph, Op, OpGraph, Ref, Value
+from meshfold.opgraph import Arg, FoldedGraph, Op, OpGraph, Ref, Value
 from meshfold.passes.boundaries import find_boundaries
 from meshfold.passes.data_parallel import follow_batch
 from meshfold.passes.localize import localize
@@ -62,21 +62,20 @@ class MicrobatchGraphs:
         self._known: dict[int, FoldedGraph] = {1: folded}
         if batch_size == 1:
             return
-        refused = ""
-        for followed in (_with_constants_cut(folded, batch_size), folded):
-            self._follow(followed, cluster)
-            refused = self._refused()
-            if not refused:
-                return
-        raise OptionError(f"the batch cannot be cut into microbatches: {refused} is needed whole")
+        self._follow(cluster)
+        refused = self._refused()
+        if refused:
+            raise OptionError(
+                f"the batch cannot be cut into microbatches: {refused} is needed whole"
+            )
 
-    def _follow(self, followed: FoldedGraph, cluster: ClusterSpec) -> None:
-        """Type every region on the free axis. followed: the program as the search is to see it."""
+    def _follow(self, cluster: ClusterSpec) -> None:
+        """Type every region on the free axis."""
         mesh = Mesh((MeshAxis("microbatch", self.batch_size),))
-        boundaries = find_boundaries(followed)
-        rules = [region_rules(region.graph, mesh.sizes) for region in followed.regions]
+        boundaries = find_boundaries(self.folded)
+        rules = [region_rules(region.graph, mesh.sizes) for region in self.folded.regions]
         costs = _FreeAxis(cluster, mesh)
-        data = follow_batch(followed, boundaries, self.batch_size, rules, costs, self.batch_size)
+        data = follow_batch(self.folded, boundaries, self.batch_size, rules, costs, self.batch_size)
         self._typings = [solution.typing for solution in data.solutions]
         classes = {
             boundaries.slots[r][v] for r, v in self._needed_whole() if v < len(boundaries.slots[r])
@@ -119,21 +118,6 @@ class MicrobatchGraphs:
             )
             if native[0].is_shard and any(demand != native for demand in demands)
         ]
-
-
-def _with_constants_cut(folded: FoldedGraph, batch_size: int) -> FoldedGraph:
-    """Constants with a row per sample as if they depended on the batch: a mask for every sample is
-    made for those of the microbatch alone, where ranks of a mesh make constants whole."""
-    regions = []
-    for region in folded.regions:
-        values = tuple(
-            replace(v, depends=Dependence.BATCH)
-            if v.depends is Dependence.CONSTANT and v.shape[:1] == (batch_size,)
-            else v
-            for v in region.graph.values
-        )
-        regions.append(replace(region, graph=replace(region.graph, values=values)))
-    return replace(folded, regions=tuple(regions))
 
 
 class _Cut:

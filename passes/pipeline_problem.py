@@ -24,6 +24,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.meshes import build_mesh
 from meshfold.cost_models.stages import hop_link, hop_s
 from meshfold.cost_models.topology import GroupShape, group_shape
+from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, Dependence, FoldedGraph, SourceKind
 from meshfold.options import CompileOptions
 from meshfold.passes.parameter_prices import local_bytes
@@ -35,8 +36,9 @@ from meshfold.passes.pipeline_layers import (
     parameters_of,
 )
 from meshfold.passes.pipeline_microbatch import MicrobatchGraphs
-from meshfold.passes.region_memory import Probe, memory_of_region, program_states
+from meshfold.passes.region_memory import Probe, memory_of_region
 from meshfold.passes.region_search import RegionSolution
+from meshfold.passes.residence import program_states
 from meshfold.passes.run_dual import FloatArray, IntArray
 from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
 from meshfold.passes.uniform_search import MeshSearch
@@ -68,6 +70,7 @@ class PipelineProblem:
     a strategy -> its figures."""
 
     degrees: UniformStrategy
+    mesh: Mesh
     chain: StageProblem
     figures: dict[tuple[int, str], LayerFigures]
     tables: ProgramTables
@@ -97,6 +100,7 @@ class PipelineProblems:
         self.reserve_bytes = max(group.device.reserve_bytes for group in cluster.groups)
         smallest = min(group.device.memory_bytes for group in cluster.groups)
         self.capacity_bytes = options.memory_bytes or smallest
+        self.launch_s = CostModel(cluster, build_mesh(cluster, 1, 1)).launch_s
         self._holders = _num_holders(folded)
         self._searches: dict[tuple[int, int], MeshSearch] = {}
         self._tables: dict[tuple[int, int, bool], ProgramTables] = {}
@@ -114,11 +118,7 @@ class PipelineProblems:
         degrees = replace(strategies[0], zero=0, recompute="none")
         recomputes = list(dict.fromkeys(s.recompute for s in strategies))
         tables = self.tables(degrees, recomputes)
-        around = self._surroundings(degrees)
-        regions = [
-            _undominated([layer_figures(table, strategy, around) for strategy in strategies])
-            for table in tables.regions
-        ]
+        regions = [_undominated(figures) for figures in self.figures(strategies)]
         layers = [
             _layer_costs(region.name, figures)
             for region, figures in zip(tables.folded.regions, regions, strict=True)
@@ -136,8 +136,29 @@ class PipelineProblems:
             (r, x.strategy.label): x for r, of_region in enumerate(regions) for x in of_region
         }
         return PipelineProblem(
-            degrees, chain, figures, tables, fixed_bytes, self.capacity_bytes, around.costs.launch_s
+            degrees,
+            build_mesh(self.cluster, degrees.dp, degrees.tp, degrees.pp),
+            chain,
+            figures,
+            tables,
+            fixed_bytes,
+            self.capacity_bytes,
+            self.launch_s,
         )
+
+    def figures(self, strategies: Sequence[UniformStrategy]) -> list[list[LayerFigures]]:
+        """Per region the figures of a layer under each of `strategies`, alike in all degrees."""
+        recomputes = list(dict.fromkeys(s.recompute for s in strategies))
+        tables = self.tables(strategies[0], recomputes)
+        around = self._surroundings(strategies[0])
+        return [
+            [layer_figures(table, strategy, around) for strategy in strategies]
+            for table in tables.regions
+        ]
+
+    def untied_parameters(self, region: int) -> list[int]:
+        """Parameter slots of a region that one layer alone reads."""
+        return [i for i, holders in enumerate(self._holders[region]) if holders == 1]
 
     # Tables.
 

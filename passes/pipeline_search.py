@@ -4,38 +4,31 @@
         -> lowest bound first, until it reaches the best plan found (mesh_search.best_first),
            bounds in three tiers, each dearer and higher than the one before:
 
-    peak rate   the floating-point operations of a microbatch at the rate of the device
-    kernels     its kernels and its collectives on tp, each layer at its fastest
-    stages      the bound of the stage search before its gap is closed (stage_search.py)
+    peak rate, kernels   pipeline_bounds.py
+    stages               the bound of the stage search before its gap is closed (stage_search.py)
 
-The first two count the least bubble of p stages and m microbatches (cost_models/stages.py). The
-third comes with a plan, so that the best one is known early; only degrees whose bound is still
-below it are searched to the end. The plan without a pipeline takes part as a candidate that is
-solved already: both kinds share one incumbent and one lower bound.
+The last one comes with a plan, so that the best one is known early; only degrees whose bound is
+still below it are searched to the end. The plan without a pipeline takes part as a candidate that
+is solved already: both kinds share one incumbent and one lower bound.
 """
 
-from collections.abc import Sequence
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshfold.cost_models.compute import op_work
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.meshes import build_mesh
 from meshfold.cost_models.pipeline import StageTimes, device_ends_s
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
-from meshfold.cost_models.stages import bubble_factor
 from meshfold.errors import InfeasibleError
 from meshfold.passes.mesh_search import BoundRule, MeshSearchResult, Solution, best_first
-from meshfold.passes.pipeline_layers import LayerFigures
+from meshfold.passes.pipeline_bounds import KERNELS, PEAK_RATE, kernels_bound_s, peak_rate_bounds_s
+from meshfold.passes.pipeline_layers import LayerFigures, exposed_first_s
 from meshfold.passes.pipeline_problem import PipelineProblem, PipelineProblems
 from meshfold.passes.pipeline_tree import PipelineTree
 from meshfold.passes.stage_plan import PipelinePlan
 from meshfold.passes.stage_search import search_faster_stages
 from meshfold.strategy import UniformStrategy
-
-PEAK_RATE = "peak rate and bubble above the best plan"
-KERNELS = "kernels and bubble above the best plan"
 
 STAGES = "stages above the best plan"
 
@@ -70,9 +63,17 @@ class PipelineOutcome:
     best: PricedPipeline | None
     lower_bound_s: float
     cuts: dict[str, int]
-    num_searched: int
-    num_infeasible: int
     searched: tuple[tuple[UniformStrategy, float, float | None], ...]
+
+    @property
+    def num_priced(self) -> int:
+        """Candidates for which a plan was found."""
+        return sum(step_s is not None for _, _, step_s in self.searched)
+
+    @property
+    def num_infeasible(self) -> int:
+        """Candidates that fit nowhere."""
+        return sum(math.isinf(bound_s) for _, bound_s, _ in self.searched)
 
 
 def search_pipelines(
@@ -86,14 +87,10 @@ def search_pipelines(
     bound is `lower_bound_s` (both infinite where there is none)."""
     race = _Race(problems, tree, step_s, lower_bound_s)
     result = race.run()
+    searched = tuple(race.searched[i] for i in sorted(race.searched))
     if result is None:
-        return PipelineOutcome(None, np.inf, {}, race.num_searched, race.num_searched, ())
-    best = result.solution.plan
-    lower_s = result.lower_bound_s
-    cuts = {rule: n for rule, n in result.stats.pruned.items() if n}
-    infeasible = sum(bound_s == np.inf for _, bound_s, _ in race.searched.values())
-    outcomes = tuple(race.searched[i] for i in sorted(race.searched))
-    return PipelineOutcome(best, lower_s, cuts, len(outcomes), infeasible, outcomes)
+        return PipelineOutcome(None, np.inf, {}, searched)
+    return PipelineOutcome(result.solution.plan, result.lower_bound_s, race.cuts(), searched)
 
 
 class _Race:
@@ -108,12 +105,17 @@ class _Race:
         self.without = Solution[PricedPipeline | None](step_s, lower_bound_s, None)
         self.incumbent_s = step_s
         self.found: dict[int, PricedPipeline] = {}
+        self.tiers = dict.fromkeys(range(len(self.degrees)), PEAK_RATE)
+        """By number of the candidate: the last bound that was asked for, until it is solved."""
         self.searched: dict[int, tuple[UniformStrategy, float, float | None]] = {}
         """By number of the candidate: degrees, lower bound, step."""
 
-    @property
-    def num_searched(self) -> int:
-        return len(self.searched)
+    def cuts(self) -> dict[str, int]:
+        """Leaves left out, by rule."""
+        cuts: Counter[str] = Counter()
+        for index, rule in self.tiers.items():
+            cuts[rule] += len(self.tree.strategies_of(self.degrees[index]))
+        return dict(cuts)
 
     def run(self) -> MeshSearchResult[PricedPipeline | None] | None:
         """The winner; None when nothing fits."""
@@ -133,17 +135,14 @@ class _Race:
     def _kernels_s(self, index: int) -> float:
         if index == len(self.degrees):
             return 0.0
-        degrees = self.degrees[index]
-        recomputes = list(dict.fromkeys(r for _, r in self.tree.kinds))
-        tables = self.problems.tables(degrees, recomputes)
-        if degrees.tp > 1 and tables.sharded_fraction == 0:
-            return float("inf")
-        return tables.fastest_s * _least_bubble(degrees)
+        self.tiers[index] = KERNELS
+        return kernels_bound_s(self.problems, self.tree, self.degrees[index])
 
     def _stages_s(self, index: int) -> float:
         """Looks for a plan as well; after it the incumbent is the best of all."""
         if index == len(self.degrees):
             return 0.0
+        self.tiers[index] = STAGES
         bound_s, step_s = self._search(index, max_parts=0)
         self.searched[index] = self.degrees[index], bound_s, step_s
         return bound_s
@@ -151,6 +150,7 @@ class _Race:
     def _solve(self, index: int, limit_s: float) -> Solution[PricedPipeline | None] | None:
         if index == len(self.degrees):
             return self.without
+        del self.tiers[index]
         bound_s, _ = self._search(index, max_parts=MAX_PARTS)
         found = self.found.get(index)
         if found is None:
@@ -190,42 +190,6 @@ def schedules_of(problem: PipelineProblem) -> list[Schedule]:
     ]
 
 
-def peak_rate_bounds_s(
-    problems: PipelineProblems, candidates: Sequence[UniformStrategy]
-) -> np.ndarray:
-    """Per candidate: all floating-point operations evenly over all devices, and the bubble."""
-    whole_s = _peak_rate_s(problems)
-    return np.array(
-        [whole_s / (d.dp * d.tp * d.microbatches) * _least_bubble(d) for d in candidates]
-    )
-
-
-def _least_bubble(degrees: UniformStrategy) -> float:
-    return bubble_factor(degrees.pp, degrees.microbatches, degrees.pp - 1)
-
-
-def _peak_rate_s(problems: PipelineProblems) -> float:
-    """Seconds of a step's floating-point operations on one device."""
-    costs = CostModel(problems.cluster, build_mesh(problems.cluster, 1, 1))
-    by_region = []
-    for region in problems.folded.regions:
-        seconds = 0.0
-        for op in region.graph.ops:
-            work = op_work(region.graph, op)
-            dtype = next(
-                (
-                    region.graph.values[v].dtype
-                    for v in op.operands
-                    if region.graph.values[v].is_float
-                ),
-                "float32",
-            )
-            for flops in (work.flops, work.backward_flops):
-                seconds += max(0.0, costs.compute_s(flops, 0.0, dtype) - costs.launch_s)
-        by_region.append(seconds)
-    return sum(by_region[i.region] for i in problems.folded.instances)
-
-
 def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipeline:
     """`plan` with what the chain leaves out: the first layer of a stage has nothing to hide its own
     reduction and gather behind, and the optimizer is launched once."""
@@ -246,9 +210,3 @@ def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipel
         for end_s, stage in zip(ends_s, plan.stages, strict=True)
     ]
     return PricedPipeline(problem, plan, tuple(layers), tuple(device_s))
-
-
-def exposed_first_s(layer: LayerFigures) -> float:
-    """What the first layer of a stage adds to the step: once per step, its reductions and, under
-    ZeRO-3, a gather."""
-    return layer.reduce_s - layer.exposed_s + layer.gather_s + layer.shard_reduce_s

@@ -47,7 +47,7 @@ def assemble_plan(
         new.region: old.region for new, old in zip(split.instances, folded.instances, strict=True)
     }
     return Plan(
-        model=_model_info(folded, model_name, batch_size),
+        model=model_info(folded, model_name, batch_size),
         cluster=cluster,
         mesh=best.mesh,
         strategy=best.strategy,
@@ -83,7 +83,8 @@ def _whole_notes(best: Priced) -> list[str]:
     return [f"ZeRO-3 keeps {name} whole: no dim divides over {dp} ranks" for name in sorted(found)]
 
 
-def _model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:
+def model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:
+    """What a plan says about its model."""
     return ModelInfo(
         name=name,
         fingerprint=fingerprint(folded),
@@ -126,7 +127,7 @@ def _alternatives(taken: Leaf, leaves: Sequence[Leaf]) -> tuple[Alternative, ...
     ordered = sorted(whole, key=lambda leaf: (leaf.time_s, leaf.held_bytes, leaf.name))
     return tuple(
         Alternative(
-            leaf.name, leaf.time_s, leaf.held_bytes, _why_lost(leaf, taken) + _planned(leaf)
+            leaf.name, leaf.time_s, leaf.held_bytes, why_lost(leaf, taken) + _planned(leaf)
         )
         for leaf in ordered[:NUM_ALTERNATIVES]
     )
@@ -136,7 +137,8 @@ def _planned(leaf: Leaf) -> str:
     return "" if leaf.strategy.runs else "; planned, cannot run yet"
 
 
-def _why_lost(leaf: Leaf, taken: Leaf) -> str:
+def why_lost(leaf: Leaf | Alternative, taken: Leaf | Alternative) -> str:
+    """Where `leaf` is worse than what was taken, in words."""
     slower_s = leaf.time_s - taken.time_s
     more_bytes = leaf.held_bytes - taken.held_bytes
     if slower_s >= 0 and more_bytes >= 0:

@@ -25,6 +25,11 @@ from meshfold.passes.baselines import baseline_rows, named_baselines
 from meshfold.passes.boundaries import carries_feature_maps
 from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
 from meshfold.passes.mesh_plan import MeshPlanner
+from meshfold.passes.pipeline_planner import (
+    excludes_pipelines,
+    is_pipeline_pinned,
+    plan_with_pipelines,
+)
 from meshfold.passes.plan_assembly import assemble_plan
 from meshfold.passes.priced import MeshPlan, Priced, order_of
 from meshfold.passes.region_memory import Probe
@@ -59,6 +64,44 @@ def find_plan_for(
     kept, InfeasibleError when nothing fits.
     """
     _check_prunings(options.without_cuts)
+    needs_pipeline = is_pipeline_pinned(options.pins)
+    if needs_pipeline and not options.allow_planned:
+        raise OptionError(
+            "pins pp, microbatches: pipelines can be planned, not run yet; say --allow planned"
+        )
+    plan: Plan | None = None
+    if not needs_pipeline:
+        try:
+            plan = _plan_in_one_pass(
+                folded, cluster, options, model_name, batch_size, probe, progress
+            )
+        except InfeasibleError:
+            if not options.allow_planned or excludes_pipelines(options.pins):
+                raise
+    if not options.allow_planned or excludes_pipelines(options.pins):
+        assert plan is not None
+        return plan
+    return plan_with_pipelines(
+        folded,
+        cluster,
+        options,
+        plan,
+        model_name=model_name,
+        batch_size=batch_size,
+        probe=probe,
+    )
+
+
+def _plan_in_one_pass(
+    folded: FoldedGraph,
+    cluster: ClusterSpec,
+    options: CompileOptions,
+    model_name: str,
+    batch_size: int,
+    probe: Probe,
+    progress: Progress | None,
+) -> Plan:
+    """The fastest plan that runs the batch of a rank in one pass."""
     search = _Search(folded, cluster, options, batch_size, probe, progress)
     found = search.best()
     named = named_baselines(cluster)
