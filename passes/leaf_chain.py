@@ -10,7 +10,6 @@ Peak memory is a maximum over moments, the chain needs a sum over layers. Two ar
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -28,6 +27,9 @@ Held = Callable[[Leaf, int], int]
 TIE = 1e-6
 """Share of Leaf.beside_s that the exact search adds: where recomputation hides behind
 communication, or what is offloaded behind compute, a layer that need not do so does not."""
+
+MOST_LIMITS = 64
+"""Limits on what passes by that are tried for the smallest program."""
 
 NODE_CAP = 5_000
 """Exchanges that one exact search looks at before it is content with the bound."""
@@ -59,15 +61,26 @@ class LeafChain:
         self.runs = [(region, first, 1), *rest, *runs[1:]]
 
     def smallest(self) -> list[Leaf]:
-        """Per region the leaf whose instances hold least together, with what passes by in one."""
+        """Per region the leaf whose layers hold least, with the least of what passes by in one."""
         counts = [0] * len(self.leaves)
         for region, _, count in self.runs:
             counts[region] += count
-
-        def bytes_of(leaf: Leaf, region: int) -> tuple[int, str]:
-            return counts[region] * self._held(leaf, region) + leaf.passing_bytes, leaf.name
-
-        return [min(of, key=partial(bytes_of, region=r)) for r, of in enumerate(self.leaves)]
+        best: tuple[int, list[Leaf]] | None = None
+        limits = sorted({leaf.passing_bytes for of in self.leaves for leaf in of}, reverse=True)
+        for passing_bytes in limits[:: 1 + len(limits) // MOST_LIMITS]:
+            chosen = []
+            total = passing_bytes
+            for r, of in enumerate(self.leaves):
+                options = [leaf for leaf in of if leaf.passing_bytes <= passing_bytes]
+                if not options:
+                    break
+                held = {leaf.name: self._held(leaf, r) for leaf in options}
+                chosen.append(min(options, key=lambda leaf: (held[leaf.name], leaf.name)))
+                total += counts[r] * held[chosen[-1].name]
+            if len(chosen) == len(counts) and (best is None or total < best[0]):
+                best = total, chosen
+        assert best is not None, "the largest limit leaves every leaf"
+        return best[1]
 
     def held_bytes(self, per_region: Sequence[Leaf]) -> int:
         """The estimate for a program in which all instances of a region take one leaf."""
