@@ -17,6 +17,7 @@ from meshfold.plan import Candidate, Plan, RegionPlan
 from meshfold.plan_text import write_layout
 from meshfold.render_parts import indented, section, table_of
 from meshfold.render_search import proof_text, search_view
+from meshfold.render_stages import stages_view
 from meshfold.units import bytes_text, count_text, seconds_text
 
 COLOURS = ("cyan", "blue", "magenta", "green", "yellow", "bright_blue", "red", "white")
@@ -71,6 +72,7 @@ def summary_view(plan: Plan) -> RenderableType:
         *_mix(plan),
         section(f"Step time {seconds_text(plan.time.step_s)}", _time(plan)),
         section(_memory_title(plan), _memory(plan)),
+        *stages_view(plan),
         section("Against the baselines", _baselines_table(plan)),
         *_notes(plan),
     )
@@ -115,12 +117,14 @@ def _mix(plan: Plan) -> list[RenderableType]:
 
 def _time(plan: Plan) -> RenderableType:
     time = plan.time
-    parts = (
+    parts = [
         ("forward", time.forward_s),
         ("backward", time.backward_s),
         ("exposed communication", time.exposed_communication_s),
         ("optimizer", time.optimizer_s),
-    )
+    ]
+    if time.bubble_s:
+        parts.append(("bubble", time.bubble_s))
     bars = Waterfall(tuple((label, s, seconds_text(s)) for label, s in parts))
     before = _by_axis(time.communication_s)
     if before == NOTHING:

@@ -16,7 +16,7 @@ from meshfold.opgraph import FoldedGraph
 from meshfold.passes.check_plan import placements
 from meshfold.passes.data_parallel import zero3_layout
 from meshfold.passes.fold_assemble import graph_fingerprint
-from meshfold.passes.pipeline_layers import LayerFigures, exposed_first_s
+from meshfold.passes.pipeline_layers import LayerFigures
 from meshfold.passes.pipeline_problem import PipelineProblems
 from meshfold.passes.pipeline_search import PricedPipeline
 from meshfold.passes.plan_assembly import model_info, why_lost
@@ -82,7 +82,7 @@ def step_time(found: PricedPipeline) -> TimeEstimate:
     forward_s = m * sum(x.compute_forward_s for x in layers)
     backward_s = m * sum(x.compute_backward_s for x in layers)
     busy_s = m * (stage.forward_s + stage.backward_s)
-    exposed_s = sum(x.exposed_s + x.tied_s for x in layers) + exposed_first_s(layers[0])
+    exposed_s = sum(x.exposed_s + x.tied_s for x in layers)
     optimizer_s = sum(x.optimizer_s for x in layers) + problem.launch_s
     exposed_s += max(0.0, busy_s - forward_s - backward_s)
     hops_s = m * (problem.chain.hop_s[stage.first] + problem.chain.hop_s[stage.end])

@@ -7,12 +7,14 @@ parallelism and ZeRO are arithmetic on top (layer_figures):
 
     per microbatch   forward    max(f + c, g)             f, b kernels, c collectives on tp,
                      backward   max(b + c, g + d_shard)   g gather on dp, only under ZeRO-3
-    once per step    sync       max(0, d_whole - (b + c)) + d_tied + optimizer
+    once per step    sync       max(0, d_whole - (b + c)) + first + d_tied + optimizer
 
 ZeRO 0 and 1 keep whole gradients, add up microbatches, and reduce them beside the last backward.
 ZeRO-3 keeps shards: it gathers a layer for each forward and again for each backward, and reduces
 (d_shard) after each backward; parameters that cannot be sharded are reduced once. ZeRO-2 would
-reduce in every microbatch and keep parameters whole all the same: it is not offered.
+reduce in every microbatch and keep parameters whole all the same: it is not offered. The first
+layer of a stage has nothing to hide its reduction and its gather behind; so that a step stays a sum
+over layers, each is charged its share of one layer in L / p (first).
 
 A parameter that several layers read is held by each (the embedding and the head of a language model
 are on different stages), stored whole on dp, and its gradients are added up over the holders once
@@ -87,7 +89,8 @@ class LayerFigures:
 
     Per microbatch: compute_forward_s, compute_backward_s (kernels), forward_s, backward_s (with
     exposed communication), gather_s, shard_reduce_s, graph_s (collectives on tp), activation_bytes.
-    Per step: reduce_s (all of d_whole), exposed_s of it, tied_s, optimizer_s. update_bytes: what
+    Per step: reduce_s (all of d_whole), exposed_s (what of that, and of the first layer's
+    gather, nothing hides), tied_s, optimizer_s. update_bytes: what
     the optimizer needs beyond one microbatch's activations. gathered_bytes of passing_bytes: what
     passes by while the layer runs.
     """
@@ -126,10 +129,12 @@ class LayerFigures:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a layer's figures depend on besides its table: the degree dp, collectives over it and
-    over the ranks that hold a tied parameter (kind, bytes, holders), kernels, and the optimizer."""
+    """What a layer's figures depend on besides its table: the degree dp, the share of layers that
+    are the first of a stage, collectives over dp and over the ranks that hold a tied parameter
+    (bytes, holders), kernels, and the optimizer."""
 
     dp: int
+    first_share: float
     over_dp: Collective
     over_holders: Callable[[float, int], float]
     costs: CostModel
@@ -147,6 +152,8 @@ def layer_figures(
     shard_reduce_s = around.over_dp("reduce_scatter", sums.scattered)
     reduce_s = around.over_dp("all_reduce", sums.reduced) + sum(price.reduce_s.values())
     whole_s = optimizer_s(sums.updated, around.costs, around.optimizer)
+    late_s = max(0.0, reduce_s - backward_s)
+    first_s = reduce_s - late_s + gather_s + shard_reduce_s
     activation_bytes = memory.saved_bytes + table.kept_output_bytes
     update_bytes = FOREACH_FACTOR[around.optimizer] * sums.updated
     return LayerFigures(
@@ -159,7 +166,7 @@ def layer_figures(
         shard_reduce_s=shard_reduce_s,
         graph_s=sum(price.communication_s.values()),
         reduce_s=reduce_s,
-        exposed_s=max(0.0, reduce_s - backward_s),
+        exposed_s=late_s + around.first_share * first_s,
         tied_s=sum(around.over_holders(size, holders) for size, holders in sums.tied),
         optimizer_s=whole_s - around.costs.launch_s if sums.updated else 0.0,
         parameter_bytes=sums.stored,
@@ -170,12 +177,6 @@ def layer_figures(
         gathered_bytes=2 * sums.gathered,
         passing_bytes=sums.passing_bytes(memory),
     )
-
-
-def exposed_first_s(layer: LayerFigures) -> float:
-    """What the first layer of a stage adds to the step: once per step, its reductions and, under
-    ZeRO-3, a gather."""
-    return layer.reduce_s - layer.exposed_s + layer.gather_s + layer.shard_reduce_s
 
 
 class _Parameters:

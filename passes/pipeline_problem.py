@@ -240,6 +240,7 @@ class PipelineProblems:
 
         return Surroundings(
             degrees.dp,
+            min(1.0, degrees.pp / len(self.folded.instances)),
             lambda kind, num_bytes: price(kind, num_bytes, group=over_dp),
             over_holders,
             costs,

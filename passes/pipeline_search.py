@@ -23,7 +23,7 @@ from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.errors import InfeasibleError
 from meshfold.passes.mesh_search import BoundRule, MeshSearchResult, Solution, best_first
 from meshfold.passes.pipeline_bounds import KERNELS, PEAK_RATE, kernels_bound_s, peak_rate_bounds_s
-from meshfold.passes.pipeline_layers import LayerFigures, exposed_first_s
+from meshfold.passes.pipeline_layers import LayerFigures
 from meshfold.passes.pipeline_problem import PipelineProblem, PipelineProblems
 from meshfold.passes.pipeline_tree import PipelineTree
 from meshfold.passes.stage_plan import PipelinePlan
@@ -166,14 +166,16 @@ class _Race:
         beat_s = self.incumbent_s
         if index in self.found:
             beat_s = np.inf
-        plan = search_faster_stages(problem.chain, schedules, beat_s, max_parts=max_parts)
+        plan = search_faster_stages(
+            problem.chain, schedules, beat_s - problem.launch_s, max_parts=max_parts
+        )
         if not isinstance(plan, PipelinePlan):
-            return plan, None
+            return plan + problem.launch_s, None
         priced = priced_pipeline(problem, plan)
         if index not in self.found or priced.step_s < self.found[index].step_s:
             self.found[index] = priced
         self.incumbent_s = min(self.incumbent_s, priced.step_s)
-        return plan.lower_bound_s, self.found[index].step_s
+        return plan.lower_bound_s + problem.launch_s, self.found[index].step_s
 
 
 def _key(degrees: UniformStrategy) -> tuple[int, ...]:
@@ -191,8 +193,8 @@ def schedules_of(problem: PipelineProblem) -> list[Schedule]:
 
 
 def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipeline:
-    """`plan` with what the chain leaves out: the first layer of a stage has nothing to hide its own
-    reduction and gather behind, and the optimizer is launched once."""
+    """`plan` with the figures of its layers, and the launch of the optimizer that the chain leaves
+    out."""
     layers: list[LayerFigures] = []
     regions = [r for r, _, _ in problem.tables.folded.runs]
     for stage in plan.stages:
@@ -206,7 +208,7 @@ def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipel
     )
     ends_s = device_ends_s(plan.schedule, times).tolist()
     device_s = [
-        end_s + stage.sync_s + exposed_first_s(layers[stage.first]) + problem.launch_s
+        end_s + stage.sync_s + problem.launch_s
         for end_s, stage in zip(ends_s, plan.stages, strict=True)
     ]
     return PricedPipeline(problem, plan, tuple(layers), tuple(device_s))

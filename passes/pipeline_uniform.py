@@ -15,7 +15,7 @@ from meshfold.errors import InfeasibleError
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.mesh_search import BoundRule, Solution, best_first
 from meshfold.passes.pipeline_bounds import KERNELS, PEAK_RATE, kernels_bound_s, peak_rate_bounds_s
-from meshfold.passes.pipeline_layers import LayerFigures, exposed_first_s
+from meshfold.passes.pipeline_layers import LayerFigures
 from meshfold.passes.pipeline_problem import PipelineProblem, PipelineProblems
 from meshfold.passes.pipeline_tree import PipelineTree
 from meshfold.strategy import UniformStrategy
@@ -66,17 +66,13 @@ def uniform_pipeline(
         [sum(x.backward_s for x in stage) for stage in stages],
         hop_s=problem.chain.hop_s[cuts[1:-1]],
     )
-    ends_s = device_ends_s(schedule, times) + [_once_s(stage) for stage in stages]
+    ends_s = device_ends_s(schedule, times) + [sum(x.sync_s for x in stage) for stage in stages]
     peaks = [
         _peak_bytes(stage, int(problem.chain.held_bytes[first]), in_flight)
         for stage, first, in_flight in zip(stages, cuts, schedule.in_flight, strict=False)
     ]
     step_s = float(ends_s.max()) + problem.launch_s
     return UniformPipeline(strategy, step_s, max(peaks) + problem.fixed_bytes)
-
-
-def _once_s(stage: list[LayerFigures]) -> float:
-    return sum(x.sync_s for x in stage) + exposed_first_s(stage[0])
 
 
 def _peak_bytes(stage: list[LayerFigures], held_bytes: int, in_flight: int) -> int:
