@@ -48,7 +48,7 @@ class Case:
 CASES = (
     Case("Llama-3-8B", "llama-3-8b", "dgx-h100x8", 64),
     Case("GPT-3 175B", "gpt3-175b", "dgx-a100-80x128", 1536),
-    Case("GPT 1T", "gpt3-175b", "dgx-a100-80x384", 3072, tuple(GPT_1T.items())),
+    Case("GPT 1T", "gpt3-175b", "dgx-h200x384", 1536, tuple(GPT_1T.items())),
     Case("Llama-3-405B", "llama-3-405b", "dgx-h100x2048", 2048),
 )
 DEPTHS = tuple(

@@ -6,7 +6,7 @@ when the layouts of all their slots are known; each is solved on this axis alone
 any rule carries it. The first producer of a value decides the layout of its class.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.cost_model import CostModel
@@ -31,6 +31,27 @@ class DataParallel:
     def rules(self, region: int) -> tuple[str, ...]:
         """Name of the axis rule of every op of a region."""
         return tuple(op.rules[0] for op in self.solutions[region].typing.ops)
+
+
+Followed = dict[Hashable, DataParallel]
+"""What was found, by batch_problem."""
+
+
+def batch_problem(
+    boundaries: Boundaries, axis_size: int, rules: Sequence[RuleTable], batch_size: int
+) -> Hashable:
+    """What follow_batch depends on but prices: equal for two axis sizes over which the same inputs
+    are cut and every op has the same rules. In the role DATA the batch is kept sharded as far as
+    rules carry it, whatever that costs, so the solution of one size serves the other."""
+    inputs = tuple(
+        batch_type(boundaries.values[c], batch_size, axis_size) for c in sorted(boundaries.inputs)
+    )
+    types = tuple(
+        tuple((rule.name, rule.inputs, rule.outputs) for rule in per_axis[0])
+        for table in rules
+        for per_axis in table
+    )
+    return inputs, types
 
 
 def follow_batch(

@@ -23,6 +23,7 @@ from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.baselines import baseline_rows, named_baselines
 from meshfold.passes.boundaries import carries_feature_maps
+from meshfold.passes.data_parallel import Followed
 from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
 from meshfold.passes.mesh_plan import MeshPlanner
 from meshfold.passes.pipeline_planner import (
@@ -170,6 +171,7 @@ class _Search:
         self.probe = probe
         self.progress = progress
         self._searches: dict[Degrees, MeshSearch] = {}
+        self._followed: Followed = {}
 
     def best(self) -> _Found:
         """The fastest plan that fits; leaves that a pruning took come back when nothing fits."""
@@ -189,7 +191,9 @@ class _Search:
         """A planner for these leaves of one mesh."""
         if degrees not in self._searches:
             mesh = build_mesh(self.cluster, *degrees)
-            self._searches[degrees] = MeshSearch(self.folded, self.cluster, mesh, self.batch_size)
+            self._searches[degrees] = MeshSearch(
+                self.folded, self.cluster, mesh, self.batch_size, self._followed
+            )
         return MeshPlanner(
             self.folded,
             self.cluster,

@@ -83,6 +83,7 @@ class RegionProblem:
     costs: CostModel
     table: RuleTable
     domains: tuple[OpDomain, ...]
+    times: tuple[Table, ...]
     factors: FactorGraph
 
     def solve(self, prices: Prices) -> RegionSolution | None:
@@ -135,16 +136,21 @@ def prepare_region(
     output_layouts: Sequence[Sequence[Layout]],
     fixed_rules: Mapping[int, Sequence[str]] | None = None,
     rules: RuleTable | None = None,
+    like: RegionProblem | None = None,
 ) -> RegionProblem:
     """Build the tables of a region.
 
     slot_layouts[i]: layouts in which slot i may arrive, for a parameter those it may be stored in.
     output_layouts[k]: layouts in which output k may leave. fixed_rules: axis -> rule name per op,
-    for axes that are decided already. rules: region_rules(graph, mesh.sizes) if at hand.
+    for axes that are decided already. rules: region_rules(graph, mesh.sizes) if at hand. like: a
+    problem that differs in layouts and roles alone: its domains and the times of its ops serve.
     """
     rules = rules or region_rules(graph, mesh.sizes)
-    domains = op_domains(graph, rules, tables.conversions.legal, fixed_rules)
-    times = [_op_times(graph, k, domain, mesh, costs) for k, domain in enumerate(domains)]
+    if like is None:
+        domains = op_domains(graph, rules, tables.conversions.legal, fixed_rules)
+        times = [_op_times(graph, k, domain, mesh, costs) for k, domain in enumerate(domains)]
+    else:
+        domains, times = like.domains, list(like.times)
     factors = build_factors(
         graph,
         domains,
@@ -154,7 +160,7 @@ def prepare_region(
         slot_layouts,
         output_layouts,
     )
-    return RegionProblem(graph, mesh, costs, rules, domains, factors)
+    return RegionProblem(graph, mesh, costs, rules, domains, tuple(times), factors)
 
 
 def solve_region(

@@ -36,6 +36,8 @@ from meshfold.passes.boundaries import (
 )
 from meshfold.passes.data_parallel import (
     DataParallel,
+    Followed,
+    batch_problem,
     follow_batch,
     stored_options,
     zero3_layout,
@@ -90,15 +92,24 @@ class _Chosen:
 
 
 class MeshSearch:
-    """Searches of one folded program on one mesh. Rules, tables and the dp axis are shared."""
+    """Searches of one folded program on one mesh. Rules, tables and the dp axis are shared.
+
+    followed: what other meshes found on the dp axis, to use and to add to.
+    """
 
     def __init__(
-        self, folded: FoldedGraph, cluster: ClusterSpec, mesh: Mesh, batch_size: int
+        self,
+        folded: FoldedGraph,
+        cluster: ClusterSpec,
+        mesh: Mesh,
+        batch_size: int,
+        followed: Followed | None = None,
     ) -> None:
         self.folded = folded
         self.mesh = mesh
         self.batch_size = batch_size
         self.costs = CostModel(cluster, mesh)
+        self.followed = {} if followed is None else followed
         self.boundaries: Boundaries = find_boundaries(folded)
         self.counts = num_instances(folded)
         self.graphs: list[OpGraph] = [region.graph for region in folded.regions]
@@ -120,6 +131,7 @@ class MeshSearch:
         ]
         self.fallback_ops = tuple(map(_fallback_ops, self.graphs))
         self._found: dict[AxisRole, tuple[list[_Chosen], float]] = {}
+        self._like: dict[int, RegionProblem] = {}
 
     def solve(
         self, *, zero: int, sequence_parallel: bool = False, batch_on_tp: bool = False
@@ -175,7 +187,8 @@ class MeshSearch:
         fixed = {}
         if self.data is not None and self.dp_axis is not None and not joint:
             fixed[self.dp_axis] = self.data.rules(region)
-        return prepare_region(
+        shared = role is not AxisRole.DATA and not joint
+        problem = prepare_region(
             graph,
             self.mesh,
             self.costs,
@@ -184,7 +197,11 @@ class MeshSearch:
             output_layouts=[[self._boundary(c, role)] for c in boundaries.outputs[region]],
             fixed_rules=fixed,
             rules=self._rules_of_data(region) if role is AxisRole.DATA else self.rules[region],
+            like=self._like.get(region) if shared else None,
         )
+        if shared:
+            self._like.setdefault(region, problem)
+        return problem
 
     @cached_property
     def _batch_on_tp(self) -> DataParallel:
@@ -194,9 +211,13 @@ class MeshSearch:
 
     def _followed(self, axis_size: int) -> DataParallel:
         alone = [tuple(per_axis[:1] for per_axis in table) for table in self.rules]
-        return follow_batch(
-            self.folded, self.boundaries, axis_size, alone, self.costs, self.batch_size
-        )
+        boundaries, batch_size = self.boundaries, self.batch_size
+        key = batch_problem(boundaries, axis_size, alone, batch_size)
+        if key not in self.followed:
+            self.followed[key] = follow_batch(
+                self.folded, boundaries, axis_size, alone, self.costs, batch_size
+            )
+        return self.followed[key]
 
     def _rules_of_data(self, region: int) -> RuleTable:
         """On tp every op goes on with its rule on dp, or runs whole."""
