@@ -126,9 +126,7 @@ def _alternatives(taken: Leaf, leaves: Sequence[Leaf]) -> tuple[Alternative, ...
     whole = [x for x in others if len(x.sharded) in (0, x.num_shardable)]
     ordered = sorted(whole, key=lambda leaf: (leaf.time_s, leaf.held_bytes, leaf.name))
     return tuple(
-        Alternative(
-            leaf.name, leaf.time_s, leaf.held_bytes, why_lost(leaf, taken) + _planned(leaf)
-        )
+        Alternative(leaf.name, leaf.time_s, leaf.held_bytes, why_lost(leaf, taken) + _planned(leaf))
         for leaf in ordered[:NUM_ALTERNATIVES]
     )
 
