@@ -31,7 +31,7 @@ from meshfold.passes.data_parallel import follow_batch
 from meshfold.passes.localize import localize
 from meshfold.passes.region_price import layouts_of_values, value_name
 from meshfold.passes.rules import region_rules
-from meshfold.spmd import INVARIANT, Layout, local_shape
+from meshfold.spmd import INVARIANT, PARTIAL, Layout, local_shape
 from meshfold.strategy import RegionTyping
 
 WHOLE: Layout = (INVARIANT,)
@@ -72,7 +72,7 @@ class MicrobatchGraphs:
     def _follow(self, cluster: ClusterSpec) -> None:
         """Type every region on the free axis."""
         mesh = Mesh((MeshAxis("microbatch", self.batch_size),))
-        boundaries = find_boundaries(self.folded)
+        self._boundaries = boundaries = find_boundaries(self.folded)
         rules = [region_rules(region.graph, mesh.sizes) for region in self.folded.regions]
         costs = _FreeAxis(cluster, mesh)
         data = follow_batch(self.folded, boundaries, self.batch_size, rules, costs, self.batch_size)
@@ -109,15 +109,26 @@ class MicrobatchGraphs:
         return self._known[parts]
 
     def _needed_whole(self) -> list[tuple[int, int]]:
-        """(region, value) of what is cut and then needed whole."""
-        return [
-            (r, v)
-            for r, typing in enumerate(self._typings)
-            for v, (native, demands) in enumerate(
-                layouts_of_values(self.folded.regions[r].graph, typing)
-            )
-            if native[0].is_shard and any(demand != native for demand in demands)
-        ]
+        """(region, value) of what is cut, or a pending sum, and then needed whole. The model's own
+        outputs are not: sums over microbatches are their value."""
+        found = []
+        for r, typing in enumerate(self._typings):
+            graph = self.folded.regions[r].graph
+            native = [layout for layout, _ in layouts_of_values(graph, typing)]
+            wanted = [
+                (v, layout)
+                for op, chosen in zip(graph.ops, typing.ops, strict=True)
+                for v, layout in zip(op.operands, chosen.inputs, strict=True)
+            ]
+            crossing = zip(graph.outputs, typing.outputs, self._boundaries.outputs[r], strict=True)
+            wanted += [(v, x) for v, x, c in crossing if c not in self._boundaries.results]
+            found += [(r, v) for v, x in wanted if native[v] != x and _is_part(native[v])]
+        return found
+
+
+def _is_part(layout: Layout) -> bool:
+    """Whether one microbatch alone does not have the whole value."""
+    return layout[0].is_shard or layout[0] == PARTIAL
 
 
 class _Cut:

@@ -103,14 +103,14 @@ class PipelineProblems:
         self.launch_s = CostModel(cluster, build_mesh(cluster, 1, 1)).launch_s
         self._holders = _num_holders(folded)
         self._searches: dict[tuple[int, int], MeshSearch] = {}
-        self._tables: dict[tuple[int, int, bool], ProgramTables] = {}
+        self._tables: dict[tuple[int, int, bool, tuple[Recompute, ...]], ProgramTables] = {}
 
     def tables(self, degrees: UniformStrategy, recomputes: Sequence[Recompute]) -> ProgramTables:
         """The typed program that `degrees` (dp, tp, microbatches, sequence_parallel) ask for."""
         parts = degrees.dp * degrees.microbatches
-        key = parts, degrees.tp, degrees.sequence_parallel
+        key = parts, degrees.tp, degrees.sequence_parallel, tuple(sorted(recomputes))
         if key not in self._tables:
-            self._tables[key] = self._typed(*key, recomputes)
+            self._tables[key] = self._typed(*key)
         return self._tables[key]
 
     def problem(self, strategies: Sequence[UniformStrategy]) -> PipelineProblem:

@@ -23,6 +23,10 @@ from meshfold.strategy import Recompute, UniformStrategy
 BATCH = "batch does not divide over dp x microbatches"
 LAYERS = "more stages than layers"
 
+ALL_KINDS = len(PIPELINE_ZERO_LEVELS) * len(get_args(Recompute))
+KINDS_WITHOUT_DP = len(get_args(Recompute))
+"""Leaves below one choice of degrees, ZeRO needing a dp axis."""
+
 DEGREE_PINS = ("pp", "dp", "tp", "sp", "microbatches")
 
 
@@ -45,7 +49,7 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
     kinds = _kinds(situation)
     left = list(_all_degrees(situation))
     cuts: Counter[str] = Counter()
-    num_leaves = sum(len(_strategies(d, _every_kind())) for d in left)
+    num_leaves = _num_leaves(left)
     pins = {k: v for k, v in situation.pins.items() if k in DEGREE_PINS}
     rules: list[tuple[str, Callable[[UniformStrategy], bool]]] = [
         (PINNED, lambda d: keeps_pins(d, pins) and bool(_strategies(d, kinds))),
@@ -62,10 +66,8 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
         inside = [d for d in left if d.tp <= situation.devices_per_node]
         cuts[NODE] += _num_leaves(left) - _num_leaves(inside or left)
         left = inside or left
-    cuts[PINNED] += sum(
-        len(_strategies(d, _every_kind())) - len(_strategies(d, kinds)) for d in left
-    )
     leaves = tuple(s for d in left for s in _strategies(d, kinds))
+    cuts[PINNED] += _num_leaves(left) - len(leaves)
     tree = Tree(leaves, num_leaves, {k: n for k, n in sorted(cuts.items()) if n})
     return PipelineTree(tuple(left), kinds, tree)
 
@@ -109,14 +111,17 @@ def _strategies(
 
 
 def _num_leaves(degrees: Sequence[UniformStrategy]) -> int:
-    return sum(len(_strategies(d, _every_kind())) for d in degrees)
+    return sum(ALL_KINDS if d.dp > 1 else KINDS_WITHOUT_DP for d in degrees)
 
 
 def _why_not(name: str, situation: Situation, num_layers: int) -> str:
     pins = ", ".join(f"{key}={value}" for key, value in situation.pins.items()) or "no pins"
     size, devices = situation.batch_size, situation.num_devices
     why = {
-        PINNED: f"no pp x dp x tp on {devices} devices with ZeRO level 0, 1 or 3 keeps them",
+        PINNED: (
+            f"no pp x dp x tp on {devices} devices with microbatches that divide a batch of {size} "
+            "and ZeRO level 0, 1 or 3 keeps them"
+        ),
         BATCH: f"a batch of {size} does not divide over dp x microbatches",
         LAYERS: f"the model has {num_layers} layers, fewer than stages",
     }

@@ -1,0 +1,61 @@
+"""A microbatch's graph, cut out of the whole batch's: as if captured with the smaller batch."""
+
+import pytest
+import torch
+from support_models import BATCH, tiny_model
+from torch import nn
+
+from meshfold.capture import capture
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.errors import OptionError
+from meshfold.passes.pipeline_microbatch import MicrobatchGraphs
+from meshfold.passes.uniform_search import MeshSearch
+
+CLUSTER = resolve_cluster("local-cpu", 4)
+
+
+@pytest.mark.parametrize("family", ("gpt2", "t5"))
+def test_prices_are_those_of_a_capture_with_the_smaller_batch(family):
+    model, batch = tiny_model(family)
+    half = {name: tensor[: BATCH // 2] for name, tensor in batch.items()}
+    cut = MicrobatchGraphs(capture(model, batch).graph, CLUSTER, BATCH).graph(2)
+    small = capture(model, half).graph
+    mesh = build_mesh(CLUSTER, 1, 2)
+    found, expected = (
+        MeshSearch(g, CLUSTER, mesh, BATCH // 2).solve(zero=0, sequence_parallel=True)
+        for g in (cut, small)
+    )
+    for ours, theirs in zip(found.prices, expected.prices, strict=True):
+        # Slices of what stays whole (position ids) cost a launch here and there.
+        assert ours.forward_s == pytest.approx(theirs.forward_s, rel=2e-3)
+        assert ours.backward_s == pytest.approx(theirs.backward_s)
+        assert ours.graph_forward_s == pytest.approx(theirs.graph_forward_s)
+        assert ours.graph_backward_s == pytest.approx(theirs.graph_backward_s)
+        assert ours.communication_s == pytest.approx(theirs.communication_s)
+
+
+def test_the_whole_batch_is_the_program_itself():
+    model, batch = tiny_model("llama")
+    folded = capture(model, batch).graph
+    graphs = MicrobatchGraphs(folded, CLUSTER, BATCH)
+    assert graphs.graph(1) is folded
+    assert graphs.graph(2) is graphs.graph(2)
+    with pytest.raises(ValueError, match="no 3 equal parts"):
+        graphs.graph(3)
+
+
+class MeanOverBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return (hidden - hidden.mean(dim=0, keepdim=True)).square().sum()
+
+
+def test_statistics_over_the_batch_are_refused():
+    folded = capture(MeanOverBatch(), {"x": torch.zeros(4, 8)}).graph
+    with pytest.raises(OptionError, match="cannot be cut into microbatches"):
+        MicrobatchGraphs(folded, CLUSTER, 4)

@@ -1,0 +1,225 @@
+"""Pipelines in plans of small models: against brute force, pins, placement, memory, refusal."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import pytest
+from support_models import BATCH, tiny_model
+
+from meshfold.capture import capture
+from meshfold.cluster import ClusterSpec
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.pipeline import StageTimes, device_ends_s
+from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.emit import emit
+from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
+from meshfold.opgraph import FoldedGraph
+from meshfold.options import CompileOptions
+from meshfold.passes.check_plan import price_plan
+from meshfold.passes.decision_tree import NODE, Situation
+from meshfold.passes.pipeline_problem import PipelineProblems
+from meshfold.passes.pipeline_search import search_pipelines
+from meshfold.passes.pipeline_tree import LAYERS, grow_pipelines
+from meshfold.passes.pipeline_uniform import even_cuts
+from meshfold.passes.planner import find_plan_for
+from meshfold.plan import Plan
+from meshfold.plan_io import plan_from_json, plan_to_json
+from meshfold.probe import OpProber
+from meshfold.strategy import UniformStrategy
+
+PROBER = OpProber()
+
+
+@cache
+def graph_of(family: str, layers: int = 2) -> FoldedGraph:
+    model, batch = tiny_model(family, layers=layers)
+    return capture(model, batch).graph
+
+
+def plan(family: str = "llama", num_devices: int = 4, layers: int = 2, **options) -> Plan:
+    options.setdefault("allow_planned", True)
+    return find_plan_for(
+        graph_of(family, layers),
+        resolve_cluster("local-cpu", num_devices),
+        CompileOptions(**options),
+        model_name=family,
+        batch_size=BATCH,
+        probe=PROBER,
+    )
+
+
+def problems_of(cluster: ClusterSpec, **options) -> PipelineProblems:
+    folded = graph_of("llama")
+    return PipelineProblems(folded, cluster, CompileOptions(**options), BATCH, PROBER)
+
+
+def tree_for(num_devices: int, pins=None, switched_off=()):
+    situation = Situation(num_devices, num_devices, BATCH, pins or {}, True, switched_off)
+    return grow_pipelines(situation, len(graph_of("llama").instances))
+
+
+def slow_links(num_devices: int) -> ClusterSpec:
+    """Fast hops inside a slow machine: pipelines pay."""
+    spec = resolve_cluster("local-cpu", num_devices)
+    link = replace(spec.groups[0].link, bytes_per_s=1e7, latency_s=1e-7, start_s=0.0)
+    return replace(spec, groups=tuple(replace(g, link=link) for g in spec.groups))
+
+
+def every_step_s(problems: PipelineProblems, strategy: UniformStrategy) -> list[float]:
+    """Steps of all cuts of all layers under one strategy that fit."""
+    problem = problems.problem([strategy])
+    figures = problems.figures([strategy])
+    layers = [figures[i.region][0] for i in problems.folded.instances]
+    schedule = Schedule(ScheduleKind.ONE_F_ONE_B, strategy.pp, strategy.microbatches)
+    steps = []
+    for inner in combinations(range(1, len(layers)), strategy.pp - 1):
+        cuts = [0, *inner, len(layers)]
+        stages = [layers[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        needs = [
+            sum(x.state_bytes + k * x.activation_bytes for x in stage)
+            + k * int(problem.chain.held_bytes[first])
+            + max(x.passing_bytes for x in stage)
+            for stage, first, k in zip(stages, cuts, schedule.in_flight, strict=False)
+        ]
+        if max(needs) > problem.chain.memory_bytes[0]:
+            continue
+        times = StageTimes.build(
+            [sum(x.forward_s for x in s) for s in stages],
+            [sum(x.backward_s for x in s) for s in stages],
+            hop_s=problem.chain.hop_s[list(inner)],
+        )
+        once = np.array([sum(x.sync_s for x in s) for s in stages])
+        steps.append(float((device_ends_s(schedule, times) + once).max()) + problem.launch_s)
+    return steps
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 450_000])
+def test_no_uniform_pipeline_is_faster(memory_bytes):
+    problems = problems_of(slow_links(4), memory_bytes=memory_bytes)
+    tree = tree_for(4)
+    found = search_pipelines(problems, tree)
+    assert found.best is not None
+    steps = [
+        step_s
+        for degrees in tree.candidates
+        if degrees.pp <= len(problems.folded.instances)
+        for strategy in tree.strategies_of(degrees)
+        for step_s in every_step_s(problems, strategy)
+    ]
+    assert found.lower_bound_s <= found.best.step_s
+    assert found.lower_bound_s <= min(steps) * (1 + 1e-9)
+    gap = found.best.step_s / found.lower_bound_s
+    assert found.best.step_s <= min(steps) * gap * (1 + 1e-9)
+    assert gap < 1.01
+
+
+def test_switching_cuts_off_keeps_the_optimum():
+    problems = problems_of(slow_links(4))
+    best = search_pipelines(problems, tree_for(4)).best
+    everything = search_pipelines(problems, tree_for(4, switched_off=(NODE,))).best
+    assert best is not None and everything is not None
+    assert best.step_s <= everything.step_s * 1.001
+
+
+def test_more_memory_is_never_slower():
+    steps = []
+    for memory_bytes in (300_000, 450_000, 700_000, 2_000_000):
+        found = search_pipelines(
+            problems_of(slow_links(4), memory_bytes=memory_bytes), tree_for(4, {"pp": 2})
+        )
+        steps.append(
+            (np.inf, np.inf) if found.best is None else (found.best.step_s, found.lower_bound_s)
+        )
+    assert np.isfinite(steps[-1][0])
+    for (_, bound_s), (step_s, _) in zip(steps, steps[1:], strict=False):
+        assert step_s <= bound_s * 1.02 or np.isinf(bound_s)
+    assert all(b[1] <= a[0] for a, b in zip(steps, steps[1:], strict=False))
+
+
+@pytest.mark.parametrize(("family", "pins"), [("gpt2", {"pp": 2}), ("bert", {"pp": 4, "dp": 1})])
+def test_a_pinned_pipeline_places_every_layer_once(family, pins):
+    found = plan(family, pins=pins)
+    assert found.strategy.pp == pins["pp"] == len(found.stages)
+    assert found.mesh.names[0] == "pp" and found.mesh.num_ranks == 4
+    placed = [(run.first + k) for s in found.stages for run in s.runs for k in range(run.count)]
+    assert placed == list(range(len(graph_of(family).instances)))
+    assert found.time.step_s == pytest.approx(max(s.figures.end_s for s in found.stages))
+    assert found.memory.peak == max(s.figures.peak_bytes for s in found.stages)
+    assert 0 <= found.gap < 0.05
+    names = [row.name for row in found.baselines]
+    assert "best uniform 3D" in names
+    uniform = found.baselines[names.index("best uniform 3D")]
+    assert found.search.lower_bound_s <= uniform.step_s * (1 + 1e-9)
+
+
+def test_a_pipeline_goes_through_the_file_and_is_not_emitted():
+    found = plan("gpt2", pins={"pp": 2, "microbatches": 2})
+    assert found.schedule.startswith("1f1b(2 x 2")
+    assert any("planned, cannot run yet" in note for note in found.notes)
+    text = plan_to_json(found)
+    assert plan_from_json(text) == found
+    assert json.loads(text)["stages"][0]["figures"]["in_flight"] == 2
+    with pytest.raises(PlanMismatchError, match="cannot run yet"):
+        emit(graph_of("gpt2"), found)
+    with pytest.raises(PlanMismatchError, match="microbatches"):
+        price_plan(graph_of("gpt2"), found, PROBER)
+
+
+def test_tied_embeddings_are_on_both_ends():
+    """GPT-2's two stages hold the shared matrix each and add its gradients up."""
+    problems = PipelineProblems(
+        graph_of("gpt2"), resolve_cluster("local-cpu", 2), CompileOptions(), BATCH, PROBER
+    )
+    (first, *_), _, (last, *_) = problems.figures([UniformStrategy(pp=2, microbatches=2)])
+    matrix = graph_of("gpt2").regions[0].graph.values[0].num_bytes
+    assert first.parameter_bytes >= matrix and last.parameter_bytes >= matrix
+    assert first.tied_s == last.tied_s > 0
+
+
+def test_encoder_output_is_held_by_later_stages():
+    folded = graph_of("t5", 6)
+    problems = PipelineProblems(
+        folded, resolve_cluster("local-cpu", 2), CompileOptions(), BATCH, PROBER
+    )
+    problem = problems.problem([UniformStrategy(pp=2, microbatches=2)])
+    held = problem.chain.held_bytes
+    # Inside the decoder its own activation and the encoder's output cross, before it one of them.
+    assert max(held) >= 2 * min(h for h in held[1:-1] if h)
+    assert search_pipelines(
+        problems, grow_pipelines(Situation(2, 2, BATCH, {"pp": 2}, True), len(folded.instances))
+    ).best
+
+
+@pytest.mark.parametrize(
+    ("pins", "match"),
+    [
+        ({"pp": 3}, "contradict|keeps them"),
+        ({"microbatches": 3}, "divide a batch of 4"),
+        ({"pp": 8, "tp": 1}, "fewer than stages|keeps them"),
+        ({"pp": 2, "zero": 2}, "ZeRO level 0, 1 or 3"),
+    ],
+)
+def test_pins_that_cannot_be_kept(pins, match):
+    with pytest.raises(OptionError, match=match):
+        plan("llama", num_devices=8 if pins.get("pp") == 8 else 4, pins=pins)
+
+
+def test_pipelines_need_to_be_allowed():
+    with pytest.raises(OptionError, match="--allow planned"):
+        plan("llama", pins={"pp": 2}, allow_planned=False)
+    assert plan("llama", allow_planned=False).strategy.pp == 1
+    alone = plan("llama", pins={"pp": 1, "microbatches": 1})
+    assert alone.schedule == "" and LAYERS not in alone.search.cuts
+
+
+def test_nothing_fits():
+    with pytest.raises(InfeasibleError, match="with or without a pipeline"):
+        plan("llama", memory_bytes=10_000, pins={"pp": 2})
+
+
+def test_even_cuts_keep_the_ends_apart():
+    assert even_cuts(graph_of("llama"), 2) == [0, 2, 4]
+    assert even_cuts(graph_of("llama"), 4) == [0, 1, 2, 3, 4]
