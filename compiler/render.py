@@ -173,7 +173,7 @@ def _baselines_table(plan: Plan) -> RenderableType:
     )
     for candidate in plan.baselines:
         table.add_row(*_baseline_row(candidate, plan), style="" if candidate.fits else "dim")
-    return Group(indented(table), Text(f"  {proof_text(plan)}", style="dim"))
+    return Group(indented(table), indented(Text(proof_text(plan), style="dim")))
 
 
 def _baseline_row(candidate: Candidate, plan: Plan) -> Sequence[str]:

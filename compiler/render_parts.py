@@ -26,5 +26,5 @@ def table_of(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ())
     return table
 
 
-def indented(table: Table) -> RenderableType:
-    return Padding(table, (0, 0, 0, 2))
+def indented(body: RenderableType) -> RenderableType:
+    return Padding(body, (0, 0, 0, 2))

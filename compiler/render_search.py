@@ -33,17 +33,19 @@ def search_view(plan: Plan) -> RenderableType:
     left = search.num_leaves - sum(search.cuts.values())
     tree.add_row("left", f"{left:,}")
     facts = [
-        f"  {search.num_candidates} programs priced exactly, "
+        f"{search.num_candidates} programs priced exactly, "
         f"{search.num_infeasible} of them did not fit",
-        f"  {proof_text(plan)}",
-        f"  before the mix was closed: {100 * search.gap_before:.2f} %"
+        proof_text(plan),
+        f"before the mix was closed: {100 * search.gap_before:.2f} %"
         + ("; a search stopped at its limit" if search.capped else ""),
     ]
     meshes = table_of("mesh", "bound", "best", "", right=("bound", "best"), fold=("",))
     for outcome in search.meshes:
         best = seconds_text(outcome.step_s) if outcome.step_s is not None else "-"
         meshes.add_row(outcome.mesh, seconds_text(outcome.lower_bound_s), best, outcome.reason)
-    return Group(indented(tree), Text("\n".join(facts), style="dim"), Text(), indented(meshes))
+    return Group(
+        indented(tree), indented(Text("\n".join(facts), style="dim")), Text(), indented(meshes)
+    )
 
 
 def explain_view(plan: Plan, regions: tuple[RegionPlan, ...]) -> RenderableType:
