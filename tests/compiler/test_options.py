@@ -19,13 +19,26 @@ def test_the_option_surface_is_frozen() -> None:
         "allow_planned",
         "without_cuts",
     ]
-    assert PIN_NAMES == ("dp", "tp", "zero", "sp", "recompute", "offload")
+    assert PIN_NAMES == (
+        "dp",
+        "tp",
+        "zero",
+        "sp",
+        "recompute",
+        "offload",
+        "pp",
+        "microbatches",
+    )
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"pins": {"pp": 2}}, "pin 'pp' is unknown; pins are dp, tp, zero, sp, recompute, offload"),
+        (
+            {"pins": {"cp": 2}},
+            "pin 'cp' is unknown; pins are dp, tp, zero, sp, recompute, offload, pp, microbatches",
+        ),
+        ({"pins": {"pp": 0}}, "pin pp=0: a degree is 1 or more"),
         ({"pins": {"tp": 0}}, "pin tp=0: a degree is 1 or more"),
         ({"pins": {"zero": 4}}, "pin zero=4: ZeRO levels are 0, 1, 2 and 3"),
         ({"pins": {"tp": "two"}}, "pin tp=two: write a number"),
