@@ -27,7 +27,13 @@ from meshfold.fake_tensors import fake_mode
 from meshfold.opgraph import Arg, Hole, Ref, Symbol
 from meshfold.torch_ops import dtype_name, torch_constant, torch_dtype, torch_target
 
-DEVICE_OPS = frozenset({"aten.scaled_dot_product_attention.default", "aten.mish.default"})
+DEVICE_OPS = frozenset(
+    {
+        "aten.scaled_dot_product_attention.default",
+        "aten.mish.default",
+        "aten._native_batch_norm_legit_no_training.default",
+    }
+)
 
 
 class OpProber:
