@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from meshfold.cluster import ClusterSpec
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.opgraph import FoldedGraph
@@ -52,30 +54,17 @@ def plan_with_pipelines(
 
     Raises OptionError for pins that no pipeline keeps, InfeasibleError when no plan fits.
     """
-    situation = Situation(
-        num_devices=cluster.num_devices,
-        devices_per_node=min(group.devices_per_node for group in cluster.groups),
-        batch_size=batch_size,
-        pins=options.pins,
-        allow_planned=True,
-        switched_off=options.without_cuts,
-    )
     try:
-        tree = grow_pipelines(situation, len(folded.instances))
+        tree = _tree(folded, cluster, options, batch_size)
         problems = PipelineProblems(folded, cluster, options, batch_size, probe)
     except OptionError as error:
         if without is None:
             raise
         return replace(without, notes=(*without.notes, f"no pipeline: {error}"))
-    if without is None:
-        outcome = search_pipelines(problems, tree)
-    else:
-        outcome = search_pipelines(
-            problems,
-            tree,
-            step_s=without.time.step_s,
-            lower_bound_s=without.search.lower_bound_s,
-        )
+    known = (
+        (np.inf, np.inf) if without is None else (without.time.step_s, without.search.lower_bound_s)
+    )
+    outcome = search_pipelines(problems, tree, step_s=known[0], lower_bound_s=known[1])
     best = outcome.best
     if best is None and without is None:
         raise _infeasible(problems, tree)
@@ -93,6 +82,20 @@ def plan_with_pipelines(
         stats=stats,
         notes=_planned_notes(best),
     )
+
+
+def _tree(
+    folded: FoldedGraph, cluster: ClusterSpec, options: CompileOptions, batch_size: int
+) -> PipelineTree:
+    situation = Situation(
+        num_devices=cluster.num_devices,
+        devices_per_node=min(group.devices_per_node for group in cluster.groups),
+        batch_size=batch_size,
+        pins=options.pins,
+        allow_planned=True,
+        switched_off=options.without_cuts,
+    )
+    return grow_pipelines(situation, len(folded.instances))
 
 
 def _planned_notes(best: PricedPipeline) -> tuple[str, ...]:
