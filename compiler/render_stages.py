@@ -12,16 +12,16 @@ def stages_view(plan: Plan) -> list[RenderableType]:
     """One row per stage; nothing for a step in one pass."""
     if not plan.schedule:
         return []
-    figures = ("layers", "forward", "backward", "once", "ends at", "in flight", "peak memory")
-    table = table_of("stage", *figures, "runs", right=("stage", *figures), fold=("runs",))
+    figures = ("n", "forward", "backward", "once", "ends at", "in flight", "peak")
+    table = table_of("", *figures, "runs", right=("", *figures), fold=("runs",))
     for number, stage in enumerate(plan.stages):
         table.add_row(str(number), *_cells(stage), " ".join(map(_run_text, stage.runs)))
     note = (
-        "  forward, backward: of one microbatch; once: reductions and optimizer, per step; "
-        "in flight: microbatches"
+        "n layers; forward and backward of one microbatch; once: reductions and optimizer, per "
+        "step; in flight: microbatches; peak memory"
     )
     title = f"Stages  ({plan.schedule})"
-    return [section(title, Group(indented(table), Text(note, style="dim")))]
+    return [section(title, Group(indented(table), indented(Text(note, style="dim"))))]
 
 
 def _cells(stage: StagePlan) -> list[str]:
@@ -35,4 +35,4 @@ def _cells(stage: StagePlan) -> list[str]:
 
 
 def _run_text(run: RunPlan) -> str:
-    return run.region if run.count == 1 else f"{run.region} x {run.count}"
+    return run.region if run.count == 1 else f"{run.region}x{run.count}"
