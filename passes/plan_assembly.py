@@ -139,6 +139,8 @@ def why_lost(leaf: Leaf | Alternative, taken: Leaf | Alternative) -> str:
     """Where `leaf` is worse than what was taken, in words."""
     slower_s = leaf.time_s - taken.time_s
     more_bytes = leaf.held_bytes - taken.held_bytes
+    if slower_s == more_bytes == 0:
+        return "as fast and as small: the simpler one was taken"
     if slower_s >= 0 and more_bytes >= 0:
         return f"{seconds_text(slower_s)} slower and holds {bytes_text(more_bytes)} more"
     if slower_s >= 0:
