@@ -117,12 +117,13 @@ def check_output(path: Path) -> None:
     "--pin",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Fix dp, tp, zero, sp, recompute or offload; repeatable.",
+    help="Fix dp, tp, zero, sp, recompute, offload, pp or microbatches; repeatable.",
 )
 @click.option(
     "--allow",
     type=click.Choice(["planned"]),
-    help="Offer what can be planned, not run yet: ZeRO 1, 2, selective recomputation, offload.",
+    help="Offer what can be planned, not run yet: pipelines, ZeRO 1 and 2, selective "
+    "recomputation, offload.",
 )
 @click.option(
     "--without-cut",

@@ -85,9 +85,14 @@ class Leaf:
     def ends_s(self) -> float:
         return ends_s(self.price)
 
+    @property
+    def key(self) -> tuple[UniformStrategy, tuple[int, ...]]:
+        """Unique among all leaves of a region."""
+        return self.strategy, self.sharded
+
     @cached_property
     def name(self) -> str:
-        """Unique among the leaves of a region."""
+        """How people read it; unique among the leaves of a region that may stand together."""
         part = len(self.sharded)
         if 0 < part < self.num_shardable:
             return f"{self.strategy.label} for {part} of {self.num_shardable} parameters"

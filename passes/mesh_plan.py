@@ -5,17 +5,9 @@
         -> exact step time and peak memory of that program (step_time.py, region_memory.py)
 
 Time is a sum over instances, so the chain is exact in it. Peak memory is not: it is a maximum over
-moments. The chain works with
-
-    M = fixed + sum_i (states_i + max(kept_i, gradients_i)) + passing
-
-where `passing`, what is alive beside that at the worst moment, is read off the program that the
-last solution gives, until a solution repeats (_close). The lower bound comes from the same chain
-with what every plan holds when the backward starts and nothing else
-
-    M' = fixed + sum_i (states_i + kept_i),    never more than the true peak
-
-and conversions for free; it holds for every choice of leaves on this mesh.
+moments. The chain works with a sum (passes/leaf_chain.py) and its budget is bisected until the
+program of a solution just fits (MeshPlanner._close). The lower bound relaxes that chain, with what
+every program holds and conversions for free: it holds for every choice of leaves on this mesh.
 """
 
 import math
@@ -125,7 +117,7 @@ class MeshPlanner:
 
     def price(self, assignment: Sequence[Leaf]) -> Priced:
         """Exact figures when instance i runs under assignment[i]."""
-        key = tuple((leaf.name, leaf.strategy) for leaf in assignment)
+        key = tuple(leaf.key for leaf in assignment)
         if key not in self._priced:
             self._priced[key] = self._price(assignment)
         return self._priced[key]
@@ -202,7 +194,13 @@ class MeshPlanner:
         floats = next(i.floats for i in self.folded.instances if i.region == region)
         graph = self.folded.regions[region].graph
         return memory_of_region(
-            graph, typing, self.mesh, self.probe, costs=self.costs, floats=floats
+            graph,
+            typing,
+            self.mesh,
+            self.probe,
+            costs=self.costs,
+            floats=floats,
+            known=self._simulations,
         )
 
     @cached_property
@@ -298,8 +296,7 @@ class MeshPlanner:
     # Exact figures.
 
     def _price(self, assignment: Sequence[Leaf]) -> Priced:
-        choices = [(leaf.name, leaf.strategy) for leaf in assignment]
-        split = split_regions(self.folded, choices)
+        split = split_regions(self.folded, [leaf.key for leaf in assignment])
         leaf_of = {i.region: leaf for i, leaf in zip(split.instances, assignment, strict=True)}
         leaves = tuple(leaf_of[r] for r in range(len(split.regions)))
         typings = [leaf.typing for leaf in leaves]

@@ -181,10 +181,12 @@ def memory_of_region(
     *,
     costs: ConversionCosts,
     floats: Sequence[float],
+    known: Simulations | None = None,
 ) -> RegionMemory:
-    """Memory of one instance whose values arrive as `typing` declares. floats: its bindings."""
-    builder = _Builder(graph, typing, typing.slots, mesh, costs, probe, floats)
-    return simulate_region(builder.build())
+    """Memory of one instance whose values arrive as `typing` declares. floats: its bindings;
+    known: as for program_memory."""
+    known = {} if known is None else known
+    return _simulated(known, graph, typing, typing.slots, mesh, costs, probe, floats).memory
 
 
 def _made(source: Source) -> MadeValue | None:

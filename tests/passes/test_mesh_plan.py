@@ -97,6 +97,27 @@ def test_tied_parameters_are_sharded_together() -> None:
         assert len({leaf.ties for leaves in chain.leaves for leaf in leaves} - {None}) == 1
 
 
+def test_leaves_of_one_name_are_priced_apart() -> None:
+    """One of three parameters sharded: the tied one, or another."""
+    of = planner("gpt2", 4, 1)
+    assignments = []
+    for tie in (False, True):
+        chosen = [
+            next(
+                leaf
+                for leaf in leaves
+                if leaf.ties in (None, tie) and len(leaf.sharded) == 1 and leaf.strategy.zero == 3
+            )
+            for leaves in of.leaves
+        ]
+        assignments.append([chosen[i.region] for i in of.folded.instances])
+    names = [[leaf.name for leaf in assignment] for assignment in assignments]
+    assert names[0] == names[1]
+    for assignment in assignments:
+        priced = of.price(assignment)
+        assert [priced.leaves[i.region] for i in priced.split.instances] == assignment
+
+
 def every_program(of: MeshPlanner, chain: LeafChain):
     """Exact figures of every choice of undominated leaves, layer by layer."""
     instances = of.folded.instances
