@@ -12,11 +12,15 @@ repeats    scopes are ignored: tandem repeats of the sequence of ops (passes.fol
 Scopes give the cuts people expect, so repeats are tried where scopes leave more than half of the
 ops, and taken where they leave less than half of those. What is between regions is glue: regions
 with one instance, and so are groups too small to be worth a region.
+
+What repeats nowhere and is long is still cut into layers (passes.fold_layers), so that each can
+have a strategy of its own; a program where that is most of the ops says so in its notes.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.canonical import (
@@ -28,6 +32,7 @@ from meshfold.passes.canonical import (
     is_worth,
 )
 from meshfold.passes.fold_assemble import assemble
+from meshfold.passes.fold_layers import LONG_OPS, layer_cuts
 from meshfold.passes.fold_repeats import repeat_cuts
 
 Stacks = Sequence[tuple[str, ...]]
@@ -44,7 +49,25 @@ def fold(flat: FoldedGraph, stacks: Stacks) -> FoldedGraph:
         repeats = _segments(index, repeat_cuts(index))
         if 2 * distinct_ops(repeats) < distinct_ops(segments):
             segments = repeats
-    return assemble(flat, stacks, segments)
+    counts = Counter(s.form for s in segments)
+    lone = [counts[s.form] == 1 for s in segments]
+    pieces = [
+        _segments(index, layer_cuts(index, stacks, s.start, s.stop)) if is_lone else [s]
+        for s, is_lone in zip(segments, lone, strict=True)
+    ]
+    return _with_note(assemble(flat, stacks, [s for of in pieces for s in of]))
+
+
+def _with_note(folded: FoldedGraph) -> FoldedGraph:
+    """Says so where folding did not help a program of many layers."""
+    distinct = sum(len(region.graph.ops) for region in folded.regions)
+    if folded.num_ops <= LONG_OPS or 2 * distinct <= folded.num_ops:
+        return folded
+    note = (
+        f"folding did not help: {distinct:,} of {folded.num_ops:,} ops are different, in "
+        f"{len(folded.regions):,} regions; planning takes longer in proportion"
+    )
+    return replace(folded, notes=(*folded.notes, note))
 
 
 def _segments(index: FlatIndex, cuts: Sequence[Cut]) -> list[Segment]:

@@ -88,14 +88,14 @@ def _repeats(index: FlatIndex, symbols: Symbols, lo: int, hi: int) -> list[tuple
                 found.append((lo + first, period, count, slack))
     # Of repeats that save the same, the shortest period: the others are multiples of it.
     found.sort(key=lambda f: (-(f[2] - 1) * f[1], f[1], f[0]))
-    crossing = _crossing(index)
+    narrow = crossing(index)
     return [
-        (min(range(first, first + slack + 1), key=crossing.__getitem__), period, count)
+        (min(range(first, first + slack + 1), key=narrow.__getitem__), period, count)
         for first, period, count, slack in found[:MAX_TRIES]
     ]
 
 
-def _crossing(index: FlatIndex) -> list[int]:
+def crossing(index: FlatIndex) -> list[int]:
     """Per op the number of values made before it and read by it or after it."""
     num_ops = len(index.graph.ops)
     change = [0] * (num_ops + 1)

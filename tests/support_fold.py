@@ -116,12 +116,14 @@ def mlp_stack(
     width: int = 4,
     prefix: str = "layers",
     wide_at: int = -1,
+    inner_widths: Sequence[int] = (),
     scales: Sequence[float] = (),
     with_scopes: bool = True,
 ) -> tuple[FoldedGraph, tuple[tuple[str, ...], ...]]:
     """A stem, `depth` residual layers of five ops and a loss, with module scopes.
 
-    wide_at: this layer has a wider inner dim; scales: a float per layer.
+    wide_at: this layer has a wider inner dim; inner_widths: that of every layer; scales: a float
+    per layer.
     """
     b = GraphBuilder()
     x = b.slot("x", shape=(2, width))
@@ -129,6 +131,7 @@ def mlp_stack(
     weights = []
     for k in range(depth):
         inner = 2 * width if k == wide_at else width
+        inner = inner_widths[k] if inner_widths else inner
         weights.append(
             (
                 b.parameter(f"{prefix}.{k}.up.weight", (inner, width)),
