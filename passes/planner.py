@@ -68,7 +68,8 @@ def find_plan_for(
     needs_pipeline = is_pipeline_pinned(options.pins)
     if needs_pipeline and not options.allow_planned:
         raise OptionError(
-            "pins pp, microbatches: pipelines can be planned, not run yet; say --allow planned"
+            "pins pp, microbatches, schedule, chunks: pipelines can be planned, not run yet; say "
+            "--allow planned"
         )
     plan: Plan | None = None
     if not needs_pipeline:
@@ -107,7 +108,7 @@ def _plan_in_one_pass(
     found = search.best()
     named = named_baselines(cluster)
     rows = {
-        name: search.mesh_planner((s.dp, s.tp), [s]).uniform(s)
+        name: _planner_of(s, found, search).uniform(s)
         for name, s in named.items()
         if batch_size % s.dp == 0
     }
@@ -150,6 +151,14 @@ class _Found:
     planners: tuple[MeshPlanner, ...]
     stats: SearchStats
     notes: tuple[str, ...]
+
+
+def _planner_of(strategy: UniformStrategy, found: _Found, search: "_Search") -> MeshPlanner:
+    """Who has priced the leaves of `strategy`, or a planner for it alone."""
+    for planner in found.planners:
+        if strategy in planner.strategies:
+            return planner
+    return search.mesh_planner((strategy.dp, strategy.tp), [strategy])
 
 
 class _Search:
