@@ -230,7 +230,8 @@ class _Search:
     def _over(self, tree: Tree) -> "_Found | list[Priced]":
         """The best of a tree, or per mesh the program with the least memory."""
         by_mesh: dict[Degrees, list[UniformStrategy]] = {}
-        for leaf in tree.leaves:
+        # In an order of our own, so that the order of the leaves decides nothing.
+        for leaf in sorted(tree.leaves, key=lambda s: (-s.dp, s.label)):
             by_mesh.setdefault((leaf.dp, leaf.tp), []).append(leaf)
         cuts = Counter(tree.cuts)
         planners = self._bounded(by_mesh, cuts)
