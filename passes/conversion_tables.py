@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
 from meshfold.passes.axis_roles import SearchCosts
-from meshfold.passes.conversions import conversion_cost
+from meshfold.passes.conversions import conversion_cost, exchange_is_even
 from meshfold.passes.elimination import Table
 from meshfold.passes.rule_domains import Legality
-from meshfold.spmd import INVARIANT, Layout, SpmdType
+from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType
 
 _ValueClass = tuple[tuple[int, ...], str, bool]
-_StepKey = tuple[_ValueClass, int, SpmdType | str, SpmdType | str, tuple[bool, ...]]
+_StepKey = tuple[tuple[int, str, bool], int, str, str, bool]
 
 
 class ConversionTables:
@@ -39,7 +39,7 @@ class ConversionTables:
         self.costs = costs
         self.legal = Legality(mesh.sizes)
         self._matrices: dict[tuple[_ValueClass, tuple[Layout, ...]], Table] = {}
-        self._steps: dict[_StepKey, float] = {}
+        self._steps: dict[_StepKey, Table] = {}
 
     def matrix(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         """M over `layouts` x `layouts` for a value of this shape and dtype. Do not write to it."""
@@ -90,41 +90,43 @@ class ConversionTables:
 
     def _step_table(self, value: Value, types: Sequence[Sequence[SpmdType]], axis: int) -> Table:
         """[source type, target type, which other axes shard the value (bits)] -> seconds."""
-        num_axes = len(types)
         mine = types[axis]
-        table = np.full((len(mine), len(mine), 2**num_axes), np.inf)
-        for others in itertools.product(*(t if k != axis else [None] for k, t in enumerate(types))):
-            bits = sum(1 << k for k, t in enumerate(others) if t is not None and t.is_shard)
-            for a, source in enumerate(mine):
-                for b, target in enumerate(mine):
-                    if np.isfinite(table[a, b, bits]):
-                        continue
-                    before = tuple(source if t is None else t for t in others)
-                    after = tuple(target if t is None else t for t in others)
-                    if self.legal(value.shape, before) and self.legal(value.shape, after):
-                        table[a, b, bits] = self._step_s(value, axis, before, after)
+        table = np.zeros((len(mine), len(mine), 2 ** len(types)))
+        for (a, source), (b, target) in itertools.permutations(enumerate(mine), 2):
+            extra_s = self.costs.extra_s(value, axis, source, target)
+            step_s = self._step_s(value, axis, source, target) if math.isfinite(extra_s) else 0.0
+            table[a, b] = step_s + extra_s
         return table
 
-    def _step_s(self, value: Value, axis: int, before: Layout, after: Layout) -> float:
-        """One step. Only between two shards do the dims and blocks matter to the price."""
-        source, target = before[axis], after[axis]
-        if source == target:
-            return 0.0
-        extra_s = self.costs.extra_s(value, axis, source, target)
-        if math.isinf(extra_s):
-            return extra_s
-        both = source.is_shard and target.is_shard
-        key = (
-            (value.shape, value.dtype, value.requires_grad),
-            axis,
-            source if both else source.kind,
-            target if both else target.kind,
-            tuple(t.is_shard for k, t in enumerate(before) if k != axis),
-        )
+    def _step_s(self, value: Value, axis: int, source: SpmdType, target: SpmdType) -> Table:
+        """[which other axes shard the value (bits)] -> seconds of one step. Which dims are sharded
+        does not matter to the price but where a shard moves."""
+        moves = source.is_shard and target.is_shard
+        is_even = not moves or exchange_is_even(source, target, self.mesh.sizes[axis])
+        size = value.num_bytes, value.dtype, value.requires_grad
+        key = size, axis, source.kind, target.kind, is_even
         if key not in self._steps:
-            cost = conversion_cost(value, before, after, self.mesh, self.costs)
-            self._steps[key] = cost.total_s + extra_s
+            self._steps[key] = np.array(
+                [
+                    conversion_cost(
+                        value,
+                        _beside(source, axis, bits, self.mesh),
+                        _beside(target, axis, bits, self.mesh),
+                        self.mesh,
+                        self.costs,
+                    ).total_s
+                    for bits in range(2 ** len(self.mesh.axes))
+                ]
+            )
         return self._steps[key]
+
+
+def _beside(mine: SpmdType, axis: int, bits: int, mesh: Mesh) -> Layout:
+    """`mine` on one axis, any shard on the others that `bits` names."""
+    return tuple(
+        mine if k == axis else Shard(0) if bits >> k & 1 else INVARIANT
+        for k in range(len(mesh.axes))
+    )
 
 
 def _is_swap(source: Layout, target: Layout) -> bool:
