@@ -117,7 +117,8 @@ def check_output(path: Path) -> None:
     "--pin",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Fix dp, tp, zero, sp, recompute, offload, pp or microbatches; repeatable.",
+    help="Fix dp, tp, zero, sp, recompute, offload, pp, microbatches, schedule (1f1b, gpipe, "
+    "interleaved, zero_bubble) or chunks; repeatable.",
 )
 @click.option(
     "--allow",

@@ -3,19 +3,39 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import get_args
+from typing import Literal, get_args
 
 from meshfold.errors import OptionError
 from meshfold.strategy import Offload, Recompute
 
 PinValue = int | str
 
-PIN_NAMES = ("dp", "tp", "zero", "sp", "recompute", "offload", "pp", "microbatches")
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+"""In which order the stages of a pipeline run their microbatches; meshfold.cost_models.schedules
+says what each is."""
+
+PIN_NAMES = (
+    "dp",
+    "tp",
+    "zero",
+    "sp",
+    "recompute",
+    "offload",
+    "pp",
+    "microbatches",
+    "schedule",
+    "chunks",
+)
 """What can be pinned: data and tensor parallel degrees, ZeRO level, whether activations between
 tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is offloaded,
-pipeline stages, and parts in which a rank runs its share of the batch."""
+devices that a pipeline goes over, parts in which a rank runs its share of the batch, the order they
+run in, and stages per device (more than one under the interleaved schedule only)."""
 
-_WORDS = {"recompute": get_args(Recompute), "offload": get_args(Offload)}
+_WORDS = {
+    "recompute": get_args(Recompute),
+    "offload": get_args(Offload),
+    "schedule": get_args(ScheduleName),
+}
 """Pins that are words, and what they can be."""
 
 
@@ -56,7 +76,7 @@ def _check_pin(name: str, value: PinValue) -> None:
         return
     if not isinstance(value, int):
         raise OptionError(f"pin {name}={value}: write a number")
-    if name in ("dp", "tp", "pp", "microbatches") and value < 1:
+    if name in ("dp", "tp", "pp", "microbatches", "chunks") and value < 1:
         raise OptionError(f"pin {name}={value}: a degree is 1 or more")
     if name == "zero" and value not in range(4):
         raise OptionError(f"pin zero={value}: ZeRO levels are 0, 1, 2 and 3")

@@ -141,7 +141,7 @@ def _prunings(left: Sequence[UniformStrategy], situation: Situation) -> list[tup
 
 
 def pinned_values(leaf: UniformStrategy) -> dict[str, PinValue]:
-    """What the pins of CompileOptions say about a leaf."""
+    """What the pins of CompileOptions say about a leaf; it has no schedule, pipelines have."""
     return {
         "dp": leaf.dp,
         "tp": leaf.tp,
@@ -151,6 +151,8 @@ def pinned_values(leaf: UniformStrategy) -> dict[str, PinValue]:
         "offload": leaf.offload,
         "pp": leaf.pp,
         "microbatches": leaf.microbatches,
+        "schedule": "",
+        "chunks": 1,
     }
 
 

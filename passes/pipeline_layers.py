@@ -58,12 +58,14 @@ class Parameter:
 @dataclass(frozen=True, eq=False)
 class RegionTable:
     """A region typed for one microbatch of one rank. prices and memories: by what is recomputed.
+    weight_s: of the backward, what only makes weight gradients (pipeline_weights.py).
     kept_output_bytes: of its outputs, what a reader keeps for its backward."""
 
     mesh: Mesh
     prices: Mapping[Recompute, RegionPrice]
     memories: Mapping[Recompute, RegionMemory]
     parameters: tuple[Parameter, ...]
+    weight_s: float
     kept_output_bytes: int
 
     @cached_property
@@ -88,7 +90,8 @@ class LayerFigures:
     """One layer under one strategy; the module docstring says what each figure is.
 
     Per microbatch: compute_forward_s, compute_backward_s (kernels), forward_s, backward_s (with
-    exposed communication), gather_s, shard_reduce_s, graph_s (collectives on tp), activation_bytes.
+    exposed communication), weight_s of it for weight gradients alone, gather_s, shard_reduce_s,
+    graph_s (collectives on tp), activation_bytes.
     Per step: reduce_s (all of d_whole), exposed_s (what of that, and of the first layer's
     gather, nothing hides), tied_s, optimizer_s. update_bytes: what
     the optimizer needs beyond one microbatch's activations. gathered_bytes of passing_bytes: what
@@ -100,6 +103,7 @@ class LayerFigures:
     compute_backward_s: float
     forward_s: float
     backward_s: float
+    weight_s: float
     gather_s: float
     shard_reduce_s: float
     graph_s: float
@@ -162,6 +166,7 @@ def layer_figures(
         compute_backward_s=price.backward_s,
         forward_s=max(forward_s, gather_s),
         backward_s=max(backward_s, gather_s + shard_reduce_s),
+        weight_s=table.weight_s,
         gather_s=gather_s,
         shard_reduce_s=shard_reduce_s,
         graph_s=sum(price.communication_s.values()),

@@ -21,23 +21,22 @@ from meshfold.passes.decision_tree import Situation
 from meshfold.passes.pipeline_assembly import assemble_pipeline
 from meshfold.passes.pipeline_problem import PipelineProblems
 from meshfold.passes.pipeline_search import PipelineOutcome, PricedPipeline, search_pipelines
-from meshfold.passes.pipeline_tree import PipelineTree, grow_pipelines
+from meshfold.passes.pipeline_tree import SCHEDULE_PINS, PipelineTree, grow_pipelines
 from meshfold.passes.pipeline_uniform import best_uniform_pipeline
 from meshfold.passes.region_memory import Probe
 from meshfold.plan import Candidate, MeshOutcome, Plan, SearchStats
 from meshfold.units import bytes_text
 
-PIPELINE_PINS = ("pp", "microbatches")
-
 
 def is_pipeline_pinned(pins: Mapping[str, PinValue]) -> bool:
-    """Whether pins ask for several stages or microbatches."""
-    return any(pins.get(name, 1) != 1 for name in PIPELINE_PINS)
+    """Whether pins ask for several stages or microbatches, or an order of them."""
+    return any(pins.get(name, 1) != 1 for name in ("pp", "microbatches", *SCHEDULE_PINS))
 
 
 def excludes_pipelines(pins: Mapping[str, PinValue]) -> bool:
     """Whether pins ask for one stage and one microbatch."""
-    return all(pins.get(name) == 1 for name in PIPELINE_PINS)
+    is_one = all(pins.get(name) == 1 for name in ("pp", "microbatches"))
+    return is_one and not is_pipeline_pinned(pins)
 
 
 def plan_with_pipelines(

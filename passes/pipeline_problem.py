@@ -36,6 +36,7 @@ from meshfold.passes.pipeline_layers import (
     parameters_of,
 )
 from meshfold.passes.pipeline_microbatch import MicrobatchGraphs
+from meshfold.passes.pipeline_weights import weight_gradients_s
 from meshfold.passes.region_memory import Probe, memory_of_region
 from meshfold.passes.region_search import RegionSolution
 from meshfold.passes.residence import program_states
@@ -216,6 +217,7 @@ class PipelineProblems:
                 for r in recomputes
             },
             parameters=parameters_of(graph, typing.slots, self._holders[region]),
+            weight_s=weight_gradients_s(graph, solution.rules, search.mesh, search.costs),
             kept_output_bytes=0,
         )
 
@@ -334,6 +336,7 @@ def _criteria(x: LayerFigures) -> tuple[float, ...]:
     return (
         x.forward_s,
         x.backward_s,
+        x.backward_s - x.weight_s,
         x.sync_s,
         x.state_bytes,
         x.activation_bytes,
@@ -347,6 +350,7 @@ def _layer_costs(name: str, figures: Sequence[LayerFigures]) -> LayerCosts:
         tuple(x.strategy.label for x in figures),
         forward_s=[x.forward_s for x in figures],
         backward_s=[x.backward_s for x in figures],
+        weight_s=[x.weight_s for x in figures],
         sync_s=[x.sync_s for x in figures],
         state_bytes=[x.state_bytes for x in figures],
         activation_bytes=[x.activation_bytes for x in figures],

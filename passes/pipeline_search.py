@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshfold.cost_models.pipeline import StageTimes, device_ends_s
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.errors import InfeasibleError
 from meshfold.passes.mesh_search import BoundRule, MeshSearchResult, Solution, best_first
 from meshfold.passes.pipeline_bounds import KERNELS, PEAK_RATE, kernels_bound_s, peak_rate_bounds_s
@@ -162,7 +161,7 @@ class _Race:
     def _search(self, index: int, max_parts: int) -> tuple[float, float | None]:
         """(lower bound, step if there is a plan) of the stages under one choice of degrees."""
         problem = self.problems.problem(self.tree.strategies_of(self.degrees[index]))
-        schedules = schedules_of(problem)
+        schedules = self.tree.schedules_of(self.degrees[index])
         beat_s = self.incumbent_s
         if index in self.found:
             beat_s = np.inf
@@ -183,15 +182,6 @@ def _key(degrees: UniformStrategy) -> tuple[int, ...]:
     return d.pp, d.dp, d.tp, d.microbatches, int(d.sequence_parallel)
 
 
-def schedules_of(problem: PipelineProblem) -> list[Schedule]:
-    """The least and the deepest warm-up of 1f1b."""
-    p, m = problem.degrees.pp, problem.degrees.microbatches
-    return [
-        Schedule(ScheduleKind.ONE_F_ONE_B, p, m, extra_warm_up=extra)
-        for extra in dict.fromkeys((0, p - 1))
-    ]
-
-
 def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipeline:
     """`plan` with the figures of its layers, and the launch of the optimizer that the chain leaves
     out."""
@@ -204,6 +194,7 @@ def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipel
     times = StageTimes.build(
         [stage.forward_s for stage in plan.stages],
         [stage.backward_s for stage in plan.stages],
+        weight_s=[stage.weight_s for stage in plan.stages],
         hop_s=problem.chain.hop_s[cuts],
     )
     ends_s = device_ends_s(plan.schedule, times).tolist()

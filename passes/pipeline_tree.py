@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
 from meshfold.passes.decision_tree import NODE, PINNED, Situation, Tree, keeps_pins
 from meshfold.passes.mesh_degrees import divisors
 from meshfold.passes.pipeline_layers import PIPELINE_ZERO_LEVELS
+from meshfold.passes.stage_schedules import offered_schedules
 from meshfold.strategy import Recompute, UniformStrategy
 
 BATCH = "batch does not divide over dp x microbatches"
 LAYERS = "more stages than layers"
+SCHEDULE = "no schedule that is pinned"
 
 ALL_KINDS = len(PIPELINE_ZERO_LEVELS) * len(get_args(Recompute))
 KINDS_WITHOUT_DP = len(get_args(Recompute))
@@ -29,14 +32,26 @@ KINDS_WITHOUT_DP = len(get_args(Recompute))
 
 DEGREE_PINS = ("pp", "dp", "tp", "sp", "microbatches")
 
+SCHEDULE_PINS = ("schedule", "chunks")
+
 
 @dataclass(frozen=True)
 class PipelineTree:
-    """candidates: degrees that no rule cuts; kinds: (ZeRO level, recompute) that pins leave."""
+    """candidates: degrees that no rule cuts; kinds: (ZeRO level, recompute) that pins leave.
+    num_layers: of the model; kind, num_chunks: what pins leave of schedules, None: any."""
 
     candidates: tuple[UniformStrategy, ...]
     kinds: tuple[tuple[int, Recompute], ...]
     tree: Tree
+    num_layers: int
+    kind: ScheduleKind | None = None
+    num_chunks: int | None = None
+
+    def schedules_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
+        """The orders in which stages may run the microbatches of `degrees`."""
+        return offered_schedules(
+            degrees.pp, degrees.microbatches, self.num_layers, self.kind, self.num_chunks
+        )
 
     def strategies_of(self, degrees: UniformStrategy) -> list[UniformStrategy]:
         """What a layer may do under `degrees`."""
@@ -47,6 +62,7 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
     """Every candidate that no rule cuts. Raises OptionError naming the rule, and the pins, when
     none is left."""
     kinds = _kinds(situation)
+    kind, num_chunks = _schedule_pins(situation)
     left = list(_all_degrees(situation))
     cuts: Counter[str] = Counter()
     num_leaves = _num_leaves(left)
@@ -56,6 +72,16 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
         (BATCH, lambda d: situation.batch_size % (d.dp * d.microbatches) == 0),
         (LAYERS, lambda d: d.pp <= num_layers),
     ]
+    if kind or num_chunks:
+        rules.append(
+            (
+                SCHEDULE,
+                lambda d: bool(
+                    d.pp > 1
+                    and offered_schedules(d.pp, d.microbatches, num_layers, kind, num_chunks)
+                ),
+            )
+        )
     for name, keeps in rules:
         kept = [d for d in left if keeps(d)]
         if not kept:
@@ -69,7 +95,13 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
     leaves = tuple(s for d in left for s in _strategies(d, kinds))
     cuts[PINNED] += _num_leaves(left) - len(leaves)
     tree = Tree(leaves, num_leaves, {k: n for k, n in sorted(cuts.items()) if n})
-    return PipelineTree(tuple(left), kinds, tree)
+    return PipelineTree(tuple(left), kinds, tree, num_layers, kind, num_chunks)
+
+
+def _schedule_pins(situation: Situation) -> tuple[ScheduleKind | None, int | None]:
+    name, chunks = situation.pins.get("schedule"), situation.pins.get("chunks")
+    assert chunks is None or isinstance(chunks, int)
+    return ScheduleKind(str(name)) if name else None, chunks
 
 
 def _all_degrees(situation: Situation) -> Iterator[UniformStrategy]:
@@ -91,7 +123,7 @@ def _every_kind() -> tuple[tuple[int, Recompute], ...]:
 
 
 def _kinds(situation: Situation) -> tuple[tuple[int, Recompute], ...]:
-    pins = {k: v for k, v in situation.pins.items() if k not in DEGREE_PINS}
+    pins = {k: v for k, v in situation.pins.items() if k not in DEGREE_PINS + SCHEDULE_PINS}
     return tuple(
         (zero, r)
         for zero, r in _every_kind()
@@ -124,5 +156,10 @@ def _why_not(name: str, situation: Situation, num_layers: int) -> str:
         ),
         BATCH: f"a batch of {size} does not divide over dp x microbatches",
         LAYERS: f"the model has {num_layers} layers, fewer than stages",
+        SCHEDULE: (
+            f"no pp > 1 and microbatches have such a schedule for {num_layers} layers; interleaved "
+            "needs 2 or more chunks, a multiple of pp microbatches and pp x chunks layers, the "
+            "others have one chunk"
+        ),
     }
     return f"pipeline with {pins}: {why[name]}"

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshfold.cost_models.pipeline import StageTimes, device_ends_s
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.cost_models.schedules import Schedule
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.passes.run_dual import FloatArray
 from meshfold.passes.run_search import solve_runs
@@ -33,6 +33,7 @@ from meshfold.passes.stage_paths import cut_bound_s
 from meshfold.passes.stage_plan import PipelinePlan, Stage, StageSearchStats
 from meshfold.passes.stage_problem import StageProblem
 from meshfold.passes.stage_relax import least_overrun
+from meshfold.passes.stage_schedules import offered_schedules
 from meshfold.passes.stage_tables import StageTables
 
 MAX_CELLS = 2000
@@ -52,20 +53,11 @@ NUM_FINALISTS = 3
 
 
 def default_schedules(problem: StageProblem) -> tuple[Schedule, ...]:
-    """1f1b with the least warm-up, and 1, 2, 4, ... forwards deeper up to twice the least: depth
-    hides transfers, and at few microbatches it favours early stages that are heavier."""
-    deepest = problem.num_devices - 1
-    extras = {0, deepest, *(2**k for k in range(deepest.bit_length()))}
-    return tuple(
-        Schedule(
-            ScheduleKind.ONE_F_ONE_B,
-            problem.num_devices,
-            problem.num_microbatches,
-            extra_warm_up=extra,
-        )
-        for extra in sorted(extras)
-        if extra <= deepest
-    )
+    """Those of stage_schedules that differ for this problem: a split backward is of use only where
+    the time of weight gradients is known."""
+    has_weights = any(run.layer.weight_s.any() for run in problem.runs)
+    offered = offered_schedules(problem.num_devices, problem.num_microbatches, problem.num_layers)
+    return tuple(s for s in offered if has_weights or not s.splits_backward)
 
 
 def default_tolerance(problem: StageProblem) -> float:

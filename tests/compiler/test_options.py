@@ -28,6 +28,8 @@ def test_the_option_surface_is_frozen() -> None:
         "offload",
         "pp",
         "microbatches",
+        "schedule",
+        "chunks",
     )
 
 
@@ -36,7 +38,8 @@ def test_the_option_surface_is_frozen() -> None:
     [
         (
             {"pins": {"cp": 2}},
-            "pin 'cp' is unknown; pins are dp, tp, zero, sp, recompute, offload, pp, microbatches",
+            "pin 'cp' is unknown; pins are dp, tp, zero, sp, recompute, offload, pp, microbatches, "
+            "schedule, chunks",
         ),
         ({"pins": {"pp": 0}}, "pin pp=0: a degree is 1 or more"),
         ({"pins": {"tp": 0}}, "pin tp=0: a degree is 1 or more"),
@@ -44,6 +47,11 @@ def test_the_option_surface_is_frozen() -> None:
         ({"pins": {"tp": "two"}}, "pin tp=two: write a number"),
         ({"pins": {"recompute": "some"}}, "pin recompute=some: write none or selective or full"),
         ({"pins": {"offload": "all"}}, "pin offload=all: write none or optimizer or activations"),
+        (
+            {"pins": {"schedule": "dual"}},
+            "pin schedule=dual: write gpipe or 1f1b or interleaved or zero_bubble",
+        ),
+        ({"pins": {"chunks": 0}}, "pin chunks=0: a degree is 1 or more"),
         ({"pins": {"sp": 2}}, "pin sp=2: write sp=1 or sp=0"),
         ({"memory_bytes": 0}, "memory must be positive, got 0 bytes"),
         ({"optimizer": "lion"}, "optimizer 'lion' is unknown; write adamw or sgd"),

@@ -156,8 +156,9 @@ def test_a_pinned_pipeline_places_every_layer_once(family, pins):
 
 
 def test_a_pipeline_goes_through_the_file_and_is_not_emitted():
-    found = plan("gpt2", pins={"pp": 2, "microbatches": 2})
+    found = plan("gpt2", pins={"pp": 2, "microbatches": 2, "schedule": "1f1b"})
     assert found.schedule.startswith("1f1b(2 x 2")
+    assert found.pins["schedule"] == "1f1b"
     assert any("planned, cannot run yet" in note for note in found.notes)
     text = plan_to_json(found)
     assert plan_from_json(text) == found
@@ -200,6 +201,9 @@ def test_encoder_output_is_held_by_later_stages():
         ({"microbatches": 3}, "divide a batch of 4"),
         ({"pp": 8, "tp": 1}, "fewer than stages|keeps them"),
         ({"pp": 2, "zero": 2}, "ZeRO level 0, 1 or 3"),
+        ({"schedule": "interleaved", "chunks": 3}, "schedule=interleaved, chunks=3: .* layers"),
+        ({"schedule": "gpipe", "chunks": 2}, "the others have one chunk"),
+        ({"schedule": "1f1b", "pp": 1}, "schedule=1f1b, pp=1: no pp > 1"),
     ],
 )
 def test_pins_that_cannot_be_kept(pins, match):
@@ -207,7 +211,18 @@ def test_pins_that_cannot_be_kept(pins, match):
         plan("llama", num_devices=8 if pins.get("pp") == 8 else 4, pins=pins)
 
 
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zero_bubble"])
+def test_a_pinned_schedule_is_kept(kind):
+    found = plan("gpt2", pins={"schedule": kind, "chunks": 1})
+    assert found.schedule.startswith(f"{kind}(")
+    assert found.strategy.pp > 1
+
+
 def test_pipelines_need_to_be_allowed():
+    for pins in ({"schedule": "zero_bubble"}, {"chunks": 2}):
+        with pytest.raises(OptionError, match="--allow planned"):
+            plan("llama", pins=pins, allow_planned=False)
+    assert plan("llama", pins={"chunks": 1}, allow_planned=False).strategy.pp == 1
     with pytest.raises(OptionError, match="--allow planned"):
         plan("llama", pins={"pp": 2}, allow_planned=False)
     assert plan("llama", allow_planned=False).strategy.pp == 1

@@ -20,6 +20,7 @@ from meshfold.cost_models.schedules import Schedule, ScheduleKind, measured_in_f
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.passes.stage_plan import PipelinePlan
 from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
+from meshfold.passes.stage_schedules import offered_schedules
 from meshfold.passes.stage_search import search_stages
 
 ROUNDING = 1e-9
@@ -79,6 +80,7 @@ def test_plan_is_what_it_says(seed):
     times = StageTimes.build(
         [stage.forward_s for stage in plan.stages],
         [stage.backward_s for stage in plan.stages],
+        weight_s=[stage.weight_s for stage in plan.stages],
         hop_s=problem.hop_s[[stage.first for stage in plan.stages[1:]]],
     )
     ends = simulate_actions(plan.schedule.actions(), times)
@@ -100,7 +102,8 @@ def deep_problem(num_layers=32, p=4, m=16, *, hop_s=0.0, memory_bytes=420, scale
 
 @pytest.mark.parametrize("m, most", [(4, 0.05), (8, 0.005), (32, 0.001)])
 def test_gap_closes(m, most):
-    plan = search_stages(deep_problem(m=m))
+    schedules = offered_schedules(4, m, 32, ScheduleKind.ONE_F_ONE_B)
+    plan = search_stages(deep_problem(m=m), schedules)
     assert plan.gap <= most
     assert not plan.stats.capped
 

@@ -1,0 +1,33 @@
+"""Which part of a region's backward makes weight gradients."""
+
+import pytest
+from support_models import tiny_model
+
+from meshfold.capture import capture
+from meshfold.cost_models.compute import op_name
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.passes.op_time import op_time
+from meshfold.passes.pipeline_weights import weight_gradients_s
+from meshfold.passes.rules import region_rules
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_half_of_the_backward_of_each_product_with_a_weight(family):
+    model, batch = tiny_model(family)
+    folded = capture(model, batch).graph
+    cluster = resolve_cluster("local-cpu", 1)
+    mesh = build_mesh(cluster, 1, 1)
+    costs = CostModel(cluster, mesh)
+    graph = max((r.graph for r in folded.regions), key=lambda g: len(_products(g)))
+    rules = [[of_axis[0] for of_axis in of_op] for of_op in region_rules(graph, mesh.sizes)]
+    found = weight_gradients_s(graph, rules, mesh, costs)
+    times = [op_time(graph, op, r, mesh, costs) for op, r in zip(graph.ops, rules, strict=True)]
+    products = sum(times[k].backward_s for k in _products(graph))
+    assert found == pytest.approx(products / 2)
+    assert 0 < found < sum(t.backward_s for t in times)
+
+
+def _products(graph):
+    return [k for k, op in enumerate(graph.ops) if op_name(op.target) in ("linear", "addmm", "mm")]
