@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
 from meshfold.passes.axis_roles import SearchCosts
-from meshfold.passes.conversions import conversion_cost, exchange_is_even
+from meshfold.passes.conversions import Step, exchange_is_even, step_s
 from meshfold.passes.elimination import Table
 from meshfold.passes.rule_domains import Legality
 from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType
 
 _ValueClass = tuple[tuple[int, ...], str, bool]
-_StepKey = tuple[tuple[int, str, bool], int, str, str, bool]
+_StepKey = tuple[tuple[int, str, bool], int, str, str, bool, tuple[bool, ...]]
 
 
 class ConversionTables:
@@ -39,7 +39,7 @@ class ConversionTables:
         self.costs = costs
         self.legal = Legality(mesh.sizes)
         self._matrices: dict[tuple[_ValueClass, tuple[Layout, ...]], Table] = {}
-        self._steps: dict[_StepKey, Table] = {}
+        self._steps: dict[_StepKey, float] = {}
 
     def matrix(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         """M over `layouts` x `layouts` for a value of this shape and dtype. Do not write to it."""
@@ -92,41 +92,39 @@ class ConversionTables:
         """[source type, target type, which other axes shard the value (bits)] -> seconds."""
         mine = types[axis]
         table = np.zeros((len(mine), len(mine), 2 ** len(types)))
-        for (a, source), (b, target) in itertools.permutations(enumerate(mine), 2):
-            extra_s = self.costs.extra_s(value, axis, source, target)
-            step_s = self._step_s(value, axis, source, target) if math.isfinite(extra_s) else 0.0
-            table[a, b] = step_s + extra_s
+        others = [
+            {t.is_shard for t in of_axis} if k != axis else {False}
+            for k, of_axis in enumerate(types)
+        ]
+        for shards in itertools.product(*others):
+            bits = sum(is_shard << k for k, is_shard in enumerate(shards))
+            for (a, source), (b, target) in itertools.permutations(enumerate(mine), 2):
+                table[a, b, bits] = self._step_s(value, axis, source, target, shards)
         return table
 
-    def _step_s(self, value: Value, axis: int, source: SpmdType, target: SpmdType) -> Table:
-        """[which other axes shard the value (bits)] -> seconds of one step. Which dims are sharded
-        does not matter to the price but where a shard moves."""
+    def _step_s(
+        self,
+        value: Value,
+        axis: int,
+        source: SpmdType,
+        target: SpmdType,
+        others: tuple[bool, ...],
+    ) -> float:
+        """One step while the axes of `others` shard the value, too: on which dims does not matter
+        to the price, nor on which one the step shards unless a shard moves."""
+        extra_s = self.costs.extra_s(value, axis, source, target)
+        if math.isinf(extra_s):
+            return extra_s
         moves = source.is_shard and target.is_shard
         is_even = not moves or exchange_is_even(source, target, self.mesh.sizes[axis])
         size = value.num_bytes, value.dtype, value.requires_grad
-        key = size, axis, source.kind, target.kind, is_even
+        key = size, axis, source.kind, target.kind, is_even, others
         if key not in self._steps:
-            self._steps[key] = np.array(
-                [
-                    conversion_cost(
-                        value,
-                        _beside(source, axis, bits, self.mesh),
-                        _beside(target, axis, bits, self.mesh),
-                        self.mesh,
-                        self.costs,
-                    ).total_s
-                    for bits in range(2 ** len(self.mesh.axes))
-                ]
-            )
-        return self._steps[key]
-
-
-def _beside(mine: SpmdType, axis: int, bits: int, mesh: Mesh) -> Layout:
-    """`mine` on one axis, any shard on the others that `bits` names."""
-    return tuple(
-        mine if k == axis else Shard(0) if bits >> k & 1 else INVARIANT
-        for k in range(len(mesh.axes))
-    )
+            layout = tuple(Shard(0) if is_shard else INVARIANT for is_shard in others)
+            before = (*layout[:axis], source, *layout[axis + 1 :])
+            step = Step(axis, source, target, before)
+            self._steps[key] = step_s(value, step, self.mesh, self.costs)
+        return self._steps[key] + extra_s
 
 
 def _is_swap(source: Layout, target: Layout) -> bool:

@@ -181,6 +181,14 @@ def conversion_cost(
     )
 
 
+def step_s(value: Value, step: Step, mesh: Mesh, costs: ConversionCosts) -> float:
+    """Seconds of one step, forward plus backward."""
+    there_s, back_s = (
+        _action_s(value, step, kind, mesh, costs) for kind in _kinds(value, step, mesh)
+    )
+    return there_s + back_s
+
+
 def plan_conversions(
     value: Value, native: Layout, demands: Sequence[Layout], mesh: Mesh, costs: ConversionCosts
 ) -> tuple[tuple[Layout, Layout], ...]:
