@@ -2,10 +2,13 @@
 
 Peak memory is a maximum over moments, the chain needs a sum over layers. Two are used:
 
-    estimate   fixed + sum_i (states_i + max(kept_i, gradients_i)): what can be held at any moment
-               of the backward at most; what passes by beside it comes off the budget
-    bound      fixed + sum_i (states_i + kept_i), held by every program when the backward starts,
-               with the inside of the layer that runs then
+    estimate   fixed + sum_i (states_i + max(kept_i, gradients_i + stepping_i)): what can be held at
+               any moment of backward and optimizer at most; what passes by beside it comes off the
+               budget
+    bound      what every program holds at three moments, fixed included: when the backward starts,
+               sum_i (states_i + kept_i) with the inside of the layer that runs then; in the
+               backward of the longest run's last layer; and sum_i (states_i + gradients_i +
+               stepping_i) when the optimizer steps
 """
 
 import itertools
@@ -99,10 +102,12 @@ class LeafChain:
 
     def _moments(self) -> list[list[tuple[int, bool, int, Held]]]:
         """Per moment the runs as (region, is first, layers, what a layer holds): the last layer of
-        all and the last one of the longest run at their worst. What comes before keeps its
-        activations, what follows has given them for gradients."""
+        all and the last one of the longest run at their worst, and the optimizer's step. What comes
+        before a layer keeps its activations, what follows has given them for gradients."""
         longest = max(range(len(self.runs)), key=lambda k: self.runs[k][2])
-        moments = []
+        moments: list[list[tuple[int, bool, int, Held]]] = [
+            [(r, k == 0, n, _held_in_step) for k, (r, _, n) in enumerate(self.runs)]
+        ]
         for at, worst in ((len(self.runs) - 1, _held_at_worst), (longest, _held_in_backward)):
             runs: list[tuple[int, bool, int, Held]] = []
             for k, (r, _, n) in enumerate(self.runs):
@@ -183,7 +188,7 @@ class LeafChain:
     def _held(self, leaf: Leaf, region: int) -> int:
         """What a layer adds to the estimate of the peak."""
         kept = leaf.kept_bytes + self.kept.ever[region]
-        return leaf.states_bytes + max(kept, leaf.gradient_bytes)
+        return leaf.states_bytes + max(kept, leaf.gradient_bytes + leaf.stepping_bytes)
 
     def _always_held(self, leaf: Leaf, region: int) -> int:
         """What a layer holds in any program when the backward starts."""
@@ -193,6 +198,11 @@ class LeafChain:
 def _held_after(leaf: Leaf, region: int) -> int:
     """What a layer holds when its backward is done."""
     return leaf.states_bytes + leaf.gradient_bytes
+
+
+def _held_in_step(leaf: Leaf, region: int) -> int:
+    """What a layer holds while the optimizer steps."""
+    return leaf.states_bytes + leaf.gradient_bytes + leaf.stepping_bytes
 
 
 def _held_in_backward(leaf: Leaf, region: int) -> int:

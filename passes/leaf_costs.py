@@ -8,6 +8,7 @@ region's price and memory by arithmetic:
     time_s      max(f + c, g, k) + max(b + c, g + d, k, u) + optimizer   (passes/step_time.py)
     held        parameters and optimizer states, and gradients where they outlive the activations
     kept        activations for the backward, values handed to the next instance included
+    stepping    what the optimizer makes of these parameters while it steps
     passing     beside that while the instance runs: gathered parameters, buckets, temporaries
 
 ZeRO-3 is decided parameter by parameter (OSDP, Jiang et al. 2023): gathers and reductions of a
@@ -22,7 +23,7 @@ from functools import cached_property
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
-from meshfold.cost_models.step_memory import STATE_FACTOR
+from meshfold.cost_models.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.opgraph import OpGraph, SlotKind
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.passes.region_price import RegionPrice, RegionPricer, layouts_of_values
@@ -64,6 +65,7 @@ class Leaf:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    stepping_bytes: int
     gathered_bytes: int
     passing_bytes: int
 
@@ -104,8 +106,8 @@ class Leaf:
 
     @property
     def held_bytes(self) -> int:
-        """States, and the larger of activations and gradients."""
-        return self.states_bytes + max(self.kept_bytes, self.gradient_bytes)
+        """States, and the larger of activations and what there is while the optimizer steps."""
+        return self.states_bytes + max(self.kept_bytes, self.gradient_bytes + self.stepping_bytes)
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ class _Parameters:
             parameter_bytes=self._stored_bytes(typing.slots),
             gradient_bytes=self._stored_bytes(residence.gradients, of_trained=True) * is_here,
             optimizer_bytes=STATE_FACTOR[self.optimizer] * updated * is_here,
+            stepping_bytes=FOREACH_FACTOR[self.optimizer] * updated * is_here,
             gathered_bytes=sum(self._used_bytes(i) for i in sharded),
             passing_bytes=self._passing_bytes(memory, sharded, strategy),
         )
