@@ -1,6 +1,7 @@
 """Time of one op on one rank under a rule per axis: its kernels, and the collectives inside it."""
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,45 +28,80 @@ class OpTime:
         return self.forward_s + self.backward_s + inside_s
 
 
-def op_time(
-    graph: OpGraph, op: Op, rules: Sequence[AxisRule], mesh: Mesh, costs: CostModel
-) -> OpTime:
-    """Time of an op under one rule per axis: flops divided by the axes whose rule splits the work,
-    memory traffic by what the rule leaves of operands and results on a rank (a weight read by every
-    rank of a batch-parallel product is not divided)."""
-    work = op_work(graph, op)
-    split = [n if r.splits_work else 1 for r, n in zip(rules, mesh.sizes, strict=True)]
-    parts = math.prod(split)
-    share = _local_share(graph, op, rules, mesh)
-    dtype = _dtype(graph, op)
+class OpTimer:
+    """Times of one op under any rules. What rules have in common is priced once."""
 
-    def inside_s(*, is_backward: bool) -> tuple[float, ...]:
+    def __init__(self, graph: OpGraph, op: Op, mesh: Mesh, costs: CostModel) -> None:
+        self.mesh = mesh
+        self.costs = costs
+        self.work = op_work(graph, op)
+        self.dtype = _dtype(graph, op)
+        self._tensor_bytes = [graph.values[v].num_bytes for v in (*op.operands, *op.outputs)]
+        self._cuts: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._kernels: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = {}
+
+    def time(self, rules: Sequence[AxisRule]) -> OpTime:
+        """Time under one rule per axis: flops divided by the axes whose rule splits the work,
+        memory traffic by what the rule leaves of operands and results on a rank (a weight read by
+        every rank of a batch-parallel product is not divided)."""
+        split = [n if r.splits_work else 1 for r, n in zip(rules, self.mesh.sizes, strict=True)]
+        parts = math.prod(split)
+        forward_s, backward_s = self._kernels_s(parts, self._shards(rules))
+        return OpTime(
+            forward_s,
+            backward_s,
+            self._inside_s(rules, split, is_backward=False),
+            self._inside_s(rules, split, is_backward=True),
+        )
+
+    def _shards(self, rules: Sequence[AxisRule]) -> tuple[int, ...]:
+        """Into how many shards the rules cut every operand and result."""
+        total = (1,) * len(self._tensor_bytes)
+        for axis, rule in enumerate(rules):
+            key = axis, rule.name
+            if key not in self._cuts:
+                n = self.mesh.sizes[axis]
+                types = (*rule.inputs, *rule.outputs)
+                self._cuts[key] = tuple(n if t.is_shard else 1 for t in types)
+            total = tuple(map(operator.mul, total, self._cuts[key]))
+        return total
+
+    def _kernels_s(self, parts: int, shards: tuple[int, ...]) -> tuple[float, float]:
+        """Kernels forward and backward, the work in `parts` and every tensor in its shards."""
+        key = parts, shards
+        if key not in self._kernels:
+            whole = sum(self._tensor_bytes)
+            local = sum(size / n for size, n in zip(self._tensor_bytes, shards, strict=True))
+            share = local / whole if whole else 1.0
+            work, compute_s = self.work, self.costs.compute_s
+            self._kernels[key] = (
+                compute_s(work.flops / parts, work.num_bytes * share, self.dtype),
+                compute_s(work.backward_flops / parts, work.backward_bytes * share, self.dtype),
+            )
+        return self._kernels[key]
+
+    def _inside_s(
+        self, rules: Sequence[AxisRule], split: Sequence[int], *, is_backward: bool
+    ) -> tuple[float, ...]:
+        """Collectives inside the rules, by axis."""
+        parts = math.prod(split)
         return tuple(
             sum(
-                costs.collective_s(c.collective, c.num_bytes * split[axis] // parts, (axis,))
+                self.costs.collective_s(c.collective, c.num_bytes * split[axis] // parts, (axis,))
                 for c in rule.comm
                 if c.is_backward == is_backward
             )
+            if rule.comm
+            else 0.0
             for axis, rule in enumerate(rules)
         )
 
-    return OpTime(
-        costs.compute_s(work.flops / parts, work.num_bytes * share, dtype),
-        costs.compute_s(work.backward_flops / parts, work.backward_bytes * share, dtype),
-        inside_s(is_backward=False),
-        inside_s(is_backward=True),
-    )
 
-
-def _local_share(graph: OpGraph, op: Op, rules: Sequence[AxisRule], mesh: Mesh) -> float:
-    """Bytes of operands and results on a rank over their bytes as whole tensors."""
-    local = whole = 0.0
-    for position, v in enumerate((*op.operands, *op.outputs)):
-        types = ((*rule.inputs, *rule.outputs)[position] for rule in rules)
-        shards = math.prod(n for t, n in zip(types, mesh.sizes, strict=True) if t.is_shard)
-        whole += graph.values[v].num_bytes
-        local += graph.values[v].num_bytes / shards
-    return local / whole if whole else 1.0
+def op_time(
+    graph: OpGraph, op: Op, rules: Sequence[AxisRule], mesh: Mesh, costs: CostModel
+) -> OpTime:
+    """Time of an op under one rule per axis."""
+    return OpTimer(graph, op, mesh, costs).time(rules)
 
 
 def _dtype(graph: OpGraph, op: Op) -> str:

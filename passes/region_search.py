@@ -34,7 +34,7 @@ from meshfold.passes.elimination import (
     eliminate,
     min_fill_order,
 )
-from meshfold.passes.op_time import op_time
+from meshfold.passes.op_time import OpTimer
 from meshfold.passes.parameter_prices import ParameterPrices, Prices
 from meshfold.passes.region_factors import FactorGraph, Port, build_factors
 from meshfold.passes.region_price import RegionPrice, RegionPricer
@@ -186,8 +186,8 @@ def _op_times(
     graph: OpGraph, op_index: int, domain: OpDomain, mesh: Mesh, costs: CostModel
 ) -> Table:
     """t_o over the joint rules."""
-    op = graph.ops[op_index]
-    return np.array([op_time(graph, op, rules, mesh, costs).total_s for rules in domain.rules])
+    timer = OpTimer(graph, graph.ops[op_index], mesh, costs)
+    return np.array([timer.time(rules).total_s for rules in domain.rules])
 
 
 def _solution(problem: RegionProblem, prices: Prices, found: Elimination) -> RegionSolution:
