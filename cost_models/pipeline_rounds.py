@@ -96,18 +96,19 @@ def _is_steady(forward_ends: Seconds, depth: int, k: int, growth: Seconds) -> bo
 
 
 def interleaved_ends_s(schedule: Schedule, f: Seconds, b: Seconds, hop: Seconds) -> Seconds:
-    """Ends of the devices under the interleaved schedule with v > 1, shape (p,)."""
+    """Ends of the devices under the interleaved schedule with v > 1, shape (p,); of many pipelines
+    at once, shape (p, n), where f, b and hop have a second dim of n."""
     p, v = schedule.num_devices, schedule.num_chunks
     num_pairs = schedule.num_microbatches * v
     device = np.arange(p)
     # Not cut at num_pairs: the depths keep their differences, which the slots rely on.
     warm = 2 * (p - 1 - device) + (v - 1) * p
-    into = np.concatenate(([0.0], hop))
-    out_of = np.append(hop, 0.0)
+    nothing = np.zeros((1, *f.shape[1:]))
+    into, out_of = np.concatenate((nothing, hop)), np.concatenate((hop, nothing))
     # One row more: what is read before anything was written (index -1, or no input at all).
-    forward_ends = np.zeros((num_pairs + p + 1, p))
-    backward_ends = np.zeros((num_pairs + p + 1, p))
-    free = np.zeros(p)
+    forward_ends = np.zeros((num_pairs + p + 1, p, *f.shape[1:]))
+    backward_ends = np.zeros_like(forward_ends)
+    free = np.zeros((p, *f.shape[1:]))
     for slot in range(-int(warm[0]), num_pairs + p - 1):
         step = slot - (p - 1 - device)
         index = np.clip(warm + step, -1, num_pairs)
@@ -115,8 +116,8 @@ def interleaved_ends_s(schedule: Schedule, f: Seconds, b: Seconds, hop: Seconds)
         stage = index % (p * v) // p * p + device
         arrival = forward_ends[index, device - (device > 0)]
         arrival[0] = forward_ends[index[0] - p, p - 1]
-        start = np.maximum(free, np.where(stage > 0, arrival + into[stage], 0.0))
-        free = np.where(run, start + f[stage], free)
+        arrival = _where(stage > 0, arrival + into[stage], nothing)
+        free = _where(run, np.maximum(free, arrival) + f[stage], free)
         forward_ends[index[run], device[run]] = free[run]
         step = np.clip(step, -1, num_pairs)
         free = _backward_slot(schedule, step, free, backward_ends, b, out_of)
@@ -138,7 +139,12 @@ def _backward_slot(
     stage = (v - 1 - step % (p * v) // p) * p + device
     arrival = backward_ends[step, np.minimum(device + 1, p - 1)]
     arrival[-1] = backward_ends[step[-1] - p, 0]
-    start = np.maximum(free, np.where(stage < p * v - 1, arrival + out_of[stage], 0.0))
-    free = np.where(run, start + b[stage], free)
+    arrival = _where(stage < p * v - 1, arrival + out_of[stage], np.zeros_like(free[:1]))
+    free = _where(run, np.maximum(free, arrival) + b[stage], free)
     backward_ends[step[run], device[run]] = free[run]
     return free
+
+
+def _where(mask: NDArray[np.bool_], yes: Seconds, no: Seconds) -> Seconds:
+    """np.where with a mask over devices, the first dim."""
+    return np.where(mask.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)

@@ -21,8 +21,8 @@ Prices of schedules are in meshfold.cost_models.pipeline.
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from meshfold.errors import OptionError
@@ -182,6 +182,39 @@ def backward_order(schedule: Schedule, device: int) -> list[tuple[int, int]]:
     """(stage, microbatch) of each backward of a device: as forward_order, last chunk first."""
     last = schedule.num_stages - schedule.num_devices + device
     return [(last - stage + device, j) for stage, j in forward_order(schedule, device)]
+
+
+def held_by_chunk(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Per device the numbers of microbatches that each of its chunks holds at one moment: all such
+    tuples but those that another one is no smaller than in any chunk.
+
+    What a device needs is the largest over them of sum_c held_c * (bytes of chunk c).
+    """
+    p = schedule.num_devices
+    # A warm-up spans less than v + 2 groups of p microbatches; after it groups repeat.
+    groups = min(-(-schedule.num_microbatches // p), schedule.num_chunks + 4)
+    short = replace(schedule, num_microbatches=min(schedule.num_microbatches, groups * p))
+    found = []
+    for device in short.actions():
+        split = {action.stage for action in device if action.kind is Pass.WEIGHT_GRADIENT}
+        held, seen = [0] * schedule.num_chunks, set()
+        for action in device:
+            if action.kind is Pass.FORWARD:
+                held[action.stage // p] += 1
+                seen.add(tuple(held))
+            elif action.kind is Pass.WEIGHT_GRADIENT or action.stage not in split:
+                held[action.stage // p] -= 1
+        found.append(_largest(seen))
+    return tuple(found)
+
+
+def _largest(seen: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Those that no other one is at least as large as in every entry, in order."""
+    return tuple(
+        held
+        for held in sorted(seen)
+        if not any(o != held and all(a >= b for a, b in zip(o, held, strict=True)) for o in seen)
+    )
 
 
 def measured_in_flight(actions: Sequence[Iterable[Action]]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from meshfold.cost_models.pipeline import (
     makespan_upper_bound_s,
     simulate_actions,
 )
+from meshfold.cost_models.pipeline_rounds import interleaved_ends_s
 from meshfold.cost_models.schedules import Action, Schedule, ScheduleKind
 
 
@@ -173,3 +174,13 @@ def test_critical_path_is_as_long_as_the_step(pipeline):
             length_s += times.hop_s[min(left.stage, right.stage)] if same else 0
     assert path[0] == Action.parse("0F0")
     assert length_s == pytest.approx(makespan_s(schedule, times), rel=1e-12)
+
+
+def test_many_interleaved_pipelines_at_once():
+    schedule = Schedule(ScheduleKind.INTERLEAVED, 4, 12, num_chunks=3)
+    draws = np.random.default_rng(5)
+    f, b, hop = (draws.uniform(0.1, 2, (n, 7)) for n in (12, 12, 11))
+    found = interleaved_ends_s(schedule, f, b, hop)
+    for k in range(7):
+        times = StageTimes.build(f[:, k], b[:, k], hop_s=hop[:, k])
+        np.testing.assert_allclose(found[:, k], device_ends_s(schedule, times), rtol=1e-12)

@@ -7,6 +7,7 @@ from meshfold.cost_models.schedules import (
     Pass,
     Schedule,
     ScheduleKind,
+    held_by_chunk,
     measured_in_flight,
 )
 from meshfold.errors import OptionError
@@ -82,3 +83,22 @@ def test_action_text_round_trips():
 def test_schedules_that_do_not_exist(arguments, message):
     with pytest.raises(OptionError, match=message):
         Schedule(*arguments)
+
+
+@pytest.mark.parametrize("p, v", [(1, 1), (2, 2), (3, 2), (4, 3), (8, 2), (5, 4)])
+@pytest.mark.parametrize("groups", [1, 2, 3, 9])
+def test_held_by_chunk_counts_every_moment(p, v, groups):
+    kind = ScheduleKind.INTERLEAVED if v > 1 else ScheduleKind.ZERO_BUBBLE
+    schedule = Schedule(kind, p, p * groups, num_chunks=v)
+    for order, found, most in zip(
+        schedule.actions(), held_by_chunk(schedule), schedule.in_flight, strict=True
+    ):
+        assert max(map(sum, found)) == most
+        counts = [0] * v
+        for action in order:
+            if action.kind is Pass.WEIGHT_GRADIENT or (
+                action.kind is Pass.BACKWARD and not schedule.splits_backward
+            ):
+                counts[action.stage // p] -= 1
+            counts[action.stage // p] += action.kind is Pass.FORWARD
+            assert any(all(a >= b for a, b in zip(o, counts, strict=True)) for o in found)
