@@ -16,6 +16,7 @@ says what each is."""
 
 PIN_NAMES = (
     "dp",
+    "cp",
     "tp",
     "zero",
     "sp",
@@ -26,8 +27,8 @@ PIN_NAMES = (
     "schedule",
     "chunks",
 )
-"""What can be pinned: data and tensor parallel degrees, ZeRO level, whether activations between
-tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is offloaded,
+"""What can be pinned: data, context and tensor parallel degrees, ZeRO level, whether activations
+between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is offloaded,
 devices that a pipeline goes over, parts in which a rank runs its share of the batch, the order they
 run in, and stages per device (more than one under the interleaved schedule only)."""
 
@@ -76,7 +77,7 @@ def _check_pin(name: str, value: PinValue) -> None:
         return
     if not isinstance(value, int):
         raise OptionError(f"pin {name}={value}: write a number")
-    if name in ("dp", "tp", "pp", "microbatches", "chunks") and value < 1:
+    if name in ("dp", "cp", "tp", "pp", "microbatches", "chunks") and value < 1:
         raise OptionError(f"pin {name}={value}: a degree is 1 or more")
     if name == "zero" and value not in range(4):
         raise OptionError(f"pin zero={value}: ZeRO levels are 0, 1, 2 and 3")

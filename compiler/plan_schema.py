@@ -68,6 +68,7 @@ class StrategyDocument(Document):
     )
     pp: Positive = 1
     microbatches: Positive = 1
+    cp: Positive = 1
 
 
 class AxisDocument(Document):

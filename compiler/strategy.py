@@ -7,7 +7,7 @@ of each parameter. The search makes it, the plan stores it, the emitter obeys it
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from meshfold.spmd import Layout
 
@@ -31,6 +31,14 @@ TP_MODES: tuple[TpMode, ...] = get_args(TpMode)
 _TP_SUFFIX: Mapping[TpMode, str] = MappingProxyType(
     {"tensor": "", "sequence": "+sp", "data": " as dp"}
 )
+
+
+class Degrees(NamedTuple):
+    """Ranks on each axis of the mesh of one stage, outermost first."""
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class UniformStrategy:
     """One leaf of the decision tree, for a region or for a whole model: degrees, sequence parallel
     on tp, ZeRO level on dp (0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and
     parameters), what is recomputed, what is offloaded; pipeline stages, and parts that a rank's
-    share of the batch is run in.
+    share of the batch is run in; cp: ranks that share the sequence, with whole weights.
 
     `label` is how people read it: "pp8 x dp2 x tp4+sp, zero1, recompute full, 64 microbatches".
     """
@@ -87,10 +95,12 @@ class UniformStrategy:
     batch_on_tp: bool = False
     pp: int = 1
     microbatches: int = 1
+    cp: int = 1
 
     @property
     def label(self) -> str:
-        parts = [f"{name}{size}" for name, size in (("pp", self.pp), ("dp", self.dp)) if size > 1]
+        sizes = (("pp", self.pp), ("dp", self.dp), ("cp", self.cp))
+        parts = [f"{name}{size}" for name, size in sizes if size > 1]
         if self.tp > 1:
             parts.append(f"tp{self.tp}" + _TP_SUFFIX[self.tp_mode])
         words = [" x ".join(parts) or "one device"]
@@ -103,6 +113,11 @@ class UniformStrategy:
         if self.microbatches > 1:
             words.append(f"{self.microbatches} microbatches")
         return ", ".join(words)
+
+    @property
+    def degrees(self) -> Degrees:
+        """The axes of its mesh."""
+        return Degrees(self.dp, self.cp, self.tp)
 
     @property
     def tp_mode(self) -> TpMode:

@@ -29,6 +29,11 @@ class AxisRole(Enum):
     Their gathers and reductions follow from the degree and run beside compute: not charged. Values
     stay sharded along the batch."""
 
+    CONTEXT = "context"
+    """Context parallelism: activations are shards of their sequence, parameters are used whole and
+    stored as on a DATA axis. Attention needs more than a shard: heads for rows by all-to-all, or
+    keys and values gathered, whichever the prices say."""
+
     TENSOR = "tensor"
     """Tensor parallelism without sequence parallelism: pending sums are all-reduced, and no other
     conversion cuts or gathers a value with a gradient. Ops with sharded parameters alone make
@@ -38,6 +43,11 @@ class AxisRole(Enum):
     """Tensor parallelism with sequence parallelism: an all-reduce is charged as the reduce-scatter
     and the all-gather it consists of, so that the ops in between are done on shards wherever that
     is no slower."""
+
+    @property
+    def uses_parameters_whole(self) -> bool:
+        """Whether no op reads a shard of a parameter on such an axis."""
+        return self in (AxisRole.DATA, AxisRole.CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,17 @@ def sequence_type(value: Value, batch: SpmdType, axis_size: int) -> SpmdType:
     return Shard(dim) if value.shape[dim] % axis_size == 0 else INVARIANT
 
 
+def carried_sequences(folded: FoldedGraph) -> frozenset[int]:
+    """Sizes of the sequences that pass between regions: the dim after the batch, of trained values
+    of rank 3. None where feature maps pass."""
+    if carries_feature_maps(folded):
+        return frozenset()
+    found = find_boundaries(folded)
+    inside = (c for c in range(len(found.values)) if c not in found.inputs | found.results)
+    values = (found.values[c] for c in inside)
+    return frozenset(v.shape[1] for v in values if v.requires_grad and len(v.shape) == 3)
+
+
 def carries_feature_maps(folded: FoldedGraph) -> bool:
     """Whether trained values of rank 4 and more pass between regions, as images in a network of
     convolutions do."""

@@ -117,9 +117,8 @@ def _rules(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> Sequence[tuple[Ax
         rules: list[AxisRule] = []
         for axis, name in enumerate(typing.rules):
             found = {rule.name: rule for rule in table[k][axis]}
-            if axis and rules[0].splits_work:
-                inside = rule_inside(graph, k, rules[0], mesh.sizes[0], mesh.sizes[axis])
-                found |= {inside.name: inside} if inside else {}
+            if name not in found:
+                found |= _rules_inside(graph, k, table[k], mesh, axis)
             if name not in found:
                 raise PlanMismatchError(
                     f"{where}: no rule {name!r} on axis {mesh.names[axis]}; "
@@ -140,6 +139,19 @@ def _rules(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> Sequence[tuple[Ax
             _check_layout(where, graph.values[v].shape, layout, mesh)
         chosen.append(tuple(rules))
     return chosen
+
+
+def _rules_inside(
+    graph: OpGraph, op_index: int, per_axis: Sequence[Sequence[AxisRule]], mesh: Mesh, axis: int
+) -> dict[str, AxisRule]:
+    """By name the rules of one axis that go on with a rule of another inside of its shards."""
+    inside = (
+        rule_inside(graph, op_index, rule, mesh.sizes[outer], mesh.sizes[axis])
+        for outer, rules in enumerate(per_axis)
+        for rule in rules
+        if outer != axis
+    )
+    return {rule.name: rule for rule in inside if rule is not None}
 
 
 def _check_slots(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:

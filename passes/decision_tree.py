@@ -1,7 +1,7 @@
 """The decision tree: what one region may do, and the named rules that cut branches before pricing.
 
-    axes (dp x tp = devices) -> role of tp (tensor, tensor + sequence, data) -> ZeRO level on dp
-        -> recompute -> offload
+    axes (dp x cp x tp = devices) -> role of tp (tensor, tensor + sequence, data)
+        -> ZeRO level on dp -> recompute -> offload
 
 A leaf is a UniformStrategy. Regions of one plan share the axes; below that each takes a leaf of its
 own, parameter by parameter in the ZeRO level (passes/leaf_costs.py). Every leaf that is left out is
@@ -12,15 +12,16 @@ counted under the first rule that cuts it:
                    must stay (tests/passes/test_decision_tree.py)
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from meshfold.errors import OptionError
-from meshfold.mesh import Mesh
 from meshfold.options import PinValue
-from meshfold.strategy import Offload, Recompute, UniformStrategy
+from meshfold.passes.mesh_degrees import divisors
+from meshfold.strategy import Degrees, Offload, Recompute, UniformStrategy
 
 ZERO_LEVELS = (0, 1, 2, 3)
 
@@ -31,7 +32,8 @@ NO_HOST_LINK = "no figure for the link to the host"
 NO_STATES = "the optimizer has no states to offload"
 NODE = "tp leaves the node"
 NOTHING_KEPT = "full recomputation keeps nothing to offload"
-PRUNINGS = (NODE, NOTHING_KEPT)
+CONTEXT = "cp while the batch can be cut further"
+PRUNINGS = (NODE, NOTHING_KEPT, CONTEXT)
 """Rules of the tree that can be switched off."""
 
 
@@ -49,7 +51,8 @@ class Situation:
     """What cuts depend on. allow_planned: keep leaves that can be planned but not run yet.
     switched_off: names of PRUNINGS. host_bytes_per_s: of the link to the host, 0 if unknown.
     has_states: whether the optimizer has states. has_feature_maps: whether the model passes on
-    feature maps: they have no sequence, so what tp cuts instead is the batch."""
+    feature maps: they have no sequence, so what tp cuts instead is the batch. sequences: sizes of
+    the sequences that it passes on; cp is offered where it divides one."""
 
     num_devices: int
     devices_per_node: int
@@ -60,16 +63,20 @@ class Situation:
     host_bytes_per_s: float = 0.0
     has_states: bool = True
     has_feature_maps: bool = False
+    sequences: Collection[int] = ()
 
 
-def grow_tree(meshes: Iterable[Mesh], situation: Situation) -> Tree:
-    """Every leaf on `meshes` that no rule cuts.
+def grow_tree(situation: Situation) -> Tree:
+    """Every leaf on all devices that no rule cuts.
 
     Raises OptionError naming the pin, or the batch, when none is left.
     """
     maps = situation.has_feature_maps
-    everything = [leaf for mesh in meshes for leaf in leaves_on(*degrees(mesh), maps=maps)]
-    cuts: Counter[str] = Counter()
+    choices = _choices_of_axes(situation)
+    offered = [d for d in choices if not _can_cut_batch(d, situation)]
+    num_leaves = sum(_num_leaves(d, maps) for d in choices)
+    everything = [leaf for degrees in offered for leaf in leaves_on(degrees, maps=maps)]
+    cuts: Counter[str] = Counter({CONTEXT: num_leaves - len(everything)})
     left = everything
     for name, keeps in _rules(situation):
         kept = [leaf for leaf in left if keeps(leaf)]
@@ -81,24 +88,60 @@ def grow_tree(meshes: Iterable[Mesh], situation: Situation) -> Tree:
         kept = [leaf for leaf in left if not cut(leaf)]
         cuts[name] = len(left) - len(kept)
         left = kept
-    return Tree(tuple(left), len(everything), {k: n for k, n in sorted(cuts.items()) if n})
+    return Tree(tuple(left), num_leaves, {k: n for k, n in sorted(cuts.items()) if n})
 
 
-def degrees(mesh: Mesh) -> tuple[int, int]:
-    """(dp, tp) of a mesh, 1 for an axis it does not have."""
-    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    return sizes.get("dp", 1), sizes.get("tp", 1)
+def _choices_of_axes(situation: Situation) -> list[Degrees]:
+    """dp x cp x tp = devices, by rising cp, then tp."""
+    n = situation.num_devices
+    return [
+        Degrees(n // cp // tp, cp, tp)
+        for cp in divisors(n)
+        if cp == 1 or any(size % cp == 0 for size in situation.sequences)
+        for tp in divisors(n // cp)
+    ]
 
 
-def leaves_on(dp: int, tp: int, *, maps: bool = False) -> Iterator[UniformStrategy]:
+def _can_cut_batch(degrees: Degrees, situation: Situation) -> bool:
+    """Whether part of cp could be dp instead: both cut the same values evenly, only cp communicates
+    inside a region, and only dp shards states. (One axis saves launches against two: it may win by
+    that where values are tiny.) Not asked where cp is pinned."""
+    if CONTEXT in situation.switched_off or "cp" in situation.pins:
+        return False
+    of_rank, rest = divmod(situation.batch_size, degrees.dp)
+    return not rest and math.gcd(degrees.cp, of_rank) > 1
+
+
+def leaves_on(degrees: Degrees, *, maps: bool = False) -> Iterator[UniformStrategy]:
     """The leaves below one choice of axes. maps: whether tp may take the batch, see Situation."""
-    modes = [(False, False), (True, False), (False, True)][: (3 if maps else 2) if tp > 1 else 1]
-    for sequence_parallel, batch_on_tp in modes:
-        for zero in ZERO_LEVELS if dp > 1 else (0,):
+    for sequence_parallel, batch_on_tp in _modes(degrees, maps):
+        for zero in _zero_levels(degrees):
             for recompute in get_args(Recompute):
                 for offload in get_args(Offload):
-                    leaf = UniformStrategy(dp, tp, zero, sequence_parallel, recompute, offload)
-                    yield replace(leaf, batch_on_tp=batch_on_tp)
+                    yield UniformStrategy(
+                        **degrees._asdict(),
+                        zero=zero,
+                        sequence_parallel=sequence_parallel,
+                        recompute=recompute,
+                        offload=offload,
+                        batch_on_tp=batch_on_tp,
+                    )
+
+
+def _modes(degrees: Degrees, maps: bool) -> list[tuple[bool, bool]]:
+    """What tp may do, as (sequence_parallel, batch_on_tp)."""
+    modes = [(False, False), (True, False), (False, True)]
+    return modes[: (3 if maps else 2) if degrees.tp > 1 else 1]
+
+
+def _zero_levels(degrees: Degrees) -> tuple[int, ...]:
+    return ZERO_LEVELS if degrees.dp > 1 else (0,)
+
+
+def _num_leaves(degrees: Degrees, maps: bool) -> int:
+    """Of leaves_on."""
+    below = len(get_args(Recompute)) * len(get_args(Offload))
+    return len(_modes(degrees, maps)) * len(_zero_levels(degrees)) * below
 
 
 _Keeps = Callable[[UniformStrategy], bool]
@@ -123,27 +166,30 @@ def _prunings(left: Sequence[UniformStrategy], situation: Situation) -> list[tup
     """Prunings: (name, whether a leaf is cut), in force where not switched off.
 
     A tp axis that leaves the node pays the slow link in every op; it is cut while a leaf inside a
-    node is left, unless the axis may take the batch in most regions and weights in few. Offloading
-    activations of a region that keeps none inside is the leaf without.
+    node, of no larger cp, is left, unless the axis may take the batch in most regions and weights
+    in few. Offloading activations of a region that keeps none inside is the leaf without. CONTEXT
+    is asked before leaves are made (_can_cut_batch).
     """
-    inside = any(leaf.tp <= situation.devices_per_node for leaf in left)
+    per_node = situation.devices_per_node
+    inside = min((leaf.cp for leaf in left if leaf.tp <= per_node), default=math.inf)
     everything = frozenset(left)
     cuts: dict[str, _Keeps] = {
         NODE: lambda leaf: (
-            inside and leaf.tp > situation.devices_per_node and not situation.has_feature_maps
+            inside <= leaf.cp and leaf.tp > per_node and not situation.has_feature_maps
         ),
         NOTHING_KEPT: lambda leaf: (
             (leaf.recompute, leaf.offload) == ("full", "activations")
             and replace(leaf, offload="none") in everything
         ),
     }
-    return [(name, cuts[name]) for name in PRUNINGS if name not in situation.switched_off]
+    return [(name, cut) for name, cut in cuts.items() if name not in situation.switched_off]
 
 
 def pinned_values(leaf: UniformStrategy) -> dict[str, PinValue]:
     """What the pins of CompileOptions say about a leaf; it has no schedule, pipelines have."""
     return {
         "dp": leaf.dp,
+        "cp": leaf.cp,
         "tp": leaf.tp,
         "zero": leaf.zero,
         "sp": int(leaf.sequence_parallel),

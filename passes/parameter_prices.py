@@ -8,10 +8,10 @@ On one axis                                                               handle
     I -> S, I -> P   in-graph conversion                                  emitted graph
     S -> I           in-graph gather                                      emitted graph
 
-On a DATA axis (passes/axis_roles.py) parameters are used whole, so the used type is I or R; on
-every other axis a stored shard is used as it is. Bucketed collectives carry many parameters at
-once: a parameter is charged its share of the bytes, without start-up latency, and nothing on a DATA
-axis.
+On DATA and CONTEXT axes (passes/axis_roles.py) parameters are used whole, so the used type is I or
+R; on every other axis a stored shard is used as it is. Bucketed collectives carry many parameters
+at once: a parameter is charged its share of the bytes, without start-up latency, and nothing where
+parameters are used whole, since that follows from the degree.
 """
 
 import math
@@ -22,7 +22,7 @@ import numpy as np
 
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
-from meshfold.passes.axis_roles import AxisRole, SearchCosts
+from meshfold.passes.axis_roles import SearchCosts
 from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.elimination import Table
 from meshfold.spmd import Layout, SpmdType, is_legal
@@ -98,12 +98,12 @@ class ParameterPrices:
         return total
 
     def _allowed(self, axis: int, source: SpmdType, target: SpmdType) -> bool:
-        if self.costs.roles[axis] is AxisRole.DATA:
+        if self.costs.roles[axis].uses_parameters_whole:
             return target.kind in ("I", "R")
         return source == target or source.kind == "I"
 
     def _bucketed_s(self, value: Value, before: Layout, after: Layout, axis: int) -> float:
-        if self.costs.roles[axis] is AxisRole.DATA:
+        if self.costs.roles[axis].uses_parameters_whole:
             return 0.0
         whole = local_bytes(value, after, self.mesh.sizes)
         gathered = before[axis].is_shard

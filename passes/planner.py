@@ -1,6 +1,6 @@
 """The plan of a folded program on a cluster, with the proof of how good it is.
 
-    decision tree (passes/decision_tree.py)   what is left of dp x tp, ZeRO, recomputation
+    decision tree (passes/decision_tree.py)   what is left of dp x cp x tp, ZeRO, recomputation
         -> every mesh typed and bounded       (passes/uniform_search.py)
         -> meshes in order of their bound: the best program on each, strategies mixed by layer
            (passes/mesh_plan.py), until the next bound reaches the best program found
@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from meshfold.cluster import ClusterSpec
-from meshfold.cost_models.meshes import build_mesh, mesh_candidates
+from meshfold.cost_models.meshes import build_mesh
 from meshfold.cost_models.step_memory import STATE_FACTOR
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.baselines import baseline_rows, named_baselines
-from meshfold.passes.boundaries import carries_feature_maps
+from meshfold.passes.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.data_parallel import Followed
 from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
 from meshfold.passes.mesh_plan import MeshPlanner
@@ -36,7 +36,7 @@ from meshfold.passes.priced import MeshPlan, Priced, order_of
 from meshfold.passes.region_memory import Probe
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.plan import MemoryEstimate, MeshOutcome, Plan, SearchStats
-from meshfold.strategy import UniformStrategy
+from meshfold.strategy import Degrees, UniformStrategy
 from meshfold.units import bytes_text
 
 Progress = Callable[[int, int, str], None]
@@ -44,8 +44,6 @@ Progress = Callable[[int, int, str], None]
 
 UNSHARDED = "tp shards no weights"
 BOUND = "bound of the mesh above the best plan"
-
-Degrees = tuple[int, int]
 
 
 def find_plan_for(
@@ -158,7 +156,7 @@ def _planner_of(strategy: UniformStrategy, found: _Found, search: "_Search") -> 
     for planner in found.planners:
         if strategy in planner.strategies:
             return planner
-    return search.mesh_planner((strategy.dp, strategy.tp), [strategy])
+    return search.mesh_planner(strategy.degrees, [strategy])
 
 
 class _Search:
@@ -199,7 +197,7 @@ class _Search:
     def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
         """A planner for these leaves of one mesh."""
         if degrees not in self._searches:
-            mesh = build_mesh(self.cluster, *degrees)
+            mesh = build_mesh(self.cluster, degrees.dp, degrees.tp, cp=degrees.cp)
             self._searches[degrees] = MeshSearch(
                 self.folded, self.cluster, mesh, self.batch_size, self._followed
             )
@@ -224,15 +222,16 @@ class _Search:
             host_bytes_per_s=cluster.host_bytes_per_s,
             has_states=STATE_FACTOR[self.options.optimizer] > 0,
             has_feature_maps=carries_feature_maps(self.folded),
+            sequences=carried_sequences(self.folded),
         )
-        return grow_tree(mesh_candidates(cluster, cluster.num_devices), situation)
+        return grow_tree(situation)
 
     def _over(self, tree: Tree) -> "_Found | list[Priced]":
         """The best of a tree, or per mesh the program with the least memory."""
         by_mesh: dict[Degrees, list[UniformStrategy]] = {}
         # In an order of our own, so that the order of the leaves decides nothing.
-        for leaf in sorted(tree.leaves, key=lambda s: (-s.dp, s.label)):
-            by_mesh.setdefault((leaf.dp, leaf.tp), []).append(leaf)
+        for leaf in sorted(tree.leaves, key=lambda s: (-s.dp, s.cp, s.label)):
+            by_mesh.setdefault(leaf.degrees, []).append(leaf)
         cuts = Counter(tree.cuts)
         planners = self._bounded(by_mesh, cuts)
         best: tuple[Priced, MeshPlanner] | None = None
@@ -260,7 +259,7 @@ class _Search:
         planners = []
         for done, (degrees, strategies) in enumerate(by_mesh.items()):
             if self.progress is not None:
-                bare = UniformStrategy(*degrees)
+                bare = UniformStrategy(**degrees._asdict())
                 self.progress(done + 1, len(by_mesh), bare.label)
             planner = self.mesh_planner(degrees, strategies)
             if planner.sharded_fraction > 0:
@@ -268,7 +267,7 @@ class _Search:
             else:
                 cuts[UNSHARDED] += len(strategies)
         if not planners:
-            degrees_text = ", ".join(f"tp={d}" for d in sorted({tp for _, tp in by_mesh}))
+            degrees_text = ", ".join(f"tp={d}" for d in sorted({d.tp for d in by_mesh}))
             raise OptionError(
                 f"{'pin ' if 'tp' in self.options.pins else ''}{degrees_text}: no parameter of "
                 f"this model can be sharded over so many ranks"

@@ -162,3 +162,19 @@ def _batch(family: str, generator: torch.Generator, dtype: torch.dtype) -> dict[
     labels[0, : SEQUENCE // 2] = IGNORED
     labels[-1, -1] = IGNORED
     return {"input_ids": tokens, "labels": labels}
+
+
+def meta_llama(
+    sequence: int, batch: int, *, hidden: int = 1024, layers: int = 2
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A Llama without values in bfloat16, large enough for bytes to count more than launches."""
+    sizes = _llama_sizes(layers) | {
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "max_position_embeddings": sequence,
+        "vocab_size": 8 * hidden,
+    }
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        ids = torch.empty(batch, sequence, dtype=torch.long)
+    return model.to(torch.bfloat16), {"input_ids": ids, "labels": ids.clone()}

@@ -21,6 +21,7 @@ def test_the_option_surface_is_frozen() -> None:
     ]
     assert PIN_NAMES == (
         "dp",
+        "cp",
         "tp",
         "zero",
         "sp",
@@ -37,11 +38,12 @@ def test_the_option_surface_is_frozen() -> None:
     ("kwargs", "message"),
     [
         (
-            {"pins": {"cp": 2}},
-            "pin 'cp' is unknown; pins are dp, tp, zero, sp, recompute, offload, pp, microbatches, "
-            "schedule, chunks",
+            {"pins": {"xp": 2}},
+            "pin 'xp' is unknown; pins are dp, cp, tp, zero, sp, recompute, offload, pp, "
+            "microbatches, schedule, chunks",
         ),
         ({"pins": {"pp": 0}}, "pin pp=0: a degree is 1 or more"),
+        ({"pins": {"cp": 0}}, "pin cp=0: a degree is 1 or more"),
         ({"pins": {"tp": 0}}, "pin tp=0: a degree is 1 or more"),
         ({"pins": {"zero": 4}}, "pin zero=4: ZeRO levels are 0, 1, 2 and 3"),
         ({"pins": {"tp": "two"}}, "pin tp=two: write a number"),

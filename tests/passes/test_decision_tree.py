@@ -2,11 +2,10 @@
 
 import pytest
 
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import mesh_candidates
 from meshfold.errors import OptionError
 from meshfold.passes.decision_tree import (
     BATCH,
+    CONTEXT,
     NO_HOST_LINK,
     NO_STATES,
     NODE,
@@ -17,13 +16,11 @@ from meshfold.passes.decision_tree import (
     Tree,
     grow_tree,
 )
-from meshfold.strategy import UniformStrategy
+from meshfold.strategy import Degrees, UniformStrategy
 
 
 def tree(num_devices: int, batch_size: int = 8, per_node: int = 8, **situation) -> Tree:
-    meshes = mesh_candidates(resolve_cluster(f"local-cpux{num_devices}"), num_devices)
     return grow_tree(
-        meshes,
         Situation(
             num_devices=num_devices,
             devices_per_node=per_node,
@@ -173,3 +170,35 @@ def test_pins() -> None:
 def test_pins_that_cannot_be_kept_name_themselves(pins, batch_size: int, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         tree(4, batch_size, pins=pins)
+
+
+def test_cp_is_offered_where_the_batch_is_cut_up_and_a_sequence_divides() -> None:
+    found = tree(8, batch_size=2, sequences=(96,))
+    assert {leaf.degrees for leaf in found.leaves if leaf.cp > 1} == {
+        Degrees(2, 2, 2),
+        Degrees(2, 4, 1),
+    }
+    assert found.cuts[CONTEXT] > 0
+    assert found.num_leaves == len(found.leaves) + sum(found.cuts.values())
+    assert {leaf.cp for leaf in tree(8, batch_size=8, sequences=(96,)).leaves} == {1}
+    assert {leaf.cp for leaf in tree(8, batch_size=2, sequences=(9,)).leaves} == {1}
+    assert {leaf.cp for leaf in tree(8, batch_size=2).leaves} == {1}
+
+
+def test_a_degree_that_shares_no_factor_with_the_batch_is_offered() -> None:
+    odd = tree(6, batch_size=3, sequences=(96,))
+    assert {leaf.degrees for leaf in odd.leaves if leaf.cp > 1} == {
+        Degrees(3, 2, 1),
+        Degrees(1, 2, 3),
+    }
+    # What 2 of cp could do, 2 of dp do.
+    assert {leaf.cp for leaf in tree(6, batch_size=6, sequences=(96,)).leaves} == {1}
+
+
+def test_a_pinned_cp_is_kept_and_the_cut_can_be_switched_off() -> None:
+    pinned = tree(8, batch_size=8, sequences=(96,), pins={"cp": 2})
+    assert {leaf.cp for leaf in pinned.leaves} == {2} and CONTEXT not in pinned.cuts
+    off = tree(8, batch_size=8, sequences=(96,), switched_off=(CONTEXT,))
+    assert {leaf.cp for leaf in off.leaves} == {1, 2, 4, 8} and CONTEXT not in off.cuts
+    with pytest.raises(OptionError, match="pin cp=2 cannot be kept on 8 devices; cp can be 1"):
+        tree(8, batch_size=8, pins={"cp": 2})

@@ -17,6 +17,7 @@ from meshfold.passes.mesh_plan import MeshPlanner
 from meshfold.passes.priced import order_of
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.probe import OpProber
+from meshfold.strategy import Degrees
 
 PROBER = OpProber()
 
@@ -38,7 +39,7 @@ def planner(
 ) -> MeshPlanner:
     cluster = resolve_cluster("dgx-v100", 4)
     options = CompileOptions(memory_bytes=memory_bytes)
-    strategies = [leaf for leaf in leaves_on(dp, tp) if leaf.runs]
+    strategies = [leaf for leaf in leaves_on(Degrees(dp=dp, tp=tp)) if leaf.runs]
     search = search_of(family, dp, tp, layers)
     return MeshPlanner(graph_of(family, layers), cluster, search, strategies, options, PROBER)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from support_models import BATCH, tiny_model
+from support_models import BATCH, meta_llama, tiny_model
 
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
@@ -13,7 +13,7 @@ from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import price_plan
-from meshfold.passes.decision_tree import NODE, NOTHING_KEPT, PLANNED
+from meshfold.passes.decision_tree import CONTEXT, NODE, NOTHING_KEPT, PLANNED
 from meshfold.passes.planner import BOUND, UNSHARDED, find_plan_for
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_from_json, plan_to_json
@@ -234,6 +234,27 @@ def test_prunings_keep_the_optimum(rule):
     assert plan(**options).time.step_s == pytest.approx(
         plan(without_cuts=(rule,), **options).time.step_s, rel=1e-9
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_without_the_cut_of_cp_the_plan_is_the_same(batch_size):
+    """Of 4 sequences dp makes the most; of 2, dp2 x cp2 is offered either way."""
+    graph = capture(*meta_llama(2048, batch_size)).graph
+    found = [
+        find_plan_for(
+            graph,
+            resolve_cluster("dgx-h100", 4),
+            CompileOptions(without_cuts=without),
+            model_name="llama",
+            batch_size=batch_size,
+            probe=PROBER,
+        )
+        for without in ((), (CONTEXT,))
+    ]
+    assert CONTEXT in found[0].search.cuts and CONTEXT not in found[1].search.cuts
+    assert found[0].time.step_s == pytest.approx(found[1].time.step_s, rel=1e-9)
+    assert found[0].strategy.cp == 4 // batch_size
 
 
 def test_an_unknown_pruning_is_named():

@@ -26,7 +26,7 @@ from meshfold.passes.residence import (
 )
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.probe import OpProber
-from meshfold.strategy import UniformStrategy
+from meshfold.strategy import Degrees, UniformStrategy
 
 PROBER = OpProber()
 HOST_BYTES_PER_S = 15.75e9  # of dgx-v100, each way
@@ -57,7 +57,7 @@ def planner(
         graph_of(family),
         resolve_cluster("dgx-v100", 4),
         search_of(family, dp, tp),
-        [leaf for leaf in leaves_on(dp, tp) if among(leaf)],
+        [leaf for leaf in leaves_on(Degrees(dp=dp, tp=tp)) if among(leaf)],
         CompileOptions(memory_bytes=memory_bytes, optimizer=optimizer),
         PROBER,
     )

@@ -1,0 +1,112 @@
+"""The rules of a context parallel axis: what it may cut, and where.
+
+On such an axis parameters are whole: of the rules of an op (passes/rules.py) those stay that read
+no shard of one. Two steps follow:
+
+inside    Where tp cuts a label as well, cp goes inside: its places start where the shards of tp end
+          (with_rules_inside).
+
+              tp, 4 ranks    s     Shard(1)      rows in 4 shards
+              cp inside      s/4   Shard(1, 4)   each of them again
+
+worth it  A shard is worth making where some op with products (contractions, attention) shares its
+          work by it, or by what it turns into. Shards are nodes, a rule joins those it reads and
+          makes; a component without such an op saves work on the memory alone, and its rules go
+          (shards_of_products). Heads and rows stay, the dims of the model and inside a head go.
+"""
+
+from collections.abc import Collection, Sequence
+
+import networkx as nx
+
+from meshfold.opgraph import OpGraph, SlotKind
+from meshfold.passes.rule_domains import RuleTable
+from meshfold.passes.rules import AxisRule, rule_inside
+from meshfold.passes.rules_attention import ATTENTION_RULES
+from meshfold.passes.rules_contraction import CONTRACTION_RULES
+from meshfold.spmd import SpmdType
+
+PRODUCTS = frozenset((*CONTRACTION_RULES, *ATTENTION_RULES))
+"""Ops whose work is worth sharing."""
+
+ShardOf = tuple[int, SpmdType]
+"""(value, its shard)."""
+
+
+def context_rules(
+    graph: OpGraph,
+    table: RuleTable,
+    sizes: Sequence[int],
+    *,
+    cp_axis: int,
+    tp_axis: int | None,
+    kept: Collection[ShardOf],
+) -> RuleTable:
+    """`table` with the rules of axis `cp_axis` as the module docstring has them. kept: shards that
+    stay in any case, since values cross the region's boundary in them."""
+    if tp_axis is not None:
+        table = with_rules_inside(graph, table, sizes, inner=cp_axis, outer=tp_axis)
+    rules = [
+        [rule for rule in per_axis[cp_axis] if _reads_whole_parameters(graph, k, rule)]
+        for k, per_axis in enumerate(table)
+    ]
+    worth = shards_of_products(graph, rules, kept)
+    return tuple(
+        (
+            *per_axis[:cp_axis],
+            tuple(r for r in of_op if all(s in worth for s in _shards(graph, k, r))),
+            *per_axis[cp_axis + 1 :],
+        )
+        for k, (per_axis, of_op) in enumerate(zip(table, rules, strict=True))
+    )
+
+
+def with_rules_inside(
+    graph: OpGraph, table: RuleTable, sizes: Sequence[int], *, inner: int, outer: int
+) -> RuleTable:
+    """`table` with, on axis `inner`, the rules that go on with each rule of axis `outer` inside of
+    its shards as well. Rules that mean the same types are given once."""
+    out = []
+    for k, per_axis in enumerate(table):
+        distinct = {(rule.inputs, rule.outputs): rule for rule in per_axis[inner]}
+        for rule in per_axis[outer]:
+            found = rule_inside(graph, k, rule, sizes[outer], sizes[inner])
+            if found is not None:
+                distinct.setdefault((found.inputs, found.outputs), found)
+        rules: tuple[AxisRule, ...] = tuple(distinct.values())
+        out.append((*per_axis[:inner], rules, *per_axis[inner + 1 :]))
+    return tuple(out)
+
+
+def shards_of_products(
+    graph: OpGraph, rules: Sequence[Sequence[AxisRule]], kept: Collection[ShardOf]
+) -> frozenset[ShardOf]:
+    """The shards of all components that hold one of `kept`, or a rule of an op with products.
+    rules: of one axis, per op."""
+    joined = nx.Graph()
+    joined.add_nodes_from(kept)
+    worth = set(kept)
+    for k, of_op in enumerate(rules):
+        for rule in of_op:
+            shards = _shards(graph, k, rule)
+            nx.add_path(joined, shards)
+            if graph.ops[k].target in PRODUCTS:
+                worth.update(shards)
+    components = (part for part in nx.connected_components(joined) if not worth.isdisjoint(part))
+    return frozenset().union(*components)
+
+
+def _shards(graph: OpGraph, op_index: int, rule: AxisRule) -> list[ShardOf]:
+    """What a rule reads and makes as shards."""
+    op = graph.ops[op_index]
+    values = zip((*op.operands, *op.outputs), (*rule.inputs, *rule.outputs), strict=True)
+    return [(v, t) for v, t in values if t.is_shard]
+
+
+def _reads_whole_parameters(graph: OpGraph, op_index: int, rule: AxisRule) -> bool:
+    """Whether every parameter that the op reads is the same on all ranks of the axis."""
+    return all(
+        t.kind in ("I", "R")
+        for v, t in zip(graph.ops[op_index].operands, rule.inputs, strict=True)
+        if v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
+    )

@@ -1,0 +1,210 @@
+"""What region searches may choose on one mesh, given what its tp axis is for.
+
+dp axis   The batch is followed through the rules (passes/data_parallel.py): that decides rule and
+          boundary layout of everything on this axis.
+cp axis   Boundary values with a sequence are shards of it, inside of tp's shard where tp cuts the
+          sequence as well. Parameters are stored and used whole. Rules are left to the search.
+tp axis   Boundary values are Invariant or, with sequence parallelism, shards of their sequence dim.
+          Parameters are stored Invariant or as the shard their op reads, never gathered. The region
+          search finds the rest, in the role TENSOR or SEQUENCE (passes/axis_roles.py). In the role
+          DATA the axis goes on with what dp does inside each of its shards, so that a region is
+          data-parallel over both, with whole parameters: for regions that are cheap to replicate
+          beside others that are not (Whale, Jia et al., 2022).
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.mesh import Mesh
+from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind, Value
+from meshfold.passes.axis_roles import AxisRole
+from meshfold.passes.boundaries import Boundaries, find_boundaries, sequence_type
+from meshfold.passes.context_rules import context_rules
+from meshfold.passes.data_parallel import (
+    DataParallel,
+    Followed,
+    batch_problem,
+    follow_batch,
+    stored_options,
+)
+from meshfold.passes.rule_domains import RuleTable
+from meshfold.passes.rules import AxisRule, region_rules, rule_inside
+from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType, is_legal
+
+
+class SearchSpace:
+    """Rules and layouts of the regions of one folded program on one mesh. `role` below is what the
+    tp axis is for; regions are numbers.
+
+    followed: what other meshes found on the dp axis, to use and to add to.
+    """
+
+    def __init__(
+        self, folded: FoldedGraph, mesh: Mesh, costs: CostModel, batch_size: int, followed: Followed
+    ) -> None:
+        self.folded = folded
+        self.mesh = mesh
+        self.costs = costs
+        self.batch_size = batch_size
+        self.followed = followed
+        self.graphs: list[OpGraph] = [region.graph for region in folded.regions]
+        self.boundaries: Boundaries = find_boundaries(folded)
+        self.dp_axis, self.cp_axis, self.tp_axis = map(self._axis, ("dp", "cp", "tp"))
+        self._own_rules: list[RuleTable] = [region_rules(g, mesh.sizes) for g in self.graphs]
+        self.data: DataParallel | None = None
+        if self.dp_axis is not None:
+            assert self.dp_axis == 0, "dp is the outermost axis"
+            self.data = self._followed(mesh.sizes[0])
+        self.rules = [self._open_rules(r) for r in range(len(self.graphs))]
+        self.stored = [
+            {
+                i: self._stored(r, i)
+                for i, slot in enumerate(g.slots)
+                if slot.kind is SlotKind.PARAMETER
+            }
+            for r, g in enumerate(self.graphs)
+        ]
+
+    def roles(self, role: AxisRole) -> tuple[AxisRole, ...]:
+        """The role of every axis."""
+        of_axis = {"dp": AxisRole.DATA, "cp": AxisRole.CONTEXT, "tp": role}
+        return tuple(of_axis[name] for name in self.mesh.names)
+
+    def rules_of(self, region: int, role: AxisRole) -> RuleTable:
+        """What its ops may do."""
+        return self._rules_of_data(region) if role is AxisRole.DATA else self.rules[region]
+
+    def fixed_rules(self, region: int) -> Mapping[int, Sequence[str]]:
+        """Axis -> the rule of every op, on axes that are decided before the search."""
+        if self.data is None or self.dp_axis is None:
+            return {}
+        return {self.dp_axis: self.data.rules(region)}
+
+    def slot_layouts(self, region: int, role: AxisRole) -> list[list[Layout]]:
+        """Per slot the layouts in which it may arrive, or in which a parameter may be stored."""
+        layouts: list[list[Layout]] = []
+        for i, slot in enumerate(self.graphs[region].slots):
+            if slot.kind is not SlotKind.PARAMETER:
+                layouts.append([self._boundary(self.boundaries.slots[region][i], role)])
+            elif role is AxisRole.DATA:
+                layouts.append([self.whole])
+            else:
+                layouts.append(self.stored[region][i])
+        return layouts
+
+    def output_layouts(self, region: int, role: AxisRole) -> list[list[Layout]]:
+        """Per output the layouts in which it may leave."""
+        return [[self._boundary(c, role)] for c in self.boundaries.outputs[region]]
+
+    @property
+    def whole(self) -> Layout:
+        """Invariant on every axis."""
+        return (INVARIANT,) * len(self.mesh.axes)
+
+    def _axis(self, name: str) -> int | None:
+        return self.mesh.index(name) if name in self.mesh.names else None
+
+    def _layout(self, **types: SpmdType) -> Layout:
+        """A type for each axis that is named and there; the others are Invariant."""
+        return tuple(types.get(name, INVARIANT) for name in self.mesh.names)
+
+    # Rules.
+
+    def _open_rules(self, region: int) -> RuleTable:
+        """The rules of a region, on cp those worth asking about (passes/context_rules.py)."""
+        table, graph = self._own_rules[region], self.graphs[region]
+        if self.cp_axis is None:
+            return table
+        crossing = [(v, c) for v, c in enumerate(self.boundaries.slots[region])]
+        crossing += zip(graph.outputs, self.boundaries.outputs[region], strict=True)
+        layouts = [
+            (v, self._boundary(c, role)[self.cp_axis])
+            for v, c in crossing
+            for role in (AxisRole.TENSOR, AxisRole.SEQUENCE)
+        ]
+        return context_rules(
+            graph,
+            table,
+            self.mesh.sizes,
+            cp_axis=self.cp_axis,
+            tp_axis=self.tp_axis,
+            kept=[(v, t) for v, t in layouts if t.is_shard],
+        )
+
+    @cached_property
+    def _batch_on_tp(self) -> DataParallel:
+        """The batch followed on the tp axis of a mesh without dp."""
+        assert self.data is None and self.tp_axis is not None
+        return self._followed(self.mesh.sizes[self.tp_axis])
+
+    def _followed(self, axis_size: int) -> DataParallel:
+        alone = [tuple(per_axis[:1] for per_axis in table) for table in self._own_rules]
+        boundaries, batch_size = self.boundaries, self.batch_size
+        key = batch_problem(boundaries, axis_size, alone, batch_size)
+        if key not in self.followed:
+            self.followed[key] = follow_batch(
+                self.folded, boundaries, axis_size, alone, self.costs, batch_size
+            )
+        return self.followed[key]
+
+    def _rules_of_data(self, region: int) -> RuleTable:
+        """On tp every op goes on with its rule on dp, or runs whole."""
+        data = self.data or self._batch_on_tp
+        sizes = self.mesh.sizes
+        table = []
+        for k, (name, rules) in enumerate(zip(data.rules(region), self.rules[region], strict=True)):
+            (chosen,) = (rule for rule in rules[0] if rule.name == name)
+            inside: AxisRule | None = chosen
+            if len(sizes) > 1:
+                inside = rule_inside(self.graphs[region], k, chosen, sizes[0], sizes[-1])
+            whole = rules[-1][0]
+            on_tp = (whole, inside) if inside and inside.name != whole.name else (whole,)
+            table.append((*rules[:-1], on_tp))
+        return tuple(table)
+
+    # Layouts.
+
+    def _boundary(self, boundary_class: int | None, role: AxisRole) -> Layout:
+        """The layout in which a class of values crosses between regions."""
+        if boundary_class is None:
+            return self.whole
+        b = self.boundaries
+        value = b.values[boundary_class]
+        dp = INVARIANT if self.data is None else self.data.types[boundary_class]
+        if role is AxisRole.DATA:
+            tp = INVARIANT
+            if self.data is None:
+                tp = self._batch_on_tp.types[boundary_class]
+            elif dp.is_shard:
+                tp = Shard(dp.dim, dp.blocks * self.mesh.sizes[0])
+            return self._first_legal(value, self._layout(dp=dp, tp=tp), self._layout(dp=dp))
+        if boundary_class in b.inputs | b.results:
+            return self._layout(dp=dp)
+        return self._cut_sequence(value, dp, role)
+
+    def _cut_sequence(self, value: Value, dp: SpmdType, role: AxisRole) -> Layout:
+        """A carried activation: its sequence cut by the axes that do so, cp inside of tp."""
+        cp = tp = INVARIANT
+        if self.cp_axis is not None:
+            cp = sequence_type(value, dp, self.mesh.sizes[self.cp_axis])
+        if self.tp_axis is not None and role is AxisRole.SEQUENCE:
+            tp = sequence_type(value, dp, self.mesh.sizes[self.tp_axis])
+        inside = cp
+        if cp.is_shard and tp.is_shard and self.tp_axis is not None:
+            inside = Shard(cp.dim, self.mesh.sizes[self.tp_axis])
+        return self._first_legal(
+            value,
+            self._layout(dp=dp, cp=inside, tp=tp),
+            self._layout(dp=dp, cp=cp),
+            self._layout(dp=dp),
+        )
+
+    def _first_legal(self, value: Value, *layouts: Layout) -> Layout:
+        return next(x for x in layouts if is_legal(value.shape, x, self.mesh.sizes))
+
+    def _stored(self, region: int, slot: int) -> list[Layout]:
+        if self.tp_axis is None:
+            return [self.whole]
+        options = stored_options(self.graphs[region], slot, self._own_rules[region], self.tp_axis)
+        return [self._layout(tp=t) for t in options]
