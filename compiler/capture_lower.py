@@ -101,7 +101,7 @@ class _Reader:
         op = RawOp(
             target_name(node),
             tuple(self._arg(a) for a in settled_args(node)),
-            tuple((k, self._arg(v)) for k, v in node.kwargs.items() if k != "pin_memory"),
+            tuple((k, self._arg(v)) for k, v in settled_kwargs(node).items() if k != "pin_memory"),
             tuple(k for k in keys if isinstance(k, str)),
             module_stack(node),
             source_line(node),
@@ -195,6 +195,8 @@ def unchanged_operand(node: fx.Node) -> fx.Node | None:
     before, after = source.meta["val"], node.meta["val"]
     if node.target in _SAME_IF_SAME_SHAPE:
         return source if before.shape == after.shape else None
+    if node.target is _aten.type_as.default:
+        return source if before.dtype == after.dtype else None
     if node.target is _aten._to_copy.default and "memory_format" not in node.kwargs:
         return source if before.dtype == after.dtype else None
     return None
@@ -202,13 +204,18 @@ def unchanged_operand(node: fx.Node) -> fx.Node | None:
 
 def target_name(node: fx.Node) -> str:
     """Name of the op. Views become reshapes: whether a view is possible depends on strides, and a
-    kernel need not give the strides that its fake promised."""
+    kernel need not give the strides that its fake promised. x.type_as(y) is a cast: of y only the
+    dtype counts."""
+    if node.target is _aten.type_as.default:
+        return "aten._to_copy.default"
     return "aten.reshape.default" if node.target in _VIEWS else str(node.target)
 
 
 def settled_args(node: fx.Node) -> tuple[Any, ...]:
     """Arguments with -1 sizes and open or negative slice bounds replaced by numbers."""
     args: tuple[Any, ...] = node.args
+    if node.target is _aten.type_as.default:
+        return args[:1]
     if node.target in _SIZED:
         return (args[0], tuple(node.meta["val"].shape), *args[2:])
     if node.target is _aten.slice.Tensor:
@@ -218,3 +225,10 @@ def settled_args(node: fx.Node) -> tuple[Any, ...]:
         start, end, step = slice(start, end, step).indices(shape[dim])
         return source, dim % len(shape), start, end, step
     return args
+
+
+def settled_kwargs(node: fx.Node) -> dict[str, Any]:
+    """Keyword arguments of the op that target_name names."""
+    if node.target is _aten.type_as.default:
+        return {"dtype": node.meta["val"].dtype}
+    return dict(node.kwargs)

@@ -88,7 +88,7 @@ _MEMORY_BOUND = frozenset(
     new_empty new_empty_strided scalar_tensor cross_entropy_loss nll_loss nll_loss_forward mse_loss
     l1_loss binary_cross_entropy_with_logits roll flip
     pad constant_pad_nd histc bincount diff __and__ __or__ __xor__
-    fill select_scatter slice_scatter masked_scatter""".split()
+    fill select_scatter slice_scatter masked_scatter log_sigmoid _weight_norm""".split()
 )
 
 _LOOKUPS = frozenset("embedding gather index index_select take_along_dim".split())

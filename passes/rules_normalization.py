@@ -84,6 +84,14 @@ def _instance_norm(op: BoundOp) -> OpLabels | None:
     return OpLabels((labels, *affine), (labels,))
 
 
+def _weight_norm(op: BoundOp) -> OpLabels:
+    """v * g / |v| with a norm for every index of `dim`; g is v's shape with 1 elsewhere."""
+    rank = len(op.value("v").shape)
+    dim = op.integer("dim") % rank if op.get("dim") is not None else 0
+    labels: Dims = tuple(part("c") if k == dim else None for k in range(rank))
+    return OpLabels((labels, labels), (labels,))
+
+
 NORMALIZATION_RULES = {
     "aten._native_batch_norm_legit_functional.default": rule(
         "input weight bias running_mean running_var training momentum eps", _trained_batch_norm
@@ -99,4 +107,5 @@ NORMALIZATION_RULES = {
         "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled",
         _instance_norm,
     ),
+    "aten._weight_norm.default": rule("v g dim", _weight_norm),
 }

@@ -115,8 +115,8 @@ _ROWS: dict[str, tuple[str, LabelFunction]] = {
 
 UNARY = (
     "abs acos asin atan bitwise_not ceil cos cosh erf exp expm1 floor hardsigmoid hardswish "
-    "isfinite isinf isnan log log1p logical_not mish reciprocal relu relu6 round rsqrt sigmoid "
-    "sign silu sin sinh sqrt square tan tanh trunc"
+    "isfinite isinf isnan log log1p log_sigmoid logical_not mish reciprocal relu relu6 round rsqrt "
+    "sigmoid sign silu sin sinh sqrt square tan tanh trunc"
 ).split()
 BINARY = (
     "__and__.Tensor __or__.Tensor __xor__.Tensor bitwise_and.Tensor bitwise_or.Tensor "

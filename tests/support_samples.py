@@ -170,6 +170,8 @@ NORMALIZATION: tuple[Sample, ...] = (
         "_native_batch_norm_legit_no_training.default",
         *(real(24, 12, 2, 3), real(12), real(12), *_STATISTICS, 0.1, 1e-5),
     ),
+    _call("_weight_norm.default", real(12, 24, 2), real(1, 1, 2), 2),
+    _call("_weight_norm.default", real(12, 24), real(12, 1)),
     _call("group_norm.default", real(12, 24, 2, 2), 12, real(24), real(24), 1e-5, False),
     _call("group_norm.default", real(12, 24, 3), 4),
     _call("group_norm.default", real(12, 24, 3), 1, real(24)),

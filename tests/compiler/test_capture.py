@@ -154,6 +154,18 @@ def test_a_straight_through_gradient_is_kept() -> None:
     assert_same_numbers(model, X, model(**X))
 
 
+def test_type_as_is_a_cast_to_a_dtype() -> None:
+    def function(y: torch.Tensor) -> torch.Tensor:
+        return (y.float().type_as(y).type_as(y) * y).sum()
+
+    model = Model(function)
+    captured = capture(model, X)
+    targets = [op.target for r in captured.graph.regions for op in r.graph.ops]
+    assert targets.count("aten._to_copy.default") == 2
+    assert not any("type_as" in t for t in targets)
+    assert_same_numbers(model, X, model(**X))
+
+
 def test_gradient_flow_and_dependence_of_values() -> None:
     class Biased(Model):
         def __init__(self) -> None:
