@@ -49,28 +49,39 @@ How = Literal["direct", "reduced", "gathered"]
 @dataclass(frozen=True, slots=True)
 class ParameterUse:
     """One parameter slot of an instance. `stored_bytes` between steps, `used_bytes` as the ops
-    read it. how: "direct" (its gradient goes straight to .grad), "reduced" (gradient all-reduced in
-    a bucket), "gathered" (all-gathered, gradient reduce-scattered). `slot` is the tensor of the
-    local program that stands for it."""
+    read it, `gradient_bytes` of its gradient that stay on this rank. how: "direct" (its gradient
+    goes straight to .grad), "reduced" (gradient all-reduced in a bucket), "gathered" (all-gathered,
+    gradient reduce-scattered). `slot` is the tensor of the local program that stands for it.
+    name: of a parameter with other uses, too; empty for one that is used here alone."""
 
-    name: str
     slot: int
     stored_bytes: int
     used_bytes: int
+    gradient_bytes: int
     how: How
+    name: str = ""
 
-    def named(self, name: str) -> "ParameterUse":
-        """The same use of another parameter."""
-        return ParameterUse(name, self.slot, self.stored_bytes, self.used_bytes, self.how)
+    @property
+    def stays_bytes(self) -> int:
+        """Of the gradient, after its reduction."""
+        return min(self.stored_bytes, self.gradient_bytes)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """What is alive one region longer: a gradient that leaves, the buffer of a
+        reduce-scatter."""
+        leaving = self.stored_bytes - self.stays_bytes
+        return leaving + (self.used_bytes if self.how == "gathered" else 0)
 
 
 @dataclass(frozen=True)
 class InstanceMemory:
-    """An instance: memory of its region, where each slot's value is made (None: outside the
-    program), and its parameters. is_offloaded: what it keeps inside goes to the host."""
+    """An instance: memory of its region, its parameters, and where values of other instances that
+    it takes are made, by slot. is_offloaded: what it keeps inside goes to the host. Instances that
+    differ in sources alone share the other objects."""
 
     memory: RegionMemory
-    sources: tuple[Value | None, ...]
+    sources: Mapping[int, Value]
     parameters: tuple[ParameterUse, ...]
     is_offloaded: bool = False
 
@@ -109,14 +120,12 @@ def compose_step(
     optimizer: str,
     reserve_bytes: int,
     capacity_bytes: int,
-    gradient_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     """(bytes by component at the worst moment, bytes that each instance keeps for its backward).
 
-    model_outputs stay with the caller. optimizer: a key of STATE_FACTOR. gradient_bytes: parameter
-    -> bytes of its gradient that stay on this rank, where not all that it stores do.
+    model_outputs stay with the caller. optimizer: a key of STATE_FACTOR.
     """
-    timeline = _Timeline(instances, model_outputs, gradient_bytes)
+    timeline = _Timeline(instances, model_outputs)
     state_bytes = STATE_FACTOR[optimizer] * states.trained
     stepping = _Moment(
         timeline.final_gradients, 0, 0, 0, FOREACH_FACTOR[optimizer] * states.trained
@@ -152,6 +161,23 @@ class _Ranges:
         return list(accumulate(self._changes))[:-1]
 
 
+class _ParameterSums:
+    """Bytes of the parameters of one instance. gathered: as they are used; flat, result: of the
+    buckets that are reduced, and of what comes out. Of uses that share no parameter: gradients that
+    stay, and what is in flight one region longer; shared: the other uses."""
+
+    def __init__(self, memory: RegionMemory, uses: Sequence[ParameterUse]) -> None:
+        trained = [u for u in uses if memory.slot_gradient_bytes[u.slot]]
+        bucketed = [u for u in trained if u.how != "direct"]
+        alone = [u for u in trained if not u.name]
+        self.gathered = sum(u.used_bytes for u in uses if u.how == "gathered")
+        self.flat = sum(u.used_bytes for u in bucketed)
+        self.result = sum(u.stored_bytes for u in bucketed)
+        self.stays = sum(u.stays_bytes for u in alone)
+        self.in_flight = sum(u.in_flight_bytes for u in alone)
+        self.shared = [u for u in trained if u.name]
+
+
 class _Timeline:
     """What lives beside the instance that runs, at each of the 2 n moments."""
 
@@ -159,10 +185,9 @@ class _Timeline:
         self,
         instances: Sequence[InstanceMemory],
         model_outputs: Sequence[Value],
-        gradient_bytes: Mapping[str, int],
     ) -> None:
         self.instances = instances
-        self.gradient_bytes = gradient_bytes
+        self.sums = _sums_of(instances)
         self.last = 2 * len(instances) - 1
         self.kept = [0 if i.is_offloaded else i.memory.saved_bytes for i in instances]
         self.activations = _Ranges(self.last + 1)
@@ -182,7 +207,7 @@ class _Timeline:
     def moments(self) -> list[_Moment]:
         """Every moment at its worst."""
         found = []
-        gathered = _gathered_bytes(self.instances)
+        gathered = [sums.gathered for sums in self.sums]
         next_gathered, previous_gathered = _nearest(gathered)
         activations, gradients = self.activations.totals(), self.gradients.totals()
         passing, flying = self.value_gradients.totals(), self.in_flight.totals()
@@ -195,10 +220,10 @@ class _Timeline:
             inside = memory.backward_peak_bytes - memory.saved_bytes + passing[t]
             kept = activations[t] + memory.saved_bytes
             found.append(_Moment(gradients[t], kept, gathered[i] + behind, flying[t], inside))
-            flat, result = _reduction_bytes(instance)
+            sums = self.sums[i]
             inside = memory.reduction_bytes + passing[t]
-            buckets = flying[t] + flat + result
-            if flat:
+            buckets = flying[t] + sums.flat + sums.result
+            if sums.flat:
                 found.append(_Moment(gradients[t], activations[t], behind, buckets, inside))
         return found
 
@@ -217,7 +242,7 @@ class _Timeline:
         until: dict[Value, int] = {}
         for i, instance in enumerate(self.instances):
             memory = instance.memory
-            for k, source in enumerate(instance.sources):
+            for k, source in instance.sources.items():
                 root = self._root(source)
                 if root is not None:
                     reader = self.backward(i) if k in memory.saved_slots else i
@@ -244,16 +269,15 @@ class _Timeline:
             root = instance.memory.output_roots[value[1]]
             if root >= 0:
                 return value[0], root
-            slot = -1 - root
-            value = instance.sources[slot] if slot < len(instance.sources) else None
+            value = instance.sources.get(-1 - root)
         return None
 
     def _add_value_gradients(self) -> None:
         last_reader: dict[Value, tuple[int, int]] = {}
         for i, instance in enumerate(self.instances):
-            for k, source in enumerate(instance.sources):
+            for k, source in instance.sources.items():
                 num_bytes = instance.memory.slot_gradient_bytes[k]
-                if source is not None and num_bytes:
+                if num_bytes:
                     last_reader[source] = (i, num_bytes)
         for (maker, _), (reader, num_bytes) in last_reader.items():
             self.value_gradients.add(self.backward(reader) + 1, self.backward(maker) - 1, num_bytes)
@@ -261,26 +285,33 @@ class _Timeline:
     def _add_parameter_gradients(self) -> int:
         """Gradients that stay, and reduce-scatters that are in flight one region longer. Returns
         the bytes of all .grad at the end: a parameter with several uses has one."""
+        alone = 0
         final: dict[str, int] = {}
         for i in reversed(range(len(self.instances))):
-            instance, t = self.instances[i], self.backward(i)
-            for use in instance.parameters:
-                if not instance.memory.slot_gradient_bytes[use.slot]:
-                    continue
-                stays = min(use.stored_bytes, self.gradient_bytes.get(use.name, use.stored_bytes))
+            sums, t = self.sums[i], self.backward(i)
+            stays, in_flight = sums.stays, sums.in_flight
+            alone += sums.stays
+            for use in sums.shared:
                 # Bucketed uses of one parameter are added up at the end, others at once.
                 if use.how != "direct" or use.name not in final:
-                    self.gradients.add(t + 1, self.last, stays)
-                    leaves = use.stored_bytes - stays
-                    self.in_flight.add(t + 1, min(t + 1, self.last), leaves)
-                final[use.name] = stays
-                if use.how == "gathered":
-                    self.in_flight.add(t + 1, min(t + 1, self.last), use.used_bytes)
-        return sum(final.values())
+                    stays += use.stays_bytes
+                    in_flight += use.in_flight_bytes
+                final[use.name] = use.stays_bytes
+            self.gradients.add(t + 1, self.last, stays)
+            self.in_flight.add(t + 1, min(t + 1, self.last), in_flight)
+        return alone + sum(final.values())
 
 
-def _gathered_bytes(instances: Sequence[InstanceMemory]) -> list[int]:
-    return [sum(u.used_bytes for u in i.parameters if u.how == "gathered") for i in instances]
+def _sums_of(instances: Sequence[InstanceMemory]) -> list[_ParameterSums]:
+    """Per instance; those with the same objects share one."""
+    known: dict[tuple[int, int], _ParameterSums] = {}
+    found = []
+    for instance in instances:
+        key = id(instance.memory), id(instance.parameters)
+        if key not in known:
+            known[key] = _ParameterSums(instance.memory, instance.parameters)
+        found.append(known[key])
+    return found
 
 
 def _nearest(gathered: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -294,13 +325,3 @@ def _before(gathered: Sequence[int]) -> list[int]:
         found.append(nearest)
         nearest = num_bytes or nearest
     return found
-
-
-def _reduction_bytes(instance: InstanceMemory) -> tuple[int, int]:
-    """(flat buffers of the buckets, results of the collectives) of one instance."""
-    flat = result = 0
-    for use in instance.parameters:
-        if use.how != "direct" and instance.memory.slot_gradient_bytes[use.slot]:
-            flat += use.used_bytes
-            result += use.stored_bytes
-    return flat, result

@@ -24,6 +24,7 @@ from meshfold.passes.leaf_chain import LeafChain
 from meshfold.passes.leaf_costs import Leaf, RegionChoices, region_leaves
 from meshfold.passes.mode_changes import ModeChanges, mode_changes
 from meshfold.passes.priced import MeshPlan, Priced, order_of
+from meshfold.passes.program_reads import ProgramReads, program_reads
 from meshfold.passes.region_memory import (
     Probe,
     Simulations,
@@ -204,6 +205,10 @@ class MeshPlanner:
         )
 
     @cached_property
+    def _reads(self) -> ProgramReads:
+        return program_reads(self.folded)
+
+    @cached_property
     def _facts(self) -> list[SlotFacts]:
         return slot_facts(self.folded)
 
@@ -313,9 +318,10 @@ class MeshPlanner:
             capacity_bytes=self.capacity_bytes,
             known=self._simulations,
             residences=residences,
+            reads=self._reads,
         )
         optimizer = self.options.optimizer
-        time = estimate_step(split, typings, prices, self.costs, optimizer, residences)
+        time = estimate_step(split, typings, prices, self.costs, optimizer, residences, self._reads)
         return Priced(self.mesh, split, leaves, tuple(prices), time, memory, saved_bytes)
 
 

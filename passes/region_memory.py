@@ -10,8 +10,9 @@ Instances whose values arrive in the same layouts share one simulation. Under Ze
 parameters are not kept for the backward: they are outside tensors, gathered again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from meshfold.cost_models.memory import LocalProgram, RegionMemory, simulate_region
 from meshfold.cost_models.op_probe import (
@@ -27,18 +28,15 @@ from meshfold.cost_models.step_memory import (
     ParameterUse,
     compose_step,
 )
-from meshfold.cost_models.step_memory import (
-    Value as MadeValue,
-)
 from meshfold.mesh import Mesh
 from meshfold.opgraph import (
     Arg,
     FoldedGraph,
     Hole,
+    Instance,
     OpGraph,
     Ref,
     SlotKind,
-    Source,
     SourceKind,
 )
 from meshfold.passes.again import op_stays, step_stays
@@ -51,7 +49,8 @@ from meshfold.passes.conversions import (
 )
 from meshfold.passes.localize import localize
 from meshfold.passes.parameter_prices import is_bucketed, local_bytes
-from meshfold.passes.residence import Residence, gradient_bytes, offloaded, program_states
+from meshfold.passes.program_reads import ProgramReads, program_reads
+from meshfold.passes.residence import Residence, gradient_bytes, program_states
 from meshfold.plan import MemoryEstimate
 from meshfold.spmd import REPLICATE, Layout, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
@@ -61,13 +60,11 @@ Probe = Callable[[ProbeKey], OpProbe]
 
 @dataclass(frozen=True, eq=False)
 class SimulatedRegion:
-    """A simulation that instances share. num_made: tensors that the runtime makes of parameters;
-    uses: (slot, its use by an instance yet to be named). The graph is held since its id is a key.
-    """
+    """A simulation that instances share. uses: (slot, a use of its parameter), gradients staying as
+    parameters are stored. The graph is held since its id is a key."""
 
     graph: OpGraph
     memory: RegionMemory
-    num_made: int
     uses: tuple[tuple[int, ParameterUse], ...]
 
 
@@ -87,6 +84,7 @@ def step_memory(
     capacity_bytes: int,
     known: Simulations | None = None,
     residences: Sequence[Residence] | None = None,
+    reads: ProgramReads | None = None,
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     """(bytes per device at the peak of a training step, bytes that one instance of each region
     keeps for its backward).
@@ -94,10 +92,19 @@ def step_memory(
     typings: per region, for `mesh`. probe answers what ops do to memory (meshfold.probe.OpProber).
     costs orders the conversions as the emitter does. optimizer: "adamw" or "sgd". known: as for
     program_memory. residences: per region; None: states as parameters are stored, nothing on hosts.
+    reads: of `folded` or of the graph that it was split from, if at hand.
     """
-    instances = program_memory(folded, typings, mesh, probe, costs=costs, known=known)
-    if residences is not None:
-        instances = offloaded(folded, instances, residences)
+    reads = reads or program_reads(folded)
+    instances = program_memory(
+        folded,
+        typings,
+        mesh,
+        probe,
+        costs=costs,
+        known=known,
+        residences=residences,
+        reads=reads,
+    )
     estimate, kept = compose_step(
         instances,
         [
@@ -105,11 +112,10 @@ def step_memory(
             for o in folded.outputs
             if o.source.kind is SourceKind.VALUE
         ],
-        program_states(folded, typings, mesh, residences),
+        program_states(folded, typings, mesh, residences, reads),
         optimizer=optimizer,
         reserve_bytes=reserve_bytes,
         capacity_bytes=capacity_bytes,
-        gradient_bytes=gradient_bytes(folded, residences, mesh) if residences else {},
     )
     by_region = [0] * len(folded.regions)
     for instance, num_bytes in zip(folded.instances, kept, strict=True):
@@ -125,34 +131,66 @@ def program_memory(
     *,
     costs: ConversionCosts,
     known: Simulations | None = None,
+    residences: Sequence[Residence] | None = None,
+    reads: ProgramReads | None = None,
 ) -> list[InstanceMemory]:
-    """Memory of every instance, in execution order. known: simulations to use and to add to."""
+    """Memory of every instance, in execution order. known: simulations to use and to add to.
+    residences, reads: as for step_memory."""
     known = {} if known is None else known
-    here: dict[tuple[int, tuple[tuple[int, int], ...]], SimulatedRegion] = {}
+    reads = reads or program_reads(folded)
+    here: dict[tuple[int, tuple[tuple[int, int, int], ...]], _Layer] = {}
+    tied_gradients: dict[str, int] = {}
     regions = [instance.region for instance in folded.instances]
     found = []
-    for instance in folded.instances:
-        makers = tuple(
-            (regions[s.instance], s.output) if s.kind is SourceKind.VALUE else (-1, -1)
-            for s in instance.sources
-        )
-        key = instance.region, makers
-        if key not in here:
-            typing = typings[instance.region]
-            arriving = tuple(
-                layout if maker < 0 else typings[maker].outputs[output]
-                for layout, (maker, output) in zip(typing.slots, makers, strict=True)
+    for instance, of in zip(folded.instances, reads.instances, strict=True):
+        r = instance.region
+        makers = tuple((slot, regions[i], output) for slot, (i, output) in of.values.items())
+        if (r, makers) not in here:
+            arriving = list(typings[r].slots)
+            for slot, maker, output in makers:
+                arriving[slot] = typings[maker].outputs[output]
+            graph = folded.regions[r].graph
+            region = _simulated(
+                known, graph, typings[r], tuple(arriving), mesh, costs, probe, instance.floats
             )
-            graph = folded.regions[instance.region].graph
-            here[key] = _simulated(
-                known, graph, typing, arriving, mesh, costs, probe, instance.floats
-            )
-        region = here[key]
-        sources = [_made(s) for s in instance.sources]
-        sources += [None] * region.num_made
-        uses = tuple(use.named(instance.sources[slot].name) for slot, use in region.uses)
-        found.append(InstanceMemory(region.memory, tuple(sources), uses))
+            here[r, makers] = _Layer(region, mesh, residences[r] if residences else None)
+        layer = here[r, makers]
+        parameters = layer.parameters
+        if of.tied or layer.repeated:
+            parameters = layer.named(instance, of.tied, tied_gradients)
+        found.append(InstanceMemory(layer.region.memory, of.values, parameters, layer.is_offloaded))
     return found
+
+
+class _Layer:
+    """What instances of one region that take values in the same layouts have in common. parameters:
+    their uses, without names; repeated: slots with several."""
+
+    def __init__(self, region: SimulatedRegion, mesh: Mesh, residence: Residence | None) -> None:
+        self.region = region
+        self.is_offloaded = residence is not None and residence.offload == "activations"
+        self.parameters = tuple(use for _, use in region.uses)
+        if residence is not None:
+            self.parameters = tuple(
+                replace(use, gradient_bytes=gradient_bytes(region.graph, slot, residence, mesh))
+                for slot, use in region.uses
+            )
+        counts = Counter(slot for slot, _ in region.uses)
+        self.repeated = [slot for slot, count in counts.items() if count > 1]
+
+    def named(
+        self, instance: Instance, tied: Mapping[int, str], tied_gradients: dict[str, int]
+    ) -> tuple[ParameterUse, ...]:
+        """The uses, with names where a parameter has several. tied_gradients: by name what the
+        first use of a parameter keeps of its gradient, to use and to add to."""
+        names = {**tied, **{slot: instance.sources[slot].name for slot in self.repeated}}
+        found = []
+        for (slot, _), use in zip(self.region.uses, self.parameters, strict=True):
+            if slot in names:
+                kept = tied_gradients.setdefault(names[slot], use.gradient_bytes)
+                use = replace(use, name=names[slot], gradient_bytes=kept)
+            found.append(use)
+        return tuple(found)
 
 
 def _simulated(
@@ -169,7 +207,7 @@ def _simulated(
     if key not in known:
         builder = _Builder(graph, typing, arriving, mesh, costs, probe, floats)
         memory = simulate_region(builder.build())
-        known[key] = SimulatedRegion(graph, memory, len(builder.uses), builder.parameter_uses())
+        known[key] = SimulatedRegion(graph, memory, builder.parameter_uses())
     return known[key]
 
 
@@ -187,10 +225,6 @@ def memory_of_region(
     known: as for program_memory."""
     known = {} if known is None else known
     return _simulated(known, graph, typing, typing.slots, mesh, costs, probe, floats).memory
-
-
-def _made(source: Source) -> MadeValue | None:
-    return (source.instance, source.output) if source.kind is SourceKind.VALUE else None
 
 
 class _Builder:
@@ -245,7 +279,7 @@ class _Builder:
         )
 
     def parameter_uses(self) -> tuple[tuple[int, ParameterUse], ...]:
-        """(slot, use) of every parameter slot, names left out."""
+        """(slot, use) of every parameter slot."""
         found = []
         for v, slot in enumerate(self.graph.slots):
             if slot.kind is not SlotKind.PARAMETER:
@@ -255,9 +289,9 @@ class _Builder:
             for layout, t in runtime:
                 used = local_bytes(self.graph.values[v], layout, self.mesh.sizes)
                 how: How = "gathered" if used > stored else "reduced"
-                found.append((v, ParameterUse("", t, stored, used, how)))
+                found.append((v, ParameterUse(t, stored, used, stored, how)))
             if not runtime:
-                found.append((v, ParameterUse("", v, stored, stored, "direct")))
+                found.append((v, ParameterUse(v, stored, stored, stored, "direct")))
         return tuple(found)
 
     # What is wanted.

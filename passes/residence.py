@@ -13,15 +13,16 @@ The link to the host carries both directions at once, each beside compute (passe
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
-from meshfold.cost_models.step_memory import InstanceMemory, States
+from meshfold.cost_models.step_memory import States
 from meshfold.mesh import Mesh
-from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind, Source, SourceKind
+from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind, SourceKind
 from meshfold.passes.data_parallel import zero3_layout
 from meshfold.passes.parameter_prices import local_bytes
+from meshfold.passes.program_reads import ProgramReads, program_reads
 from meshfold.passes.region_price import HostTraffic, layouts_of_values
 from meshfold.spmd import REPLICATE, Layout
 from meshfold.strategy import Offload, RegionTyping, UniformStrategy
@@ -120,36 +121,11 @@ def slot_facts(folded: FoldedGraph) -> list[SlotFacts]:
     ]
 
 
-def first_uses(folded: FoldedGraph) -> dict[str, tuple[int, int]]:
-    """Canonical parameter name -> (region, slot) of its first use."""
-    found: dict[str, tuple[int, int]] = {}
-    for instance in folded.instances:
-        for i, source in enumerate(instance.sources):
-            if source.kind is SourceKind.PARAMETER:
-                found.setdefault(source.name, (instance.region, i))
-    return found
-
-
-def gradient_bytes(
-    folded: FoldedGraph, residences: Sequence[Residence], mesh: Mesh
-) -> dict[str, int]:
-    """Canonical parameter name -> local bytes of its gradient that stay on the device."""
-    return {
-        name: 0
-        if residences[r].offload == "optimizer"
-        else local_bytes(folded.regions[r].graph.values[i], residences[r].gradients[i], mesh.sizes)
-        for name, (r, i) in first_uses(folded).items()
-    }
-
-
-def offloaded(
-    folded: FoldedGraph, instances: Sequence[InstanceMemory], residences: Sequence[Residence]
-) -> list[InstanceMemory]:
-    """The instances, those marked that keep their activations on the host."""
-    return [
-        replace(memory, is_offloaded=residences[instance.region].offload == "activations")
-        for memory, instance in zip(instances, folded.instances, strict=True)
-    ]
+def gradient_bytes(graph: OpGraph, slot: int, residence: Residence, mesh: Mesh) -> int:
+    """Local bytes of a parameter's gradient that stay on the device."""
+    if residence.offload == "optimizer":
+        return 0
+    return local_bytes(graph.values[slot], residence.gradients[slot], mesh.sizes)
 
 
 def program_states(
@@ -157,47 +133,30 @@ def program_states(
     typings: Sequence[RegionTyping],
     mesh: Mesh,
     residences: Sequence[Residence] | None = None,
+    reads: ProgramReads | None = None,
 ) -> States:
     """What is there all the time. A source that several instances read counts once; parameters
-    that no op reads are whole, and so are their states. residences: as for step_memory."""
-    per_slot = [
-        [
-            local_bytes(value, layout, mesh.sizes)
-            for value, layout in zip(region.graph.values, typing.slots, strict=False)
-        ]
-        for region, typing in zip(folded.regions, typings, strict=True)
-    ]
-    sizes: dict[Source, int] = {}
-    for instance in folded.instances:
-        for source, num_bytes in zip(instance.sources, per_slot[instance.region], strict=True):
-            if source.kind is not SourceKind.VALUE:
-                sizes.setdefault(source, num_bytes)
-    by_kind = dict.fromkeys(SourceKind, 0)
-    for source, num_bytes in sizes.items():
-        by_kind[source.kind] += num_bytes
-    read = {s.name: size for s, size in sizes.items() if s.kind is SourceKind.PARAMETER}
-    parameters = {
-        p.name: read.get(p.name, math.prod(p.shape) * ITEM_BYTES[p.dtype])
-        for p in folded.parameters
-    }
-    updated = parameters
-    if residences is not None:
-        updated = {**parameters, **_state_bytes(folded, residences, mesh)}
-    return States(
-        parameters=sum(parameters.values()),
-        trained=sum(updated[p.name] for p in folded.parameters if p.requires_grad),
-        buffers=by_kind[SourceKind.BUFFER] + by_kind[SourceKind.CONSTANT],
-        inputs=by_kind[SourceKind.INPUT],
-    )
+    that no op reads are whole, and so are their states. residences, reads: as for step_memory."""
+    reads = reads or program_reads(folded)
+    parameters = trained = buffers = inputs = 0
+    for p in reads.unread:
+        num_bytes = math.prod(p.shape) * ITEM_BYTES[p.dtype]
+        parameters += num_bytes
+        trained += num_bytes if p.requires_grad else 0
+    for (r, first), count in reads.count_first(folded).items():
+        graph, layouts = folded.regions[r].graph, typings[r].slots
+        parameters += count * _slots_bytes(graph, first.parameters, layouts, mesh)
+        buffers += count * _slots_bytes(graph, first.buffers, layouts, mesh)
+        inputs += count * _slots_bytes(graph, first.inputs, layouts, mesh)
+        if residences is None:
+            trained += count * _slots_bytes(graph, first.trained, layouts, mesh)
+        elif residences[r].offload != "optimizer":
+            trained += count * _slots_bytes(graph, first.trained, residences[r].states, mesh)
+    return States(parameters, trained, buffers, inputs)
 
 
-def _state_bytes(
-    folded: FoldedGraph, residences: Sequence[Residence], mesh: Mesh
-) -> dict[str, int]:
-    """Canonical parameter name -> local bytes of it that the device's optimizer updates."""
-    return {
-        name: 0
-        if residences[r].offload == "optimizer"
-        else local_bytes(folded.regions[r].graph.values[i], residences[r].states[i], mesh.sizes)
-        for name, (r, i) in first_uses(folded).items()
-    }
+def _slots_bytes(
+    graph: OpGraph, slots: Sequence[int], layouts: Sequence[Layout], mesh: Mesh
+) -> int:
+    """Local bytes of these slots, `layouts` being those of all slots."""
+    return sum(local_bytes(graph.values[i], layouts[i], mesh.sizes) for i in slots)

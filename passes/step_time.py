@@ -22,13 +22,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from meshfold.cost_models.cost_model import CostModel
-from meshfold.opgraph import FoldedGraph, SourceKind
+from meshfold.opgraph import FoldedGraph
 from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.parameter_prices import local_bytes
+from meshfold.passes.program_reads import ProgramReads, program_reads
 from meshfold.passes.region_price import HostTraffic, RegionPrice
-from meshfold.passes.residence import Residence, first_uses
+from meshfold.passes.residence import Residence
 from meshfold.plan import TimeEstimate
-from meshfold.spmd import Layout
 from meshfold.strategy import RegionTyping
 
 OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
@@ -43,9 +43,12 @@ def estimate_step(
     costs: CostModel,
     optimizer: str,
     residences: Sequence[Residence] | None = None,
+    reads: ProgramReads | None = None,
 ) -> TimeEstimate:
     """Step time of all instances in order. typings, prices: per region, and residences; None:
-    states as parameters are stored, nothing on hosts."""
+    states as parameters are stored, nothing on hosts. reads: of `folded` or of the graph that it
+    was split from, if at hand."""
+    reads = reads or program_reads(folded)
     counts = Counter(instance.region for instance in folded.instances)
     forward_s = sum(n * prices[r].forward_s for r, n in counts.items())
     backward_s = sum(n * prices[r].backward_s for r, n in counts.items())
@@ -54,7 +57,7 @@ def estimate_step(
         # Nothing to communicate: no rounding either.
         total_s = forward_s + backward_s
     total_s += sum(ends_s(prices[i.region]) for i in folded.instances[:1])
-    total_s += border_s(folded, typings, costs)
+    total_s += border_s(folded, typings, costs, reads)
     communication_s = {
         name: sum(n * prices[r].total_communication_s[name] for r, n in counts.items())
         for name in costs.mesh.names
@@ -63,7 +66,7 @@ def estimate_step(
         forward_s=forward_s,
         backward_s=backward_s,
         exposed_communication_s=max(0.0, total_s - forward_s - backward_s),
-        optimizer_s=_optimizer_s(folded, typings, costs, optimizer, residences),
+        optimizer_s=_optimizer_s(folded, typings, costs, optimizer, residences, reads),
         communication_s=communication_s,
     )
 
@@ -86,13 +89,20 @@ def ends_s(price: RegionPrice) -> float:
     return moved_s + price.host.gradients_s
 
 
-def border_s(folded: FoldedGraph, typings: Sequence[RegionTyping], costs: CostModel) -> float:
-    """Conversions of values that leave their producer in another layout than the consumer takes."""
+def border_s(
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    costs: CostModel,
+    reads: ProgramReads | None = None,
+) -> float:
+    """Conversions of values that leave their producer in another layout than the consumer takes.
+    reads: as for estimate_step."""
+    reads = reads or program_reads(folded)
+    regions = [instance.region for instance in folded.instances]
     crossings = Counter(
-        (instance.region, slot, folded.instances[source.instance].region, source.output)
-        for instance in folded.instances
-        for slot, source in enumerate(instance.sources)
-        if source.kind is SourceKind.VALUE
+        (reader, slot, regions[maker], output)
+        for reader, of in zip(regions, reads.instances, strict=True)
+        for slot, (maker, output) in of.values.items()
     )
     total = 0.0
     for (reader, slot, maker, output), count in crossings.items():
@@ -114,26 +124,22 @@ def _optimizer_s(
     costs: CostModel,
     optimizer: str,
     residences: Sequence[Residence] | None,
+    reads: ProgramReads,
 ) -> float:
     """The device's pass, and the way back of what the host updates."""
     here = elsewhere = 0
-    for r, i, layout in parameter_layouts(folded, typings).values():
-        value = folded.regions[r].graph.values[i]
+    for (r, first), count in reads.count_first(folded).items():
         at = residences[r] if residences is not None else None
-        num_bytes = local_bytes(value, at.states[i] if at else layout, costs.mesh.sizes)
-        if at is None or at.offload != "optimizer":
-            here += num_bytes
-        elif value.requires_grad:
-            elsewhere += num_bytes
+        layouts = at.states if at else typings[r].slots
+        for i in first.parameters:
+            value = folded.regions[r].graph.values[i]
+            num_bytes = count * local_bytes(value, layouts[i], costs.mesh.sizes)
+            if at is None or at.offload != "optimizer":
+                here += num_bytes
+            elif value.requires_grad:
+                elsewhere += num_bytes
     here_s = optimizer_s(here, costs, optimizer)
     if not elsewhere:
         return here_s
     # The optimizer is started in any case.
     return max(here_s, costs.launch_s) + costs.host_s(elsewhere)
-
-
-def parameter_layouts(
-    folded: FoldedGraph, typings: Sequence[RegionTyping]
-) -> dict[str, tuple[int, int, Layout]]:
-    """Canonical parameter name -> (region, slot, stored layout) of its first use."""
-    return {name: (r, i, typings[r].slots[i]) for name, (r, i) in first_uses(folded).items()}

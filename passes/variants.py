@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from meshfold.errors import PlanMismatchError
-from meshfold.opgraph import FoldedGraph, OpGraph, Region
+from meshfold.opgraph import FoldedGraph, Instance, OpGraph, Region
 from meshfold.plan import Plan
 
 
@@ -34,7 +34,7 @@ def split_regions(folded: FoldedGraph, choices: Sequence[Hashable]) -> FoldedGra
         folded,
         regions=tuple(regions[k] for k in range(len(regions))),
         instances=tuple(
-            replace(instance, region=numbers[pair])
+            Instance(numbers[pair], instance.scope, instance.sources, instance.floats)
             for instance, pair in zip(folded.instances, pairs, strict=True)
         ),
     )

@@ -1,6 +1,5 @@
 """The step composed from its instances, against sums by hand."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -33,13 +32,22 @@ LAYER = RegionMemory(
 )
 
 
-def layer(source: Value | None, name: str, how: str = "direct", stored: int = 20) -> InstanceMemory:
-    use = ParameterUse(name, 1, stored, 20, how)  # type: ignore[arg-type]
-    return InstanceMemory(LAYER, (source, None), (use,))
+def layer(source: Value | None, how: str = "direct", stored: int = 20) -> InstanceMemory:
+    use = ParameterUse(1, stored, 20, stored, how)  # type: ignore[arg-type]
+    return InstanceMemory(LAYER, {0: source} if source else {}, (use,))
 
 
 def chain(count: int, how: str = "direct", stored: int = 20) -> list[InstanceMemory]:
-    return [layer((k - 1, 0) if k else None, f"w{k}", how, stored) for k in range(count)]
+    return [layer((k - 1, 0) if k else None, how, stored) for k in range(count)]
+
+
+def with_weight(
+    instances: list[InstanceMemory], num_bytes: int, *, stays: int | None = None, name: str = ""
+) -> list[InstanceMemory]:
+    """Instances that read a parameter of `num_bytes`, of whose gradient `stays` bytes do."""
+    kept = num_bytes if stays is None else stays
+    use = ParameterUse(1, num_bytes, num_bytes, kept, "direct", name)
+    return [replace(i, parameters=(use,)) for i in instances]
 
 
 def compose(
@@ -47,7 +55,6 @@ def compose(
     states: States = NO_STATES,
     optimizer: str = "sgd",
     outputs: tuple[Value, ...] = (),
-    gradient_bytes: Mapping[str, int] | None = None,
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     return compose_step(
         instances,
@@ -56,7 +63,6 @@ def compose(
         optimizer=optimizer,
         reserve_bytes=0,
         capacity_bytes=1000,
-        gradient_bytes=gradient_bytes or {},
     )
 
 
@@ -72,11 +78,7 @@ def test_a_chain_peaks_when_the_last_backward_begins() -> None:
 
 
 def test_gradients_grow_while_activations_shrink() -> None:
-    heavy = [
-        replace(i, parameters=(ParameterUse(f"w{k}", 1, 500, 500, "direct"),))
-        for k, i in enumerate(chain(3))
-    ]
-    estimate, _ = compose(heavy)
+    estimate, _ = compose(with_weight(chain(3), 500))
     # optimizer time: all gradients, no activations
     assert estimate.gradients == 1500 and estimate.activations == 0 and estimate.peak == 1500
 
@@ -97,31 +99,32 @@ def test_offloaded_activations_are_there_for_two_instances_at_a_time() -> None:
 
 
 def test_gradients_that_leave_are_there_for_one_instance_more() -> None:
-    heavy = [
-        replace(i, parameters=(ParameterUse(f"w{k}", 1, 500, 500, "direct"),))
-        for k, i in enumerate(chain(3))
-    ]
-    away, _ = compose(heavy, gradient_bytes={"w0": 0, "w1": 0, "w2": 0})
+    away, _ = compose(with_weight(chain(3), 500, stays=0))
     # While instance 1 runs backward, w2's is on its way; instance 0 keeps 100, 1 its own 170.
     assert (away.buckets, away.gradients) == (500, 0)
     assert away.peak == 500 + 100 + 10 + 170
-    shared, _ = compose(heavy, gradient_bytes={"w0": 125, "w1": 125, "w2": 125})
+    shared, _ = compose(with_weight(chain(3), 500, stays=125))
     # Instance 0 runs backward: quarters of two, the rest of the nearer one.
     assert shared.gradients == 250 and shared.buckets == 375
 
 
 def test_a_tied_parameter_has_one_gradient() -> None:
-    tied = [replace(i, parameters=(ParameterUse("w", 1, 500, 500, "direct"),)) for i in chain(3)]
+    tied = with_weight(chain(3), 500, name="w")
     assert compose(tied)[0].gradients == 500
+    # Buckets of several uses are added up at the end: until then each is there.
+    bucketed = [
+        replace(i, parameters=(replace(i.parameters[0], how="reduced"),)) for i in [*tied, *tied]
+    ]
+    assert compose(bucketed)[0].gradients > 500
 
 
 def test_a_value_lives_until_the_first_instance_that_keeps_it_is_done() -> None:
     # Instance 1 and 2 both read what 0 gives; only 1 keeps it.
     reads = replace(LAYER, saved_slots=frozenset())
     instances = [
-        layer(None, "w0"),
-        layer((0, 0), "w1"),
-        InstanceMemory(reads, ((0, 0), None), ()),
+        layer(None),
+        layer((0, 0)),
+        InstanceMemory(reads, {0: (0, 0)}, ()),
     ]
     big = replace(LAYER, output_bytes=(1000,))
     instances[0] = replace(instances[0], memory=big)
@@ -133,8 +136,8 @@ def test_a_value_lives_until_the_first_instance_that_keeps_it_is_done() -> None:
 
 def test_a_value_that_nobody_keeps_is_gone_before_the_backward() -> None:
     reads = replace(LAYER, saved_slots=frozenset())
-    first = InstanceMemory(replace(LAYER, output_bytes=(1000,)), (None, None), ())
-    estimate, kept = compose([first, InstanceMemory(reads, ((0, 0), None), ())])
+    first = InstanceMemory(replace(LAYER, output_bytes=(1000,)), {}, ())
+    estimate, kept = compose([first, InstanceMemory(reads, {0: (0, 0)}, ())])
     # Worst when instance 1 runs forward: kept by 0, the value, and what 1 makes.
     assert estimate.peak == 100 + 1000 + 130
     assert kept == (100, 100)
@@ -142,8 +145,8 @@ def test_a_value_that_nobody_keeps_is_gone_before_the_backward() -> None:
 
 def test_an_output_on_a_slots_storage_is_the_makers() -> None:
     passing = replace(LAYER, output_roots=(-1,), output_bytes=(0,), saved_slots=frozenset())
-    first = InstanceMemory(replace(LAYER, output_bytes=(1000,)), (None, None), ())
-    instances = [first, InstanceMemory(passing, ((0, 0), None), ()), layer((1, 0), "w2")]
+    first = InstanceMemory(replace(LAYER, output_bytes=(1000,)), {}, ())
+    instances = [first, InstanceMemory(passing, {0: (0, 0)}, ()), layer((1, 0))]
     _, kept = compose(instances)
     assert kept == (1100, 100, 100)
 
@@ -158,7 +161,7 @@ def test_a_model_output_stays_with_the_caller() -> None:
 
 def test_gradients_between_instances_wait_for_their_maker() -> None:
     # Instance 2 gives instance 0 a gradient that waits while instance 1 runs backward.
-    instances = [layer(None, "w0"), layer(None, "w1"), layer((0, 0), "w2")]
+    instances = [layer(None), layer(None), layer((0, 0))]
     skip = replace(LAYER, slot_gradient_bytes=(700, 20))
     instances[2] = replace(instances[2], memory=skip)
     estimate, _ = compose(instances)
@@ -169,7 +172,7 @@ def test_gathered_parameters_of_two_regions_are_whole() -> None:
     estimate, _ = compose(chain(3, "gathered", stored=5))
     assert estimate.gathered_parameters == 40
     # Only one gathering instance: nothing else in flight.
-    single = [*chain(2), layer((1, 0), "w2", "gathered", stored=5)]
+    single = [*chain(2), layer((1, 0), "gathered", stored=5)]
     assert compose(single)[0].gathered_parameters == 20
 
 
@@ -185,8 +188,8 @@ def test_reductions_hold_their_buffers() -> None:
             reduction_bytes=510,
             slot_gradient_bytes=(10, 500),
         )
-        use = ParameterUse(f"w{k}", 1, stored, 500, how)  # type: ignore[arg-type]
-        return InstanceMemory(memory, ((k - 1, 0) if k else None, None), (use,))
+        use = ParameterUse(1, stored, 500, stored, how)  # type: ignore[arg-type]
+        return InstanceMemory(memory, {0: (k - 1, 0)} if k else {}, (use,))
 
     scattered, _ = compose([small(k, "gathered", 125) for k in range(3)])
     # Worst in the middle: own gradients 510, buffer 500, its shard 125, the buffer in flight of the
@@ -202,10 +205,7 @@ def test_optimizer_states_and_what_its_step_makes(
     optimizer: str, states: int, transient: int
 ) -> None:
     large = States(parameters=10_000, trained=9_000, buffers=50, inputs=7)
-    instances = [
-        replace(i, parameters=(ParameterUse("w", 1, 9_000, 9_000, "direct"),)) for i in chain(1)
-    ]
-    estimate, _ = compose(instances, large, optimizer)
+    estimate, _ = compose(with_weight(chain(1), 9_000), large, optimizer)
     assert estimate == MemoryEstimate(
         parameters=10_050,
         gradients=9_000,
@@ -221,8 +221,8 @@ def test_optimizer_states_and_what_its_step_makes(
 
 def test_frozen_parameters_have_no_gradient() -> None:
     frozen = replace(LAYER, slot_gradient_bytes=(10, 0))
-    instances = [InstanceMemory(frozen, (None, None), (ParameterUse("w", 1, 500, 500, "direct"),))]
-    assert compose(instances)[0].gradients == 0
+    instances = [replace(i, memory=frozen) for i in chain(1)]
+    assert compose(with_weight(instances, 500))[0].gradients == 0
 
 
 @given(count=st.integers(1, 12), more=st.integers(1, 500))

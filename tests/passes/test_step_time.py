@@ -1,5 +1,6 @@
 """Step time by hand-made region prices."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ from support_graphs import costs_on, folded_stack
 
 from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.region_price import RegionPrice
-from meshfold.passes.step_time import OPTIMIZER_PASSES, border_s, estimate_step, parameter_layouts
+from meshfold.passes.step_time import OPTIMIZER_PASSES, border_s, estimate_step
 from meshfold.spmd import INVARIANT, Shard
 from meshfold.strategy import RegionTyping
 
@@ -98,8 +99,13 @@ def test_optimizer_passes_over_local_states():
 
 def test_tied_parameter_counts_once():
     tied = folded_stack(num_layers=1, tied=True)
+    _, costs, _ = costs_on(2, 1)
     typings = [
-        RegionTyping(tuple((INVARIANT,) for _ in region.graph.slots), (), ())
-        for region in tied.regions
+        RegionTyping(((INVARIANT,),) * len(graph.slots), (), ((INVARIANT,),) * len(graph.outputs))
+        for graph in (region.graph for region in tied.regions)
     ]
-    assert set(parameter_layouts(tied, typings)) == {"first", "0.up", "0.down"}
+    num_bytes = 4 * sum(math.prod(p.shape) for p in tied.parameters)
+    expected = costs.compute_s(0, OPTIMIZER_PASSES["adamw"] * num_bytes, "float32")
+    step = estimate_step(tied, typings, [PRICE] * len(tied.regions), costs, "adamw")
+    assert {p.name for p in tied.parameters} == {"first", "0.up", "0.down"}
+    assert step.optimizer_s == pytest.approx(expected)
