@@ -120,9 +120,7 @@ def sequence_type(value: Value, batch: SpmdType, axis_size: int) -> SpmdType:
 
 def carried_sequences(folded: FoldedGraph) -> frozenset[int]:
     """Sizes of the sequences that pass between regions: the dim after the batch, of trained values
-    of rank 3. None where feature maps pass."""
-    if carries_feature_maps(folded):
-        return frozenset()
+    of rank 3."""
     found = find_boundaries(folded)
     inside = (c for c in range(len(found.values)) if c not in found.inputs | found.results)
     values = (found.values[c] for c in inside)

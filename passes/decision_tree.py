@@ -129,9 +129,10 @@ def leaves_on(degrees: Degrees, *, maps: bool = False) -> Iterator[UniformStrate
 
 
 def _modes(degrees: Degrees, maps: bool) -> list[tuple[bool, bool]]:
-    """What tp may do, as (sequence_parallel, batch_on_tp)."""
+    """What tp may do, as (sequence_parallel, batch_on_tp). Beside cp it does not
+    take the batch: cp is there because there is none left to cut."""
     modes = [(False, False), (True, False), (False, True)]
-    return modes[: (3 if maps else 2) if degrees.tp > 1 else 1]
+    return modes[: (3 if maps and degrees.cp == 1 else 2) if degrees.tp > 1 else 1]
 
 
 def _zero_levels(degrees: Degrees) -> tuple[int, ...]:

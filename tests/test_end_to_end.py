@@ -1,6 +1,6 @@
 """Unmodified models on gloo processes: loss and every gradient equal those of one process.
 
-Six families x {dp, zero3, tp, tp+sp} on 2 processes and {dp x tp, zero3 x tp+sp} on 4, in float64,
+Six families x {dp, zero3, tp, tp+sp, cp} on 2 processes and pairs of them on 4, in float64,
 weights copied from the original, ignored labels and tied weights on. A loss that agrees proves
 little by itself; the gradients are held one by one.
 """
@@ -36,6 +36,14 @@ PINS = {
 }
 """(processes, pins) by name of the strategy."""
 
+CONTEXT_PINS = {
+    "cp": (2, {"dp": 1, "cp": 2, "tp": 1}),
+    "zero3 x cp": (4, {"dp": 2, "cp": 2, "tp": 1, "zero": 3}),
+    "cp x tp": (4, {"dp": 1, "cp": 2, "tp": 2, "sp": 0}),
+    "cp x tp+sp": (4, {"dp": 1, "cp": 2, "tp": 2, "sp": 1}),
+}
+"""The same where cp cuts the sequence."""
+
 
 @cache
 def captured_family(family: str) -> Captured:
@@ -46,7 +54,7 @@ def captured_family(family: str) -> Captured:
 
 @cache
 def plan_for(family: str, strategy: str) -> Plan:
-    num_processes, pins = PINS[strategy]
+    num_processes, pins = (PINS | CONTEXT_PINS)[strategy]
     cluster = resolve_cluster("local-cpu", num_processes)
     options = meshfold.CompileOptions(pins=pins)
     return plan_captured(captured_family(family), family, cluster, options)
@@ -57,10 +65,23 @@ def plan_for(family: str, strategy: str) -> Plan:
 def test_loss_and_every_gradient_equal_one_process(
     pools: Pools, family: str, strategy: str
 ) -> None:
-    num_processes, pins = PINS[strategy]
+    check_step(pools, family, strategy)
+
+
+@pytest.mark.parametrize("family", families("llama"))
+@pytest.mark.parametrize("strategy", CONTEXT_PINS)
+def test_with_the_sequence_cut_loss_and_every_gradient_equal_one_process(
+    pools: Pools, family: str, strategy: str
+) -> None:
+    check_step(pools, family, strategy)
+
+
+def check_step(pools: Pools, family: str, strategy: str) -> None:
+    """One step of the pinned plan against one process."""
+    num_processes, pins = (PINS | CONTEXT_PINS)[strategy]
     plan = plan_for(family, strategy)
     chosen = plan.strategy
-    assert (chosen.dp, chosen.tp) == (pins["dp"], pins["tp"])
+    assert chosen.degrees == (pins["dp"], pins.get("cp", 1), pins["tp"])
     assert chosen.zero == pins.get("zero", 0) and chosen.sequence_parallel == bool(pins.get("sp"))
     results = pools.run(
         num_processes,
