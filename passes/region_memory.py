@@ -1,61 +1,31 @@
 """Peak memory of a typed program: the local program of every region, probed and simulated.
 
     region + typing + layouts that arrive
-        -> local program (ops on local shapes, conversions, as the emitter writes them)   here
+        -> local program                          passes/local_program.py
         -> live ranges of one instance            cost_models/memory.py
         -> peak over all instances, by component  cost_models/step_memory.py
 
-The types, the conversion trees and the local constants come from the tables that the emitter uses.
 Instances whose values arrive in the same layouts share one simulation. Under ZeRO-3 gathered
 parameters are not kept for the backward: they are outside tensors, gathered again.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshfold.cost_models.memory import LocalProgram, RegionMemory, simulate_region
-from meshfold.cost_models.op_probe import (
-    OpProbe,
-    ProbeKey,
-    TensorSpec,
-    dense_spec,
-)
-from meshfold.cost_models.rebuild import LocalStep
-from meshfold.cost_models.step_memory import (
-    How,
-    InstanceMemory,
-    ParameterUse,
-    compose_step,
-)
+from meshfold.cost_models.memory import RegionMemory, simulate_region
+from meshfold.cost_models.step_memory import InstanceMemory, ParameterUse, compose_step
 from meshfold.mesh import Mesh
-from meshfold.opgraph import (
-    Arg,
-    FoldedGraph,
-    Hole,
-    Instance,
-    OpGraph,
-    Ref,
-    SlotKind,
-    SourceKind,
-)
-from meshfold.passes.again import op_stays, step_stays
-from meshfold.passes.conversion_probe import conversion_probe
-from meshfold.passes.conversions import (
-    ConversionCosts,
-    Step,
-    conversion_steps,
-    plan_conversions,
-)
-from meshfold.passes.localize import localize
-from meshfold.passes.parameter_prices import is_bucketed, local_bytes
+from meshfold.opgraph import FoldedGraph, Instance, OpGraph, SourceKind
+from meshfold.passes.conversions import ConversionCosts
+from meshfold.passes.local_program import LocalProgramBuilder, Probe
 from meshfold.passes.program_reads import ProgramReads, program_reads
 from meshfold.passes.residence import Residence, gradient_bytes, program_states
 from meshfold.plan import MemoryEstimate
-from meshfold.spmd import REPLICATE, Layout, local_shape
-from meshfold.strategy import OpTyping, RegionTyping
+from meshfold.spmd import Layout
+from meshfold.strategy import RegionTyping
 
-Probe = Callable[[ProbeKey], OpProbe]
+__all__ = ["Probe", "Simulations", "memory_of_region", "program_memory", "step_memory"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +175,7 @@ def _simulated(
 ) -> SimulatedRegion:
     key = id(graph), typing, arriving
     if key not in known:
-        builder = _Builder(graph, typing, arriving, mesh, costs, probe, floats)
+        builder = LocalProgramBuilder(graph, typing, arriving, mesh, costs, probe, floats)
         memory = simulate_region(builder.build())
         known[key] = SimulatedRegion(graph, memory, builder.parameter_uses())
     return known[key]
@@ -225,179 +195,3 @@ def memory_of_region(
     known: as for program_memory."""
     known = {} if known is None else known
     return _simulated(known, graph, typing, typing.slots, mesh, costs, probe, floats).memory
-
-
-class _Builder:
-    """Writes the local program of one region whose values arrive in the layouts `arriving`."""
-
-    def __init__(
-        self,
-        graph: OpGraph,
-        typing: RegionTyping,
-        arriving: tuple[Layout, ...],
-        mesh: Mesh,
-        costs: ConversionCosts,
-        probe: Probe,
-        floats: Sequence[float],
-    ) -> None:
-        self.graph = graph
-        self.typing = typing
-        self.arriving = arriving
-        self.mesh = mesh
-        self.costs = costs
-        self.probe = probe
-        self.floats = floats
-        self.is_selective = typing.recompute == "selective"
-        self.specs: list[TensorSpec] = []
-        self.steps: list[LocalStep] = []
-        self.tensors: dict[tuple[int, Layout], int] = {}
-        self.parents: dict[tuple[int, Layout], Layout] = {}
-        self.uses: dict[tuple[int, Layout], int] = {}
-        """Tensors that the runtime makes of parameters: (slot, used layout) -> tensor."""
-
-    def build(self) -> LocalProgram:
-        """The finished program."""
-        for v, layout in enumerate(self.arriving):
-            self.tensors[v, layout] = self._outside(v, layout)
-        for v, demands in enumerate(self._demands()):
-            self._plan_value(v, demands)
-        num_slots = len(self.specs)
-        for k, typing in enumerate(self.typing.ops):
-            self._op(k, typing)
-        outputs = tuple(
-            self._tensor(v, layout)
-            for v, layout in zip(self.graph.outputs, self.typing.outputs, strict=True)
-        )
-        bucketed = frozenset(self.uses.values())
-        return LocalProgram(
-            num_slots,
-            tuple(self.specs),
-            tuple(self.steps),
-            outputs,
-            bucketed,
-            recomputes=self.typing.recompute != "none",
-        )
-
-    def parameter_uses(self) -> tuple[tuple[int, ParameterUse], ...]:
-        """(slot, use) of every parameter slot."""
-        found = []
-        for v, slot in enumerate(self.graph.slots):
-            if slot.kind is not SlotKind.PARAMETER:
-                continue
-            stored = local_bytes(self.graph.values[v], self.arriving[v], self.mesh.sizes)
-            runtime = [(layout, t) for (w, layout), t in self.uses.items() if w == v]
-            for layout, t in runtime:
-                used = local_bytes(self.graph.values[v], layout, self.mesh.sizes)
-                how: How = "gathered" if used > stored else "reduced"
-                found.append((v, ParameterUse(t, stored, used, stored, how)))
-            if not runtime:
-                found.append((v, ParameterUse(v, stored, stored, stored, "direct")))
-        return tuple(found)
-
-    # What is wanted.
-
-    def _demands(self) -> list[list[Layout]]:
-        demands: list[list[Layout]] = [[] for _ in self.graph.values]
-        for op, typing in zip(self.graph.ops, self.typing.ops, strict=True):
-            for v, layout in zip(op.operands, typing.inputs, strict=True):
-                demands[v].append(layout)
-        for v, layout in zip(self.graph.outputs, self.typing.outputs, strict=True):
-            demands[v].append(layout)
-        return demands
-
-    def _plan_value(self, v: int, demands: list[Layout]) -> None:
-        """Fill `parents` (the conversion tree) and, for a parameter, `uses`."""
-        native = self._native(v)
-        is_slot = v < len(self.graph.slots)
-        if not (is_slot and self.graph.slots[v].kind is SlotKind.PARAMETER):
-            self._plan_tree(v, native, demands)
-            return
-        by_use: dict[Layout, list[Layout]] = {}
-        for demand in demands:
-            by_use.setdefault(self._used_layout(native, demand), []).append(demand)
-        for used, wanted in by_use.items():
-            if used != native:
-                self.uses[v, used] = self.tensors[v, used] = self._outside(v, used)
-            self._plan_tree(v, used, wanted)
-
-    def _used_layout(self, stored: Layout, demand: Layout) -> Layout:
-        """What the runtime makes of a parameter for an op that reads `demand`."""
-        return tuple(
-            REPLICATE if is_bucketed(s, d) and n > 1 else s
-            for s, d, n in zip(stored, demand, self.mesh.sizes, strict=True)
-        )
-
-    def _plan_tree(self, v: int, native: Layout, demands: list[Layout]) -> None:
-        edges = plan_conversions(self.graph.values[v], native, demands, self.mesh, self.costs)
-        self.parents.update({(v, target): source for source, target in edges})
-
-    def _native(self, v: int) -> Layout:
-        if v < len(self.graph.slots):
-            return self.arriving[v]
-        k = self.graph.producers[v]
-        return self.typing.ops[k].outputs[self.graph.ops[k].outputs.index(v)]
-
-    # Tensors and steps, in the order in which they are made.
-
-    def _outside(self, v: int, layout: Layout) -> int:
-        value = self.graph.values[v]
-        shape = local_shape(value.shape, layout, self.mesh.sizes)
-        return self._add(dense_spec(shape, value.dtype, value.requires_grad))
-
-    def _add(self, spec: TensorSpec) -> int:
-        self.specs.append(spec)
-        return len(self.specs) - 1
-
-    def _op(self, k: int, typing: OpTyping) -> None:
-        op = self.graph.ops[k]
-        operands = tuple(
-            self._tensor(v, layout) for v, layout in zip(op.operands, typing.inputs, strict=True)
-        )
-        args, kwargs = localize(self.graph, k, typing, self.mesh.sizes)
-        count = iter(range(len(operands)))
-        key = ProbeKey(
-            op.target,
-            tuple(self._bound(a, count) for a in args),
-            tuple((name, self._bound(a, count)) for name, a in kwargs),
-            tuple(self.specs[t] for t in operands),
-        )
-        answer = self.probe(key)
-        outputs = tuple(self._add(o.spec) for o in answer.outputs)
-        stays = self.is_selective and op_stays(op)
-        self.steps.append(LocalStep(operands, outputs, answer, stays))
-        for v, layout, t in zip(op.outputs, typing.outputs, outputs, strict=True):
-            self.tensors[v, layout] = t
-
-    def _bound(self, arg: Arg, count: Iterator[int]) -> Arg:
-        """References by operand position, holes filled."""
-        if isinstance(arg, Ref):
-            return Ref(next(count))
-        if isinstance(arg, Hole):
-            return self.floats[arg.index]
-        return tuple(self._bound(a, count) for a in arg) if isinstance(arg, tuple) else arg
-
-    def _tensor(self, v: int, layout: Layout) -> int:
-        if (v, layout) not in self.tensors:
-            source = self.parents[v, layout]
-            t = self._tensor(v, source)
-            value = self.graph.values[v]
-            for step in conversion_steps(value, source, layout, self.mesh, self.costs):
-                t = self._convert(t, step)
-            self.tensors[v, layout] = t
-        return self.tensors[v, layout]
-
-    def _convert(self, t: int, step: Step) -> int:
-        """One step of a conversion on tensor t."""
-        sizes = self.mesh.sizes
-        before = self.specs[t]
-        shape = list(before.shape)
-        if step.source.is_shard:
-            shape[step.source.dim] *= sizes[step.axis]
-        if step.target.is_shard:
-            shape[step.target.dim] //= sizes[step.axis]
-        after = dense_spec(tuple(shape), before.dtype, before.requires_grad)
-        new = self._add(after)
-        probe = conversion_probe(step, sizes, before, after)
-        stays = self.is_selective and step_stays(step, self.mesh)
-        self.steps.append(LocalStep((t,), (new,), probe, stays))
-        return new
