@@ -110,9 +110,10 @@ class RunPlan:
 @dataclass(frozen=True)
 class StageFigures:
     """What one stage of a pipeline does. forward_s, backward_s: per microbatch, exposed
-    communication included; sync_s: once per step, after the last backward; end_s: from the start
-    of the step to the end of its last work. in_flight: microbatches whose activations are held at
-    the worst moment; peak_bytes: of one device then."""
+    communication included; sync_s: once per step, after the last backward. in_flight: microbatches
+    whose activations are held at the worst moment of its device. Of the device, with all of its
+    stages where there are several: end_s, from the start of the step to the end of its last work;
+    peak_bytes."""
 
     forward_s: float
     backward_s: float

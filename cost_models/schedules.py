@@ -190,19 +190,20 @@ def held_by_chunk(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]
 
     What a device needs is the largest over them of sum_c held_c * (bytes of chunk c).
     """
+    if schedule.num_chunks == 1:
+        return tuple(((held,),) for held in schedule.in_flight)
     p = schedule.num_devices
     # A warm-up spans less than v + 2 groups of p microbatches; after it groups repeat.
     groups = min(-(-schedule.num_microbatches // p), schedule.num_chunks + 4)
     short = replace(schedule, num_microbatches=min(schedule.num_microbatches, groups * p))
     found = []
     for device in short.actions():
-        split = {action.stage for action in device if action.kind is Pass.WEIGHT_GRADIENT}
         held, seen = [0] * schedule.num_chunks, set()
         for action in device:
             if action.kind is Pass.FORWARD:
                 held[action.stage // p] += 1
                 seen.add(tuple(held))
-            elif action.kind is Pass.WEIGHT_GRADIENT or action.stage not in split:
+            else:
                 held[action.stage // p] -= 1
         found.append(_largest(seen))
     return tuple(found)

@@ -13,6 +13,12 @@ rest, and the mean with weights that make the coefficients of all t_j equal: it 
 
 and the best k counts. For the least warm-up, w_i = p - 1 - i, m > p and k = 0 it is
 T (m + p - 1) / p, what even stages take.
+
+split_bubble_factor: under zero_bubble the backward through the stages before i may be over before
+the weight gradients of i are, so that only their forwards are sure to come before it. With at least
+a share s of every stage's time forward, makespan >= s pre_i + m t_i; the same mean gives
+
+    makespan >= T s / (1 - (1 - s/m)^p)
 """
 
 from meshfold.cluster import ClusterSpec, LinkSpec
@@ -36,6 +42,14 @@ def bubble_factor(num_stages: int, num_microbatches: int, extra_warm_up: int = 0
         product *= 1 - 1 / room
         best = max(best, 1 / (1 - (1 - 1 / m) ** k / (2 - product)))
     return best
+
+
+def split_bubble_factor(num_stages: int, num_microbatches: int, forward_share: float) -> float:
+    """No division of T seconds into stages makes a zero_bubble step of less than this times T."""
+    p, m = num_stages, num_microbatches
+    if forward_share <= 0:
+        return m / p
+    return forward_share / (1 - (1 - forward_share / m) ** p)
 
 
 def hop_link(cluster: ClusterSpec, mesh: Mesh) -> LinkSpec:

@@ -74,18 +74,19 @@ def assemble_pipeline(
 
 
 def step_time(found: PricedPipeline) -> TimeEstimate:
-    """The step by component, of the stage that ends last."""
+    """The step by component, of the device that ends last."""
     problem, m = found.problem, found.problem.degrees.microbatches
     worst = max(range(len(found.device_s)), key=lambda i: (found.device_s[i], -i))
-    stage = found.plan.stages[worst]
-    layers = found.layers[stage.first : stage.end]
+    stages = found.plan.stages[worst :: len(found.device_s)]
+    layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
     forward_s = m * sum(x.compute_forward_s for x in layers)
     backward_s = m * sum(x.compute_backward_s for x in layers)
-    busy_s = m * (stage.forward_s + stage.backward_s)
+    busy_s = m * sum(stage.forward_s + stage.backward_s for stage in stages)
     exposed_s = sum(x.exposed_s + x.tied_s for x in layers)
     optimizer_s = sum(x.optimizer_s for x in layers) + problem.launch_s
     exposed_s += max(0.0, busy_s - forward_s - backward_s)
-    hops_s = m * (problem.chain.hop_s[stage.first] + problem.chain.hop_s[stage.end])
+    hop_s = problem.chain.hop_s
+    hops_s = m * sum(hop_s[stage.first] + hop_s[stage.end] for stage in stages)
     dp_s = sum(m * (2 * x.gather_s + x.shard_reduce_s) + x.reduce_s for x in layers)
     by_axis = {
         "pp": 2 * float(hops_s) + sum(x.tied_s for x in layers),
@@ -104,21 +105,24 @@ def step_time(found: PricedPipeline) -> TimeEstimate:
 
 
 def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEstimate:
-    """The stage that needs most."""
-    problem, stages = found.problem, found.plan.stages
-    worst = max(range(len(stages)), key=lambda i: (stages[i].memory_bytes, -i))
-    stage = stages[worst]
-    layers = found.layers[stage.first : stage.end]
+    """The device that needs most."""
+    problem, p = found.problem, found.problem.degrees.pp
+    needs = found.plan.memory_bytes
+    worst = max(range(p), key=lambda i: (needs[i], -i))
+    stages = found.plan.stages[worst::p]
+    layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
     largest = max(layers, key=lambda x: x.passing_bytes)
-    held_bytes = int(problem.chain.held_bytes[stage.first])
     gathered = min(largest.gathered_bytes, largest.passing_bytes)
-    inside = sum(x.activation_bytes for x in layers) + held_bytes
+    activations = 0
+    for stage in stages:
+        inside = sum(x.activation_bytes for x in found.layers[stage.first : stage.end])
+        activations += stage.in_flight * (inside + int(problem.chain.held_bytes[stage.first]))
     update = sum(x.update_bytes for x in layers)
     return MemoryEstimate(
         parameters=sum(x.parameter_bytes for x in layers),
         gradients=sum(x.gradient_bytes for x in layers),
         optimizer=sum(x.optimizer_bytes for x in layers),
-        activations=stage.in_flight * inside + problem.fixed_bytes - problems.reserve_bytes,
+        activations=activations + problem.fixed_bytes - problems.reserve_bytes,
         gathered_parameters=gathered,
         buckets=0,
         transient=largest.passing_bytes - gathered + update,
@@ -163,6 +167,7 @@ class _Writer:
     def stage(self, number: int) -> StagePlan:
         """A stage's runs and figures."""
         stage = self.found.plan.stages[number]
+        device = number % self.found.problem.degrees.pp
         runs: list[RunPlan] = []
         for k in range(stage.first, stage.end):
             name = self.split.regions[self.split.instances[k].region].name
@@ -174,9 +179,9 @@ class _Writer:
             forward_s=stage.forward_s,
             backward_s=stage.backward_s,
             sync_s=stage.sync_s,
-            end_s=self.found.device_s[number],
+            end_s=self.found.device_s[device],
             in_flight=stage.in_flight,
-            peak_bytes=stage.memory_bytes + self.found.problem.fixed_bytes,
+            peak_bytes=self.found.plan.memory_bytes[device] + self.found.problem.fixed_bytes,
         )
         return StagePlan(tuple(runs), figures)
 

@@ -73,6 +73,11 @@ class RegionTable:
         """Forward and backward of a microbatch under any strategy take at least this."""
         return min(_forward_s(p) + _backward_s(p) for p in self.prices.values())
 
+    @cached_property
+    def least_forward_s(self) -> float:
+        """A forward of a microbatch under any strategy takes at least this."""
+        return min(_forward_s(p) for p in self.prices.values())
+
 
 def parameters_of(
     graph: OpGraph, layouts: Sequence[Layout], num_holders: Sequence[int]

@@ -60,9 +60,10 @@ class ProgramTables:
     sharded_fraction: float
 
     @property
-    def fastest_s(self) -> float:
-        """A microbatch through all layers takes at least this."""
-        return sum(self.regions[i.region].fastest_s for i in self.folded.instances)
+    def fastest_s(self) -> list[tuple[float, float]]:
+        """Per layer what a forward and what a microbatch both ways take at least, seconds."""
+        regions = [self.regions[i.region] for i in self.folded.instances]
+        return [(region.least_forward_s, region.fastest_s) for region in regions]
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,8 +40,8 @@ MAX_PARTS = 120
 
 @dataclass(frozen=True, eq=False)
 class PricedPipeline:
-    """Stages with exact figures. layers: per layer of the chain its figures; device_s: per stage
-    from the start to the end of its last work; step_s: the latest of them."""
+    """Stages with exact figures. layers: per layer of the chain its figures; device_s: per device
+    of the pipeline from the start to the end of its last work; step_s: the latest of them."""
 
     problem: PipelineProblem
     plan: PipelinePlan
@@ -119,7 +119,7 @@ class _Race:
     def run(self) -> MeshSearchResult[PricedPipeline | None] | None:
         """The winner; None when nothing fits."""
         candidates = [_key(d) for d in self.degrees]
-        bounds = peak_rate_bounds_s(self.problems, self.degrees)
+        bounds = peak_rate_bounds_s(self.problems, self.tree)
         if np.isfinite(self.incumbent_s):
             candidates.append((0,) * len(candidates[0]))
             bounds = np.append(bounds, self.without.lower_bound_s)
@@ -197,9 +197,8 @@ def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipel
         weight_s=[stage.weight_s for stage in plan.stages],
         hop_s=problem.chain.hop_s[cuts],
     )
+    p = problem.degrees.pp
     ends_s = device_ends_s(plan.schedule, times).tolist()
-    device_s = [
-        end_s + stage.sync_s + problem.launch_s
-        for end_s, stage in zip(ends_s, plan.stages, strict=True)
-    ]
+    once_s = [sum(stage.sync_s for stage in plan.stages[i::p]) for i in range(p)]
+    device_s = [end_s + late + problem.launch_s for end_s, late in zip(ends_s, once_s, strict=True)]
     return PricedPipeline(problem, plan, tuple(layers), tuple(device_s))

@@ -43,8 +43,11 @@ def best_uniform_pipeline(problems: PipelineProblems, tree: PipelineTree) -> Uni
         best = min(fitting, key=lambda x: (x.step_s, x.strategy.label))
         return Solution(best.step_s, best.step_s, best)
 
-    kernels = BoundRule(KERNELS, lambda i: kernels_bound_s(problems, tree, tree.candidates[i]))
-    bounds = peak_rate_bounds_s(problems, tree.candidates)
+    kind = ScheduleKind.ONE_F_ONE_B
+    kernels = BoundRule(
+        KERNELS, lambda i: kernels_bound_s(problems, tree, tree.candidates[i], kind)
+    )
+    bounds = peak_rate_bounds_s(problems, tree, kind)
     keys = [(d.pp, d.dp, d.tp, d.microbatches, d.sequence_parallel) for d in tree.candidates]
     try:
         return best_first(keys, (PEAK_RATE, bounds), solve, refine=[kernels]).solution.plan

@@ -45,7 +45,7 @@ class StageCells:
     def __init__(self, problem: StageProblem, solve_run: RunSolver) -> None:
         self.problem = problem
         self.num_solved = 0
-        self._solve_run = solve_run
+        self.solve_run = solve_run
         self._known: dict[tuple[object, ...], Cell | None] = {}
         self._costs = list(dict.fromkeys(run.layer for run in problem.runs))
         self._type_of_run = [self._costs.index(run.layer) for run in problem.runs]
@@ -91,7 +91,7 @@ class StageCells:
         for bound_s, _, masks, problem in sorted(problems, key=lambda entry: entry[:2]):
             if best is not None and bound_s >= best.objective_s or np.isinf(bound_s):
                 break
-            plan = self._solve_run(problem)
+            plan = self.solve_run(problem)
             if isinstance(plan, NothingFits):
                 continue
             cell = self._cell(plan, pieces, masks, in_flight)

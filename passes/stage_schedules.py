@@ -23,10 +23,8 @@ def offered_schedules(
 ) -> tuple[Schedule, ...]:
     """Every schedule that is worth a try, least warm-up first. kind, num_chunks: only those (None:
     any). Empty where none exists."""
-    kinds = [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE]
-    if kind is not None:
-        kinds = [kind]
-    elif num_devices == 1:
+    kinds = list(ScheduleKind) if kind is None else [kind]
+    if kind is None and num_devices == 1:
         kinds = [ScheduleKind.ONE_F_ONE_B]
     found: list[Schedule] = []
     for offered in kinds:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from meshfold.cost_models.pipeline import StageTimes, device_ends_s
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.cost_models.schedules import Schedule, ScheduleKind, held_by_chunk
 from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
 
 
@@ -48,6 +48,15 @@ def random_problem(seed):
     )
 
 
+def interleaved_schedules(problem):
+    """With as many chunks per device as there are layers for."""
+    p, m = problem.num_devices, problem.num_microbatches
+    if p == 1 or m % p:
+        return []
+    kind = ScheduleKind.INTERLEAVED
+    return [Schedule(kind, p, m, num_chunks=v) for v in range(2, problem.num_layers // p + 1)]
+
+
 def allowed_schedules(problem):
     """All schedules of one chunk per device, at every warm-up depth."""
     p, m = problem.num_devices, problem.num_microbatches
@@ -69,48 +78,63 @@ def brute_force_s(problem, schedules):
     return min(
         best_of_cut_s(problem, schedule, cuts)
         for schedule in schedules
-        for cuts in all_cuts(problem.num_layers, problem.num_devices)
+        for cuts in all_cuts(problem.num_layers, schedule.num_stages)
     )
 
 
 def best_of_cut_s(problem, schedule, cuts):
     """Least step time of one cut over all strategies."""
+    p = problem.num_devices
     options = [
-        _stage_options(problem, first, end, k, budget)
-        for first, end, k, budget in zip(
-            cuts, cuts[1:], schedule.in_flight, problem.memory_bytes, strict=False
+        _device_options(
+            problem, [cuts[s : s + 2] for s in range(i, len(cuts) - 1, p)], held, budget
+        )
+        for i, (held, budget) in enumerate(
+            zip(held_by_chunk(schedule), problem.memory_bytes, strict=True)
         )
     ]
     hop_s = problem.hop_s[list(cuts[1:-1])]
     best_s = np.inf
     for chosen in itertools.product(*options):
-        forward_s, backward_s, weight_s, sync_s = np.array(chosen).T
+        # [device][chunk] -> seconds; stages in order are chunk by chunk.
+        parts = np.array(chosen)
+        forward_s, backward_s, weight_s, sync_s = parts.swapaxes(0, 1).reshape(-1, 4).T
         times = StageTimes.build(forward_s, backward_s, weight_s=weight_s, hop_s=hop_s)
-        best_s = min(best_s, float((device_ends_s(schedule, times) + sync_s).max()))
+        late_s = parts[:, :, 3].sum(axis=1)
+        best_s = min(best_s, float((device_ends_s(schedule, times) + late_s).max()))
     return best_s
 
 
-def _stage_options(problem, first, end, in_flight, budget):
-    """(forward, backward, weight, sync) of every assignment that fits and no other beats in each
-    pass: the makespan grows with each of them."""
-    layers = [problem.runs[run].layer for run, n in problem.pieces(first, end) for _ in range(n)]
+def _device_options(problem, spans, held, budget):
+    """Per chunk (forward, backward, weight, sync) of every assignment that fits and no other beats
+    in each pass: the makespan grows with each of them. held: moments of held_by_chunk."""
+    layers = [
+        (chunk, problem.runs[run].layer)
+        for chunk, (first, end) in enumerate(spans)
+        for run, n in problem.pieces(first, end)
+        for _ in range(n)
+    ]
     found = set()
-    for choice in itertools.product(*(range(len(layer.strategies)) for layer in layers)):
-        picked = list(zip(layers, choice, strict=True))
-        memory = in_flight * problem.held_bytes[first]
-        memory += max(layer.transient_bytes[s] for layer, s in picked)
-        memory += sum(
-            layer.state_bytes[s] + in_flight * layer.activation_bytes[s] for layer, s in picked
+    for choice in itertools.product(*(range(len(layer.strategies)) for _, layer in layers)):
+        picked = [(chunk, layer, s) for (chunk, layer), s in zip(layers, choice, strict=True)]
+        memory = max(
+            sum(n * problem.held_bytes[first] for n, (first, _) in zip(ns, spans, strict=True))
+            + sum(c.state_bytes[s] + ns[chunk] * c.activation_bytes[s] for chunk, c, s in picked)
+            for ns in held
         )
-        if memory <= budget:
-            keys = ("forward_s", "backward_s", "weight_s", "sync_s")
-            found.add(tuple(float(sum(getattr(c, key)[s] for c, s in picked)) for key in keys))
-    parts = {(f, b - w, w, y): (f, b, w, y) for f, b, w, y in found}
+        if memory + max(c.transient_bytes[s] for _, c, s in picked) <= budget:
+            found.add(tuple(_seconds(picked, chunk) for chunk in range(len(spans))))
+    parts = {tuple(x for f, b, w, y in o for x in (f, b - w, w, y)): o for o in found}
     return [
         option
         for part, option in parts.items()
         if not any(o != part and all(x <= y for x, y in zip(o, part, strict=True)) for o in parts)
     ]
+
+
+def _seconds(picked, chunk):
+    keys = ("forward_s", "backward_s", "weight_s", "sync_s")
+    return tuple(float(sum(getattr(c, key)[s] for k, c, s in picked if k == chunk)) for key in keys)
 
 
 seeds = st.integers(0, 10**9)

@@ -9,7 +9,7 @@ from meshfold.cost_models.devices import cluster
 from meshfold.cost_models.meshes import build_mesh
 from meshfold.cost_models.pipeline import StageTimes, makespan_s
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
-from meshfold.cost_models.stages import bubble_factor, hop_link, hop_s
+from meshfold.cost_models.stages import bubble_factor, hop_link, hop_s, split_bubble_factor
 
 SECONDS = st.floats(0.01, 10.0)
 
@@ -28,6 +28,22 @@ def test_no_division_is_faster(pairs, microbatches, extra):
     total_s = forward.sum() + backward.sum()
     assert bubble_factor(p, microbatches, extra) * total_s <= step_s * (1 + 1e-9)
     assert bubble_factor(p, microbatches, p - 1) <= bubble_factor(p, microbatches, extra) + 1e-12
+
+
+@given(
+    stages=st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=7),
+    microbatches=st.integers(1, 20),
+    extra=st.integers(0, 6),
+)
+def test_no_division_with_split_backward_is_faster(stages, microbatches, extra):
+    p = len(stages)
+    schedule = Schedule(ScheduleKind.ZERO_BUBBLE, p, microbatches, extra_warm_up=min(extra, p - 1))
+    forward, inputs, weights = np.array(stages).T
+    times = StageTimes.build(forward, inputs + weights, weight_s=weights)
+    share = float((forward / times.total_s).min())
+    bound_s = split_bubble_factor(p, microbatches, share) * times.total_s.sum()
+    assert bound_s <= makespan_s(schedule, times) * (1 + 1e-9)
+    assert bound_s >= times.total_s.sum() * microbatches / p * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (4, 5), (8, 9), (8, 96)])

@@ -112,8 +112,7 @@ def test_no_uniform_pipeline_is_faster(memory_bytes):
     assert found.lower_bound_s <= found.best.step_s
     assert found.lower_bound_s <= min(steps) * (1 + 1e-9)
     gap = found.best.step_s / found.lower_bound_s
-    assert found.best.step_s <= min(steps) * gap * (1 + 1e-9)
-    assert gap < 1.01
+    assert found.best.step_s <= min(steps) * min(gap, 1.001) * (1 + 1e-9)
 
 
 def test_switching_cuts_off_keeps_the_optimum():
@@ -134,9 +133,9 @@ def test_more_memory_is_never_slower():
             (np.inf, np.inf) if found.best is None else (found.best.step_s, found.lower_bound_s)
         )
     assert np.isfinite(steps[-1][0])
-    for (_, bound_s), (step_s, _) in zip(steps, steps[1:], strict=False):
-        assert step_s <= bound_s * 1.02 or np.isinf(bound_s)
-    assert all(b[1] <= a[0] for a, b in zip(steps, steps[1:], strict=False))
+    for (before_s, _), (step_s, bound_s) in zip(steps, steps[1:], strict=False):
+        assert bound_s <= before_s
+        assert step_s <= before_s * 1.001
 
 
 @pytest.mark.parametrize(("family", "pins"), [("gpt2", {"pp": 2}), ("bert", {"pp": 4, "dp": 1})])
@@ -216,6 +215,19 @@ def test_a_pinned_schedule_is_kept(kind):
     found = plan("gpt2", pins={"schedule": kind, "chunks": 1})
     assert found.schedule.startswith(f"{kind}(")
     assert found.strategy.pp > 1
+
+
+def test_interleaved_stages_are_written_down():
+    found = plan("llama", layers=6, pins={"schedule": "interleaved", "chunks": 3, "pp": 2})
+    assert found.schedule.startswith("interleaved(2 x ") and "3 chunks" in found.schedule
+    assert len(found.stages) == 6
+    placed = [run.first + k for s in found.stages for run in s.runs for k in range(run.count)]
+    assert placed == list(range(len(graph_of("llama", 6).instances)))
+    assert found.time.step_s == pytest.approx(max(s.figures.end_s for s in found.stages))
+    assert found.memory.peak == max(s.figures.peak_bytes for s in found.stages)
+    assert {s.figures.end_s for s in found.stages[::2]} == {found.stages[0].figures.end_s}
+    assert found.gap >= 0
+    assert plan_from_json(plan_to_json(found)) == found
 
 
 def test_pipelines_need_to_be_allowed():

@@ -29,7 +29,7 @@ def test_a_pin_leaves_its_kind_or_nothing():
     assert {s.kind for s in offered_schedules(4, 16, 32, ScheduleKind.GPIPE)} == {"gpipe"}
     interleaved = offered_schedules(4, 16, 32, ScheduleKind.INTERLEAVED)
     assert [s.num_chunks for s in interleaved] == [2, 3, 4]
-    assert [s.num_chunks for s in offered_schedules(4, 16, 32, None, 6)] == []
+    assert [s.num_chunks for s in offered_schedules(4, 16, 32, None, 6)] == [6]
     assert [s.num_chunks for s in offered_schedules(4, 16, 32, ScheduleKind.INTERLEAVED, 6)] == [6]
     assert offered_schedules(4, 15, 32, ScheduleKind.INTERLEAVED) == ()
     assert offered_schedules(4, 16, 7, ScheduleKind.INTERLEAVED) == ()

@@ -21,7 +21,7 @@ from meshfold.errors import InfeasibleError, OptionError
 from meshfold.passes.stage_plan import PipelinePlan
 from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
 from meshfold.passes.stage_schedules import offered_schedules
-from meshfold.passes.stage_search import search_stages
+from meshfold.passes.stage_search import default_schedules, search_stages
 
 ROUNDING = 1e-9
 
@@ -133,8 +133,9 @@ def test_faster_links_and_devices_are_never_slower_than_the_gap_allows():
 
 def test_transfers_make_the_warm_up_deeper():
     roomy = 10_000
-    still = search_stages(deep_problem(m=64, memory_bytes=roomy))
-    moving = search_stages(deep_problem(m=64, memory_bytes=roomy, hop_s=5.0))
+    every = offered_schedules(4, 64, 32, ScheduleKind.ONE_F_ONE_B)
+    still = search_stages(deep_problem(m=64, memory_bytes=roomy), every)
+    moving = search_stages(deep_problem(m=64, memory_bytes=roomy, hop_s=5.0), every)
     fixed = [Schedule(ScheduleKind.ONE_F_ONE_B, 4, 64)]
     shallow = search_stages(deep_problem(m=64, memory_bytes=roomy, hop_s=5.0), fixed)
     assert moving.schedule.extra_warm_up > 0
@@ -164,10 +165,51 @@ def test_heavy_head_and_embedding_get_fewer_layers_beside_them():
         LayerRun(uniform("head", 6.0), 1),
     )
     problem = StageProblem.build(runs, num_stages=4, num_microbatches=64, memory_bytes=10_000)
-    plan = search_stages(problem)
+    plan = search_stages(problem, offered_schedules(4, 64, 25, ScheduleKind.ONE_F_ONE_B))
     assert layers_per_stage(plan) == [6, 8, 8, 3]
     assert plan.step_s == pytest.approx((64 + 3) * 24, rel=1e-12)
     assert plan.gap <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head", "num_layers", "p", "expected"),
+    [(4.0, 0.0, 8, 3, [1, 4, 4]), (0.0, 4.0, 8, 3, [4, 4, 1]), (0.0, 0.0, 7, 3, [3, 2, 2])],
+    ids=["embedding", "head", "seven layers"],
+)
+def test_uneven_splits_are_the_best_of_all(embedding, head, num_layers, p, expected):
+    """A heavy first or last stage, and 7 layers on 3 stages, against every cut."""
+    runs = [LayerRun(uniform("layer", 1.0), num_layers)]
+    runs = [LayerRun(uniform("embedding", embedding), 1)] * (embedding > 0) + runs
+    runs += [LayerRun(uniform("head", head), 1)] * (head > 0)
+    problem = StageProblem.build(
+        tuple(runs), num_stages=p, num_microbatches=12, memory_bytes=10_000
+    )
+    schedules = offered_schedules(p, 12, problem.num_layers, ScheduleKind.ONE_F_ONE_B)
+    plan = search_stages(problem, schedules)
+    assert layers_per_stage(plan) == expected
+    assert plan.step_s == pytest.approx(brute_force_s(problem, schedules), rel=1e-12)
+    every = default_schedules(problem)
+    best_s = brute_force_s(problem, every)
+    plan = search_stages(problem, every)
+    assert plan.lower_bound_s <= best_s * (1 + ROUNDING)
+    assert plan.step_s == pytest.approx(best_s, rel=1e-12)
+
+
+def test_more_microbatches_never_cost_more_than_the_gap_allows():
+    """The same batch in more, smaller microbatches whose passes take less in proportion."""
+    before_s = np.inf
+    for m in (8, 16, 32, 64):
+        seconds = {"embedding": 3.0, "layer": 1.0, "head": 6.0}
+        runs = tuple(
+            LayerRun(uniform(name, s * 64 / m), 23 if name == "layer" else 1)
+            for name, s in seconds.items()
+        )
+        problem = StageProblem.build(
+            runs, num_stages=4, num_microbatches=m, memory_bytes=10_000, hop_s=6.4 / m
+        )
+        plan = search_stages(problem)
+        assert plan.step_s <= before_s * (1 + plan.gap + ROUNDING)
+        before_s = plan.step_s
 
 
 def test_memory_moves_layers_to_later_stages():
