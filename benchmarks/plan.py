@@ -1,14 +1,16 @@
 """CPU time, proof and outcome of whole plans, beyond capture and imports.
 
-    python benchmarks/plan.py [--depth] [--devices]
+    python benchmarks/plan.py [--depth] [--devices] [--memory]
 
 One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds. --depth plans
 one model at 12 to 96 layers, --devices at 8 to 16,384 devices: what counts there is the last row
 over the first. Every plan runs twice and the second is measured: the first brings in what torch
-imports late.
+imports late. --memory measures how much the resident memory of a fresh process grows from the
+imports to its peak, for capture and plan: a tiny model goes first and brings in the imports.
 """
 
 import json
+import multiprocessing
 import resource
 import tempfile
 import time
@@ -102,19 +104,49 @@ def measure(cases: tuple[Case, ...]) -> None:
     click.echo(f"last over first: {seconds[-1] / seconds[0]:.2f} x\n")
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process now (Linux)."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * resource.getpagesize()
+
+
+def peak_bytes() -> int:
+    """Largest resident memory that this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def grown_bytes(case: Case) -> tuple[int, int]:
+    """(resident memory after imports, growth from there to the peak). For a fresh process."""
+    tiny = Case("tiny", "llama-tiny", "dgx-h100x1", 8)
+    planned(graph_of(tiny), preset(tiny.cluster), tiny)
+    imported = resident_bytes()
+    planned(graph_of(case), preset(case.cluster), case)
+    return imported, peak_bytes() - imported
+
+
+def measure_memory(cases: tuple[Case, ...]) -> None:
+    """Print the growth of memory of some cases, a fresh process each."""
+    click.echo(f"{'resident memory':<24}{'imports':>10}{'beyond':>10}")
+    for case in cases:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            imported, grown = pool.apply(grown_bytes, (case,))
+        click.echo(f"{case.name:<24}{bytes_text(imported):>10}{bytes_text(grown):>10}")
+
+
 @click.command()
 @click.option("--depth", is_flag=True, help="12 to 96 layers.")
 @click.option("--devices", is_flag=True, help="8 to 16,384 devices.")
-def main(depth: bool, devices: bool) -> None:
+@click.option("--memory", is_flag=True, help="Peak memory beyond imports.")
+def main(depth: bool, devices: bool, memory: bool) -> None:
     """Plan the cases and print what it took."""
-    if not (depth or devices):
+    if not (depth or devices or memory):
         measure(CASES)
     if depth:
         measure(DEPTHS)
     if devices:
         measure(DEVICES)
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    click.echo(f"peak resident memory of this process: {bytes_text(peak_bytes)}")
+    if memory:
+        measure_memory(CASES)
 
 
 if __name__ == "__main__":
