@@ -30,6 +30,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -173,8 +174,7 @@ class _Exchange:
     extra_measures: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Reached:
+class _Reached(NamedTuple):
     """A plan of bases and exchanges: bytes left, measures, exchanged layers per part."""
 
     free_bytes: int

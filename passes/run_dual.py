@@ -19,6 +19,7 @@ they only add to it. Sorting dominates the cost: O(S log S) for S strategies, fo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,6 +39,13 @@ class Hull:
     memory_bytes: FloatArray
     time_s: FloatArray
     strategies: IntArray
+
+    @cached_property
+    def edges(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Per edge its bytes (> 0), its seconds (< 0) and its slope, slopes in increasing order:
+        rounding may turn two nearly equal ones round, edges must stay in order."""
+        edges_bytes, edges_s = np.diff(self.memory_bytes), np.diff(self.time_s)
+        return edges_bytes, edges_s, np.maximum.accumulate(edges_s / edges_bytes)
 
     def time_at_s(self, budgets_bytes: ArrayLike, num_layers: ArrayLike = 1) -> FloatArray:
         """Least relaxed seconds of `num_layers` layers at each budget, broadcast together.
@@ -114,12 +122,11 @@ def steepest_edges(hulls: Sequence[Hull]) -> tuple[IntArray, FloatArray, FloatAr
 
     Returns for each edge the index of its hull, its bytes (> 0) and its seconds (< 0) of one layer.
     """
-    owners = np.repeat(np.arange(len(hulls)), [len(hull.time_s) - 1 for hull in hulls])
-    edges_bytes = np.concatenate([np.diff(hull.memory_bytes) for hull in hulls])
-    edges_s = np.concatenate([np.diff(hull.time_s) for hull in hulls])
-    # Rounding may turn two nearly equal slopes of one hull round; its edges must stay in order.
-    slopes = [np.diff(hull.time_s) / np.diff(hull.memory_bytes) for hull in hulls]
-    ordered = np.concatenate([np.maximum.accumulate(part) for part in slopes])
+    edges = [hull.edges for hull in hulls]
+    owners = np.repeat(np.arange(len(hulls)), [len(of_hull) for of_hull, _, _ in edges])
+    edges_bytes = np.concatenate([of_hull for of_hull, _, _ in edges])
+    edges_s = np.concatenate([of_hull for _, of_hull, _ in edges])
+    ordered = np.concatenate([slopes for _, _, slopes in edges])
     order = np.argsort(ordered, kind="stable")
     return owners[order], edges_bytes[order], edges_s[order]
 
