@@ -23,6 +23,7 @@ from meshfold.torch_ops import dtype_name, symbol
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+CAST = "aten._to_copy.default"
 _SIZED = (*_VIEWS, _aten.reshape.default, _aten.expand.default)
 _SAME_IF_SAME_SHAPE = (*_SIZED, _aten.alias.default, _aten.slice.Tensor)
 
@@ -98,10 +99,11 @@ class _Reader:
             keys.append(key if result is not None else None)
             if result is not None:
                 self.program.values[key] = tensor_value(result, node)
+        target, args, kwargs = settled(node)
         op = RawOp(
-            target_name(node),
-            tuple(self._arg(a) for a in settled_args(node)),
-            tuple((k, self._arg(v)) for k, v in settled_kwargs(node).items() if k != "pin_memory"),
+            target,
+            tuple(map(self._arg, args)),
+            tuple((k, self._arg(v)) for k, v in kwargs.items() if k != "pin_memory"),
             tuple(k for k in keys if isinstance(k, str)),
             module_stack(node),
             source_line(node),
@@ -197,38 +199,51 @@ def unchanged_operand(node: fx.Node) -> fx.Node | None:
         return source if before.shape == after.shape else None
     if node.target is _aten.type_as.default:
         return source if before.dtype == after.dtype else None
+    if node.target is _aten.copy.default and not _is_written(node):
+        copied: Any = node.args[1]
+        taken = copied.meta["val"]
+        return copied if (taken.shape, taken.dtype) == (after.shape, after.dtype) else None
     if node.target is _aten._to_copy.default and "memory_format" not in node.kwargs:
         return source if before.dtype == after.dtype else None
     return None
 
 
-def target_name(node: fx.Node) -> str:
-    """Name of the op. Views become reshapes: whether a view is possible depends on strides, and a
-    kernel need not give the strides that its fake promised. x.type_as(y) is a cast: of y only the
-    dtype counts."""
-    if node.target is _aten.type_as.default:
-        return "aten._to_copy.default"
-    return "aten.reshape.default" if node.target in _VIEWS else str(node.target)
+def settled(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """(op, arguments, keyword arguments) of a call as the graph keeps them. -1 sizes and open or
+    negative slice bounds become numbers, and three kinds of ops become others:
 
-
-def settled_args(node: fx.Node) -> tuple[Any, ...]:
-    """Arguments with -1 sizes and open or negative slice bounds replaced by numbers."""
-    args: tuple[Any, ...] = node.args
+    views      reshape: whether a view is possible depends on strides, and a kernel need not give
+               the strides that its fake promised
+    type_as    a cast: of its second operand only the dtype counts
+    copy       of its first operand only shape and dtype count: a cast or an expansion of the second
+               (copy has no derivative)
+    """
+    target, args, kwargs = str(node.target), tuple(node.args), dict(node.kwargs)
+    result = node.meta["val"]
     if node.target is _aten.type_as.default:
-        return args[:1]
+        return CAST, args[:1], {"dtype": result.dtype}
+    if node.target is _aten.copy.default and not _is_written(node):
+        source: Any = args[1]
+        if source.meta["val"].shape == result.shape:
+            return CAST, (source,), {"dtype": result.dtype}
+        if source.meta["val"].dtype == result.dtype:
+            return "aten.expand.default", (source, tuple(result.shape)), {}
     if node.target in _SIZED:
-        return (args[0], tuple(node.meta["val"].shape), *args[2:])
+        name = "aten.reshape.default" if node.target in _VIEWS else target
+        return name, (args[0], tuple(result.shape), *args[2:]), kwargs
     if node.target is _aten.slice.Tensor:
-        defaults: tuple[Any, ...] = (None, 0, None, None, 1)
-        source, dim, start, end, step = (*args, *defaults[len(args) :])
-        shape = source.meta["val"].shape
-        start, end, step = slice(start, end, step).indices(shape[dim])
-        return source, dim % len(shape), start, end, step
-    return args
+        return target, _slice_arguments(args), kwargs
+    return target, args, kwargs
 
 
-def settled_kwargs(node: fx.Node) -> dict[str, Any]:
-    """Keyword arguments of the op that target_name names."""
-    if node.target is _aten.type_as.default:
-        return {"dtype": node.meta["val"].dtype}
-    return dict(node.kwargs)
+def _slice_arguments(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    defaults: tuple[Any, ...] = (None, 0, None, None, 1)
+    source, dim, start, end, step = (*given, *defaults[len(given) :])
+    shape = source.meta["val"].shape
+    start, end, step = slice(start, end, step).indices(shape[dim])
+    return source, dim % len(shape), start, end, step
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether the result leaves the graph: a buffer that takes it needs a tensor of its own."""
+    return any(user.op == "output" for user in node.users)

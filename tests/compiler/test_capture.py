@@ -166,6 +166,22 @@ def test_type_as_is_a_cast_to_a_dtype() -> None:
     assert_same_numbers(model, X, model(**X))
 
 
+def test_a_copy_in_place_keeps_the_gradient_of_what_is_copied() -> None:
+    def function(y: torch.Tensor) -> torch.Tensor:
+        same, wide, row = torch.empty_like(y), torch.empty(y.shape, dtype=torch.float64), y * 1
+        same.copy_(y.sin())
+        wide.copy_(y.cos())
+        row.copy_(y[:1].exp())
+        return (same * wide * row).sum()
+
+    model = Model(function)
+    captured = capture(model, X)
+    assert not any(
+        "copy.default" == op.target[5:] for r in captured.graph.regions for op in r.graph.ops
+    )
+    assert_same_numbers(model, X, model(**X))
+
+
 def test_gradient_flow_and_dependence_of_values() -> None:
     class Biased(Model):
         def __init__(self) -> None:
