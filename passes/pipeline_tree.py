@@ -48,14 +48,17 @@ class PipelineTree:
     num_chunks: int | None = None
 
     def schedules_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
-        """The orders in which stages may run the microbatches of `degrees`."""
-        return offered_schedules(
+        """The orders in which stages may run the microbatches of `degrees`.
+
+        interleaved only where a pin asks for it: it is searched without a tight bound, in seconds
+        for each choice of degrees instead of tenths of a second.
+        """
+        offered = offered_schedules(
             degrees.pp, degrees.microbatches, self.num_layers, self.kind, self.num_chunks
         )
-
-    def strategies_of(self, degrees: UniformStrategy) -> list[UniformStrategy]:
-        """What a layer may do under `degrees`."""
-        return _strategies(degrees, self.kinds)
+        if self.kind is None and self.num_chunks is None:
+            return tuple(s for s in offered if s.num_chunks == 1)
+        return offered
 
 
 def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshfold.cost_models.schedules import Schedule, held_by_chunk
+from meshfold.passes.run_dual import IntArray
 from meshfold.passes.stage_cells import Cell, RunSolver, StageCells
 from meshfold.passes.stage_plan import LayerBlock, Stage
 from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
@@ -70,10 +71,11 @@ class ChunkCells:
             cell = self._solve(pieces, spans, held, budget)
             if cell is None:
                 return None
-            built = [self._built(cell, pieces, spans, n) for n in vectors]
-            worst = max(built, key=lambda stages: sum(s.memory_bytes for s in stages))
-            if sum(stage.memory_bytes for stage in worst) <= budget:
-                return worst
+            each = self._microbatch_bytes(cell, pieces, spans)
+            worst = max(vectors, key=lambda n: (int(each @ n), n))
+            stages = self._built(cell, pieces, spans, worst)
+            if sum(stage.memory_bytes for stage in stages) <= budget:
+                return stages
         return None
 
     def _fastest_bytes(self, pieces: Sequence[_Piece], held: Held) -> int:
@@ -109,6 +111,18 @@ class ChunkCells:
             cells = StageCells(alone, self._solve_run)
             self._known[key] = cells.solve(0, alone.num_layers, 1, room)
         return self._known[key]
+
+    def _microbatch_bytes(
+        self, cell: Cell, pieces: Sequence[_Piece], spans: Sequence[tuple[int, int]]
+    ) -> IntArray:
+        """Per chunk what it holds for each microbatch in flight."""
+        each = np.array([self.problem.held_bytes[first] for first, _ in spans], np.int64)
+        for block in cell.blocks:
+            piece = pieces[block.run]
+            costs = self.problem.runs[piece.run].layer
+            at = costs.strategies.index(block.strategy)
+            each[piece.chunk] += block.count * costs.activation_bytes[at]
+        return each
 
     def _built(
         self,
