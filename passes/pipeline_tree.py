@@ -60,6 +60,10 @@ class PipelineTree:
             return tuple(s for s in offered if s.num_chunks == 1)
         return offered
 
+    def strategies_of(self, degrees: UniformStrategy) -> list[UniformStrategy]:
+        """What a layer may do under `degrees`."""
+        return _strategies(degrees, self.kinds)
+
 
 def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
     """Every candidate that no rule cuts. Raises OptionError naming the rule, and the pins, when
