@@ -50,9 +50,10 @@ class ConversionTables:
 
     def _fill(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         best = self._direct(value, layouts)
-        swaps = [(a, b) for a, b in np.argwhere(np.isinf(best)) if _is_swap(layouts[a], layouts[b])]
-        if swaps:
-            self._detour(value, layouts, best, swaps)
+        if len(self.mesh.axes) > 1:
+            swaps = np.isinf(best) & _are_swaps(layouts)
+            if swaps.any():
+                self._detour(value, layouts, best, swaps)
         return best
 
     def _direct(self, value: Value, layouts: Sequence[Layout]) -> Table:
@@ -62,6 +63,10 @@ class ConversionTables:
         numbers = np.array(
             [[types[k].index(layout[k]) for k in axes] for layout in layouts], dtype=np.intp
         ).reshape(len(layouts), len(axes))
+        if len(types) == 1:
+            only = numbers[:, 0]
+            one_step: Table = self._step_table(value, types, 0)[only[:, None], only, 0]
+            return one_step
         # Combinations of types that a step may start from or end in.
         legal = np.zeros([len(t) for t in types], dtype=bool)
         for at in itertools.product(*(range(len(t)) for t in types)):
@@ -78,15 +83,20 @@ class ConversionTables:
         value: Value,
         layouts: Sequence[Layout],
         best: Table,
-        swaps: Sequence[tuple[int, int]],
+        swaps: NDArray[np.bool_],
     ) -> None:
-        """Price two shards that trade places on one dim: one first makes room as Invariant."""
+        """Price the pairs `swaps`, in which two shards trade places on one dim: one first makes
+        room as Invariant."""
         wider = list(dict.fromkeys((*layouts, *(s for x in layouts for s in _stops(x)))))
         matrix = self._direct(value, wider)
         number = {layout: k for k, layout in enumerate(wider)}
-        for a, b in swaps:
-            stops = [number[s] for s in _stops(layouts[a])]
-            best[a, b] = (matrix[a, stops] + matrix[stops, b]).min()
+        for a in np.flatnonzero(swaps.any(axis=1)).tolist():
+            targets = np.flatnonzero(swaps[a])
+            ways = [
+                matrix[a, number[stop]] + matrix[number[stop], targets]
+                for stop in _stops(layouts[a])
+            ]
+            best[a, targets] = np.min(ways, axis=0)
 
     def _step_table(self, value: Value, types: Sequence[Sequence[SpmdType]], axis: int) -> Table:
         """[source type, target type, which other axes shard the value (bits)] -> seconds."""
@@ -127,10 +137,16 @@ class ConversionTables:
         return self._steps[key] + extra_s
 
 
-def _is_swap(source: Layout, target: Layout) -> bool:
-    """Whether two axes or more go from shard to shard."""
-    pairs = zip(source, target, strict=True)
-    return sum(s != t and s.is_shard and t.is_shard for s, t in pairs) > 1
+def _are_swaps(layouts: Sequence[Layout]) -> NDArray[np.bool_]:
+    """[source, target] -> whether two axes or more go from shard to another shard."""
+    moves = np.zeros((len(layouts), len(layouts)), dtype=np.intp)
+    for of_axis in zip(*layouts, strict=True):
+        number = {t: k for k, t in enumerate(dict.fromkeys(t for t in of_axis if t.is_shard))}
+        shards = np.array([number.get(t, -1) for t in of_axis])
+        is_shard = shards >= 0
+        both = is_shard[:, None] & is_shard[None, :]
+        moves += both & (shards[:, None] != shards[None, :])
+    return moves > 1
 
 
 def _stops(layout: Layout) -> list[Layout]:

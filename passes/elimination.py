@@ -130,7 +130,8 @@ def _sum_tables(factors: Sequence[Factor], scope: tuple[int, ...], domains: Sequ
         for v, size in zip(factor.variables, factor.table.shape, strict=True):
             shape[position[v]] = size
         total = total + factor.table.transpose(order).reshape(shape)
-    return np.broadcast_to(total, tuple(domains[v] for v in scope))
+    full = tuple(domains[v] for v in scope)
+    return total if total.shape == full else np.broadcast_to(total, full)
 
 
 def min_fill_order(

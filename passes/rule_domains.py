@@ -95,7 +95,11 @@ def _domain(
     for rules in itertools.product(*per_axis):
         inputs = tuple(tuple(r.inputs[k] for r in rules) for k in range(len(in_shapes)))
         outputs = tuple(tuple(r.outputs[k] for r in rules) for k in range(len(out_shapes)))
-        if all(map(legal, in_shapes, inputs)) and all(map(legal, out_shapes, outputs)):
+        # The rule of one axis is legal by itself: only two that cut something can be in conflict.
+        fits = sum(r.splits_work for r in rules) < 2 or (
+            all(map(legal, in_shapes, inputs)) and all(map(legal, out_shapes, outputs))
+        )
+        if fits:
             kept.append((rules, inputs, outputs))
     assert kept, f"{op.target} has no legal joint rule"
     return OpDomain(
