@@ -1,10 +1,11 @@
 """The rules of a context parallel axis: what it may cut, and where.
 
 On such an axis parameters are whole: of the rules of an op (passes/rules.py) those stay that read
-no shard of one. Two steps follow:
+no shard of one. Three steps follow:
 
-inside    Where tp cuts a label as well, cp goes inside: its places start where the shards of tp end
-          (with_rules_inside).
+inside    tp may cut the same label, so cp goes inside wherever that divides, whether tp does so or
+          not: it is the same work at the same price, and one place to ask about instead of two
+          (moved_inside).
 
               tp, 4 ranks    s     Shard(1)      rows in 4 shards
               cp inside      s/4   Shard(1, 4)   each of them again
@@ -13,9 +14,11 @@ worth it  A shard is worth making where some op with products (contractions, att
           work by it, or by what it turns into. Shards are nodes, a rule joins those it reads and
           makes; a component without such an op saves work on the memory alone, and its rules go
           (shards_of_products). Heads and rows stay, the dims of the model and inside a head go.
+
+sums      An op goes on with a pending sum only where an op before it may leave one (_with_sums).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import networkx as nx
 
@@ -24,7 +27,7 @@ from meshfold.passes.rule_domains import RuleTable
 from meshfold.passes.rules import AxisRule, rule_inside
 from meshfold.passes.rules_attention import ATTENTION_RULES
 from meshfold.passes.rules_contraction import CONTRACTION_RULES
-from meshfold.spmd import SpmdType
+from meshfold.spmd import PARTIAL, SpmdType
 
 PRODUCTS = frozenset((*CONTRACTION_RULES, *ATTENTION_RULES))
 """Ops whose work is worth sharing."""
@@ -45,34 +48,34 @@ def context_rules(
     """`table` with the rules of axis `cp_axis` as the module docstring has them. kept: shards that
     stay in any case, since values cross the region's boundary in them."""
     if tp_axis is not None:
-        table = with_rules_inside(graph, table, sizes, inner=cp_axis, outer=tp_axis)
+        table = moved_inside(graph, table, sizes, inner=cp_axis, outer=tp_axis)
     rules = [
         [rule for rule in per_axis[cp_axis] if _reads_whole_parameters(graph, k, rule)]
         for k, per_axis in enumerate(table)
     ]
     worth = shards_of_products(graph, rules, kept)
+    rules = [
+        [rule for rule in of_op if all(shard in worth for shard in _shards(graph, k, rule))]
+        for k, of_op in enumerate(rules)
+    ]
     return tuple(
-        (
-            *per_axis[:cp_axis],
-            tuple(r for r in of_op if all(s in worth for s in _shards(graph, k, r))),
-            *per_axis[cp_axis + 1 :],
-        )
-        for k, (per_axis, of_op) in enumerate(zip(table, rules, strict=True))
+        (*per_axis[:cp_axis], of_op, *per_axis[cp_axis + 1 :])
+        for per_axis, of_op in zip(table, _with_sums(graph, rules), strict=True)
     )
 
 
-def with_rules_inside(
+def moved_inside(
     graph: OpGraph, table: RuleTable, sizes: Sequence[int], *, inner: int, outer: int
 ) -> RuleTable:
-    """`table` with, on axis `inner`, the rules that go on with each rule of axis `outer` inside of
-    its shards as well. Rules that mean the same types are given once."""
+    """`table` with every rule of axis `inner` moved inside of the shards of axis `outer`, where all
+    of its tensors divide over both. Rules that mean the same types are given once."""
     out = []
     for k, per_axis in enumerate(table):
-        distinct = {(rule.inputs, rule.outputs): rule for rule in per_axis[inner]}
-        for rule in per_axis[outer]:
-            found = rule_inside(graph, k, rule, sizes[outer], sizes[inner])
-            if found is not None:
-                distinct.setdefault((found.inputs, found.outputs), found)
+        moved = (
+            rule_inside(graph, k, rule, sizes[outer], sizes[inner]) or rule
+            for rule in per_axis[inner]
+        )
+        distinct = {(rule.inputs, rule.outputs): rule for rule in moved}
         rules: tuple[AxisRule, ...] = tuple(distinct.values())
         out.append((*per_axis[:inner], rules, *per_axis[inner + 1 :]))
     return tuple(out)
@@ -94,6 +97,23 @@ def shards_of_products(
                 worth.update(shards)
     components = (part for part in nx.connected_components(joined) if not worth.isdisjoint(part))
     return frozenset().union(*components)
+
+
+def _with_sums(
+    graph: OpGraph, rules: Sequence[Sequence[AxisRule]]
+) -> Iterator[tuple[AxisRule, ...]]:
+    """Per op its rules without those that go on with pending sums which nothing before makes."""
+    pending: set[int] = set()
+    for op, of_op in zip(graph.ops, rules, strict=True):
+        kept = []
+        for rule in of_op:
+            read = {v for v, t in zip(op.operands, rule.inputs, strict=True) if t == PARTIAL}
+            makes = rule.splits_work or not pending.isdisjoint(read)
+            if not read or makes:
+                kept.append(rule)
+                made = zip(op.outputs, rule.outputs, strict=True)
+                pending.update(v for v, t in made if t == PARTIAL)
+        yield tuple(kept)
 
 
 def _shards(graph: OpGraph, op_index: int, rule: AxisRule) -> list[ShardOf]:

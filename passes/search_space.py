@@ -186,16 +186,18 @@ class SearchSpace:
     def _cut_sequence(self, value: Value, dp: SpmdType, role: AxisRole) -> Layout:
         """A carried activation: its sequence cut by the axes that do so, cp inside of tp."""
         cp = tp = INVARIANT
+        inside = 1
+        if self.tp_axis is not None:
+            inside = self.mesh.sizes[self.tp_axis]
+            if role is AxisRole.SEQUENCE:
+                tp = sequence_type(value, dp, inside)
         if self.cp_axis is not None:
             cp = sequence_type(value, dp, self.mesh.sizes[self.cp_axis])
-        if self.tp_axis is not None and role is AxisRole.SEQUENCE:
-            tp = sequence_type(value, dp, self.mesh.sizes[self.tp_axis])
-        inside = cp
-        if cp.is_shard and tp.is_shard and self.tp_axis is not None:
-            inside = Shard(cp.dim, self.mesh.sizes[self.tp_axis])
+        nested = Shard(cp.dim, inside) if cp.is_shard else cp
         return self._first_legal(
             value,
-            self._layout(dp=dp, cp=inside, tp=tp),
+            self._layout(dp=dp, cp=nested, tp=tp),
+            self._layout(dp=dp, cp=nested),
             self._layout(dp=dp, cp=cp),
             self._layout(dp=dp),
         )

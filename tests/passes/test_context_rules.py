@@ -3,18 +3,19 @@
 from functools import cache
 
 import pytest
-from support_models import BATCH, tiny_model
+from support_models import BATCH, meta_llama, tiny_model
 
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.meshes import build_mesh
 from meshfold.opgraph import FoldedGraph, SlotKind
 from meshfold.passes import context_rules
-from meshfold.passes.context_rules import ShardOf, with_rules_inside
+from meshfold.passes.context_rules import ShardOf, moved_inside
 from meshfold.passes.parameter_prices import Prices
+from meshfold.passes.region_search import RegionProblem
 from meshfold.passes.rules import region_rules
 from meshfold.passes.uniform_search import MeshSearch
-from meshfold.spmd import Shard
+from meshfold.spmd import Shard, SpmdType
 
 
 @cache
@@ -32,16 +33,23 @@ def largest_region(graph: FoldedGraph) -> int:
     return max(range(len(graph.regions)), key=lambda r: len(graph.regions[r].graph.ops))
 
 
-def test_rules_inside_start_where_the_outer_shards_end() -> None:
+def test_rules_move_inside_of_the_outer_shards_where_that_divides() -> None:
     graph = graph_of("bert").regions[1].graph
-    sizes = (2, 2)
-    table = region_rules(graph, sizes)
-    wider = with_rules_inside(graph, table, sizes, inner=0, outer=1)
     linear = next(k for k, op in enumerate(graph.ops) if op.target == "aten.linear.default")
-    assert {r.name for r in wider[linear][0]} - {r.name for r in table[linear][0]} >= {"d1/2"}
-    (rows,) = (r for r in wider[linear][0] if r.name == "d1/2")
-    assert rows.inputs[0] == rows.outputs[0] == Shard(1, 2)
-    assert wider[linear][1] == table[linear][1]
+
+    def names(sizes: tuple[int, int]) -> tuple[SpmdType, set[str]]:
+        table = region_rules(graph, sizes)
+        moved = moved_inside(graph, table, sizes, inner=0, outer=1)
+        assert moved[linear][1] == table[linear][1]
+        (rows,) = (r for r in moved[linear][0] if r.name.split("/")[0] == "d1")
+        assert rows.inputs[0] == rows.outputs[0]
+        return rows.inputs[0], {r.name for r in moved[linear][0]}
+
+    rows, found = names((2, 2))
+    assert rows == Shard(1, 2) and {"I", "R", "d0/2", "d1/2"} <= found and "d1" not in found
+    # 8 rows do not divide over 4 x 4 ranks.
+    rows, _ = names((4, 4))
+    assert rows == Shard(1)
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "mixtral"])
@@ -61,17 +69,60 @@ class _Everything(frozenset[ShardOf]):
         return True
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def _all_rules(graph, rules):
+    yield from map(tuple, rules)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_optimum_survives_the_pruning(
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_the_optimum_survives_what_shards_no_product(
     family: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     region = largest_region(graph_of(family))
     pruned = search_of(family).problem(region, sequence_parallel=sequence_parallel)
     monkeypatch.setattr(context_rules, "shards_of_products", lambda *_: _Everything())
     everything = search_of(family).problem(region, sequence_parallel=sequence_parallel)
+    check_pruned(pruned, everything)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_where_bytes_decide_the_optimum_survives_all_cuts(
+    sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum made of a whole value saves a launch at most: none where values are large."""
+    cluster = resolve_cluster("dgx-h100", 8)
+    graph = capture(*meta_llama(8192, 2)).graph
+    region = largest_region(graph)
+
+    def problem() -> RegionProblem:
+        search = MeshSearch(graph, cluster, build_mesh(cluster, 2, 2, cp=2), 2)
+        return search.problem(region, sequence_parallel=sequence_parallel)
+
+    pruned = problem()
+    monkeypatch.setattr(context_rules, "_with_sums", _all_rules)
+    monkeypatch.setattr(context_rules, "moved_inside", with_both)
+    check_pruned(pruned, problem())
+
+
+_moved_inside = moved_inside
+
+
+def with_both(graph, table, sizes, *, inner, outer):
+    """Rules inside and outside of the outer axis's shards."""
+    moved = _moved_inside(graph, table, sizes, inner=inner, outer=outer)
+    both = []
+    for old, new in zip(table, moved, strict=True):
+        rules = {(r.inputs, r.outputs): r for r in (*old[inner], *new[inner])}
+        both.append((*old[:inner], tuple(rules.values()), *old[inner + 1 :]))
+    return tuple(both)
+
+
+def check_pruned(pruned: RegionProblem, everything: RegionProblem) -> None:
     assert sum(map(len, pruned.domains)) < sum(map(len, everything.domains))
     prices = Prices(used_s_per_byte=1e-9)
     found, best = pruned.solve(prices), everything.solve(prices)
     assert found is not None and best is not None
-    assert found.objective_s == pytest.approx(best.objective_s, rel=1e-12)
+    # Of fewer layouts more can be shared exactly, see region_factors: it may come out lower.
+    assert best.objective_s * 0.999 < found.objective_s <= best.objective_s * (1 + 1e-9)

@@ -35,10 +35,10 @@ def largest_region(graph: FoldedGraph) -> int:
     return max(range(len(graph.regions)), key=lambda r: len(graph.regions[r].graph.ops))
 
 
-def problem_of(family: str, sequence_parallel: bool) -> RegionProblem:
+def problem_of(family: str, sequence_parallel: bool, cp: int = 1) -> RegionProblem:
     graph = graph_of(family)
-    cluster = resolve_cluster("dgx-v100", 4)
-    search = MeshSearch(graph, cluster, build_mesh(cluster, 2, 2), BATCH)
+    cluster = resolve_cluster("dgx-v100", 4 * cp)
+    search = MeshSearch(graph, cluster, build_mesh(cluster, 2, 2, cp=cp), BATCH)
     return search.problem(largest_region(graph), sequence_parallel=sequence_parallel)
 
 
@@ -93,8 +93,24 @@ def milp_optimum(domains: tuple[int, ...], factors: list[Factor]) -> float:
 def test_elimination_finds_the_optimum_of_highs(
     family: str, sequence_parallel: bool, price: float
 ) -> None:
-    problem = problem_of(family, sequence_parallel)
-    prices = Prices(used_s_per_byte=price)
+    check_optimum(problem_of(family, sequence_parallel), Prices(used_s_per_byte=price))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "t5", "mixtral", "resnet"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_elimination_finds_the_optimum_of_highs_on_cp_and_tp(
+    family: str, sequence_parallel: bool
+) -> None:
+    problem = problem_of(family, sequence_parallel, cp=2)
+    open_axes = {
+        k for rules in problem.domains for c in rules.rules for k in (1, 2) if c[k].splits_work
+    }
+    assert open_axes == {1, 2}
+    check_optimum(problem, Prices(used_s_per_byte=1e-9))
+
+
+def check_optimum(problem: RegionProblem, prices: Prices) -> None:
     solution = problem.solve(prices)
     assert solution is not None
     expected = milp_optimum(problem.factors.domains, problem._tables(prices))

@@ -32,7 +32,7 @@ def space_of(family: str, dp: int, cp: int, tp: int) -> SearchSpace:
     [
         ((1, 2, 1), AxisRole.TENSOR, "S1"),
         ((2, 2, 1), AxisRole.TENSOR, "S0,S1"),
-        ((2, 2, 2), AxisRole.TENSOR, "S0,S1,I"),
+        ((2, 2, 2), AxisRole.TENSOR, "S0,S1/2,I"),
         ((2, 2, 2), AxisRole.SEQUENCE, "S0,S1/2,S1"),
         # 8 positions do not divide over 4 x 4 ranks: tp stays without.
         ((1, 4, 4), AxisRole.SEQUENCE, "S1,I"),
