@@ -35,7 +35,7 @@ class OpTimer:
         self.mesh = mesh
         self.costs = costs
         self.work = op_work(graph, op)
-        self.dtype = _dtype(graph, op)
+        self.dtype = compute_dtype(graph, op)
         self._tensor_bytes = [graph.values[v].num_bytes for v in (*op.operands, *op.outputs)]
         self._cuts: dict[tuple[int, str], tuple[int, ...]] = {}
         self._kernels: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = {}
@@ -104,7 +104,7 @@ def op_time(
     return OpTimer(graph, op, mesh, costs).time(rules)
 
 
-def _dtype(graph: OpGraph, op: Op) -> str:
+def compute_dtype(graph: OpGraph, op: Op) -> str:
     """The dtype an op computes in: of its first float operand, else of its first result."""
     values = [graph.values[v] for v in (*op.operands, *op.outputs)]
     return next((v.dtype for v in values if v.is_float), values[0].dtype if values else "float32")

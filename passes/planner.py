@@ -13,18 +13,21 @@ same plan.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from meshfold.cluster import ClusterSpec
+from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.meshes import build_mesh
 from meshfold.cost_models.step_memory import STATE_FACTOR
 from meshfold.errors import InfeasibleError, OptionError
+from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.baselines import baseline_rows, named_baselines
 from meshfold.passes.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.data_parallel import Followed
 from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
+from meshfold.passes.mesh_bounds import least_step_s
 from meshfold.passes.mesh_plan import MeshPlanner
 from meshfold.passes.pipeline_planner import (
     excludes_pipelines,
@@ -151,6 +154,22 @@ class _Found:
     notes: tuple[str, ...]
 
 
+@dataclass
+class _Progress:
+    """What a search has found so far. skipped: (mesh, bound) of those never typed."""
+
+    cuts: Counter[str]
+    best: tuple[Priced, MeshPlanner] | None = None
+    planners: list[MeshPlanner] = field(default_factory=list)
+    plans: dict[MeshPlanner, MeshPlan] = field(default_factory=dict)
+    skipped: list[tuple[str, float]] = field(default_factory=list)
+    num_done: int = 0
+
+    @property
+    def best_s(self) -> float:
+        return self.best[0].time.step_s if self.best else math.inf
+
+
 def _planner_of(strategy: UniformStrategy, found: _Found, search: "_Search") -> MeshPlanner:
     """Who has priced the leaves of `strategy`, or a planner for it alone."""
     for planner in found.planners:
@@ -197,9 +216,8 @@ class _Search:
     def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
         """A planner for these leaves of one mesh."""
         if degrees not in self._searches:
-            mesh = build_mesh(self.cluster, degrees.dp, degrees.tp, cp=degrees.cp)
             self._searches[degrees] = MeshSearch(
-                self.folded, self.cluster, mesh, self.batch_size, self._followed
+                self.folded, self.cluster, self._mesh(degrees), self.batch_size, self._followed
             )
         return MeshPlanner(
             self.folded,
@@ -209,6 +227,9 @@ class _Search:
             self.options,
             self.probe,
         )
+
+    def _mesh(self, degrees: Degrees) -> Mesh:
+        return build_mesh(self.cluster, degrees.dp, degrees.tp, cp=degrees.cp)
 
     def _tree(self, without: Sequence[str]) -> Tree:
         cluster = self.cluster
@@ -232,47 +253,70 @@ class _Search:
         # In an order of our own, so that the order of the leaves decides nothing.
         for leaf in sorted(tree.leaves, key=lambda s: (-s.dp, s.cp, s.label)):
             by_mesh.setdefault(leaf.degrees, []).append(leaf)
-        cuts = Counter(tree.cuts)
-        planners = self._bounded(by_mesh, cuts)
-        best: tuple[Priced, MeshPlanner] | None = None
-        plans: dict[MeshPlanner, MeshPlan] = {}
+        waves = [{d: m for d, m in by_mesh.items() if (d.cp > 1) == late} for late in (False, True)]
+        state = _Progress(Counter(tree.cuts))
+        for wave in waves:
+            self._plan_meshes(self._typed(wave, state, len(by_mesh)), state)
+        if not state.planners and not state.skipped:
+            raise self._nothing_to_shard(by_mesh)
+        if state.best is None:
+            return [p.smallest for p in state.plans.values() if p.smallest is not None]
+        return _Found(*state.best, tuple(state.plans), _stats(tree, state), ())
+
+    def _plan_meshes(self, planners: Sequence[MeshPlanner], state: "_Progress") -> None:
+        """Meshes in the order of their bounds, until none can beat the best."""
         for planner in sorted(planners, key=lambda p: (p.fastest_s, p.mesh.sizes)):
-            if best and planner.fastest_s >= best[0].time.step_s and self._prunes(BOUND):
-                cuts[BOUND] += len(planner.strategies)
+            if self._is_beaten(planner.fastest_s, state):
+                state.cuts[BOUND] += len(planner.strategies)
                 continue
-            incumbent_s = best[0].time.step_s if best else math.inf
-            plans[planner] = plan = planner.plan(incumbent_s)
-            if plan.best and (not best or order_of(plan.best) < order_of(best[0])):
-                best = plan.best, planner
-        if best is None:
-            return [p.smallest for p in plans.values() if p.smallest is not None]
-        stats = _stats(tree, cuts, planners, plans, best)
-        return _Found(*best, tuple(plans), stats, ())
+            plan = state.plans[planner] = planner.plan(state.best_s)
+            if plan.best and (not state.best or order_of(plan.best) < order_of(state.best[0])):
+                state.best = plan.best, planner
 
-    def _prunes(self, name: str) -> bool:
-        return name not in self.options.without_cuts
+    def _is_beaten(self, bound_s: float, state: "_Progress") -> bool:
+        return bound_s >= state.best_s and BOUND not in self.options.without_cuts
 
-    def _bounded(
-        self, by_mesh: Mapping[Degrees, list[UniformStrategy]], cuts: Counter[str]
+    def _typed(
+        self,
+        by_mesh: Mapping[Degrees, list[UniformStrategy]],
+        state: "_Progress",
+        num_meshes: int,
     ) -> list[MeshPlanner]:
-        """A planner per mesh, those whose tp axis shards no weights left out."""
+        """A planner per mesh, those left out that cannot beat the best or whose tp axis shards no
+        weights."""
         planners = []
-        for done, (degrees, strategies) in enumerate(by_mesh.items()):
+        for degrees, strategies in by_mesh.items():
+            state.num_done += 1
             if self.progress is not None:
                 bare = UniformStrategy(**degrees._asdict())
-                self.progress(done + 1, len(by_mesh), bare.label)
+                self.progress(state.num_done, num_meshes, bare.label)
+            costs = CostModel(self.cluster, self._mesh(degrees))
+            bound_s = self._bare_bound_s(degrees, costs)
+            if self._is_beaten(bound_s, state):
+                state.cuts[BOUND] += len(strategies)
+                state.skipped.append((str(costs.mesh), bound_s))
+                continue
             planner = self.mesh_planner(degrees, strategies)
             if planner.sharded_fraction > 0:
                 planners.append(planner)
             else:
-                cuts[UNSHARDED] += len(strategies)
-        if not planners:
-            degrees_text = ", ".join(f"tp={d}" for d in sorted({d.tp for d in by_mesh}))
-            raise OptionError(
-                f"{'pin ' if 'tp' in self.options.pins else ''}{degrees_text}: no parameter of "
-                f"this model can be sharded over so many ranks"
-            )
+                state.cuts[UNSHARDED] += len(strategies)
+        state.planners += planners
         return planners
+
+    def _bare_bound_s(self, degrees: Degrees, costs: CostModel) -> float:
+        """A bound on a mesh before its regions are typed; 0 if dp is not known from another."""
+        for known, search in self._searches.items():
+            if known.dp == degrees.dp and search.space.data is not None:
+                return least_step_s(self.folded, search.space.data, costs)
+        return 0.0
+
+    def _nothing_to_shard(self, by_mesh: Mapping[Degrees, object]) -> OptionError:
+        degrees_text = ", ".join(f"tp={d}" for d in sorted({d.tp for d in by_mesh}))
+        return OptionError(
+            f"{'pin ' if 'tp' in self.options.pins else ''}{degrees_text}: no parameter of "
+            f"this model can be sharded over so many ranks"
+        )
 
     def _infeasible(self, smallest: Sequence[Priced]) -> InfeasibleError:
         best = min(smallest, key=lambda p: (p.memory.peak, p.strategy.label))
@@ -291,41 +335,42 @@ class _Search:
         )
 
 
-def _stats(
-    tree: Tree,
-    cuts: Counter[str],
-    planners: Sequence[MeshPlanner],
-    plans: Mapping[MeshPlanner, MeshPlan],
-    best: tuple[Priced, MeshPlanner],
-) -> SearchStats:
-    step_s = best[0].time.step_s
-    outcomes = []
-    for planner in planners:
-        plan = plans.get(planner)
-        name = str(planner.mesh)
-        if plan is None:
-            reason = f"cannot be faster than {planner.fastest_s / step_s:.2f} of this plan"
-            outcomes.append(MeshOutcome(name, planner.fastest_s, None, reason))
-        elif plan.best is None:
-            fits = math.isfinite(plan.lower_bound_s)
-            bound_s = plan.lower_bound_s if fits else planner.fastest_s
-            reason = f"cannot be faster than {bound_s / step_s:.2f} of this plan"
-            outcomes.append(MeshOutcome(name, bound_s, None, reason if fits else "does not fit"))
-        else:
-            own_s = plan.best.time.step_s
-            reason = "taken" if planner is best[1] else f"{own_s / step_s:.2f} of this plan's time"
-            outcomes.append(MeshOutcome(name, plan.lower_bound_s, own_s, reason))
+def _stats(tree: Tree, state: _Progress) -> SearchStats:
+    assert state.best is not None
+    step_s, plans = state.best_s, state.plans
+    outcomes = [_outcome(p, plans.get(p), state) for p in state.planners]
+    outcomes += [MeshOutcome(name, s, None, _too_slow(s, step_s)) for name, s in state.skipped]
     return SearchStats(
         num_leaves=tree.num_leaves,
         num_candidates=sum(p.num_priced for p in plans.values()),
         num_infeasible=sum(p.num_infeasible for p in plans.values()),
-        cuts=dict(sorted((name, n) for name, n in cuts.items() if n)),
+        cuts=dict(sorted((name, n) for name, n in state.cuts.items() if n)),
         lower_bound_s=min(step_s, *(p.lower_bound_s for p in plans.values())),
-        gap_before=plans[best[1]].gap_before,
+        gap_before=plans[state.best[1]].gap_before,
         unlimited_s=min(p.unlimited_s for p in plans.values()),
         capped=any(p.capped for p in plans.values()),
         meshes=tuple(outcomes),
     )
+
+
+def _outcome(planner: MeshPlanner, plan: MeshPlan | None, state: _Progress) -> MeshOutcome:
+    """What came of one mesh that was typed."""
+    assert state.best is not None
+    name, step_s = str(planner.mesh), state.best_s
+    if plan is None or plan.best is None:
+        fits = plan is None or math.isfinite(plan.lower_bound_s)
+        bound_s = plan.lower_bound_s if plan and fits else planner.fastest_s
+        return MeshOutcome(
+            name, bound_s, None, _too_slow(bound_s, step_s) if fits else "does not fit"
+        )
+    own_s = plan.best.time.step_s
+    is_best = planner is state.best[1]
+    reason = "taken" if is_best else f"{own_s / step_s:.2f} of this plan's time"
+    return MeshOutcome(name, plan.lower_bound_s, own_s, reason)
+
+
+def _too_slow(bound_s: float, step_s: float) -> str:
+    return f"cannot be faster than {bound_s / step_s:.2f} of this plan"
 
 
 def _planned_notes(best: Priced) -> list[str]:

@@ -1,0 +1,70 @@
+"""The bound on a mesh that was never typed: below every program, and tight enough to prune."""
+
+from functools import cache
+
+import pytest
+from support_models import BATCH, tiny_model
+
+from meshfold.capture import capture
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.opgraph import FoldedGraph, SlotKind
+from meshfold.options import CompileOptions
+from meshfold.passes.decision_tree import leaves_on
+from meshfold.passes.mesh_bounds import least_step_s
+from meshfold.passes.mesh_plan import MeshPlanner
+from meshfold.passes.uniform_search import MeshSearch
+from meshfold.probe import OpProber
+from meshfold.strategy import Degrees
+
+PROBER = OpProber()
+CLUSTER = resolve_cluster("dgx-v100", 8)
+MESHES = [Degrees(2, 1, 4), Degrees(2, 2, 2), Degrees(2, 4, 1), Degrees(4, 2, 1), Degrees(4, 1, 2)]
+
+
+@cache
+def graph_of(family: str) -> FoldedGraph:
+    model, batch = tiny_model(family)
+    return capture(model, batch).graph
+
+
+def search_of(family: str, degrees: Degrees) -> MeshSearch:
+    mesh = build_mesh(CLUSTER, degrees.dp, degrees.tp, cp=degrees.cp)
+    return MeshSearch(graph_of(family), CLUSTER, mesh, BATCH)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_no_program_of_the_mesh_is_below(family: str, degrees: Degrees) -> None:
+    search = search_of(family, degrees)
+    assert search.space.data is not None
+    bound_s = least_step_s(graph_of(family), search.space.data, search.costs)
+    strategies = [leaf for leaf in leaves_on(degrees) if leaf.runs]
+    of = MeshPlanner(graph_of(family), CLUSTER, search, strategies, CompileOptions(), PROBER)
+    assert 0 < bound_s <= of.plan().unlimited_s
+    for strategy in strategies:
+        assert bound_s <= of.uniform(strategy).time.step_s
+
+
+def test_fewer_ranks_that_shard_weights_have_more_to_reduce() -> None:
+    """By hand: each region's gradients over dp alone, where they outweigh the backward."""
+    graph = graph_of("llama")
+    data = search_of("llama", Degrees(2, 4, 1)).space.data
+    assert data is not None
+    by_tp = {}
+    for degrees in (Degrees(2, 1, 4), Degrees(2, 2, 2), Degrees(2, 4, 1)):
+        mesh = build_mesh(CLUSTER, degrees.dp, degrees.tp, cp=degrees.cp)
+        by_tp[degrees.tp] = least_step_s(graph, data, CostModel(CLUSTER, mesh))
+    assert by_tp[1] >= by_tp[2] >= by_tp[4]
+    costs = CostModel(CLUSTER, build_mesh(CLUSTER, 2, 1, cp=4))
+    reductions_s = 0.0
+    for instance in graph.instances:
+        region = graph.regions[instance.region].graph
+        num_bytes = sum(
+            region.values[i].num_bytes
+            for i, slot in enumerate(region.slots)
+            if slot.kind is SlotKind.PARAMETER
+        )
+        reductions_s += costs.collective_s("reduce_scatter", num_bytes, (0,))
+    assert by_tp[1] >= reductions_s * (1 - 1e-12)
