@@ -260,8 +260,9 @@ FAMILIES: tuple[Family, ...] = (
     _image(
         "swin",
         "Swin",
-        {**_VIT, "image_size": 32, "embed_dim": 16, "depths": [2, 2], "num_heads": [4, 8]}
-        | {"window_size": 4, "drop_path_rate": 0.0},
+        {"image_size": 32, "patch_size": 4, "num_channels": 4, "num_labels": CLASSES}
+        | {"embed_dim": 16, "depths": [2, 2], "num_heads": [4, 8], "window_size": 4}
+        | {"drop_path_rate": 0.0, **_NO_DROPOUT},
         pixels=32,
     ),
     _image(

@@ -1,5 +1,6 @@
 """Options of a compilation. One frozen record; a test freezes its fields."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -30,7 +31,8 @@ PIN_NAMES = (
 """What can be pinned: data, context and tensor parallel degrees, ZeRO level, whether activations
 between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is offloaded,
 devices that a pipeline goes over, parts in which a rank runs its share of the batch, the order they
-run in, and stages per device (more than one under the interleaved schedule only)."""
+run in, and stages per device (more than one under the interleaved schedule only). Beside these a
+parameter's layout, `layout:NAME`."""
 
 _WORDS = {
     "recompute": get_args(Recompute),
@@ -38,6 +40,39 @@ _WORDS = {
     "schedule": get_args(ScheduleName),
 }
 """Pins that are words, and what they can be."""
+
+LAYOUT = "layout:"
+"""What the name of a pin starts with that is about a parameter's layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPin:
+    """A parameter's stored layout, fixed. pattern: its name, with * for any part; value: as the
+    user wrote it (meshfold.passes.layout_pins says what it can be)."""
+
+    pattern: str
+    value: str
+
+    def __post_init__(self) -> None:
+        if self.value not in ("replicate", "dp") and not _TP_LAYOUT.fullmatch(self.value):
+            raise OptionError(f"pin {self}: write replicate, dp, tp:DIM or tp:DIM,dp")
+
+    def __str__(self) -> str:
+        return f"{LAYOUT}{self.pattern}={self.value}"
+
+    @property
+    def tp_dim(self) -> int | None:
+        """The dim that tp shards."""
+        found = _TP_LAYOUT.fullmatch(self.value)
+        return int(found[1]) if found else None
+
+    @property
+    def on_dp(self) -> bool:
+        """Whether it is sharded on dp."""
+        return self.value.split(",")[-1] == "dp"
+
+
+_TP_LAYOUT = re.compile(r"tp:(\d+)(,dp)?")
 
 
 @dataclass(frozen=True)
@@ -67,10 +102,29 @@ class CompileOptions:
         if self.optimizer not in ("adamw", "sgd"):
             raise OptionError(f"optimizer {self.optimizer!r} is unknown; write adamw or sgd")
 
+    @property
+    def strategy_pins(self) -> dict[str, PinValue]:
+        """Pins about strategies."""
+        return {k: v for k, v in self.pins.items() if not k.startswith(LAYOUT)}
+
+    @property
+    def layout_pins(self) -> tuple[LayoutPin, ...]:
+        """Pins about parameters."""
+        return tuple(
+            LayoutPin(k.removeprefix(LAYOUT), str(v))
+            for k, v in self.pins.items()
+            if k.startswith(LAYOUT)
+        )
+
 
 def _check_pin(name: str, value: PinValue) -> None:
+    if name.startswith(LAYOUT):
+        LayoutPin(name.removeprefix(LAYOUT), str(value))
+        return
     if name not in PIN_NAMES:
-        raise OptionError(f"pin {name!r} is unknown; pins are {', '.join(PIN_NAMES)}")
+        raise OptionError(
+            f"pin {name!r} is unknown; pins are {', '.join(PIN_NAMES)} and {LAYOUT}PARAMETER"
+        )
     if name in _WORDS:
         if value not in _WORDS[name]:
             raise OptionError(f"pin {name}={value}: write {' or '.join(_WORDS[name])}")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from meshfold.passes.canonical import Cut, FlatIndex, is_worth
 from meshfold.passes.fold_repeats import crossing
 
-LONG_OPS = 100
+LONG_OPS = 300
 """A stretch of more ops is cut: longer than a layer of most models, short enough that a strategy
 for all of it is not a loss."""
 

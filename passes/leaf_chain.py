@@ -2,9 +2,9 @@
 
 Peak memory is a maximum over moments, the chain needs a sum over layers. Two are used:
 
-    estimate   fixed + sum_i (states_i + max(kept_i, gradients_i + stepping_i)): what can be held at
-               any moment of backward and optimizer at most; what passes by beside it comes off the
-               budget
+    estimate   fixed + sum_i (states_i + max(kept_i, gradients_i)): what can be held at any moment
+               of the backward at most; what passes by beside it comes off the budget. Where the
+               bound says that the optimizer's step binds, gradients_i + stepping_i
     bound      what every program holds at three moments, fixed included: when the backward starts,
                sum_i (states_i + kept_i) with the inside of the layer that runs then; in the
                backward of the longest run's last layer; and sum_i (states_i + gradients_i +
@@ -42,6 +42,7 @@ class LeafChain:
     """Leaves per region that may stand together, as a chain of runs.
 
     fixed_bytes: held whatever is chosen. changes: seconds where two neighbours differ in mode.
+    capacity_bytes: of a device; it decides which moment the estimate is about.
     """
 
     def __init__(
@@ -50,21 +51,30 @@ class LeafChain:
         leaves: Sequence[Sequence[Leaf]],
         fixed_bytes: int,
         changes: ModeChanges,
+        capacity_bytes: int,
     ) -> None:
         self.fixed_bytes = fixed_bytes
         self.changes = changes
         self.kept = _KeptOutputs(folded, leaves)
         self.everything = leaves
-        self.leaves = [self._worthwhile(r, of) for r, of in enumerate(leaves)]
         self._has_modes = len({leaf.strategy.tp_mode for of in leaves for leaf in of}) > 1
         runs = folded.runs
         region, first, count = runs[0]
         # The first instance is a run of its own: only its gather and reduction are exposed whole.
         rest = [(region, first + 1, count - 1)] if count > 1 else []
         self.runs = [(region, first, 1), *rest, *runs[1:]]
+        stepping, *others = (self._relaxed_s(capacity_bytes, m) for m in self._moments())
+        self._step_binds = stepping > max(others)
+        self.leaves = [self._worthwhile(r, of) for r, of in enumerate(leaves)]
 
-    def smallest(self) -> list[Leaf]:
-        """Per region the leaf whose layers hold least, with the least of what passes by in one."""
+    def smallest(self) -> list[list[Leaf]]:
+        """Programs, per region a leaf, one of which holds least: by what layers hold in the
+        backward, and by what they hold when the optimizer steps, each with the least of what passes
+        by in one."""
+        found = [self._smallest(stepping) for stepping in (False, True)]
+        return found if found[0] != found[1] else found[:1]
+
+    def _smallest(self, with_stepping: bool) -> list[Leaf]:
         counts = [0] * len(self.leaves)
         for region, _, count in self.runs:
             counts[region] += count
@@ -77,7 +87,7 @@ class LeafChain:
                 options = [leaf for leaf in of if leaf.passing_bytes <= passing_bytes]
                 if not options:
                     break
-                held = {leaf.name: self._held(leaf, r) for leaf in options}
+                held = {leaf.name: self._estimate(leaf, r, with_stepping) for leaf in options}
                 chosen.append(min(options, key=lambda leaf: (held[leaf.name], leaf.name)))
                 total += counts[r] * held[chosen[-1].name]
             if len(chosen) == len(counts) and (best is None or total < best[0]):
@@ -101,9 +111,9 @@ class LeafChain:
         return max(self._relaxed_s(budget_bytes, moment) for moment in self._moments())
 
     def _moments(self) -> list[list[tuple[int, bool, int, Held]]]:
-        """Per moment the runs as (region, is first, layers, what a layer holds): the last layer of
-        all and the last one of the longest run at their worst, and the optimizer's step. What comes
-        before a layer keeps its activations, what follows has given them for gradients."""
+        """Per moment the runs as (region, is first, layers, what a layer holds): the optimizer's
+        step, then the last layer of all and the last one of the longest run at their worst. What
+        comes before a layer keeps its activations, what follows has given them for gradients."""
         longest = max(range(len(self.runs)), key=lambda k: self.runs[k][2])
         moments: list[list[tuple[int, bool, int, Held]]] = [
             [(r, k == 0, n, _held_in_step) for k, (r, _, n) in enumerate(self.runs)]
@@ -187,8 +197,12 @@ class LeafChain:
 
     def _held(self, leaf: Leaf, region: int) -> int:
         """What a layer adds to the estimate of the peak."""
+        return self._estimate(leaf, region, self._step_binds)
+
+    def _estimate(self, leaf: Leaf, region: int, with_stepping: bool) -> int:
         kept = leaf.kept_bytes + self.kept.ever[region]
-        return leaf.states_bytes + max(kept, leaf.gradient_bytes + leaf.stepping_bytes)
+        stepping = leaf.stepping_bytes if with_stepping else 0
+        return leaf.states_bytes + max(kept, leaf.gradient_bytes + stepping)
 
     def _always_held(self, leaf: Leaf, region: int) -> int:
         """What a layer holds in any program when the backward starts."""

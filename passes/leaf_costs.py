@@ -17,7 +17,7 @@ parameters first. A parameter that several instances read has one layout: all su
 sharded together or not at all, and a leaf says which (ties).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
 from meshfold.cost_models.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.opgraph import OpGraph, SlotKind
+from meshfold.options import LayoutPin
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.passes.region_price import RegionPrice, RegionPricer, layouts_of_values
 from meshfold.passes.residence import (
@@ -113,13 +114,15 @@ class Leaf:
 @dataclass(frozen=True)
 class RegionChoices:
     """A region as the leaves see it: its typing with every parameter whole on dp, prices for any
-    stored layouts, the memory of a typing, its parameters."""
+    stored layouts, the memory of a typing, its parameters, and those with a layout that the user
+    fixed."""
 
     graph: OpGraph
     typing: RegionTyping
     pricer: RegionPricer
     memory_of: MemoryOf
     slots: SlotFacts
+    pinned: Mapping[int, LayoutPin]
 
 
 def region_leaves(
@@ -154,21 +157,31 @@ class _Parameters:
         graph = region.graph
         self.slots = [i for i, s in enumerate(graph.slots) if s.kind is SlotKind.PARAMETER]
         self.demands = layouts_of_values(graph, region.typing)
-        self.shards = data_shards(graph, region.typing, self.mesh)
+        pinned = region.pinned
+        whole = {i for i, pin in pinned.items() if pin.value == "replicate"}
+        shards = data_shards(graph, region.typing, self.mesh)
+        self.shards = {i: layout for i, layout in shards.items() if i not in whole}
+        self._wanted = {i for i, pin in pinned.items() if pin.on_dp}
 
     def choices(self, levels: set[int]) -> list[tuple[int, tuple[int, ...]]]:
         """The (ZeRO level, sharded slots) worth a leaf: none, the largest few, all; tied ones
         together. Every byte sharded costs alike, so sets in between differ in size alone."""
-        found: list[tuple[int, tuple[int, ...]]] = [(level, ()) for level in sorted(levels - {3})]
+        wanted = self._wanted
+        if wanted - self.shards.keys() or (wanted and 3 not in levels):
+            return []
+        lower = sorted(levels - {3}) if not wanted else []
+        found: list[tuple[int, tuple[int, ...]]] = [(level, ()) for level in lower]
         if 3 not in levels:
             return found
-        if not found:
+        if levels == {3}:
             return [(3, tuple(sorted(self.shards)))]
-        tied = sorted(self.region.slots.tied & self.shards.keys())
-        free = sorted(self.shards.keys() - set(tied), key=lambda i: (-self._used_bytes(i), i))
-        for also in ([], tied) if tied else ([],):
-            for k in range(len(free) + 1):
-                sharded = tuple(sorted((*free[:k], *also)))
+        tied = self.region.slots.tied & self.shards.keys()
+        free = self.shards.keys() - tied - wanted
+        by_size = sorted(free, key=lambda i: (-self._used_bytes(i), i))
+        together = [wanted | tied] if wanted & tied or not tied else [wanted, wanted | tied]
+        for also in together:
+            for k in range(len(by_size) + 1):
+                sharded = tuple(sorted({*by_size[:k], *also}))
                 found += [(3, sharded)] if sharded else []
         return found
 

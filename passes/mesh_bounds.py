@@ -1,14 +1,22 @@
 """A lower bound on every program of one mesh, before any of its regions is typed.
 
-Per instance, with the flops of its ops over all ranks and the gradients of its parameters reduced
-over dp at least, in the cheapest way there is:
+Per instance, with the flops of its ops over all ranks, and its parameters either whole on dp, their
+gradients all-reduced, or sharded, gathered for use and their gradients reduce-scattered:
 
-    forward_s + max(backward_s, reduction_s)          a part of instance_s (passes/step_time.py)
+    forward_s + max(backward_s, all_reduce_s)
+    forward_s + max(backward_s, gather_s + reduce_scatter_s)
+
+which is a part of instance_s (passes/step_time.py). Only as many parameters can be whole as memory
+holds with their gradients and states; those are taken where that saves most a byte. A sum of
+maxima is no less than the maximum of sums, and time is concave in bytes, so that parts of a region
+take no less than their share of it.
 
 Typing a mesh takes a search per region; this takes microseconds. It prunes meshes on which dp is
 what it is elsewhere while fewer ranks shard the weights, as context parallelism does beside tensor
 parallelism.
 """
+
+from dataclasses import dataclass
 
 from meshfold.cost_models.compute import op_work
 from meshfold.cost_models.cost_model import CostModel
@@ -21,16 +29,41 @@ from meshfold.spmd import REPLICATE
 from meshfold.strategy import RegionTyping
 
 
-def least_step_s(folded: FoldedGraph, data: DataParallel, costs: CostModel) -> float:
-    """Seconds that no program on the mesh of `costs` is below. data: what regions do on its dp
-    axis, axis 0."""
-    total_s = 0.0
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """Of one instance: local bytes of the parameters that are whole or sharded on dp, and seconds
+    of either."""
+
+    num_bytes: int
+    whole_s: float
+    sharded_s: float
+
+    @property
+    def saved_s_per_byte(self) -> float:
+        saved_s = max(0.0, self.sharded_s - self.whole_s)
+        return saved_s / self.num_bytes if self.num_bytes else 0.0
+
+
+def least_step_s(
+    folded: FoldedGraph, data: DataParallel, costs: CostModel, whole_bytes: float
+) -> float:
+    """Seconds that no program on the mesh of `costs` is below.
+
+    data: what regions do on its dp axis, axis 0. whole_bytes: local parameters that a rank can hold
+    whole on dp at most.
+    """
+    forward_s = backward_s = least_s = sharded_s = best_rate = 0.0
     for region, count in num_instances(folded).items():
         graph = folded.regions[region].graph
-        forward_s, backward_s = _compute_s(graph, costs)
-        reduction_s = _reduction_s(graph, data.solutions[region].typing, costs)
-        total_s += count * (forward_s + max(backward_s, reduction_s))
-    return total_s
+        forward, backward = _compute_s(graph, costs)
+        reduction = _reduction(graph, data.solutions[region].typing, costs)
+        forward_s += count * forward
+        backward_s += count * backward
+        least_s += count * min(reduction.whole_s, reduction.sharded_s)
+        sharded_s += count * reduction.sharded_s
+        best_rate = max(best_rate, reduction.saved_s_per_byte)
+    reduced_s = max(least_s, sharded_s - whole_bytes * best_rate if best_rate else sharded_s)
+    return forward_s + max(backward_s, reduced_s)
 
 
 def _compute_s(graph: OpGraph, costs: CostModel) -> tuple[float, float]:
@@ -44,8 +77,8 @@ def _compute_s(graph: OpGraph, costs: CostModel) -> tuple[float, float]:
     return forward_s, backward_s
 
 
-def _reduction_s(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> float:
-    """Gradients of the parameters that the ops read whole on dp, cut over tp."""
+def _reduction(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> _Reduction:
+    """What the backward waits for: parameters that the ops read whole on dp, cut over tp."""
     mesh = costs.mesh
     demands = layouts_of_values(graph, typing)
     num_bytes = sum(
@@ -56,8 +89,10 @@ def _reduction_s(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> floa
     )
     local_bytes = num_bytes // (mesh.sizes[mesh.index("tp")] if "tp" in mesh.names else 1)
     batch_axes = [k for k, name in enumerate(mesh.names) if name != "tp"]
-    return min(
-        costs.collective_s("reduce_scatter", local_bytes, (0,)),
-        costs.collective_s("all_reduce", local_bytes, (0,)),
-        costs.collective_s("all_reduce", local_bytes, batch_axes),
+    whole_s = min(
+        costs.collective_s("all_reduce", local_bytes, axes) for axes in ((0,), batch_axes)
     )
+    sharded_s = sum(
+        costs.collective_s(kind, local_bytes, (0,)) for kind in ("all_gather", "reduce_scatter")
+    )
+    return _Reduction(local_bytes, whole_s, sharded_s)

@@ -12,6 +12,7 @@ every program holds and conversions for free: it holds for every choice of leave
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
+from meshfold.passes.layout_pins import UnkeptPinError
 from meshfold.passes.leaf_chain import LeafChain
 from meshfold.passes.leaf_costs import Leaf, RegionChoices, region_leaves
 from meshfold.passes.mode_changes import ModeChanges, mode_changes
@@ -80,9 +82,11 @@ class MeshPlanner:
         smallest = min(group.device.memory_bytes for group in cluster.groups)
         self.capacity_bytes = options.memory_bytes or smallest
         modes = dict.fromkeys(s.tp_mode for s in strategies)
-        self.programs: dict[TpMode, ProgramTyping] = {
-            mode: self.search.solve(zero=0, **_choices(mode)) for mode in modes
-        }
+        self.programs: dict[TpMode, ProgramTyping] = {}
+        for mode in modes:
+            # A mode in which a pinned layout cannot be kept has no program.
+            with suppress(UnkeptPinError):
+                self.programs[mode] = self.search.solve(zero=0, **_choices(mode))
         self._priced: dict[tuple[Hashable, ...], Priced] = {}
         self._simulations: Simulations = {}
 
@@ -95,6 +99,11 @@ class MeshPlanner:
     def sharded_fraction(self) -> float:
         """How much of the shardable weights the tp axis shards, in the best of its modes."""
         return max(program.sharded_fraction for program in self.programs.values())
+
+    @property
+    def has_leaves(self) -> bool:
+        """Whether some strategy stores every parameter as the user fixed it."""
+        return not self.search.space.pinned or all(self.leaves)
 
     @cached_property
     def fastest_s(self) -> float:
@@ -127,6 +136,8 @@ class MeshPlanner:
         """The strategies of this planner by the time they take if all regions take them."""
         times: dict[UniformStrategy, float] = {}
         for strategy in self.strategies:
+            if not self._is_everywhere(strategy):
+                continue
             times[strategy] = sum(
                 self.search.counts[r] * leaf.time_s
                 for r, leaf in enumerate(self._uniform_leaves(strategy))
@@ -164,6 +175,11 @@ class MeshPlanner:
 
     # Leaves.
 
+    def _is_everywhere(self, strategy: UniformStrategy) -> bool:
+        """Whether every region has a leaf for it; where the user fixed layouts, some have none."""
+        plain = replace(strategy, zero=0)
+        return all(any(x.strategy in (strategy, plain) for x in of) for of in self.leaves)
+
     def _uniform_leaves(self, strategy: UniformStrategy) -> list[Leaf]:
         """Per region the leaf of `strategy` with most parameters sharded; where nothing can be
         sharded, its leaf without ZeRO."""
@@ -186,6 +202,7 @@ class MeshPlanner:
                 solution.pricer,
                 lambda typing: self._memory_of(region, typing),
                 facts,
+                {i: pin for (r, i), pin in self.search.space.pinned.items() if r == region},
             )
             members = [s for s in self.strategies if s.tp_mode == mode]
             found += region_leaves(choices, members, self.costs, self.options.optimizer)
@@ -232,7 +249,10 @@ class MeshPlanner:
                     for of_region in self.leaves
                 ]
                 if all(leaves):
-                    yield LeafChain(self.folded, leaves, self.fixed_bytes, self.changes)
+                    yield self._chain(leaves)
+
+    def _chain(self, leaves: Sequence[Sequence[Leaf]]) -> LeafChain:
+        return LeafChain(self.folded, leaves, self.fixed_bytes, self.changes, self.capacity_bytes)
 
     @cached_property
     def fixed_bytes(self) -> int:
@@ -266,8 +286,7 @@ class MeshPlanner:
         fastest = self.price(chain.assignment(unlimited))
         if fastest.memory.fits:
             return replace(closed, best_s=fastest.time.step_s, gap_before=unlimited.gap_before)
-        least = chain.smallest()
-        best = self.price([least[i.region] for i in self.folded.instances])
+        least, best = min(self._smallest_of(chain), key=lambda pair: pair[1].memory.peak)
         low, high = chain.held_bytes(least), unlimited.memory_bytes - 1
         too_fast_s = fastest.time.step_s
         budget = max(low, min(high, self.capacity_bytes - chain.least_passing_bytes))
@@ -290,12 +309,16 @@ class MeshPlanner:
             budget = guess if low < guess <= high else (low + high + 1) // 2
         return replace(closed, best_s=best.time.step_s if best.memory.fits else math.inf)
 
+    def _smallest_of(self, chain: LeafChain) -> list[tuple[list[Leaf], Priced]]:
+        """Programs of a chain one of which has the least memory, with their exact figures."""
+        return [
+            (least, self.price([least[i.region] for i in self.folded.instances]))
+            for least in chain.smallest()
+        ]
+
     def _smallest(self) -> Priced:
         """The program with the least memory among the simplest: every layer at its least."""
-        candidates = []
-        for chain in self._chains():
-            least = chain.smallest()
-            candidates.append(self.price([least[i.region] for i in self.folded.instances]))
+        candidates = [p for chain in self._chains() for _, p in self._smallest_of(chain)]
         return min(candidates, key=lambda p: (p.memory.peak, p.strategy.label))
 
     # Exact figures.

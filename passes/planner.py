@@ -10,15 +10,14 @@ Ties are broken by (step time to seven digits, regions to emit, peak memory, lab
 same plan.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.meshes import build_mesh
-from meshfold.cost_models.step_memory import STATE_FACTOR
+from meshfold.cost_models.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph
@@ -27,18 +26,20 @@ from meshfold.passes.baselines import baseline_rows, named_baselines
 from meshfold.passes.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.data_parallel import Followed
 from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
+from meshfold.passes.layout_pins import pinned_slots
 from meshfold.passes.mesh_bounds import least_step_s
 from meshfold.passes.mesh_plan import MeshPlanner
+from meshfold.passes.mesh_record import MeshRecord, search_stats
 from meshfold.passes.pipeline_planner import (
     excludes_pipelines,
     is_pipeline_pinned,
     plan_with_pipelines,
 )
 from meshfold.passes.plan_assembly import assemble_plan
-from meshfold.passes.priced import MeshPlan, Priced, order_of
+from meshfold.passes.priced import Priced, order_of
 from meshfold.passes.region_memory import Probe
 from meshfold.passes.uniform_search import MeshSearch
-from meshfold.plan import MemoryEstimate, MeshOutcome, Plan, SearchStats
+from meshfold.plan import MemoryEstimate, Plan, SearchStats
 from meshfold.strategy import Degrees, UniformStrategy
 from meshfold.units import bytes_text
 
@@ -46,6 +47,7 @@ Progress = Callable[[int, int, str], None]
 """Called with (meshes done, meshes in all, the mesh at hand)."""
 
 UNSHARDED = "tp shards no weights"
+LAYOUT_PIN = "pinned layout cannot be kept"
 BOUND = "bound of the mesh above the best plan"
 
 
@@ -67,11 +69,10 @@ def find_plan_for(
     """
     _check_prunings(options.without_cuts)
     needs_pipeline = is_pipeline_pinned(options.pins)
-    if needs_pipeline and not options.allow_planned:
-        raise OptionError(
-            "pins pp, microbatches, schedule, chunks: pipelines can be planned, not run yet; say "
-            "--allow planned"
-        )
+    _check_pipeline_pins(options, needs_pipeline)
+    one_pass_only = (
+        not options.allow_planned or excludes_pipelines(options.pins) or bool(options.layout_pins)
+    )
     plan: Plan | None = None
     if not needs_pipeline:
         try:
@@ -79,9 +80,9 @@ def find_plan_for(
                 folded, cluster, options, model_name, batch_size, probe, progress
             )
         except InfeasibleError:
-            if not options.allow_planned or excludes_pipelines(options.pins):
+            if one_pass_only:
                 raise
-    if not options.allow_planned or excludes_pipelines(options.pins):
+    if one_pass_only:
         assert plan is not None
         return plan
     return plan_with_pipelines(
@@ -93,6 +94,19 @@ def find_plan_for(
         batch_size=batch_size,
         probe=probe,
     )
+
+
+def _check_pipeline_pins(options: CompileOptions, needs_pipeline: bool) -> None:
+    if needs_pipeline and not options.allow_planned:
+        raise OptionError(
+            "pins pp, microbatches, schedule, chunks: pipelines can be planned, not run yet; say "
+            "--allow planned"
+        )
+    if needs_pipeline and options.layout_pins:
+        raise OptionError(
+            f"pin {options.layout_pins[0]}: layouts cannot be pinned in a pipeline yet; leave it "
+            "out, or the pipeline"
+        )
 
 
 def _plan_in_one_pass(
@@ -107,9 +121,13 @@ def _plan_in_one_pass(
     """The fastest plan that runs the batch of a rank in one pass."""
     search = _Search(folded, cluster, options, batch_size, probe, progress)
     found = search.best()
+    unpinned = search
+    if options.layout_pins:
+        free = replace(options, pins=options.strategy_pins)
+        unpinned = _Search(folded, cluster, free, batch_size, probe, None)
     named = named_baselines(cluster)
     rows = {
-        name: _planner_of(s, found, search).uniform(s)
+        name: _planner_of(s, found, unpinned).uniform(s)
         for name, s in named.items()
         if batch_size % s.dp == 0
     }
@@ -154,26 +172,11 @@ class _Found:
     notes: tuple[str, ...]
 
 
-@dataclass
-class _Progress:
-    """What a search has found so far. skipped: (mesh, bound) of those never typed."""
-
-    cuts: Counter[str]
-    best: tuple[Priced, MeshPlanner] | None = None
-    planners: list[MeshPlanner] = field(default_factory=list)
-    plans: dict[MeshPlanner, MeshPlan] = field(default_factory=dict)
-    skipped: list[tuple[str, float]] = field(default_factory=list)
-    num_done: int = 0
-
-    @property
-    def best_s(self) -> float:
-        return self.best[0].time.step_s if self.best else math.inf
-
-
 def _planner_of(strategy: UniformStrategy, found: _Found, search: "_Search") -> MeshPlanner:
-    """Who has priced the leaves of `strategy`, or a planner for it alone."""
+    """Who has priced the leaves of `strategy`, or a planner for it alone. Baselines keep no pinned
+    layouts."""
     for planner in found.planners:
-        if strategy in planner.strategies:
+        if strategy in planner.strategies and planner.search.space.pinned == search.pinned:
             return planner
     return search.mesh_planner(strategy.degrees, [strategy])
 
@@ -196,6 +199,7 @@ class _Search:
         self.batch_size = batch_size
         self.probe = probe
         self.progress = progress
+        self.pinned = pinned_slots(folded, options.layout_pins)
         self._searches: dict[Degrees, MeshSearch] = {}
         self._followed: Followed = {}
 
@@ -215,18 +219,20 @@ class _Search:
 
     def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
         """A planner for these leaves of one mesh."""
+        search = self._search(degrees)
+        return MeshPlanner(self.folded, self.cluster, search, strategies, self.options, self.probe)
+
+    def _search(self, degrees: Degrees) -> MeshSearch:
         if degrees not in self._searches:
             self._searches[degrees] = MeshSearch(
-                self.folded, self.cluster, self._mesh(degrees), self.batch_size, self._followed
+                self.folded,
+                self.cluster,
+                self._mesh(degrees),
+                self.batch_size,
+                self._followed,
+                self.pinned,
             )
-        return MeshPlanner(
-            self.folded,
-            self.cluster,
-            self._searches[degrees],
-            strategies,
-            self.options,
-            self.probe,
-        )
+        return self._searches[degrees]
 
     def _mesh(self, degrees: Degrees) -> Mesh:
         return build_mesh(self.cluster, degrees.dp, degrees.tp, cp=degrees.cp)
@@ -237,7 +243,7 @@ class _Search:
             num_devices=cluster.num_devices,
             devices_per_node=min(group.devices_per_node for group in cluster.groups),
             batch_size=self.batch_size,
-            pins=self.options.pins,
+            pins=self.options.strategy_pins,
             allow_planned=self.options.allow_planned,
             switched_off=without,
             host_bytes_per_s=cluster.host_bytes_per_s,
@@ -254,16 +260,16 @@ class _Search:
         for leaf in sorted(tree.leaves, key=lambda s: (-s.dp, s.cp, s.label)):
             by_mesh.setdefault(leaf.degrees, []).append(leaf)
         waves = [{d: m for d, m in by_mesh.items() if (d.cp > 1) == late} for late in (False, True)]
-        state = _Progress(Counter(tree.cuts))
+        state = MeshRecord(Counter(tree.cuts))
         for wave in waves:
             self._plan_meshes(self._typed(wave, state, len(by_mesh)), state)
         if not state.planners and not state.skipped:
-            raise self._nothing_to_shard(by_mesh)
+            raise self._no_mesh(by_mesh, state.cuts)
         if state.best is None:
             return [p.smallest for p in state.plans.values() if p.smallest is not None]
-        return _Found(*state.best, tuple(state.plans), _stats(tree, state), ())
+        return _Found(*state.best, tuple(state.plans), search_stats(tree, state), ())
 
-    def _plan_meshes(self, planners: Sequence[MeshPlanner], state: "_Progress") -> None:
+    def _plan_meshes(self, planners: Sequence[MeshPlanner], state: MeshRecord) -> None:
         """Meshes in the order of their bounds, until none can beat the best."""
         for planner in sorted(planners, key=lambda p: (p.fastest_s, p.mesh.sizes)):
             if self._is_beaten(planner.fastest_s, state):
@@ -273,13 +279,13 @@ class _Search:
             if plan.best and (not state.best or order_of(plan.best) < order_of(state.best[0])):
                 state.best = plan.best, planner
 
-    def _is_beaten(self, bound_s: float, state: "_Progress") -> bool:
+    def _is_beaten(self, bound_s: float, state: MeshRecord) -> bool:
         return bound_s >= state.best_s and BOUND not in self.options.without_cuts
 
     def _typed(
         self,
         by_mesh: Mapping[Degrees, list[UniformStrategy]],
-        state: "_Progress",
+        state: MeshRecord,
         num_meshes: int,
     ) -> list[MeshPlanner]:
         """A planner per mesh, those left out that cannot beat the best or whose tp axis shards no
@@ -296,8 +302,13 @@ class _Search:
                 state.cuts[BOUND] += len(strategies)
                 state.skipped.append((str(costs.mesh), bound_s))
                 continue
+            if not self._search(degrees).space.keeps_pins:
+                state.cuts[LAYOUT_PIN] += len(strategies)
+                continue
             planner = self.mesh_planner(degrees, strategies)
-            if planner.sharded_fraction > 0:
+            if not planner.has_leaves:
+                state.cuts[LAYOUT_PIN] += len(strategies)
+            elif planner.sharded_fraction > 0:
                 planners.append(planner)
             else:
                 state.cuts[UNSHARDED] += len(strategies)
@@ -308,10 +319,26 @@ class _Search:
         """A bound on a mesh before its regions are typed; 0 if dp is not known from another."""
         for known, search in self._searches.items():
             if known.dp == degrees.dp and search.space.data is not None:
-                return least_step_s(self.folded, search.space.data, costs)
+                return least_step_s(self.folded, search.space.data, costs, self._whole_bytes)
         return 0.0
 
-    def _nothing_to_shard(self, by_mesh: Mapping[Degrees, object]) -> OptionError:
+    @property
+    def _whole_bytes(self) -> float:
+        """Parameters that a device can hold with their gradients and optimizer states at most; with
+        offload, parameters alone."""
+        optimizer = self.options.optimizer
+        factor = 2 + STATE_FACTOR[optimizer] + FOREACH_FACTOR[optimizer]
+        if self.options.allow_planned:
+            factor = 1
+        return (self.options.memory_bytes or self.cluster.memory_bytes) / factor
+
+    def _no_mesh(self, by_mesh: Mapping[Degrees, object], cuts: Counter[str]) -> OptionError:
+        if cuts[LAYOUT_PIN]:
+            pins = ", ".join(map(str, self.options.layout_pins))
+            return OptionError(
+                f"pin {pins}: no mesh of {self.cluster.num_devices} devices that the other pins "
+                "leave can store it so: no op reads that shard, or nothing divides"
+            )
         degrees_text = ", ".join(f"tp={d}" for d in sorted({d.tp for d in by_mesh}))
         return OptionError(
             f"{'pin ' if 'tp' in self.options.pins else ''}{degrees_text}: no parameter of "
@@ -333,44 +360,6 @@ class _Search:
             required_bytes=memory.peak,
             available_bytes=memory.capacity,
         )
-
-
-def _stats(tree: Tree, state: _Progress) -> SearchStats:
-    assert state.best is not None
-    step_s, plans = state.best_s, state.plans
-    outcomes = [_outcome(p, plans.get(p), state) for p in state.planners]
-    outcomes += [MeshOutcome(name, s, None, _too_slow(s, step_s)) for name, s in state.skipped]
-    return SearchStats(
-        num_leaves=tree.num_leaves,
-        num_candidates=sum(p.num_priced for p in plans.values()),
-        num_infeasible=sum(p.num_infeasible for p in plans.values()),
-        cuts=dict(sorted((name, n) for name, n in state.cuts.items() if n)),
-        lower_bound_s=min(step_s, *(p.lower_bound_s for p in plans.values())),
-        gap_before=plans[state.best[1]].gap_before,
-        unlimited_s=min(p.unlimited_s for p in plans.values()),
-        capped=any(p.capped for p in plans.values()),
-        meshes=tuple(outcomes),
-    )
-
-
-def _outcome(planner: MeshPlanner, plan: MeshPlan | None, state: _Progress) -> MeshOutcome:
-    """What came of one mesh that was typed."""
-    assert state.best is not None
-    name, step_s = str(planner.mesh), state.best_s
-    if plan is None or plan.best is None:
-        fits = plan is None or math.isfinite(plan.lower_bound_s)
-        bound_s = plan.lower_bound_s if plan and fits else planner.fastest_s
-        return MeshOutcome(
-            name, bound_s, None, _too_slow(bound_s, step_s) if fits else "does not fit"
-        )
-    own_s = plan.best.time.step_s
-    is_best = planner is state.best[1]
-    reason = "taken" if is_best else f"{own_s / step_s:.2f} of this plan's time"
-    return MeshOutcome(name, plan.lower_bound_s, own_s, reason)
-
-
-def _too_slow(bound_s: float, step_s: float) -> str:
-    return f"cannot be faster than {bound_s / step_s:.2f} of this plan"
 
 
 def _planned_notes(best: Priced) -> list[str]:

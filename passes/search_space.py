@@ -28,6 +28,7 @@ from meshfold.passes.data_parallel import (
     follow_batch,
     stored_options,
 )
+from meshfold.passes.layout_pins import PinnedSlots, keeps_tp
 from meshfold.passes.rule_domains import RuleTable
 from meshfold.passes.rules import AxisRule, region_rules, rule_inside
 from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType, is_legal
@@ -37,17 +38,25 @@ class SearchSpace:
     """Rules and layouts of the regions of one folded program on one mesh. `role` below is what the
     tp axis is for; regions are numbers.
 
-    followed: what other meshes found on the dp axis, to use and to add to.
+    followed: what other meshes found on the dp axis, to use and to add to. pinned: parameters whose
+    layout the user fixed; keeps_pins tells whether this mesh can store them so.
     """
 
     def __init__(
-        self, folded: FoldedGraph, mesh: Mesh, costs: CostModel, batch_size: int, followed: Followed
+        self,
+        folded: FoldedGraph,
+        mesh: Mesh,
+        costs: CostModel,
+        batch_size: int,
+        followed: Followed,
+        pinned: PinnedSlots,
     ) -> None:
         self.folded = folded
         self.mesh = mesh
         self.costs = costs
         self.batch_size = batch_size
         self.followed = followed
+        self.pinned = pinned
         self.graphs: list[OpGraph] = [region.graph for region in folded.regions]
         self.boundaries: Boundaries = find_boundaries(folded)
         self.dp_axis, self.cp_axis, self.tp_axis = map(self._axis, ("dp", "cp", "tp"))
@@ -96,6 +105,13 @@ class SearchSpace:
     def output_layouts(self, region: int, role: AxisRole) -> list[list[Layout]]:
         """Per output the layouts in which it may leave."""
         return [[self._boundary(c, role)] for c in self.boundaries.outputs[region]]
+
+    @property
+    def keeps_pins(self) -> bool:
+        """Whether there is a layout for every parameter."""
+        dims = any(pin.tp_dim is not None for pin in self.pinned.values())
+        has_axis = self.tp_axis is not None or not dims
+        return has_axis and all(of_slot for of in self.stored for of_slot in of.values())
 
     @property
     def whole(self) -> Layout:
@@ -209,4 +225,5 @@ class SearchSpace:
         if self.tp_axis is None:
             return [self.whole]
         options = stored_options(self.graphs[region], slot, self._own_rules[region], self.tp_axis)
-        return [self._layout(tp=t) for t in options]
+        pin = self.pinned.get((region, slot))
+        return [self._layout(tp=t) for t in options if pin is None or keeps_tp(pin, t)]

@@ -15,6 +15,7 @@ proposal with the smallest sum of their objectives wins.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
@@ -29,6 +30,7 @@ from meshfold.passes.data_parallel import (
     Followed,
     zero3_layout,
 )
+from meshfold.passes.layout_pins import PinnedSlots, UnkeptPinError
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.region_price import RegionPrice
 from meshfold.passes.region_search import (
@@ -82,7 +84,8 @@ class _Chosen:
 class MeshSearch:
     """Searches of one folded program on one mesh. Rules, tables and the dp axis are shared.
 
-    followed: what other meshes found on the dp axis, to use and to add to.
+    followed: what other meshes found on the dp axis, to use and to add to. pinned: parameters whose
+    layout the user fixed.
     """
 
     def __init__(
@@ -92,13 +95,14 @@ class MeshSearch:
         mesh: Mesh,
         batch_size: int,
         followed: Followed | None = None,
+        pinned: PinnedSlots = MappingProxyType({}),
     ) -> None:
         self.folded = folded
         self.mesh = mesh
         self.batch_size = batch_size
         self.costs = CostModel(cluster, mesh)
         known = {} if followed is None else followed
-        self.space = SearchSpace(folded, mesh, self.costs, batch_size, known)
+        self.space = SearchSpace(folded, mesh, self.costs, batch_size, known, pinned)
         self.counts = num_instances(folded)
         self.graphs: list[OpGraph] = self.space.graphs
         self.tables = {
@@ -111,7 +115,7 @@ class MeshSearch:
     def solve(
         self, *, zero: int, sequence_parallel: bool = False, batch_on_tp: bool = False
     ) -> ProgramTyping:
-        """Typing of every region for these choices on this mesh."""
+        """Typing of every region for these choices on this mesh. Raises UnkeptPinError."""
         role = tp_role(sequence_parallel=sequence_parallel, batch_on_tp=batch_on_tp)
         if role not in self._found:
             self._found[role] = self._search(role)
@@ -167,11 +171,14 @@ class MeshSearch:
         return problem
 
     def _climb(self, region: int, problem: RegionProblem, role: AxisRole) -> _Chosen:
-        """Up the price ladder until enough is sharded; nothing is in the role DATA."""
+        """Up the price ladder until enough is sharded; nothing is in the role DATA. Raises
+        UnkeptPinError."""
         best: _Chosen | None = None
         for price in PRICE_LADDER if role is not AxisRole.DATA else PRICE_LADDER[:1]:
             solution = problem.solve(Prices(used_s_per_byte=price))
-            assert solution is not None, "running everything Invariant is always possible"
+            if solution is None:
+                assert self.space.pinned, "running everything Invariant is always possible"
+                raise UnkeptPinError
             fraction = self._fraction([(region, solution.typing)])
             if best is None or fraction > best.fraction:
                 best = _Chosen(solution, price, fraction)

@@ -1,5 +1,6 @@
 """The bound on a mesh that was never typed: below every program, and tight enough to prune."""
 
+import math
 from functools import cache
 
 import pytest
@@ -39,7 +40,7 @@ def search_of(family: str, degrees: Degrees) -> MeshSearch:
 def test_no_program_of_the_mesh_is_below(family: str, degrees: Degrees) -> None:
     search = search_of(family, degrees)
     assert search.space.data is not None
-    bound_s = least_step_s(graph_of(family), search.space.data, search.costs)
+    bound_s = least_step_s(graph_of(family), search.space.data, search.costs, math.inf)
     strategies = [leaf for leaf in leaves_on(degrees) if leaf.runs]
     of = MeshPlanner(graph_of(family), CLUSTER, search, strategies, CompileOptions(), PROBER)
     assert 0 < bound_s <= of.plan().unlimited_s
@@ -55,10 +56,10 @@ def test_fewer_ranks_that_shard_weights_have_more_to_reduce() -> None:
     by_tp = {}
     for degrees in (Degrees(2, 1, 4), Degrees(2, 2, 2), Degrees(2, 4, 1)):
         mesh = build_mesh(CLUSTER, degrees.dp, degrees.tp, cp=degrees.cp)
-        by_tp[degrees.tp] = least_step_s(graph, data, CostModel(CLUSTER, mesh))
+        by_tp[degrees.tp] = least_step_s(graph, data, CostModel(CLUSTER, mesh), math.inf)
     assert by_tp[1] >= by_tp[2] >= by_tp[4]
     costs = CostModel(CLUSTER, build_mesh(CLUSTER, 2, 1, cp=4))
-    reductions_s = 0.0
+    whole_s = sharded_s = 0.0
     for instance in graph.instances:
         region = graph.regions[instance.region].graph
         num_bytes = sum(
@@ -66,5 +67,31 @@ def test_fewer_ranks_that_shard_weights_have_more_to_reduce() -> None:
             for i, slot in enumerate(region.slots)
             if slot.kind is SlotKind.PARAMETER
         )
-        reductions_s += costs.collective_s("reduce_scatter", num_bytes, (0,))
-    assert by_tp[1] >= reductions_s * (1 - 1e-12)
+        sharded_s += sum(
+            costs.collective_s(kind, num_bytes, (0,)) for kind in ("all_gather", "reduce_scatter")
+        )
+        whole_s += min(costs.collective_s("all_reduce", num_bytes, axes) for axes in ((0,), (0, 1)))
+    assert by_tp[1] >= min(whole_s, sharded_s) * (1 - 1e-12)
+    without_memory_s = least_step_s(graph, data, costs, 0.0)
+    assert without_memory_s >= sharded_s * (1 - 1e-12)
+    assert without_memory_s >= by_tp[1]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_memory_raises_the_bound_but_not_above_what_fits(share: float) -> None:
+    degrees = Degrees(2, 2, 2)
+    search = search_of("llama", degrees)
+    strategies = [leaf for leaf in leaves_on(degrees) if leaf.runs]
+
+    def planned(memory_bytes: int | None) -> MeshPlanner:
+        options = CompileOptions(memory_bytes=memory_bytes)
+        return MeshPlanner(graph_of("llama"), CLUSTER, search, strategies, options, PROBER)
+
+    free = planned(None)
+    peaks = [free.uniform(s).memory.peak for s in strategies]
+    budget = round(min(peaks) + share * (max(peaks) - min(peaks)))
+    found = planned(budget).plan().best
+    assert found is not None and search.space.data is not None
+    # AdamW: a parameter, its gradient, two moments and the denominator of its step.
+    bound_s = least_step_s(graph_of("llama"), search.space.data, search.costs, budget / 5)
+    assert bound_s <= found.time.step_s
