@@ -24,7 +24,7 @@ def graph_of(family: str) -> FoldedGraph:
 def space_of(family: str, dp: int, cp: int, tp: int) -> SearchSpace:
     cluster = resolve_cluster("local-cpu", dp * cp * tp)
     mesh = build_mesh(cluster, dp, tp, cp=cp)
-    return SearchSpace(graph_of(family), mesh, CostModel(cluster, mesh), BATCH, {})
+    return SearchSpace(graph_of(family), mesh, CostModel(cluster, mesh), BATCH, {}, {})
 
 
 @pytest.mark.parametrize(

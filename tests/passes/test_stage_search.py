@@ -54,9 +54,10 @@ def test_brute_force(seed, all_schedules):
 @settings(max_examples=100)
 @given(seeds)
 def test_plan_is_what_it_says(seed):
-    """Times, memory and in-flight numbers of the stages follow from their strategies."""
+    """Times, memory and in-flight numbers of the stages follow from their strategies; several
+    stages on a device are held to the same in test_stage_chunks."""
     problem = random_problem(seed)
-    plan = searched(problem)
+    plan = searched(problem, [s for s in default_schedules(problem) if s.num_chunks == 1])
     if plan is None:
         return
     held = measured_in_flight(plan.schedule.actions())
