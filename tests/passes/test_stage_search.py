@@ -109,6 +109,7 @@ def test_gap_closes(m, most):
     assert not plan.stats.capped
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower_than_the_gap_allows():
     before = None
     for memory in range(300, 700, 20):
@@ -122,6 +123,7 @@ def test_more_memory_is_never_slower_than_the_gap_allows():
     assert before is not None
 
 
+@pytest.mark.slow
 def test_faster_links_and_devices_are_never_slower_than_the_gap_allows():
     for slow, fast in (
         (deep_problem(hop_s=4.0), deep_problem(hop_s=1.0)),
