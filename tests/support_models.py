@@ -16,10 +16,11 @@ from torch import nn
 FAMILIES = ("gpt2", "llama", "bert", "t5", "vit", "mixtral")
 
 
-def families(*quick: str) -> list[Any]:
-    """All families as parameters of a test; those not named are marked slow."""
-    assert set(quick) <= set(FAMILIES)
-    return [f if f in quick else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+def families(*quick: str, without: tuple[str, ...] = ()) -> list[Any]:
+    """All families but some as parameters of a test; those not named are marked slow."""
+    assert set(quick) | set(without) <= set(FAMILIES)
+    chosen = [f for f in FAMILIES if f not in without]
+    return [f if f in quick else pytest.param(f, marks=pytest.mark.slow) for f in chosen]
 
 
 BATCH = 4
