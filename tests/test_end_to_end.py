@@ -69,7 +69,7 @@ def test_loss_and_every_gradient_equal_one_process(
 
 
 # T5 of two layers is one region, which carries no sequence to another.
-@pytest.mark.parametrize("family", families("llama", without=("t5",)))
+@pytest.mark.parametrize("family", families(without=("t5",)))
 @pytest.mark.parametrize("strategy", CONTEXT_PINS)
 def test_with_the_sequence_cut_loss_and_every_gradient_equal_one_process(
     pools: Pools, family: str, strategy: str
