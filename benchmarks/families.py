@@ -143,7 +143,8 @@ def _difference(name: str, captured: Captured | None, plan: Plan) -> float | str
         expected.backward()
         loss.backward()
         worst = max(worst, float((loss - expected).abs() / expected.abs().clamp(min=1)))
-        worst = max(worst, _worst(compiled, model, "grad")) if step == 0 else worst
+        if step == 0:
+            worst = max(worst, _worst(compiled, model, "grad"))
         for optimizer in (eager, local):
             optimizer.step()
             optimizer.zero_grad()

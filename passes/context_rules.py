@@ -22,15 +22,11 @@ from collections.abc import Collection, Iterator, Sequence
 
 import networkx as nx
 
+from meshfold.cost_models.compute import PRODUCTS, op_name
 from meshfold.opgraph import OpGraph, SlotKind
 from meshfold.passes.rule_domains import RuleTable
 from meshfold.passes.rules import AxisRule, rule_inside
-from meshfold.passes.rules_attention import ATTENTION_RULES
-from meshfold.passes.rules_contraction import CONTRACTION_RULES
 from meshfold.spmd import PARTIAL, SpmdType
-
-PRODUCTS = frozenset((*CONTRACTION_RULES, *ATTENTION_RULES))
-"""Ops whose work is worth sharing."""
 
 ShardOf = tuple[int, SpmdType]
 """(value, its shard)."""
@@ -93,7 +89,7 @@ def shards_of_products(
         for rule in of_op:
             shards = _shards(graph, k, rule)
             nx.add_path(joined, shards)
-            if graph.ops[k].target in PRODUCTS:
+            if op_name(graph.ops[k].target) in PRODUCTS:
                 worth.update(shards)
     components = (part for part in nx.connected_components(joined) if not worth.isdisjoint(part))
     return frozenset().union(*components)

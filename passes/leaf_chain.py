@@ -42,7 +42,7 @@ class LeafChain:
     """Leaves per region that may stand together, as a chain of runs.
 
     fixed_bytes: held whatever is chosen. changes: seconds where two neighbours differ in mode.
-    capacity_bytes: of a device; it decides which moment the estimate is about.
+    capacity_bytes: of a device, for the bound, which decides what moment the estimate is about.
     """
 
     def __init__(
@@ -64,6 +64,9 @@ class LeafChain:
         rest = [(region, first + 1, count - 1)] if count > 1 else []
         self.runs = [(region, first, 1), *rest, *runs[1:]]
         stepping, *others = (self._relaxed_s(capacity_bytes, m) for m in self._moments())
+        self.bound_s = max(stepping, *others)
+        """No choice among all leaves that fits is faster: the linear relaxation with what every
+        program holds at three moments, conversions free. Infinite where even that does not fit."""
         self._step_binds = stepping > max(others)
         self.leaves = [self._worthwhile(r, of) for r, of in enumerate(leaves)]
 
@@ -104,11 +107,6 @@ class LeafChain:
     def least_passing_bytes(self) -> int:
         """What passes by in any case: the region that needs most, at its least."""
         return max(min(leaf.passing_bytes for leaf in of_region) for of_region in self.leaves)
-
-    def bound_s(self, budget_bytes: int) -> float:
-        """No choice among all leaves that fits is faster: the linear relaxation with what every
-        program holds at two moments, conversions free. Infinite where even that does not fit."""
-        return max(self._relaxed_s(budget_bytes, moment) for moment in self._moments())
 
     def _moments(self) -> list[list[tuple[int, bool, int, Held]]]:
         """Per moment the runs as (region, is first, layers, what a layer holds): the optimizer's

@@ -277,7 +277,7 @@ class MeshPlanner:
 
     def _close(self, chain: LeafChain, incumbent_s: float) -> "_Closed":
         """Solve a chain for the largest estimate whose program fits; programs are in _priced."""
-        bound_s = chain.bound_s(self.capacity_bytes)
+        bound_s = chain.bound_s
         unlimited = chain.solve(None)
         assert unlimited is not None
         closed = _Closed(bound_s, math.inf, 0.0, unlimited.time_s, False)

@@ -1,7 +1,7 @@
 """Writes the chosen strategy down as a Plan."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from meshfold import __version__
 from meshfold.cluster import ClusterSpec
@@ -65,20 +65,29 @@ def assemble_plan(
         baselines=baselines,
         search=stats,
         meshfold_version=__version__,
-        notes=(*folded.notes, *_whole_notes(best), *notes),
+        notes=(*folded.notes, *_whole_notes(best, _pinned(best, origin, planner)), *notes),
     )
 
 
-def _whole_notes(best: Priced) -> list[str]:
-    """Parameters that ZeRO-3 was to shard and could not."""
+def _pinned(best: Priced, origin: Mapping[int, int], planner: MeshPlanner) -> set[tuple[int, int]]:
+    """Parameter slots of the split program whose layout the user fixed. origin: its regions ->
+    those of the planner."""
+    pinned = planner.search.space.pinned
+    return {(r, i) for r in range(len(best.leaves)) for q, i in pinned if q == origin[r]}
+
+
+def _whole_notes(best: Priced, pinned: Collection[tuple[int, int]]) -> list[str]:
+    """Parameters that ZeRO-3 was to shard and could not; none that the user wanted whole."""
     if best.strategy.zero != 3:
         return []
     dp = best.mesh.sizes[best.mesh.index("dp")]
     found = set()
-    for region, leaf in zip(best.split.regions, best.leaves, strict=True):
+    for r, (region, leaf) in enumerate(zip(best.split.regions, best.leaves, strict=True)):
         if leaf.strategy.zero == 3 and len(leaf.sharded) == leaf.num_shardable:
             for i, slot in enumerate(region.graph.slots):
-                if slot.kind is SlotKind.PARAMETER and i not in leaf.sharded:
+                if slot.kind is not SlotKind.PARAMETER or (r, i) in pinned:
+                    continue
+                if i not in leaf.sharded:
                     found.add(f"{slot.name} {list(region.graph.values[i].shape)}")
     return [f"ZeRO-3 keeps {name} whole: no dim divides over {dp} ranks" for name in sorted(found)]
 

@@ -302,9 +302,6 @@ class _Search:
                 state.cuts[BOUND] += len(strategies)
                 state.skipped.append((str(costs.mesh), bound_s))
                 continue
-            if not self._search(degrees).space.keeps_pins:
-                state.cuts[LAYOUT_PIN] += len(strategies)
-                continue
             planner = self.mesh_planner(degrees, strategies)
             if not planner.has_leaves:
                 state.cuts[LAYOUT_PIN] += len(strategies)

@@ -106,12 +106,12 @@ class SearchSpace:
         """Per output the layouts in which it may leave."""
         return [[self._boundary(c, role)] for c in self.boundaries.outputs[region]]
 
-    @property
-    def keeps_pins(self) -> bool:
-        """Whether there is a layout for every parameter."""
-        dims = any(pin.tp_dim is not None for pin in self.pinned.values())
-        has_axis = self.tp_axis is not None or not dims
-        return has_axis and all(of_slot for of in self.stored for of_slot in of.values())
+    def keeps_pins(self, role: AxisRole) -> bool:
+        """Whether there is a pinned layout for every parameter that has one."""
+        shards_weights = self.tp_axis is not None and role is not AxisRole.DATA
+        if any(pin.tp_dim is not None for pin in self.pinned.values()) and not shards_weights:
+            return False
+        return all(options for of_region in self.stored for options in of_region.values())
 
     @property
     def whole(self) -> Layout:

@@ -137,6 +137,8 @@ class MeshSearch:
         return [c.solution for c in self._found[role][0]]
 
     def _search(self, role: AxisRole) -> tuple[list[_Chosen], float]:
+        if not self.space.keeps_pins(role):
+            raise UnkeptPinError
         problems = [self._problem(r, role) for r in range(len(self.graphs))]
         chosen = [self._climb(r, problem, role) for r, problem in enumerate(problems)]
         for group in tied_parameter_slots(self.folded):

@@ -138,3 +138,17 @@ def _seconds(picked, chunk):
 
 
 seeds = st.integers(0, 10**9)
+
+
+def deep_problem(num_layers=32, p=4, m=16, *, hop_s=0.0, memory_bytes=420, scale=1.0):
+    """An embedding, equal layers and a head on p stages with m microbatches. scale: of layer
+    times."""
+    draws = np.random.default_rng(11)
+    runs = (
+        LayerRun(layer_costs("embedding", draws), 1),
+        LayerRun(layer_costs("layer", draws, 8, scale=scale), num_layers - 2),
+        LayerRun(layer_costs("head", draws), 1),
+    )
+    return StageProblem.build(
+        runs, num_stages=p, num_microbatches=m, memory_bytes=memory_bytes, hop_s=hop_s
+    )

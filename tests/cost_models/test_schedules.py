@@ -1,5 +1,7 @@
 """Orders of actions: complete, free of deadlock, with the in-flight numbers of the formulas."""
 
+from typing import get_args
+
 import pytest
 
 from meshfold.cost_models.schedules import (
@@ -11,6 +13,7 @@ from meshfold.cost_models.schedules import (
     measured_in_flight,
 )
 from meshfold.errors import OptionError
+from meshfold.options import ScheduleName
 
 
 def all_schedules(max_devices=6, max_microbatches=14):
@@ -102,3 +105,7 @@ def test_held_by_chunk_counts_every_moment(p, v, groups):
                 counts[action.stage // p] -= 1
             counts[action.stage // p] += action.kind is Pass.FORWARD
             assert any(all(a >= b for a, b in zip(o, counts, strict=True)) for o in found)
+
+
+def test_pins_name_every_schedule():
+    assert set(get_args(ScheduleName)) == {kind.value for kind in ScheduleKind}

@@ -7,10 +7,13 @@ from support_models import BATCH, tiny_model
 
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.meshes import build_mesh
 from meshfold.errors import OptionError
 from meshfold.opgraph import FoldedGraph
-from meshfold.options import CompileOptions
+from meshfold.options import CompileOptions, LayoutPin
+from meshfold.passes.layout_pins import UnkeptPinError, pinned_slots
 from meshfold.passes.planner import find_plan_for
+from meshfold.passes.uniform_search import MeshSearch
 from meshfold.plan import Plan
 from meshfold.probe import OpProber
 from meshfold.spmd import SpmdType
@@ -74,6 +77,22 @@ def test_replicated_is_kept_under_zero3_and_tp() -> None:
         found = pinned({**pins, f"layout:{UP}": "replicate"})
         assert not any(t.is_shard for x in stored(found, "up_proj.weight") for t in x.values())
         assert any(t.is_shard for x in stored(found, "down_proj.weight") for t in x.values())
+
+
+def test_what_the_user_wants_whole_is_not_called_indivisible() -> None:
+    found = pinned({"dp": 4, "zero": 3, f"layout:{UP}": "replicate"})
+    assert found.strategy.zero == 3
+    assert not any("no dim divides" in note for note in found.notes)
+
+
+def test_a_shard_on_tp_is_not_kept_where_tp_shards_the_batch() -> None:
+    cluster = resolve_cluster("local-cpu", 4)
+    graph = graph_of("llama")
+    slots = pinned_slots(graph, (LayoutPin(UP, "tp:0"),))
+    search = MeshSearch(graph, cluster, build_mesh(cluster, 2, 2), BATCH, pinned=slots)
+    assert search.solve(zero=0).sharded_fraction > 0
+    with pytest.raises(UnkeptPinError):
+        search.solve(zero=0, batch_on_tp=True)
 
 
 def test_both_axes_at_once() -> None:

@@ -10,7 +10,7 @@ from support_stages import (
     all_cuts,
     allowed_schedules,
     brute_force_s,
-    layer_costs,
+    deep_problem,
     random_problem,
     seeds,
 )
@@ -87,18 +87,6 @@ def test_plan_is_what_it_says(seed):
     ends = simulate_actions(plan.schedule.actions(), times)
     step_s = max(ends + [stage.sync_s for stage in plan.stages])
     assert plan.step_s == pytest.approx(step_s, rel=1e-12)
-
-
-def deep_problem(num_layers=32, p=4, m=16, *, hop_s=0.0, memory_bytes=420, scale=1.0):
-    draws = np.random.default_rng(11)
-    runs = (
-        LayerRun(layer_costs("embedding", draws), 1),
-        LayerRun(layer_costs("layer", draws, 8, scale=scale), num_layers - 2),
-        LayerRun(layer_costs("head", draws), 1),
-    )
-    return StageProblem.build(
-        runs, num_stages=p, num_microbatches=m, memory_bytes=memory_bytes, hop_s=hop_s
-    )
 
 
 @pytest.mark.parametrize("m, most", [(4, 0.05), (8, 0.005), (32, 0.001)])
