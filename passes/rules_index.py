@@ -85,6 +85,36 @@ def _index_add(op: BoundOp) -> OpLabels:
     )
 
 
+def _scatter(op: BoundOp) -> OpLabels:
+    """self [..., x, ...], index and src [..., i, ...] -> self's dims: x and i are whole, and so are
+    the other dims where index is shorter than self or src. A value for all places adds nothing."""
+    operands = [value.shape for value in op.values]
+    shape = operands[0]
+    dim = op.dim("dim", len(shape))
+    shorter = [d for d in range(len(shape)) if len({other[d] for other in operands if other}) > 1]
+    labels = numbered(shape, but=(dim, *shorter))
+    with_src = op.has_tensor("src")
+    linear = (frozenset({0, 2}),) if with_src else ()
+    return OpLabels((labels,) * (3 if with_src else 2), (labels,), linear=linear)
+
+
+def _scatter_add(op: BoundOp) -> OpLabels:
+    """As scatter, but i may be sharded where no rank reads more than its part: it is summed."""
+    plain = _scatter(op)
+    labels, index = plain.inputs[0], op.value("index").shape
+    if not index or op.value("src").shape != index:
+        return plain
+    dim = op.dim("dim", len(index))
+    source = (*labels[:dim], part("i"), *labels[dim + 1 :])
+    return OpLabels(
+        (labels, source, source),
+        (labels,),
+        summed=frozenset({"i"}),
+        added=frozenset({0}),
+        linear=plain.linear,
+    )
+
+
 def _one_hot(op: BoundOp) -> OpLabels:
     """ids [...] -> [..., classes]; classes whole."""
     ids = numbered(op.value("self").shape)
@@ -99,5 +129,8 @@ INDEX_RULES = {
     "aten.index.Tensor": rule("self indices", _index),
     "aten.gather.default": rule("self dim index sparse_grad", _gather),
     "aten.index_add.default": rule("self dim index source alpha", _index_add),
+    "aten.scatter.value": rule("self dim index value", _scatter),
+    "aten.scatter.src": rule("self dim index src", _scatter),
+    "aten.scatter_add.default": rule("self dim index src", _scatter_add),
     "aten.one_hot.default": rule("self num_classes", _one_hot),
 }

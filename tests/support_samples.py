@@ -25,6 +25,20 @@ def whole(high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape, generator=generator)
 
 
+def _places(high: int, rows: int, columns: int, width: int) -> Tensor:
+    """[rows, columns, width] of places below `high`, no place twice in a column: what is written
+    twice is whichever write came last."""
+    generator = torch.Generator().manual_seed(high + columns)
+    return (
+        torch.stack(
+            [torch.randperm(high, generator=generator)[:columns] for _ in range(rows * width)]
+        )
+        .reshape(rows, width, columns)
+        .transpose(1, 2)
+        .contiguous()
+    )
+
+
 def flags(*shape: int) -> Tensor:
     return whole(2, *shape).bool()
 
@@ -267,6 +281,12 @@ INDEX: tuple[Sample, ...] = (
     _call("gather.default", real(12, 24), 1, whole(24, 12, 36)),
     _call("gather.default", real(24, 12), 1, whole(12, 12, 36)),
     _call("index_add.default", real(*X), 1, whole(12, 36), real(4, 36, 24)),
+    _call("scatter.value", real(*X), 2, whole(24, 4, 12, 2), 1.0),
+    _call("scatter.value", real(*X), -1, whole(24, 4, 6, 2), 0),
+    _call("scatter.src", real(*X), 1, _places(12, 4, 6, 24), real(4, 6, 24)),
+    _call("scatter.src", real(*X), 1, _places(12, 4, 6, 12), real(4, 12, 24, grad=False)),
+    _call("scatter_add.default", real(*X), 1, whole(12, 4, 36, 24), real(4, 36, 24)),
+    _call("scatter_add.default", real(*X), 1, whole(12, 4, 24, 24), real(4, 36, 24, grad=False)),
     _call("one_hot.default", whole(5, 12, 24), 5),
 )
 
