@@ -76,7 +76,7 @@ def test_a_tensor_parallel_layer_has_two_all_reduces_each_way(family: str) -> No
     assert more[1] - less[1] == {"all_reduce": 2}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_sequence_parallel_layer_has_two_gathers_and_two_scatters(family: str) -> None:
     assert starts(layer_text(family, TP_SP)) == {"all_gather": 2, "reduce_scatter": 2}
     less, more = (collectives(family, TP_SP, layers) for layers in (2, 3))

@@ -174,7 +174,11 @@ def test_peak_of_an_emitted_program(
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [
-        *((family, UniformStrategy()) for family in ("gpt2", "llama", "t5", "mixtral")),
+        *((family, UniformStrategy()) for family in ("gpt2", "llama")),
+        *(
+            pytest.param(family, UniformStrategy(), marks=pytest.mark.slow)
+            for family in ("t5", "mixtral")
+        ),
         ("gpt2", UniformStrategy(dp=2, zero=3)),
         ("llama", UniformStrategy(dp=2)),
         ("llama", UniformStrategy(tp=2, sequence_parallel=True)),

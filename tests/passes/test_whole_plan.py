@@ -82,7 +82,8 @@ def budgets(family: str) -> tuple[int, int]:
     return caught.value.required_bytes, plan(family, slow_cluster()).memory.peak
 
 
-@settings(max_examples=6, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from(FAMILIES),
     st.floats(0.0, 1.0),
