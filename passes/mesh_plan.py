@@ -60,7 +60,7 @@ class _Closed:
 
 
 class MeshPlanner:
-    """Leaves and chain of one folded program on one mesh."""
+    """Leaves and chain of one folded program on one mesh. reads: of the program, if at hand."""
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class MeshPlanner:
         strategies: Sequence[UniformStrategy],
         options: CompileOptions,
         probe: Probe,
+        reads: ProgramReads | None = None,
     ) -> None:
         self.folded = folded
         self.mesh = search.mesh
@@ -78,6 +79,7 @@ class MeshPlanner:
         self.probe = probe
         self.search = search
         self.costs: CostModel = search.costs
+        self.reads = reads or program_reads(folded)
         self.reserve_bytes = max(group.device.reserve_bytes for group in cluster.groups)
         smallest = min(group.device.memory_bytes for group in cluster.groups)
         self.capacity_bytes = options.memory_bytes or smallest
@@ -222,10 +224,6 @@ class MeshPlanner:
         )
 
     @cached_property
-    def _reads(self) -> ProgramReads:
-        return program_reads(self.folded)
-
-    @cached_property
     def _facts(self) -> list[SlotFacts]:
         return slot_facts(self.folded)
 
@@ -273,7 +271,7 @@ class MeshPlanner:
     def changes(self) -> ModeChanges:
         """What it costs where neighbours differ in mode."""
         typings = {mode: program.typings for mode, program in self.programs.items()}
-        return mode_changes(self.folded, typings, self.costs)
+        return mode_changes(self.folded, typings, self.costs, self.reads)
 
     def _close(self, chain: LeafChain, incumbent_s: float) -> "_Closed":
         """Solve a chain for the largest estimate whose program fits; programs are in _priced."""
@@ -341,10 +339,10 @@ class MeshPlanner:
             capacity_bytes=self.capacity_bytes,
             known=self._simulations,
             residences=residences,
-            reads=self._reads,
+            reads=self.reads,
         )
         optimizer = self.options.optimizer
-        time = estimate_step(split, typings, prices, self.costs, optimizer, residences, self._reads)
+        time = estimate_step(split, typings, prices, self.costs, optimizer, residences, self.reads)
         return Priced(self.mesh, split, leaves, tuple(prices), time, memory, saved_bytes)
 
 

@@ -19,8 +19,9 @@ import numpy as np
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import FoldedGraph, OpGraph, Source, SourceKind
 from meshfold.passes.conversions import conversion_cost
+from meshfold.passes.program_reads import ProgramReads, program_reads
 from meshfold.passes.run_dual import FloatArray
-from meshfold.passes.step_time import border_s
+from meshfold.passes.step_time import crossing_s
 from meshfold.strategy import TP_MODES, RegionTyping, TpMode
 
 Typings = Mapping[TpMode, Sequence[RegionTyping]]
@@ -45,12 +46,15 @@ class ModeChanges:
         return region * len(self.modes) + number if self.by_region else number
 
 
-def mode_changes(folded: FoldedGraph, typings: Typings, costs: CostModel) -> ModeChanges:
-    """By border where the batch may be on tp and values pass to neighbours alone, else by mode."""
+def mode_changes(
+    folded: FoldedGraph, typings: Typings, costs: CostModel, reads: ProgramReads | None = None
+) -> ModeChanges:
+    """By border where the batch may be on tp and values pass to neighbours alone, else by mode.
+    reads: of `folded`, if at hand."""
     modes = tuple(mode for mode in TP_MODES if mode in typings)
     if "data" in modes and len(folded.regions) <= MOST_REGIONS and passes_on(folded):
         return ModeChanges(modes, _by_border(folded, modes, typings, costs), True)
-    return ModeChanges(modes, _by_mode(folded, modes, typings, costs), False)
+    return ModeChanges(modes, _by_mode(folded, modes, typings, costs, reads), False)
 
 
 def passes_on(folded: FoldedGraph) -> bool:
@@ -100,15 +104,28 @@ def _passing_s(
 
 
 def _by_mode(
-    folded: FoldedGraph, modes: Sequence[TpMode], typings: Typings, costs: CostModel
+    folded: FoldedGraph,
+    modes: Sequence[TpMode],
+    typings: Typings,
+    costs: CostModel,
+    reads: ProgramReads | None,
 ) -> FloatArray:
-    """The dearest over regions, both of its borders together."""
+    """The dearest over regions, both of its borders together: what goes to and from its instances
+    is converted, while within one mode nothing is."""
     table = np.zeros((len(modes), len(modes)))
+    if len(modes) < 2:
+        return table
     counts = Counter(instance.region for instance in folded.instances)
+    crossings = (reads or program_reads(folded)).count_crossings(folded)
     for (m, one), (n, others) in itertools.permutations(enumerate(modes), 2):
-        for r, count in counts.items():
-            mixed = list(typings[others])
-            mixed[r] = typings[one][r]
-            changed_s = border_s(folded, mixed, costs) / count
-            table[m, n] = table[n, m] = max(table[m, n], changed_s)
+        changed_s = dict.fromkeys(counts, 0.0)
+        for crossing, count in crossings.items():
+            for r in {crossing.maker, crossing.reader}:
+                making, reading = (
+                    typings[one if end == r else others][end]
+                    for end in (crossing.maker, crossing.reader)
+                )
+                changed_s[r] += count * crossing_s(folded, crossing, making, reading, costs)
+        dearest_s = max(changed_s[r] / count for r, count in counts.items())
+        table[m, n] = table[n, m] = max(table[m, n], dearest_s)
     return table

@@ -37,6 +37,7 @@ from meshfold.passes.pipeline_planner import (
 )
 from meshfold.passes.plan_assembly import assemble_plan
 from meshfold.passes.priced import Priced, order_of
+from meshfold.passes.program_reads import program_reads
 from meshfold.passes.region_memory import Probe
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.plan import MemoryEstimate, Plan, SearchStats
@@ -202,6 +203,7 @@ class _Search:
         self.pinned = pinned_slots(folded, options.layout_pins)
         self._searches: dict[Degrees, MeshSearch] = {}
         self._followed: Followed = {}
+        self._reads = program_reads(folded)
 
     def best(self) -> _Found:
         """The fastest plan that fits; leaves that a pruning took come back when nothing fits."""
@@ -220,7 +222,9 @@ class _Search:
     def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
         """A planner for these leaves of one mesh."""
         search = self._search(degrees)
-        return MeshPlanner(self.folded, self.cluster, search, strategies, self.options, self.probe)
+        return MeshPlanner(
+            self.folded, self.cluster, search, strategies, self.options, self.probe, self._reads
+        )
 
     def _search(self, degrees: Degrees) -> MeshSearch:
         if degrees not in self._searches:

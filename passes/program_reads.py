@@ -8,6 +8,7 @@ same instances under other regions, so what depends on sources alone is kept her
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshfold.opgraph import FoldedGraph, ParameterInfo, Source, SourceKind
 
@@ -33,6 +34,15 @@ class Reads:
     first: FirstReads
 
 
+class Crossing(NamedTuple):
+    """Output number `output` of region `maker` goes to slot `slot` of region `reader`."""
+
+    reader: int
+    slot: int
+    maker: int
+    output: int
+
+
 @dataclass(frozen=True)
 class ProgramReads:
     """The reads of every instance, and the parameters that none reads."""
@@ -45,6 +55,15 @@ class ProgramReads:
         reads, or one that it was split into."""
         pairs = zip(folded.instances, self.instances, strict=True)
         return Counter((instance.region, of.first) for instance, of in pairs)
+
+    def count_crossings(self, folded: FoldedGraph) -> Counter[Crossing]:
+        """How often each value goes from region to region. folded: as for count_first."""
+        regions = [instance.region for instance in folded.instances]
+        return Counter(
+            Crossing(reader, slot, regions[maker], output)
+            for reader, of in zip(regions, self.instances, strict=True)
+            for slot, (maker, output) in of.values.items()
+        )
 
 
 def program_reads(folded: FoldedGraph) -> ProgramReads:

@@ -25,7 +25,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.parameter_prices import local_bytes
-from meshfold.passes.program_reads import ProgramReads, program_reads
+from meshfold.passes.program_reads import Crossing, ProgramReads, program_reads
 from meshfold.passes.region_price import HostTraffic, RegionPrice
 from meshfold.passes.residence import Residence
 from meshfold.plan import TimeEstimate
@@ -98,19 +98,26 @@ def border_s(
     """Conversions of values that leave their producer in another layout than the consumer takes.
     reads: as for estimate_step."""
     reads = reads or program_reads(folded)
-    regions = [instance.region for instance in folded.instances]
-    crossings = Counter(
-        (reader, slot, regions[maker], output)
-        for reader, of in zip(regions, reads.instances, strict=True)
-        for slot, (maker, output) in of.values.items()
+    return sum(
+        count
+        * crossing_s(folded, crossing, typings[crossing.maker], typings[crossing.reader], costs)
+        for crossing, count in reads.count_crossings(folded).items()
     )
-    total = 0.0
-    for (reader, slot, maker, output), count in crossings.items():
-        left, taken = typings[maker].outputs[output], typings[reader].slots[slot]
-        if left != taken:
-            value = folded.regions[reader].graph.values[slot]
-            total += count * conversion_cost(value, left, taken, costs.mesh, costs).total_s
-    return total
+
+
+def crossing_s(
+    folded: FoldedGraph,
+    crossing: Crossing,
+    making: RegionTyping,
+    reading: RegionTyping,
+    costs: CostModel,
+) -> float:
+    """Seconds of converting what crosses once. making, reading: typings of its two regions."""
+    left, taken = making.outputs[crossing.output], reading.slots[crossing.slot]
+    if left == taken:
+        return 0.0
+    value = folded.regions[crossing.reader].graph.values[crossing.slot]
+    return conversion_cost(value, left, taken, costs.mesh, costs).total_s
 
 
 def optimizer_s(state_bytes: float, costs: CostModel, optimizer: str) -> float:
