@@ -13,6 +13,7 @@ Peak memory is a maximum over moments, the chain needs a sum over layers. Two ar
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -138,19 +139,18 @@ class LeafChain:
 
     def solve(self, budget_bytes: int | None) -> RunPlan | None:
         """The chain under a budget (None: unlimited); None if nothing fits."""
-        types = {
-            (region, k == 0): self._type(region, k == 0)
-            for k, (region, _, _) in enumerate(self.runs)
-        }
-        runs = tuple(
-            Run(types[region, k == 0], count) for k, (region, _, count) in enumerate(self.runs)
-        )
         conversion_s = self.changes.table_s if self._has_modes else None
         budget = None if budget_bytes is None else max(0, budget_bytes)
-        found = solve_runs(
-            RunProblem(runs, budget, self.fixed_bytes, conversion_s), node_cap=NODE_CAP
-        )
+        problem = RunProblem(self._problem_runs, budget, self.fixed_bytes, conversion_s)
+        found = solve_runs(problem, node_cap=NODE_CAP)
         return None if isinstance(found, NothingFits) else found
+
+    @cached_property
+    def _problem_runs(self) -> tuple[Run, ...]:
+        """The same under every budget."""
+        firsts = [(region, k == 0, count) for k, (region, _, count) in enumerate(self.runs)]
+        types = {(r, is_first): self._type(r, is_first) for r, is_first, _ in firsts}
+        return tuple(Run(types[r, is_first], count) for r, is_first, count in firsts)
 
     def assignment(self, found: RunPlan) -> list[Leaf]:
         """The leaf of every instance. Layers of a run that keep less come first: fewer bytes are

@@ -43,6 +43,9 @@ from meshfold.strategy import RegionTyping, TpMode, UniformStrategy
 TOLERANCE = 2e-4
 """Of step time, between a program that fits and a faster one that does not: close enough."""
 
+STEPS = 1024
+"""The first step is twice this part of a device's memory: layers hold more."""
+
 MOST_ROUNDS = 10
 """Solutions tried for the largest estimate whose program fits; three or four are usual."""
 
@@ -57,6 +60,37 @@ class _Closed:
     gap_before: float
     unlimited_s: float
     capped: bool
+
+
+@dataclass
+class _Budgets:
+    """Estimates of memory to try: the program of `low` fits, those above `high` do not. step: how
+    far to go up where a program tells nothing better."""
+
+    low: int
+    high: int
+    step: int
+    is_high_seen: bool = False
+
+    @property
+    def are_left(self) -> bool:
+        return self.low < self.high
+
+    def clipped(self, budget: int) -> int:
+        return max(self.low, min(self.high, budget))
+
+    def lower_high(self, high: int) -> None:
+        self.high, self.is_high_seen = high, True
+
+    def next(self, guess: int, is_known: bool) -> int:
+        """guess: what the last program's peak makes likely. is_known: it was the best already; then
+        nothing is between them but what `high` gives, if a program there did not fit."""
+        if is_known and self.is_high_seen:
+            return self.high
+        if self.low < guess <= self.high:
+            return guess
+        self.step *= 2
+        return min(self.low + self.step, (self.low + self.high + 1) // 2)
 
 
 class MeshPlanner:
@@ -285,10 +319,12 @@ class MeshPlanner:
         if fastest.memory.fits:
             return replace(closed, best_s=fastest.time.step_s, gap_before=unlimited.gap_before)
         least, best = min(self._smallest_of(chain), key=lambda pair: pair[1].memory.peak)
-        low, high = chain.held_bytes(least), unlimited.memory_bytes - 1
+        budgets = _Budgets(
+            chain.held_bytes(least), unlimited.memory_bytes - 1, self.capacity_bytes // STEPS
+        )
         too_fast_s = fastest.time.step_s
-        budget = max(low, min(high, self.capacity_bytes - chain.least_passing_bytes))
-        for _ in range(MOST_ROUNDS if low < high else 0):
+        budget = budgets.clipped(self.capacity_bytes - chain.least_passing_bytes)
+        for _ in range(MOST_ROUNDS if budgets.are_left else 0):
             found = chain.solve(budget)
             assert found is not None, "what is smallest fits"
             closed = replace(
@@ -297,14 +333,16 @@ class MeshPlanner:
                 capped=closed.capped or found.capped,
             )
             priced = self.price(chain.assignment(found))
+            is_known = priced is best
             if priced.memory.fits:
-                low, best = budget, min(best, priced, key=order_of)
+                budgets.low, best = budget, min(best, priced, key=order_of)
             else:
-                high, too_fast_s = found.memory_bytes - 1, max(too_fast_s, priced.time.step_s)
-            if low >= high or best.time.step_s <= too_fast_s * (1 + TOLERANCE):
+                budgets.lower_high(found.memory_bytes - 1)
+                too_fast_s = max(too_fast_s, priced.time.step_s)
+            if not budgets.are_left or best.time.step_s <= too_fast_s * (1 + TOLERANCE):
                 break
             guess = self.capacity_bytes - (priced.memory.peak - found.memory_bytes)
-            budget = guess if low < guess <= high else (low + high + 1) // 2
+            budget = budgets.next(guess, is_known)
         return replace(closed, best_s=best.time.step_s if best.memory.fits else math.inf)
 
     def _smallest_of(self, chain: LeafChain) -> list[tuple[list[Leaf], Priced]]:
