@@ -40,7 +40,7 @@ def float64_everywhere() -> Iterator[None]:
     bfloat16 too) give float64, and new tensors are float64 unless told otherwise.
 
     Tensors that already are in a narrower dtype stay so: convert the model and its inputs with
-    `model.double()` first. The default dtype is the whole process's, so not in threads side by side.
+    `model.double()` first. The default dtype is the whole process's: not for threads side by side.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

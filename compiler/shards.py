@@ -15,7 +15,7 @@ from functools import cached_property
 
 import torch
 
-from meshfold.spmd import Layout, local_blocks, local_shape
+from meshfold.spmd import Layout, local_blocks, local_shape, padded_shape
 
 
 def shard_of(
@@ -32,12 +32,40 @@ def shard_of(
     is cut already, of type Shard(dim, 1). A view of `x` where possible.
     """
     assert not any(t.kind == "P" for t in layout), "a Partial is no part of a tensor"
+    x = filled(x, padded_shape(x.shape, layout, sizes))
     axes = [k for k, t in enumerate(layout) if t.is_shard and k != done]
     for k in sorted(axes, key=lambda k: layout[k].blocks):
         dim, blocks = layout[k].dim, local_blocks(layout, sizes, k)
         digits = x.reshape(*x.shape[:dim], blocks, sizes[k], -1, *x.shape[dim + 1 :])
         cut = digits.select(dim + 1, coords[k])
         x = cut.flatten(dim, dim + 1)
+    return x
+
+
+def filled(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """`x` with zeros at the end of its dims up to `shape`; itself if it has that shape."""
+    if tuple(x.shape) == tuple(shape):
+        return x
+    ends = [pair for d in reversed(range(x.dim())) for pair in (0, shape[d] - x.shape[d])]
+    return torch.nn.functional.pad(x, ends)
+
+
+def held_shape(
+    shape: Sequence[int], layout: Layout, sizes: Sequence[int], coords: Sequence[int]
+) -> tuple[int, ...]:
+    """Local shape at `coords` without padding: a padded dim may have fewer rows there, or none."""
+    held = list(local_shape(shape, layout, sizes))
+    for t, coord in zip(layout, coords, strict=True):
+        if t.padded:
+            held[t.dim] = min(held[t.dim], max(0, shape[t.dim] - coord * held[t.dim]))
+    return tuple(held)
+
+
+def cropped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The reverse of `filled`: a view."""
+    for d, size in enumerate(shape):
+        if x.shape[d] != size:
+            x = x.narrow(d, 0, size)
     return x
 
 
@@ -65,8 +93,18 @@ class Assembly:
     @cached_property
     def whole_shape(self) -> tuple[int, ...]:
         """Local shape after the gather."""
-        sizes = [1 if k in self.gather else n for k, n in enumerate(self.sizes)]
-        return local_shape(self.shape, self.stored, sizes)
+        return local_shape(self.shape, self.stored, self._sizes_left)
+
+    @cached_property
+    def _filled_shape(self) -> tuple[int, ...]:
+        """The same with padding."""
+        full = padded_shape(self.shape, self.stored, self.sizes)
+        return local_shape(full, self.stored, self._sizes_left)
+
+    @property
+    def _sizes_left(self) -> list[int]:
+        """Ranks per axis, gathered ones none."""
+        return [1 if k in self.gather else n for k, n in enumerate(self.sizes)]
 
     @property
     def shard_numel(self) -> int:
@@ -77,7 +115,7 @@ class Assembly:
         """(sizes of the stacked digits, order that makes the whole tensor of them)."""
         view = [self.sizes[k] for k in self.gather]
         order: list[int] = []
-        for d, size in enumerate(self.shape):
+        for d, size in enumerate(padded_shape(self.shape, self.stored, self.sizes)):
             end = 1
             axes = [k for k, t in enumerate(self.stored) if t.dim == d]
             for k in sorted(axes, key=lambda k: self.stored[k].blocks):
@@ -99,11 +137,14 @@ class Assembly:
 
     def whole(self, stacked: torch.Tensor) -> torch.Tensor:
         """Stacked shards (num_shards, shard_numel), rows may be strided -> the whole tensor.
-        One copy, none where `is_view` and the rows are adjacent."""
+        One copy, none where `is_view` and the rows are adjacent. Padding is left out, so that a dim
+        behind the first that has some makes the result strided."""
         view, order = self._digits
-        return stacked.view(view).permute(order).reshape(self.whole_shape)
+        whole = stacked.view(view).permute(order).reshape(self._filled_shape)
+        return cropped(whole, self.whole_shape)
 
     def write_stacked(self, whole: torch.Tensor, out: torch.Tensor) -> None:
         """Copy the whole tensor into its stacked shards `out` (num_shards, shard_numel)."""
         view, order = self._digits
-        out.view(view).permute(order).copy_(whole.reshape([view[d] for d in order]))
+        full = filled(whole, self._filled_shape)
+        out.view(view).permute(order).copy_(full.reshape([view[d] for d in order]))

@@ -5,6 +5,10 @@
     Shard(d,g)  dim d is g equal blocks and each block is cut evenly over the axis; gradient alike
     Partial     a pending sum over the axis; gradient same on every rank
 
+A *padded* Shard(d) is for stored parameters only: dim d is filled up with zeros to the next
+multiple of the axis before it is cut, and no other axis cuts it. Every rank holds as many rows, the
+last ranks zeros in part or in whole.
+
 (The types of JAX shard_map's varying axes and of torch spmd_types; blocks are ours.)
 
 Sizes and blocks are those of the *global* tensor. With an axis of n ranks, rank r of Shard(d, g)
@@ -19,16 +23,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-_TEXT = re.compile(r"^(?:[IRP]|S(\d+)(?:/(\d+))?)$")
+_TEXT = re.compile(r"^(?:[IRP]|S(\d+)(?:/(\d+)|(\+))?)$")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class SpmdType:
-    """Type of a value on one mesh axis. `dim` and `blocks` belong to kind "S" only."""
+    """Type of a value on one mesh axis. `dim`, `blocks` and `padded` belong to kind "S" only."""
 
     kind: Literal["I", "R", "P", "S"]
     dim: int = -1
     blocks: int = 1
+    padded: bool = False
     is_shard: bool = field(init=False, compare=False, repr=False)
     _hash: int = field(init=False, compare=False, repr=False)
 
@@ -36,11 +41,17 @@ class SpmdType:
         # Layouts are keys in every inner loop of the search. The hash is of numbers alone, so that
         # it is right in whatever process the type is unpickled.
         object.__setattr__(self, "is_shard", self.kind == "S")
-        object.__setattr__(self, "_hash", hash((ord(self.kind[:1] or " "), self.dim, self.blocks)))
+        object.__setattr__(self, "_hash", hash(self._numbers))
         if (self.kind == "S") != (self.dim >= 0):
             raise ValueError(f"dim is for Shard only, got kind {self.kind} and dim {self.dim}")
         if self.blocks < 1 or (self.kind != "S" and self.blocks != 1):
             raise ValueError(f"blocks must be 1 or more, on Shard only, got {self.blocks}")
+        if self.padded and (self.kind != "S" or self.blocks != 1):
+            raise ValueError("padded is for Shard in one block only")
+
+    @property
+    def _numbers(self) -> tuple[int, int, int, bool]:
+        return ord(self.kind[:1] or " "), self.dim, self.blocks, self.padded
 
     def __hash__(self) -> int:
         return self._hash
@@ -48,16 +59,18 @@ class SpmdType:
     def __str__(self) -> str:
         if not self.is_shard:
             return self.kind
-        return f"S{self.dim}" + (f"/{self.blocks}" if self.blocks > 1 else "")
+        return f"S{self.dim}" + (f"/{self.blocks}" if self.blocks > 1 else "+" * self.padded)
 
     @staticmethod
     def parse(text: str) -> "SpmdType":
-        """Inverse of str(): "I", "R", "P", "S0", "S1/3". Raises ValueError."""
+        """Inverse of str(): "I", "R", "P", "S0", "S1/3", "S0+". Raises ValueError."""
         match = _TEXT.match(text)
         if match is None:
-            raise ValueError(f"{text!r} is no SPMD type; write I, R, P, S<dim> or S<dim>/<blocks>")
+            raise ValueError(
+                f"{text!r} is no SPMD type; write I, R, P, S<dim>, S<dim>/<blocks> or S<dim>+"
+            )
         if text[0] == "S":
-            return Shard(int(match[1]), int(match[2] or 1))
+            return SpmdType("S", int(match[1]), int(match[2] or 1), bool(match[3]))
         return SpmdType(text)  # type: ignore[arg-type]
 
 
@@ -74,6 +87,11 @@ def Shard(dim: int, blocks: int = 1) -> SpmdType:  # noqa: N802  reads as a type
     return SpmdType("S", dim, blocks)
 
 
+def PaddedShard(dim: int) -> SpmdType:  # noqa: N802  reads as a type
+    """Shard(dim) of a dim that need not divide."""
+    return SpmdType("S", dim, padded=True)
+
+
 def layout_text(layout: Layout) -> str:
     """ "S0,I" for a two-axis layout."""
     return ",".join(map(str, layout))
@@ -87,9 +105,14 @@ def parse_layout(text: str) -> Layout:
 def is_legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
     """Whether a tensor of `shape` can have `layout` on axes of `sizes` ranks.
 
-    Every sharded dim must divide, and digits of axes on one dim must not overlap.
+    Every sharded dim must divide, and digits of axes on one dim must not overlap; a padded dim is
+    cut by one axis.
     """
     for d, size in enumerate(shape):
+        if any(t.padded and t.dim == d for t in layout):
+            if sum(t.dim == d for t in layout) > 1:
+                return False
+            continue
         digits = sorted((t.blocks, n) for t, n in zip(layout, sizes, strict=True) if t.dim == d)
         end = 1
         for blocks, n in digits:
@@ -104,8 +127,17 @@ def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> t
     local = list(shape)
     for t, n in zip(layout, sizes, strict=True):
         if t.is_shard:
-            local[t.dim] //= n
+            local[t.dim] = -(-local[t.dim] // n)
     return tuple(local)
+
+
+def padded_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
+    """`shape` with padded dims filled up; itself where no type is padded."""
+    full = list(shape)
+    for t, n in zip(layout, sizes, strict=True):
+        if t.padded:
+            full[t.dim] = -(-full[t.dim] // n) * n
+    return tuple(full)
 
 
 def local_blocks(layout: Layout, sizes: Sequence[int], axis: int) -> int:

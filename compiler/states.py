@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from meshfold.collectives import ProcessMesh, RankMesh
 from meshfold.dtensors import as_dtensor, checkpoint_layout, drop_axes, is_placed
 from meshfold.errors import OptionError
-from meshfold.shards import Assembly, shard_of
-from meshfold.spmd import INVARIANT, Layout
+from meshfold.shards import Assembly, cropped, filled, held_shape, shard_of
+from meshfold.spmd import INVARIANT, Layout, local_shape
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class StateExchange:
         sizes = self.mesh.mesh.sizes
         saved = checkpoint_layout(stored.layout, sizes)
         part = self._reshard(local, stored.shape, stored.layout, saved)
+        # DTensor has no padding: the last ranks hold fewer rows, or none.
+        part = cropped(part, held_shape(stored.shape, saved, sizes, self.mesh.coords))
         return as_dtensor(part, stored.shape, *drop_axes(saved, sizes), self.device_mesh)
 
     def inside(self, name: str, value: Tensor) -> Tensor:
@@ -65,7 +67,8 @@ class StateExchange:
             if self.device_mesh is not None and is_placed(
                 value, *drop_axes(saved, sizes), self.device_mesh
             ):
-                return self._reshard(value.to_local(), stored.shape, saved, stored.layout)
+                part = filled(value.to_local(), local_shape(stored.shape, saved, sizes))
+                return self._reshard(part, stored.shape, saved, stored.layout)
             value = value.full_tensor()
         return shard_of(value, stored.layout, sizes, self.mesh.coords)
 

@@ -157,17 +157,28 @@ def _rules_inside(
 def _check_slots(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
     """Every slot and every output in a layout that its shape allows."""
     for i, layout in enumerate(planned.typing.slots):
-        name = graph.slots[i].name or f"slot {i}"
-        _check_layout(f"region {planned.name}, {name}", graph.values[i].shape, layout, mesh)
+        where = f"region {planned.name}, {graph.slots[i].name or f'slot {i}'}"
+        _check_layout(where, graph.values[i].shape, layout, mesh)
+        if graph.slots[i].kind is not SlotKind.PARAMETER:
+            _check_even(where, layout)
     for k, layout in enumerate(planned.typing.outputs):
         shape = graph.values[graph.outputs[k]].shape
-        _check_layout(f"region {planned.name}, output {k}", shape, layout, mesh)
+        where = f"region {planned.name}, output {k}"
+        _check_layout(where, shape, layout, mesh)
+        _check_even(where, layout)
 
 
 def _check_layout(where: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> None:
     if not is_legal(shape, layout, mesh.sizes):
         raise PlanMismatchError(
             f"{where}: {layout_text(layout)} does not cut {list(shape)} evenly on {mesh}"
+        )
+
+
+def _check_even(where: str, layout: Layout) -> None:
+    if any(t.padded for t in layout):
+        raise PlanMismatchError(
+            f"{where}: {layout_text(layout)} pads a dim; only parameters are stored so"
         )
 
 

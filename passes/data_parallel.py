@@ -17,7 +17,10 @@ from meshfold.passes.boundaries import Boundaries, batch_type
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.region_search import RegionSolution, SearchTables, prepare_region
 from meshfold.passes.rule_domains import RuleTable, is_constant_op
-from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType, is_legal
+from meshfold.spmd import INVARIANT, Layout, PaddedShard, Shard, SpmdType, is_legal
+
+MOST_PADDING = 1.25
+"""Of a parameter's shard, relative to its even share: with more, it stays whole."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +137,11 @@ def stored_options(graph: OpGraph, slot: int, rules: RuleTable, axis: int) -> li
 
 def zero3_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int) -> Layout:
     """`stored` with the parameter also sharded on data parallel axis number `axis`, unchanged where
-    no dim divides.
+    that would pad by more than MOST_PADDING.
 
-    Of the legal shards the first dim wins, on a dim that another axis shards the one inside of
-    it: the local tensor is then cut into contiguous equal parts.
+    Of the shards that divide the first dim wins, on a dim that another axis shards the one inside
+    of it: the local tensor is then cut into contiguous equal parts. If none divides, the dim that
+    needs the least padding is padded.
     """
     inner = {t.dim: t.blocks * n for t, n in zip(stored, sizes, strict=True) if t.is_shard}
     for dim in range(len(value.shape)):
@@ -145,4 +149,21 @@ def zero3_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int) 
             candidate = (*stored[:axis], Shard(dim, blocks), *stored[axis + 1 :])
             if is_legal(value.shape, candidate, sizes):
                 return candidate
-    return stored
+    num_ranks = sizes[axis]
+    padding = {
+        dim: -(-size // num_ranks) * num_ranks / size
+        for dim, size in enumerate(value.shape)
+        if dim not in inner and size
+    }
+    dim = min(padding, key=lambda d: (padding[d], d), default=-1)
+    if dim < 0 or padding[dim] > MOST_PADDING:
+        return stored
+    return (*stored[:axis], PaddedShard(dim), *stored[axis + 1 :])
+
+
+def kept_whole_note(name: str, num_ranks: int) -> str:
+    """What a plan says of a parameter that zero3_layout leaves as it is."""
+    return (
+        f"ZeRO-3 keeps {name} whole: no dim divides over {num_ranks} ranks, and padding one would "
+        f"add more than {MOST_PADDING - 1:.0%}"
+    )

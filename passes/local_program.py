@@ -5,6 +5,7 @@ makes of parameters (gathered ones, buckets). Types, conversion trees and consta
 tables that the emitter uses; the live ranges of the result are those of cost_models/memory.py.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from meshfold.cost_models.memory import LocalProgram
@@ -89,12 +90,18 @@ class LocalProgramBuilder:
             stored = local_bytes(self.graph.values[v], self.arriving[v], self.mesh.sizes)
             runtime = [(layout, t) for (w, layout), t in self.uses.items() if w == v]
             for layout, t in runtime:
-                used = local_bytes(self.graph.values[v], layout, self.mesh.sizes)
+                # What is gathered keeps the padding of its shards.
+                used = stored * self._num_gathered(self.arriving[v], layout)
                 how: How = "gathered" if used > stored else "reduced"
                 found.append((v, ParameterUse(t, stored, used, stored, how)))
             if not runtime:
                 found.append((v, ParameterUse(v, stored, stored, stored, "direct")))
         return tuple(found)
+
+    def _num_gathered(self, stored: Layout, used: Layout) -> int:
+        """Shards that are put together."""
+        pairs = zip(stored, used, self.mesh.sizes, strict=True)
+        return math.prod(n for s, u, n in pairs if s.is_shard and not u.is_shard)
 
     # What is wanted.
 

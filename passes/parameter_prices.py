@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshfold.mesh import Mesh
-from meshfold.opgraph import Value
+from meshfold.opgraph import ITEM_BYTES, Value
 from meshfold.passes.axis_roles import SearchCosts
 from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.elimination import Table
-from meshfold.spmd import Layout, SpmdType, is_legal
+from meshfold.spmd import Layout, SpmdType, is_legal, local_shape
 
 BUCKET_BYTES = 25 << 20
 """Bytes of a bucket, for the price of a byte in it: the default of DistributedDataParallel."""
@@ -44,6 +44,8 @@ def local_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
     """Bytes of a value on one rank."""
     shards = 1
     for t, size in zip(layout, sizes, strict=True):
+        if t.padded:
+            return math.prod(local_shape(value.shape, layout, sizes)) * ITEM_BYTES[value.dtype]
         if t.is_shard:
             shards *= size
     return value.num_bytes // shards

@@ -8,6 +8,7 @@ from meshfold.cluster import ClusterSpec
 from meshfold.opgraph import FoldedGraph, SlotKind
 from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import placements
+from meshfold.passes.data_parallel import kept_whole_note
 from meshfold.passes.fold_assemble import fingerprint, graph_fingerprint
 from meshfold.passes.leaf_costs import Leaf
 from meshfold.passes.mesh_plan import MeshPlanner
@@ -89,7 +90,7 @@ def _whole_notes(best: Priced, pinned: Collection[tuple[int, int]]) -> list[str]
                     continue
                 if i not in leaf.sharded:
                     found.add(f"{slot.name} {list(region.graph.values[i].shape)}")
-    return [f"ZeRO-3 keeps {name} whole: no dim divides over {dp} ranks" for name in sorted(found)]
+    return [kept_whole_note(name, dp) for name in sorted(found)]
 
 
 def model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:

@@ -308,10 +308,10 @@ def _price_parameter(
             if is_again:
                 sums.add_again(cost)
             continue
-        gathered = local_bytes(value, step.after, mesh.sizes)
         if not step.source.is_shard:
             together.append(step.axis)
             continue
+        gathered = local_bytes(value, step.before, mesh.sizes) * mesh.sizes[step.axis]
         sums.gather_bytes[step.axis] += gathered
         if value.requires_grad:
             sums.reduce((step.axis,), "reduce_scatter", gathered)

@@ -28,6 +28,7 @@ from meshfold.passes.boundaries import (
 )
 from meshfold.passes.data_parallel import (
     Followed,
+    kept_whole_note,
     zero3_layout,
 )
 from meshfold.passes.layout_pins import PinnedSlots, UnkeptPinError
@@ -251,10 +252,8 @@ class MeshSearch:
             typings.append(typing)
             prices.append(solution.pricer.price(typing.slots))
         dp = self.mesh.sizes[axis]
-        notes = [f"ZeRO-3 keeps {name} whole: no dim divides over {dp} ranks" for name in whole]
-        return ProgramTyping(
-            tuple(typings), tuple(prices), fraction, self.fallback_ops, tuple(sorted(notes))
-        )
+        notes = tuple(kept_whole_note(name, dp) for name in sorted(whole))
+        return ProgramTyping(tuple(typings), tuple(prices), fraction, self.fallback_ops, notes)
 
     def _fraction(self, typings: Sequence[tuple[int, RegionTyping]], if_none: float = 1.0) -> float:
         """Sharded bytes on tp over shardable bytes, parameters of two dims and more; `if_none`

@@ -64,6 +64,18 @@ def _llama(layers: int) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_llama_sizes(layers)))
 
 
+def _uneven(layers: int) -> nn.Module:
+    """A Llama with no dim that four ranks divide."""
+    sizes = _llama_sizes(layers) | {
+        "vocab_size": 67,
+        "hidden_size": 30,
+        "intermediate_size": 26,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
 def _mixtral(layers: int) -> nn.Module:
     config = transformers.MixtralConfig(
         **_llama_sizes(layers), num_local_experts=4, num_experts_per_tok=2
@@ -126,6 +138,7 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "t5": _t5,
     "vit": _vit,
     "mixtral": _mixtral,
+    "uneven": _uneven,
 }
 
 

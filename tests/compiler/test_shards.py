@@ -1,15 +1,27 @@
 """Shards against index-by-index cutting, and the way back."""
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support_layouts import cut
 
 from meshfold.mesh import Mesh, MeshAxis
-from meshfold.shards import Assembly, shard_of
-from meshfold.spmd import INVARIANT, REPLICATE, Layout, Shard, is_legal, parse_layout
+from meshfold.shards import Assembly, cropped, held_shape, shard_of
+from meshfold.spmd import (
+    INVARIANT,
+    REPLICATE,
+    Layout,
+    PaddedShard,
+    Shard,
+    is_legal,
+    local_shape,
+    parse_layout,
+)
 
 SHAPE = (24, 12)
 TYPES = [INVARIANT, *(Shard(d, b) for d in (0, 1) for b in (1, 2, 3, 6))]
@@ -60,6 +72,43 @@ def check_assembly(
         if assembly.is_view:
             assert whole.data_ptr() == stacked.data_ptr()
         back = torch.zeros_like(stacked)
+        assembly.write_stacked(whole, back)
+        assert torch.equal(back, stacked)
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 3)),
+    data=st.data(),
+)
+def test_padded_shards_are_equal_chunks_and_come_back_whole(
+    shape: tuple[int, ...], sizes: tuple[int, int], data: st.DataObject
+) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    others = [d for d, size in enumerate(shape) if d != dim and size % sizes[1] == 0]
+    other = Shard(data.draw(st.sampled_from(others))) if others else INVARIANT
+    layout = (PaddedShard(dim), other)
+    assert is_legal(shape, layout, sizes)
+    mesh = mesh_of(*sizes)
+    x = torch.randn(shape)
+    shards = [shard_of(x, layout, sizes, mesh.coords(r)) for r in range(mesh.num_ranks)]
+    for rank, shard in enumerate(shards):
+        coords = mesh.coords(rank)
+        held = held_shape(shape, layout, sizes, coords)
+        local = x if other == INVARIANT else x.chunk(sizes[1], other.dim)[coords[1]]
+        chunks = local.chunk(sizes[0], dim)  # torch's uneven chunks, as DTensor cuts them
+        if coords[0] < len(chunks):
+            assert torch.equal(cropped(shard, held), chunks[coords[0]])
+        else:
+            assert math.prod(held) == 0
+        assert shard.shape == local_shape(shape, layout, sizes)
+        assert shard.abs().sum() == pytest.approx(cropped(shard, held).abs().sum())
+    assembly = Assembly(shape, layout, sizes, (0,))
+    for group in mesh.groups(("a",)):
+        stacked = torch.stack([shards[r].reshape(-1) for r in group])
+        whole = assembly.whole(stacked)
+        assert torch.equal(whole, shard_of(x, (INVARIANT, other), sizes, mesh.coords(group[0])))
+        back = torch.ones_like(stacked)
         assembly.write_stacked(whole, back)
         assert torch.equal(back, stacked)
 

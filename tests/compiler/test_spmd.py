@@ -11,12 +11,14 @@ from meshfold.spmd import (
     PARTIAL,
     REPLICATE,
     Layout,
+    PaddedShard,
     Shard,
     SpmdType,
     is_legal,
     layout_text,
     local_blocks,
     local_shape,
+    padded_shape,
     parse_layout,
 )
 
@@ -26,12 +28,12 @@ types = st.one_of(
 )
 
 
-@given(st.lists(types, max_size=3).map(tuple))
+@given(st.lists(st.one_of(types, st.builds(PaddedShard, st.integers(0, 1))), max_size=3).map(tuple))
 def test_text_round_trips(layout: Layout) -> None:
     assert parse_layout(layout_text(layout)) == layout
 
 
-@pytest.mark.parametrize("text", ["", "Q", "S", "S-1", "S0/", "S0/x", "I0", "P/2"])
+@pytest.mark.parametrize("text", ["", "Q", "S", "S-1", "S0/", "S0/x", "I0", "P/2", "S0/2+", "R+"])
 def test_bad_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no SPMD type"):
         SpmdType.parse(text)
@@ -46,6 +48,20 @@ def test_impossible_types_are_refused() -> None:
         Shard(0, 0)
     with pytest.raises(ValueError, match="blocks must be 1 or more"):
         SpmdType("R", blocks=2)
+    for kind, dim, blocks in (("I", -1, 1), ("S", 0, 2)):
+        with pytest.raises(ValueError, match="padded is for Shard in one block"):
+            SpmdType(kind, dim, blocks, padded=True)
+
+
+def test_a_padded_dim_need_not_divide_and_is_cut_by_one_axis() -> None:
+    layout = (PaddedShard(0), Shard(1))
+    assert is_legal((10, 6), layout, (4, 2))
+    assert local_shape((10, 6), layout, (4, 2)) == (3, 3)
+    assert padded_shape((10, 6), layout, (4, 2)) == (12, 6)
+    assert padded_shape((10, 6), (Shard(0), INVARIANT), (5, 2)) == (10, 6)
+    assert not is_legal((10, 6), (PaddedShard(0), Shard(0)), (4, 2))
+    assert not is_legal((10, 5), layout, (4, 2)), "the other dim still has to divide"
+    assert not is_legal((10, 6), (PaddedShard(2), INVARIANT), (4, 2)), "there is no dim 2"
 
 
 def owned(size: int, t: SpmdType, n: int, r: int) -> set[int]:

@@ -51,7 +51,7 @@ def test_axes_of_one_rank_are_left_out() -> None:
     assert drop_axes(parse_layout("S0,I,R"), (2, 1, 4)) == (parse_layout("S0,R"), (2, 4))
 
 
-@pytest.mark.parametrize("layout", ["S0/6,S0/3", "I,S1/3", "S0,S1"])
+@pytest.mark.parametrize("layout", ["S0/6,S0/3", "I,S1/3", "S0,S1", "S0+,S1/3"])
 def test_full_tensors_come_back_whole(layout: str) -> None:
     stored = {"w": StoredTensor((24, 24), parse_layout(layout))}
     whole = torch.arange(24.0 * 24).reshape(24, 24)

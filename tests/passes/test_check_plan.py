@@ -13,7 +13,7 @@ from meshfold.passes.check_plan import price_plan
 from meshfold.passes.planner import find_plan_for
 from meshfold.plan import Plan
 from meshfold.probe import OpProber
-from meshfold.spmd import INVARIANT, REPLICATE, Shard
+from meshfold.spmd import INVARIANT, REPLICATE, PaddedShard, Shard
 
 MODEL, INPUTS = tiny_model("llama", layers=3)
 GRAPH = capture(MODEL, INPUTS).graph
@@ -98,6 +98,13 @@ def test_a_layout_that_does_not_divide_is_refused() -> None:
     at = PLAN.regions[1].slot_names.index("mlp.up_proj.weight")
     slots[at] = (Shard(0, 3), slots[at][1])
     with pytest.raises(PlanMismatchError, match="mlp.up_proj.weight: .* does not cut .* evenly"):
+        price_plan(GRAPH, edited(1, slots=tuple(slots)), PROBER)
+
+
+def test_a_value_that_is_no_parameter_is_not_padded() -> None:
+    slots = list(PLAN.regions[1].typing.slots)
+    slots[0] = (PaddedShard(0), INVARIANT)
+    with pytest.raises(PlanMismatchError, match=r"S0\+,.* pads a dim; only parameters"):
         price_plan(GRAPH, edited(1, slots=tuple(slots)), PROBER)
 
 

@@ -7,7 +7,7 @@ from meshfold.opgraph import Value
 from meshfold.passes.boundaries import find_boundaries
 from meshfold.passes.data_parallel import follow_batch, stored_options, zero3_layout
 from meshfold.passes.rules import region_rules
-from meshfold.spmd import INVARIANT, REPLICATE, Shard, is_legal
+from meshfold.spmd import INVARIANT, REPLICATE, PaddedShard, Shard, is_legal
 
 
 def follow(batch_size: int, num_ranks: int = 2):
@@ -70,6 +70,9 @@ def test_parameter_without_user_is_whole():
         ((2, 8), (INVARIANT, Shard(0)), (Shard(1), Shard(0))),
         ((3, 5), (INVARIANT, INVARIANT), (INVARIANT, INVARIANT)),
         ((), (INVARIANT, INVARIANT), (INVARIANT, INVARIANT)),
+        ((10, 7), (INVARIANT, INVARIANT), (PaddedShard(1), INVARIANT)),
+        ((15, 6), (INVARIANT, Shard(1)), (PaddedShard(0), Shard(1))),
+        ((10, 6), (INVARIANT, Shard(0)), (INVARIANT, Shard(0))),
     ],
 )
 def test_zero3_layout(shape, stored, expected):

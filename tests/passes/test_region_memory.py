@@ -1,5 +1,6 @@
 """The memory model against real runs of the captured graph, and on sharded local programs."""
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 
@@ -134,19 +135,24 @@ def test_kept_bytes_per_region_add_up_to_what_autograd_keeps(family: str) -> Non
     assert total == saved_bytes(step)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        UniformStrategy(),
-        UniformStrategy(tp=2),
-        UniformStrategy(tp=2, sequence_parallel=True),
-        UniformStrategy(dp=2),
-        UniformStrategy(dp=2, zero=3),
-        UniformStrategy(dp=2, tp=2, zero=3, sequence_parallel=True),
-    ],
-    ids=lambda s: s.label,
+STRATEGIES = (
+    UniformStrategy(),
+    UniformStrategy(tp=2),
+    UniformStrategy(tp=2, sequence_parallel=True),
+    UniformStrategy(dp=2),
+    UniformStrategy(dp=2, zero=3),
+    UniformStrategy(dp=2, tp=2, zero=3, sequence_parallel=True),
 )
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        *itertools.product(("gpt2", "llama"), STRATEGIES),
+        ("uneven", UniformStrategy(dp=4, zero=3)),  # no dim divides: padded
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.label,
+)
 def test_peak_of_an_emitted_program(
     family: str, strategy: UniformStrategy, captures: Captures
 ) -> None:
