@@ -19,6 +19,8 @@ from meshfold.passes.region_search import RegionSolution, SearchTables, prepare_
 from meshfold.passes.rule_domains import RuleTable, is_constant_op
 from meshfold.spmd import INVARIANT, Layout, PaddedShard, Shard, SpmdType, is_legal
 
+ZERO_AXES = ("dp", "cp")
+
 MOST_PADDING = 1.25
 """Of a parameter's shard, relative to its even share: with more, it stays whole."""
 
@@ -135,25 +137,41 @@ def stored_options(graph: OpGraph, slot: int, rules: RuleTable, axis: int) -> li
     return [INVARIANT, *sorted(shards)]
 
 
-def zero3_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int) -> Layout:
-    """`stored` with the parameter also sharded on data parallel axis number `axis`, unchanged where
-    that would pad by more than MOST_PADDING.
+def zero_axes(mesh: Mesh) -> tuple[int, ...]:
+    """The axes that ZeRO shards over: those on which the batch or the sequence is cut."""
+    return tuple(k for k, a in enumerate(mesh.axes) if a.name in ZERO_AXES and a.size > 1)
 
-    Of the shards that divide the first dim wins, on a dim that another axis shards the one inside
-    of it: the local tensor is then cut into contiguous equal parts. If none divides, the dim that
-    needs the least padding is padded.
+
+def zero3_layout(value: Value, stored: Layout, sizes: Sequence[int], axes: Sequence[int]) -> Layout:
+    """`stored` with the parameter also sharded on the axes number `axes`, outermost first; on an
+    axis where that would pad by more than MOST_PADDING it stays as it is.
+
+    The first dim wins that all axes divide, on a dim that another axis shards the part inside of
+    it: the local tensor is then cut into contiguous equal parts. If none does, the axes are placed
+    one by one, and where no dim divides, the one that needs the least padding is padded.
     """
     inner = {t.dim: t.blocks * n for t, n in zip(stored, sizes, strict=True) if t.is_shard}
     for dim in range(len(value.shape)):
         for blocks in dict.fromkeys((inner.get(dim, 1), 1)):
-            candidate = (*stored[:axis], Shard(dim, blocks), *stored[axis + 1 :])
-            if is_legal(value.shape, candidate, sizes):
-                return candidate
+            layout = list(stored)
+            for axis in axes:
+                layout[axis] = Shard(dim, blocks)
+                blocks *= sizes[axis]
+            if is_legal(value.shape, tuple(layout), sizes):
+                return tuple(layout)
+    if len(axes) > 1:
+        for axis in axes:
+            stored = zero3_layout(value, stored, sizes, (axis,))
+        return stored
+    return _padded_layout(value, stored, sizes, axes[0]) if axes else stored
+
+
+def _padded_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int) -> Layout:
     num_ranks = sizes[axis]
     padding = {
         dim: -(-size // num_ranks) * num_ranks / size
         for dim, size in enumerate(value.shape)
-        if dim not in inner and size
+        if size and all(t.dim != dim for t in stored)
     }
     dim = min(padding, key=lambda d: (padding[d], d), default=-1)
     if dim < 0 or padding[dim] > MOST_PADDING:

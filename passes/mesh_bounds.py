@@ -93,6 +93,7 @@ def _reduction(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> _Reduc
         costs.collective_s("all_reduce", local_bytes, axes) for axes in ((0,), batch_axes)
     )
     sharded_s = sum(
-        costs.collective_s(kind, local_bytes, (0,)) for kind in ("all_gather", "reduce_scatter")
+        min(costs.collective_s(kind, local_bytes, axes) for axes in ((0,), batch_axes))
+        for kind in ("all_gather", "reduce_scatter")
     )
     return _Reduction(local_bytes, whole_s, sharded_s)

@@ -247,7 +247,7 @@ class _Writer:
         if choice.figures.strategy.zero == 3:
             graph = self.folded.regions[choice.region].graph
             for i in self.problems.untied_parameters(choice.region):
-                slots[i] = zero3_layout(graph.values[i], slots[i], self.inner.sizes, 0)
+                slots[i] = zero3_layout(graph.values[i], slots[i], self.inner.sizes, (0,))
         return RegionTyping(
             slots=self._whole(slots),
             ops=tuple(

@@ -204,7 +204,7 @@ class _Parameters:
         for parameter in table.parameters:
             value = parameter.value
             used = local_bytes(value, parameter.layout, sizes)
-            cut = zero3_layout(value, (INVARIANT, *parameter.layout), (dp, *sizes), 0)
+            cut = zero3_layout(value, (INVARIANT, *parameter.layout), (dp, *sizes), (0,))
             part = local_bytes(value, cut, (dp, *sizes))
             is_tied = parameter.num_holders > 1
             is_sharded = zero == 3 and part < used and not is_tied

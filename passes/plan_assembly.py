@@ -8,7 +8,7 @@ from meshfold.cluster import ClusterSpec
 from meshfold.opgraph import FoldedGraph, SlotKind
 from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import placements
-from meshfold.passes.data_parallel import kept_whole_note
+from meshfold.passes.data_parallel import kept_whole_note, zero_axes
 from meshfold.passes.fold_assemble import fingerprint, graph_fingerprint
 from meshfold.passes.leaf_costs import Leaf
 from meshfold.passes.mesh_plan import MeshPlanner
@@ -81,7 +81,7 @@ def _whole_notes(best: Priced, pinned: Collection[tuple[int, int]]) -> list[str]
     """Parameters that ZeRO-3 was to shard and could not; none that the user wanted whole."""
     if best.strategy.zero != 3:
         return []
-    dp = best.mesh.sizes[best.mesh.index("dp")]
+    num_ranks = math.prod(best.mesh.sizes[axis] for axis in zero_axes(best.mesh))
     found = set()
     for r, (region, leaf) in enumerate(zip(best.split.regions, best.leaves, strict=True)):
         if leaf.strategy.zero == 3 and len(leaf.sharded) == leaf.num_shardable:
@@ -90,7 +90,7 @@ def _whole_notes(best: Priced, pinned: Collection[tuple[int, int]]) -> list[str]
                     continue
                 if i not in leaf.sharded:
                     found.add(f"{slot.name} {list(region.graph.values[i].shape)}")
-    return [kept_whole_note(name, dp) for name in sorted(found)]
+    return [kept_whole_note(name, num_ranks) for name in sorted(found)]
 
 
 def model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:

@@ -13,6 +13,7 @@ gather, since the backward gathers a region's parameters for itself in any case.
 All per instance and rank, in seconds, before any overlap.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -102,15 +103,14 @@ class _Sums:
     again_s: float = 0.0
     communication_s: list[float] = field(init=False)
     again_by_axis_s: list[float] = field(init=False)
-    gather_bytes: list[int] = field(init=False)
-    reduce_bytes: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)
+    bucket_bytes: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)
+    """By the axes of a collective, which act as one group, and its kind."""
     records: list[tuple[int, ConversionRecord]] = field(default_factory=list)
     """(number of the value, record)."""
 
     def __post_init__(self) -> None:
         self.communication_s = [0.0] * len(self.mesh.axes)
         self.again_by_axis_s = [0.0] * len(self.mesh.axes)
-        self.gather_bytes = [0] * len(self.mesh.axes)
 
     def merge(self, other: "_Sums") -> None:
         """Add everything of `other`."""
@@ -121,15 +121,14 @@ class _Sums:
         for axis in range(len(self.mesh.axes)):
             self.communication_s[axis] += other.communication_s[axis]
             self.again_by_axis_s[axis] += other.again_by_axis_s[axis]
-            self.gather_bytes[axis] += other.gather_bytes[axis]
-        for (axes, kind), num_bytes in other.reduce_bytes.items():
-            self.reduce(axes, kind, num_bytes)
+        for (axes, kind), num_bytes in other.bucket_bytes.items():
+            self.bucket(axes, kind, num_bytes)
         self.records += other.records
 
-    def reduce(self, axes: tuple[int, ...], kind: str, num_bytes: int) -> None:
-        """Gradients that go into a bucket of these axes."""
+    def bucket(self, axes: tuple[int, ...], kind: str, num_bytes: int) -> None:
+        """Parameters or gradients that go into a bucket of these axes."""
         key = (axes, kind)
-        self.reduce_bytes[key] = self.reduce_bytes.get(key, 0) + num_bytes
+        self.bucket_bytes[key] = self.bucket_bytes.get(key, 0) + num_bytes
 
     def add(self, cost: ConversionCost) -> None:
         """An in-graph conversion."""
@@ -297,27 +296,29 @@ def _price_parameter(
     graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel, is_again: bool
 ) -> None:
     """Bucketed steps are added up by bytes and priced per bucket; the record shows them alone. What
-    is stored whole on several axes is reduced over them as one group. What comes out of a bucket is
-    gathered for the backward in any case, also where the rest runs again."""
+    is stored as shards on several axes is gathered over them as one group, what is whole on several
+    reduced over them so. What comes out of a bucket is gathered for the backward in any case, also
+    where the rest runs again."""
     mesh, value = sums.mesh, graph.values[v]
-    together: list[int] = []
+    gathered: list[int] = []
+    reduced: list[int] = []
     for step in conversion_steps(value, *edge, mesh, costs):
-        if not is_bucketed(step.source, step.target):
-            cost = conversion_cost(value, step.before, step.after, mesh, costs)
-            sums.add(cost)
-            if is_again:
-                sums.add_again(cost)
+        if is_bucketed(step.source, step.target):
+            (gathered if step.source.is_shard else reduced).append(step.axis)
             continue
-        if not step.source.is_shard:
-            together.append(step.axis)
-            continue
-        gathered = local_bytes(value, step.before, mesh.sizes) * mesh.sizes[step.axis]
-        sums.gather_bytes[step.axis] += gathered
+        cost = conversion_cost(value, step.before, step.after, mesh, costs)
+        sums.add(cost)
+        if is_again:
+            sums.add_again(cost)
+    stored = local_bytes(value, edge[0], mesh.sizes)
+    if gathered:
+        axes = tuple(sorted(gathered))
+        whole = stored * math.prod(mesh.sizes[k] for k in axes)
+        sums.bucket(axes, "all_gather", whole)
         if value.requires_grad:
-            sums.reduce((step.axis,), "reduce_scatter", gathered)
-    if together and value.requires_grad:
-        stored = local_bytes(value, edge[0], mesh.sizes)
-        sums.reduce(tuple(sorted(together)), "all_reduce", stored)
+            sums.bucket(axes, "reduce_scatter", whole)
+    if reduced and value.requires_grad:
+        sums.bucket(tuple(sorted(reduced)), "all_reduce", stored)
     _record(graph, v, "parameter", edge, conversion_cost(value, *edge, mesh, costs), sums)
 
 
@@ -342,14 +343,11 @@ def _record(
 
 def _finish(forward_s: float, backward_s: float, sums: _Sums, costs: CostModel) -> RegionPrice:
     names = sums.mesh.names
-    gather_s = {
-        name: costs.collective_s("all_gather", sums.gather_bytes[axis], (axis,))
-        for axis, name in enumerate(names)
-    }
-    reduce_s = dict.fromkeys(names, 0.0)
-    for (axes, kind), num_bytes in sorted(sums.reduce_bytes.items()):
+    gather_s, reduce_s = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    for (axes, kind), num_bytes in sorted(sums.bucket_bytes.items()):
         # The outermost axis has the slowest links of the group.
-        reduce_s[names[axes[0]]] += costs.collective_s(kind, num_bytes, axes)
+        seconds = gather_s if kind == "all_gather" else reduce_s
+        seconds[names[axes[0]]] += costs.collective_s(kind, num_bytes, axes)
     return RegionPrice(
         forward_s=forward_s,
         backward_s=backward_s,

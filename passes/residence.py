@@ -20,7 +20,7 @@ from meshfold.cost_models.memory import RegionMemory
 from meshfold.cost_models.step_memory import States
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind, SourceKind
-from meshfold.passes.data_parallel import zero3_layout
+from meshfold.passes.data_parallel import zero3_layout, zero_axes
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.passes.program_reads import ProgramReads, program_reads
 from meshfold.passes.region_price import HostTraffic, layouts_of_values
@@ -60,19 +60,16 @@ def residence_of(
 
 
 def data_shards(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, Layout]:
-    """Parameter slot -> its layout when also sharded on dp, for those that can be: some dim divides
-    and the ops read it through a bucket."""
-    if "dp" not in mesh.names:
-        return {}
-    axis = mesh.index("dp")
+    """Parameter slot -> its layout when also sharded on dp and cp, for those that can be: some dim
+    divides, or nearly, and the ops read it through a bucket."""
+    axes = zero_axes(mesh)
     found = {}
     for i, (stored, demands) in enumerate(layouts_of_values(graph, typing)[: len(graph.slots)]):
         if graph.slots[i].kind is not SlotKind.PARAMETER:
             continue
-        if any(layout[axis] != REPLICATE for layout in demands):
-            continue
-        layout = zero3_layout(graph.values[i], stored, mesh.sizes, axis)
-        if layout[axis].is_shard:
+        whole = [k for k in axes if all(layout[k] == REPLICATE for layout in demands)]
+        layout = zero3_layout(graph.values[i], stored, mesh.sizes, whole)
+        if layout != stored:
             found[i] = layout
     return found
 

@@ -13,6 +13,7 @@ A parameter that several regions share has one stored layout: each region propos
 proposal with the smallest sum of their objectives wins.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -30,6 +31,7 @@ from meshfold.passes.data_parallel import (
     Followed,
     kept_whole_note,
     zero3_layout,
+    zero_axes,
 )
 from meshfold.passes.layout_pins import PinnedSlots, UnkeptPinError
 from meshfold.passes.parameter_prices import Prices
@@ -236,23 +238,22 @@ class MeshSearch:
         return out
 
     def _shard_states(self, solutions: Sequence[RegionSolution], fraction: float) -> ProgramTyping:
-        """ZeRO-3: the same ops, every parameter stored as a shard on dp as well."""
-        axis = self.space.dp_axis
-        assert axis is not None, "ZeRO-3 needs a dp axis"
+        """ZeRO-3: the same ops, every parameter stored as a shard on dp and cp as well."""
+        axes = zero_axes(self.mesh)
         typings, prices, whole = [], [], set()
         for graph, solution in zip(self.graphs, solutions, strict=True):
             slots = list(solution.typing.slots)
             for i, slot in enumerate(graph.slots):
                 if slot.kind is SlotKind.PARAMETER:
                     value = graph.values[i]
-                    slots[i] = zero3_layout(value, slots[i], self.mesh.sizes, axis)
-                    if not slots[i][axis].is_shard:
+                    slots[i] = zero3_layout(value, slots[i], self.mesh.sizes, axes)
+                    if not any(slots[i][axis].is_shard for axis in axes):
                         whole.add(f"{slot.name} {list(value.shape)}")
             typing = replace(solution.typing, slots=tuple(slots))
             typings.append(typing)
             prices.append(solution.pricer.price(typing.slots))
-        dp = self.mesh.sizes[axis]
-        notes = tuple(kept_whole_note(name, dp) for name in sorted(whole))
+        num_ranks = math.prod(self.mesh.sizes[axis] for axis in axes)
+        notes = tuple(kept_whole_note(name, num_ranks) for name in sorted(whole))
         return ProgramTyping(tuple(typings), tuple(prices), fraction, self.fallback_ops, notes)
 
     def _fraction(self, typings: Sequence[tuple[int, RegionTyping]], if_none: float = 1.0) -> float:

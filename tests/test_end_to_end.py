@@ -40,10 +40,11 @@ UNEVEN_PINS = {"zero3 of four": (4, {"dp": 4, "tp": 1, "zero": 3})}
 """For a model whose dims four ranks do not divide."""
 
 CONTEXT_PINS = {
-    "cp": (2, {"dp": 1, "cp": 2, "tp": 1}),
+    "cp": (2, {"dp": 1, "cp": 2, "tp": 1, "zero": 0}),
+    "zero3 over cp": (2, {"dp": 1, "cp": 2, "tp": 1, "zero": 3}),
     "zero3 x cp": (4, {"dp": 2, "cp": 2, "tp": 1, "zero": 3}),
-    "cp x tp": (4, {"dp": 1, "cp": 2, "tp": 2, "sp": 0}),
-    "cp x tp+sp": (4, {"dp": 1, "cp": 2, "tp": 2, "sp": 1}),
+    "cp x tp": (4, {"dp": 1, "cp": 2, "tp": 2, "zero": 0, "sp": 0}),
+    "cp x tp+sp": (4, {"dp": 1, "cp": 2, "tp": 2, "zero": 3, "sp": 1}),
 }
 """The same where cp cuts the sequence."""
 

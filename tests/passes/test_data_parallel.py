@@ -7,7 +7,15 @@ from meshfold.opgraph import Value
 from meshfold.passes.boundaries import find_boundaries
 from meshfold.passes.data_parallel import follow_batch, stored_options, zero3_layout
 from meshfold.passes.rules import region_rules
-from meshfold.spmd import INVARIANT, REPLICATE, PaddedShard, Shard, is_legal
+from meshfold.spmd import (
+    INVARIANT,
+    REPLICATE,
+    PaddedShard,
+    Shard,
+    is_legal,
+    layout_text,
+    parse_layout,
+)
 
 
 def follow(batch_size: int, num_ranks: int = 2):
@@ -76,6 +84,25 @@ def test_parameter_without_user_is_whole():
     ],
 )
 def test_zero3_layout(shape, stored, expected):
-    found = zero3_layout(Value(shape, "float32", True), stored, (4 if 24 not in shape else 2, 2), 0)
+    found = zero3_layout(
+        Value(shape, "float32", True), stored, (4 if 24 not in shape else 2, 2), (0,)
+    )
     assert found == expected
     assert is_legal(shape, found, (4 if 24 not in shape else 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored", "expected"),
+    [
+        ((16, 6), "I,I,I", "S0,S0/4,I"),  # one dim, consecutive pieces
+        ((16, 6), "I,I,S0", "S0/2,S0/8,S0"),  # inside what tp cuts
+        ((8, 6), "I,I,S0", "S0/2,S1,S0"),  # no dim for both
+        ((10, 6), "I,I,I", "S0+,S1,I"),
+        ((7, 3), "I,I,I", "S0+,I,I"),
+    ],
+)
+def test_zero3_layout_over_two_axes(shape, stored, expected):
+    sizes = (4, 2, 2)
+    found = zero3_layout(Value(shape, "float32", True), parse_layout(stored), sizes, (0, 1))
+    assert layout_text(found) == expected
+    assert is_legal(shape, found, sizes)
