@@ -1,6 +1,7 @@
 """What the command line runs that needs torch: plan, graph, verify. See meshfold.cli."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from rich.console import Group, RenderableType
@@ -17,9 +18,10 @@ from meshfold.passes.check_plan import price_plan
 from meshfold.passes.planner import Progress
 from meshfold.plan import Plan
 from meshfold.probe import OpProber
-from meshfold.verify import VerifyReport, captured_as_planned, verify
+from meshfold.verify import captured_as_planned, verify
+from meshfold.verify_report import NUM_STEPS, Difference, VerifyReport
 
-NUM_WORST = 10
+NUM_WORST = 5
 
 
 def make_plan(
@@ -84,21 +86,29 @@ def report_view(report: VerifyReport) -> RenderableType:
     table.add_row(
         "loss", f"{report.eager_loss:.12g}", f"{report.loss:.12g}", f"{report.loss_difference:.1e}"
     )
-    gradients = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    gradients.add_column(f"worst of {len(report.gradients)} gradients", overflow="fold")
-    for name in ("largest entry", "difference", "relative"):
-        gradients.add_column(name, justify="right", no_wrap=True)
-    for g in report.gradients[:NUM_WORST]:
-        bad = not g.relative <= report.tolerance
-        gradients.add_row(
-            g.name,
-            f"{g.largest:.3g}",
-            f"{g.difference:.1e}",
-            f"{g.relative:.1e}",
-            style="bold red" if bad else "",
-        )
+    worst = [_worst_view(f"worst of {len(report.gradients)} gradients", report.gradients, report)]
+    if report.parameters:
+        title = f"worst parameters after {NUM_STEPS} steps of {report.optimizer}"
+        worst.append(_worst_view(title, report.parameters, report))
     style = "bold green" if report.passed else "bold red"
     headline = Text(f"{report.strategy} on {report.world_size} local processes, float64\n")
     verdict = Text(f"\n{report.verdict}", style=style)
-    parts = (headline, table, Text(), gradients)
+    parts = (headline, table, *(part for view in worst for part in (Text(), view)))
     return Group(*parts, verdict) if report.passed else Group(*parts)
+
+
+def _worst_view(title: str, compared: Sequence[Difference], report: VerifyReport) -> RenderableType:
+    view = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    view.add_column(title, overflow="fold")
+    for name in ("largest entry", "difference", "relative"):
+        view.add_column(name, justify="right", no_wrap=True)
+    for c in compared[:NUM_WORST]:
+        bad = not c.relative <= report.tolerance
+        view.add_row(
+            c.name,
+            f"{c.largest:.3g}",
+            f"{c.difference:.1e}",
+            f"{c.relative:.1e}",
+            style="bold red" if bad else "",
+        )
+    return view

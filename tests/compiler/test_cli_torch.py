@@ -19,7 +19,7 @@ from meshfold.options import CompileOptions
 from meshfold.plan import Plan
 from meshfold.plan_io import load_plan, save_plan
 from meshfold.plan_schema import plan_schema
-from meshfold.verify import GradientDifference, VerifyReport
+from meshfold.verify_report import Difference, VerifyReport
 
 MODEL = "support_factories:regression"
 BRANCH_LINE = inspect.getsourcelines(Branching.forward)[1] + 2
@@ -136,7 +136,7 @@ def test_verify_runs_the_plan(plan_file: Path, capsys: pytest.CaptureFixture[str
 def test_verify_fails_with_the_worst_gradient(
     plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gradients = (GradientDifference("up.bias", 0.5, 0.01, 0.02),)
+    gradients = (Difference("up.bias", 0.5, 0.01, 0.02),)
     report = VerifyReport(2, "tp2", 1.0, 1.0, gradients)
     monkeypatch.setattr(cli_torch, "verify", lambda *_: report)
     assert run(["verify", "plan.json", "--model", MODEL]) == 1

@@ -13,14 +13,8 @@ from meshfold.errors import MeshfoldError
 from meshfold.options import CompileOptions
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_to_json
-from meshfold.verify import (
-    GradientDifference,
-    VerifyReport,
-    _Compared,
-    _report,
-    verify,
-    without_dropout,
-)
+from meshfold.verify import _Compared, _report, verify, without_dropout
+from meshfold.verify_report import Difference, VerifyReport
 
 MODEL = "support_factories:regression"
 
@@ -39,7 +33,10 @@ def test_a_right_program_passes(pools: Pools, plan: Plan) -> None:
     assert report.passed
     assert report.strategy == "dp2, zero3"
     assert max(g.relative for g in report.gradients) < 1e-13
-    assert report.verdict == "loss and 3 gradients agree to 1e-10"
+    assert max(p.relative for p in report.parameters) < 1e-13
+    assert report.verdict == (
+        "loss and 3 gradients agree to 1e-10, and so do the parameters after 3 steps of AdamW"
+    )
 
 
 @pytest.mark.multiprocess
@@ -67,7 +64,7 @@ def test_a_model_without_values_is_refused(plan: Plan) -> None:
 
 
 def report_of(plan: Plan, *ranks: dict[str, tuple[float, float]]) -> VerifyReport:
-    return _report(plan, [_Compared(2.0, 2.0, gradients) for gradients in ranks])
+    return _report(plan, [_Compared(2.0, 2.0, gradients, {}) for gradients in ranks])
 
 
 def test_differences_are_relative_to_gradients_that_are_not_noise(plan: Plan) -> None:
@@ -77,9 +74,9 @@ def test_differences_are_relative_to_gradients_that_are_not_noise(plan: Plan) ->
         {"large": (10.0, 1e-13), "small": (0.1, 1e-3), "noise": (1e-17, 1e-17)},
     )
     assert report.gradients == (
-        GradientDifference("small", 0.1, 1e-3, 1e-2),
-        GradientDifference("large", 10.0, 1e-12, 1e-13),
-        GradientDifference("noise", 1e-17, 2e-17, 2e-15),
+        Difference("small", 0.1, 1e-3, 1e-2),
+        Difference("large", 10.0, 1e-12, 1e-13),
+        Difference("noise", 1e-17, 2e-17, 2e-15),
     )
     assert not report.passed
 
@@ -91,6 +88,14 @@ def test_nan_is_the_worst_difference(plan: Plan) -> None:
     assert report.gradients[0].name == "b"
     assert not report.passed
     assert "2 of 2 gradients differ, worst b by nan" in report.verdict
+
+
+def test_parameters_that_differ_after_steps_fail(plan: Plan) -> None:
+    gradients = {"a": (1.0, 0.0), "b": (1.0, 0.0)}
+    ranks = [_Compared(2.0, 2.0, gradients, {"a": (1.0, 0.0), "b": (2.0, d)}) for d in (0.0, 1e-6)]
+    report = _report(plan, ranks)
+    assert not report.passed
+    assert "1 of 2 parameters differ after 3 steps, worst b by 5.0e-07" in report.verdict
 
 
 def test_a_loss_that_differs_fails() -> None:
