@@ -31,7 +31,7 @@ from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind, SourceKind
 from meshfold.passes.conversions import ConversionCosts, conversion_steps, plan_conversions
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
-from meshfold.program import EmittedProgram, RegionProgram, Step
+from meshfold.program import PLACE, EmittedProgram, RegionProgram, Step
 from meshfold.program_text import TYPE
 from meshfold.spmd import INVARIANT, Layout, layout_text, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
@@ -314,6 +314,7 @@ class _RegionEmitter:
         shape = ", ".join(map(str, local_shape(value.shape, layout, self.mesh.sizes)))
         types = layout_text(layout) + " " if layout else ""
         # A conversion may be free, and then its node the same.
+        node.meta.setdefault(PLACE, (v, layout))
         node.meta.setdefault(TYPE, f"{types}{value.dtype}[{shape}]")
 
 

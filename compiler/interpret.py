@@ -3,7 +3,7 @@
 Slow and plain on purpose. Emitted programs and captures are held against it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,14 +13,24 @@ from meshfold.torch_ops import torch_constant, torch_target
 
 Tensors = Mapping[str, torch.Tensor]
 
+Watch = Callable[[int, int, torch.Tensor], None]
+"""(instance, value of its region, tensor)."""
+
 
 def run_graph(
-    folded: FoldedGraph, parameters: Tensors, buffers: Tensors, constants: Tensors, inputs: Tensors
+    folded: FoldedGraph,
+    parameters: Tensors,
+    buffers: Tensors,
+    constants: Tensors,
+    inputs: Tensors,
+    watch: Watch | None = None,
 ) -> dict[str, torch.Tensor]:
     """Outputs of the program by name, differentiable in `parameters`.
 
     All mappings are by canonical name. Buffer updates are applied to `buffers` in place, after the
-    last op. Raises UnsupportedOpError for an op that this torch does not have.
+    last op. watch: called for every value that an op makes.
+
+    Raises UnsupportedOpError for an op that this torch does not have.
     """
     # The backward may need a buffer as it was read.
     buffers_read = {name: buffer.clone() for name, buffer in buffers.items()}
@@ -39,11 +49,15 @@ def run_graph(
         return leaves[source.kind][source.name]
 
     device = next(iter(inputs.values())).device
-    for instance in folded.instances:
+    for k, instance in enumerate(folded.instances):
         graph = folded.regions[instance.region].graph
         values = dict(enumerate(map(fetch, instance.sources)))
         for op in graph.ops:
-            values.update(zip(op.outputs, run_op(op, values, instance.floats, device), strict=True))
+            results = run_op(op, values, instance.floats, device)
+            values.update(zip(op.outputs, results, strict=True))
+            if watch is not None:
+                for v in op.outputs:
+                    watch(k, v, values[v])
         made.append(tuple(values[v] for v in graph.outputs))
         updates += [(instance.sources[slot].name, values[v]) for slot, v in graph.mutations]
     outputs = {out.name: fetch(out.source) for out in folded.outputs}

@@ -24,6 +24,9 @@ from meshfold.program_text import bucket_text, graph_lines, rank_text
 from meshfold.spmd import INVARIANT, Layout
 from meshfold.strategy import Recompute, RegionTyping
 
+PLACE = "meshfold_place"
+"""Key of fx.Node.meta: (value of the region, layout) that a node stands for."""
+
 
 @dataclass(frozen=True)
 class RegionProgram:

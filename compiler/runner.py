@@ -1,7 +1,8 @@
 """Running an emitted program: its steps over the local tensors of one rank."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.opgraph import Source, SourceKind
-from meshfold.program import EmittedProgram, Step
+from meshfold.program import EmittedProgram, RegionProgram, Step
 from meshfold.recomputation import Recomputation
 from meshfold.shards import shard_of
 from meshfold.spmd import Layout
@@ -55,6 +56,10 @@ class ProgramRunner:
             step.finish_backward()
         forward.update_buffers()
         return output
+
+    def call(self, instance: int, region: RegionProgram, arguments: Sequence[Any]) -> Any:
+        """Runs the graph of an instance; its results are those of the graph."""
+        return region.graph(*arguments)
 
     def _bucket_uses(self, step: TrainingStep, k: int, parameters: Tensors) -> list[BucketUse]:
         """The buckets of instance `k` in this step."""
@@ -125,7 +130,8 @@ class _Forward:
             made = recomputation.forward(ahead, list(direct.values()))
         else:
             mesh = self.runner.mesh
-            made = region.graph(mesh, ahead, k, *uses, *direct.values(), *instance.floats)
+            arguments = (mesh, ahead, k, *uses, *direct.values(), *instance.floats)
+            made = self.runner.call(k, region, arguments)
         num_outputs = len(region.outputs)
         self.values.update({(k, n): x for n, x in enumerate(made[:num_outputs])})
         mutations = self.program.folded.regions[region.region].graph.mutations

@@ -77,10 +77,15 @@ class CompiledModel(nn.Module):
                 f"group; start it with torchrun --nproc-per-node {self.plan.world_size} and call "
                 "torch.distributed.init_process_group() before meshfold.compile"
             )
+        return self.run_with(self._runner(), batch)
+
+    def run_with(self, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
+        """As forward, on another runner of this program. Raises OptionError as forward does."""
+        assert self.rank_mesh is not None
         inputs = self._batches.read(batch)
         self.rank_mesh.rng = (self.plan.seed, self.num_steps)
         self.num_steps += 1
-        return self._runner().run(
+        return runner.run(
             self._tensors(self.named_parameters), self._tensors(self.named_buffers), inputs
         )
 

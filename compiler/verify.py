@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from meshfold.api import bind, check_fingerprint
 from meshfold.batches import flatten
 from meshfold.capture import Captured, capture
+from meshfold.departure import first_departure
 from meshfold.errors import MeshfoldError
 from meshfold.local_processes import Report, run_local
 from meshfold.models import BuiltModel, build_for_plan
@@ -31,7 +32,7 @@ from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.precision import float64_everywhere
 from meshfold.runtime import CompiledModel
 from meshfold.shards import shard_of
-from meshfold.verify_report import NUM_STEPS, Sizes, VerifyReport, badness, differences
+from meshfold.verify_report import NUM_STEPS, TOLERANCE, Sizes, VerifyReport, badness, differences
 
 MAX_PROCESSES = 8
 EPS = 1e-5
@@ -78,6 +79,7 @@ class _Compared:
     loss: float
     gradients: Sizes
     parameters: Sizes
+    departure: str = ""
 
 
 def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
@@ -99,8 +101,27 @@ def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
             optimizer.step()
             optimizer.zero_grad()
     parameters = _sizes(compiled, built.model, torch.Tensor.detach)
-    dist.barrier()
-    return _Compared(eager_loss.sum().item(), loss.sum().item(), gradients, parameters)
+    compared = _Compared(eager_loss.sum().item(), loss.sum().item(), gradients, parameters)
+    everyone: list[_Compared] = [compared] * plan.world_size
+    dist.all_gather_object(everyone, compared)
+    if _report(plan, everyone).passed:
+        return compared
+    return replace(compared, departure=_departure(plan, built, captured))
+
+
+def _departure(plan: Plan, built: BuiltModel, captured: Captured) -> str:
+    """The op behind the difference, of programs that keep what they would make again."""
+    regions = [replace(r, typing=replace(r.typing, recompute="none")) for r in plan.regions]
+    kept = replace(_planned_for(plan, captured), regions=tuple(regions))
+    with float64_everywhere(), without_dropout():
+        return first_departure(
+            bind(built.model, kept, captured, built.example_inputs),
+            captured.constants,
+            dict(built.model.named_parameters()),
+            dict(built.model.named_buffers()),
+            built.example_inputs,
+            TOLERANCE,
+        )
 
 
 def _compiled_step(compiled: CompiledModel, built: BuiltModel) -> Tensor:
@@ -203,6 +224,7 @@ def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
         gradients=differences([r.gradients for r in results]),
         parameters=differences([r.parameters for r in results]),
         optimizer=OPTIMIZER_NAMES[plan.optimizer],
+        departure=first.departure,
     )
 
 

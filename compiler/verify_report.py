@@ -25,7 +25,7 @@ class Difference:
 @dataclass(frozen=True)
 class VerifyReport:
     """gradients, parameters: worst first. eager_loss: of the model in one process. optimizer: whose
-    steps the parameters took."""
+    steps the parameters took. departure: of a program that differs, where it does first."""
 
     world_size: int
     strategy: str
@@ -34,6 +34,7 @@ class VerifyReport:
     gradients: tuple[Difference, ...]
     parameters: tuple[Difference, ...] = ()
     optimizer: str = ""
+    departure: str = ""
     tolerance: float = TOLERANCE
 
     @property
@@ -56,14 +57,18 @@ class VerifyReport:
             if self.parameters:
                 text += f", and so do the parameters after {NUM_STEPS} steps of {self.optimizer}"
             return text
+        where = f"; {self.departure}" if self.departure else ""
+        return f"{self._worst()}{where}; report it with the plan file"
+
+    def _worst(self) -> str:
+        """What differs most."""
         for kind, compared in (("gradients", self.gradients), ("parameters", self.parameters)):
             wrong = sum(not c.relative <= self.tolerance for c in compared)
             if wrong:
                 after = f" after {NUM_STEPS} steps" if kind == "parameters" else ""
                 return (
                     f"{wrong} of {len(compared)} {kind} differ{after}, worst {compared[0].name} by "
-                    f"{compared[0].relative:.1e} (tolerance {self.tolerance:.0e}); report it with "
-                    "the plan file"
+                    f"{compared[0].relative:.1e} (tolerance {self.tolerance:.0e})"
                 )
         return f"the losses differ, {self.loss!r} against {self.eager_loss!r}"
 

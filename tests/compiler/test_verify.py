@@ -51,6 +51,25 @@ def test_a_wrong_gradient_is_found_and_named(pools: Pools, plan: Plan) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        ("relu", "the first value that differs is aten.relu.default (op 1)"),
+        (
+            "relu backward",
+            "the first gradient that differs is that of aten.linear.default",
+        ),
+    ],
+)
+def test_the_first_op_that_departs_is_named(pools: Pools, plan: Plan, node: str, says: str) -> None:
+    text = plan_to_json(plan)
+    results = pools.run(2, "support_verify:compare_with_a_wrong_op", text, MODEL, *node.split())
+    report = _report(plan, results)
+    assert not report.passed
+    assert says in report.verdict
+
+
+@pytest.mark.multiprocess
 def test_ranks_compare_the_same_numbers(pools: Pools, plan: Plan) -> None:
     model = "support_factories:unseeded"
     results = pools.run(2, "support_verify:compare", plan_to_json(plan), model)
@@ -101,7 +120,7 @@ def test_parameters_that_differ_after_steps_fail(plan: Plan) -> None:
 def test_a_loss_that_differs_fails() -> None:
     report = VerifyReport(2, "tp2", 2.0, 2.5, ())
     assert not report.passed
-    assert report.verdict == "the losses differ, 2.5 against 2.0"
+    assert report.verdict.startswith("the losses differ, 2.5 against 2.0; report it")
 
 
 def test_without_dropout_nothing_is_dropped() -> None:
