@@ -193,6 +193,22 @@ def _embedding(context: OpContext) -> list[fx.Node]:
     ]
 
 
+def _expert_linear(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    weight = context.op_graph.values[context.op.operands[1]]
+    return [
+        context.call(
+            local_ops.expert_linear,
+            context.mesh_node,
+            *(named[name] for name in ("x", "weight", "ids")),
+            named.get("bias"),
+            named.get("transposed", False),
+            weight.shape[0],
+            context.digits(context.typing.inputs[1], 0),
+        )
+    ]
+
+
 def _cross_entropy(context: OpContext) -> list[fx.Node]:
     named = context.named()
     logits = context.op_graph.values[context.op.operands[0]]
@@ -277,6 +293,7 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "mean": _mean,
     "reshape": _reshape,
     "embedding": _embedding,
+    "expert_linear": _expert_linear,
     "cross_entropy": _cross_entropy,
     "dropout": _dropout,
     "batch_norm": _batch_norm,

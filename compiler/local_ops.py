@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import meshfold.expert_ops  # noqa: F401  defines the op
 from meshfold.batch_norm import batch_norm
 from meshfold.collectives import Axes, RankMesh, all_reduced
 from meshfold.random_masks import kept, stream_key
@@ -47,6 +48,25 @@ def embedding(
     skip = local_row(padding_idx, num_rows, places) if padding_idx >= 0 else None
     found = functional.embedding(rows, weight, padding_idx=skip)
     return found.masked_fill(~held.unsqueeze(-1), 0.0)
+
+
+def expert_linear(
+    mesh: RankMesh,
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    num_experts: int,
+    digits: Digits,
+) -> Tensor:
+    """Products of rows with the experts that this rank holds: zero for the rows of others. Shapes
+    as of meshfold.expert_ops.expert_linear, weight and bias of the local experts; to be summed over
+    the axes of `digits`."""
+    held, experts = digits_of(ids, num_experts, _places(mesh, digits))
+    own = torch.where(held, experts, weight.shape[0])
+    made: Tensor = _expert_linear(x, weight, own, bias, transposed)
+    return made
 
 
 def cross_entropy(
@@ -217,10 +237,13 @@ def _places(mesh: RankMesh, digits: Digits) -> Places:
     return tuple((blocks, mesh.size((axis,)), mesh.coord(axis)) for axis, blocks in digits)
 
 
+_expert_linear = torch.ops.meshfold.expert_linear.default
+
 LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "mean": divide_by_ranks,
     "reshape": reshape,
     "embedding": embedding,
+    "expert_linear": expert_linear,
     "cross_entropy": cross_entropy,
     "dropout": dropout,
     "batch_norm": batch_norm,

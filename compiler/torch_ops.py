@@ -1,6 +1,7 @@
 """Names of the op graph and the torch objects they stand for.
 
 "aten.linear.default"            torch.ops.aten.linear.default
+"meshfold.expert_linear.default" torch.ops.meshfold.expert_linear.default
 Symbol("dtype", "float32")       torch.float32
 Symbol("layout", "strided")      torch.strided
 Symbol("memory_format", ...)     torch.contiguous_format ...
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+import meshfold.expert_ops  # noqa: F401  defines the ops of namespace meshfold
 from meshfold.errors import UnsupportedOpError
 from meshfold.opgraph import Symbol
 

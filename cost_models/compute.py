@@ -3,7 +3,8 @@
 On *global* shapes; a rule that splits its op divides by the axis size. Backward work follows from
 which operands need a gradient. Times come from CostModel.compute_s.
 
-    GEMM family   flops 2 m n k; each gradient (of either factor) is one more GEMM of 2 m n k
+    GEMM family   flops 2 m n k; each gradient (of either factor) is one more GEMM of 2 m n k;
+                  expert_linear as one GEMM of all rows, that reads the weights of all experts
     attention     2 GEMMs forward, 5 backward (the scores are recomputed): 2 b h sq sk (d + dv)
                   forward, 2.5 times that backward (Dao et al., FlashAttention, NeurIPS 2022,
                   appendix B); a causal op does half of the square
@@ -35,6 +36,7 @@ _MATMUL_FACTORS = {
     "addmm": (1, 2),
     "baddbmm": (1, 2),
     "_grouped_mm": (0, 1),
+    "expert_linear": (0, 1),
 }
 
 _ATTENTION = (
@@ -115,7 +117,7 @@ def op_name(target: str) -> str:
 def op_work(graph: OpGraph, op: Op) -> Work:
     """Work of `op` on the global shapes of `graph`."""
     name = op_name(op.target)
-    if op.target.startswith("aten."):
+    if op.target.startswith(("aten.", "meshfold.")):
         for names, counter in _COUNTERS:
             if name in names:
                 return counter(graph, op)

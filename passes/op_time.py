@@ -38,14 +38,14 @@ class OpTimer:
         self.dtype = compute_dtype(graph, op)
         self._tensor_bytes = [graph.values[v].num_bytes for v in (*op.operands, *op.outputs)]
         self._cuts: dict[tuple[int, str], tuple[int, ...]] = {}
-        self._kernels: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = {}
+        self._kernels: dict[tuple[float, tuple[int, ...]], tuple[float, float]] = {}
 
     def time(self, rules: Sequence[AxisRule]) -> OpTime:
-        """Time under one rule per axis: flops divided by the axes whose rule splits the work,
-        memory traffic by what the rule leaves of operands and results on a rank (a weight read by
-        every rank of a batch-parallel product is not divided)."""
+        """Time under one rule per axis: flops as the busiest rank has them, divided by the axes
+        whose rule splits the work; memory traffic by what the rule leaves of operands and results
+        on a rank (a weight read by every rank of a batch-parallel product is not divided)."""
         split = [n if r.splits_work else 1 for r, n in zip(rules, self.mesh.sizes, strict=True)]
-        parts = math.prod(split)
+        parts = math.prod(split) / math.prod(r.load for r in rules)
         forward_s, backward_s = self._kernels_s(parts, self._shards(rules))
         return OpTime(
             forward_s,
@@ -66,7 +66,7 @@ class OpTimer:
             total = tuple(map(operator.mul, total, self._cuts[key]))
         return total
 
-    def _kernels_s(self, parts: int, shards: tuple[int, ...]) -> tuple[float, float]:
+    def _kernels_s(self, parts: float, shards: tuple[int, ...]) -> tuple[float, float]:
         """Kernels forward and backward, the work in `parts` and every tensor in its shards."""
         key = parts, shards
         if key not in self._kernels:

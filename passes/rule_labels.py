@@ -40,12 +40,14 @@ class Special:
     """What sharding a label means beyond the types of its dims.
 
     output: type of the outputs, where it follows neither from their dims nor from a sum.
-    local: name of the local implementation (meshfold.local_ops). comm: collectives inside.
+    local: name of the local implementation (meshfold.local_ops). comm: collectives inside. load:
+    work of the busiest rank over the mean.
     """
 
     output: SpmdType | None = None
     local: str = "plain"
     comm: tuple[RuleComm, ...] = ()
+    load: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from meshfold.passes.rule_labels import (
 )
 from meshfold.passes.rules_attention import ATTENTION_RULES
 from meshfold.passes.rules_contraction import CONTRACTION_RULES
+from meshfold.passes.rules_experts import EXPERT_RULES
 from meshfold.passes.rules_index import INDEX_RULES
 from meshfold.passes.rules_loss import LOSS_RULES
 from meshfold.passes.rules_normalization import NORMALIZATION_RULES
@@ -55,6 +56,7 @@ OP_RULES: dict[str, OpRule] = {
     **NORMALIZATION_RULES,
     **SPATIAL_RULES,
     **ATTENTION_RULES,
+    **EXPERT_RULES,
     **INDEX_RULES,
     **LOSS_RULES,
     **SHAPE_RULES,
@@ -68,7 +70,8 @@ class AxisRule:
 
     name: unique per op and axis size: "I", "R", "P0", a label, or a label and its place ("d0/4").
     inputs: per entry of op.operands; outputs: per entry of op.outputs. local: the implementation
-    (meshfold.local_ops). splits_work: the axis divides the op's work.
+    (meshfold.local_ops). splits_work: the axis divides the op's work; load: that of the busiest
+    rank over the mean.
     """
 
     name: str
@@ -77,6 +80,7 @@ class AxisRule:
     comm: tuple[RuleComm, ...] = ()
     local: str = "plain"
     splits_work: bool = False
+    load: float = 1.0
 
 
 Candidates = tuple[frozenset[tuple[int, int]], ...]
@@ -319,7 +323,8 @@ def _label_rule(
     kept = tuple(t for t in outputs if t is not None)
     if len(kept) == len(outputs):
         name = label if place == 1 else f"{label}/{place}"
-        yield AxisRule(name, inputs, kept, special.comm, _local_of(spec, label), splits_work=True)
+        local = _local_of(spec, label)
+        yield AxisRule(name, inputs, kept, special.comm, local, True, special.load)
 
 
 def _local_of(spec: OpLabels, label: str) -> str:

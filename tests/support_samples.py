@@ -270,6 +270,21 @@ ATTENTION: tuple[Sample, ...] = (
     _call("scaled_dot_product_attention.default", real(12, 24, 3), real(12, 6, 3), real(12, 6, 5)),
 )
 
+
+def _experts(*args: Any) -> Sample:
+    target = "meshfold.expert_linear.default"
+    return target, lambda: SingleOp(target, *args)
+
+
+EXPERTS: tuple[Sample, ...] = (
+    _experts(real(24, 12), real(12, 24, 12), whole(12, 24)),
+    _experts(real(24, 12), real(12, 24, 12), whole(12, 24), real(12, 24)),
+    _experts(real(24, 12), real(12, 12, 36), whole(12, 24), real(12, 36), True),
+    # Some experts have no row, and some rows no expert.
+    _experts(real(12, 12), real(24, 12, 12), 2 * whole(13, 12), None, False),
+    _experts(real(12, 12), real(12, 12, 24, grad=False), whole(12, 12), real(12, 24), True),
+)
+
 INDEX: tuple[Sample, ...] = (
     _call("embedding.default", real(24, 12), whole(24, 4, 12)),
     _call("embedding.default", real(24, 12), whole(24, 4, 12), 5),
@@ -369,6 +384,7 @@ SAMPLES: tuple[Sample, ...] = (
     *NORMALIZATION,
     *SPATIAL,
     *ATTENTION,
+    *EXPERTS,
     *INDEX,
     *LOSS,
     *SHAPE,

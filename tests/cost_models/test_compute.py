@@ -70,6 +70,18 @@ def test_matrix_products(
     assert (got.flops, got.backward_flops) == (flops, 2 * flops)
 
 
+def test_experts_are_one_gemm_of_all_rows_over_the_weights_of_all_experts() -> None:
+    """6 rows of 4, 3 experts of 5 x 4: 2 * 6 * 4 * 5 flops, each gradient as many."""
+    x, w, ids, out = value(6, 4), value(3, 5, 4), value(6, grad=False, dtype="int64"), value(6, 5)
+    moved = F32 * (24 + 60 + 30) + 8 * 6
+    target = "meshfold.expert_linear.default"
+    got = work(target, [x, w, ids], [out])
+    # Backward reads the gradient of out, x, w and ids, and writes the gradients of x and w.
+    assert got == Work(240, moved, 480, moved + F32 * (24 + 60))
+    frozen = work(target, [x, value(3, 5, 4, grad=False), ids], [out])
+    assert frozen == Work(240, moved, 240, moved + F32 * 24)
+
+
 SDPA = "aten.scaled_dot_product_attention.default"
 
 

@@ -5,8 +5,10 @@ from support_graphs import costs_on, mlp
 from support_ops import SingleOp
 from support_samples import real
 
+from meshfold.opgraph import Op, OpGraph, Ref, Slot, SlotKind, Value
 from meshfold.passes.op_time import op_time
 from meshfold.passes.rules import region_rules
+from meshfold.passes.rules_experts import EXPERT_LOAD
 
 
 def test_work_is_divided_by_the_axes_that_split_it() -> None:
@@ -37,3 +39,19 @@ def test_synchronised_statistics_are_priced_forward_and_backward() -> None:
     assert batch.total_s == pytest.approx(batch.forward_s + batch.backward_s + inside_s)
     channels = op_time(graph, graph.ops[0], (by_name["c"],), mesh, costs)
     assert channels.communication_s == channels.backward_communication_s == (0.0,)
+
+
+def test_experts_on_ranks_are_as_slow_as_the_busiest_rank() -> None:
+    """Rows are whole, weights are halved; the busiest rank has EXPERT_LOAD of the mean."""
+    rows, width = 4096, 4096
+    x, w = Value((rows, width), "float32", True), Value((2, width, width), "float32", True)
+    ids = Value((rows,), "int64")
+    op = Op("meshfold.expert_linear.default", (Ref(0), Ref(1), Ref(2), None, False), (), (3,))
+    graph = OpGraph((Slot(SlotKind.VALUE),) * 3, (x, w, ids, x), (op,), (3,))
+    mesh, costs, _ = costs_on(1, 2)
+    by_name = {rule.name: rule for rule in region_rules(graph, (2,))[0][0]}
+    split = op_time(graph, op, (by_name["e"],), mesh, costs)
+    flops = 2 * rows * width * width * EXPERT_LOAD / 2
+    moved = 2 * x.num_bytes + w.num_bytes / 2 + ids.num_bytes
+    assert split.forward_s == pytest.approx(costs.compute_s(flops, moved, "float32"))
+    assert by_name["e"].load == EXPERT_LOAD > by_name["o"].load == 1.0

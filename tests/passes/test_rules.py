@@ -11,6 +11,7 @@ from support_ops import SingleOp, check_typings, mesh_of
 from support_samples import (
     ATTENTION,
     CONTRACTION,
+    EXPERTS,
     INDEX,
     LOSS,
     NORMALIZATION,
@@ -46,7 +47,7 @@ def name_of(sample: Sample) -> str:
 
 
 def test_every_row_of_the_table_has_a_sample() -> None:
-    assert {f"aten.{name}" for name, _ in SAMPLES} == set(OP_RULES)
+    assert {make().target for _, make in SAMPLES} == set(OP_RULES)
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
@@ -57,7 +58,7 @@ def test_every_rule_computes_what_the_whole_op_computes(sample: Sample) -> None:
 
 NOT_ELEMENTWISE = [
     *(*CONTRACTION, *REDUCTION, *NORMALIZATION, *SPATIAL, *ATTENTION),
-    *(*INDEX, *LOSS, *SHAPE, *RANDOM),
+    *(*EXPERTS, *INDEX, *LOSS, *SHAPE, *RANDOM),
 ]
 
 
@@ -76,6 +77,7 @@ TWO_AXES = [
     *(s for s in CONTRACTION if s[0].startswith("conv2d")),
     *NORMALIZATION,
     *ATTENTION,
+    *EXPERTS[1:3],
     *LOSS,
     *RANDOM,
 ]
@@ -169,6 +171,11 @@ def norm() -> SingleOp:
     )
 
 
+def experts() -> SingleOp:
+    weights = real(12, 24, 12), whole(12, 24), real(12, 24)
+    return SingleOp("meshfold.expert_linear.default", real(24, 12), *weights)
+
+
 WRONG: list[tuple[Callable[[], SingleOp], str, dict[int, SpmdType], SpmdType | None]] = [
     (linear, "k", {}, INVARIANT),
     (linear, "k", {}, REPLICATE),
@@ -188,6 +195,10 @@ WRONG: list[tuple[Callable[[], SingleOp], str, dict[int, SpmdType], SpmdType | N
     (square, "P0", {0: PARTIAL}, INVARIANT),
     (lookup, "d1", {0: INVARIANT}, None),
     (lookup, "v", {}, INVARIANT),
+    (experts, "e", {}, INVARIANT),
+    (experts, "e", {0: INVARIANT}, None),
+    (experts, "k", {3: REPLICATE}, None),
+    (experts, "d0", {1: INVARIANT}, None),
     (loss, "v", {}, REPLICATE),
     (loss, "v", {}, PARTIAL),
     (loss, "d0", {}, INVARIANT),
