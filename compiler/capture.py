@@ -1,7 +1,7 @@
 """Capture: an unmodified model and example inputs become a folded op graph.
 
     model --fake_twin--> twin --export_twin--> exported --read_program--> program
-          --join_experts, number--> flat graph --fold--> folded graph
+          --join_experts, with_dispatch--> program --number--> flat graph --fold--> folded graph
 
 Forward only; no weights are needed or allocated, so the model may be on the meta device. The first
 layer of the compiler that runs the user's code, and the last.
@@ -19,6 +19,7 @@ from torch import nn
 from meshfold.call_children import Child, find_children, wrapped
 from meshfold.call_expand import expand_calls
 from meshfold.call_trace import CallPlan, CallTracer, plan_calls, strip
+from meshfold.capture_dispatch import with_dispatch
 from meshfold.capture_experts import join_experts
 from meshfold.capture_export import Exported, RetraceError, export_twin
 from meshfold.capture_lower import read_program
@@ -117,5 +118,6 @@ def _trace(twin: Twin, inputs: ExampleInputs, names: Names, children: Sequence[C
 def _fold(
     program: Program, names: Names, inputs: ExampleInputs, exported: Exported, notes: Sequence[str]
 ) -> Captured:
-    flat = number(join_experts(program), names, inputs.infos, notes)
+    routed = with_dispatch(join_experts(program))
+    flat = number(routed, names, inputs.infos, notes)
     return Captured(fold(flat.graph, flat.stacks), dict(program.constants), exported.model_outputs)

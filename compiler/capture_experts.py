@@ -13,8 +13,7 @@ experts in any model. What it replaces is dropped later, where nobody else reads
 from dataclasses import dataclass, replace
 
 from meshfold.capture_program import Key, Operand, Program, RawArg, RawOp
-
-EXPERT_LINEAR = "meshfold.expert_linear.default"
+from meshfold.passes.rules_experts import EXPERT_LINEAR
 
 _ADD = "aten.add.Tensor"
 

@@ -66,6 +66,11 @@ class RankMesh(ABC):
         """Part j of dim 0 of contiguous x goes to rank j, parts received are in rank order."""
 
     @abstractmethod
+    def start_exchange(self, x: Tensor, axes: Axes, sent: list[int], received: list[int]) -> Tensor:
+        """sent[j] rows of contiguous x go to rank j, one rank after the other; received[j] come
+        from there, in rank order. An all-to-all of uneven parts."""
+
+    @abstractmethod
     def wait(self, in_flight: Tensor) -> Tensor:
         """The result. Called once per start."""
 
@@ -124,6 +129,10 @@ class ProcessMesh(RankMesh):
         group = self._groups[axes]
         parts = [x.shape[0] // group.size()] * group.size()
         return _functional.all_to_all_single(x, parts, parts, group.group_name)  # type: ignore[no-any-return]
+
+    def start_exchange(self, x: Tensor, axes: Axes, sent: list[int], received: list[int]) -> Tensor:
+        name = self._groups[axes].group_name
+        return _functional.all_to_all_single(x, received, sent, name)  # type: ignore[no-any-return]
 
     def wait(self, in_flight: Tensor) -> Tensor:
         return _functional.wait_tensor(in_flight)  # type: ignore[no-any-return]

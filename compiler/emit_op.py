@@ -19,6 +19,7 @@ from torch import fx
 from meshfold import local_ops
 from meshfold.batch_norm import batch_norm, batch_norm_without_running
 from meshfold.errors import UnsupportedOpError
+from meshfold.expert_exchange import combine, dispatch
 from meshfold.local_ops import Digits
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Arg, Hole, Op, OpGraph, Ref, Symbol
@@ -209,6 +210,24 @@ def _expert_linear(context: OpContext) -> list[fx.Node]:
     ]
 
 
+def _dispatch(context: OpContext) -> list[fx.Node]:
+    return _traveled(context, dispatch, context.typing.outputs[0])
+
+
+def _combine(context: OpContext) -> list[fx.Node]:
+    return _traveled(context, combine, context.typing.inputs[0])
+
+
+def _traveled(context: OpContext, function: Callable[..., Any], layout: Layout) -> list[fx.Node]:
+    """The rows on the axis on which `layout` has them at their experts; as they are without."""
+    axes = [name for name, t in zip(context.mesh.names, layout, strict=True) if t.kind == "E"]
+    if not axes:
+        return [context.operands[0]]
+    (axis,) = axes
+    num_experts = context.op.args[2]
+    return [context.call(function, context.mesh_node, *context.operands, num_experts, axis)]
+
+
 def _cross_entropy(context: OpContext) -> list[fx.Node]:
     named = context.named()
     logits = context.op_graph.values[context.op.operands[0]]
@@ -294,6 +313,8 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "reshape": _reshape,
     "embedding": _embedding,
     "expert_linear": _expert_linear,
+    "dispatch": _dispatch,
+    "combine": _combine,
     "cross_entropy": _cross_entropy,
     "dropout": _dropout,
     "batch_norm": _batch_norm,

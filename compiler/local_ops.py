@@ -19,6 +19,7 @@ from torch.nn import functional
 import meshfold.expert_ops  # noqa: F401  defines the op
 from meshfold.batch_norm import batch_norm
 from meshfold.collectives import Axes, RankMesh, all_reduced
+from meshfold.expert_exchange import combine, dispatch
 from meshfold.random_masks import kept, stream_key
 from meshfold.shard_tensors import Places, digits_of, held_indices, local_row
 
@@ -244,6 +245,8 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "reshape": reshape,
     "embedding": embedding,
     "expert_linear": expert_linear,
+    "dispatch": dispatch,
+    "combine": combine,
     "cross_entropy": cross_entropy,
     "dropout": dropout,
     "batch_norm": batch_norm,

@@ -26,5 +26,8 @@ class SingleMesh(RankMesh):
     def start_all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
         return x.clone()
 
+    def start_exchange(self, x: Tensor, axes: Axes, sent: list[int], received: list[int]) -> Tensor:
+        return x.clone()
+
     def wait(self, in_flight: Tensor) -> Tensor:
         return in_flight

@@ -4,6 +4,9 @@
     Replicate   same on every rank of the axis, gradient is a pending sum
     Shard(d,g)  dim d is g equal blocks and each block is cut evenly over the axis; gradient alike
     Partial     a pending sum over the axis; gradient same on every rank
+    Experts(g)  rows of Shard(0,g), each on the rank that holds the weights of its expert: as many
+                as the routing says, on average as many as Shard(0,g); gradient alike. Only between
+                dispatch and combine (meshfold.expert_exchange): no conversion leads to it or from
 
 A *padded* Shard(d) is for stored parameters only: dim d is filled up with zeros to the next
 multiple of the axis before it is cut, and no other axis cuts it. Every rank holds as many rows, the
@@ -23,14 +26,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-_TEXT = re.compile(r"^(?:[IRP]|S(\d+)(?:/(\d+)|(\+))?)$")
+_TEXT = re.compile(r"^(?:[IRP]|([SE])(\d+)(?:/(\d+)|(\+))?)$")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class SpmdType:
-    """Type of a value on one mesh axis. `dim`, `blocks` and `padded` belong to kind "S" only."""
+    """Type of a value on one mesh axis. `dim` and `blocks` belong to kinds "S" and "E" only, `padded`
+    to "S"; an "E" divides its rows evenly for all that is counted."""
 
-    kind: Literal["I", "R", "P", "S"]
+    kind: Literal["I", "R", "P", "S", "E"]
     dim: int = -1
     blocks: int = 1
     padded: bool = False
@@ -40,11 +44,11 @@ class SpmdType:
     def __post_init__(self) -> None:
         # Layouts are keys in every inner loop of the search. The hash is of numbers alone, so that
         # it is right in whatever process the type is unpickled.
-        object.__setattr__(self, "is_shard", self.kind == "S")
+        object.__setattr__(self, "is_shard", self.kind in ("S", "E"))
         object.__setattr__(self, "_hash", hash(self._numbers))
-        if (self.kind == "S") != (self.dim >= 0):
+        if self.is_shard != (self.dim >= 0):
             raise ValueError(f"dim is for Shard only, got kind {self.kind} and dim {self.dim}")
-        if self.blocks < 1 or (self.kind != "S" and self.blocks != 1):
+        if self.blocks < 1 or (not self.is_shard and self.blocks != 1):
             raise ValueError(f"blocks must be 1 or more, on Shard only, got {self.blocks}")
         if self.padded and (self.kind != "S" or self.blocks != 1):
             raise ValueError("padded is for Shard in one block only")
@@ -59,18 +63,21 @@ class SpmdType:
     def __str__(self) -> str:
         if not self.is_shard:
             return self.kind
-        return f"S{self.dim}" + (f"/{self.blocks}" if self.blocks > 1 else "+" * self.padded)
+        return f"{self.kind}{self.dim}" + (
+            f"/{self.blocks}" if self.blocks > 1 else "+" * self.padded
+        )
 
     @staticmethod
     def parse(text: str) -> "SpmdType":
-        """Inverse of str(): "I", "R", "P", "S0", "S1/3", "S0+". Raises ValueError."""
+        """Inverse of str(): "I", "R", "P", "S0", "S1/3", "S0+", "E0". Raises ValueError."""
         match = _TEXT.match(text)
         if match is None:
             raise ValueError(
                 f"{text!r} is no SPMD type; write I, R, P, S<dim>, S<dim>/<blocks> or S<dim>+"
             )
-        if text[0] == "S":
-            return SpmdType("S", int(match[1]), int(match[2] or 1), bool(match[3]))
+        if match[1]:
+            kind: Literal["S", "E"] = "S" if match[1] == "S" else "E"
+            return SpmdType(kind, int(match[2]), int(match[3] or 1), bool(match[4]))
         return SpmdType(text)  # type: ignore[arg-type]
 
 
@@ -90,6 +97,11 @@ def Shard(dim: int, blocks: int = 1) -> SpmdType:  # noqa: N802  reads as a type
 def PaddedShard(dim: int) -> SpmdType:  # noqa: N802  reads as a type
     """Shard(dim) of a dim that need not divide."""
     return SpmdType("S", dim, padded=True)
+
+
+def Experts(blocks: int = 1) -> SpmdType:  # noqa: N802  reads as a type
+    """Experts(blocks) on one axis."""
+    return SpmdType("E", 0, blocks)
 
 
 def layout_text(layout: Layout) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-import meshfold.expert_ops  # noqa: F401  defines the ops of namespace meshfold
+import meshfold.expert_exchange
+import meshfold.expert_ops  # noqa: F401  both define ops of namespace meshfold
 from meshfold.errors import UnsupportedOpError
 from meshfold.opgraph import Symbol
 

@@ -68,7 +68,7 @@ All other ops are bound by memory."""
 VIEWS = frozenset(
     """alias detach expand expand_as flatten lift_fresh movedim narrow numpy_T permute reshape
     squeeze swapaxes t transpose unflatten unsqueeze view view_as _unsafe_view select slice split
-    split_with_sizes chunk unbind diagonal""".split()
+    split_with_sizes chunk unbind diagonal dispatch combine""".split()
 )
 """Ops that move no bytes (reshape and flatten may copy a strided operand; not charged)."""
 

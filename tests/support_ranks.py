@@ -94,6 +94,18 @@ class ThreadMesh(RankMesh):
             lambda parts, i: torch.cat([p.chunk(len(parts))[i] for p in parts]),
         )
 
+    def start_exchange(self, x: Tensor, axes: Axes, sent: list[int], received: list[int]) -> Tensor:
+        assert x.is_contiguous() and sum(sent) == len(x)
+        all_sent = self._meet("counts of exchange", torch.tensor(sent), axes)
+
+        def combine(parts: list[Tensor], i: int) -> Tensor:
+            mine = [p.split(n.tolist())[i] for p, n in zip(parts, all_sent, strict=True)]
+            if list(map(len, mine)) != received:
+                raise CollectiveMismatchError(f"expected {received} rows, {mine} came")
+            return torch.cat(mine)
+
+        return self._start("exchange", x, axes, combine, tuple(x.shape[1:]))
+
     def wait(self, in_flight: Tensor) -> Tensor:
         pointer = in_flight.data_ptr()
         if pointer not in self._in_flight:
@@ -106,16 +118,30 @@ class ThreadMesh(RankMesh):
         if self._in_flight:
             raise AssertionError(f"{len(self._in_flight)} collectives were never waited for")
 
-    def _start(self, kind: str, x: Tensor, axes: Axes, combine: Combine) -> Tensor:
+    def _start(
+        self,
+        kind: str,
+        x: Tensor,
+        axes: Axes,
+        combine: Combine,
+        shape: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """shape: what ranks must agree on, if not all of x's."""
         self.log.append((kind, axes))
-        ranks = next(g for g in self.mesh.groups(axes) if self.rank in g)
-        position = ranks.index(self.rank)
-        signature = (kind, axes, tuple(x.shape), x.dtype)
-        parts = self._world.group(ranks).exchange(position, signature, x)
-        result = combine(parts, position)
+        signature = (kind, axes, tuple(x.shape) if shape is None else shape, x.dtype)
+        result = combine(self._meet(signature, x, axes), self._position(axes)[1])
         empty = torch.full_like(result, _unread(result.dtype))
         self._in_flight[empty.data_ptr()] = (empty, result)
         return empty
+
+    def _meet(self, signature: Any, x: Tensor, axes: Axes) -> list[Tensor]:
+        ranks, position = self._position(axes)
+        return self._world.group(ranks).exchange(position, signature, x)
+
+    def _position(self, axes: Axes) -> tuple[tuple[int, ...], int]:
+        """The group of this rank on `axes`, and its place there."""
+        ranks = next(g for g in self.mesh.groups(axes) if self.rank in g)
+        return tuple(ranks), ranks.index(self.rank)
 
 
 def _unread(dtype: torch.dtype) -> float:

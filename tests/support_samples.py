@@ -271,8 +271,8 @@ ATTENTION: tuple[Sample, ...] = (
 )
 
 
-def _experts(*args: Any) -> Sample:
-    target = "meshfold.expert_linear.default"
+def _experts(*args: Any, op: str = "expert_linear") -> Sample:
+    target = f"meshfold.{op}.default"
     return target, lambda: SingleOp(target, *args)
 
 
@@ -283,6 +283,9 @@ EXPERTS: tuple[Sample, ...] = (
     # Some experts have no row, and some rows no expert.
     _experts(real(12, 12), real(24, 12, 12), 2 * whole(13, 12), None, False),
     _experts(real(12, 12), real(12, 12, 24, grad=False), whole(12, 12), real(12, 24), True),
+    _experts(real(24, 12), whole(12, 24), 12, op="dispatch"),
+    _experts(whole(12, 24), whole(12, 24), 12, op="dispatch"),
+    _experts(real(24, 12), whole(12, 24), 12, op="combine"),
 )
 
 INDEX: tuple[Sample, ...] = (

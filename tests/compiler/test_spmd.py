@@ -10,6 +10,7 @@ from meshfold.spmd import (
     INVARIANT,
     PARTIAL,
     REPLICATE,
+    Experts,
     Layout,
     PaddedShard,
     Shard,
@@ -26,6 +27,14 @@ types = st.one_of(
     st.sampled_from([INVARIANT, REPLICATE, PARTIAL]),
     st.builds(Shard, st.integers(0, 1), st.sampled_from([1, 2, 3, 4, 6])),
 )
+
+
+def test_rows_at_their_experts_count_as_a_shard() -> None:
+    layout = parse_layout("S0,E0/2")
+    assert layout == (Shard(0), Experts(2)) and layout_text(layout) == "S0,E0/2"
+    assert all(t.is_shard for t in layout) and Experts(2) != Shard(0, 2)
+    assert is_legal((12, 5), layout, (2, 3)) and not is_legal((8, 5), layout, (2, 3))
+    assert local_shape((12, 5), layout, (2, 3)) == (2, 5)
 
 
 @given(st.lists(st.one_of(types, st.builds(PaddedShard, st.integers(0, 1))), max_size=3).map(tuple))

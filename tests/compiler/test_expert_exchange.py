@@ -1,0 +1,75 @@
+"""Rows go to their experts and come back, on simulated ranks."""
+
+import pytest
+import torch
+from support_ops import mesh_of
+from support_ranks import CollectiveMismatchError, ThreadMesh, run_on_simulated_ranks
+from torch import Tensor
+
+from meshfold.collectives import RankMesh
+from meshfold.expert_exchange import combine, dispatch
+
+NUM_EXPERTS, ROWS = 8, 5
+
+ROUTINGS = {
+    "mixed": [[7, 0, 3, 3, 6], [1, 1, 0, 5, 2], [4, 7, 7, 2, 0], [6, 5, 4, 3, 2]],
+    "all to one rank": [[2, 3, 2, 2, 3]] * 4,
+    "all at home": [[0, 1, 1, 0, 0], [2, 2, 3, 3, 2], [4, 5, 4, 5, 4], [7, 7, 7, 7, 7]],
+}
+
+
+def rows_of(rank: int) -> Tensor:
+    """[ROWS, 3], every number different from any other rank's."""
+    return torch.arange(ROWS * 3, dtype=torch.float64).reshape(ROWS, 3) + 100 * rank
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_rows_meet_the_rank_of_their_expert_and_come_back(routing: str) -> None:
+    ids = [torch.tensor(of_rank) for of_rank in ROUTINGS[routing]]
+
+    def body(mesh: RankMesh) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = rows_of(mesh.rank).requires_grad_()
+        own = ids[mesh.rank]
+        with torch.enable_grad():
+            there = dispatch(mesh, x, own, NUM_EXPERTS, "dp")
+            back = combine(mesh, there * (mesh.rank + 1), own, NUM_EXPERTS, "dp")
+            (gradient,) = torch.autograd.grad(back, x, rows_of(0) + 1)
+        return there.detach(), dispatch(mesh, own, own, NUM_EXPERTS, "dp"), back.detach(), gradient
+
+    results = run_on_simulated_ranks(mesh_of(4), body)
+    for rank, (there, experts, back, gradient) in enumerate(results):
+        assert set((experts // 2).tolist()) <= {rank}
+        # In order of arrival: by sender, then as the sender had them.
+        wanted = [rows_of(r)[ids[r] // 2 == rank] for r in range(4)]
+        assert torch.equal(there, torch.cat(wanted))
+        factor = (ids[rank] // 2 + 1).unsqueeze(1)
+        assert torch.equal(back, rows_of(rank) * factor)
+        assert torch.equal(gradient, (rows_of(0) + 1) * factor)
+
+
+def test_counts_are_exchanged_first_and_not_again_in_backward() -> None:
+    def body(mesh: RankMesh) -> list[str]:
+        assert isinstance(mesh, ThreadMesh)
+        x = rows_of(mesh.rank).requires_grad_()
+        own = torch.tensor(ROUTINGS["mixed"][mesh.rank])
+        with torch.enable_grad():
+            dispatch(mesh, x, own, NUM_EXPERTS, "dp").sum().backward()
+        return [kind for kind, _ in mesh.log]
+
+    assert run_on_simulated_ranks(mesh_of(4), body) == [["all_to_all", "exchange", "exchange"]] * 4
+
+
+def test_simulated_ranks_notice_counts_that_disagree() -> None:
+    def body(mesh: RankMesh) -> None:
+        mesh.wait(mesh.start_exchange(rows_of(0), ("dp",), [2, 3], [1, 4]))
+
+    with pytest.raises(CollectiveMismatchError, match="came"):
+        run_on_simulated_ranks(mesh_of(2), body)
+
+
+def test_on_the_whole_both_are_views_and_copies_where_rows_move() -> None:
+    x, ids = rows_of(0), torch.tensor(ROUTINGS["mixed"][0])
+    for op in (torch.ops.meshfold.dispatch.default, torch.ops.meshfold.combine.default):
+        same, moved = op(x, ids, NUM_EXPERTS), op(x, ids, NUM_EXPERTS, True)
+        assert torch.equal(same, x) and same.data_ptr() == x.data_ptr()
+        assert torch.equal(moved, x) and moved.data_ptr() != x.data_ptr()
