@@ -17,6 +17,7 @@ says what each is."""
 
 PIN_NAMES = (
     "dp",
+    "ep",
     "cp",
     "tp",
     "zero",
@@ -28,11 +29,11 @@ PIN_NAMES = (
     "schedule",
     "chunks",
 )
-"""What can be pinned: data, context and tensor parallel degrees, ZeRO level, whether activations
-between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is offloaded,
-devices that a pipeline goes over, parts in which a rank runs its share of the batch, the order they
-run in, and stages per device (more than one under the interleaved schedule only). Beside these a
-parameter's layout, `layout:NAME`."""
+"""What can be pinned: data, expert, context and tensor parallel degrees, ZeRO level, whether
+activations between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is
+offloaded, devices that a pipeline goes over, parts in which a rank runs its share of the batch, the
+order they run in, and stages per device (more than one under the interleaved schedule only). Beside
+these a parameter's layout, `layout:NAME`."""
 
 _WORDS = {
     "recompute": get_args(Recompute),
@@ -131,7 +132,7 @@ def _check_pin(name: str, value: PinValue) -> None:
         return
     if not isinstance(value, int):
         raise OptionError(f"pin {name}={value}: write a number")
-    if name in ("dp", "cp", "tp", "pp", "microbatches", "chunks") and value < 1:
+    if name in ("dp", "ep", "cp", "tp", "pp", "microbatches", "chunks") and value < 1:
         raise OptionError(f"pin {name}={value}: a degree is 1 or more")
     if name == "zero" and value not in range(4):
         raise OptionError(f"pin zero={value}: ZeRO levels are 0, 1, 2 and 3")

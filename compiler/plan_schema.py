@@ -27,7 +27,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LayoutText = Annotated[
     str,
     Field(
-        pattern=r"^(-|([IRP]|S\d+(/\d+|\+)?)(,([IRP]|S\d+(/\d+|\+)?))*)$",
+        pattern=r"^(-|([IRP]|[SE]\d+(/\d+|\+)?)(,([IRP]|[SE]\d+(/\d+|\+)?))*)$",
         description="One SPMD type per mesh axis: I, R, P, S<dim> or S<dim>/<blocks>; - for none",
     ),
 ]
@@ -69,6 +69,7 @@ class StrategyDocument(Document):
     pp: Positive = 1
     microbatches: Positive = 1
     cp: Positive = 1
+    ep: Positive = 1
 
 
 class AxisDocument(Document):

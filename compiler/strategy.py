@@ -34,11 +34,17 @@ _TP_SUFFIX: Mapping[TpMode, str] = MappingProxyType(
 
 
 class Degrees(NamedTuple):
-    """Ranks on each axis of the mesh of one stage, outermost first."""
+    """Ranks on each axis of the mesh of one stage; on the mesh ep is next to dp, outside of cp."""
 
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks that the batch is cut over."""
+        return self.dp * self.ep
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,8 @@ class UniformStrategy:
     """One leaf of the decision tree, for a region or for a whole model: degrees, sequence parallel
     on tp, ZeRO level on dp (0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and
     parameters), what is recomputed, what is offloaded; pipeline stages, and parts that a rank's
-    share of the batch is run in; cp: ranks that share the sequence, with whole weights.
+    share of the batch is run in; cp: ranks that share the sequence, with whole weights; ep: ranks
+    that cut the batch as dp does and share the experts.
 
     `label` is how people read it: "pp8 x dp2 x tp4+sp, zero1, recompute full, 64 microbatches".
     """
@@ -96,10 +103,11 @@ class UniformStrategy:
     pp: int = 1
     microbatches: int = 1
     cp: int = 1
+    ep: int = 1
 
     @property
     def label(self) -> str:
-        sizes = (("pp", self.pp), ("dp", self.dp), ("cp", self.cp))
+        sizes = (("pp", self.pp), ("dp", self.dp), ("ep", self.ep), ("cp", self.cp))
         parts = [f"{name}{size}" for name, size in sizes if size > 1]
         if self.tp > 1:
             parts.append(f"tp{self.tp}" + _TP_SUFFIX[self.tp_mode])
@@ -117,7 +125,7 @@ class UniformStrategy:
     @property
     def degrees(self) -> Degrees:
         """The axes of its mesh."""
-        return Degrees(self.dp, self.cp, self.tp)
+        return Degrees(self.dp, self.cp, self.tp, self.ep)
 
     @property
     def tp_mode(self) -> TpMode:

@@ -34,6 +34,11 @@ class AxisRole(Enum):
     stored as on a DATA axis. Attention needs more than a shard: heads for rows by all-to-all, or
     keys and values gathered, whichever the prices say."""
 
+    EXPERT = "expert"
+    """Expert parallelism: the batch is cut as on a DATA axis, expert weights are shards of their
+    experts, to which tokens travel, and the other parameters are used whole. What ops do follows
+    from the degree, so reductions are not charged."""
+
     TENSOR = "tensor"
     """Tensor parallelism without sequence parallelism: pending sums are all-reduced, and no other
     conversion cuts or gathers a value with a gradient. Ops with sharded parameters alone make
@@ -48,6 +53,11 @@ class AxisRole(Enum):
     def uses_parameters_whole(self) -> bool:
         """Whether no op reads a shard of a parameter on such an axis."""
         return self in (AxisRole.DATA, AxisRole.CONTEXT)
+
+    @property
+    def charges_reductions(self) -> bool:
+        """Whether gathers and reductions of parameters count: not where the degree decides them."""
+        return not (self.uses_parameters_whole or self is AxisRole.EXPERT)
 
 
 @dataclass(frozen=True, slots=True)

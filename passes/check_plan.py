@@ -4,13 +4,14 @@ What the search prices is a typing it made; what comes from a file is held again
 first. An op's rule names must exist on each axis and say the layouts that the file says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
+from meshfold.passes.expert_rules import travelled_rule, travelling
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.passes.region_memory import Probe, memory_of_region, step_memory
 from meshfold.passes.region_price import RegionPrice, layouts_of_values, price_region
@@ -22,6 +23,7 @@ from meshfold.passes.residence import (
     updated_bytes,
 )
 from meshfold.passes.rules import AxisRule, region_rules, rule_inside, typing_of
+from meshfold.passes.rules_experts import TRAVELS
 from meshfold.passes.step_time import estimate_step
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import ParameterPlacement, Plan, RegionPlan, SearchStats
@@ -111,6 +113,7 @@ def _with_hosts(
 def _rules(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> Sequence[tuple[AxisRule, ...]]:
     """The rules that the typing names, held against the layouts it gives."""
     table = region_rules(graph, mesh.sizes)
+    away = travelling(graph)
     chosen = []
     for k, (op, typing) in enumerate(zip(graph.ops, planned.typing.ops, strict=True)):
         where = f"region {planned.name}, op {k} {op.target}"
@@ -119,6 +122,8 @@ def _rules(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> Sequence[tuple[Ax
             found = {rule.name: rule for rule in table[k][axis]}
             if name not in found:
                 found |= _rules_inside(graph, k, table[k], mesh, axis)
+            if name not in found:
+                found |= _rules_at_experts(graph, k, found, mesh.sizes[axis], away)
             if name not in found:
                 raise PlanMismatchError(
                     f"{where}: no rule {name!r} on axis {mesh.names[axis]}; "
@@ -152,6 +157,21 @@ def _rules_inside(
         if outer != axis
     )
     return {rule.name: rule for rule in inside if rule is not None}
+
+
+def _rules_at_experts(
+    graph: OpGraph,
+    op_index: int,
+    rules: Mapping[str, AxisRule],
+    size: int,
+    away: frozenset[int],
+) -> dict[str, AxisRule]:
+    """By name the rules of an axis of `size` ranks for rows that are with their experts."""
+    op = graph.ops[op_index]
+    if op.target not in TRAVELS and away.isdisjoint(op.operands):
+        return {}
+    found = (travelled_rule(graph, op, rule, size, away) for rule in rules.values())
+    return {rule.name: rule for rule in found if rule is not None}
 
 
 def _check_slots(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:

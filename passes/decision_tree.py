@@ -1,6 +1,6 @@
 """The decision tree: what one region may do, and the named rules that cut branches before pricing.
 
-    axes (dp x cp x tp = devices) -> role of tp (tensor, tensor + sequence, data)
+    axes (dp x ep x cp x tp = devices) -> role of tp (tensor, tensor + sequence, data)
         -> ZeRO level on dp -> recompute -> offload
 
 A leaf is a UniformStrategy. Regions of one plan share the axes; below that each takes a leaf of its
@@ -33,7 +33,8 @@ NO_STATES = "the optimizer has no states to offload"
 NODE = "tp leaves the node"
 NOTHING_KEPT = "full recomputation keeps nothing to offload"
 CONTEXT = "cp while the batch can be cut further"
-PRUNINGS = (NODE, NOTHING_KEPT, CONTEXT)
+EXPERTS = "no experts to share"
+PRUNINGS = (NODE, NOTHING_KEPT, CONTEXT, EXPERTS)
 """Rules of the tree that can be switched off."""
 
 
@@ -52,7 +53,8 @@ class Situation:
     switched_off: names of PRUNINGS. host_bytes_per_s: of the link to the host, 0 if unknown.
     has_states: whether the optimizer has states. has_feature_maps: whether the model passes on
     feature maps: they have no sequence, so what tp cuts instead is the batch. sequences: sizes of
-    the sequences that it passes on; cp is offered where it divides one."""
+    the sequences that it passes on; cp is offered where it divides one. experts: numbers of experts
+    of its layers; ep is offered where it divides them all, and not beside cp."""
 
     num_devices: int
     devices_per_node: int
@@ -64,6 +66,7 @@ class Situation:
     has_states: bool = True
     has_feature_maps: bool = False
     sequences: Collection[int] = ()
+    experts: Collection[int] = ()
 
 
 def grow_tree(situation: Situation) -> Tree:
@@ -73,10 +76,13 @@ def grow_tree(situation: Situation) -> Tree:
     """
     maps = situation.has_feature_maps
     choices = _choices_of_axes(situation)
-    offered = [d for d in choices if not _can_cut_batch(d, situation)]
     num_leaves = sum(_num_leaves(d, maps) for d in choices)
-    everything = [leaf for degrees in offered for leaf in leaves_on(degrees, maps=maps)]
-    cuts: Counter[str] = Counter({CONTEXT: num_leaves - len(everything)})
+    cuts: Counter[str] = Counter()
+    for name, is_cut in ((EXPERTS, _has_no_experts), (CONTEXT, _can_cut_batch)):
+        offered = [d for d in choices if not is_cut(d, situation)]
+        cuts[name] = sum(_num_leaves(d, maps) for d in choices if d not in offered)
+        choices = offered
+    everything = [leaf for degrees in choices for leaf in leaves_on(degrees, maps=maps)]
     left = everything
     for name, keeps in _rules(situation):
         kept = [leaf for leaf in left if keeps(leaf)]
@@ -92,14 +98,24 @@ def grow_tree(situation: Situation) -> Tree:
 
 
 def _choices_of_axes(situation: Situation) -> list[Degrees]:
-    """dp x cp x tp = devices, by rising cp, then tp."""
+    """dp x ep x cp x tp = devices, by rising ep, cp, then tp."""
     n = situation.num_devices
-    return [
+    without = [
         Degrees(n // cp // tp, cp, tp)
         for cp in divisors(n)
         if cp == 1 or any(size % cp == 0 for size in situation.sequences)
         for tp in divisors(n // cp)
     ]
+    return without + [
+        Degrees(n // ep // tp, 1, tp, ep) for ep in divisors(n)[1:] for tp in divisors(n // ep)
+    ]
+
+
+def _has_no_experts(degrees: Degrees, situation: Situation) -> bool:
+    """Whether ep would share nothing: then it is dp, without its ZeRO levels."""
+    if EXPERTS in situation.switched_off or degrees.ep == 1:
+        return False
+    return not situation.experts or any(e % degrees.ep for e in situation.experts)
 
 
 def _can_cut_batch(degrees: Degrees, situation: Situation) -> bool:
@@ -108,7 +124,7 @@ def _can_cut_batch(degrees: Degrees, situation: Situation) -> bool:
     that where values are tiny.) Not asked where cp is pinned."""
     if CONTEXT in situation.switched_off or "cp" in situation.pins:
         return False
-    of_rank, rest = divmod(situation.batch_size, degrees.dp)
+    of_rank, rest = divmod(situation.batch_size, degrees.batch_ranks)
     return not rest and math.gcd(degrees.cp, of_rank) > 1
 
 
@@ -130,9 +146,10 @@ def leaves_on(degrees: Degrees, *, maps: bool = False) -> Iterator[UniformStrate
 
 def _modes(degrees: Degrees, maps: bool) -> list[tuple[bool, bool]]:
     """What tp may do, as (sequence_parallel, batch_on_tp). Beside cp it does not
-    take the batch: cp is there because there is none left to cut."""
+    take the batch: cp is there because there is none left to cut; nor beside ep."""
     modes = [(False, False), (True, False), (False, True)]
-    return modes[: (3 if maps and degrees.cp == 1 else 2) if degrees.tp > 1 else 1]
+    takes_batch = maps and degrees.cp == degrees.ep == 1
+    return modes[: (3 if takes_batch else 2) if degrees.tp > 1 else 1]
 
 
 def _zero_levels(degrees: Degrees) -> tuple[int, ...]:
@@ -152,7 +169,7 @@ def _rules(situation: Situation) -> list[tuple[str, _Keeps]]:
     """Requirements: (name, whether a leaf meets it)."""
     rules: list[tuple[str, _Keeps]] = [
         (PINNED, lambda leaf: keeps_pins(leaf, situation.pins)),
-        (BATCH, lambda leaf: situation.batch_size % leaf.dp == 0),
+        (BATCH, lambda leaf: situation.batch_size % leaf.degrees.batch_ranks == 0),
     ]
     if not situation.allow_planned:
         rules.append((PLANNED, lambda leaf: leaf.runs))
@@ -169,7 +186,7 @@ def _prunings(left: Sequence[UniformStrategy], situation: Situation) -> list[tup
     A tp axis that leaves the node pays the slow link in every op; it is cut while a leaf inside a
     node, of no larger cp, is left, unless the axis may take the batch in most regions and weights
     in few. Offloading activations of a region that keeps none inside is the leaf without. CONTEXT
-    is asked before leaves are made (_can_cut_batch).
+    and EXPERTS are asked before leaves are made.
     """
     per_node = situation.devices_per_node
     inside = min((leaf.cp for leaf in left if leaf.tp <= per_node), default=math.inf)
@@ -190,6 +207,7 @@ def pinned_values(leaf: UniformStrategy) -> dict[str, PinValue]:
     """What the pins of CompileOptions say about a leaf; it has no schedule, pipelines have."""
     return {
         "dp": leaf.dp,
+        "ep": leaf.ep,
         "cp": leaf.cp,
         "tp": leaf.tp,
         "zero": leaf.zero,
@@ -213,7 +231,8 @@ def _why_not(name: str, left: Sequence[UniformStrategy], situation: Situation) -
     if name == PINNED:
         return _broken_pin(left, situation)
     if name == BATCH:
-        choices = ", ".join(f"dp={d}" for d in sorted({leaf.dp for leaf in left}))
+        found = sorted({(leaf.dp, leaf.ep) for leaf in left})
+        choices = ", ".join(f"dp={dp}" + (f" x ep={ep}" if ep > 1 else "") for dp, ep in found)
         return (
             f"a batch of {situation.batch_size} does not divide over {choices}; "
             f"change the batch or pin another dp"

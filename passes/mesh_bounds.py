@@ -16,6 +16,7 @@ what it is elsewhere while fewer ranks shard the weights, as context parallelism
 parallelism.
 """
 
+import math
 from dataclasses import dataclass
 
 from meshfold.cost_models.compute import op_work
@@ -78,7 +79,8 @@ def _compute_s(graph: OpGraph, costs: CostModel) -> tuple[float, float]:
 
 
 def _reduction(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> _Reduction:
-    """What the backward waits for: parameters that the ops read whole on dp, cut over tp."""
+    """What the backward waits for: parameters that the ops read whole on dp, cut over tp, and over
+    ep, where only those of experts are."""
     mesh = costs.mesh
     demands = layouts_of_values(graph, typing)
     num_bytes = sum(
@@ -87,7 +89,8 @@ def _reduction(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> _Reduc
         if slot.kind is SlotKind.PARAMETER and graph.values[i].requires_grad
         if any(layout[0] == REPLICATE for layout in demands[i][1])
     )
-    local_bytes = num_bytes // (mesh.sizes[mesh.index("tp")] if "tp" in mesh.names else 1)
+    cutting = (n for name, n in zip(mesh.names, mesh.sizes, strict=True) if name in ("ep", "tp"))
+    local_bytes = num_bytes // math.prod(cutting)
     batch_axes = [k for k, name in enumerate(mesh.names) if name != "tp"]
     whole_s = min(
         costs.collective_s("all_reduce", local_bytes, axes) for axes in ((0,), batch_axes)

@@ -37,8 +37,8 @@ class OpTimer:
         self.work = op_work(graph, op)
         self.dtype = compute_dtype(graph, op)
         self._tensor_bytes = [graph.values[v].num_bytes for v in (*op.operands, *op.outputs)]
-        self._cuts: dict[tuple[int, str], tuple[int, ...]] = {}
-        self._kernels: dict[tuple[float, tuple[int, ...]], tuple[float, float]] = {}
+        self._cuts: dict[tuple[int, str], tuple[float, ...]] = {}
+        self._kernels: dict[tuple[float, tuple[float, ...]], tuple[float, float]] = {}
 
     def time(self, rules: Sequence[AxisRule]) -> OpTime:
         """Time under one rule per axis: flops as the busiest rank has them, divided by the axes
@@ -54,19 +54,22 @@ class OpTimer:
             self._inside_s(rules, split, is_backward=True),
         )
 
-    def _shards(self, rules: Sequence[AxisRule]) -> tuple[int, ...]:
-        """Into how many shards the rules cut every operand and result."""
-        total = (1,) * len(self._tensor_bytes)
+    def _shards(self, rules: Sequence[AxisRule]) -> tuple[float, ...]:
+        """Into how many shards the rules cut every operand and result; rows that are with their
+        experts into fewer, as the busiest rank has them."""
+        total: tuple[float, ...] = (1,) * len(self._tensor_bytes)
         for axis, rule in enumerate(rules):
             key = axis, rule.name
             if key not in self._cuts:
                 n = self.mesh.sizes[axis]
                 types = (*rule.inputs, *rule.outputs)
-                self._cuts[key] = tuple(n if t.is_shard else 1 for t in types)
+                self._cuts[key] = tuple(
+                    n / rule.load if t.kind == "E" else n if t.is_shard else 1 for t in types
+                )
             total = tuple(map(operator.mul, total, self._cuts[key]))
         return total
 
-    def _kernels_s(self, parts: float, shards: tuple[int, ...]) -> tuple[float, float]:
+    def _kernels_s(self, parts: float, shards: tuple[float, ...]) -> tuple[float, float]:
         """Kernels forward and backward, the work in `parts` and every tensor in its shards."""
         key = parts, shards
         if key not in self._kernels:

@@ -11,7 +11,7 @@ On one axis                                                               handle
 On DATA and CONTEXT axes (passes/axis_roles.py) parameters are used whole, so the used type is I or
 R; on every other axis a stored shard is used as it is. Bucketed collectives carry many parameters
 at once: a parameter is charged its share of the bytes, without start-up latency, and nothing where
-parameters are used whole, since that follows from the degree.
+the degree decides (EXPERT axes, too).
 """
 
 import math
@@ -105,7 +105,7 @@ class ParameterPrices:
         return source == target or source.kind == "I"
 
     def _bucketed_s(self, value: Value, before: Layout, after: Layout, axis: int) -> float:
-        if self.costs.roles[axis].uses_parameters_whole:
+        if not self.costs.roles[axis].charges_reductions:
             return 0.0
         whole = local_bytes(value, after, self.mesh.sizes)
         gathered = before[axis].is_shard

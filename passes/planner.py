@@ -1,6 +1,6 @@
 """The plan of a folded program on a cluster, with the proof of how good it is.
 
-    decision tree (passes/decision_tree.py)   what is left of dp x cp x tp, ZeRO, recomputation
+    decision tree (passes/decision_tree.py)   what is left of dp x ep x cp x tp, ZeRO, recomputation
         -> every mesh typed and bounded       (passes/uniform_search.py)
         -> meshes in order of their bound: the best program on each, strategies mixed by layer
            (passes/mesh_plan.py), until the next bound reaches the best program found
@@ -26,6 +26,7 @@ from meshfold.passes.baselines import baseline_rows, named_baselines
 from meshfold.passes.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.data_parallel import Followed
 from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
+from meshfold.passes.expert_rules import shared_experts
 from meshfold.passes.layout_pins import pinned_slots
 from meshfold.passes.mesh_bounds import least_step_s
 from meshfold.passes.mesh_plan import MeshPlanner
@@ -239,7 +240,7 @@ class _Search:
         return self._searches[degrees]
 
     def _mesh(self, degrees: Degrees) -> Mesh:
-        return build_mesh(self.cluster, degrees.dp, degrees.tp, cp=degrees.cp)
+        return build_mesh(self.cluster, degrees.dp, degrees.tp, cp=degrees.cp, ep=degrees.ep)
 
     def _tree(self, without: Sequence[str]) -> Tree:
         cluster = self.cluster
@@ -254,6 +255,7 @@ class _Search:
             has_states=STATE_FACTOR[self.options.optimizer] > 0,
             has_feature_maps=carries_feature_maps(self.folded),
             sequences=carried_sequences(self.folded),
+            experts=shared_experts(self.folded),
         )
         return grow_tree(situation)
 
@@ -261,9 +263,12 @@ class _Search:
         """The best of a tree, or per mesh the program with the least memory."""
         by_mesh: dict[Degrees, list[UniformStrategy]] = {}
         # In an order of our own, so that the order of the leaves decides nothing.
-        for leaf in sorted(tree.leaves, key=lambda s: (-s.dp, s.cp, s.label)):
+        for leaf in sorted(tree.leaves, key=lambda s: (-s.dp, s.ep, s.cp, s.label)):
             by_mesh.setdefault(leaf.degrees, []).append(leaf)
-        waves = [{d: m for d, m in by_mesh.items() if (d.cp > 1) == late} for late in (False, True)]
+        waves = [
+            {d: m for d, m in by_mesh.items() if (d.cp * d.ep > 1) == late}
+            for late in (False, True)
+        ]
         state = MeshRecord(Counter(tree.cuts))
         for wave in waves:
             self._plan_meshes(self._typed(wave, state, len(by_mesh)), state)

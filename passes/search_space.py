@@ -2,6 +2,9 @@
 
 dp axis   The batch is followed through the rules (passes/data_parallel.py): that decides rule and
           boundary layout of everything on this axis.
+ep axis   What dp does goes on inside of dp's shards, for every op and every boundary value; between
+          dispatch and combine rows are with their experts (passes/expert_rules.py), whose weights
+          are stored as shards. Nothing is left to the search.
 cp axis   Boundary values with a sequence are shards of it, inside of tp's shard where tp cuts the
           sequence as well. Parameters are stored and used whole. Rules are left to the search.
 tp axis   Boundary values are Invariant or, with sequence parallelism, shards of their sequence dim.
@@ -28,6 +31,7 @@ from meshfold.passes.data_parallel import (
     follow_batch,
     stored_options,
 )
+from meshfold.passes.expert_rules import expert_rules, whole_rows
 from meshfold.passes.layout_pins import PinnedSlots, keeps_tp
 from meshfold.passes.rule_domains import RuleTable
 from meshfold.passes.rules import AxisRule, region_rules, rule_inside
@@ -59,12 +63,20 @@ class SearchSpace:
         self.pinned = pinned
         self.graphs: list[OpGraph] = [region.graph for region in folded.regions]
         self.boundaries: Boundaries = find_boundaries(folded)
-        self.dp_axis, self.cp_axis, self.tp_axis = map(self._axis, ("dp", "cp", "tp"))
+        axes = map(self._axis, ("dp", "ep", "cp", "tp"))
+        self.dp_axis, self.ep_axis, self.cp_axis, self.tp_axis = axes
         self._own_rules: list[RuleTable] = [region_rules(g, mesh.sizes) for g in self.graphs]
         self.data: DataParallel | None = None
-        if self.dp_axis is not None:
-            assert self.dp_axis == 0, "dp is the outermost axis"
+        if self.dp_axis is not None or self.ep_axis is not None:
+            assert 0 in (self.dp_axis, self.ep_axis), "the batch is cut by the outermost axes"
             self.data = self._followed(mesh.sizes[0])
+        self._expert_rules: list[tuple[AxisRule, ...]] = []
+        """Per region the rule of every op on the ep axis."""
+        self._expert_weights: list[frozenset[int]] = [frozenset()] * len(self.graphs)
+        if self.ep_axis is not None:
+            found = [self._rules_at_experts(r) for r in range(len(self.graphs))]
+            self._expert_rules = [rules for rules, _ in found]
+            self._expert_weights = [weights for _, weights in found]
         self.rules = [self._open_rules(r) for r in range(len(self.graphs))]
         self.stored = [
             {
@@ -77,7 +89,8 @@ class SearchSpace:
 
     def roles(self, role: AxisRole) -> tuple[AxisRole, ...]:
         """The role of every axis."""
-        of_axis = {"dp": AxisRole.DATA, "cp": AxisRole.CONTEXT, "tp": role}
+        decided = {"dp": AxisRole.DATA, "ep": AxisRole.EXPERT, "cp": AxisRole.CONTEXT}
+        of_axis = {**decided, "tp": role}
         return tuple(of_axis[name] for name in self.mesh.names)
 
     def rules_of(self, region: int, role: AxisRole) -> RuleTable:
@@ -86,9 +99,12 @@ class SearchSpace:
 
     def fixed_rules(self, region: int) -> Mapping[int, Sequence[str]]:
         """Axis -> the rule of every op, on axes that are decided before the search."""
-        if self.data is None or self.dp_axis is None:
-            return {}
-        return {self.dp_axis: self.data.rules(region)}
+        fixed: dict[int, Sequence[str]] = {}
+        if self.data is not None and self.dp_axis is not None:
+            fixed[self.dp_axis] = self.data.rules(region)
+        if self.ep_axis is not None:
+            fixed[self.ep_axis] = [rule.name for rule in self._expert_rules[region]]
+        return fixed
 
     def slot_layouts(self, region: int, role: AxisRole) -> list[list[Layout]]:
         """Per slot the layouts in which it may arrive, or in which a parameter may be stored."""
@@ -130,6 +146,8 @@ class SearchSpace:
     def _open_rules(self, region: int) -> RuleTable:
         """The rules of a region, on cp those worth asking about (passes/context_rules.py)."""
         table, graph = self._own_rules[region], self.graphs[region]
+        if self.ep_axis is not None:
+            return self._with_expert_rules(region)
         if self.cp_axis is None:
             return table
         crossing = [(v, c) for v, c in enumerate(self.boundaries.slots[region])]
@@ -147,6 +165,32 @@ class SearchSpace:
             tp_axis=self.tp_axis,
             kept=[(v, t) for v, t in layouts if t.is_shard],
         )
+
+    def _rules_at_experts(self, region: int) -> tuple[tuple[AxisRule, ...], frozenset[int]]:
+        """(rule of every op on the ep axis, slots of expert weights)."""
+        assert self.data is not None and self.ep_axis is not None
+        graph, size = self.graphs[region], self.mesh.sizes[self.ep_axis]
+        chosen = []
+        for k, (name, rules) in enumerate(
+            zip(self.data.rules(region), self._own_rules[region], strict=True)
+        ):
+            (rule,) = (r for r in rules[0] if r.name == name)
+            if self.ep_axis:
+                rule = rule_inside(graph, k, rule, self.mesh.sizes[0], size) or rules[0][0]
+            chosen.append(rule)
+        return expert_rules(graph, chosen, size)
+
+    def _with_expert_rules(self, region: int) -> RuleTable:
+        """The own rules, on ep with the one that every op takes."""
+        axis = self.ep_axis
+        assert axis is not None
+        table = []
+        for per_axis, rule in zip(self._own_rules[region], self._expert_rules[region], strict=True):
+            others = (other for other in per_axis[axis] if other.name != rule.name)
+            table.append((*per_axis[:axis], (*others, rule), *per_axis[axis + 1 :]))
+        if self.tp_axis is None:
+            return tuple(table)
+        return whole_rows(self.graphs[region], tuple(table), self.tp_axis)
 
     @cached_property
     def _batch_on_tp(self) -> DataParallel:
@@ -188,6 +232,9 @@ class SearchSpace:
         b = self.boundaries
         value = b.values[boundary_class]
         dp = INVARIANT if self.data is None else self.data.types[boundary_class]
+        ep = dp
+        if self.dp_axis is not None and dp.is_shard:
+            ep = Shard(dp.dim, dp.blocks * self.mesh.sizes[0])
         if role is AxisRole.DATA:
             tp = INVARIANT
             if self.data is None:
@@ -195,11 +242,15 @@ class SearchSpace:
             elif dp.is_shard:
                 tp = Shard(dp.dim, dp.blocks * self.mesh.sizes[0])
             return self._first_legal(value, self._layout(dp=dp, tp=tp), self._layout(dp=dp))
+        if self.ep_axis is not None and not is_legal(
+            value.shape, self._layout(dp=dp, ep=ep), self.mesh.sizes
+        ):
+            ep = INVARIANT
         if boundary_class in b.inputs | b.results:
-            return self._layout(dp=dp)
-        return self._cut_sequence(value, dp, role)
+            return self._layout(dp=dp, ep=ep)
+        return self._cut_sequence(value, dp, ep, role)
 
-    def _cut_sequence(self, value: Value, dp: SpmdType, role: AxisRole) -> Layout:
+    def _cut_sequence(self, value: Value, dp: SpmdType, ep: SpmdType, role: AxisRole) -> Layout:
         """A carried activation: its sequence cut by the axes that do so, cp inside of tp."""
         cp = tp = INVARIANT
         inside = 1
@@ -212,18 +263,26 @@ class SearchSpace:
         nested = Shard(cp.dim, inside) if cp.is_shard else cp
         return self._first_legal(
             value,
-            self._layout(dp=dp, cp=nested, tp=tp),
-            self._layout(dp=dp, cp=nested),
-            self._layout(dp=dp, cp=cp),
-            self._layout(dp=dp),
+            self._layout(dp=dp, ep=ep, cp=nested, tp=tp),
+            self._layout(dp=dp, ep=ep, cp=nested),
+            self._layout(dp=dp, ep=ep, cp=cp),
+            self._layout(dp=dp, ep=ep),
         )
 
     def _first_legal(self, value: Value, *layouts: Layout) -> Layout:
         return next(x for x in layouts if is_legal(value.shape, x, self.mesh.sizes))
 
     def _stored(self, region: int, slot: int) -> list[Layout]:
-        if self.tp_axis is None:
-            return [self.whole]
-        options = stored_options(self.graphs[region], slot, self._own_rules[region], self.tp_axis)
         pin = self.pinned.get((region, slot))
-        return [self._layout(tp=t) for t in options if pin is None or keeps_tp(pin, t)]
+        is_shared = slot in self._expert_weights[region] and pin is None
+        ep = Shard(0) if is_shared else INVARIANT
+        if self.tp_axis is None:
+            return [self._layout(ep=ep)]
+        graph, rules = self.graphs[region], self._own_rules[region]
+        layouts = [
+            self._layout(ep=ep, tp=t)
+            for t in stored_options(graph, slot, rules, self.tp_axis)
+            if pin is None or keeps_tp(pin, t)
+        ]
+        shape, sizes = graph.values[slot].shape, self.mesh.sizes
+        return [layout for layout in layouts if is_legal(shape, layout, sizes)]

@@ -86,6 +86,21 @@ def _mixtral(layers: int) -> nn.Module:
     return model
 
 
+def _gpt_oss(layers: int) -> nn.Module:
+    """Experts with biases, transposed weights, gates and inputs interleaved."""
+    config = transformers.GptOssConfig(
+        **_llama_sizes(layers),
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        head_dim=4,
+        attention_dropout=0.0,
+    )
+    model = transformers.GptOssForCausalLM(config)
+    model.config._experts_implementation = "eager"
+    return model
+
+
 def _bert(layers: int) -> nn.Module:
     config = transformers.BertConfig(
         vocab_size=VOCABULARY,
@@ -139,6 +154,7 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "vit": _vit,
     "mixtral": _mixtral,
     "uneven": _uneven,
+    "gpt_oss": _gpt_oss,
 }
 
 

@@ -1,6 +1,7 @@
 """Unmodified models on gloo processes: loss and every gradient equal those of one process.
 
-Six families x {dp, zero3, tp, tp+sp, cp} on 2 processes and pairs of them on 4, in float64,
+Six families x {dp, zero3, tp, tp+sp, cp} on 2 processes and pairs of them on 4, two mixtures of
+experts x {ep, dp x ep, zero3 x ep, ep x tp, ep x tp+sp} on 4, in float64,
 weights copied from the original, ignored labels and tied weights on. A loss that agrees proves
 little by itself; the gradients are held one by one.
 """
@@ -48,6 +49,17 @@ CONTEXT_PINS = {
 }
 """The same where cp cuts the sequence."""
 
+EXPERT_PINS = {
+    "ep": (4, {"dp": 1, "ep": 4, "tp": 1}),
+    "dp x ep": (4, {"dp": 2, "ep": 2, "tp": 1, "zero": 0}),
+    "ep x tp": (4, {"dp": 1, "ep": 2, "tp": 2, "sp": 0}),
+    "ep x tp+sp": (4, {"dp": 1, "ep": 2, "tp": 2, "sp": 1}),
+    "zero3 x ep": (4, {"dp": 2, "ep": 2, "tp": 1, "zero": 3}),
+}
+"""The same where tokens travel to their experts."""
+
+ALL_PINS = PINS | UNEVEN_PINS | CONTEXT_PINS | EXPERT_PINS
+
 
 @cache
 def captured_family(family: str) -> Captured:
@@ -58,7 +70,7 @@ def captured_family(family: str) -> Captured:
 
 @cache
 def plan_for(family: str, strategy: str) -> Plan:
-    num_processes, pins = (PINS | UNEVEN_PINS | CONTEXT_PINS)[strategy]
+    num_processes, pins = ALL_PINS[strategy]
     cluster = resolve_cluster("local-cpu", num_processes)
     options = meshfold.CompileOptions(pins=pins)
     return plan_captured(captured_family(family), family, cluster, options)
@@ -109,12 +121,21 @@ def test_with_the_sequence_cut_loss_and_every_gradient_equal_one_process(
     check_step(pools, family, strategy)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("strategy", EXPERT_PINS)
+def test_with_experts_shared_loss_and_every_gradient_equal_one_process(
+    pools: Pools, family: str, strategy: str
+) -> None:
+    check_step(pools, family, strategy)
+
+
 def check_step(pools: Pools, family: str, strategy: str) -> None:
     """One step of the pinned plan against one process."""
-    num_processes, pins = (PINS | UNEVEN_PINS | CONTEXT_PINS)[strategy]
+    num_processes, pins = ALL_PINS[strategy]
     plan = plan_for(family, strategy)
     chosen = plan.strategy
-    assert chosen.degrees == (pins["dp"], pins.get("cp", 1), pins["tp"])
+    assert chosen.degrees == (pins["dp"], pins.get("cp", 1), pins["tp"], pins.get("ep", 1))
     assert chosen.zero == pins.get("zero", 0) and chosen.sequence_parallel == bool(pins.get("sp"))
     results = pools.run(
         num_processes,

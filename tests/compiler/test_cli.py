@@ -103,7 +103,7 @@ def test_show(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--memory", "16"], 2, "16GB or 16GiB"),
         (["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--memory", "0GB"], 2, "positive"),
         (["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--pin", "tp"], 2, "--pin tp: write"),
-        (["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--pin", "ep=2"], 2, "pin 'ep' is unk"),
+        (["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--pin", "xp=2"], 2, "pin 'xp' is unk"),
         (["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--pin", "tp=0"], 2, "1 or more"),
         (
             ["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--pin", "tp=2", "--pin", "tp=4"],

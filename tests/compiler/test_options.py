@@ -21,6 +21,7 @@ def test_the_option_surface_is_frozen() -> None:
     ]
     assert PIN_NAMES == (
         "dp",
+        "ep",
         "cp",
         "tp",
         "zero",
@@ -39,11 +40,12 @@ def test_the_option_surface_is_frozen() -> None:
     [
         (
             {"pins": {"xp": 2}},
-            "pin 'xp' is unknown; pins are dp, cp, tp, zero, sp, recompute, offload, pp, "
+            "pin 'xp' is unknown; pins are dp, ep, cp, tp, zero, sp, recompute, offload, pp, "
             "microbatches, schedule, chunks",
         ),
         ({"pins": {"pp": 0}}, "pin pp=0: a degree is 1 or more"),
         ({"pins": {"cp": 0}}, "pin cp=0: a degree is 1 or more"),
+        ({"pins": {"ep": 0}}, "pin ep=0: a degree is 1 or more"),
         ({"pins": {"tp": 0}}, "pin tp=0: a degree is 1 or more"),
         ({"pins": {"zero": 4}}, "pin zero=4: ZeRO levels are 0, 1, 2 and 3"),
         ({"pins": {"tp": "two"}}, "pin tp=two: write a number"),

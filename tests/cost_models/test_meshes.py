@@ -18,6 +18,12 @@ def test_cp_is_between_dp_and_tp() -> None:
     assert mesh.axes[1] == MeshAxis("cp", 4, "nvlink4-switch")
 
 
+def test_ep_is_inside_of_dp() -> None:
+    mesh = build_mesh(cluster("dgx-h100x2"), 2, 2, ep=4)
+    assert str(mesh) == "dp2 x ep4 x tp2"
+    assert mesh.axes[1] == MeshAxis("ep", 4, "nvlink4-switch")
+
+
 def test_axes_name_the_slowest_link_they_cross() -> None:
     spec = cluster("dgx-h100x2")
     assert build_mesh(spec, 2, 8).axes == (

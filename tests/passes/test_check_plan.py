@@ -12,8 +12,10 @@ from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import price_plan
 from meshfold.passes.planner import find_plan_for
 from meshfold.plan import Plan
+from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.probe import OpProber
 from meshfold.spmd import INVARIANT, REPLICATE, PaddedShard, Shard
+from meshfold.strategy import Degrees
 
 MODEL, INPUTS = tiny_model("llama", layers=3)
 GRAPH = capture(MODEL, INPUTS).graph
@@ -116,3 +118,21 @@ def test_runs_that_lose_a_layer_are_refused() -> None:
     twice = replace(PLAN, stages=(stage, stage))
     with pytest.raises(PlanMismatchError, match="its runs place layer 5 elsewhere or not at all"):
         price_plan(GRAPH, twice, PROBER)
+
+
+def test_a_plan_with_shared_experts_keeps_its_figures_in_a_file() -> None:
+    graph = capture(*tiny_model("mixtral")).graph
+    plan = find_plan_for(
+        graph,
+        resolve_cluster("local-cpu", 8),
+        CompileOptions(pins={"dp": 2, "ep": 2, "tp": 2, "zero": 3, "sp": 0}),
+        model_name="mixtral",
+        batch_size=BATCH,
+        probe=PROBER,
+    )
+    text = plan_to_json(plan)
+    assert plan.strategy.degrees == Degrees(2, tp=2, ep=2) and "E0/2" in text
+    again = plan_from_json(text)
+    assert again.strategy == plan.strategy
+    priced = price_plan(graph, again, PROBER)
+    assert priced.time == plan.time and priced.memory == plan.memory

@@ -6,6 +6,7 @@ from meshfold.errors import OptionError
 from meshfold.passes.decision_tree import (
     BATCH,
     CONTEXT,
+    EXPERTS,
     NO_HOST_LINK,
     NO_STATES,
     NODE,
@@ -202,3 +203,30 @@ def test_a_pinned_cp_is_kept_and_the_cut_can_be_switched_off() -> None:
     assert {leaf.cp for leaf in off.leaves} == {1, 2, 4, 8} and CONTEXT not in off.cuts
     with pytest.raises(OptionError, match="pin cp=2 cannot be kept on 8 devices; cp can be 1"):
         tree(8, batch_size=8, pins={"cp": 2})
+
+
+def test_ep_is_offered_where_it_divides_every_number_of_experts() -> None:
+    found = tree(8, batch_size=8, experts=(4, 6))
+    assert {leaf.degrees for leaf in found.leaves if leaf.ep > 1} == {
+        Degrees(4, ep=2),
+        Degrees(2, tp=2, ep=2),
+        Degrees(1, tp=4, ep=2),
+    }
+    assert found.cuts[EXPERTS] > 0
+    assert found.num_leaves == len(found.leaves) + sum(found.cuts.values())
+    dense = tree(8, batch_size=8)
+    assert {leaf.ep for leaf in dense.leaves} == {1} and dense.cuts[EXPERTS] > found.cuts[EXPERTS]
+
+
+def test_a_batch_is_cut_by_dp_and_ep_together() -> None:
+    found = tree(8, batch_size=2, experts=(8,))
+    assert {leaf.degrees for leaf in found.leaves if leaf.ep > 1} == {Degrees(1, tp=4, ep=2)}
+    with pytest.raises(OptionError, match="a batch of 2 does not divide over dp=2 x ep=4"):
+        tree(8, batch_size=2, experts=(8,), pins={"dp": 2, "ep": 4})
+
+
+def test_ep_without_experts_is_refused_and_the_cut_can_be_switched_off() -> None:
+    with pytest.raises(OptionError, match="pin ep=2 cannot be kept on 8 devices; ep can be 1"):
+        tree(8, batch_size=8, pins={"ep": 2})
+    off = tree(8, batch_size=8, switched_off=(EXPERTS,))
+    assert {leaf.ep for leaf in off.leaves} == {1, 2, 4, 8} and EXPERTS not in off.cuts

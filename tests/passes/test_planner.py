@@ -13,7 +13,7 @@ from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import price_plan
-from meshfold.passes.decision_tree import CONTEXT, NODE, NOTHING_KEPT, PLANNED
+from meshfold.passes.decision_tree import CONTEXT, EXPERTS, NODE, NOTHING_KEPT, PLANNED
 from meshfold.passes.planner import BOUND, UNSHARDED, find_plan_for
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_from_json, plan_to_json
@@ -255,6 +255,24 @@ def test_without_the_cut_of_cp_the_plan_is_the_same(batch_size):
     assert CONTEXT in found[0].search.cuts and CONTEXT not in found[1].search.cuts
     assert found[0].time.step_s == pytest.approx(found[1].time.step_s, rel=1e-9)
     assert found[0].strategy.cp == 4 // batch_size
+
+
+def test_without_the_cut_of_ep_the_plan_of_a_dense_model_is_the_same():
+    """Then ep is a second dp axis, without ZeRO levels of its own."""
+    graph = capture(*meta_llama(512, 4)).graph
+    found = [
+        find_plan_for(
+            graph,
+            resolve_cluster("dgx-h100", 4),
+            CompileOptions(without_cuts=without),
+            model_name="llama",
+            batch_size=4,
+            probe=PROBER,
+        )
+        for without in ((), (EXPERTS,))
+    ]
+    assert EXPERTS in found[0].search.cuts and EXPERTS not in found[1].search.cuts
+    assert found[0].time.step_s == pytest.approx(found[1].time.step_s, rel=1e-9)
 
 
 def test_an_unknown_pruning_is_named():

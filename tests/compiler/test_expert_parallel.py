@@ -1,0 +1,83 @@
+"""Programs whose ranks share the experts: tokens travel to them and back, and every loss and
+gradient is that of one process, whatever the routing."""
+
+from functools import cache
+
+import pytest
+from support_models import BATCH, tiny_model
+from support_programs import Rank, local_part, on_ranks
+from torch import Tensor, nn
+
+from meshfold.capture import Captured, capture
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.meshes import build_mesh
+from meshfold.emit import emit_typed
+from meshfold.passes.uniform_search import MeshSearch
+from meshfold.precision import float64_everywhere
+from meshfold.program import EmittedProgram
+from meshfold.strategy import Degrees
+
+
+@cache
+def captured(family: str) -> tuple[nn.Module, dict[str, Tensor], Captured]:
+    model, batch = tiny_model(family)
+    with float64_everywhere():
+        return model, batch, capture(model, batch)
+
+
+def emitted(family: str, degrees: Degrees, zero: int) -> EmittedProgram:
+    _, _, found = captured(family)
+    cluster = resolve_cluster("local-cpu", degrees.dp * degrees.ep * degrees.tp)
+    mesh = build_mesh(cluster, degrees.dp, degrees.tp, ep=degrees.ep)
+    search = MeshSearch(found.graph, cluster, mesh, BATCH)
+    typed = search.solve(zero=zero, sequence_parallel=False)
+    return emit_typed(found.graph, typed.typings, mesh, search.costs)
+
+
+def errors_of_a_step(family: str, program: EmittedProgram) -> list[dict[str, float]]:
+    """Per rank the differences of loss and gradients from one process."""
+    model, batch, found = captured(family)
+    model.zero_grad()
+    with float64_everywhere():
+        expected = model(**batch).loss
+        expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+
+    def body(rank: Rank) -> dict[str, float]:
+        with float64_everywhere():
+            loss = rank.loss(batch)
+            loss.backward()
+        errors = {"loss": float((loss - expected).detach().abs())}
+        for name, parameter in rank.parameters.items():
+            mine = local_part(program, name, gradients[name], rank.mesh)
+            errors[name] = float((parameter.grad - mine).abs().max())
+        return errors
+
+    return on_ranks(model, found, program, body)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "zero"),
+    [
+        (Degrees(ep=4), 0),
+        (Degrees(dp=2, ep=2), 3),
+        pytest.param(Degrees(dp=2, ep=2), 0, marks=pytest.mark.slow),
+        pytest.param(Degrees(ep=2, tp=2), 0, marks=pytest.mark.slow),
+        pytest.param(Degrees(dp=2, ep=2, tp=2), 3, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_tokens_travel_and_every_gradient_is_that_of_one_process(
+    degrees: Degrees, zero: int
+) -> None:
+    program = emitted("mixtral", degrees, zero)
+    text = program.text(0)
+    assert "dispatch" in text and "combine" in text
+    axis = program.mesh.index("ep")
+    for name, layout in program.stored.items():
+        is_expert = ".experts." in name
+        assert layout[axis].is_shard == is_expert, name
+        assert not is_expert or layout[axis].dim == 0
+    for errors in errors_of_a_step("mixtral", program):
+        worst = max(errors, key=errors.__getitem__)
+        assert errors[worst] <= 1e-12, worst
