@@ -11,6 +11,7 @@ Nothing is dropped and nothing padded: how many rows a rank gets depends on the 
 rows go the other way, with the counts that the forward found.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -19,17 +20,27 @@ from torch import Tensor
 from meshfold.collectives import RankMesh
 
 
-def _identity(x: Tensor, ids: Tensor, num_experts: int, moves: bool = False) -> Tensor:
-    """x [t, ...] of experts ids [t]. moves: make a tensor of its own, as rows that travel do (what
-    a probe of memory asks for)."""
-    return x.clone() if moves else x.view_as(x)
+def _dispatched(x: Tensor, ids: Tensor, num_experts: int, load: float = 0.0) -> Tensor:
+    """x [t, ...], ids [t]. load, what a probe of memory asks for: as many rows as come to a rank
+    that gets `load` times its share."""
+    if not load:
+        return x.view_as(x)
+    rows = torch.arange(math.ceil(x.shape[0] * load), device=x.device)
+    return x.index_select(0, rows % x.shape[0])
 
 
-for _name in ("dispatch", "combine"):
+def _combined(x: Tensor, ids: Tensor, num_experts: int, load: float = 0.0) -> Tensor:
+    """As _dispatched, the way back: x has t rows or, under a load, more."""
+    if not load:
+        return x.view_as(x)
+    return x.index_select(0, torch.arange(ids.shape[0], device=x.device))
+
+
+for _name, _function in (("dispatch", _dispatched), ("combine", _combined)):
     torch.library.define(
-        f"meshfold::{_name}", "(Tensor x, Tensor ids, int num_experts, bool moves=False) -> Tensor"
+        f"meshfold::{_name}", "(Tensor x, Tensor ids, int num_experts, float load=0.0) -> Tensor"
     )
-    torch.library.impl(f"meshfold::{_name}", "CompositeImplicitAutograd", _identity)
+    torch.library.impl(f"meshfold::{_name}", "CompositeImplicitAutograd", _function)
 
 
 def dispatch(mesh: RankMesh, x: Tensor, ids: Tensor, num_experts: int, axis: str) -> Tensor:

@@ -68,7 +68,7 @@ All other ops are bound by memory."""
 VIEWS = frozenset(
     """alias detach expand expand_as flatten lift_fresh movedim narrow numpy_T permute reshape
     squeeze swapaxes t transpose unflatten unsqueeze view view_as _unsafe_view select slice split
-    split_with_sizes chunk unbind diagonal dispatch combine""".split()
+    split_with_sizes chunk unbind diagonal""".split()
 )
 """Ops that move no bytes (reshape and flatten may copy a strided operand; not charged)."""
 
@@ -90,7 +90,8 @@ _MEMORY_BOUND = frozenset(
     new_empty new_empty_strided scalar_tensor cross_entropy_loss nll_loss nll_loss_forward mse_loss
     l1_loss binary_cross_entropy_with_logits roll flip
     pad constant_pad_nd histc bincount diff __and__ __or__ __xor__
-    fill select_scatter slice_scatter masked_scatter log_sigmoid _weight_norm""".split()
+    fill select_scatter slice_scatter masked_scatter log_sigmoid _weight_norm
+    dispatch combine""".split()
 )
 
 _LOOKUPS = frozenset("embedding gather index index_select take_along_dim".split())

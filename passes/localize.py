@@ -2,14 +2,14 @@
 
 Every rank's result has the local shape of the output's layout; sizes follow from that alone. Ops
 not named here have no argument that depends on a sharded dim. Rows that travel to their experts, or
-back, are told so by an argument more.
+back, are told so by an argument more: the load of the busiest rank.
 """
 
 import sys
 from collections.abc import Callable, Sequence
 
 from meshfold.opgraph import Arg, OpGraph
-from meshfold.passes.rules_experts import TRAVELS, has_left
+from meshfold.passes.rules_experts import EXPERT_LOAD, TRAVELS, has_left
 from meshfold.spmd import local_shape
 from meshfold.strategy import OpTyping
 
@@ -25,7 +25,7 @@ def localize(
     """(args, kwargs) of an op for one rank of axes of `sizes`. References stay as they are."""
     op = graph.ops[op_index]
     if op.target in TRAVELS and has_left(typing):
-        return (*op.args, True), op.kwargs
+        return (*op.args, EXPERT_LOAD), op.kwargs
     row = _ROWS.get(op.target)
     if row is None:
         return op.args, op.kwargs

@@ -101,8 +101,7 @@ def test_rows_that_would_cross_between_regions_do_not_travel() -> None:
 
 
 def test_an_exchange_is_as_large_as_the_busiest_rank() -> None:
-    """32-bit rows of 32 numbers, 64 of them over 2 ranks, 1.25 times that on the busiest; and 2
-    counts of 8 bytes."""
+    """64 rows over 2 ranks, 1.25 times half of them on the busiest; and 2 counts of 8 bytes."""
     graph = layer_of("mixtral")
     cluster = resolve_cluster("dgx-h100", 2)
     mesh = build_mesh(cluster, 1, 1, ep=2)
@@ -116,6 +115,11 @@ def test_an_exchange_is_as_large_as_the_busiest_rank() -> None:
     counts_s = costs.collective_s("all_to_all", 16, (0,))
     assert time.communication_s == pytest.approx((exchange_s + counts_s,))
     assert time.backward_communication_s == pytest.approx((exchange_s,))
+    # Beside that rows are put in another order; where they stay nothing happens.
+    local_bytes = rows.num_bytes / 2 * (1 + 1.25) + 8 * ROWS / 2
+    assert time.forward_s == pytest.approx(costs.compute_s(0, local_bytes, "float64"))
+    still = op_time(graph, op, (region_rules(graph, (2,))[k][0][0],), mesh, costs)
+    assert still.total_s == 0.0
 
 
 def space_of(dp: int, ep: int, tp: int) -> SearchSpace:

@@ -35,10 +35,10 @@ def largest_region(graph: FoldedGraph) -> int:
     return max(range(len(graph.regions)), key=lambda r: len(graph.regions[r].graph.ops))
 
 
-def problem_of(family: str, sequence_parallel: bool, cp: int = 1) -> RegionProblem:
+def problem_of(family: str, sequence_parallel: bool, cp: int = 1, ep: int = 1) -> RegionProblem:
     graph = graph_of(family)
-    cluster = resolve_cluster("dgx-v100", 4 * cp)
-    search = MeshSearch(graph, cluster, build_mesh(cluster, 2, 2, cp=cp), BATCH)
+    cluster = resolve_cluster("dgx-v100", 4 * cp * ep)
+    search = MeshSearch(graph, cluster, build_mesh(cluster, 2, 2, cp=cp, ep=ep), BATCH)
     return search.problem(largest_region(graph), sequence_parallel=sequence_parallel)
 
 
@@ -107,6 +107,14 @@ def test_elimination_finds_the_optimum_of_highs_on_cp_and_tp(
         k for rules in problem.domains for c in rules.rules for k in (1, 2) if c[k].splits_work
     }
     assert open_axes == {1, 2}
+    check_optimum(problem, Prices(used_s_per_byte=1e-9))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_elimination_finds_the_optimum_of_highs_beside_shared_experts(
+    sequence_parallel: bool,
+) -> None:
+    problem = problem_of("mixtral", sequence_parallel, ep=2)
     check_optimum(problem, Prices(used_s_per_byte=1e-9))
 
 
