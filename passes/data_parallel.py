@@ -19,7 +19,8 @@ from meshfold.passes.region_search import RegionSolution, SearchTables, prepare_
 from meshfold.passes.rule_domains import RuleTable, is_constant_op
 from meshfold.spmd import INVARIANT, Layout, PaddedShard, Shard, SpmdType, is_legal
 
-ZERO_AXES = ("dp", "cp")
+ZERO_AXES = ("dp", "ep", "cp")
+"""Where the batch or the sequence is cut."""
 
 MOST_PADDING = 1.25
 """Of a parameter's shard, relative to its even share: with more, it stays whole."""
@@ -138,7 +139,7 @@ def stored_options(graph: OpGraph, slot: int, rules: RuleTable, axis: int) -> li
 
 
 def zero_axes(mesh: Mesh) -> tuple[int, ...]:
-    """The axes that ZeRO shards over: those on which the batch or the sequence is cut."""
+    """The axes that ZeRO shards over; on ep, only what is no expert's."""
     return tuple(k for k, a in enumerate(mesh.axes) if a.name in ZERO_AXES and a.size > 1)
 
 

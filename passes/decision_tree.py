@@ -153,7 +153,7 @@ def _modes(degrees: Degrees, maps: bool) -> list[tuple[bool, bool]]:
 
 
 def _zero_levels(degrees: Degrees) -> tuple[int, ...]:
-    return ZERO_LEVELS if degrees.dp * degrees.cp > 1 else (0,)
+    return ZERO_LEVELS if degrees.dp * degrees.ep * degrees.cp > 1 else (0,)
 
 
 def _num_leaves(degrees: Degrees, maps: bool) -> int:

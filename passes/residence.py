@@ -60,7 +60,7 @@ def residence_of(
 
 
 def data_shards(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, Layout]:
-    """Parameter slot -> its layout when also sharded on dp and cp, for those that can be: some dim
+    """Parameter slot -> its layout when also sharded on dp, ep and cp, for those that can be: some dim
     divides, or nearly, and the ops read it through a bucket."""
     axes = zero_axes(mesh)
     found = {}

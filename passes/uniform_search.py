@@ -238,7 +238,7 @@ class MeshSearch:
         return out
 
     def _shard_states(self, solutions: Sequence[RegionSolution], fraction: float) -> ProgramTyping:
-        """ZeRO-3: the same ops, every parameter stored as a shard on dp and cp as well."""
+        """ZeRO-3: the same ops, every parameter stored as a shard on the axes of ZeRO as well."""
         axes = zero_axes(self.mesh)
         typings, prices, whole = [], [], set()
         for graph, solution in zip(self.graphs, solutions, strict=True):

@@ -50,10 +50,10 @@ CONTEXT_PINS = {
 """The same where cp cuts the sequence."""
 
 EXPERT_PINS = {
-    "ep": (4, {"dp": 1, "ep": 4, "tp": 1}),
+    "ep": (4, {"dp": 1, "ep": 4, "tp": 1, "zero": 0}),
     "dp x ep": (4, {"dp": 2, "ep": 2, "tp": 1, "zero": 0}),
-    "ep x tp": (4, {"dp": 1, "ep": 2, "tp": 2, "sp": 0}),
-    "ep x tp+sp": (4, {"dp": 1, "ep": 2, "tp": 2, "sp": 1}),
+    "ep x tp": (4, {"dp": 1, "ep": 2, "tp": 2, "zero": 0, "sp": 0}),
+    "ep x tp+sp": (4, {"dp": 1, "ep": 2, "tp": 2, "zero": 3, "sp": 1}),
     "zero3 x ep": (4, {"dp": 2, "ep": 2, "tp": 1, "zero": 3}),
 }
 """The same where tokens travel to their experts."""
