@@ -197,6 +197,7 @@ def _wide(value: Tensor) -> Tensor:
 
 def _eager_step(built: BuiltModel, output: str) -> Tensor:
     """Forward and backward of the model itself; gradients are left in `.grad`."""
+    _loop_over_experts(built.model)
     with float64_everywhere(), without_dropout():
         value: Any = built.model(**built.example_inputs)
         for key in filter(None, output.split(".")):
@@ -204,6 +205,16 @@ def _eager_step(built: BuiltModel, output: str) -> Tensor:
         assert isinstance(value, Tensor), output
         torch.autograd.backward(value.sum())
     return value.detach()
+
+
+def _loop_over_experts(model: Any) -> None:
+    """What Hugging Face runs experts with by itself, grouped_mm, has no float64 kernel; a loop over
+    them means the same."""
+    if (
+        hasattr(model, "_can_set_experts_implementation")
+        and model._can_set_experts_implementation()
+    ):
+        model.config._experts_implementation = "eager"
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -63,7 +63,8 @@ def expert_rules(
 ) -> tuple[tuple[AxisRule, ...], frozenset[int]]:
     """(rules, expert weights): the rules `chosen` for an axis of `size` ranks, one per op, with
     those of rows that travel in place of theirs; slots of parameters stored as Shard(0) on the
-    axis. As they are where some op on the way cannot."""
+    axis, since nothing but products of experts reads them. As they are where some op on the way
+    cannot."""
     away = travelling(graph)
     rules: list[AxisRule] = []
     weights: set[int] = set()
@@ -77,8 +78,7 @@ def expert_rules(
         rules.append(travelled)
         if op.target == EXPERT_LINEAR:
             weights.update(op.operands[k] for k in _tables(op))
-    is_parameter = [slot.kind is SlotKind.PARAMETER for slot in graph.slots]
-    return tuple(rules), frozenset(v for v in weights if v < len(is_parameter) and is_parameter[v])
+    return tuple(rules), frozenset(v for v in weights if _is_of_experts_alone(graph, v))
 
 
 def travelled_rule(
@@ -112,7 +112,7 @@ def travelled_rule(
         inputs=tuple(t for t in inputs if t is not None),
         outputs=tuple(t for t in outputs if t is not None),
         comm=_exchanges(graph, op, size) if op.target in TRAVELS else (),
-        local=local_of(op, rule),
+        local="expert_linear" if op.target == EXPERT_LINEAR else rule.local,
         load=EXPERT_LOAD,
     )
 
@@ -135,16 +135,17 @@ def whole_rows(graph: OpGraph, table: RuleTable, axis: int) -> RuleTable:
     return tuple(out)
 
 
-def local_of(op: Op, rule: AxisRule) -> str:
-    """The implementation of an op on rows that travelled."""
-    return "expert_linear" if op.target == EXPERT_LINEAR else rule.local
-
-
 def _moved(v: int, t: SpmdType, shard: SpmdType, away: frozenset[int]) -> SpmdType | None:
     """The type of a value; None if it travels and is not cut as `shard`."""
     if v not in away:
         return t
     return Experts(shard.blocks) if t == shard else None
+
+
+def _is_of_experts_alone(graph: OpGraph, v: int) -> bool:
+    """Whether a value is a parameter that only products of experts read."""
+    is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
+    return is_parameter and all(graph.ops[k].target == EXPERT_LINEAR for k in graph.users[v])
 
 
 def _tables(op: Op) -> list[int]:

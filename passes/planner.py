@@ -324,7 +324,7 @@ class _Search:
     def _bare_bound_s(self, degrees: Degrees, costs: CostModel) -> float:
         """A bound on a mesh before its regions are typed; 0 if dp is not known from another."""
         for known, search in self._searches.items():
-            if known.dp == degrees.dp and search.space.data is not None:
+            if known.dp == degrees.dp and search.space.data and search.space.dp_axis is not None:
                 return least_step_s(self.folded, search.space.data, costs, self._whole_bytes)
         return 0.0
 

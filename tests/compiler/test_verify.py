@@ -7,13 +7,16 @@ import torch
 import torch.nn.functional as F
 from pool import Pools
 from support_factories import regression
+from support_models import tiny_model
 
 from meshfold.api import find_plan
 from meshfold.errors import MeshfoldError
+from meshfold.models import BuiltModel
 from meshfold.options import CompileOptions
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_to_json
-from meshfold.verify import _Compared, _report, verify, without_dropout
+from meshfold.precision import float64_everywhere
+from meshfold.verify import _Compared, _eager_step, _report, verify, without_dropout
 from meshfold.verify_report import Difference, VerifyReport
 
 MODEL = "support_factories:regression"
@@ -133,3 +136,11 @@ def test_without_dropout_nothing_is_dropped() -> None:
         attention = F.scaled_dot_product_attention(x, x, x, dropout_p=0.9)
     assert torch.allclose(attention, F.scaled_dot_product_attention(x, x, x))
     assert not torch.equal(F.dropout(x, 0.9, True), x)
+
+
+def test_a_mixture_of_experts_runs_in_float64() -> None:
+    model, batch = tiny_model("mixtral")
+    with float64_everywhere():
+        expected = model(**batch).loss
+    model.config._experts_implementation = "grouped_mm"
+    assert torch.equal(_eager_step(BuiltModel(model, batch), "loss"), expected)
