@@ -27,6 +27,7 @@ from meshfold.passes.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.data_parallel import Followed
 from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
 from meshfold.passes.expert_rules import shared_experts
+from meshfold.passes.garbage import collector_paused
 from meshfold.passes.layout_pins import pinned_slots
 from meshfold.passes.mesh_bounds import least_step_s
 from meshfold.passes.mesh_plan import MeshPlanner
@@ -53,6 +54,7 @@ LAYOUT_PIN = "pinned layout cannot be kept"
 BOUND = "bound of the mesh above the best plan"
 
 
+@collector_paused()
 def find_plan_for(
     folded: FoldedGraph,
     cluster: ClusterSpec,
