@@ -1,7 +1,8 @@
 """A lower bound on every program of one mesh, before any of its regions is typed.
 
-Per instance, with the flops of its ops over all ranks, and its parameters either whole on dp, their
-gradients all-reduced, or sharded, gathered for use and their gradients reduce-scattered:
+Per instance, with the work and the tensors of its ops cut over all ranks, and its parameters
+either whole on dp, their gradients all-reduced, or sharded, gathered for use and their gradients
+reduce-scattered:
 
     forward_s + max(backward_s, all_reduce_s)
     forward_s + max(backward_s, gather_s + reduce_scatter_s)
@@ -56,7 +57,7 @@ def least_step_s(
     forward_s = backward_s = least_s = sharded_s = best_rate = 0.0
     for region, count in num_instances(folded).items():
         graph = folded.regions[region].graph
-        forward, backward = _compute_s(graph, costs)
+        forward, backward = least_compute_s(graph, costs)
         reduction = _reduction(graph, data.solutions[region].typing, costs)
         forward_s += count * forward
         backward_s += count * backward
@@ -67,14 +68,17 @@ def least_step_s(
     return forward_s + max(backward_s, reduced_s)
 
 
-def _compute_s(graph: OpGraph, costs: CostModel) -> tuple[float, float]:
-    """Forward and backward, every op cut over all ranks."""
+def least_compute_s(graph: OpGraph, costs: CostModel) -> tuple[float, float]:
+    """Forward and backward of one instance, no typing takes less: the work of every op and all its
+    tensors cut over all ranks."""
     parts = costs.mesh.num_ranks
     forward_s = backward_s = 0.0
     for op in graph.ops:
         work, dtype = op_work(graph, op), compute_dtype(graph, op)
-        forward_s += costs.compute_s(work.flops / parts, 0.0, dtype)
-        backward_s += costs.compute_s(work.backward_flops / parts, 0.0, dtype)
+        forward_s += costs.compute_s(work.flops / parts, work.num_bytes / parts, dtype)
+        backward_s += costs.compute_s(
+            work.backward_flops / parts, work.backward_bytes / parts, dtype
+        )
     return forward_s, backward_s
 
 

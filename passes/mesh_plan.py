@@ -33,10 +33,9 @@ from meshfold.passes.region_memory import (
     memory_of_region,
     step_memory,
 )
-from meshfold.passes.region_price import RegionPrice
 from meshfold.passes.residence import SlotFacts, program_states, slot_facts
 from meshfold.passes.step_time import estimate_step
-from meshfold.passes.uniform_search import MeshSearch, ProgramTyping
+from meshfold.passes.uniform_search import MODE_CHOICES, MeshSearch, ProgramTyping
 from meshfold.passes.variants import split_regions
 from meshfold.strategy import RegionTyping, TpMode, UniformStrategy
 
@@ -122,7 +121,7 @@ class MeshPlanner:
         for mode in modes:
             # A mode in which a pinned layout cannot be kept has no program.
             with suppress(UnkeptPinError):
-                self.programs[mode] = self.search.solve(zero=0, **_choices(mode))
+                self.programs[mode] = self.search.solve(zero=0, **MODE_CHOICES[mode])
         self._priced: dict[tuple[Hashable, ...], Priced] = {}
         self._simulations: Simulations = {}
 
@@ -147,7 +146,7 @@ class MeshPlanner:
         and communication of ops only, so that no leaf needs to be priced."""
         counts = self.search.counts
         return sum(
-            n * min(_compute_s(program.prices[r]) for program in self.programs.values())
+            n * min(program.prices[r].ops_s for program in self.programs.values())
             for r, n in counts.items()
         )
 
@@ -231,7 +230,7 @@ class MeshPlanner:
         graph = self.folded.regions[region].graph
         facts = self._facts[region]
         for mode, program in self.programs.items():
-            solution = self.search.solutions(**_choices(mode))[region]
+            solution = self.search.solutions(**MODE_CHOICES[mode])[region]
             choices = RegionChoices(
                 graph,
                 program.typings[region],
@@ -382,12 +381,3 @@ class MeshPlanner:
         optimizer = self.options.optimizer
         time = estimate_step(split, typings, prices, self.costs, optimizer, residences, self.reads)
         return Priced(self.mesh, split, leaves, tuple(prices), time, memory, saved_bytes)
-
-
-def _choices(mode: TpMode) -> dict[str, bool]:
-    """A mode as MeshSearch takes it."""
-    return {"sequence_parallel": mode == "sequence", "batch_on_tp": mode == "data"}
-
-
-def _compute_s(price: RegionPrice) -> float:
-    return price.forward_s + price.graph_forward_s + price.backward_s + price.graph_backward_s

@@ -1,15 +1,17 @@
 """The plan of a folded program on a cluster, with the proof of how good it is.
 
     decision tree (passes/decision_tree.py)   what is left of dp x ep x cp x tp, ZeRO, recomputation
-        -> every mesh typed and bounded       (passes/uniform_search.py)
-        -> meshes in order of their bound: the best program on each, strategies mixed by layer
-           (passes/mesh_plan.py), until the next bound reaches the best program found
+        -> meshes in order of their bound, which rises while their regions are typed one by one
+           (passes/mesh_race.py, passes/uniform_search.py)
+        -> the best program on each, strategies mixed by layer (passes/mesh_plan.py), until the
+           next bound reaches the best program found
         -> Plan, with the lower bound, the cuts and the named baselines
 
 Ties are broken by (step time to seven digits, regions to emit, peak memory, label): same input,
 same plan.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -31,6 +33,7 @@ from meshfold.passes.garbage import collector_paused
 from meshfold.passes.layout_pins import pinned_slots
 from meshfold.passes.mesh_bounds import least_step_s
 from meshfold.passes.mesh_plan import MeshPlanner
+from meshfold.passes.mesh_race import Contender
 from meshfold.passes.mesh_record import MeshRecord, search_stats
 from meshfold.passes.pipeline_planner import (
     excludes_pipelines,
@@ -267,61 +270,78 @@ class _Search:
         # In an order of our own, so that the order of the leaves decides nothing.
         for leaf in sorted(tree.leaves, key=lambda s: (-s.dp, s.ep, s.cp, s.label)):
             by_mesh.setdefault(leaf.degrees, []).append(leaf)
-        waves = [
-            {d: m for d, m in by_mesh.items() if (d.cp * d.ep > 1) == late}
-            for late in (False, True)
-        ]
         state = MeshRecord(Counter(tree.cuts))
-        for wave in waves:
-            self._plan_meshes(self._typed(wave, state, len(by_mesh)), state)
+        for late in (False, True):
+            wave = {d: leaves for d, leaves in by_mesh.items() if (d.ep * d.cp > 1) == late}
+            self._race([self._contender(*item) for item in wave.items()], state, len(by_mesh))
         if not state.planners and not state.skipped:
             raise self._no_mesh(by_mesh, state.cuts)
         if state.best is None:
             return [p.smallest for p in state.plans.values() if p.smallest is not None]
         return _Found(*state.best, tuple(state.plans), search_stats(tree, state), ())
 
-    def _plan_meshes(self, planners: Sequence[MeshPlanner], state: MeshRecord) -> None:
-        """Meshes in the order of their bounds, until none can beat the best."""
-        for planner in sorted(planners, key=lambda p: (p.fastest_s, p.mesh.sizes)):
-            if self._is_beaten(planner.fastest_s, state):
-                state.cuts[BOUND] += len(planner.strategies)
-                continue
-            plan = state.plans[planner] = planner.plan(state.best_s)
-            if plan.best and (not state.best or order_of(plan.best) < order_of(state.best[0])):
-                state.best = plan.best, planner
+    def _contender(self, degrees: Degrees, strategies: list[UniformStrategy]) -> Contender:
+        costs = CostModel(self.cluster, self._mesh(degrees))
+        return Contender(
+            self.folded,
+            costs,
+            degrees,
+            strategies,
+            self._bare_bound_s(degrees, costs),
+            lambda: self._search(degrees),
+        )
+
+    def _race(self, contenders: Sequence[Contender], state: MeshRecord, num_meshes: int) -> None:
+        """The mesh of the lowest bound goes on: its next region is typed, then it is planned; until
+        none can beat the best. Those whose tp axis shards no weights are left out."""
+        for contender in contenders:
+            # In their own order: what the first finds on its dp axis serves the others, too.
+            if not self._is_beaten(contender.bound_s, state):
+                contender.search()
+        queue = [(c.bound_s, c.mesh.sizes, k) for k, c in enumerate(contenders)]
+        heapq.heapify(queue)
+        skipped: dict[int, float] = {}
+        while queue:
+            bound_s, _, k = heapq.heappop(queue)
+            contender = contenders[k]
+            if self._is_beaten(bound_s, state):
+                state.cuts[BOUND] += len(contender.strategies)
+                if contender.planner is None:
+                    skipped[k] = bound_s
+                    self._tell(contender, state, num_meshes)
+            elif contender.planner is not None:
+                self._plan(contender.planner, state)
+            elif contender.type_next() or self._is_typed(contender, state, num_meshes):
+                heapq.heappush(queue, (contender.bound_s, contender.mesh.sizes, k))
+        state.planners += [c.planner for c in contenders if c.planner is not None]
+        state.skipped += [(str(contenders[k].mesh), skipped[k]) for k in sorted(skipped)]
+
+    def _plan(self, planner: MeshPlanner, state: MeshRecord) -> None:
+        plan = state.plans[planner] = planner.plan(state.best_s)
+        if plan.best and (not state.best or order_of(plan.best) < order_of(state.best[0])):
+            state.best = plan.best, planner
 
     def _is_beaten(self, bound_s: float, state: MeshRecord) -> bool:
         return bound_s >= state.best_s and BOUND not in self.options.without_cuts
 
-    def _typed(
-        self,
-        by_mesh: Mapping[Degrees, list[UniformStrategy]],
-        state: MeshRecord,
-        num_meshes: int,
-    ) -> list[MeshPlanner]:
-        """A planner per mesh, those left out that cannot beat the best or whose tp axis shards no
-        weights."""
-        planners = []
-        for degrees, strategies in by_mesh.items():
-            state.num_done += 1
-            if self.progress is not None:
-                bare = UniformStrategy(**degrees._asdict())
-                self.progress(state.num_done, num_meshes, bare.label)
-            costs = CostModel(self.cluster, self._mesh(degrees))
-            bound_s = self._bare_bound_s(degrees, costs)
-            if self._is_beaten(bound_s, state):
-                state.cuts[BOUND] += len(strategies)
-                state.skipped.append((str(costs.mesh), bound_s))
-                continue
-            planner = self.mesh_planner(degrees, strategies)
-            if not planner.has_leaves:
-                state.cuts[LAYOUT_PIN] += len(strategies)
-            elif planner.sharded_fraction > 0:
-                planners.append(planner)
-            else:
-                state.cuts[UNSHARDED] += len(strategies)
-        state.planners += planners
-        return planners
+    def _tell(self, contender: Contender, state: MeshRecord, num_meshes: int) -> None:
+        """Progress: one more mesh is typed, or left."""
+        state.num_done += 1
+        if self.progress is not None:
+            bare = UniformStrategy(**contender.degrees._asdict())
+            self.progress(state.num_done, num_meshes, bare.label)
+
+    def _is_typed(self, contender: Contender, state: MeshRecord, num_meshes: int) -> bool:
+        """Type all of a mesh; False if it cannot keep a pin or its tp axis shards no weights."""
+        self._tell(contender, state, num_meshes)
+        planner = self.mesh_planner(contender.degrees, contender.strategies)
+        if not planner.has_leaves:
+            state.cuts[LAYOUT_PIN] += len(contender.strategies)
+        elif planner.sharded_fraction > 0:
+            contender.planner = planner
+        else:
+            state.cuts[UNSHARDED] += len(contender.strategies)
+        return contender.planner is not None
 
     def _bare_bound_s(self, degrees: Degrees, costs: CostModel) -> float:
         """A bound on a mesh before its regions are typed; 0 if dp is not known from another."""

@@ -84,6 +84,11 @@ class RegionPrice:
         )
 
     @property
+    def ops_s(self) -> float:
+        """Ops and what is communicated between them, both directions: all but parameters."""
+        return self.forward_s + self.graph_forward_s + self.backward_s + self.graph_backward_s
+
+    @property
     def total_communication_s(self) -> dict[str, float]:
         """Per axis, everything, both directions."""
         return {

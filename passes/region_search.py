@@ -68,7 +68,7 @@ class RegionSolution:
         p = self._problem
         return RegionPricer(p.graph, self.typing, self.rules, p.mesh, p.costs)
 
-    @property
+    @cached_property
     def price(self) -> RegionPrice:
         """The exact price of the typing."""
         return self.pricer.price(self.typing.slots)

@@ -14,9 +14,10 @@ proposal with the smallest sum of their objectives wins.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Final
 
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
@@ -46,7 +47,7 @@ from meshfold.passes.rule_domains import is_constant_op
 from meshfold.passes.rules import op_labels
 from meshfold.passes.search_space import SearchSpace
 from meshfold.spmd import Layout
-from meshfold.strategy import RegionTyping
+from meshfold.strategy import RegionTyping, TpMode
 
 PRICE_LADDER = (0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 """Seconds per byte of parameter on a rank."""
@@ -54,6 +55,16 @@ PRICE_LADDER = (0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 WANTED_FRACTION = 0.95
 
 TP_ROLES = (AxisRole.TENSOR, AxisRole.SEQUENCE, AxisRole.DATA)
+
+
+MODE_CHOICES: Final[Mapping[TpMode, Mapping[str, bool]]] = MappingProxyType(
+    {
+        "tensor": {},
+        "sequence": {"sequence_parallel": True},
+        "data": {"batch_on_tp": True},
+    }
+)
+"""A mode as the choices that MeshSearch takes."""
 
 
 def tp_role(*, sequence_parallel: bool = False, batch_on_tp: bool = False) -> AxisRole:
@@ -112,6 +123,7 @@ class MeshSearch:
             role: SearchTables(mesh, self.costs, self.space.roles(role)) for role in TP_ROLES
         }
         self.fallback_ops = tuple(map(_fallback_ops, self.graphs))
+        self._alone: dict[tuple[int, AxisRole], tuple[RegionProblem, _Chosen]] = {}
         self._found: dict[AxisRole, tuple[list[_Chosen], float]] = {}
         self._like: dict[int, RegionProblem] = {}
 
@@ -139,11 +151,19 @@ class MeshSearch:
         role = tp_role(sequence_parallel=sequence_parallel, batch_on_tp=batch_on_tp)
         return [c.solution for c in self._found[role][0]]
 
+    def ops_s(
+        self, region: int, *, sequence_parallel: bool = False, batch_on_tp: bool = False
+    ) -> float:
+        """Seconds of the ops of one instance, typed by itself: the layout of a tied parameter may
+        yet change. Raises UnkeptPinError."""
+        role = tp_role(sequence_parallel=sequence_parallel, batch_on_tp=batch_on_tp)
+        return self._typed_alone(region, role)[1].solution.price.ops_s
+
     def _search(self, role: AxisRole) -> tuple[list[_Chosen], float]:
         if not self.space.keeps_pins(role):
             raise UnkeptPinError
-        problems = [self._problem(r, role) for r in range(len(self.graphs))]
-        chosen = [self._climb(r, problem, role) for r, problem in enumerate(problems)]
+        alone = [self._typed_alone(r, role) for r in range(len(self.graphs))]
+        problems, chosen = [problem for problem, _ in alone], [found for _, found in alone]
         for group in tied_parameter_slots(self.folded):
             self._agree(group, problems, chosen)
         typings = [(r, c.solution.typing) for r, c in enumerate(chosen)]
@@ -174,6 +194,13 @@ class MeshSearch:
         if shared:
             self._like.setdefault(region, problem)
         return problem
+
+    def _typed_alone(self, region: int, role: AxisRole) -> tuple[RegionProblem, _Chosen]:
+        """The search problem of a region and what it chooses while no other has a say."""
+        if (region, role) not in self._alone:
+            problem = self._problem(region, role)
+            self._alone[region, role] = problem, self._climb(region, problem, role)
+        return self._alone[region, role]
 
     def _climb(self, region: int, problem: RegionProblem, role: AxisRole) -> _Chosen:
         """Up the price ladder until enough is sharded; nothing is in the role DATA. Raises
