@@ -25,6 +25,7 @@ from meshfold.cost_models.op_probe import (
 )
 from meshfold.fake_tensors import fake_mode
 from meshfold.opgraph import Arg, Hole, Ref, Symbol
+from meshfold.pointwise_probe import at_size, pointwise_sample
 from meshfold.torch_ops import dtype_name, torch_constant, torch_dtype, torch_target
 
 DEVICE_OPS = frozenset(
@@ -37,24 +38,28 @@ DEVICE_OPS = frozenset(
 
 
 class OpProber:
-    """Answers ProbeKeys; every distinct key is run once."""
+    """Answers ProbeKeys; every distinct key is run once, a pointwise op once for all sizes."""
 
     def __init__(self) -> None:
         self._known: dict[ProbeKey, OpProbe] = {}
+        self._num_probes = 0
         self._mode = fake_mode()
 
     def __call__(self, key: ProbeKey) -> OpProbe:
         """Raises UnsupportedOpError if this torch has no such op."""
         if key not in self._known:
-            self._known[key] = self._probe(key)
+            sample = pointwise_sample(key)
+            answer = None if sample is None else at_size(self(sample), key)
+            self._known[key] = answer or self._probe(key)
         return self._known[key]
 
     @property
     def num_probes(self) -> int:
         """Distinct ops run so far."""
-        return len(self._known)
+        return self._num_probes
 
     def _probe(self, key: ProbeKey) -> OpProbe:
+        self._num_probes += 1
         if key.target not in DEVICE_OPS:
             return _run(key, torch.device("meta"))
         with self._mode:
