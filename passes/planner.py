@@ -26,7 +26,6 @@ from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.baselines import baseline_rows, named_baselines
 from meshfold.passes.boundaries import carried_sequences, carries_feature_maps
-from meshfold.passes.data_parallel import Followed
 from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
 from meshfold.passes.expert_rules import shared_experts
 from meshfold.passes.garbage import collector_paused
@@ -44,6 +43,7 @@ from meshfold.passes.plan_assembly import assemble_plan
 from meshfold.passes.priced import Priced, order_of
 from meshfold.passes.program_reads import program_reads
 from meshfold.passes.region_memory import Probe
+from meshfold.passes.search_space import Shared
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.plan import MemoryEstimate, Plan, SearchStats
 from meshfold.strategy import Degrees, UniformStrategy
@@ -208,8 +208,8 @@ class _Search:
         self.progress = progress
         self.pinned = pinned_slots(folded, options.layout_pins)
         self._searches: dict[Degrees, MeshSearch] = {}
-        self._followed: Followed = {}
         self._reads = program_reads(folded)
+        self._shared = Shared.of(folded)
 
     def best(self) -> _Found:
         """The fastest plan that fits; leaves that a pruning took come back when nothing fits."""
@@ -239,7 +239,7 @@ class _Search:
                 self.cluster,
                 self._mesh(degrees),
                 self.batch_size,
-                self._followed,
+                self._shared,
                 self.pinned,
             )
         return self._searches[degrees]

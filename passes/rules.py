@@ -83,6 +83,32 @@ class AxisRule:
     load: float = 1.0
 
 
+class Divisions:
+    """What divides over an axis of `size` ranks, with all answers given so far: the one way in
+    which rules depend on a size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._answers: dict[tuple[int, int], bool] = {}
+
+    def __call__(self, extent: int, blocks: int) -> bool:
+        """Whether `blocks` equal blocks of an extent divide over the axis."""
+        key = extent, blocks
+        found = self._answers.get(key)
+        if found is None:
+            found = self._answers[key] = extent % (blocks * self.size) == 0
+        return found
+
+    def agree_with(self, size: int) -> bool:
+        """Whether another size, on an axis that is one, gives all of these answers."""
+        if 1 in (size, self.size):
+            return size == self.size
+        return all(
+            (extent % (blocks * size) == 0) == answer
+            for (extent, blocks), answer in self._answers.items()
+        )
+
+
 Candidates = tuple[frozenset[tuple[int, int]], ...]
 """Per value of the graph: (dim, blocks) of its shards on one axis."""
 
@@ -105,13 +131,19 @@ def region_rules(
 ) -> tuple[tuple[tuple[AxisRule, ...], ...], ...]:
     """[op][axis] -> axis rules on axes of `sizes` ranks; the first is always "I"."""
     labels = [op_labels(graph, op) for op in graph.ops]
-    per_size = {}
-    for size in set(sizes):
-        _, shardings = _grown(graph, labels, size)
-        per_size[size] = [
-            _op_rules(graph, op, labels[k], size, shardings[k]) for k, op in enumerate(graph.ops)
-        ]
+    per_size = {size: axis_rules(graph, labels, Divisions(size)) for size in set(sizes)}
     return tuple(tuple(per_size[n][k] for n in sizes) for k in range(len(graph.ops)))
+
+
+def axis_rules(
+    graph: OpGraph, labels: Sequence[OpLabels | None], divisions: Divisions
+) -> tuple[tuple[AxisRule, ...], ...]:
+    """Per op its rules on one axis. labels: op_labels of every op."""
+    _, shardings = _grown(graph, labels, divisions)
+    return tuple(
+        _op_rules(graph, op, labels[k], divisions.size, shardings[k])
+        for k, op in enumerate(graph.ops)
+    )
 
 
 def rule_inside(
@@ -127,7 +159,7 @@ def rule_inside(
     assert spec is not None, "an op without labels has no rule that splits its work"
     label, _, place = rule.name.partition("/")
     inside = int(place or 1) * outer_size
-    shards = _shards_at(graph, op, spec, label, inside, size)
+    shards = _shards_at(graph, op, spec, label, inside, Divisions(size))
     return next(_label_rule(graph, op, spec, label, inside, shards), None) if shards else None
 
 
@@ -150,7 +182,7 @@ def is_legal_typing(graph: OpGraph, op_index: int, typing: OpTyping, sizes: Sequ
 
 def shard_candidates(graph: OpGraph, size: int) -> Candidates:
     """The fixpoint of (dim, blocks) candidates of every value, for an axis of `size` ranks."""
-    candidates, _ = _grown(graph, [op_labels(graph, op) for op in graph.ops], size)
+    candidates, _ = _grown(graph, [op_labels(graph, op) for op in graph.ops], Divisions(size))
     return candidates
 
 
@@ -172,21 +204,21 @@ def summed_axes(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[int, .
 
 
 def _grown(
-    graph: OpGraph, labels: Sequence[OpLabels | None], size: int
+    graph: OpGraph, labels: Sequence[OpLabels | None], divisions: Divisions
 ) -> tuple[Candidates, list[_Shardings]]:
     """Candidates of every value, and per op the shards they lead to."""
     found: list[set[tuple[int, int]]] = [
-        {(d, 1) for d, extent in enumerate(value.shape) if extent and extent % size == 0}
+        {(d, 1) for d, extent in enumerate(value.shape) if extent and divisions(extent, 1)}
         for value in graph.values
     ]
     shardings: list[_Shardings] = [{} for _ in graph.ops]
-    waiting = set() if size == 1 else {k for k, spec in enumerate(labels) if spec}
+    waiting = set() if divisions.size == 1 else {k for k, spec in enumerate(labels) if spec}
     while waiting:
         for k in sorted(waiting):
             waiting.discard(k)
             op, spec = graph.ops[k], labels[k]
             assert spec is not None
-            for shards in _new_shardings(graph, op, spec, size, found, shardings[k]):
+            for shards in _new_shardings(graph, op, spec, divisions, found, shardings[k]):
                 for v, t in zip((*op.operands, *op.outputs), shards, strict=True):
                     if t is not None and (t.dim, t.blocks) not in found[v]:
                         found[v].add((t.dim, t.blocks))
@@ -199,7 +231,7 @@ def _new_shardings(
     graph: OpGraph,
     op: Op,
     spec: OpLabels,
-    size: int,
+    divisions: Divisions,
     candidates: Sequence[AbstractSet[tuple[int, int]]],
     known: _Shardings,
 ) -> list[_Shards]:
@@ -217,23 +249,23 @@ def _new_shardings(
     }
     new = []
     for label, place in sorted(wanted - known.keys()):
-        known[label, place] = shards = _shards_at(graph, op, spec, label, place, size)
+        known[label, place] = shards = _shards_at(graph, op, spec, label, place, divisions)
         if shards is not None:
             new.append(shards)
     return new
 
 
 def _shards_at(
-    graph: OpGraph, op: Op, spec: OpLabels, label: str, place: int, size: int
+    graph: OpGraph, op: Op, spec: OpLabels, label: str, place: int, divisions: Divisions
 ) -> _Shards | None:
     """Shards of operands, then outputs, with the label sharded at `place`; None if one cannot."""
-    if spec.units.get(label, 0) % (place * size):
+    if not divisions(spec.units.get(label, 0), place):
         return None
     optional = spec.whole_if_odd.get(label, frozenset())
     shards: list[SpmdType | None] = []
     pairs = zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
     for k, (v, dims) in enumerate(pairs):
-        possible, shard = _shard_at(graph.values[v].shape, dims, label, place, size)
+        possible, shard = _shard_at(graph.values[v].shape, dims, label, place, divisions)
         if not possible and k not in optional:
             return None
         shards.append(shard)
@@ -241,7 +273,7 @@ def _shards_at(
 
 
 def _shard_at(
-    shape: Sequence[int], dims: Dims, label: str, place: int, size: int
+    shape: Sequence[int], dims: Dims, label: str, place: int, divisions: Divisions
 ) -> tuple[bool, SpmdType | None]:
     """(possible, shard) of a tensor whose label is sharded at `place`."""
     carries = False
@@ -249,7 +281,7 @@ def _shard_at(
         if carried is not None and carried[0] == label:
             carries = True
             blocks, rest = divmod(place, carried[1])
-            if rest == 0 and shape[d] and shape[d] % (blocks * size) == 0:
+            if rest == 0 and shape[d] and divisions(shape[d], blocks):
                 return True, Shard(d, blocks)
     return not carries, None
 
@@ -259,7 +291,7 @@ def rules_of_op(graph: OpGraph, op: Op, size: int, candidates: Candidates) -> tu
     spec = op_labels(graph, op)
     known: _Shardings = {}
     if spec is not None and size > 1:
-        _new_shardings(graph, op, spec, size, candidates, known)
+        _new_shardings(graph, op, spec, Divisions(size), candidates, known)
     return _op_rules(graph, op, spec, size, known)
 
 

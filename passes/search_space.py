@@ -16,6 +16,7 @@ tp axis   Boundary values are Invariant or, with sequence parallelism, shards of
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from meshfold.cost_models.cost_model import CostModel
@@ -33,16 +34,30 @@ from meshfold.passes.data_parallel import (
 )
 from meshfold.passes.expert_rules import expert_rules, whole_rows
 from meshfold.passes.layout_pins import PinnedSlots, keeps_tp
+from meshfold.passes.rule_book import RuleBook
 from meshfold.passes.rule_domains import RuleTable
-from meshfold.passes.rules import AxisRule, region_rules, rule_inside
+from meshfold.passes.rules import AxisRule, rule_inside
 from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType, is_legal
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the meshes of one program have in common. followed: what was found on the dp axis."""
+
+    rules: RuleBook
+    followed: Followed
+
+    @staticmethod
+    def of(folded: FoldedGraph) -> "Shared":
+        """Nothing found yet."""
+        return Shared(RuleBook([region.graph for region in folded.regions]), {})
 
 
 class SearchSpace:
     """Rules and layouts of the regions of one folded program on one mesh. `role` below is what the
     tp axis is for; regions are numbers.
 
-    followed: what other meshes found on the dp axis, to use and to add to. pinned: parameters whose
+    shared: what other meshes of this program found, to use and to add to. pinned: parameters whose
     layout the user fixed; keeps_pins tells whether this mesh can store them so.
     """
 
@@ -52,20 +67,22 @@ class SearchSpace:
         mesh: Mesh,
         costs: CostModel,
         batch_size: int,
-        followed: Followed,
+        shared: Shared,
         pinned: PinnedSlots,
     ) -> None:
         self.folded = folded
         self.mesh = mesh
         self.costs = costs
         self.batch_size = batch_size
-        self.followed = followed
+        self.shared = shared
         self.pinned = pinned
         self.graphs: list[OpGraph] = [region.graph for region in folded.regions]
         self.boundaries: Boundaries = find_boundaries(folded)
         axes = map(self._axis, ("dp", "ep", "cp", "tp"))
         self.dp_axis, self.ep_axis, self.cp_axis, self.tp_axis = axes
-        self._own_rules: list[RuleTable] = [region_rules(g, mesh.sizes) for g in self.graphs]
+        self._own_rules: list[RuleTable] = [
+            shared.rules.table(r, mesh.sizes) for r in range(len(self.graphs))
+        ]
         self.data: DataParallel | None = None
         if self.dp_axis is not None or self.ep_axis is not None:
             assert 0 in (self.dp_axis, self.ep_axis), "the batch is cut by the outermost axes"
@@ -202,11 +219,11 @@ class SearchSpace:
         alone = [tuple(per_axis[:1] for per_axis in table) for table in self._own_rules]
         boundaries, batch_size = self.boundaries, self.batch_size
         key = batch_problem(boundaries, axis_size, alone, batch_size)
-        if key not in self.followed:
-            self.followed[key] = follow_batch(
+        if key not in self.shared.followed:
+            self.shared.followed[key] = follow_batch(
                 self.folded, boundaries, axis_size, alone, self.costs, batch_size
             )
-        return self.followed[key]
+        return self.shared.followed[key]
 
     def _rules_of_data(self, region: int) -> RuleTable:
         """On tp every op goes on with its rule on dp, or runs whole."""

@@ -28,12 +28,7 @@ from meshfold.passes.boundaries import (
     num_instances,
     tied_parameter_slots,
 )
-from meshfold.passes.data_parallel import (
-    Followed,
-    kept_whole_note,
-    zero3_layout,
-    zero_axes,
-)
+from meshfold.passes.data_parallel import kept_whole_note, zero3_layout, zero_axes
 from meshfold.passes.layout_pins import PinnedSlots, UnkeptPinError
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.region_price import RegionPrice
@@ -43,9 +38,7 @@ from meshfold.passes.region_search import (
     SearchTables,
     prepare_region,
 )
-from meshfold.passes.rule_domains import is_constant_op
-from meshfold.passes.rules import op_labels
-from meshfold.passes.search_space import SearchSpace
+from meshfold.passes.search_space import SearchSpace, Shared
 from meshfold.spmd import Layout
 from meshfold.strategy import RegionTyping, TpMode
 
@@ -98,7 +91,7 @@ class _Chosen:
 class MeshSearch:
     """Searches of one folded program on one mesh. Rules, tables and the dp axis are shared.
 
-    followed: what other meshes found on the dp axis, to use and to add to. pinned: parameters whose
+    shared: what other meshes of this program found, to use and to add to. pinned: parameters whose
     layout the user fixed.
     """
 
@@ -108,21 +101,21 @@ class MeshSearch:
         cluster: ClusterSpec,
         mesh: Mesh,
         batch_size: int,
-        followed: Followed | None = None,
+        shared: Shared | None = None,
         pinned: PinnedSlots = MappingProxyType({}),
     ) -> None:
         self.folded = folded
         self.mesh = mesh
         self.batch_size = batch_size
         self.costs = CostModel(cluster, mesh)
-        known = {} if followed is None else followed
-        self.space = SearchSpace(folded, mesh, self.costs, batch_size, known, pinned)
+        shared = shared or Shared.of(folded)
+        self.space = SearchSpace(folded, mesh, self.costs, batch_size, shared, pinned)
         self.counts = num_instances(folded)
         self.graphs: list[OpGraph] = self.space.graphs
         self.tables = {
             role: SearchTables(mesh, self.costs, self.space.roles(role)) for role in TP_ROLES
         }
-        self.fallback_ops = tuple(map(_fallback_ops, self.graphs))
+        self.fallback_ops = tuple(map(shared.rules.fallback_ops, range(len(self.graphs))))
         self._alone: dict[tuple[int, AxisRole], tuple[RegionProblem, _Chosen]] = {}
         self._found: dict[AxisRole, tuple[list[_Chosen], float]] = {}
         self._like: dict[int, RegionProblem] = {}
@@ -300,13 +293,3 @@ class MeshSearch:
                 if typing.slots[i][axis].is_shard:
                     sharded += self.counts[r] * value.num_bytes
         return sharded / shardable if shardable else if_none
-
-
-def _fallback_ops(graph: OpGraph) -> tuple[str, ...]:
-    """Names of the ops that have no rule but running whole, each once."""
-    names = {
-        op.target
-        for k, op in enumerate(graph.ops)
-        if op_labels(graph, op) is None and not is_constant_op(graph, k)
-    }
-    return tuple(sorted(names))

@@ -11,7 +11,7 @@ from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.meshes import build_mesh
 from meshfold.opgraph import FoldedGraph, SlotKind
 from meshfold.passes.axis_roles import AxisRole
-from meshfold.passes.search_space import SearchSpace
+from meshfold.passes.search_space import SearchSpace, Shared
 from meshfold.spmd import layout_text
 
 
@@ -24,7 +24,8 @@ def graph_of(family: str) -> FoldedGraph:
 def space_of(family: str, dp: int, cp: int, tp: int) -> SearchSpace:
     cluster = resolve_cluster("local-cpu", dp * cp * tp)
     mesh = build_mesh(cluster, dp, tp, cp=cp)
-    return SearchSpace(graph_of(family), mesh, CostModel(cluster, mesh), BATCH, {}, {})
+    graph = graph_of(family)
+    return SearchSpace(graph, mesh, CostModel(cluster, mesh), BATCH, Shared.of(graph), {})
 
 
 @pytest.mark.parametrize(
