@@ -51,7 +51,7 @@ class Elimination:
     """kept: the variables that stayed; table: T over them, in that order.
 
     width: most neighbours a variable had when it left; largest_table: most entries of a table that
-    was summed up, the measure of time and memory.
+    was summed up, the measure of time and memory. Both for one value of each kept variable.
     """
 
     kept: tuple[int, ...]
@@ -97,14 +97,17 @@ def eliminate(
     steps: list[_Step] = []
     width = 0
     largest = 1
+    # Sums are formed in the order of what a kept variable is one case of: the same numbers for a
+    # case as alone, to the last bit.
+    inner = [1 if v in keep else d for v, d in enumerate(domains)]
     for v in order:
         used = sorted(of_variable[v])
         scope = tuple(sorted({u for k in used for u in live[k].variables} - {v}))
-        total = _sum_tables([live[k] for k in used], (*scope, v), domains)
+        total = _sum_tables([live[k] for k in used], (*scope, v), domains, inner)
         choice = np.asarray(total.argmin(axis=-1))
         steps.append(_Step(v, scope, choice))
-        width = max(width, len(scope))
-        largest = max(largest, total.size)
+        width = max(width, sum(u not in keep for u in scope))
+        largest = max(largest, math.prod(inner[u] for u in (*scope, v)))
         for k in used:
             for u in live.pop(k).variables:
                 of_variable[u].discard(k)
@@ -112,19 +115,22 @@ def eliminate(
         live[new] = Factor(scope, np.asarray(total.min(axis=-1)))
         for u in scope:
             of_variable[u].add(new)
-    table = _sum_tables([live[k] for k in sorted(live)], tuple(keep), domains)
-    return Elimination(
-        tuple(keep), table, width, max(largest, table.size), tuple(steps), len(domains)
-    )
+    table = _sum_tables([live[k] for k in sorted(live)], tuple(keep), domains, inner)
+    return Elimination(tuple(keep), table, width, largest, tuple(steps), len(domains))
 
 
-def _sum_tables(factors: Sequence[Factor], scope: tuple[int, ...], domains: Sequence[int]) -> Table:
+def _sum_tables(
+    factors: Sequence[Factor],
+    scope: tuple[int, ...],
+    domains: Sequence[int],
+    inner: Sequence[int],
+) -> Table:
     """sum_j f_j as one table over `scope`: each table is transposed into the order of the scope
-    and broadcast over what it lacks."""
+    and broadcast over what it lacks. inner: the domains by which small tables are told."""
     position = {v: k for k, v in enumerate(scope)}
     # Small tables first: the running sum stays small until a large one is met.
     total: Table = np.zeros((1,) * len(scope))
-    for factor in sorted(factors, key=lambda f: f.table.size):
+    for factor in sorted(factors, key=lambda f: math.prod(inner[v] for v in f.variables)):
         order = sorted(range(len(factor.variables)), key=lambda k: position[factor.variables[k]])
         shape = [1] * len(scope)
         for v, size in zip(factor.variables, factor.table.shape, strict=True):

@@ -80,18 +80,28 @@ class ParameterTerm:
         ruled_out = [0.0 if s == layout else np.inf for s in self.stored]
         return replace(self, forbidden_s=np.array(ruled_out))
 
-    def tables(self, prices: Prices) -> list[Factor]:
-        """The parameter factors at these prices."""
-        state = self.forbidden_s + prices.state_s_per_byte * self.stored_bytes
+    def scopes(self) -> list[tuple[int, ...]]:
+        """The variables of every factor of `tables`, without `case`."""
+        own = () if self.stored_variable is None else (self.stored_variable,)
+        return [
+            tuple(dict.fromkeys((*own, *(() if u.variable is None else (u.variable,)))))
+            for u in self.users
+        ]
+
+    def tables(self, prices: Sequence[Prices], case: int | None = None) -> list[Factor]:
+        """The parameter factors. case: a variable that numbers the prices, needed for several."""
+        state_price = np.array([p.state_s_per_byte for p in prices])
+        used_price = np.array([p.used_s_per_byte for p in prices])
+        state = self.forbidden_s + state_price[:, None] * self.stored_bytes
         out = []
         for user, convert, used in zip(self.users, self.conversion_s, self.used_bytes, strict=True):
-            cost = convert + prices.used_s_per_byte / len(self.users) * used[None, :]
-            cost = cost + state[:, None] / len(self.users)
+            cost = convert + (used_price / len(self.users))[:, None, None] * used
+            cost = cost + state[:, :, None] / len(self.users)
             if self.stored_variable is None:
-                out.append(_factor((user,), cost.min(axis=0)))
+                out.append(_factor((user,), cost.min(axis=1), case))
             else:
                 stored = Port(self.stored_variable, self.stored)
-                out.append(_factor((stored, user), cost))
+                out.append(_factor((stored, user), cost, case))
         return out
 
     def best_stored(self, used: Sequence[Layout], prices: Prices) -> Layout:
@@ -116,16 +126,18 @@ class FactorGraph:
     outputs: tuple[Port, ...]
 
 
-def _factor(ports: Sequence[Port], table: Table) -> Factor:
+def _factor(ports: Sequence[Port], table: Table, case: int | None = None) -> Factor:
     """A factor over the ports' variables: dims of fixed ports are dropped, and a variable at two
-    ports takes the diagonal."""
+    ports takes the diagonal. A dim more in front is that of `case`, or has one entry."""
     letter_of: dict[int, str] = {}
     letters = ""
     for letter, port in zip("abc", ports, strict=False):
         own = letter if port.variable is None else letter_of.setdefault(port.variable, letter)
         letters += own
-    result: Table = np.einsum(f"{letters}->{''.join(letter_of.values())}", table)
-    return Factor(tuple(letter_of), result)
+    result: Table = np.einsum(f"...{letters}->...{''.join(letter_of.values())}", table)
+    if case is not None:
+        return Factor((case, *letter_of), result)
+    return Factor(tuple(letter_of), result[0] if result.ndim > len(letter_of) else result)
 
 
 @dataclass

@@ -29,7 +29,6 @@ from meshfold.passes.constants import shard_constants
 from meshfold.passes.conversion_tables import ConversionTables
 from meshfold.passes.elimination import (
     Elimination,
-    Factor,
     Table,
     eliminate,
     min_fill_order,
@@ -88,21 +87,35 @@ class RegionProblem:
 
     def solve(self, prices: Prices) -> RegionSolution | None:
         """The optimum at these prices; None if no typing meets the allowed layouts."""
-        found = eliminate(self.factors.domains, self._tables(prices), order=self._order)
-        if not np.isfinite(found.table):
-            return None
-        return _solution(self, prices, found)
+        (found,) = self.optima([prices])
+        return None if found is None else found.solution()
 
-    def _tables(self, prices: Prices) -> list[Factor]:
+    def optima(self, prices: Sequence[Prices]) -> "list[Optimum | None]":
+        """What `solve` finds at each of these prices, found in one elimination: which of them is
+        meant is a variable more, that stays."""
+        domains, case = list(self.factors.domains), None
+        if len(prices) > 1:
+            case = len(domains)
+            domains.append(len(prices))
         tables = list(self.factors.factors)
         for parameter in self.factors.parameters:
-            tables += parameter.tables(prices)
-        return tables
+            tables += parameter.tables(prices, case)
+        keep = () if case is None else (case,)
+        found = eliminate(domains, tables, keep, self._order)
+        # A table without parameters is the same in all cases.
+        totals = np.broadcast_to(found.table, (len(prices),)).tolist()
+        return [
+            Optimum(self, p, found, total_s, None if case is None else (k,))
+            if np.isfinite(total_s)
+            else None
+            for k, (p, total_s) in enumerate(zip(prices, totals, strict=True))
+        ]
 
     @cached_property
     def _order(self) -> list[int]:
         """Elimination order: prices change entries of tables, not which variables they join."""
-        scopes = [table.variables for table in self._tables(Prices())]
+        scopes = [factor.variables for factor in self.factors.factors]
+        scopes += [scope for term in self.factors.parameters for scope in term.scopes()]
         return min_fill_order(self.factors.domains, scopes)
 
     def with_stored(self, stored: Mapping[int, Layout]) -> "RegionProblem":
@@ -112,6 +125,63 @@ class RegionProblem:
             for term in self.factors.parameters
         )
         return replace(self, factors=replace(self.factors, parameters=terms))
+
+
+@dataclass(frozen=True, eq=False)
+class Optimum:
+    """The optimum of a region at some prices, read back as far as it is asked for. case: values of
+    the variables that the elimination kept."""
+
+    problem: RegionProblem
+    prices: Prices
+    found: Elimination
+    objective_s: float
+    case: tuple[int, ...] | None
+
+    @cached_property
+    def slots(self) -> tuple[Layout, ...]:
+        """The layouts in which slots arrive or are stored."""
+        factors, values = self.problem.factors, self._values
+        stored: dict[int, Layout] = {}
+        for term in factors.parameters:
+            if term.stored_variable is not None:
+                stored[term.slot] = term.stored[values[term.stored_variable]]
+            else:
+                used = [_read(u, values) for u in term.users]
+                stored[term.slot] = term.best_stored(used, self.prices)
+        return tuple(
+            stored[slot] if port is None else _read(port, values)
+            for slot, port in enumerate(factors.slots)
+        )
+
+    def solution(self) -> RegionSolution:
+        """All of it."""
+        problem, factors, values = self.problem, self.problem.factors, self._values
+        graph = problem.graph
+        choice = [0 if v is None else values[v] for v in factors.ops]
+        rules: list[tuple[AxisRule, ...]] = [
+            domain.rules[c] for domain, c in zip(problem.domains, choice, strict=True)
+        ]
+        typing = RegionTyping(
+            slots=self.slots,
+            ops=tuple(typing_of(graph, k, r) for k, r in enumerate(rules)),
+            outputs=tuple(_read(port, values) for port in factors.outputs),
+        )
+        typing, joint = shard_constants(graph, problem.table, typing, rules, problem.mesh.sizes)
+        return RegionSolution(
+            typing=typing,
+            rules=joint,
+            objective_s=self.objective_s,
+            num_variables=len(factors.domains),
+            largest_domain=max(factors.domains, default=1),
+            width=self.found.width,
+            largest_table=self.found.largest_table,
+            _problem=problem,
+        )
+
+    @cached_property
+    def _values(self) -> tuple[int, ...]:
+        return self.found.assignment(self.case)
 
 
 class SearchTables:
@@ -188,47 +258,6 @@ def _op_times(
     """t_o over the joint rules."""
     timer = OpTimer(graph, graph.ops[op_index], mesh, costs)
     return np.array([timer.time(rules).total_s for rules in domain.rules])
-
-
-def _solution(problem: RegionProblem, prices: Prices, found: Elimination) -> RegionSolution:
-    graph, factors = problem.graph, problem.factors
-    values = found.assignment()
-    choice = [0 if v is None else values[v] for v in factors.ops]
-    rules: list[tuple[AxisRule, ...]] = [
-        domain.rules[c] for domain, c in zip(problem.domains, choice, strict=True)
-    ]
-    typing = RegionTyping(
-        slots=_slot_layouts(problem, prices, values),
-        ops=tuple(typing_of(graph, k, r) for k, r in enumerate(rules)),
-        outputs=tuple(_read(port, values) for port in factors.outputs),
-    )
-    typing, joint = shard_constants(graph, problem.table, typing, rules, problem.mesh.sizes)
-    return RegionSolution(
-        typing=typing,
-        rules=joint,
-        objective_s=float(found.table),
-        num_variables=len(factors.domains),
-        largest_domain=max(factors.domains, default=1),
-        width=found.width,
-        largest_table=found.largest_table,
-        _problem=problem,
-    )
-
-
-def _slot_layouts(
-    problem: RegionProblem, prices: Prices, values: Sequence[int]
-) -> tuple[Layout, ...]:
-    factors = problem.factors
-    stored: dict[int, Layout] = {}
-    for term in factors.parameters:
-        if term.stored_variable is not None:
-            stored[term.slot] = term.stored[values[term.stored_variable]]
-        else:
-            stored[term.slot] = term.best_stored([_read(u, values) for u in term.users], prices)
-    return tuple(
-        stored[slot] if port is None else _read(port, values)
-        for slot, port in enumerate(factors.slots)
-    )
 
 
 def _read(port: Port, values: Sequence[int]) -> Layout:

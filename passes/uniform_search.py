@@ -14,7 +14,7 @@ proposal with the smallest sum of their objectives wins.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -33,6 +33,7 @@ from meshfold.passes.layout_pins import PinnedSlots, UnkeptPinError
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.region_price import RegionPrice
 from meshfold.passes.region_search import (
+    Optimum,
     RegionProblem,
     RegionSolution,
     SearchTables,
@@ -46,6 +47,9 @@ PRICE_LADDER = (0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 """Seconds per byte of parameter on a rank."""
 
 WANTED_FRACTION = 0.95
+
+TOGETHER = 20_000
+"""Entries of the largest table up to which a region is solved at many prices at once."""
 
 TP_ROLES = (AxisRole.TENSOR, AxisRole.SEQUENCE, AxisRole.DATA)
 
@@ -159,8 +163,8 @@ class MeshSearch:
         problems, chosen = [problem for problem, _ in alone], [found for _, found in alone]
         for group in tied_parameter_slots(self.folded):
             self._agree(group, problems, chosen)
-        typings = [(r, c.solution.typing) for r, c in enumerate(chosen)]
-        return chosen, self._fraction(typings, if_none=0.0)
+        slots = [(r, c.solution.typing.slots) for r, c in enumerate(chosen)]
+        return chosen, self._fraction(slots, if_none=0.0)
 
     def problem(
         self, region: int, *, sequence_parallel: bool, joint: bool = False
@@ -198,19 +202,33 @@ class MeshSearch:
     def _climb(self, region: int, problem: RegionProblem, role: AxisRole) -> _Chosen:
         """Up the price ladder until enough is sharded; nothing is in the role DATA. Raises
         UnkeptPinError."""
-        best: _Chosen | None = None
-        for price in PRICE_LADDER if role is not AxisRole.DATA else PRICE_LADDER[:1]:
-            solution = problem.solve(Prices(used_s_per_byte=price))
-            if solution is None:
+        best: tuple[Optimum, float] | None = None
+        for optimum in self._optima(problem, role):
+            if optimum is None:
                 assert self.space.pinned, "running everything Invariant is always possible"
                 raise UnkeptPinError
-            fraction = self._fraction([(region, solution.typing)])
-            if best is None or fraction > best.fraction:
-                best = _Chosen(solution, price, fraction)
+            fraction = self._fraction([(region, optimum.slots)])
+            if best is None or fraction > best[1]:
+                best = optimum, fraction
             if fraction >= WANTED_FRACTION:
                 break
         assert best is not None
-        return best
+        optimum, fraction = best
+        return _Chosen(optimum.solution(), optimum.prices.used_s_per_byte, fraction)
+
+    def _optima(self, problem: RegionProblem, role: AxisRole) -> Iterator[Optimum | None]:
+        """The optimum at every price of the ladder; above the first they are found together while
+        tables are small, which takes no longer than one."""
+        prices = [Prices(used_s_per_byte=price) for price in PRICE_LADDER]
+        (first,) = problem.optima(prices[:1])
+        yield first
+        if role is AxisRole.DATA:
+            return
+        if first is not None and first.found.largest_table <= TOGETHER:
+            yield from problem.optima(prices[1:])
+            return
+        for price in prices[1:]:
+            yield from problem.optima([price])
 
     def _agree(
         self,
@@ -253,7 +271,7 @@ class MeshSearch:
             solution = problem.solve(Prices(used_s_per_byte=chosen[r].price))
             if solution is None:
                 return None
-            fraction = self._fraction([(r, solution.typing)])
+            fraction = self._fraction([(r, solution.typing.slots)])
             out[r] = (problem, _Chosen(solution, chosen[r].price, fraction))
         return out
 
@@ -276,20 +294,22 @@ class MeshSearch:
         notes = tuple(kept_whole_note(name, num_ranks) for name in sorted(whole))
         return ProgramTyping(tuple(typings), tuple(prices), fraction, self.fallback_ops, notes)
 
-    def _fraction(self, typings: Sequence[tuple[int, RegionTyping]], if_none: float = 1.0) -> float:
+    def _fraction(
+        self, slots: Sequence[tuple[int, Sequence[Layout]]], if_none: float = 1.0
+    ) -> float:
         """Sharded bytes on tp over shardable bytes, parameters of two dims and more; `if_none`
         where nothing can be sharded."""
         axis = self.space.tp_axis
         if axis is None:
             return 1.0
         sharded = shardable = 0
-        for r, typing in typings:
+        for r, layouts in slots:
             graph = self.graphs[r]
             for i, options in self.space.stored[r].items():
                 value = graph.values[i]
                 if len(value.shape) < 2 or len(options) == 1:
                     continue
                 shardable += self.counts[r] * value.num_bytes
-                if typing.slots[i][axis].is_shard:
+                if layouts[i][axis].is_shard:
                     sharded += self.counts[r] * value.num_bytes
         return sharded / shardable if shardable else if_none

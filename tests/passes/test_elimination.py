@@ -105,3 +105,24 @@ def test_same_input_same_assignment():
         if k != (k * 7 + 3) % 20
     ]
     assert len({eliminate([4] * 20, factors).assignment() for _ in range(3)}) == 1
+
+
+@given(factor_graphs())
+def test_a_kept_variable_numbers_problems_that_are_solved_as_alone(graph):
+    """To the last bit, and as hard as one of them."""
+    domains, factors, _ = graph
+    order = min_fill_order(domains, [f.variables for f in factors])
+    alone = eliminate(domains, factors, order=order)
+    scales = (1.0, 0.3, 7.0)
+    cases = [
+        Factor((len(domains), *f.variables), np.stack([f.table * s for s in scales]))
+        for f in factors
+    ]
+    together = eliminate([*domains, len(scales)], cases, (len(domains),), order)
+    assert (together.width, together.largest_table) == (alone.width, alone.largest_table)
+    for k, scale in enumerate(scales):
+        scaled = [Factor(f.variables, f.table * scale) for f in factors]
+        one = eliminate(domains, scaled, order=order)
+        if factors:
+            assert together.table[k] == one.table
+            assert together.assignment((k,))[:-1] == one.assignment()

@@ -12,7 +12,7 @@ from meshfold.cost_models.meshes import build_mesh
 from meshfold.opgraph import FoldedGraph, SlotKind, SourceKind
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.rules import is_legal_typing
-from meshfold.passes.uniform_search import MeshSearch, ProgramTyping
+from meshfold.passes.uniform_search import PRICE_LADDER, MeshSearch, ProgramTyping
 from meshfold.spmd import INVARIANT, Shard, is_legal
 
 LAYERED = tuple(f for f in FAMILIES if f != "t5")
@@ -257,3 +257,20 @@ def test_same_input_same_typing():
         for _ in range(2)
     ]
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "mixtral"])
+@pytest.mark.parametrize("degrees", [(1, 4), (2, 2)], ids=str)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_prices_solved_together_give_what_each_gives_alone(family, degrees, sequence_parallel):
+    """To the last bit: the sums are formed in the same order."""
+    search = search_on(family, *degrees)
+    prices = [Prices(used_s_per_byte=price) for price in PRICE_LADDER]
+    for r in range(len(search.graphs)):
+        problem = search.problem(r, sequence_parallel=sequence_parallel)
+        together = problem.optima(prices)
+        for one, price in zip(together, prices, strict=True):
+            (alone,) = problem.optima([price])
+            assert one is not None and alone is not None
+            assert one.solution() == alone.solution()
+            assert (one.slots, one.prices) == (alone.slots, price)
