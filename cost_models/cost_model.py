@@ -53,6 +53,11 @@ class CostModel:
         subsets = (s for count in range(1, len(indices) + 1) for s in combinations(indices, count))
         return {axes: group_shape(self.cluster, self.mesh, axes) for axes in subsets}
 
+    @cached_property
+    def _collectives(self) -> dict[tuple[str, float, tuple[int, ...]], float]:
+        """Prices already asked for: the search asks for few different ones, very often."""
+        return {}
+
     @property
     def launch_s(self) -> float:
         """Seconds to start one kernel."""
@@ -72,10 +77,12 @@ class CostModel:
         key = tuple(sorted(axes))
         if not key:
             return 0.0
-        group = self.group_shapes[key]
-        return collectives.collective_s(
-            kind, num_bytes, group, self.node_link, self.cluster.network
-        )
+        known = self._collectives
+        if (kind, num_bytes, key) not in known:
+            known[kind, num_bytes, key] = collectives.collective_s(
+                kind, num_bytes, self.group_shapes[key], self.node_link, self.cluster.network
+            )
+        return known[kind, num_bytes, key]
 
     def host_s(self, num_bytes: float) -> float:
         """Seconds to move bytes between a device and its host, one way. The rate must be known."""

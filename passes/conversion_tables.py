@@ -27,7 +27,10 @@ from meshfold.passes.rule_domains import Legality
 from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType
 
 _ValueClass = tuple[tuple[int, ...], str, bool]
-_StepKey = tuple[tuple[int, str, bool], int, str, str, bool, tuple[bool, ...]]
+_Size = tuple[int, str, bool]
+"""What the price of a step depends on of a value: bytes, dtype, whether it needs a gradient."""
+_StepKey = tuple[_Size, int, str, str, bool, tuple[bool, ...]]
+_TableKey = tuple[_Size, int, tuple[SpmdType, ...], tuple[frozenset[bool], ...]]
 
 
 class ConversionTables:
@@ -40,6 +43,7 @@ class ConversionTables:
         self.legal = Legality(mesh.sizes)
         self._matrices: dict[tuple[_ValueClass, tuple[Layout, ...]], Table] = {}
         self._steps: dict[_StepKey, float] = {}
+        self._tables: dict[_TableKey, Table] = {}
 
     def matrix(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         """M over `layouts` x `layouts` for a value of this shape and dtype. Do not write to it."""
@@ -70,7 +74,9 @@ class ConversionTables:
         # Combinations of types that a step may start from or end in.
         legal = np.zeros([len(t) for t in types], dtype=bool)
         for at in itertools.product(*(range(len(t)) for t in types)):
-            legal[at] = self.legal(value.shape, tuple(types[k][i] for k, i in enumerate(at)))
+            layout = tuple(types[k][i] for k, i in enumerate(at))
+            # A type by itself is legal, since a layout holds it: only two shards can conflict.
+            legal[at] = sum(t.is_shard for t in layout) < 2 or self.legal(value.shape, layout)
         best = np.full((len(layouts), len(layouts)), np.inf)
         steps = [self._step_table(value, types, k) for k in axes]
         for order in itertools.permutations(axes):
@@ -99,21 +105,36 @@ class ConversionTables:
             best[a, targets] = np.min(ways, axis=0)
 
     def _step_table(self, value: Value, types: Sequence[Sequence[SpmdType]], axis: int) -> Table:
-        """[source type, target type, which other axes shard the value (bits)] -> seconds."""
-        mine = types[axis]
-        table = np.zeros((len(mine), len(mine), 2 ** len(types)))
-        others = [
-            {t.is_shard for t in of_axis} if k != axis else {False}
+        """[source type, target type, which other axes shard the value (bits)] -> seconds. Do not
+        write to it."""
+        others = tuple(
+            frozenset(t.is_shard for t in of_axis) if k != axis else frozenset({False})
             for k, of_axis in enumerate(types)
+        )
+        size = value.num_bytes, value.dtype, value.requires_grad
+        key = size, axis, tuple(types[axis]), others
+        if key not in self._tables:
+            self._tables[key] = self._fill_steps(value, key)
+        return self._tables[key]
+
+    def _fill_steps(self, value: Value, key: _TableKey) -> Table:
+        _, axis, mine, others = key
+        table = np.zeros((len(mine), len(mine), 2 ** len(others)))
+        combinations = [
+            (sum(is_shard << k for k, is_shard in enumerate(shards)), shards)
+            for shards in itertools.product(*others)
         ]
-        for shards in itertools.product(*others):
-            bits = sum(is_shard << k for k, is_shard in enumerate(shards))
-            for (a, source), (b, target) in itertools.permutations(enumerate(mine), 2):
-                table[a, b, bits] = self._step_s(value, axis, source, target, shards)
+        for (a, source), (b, target) in itertools.permutations(enumerate(mine), 2):
+            extra_s = self.costs.extra_s(value, axis, source, target)
+            for bits, shards in combinations:
+                table[a, b, bits] = extra_s
+                if not math.isinf(extra_s):
+                    table[a, b, bits] += self._step_s(key[0], value, axis, source, target, shards)
         return table
 
     def _step_s(
         self,
+        size: _Size,
         value: Value,
         axis: int,
         source: SpmdType,
@@ -122,19 +143,15 @@ class ConversionTables:
     ) -> float:
         """One step while the axes of `others` shard the value, too: on which dims does not matter
         to the price, nor on which one the step shards unless a shard moves."""
-        extra_s = self.costs.extra_s(value, axis, source, target)
-        if math.isinf(extra_s):
-            return extra_s
         moves = source.is_shard and target.is_shard
         is_even = not moves or exchange_is_even(source, target, self.mesh.sizes[axis])
-        size = value.num_bytes, value.dtype, value.requires_grad
         key = size, axis, source.kind, target.kind, is_even, others
         if key not in self._steps:
             layout = tuple(Shard(0) if is_shard else INVARIANT for is_shard in others)
             before = (*layout[:axis], source, *layout[axis + 1 :])
             step = Step(axis, source, target, before)
             self._steps[key] = step_s(value, step, self.mesh, self.costs)
-        return self._steps[key] + extra_s
+        return self._steps[key]
 
 
 def _are_swaps(layouts: Sequence[Layout]) -> NDArray[np.bool_]:
