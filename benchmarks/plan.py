@@ -1,12 +1,14 @@
 """CPU time, proof and outcome of whole plans, beyond capture and imports.
 
-    python benchmarks/plan.py [--depth] [--devices] [--memory]
+    python benchmarks/plan.py [--depth] [--devices] [--memory] [--distinct N]
 
 One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds. --depth plans
 one model at 12 to 96 layers, --devices at 8 to 16,384 devices: what counts there is the last row
 over the first. Every plan runs twice and the second is measured: the first brings in what torch
 imports late. --memory measures how much the resident memory of a fresh process grows from the
 imports to its peak, for capture and plan: a tiny model goes first and brings in the imports.
+--distinct plans N / 4, N / 2 and N layers that are all different, so that nothing folds: seconds
+per layer should stay.
 """
 
 import json
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+from distinct import TOKENS, distinct_model
 
 from meshfold.capture import capture
 from meshfold.cluster import ClusterSpec
@@ -87,6 +90,19 @@ def planned(graph: FoldedGraph, cluster: ClusterSpec, case: Case) -> tuple[Plan,
     return plan, time.process_time() - start
 
 
+def measure_distinct(most: int) -> None:
+    """Print what layers that are all different take, on 8 devices."""
+    click.echo(f"{'all different':<24}{'regions':>8}{'CPU s':>8}{'ms a layer':>12}")
+    for num_layers in sorted({max(1, most // 4), max(1, most // 2), most}):
+        case = Case(f"{num_layers} layers", "", "dgx-h100x1", TOKENS)
+        graph = capture(*distinct_model(num_layers)).graph
+        plan, cpu_s = planned(graph, preset(case.cluster), case)
+        click.echo(
+            f"{case.name:<24}{len(graph.regions):>8,}{cpu_s:>8.2f}"
+            f"{1e3 * cpu_s / num_layers:>12.1f}  {plan.strategy.label}"
+        )
+
+
 def measure(cases: tuple[Case, ...]) -> None:
     """Print the table of some cases."""
     click.echo(f"{'':<24}{'devices':>8}{'step':>10}{'peak':>9}{'gap':>8}{'priced':>7}{'CPU s':>8}")
@@ -137,9 +153,10 @@ def measure_memory(cases: tuple[Case, ...]) -> None:
 @click.option("--depth", is_flag=True, help="12 to 96 layers.")
 @click.option("--devices", is_flag=True, help="8 to 16,384 devices.")
 @click.option("--memory", is_flag=True, help="Peak memory beyond imports.")
-def main(depth: bool, devices: bool, memory: bool) -> None:
+@click.option("--distinct", type=click.IntRange(1), help="Layers that are all different.")
+def main(depth: bool, devices: bool, memory: bool, distinct: int | None) -> None:
     """Plan the cases and print what it took."""
-    if not (depth or devices or memory):
+    if not (depth or devices or memory or distinct):
         measure(CASES)
     if depth:
         measure(DEPTHS)
@@ -147,6 +164,8 @@ def main(depth: bool, devices: bool, memory: bool) -> None:
         measure(DEVICES)
     if memory:
         measure_memory(CASES)
+    if distinct:
+        measure_distinct(distinct)
 
 
 if __name__ == "__main__":
