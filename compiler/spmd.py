@@ -31,8 +31,8 @@ _TEXT = re.compile(r"^(?:[IRP]|([SE])(\d+)(?:/(\d+)|(\+))?)$")
 
 @dataclass(frozen=True, slots=True, order=True)
 class SpmdType:
-    """Type of a value on one mesh axis. `dim` and `blocks` belong to kinds "S" and "E" only, `padded`
-    to "S"; an "E" divides its rows evenly for all that is counted."""
+    """Type of a value on one mesh axis. `dim` and `blocks` belong to kinds "S" and "E" only,
+    `padded` to "S"; an "E" divides its rows evenly for all that is counted."""
 
     kind: Literal["I", "R", "P", "S", "E"]
     dim: int = -1

@@ -60,8 +60,8 @@ def residence_of(
 
 
 def data_shards(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, Layout]:
-    """Parameter slot -> its layout when also sharded on dp, ep and cp, for those that can be: some dim
-    divides, or nearly, and the ops read it through a bucket."""
+    """Parameter slot -> its layout when also sharded on the axes of ZeRO, for those that can be:
+    some dim divides, or nearly, and the ops read it through a bucket."""
     axes = zero_axes(mesh)
     found = {}
     for i, (stored, demands) in enumerate(layouts_of_values(graph, typing)[: len(graph.slots)]):
