@@ -128,7 +128,7 @@ def _compiled_step(compiled: CompiledModel, built: BuiltModel) -> Tensor:
     """Forward and backward of the emitted program; gradients are left in `.grad`."""
     # The graph names the dtype of most new tensors, not of those that had the default one.
     with float64_everywhere():
-        loss = compiled(**built.example_inputs)
+        loss: Tensor = compiled(**built.example_inputs)
         torch.autograd.backward(loss.sum())
     return loss.detach()
 
