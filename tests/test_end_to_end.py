@@ -213,10 +213,19 @@ def test_dropout_gives_every_plan_the_same_mask(pools: Pools) -> None:
         assert other == pytest.approx(first, abs=EXACT)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_checkpoint_loads_under_another_plan(pools: Pools, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "saved_under"),
+    [
+        ("gpt2", "zero3 x tp+sp"),
+        ("llama", "zero3 x tp+sp"),
+        pytest.param("mixtral", "zero3 x ep", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_loads_under_another_plan(
+    pools: Pools, family: str, saved_under: str, tmp_path: Path
+) -> None:
     """GPT-2 stores its fused qkv in blocks, which DTensor cannot say."""
-    plans = [plan_to_json(plan_for(family, s)) for s in ("zero3 x tp+sp", "dp x tp")]
+    plans = [plan_to_json(plan_for(family, s)) for s in (saved_under, "dp x tp")]
     captured = captured_family(family)
     for wrong in pools.run(
         4, "support_emit:save_and_load", family, captured, *plans, str(tmp_path)

@@ -110,6 +110,7 @@ def test_elimination_finds_the_optimum_of_highs_on_cp_and_tp(
     check_optimum(problem, Prices(used_s_per_byte=1e-9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_elimination_finds_the_optimum_of_highs_beside_shared_experts(
     sequence_parallel: bool,
