@@ -53,7 +53,7 @@ def by_target(graph: OpGraph, rules: tuple[AxisRule, ...], target: str) -> list[
     return [rule for op, rule in zip(graph.ops, rules, strict=True) if op.target == target]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_rows_between_dispatch_and_combine_are_with_their_experts(family: str) -> None:
     graph = layer_of(family)
     rules, weights = expert_rules(graph, batch_rules(graph, 2), 2)

@@ -257,6 +257,7 @@ def test_without_the_cut_of_cp_the_plan_is_the_same(batch_size):
     assert found[0].strategy.cp == 4 // batch_size
 
 
+@pytest.mark.slow
 def test_without_the_cut_of_ep_the_plan_of_a_dense_model_is_the_same():
     """Then ep is a second dp axis, without ZeRO levels of its own."""
     graph = capture(*meta_llama(512, 4)).graph
