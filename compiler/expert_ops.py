@@ -60,9 +60,11 @@ def expert_linear_backward(
         if dx is not None:
             dx[rows] = g @ _matrix(weight, expert, transposed).T
         if dw is not None:
-            dw[expert] = x[rows].T @ g if transposed else g.T @ x[rows]
+            # In place: a product of its own would be as large as the weights of an expert.
+            left, right = (x[rows], g) if transposed else (g, x[rows])
+            torch.mm(left.T, right, out=dw[expert])
         if db is not None:
-            db[expert] = g.sum(0)
+            torch.sum(g, 0, out=db[expert])
     return made
 
 
