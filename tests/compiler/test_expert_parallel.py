@@ -44,9 +44,9 @@ def errors_of_a_step(family: str, program: EmittedProgram) -> list[dict[str, flo
     gradients = {name: p.grad for name, p in model.named_parameters()}
 
     def body(rank: Rank) -> dict[str, float]:
-        with float64_everywhere():
-            loss = rank.loss(batch)
-            loss.backward()
+        # Captured in float64: no rank changes the default dtype, which all threads share.
+        loss = rank.loss(batch)
+        loss.backward()
         errors = {"loss": float((loss - expected).detach().abs())}
         for name, parameter in rank.parameters.items():
             mine = local_part(program, name, gradients[name], rank.mesh)
@@ -76,8 +76,10 @@ def test_tokens_travel_and_every_gradient_is_that_of_one_process(
     axis = program.mesh.index("ep")
     for name, layout in program.stored.items():
         is_expert = ".experts." in name
-        assert layout[axis].is_shard == is_expert, name
-        assert not is_expert or layout[axis].dim == 0
+        if is_expert:
+            assert (layout[axis].kind, layout[axis].dim) == ("S", 0), name
+        else:
+            assert layout[axis].is_shard == (zero == 3), name
     for errors in errors_of_a_step("mixtral", program):
         worst = max(errors, key=errors.__getitem__)
         assert errors[worst] <= 1e-12, worst
