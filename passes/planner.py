@@ -14,7 +14,7 @@ same plan.
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
@@ -40,14 +40,13 @@ from meshfold.passes.pipeline_planner import (
     plan_with_pipelines,
 )
 from meshfold.passes.plan_assembly import assemble_plan
-from meshfold.passes.priced import Priced, order_of
+from meshfold.passes.priced import Priced, nothing_fits, order_of
 from meshfold.passes.program_reads import program_reads
 from meshfold.passes.region_memory import Probe
 from meshfold.passes.search_space import Shared
 from meshfold.passes.uniform_search import MeshSearch
-from meshfold.plan import MemoryEstimate, Plan, SearchStats
+from meshfold.plan import Plan, SearchStats
 from meshfold.strategy import Degrees, UniformStrategy
-from meshfold.units import bytes_text
 
 Progress = Callable[[int, int, str], None]
 """Called with (meshes done, meshes in all, the mesh at hand)."""
@@ -217,13 +216,13 @@ class _Search:
         if isinstance(found, _Found):
             return found
         if NODE in self.options.without_cuts:
-            raise self._infeasible(found)
+            raise nothing_fits(found, self.cluster.num_devices)
         wider = self._tree((*self.options.without_cuts, NODE))
         again = self._over(wider) if len(wider.leaves) > len(self._tree(()).leaves) else found
         if isinstance(again, _Found):
             note = "nothing fits while tp stays inside a node: this plan's tp leaves it"
             return _Found(again.best, again.planner, again.planners, again.stats, (note,))
-        raise self._infeasible([*found, *again])
+        raise nothing_fits([*found, *again], self.cluster.num_devices)
 
     def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
         """A planner for these leaves of one mesh."""
@@ -373,22 +372,6 @@ class _Search:
             f"this model can be sharded over so many ranks"
         )
 
-    def _infeasible(self, smallest: Sequence[Priced]) -> InfeasibleError:
-        best = min(smallest, key=lambda p: (p.memory.peak, p.strategy.label))
-        memory, label = best.memory, best.strategy.label
-        component, size = _largest_component(memory)
-        missing = memory.peak - memory.capacity
-        return InfeasibleError(
-            f"nothing fits in {bytes_text(memory.capacity)} per device on "
-            f"{self.cluster.num_devices} devices: the best candidate, {label}, needs "
-            f"{bytes_text(memory.peak)}, most of it {component} ({bytes_text(size)}); "
-            f"{bytes_text(missing)} are missing; use more devices, more memory or a smaller batch",
-            binding_constraint=component,
-            best_candidate=label,
-            required_bytes=memory.peak,
-            available_bytes=memory.capacity,
-        )
-
 
 def _planned_notes(best: Priced) -> list[str]:
     """A plan that uses what cannot run yet says so."""
@@ -397,9 +380,3 @@ def _planned_notes(best: Priced) -> list[str]:
     if any(leaf.strategy.offload == "optimizer" for leaf in best.leaves):
         notes.append("the host's own work on offloaded optimizer states is not in the step time")
     return notes
-
-
-def _largest_component(memory: MemoryEstimate) -> tuple[str, int]:
-    sizes = {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "capacity"}
-    name = max(sizes, key=lambda n: (sizes[n], n))
-    return name.replace("_", " "), sizes[name]

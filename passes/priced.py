@@ -1,15 +1,18 @@
 """A program with exact figures, and what the search found on one mesh."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 
+from meshfold.errors import InfeasibleError
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.leaf_costs import Leaf
 from meshfold.passes.region_price import RegionPrice
 from meshfold.plan import MemoryEstimate, TimeEstimate
 from meshfold.strategy import RegionTyping, UniformStrategy
+from meshfold.units import bytes_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,3 +64,27 @@ def order_of(priced: Priced) -> tuple[float, int, int, str]:
     """Sort key: the better first. Time to seven digits, then fewer regions to emit."""
     step_s = float(f"{priced.time.step_s:.6e}")
     return step_s, len(priced.split.regions), priced.memory.peak, priced.strategy.label
+
+
+def nothing_fits(smallest: Sequence[Priced], num_devices: int) -> InfeasibleError:
+    """What to say when even the programs with the least memory do not fit."""
+    best = min(smallest, key=lambda p: (p.memory.peak, p.strategy.label))
+    memory, label = best.memory, best.strategy.label
+    component, size = _largest_component(memory)
+    missing = memory.peak - memory.capacity
+    return InfeasibleError(
+        f"nothing fits in {bytes_text(memory.capacity)} per device on {num_devices} devices: the "
+        f"best candidate, {label}, needs {bytes_text(memory.peak)}, most of it {component} "
+        f"({bytes_text(size)}); {bytes_text(missing)} are missing; use more devices, more memory "
+        "or a smaller batch",
+        binding_constraint=component,
+        best_candidate=label,
+        required_bytes=memory.peak,
+        available_bytes=memory.capacity,
+    )
+
+
+def _largest_component(memory: MemoryEstimate) -> tuple[str, int]:
+    sizes = {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "capacity"}
+    name = max(sizes, key=lambda n: (sizes[n], n))
+    return name.replace("_", " "), sizes[name]

@@ -29,6 +29,7 @@ from meshfold.passes.constants import shard_constants
 from meshfold.passes.conversion_tables import ConversionTables
 from meshfold.passes.elimination import (
     Elimination,
+    Factor,
     Table,
     eliminate,
     min_fill_order,
@@ -97,11 +98,8 @@ class RegionProblem:
         if len(prices) > 1:
             case = len(domains)
             domains.append(len(prices))
-        tables = list(self.factors.factors)
-        for parameter in self.factors.parameters:
-            tables += parameter.tables(prices, case)
         keep = () if case is None else (case,)
-        found = eliminate(domains, tables, keep, self._order)
+        found = eliminate(domains, self._tables(prices, case), keep, self._order)
         # A table without parameters is the same in all cases.
         totals = np.broadcast_to(found.table, (len(prices),)).tolist()
         return [
@@ -110,6 +108,13 @@ class RegionProblem:
             else None
             for k, (p, total_s) in enumerate(zip(prices, totals, strict=True))
         ]
+
+    def _tables(self, prices: Sequence[Prices], case: int | None = None) -> list[Factor]:
+        """All factors. case: the variable that numbers the prices, if there are several."""
+        tables = list(self.factors.factors)
+        for parameter in self.factors.parameters:
+            tables += parameter.tables(prices, case)
+        return tables
 
     @cached_property
     def _order(self) -> list[int]:

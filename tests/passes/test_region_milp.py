@@ -122,5 +122,5 @@ def test_elimination_finds_the_optimum_of_highs_beside_shared_experts(
 def check_optimum(problem: RegionProblem, prices: Prices) -> None:
     solution = problem.solve(prices)
     assert solution is not None
-    expected = milp_optimum(problem.factors.domains, problem._tables(prices))
+    expected = milp_optimum(problem.factors.domains, problem._tables([prices]))
     assert solution.objective_s == pytest.approx(expected, rel=1e-7)
