@@ -53,10 +53,11 @@ class VerifyReport:
     def verdict(self) -> str:
         """One line."""
         if self.passed:
-            text = f"loss and {len(self.gradients)} gradients agree to {self.tolerance:.0e}"
+            what = f"loss and {len(self.gradients)} gradients"
             if self.parameters:
-                text += f", and so do the parameters after {NUM_STEPS} steps of {self.optimizer}"
-            return text
+                steps = f"{NUM_STEPS} steps of {self.optimizer}"
+                what = f"loss, {len(self.gradients)} gradients and parameters after {steps}"
+            return f"{what} agree to {self.tolerance:.0e}"
         where = f"; {self.departure}" if self.departure else ""
         return f"{self._worst()}{where}; report it with the plan file"
 

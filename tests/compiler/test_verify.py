@@ -38,7 +38,7 @@ def test_a_right_program_passes(pools: Pools, plan: Plan) -> None:
     assert max(g.relative for g in report.gradients) < 1e-13
     assert max(p.relative for p in report.parameters) < 1e-13
     assert report.verdict == (
-        "loss and 3 gradients agree to 1e-10, and so do the parameters after 3 steps of AdamW"
+        "loss, 3 gradients and parameters after 3 steps of AdamW agree to 1e-10"
     )
 
 
