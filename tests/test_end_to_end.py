@@ -151,7 +151,12 @@ def check_step(pools: Pools, family: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "strategy"), [("gpt2", "zero3 x tp+sp"), ("t5", "zero3"), ("mixtral", "tp+sp")]
+    ("family", "strategy"),
+    [
+        ("gpt2", "zero3 x tp+sp"),
+        ("mixtral", "tp+sp"),
+        pytest.param("t5", "zero3", marks=pytest.mark.slow),
+    ],
 )
 def test_regions_that_run_again_in_the_backward_equal_one_process(
     pools: Pools, family: str, strategy: str

@@ -59,6 +59,7 @@ def test_the_batch_is_the_first_dim_that_most_inputs_share() -> None:
     assert batch_size_of(capture(model, batch)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_plan_for_another_number_of_processes_is_refused(pools: Pools) -> None:
     model, batch = stack_model(2)

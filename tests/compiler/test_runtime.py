@@ -167,6 +167,7 @@ def test_a_name_of_ours_in_the_model_is_refused() -> None:
         meshfold.compile(Clashing(), ONE, {"x": torch.randn(2, 4)})
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_model_on_meta_starts_alike_under_any_plan(pools: Pools) -> None:
     family = "llama"

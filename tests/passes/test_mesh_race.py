@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from support_models import BATCH, tiny_model
+from support_models import BATCH, families, tiny_model
 
 from meshfold.capture import capture
 from meshfold.cost_models.cost_model import CostModel
@@ -45,7 +45,7 @@ def search_of(family: str, degrees: Degrees, pins: CompileOptions | None = None)
     return MeshSearch(graph, CLUSTER, mesh, BATCH, pinned=pinned)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("family", families("llama", "t5", without=("bert", "vit", "mixtral")))
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
 def test_the_bound_rises_up_to_that_of_the_typed_mesh(family: str, degrees: Degrees) -> None:
     search = search_of(family, degrees)
