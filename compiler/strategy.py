@@ -112,7 +112,7 @@ class UniformStrategy:
         if self.tp > 1:
             parts.append(f"tp{self.tp}" + _TP_SUFFIX[self.tp_mode])
         words = [" x ".join(parts) or "one device"]
-        if self.zero and self.dp > 1:
+        if self.zero and self.dp * self.ep * self.cp > 1:
             words.append(f"zero{self.zero}")
         if self.recompute != "none":
             words.append(f"recompute {self.recompute}")

@@ -21,3 +21,12 @@ def test_what_cannot_run_yet_says_so_and_is_in_the_label() -> None:
     assert not UniformStrategy(recompute="selective").runs
     assert not UniformStrategy(offload="optimizer").runs
     assert not UniformStrategy(offload="activations").runs
+
+
+def test_zero_is_in_the_label_on_whatever_axis_it_shards() -> None:
+    degrees = ({"dp": 2}, {"cp": 2}, {"ep": 2}, {"dp": 2, "cp": 2})
+    for sizes in degrees:
+        labels = {UniformStrategy(**sizes, zero=zero).label for zero in (0, 1, 2, 3)}
+        assert len(labels) == 4
+    assert UniformStrategy(cp=2, zero=3).label == "cp2, zero3"
+    assert UniformStrategy(tp=2, zero=3).label == "tp2"

@@ -113,8 +113,7 @@ def test_saved_bytes_and_peak_of_a_real_step(family: str) -> None:
         for p in step.parameters:
             p.grad = None
 
-    # Rows of one expert at a time are copied and not counted: how many depends on the routing.
-    tolerance = 0.06 if family == "mixtral" else 0.01
+    tolerance = EXPERT_COPY if family == "mixtral" else 0.01
     assert peak == pytest.approx(allocator_peak_bytes(fresh), rel=tolerance)
     assert peak == pytest.approx(counted_peak_bytes(step), rel=0.002)
 
@@ -136,6 +135,10 @@ def test_kept_bytes_per_region_add_up_to_what_autograd_keeps(family: str) -> Non
     total = sum(kept[i.region] for i in step.folded.instances)
     assert total == saved_bytes(step)
 
+
+EXPERT_COPY = 0.06
+"""Rows of one expert at a time are copied and not counted: how many depends on the routing. Of a
+tiny model's peak at most this share."""
 
 STRATEGIES = (
     UniformStrategy(),
@@ -209,8 +212,12 @@ def test_memory_of_a_program_whose_layers_run_again(
     if strategy.zero == 0:  # else the last region's gathered parameters are there, too
         assert kept == pytest.approx(step.counted_kept_bytes(), abs=64)
     if strategy == UniformStrategy():
-        assert peak - local_batch == pytest.approx(allocator_peak_bytes(step.train), rel=0.01)
-        assert peak < 0.75 * peak_and_kept(plain)[0]
+        tolerance = EXPERT_COPY if family == "mixtral" else 0.01
+        allocated = allocator_peak_bytes(step.train)
+        assert peak - local_batch == pytest.approx(allocated, rel=tolerance)
+        # Experts as one op keep little to begin with.
+        much_less = 0.95 if family == "mixtral" else 0.75
+        assert peak < much_less * peak_and_kept(plain)[0]
 
 
 def peak_and_kept(program: EmittedProgram) -> tuple[int, int]:
