@@ -7,9 +7,7 @@ Forward only; no weights are needed or allocated, so the model may be on the met
 layer of the compiler that runs the user's code, and the last.
 """
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +33,7 @@ from meshfold.capture_twin import (
 from meshfold.errors import CaptureError
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.fold import fold
+from meshfold.passes.garbage import collector_paused
 
 
 @dataclass(frozen=True)
@@ -61,21 +60,8 @@ def capture(
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
     OptionError if example_inputs holds no tensor.
     """
-    with _collector_paused():
+    with collector_paused():
         return _capture(model, example_inputs, full_capture)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Collections walk all that is alive, again and again, while tracing makes many objects that
-    stay: a tenth of the time for nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _capture(model: nn.Module, example_inputs: Mapping[str, Any], full_capture: bool) -> Captured:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 def collector_paused() -> Iterator[None]:
     """No cyclic collection inside; afterwards as before. Reference counting frees as always.
 
-    A search makes and keeps millions of small objects, hardly any in cycles. Each full collection
-    walks all of them and what torch and transformers hold besides, some 0.1 s, to free nothing: a
-    tenth to a fifth of the time of a plan, against some 10 MB of cycles freed later.
+    A capture or a search makes and keeps millions of small objects, hardly any in cycles. Each full
+    collection walks all of them and what torch and transformers hold besides, some 0.1 s, to free
+    nothing: a tenth to a fifth of the time of a plan, against some 10 MB of cycles freed later.
     """
     was_enabled = gc.isenabled()
     gc.disable()

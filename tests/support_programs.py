@@ -15,6 +15,7 @@ from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.meshes import build_mesh
 from meshfold.emit import emit_typed
 from meshfold.passes.uniform_search import MeshSearch
+from meshfold.precision import float64_everywhere
 from meshfold.program import EmittedProgram
 from meshfold.runner import ProgramRunner
 from meshfold.shards import shard_of
@@ -105,6 +106,30 @@ def local_part(program: EmittedProgram, name: str, whole: Tensor, mesh: RankMesh
     """A copy of this rank's part of a parameter or its gradient."""
     layout = program.stored[name]
     return shard_of(whole.detach(), layout, program.mesh.sizes, mesh.coords).clone()
+
+
+def errors_of_a_step(
+    model: nn.Module, batch: Mapping[str, Any], captured: Captured, program: EmittedProgram
+) -> list[dict[str, float]]:
+    """Per rank the differences from one process, of "loss" and of every gradient by name. The
+    program is of a model captured in float64."""
+    model.zero_grad()
+    with float64_everywhere():
+        expected = model(**batch).loss
+        expected.backward()
+    right = {name: p.grad for name, p in model.named_parameters()}
+
+    def body(rank: Rank) -> dict[str, float]:
+        # No rank changes the default dtype, which all threads share.
+        loss = rank.loss(batch)
+        loss.backward()
+        errors = {"loss": float((loss - expected).detach().abs())}
+        for name, parameter in rank.parameters.items():
+            mine = local_part(program, name, right[name], rank.mesh)
+            errors[name] = float((parameter.grad - mine).abs().max())
+        return errors
+
+    return on_ranks(model, captured, program, body)
 
 
 def gradients(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Comparisons that run on the ranks of a pool."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +17,19 @@ def compare(plan_text: str, model: str) -> Any:
 
 def compare_a_wrong_program(plan_text: str, model: str, name: str) -> Any:
     """As compare, with the gradient of one parameter off by a millionth."""
+
+    def spoil(compiled: CompiledModel) -> None:
+        compiled.get_parameter(name).register_hook(lambda g: g * (1 + 1e-6))
+
+    return _compare_spoiled(plan_text, model, spoil)
+
+
+def _compare_spoiled(plan_text: str, model: str, spoil: Callable[[CompiledModel], None]) -> Any:
     right = verify.bind
 
     def wrong(*args: Any) -> CompiledModel:
         compiled = right(*args)
-        compiled.get_parameter(name).register_hook(lambda g: g * (1 + 1e-6))
+        spoil(compiled)
         return compiled
 
     verify.bind = wrong
@@ -58,19 +67,12 @@ def compare_with_a_wrong_op(
     plan_text: str, model: str, name: str, direction: str = "forward"
 ) -> Any:
     """As compare, with the value or the gradient of one emitted op off by a millionth."""
-    right = verify.bind
 
-    def wrong(*args: Any) -> CompiledModel:
-        compiled = right(*args)
+    def spoil(compiled: CompiledModel) -> None:
         for region in compiled.program.regions:
             for node in list(region.graph.graph.nodes):
                 if name in node.name and PLACE in node.meta:
                     _skew_after(node, direction == "backward")
             region.graph.recompile()
-        return compiled
 
-    verify.bind = wrong
-    try:
-        return compare(plan_text, model)
-    finally:
-        verify.bind = right
+    return _compare_spoiled(plan_text, model, spoil)

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 from support_models import tiny_model
-from support_programs import Rank, local_part, on_ranks
+from support_programs import errors_of_a_step
 from torch import Tensor, nn
 
 from meshfold.capture import Captured, capture
@@ -59,30 +59,6 @@ def rows_of_attention(program: EmittedProgram) -> set[str]:
     }
 
 
-def errors_of_a_step(
-    family: str, batch_size: int, program: EmittedProgram
-) -> list[dict[str, float]]:
-    """Per rank the differences of loss and gradients from one process."""
-    model, batch, found = captured(family, batch_size)
-    model.zero_grad()
-    with float64_everywhere():
-        expected = model(**batch).loss
-        expected.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-
-    def body(rank: Rank) -> dict[str, float]:
-        # Captured in float64: no rank changes the default dtype, which all threads share.
-        loss = rank.loss(batch)
-        loss.backward()
-        errors = {"loss": float((loss - expected).detach().abs())}
-        for name, parameter in rank.parameters.items():
-            mine = local_part(program, name, gradients[name], rank.mesh)
-            errors[name] = float((parameter.grad - mine).abs().max())
-        return errors
-
-    return on_ranks(model, found, program, body)
-
-
 @pytest.mark.parametrize(
     ("family", "degrees"),
     [
@@ -98,6 +74,6 @@ def test_heads_for_rows_and_back_equal_one_process(family: str, degrees: Degrees
     program = emitted(family, degrees)
     assert "all_to_all" in program.text(0)
     assert rows_of_attention(program) == set(), "heads are cut, rows are whole"
-    for errors in errors_of_a_step(family, degrees.dp, program):
+    for errors in errors_of_a_step(*captured(family, degrees.dp), program):
         worst = max(errors, key=errors.__getitem__)
         assert errors[worst] <= 1e-12, worst

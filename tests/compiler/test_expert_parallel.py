@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 from support_models import BATCH, tiny_model
-from support_programs import Rank, local_part, on_ranks
+from support_programs import errors_of_a_step
 from torch import Tensor, nn
 
 from meshfold.capture import Captured, capture
@@ -34,28 +34,6 @@ def emitted(family: str, degrees: Degrees, zero: int) -> EmittedProgram:
     return emit_typed(found.graph, typed.typings, mesh, search.costs)
 
 
-def errors_of_a_step(family: str, program: EmittedProgram) -> list[dict[str, float]]:
-    """Per rank the differences of loss and gradients from one process."""
-    model, batch, found = captured(family)
-    model.zero_grad()
-    with float64_everywhere():
-        expected = model(**batch).loss
-        expected.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-
-    def body(rank: Rank) -> dict[str, float]:
-        # Captured in float64: no rank changes the default dtype, which all threads share.
-        loss = rank.loss(batch)
-        loss.backward()
-        errors = {"loss": float((loss - expected).detach().abs())}
-        for name, parameter in rank.parameters.items():
-            mine = local_part(program, name, gradients[name], rank.mesh)
-            errors[name] = float((parameter.grad - mine).abs().max())
-        return errors
-
-    return on_ranks(model, found, program, body)
-
-
 @pytest.mark.parametrize(
     ("degrees", "zero"),
     [
@@ -80,6 +58,6 @@ def test_tokens_travel_and_every_gradient_is_that_of_one_process(
             assert (layout[axis].kind, layout[axis].dim) == ("S", 0), name
         else:
             assert layout[axis].is_shard == (zero == 3), name
-    for errors in errors_of_a_step("mixtral", program):
+    for errors in errors_of_a_step(*captured("mixtral"), program):
         worst = max(errors, key=errors.__getitem__)
         assert errors[worst] <= 1e-12, worst
