@@ -7,6 +7,7 @@ model, example inputs --capture--> folded graph --search--> Plan --emit--> progr
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def find_plan(
 ) -> Plan:
     """The fastest plan that fits. See `compile` for arguments and errors."""
     options = options or CompileOptions()
-    captured = capture(model, example_inputs, full_capture=options.full_capture)
+    captured = _capture(model, example_inputs, options)
     return plan_captured(captured, type(model).__name__, cluster_spec, options, progress=progress)
 
 
@@ -66,12 +67,22 @@ def compile(
     PlanMismatchError if plan, model and processes do not belong together.
     """
     options = options or CompileOptions()
-    captured = capture(model, example_inputs, full_capture=options.full_capture)
+    if plan is not None and not isinstance(plan, Plan):
+        plan = load_plan(plan)
+    if plan is not None:
+        options = replace(options, precision=plan.precision)
+    captured = _capture(model, example_inputs, options)
     if plan is None:
         plan = plan_captured(captured, type(model).__name__, cluster_spec, options)
-    elif not isinstance(plan, Plan):
-        plan = load_plan(plan)
     return bind(model, plan, captured, example_inputs)
+
+
+def _capture(
+    model: nn.Module, example_inputs: Mapping[str, Any], options: CompileOptions
+) -> Captured:
+    return capture(
+        model, example_inputs, full_capture=options.full_capture, precision=options.precision
+    )
 
 
 def plan_captured(

@@ -17,7 +17,7 @@ from meshfold.opgraph import InputInfo, SourceKind
 from meshfold.program import EmittedProgram
 from meshfold.shards import shard_of
 from meshfold.spmd import Layout, Shard, local_shape
-from meshfold.torch_ops import dtype_name
+from meshfold.torch_ops import dtype_name, torch_dtype
 
 DATA_AXIS = "dp"
 _FIRST_DIM = Shard(0)
@@ -25,10 +25,18 @@ _FIRST_DIM = Shard(0)
 
 class BatchReader:
     """Checks batches against the inputs of a program. fixed: the arguments that are no tensors,
-    which the program was captured with."""
+    which the program was captured with. casts: floats of any width are cast to what it takes."""
 
-    def __init__(self, program: EmittedProgram, mesh: RankMesh, fixed: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        program: EmittedProgram,
+        mesh: RankMesh,
+        fixed: Mapping[str, Any],
+        *,
+        casts: bool = False,
+    ) -> None:
         self.mesh = mesh
+        self.casts = casts
         self.fixed = fixed
         self.infos = {info.name: info for info in program.folded.inputs}
         names = mesh.mesh.names
@@ -51,7 +59,8 @@ class BatchReader:
                 f"captured with {', '.join(sorted(self.infos))}"
             )
         local = {name: self._is_local(name, value) for name, value in tensors.items()}
-        placed = {name: value.to(self.mesh.device) for name, value in tensors.items()}
+        dtypes = {name: torch_dtype(info.dtype) for name, info in self.infos.items()}
+        placed = {n: value.to(self.mesh.device, dtypes[n]) for n, value in tensors.items()}
         return LocalBatch(self.mesh, self.axis, placed, local)
 
     def _is_split(self, layouts: Sequence[Layout]) -> bool:
@@ -59,7 +68,8 @@ class BatchReader:
 
     def _is_local(self, name: str, value: Tensor) -> bool:
         info: InputInfo = self.infos[name]
-        if dtype_name(value.dtype) != info.dtype:
+        is_cast = self.casts and value.is_floating_point() and "float" in info.dtype
+        if dtype_name(value.dtype) != info.dtype and not is_cast:
             raise OptionError(
                 f"{name} has dtype {dtype_name(value.dtype)}; the program was captured with "
                 f"{info.dtype}"

@@ -1,11 +1,12 @@
 """Buckets: parameters of one region instance that are gathered and reduced together.
 
 A parameter slot is *stored* in one layout and *used* by the ops in another. Where an axis goes
-Shard -> Replicate (ZeRO-3) the parameter is gathered over it before use and its gradient
-reduce-scattered; where it goes Invariant -> Replicate only the gradient is all-reduced. A bucket
-holds the members with the same axes, dtype and need for a gradient in one flat buffer: one
-collective forward, one backward. `Bucket` is data of the emitted region and the same for all its
-instances; `BucketBuffers` does the copies. No communication here.
+Shard -> Replicate (ZeRO-3) the parameter is gathered over it before use and its gradient reduce-
+scattered; where it goes Invariant -> Replicate only the gradient is all-reduced. A bucket holds the
+members with the same axes, dtypes and need for a gradient in one flat buffer: one collective
+forward, one backward. Where ops read a parameter in a narrower dtype than it is kept in, the bucket
+casts: before the gather, and gradients back before their reduction. `Bucket` is data of the emitted
+region and the same for all its instances; `BucketBuffers` does the copies. No communication here.
 """
 
 import math
@@ -37,16 +38,23 @@ class BucketMember:
 @dataclass(frozen=True)
 class Bucket:
     """`gather`: the axes (indices, mesh order) that all members are gathered over, () for a bucket
-    whose gradients are only all-reduced; its members then share `reduce`, too."""
+    whose gradients are only all-reduced, or only cast; its members then share `reduce`, too. dtype:
+    in which ops read the members; master: in which they are kept, if another (see Value)."""
 
     gather: tuple[int, ...]
     dtype: str
     requires_grad: bool
     members: tuple[BucketMember, ...]
+    master: str = ""
+
+    @property
+    def is_made(self) -> bool:
+        """Whether what ops read is made of what is kept, and dropped again."""
+        return bool(self.gather or self.master)
 
     @property
     def reduce(self) -> tuple[int, ...]:
-        """Axes of the first gradient collective of a bucket without a gather."""
+        """Axes of the first gradient collective of a bucket without a gather, () for none."""
         assert not self.gather
         return self.members[0].reduce
 

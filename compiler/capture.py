@@ -32,6 +32,7 @@ from meshfold.capture_twin import (
 )
 from meshfold.errors import CaptureError
 from meshfold.opgraph import FoldedGraph
+from meshfold.options import Precision
 from meshfold.passes.fold import fold
 from meshfold.passes.garbage import collector_paused
 
@@ -48,32 +49,42 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, example_inputs: Mapping[str, Any], *, full_capture: bool = False
+    model: nn.Module,
+    example_inputs: Mapping[str, Any],
+    *,
+    full_capture: bool = False,
+    precision: Precision = "model",
 ) -> Captured:
     """Capture `model(**example_inputs)`.
 
     example_inputs are keyword arguments; tensors, nested in dicts, lists and tuples too, become
     inputs (only their shapes and dtypes are read), anything else a constant of the capture.
     full_capture traces every layer, where otherwise layers proven equal are traced once.
+    precision: what it is to compute in (meshfold.master_weights).
     The model is used as it is: train or eval mode, dtype, ties. It is not changed.
 
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
     OptionError if example_inputs holds no tensor.
     """
     with collector_paused():
-        return _capture(model, example_inputs, full_capture)
+        return _capture(model, example_inputs, full_capture, precision)
 
 
-def _capture(model: nn.Module, example_inputs: Mapping[str, Any], full_capture: bool) -> Captured:
-    names = model_names(model)
-    twin = fake_twin(model)
-    inputs = flatten_inputs(example_inputs, twin.mode)
+def _capture(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any],
+    full_capture: bool,
+    precision: Precision,
+) -> Captured:
+    names = model_names(model, precision)
+    twin = fake_twin(model, precision)
+    inputs = flatten_inputs(example_inputs, twin.mode, precision)
     children = [] if full_capture else find_children(twin.module)
     try:
         return _trace(twin, inputs, names, children)
     except RetraceError as error:
-        fresh = fake_twin(model)
-        inputs = flatten_inputs(example_inputs, fresh.mode)
+        fresh = fake_twin(model, precision)
+        inputs = flatten_inputs(example_inputs, fresh.mode, precision)
         fresh = replace(fresh, notes=(*fresh.notes, f"every layer was traced in full: {error}"))
         return _trace(fresh, inputs, names, [])
 

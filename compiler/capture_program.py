@@ -184,12 +184,14 @@ class _Numbering:
         self.program = program
         self.index: dict[Key, int] = {key: k for k, key in enumerate(leaves)}
         trained = {p.name for p in names.parameters if p.requires_grad}
+        masters = {p.name: p.dtype for p in names.parameters if p.name in names.masters}
         self.slots = tuple(Slot(_SLOT_KINDS[leaf.kind], leaf.name) for leaf in leaves)
         self.values = [
             replace(
                 program.values.get(leaf) or _buffer_value(names, leaf.name),
                 requires_grad=leaf.kind is SourceKind.PARAMETER and leaf.name in trained,
                 depends=_LEAF_DEPENDENCE[leaf.kind],
+                master=masters.get(leaf.name, "") if leaf.kind is SourceKind.PARAMETER else "",
             )
             for leaf in leaves
         ]

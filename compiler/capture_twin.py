@@ -15,7 +15,9 @@ from torch import nn
 
 from meshfold.errors import CaptureError, OptionError
 from meshfold.fake_tensors import FakeTensorMode, fake_like, fake_mode
+from meshfold.master_weights import MASTER_DTYPE, narrow_dtype, parameter_casts
 from meshfold.opgraph import BufferInfo, InputInfo, ParameterInfo, Source, SourceKind
+from meshfold.options import Precision
 from meshfold.torch_ops import dtype_name
 
 
@@ -23,12 +25,14 @@ from meshfold.torch_ops import dtype_name
 class Names:
     """Parameters and buffers of a model under their canonical names, the first of each tensor.
 
-    `sources` maps every name, aliases too, to where the value comes from.
+    `sources` maps every name, aliases too, to where the value comes from. `masters` are the
+    parameters that ops read in a narrower dtype than they are kept in.
     """
 
     parameters: tuple[ParameterInfo, ...]
     buffers: tuple[BufferInfo, ...]
     sources: Mapping[str, Source]
+    masters: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,13 @@ class Twin:
     notes: tuple[str, ...]
 
 
-def model_names(model: nn.Module) -> Names:
-    """Canonical names by identity of the tensors: a tied tensor is one, under its first name."""
+def model_names(model: nn.Module, precision: Precision = "model") -> Names:
+    """Canonical names by identity of the tensors: a tied tensor is one, under its first name.
+
+    Under a narrow precision trained parameters that it casts are kept in float32, frozen ones as
+    they are read.
+    """
+    casts = parameter_casts(model, precision)
     groups: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     parameters_first: Iterable[tuple[str, torch.Tensor]] = itertools.chain(
@@ -53,18 +62,24 @@ def model_names(model: nn.Module) -> Names:
     parameters: list[ParameterInfo] = []
     buffers: list[BufferInfo] = []
     sources: dict[str, Source] = {}
+    masters: set[str] = set()
     for key, (name, *aliases) in groups.items():
         tensor = tensors[key]
-        facts = (name, tuple(tensor.shape), dtype_name(tensor.dtype))
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
         if isinstance(tensor, nn.Parameter):
             kind = SourceKind.PARAMETER
-            parameters.append(ParameterInfo(*facts, tensor.requires_grad, tuple(aliases)))
+            if key in casts:
+                dtype = MASTER_DTYPE if tensor.requires_grad else dtype_name(casts[key])
+                if tensor.requires_grad:
+                    masters.add(name)
+            info = ParameterInfo(name, shape, dtype, tensor.requires_grad, tuple(aliases))
+            parameters.append(info)
         else:
             kind = SourceKind.BUFFER
             persistent = any(_is_persistent(model, n) for n in (name, *aliases))
-            buffers.append(BufferInfo(*facts, persistent, tuple(aliases)))
+            buffers.append(BufferInfo(name, shape, dtype, persistent, tuple(aliases)))
         sources.update(dict.fromkeys((name, *aliases), Source(kind, name)))
-    return Names(tuple(parameters), tuple(buffers), sources)
+    return Names(tuple(parameters), tuple(buffers), sources, frozenset(masters))
 
 
 def _is_persistent(model: nn.Module, name: str) -> bool:
@@ -72,14 +87,16 @@ def _is_persistent(model: nn.Module, name: str) -> bool:
     return leaf not in model.get_submodule(owner)._non_persistent_buffers_set
 
 
-def fake_twin(model: nn.Module) -> Twin:
-    """A fake copy of `model`, real or on the meta device, ready to be traced.
+def fake_twin(model: nn.Module, precision: Precision = "model") -> Twin:
+    """A fake copy of `model`, real or on the meta device, ready to be traced in `precision`.
 
     Raises CaptureError if the model cannot be copied.
     """
     mode = fake_mode()
+    casts = parameter_casts(model, precision)
     memo: dict[int, Any] = {
-        id(t): fake_like(t, mode) for t in (*model.parameters(), *model.buffers())
+        id(t): fake_like(t, mode, casts.get(id(t), t.dtype))
+        for t in (*model.parameters(), *model.buffers())
     }
     try:
         twin = copy.deepcopy(model, memo)
@@ -120,18 +137,22 @@ class ExampleInputs:
     rebuild: Callable[[Sequence[torch.Tensor]], dict[str, Any]]
 
 
-def flatten_inputs(example_inputs: Mapping[str, Any], mode: FakeTensorMode) -> ExampleInputs:
+def flatten_inputs(
+    example_inputs: Mapping[str, Any], mode: FakeTensorMode, precision: Precision = "model"
+) -> ExampleInputs:
     """Name every tensor of nested dicts, lists and tuples by its path ("images.0").
 
-    A tensor that is passed twice counts as two inputs. Raises OptionError if there is none.
+    Floats come in the dtype of `precision`. A tensor that is passed twice counts as two inputs.
+    Raises OptionError if there is none.
     """
     infos: list[InputInfo] = []
     tensors: list[torch.Tensor] = []
 
     def strip(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
-            infos.append(InputInfo(path, tuple(value.shape), dtype_name(value.dtype)))
-            tensors.append(fake_like(value.detach(), mode))
+            dtype = narrow_dtype(value.dtype, precision)
+            infos.append(InputInfo(path, tuple(value.shape), dtype_name(dtype)))
+            tensors.append(fake_like(value.detach(), mode, dtype))
             return _Leaf(len(tensors) - 1)
         return map_children(value, lambda v, key: strip(v, f"{path}.{key}"))
 

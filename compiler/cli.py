@@ -14,7 +14,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import click
 from rich.console import Console
@@ -23,7 +23,7 @@ from rich.status import Status
 from meshfold import __version__
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.errors import MeshfoldError, OptionError
-from meshfold.options import CompileOptions, PinValue
+from meshfold.options import CompileOptions, PinValue, Precision
 from meshfold.plan_diff import compare_plans, diff_view, differences_json
 from meshfold.plan_io import load_plan, plan_to_json, save_plan
 from meshfold.render import plan_view, summary_view
@@ -112,6 +112,14 @@ def check_output(path: Path) -> None:
     help="Global batch size. [default: one sample per device, or per node where that does not fit]",
 )
 @click.option("--seq", type=int, help="Sequence length. [default: the model's, at most 2048]")
+@click.option(
+    "--precision",
+    type=click.Choice(get_args(Precision)),
+    default="model",
+    show_default=True,
+    help="What ops compute in: the model's own dtypes, or 16 bits with parameters, reductions of "
+    "gradients and optimizer states in float32.",
+)
 @click.option("--memory", help="Budget per device, 16GB or 16GiB. [default: the device's]")
 @click.option(
     "--pin",
@@ -141,6 +149,7 @@ def plan(
     devices: int | None,
     batch: int | None,
     seq: int | None,
+    precision: Precision,
     memory: str | None,
     pin: tuple[str, ...],
     allow: str | None,
@@ -165,6 +174,7 @@ def plan(
     options = CompileOptions(
         memory_bytes=parse_bytes(memory) if memory is not None else None,
         pins=parse_pins(pin),
+        precision=precision,
         allow_planned=allow == "planned",
         without_cuts=without_cut,
     )

@@ -73,7 +73,7 @@ def emit_typed(
             regions.append(emitter.emit(name, number, len(instance.floats)))
         programs.append(made[number, layouts])
     _check_outputs(folded, typings)
-    steps = schedule([regions[p].has_gather for p in programs])
+    steps = schedule([regions[p].makes_parameters for p in programs])
     stored = _stored(folded, typings, len(mesh.axes))
     return EmittedProgram(
         folded, mesh, tuple(typings), tuple(regions), tuple(programs), steps, stored
@@ -94,13 +94,13 @@ def _check_outputs(folded: FoldedGraph, typings: Sequence[RegionTyping]) -> None
             )
 
 
-def schedule(has_gather: Sequence[bool]) -> tuple[Step, ...]:
-    """G, F and X steps for instances that gather or do not: every gather one gathering instance
-    ahead. The last gathered instance is not released, its backward comes next."""
-    gathering = [k for k, gathers in enumerate(has_gather) if gathers]
-    following = dict(zip(gathering, gathering[1:], strict=False))
-    steps = [Step("G", gathering[0])] if gathering else []
-    for k in range(len(has_gather)):
+def schedule(makes: Sequence[bool]) -> tuple[Step, ...]:
+    """G, F and X steps for instances that make parameters (gather or cast) or do not: every gather
+    one such instance ahead. The last one is not released, its backward comes next."""
+    making = [k for k, is_making in enumerate(makes) if is_making]
+    following = dict(zip(making, making[1:], strict=False))
+    steps = [Step("G", making[0])] if making else []
+    for k in range(len(makes)):
         steps.append(Step("F", k, following.get(k, -1)))
         if k in following:
             steps.append(Step("X", k))
@@ -219,7 +219,7 @@ class _RegionEmitter:
         for used, wanted in by_use.items():
             gather, reduce = changed_axes(native, used)
             trained = self.ops.values[v].requires_grad
-            if gather or (reduce and trained):
+            if gather or (reduce and trained) or self.ops.values[v].master:
                 name, shape = self.ops.slots[v].name, self.ops.values[v].shape
                 self.uses[v, used] = BucketMember(v, name, shape, native, used, reduce)
             else:
@@ -296,14 +296,14 @@ class _RegionEmitter:
         number, bucket = next(
             (k, b) for k, b in enumerate(self.buckets) if self.uses[v, layout] in b.members
         )
-        function = wait_bucket if bucket.gather else replicate_bucket
+        function = wait_bucket if bucket.is_made else replicate_bucket
         opened = self.graph.call_function(function, (self.in_flight[number],))
         for k, member in enumerate(bucket.members):
             node = self.graph.create_node(
                 "call_function", operator.getitem, (opened, k), name=self._label(member.slot)
             )
             self._bind(member.slot, member.used, node)
-        if bucket.gather and not self.is_ahead_started:
+        if bucket.is_made and not self.is_ahead_started:
             # Not before: then three regions would be in memory, one of them in flight.
             self.graph.call_function(start_ahead, (self.ahead,))
             self.is_ahead_started = True
@@ -320,13 +320,13 @@ class _RegionEmitter:
 
 def _group(uses: Sequence[BucketMember], ops: OpGraph) -> tuple[Bucket, ...]:
     """Members that are gathered over the same axes, or only reduced over the same, together."""
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, bool], list[BucketMember]] = {}
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, bool, str], list[BucketMember]] = {}
     for use in uses:
         gather, reduce = changed_axes(use.stored, use.used)
         value = ops.values[use.slot]
-        key = (gather, () if gather else reduce, value.dtype, value.requires_grad)
+        key = gather, () if gather else reduce, value.dtype, value.requires_grad, value.master
         groups.setdefault(key, []).append(use)
     return tuple(
-        Bucket(gather, dtype, requires_grad, tuple(members))
-        for (gather, _, dtype, requires_grad), members in groups.items()
+        Bucket(gather, dtype, requires_grad, tuple(members), master)
+        for (gather, _, dtype, requires_grad, master), members in groups.items()
     )

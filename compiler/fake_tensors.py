@@ -26,9 +26,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake CPU tensor with the shape, strides and dtype of `tensor`, a Parameter for one."""
-    shape, dtype = tensor.shape, tensor.dtype
+def fake_like(
+    tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A fake CPU tensor with the shape, strides and dtype of `tensor` (or another `dtype`), a
+    Parameter for one."""
+    shape, dtype = tensor.shape, dtype or tensor.dtype
     if tensor.layout is torch.strided:
         bare = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device="meta")
     else:

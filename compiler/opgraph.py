@@ -67,12 +67,15 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor of the graph: global shape, dtype name ("float32"), whether a gradient flows."""
+    """A tensor of the graph: global shape, dtype name ("float32"), whether a gradient flows.
+    master: of a parameter that ops read in `dtype`, the dtype in which it is kept between steps and
+    its gradient is reduced, where that is another one; else empty."""
 
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool = False
     depends: Dependence = Dependence.BATCH
+    master: str = ""
 
     @property
     def is_float(self) -> bool:
@@ -82,6 +85,11 @@ class Value:
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def stored_dtype(self) -> str:
+        """Between steps."""
+        return self.master or self.dtype
 
 
 class SlotKind(StrEnum):
@@ -197,8 +205,8 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """A distinct parameter. `name` is its first name, `aliases` every further name (tied).
-    `used` is False for a parameter that no op reads."""
+    """A distinct parameter, in the dtype in which it is kept. `name` is its first name, `aliases`
+    every further name (tied). `used` is False for a parameter that no op reads."""
 
     name: str
     shape: tuple[int, ...]

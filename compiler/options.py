@@ -11,6 +11,13 @@ from meshfold.strategy import Offload, Recompute
 
 PinValue = int | str
 
+Precision = Literal["model", "bf16", "fp16"]
+"""What ops compute in: what the model's own dtypes say; or 16 bits, with parameters kept, gradients
+reduced and optimizer states in float32."""
+
+COMPUTE_DTYPES: Mapping[Precision, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
+"""Names of the narrow dtypes."""
+
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 """In which order the stages of a pipeline run their microbatches; meshfold.cost_models.schedules
 says what each is."""
@@ -81,7 +88,7 @@ class CompileOptions:
     """memory_bytes: budget per device (None: the device's own usable memory).
     pins: choices that the search must keep. optimizer: what the memory model charges.
     full_capture: trace every layer instead of proving equal ones equal.
-    seed: of the counter-based generator behind dropout.
+    seed: of the counter-based generator behind dropout. precision: see Precision.
     allow_planned: offer what can be priced and planned, but not run yet.
     without_cuts: prunings of the search (passes.decision_tree.PRUNINGS) to do without; for those
     who doubt one."""
@@ -91,6 +98,7 @@ class CompileOptions:
     optimizer: str = "adamw"
     full_capture: bool = False
     seed: int = 0
+    precision: Precision = "model"
     allow_planned: bool = False
     without_cuts: tuple[str, ...] = ()
 
@@ -102,6 +110,8 @@ class CompileOptions:
             raise OptionError(f"memory must be positive, got {self.memory_bytes} bytes")
         if self.optimizer not in ("adamw", "sgd"):
             raise OptionError(f"optimizer {self.optimizer!r} is unknown; write adamw or sgd")
+        if self.precision not in get_args(Precision):
+            raise OptionError(f"precision {self.precision!r} is unknown; write model, bf16 or fp16")
 
     @property
     def strategy_pins(self) -> dict[str, PinValue]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from meshfold.cluster import ClusterSpec
 from meshfold.mesh import Mesh
+from meshfold.options import Precision
 from meshfold.spmd import Layout
 from meshfold.strategy import RegionTyping, UniformStrategy
 
@@ -245,6 +246,7 @@ class Plan:
     meshfold_version: str
     version: int = PLAN_VERSION
     notes: tuple[str, ...] = ()
+    precision: Precision = "model"
     schedule: str = ""
     """In which order stages run their microbatches; empty for a step in one pass."""
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from meshfold.cluster_io import ClusterModel
+from meshfold.options import Precision
 from meshfold.plan import PLAN_VERSION
 from meshfold.strategy import Offload, Recompute
 
@@ -228,6 +229,10 @@ class PlanDocument(Document):
     pins: dict[str, int | str] = Field(description="Choices that the user fixed")
     optimizer: str
     seed: int
+    precision: Precision = Field(
+        default="model",
+        description="What ops compute in; bf16 and fp16 keep parameters in float32",
+    )
     schedule: str = Field(
         default="", description="Of the microbatches; empty for a step in one pass"
     )

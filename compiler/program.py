@@ -49,8 +49,9 @@ class RegionProgram:
     recompute: Recompute = "none"
 
     @property
-    def has_gather(self) -> bool:
-        return any(b.gather for b in self.buckets)
+    def makes_parameters(self) -> bool:
+        """Whether parameters are gathered or cast for it."""
+        return any(b.is_made for b in self.buckets)
 
 
 @dataclass(frozen=True, slots=True)

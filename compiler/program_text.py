@@ -42,11 +42,13 @@ def bucket_text(number: int, bucket: Bucket, mesh: Mesh) -> Iterator[str]:
         backward = f"reduce-scatter {axes}"
         head = f"all-gather {axes}"
     else:
-        backward = f"all-reduce {' x '.join(mesh.names[k] for k in bucket.reduce)}"
-        head = "no gather"
+        reduce = " x ".join(mesh.names[k] for k in bucket.reduce)
+        backward = f"all-reduce {reduce}" if reduce else "cast"
+        head = "cast" if bucket.master else "no gather"
     if not bucket.requires_grad:
         backward = "-"
-    yield f"bucket_{number}: {head}; backward {backward}; {bucket.dtype}"
+    kept = f", kept and reduced in {bucket.master}" if bucket.master else ""
+    yield f"bucket_{number}: {head}; backward {backward}; {bucket.dtype}{kept}"
     for m in bucket.members:
         shape = ", ".join(map(str, m.shape))
         then = ""

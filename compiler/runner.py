@@ -33,7 +33,7 @@ class ProgramRunner:
         self._buffers = [[BucketBuffers(b, sizes) for b in r.buckets] for r in program.regions]
         self.last_uses = _last_uses(program)
         self.mutated = _mutated_buffers(program)
-        self._has_gather = any(r.has_gather for r in program.regions)
+        self._makes = any(r.makes_parameters for r in program.regions)
 
     def run(self, parameters: Tensors, buffers: Tensors, inputs: LocalInputs) -> Tensor:
         """One forward pass: the model's output, ready for backward.
@@ -47,7 +47,7 @@ class ProgramRunner:
         ]
         step.enter()
         forward = _Forward(self, step, parameters, buffers, inputs)
-        keeps_notes = self._has_gather and step.is_recording
+        keeps_notes = self._makes and step.is_recording
         with step.saved_tensors() if keeps_notes else contextlib.nullcontext():
             for action in self.program.steps:
                 forward.act(action)

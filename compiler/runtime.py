@@ -25,6 +25,7 @@ from meshfold.program import EmittedProgram
 from meshfold.runner import ProgramRunner
 from meshfold.shards import shard_of
 from meshfold.states import StateExchange, StoredTensor
+from meshfold.torch_ops import torch_dtype
 
 
 class CompiledModel(nn.Module):
@@ -63,7 +64,8 @@ class CompiledModel(nn.Module):
         if rank_mesh is None:
             return
         self._states = StateExchange(rank_mesh, _stored_tensors(program))
-        self._batches = BatchReader(program, rank_mesh, fixed)
+        casts = plan.precision != "model"
+        self._batches = BatchReader(program, rank_mesh, fixed, casts=casts)
         self._adopt(model, self._initial_state(model, rank_mesh))
 
     def forward(self, **batch: Any) -> Tensor:
@@ -146,12 +148,14 @@ class CompiledModel(nn.Module):
         local: dict[str, Tensor] = {}
         folded = self.program.folded
         used = {s.name for i in folded.instances for s in i.sources if s.kind is SourceKind.BUFFER}
-        needed = [p.name for p in folded.parameters]
+        dtypes = {p.name: torch_dtype(p.dtype) for p in folded.parameters}
+        needed = list(dtypes)
         needed += [b.name for b in folded.buffers if b.persistent or b.name in used]
         for name, value in initial_values(model, needed, seed=self.plan.seed, device=mesh.device):
             layout = self._states.tensors[name].layout
             part = shard_of(value, layout, mesh.mesh.sizes, mesh.coords)
-            local[name] = part.to(mesh.device, copy=True).contiguous()
+            dtype = dtypes.get(name, part.dtype)
+            local[name] = part.to(mesh.device, dtype, copy=True).contiguous()
         return local
 
     def _adopt(self, model: nn.Module, local: Mapping[str, Tensor]) -> None:

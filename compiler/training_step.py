@@ -26,6 +26,7 @@ from torch import Tensor
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.errors import MeshfoldError
+from meshfold.torch_ops import torch_dtype
 
 SECOND_BACKWARD = (
     "backward through a step that has already run backward: the gradients of a step are reduced "
@@ -53,28 +54,43 @@ class BucketUse:
         self._buffers = buffers
         names = step.mesh.mesh.names
         self._gather = tuple(names[k] for k in self.bucket.gather)
+        self._dtype = torch_dtype(self.bucket.dtype)
         self._in_flight: Tensor | None = None
         self._whole: list[Tensor] | None = None
         self._reduction: Tensor | None = None
+        self._cast: Tensor | None = None
+        """Gradients in the dtype of the shards, with nothing left to communicate."""
 
     def start_gather(self) -> None:
         """Start the all-gather unless it is in flight or done."""
         if self._gather and self._in_flight is None and self._whole is None:
-            flat = self._buffers.pack_shards([s.detach() for s in self.shards])
+            flat = self._buffers.pack_shards(self._narrow())
             self._in_flight = self._step.mesh.start_all_gather(flat, self._gather)
 
     def members(self) -> list[Tensor]:
         """The members as the ops read them, waiting for the gather."""
-        if not self._gather:
-            return [s.detach() for s in self.shards]
+        if not self.bucket.is_made:
+            return self._narrow()
         if self._whole is None:
-            self.start_gather()
-            assert self._in_flight is not None
-            flat = self._step.mesh.wait(self._in_flight)
-            self._in_flight = None
-            self._whole = self._buffers.unpack_whole(flat)
+            self._whole = self._gathered() if self._gather else self._narrow()
             self._step.note_whole(self, self._whole)
         return self._whole
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor on the memory of a member is in its dtype, so that it can be told by
+        place."""
+        return tensor.dtype == self._dtype
+
+    def _narrow(self) -> list[Tensor]:
+        """The shards in the dtype that ops read."""
+        return [s.detach().to(self._dtype) for s in self.shards]
+
+    def _gathered(self) -> list[Tensor]:
+        self.start_gather()
+        assert self._in_flight is not None
+        flat = self._step.mesh.wait(self._in_flight)
+        self._in_flight = None
+        return self._buffers.unpack_whole(flat)
 
     def release(self) -> None:
         """Forget the gathered members."""
@@ -84,7 +100,7 @@ class BucketUse:
 
     def will_be_read_again(self) -> None:
         """Backward reads the members outside the notes that autograd keeps: a region runs again."""
-        self.is_saved = bool(self._gather)
+        self.is_saved = self.bucket.is_made
 
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
         """Start the reduction of the members' gradients; the members are no longer needed."""
@@ -93,16 +109,20 @@ class BucketUse:
         flat = self._buffers.pack_gradients(gradients, like=self.shards[0])
         if self._gather:
             self._reduction = mesh.start_reduce_scatter(flat, self._gather)
-        else:
+        elif self.bucket.reduce:
             axes = tuple(mesh.mesh.names[k] for k in self.bucket.reduce)
             self._reduction = mesh.start_all_reduce_in_place(flat, axes)
+        else:
+            self._cast = flat
 
     def finish_reduction(self) -> list[Tensor] | None:
         """Gradients of the shards, after the first collective; None if there was no gradient."""
-        if self._reduction is None:
+        if self._reduction is not None:
+            self._cast = self._step.mesh.wait(self._reduction)
+            self._reduction = None
+        if self._cast is None:
             return None
-        flat = self._step.mesh.wait(self._reduction)
-        self._reduction = None
+        flat, self._cast = self._cast, None
         return self._buffers.unpack_shards(flat)
 
 
@@ -164,7 +184,7 @@ class TrainingStep:
         if owner is None:
             return tensor.detach()
         use, member = owner
-        if tensor.dtype != use.shards[0].dtype:
+        if not use.owns(tensor):
             return tensor.detach()
         use.is_saved = True
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()

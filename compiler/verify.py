@@ -66,7 +66,7 @@ def verify(plan: Plan, model_argument: str) -> VerifyReport:
 
 def captured_as_planned(plan: Plan, built: BuiltModel) -> Captured:
     """The captured model. Raises PlanMismatchError if it is not the one that was planned."""
-    captured = capture(built.model, built.example_inputs)
+    captured = capture(built.model, built.example_inputs, precision=plan.precision)
     check_fingerprint(plan, captured)
     return captured
 

@@ -43,23 +43,27 @@ Value = tuple[int, int]
 """(instance, output)."""
 
 
-How = Literal["direct", "reduced", "gathered"]
+How = Literal["direct", "reduced", "cast", "gathered"]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterUse:
-    """One parameter slot of an instance. `stored_bytes` between steps, `used_bytes` as the ops
-    read it, `gradient_bytes` of its gradient that stay on this rank. how: "direct" (its gradient
-    goes straight to .grad), "reduced" (gradient all-reduced in a bucket), "gathered" (all-gathered,
-    gradient reduce-scattered). `slot` is the tensor of the local program that stands for it.
-    name: of a parameter with other uses, too; empty for one that is used here alone."""
+    """One parameter slot of an instance. `stored_bytes` between steps, `used_bytes` as the ops read
+    it, `flat_bytes` of its gradient in a bucket, `gradient_bytes` of it that stay on this rank.
+    how: "direct" (its gradient goes straight to .grad), "cast" (read in another dtype than it is
+    kept in), "reduced" (gradient all-reduced in a bucket, perhaps cast), "gathered" (all-gathered,
+    perhaps cast, gradient reduce-scattered). `slot` is the tensor of the local program that stands
+    for it. name: of a parameter with other uses, too; empty for one that is used here alone.
+    copy_bytes: of a copy in the dtype that ops read, where nothing is gathered."""
 
     slot: int
     stored_bytes: int
     used_bytes: int
+    flat_bytes: int
     gradient_bytes: int
     how: How
     name: str = ""
+    copy_bytes: int = 0
 
     @property
     def stays_bytes(self) -> int:
@@ -71,7 +75,7 @@ class ParameterUse:
         """What is alive one region longer: a gradient that leaves, the buffer of a
         reduce-scatter."""
         leaving = self.stored_bytes - self.stays_bytes
-        return leaving + (self.used_bytes if self.how == "gathered" else 0)
+        return leaving + (self.flat_bytes if self.how == "gathered" else 0)
 
 
 @dataclass(frozen=True)
@@ -162,17 +166,18 @@ class _Ranges:
 
 
 class _ParameterSums:
-    """Bytes of the parameters of one instance. gathered: as they are used; flat, result: of the
-    buckets that are reduced, and of what comes out. Of uses that share no parameter: gradients that
-    stay, and what is in flight one region longer; shared: the other uses."""
+    """Bytes of the parameters of one instance. gathered, copied: as they are used; flat, result: of
+    the buckets that are reduced, and of what comes out. Of uses that share no parameter: gradients
+    that stay, and what is in flight one region longer; shared: the other uses."""
 
     def __init__(self, memory: RegionMemory, uses: Sequence[ParameterUse]) -> None:
         trained = [u for u in uses if memory.slot_gradient_bytes[u.slot]]
         bucketed = [u for u in trained if u.how != "direct"]
         alone = [u for u in trained if not u.name]
         self.gathered = sum(u.used_bytes for u in uses if u.how == "gathered")
-        self.flat = sum(u.used_bytes for u in bucketed)
-        self.result = sum(u.stored_bytes for u in bucketed)
+        self.copied = sum(u.copy_bytes for u in uses)
+        self.flat = sum(u.flat_bytes for u in bucketed)
+        self.result = sum(u.stored_bytes for u in bucketed if u.how != "cast")
         self.stays = sum(u.stays_bytes for u in alone)
         self.in_flight = sum(u.in_flight_bytes for u in alone)
         self.shared = [u for u in trained if u.name]
@@ -213,13 +218,12 @@ class _Timeline:
         passing, flying = self.value_gradients.totals(), self.in_flight.totals()
         for i, instance in enumerate(self.instances):
             memory, ahead = instance.memory, next_gathered[i]
-            found.append(
-                _Moment(0, activations[i], gathered[i] + ahead, 0, memory.forward_peak_bytes)
-            )
+            here = gathered[i] + self.sums[i].copied
+            found.append(_Moment(0, activations[i], here + ahead, 0, memory.forward_peak_bytes))
             t, behind = self.backward(i), previous_gathered[i]
             inside = memory.backward_peak_bytes - memory.saved_bytes + passing[t]
             kept = activations[t] + memory.saved_bytes
-            found.append(_Moment(gradients[t], kept, gathered[i] + behind, flying[t], inside))
+            found.append(_Moment(gradients[t], kept, here + behind, flying[t], inside))
             sums = self.sums[i]
             inside = memory.reduction_bytes + passing[t]
             buckets = flying[t] + sums.flat + sums.result

@@ -169,4 +169,4 @@ class _Walk:
 
 
 def _facts(value: Value) -> Form:
-    return value.shape, value.dtype, value.requires_grad, value.depends
+    return value.shape, value.dtype, value.requires_grad, value.depends, value.master

@@ -12,7 +12,7 @@ from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
 from meshfold.passes.expert_rules import travelled_rule, travelling
-from meshfold.passes.parameter_prices import local_bytes
+from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.region_memory import Probe, memory_of_region, step_memory
 from meshfold.passes.region_price import RegionPrice, layouts_of_values, price_region
 from meshfold.passes.residence import (
@@ -231,7 +231,7 @@ def placements(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> tuple[Parame
                 dtype=value.dtype,
                 stored=stored,
                 used=demands[0] if demands else stored,
-                num_bytes=local_bytes(value, stored, mesh.sizes),
+                num_bytes=stored_bytes(value, stored, mesh.sizes),
             )
         )
     return tuple(out)

@@ -78,7 +78,7 @@ def _zero(probability: Arg) -> Arg:
 
 
 def _widened_region(region: Region) -> Region:
-    values = tuple(replace(v, dtype=widened(v.dtype)) for v in region.graph.values)
+    values = tuple(replace(v, dtype=widened(v.dtype), master="") for v in region.graph.values)
     region = replace(region, graph=replace(region.graph, values=values))
     return _with_ops(region, _widened_op)
 

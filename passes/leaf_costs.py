@@ -26,7 +26,7 @@ from meshfold.cost_models.memory import RegionMemory
 from meshfold.cost_models.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.opgraph import OpGraph, SlotKind
 from meshfold.options import LayoutPin
-from meshfold.passes.parameter_prices import local_bytes
+from meshfold.passes.parameter_prices import local_bytes, stored_bytes
 from meshfold.passes.region_price import RegionPrice, RegionPricer, layouts_of_values
 from meshfold.passes.residence import (
     Residence,
@@ -228,7 +228,7 @@ class _Parameters:
         """Local bytes of the parameters that are counted here."""
         values = self.region.graph.values
         return sum(
-            local_bytes(values[i], layouts[i], self.mesh.sizes)
+            stored_bytes(values[i], layouts[i], self.mesh.sizes)
             for i in self.region.slots.first
             if values[i].requires_grad or not of_trained
         )

@@ -7,6 +7,7 @@ tables that the emitter uses; the live ranges of the result are those of cost_mo
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from meshfold.cost_models.memory import LocalProgram
 from meshfold.cost_models.op_probe import OpProbe, ProbeKey, TensorSpec, dense_spec
@@ -23,7 +24,7 @@ from meshfold.passes.conversions import (
     plan_conversions,
 )
 from meshfold.passes.localize import localize
-from meshfold.passes.parameter_prices import is_bucketed, local_bytes
+from meshfold.passes.parameter_prices import is_bucketed, local_bytes, stored_bytes
 from meshfold.spmd import REPLICATE, Layout, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
 
@@ -87,15 +88,20 @@ class LocalProgramBuilder:
         for v, slot in enumerate(self.graph.slots):
             if slot.kind is not SlotKind.PARAMETER:
                 continue
-            stored = local_bytes(self.graph.values[v], self.arriving[v], self.mesh.sizes)
+            value = self.graph.values[v]
+            here = local_bytes(value, self.arriving[v], self.mesh.sizes)
+            stored = stored_bytes(value, self.arriving[v], self.mesh.sizes)
             runtime = [(layout, t) for (w, layout), t in self.uses.items() if w == v]
             for layout, t in runtime:
                 # What is gathered keeps the padding of its shards.
-                used = stored * self._num_gathered(self.arriving[v], layout)
-                how: How = "gathered" if used > stored else "reduced"
-                found.append((v, ParameterUse(t, stored, used, stored, how)))
+                shards = self._num_gathered(self.arriving[v], layout)
+                is_reduced = layout != self.arriving[v]
+                how: How = "gathered" if shards > 1 else "reduced" if is_reduced else "cast"
+                use = ParameterUse(t, stored, shards * here, shards * stored, stored, how)
+                is_copy = bool(value.master) and shards == 1
+                found.append((v, replace(use, copy_bytes=here if is_copy else 0)))
             if not runtime:
-                found.append((v, ParameterUse(v, stored, stored, stored, "direct")))
+                found.append((v, ParameterUse(v, stored, here, stored, stored, "direct")))
         return tuple(found)
 
     def _num_gathered(self, stored: Layout, used: Layout) -> int:
@@ -125,7 +131,7 @@ class LocalProgramBuilder:
         for demand in demands:
             by_use.setdefault(self._used_layout(native, demand), []).append(demand)
         for used, wanted in by_use.items():
-            if used != native:
+            if used != native or self.graph.values[v].master:
                 self.uses[v, used] = self.tensors[v, used] = self._outside(v, used)
             self._plan_tree(v, used, wanted)
 

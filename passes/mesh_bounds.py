@@ -26,6 +26,7 @@ from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
 from meshfold.passes.boundaries import num_instances
 from meshfold.passes.data_parallel import DataParallel
 from meshfold.passes.op_time import compute_dtype
+from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.region_price import layouts_of_values
 from meshfold.spmd import REPLICATE
 from meshfold.strategy import RegionTyping
@@ -87,20 +88,20 @@ def _reduction(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> _Reduc
     ep, where only those of experts are."""
     mesh = costs.mesh
     demands = layouts_of_values(graph, typing)
-    num_bytes = sum(
-        graph.values[i].num_bytes
+    read = [
+        graph.values[i]
         for i, slot in enumerate(graph.slots)
         if slot.kind is SlotKind.PARAMETER and graph.values[i].requires_grad
         if any(layout[0] == REPLICATE for layout in demands[i][1])
-    )
+    ]
     cutting = (n for name, n in zip(mesh.names, mesh.sizes, strict=True) if name in ("ep", "tp"))
-    local_bytes = num_bytes // math.prod(cutting)
+    parts = math.prod(cutting)
+    gathered = sum(v.num_bytes for v in read) // parts
+    kept = sum(stored_bytes(v, (), ()) for v in read) // parts
     batch_axes = [k for k, name in enumerate(mesh.names) if name != "tp"]
-    whole_s = min(
-        costs.collective_s("all_reduce", local_bytes, axes) for axes in ((0,), batch_axes)
-    )
-    sharded_s = sum(
-        min(costs.collective_s(kind, local_bytes, axes) for axes in ((0,), batch_axes))
-        for kind in ("all_gather", "reduce_scatter")
-    )
-    return _Reduction(local_bytes, whole_s, sharded_s)
+
+    def least_s(kind: str, num_bytes: int) -> float:
+        return min(costs.collective_s(kind, num_bytes, axes) for axes in ((0,), batch_axes))
+
+    sharded_s = least_s("all_gather", gathered) + least_s("reduce_scatter", kept)
+    return _Reduction(kept, least_s("all_reduce", kept), sharded_s)

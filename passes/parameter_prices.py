@@ -40,8 +40,15 @@ class Prices:
     used_s_per_byte: float = 0.0
 
 
+def stored_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
+    """Bytes of a parameter on one rank in the dtype that it is kept in; so are those of its
+    gradient after, and while, it is reduced."""
+    wide = ITEM_BYTES[value.stored_dtype] // ITEM_BYTES[value.dtype]
+    return wide * local_bytes(value, layout, sizes)
+
+
 def local_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
-    """Bytes of a value on one rank."""
+    """Bytes of a value on one rank, in the dtype that ops read."""
     shards = 1
     for t, size in zip(layout, sizes, strict=True):
         if t.padded:
@@ -63,11 +70,12 @@ class ParameterPrices:
         self.mesh = mesh
         self.costs = costs
         self._per_byte: dict[tuple[str, int], float] = {}
-        self._known: dict[tuple[tuple[int, ...], str, bool, Layout, Layout], float] = {}
+        self._known: dict[tuple[tuple[int, ...], str, str, bool, Layout, Layout], float] = {}
 
-    def num_bytes(self, value: Value, layouts: Sequence[Layout]) -> Table:
-        """Bytes per rank in each layout."""
-        return np.array([local_bytes(value, x, self.mesh.sizes) for x in layouts], dtype=float)
+    def num_bytes(self, value: Value, layouts: Sequence[Layout], *, stored: bool) -> Table:
+        """Bytes per rank in each layout, as it is kept (`stored`) or as ops read it."""
+        size = stored_bytes if stored else local_bytes
+        return np.array([size(value, x, self.mesh.sizes) for x in layouts], dtype=float)
 
     def matrix(self, value: Value, stored: Sequence[Layout], used: Sequence[Layout]) -> Table:
         """[stored, used] -> seconds, +inf where the pair is not allowed."""
@@ -77,7 +85,7 @@ class ParameterPrices:
         return small[:, [column[u] for u in used]]
 
     def _price_s(self, value: Value, stored: Layout, used: Layout) -> float:
-        key = (value.shape, value.dtype, value.requires_grad, stored, used)
+        key = value.shape, value.dtype, value.master, value.requires_grad, stored, used
         if key not in self._known:
             self._known[key] = self._compute_s(value, stored, used)
         return self._known[key]
@@ -112,7 +120,7 @@ class ParameterPrices:
         total = 2 * self._share_s("all_gather", whole, axis) if gathered else 0.0
         if value.requires_grad:
             kind = "reduce_scatter" if gathered else "all_reduce"
-            total += self._share_s(kind, whole, axis)
+            total += self._share_s(kind, stored_bytes(value, after, self.mesh.sizes), axis)
         return total
 
     def _share_s(self, kind: str, num_bytes: int, axis: int) -> float:

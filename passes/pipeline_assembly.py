@@ -61,6 +61,7 @@ def assemble_pipeline(
         pins=dict(options.pins),
         optimizer=options.optimizer,
         seed=options.seed,
+        precision=options.precision,
         regions=tuple(writer.region(r) for r in range(len(writer.split.regions))),
         stages=tuple(writer.stage(s) for s in range(len(found.plan.stages))),
         memory=worst_memory(problems, found),

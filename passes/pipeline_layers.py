@@ -31,7 +31,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
 from meshfold.cost_models.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.mesh import Mesh
-from meshfold.opgraph import OpGraph, SlotKind, Value
+from meshfold.opgraph import ITEM_BYTES, OpGraph, SlotKind, Value
 from meshfold.passes.data_parallel import zero3_layout
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.passes.region_price import RegionPrice
@@ -208,19 +208,20 @@ class _Parameters:
             part = local_bytes(value, cut, (dp, *sizes))
             is_tied = parameter.num_holders > 1
             is_sharded = zero == 3 and part < used and not is_tied
-            here = part if is_sharded else used
+            wide = ITEM_BYTES[value.stored_dtype] // ITEM_BYTES[value.dtype]
+            here = wide * (part if is_sharded else used)
             self.stored += here
             self.gathered += used if is_sharded else 0
             if not value.requires_grad:
                 continue
             self.gradients += here
-            self.updated += part if zero == 1 else here
+            self.updated += wide * part if zero == 1 else here
             if is_sharded:
-                self.scattered += used
+                self.scattered += wide * used
             elif dp > 1:
-                self.reduced += used
+                self.reduced += wide * used
             if is_tied:
-                self.tied.append((used, parameter.num_holders))
+                self.tied.append((wide * used, parameter.num_holders))
 
     def passing_bytes(self, memory: RegionMemory) -> int:
         """The worst of forward, backward and reduction: temporaries, two layers' gathered

@@ -55,6 +55,7 @@ def assemble_plan(
         pins=dict(options.pins),
         optimizer=options.optimizer,
         seed=options.seed,
+        precision=options.precision,
         regions=tuple(_region_plan(best, r, origin[r], planner) for r in range(len(split.regions))),
         stages=(
             StagePlan(

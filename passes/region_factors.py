@@ -322,7 +322,7 @@ def _parameter_term(
         stored_variable=b.variable(len(stored)) if len(users) > 1 else None,
         users=tuple(users),
         conversion_s=convert,
-        stored_bytes=priced * p.num_bytes(value, stored),
-        used_bytes=tuple(priced * p.num_bytes(value, user.layouts) for user in users),
+        stored_bytes=priced * p.num_bytes(value, stored, stored=True),
+        used_bytes=tuple(priced * p.num_bytes(value, u.layouts, stored=False) for u in users),
         forbidden_s=np.zeros(len(stored)),
     )

@@ -29,7 +29,7 @@ from meshfold.passes.conversions import (
     plan_conversions,
 )
 from meshfold.passes.op_time import OpTime, op_time
-from meshfold.passes.parameter_prices import is_bucketed, local_bytes
+from meshfold.passes.parameter_prices import is_bucketed, local_bytes, stored_bytes
 from meshfold.passes.rules import AxisRule
 from meshfold.plan import ConversionRecord
 from meshfold.spmd import Layout
@@ -142,6 +142,11 @@ class _Sums:
         for axis, seconds in enumerate(cost.by_axis_s):
             self.communication_s[axis] += seconds
 
+    def add_cast(self, seconds: float) -> None:
+        """A parameter cast to what ops read, for the forward and again for the backward."""
+        self.forward_s += seconds
+        self.backward_s += seconds
+
     def add_again(self, cost: ConversionCost) -> None:
         """The forward of a conversion that runs again."""
         self.again_s += cost.forward_s
@@ -231,6 +236,11 @@ class RegionPricer:
         sums = _Sums(self.mesh)
         graph, value = self.graph, self.graph.values[v]
         is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
+        if is_parameter and value.master:
+            moved = sum(
+                size(value, native, self.mesh.sizes) for size in (local_bytes, stored_bytes)
+            )
+            sums.add_cast(self.costs.compute_s(0.0, moved, value.dtype) - self.costs.launch_s)
         edges = plan_conversions(value, native, self._demands[v], self.mesh, self.costs)
         again = self._again.starts(v, value, edges, self.mesh, self.costs)
         for edge in edges:
@@ -315,15 +325,15 @@ def _price_parameter(
         sums.add(cost)
         if is_again:
             sums.add_again(cost)
-    stored = local_bytes(value, edge[0], mesh.sizes)
+    here, kept = (size(value, edge[0], mesh.sizes) for size in (local_bytes, stored_bytes))
     if gathered:
         axes = tuple(sorted(gathered))
-        whole = stored * math.prod(mesh.sizes[k] for k in axes)
-        sums.bucket(axes, "all_gather", whole)
+        shards = math.prod(mesh.sizes[k] for k in axes)
+        sums.bucket(axes, "all_gather", shards * here)
         if value.requires_grad:
-            sums.bucket(axes, "reduce_scatter", whole)
+            sums.bucket(axes, "reduce_scatter", shards * kept)
     if reduced and value.requires_grad:
-        sums.bucket(tuple(sorted(reduced)), "all_reduce", stored)
+        sums.bucket(tuple(sorted(reduced)), "all_reduce", kept)
     _record(graph, v, "parameter", edge, conversion_cost(value, *edge, mesh, costs), sums)
 
 

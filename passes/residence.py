@@ -21,7 +21,7 @@ from meshfold.cost_models.step_memory import States
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind, SourceKind
 from meshfold.passes.data_parallel import zero3_layout, zero_axes
-from meshfold.passes.parameter_prices import local_bytes
+from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.program_reads import ProgramReads, program_reads
 from meshfold.passes.region_price import HostTraffic, layouts_of_values
 from meshfold.spmd import REPLICATE, Layout
@@ -77,7 +77,7 @@ def data_shards(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, L
 def updated_bytes(graph: OpGraph, residence: Residence, slots: SlotFacts, mesh: Mesh) -> int:
     """Local bytes of the parameters whose optimizer states are counted with this region."""
     return sum(
-        local_bytes(graph.values[i], residence.states[i], mesh.sizes)
+        stored_bytes(graph.values[i], residence.states[i], mesh.sizes)
         for i in slots.first
         if graph.values[i].requires_grad
     )
@@ -122,7 +122,7 @@ def gradient_bytes(graph: OpGraph, slot: int, residence: Residence, mesh: Mesh) 
     """Local bytes of a parameter's gradient that stay on the device."""
     if residence.offload == "optimizer":
         return 0
-    return local_bytes(graph.values[slot], residence.gradients[slot], mesh.sizes)
+    return stored_bytes(graph.values[slot], residence.gradients[slot], mesh.sizes)
 
 
 def program_states(
@@ -156,4 +156,4 @@ def _slots_bytes(
     graph: OpGraph, slots: Sequence[int], layouts: Sequence[Layout], mesh: Mesh
 ) -> int:
     """Local bytes of these slots, `layouts` being those of all slots."""
-    return sum(local_bytes(graph.values[i], layouts[i], mesh.sizes) for i in slots)
+    return sum(stored_bytes(graph.values[i], layouts[i], mesh.sizes) for i in slots)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.conversions import conversion_cost
-from meshfold.passes.parameter_prices import local_bytes
+from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.program_reads import Crossing, ProgramReads, program_reads
 from meshfold.passes.region_price import HostTraffic, RegionPrice
 from meshfold.passes.residence import Residence
@@ -140,7 +140,7 @@ def _optimizer_s(
         layouts = at.states if at else typings[r].slots
         for i in first.parameters:
             value = folded.regions[r].graph.values[i]
-            num_bytes = count * local_bytes(value, layouts[i], costs.mesh.sizes)
+            num_bytes = count * stored_bytes(value, layouts[i], costs.mesh.sizes)
             if at is None or at.offload != "optimizer":
                 here += num_bytes
             elif value.requires_grad:

@@ -20,6 +20,7 @@ from meshfold.program import EmittedProgram
 from meshfold.runner import ProgramRunner
 from meshfold.shards import shard_of
 from meshfold.strategy import UniformStrategy
+from meshfold.torch_ops import torch_dtype
 
 
 class Stack(nn.Module):
@@ -103,9 +104,12 @@ def on_ranks(
 
 
 def local_part(program: EmittedProgram, name: str, whole: Tensor, mesh: RankMesh) -> Tensor:
-    """A copy of this rank's part of a parameter or its gradient."""
+    """A copy of this rank's part of a parameter or its gradient, in the dtype that it is kept
+    in."""
     layout = program.stored[name]
-    return shard_of(whole.detach(), layout, program.mesh.sizes, mesh.coords).clone()
+    part = shard_of(whole.detach(), layout, program.mesh.sizes, mesh.coords)
+    kept = next(p.dtype for p in program.folded.parameters if p.name == name)
+    return part.to(torch_dtype(kept), copy=True)
 
 
 def errors_of_a_step(

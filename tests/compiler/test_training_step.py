@@ -37,7 +37,7 @@ def zero3_stack(**sizes: int) -> tuple[nn.Module, dict[str, Tensor], Any, Emitte
 
 def layers_of(program: EmittedProgram) -> list[int]:
     """Instances that gather parameters, in order."""
-    return [k for k in range(len(program.programs)) if program.region_of(k).has_gather]
+    return [k for k in range(len(program.programs)) if program.region_of(k).makes_parameters]
 
 
 class Traced(nn.Module):
@@ -104,7 +104,7 @@ def test_gathers_start_before_the_ops_of_the_region_before(zero3_log: Any) -> No
 
 def test_gathers_are_waited_for_at_first_use_and_start_ahead_comes_next(zero3_log: Any) -> None:
     program, _ = zero3_log
-    region = next(r for r in program.regions if r.has_gather)
+    region = next(r for r in program.regions if r.makes_parameters)
     text = program.text(0).split(f"region {region.name}:")[1]
     calls = re.findall(r"^    \w+ = ([\w.]+)\(", text, flags=re.MULTILINE)
     wait = calls.index("wait_bucket")

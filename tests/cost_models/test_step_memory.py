@@ -33,7 +33,7 @@ LAYER = RegionMemory(
 
 
 def layer(source: Value | None, how: str = "direct", stored: int = 20) -> InstanceMemory:
-    use = ParameterUse(1, stored, 20, stored, how)  # type: ignore[arg-type]
+    use = ParameterUse(1, stored, 20, 20, stored, how)  # type: ignore[arg-type]
     return InstanceMemory(LAYER, {0: source} if source else {}, (use,))
 
 
@@ -46,7 +46,7 @@ def with_weight(
 ) -> list[InstanceMemory]:
     """Instances that read a parameter of `num_bytes`, of whose gradient `stays` bytes do."""
     kept = num_bytes if stays is None else stays
-    use = ParameterUse(1, num_bytes, num_bytes, kept, "direct", name)
+    use = ParameterUse(1, num_bytes, num_bytes, num_bytes, kept, "direct", name)
     return [replace(i, parameters=(use,)) for i in instances]
 
 
@@ -188,7 +188,7 @@ def test_reductions_hold_their_buffers() -> None:
             reduction_bytes=510,
             slot_gradient_bytes=(10, 500),
         )
-        use = ParameterUse(1, stored, 500, stored, how)  # type: ignore[arg-type]
+        use = ParameterUse(1, stored, 500, 500, stored, how)  # type: ignore[arg-type]
         return InstanceMemory(memory, {0: (k - 1, 0)} if k else {}, (use,))
 
     scattered, _ = compose([small(k, "gathered", 125) for k in range(3)])
