@@ -190,6 +190,7 @@ class _RegionEmitter:
             direct,
             graph,
             self.typing.recompute,
+            self.typing.keeps_gathered,
         )
 
     # What is wanted, before any node is written.

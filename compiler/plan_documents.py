@@ -291,6 +291,7 @@ def _region(document: RegionDocument, path: str, num_axes: int) -> RegionPlan:
     slots = _each(f"{path}.slots", document.slots, read_slot, num_axes)
     ops = _each(f"{path}.ops", document.ops, read_op, num_axes)
     outputs = _each(f"{path}.outputs", document.outputs, read_layout, num_axes)
+    strategy = _strategy(document.strategy, f"{path}.strategy")
     return RegionPlan(
         name=document.name,
         fingerprint=document.fingerprint,
@@ -300,7 +301,8 @@ def _region(document: RegionDocument, path: str, num_axes: int) -> RegionPlan:
             slots=tuple(layout for _, layout in slots),
             ops=tuple(typing for _, typing in ops),
             outputs=outputs,
-            recompute=document.strategy.recompute,
+            recompute=strategy.recompute,
+            keeps_gathered=strategy.keeps_gathered,
         ),
         parameters=tuple(
             _parameter(p, f"{path}.parameters[{k}]", num_axes)

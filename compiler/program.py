@@ -35,8 +35,8 @@ class RegionProgram:
     Placeholders of `graph`, in order: `mesh` (a RankMesh); `ahead` (a callable that starts the next
     gathers); `instance` (its number, which tells random ops apart); one bucket in flight per entry
     of `buckets`; the local tensors of `direct` slots; one float per hole of the region. It returns
-    the outputs of the region as a tuple, then the new values of mutated buffers. recompute: as in
-    RegionTyping.
+    the outputs of the region as a tuple, then the new values of mutated buffers. recompute,
+    keeps_gathered: as in RegionTyping.
     """
 
     name: str
@@ -47,6 +47,7 @@ class RegionProgram:
     direct: tuple[int, ...]
     graph: fx.GraphModule
     recompute: Recompute = "none"
+    keeps_gathered: bool = False
 
     @property
     def makes_parameters(self) -> bool:
@@ -118,6 +119,7 @@ class EmittedProgram:
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"
             again = "; runs again in backward" if region.recompute == "full" else ""
+            again += "; stays gathered for backward" if region.keeps_gathered else ""
             yield f"region {region.name}: {len(instances)} x, first {scope}{again}"
             for number, bucket in enumerate(region.buckets):
                 for line in bucket_text(number, bucket, self.mesh):

@@ -64,9 +64,11 @@ class ProgramRunner:
     def _bucket_uses(self, step: TrainingStep, k: int, parameters: Tensors) -> list[BucketUse]:
         """The buckets of instance `k` in this step."""
         uses = []
+        keeps = self.program.region_of(k).keeps_gathered and step.is_recording
         for buffers in self._buffers[self.program.programs[k]]:
             names = self.program.parameters_of(k, buffers.bucket)
-            uses.append(BucketUse(step, k, buffers, [parameters[name] for name in names]))
+            shards = [parameters[name] for name in names]
+            uses.append(BucketUse(step, k, buffers, shards, stays=keeps))
         return uses
 
 

@@ -63,7 +63,8 @@ class OpTyping:
 class RegionTyping:
     """slots: layout in which each slot's value arrives (for a parameter: its stored layout);
     ops: one typing per op; outputs: layout in which each region output leaves; recompute: see
-    Recompute. Raises ValueError for another word there.
+    Recompute. keeps_gathered: parameters that are gathered for the forward stay for the backward
+    (ZeRO 1 and 2), instead of being gathered again. Raises ValueError for another word there.
 
     Wherever a value's layout (slot or producer) differs from what an op or an output demands, the
     emitter inserts the conversion that `passes.conversions.plan_conversions` gives, one per
@@ -74,6 +75,7 @@ class RegionTyping:
     ops: tuple[OpTyping, ...]
     outputs: tuple[Layout, ...]
     recompute: Recompute = "none"
+    keeps_gathered: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute not in get_args(Recompute):
@@ -86,10 +88,10 @@ class RegionTyping:
 class UniformStrategy:
     """One leaf of the decision tree, for a region or for a whole model: degrees, sequence parallel
     on tp, ZeRO level on dp (0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and
-    parameters), what is recomputed, what is offloaded; pipeline stages, and parts that a rank's
-    share of the batch is run in; cp: ranks that share the sequence, with whole weights; ep: ranks
-    that cut the batch as dp does and share the experts.
-
+    parameters; in one pass 1 is run as 2: no gradient is whole for longer than its region), what is
+    recomputed, what is offloaded; pipeline stages, and parts that a rank's share of the batch is
+    run in; cp: ranks that share the sequence, with whole weights; ep: ranks that cut the batch as
+    dp does and share the experts.
     `label` is how people read it: "pp8 x dp2 x tp4+sp, zero1, recompute full, 64 microbatches".
     """
 
@@ -135,8 +137,13 @@ class UniformStrategy:
         return "sequence" if self.sequence_parallel else "tensor"
 
     @property
+    def keeps_gathered(self) -> bool:
+        """Whether parameters are whole between the forward and the backward of a region."""
+        return self.zero in (1, 2)
+
+    @property
     def runs(self) -> bool:
         """Whether the emitter can run it; else it can only be planned."""
         in_one_pass = self.pp == 1 and self.microbatches == 1
         is_kept = self.recompute != "selective" and self.offload == "none"
-        return in_one_pass and is_kept and self.zero in (0, 3)
+        return in_one_pass and is_kept

@@ -13,7 +13,8 @@ accumulates itself. Tokens are empty tensors that carry nothing but this order.
 
 Gathered parameters are released after a region's forward. Autograd keeps a note instead (saved
 tensor hooks) and the backward gathers again, one region ahead: two regions are whole at most.
-The last region stays whole for its backward. A region with full recomputation
+The last region stays whole for its backward, and so do regions that keep what is gathered (ZeRO 1
+and 2). A region with full recomputation
 (meshfold.recomputation) keeps no notes; it gathers again in the same turn.
 """
 
@@ -35,7 +36,8 @@ SECOND_BACKWARD = (
 
 
 class BucketUse:
-    """A bucket of one region instance during one step. `token` is set by TrainingStep.enter."""
+    """A bucket of one region instance during one step. `token` is set by TrainingStep.enter. stays:
+    what is gathered in forward is kept for the backward."""
 
     def __init__(
         self,
@@ -43,8 +45,11 @@ class BucketUse:
         instance: int,
         buffers: BucketBuffers,
         shards: Sequence[Tensor],
+        *,
+        stays: bool = False,
     ) -> None:
         self.instance = instance
+        self.stays = stays and bool(buffers.bucket.gather)
         self.bucket = buffers.bucket
         self.token: Tensor | None = None
         self.is_saved = False
@@ -100,7 +105,7 @@ class BucketUse:
 
     def will_be_read_again(self) -> None:
         """Backward reads the members outside the notes that autograd keeps: a region runs again."""
-        self.is_saved = self.bucket.is_made
+        self.is_saved = self.bucket.is_made and not self.stays
 
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
         """Start the reduction of the members' gradients; the members are no longer needed."""
@@ -159,9 +164,10 @@ class TrainingStep:
             use.start_gather()
 
     def release(self, instance: int) -> None:
-        """X: drop the gathered parameters of an instance."""
+        """X: drop the gathered parameters of an instance, but those that stay."""
         for use in self.uses[instance]:
-            use.release()
+            if not use.stays:
+                use.release()
 
     # Saved tensors.
 
@@ -186,7 +192,7 @@ class TrainingStep:
         use, member = owner
         if not use.owns(tensor):
             return tensor.detach()
-        use.is_saved = True
+        use.is_saved = not use.stays
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
         def regather() -> Tensor:
@@ -203,14 +209,13 @@ class TrainingStep:
         self._at = len(self.uses)
         for uses in self.uses:
             for use in uses:
-                if not use.is_saved:
+                if not (use.is_saved or use.stays):
                     use.release()
         self._prefetch_before(len(self.uses))
 
     def finish_backward(self) -> None:
         self._is_done = True
-        for instance in range(len(self.uses)):
-            self.release(instance)
+        self._release_from(0)
 
     def arrive(self, instance: int) -> None:
         """Backward has come to `instance`: everything later is done, what comes next starts."""
@@ -219,14 +224,19 @@ class TrainingStep:
         if instance == self._at:
             return
         self._at = instance
-        for later in range(instance + 1, len(self.uses)):
-            self.release(later)
+        self._release_from(instance + 1)
         saved = [u for u in self.uses[instance] if u.is_saved]
         for use in saved:
             use.start_gather()
         for use in saved:
             use.members()
         self._prefetch_before(instance)
+
+    def _release_from(self, first: int) -> None:
+        """Nobody needs the parameters of these instances again."""
+        for uses in self.uses[first:]:
+            for use in uses:
+                use.release()
 
     def _prefetch_before(self, instance: int) -> None:
         for earlier in reversed(range(instance)):

@@ -13,7 +13,8 @@ The head is an instance like any other. Beside the S_j live, over ranges of mome
     values between instances   from their making to the last reader, or to the backward of the
                                first instance that keeps them; one count per storage
     their gradients            from the backward of the last reader to that of the maker
-    gathered parameters        two instances' worth: the current one and the next in flight
+    gathered parameters        two instances' worth: the current one and the next in flight; those
+                               that stay, from their forward to their backward
     buckets in flight          a reduce-scatter still reads its buffer while the next region runs;
                                a gradient that leaves for the host is there as long
     offloaded activations      while the next instance runs forward, and while it runs backward
@@ -81,13 +82,15 @@ class ParameterUse:
 @dataclass(frozen=True)
 class InstanceMemory:
     """An instance: memory of its region, its parameters, and where values of other instances that
-    it takes are made, by slot. is_offloaded: what it keeps inside goes to the host. Instances that
-    differ in sources alone share the other objects."""
+    it takes are made, by slot. is_offloaded: what it keeps inside goes to the host.
+    keeps_gathered: parameters that it gathers are whole from its forward to its backward. Instances
+    that differ in sources alone share the other objects."""
 
     memory: RegionMemory
     sources: Mapping[int, Value]
     parameters: tuple[ParameterUse, ...]
     is_offloaded: bool = False
+    keeps_gathered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +202,11 @@ class _Timeline:
         self.value_gradients = _Ranges(self.last + 1)
         self.gradients = _Ranges(self.last + 1)
         self.in_flight = _Ranges(self.last + 1)
+        self.staying = _Ranges(self.last + 1)
         for i, instance in enumerate(instances):
             self._add_kept(i, instance)
+            if instance.keeps_gathered:
+                self.staying.add(i + 1, self.backward(i) - 1, self.sums[i].gathered)
         self._add_values(model_outputs)
         self._add_value_gradients()
         self.final_gradients = self._add_parameter_gradients()
@@ -213,14 +219,21 @@ class _Timeline:
         """Every moment at its worst."""
         found = []
         gathered = [sums.gathered for sums in self.sums]
-        next_gathered, previous_gathered = _nearest(gathered)
+        again = [
+            0 if instance.keeps_gathered else num_bytes
+            for instance, num_bytes in zip(self.instances, gathered, strict=True)
+        ]
+        next_gathered, previous_gathered = _before(gathered[::-1])[::-1], _before(again)
+        staying = self.staying.totals()
         activations, gradients = self.activations.totals(), self.gradients.totals()
         passing, flying = self.value_gradients.totals(), self.in_flight.totals()
         for i, instance in enumerate(self.instances):
             memory, ahead = instance.memory, next_gathered[i]
-            here = gathered[i] + self.sums[i].copied
+            here = gathered[i] + self.sums[i].copied + staying[i]
             found.append(_Moment(0, activations[i], here + ahead, 0, memory.forward_peak_bytes))
-            t, behind = self.backward(i), previous_gathered[i]
+            t = self.backward(i)
+            here += staying[t] - staying[i]
+            behind = previous_gathered[i]
             inside = memory.backward_peak_bytes - memory.saved_bytes + passing[t]
             kept = activations[t] + memory.saved_bytes
             found.append(_Moment(gradients[t], kept, here + behind, flying[t], inside))
@@ -228,6 +241,7 @@ class _Timeline:
             inside = memory.reduction_bytes + passing[t]
             buckets = flying[t] + sums.flat + sums.result
             if sums.flat:
+                behind += staying[t]
                 found.append(_Moment(gradients[t], activations[t], behind, buckets, inside))
         return found
 
@@ -318,12 +332,8 @@ def _sums_of(instances: Sequence[InstanceMemory]) -> list[_ParameterSums]:
     return found
 
 
-def _nearest(gathered: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Per instance the bytes of the nearest later and of the nearest earlier one that gathers."""
-    return _before(gathered[::-1])[::-1], _before(gathered)
-
-
 def _before(gathered: Sequence[int]) -> list[int]:
+    """Per instance the bytes of the nearest earlier one that gathers."""
     found, nearest = [], 0
     for num_bytes in gathered:
         found.append(nearest)

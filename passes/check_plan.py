@@ -16,9 +16,7 @@ from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.region_memory import Probe, memory_of_region, step_memory
 from meshfold.passes.region_price import RegionPrice, layouts_of_values, price_region
 from meshfold.passes.residence import (
-    Residence,
     host_traffic,
-    residence_of,
     slot_facts,
     updated_bytes,
 )
@@ -28,7 +26,7 @@ from meshfold.passes.step_time import estimate_step
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import ParameterPlacement, Plan, RegionPlan, SearchStats
 from meshfold.spmd import Layout, is_legal, layout_text
-from meshfold.strategy import RegionTyping
+from meshfold.strategy import Offload, RegionTyping
 
 
 def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
@@ -45,16 +43,13 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     split = planned_graph(folded, plan)
     costs = CostModel(plan.cluster, plan.mesh)
     typings = [region.typing for region in plan.regions]
-    residences = [
-        residence_of(region.graph, planned.typing, planned.strategy, plan.mesh)
-        for region, planned in zip(split.regions, plan.regions, strict=True)
-    ]
+    offloads = [planned.strategy.offload for planned in plan.regions]
     prices = []
     for region, planned in zip(split.regions, plan.regions, strict=True):
         _check_slots(region.graph, planned, plan.mesh)
         rules = _rules(region.graph, planned, plan.mesh)
         prices.append(price_region(region.graph, planned.typing, rules, plan.mesh, costs))
-    prices = _with_hosts(split, typings, prices, residences, costs, probe)
+    prices = _with_hosts(split, typings, prices, offloads, costs, probe)
     memory, saved_bytes = step_memory(
         split,
         typings,
@@ -64,11 +59,11 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         optimizer=plan.optimizer,
         reserve_bytes=max(group.device.reserve_bytes for group in plan.cluster.groups),
         capacity_bytes=plan.memory.capacity,
-        residences=residences,
+        offloads=offloads,
     )
     return replace(
         plan,
-        time=estimate_step(split, typings, prices, costs, plan.optimizer, residences),
+        time=estimate_step(split, typings, prices, costs, plan.optimizer, offloads),
         memory=memory,
         regions=tuple(
             _priced_region(region.graph, planned, price, saved, plan.mesh)
@@ -84,13 +79,13 @@ def _with_hosts(
     split: FoldedGraph,
     typings: Sequence[RegionTyping],
     prices: Sequence[RegionPrice],
-    residences: Sequence[Residence],
+    offloads: Sequence[Offload],
     costs: CostModel,
     probe: Probe,
 ) -> list[RegionPrice]:
     """The prices with what offloaded regions send to their host. Raises PlanMismatchError where the
     link to it is unknown."""
-    if any(at.offload != "none" for at in residences) and not costs.cluster.host_bytes_per_s:
+    if any(offload != "none" for offload in offloads) and not costs.cluster.host_bytes_per_s:
         raise PlanMismatchError(
             "the plan offloads to the host, and nothing is known about the link between device and "
             "host; give host_bytes_per_s of the devices in the plan's cluster"
@@ -98,14 +93,14 @@ def _with_hosts(
     floats = {i.region: i.floats for i in split.instances}
     facts = slot_facts(split)
     found = []
-    for r, (price, residence) in enumerate(zip(prices, residences, strict=True)):
-        if residence.offload != "none":
+    for r, (price, offload) in enumerate(zip(prices, offloads, strict=True)):
+        if offload != "none":
             graph = split.regions[r].graph
             memory = memory_of_region(
                 graph, typings[r], costs.mesh, probe, costs=costs, floats=floats[r]
             )
-            updated = updated_bytes(graph, residence, facts[r], costs.mesh)
-            price = replace(price, host=host_traffic(residence, memory, updated, costs))
+            updated = updated_bytes(graph, typings[r].slots, facts[r], costs.mesh)
+            price = replace(price, host=host_traffic(offload, memory, updated, costs))
         found.append(price)
     return found
 

@@ -34,7 +34,8 @@ NODE = "tp leaves the node"
 NOTHING_KEPT = "full recomputation keeps nothing to offload"
 CONTEXT = "cp while the batch can be cut further"
 EXPERTS = "no experts to share"
-PRUNINGS = (NODE, NOTHING_KEPT, CONTEXT, EXPERTS)
+GRADIENTS = "zero 1 in one pass is zero 2"
+PRUNINGS = (NODE, NOTHING_KEPT, CONTEXT, EXPERTS, GRADIENTS)
 """Rules of the tree that can be switched off."""
 
 
@@ -185,8 +186,9 @@ def _prunings(left: Sequence[UniformStrategy], situation: Situation) -> list[tup
 
     A tp axis that leaves the node pays the slow link in every op; it is cut while a leaf inside a
     node, of no larger cp, is left, unless the axis may take the batch in most regions and weights
-    in few. Offloading activations of a region that keeps none inside is the leaf without. CONTEXT
-    and EXPERTS are asked before leaves are made.
+    in few. Offloading activations of a region that keeps none inside is the leaf without. No
+    gradient waits for another microbatch, so none is whole for longer under ZeRO 1 than under 2.
+    CONTEXT and EXPERTS are asked before leaves are made.
     """
     per_node = situation.devices_per_node
     inside = min((leaf.cp for leaf in left if leaf.tp <= per_node), default=math.inf)
@@ -199,6 +201,7 @@ def _prunings(left: Sequence[UniformStrategy], situation: Situation) -> list[tup
             (leaf.recompute, leaf.offload) == ("full", "activations")
             and replace(leaf, offload="none") in everything
         ),
+        GRADIENTS: lambda leaf: leaf.zero == 1 and replace(leaf, zero=2) in everything,
     }
     return [(name, cut) for name, cut in cuts.items() if name not in situation.switched_off]
 

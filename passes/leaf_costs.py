@@ -29,11 +29,9 @@ from meshfold.options import LayoutPin
 from meshfold.passes.parameter_prices import local_bytes, stored_bytes
 from meshfold.passes.region_price import RegionPrice, RegionPricer, layouts_of_values
 from meshfold.passes.residence import (
-    Residence,
     SlotFacts,
     data_shards,
     host_traffic,
-    residence_of,
     updated_bytes,
 )
 from meshfold.passes.step_time import ends_s, instance_s, optimizer_s
@@ -59,7 +57,6 @@ class Leaf:
     ties: bool | None
     is_partial: bool
     typing: RegionTyping
-    residence: Residence
     price: RegionPrice
     memory: RegionMemory
     time_s: float
@@ -81,8 +78,9 @@ class Leaf:
 
     @property
     def kept_bytes(self) -> int:
-        """Activations inside that stay on the device for the backward."""
-        return 0 if self.strategy.offload == "activations" else self.memory.saved_bytes
+        """Activations inside, and gathered parameters, that stay on the device for the backward."""
+        inside = 0 if self.strategy.offload == "activations" else self.memory.saved_bytes
+        return inside + (self.gathered_bytes if self.typing.keeps_gathered else 0)
 
     @property
     def ends_s(self) -> float:
@@ -167,14 +165,19 @@ class _Parameters:
         """The (ZeRO level, sharded slots) worth a leaf: none, the largest few, all; tied ones
         together. Every byte sharded costs alike, so sets in between differ in size alone."""
         wanted = self._wanted
-        if wanted - self.shards.keys() or (wanted and 3 not in levels):
+        if wanted - self.shards.keys():
             return []
-        lower = sorted(levels - {3}) if not wanted else []
-        found: list[tuple[int, tuple[int, ...]]] = [(level, ()) for level in lower]
+        everything = tuple(sorted(self.shards))
+        found: list[tuple[int, tuple[int, ...]]] = [(0, ())] if 0 in levels and not wanted else []
+        found += [
+            (level, everything)
+            for level in (1, 2)
+            if level in levels and (everything or levels == {level})
+        ]
         if 3 not in levels:
             return found
         if levels == {3}:
-            return [(3, tuple(sorted(self.shards)))]
+            return [(3, everything)]
         tied = self.region.slots.tied & self.shards.keys()
         free = self.shards.keys() - tied - wanted
         by_size = sorted(free, key=lambda i: (-self._used_bytes(i), i))
@@ -196,12 +199,12 @@ class _Parameters:
         slots = list(typing.slots)
         for i in sharded:
             slots[i] = self.shards[i]
-        typing = replace(typing, slots=tuple(slots))
-        residence = residence_of(self.region.graph, typing, strategy, self.mesh)
-        updated = updated_bytes(self.region.graph, residence, self.region.slots, self.mesh)
+        keeps = strategy.keeps_gathered
+        typing = replace(typing, slots=tuple(slots), keeps_gathered=keeps)
+        updated = updated_bytes(self.region.graph, slots, self.region.slots, self.mesh)
         priced = replace(
-            self.region.pricer.price(slots, typing.recompute),
-            host=host_traffic(residence, memory, updated, self.costs),
+            self.region.pricer.price(slots, typing.recompute, keeps_gathered=keeps),
+            host=host_traffic(strategy.offload, memory, updated, self.costs),
         )
         is_here = strategy.offload != "optimizer"
         tied = self.region.slots.tied & self.shards.keys()
@@ -212,12 +215,11 @@ class _Parameters:
             ties=bool(tied & set(sharded)) if tied else None,
             is_partial=bool(set(sharded) - tied) and len(set(sharded) | tied) < len(self.shards),
             typing=typing,
-            residence=residence,
             price=priced,
             memory=memory,
             time_s=instance_s(priced) + self._optimizer_s(updated, is_here),
             parameter_bytes=self._stored_bytes(typing.slots),
-            gradient_bytes=self._stored_bytes(residence.gradients, of_trained=True) * is_here,
+            gradient_bytes=self._stored_bytes(slots, of_trained=True) * is_here,
             optimizer_bytes=STATE_FACTOR[self.optimizer] * updated * is_here,
             stepping_bytes=FOREACH_FACTOR[self.optimizer] * updated * is_here,
             gathered_bytes=sum(self._used_bytes(i) for i in sharded),
@@ -247,8 +249,9 @@ class _Parameters:
         self, memory: RegionMemory, sharded: tuple[int, ...], strategy: UniformStrategy
     ) -> int:
         """The worst of forward and backward: what is made inside, two regions' gathered
-        parameters, buckets that are reduced, a neighbour's activations on the way."""
-        gathered = sum(self._used_bytes(i) for i in sharded)
+        parameters where they do not stay, buckets that are reduced, a neighbour's activations on
+        the way."""
+        gathered = 0 if strategy.keeps_gathered else sum(self._used_bytes(i) for i in sharded)
         backward, moving = memory.backward_peak_bytes, 0
         if strategy.offload == "activations":
             moving = memory.saved_bytes

@@ -1,14 +1,16 @@
 """A lower bound on every program of one mesh, before any of its regions is typed.
 
 Per instance, with the work and the tensors of its ops cut over all ranks, and its parameters
-either whole on dp, their gradients all-reduced, or sharded, gathered for use and their gradients
-reduce-scattered:
+either whole on dp, their gradients all-reduced, or sharded, gathered for use, once or again in
+backward, and their gradients reduce-scattered:
 
     forward_s + max(backward_s, all_reduce_s)
+    forward_s + max(backward_s, reduce_scatter_s)
     forward_s + max(backward_s, gather_s + reduce_scatter_s)
 
 which is a part of instance_s (passes/step_time.py). Only as many parameters can be whole as memory
-holds with their gradients and states; those are taken where that saves most a byte. A sum of
+holds with their gradients and states, or stay gathered as it holds without; those are taken where
+that saves most a byte. A sum of
 maxima is no less than the maximum of sums, and time is concave in bytes, so that parts of a region
 take no less than their share of it.
 
@@ -34,38 +36,55 @@ from meshfold.strategy import RegionTyping
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """Of one instance: local bytes of the parameters that are whole or sharded on dp, and seconds
-    of either."""
+    """Of one instance: local bytes of the parameters that are whole or sharded on dp, as they are
+    kept and as they are gathered, and seconds of their collectives in backward."""
 
-    num_bytes: int
+    kept_bytes: int
+    gathered_bytes: int
     whole_s: float
-    sharded_s: float
+    gather_s: float
+    scatter_s: float
 
     @property
-    def saved_s_per_byte(self) -> float:
-        saved_s = max(0.0, self.sharded_s - self.whole_s)
-        return saved_s / self.num_bytes if self.num_bytes else 0.0
+    def sharded_s(self) -> float:
+        return self.gather_s + self.scatter_s
+
+    def saved_s(self, room: "Room") -> float:
+        """What memory can save at most, were it all spent on parameters like these."""
+        saved_s = 0.0
+        if self.kept_bytes:
+            rate = max(0.0, self.sharded_s - self.whole_s) / self.kept_bytes
+            saved_s = room.whole_bytes * rate if rate else 0.0
+        if self.gathered_bytes and self.gather_s:
+            saved_s = max(saved_s, room.staying_bytes * self.gather_s / self.gathered_bytes)
+        return saved_s
 
 
-def least_step_s(
-    folded: FoldedGraph, data: DataParallel, costs: CostModel, whole_bytes: float
-) -> float:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Local parameters that a rank can hold at most, in bytes: whole on dp; or sharded and gathered
+    from forward to backward."""
+
+    whole_bytes: float
+    staying_bytes: float
+
+
+def least_step_s(folded: FoldedGraph, data: DataParallel, costs: CostModel, room: Room) -> float:
     """Seconds that no program on the mesh of `costs` is below.
 
-    data: what regions do on its dp axis, axis 0. whole_bytes: local parameters that a rank can hold
-    whole on dp at most.
+    data: what regions do on its dp axis, axis 0. room: what memory holds.
     """
-    forward_s = backward_s = least_s = sharded_s = best_rate = 0.0
+    forward_s = backward_s = least_s = sharded_s = saved_s = 0.0
     for region, count in num_instances(folded).items():
         graph = folded.regions[region].graph
         forward, backward = least_compute_s(graph, costs)
         reduction = _reduction(graph, data.solutions[region].typing, costs)
         forward_s += count * forward
         backward_s += count * backward
-        least_s += count * min(reduction.whole_s, reduction.sharded_s)
+        least_s += count * min(reduction.whole_s, reduction.scatter_s)
         sharded_s += count * reduction.sharded_s
-        best_rate = max(best_rate, reduction.saved_s_per_byte)
-    reduced_s = max(least_s, sharded_s - whole_bytes * best_rate if best_rate else sharded_s)
+        saved_s = max(saved_s, reduction.saved_s(room))
+    reduced_s = max(least_s, sharded_s - saved_s)
     return forward_s + max(backward_s, reduced_s)
 
 
@@ -103,5 +122,5 @@ def _reduction(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> _Reduc
     def least_s(kind: str, num_bytes: int) -> float:
         return min(costs.collective_s(kind, num_bytes, axes) for axes in ((0,), batch_axes))
 
-    sharded_s = least_s("all_gather", gathered) + least_s("reduce_scatter", kept)
-    return _Reduction(kept, least_s("all_reduce", kept), sharded_s)
+    gather_s, scatter_s = least_s("all_gather", gathered), least_s("reduce_scatter", kept)
+    return _Reduction(kept, gathered, least_s("all_reduce", kept), gather_s, scatter_s)

@@ -364,7 +364,7 @@ class MeshPlanner:
         leaves = tuple(leaf_of[r] for r in range(len(split.regions)))
         typings = [leaf.typing for leaf in leaves]
         prices = [leaf.price for leaf in leaves]
-        residences = [leaf.residence for leaf in leaves]
+        offloads = [leaf.strategy.offload for leaf in leaves]
         memory, saved_bytes = step_memory(
             split,
             typings,
@@ -375,9 +375,9 @@ class MeshPlanner:
             reserve_bytes=self.reserve_bytes,
             capacity_bytes=self.capacity_bytes,
             known=self._simulations,
-            residences=residences,
+            offloads=offloads,
             reads=self.reads,
         )
         optimizer = self.options.optimizer
-        time = estimate_step(split, typings, prices, self.costs, optimizer, residences, self.reads)
+        time = estimate_step(split, typings, prices, self.costs, optimizer, offloads, self.reads)
         return Priced(self.mesh, split, leaves, tuple(prices), time, memory, saved_bytes)

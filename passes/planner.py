@@ -30,7 +30,7 @@ from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_
 from meshfold.passes.expert_rules import shared_experts
 from meshfold.passes.garbage import collector_paused
 from meshfold.passes.layout_pins import pinned_slots
-from meshfold.passes.mesh_bounds import least_step_s
+from meshfold.passes.mesh_bounds import Room, least_step_s
 from meshfold.passes.mesh_plan import MeshPlanner
 from meshfold.passes.mesh_race import Contender
 from meshfold.passes.mesh_record import MeshRecord, search_stats
@@ -346,18 +346,19 @@ class _Search:
         """A bound on a mesh before its regions are typed; 0 if dp is not known from another."""
         for known, search in self._searches.items():
             if known.dp == degrees.dp and search.space.data and search.space.dp_axis is not None:
-                return least_step_s(self.folded, search.space.data, costs, self._whole_bytes)
+                return least_step_s(self.folded, search.space.data, costs, self._room)
         return 0.0
 
     @property
-    def _whole_bytes(self) -> float:
-        """Parameters that a device can hold with their gradients and optimizer states at most; with
-        offload, parameters alone."""
+    def _room(self) -> Room:
+        """Whole parameters that a device can hold with their gradients and optimizer states; with
+        offload, parameters alone. What stays gathered has neither."""
         optimizer = self.options.optimizer
         factor = 2 + STATE_FACTOR[optimizer] + FOREACH_FACTOR[optimizer]
         if self.options.allow_planned:
             factor = 1
-        return (self.options.memory_bytes or self.cluster.memory_bytes) / factor
+        capacity_bytes = self.options.memory_bytes or self.cluster.memory_bytes
+        return Room(capacity_bytes / factor, capacity_bytes)
 
     def _no_mesh(self, by_mesh: Mapping[Degrees, object], cuts: Counter[str]) -> OptionError:
         if cuts[LAYOUT_PIN]:

@@ -5,8 +5,8 @@
         -> live ranges of one instance            cost_models/memory.py
         -> peak over all instances, by component  cost_models/step_memory.py
 
-Instances whose values arrive in the same layouts share one simulation. Under ZeRO-3 gathered
-parameters are not kept for the backward: they are outside tensors, gathered again.
+Instances whose values arrive in the same layouts share one simulation. Gathered parameters are
+outside tensors: under ZeRO 3 not kept for the backward, but gathered again.
 """
 
 from collections import Counter
@@ -20,10 +20,10 @@ from meshfold.opgraph import FoldedGraph, Instance, OpGraph, SourceKind
 from meshfold.passes.conversions import ConversionCosts
 from meshfold.passes.local_program import LocalProgramBuilder, Probe
 from meshfold.passes.program_reads import ProgramReads, program_reads
-from meshfold.passes.residence import Residence, gradient_bytes, program_states
+from meshfold.passes.residence import program_states
 from meshfold.plan import MemoryEstimate
 from meshfold.spmd import Layout
-from meshfold.strategy import RegionTyping
+from meshfold.strategy import Offload, RegionTyping
 
 __all__ = ["Probe", "Simulations", "memory_of_region", "program_memory", "step_memory"]
 
@@ -53,7 +53,7 @@ def step_memory(
     reserve_bytes: int,
     capacity_bytes: int,
     known: Simulations | None = None,
-    residences: Sequence[Residence] | None = None,
+    offloads: Sequence[Offload] | None = None,
     reads: ProgramReads | None = None,
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     """(bytes per device at the peak of a training step, bytes that one instance of each region
@@ -61,7 +61,7 @@ def step_memory(
 
     typings: per region, for `mesh`. probe answers what ops do to memory (meshfold.probe.OpProber).
     costs orders the conversions as the emitter does. optimizer: "adamw" or "sgd". known: as for
-    program_memory. residences: per region; None: states as parameters are stored, nothing on hosts.
+    program_memory. offloads: per region; None: nothing on hosts.
     reads: of `folded` or of the graph that it was split from, if at hand.
     """
     reads = reads or program_reads(folded)
@@ -72,7 +72,7 @@ def step_memory(
         probe,
         costs=costs,
         known=known,
-        residences=residences,
+        offloads=offloads,
         reads=reads,
     )
     estimate, kept = compose_step(
@@ -82,7 +82,7 @@ def step_memory(
             for o in folded.outputs
             if o.source.kind is SourceKind.VALUE
         ],
-        program_states(folded, typings, mesh, residences, reads),
+        program_states(folded, typings, mesh, offloads, reads),
         optimizer=optimizer,
         reserve_bytes=reserve_bytes,
         capacity_bytes=capacity_bytes,
@@ -101,11 +101,11 @@ def program_memory(
     *,
     costs: ConversionCosts,
     known: Simulations | None = None,
-    residences: Sequence[Residence] | None = None,
+    offloads: Sequence[Offload] | None = None,
     reads: ProgramReads | None = None,
 ) -> list[InstanceMemory]:
     """Memory of every instance, in execution order. known: simulations to use and to add to.
-    residences, reads: as for step_memory."""
+    offloads, reads: as for step_memory."""
     known = {} if known is None else known
     reads = reads or program_reads(folded)
     here: dict[tuple[int, tuple[tuple[int, int, int], ...]], _Layer] = {}
@@ -123,12 +123,20 @@ def program_memory(
             region = _simulated(
                 known, graph, typings[r], tuple(arriving), mesh, costs, probe, instance.floats
             )
-            here[r, makers] = _Layer(region, mesh, residences[r] if residences else None)
+            here[r, makers] = _Layer(region, offloads[r] if offloads else "none")
         layer = here[r, makers]
         parameters = layer.parameters
         if of.tied or layer.repeated:
             parameters = layer.named(instance, of.tied, tied_gradients)
-        found.append(InstanceMemory(layer.region.memory, of.values, parameters, layer.is_offloaded))
+        found.append(
+            InstanceMemory(
+                layer.region.memory,
+                of.values,
+                parameters,
+                layer.is_offloaded,
+                typings[r].keeps_gathered,
+            )
+        )
     return found
 
 
@@ -136,15 +144,12 @@ class _Layer:
     """What instances of one region that take values in the same layouts have in common. parameters:
     their uses, without names; repeated: slots with several."""
 
-    def __init__(self, region: SimulatedRegion, mesh: Mesh, residence: Residence | None) -> None:
+    def __init__(self, region: SimulatedRegion, offload: Offload) -> None:
         self.region = region
-        self.is_offloaded = residence is not None and residence.offload == "activations"
+        self.is_offloaded = offload == "activations"
         self.parameters = tuple(use for _, use in region.uses)
-        if residence is not None:
-            self.parameters = tuple(
-                replace(use, gradient_bytes=gradient_bytes(region.graph, slot, residence, mesh))
-                for slot, use in region.uses
-            )
+        if offload == "optimizer":
+            self.parameters = tuple(replace(use, gradient_bytes=0) for use in self.parameters)
         counts = Counter(slot for slot, _ in region.uses)
         self.repeated = [slot for slot, count in counts.items() if count > 1]
 

@@ -58,9 +58,9 @@ class HostTraffic:
 @dataclass(frozen=True)
 class RegionPrice:
     """Module docstring says what each time is. gather_s and reduce_s map an axis name to one pass:
-    a gather is done twice, in forward and again in backward. again: what recomputation costs,
-    included in the other times or not: selective where the region recomputes so, else full. host:
-    set by who knows what is offloaded (passes/residence.py)."""
+    a gather is done num_gathers times, in forward and again in backward or not. again: what
+    recomputation costs, included in the other times or not: selective where the region recomputes
+    so, else full. host: set by who knows what is offloaded (passes/residence.py)."""
 
     forward_s: float
     backward_s: float
@@ -72,6 +72,7 @@ class RegionPrice:
     conversions: tuple[ConversionRecord, ...]
     again: AgainPrice = AgainPrice()
     host: HostTraffic = HostTraffic()
+    num_gathers: int = 2
 
     def recomputed(self) -> "RegionPrice":
         """This price, without recomputation, with what runs again added to the backward."""
@@ -92,7 +93,7 @@ class RegionPrice:
     def total_communication_s(self) -> dict[str, float]:
         """Per axis, everything, both directions."""
         return {
-            name: seconds + 2 * self.gather_s[name] + self.reduce_s[name]
+            name: seconds + self.num_gathers * self.gather_s[name] + self.reduce_s[name]
             for name, seconds in self.communication_s.items()
         }
 
@@ -212,11 +213,17 @@ class RegionPricer:
             if v not in parameters:
                 self._inside.merge(self._value(v, native))
 
-    def price(self, slots: Sequence[Layout], recompute: Recompute = "none") -> RegionPrice:
+    def price(
+        self,
+        slots: Sequence[Layout],
+        recompute: Recompute = "none",
+        *,
+        keeps_gathered: bool = False,
+    ) -> RegionPrice:
         """The price of one instance whose slots are stored, or arrive, as `slots`; those that are
         no parameters as the typing has them."""
         if recompute == "selective" and self._recompute != "selective":
-            return self._selective.price(slots, recompute)
+            return self._selective.price(slots, recompute, keeps_gathered=keeps_gathered)
         sums = _Sums(self.mesh)
         sums.merge(self._inside)
         for i in self._parameters:
@@ -224,6 +231,7 @@ class RegionPricer:
                 self._known[i, slots[i]] = self._value(i, slots[i])
             sums.merge(self._known[i, slots[i]])
         price = _finish(self._forward_s, self._backward_s, sums, self.costs)
+        price = replace(price, num_gathers=1) if keeps_gathered else price
         return price if recompute == "none" else price.recomputed()
 
     @cached_property
@@ -264,7 +272,8 @@ def price_region(
     costs: CostModel,
 ) -> RegionPrice:
     """Price one instance of a region as it will be emitted. rules[o]: the axis rules of op o."""
-    return RegionPricer(graph, typing, rules, mesh, costs).price(typing.slots, typing.recompute)
+    pricer = RegionPricer(graph, typing, rules, mesh, costs)
+    return pricer.price(typing.slots, typing.recompute, keeps_gathered=typing.keeps_gathered)
 
 
 def layouts_of_values(

@@ -1,7 +1,8 @@
 """Where the states and activations of a region live: on which ranks, on the device or on its host.
 
-    ZeRO 1, 2          optimizer states, and under 2 gradients, as shards on dp of parameters that
-                       are stored whole (Rajbhandari et al. 2020, arXiv:1910.02054)
+    ZeRO 1, 2          parameters are stored as shards as under ZeRO 3, gathered once and whole from
+                       the forward of a region to its backward (Rajbhandari et al. 2020,
+                       arXiv:1910.02054)
     offload optimizer  gradients go to the host when they are reduced, the host updates its states,
                        parameters come back (Ren et al. 2021, arXiv:2101.06840). What the host needs
                        for its update is not priced: no figure of a host's memory is known
@@ -25,7 +26,7 @@ from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.program_reads import ProgramReads, program_reads
 from meshfold.passes.region_price import HostTraffic, layouts_of_values
 from meshfold.spmd import REPLICATE, Layout
-from meshfold.strategy import Offload, RegionTyping, UniformStrategy
+from meshfold.strategy import Offload, RegionTyping
 
 
 @dataclass(frozen=True)
@@ -35,28 +36,6 @@ class SlotFacts:
 
     tied: frozenset[int]
     first: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Residence:
-    """Per slot (those of parameters matter) the layouts in which the gradient stays and in which
-    optimizer states are; offload: as in UniformStrategy."""
-
-    gradients: tuple[Layout, ...]
-    states: tuple[Layout, ...]
-    offload: Offload = "none"
-
-
-def residence_of(
-    graph: OpGraph, typing: RegionTyping, strategy: UniformStrategy, mesh: Mesh
-) -> Residence:
-    """Where a region of this typing keeps things under `strategy`."""
-    sharded = list(typing.slots)
-    if strategy.zero in (1, 2):
-        for i, layout in data_shards(graph, typing, mesh).items():
-            sharded[i] = layout
-    gradients = tuple(sharded) if strategy.zero == 2 else typing.slots
-    return Residence(gradients, tuple(sharded), strategy.offload)
 
 
 def data_shards(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, Layout]:
@@ -74,22 +53,23 @@ def data_shards(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, L
     return found
 
 
-def updated_bytes(graph: OpGraph, residence: Residence, slots: SlotFacts, mesh: Mesh) -> int:
-    """Local bytes of the parameters whose optimizer states are counted with this region."""
+def updated_bytes(graph: OpGraph, layouts: Sequence[Layout], slots: SlotFacts, mesh: Mesh) -> int:
+    """Local bytes of the parameters whose optimizer states are counted with this region. layouts:
+    of its slots."""
     return sum(
-        stored_bytes(graph.values[i], residence.states[i], mesh.sizes)
+        stored_bytes(graph.values[i], layouts[i], mesh.sizes)
         for i in slots.first
         if graph.values[i].requires_grad
     )
 
 
 def host_traffic(
-    residence: Residence, memory: RegionMemory, num_updated_bytes: int, costs: CostModel
+    offload: Offload, memory: RegionMemory, num_updated_bytes: int, costs: CostModel
 ) -> HostTraffic:
     """What one instance sends over the link to the host."""
-    if residence.offload == "activations":
+    if offload == "activations":
         return HostTraffic(kept_s=costs.host_s(memory.saved_bytes))
-    if residence.offload == "optimizer":
+    if offload == "optimizer":
         return HostTraffic(gradients_s=costs.host_s(num_updated_bytes))
     return HostTraffic()
 
@@ -118,22 +98,15 @@ def slot_facts(folded: FoldedGraph) -> list[SlotFacts]:
     ]
 
 
-def gradient_bytes(graph: OpGraph, slot: int, residence: Residence, mesh: Mesh) -> int:
-    """Local bytes of a parameter's gradient that stay on the device."""
-    if residence.offload == "optimizer":
-        return 0
-    return stored_bytes(graph.values[slot], residence.gradients[slot], mesh.sizes)
-
-
 def program_states(
     folded: FoldedGraph,
     typings: Sequence[RegionTyping],
     mesh: Mesh,
-    residences: Sequence[Residence] | None = None,
+    offloads: Sequence[Offload] | None = None,
     reads: ProgramReads | None = None,
 ) -> States:
     """What is there all the time. A source that several instances read counts once; parameters
-    that no op reads are whole, and so are their states. residences, reads: as for step_memory."""
+    that no op reads are whole, and so are their states. offloads, reads: as for step_memory."""
     reads = reads or program_reads(folded)
     parameters = trained = buffers = inputs = 0
     for p in reads.unread:
@@ -145,10 +118,8 @@ def program_states(
         parameters += count * _slots_bytes(graph, first.parameters, layouts, mesh)
         buffers += count * _slots_bytes(graph, first.buffers, layouts, mesh)
         inputs += count * _slots_bytes(graph, first.inputs, layouts, mesh)
-        if residences is None:
+        if offloads is None or offloads[r] != "optimizer":
             trained += count * _slots_bytes(graph, first.trained, layouts, mesh)
-        elif residences[r].offload != "optimizer":
-            trained += count * _slots_bytes(graph, first.trained, residences[r].states, mesh)
     return States(parameters, trained, buffers, inputs)
 
 

@@ -8,7 +8,7 @@ while the region before runs and reduces gradients beside the backward of the re
 communication stream. In a run of equal layers, what hides there is a layer's own:
 
     forward   g_0 + sum_i max(f_i + c_i, g_i, k_i)
-    backward  sum_i max(b_i + c_i, g_i + d_i, k_i, u_i) + d_0 + u_0
+    backward  sum_i max(b_i + c_i, g_i + d_i, k_i, u_i) + d_0 + u_0       (no g_i under ZeRO 1, 2)
 
 where k_i and u_i are what is kept and gradients on their way between device and host, if offloaded
 (passes/residence.py): the link to the host is beside the network, and carries both ways at once.
@@ -27,9 +27,8 @@ from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.program_reads import Crossing, ProgramReads, program_reads
 from meshfold.passes.region_price import HostTraffic, RegionPrice
-from meshfold.passes.residence import Residence
 from meshfold.plan import TimeEstimate
-from meshfold.strategy import RegionTyping
+from meshfold.strategy import Offload, RegionTyping
 
 OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
 """Reads and writes of parameter-sized tensors per step: AdamW reads parameter, gradient and two
@@ -42,11 +41,11 @@ def estimate_step(
     prices: Sequence[RegionPrice],
     costs: CostModel,
     optimizer: str,
-    residences: Sequence[Residence] | None = None,
+    offloads: Sequence[Offload] | None = None,
     reads: ProgramReads | None = None,
 ) -> TimeEstimate:
-    """Step time of all instances in order. typings, prices: per region, and residences; None:
-    states as parameters are stored, nothing on hosts. reads: of `folded` or of the graph that it
+    """Step time of all instances in order. typings, prices: per region, and offloads; None:
+    nothing on hosts. reads: of `folded` or of the graph that it
     was split from, if at hand."""
     reads = reads or program_reads(folded)
     counts = Counter(instance.region for instance in folded.instances)
@@ -66,7 +65,7 @@ def estimate_step(
         forward_s=forward_s,
         backward_s=backward_s,
         exposed_communication_s=max(0.0, total_s - forward_s - backward_s),
-        optimizer_s=_optimizer_s(folded, typings, costs, optimizer, residences, reads),
+        optimizer_s=_optimizer_s(folded, typings, costs, optimizer, offloads, reads),
         communication_s=communication_s,
     )
 
@@ -74,11 +73,12 @@ def estimate_step(
 def instance_s(price: RegionPrice) -> float:
     """Seconds of one instance in a run, without the optimizer."""
     gather_s, reduce_s = sum(price.gather_s.values()), sum(price.reduce_s.values())
+    again_s = gather_s * (price.num_gathers - 1)
     forward_s = price.forward_s + price.graph_forward_s
     backward_s = price.backward_s + price.graph_backward_s
     host = price.host
     return max(forward_s, gather_s, host.kept_s) + max(
-        backward_s, gather_s + reduce_s, host.kept_s, host.gradients_s
+        backward_s, again_s + reduce_s, host.kept_s, host.gradients_s
     )
 
 
@@ -130,18 +130,16 @@ def _optimizer_s(
     typings: Sequence[RegionTyping],
     costs: CostModel,
     optimizer: str,
-    residences: Sequence[Residence] | None,
+    offloads: Sequence[Offload] | None,
     reads: ProgramReads,
 ) -> float:
     """The device's pass, and the way back of what the host updates."""
     here = elsewhere = 0
     for (r, first), count in reads.count_first(folded).items():
-        at = residences[r] if residences is not None else None
-        layouts = at.states if at else typings[r].slots
         for i in first.parameters:
             value = folded.regions[r].graph.values[i]
-            num_bytes = count * stored_bytes(value, layouts[i], costs.mesh.sizes)
-            if at is None or at.offload != "optimizer":
+            num_bytes = count * stored_bytes(value, typings[r].slots[i], costs.mesh.sizes)
+            if offloads is None or offloads[r] != "optimizer":
                 here += num_bytes
             elif value.requires_grad:
                 elsewhere += num_bytes

@@ -132,14 +132,14 @@ class MeshSearch:
         if role not in self._found:
             self._found[role] = self._search(role)
         chosen, fraction = self._found[role]
-        if zero != 3:
+        if zero == 0:
             return ProgramTyping(
                 tuple(c.solution.typing for c in chosen),
                 tuple(c.solution.price for c in chosen),
                 fraction,
                 self.fallback_ops,
             )
-        return self._shard_states([c.solution for c in chosen], fraction)
+        return self._shard_states([c.solution for c in chosen], fraction, keeps=zero < 3)
 
     def solutions(
         self, *, sequence_parallel: bool = False, batch_on_tp: bool = False
@@ -275,8 +275,11 @@ class MeshSearch:
             out[r] = (problem, _Chosen(solution, chosen[r].price, fraction))
         return out
 
-    def _shard_states(self, solutions: Sequence[RegionSolution], fraction: float) -> ProgramTyping:
-        """ZeRO-3: the same ops, every parameter stored as a shard on the axes of ZeRO as well."""
+    def _shard_states(
+        self, solutions: Sequence[RegionSolution], fraction: float, *, keeps: bool
+    ) -> ProgramTyping:
+        """ZeRO: the same ops, every parameter stored as a shard on the axes of ZeRO as well. keeps:
+        what is gathered stays for the backward."""
         axes = zero_axes(self.mesh)
         typings, prices, whole = [], [], set()
         for graph, solution in zip(self.graphs, solutions, strict=True):
@@ -287,9 +290,9 @@ class MeshSearch:
                     slots[i] = zero3_layout(value, slots[i], self.mesh.sizes, axes)
                     if not any(slots[i][axis].is_shard for axis in axes):
                         whole.add(f"{slot.name} {list(value.shape)}")
-            typing = replace(solution.typing, slots=tuple(slots))
+            typing = replace(solution.typing, slots=tuple(slots), keeps_gathered=keeps)
             typings.append(typing)
-            prices.append(solution.pricer.price(typing.slots))
+            prices.append(solution.pricer.price(typing.slots, keeps_gathered=keeps))
         num_ranks = math.prod(self.mesh.sizes[axis] for axis in axes)
         notes = tuple(kept_whole_note(name, num_ranks) for name in sorted(whole))
         return ProgramTyping(tuple(typings), tuple(prices), fraction, self.fallback_ops, notes)

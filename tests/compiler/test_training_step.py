@@ -23,6 +23,7 @@ from meshfold.buckets import BucketBuffers
 from meshfold.errors import MeshfoldError
 from meshfold.program import EmittedProgram
 from meshfold.strategy import UniformStrategy
+from meshfold.training_step import BucketUse
 
 ZERO3 = UniformStrategy(dp=2, zero=3)
 DP = UniformStrategy(dp=2)
@@ -182,6 +183,52 @@ def test_gathered_parameters_are_two_regions_at_most(
     layer_bytes = sum(p.numel() * p.element_size() for p in model.layers[0].parameters())
     assert left == [0, 0], "nothing gathered is left after backward"
     assert max(peaks.values()) == 2 * layer_bytes
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_zero_2_gathers_once_and_lets_go_region_by_region(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = stack_model(NUM_LAYERS)
+    captured = capture(model, batch)
+    program = emit_uniform(captured, UniformStrategy(dp=2, zero=2), len(batch["x"]))
+    if recompute == "full":
+        program = emit_recomputed(program)
+    left = []
+    release = BucketUse.start_reduction
+
+    def start_reduction(use: BucketUse, gradients: Any) -> None:
+        release(use, gradients)
+        if use._step.mesh.rank == 0:
+            left.append(sum(bool(u._whole) for uses in use._step.uses for u in uses))
+
+    monkeypatch.setattr(BucketUse, "start_reduction", start_reduction)
+    log = on_ranks(model, captured, program, lambda rank: traced_run(program, rank, batch))[0]
+    kinds = [entry[0] for entry in log if entry[0] in ("all_gather", "reduce_scatter")]
+    assert kinds == ["all_gather"] * NUM_LAYERS + ["reduce_scatter"] * NUM_LAYERS
+    assert left == list(reversed(range(NUM_LAYERS)))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_zero_1_and_2_have_the_gradients_of_one_process(zero: int, tp: int, recompute: str) -> None:
+    model, batch = stack_model(NUM_LAYERS)
+    captured = capture(model, batch)
+    program = emit_uniform(captured, UniformStrategy(dp=2, tp=tp, zero=zero), len(batch["x"]))
+    if recompute == "full":
+        program = emit_recomputed(program)
+    expected = gradients(model, batch)
+
+    def worst(rank: Rank) -> float:
+        rank.loss(batch).backward()
+        return max(
+            float((p.grad - local_part(program, n, expected[n], rank.mesh)).abs().max())
+            for n, p in rank.parameters.items()
+            if p.grad is not None
+        )
+
+    assert max(on_ranks(model, captured, program, worst)) < 1e-14
 
 
 def test_a_step_runs_backward_once() -> None:

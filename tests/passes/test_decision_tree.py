@@ -7,6 +7,7 @@ from meshfold.passes.decision_tree import (
     BATCH,
     CONTEXT,
     EXPERTS,
+    GRADIENTS,
     NO_HOST_LINK,
     NO_STATES,
     NODE,
@@ -36,10 +37,13 @@ def test_four_devices() -> None:
     plain = [leaf.label for leaf in tree(4).leaves if leaf.recompute == "none"]
     assert plain == [
         "dp4",
+        "dp4, zero2",
         "dp4, zero3",
         "dp2 x tp2",
+        "dp2 x tp2, zero2",
         "dp2 x tp2, zero3",
         "dp2 x tp2+sp",
+        "dp2 x tp2+sp, zero2",
         "dp2 x tp2+sp, zero3",
         "tp4",
         "tp4+sp",
@@ -55,6 +59,7 @@ def test_where_feature_maps_pass_tp_may_take_the_batch() -> None:
     batch = [leaf for leaf in found.leaves if leaf.tp_mode == "data" and leaf.recompute == "none"]
     assert [leaf.label for leaf in batch] == [
         "dp2 x tp2 as dp",
+        "dp2 x tp2 as dp, zero2",
         "dp2 x tp2 as dp, zero3",
         "tp4 as dp",
     ]
@@ -80,9 +85,17 @@ def test_every_leaf_is_counted_once(allow_planned: bool) -> None:
 
 
 def test_planned_leaves_come_on_request() -> None:
-    levels = {leaf.zero for leaf in tree(2, allow_planned=True).leaves}
-    assert levels == {0, 1, 2, 3}
-    assert {leaf.zero for leaf in tree(2).leaves} == {0, 3}
+    assert {leaf.recompute for leaf in tree(2).leaves} == {"none", "full"}
+    found = tree(2, allow_planned=True).leaves
+    assert {leaf.recompute for leaf in found} == {"none", "selective", "full"}
+
+
+def test_zero_1_in_one_pass_is_zero_2() -> None:
+    """Gradients are reduce-scattered as they come; it is offered where somebody pins it."""
+    assert {leaf.zero for leaf in tree(2).leaves} == {0, 2, 3}
+    assert tree(2).cuts[GRADIENTS] == 2
+    assert {leaf.zero for leaf in tree(2, switched_off=(GRADIENTS,)).leaves} == {0, 1, 2, 3}
+    assert {leaf.zero for leaf in tree(2, pins={"zero": 1}).leaves} == {1}
 
 
 def test_offload_needs_a_link_to_the_host_and_states() -> None:
@@ -149,7 +162,11 @@ def test_tp_stays_inside_a_node_while_it_can() -> None:
 
 def test_pins() -> None:
     found = tree(4, pins={"tp": 2, "sp": 1, "recompute": "none"})
-    assert [leaf.label for leaf in found.leaves] == ["dp2 x tp2+sp", "dp2 x tp2+sp, zero3"]
+    assert [leaf.label for leaf in found.leaves] == [
+        "dp2 x tp2+sp",
+        "dp2 x tp2+sp, zero2",
+        "dp2 x tp2+sp, zero3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +182,11 @@ def test_pins() -> None:
         ({"dp": 4, "sp": 1}, 8, "pin sp=1 cannot be kept .* with the other pins; sp can be 0"),
         ({"dp": 4}, 6, "a batch of 6 does not divide over dp=4"),
         ({"zero": 3}, 3, "a batch of 3 does not divide over dp=2, dp=4"),
-        ({"zero": 2}, 8, "pin zero=2: can be planned, not run yet; say --allow planned"),
+        (
+            {"recompute": "selective"},
+            8,
+            "pin recompute=selective: can be planned, not run yet; say --allow planned",
+        ),
     ],
 )
 def test_pins_that_cannot_be_kept_name_themselves(pins, batch_size: int, message: str) -> None:

@@ -13,7 +13,7 @@ from meshfold.cost_models.meshes import build_mesh
 from meshfold.opgraph import FoldedGraph, SlotKind
 from meshfold.options import CompileOptions
 from meshfold.passes.decision_tree import leaves_on
-from meshfold.passes.mesh_bounds import least_step_s
+from meshfold.passes.mesh_bounds import Room, least_step_s
 from meshfold.passes.mesh_plan import MeshPlanner
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.probe import OpProber
@@ -40,7 +40,9 @@ def search_of(family: str, degrees: Degrees) -> MeshSearch:
 def test_no_program_of_the_mesh_is_below(family: str, degrees: Degrees) -> None:
     search = search_of(family, degrees)
     assert search.space.data is not None
-    bound_s = least_step_s(graph_of(family), search.space.data, search.costs, math.inf)
+    bound_s = least_step_s(
+        graph_of(family), search.space.data, search.costs, Room(math.inf, math.inf)
+    )
     strategies = [leaf for leaf in leaves_on(degrees) if leaf.runs]
     of = MeshPlanner(graph_of(family), CLUSTER, search, strategies, CompileOptions(), PROBER)
     assert 0 < bound_s <= of.plan().unlimited_s
@@ -56,10 +58,12 @@ def test_fewer_ranks_that_shard_weights_have_more_to_reduce() -> None:
     by_tp = {}
     for degrees in (Degrees(2, 1, 4), Degrees(2, 2, 2), Degrees(2, 4, 1)):
         mesh = build_mesh(CLUSTER, degrees.dp, degrees.tp, cp=degrees.cp)
-        by_tp[degrees.tp] = least_step_s(graph, data, CostModel(CLUSTER, mesh), math.inf)
+        by_tp[degrees.tp] = least_step_s(
+            graph, data, CostModel(CLUSTER, mesh), Room(math.inf, math.inf)
+        )
     assert by_tp[1] >= by_tp[2] >= by_tp[4]
     costs = CostModel(CLUSTER, build_mesh(CLUSTER, 2, 1, cp=4))
-    whole_s = sharded_s = 0.0
+    scatter_s = whole_s = sharded_s = 0.0
     for instance in graph.instances:
         region = graph.regions[instance.region].graph
         num_bytes = sum(
@@ -70,9 +74,10 @@ def test_fewer_ranks_that_shard_weights_have_more_to_reduce() -> None:
         sharded_s += sum(
             costs.collective_s(kind, num_bytes, (0,)) for kind in ("all_gather", "reduce_scatter")
         )
+        scatter_s += costs.collective_s("reduce_scatter", num_bytes, (0,))
         whole_s += min(costs.collective_s("all_reduce", num_bytes, axes) for axes in ((0,), (0, 1)))
-    assert by_tp[1] >= min(whole_s, sharded_s) * (1 - 1e-12)
-    without_memory_s = least_step_s(graph, data, costs, 0.0)
+    assert by_tp[1] >= min(whole_s, scatter_s) * (1 - 1e-12)
+    without_memory_s = least_step_s(graph, data, costs, Room(0.0, 0.0))
     assert without_memory_s >= sharded_s * (1 - 1e-12)
     assert without_memory_s >= by_tp[1]
 
@@ -93,5 +98,7 @@ def test_memory_raises_the_bound_but_not_above_what_fits(share: float) -> None:
     found = planned(budget).plan().best
     assert found is not None and search.space.data is not None
     # AdamW: a parameter, its gradient, two moments and the denominator of its step.
-    bound_s = least_step_s(graph_of("llama"), search.space.data, search.costs, budget / 5)
+    bound_s = least_step_s(
+        graph_of("llama"), search.space.data, search.costs, Room(budget / 5, budget)
+    )
     assert bound_s <= found.time.step_s

@@ -145,6 +145,7 @@ STRATEGIES = (
     UniformStrategy(tp=2),
     UniformStrategy(tp=2, sequence_parallel=True),
     UniformStrategy(dp=2),
+    UniformStrategy(dp=2, zero=2),
     UniformStrategy(dp=2, zero=3),
     UniformStrategy(dp=2, tp=2, zero=3, sequence_parallel=True),
 )

@@ -21,7 +21,6 @@ from meshfold.passes.residence import (
     data_shards,
     host_traffic,
     program_states,
-    residence_of,
     slot_facts,
 )
 from meshfold.passes.uniform_search import MeshSearch
@@ -110,7 +109,7 @@ def test_a_slow_link_exposes_what_compute_does_not_hide() -> None:
     device = replace(group.device, host_bytes_per_s=1e6)
     costs = replace(of.costs, cluster=replace(slow, groups=(replace(group, device=device),)))
     leaf = layer_leaf(of, UniformStrategy(offload="activations"))
-    traffic = host_traffic(leaf.residence, leaf.memory, 0, costs)
+    traffic = host_traffic(leaf.strategy.offload, leaf.memory, 0, costs)
     assert traffic.kept_s == leaf.memory.saved_bytes / 1e6 > leaf.price.backward_s
 
 
@@ -135,19 +134,31 @@ def test_offloaded_states_leave_and_the_way_there_and_back_is_paid() -> None:
     assert moved.ends_s == pytest.approx(one_way_s)
 
 
-def test_zero_1_and_2_divide_states_and_gradients() -> None:
+def test_zero_2_stores_shards_and_keeps_what_it_gathers() -> None:
     of = planner("llama", 4, 1)
     graph, facts = of.folded.regions[1].graph, slot_facts(of.folded)[1]
-    by_level = [layer_leaf(of, UniformStrategy(dp=4, zero=zero)) for zero in range(4)]
-    whole = by_level[0]
-    shards = data_shards(graph, whole.typing, of.mesh)
+    none, _, two, three = (layer_leaf(of, UniformStrategy(dp=4, zero=z)) for z in range(4))
+    shards = data_shards(graph, none.typing, of.mesh)
     assert shards.keys() == facts.first
-    assert [x.optimizer_bytes * 4 for x in by_level[1:]] == [whole.optimizer_bytes] * 3
-    assert [x.gradient_bytes for x in by_level[:2]] == [whole.gradient_bytes] * 2
-    assert [x.gradient_bytes * 4 for x in by_level[2:]] == [whole.gradient_bytes] * 2
-    residence = residence_of(graph, whole.typing, UniformStrategy(dp=4, zero=1), of.mesh)
-    assert residence.gradients == whole.typing.slots
-    assert {i: residence.states[i] for i in shards} == shards
+    for leaf in (two, three):
+        assert {i: leaf.typing.slots[i] for i in shards} == shards
+        assert leaf.states_bytes * 4 == none.states_bytes
+        assert leaf.gradient_bytes * 4 == none.gradient_bytes
+    # The whole parameters are there between forward and backward, or twice for a while.
+    assert two.kept_bytes == three.kept_bytes + none.parameter_bytes
+    assert two.passing_bytes == three.passing_bytes - 2 * none.parameter_bytes
+    gather_s = sum(two.price.gather_s.values())
+    backward_s = two.price.backward_s + two.price.graph_backward_s
+    reduce_s = sum(two.price.reduce_s.values())
+    saved_s = max(backward_s, gather_s + reduce_s) - max(backward_s, reduce_s)
+    assert three.time_s - two.time_s == pytest.approx(saved_s, rel=1e-12, abs=1e-15)
+
+
+def test_zero_1_in_one_pass_is_zero_2() -> None:
+    of = planner("llama", 4, 1)
+    one, two = (layer_leaf(of, UniformStrategy(dp=4, zero=zero)) for zero in (1, 2))
+    assert one.typing == two.typing and one.time_s == two.time_s
+    assert one.held_bytes == two.held_bytes
 
 
 def test_sharded_states_send_only_the_shard_to_the_host() -> None:
