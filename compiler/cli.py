@@ -24,6 +24,7 @@ from meshfold import __version__
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.options import CompileOptions, PinValue, Precision
+from meshfold.plan import Plan
 from meshfold.plan_diff import compare_plans, diff_view, differences_json
 from meshfold.plan_io import load_plan, plan_to_json, save_plan
 from meshfold.render import plan_view, summary_view
@@ -132,8 +133,7 @@ def check_output(path: Path) -> None:
 @click.option(
     "--allow",
     type=click.Choice(["planned"]),
-    help="Offer what can be planned, not run yet: pipelines, ZeRO 1 and 2, selective "
-    "recomputation, offload.",
+    help="Offer what can be planned, not run yet: pipelines, selective recomputation, offload.",
 )
 @click.option(
     "--without-cut",
@@ -187,6 +187,11 @@ def plan(
         made = torch_commands().make_plan(
             model, spec, options, batch=batch, sequence=seq, progress=tell
         )
+    _give(made, output, as_json=as_json)
+
+
+def _give(made: Plan, output: Path | None, *, as_json: bool) -> None:
+    """Write a plan and show it, or print it as JSON."""
     if output is not None:
         save_plan(made, output)
     if as_json:

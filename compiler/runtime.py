@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from meshfold.batches import BatchReader
 from meshfold.capture import Captured
 from meshfold.collectives import RankMesh
 from meshfold.emit import emit
 from meshfold.errors import MeshfoldError, OptionError
+from meshfold.gradient_norm import total_norm
 from meshfold.initial_state import initial_values
 from meshfold.opgraph import FoldedGraph, SourceKind
 from meshfold.passes.exact import without_dropout
@@ -95,6 +97,28 @@ class CompiledModel(nn.Module):
         """Switch dropout on or off. Raises OptionError where the captured program cannot follow."""
         self._modes.check(mode)
         return super().train(mode)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale gradients so that the norm of all of them, of the whole model, is at most
+        `max_norm`; returns the norm before, the same on all ranks.
+
+        In place of torch.nn.utils.clip_grad_norm_, which sees this rank's shards alone. Called on
+        all ranks together, after backward. Raises RuntimeError for a norm that is no number, if so
+        asked.
+        """
+        assert self.rank_mesh is not None, "there are no parameters without processes"
+        layouts = self._states.tensors
+        named = [(p, layouts[name].layout) for name, p in self.named_parameters()]
+        norm = total_norm(named, self.rank_mesh, norm_type)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}; look for what diverges, or lower the "
+                "loss scale"
+            )
+        clip_grads_with_norm_([p for p, _ in named], max_norm, norm)
+        return norm
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """state_dict with full plain tensors, on every rank."""

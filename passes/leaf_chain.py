@@ -198,13 +198,14 @@ class LeafChain:
         return self._estimate(leaf, region, self._step_binds)
 
     def _estimate(self, leaf: Leaf, region: int, with_stepping: bool) -> int:
-        kept = leaf.kept_bytes + self.kept.ever[region]
+        kept = leaf.kept_bytes + _outputs_bytes(leaf, self.kept.ever[region])
         stepping = leaf.stepping_bytes if with_stepping else 0
         return leaf.states_bytes + max(kept, leaf.gradient_bytes + stepping)
 
     def _always_held(self, leaf: Leaf, region: int) -> int:
         """What a layer holds in any program when the backward starts."""
-        return leaf.states_bytes + leaf.kept_bytes + self.kept.always[region]
+        outputs = _outputs_bytes(leaf, self.kept.always[region])
+        return leaf.states_bytes + leaf.kept_bytes + outputs
 
 
 def _held_after(leaf: Leaf, region: int) -> int:
@@ -234,8 +235,8 @@ def _times(leaves: Sequence[Leaf], is_first: bool) -> FloatArray:
 
 
 class _KeptOutputs:
-    """Bytes of a region's outputs that a consumer keeps for its backward: under some of its leaves
-    (ever), under all of them (always)."""
+    """Per region the outputs that a consumer keeps for its backward: under some of its leaves
+    (ever), under all of them (always). How large they are, the maker's leaf says."""
 
     def __init__(self, folded: FoldedGraph, leaves: Sequence[Sequence[Leaf]]) -> None:
         readers: dict[tuple[int, int], set[tuple[int, int]]] = {}
@@ -244,12 +245,15 @@ class _KeptOutputs:
                 if source.kind is SourceKind.VALUE:
                     maker = folded.instances[source.instance].region
                     readers.setdefault((maker, source.output), set()).add((instance.region, slot))
-        self.ever = dict.fromkeys(range(len(folded.regions)), 0)
-        self.always = dict.fromkeys(range(len(folded.regions)), 0)
+        self.ever: list[list[int]] = [[] for _ in folded.regions]
+        self.always: list[list[int]] = [[] for _ in folded.regions]
         for (maker, output), places in readers.items():
-            sizes = [leaf.memory.output_bytes[output] for leaf in leaves[maker]]
             keeps = [slot in leaf.memory.saved_slots for r, slot in places for leaf in leaves[r]]
             if any(keeps):
-                self.ever[maker] += max(sizes)
+                self.ever[maker].append(output)
             if all(keeps):
-                self.always[maker] += min(sizes)
+                self.always[maker].append(output)
+
+
+def _outputs_bytes(leaf: Leaf, outputs: Sequence[int]) -> int:
+    return sum(leaf.memory.output_bytes[output] for output in outputs)

@@ -24,6 +24,7 @@ from meshfold.options import CompileOptions
 from meshfold.passes.layout_pins import UnkeptPinError
 from meshfold.passes.leaf_chain import LeafChain
 from meshfold.passes.leaf_costs import Leaf, RegionChoices, region_leaves
+from meshfold.passes.memory_budgets import Budgets
 from meshfold.passes.mode_changes import ModeChanges, mode_changes
 from meshfold.passes.priced import MeshPlan, Priced, order_of
 from meshfold.passes.program_reads import ProgramReads, program_reads
@@ -38,6 +39,9 @@ from meshfold.passes.step_time import estimate_step
 from meshfold.passes.uniform_search import MODE_CHOICES, MeshSearch, ProgramTyping
 from meshfold.passes.variants import split_regions
 from meshfold.strategy import RegionTyping, TpMode, UniformStrategy
+
+NEARLY = 1.05
+"""Of the capacity: a program of least memory that needs no more is worth changing."""
 
 TOLERANCE = 2e-4
 """Of step time, between a program that fits and a faster one that does not: close enough."""
@@ -59,37 +63,6 @@ class _Closed:
     gap_before: float
     unlimited_s: float
     capped: bool
-
-
-@dataclass
-class _Budgets:
-    """Estimates of memory to try: the program of `low` fits, those above `high` do not. step: how
-    far to go up where a program tells nothing better."""
-
-    low: int
-    high: int
-    step: int
-    is_high_seen: bool = False
-
-    @property
-    def are_left(self) -> bool:
-        return self.low < self.high
-
-    def clipped(self, budget: int) -> int:
-        return max(self.low, min(self.high, budget))
-
-    def lower_high(self, high: int) -> None:
-        self.high, self.is_high_seen = high, True
-
-    def next(self, guess: int, is_known: bool) -> int:
-        """guess: what the last program's peak makes likely. is_known: it was the best already; then
-        nothing is between them but what `high` gives, if a program there did not fit."""
-        if is_known and self.is_high_seen:
-            return self.high
-        if self.low < guess <= self.high:
-            return guess
-        self.step *= 2
-        return min(self.low + self.step, (self.low + self.high + 1) // 2)
 
 
 class MeshPlanner:
@@ -317,8 +290,8 @@ class MeshPlanner:
         fastest = self.price(chain.assignment(unlimited))
         if fastest.memory.fits:
             return replace(closed, best_s=fastest.time.step_s, gap_before=unlimited.gap_before)
-        least, best = min(self._smallest_of(chain), key=lambda pair: pair[1].memory.peak)
-        budgets = _Budgets(
+        least, best = self._least_of(chain)
+        budgets = Budgets(
             chain.held_bytes(least), unlimited.memory_bytes - 1, self.capacity_bytes // STEPS
         )
         too_fast_s = fastest.time.step_s
@@ -343,6 +316,22 @@ class MeshPlanner:
             guess = self.capacity_bytes - (priced.memory.peak - found.memory_bytes)
             budget = budgets.next(guess, is_known)
         return replace(closed, best_s=best.time.step_s if best.memory.fits else math.inf)
+
+    def _least_of(self, chain: LeafChain) -> tuple[list[Leaf], Priced]:
+        """The program of a chain with the least memory. Where the estimates' does not fit, but
+        nearly, regions change their leaf one by one while that makes the exact peak smaller."""
+        least, best = min(self._smallest_of(chain), key=lambda pair: pair[1].memory.peak)
+        if best.memory.peak > NEARLY * self.capacity_bytes:
+            return least, best
+        for region, leaves in enumerate(chain.leaves):
+            for leaf in leaves:
+                if best.memory.fits:
+                    return least, best
+                other = [*least[:region], leaf, *least[region + 1 :]]
+                priced = self.price([other[i.region] for i in self.folded.instances])
+                if priced.memory.peak < best.memory.peak:
+                    least, best = other, priced
+        return least, best
 
     def _smallest_of(self, chain: LeafChain) -> list[tuple[list[Leaf], Priced]]:
         """Programs of a chain one of which has the least memory, with their exact figures."""

@@ -1,9 +1,10 @@
 """What tests run on gloo processes (see pool): programs held against one process."""
 
 import copy
+import math
 import os
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as checkpoint
 from support_models import tiny_model
 from support_programs import stack_model
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 import meshfold
@@ -82,6 +84,57 @@ def train_steps(
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
+
+
+def clipped_steps(
+    family: str, pins: Mapping[str, int], max_norm: float
+) -> list[tuple[float, float]]:
+    """(loss, norm of the gradients before clipping) of three steps of SGD with clipping; without
+    pins, of the unmodified model in one process."""
+    model, batch = tiny_model(family)
+    with float64_everywhere():
+        if pins:
+            options = meshfold.CompileOptions(pins=pins)
+            compiled = meshfold.compile(model, _cluster(), batch, options=options)
+            step, trained, clip = compiled, compiled, compiled.clip_grad_norm_
+        else:
+            step, trained = (lambda **b: model(**b).loss), model
+            clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+        found = []
+        for _ in range(3):
+            loss = step(**batch)
+            loss.backward()
+            found.append((float(loss.detach()), float(clip(max_norm))))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def scaled_steps(pins: Mapping[str, int]) -> list[tuple[float, bool]]:
+    """(scale, whether a parameter of this rank changed) after each of three steps in fp16, the
+    second of which overflows on rank 1 alone."""
+    model, batch = tiny_model("llama")
+    options = meshfold.CompileOptions(pins=pins, precision="fp16")
+    compiled = meshfold.compile(model.float(), _cluster(), batch, options=options)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    scaler = ShardedGradScaler(device="cpu", init_scale=1024.0)
+    found = []
+    for step in range(3):
+        before = [p.detach().clone() for p in compiled.parameters()]
+        scaler.scale(compiled(**batch)).backward()
+        if step == 1 and dist.get_rank() == 1:
+            next(compiled.parameters()).grad.fill_(math.inf)
+        scaler.unscale_(optimizer)
+        compiled.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = any(
+            not torch.equal(a, b) for a, b in zip(before, compiled.parameters(), strict=True)
+        )
+        found.append((scaler.get_scale(), changed))
+    return found
 
 
 def _cluster() -> meshfold.ClusterSpec:

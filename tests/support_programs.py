@@ -139,7 +139,8 @@ def errors_of_a_step(
 def gradients(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Gradient of every parameter in one process, zero where there is none."""
     model.zero_grad()
-    model(**batch).backward()
+    output = model(**batch)
+    getattr(output, "loss", output).backward()
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()

@@ -1,7 +1,7 @@
 """Unmodified models on gloo processes: loss and every gradient equal those of one process.
 
-Six families x {dp, zero3, tp, tp+sp, cp} on 2 processes and pairs of them on 4, two mixtures of
-experts x {ep, dp x ep, zero3 x ep, ep x tp, ep x tp+sp} on 4, in float64,
+Six families x {dp, zero2, zero3, tp, tp+sp, cp} on 2 processes and pairs of them on 4, two mixtures
+of experts x {ep, dp x ep, zero3 x ep, ep x tp, ep x tp+sp} on 4, in float64,
 weights copied from the original, ignored labels and tied weights on. A loss that agrees proves
 little by itself; the gradients are held one by one.
 """
@@ -10,9 +10,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pool import Pools
+from support_emit import clipped_steps
 from support_models import families, tiny_model
 
 import meshfold
@@ -29,6 +31,7 @@ EXACT = 1e-12
 
 PINS = {
     "dp": (2, {"dp": 2, "tp": 1, "zero": 0}),
+    "zero2": (2, {"dp": 2, "tp": 1, "zero": 2}),
     "zero3": (2, {"dp": 2, "tp": 1, "zero": 3}),
     "tp": (2, {"dp": 1, "tp": 2, "sp": 0}),
     "tp+sp": (2, {"dp": 1, "tp": 2, "sp": 1}),
@@ -204,6 +207,22 @@ def test_three_adamw_steps_equal_one_process(pools: Pools, strategy: str, is_loc
     assert expected[2] < expected[0] - 0.1
     for losses in results:
         assert losses == pytest.approx(expected, abs=EXACT)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero3 x tp+sp"])
+def test_clipping_is_by_the_norm_of_the_whole_model(pools: Pools, strategy: str) -> None:
+    num_processes, pins = PINS[strategy]
+    expected = clipped_steps("gpt2", {}, 0.3)
+    assert all(norm > 0.6 for _, norm in expected), "nothing would be clipped"
+    for found in pools.run(num_processes, "support_emit:clipped_steps", "gpt2", pins, 0.3):
+        assert np.array(found) == pytest.approx(np.array(expected), abs=EXACT)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero3"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools, strategy: str) -> None:
+    num_processes, pins = PINS[strategy]
+    for found in pools.run(num_processes, "support_emit:scaled_steps", pins):
+        assert found == [(1024.0, True), (512.0, False), (512.0, True)]
 
 
 def test_dropout_gives_every_plan_the_same_mask(pools: Pools) -> None:

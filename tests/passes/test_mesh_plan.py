@@ -83,7 +83,9 @@ def test_states_and_bound_of_memory_are_those_of_the_program(family: str) -> Non
 
 def test_partly_sharded_leaves_lie_between() -> None:
     leaves = [x for x in planner("llama", 4, 1).leaves[1] if x.strategy.recompute == "none"]
-    by_count = sorted(leaves, key=lambda x: len(x.sharded))
+    by_count = sorted(
+        (x for x in leaves if x.strategy.zero in (0, 3)), key=lambda x: len(x.sharded)
+    )
     assert [len(x.sharded) for x in by_count] == list(range(len(by_count)))
     states = [x.states_bytes for x in by_count]
     assert states == sorted(states, reverse=True) and len(set(states)) == len(states)
@@ -138,6 +140,6 @@ def test_the_plan_is_within_its_gap_of_every_program(dp: int, tp: int, share: fl
     found = planner("vit", dp, tp, budget, layers=2).plan()
     assert found.lower_bound_s <= best.time.step_s * (1 + 1e-9)
     assert found.best is not None and found.best.memory.peak <= budget
-    gap = found.best.time.step_s / found.lower_bound_s - 1
+    gap = max(0.0, found.best.time.step_s / found.lower_bound_s - 1)
     assert found.best.time.step_s <= best.time.step_s * (1 + gap)
     assert found.best.time.step_s <= best.time.step_s * 1.02

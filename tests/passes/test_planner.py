@@ -275,12 +275,20 @@ def test_an_unknown_pruning_is_named():
         plan(without_cuts=("nodes",))
 
 
-def test_zero_1_and_2_are_planned_only_on_request():
-    with pytest.raises(OptionError, match="zero=1: can be planned, not run yet; say --allow"):
-        plan(pins={"zero": 1})
-    found = plan(pins={"zero": 1}, allow_planned=True)
-    assert found.strategy.zero == 1
+def test_selective_recomputation_is_planned_only_on_request():
+    pins = {"recompute": "selective"}
+    with pytest.raises(OptionError, match="selective: can be planned, not run yet; say --allow"):
+        plan(pins=pins)
+    found = plan(pins=pins, allow_planned=True)
+    assert found.strategy.recompute == "selective"
     assert any("cannot run yet" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_zero_1_and_2_can_be_pinned(zero: int):
+    found = plan(pins={"zero": zero})
+    assert found.strategy.zero == zero
+    assert not any("cannot run yet" in note for note in found.notes)
 
 
 def on_v100(family: str = "gpt2", **options) -> Plan:

@@ -1,0 +1,78 @@
+"""The norm of all gradients, whatever is sharded where."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from support_models import tiny_model
+from support_programs import Rank, emit_uniform, gradients, on_ranks
+from torch import Tensor, nn
+
+from meshfold.capture import Captured, capture
+from meshfold.gradient_norm import total_norm
+from meshfold.precision import float64_everywhere
+from meshfold.strategy import UniformStrategy
+
+STRATEGIES = [
+    UniformStrategy(),
+    UniformStrategy(dp=2),
+    UniformStrategy(dp=2, zero=2),
+    UniformStrategy(dp=4, zero=3),
+    UniformStrategy(dp=2, tp=2),
+    UniformStrategy(dp=2, tp=2, zero=3, sequence_parallel=True),
+]
+
+
+@cache
+def example(family: str) -> tuple[nn.Module, dict[str, Tensor], Captured, dict[str, Tensor]]:
+    model, batch = tiny_model(family)
+    with float64_everywhere():
+        return model, batch, capture(model, batch), gradients(model, batch)
+
+
+# gpt2 ties its embedding to its head; no dim of "uneven" divides by four, so shards are padded, and
+# none by two, so tp has nothing to cut.
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [("gpt2", s) for s in STRATEGIES] + [("uneven", s) for s in STRATEGIES if s.tp == 1],
+    ids=lambda x: x if isinstance(x, str) else x.label,
+)
+def test_norms_are_those_of_one_process(family: str, strategy: UniformStrategy) -> None:
+    model, batch, captured, right = example(family)
+    program = emit_uniform(captured, strategy, len(batch["labels"]))
+    everything = torch.cat([g.reshape(-1) for g in right.values()])
+
+    def norms(rank: Rank) -> list[float]:
+        rank.loss(batch).backward()
+        named = [(p, program.stored[name]) for name, p in rank.parameters.items()]
+        return [float(total_norm(named, rank.mesh, p)) for p in (2.0, 1.0, math.inf)]
+
+    expected = [float(torch.linalg.vector_norm(everything, p)) for p in (2.0, 1.0, math.inf)]
+    for found in on_ranks(model, captured, program, norms):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_narrow_gradients_are_summed_in_float32() -> None:
+    class OneRank:
+        device = torch.device("cpu")
+
+        class mesh:
+            sizes = ()
+            names = ()
+
+    parameter = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+    parameter.grad = torch.full_like(parameter, 0.125)
+    norm = total_norm([(parameter, ())], OneRank(), 2.0)  # type: ignore[arg-type]
+    assert norm.dtype == torch.float32 and norm.item() == 8.0
+
+
+def test_a_model_without_gradients_has_norm_zero() -> None:
+    model, batch, captured, _ = example("gpt2")
+    program = emit_uniform(captured, UniformStrategy(dp=2, zero=3), len(batch["labels"]))
+
+    def norm(rank: Rank) -> float:
+        named = [(p, program.stored[name]) for name, p in rank.parameters.items()]
+        return float(total_norm(named, rank.mesh, 2.0))
+
+    assert on_ranks(model, captured, program, norm) == [0.0, 0.0]
