@@ -23,7 +23,7 @@ import numpy as np
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, Value
 from meshfold.passes.axis_roles import SearchCosts
-from meshfold.passes.conversions import conversion_cost
+from meshfold.passes.conversions import Step, step_s
 from meshfold.passes.elimination import Table
 from meshfold.spmd import Layout, SpmdType, is_legal, local_shape
 
@@ -95,7 +95,7 @@ class ParameterPrices:
             if is_bucketed(source, target):
                 total += self._bucketed_s(value, now, after, axis)
             else:
-                total += conversion_cost(value, now, after, self.mesh, self.costs).total_s
+                total += step_s(value, Step(axis, source, target, now), self.mesh, self.costs)
             now = after
         return total
 
