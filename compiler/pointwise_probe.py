@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from meshfold.cost_models.op_probe import OpProbe, ProbedOutput, ProbeKey, TensorSpec, dense_spec
+from meshfold.cost_models.op_probe import OpProbe, ProbedOutput, ProbeKey, dense_spec, is_dense
 from meshfold.torch_ops import torch_target
 
 
@@ -20,7 +20,7 @@ def pointwise_sample(key: ProbeKey) -> ProbeKey | None:
     if not key.operands or torch.Tag.pointwise not in getattr(torch_target(key.target), "tags", ()):
         return None
     shape = key.operands[0].shape
-    if any(spec.shape != shape or not _is_dense(spec) for spec in key.operands):
+    if any(spec.shape != shape or not is_dense(spec) for spec in key.operands):
         return None
     small = (2,) * len(shape)
     if 0 in shape or shape == small:
@@ -44,7 +44,7 @@ def at_size(answer: OpProbe, key: ProbeKey) -> OpProbe | None:
         *answer.fresh_gradient_bytes,
         *(output.num_bytes for output in answer.outputs),
     ]
-    is_alike = all(o.spec.shape == (2,) * len(shape) and _is_dense(o.spec) for o in answer.outputs)
+    is_alike = all(o.spec.shape == (2,) * len(shape) and is_dense(o.spec) for o in answer.outputs)
     if not is_alike or any(count % small for count in counts):
         return None
     outputs = tuple(
@@ -61,7 +61,3 @@ def at_size(answer: OpProbe, key: ProbeKey) -> OpProbe | None:
         fresh_gradient_bytes=tuple(map(bytes_of, answer.fresh_gradient_bytes)),
         backward_scratch_bytes=bytes_of(answer.backward_scratch_bytes),
     )
-
-
-def _is_dense(spec: TensorSpec) -> bool:
-    return spec == dense_spec(spec.shape, spec.dtype, spec.requires_grad)

@@ -24,6 +24,7 @@ from meshfold.cost_models.op_probe import (
     TensorSpec,
 )
 from meshfold.fake_tensors import fake_mode
+from meshfold.linear_probe import linear_at_size, linear_samples
 from meshfold.opgraph import Arg, Hole, Ref, Symbol
 from meshfold.pointwise_probe import at_size, pointwise_sample
 from meshfold.torch_ops import dtype_name, torch_constant, torch_dtype, torch_target
@@ -38,7 +39,8 @@ DEVICE_OPS = frozenset(
 
 
 class OpProber:
-    """Answers ProbeKeys; every distinct key is run once, a pointwise op once for all sizes."""
+    """Answers ProbeKeys; every distinct key is run once, a pointwise op once and a linear layer
+    twice for all sizes."""
 
     def __init__(self) -> None:
         self._known: dict[ProbeKey, OpProbe] = {}
@@ -48,15 +50,23 @@ class OpProber:
     def __call__(self, key: ProbeKey) -> OpProbe:
         """Raises UnsupportedOpError if this torch has no such op."""
         if key not in self._known:
-            sample = pointwise_sample(key)
-            answer = None if sample is None else at_size(self(sample), key)
-            self._known[key] = answer or self._probe(key)
+            self._known[key] = self._from_samples(key) or self._probe(key)
         return self._known[key]
 
     @property
     def num_probes(self) -> int:
         """Distinct ops run so far."""
         return self._num_probes
+
+    def _from_samples(self, key: ProbeKey) -> OpProbe | None:
+        """The answer to `key` from that to the same call at another size, if it tells."""
+        if (sample := pointwise_sample(key)) is not None:
+            return at_size(self(sample), key)
+        if (samples := linear_samples(key)) is None:
+            return None
+        first, second = samples
+        is_sure = linear_at_size(self(first), second) == self(second)
+        return linear_at_size(self(first), key) if is_sure else None
 
     def _probe(self, key: ProbeKey) -> OpProbe:
         self._num_probes += 1

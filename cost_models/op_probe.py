@@ -39,6 +39,11 @@ def dense_spec(shape: tuple[int, ...], dtype: str, requires_grad: bool) -> Tenso
     return TensorSpec(shape, tuple(reversed(strides)), dtype, requires_grad)
 
 
+def is_dense(spec: TensorSpec) -> bool:
+    """Whether a tensor is contiguous."""
+    return spec == dense_spec(spec.shape, spec.dtype, spec.requires_grad)
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeKey:
     """One distinct op on local tensors. Ref(k) in `args` and `kwargs` is `operands[k]`, the k-th

@@ -156,15 +156,13 @@ def conversion_cost(
     backward: list[str] = []
     forward_bytes = backward_bytes = 0
     for step in steps:
-        kinds = _kinds(value, step, mesh)
-        there_s, back_s = (_action_s(value, step, kind, mesh, costs) for kind in kinds)
+        kinds, ends = _kinds(value, step, mesh), _ends(value, step, mesh)
+        there_s, back_s = (_action_s(value, step, kind, ends, mesh, costs) for kind in kinds)
         forward_s += there_s
         backward_s += back_s
         by_axis_s[step.axis] += there_s + back_s
         forward_by_axis_s[step.axis] += there_s
-        num_bytes = max(
-            _local_bytes(value, step.before, mesh), _local_bytes(value, step.after, mesh)
-        )
+        num_bytes = max(ends)
         if kinds[0] in COLLECTIVES:
             forward.append(kinds[0])
             forward_bytes += num_bytes
@@ -184,10 +182,10 @@ def conversion_cost(
 
 def step_s(value: Value, step: Step, mesh: Mesh, costs: ConversionCosts) -> float:
     """Seconds of one step, forward plus backward."""
-    there_s, back_s = (
-        _action_s(value, step, kind, mesh, costs) for kind in _kinds(value, step, mesh)
-    )
-    return there_s + back_s
+    there, back = _kinds(value, step, mesh)
+    ends = _ends(value, step, mesh)
+    there_s = _action_s(value, step, there, ends, mesh, costs)
+    return there_s + _action_s(value, step, back, ends, mesh, costs)
 
 
 def plan_conversions(
@@ -264,7 +262,7 @@ def _cheapest(
 
 def _total_ps(value: Value, steps: tuple[Step, ...], mesh: Mesh, costs: ConversionCosts) -> int:
     seconds = math.fsum(
-        _action_s(value, step, kind, mesh, costs)
+        _action_s(value, step, kind, _ends(value, step, mesh), mesh, costs)
         for step in steps
         for kind in _kinds(value, step, mesh)
     )
@@ -280,11 +278,18 @@ def _kinds(value: Value, step: Step, mesh: Mesh) -> tuple[str, str]:
     return conversion.forward, conversion.backward if value.requires_grad else "none"
 
 
-def _action_s(value: Value, step: Step, kind: str, mesh: Mesh, costs: ConversionCosts) -> float:
-    ends = [_local_bytes(value, layout, mesh) for layout in (step.before, step.after)]
-    small, large = min(ends), max(ends)
+def _action_s(
+    value: Value,
+    step: Step,
+    kind: str,
+    ends: tuple[int, int],
+    mesh: Mesh,
+    costs: ConversionCosts,
+) -> float:
+    """Seconds of what a step does one way. ends: local bytes before and after it."""
     if kind == "none":
         return 0.0
+    small, large = min(ends), max(ends)
     if kind in COLLECTIVES:
         # Gathered output, reduce-scatter input, all-reduced tensor: the larger end. An exchange
         # keeps the size; where shards overlap it gathers the whole dim.
@@ -295,12 +300,16 @@ def _action_s(value: Value, step: Step, kind: str, mesh: Mesh, costs: Conversion
     return costs.compute_s(0.0, moved, value.dtype)
 
 
-def _local_bytes(value: Value, layout: Layout, mesh: Mesh) -> int:
+def _ends(value: Value, step: Step, mesh: Mesh) -> tuple[int, int]:
+    """Local bytes before and after a step."""
     shards = 1
-    for t, size in zip(layout, mesh.sizes, strict=True):
-        if t.is_shard:
+    for axis, (t, size) in enumerate(zip(step.before, mesh.sizes, strict=True)):
+        if t.is_shard and axis != step.axis:
             shards *= size
-    return value.num_bytes // shards
+    size, num_bytes = mesh.sizes[step.axis], value.num_bytes
+    before = shards * size if step.source.is_shard else shards
+    after = shards * size if step.target.is_shard else shards
+    return num_bytes // before, num_bytes // after
 
 
 def _with(layout: Layout, axis: int, target: SpmdType) -> Layout:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
-from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind, Value
+from meshfold.opgraph import Dependence, FoldedGraph, OpGraph, SlotKind, Value
 from meshfold.passes.axis_roles import AxisRole
 from meshfold.passes.boundaries import Boundaries, batch_type
 from meshfold.passes.parameter_prices import Prices
@@ -46,9 +46,14 @@ Followed = dict[Hashable, DataParallel]
 def batch_problem(
     boundaries: Boundaries, axis_size: int, rules: Sequence[RuleTable], batch_size: int
 ) -> Hashable:
-    """What follow_batch depends on but prices: equal for two axis sizes over which the same inputs
-    are cut and every op has the same rules. In the role DATA the batch is kept sharded as far as
-    rules carry it, whatever that costs, so the solution of one size serves the other."""
+    """What follow_batch depends on: equal for two axis sizes over which the same inputs are cut and
+    every op has the same rules. In the role DATA the batch is kept sharded as far as rules carry
+    it, whatever that costs, so the solution of one size serves the other.
+
+    What is made of parameters alone is not cut with the batch: prices decide whether ranks share
+    the making of it. Where that crosses between regions (T5's position bias), the batch is followed
+    for each size; inside a region (a position embedding) the first size's choice stands for all.
+    """
     inputs = tuple(
         batch_type(boundaries.values[c], batch_size, axis_size) for c in sorted(boundaries.inputs)
     )
@@ -57,7 +62,8 @@ def batch_problem(
         for table in rules
         for per_axis in table
     )
-    return inputs, types
+    is_priced = any(value.depends is Dependence.PARAMETER for value in boundaries.values)
+    return inputs, types, axis_size if is_priced else 0
 
 
 def follow_batch(

@@ -112,7 +112,7 @@ def eliminate(
             for u in live.pop(k).variables:
                 of_variable[u].discard(k)
         new = len(factors) + len(steps)
-        live[new] = Factor(scope, np.asarray(total.min(axis=-1)))
+        live[new] = Factor(scope, np.asarray(np.minimum.reduce(total, axis=-1)))
         for u in scope:
             of_variable[u].add(new)
     table = _sum_tables([live[k] for k in sorted(live)], tuple(keep), domains, inner)
@@ -127,17 +127,27 @@ def _sum_tables(
 ) -> Table:
     """sum_j f_j as one table over `scope`: each table is transposed into the order of the scope
     and broadcast over what it lacks. inner: the domains by which small tables are told."""
-    position = {v: k for k, v in enumerate(scope)}
     # Small tables first: the running sum stays small until a large one is met.
-    total: Table = np.zeros((1,) * len(scope))
-    for factor in sorted(factors, key=lambda f: math.prod(inner[v] for v in f.variables)):
-        order = sorted(range(len(factor.variables)), key=lambda k: position[factor.variables[k]])
-        shape = [1] * len(scope)
-        for v, size in zip(factor.variables, factor.table.shape, strict=True):
-            shape[position[v]] = size
-        total = total + factor.table.transpose(order).reshape(shape)
-    full = tuple(domains[v] for v in scope)
+    total: Table | None = None
+    for factor in sorted(factors, key=lambda f: math.prod([inner[v] for v in f.variables])):
+        table = _spread(factor, scope)
+        total = table if total is None else total + table
+    if total is None:
+        total = np.zeros((1,) * len(scope))
+    full = tuple([domains[v] for v in scope])
     return total if total.shape == full else np.broadcast_to(total, full)
+
+
+def _spread(factor: Factor, scope: tuple[int, ...]) -> Table:
+    """The table with a dim for every variable of `scope`, of one entry for those it lacks."""
+    at = [scope.index(v) for v in factor.variables]
+    shape = [1] * len(scope)
+    for k, size in zip(at, factor.table.shape, strict=True):
+        shape[k] = size
+    in_order = sorted(at)
+    if at == in_order:
+        return factor.table.reshape(shape)
+    return factor.table.transpose([at.index(k) for k in in_order]).reshape(shape)
 
 
 def min_fill_order(

@@ -26,7 +26,7 @@ from meshfold.cost_models.memory import RegionMemory
 from meshfold.cost_models.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.opgraph import OpGraph, SlotKind
 from meshfold.options import LayoutPin
-from meshfold.passes.parameter_prices import local_bytes, stored_bytes
+from meshfold.passes.parameter_prices import local_bytes, widening
 from meshfold.passes.region_price import RegionPrice, RegionPricer, layouts_of_values
 from meshfold.passes.residence import (
     SlotFacts,
@@ -160,6 +160,7 @@ class _Parameters:
         shards = data_shards(graph, region.typing, self.mesh)
         self.shards = {i: layout for i, layout in shards.items() if i not in whole}
         self._wanted = {i for i, pin in pinned.items() if pin.on_dp}
+        self._known_bytes: dict[tuple[int, Layout], int] = {}
 
     def choices(self, levels: set[int]) -> list[tuple[int, tuple[int, ...]]]:
         """The (ZeRO level, sharded slots) worth a leaf: none, the largest few, all; tied ones
@@ -230,7 +231,7 @@ class _Parameters:
         """Local bytes of the parameters that are counted here."""
         values = self.region.graph.values
         return sum(
-            stored_bytes(values[i], layouts[i], self.mesh.sizes)
+            widening(values[i]) * self._bytes(i, layouts[i])
             for i in self.region.slots.first
             if values[i].requires_grad or not of_trained
         )
@@ -243,7 +244,14 @@ class _Parameters:
         return whole_s - self.costs.launch_s if num_bytes else 0.0
 
     def _used_bytes(self, i: int) -> int:
-        return local_bytes(self.region.graph.values[i], self.demands[i][0], self.mesh.sizes)
+        return self._bytes(i, self.demands[i][0])
+
+    def _bytes(self, i: int, layout: Layout) -> int:
+        """Local bytes of a parameter as ops read it: leaves ask for few different ones, often."""
+        if (i, layout) not in self._known_bytes:
+            value = self.region.graph.values[i]
+            self._known_bytes[i, layout] = local_bytes(value, layout, self.mesh.sizes)
+        return self._known_bytes[i, layout]
 
     def _passing_bytes(
         self, memory: RegionMemory, sharded: tuple[int, ...], strategy: UniformStrategy

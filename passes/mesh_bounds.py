@@ -20,6 +20,7 @@ parallelism.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshfold.cost_models.compute import op_work
@@ -69,15 +70,32 @@ class Room:
     staying_bytes: float
 
 
-def least_step_s(folded: FoldedGraph, data: DataParallel, costs: CostModel, room: Room) -> float:
+LeastCompute = Mapping[int, tuple[float, float]]
+"""Per region least_compute_s: the same on all meshes of as many ranks."""
+
+
+def least_compute(folded: FoldedGraph, costs: CostModel) -> LeastCompute:
+    """least_compute_s of every region that has instances."""
+    return {r: least_compute_s(folded.regions[r].graph, costs) for r in num_instances(folded)}
+
+
+def least_step_s(
+    folded: FoldedGraph,
+    data: DataParallel,
+    costs: CostModel,
+    room: Room,
+    compute: LeastCompute | None = None,
+) -> float:
     """Seconds that no program on the mesh of `costs` is below.
 
-    data: what regions do on its dp axis, axis 0. room: what memory holds.
+    data: what regions do on its dp axis, axis 0. room: what memory holds. compute: of `folded` and
+    as many ranks, if at hand.
     """
+    compute = compute or least_compute(folded, costs)
     forward_s = backward_s = least_s = sharded_s = saved_s = 0.0
     for region, count in num_instances(folded).items():
         graph = folded.regions[region].graph
-        forward, backward = least_compute_s(graph, costs)
+        forward, backward = compute[region]
         reduction = _reduction(graph, data.solutions[region].typing, costs)
         forward_s += count * forward
         backward_s += count * backward

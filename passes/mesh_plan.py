@@ -203,7 +203,7 @@ class MeshPlanner:
         graph = self.folded.regions[region].graph
         facts = self._facts[region]
         for mode, program in self.programs.items():
-            solution = self.search.solutions(**MODE_CHOICES[mode])[region]
+            solution = self.search.solution(region, **MODE_CHOICES[mode])
             choices = RegionChoices(
                 graph,
                 program.typings[region],
@@ -217,7 +217,6 @@ class MeshPlanner:
         return found
 
     def _memory_of(self, region: int, typing: RegionTyping) -> RegionMemory:
-        floats = next(i.floats for i in self.folded.instances if i.region == region)
         graph = self.folded.regions[region].graph
         return memory_of_region(
             graph,
@@ -225,9 +224,14 @@ class MeshPlanner:
             self.mesh,
             self.probe,
             costs=self.costs,
-            floats=floats,
+            floats=self._floats[region],
             known=self._simulations,
         )
+
+    @cached_property
+    def _floats(self) -> dict[int, tuple[float, ...]]:
+        """Per region the bindings of its first instance."""
+        return {i.region: i.floats for i in reversed(self.folded.instances)}
 
     @cached_property
     def _facts(self) -> list[SlotFacts]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.boundaries import num_instances, tied_parameter_slots
-from meshfold.passes.mesh_bounds import least_compute_s
+from meshfold.passes.mesh_bounds import LeastCompute, least_compute
 from meshfold.passes.mesh_plan import MeshPlanner
 from meshfold.passes.uniform_search import MODE_CHOICES, MeshSearch
 from meshfold.strategy import Degrees, UniformStrategy
@@ -24,7 +24,7 @@ ROUNDING = 1e-12
 
 class Contender:
     """One mesh. bare_s: a bound of its own on all its programs, by another way. search: the
-    search of this mesh, made when it is first asked for."""
+    search of this mesh, made when it is first asked for. compute: as for least_step_s."""
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class Contender:
         strategies: Sequence[UniformStrategy],
         bare_s: float,
         search: Callable[[], MeshSearch],
+        compute: LeastCompute | None = None,
     ) -> None:
         self.mesh = costs.mesh
         self.degrees = degrees
@@ -43,10 +44,8 @@ class Contender:
         self.search = search
         self._modes = list(dict.fromkeys(s.tp_mode for s in strategies))
         self._counts = num_instances(folded)
-        self._region_s = {
-            r: n * sum(least_compute_s(folded.regions[r].graph, costs))
-            for r, n in self._counts.items()
-        }
+        compute = compute or least_compute(folded, costs)
+        self._region_s = {r: n * sum(compute[r]) for r, n in self._counts.items()}
         self._sum_s = sum(self._region_s.values())
         tied = {r for group in tied_parameter_slots(folded) for r, _ in group}
         by_weight = sorted(self._counts, key=lambda r: (self._region_s[r], -r))

@@ -23,7 +23,7 @@ import numpy as np
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, Value
 from meshfold.passes.axis_roles import SearchCosts
-from meshfold.passes.conversions import conversion_cost
+from meshfold.passes.conversions import Step, step_s
 from meshfold.passes.elimination import Table
 from meshfold.spmd import Layout, SpmdType, is_legal, local_shape
 
@@ -43,8 +43,12 @@ class Prices:
 def stored_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
     """Bytes of a parameter on one rank in the dtype that it is kept in; so are those of its
     gradient after, and while, it is reduced."""
-    wide = ITEM_BYTES[value.stored_dtype] // ITEM_BYTES[value.dtype]
-    return wide * local_bytes(value, layout, sizes)
+    return widening(value) * local_bytes(value, layout, sizes)
+
+
+def widening(value: Value) -> int:
+    """Bytes of an element as it is kept over those as ops read it."""
+    return ITEM_BYTES[value.stored_dtype] // ITEM_BYTES[value.dtype]
 
 
 def local_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
@@ -103,7 +107,7 @@ class ParameterPrices:
             if is_bucketed(source, target):
                 total += self._bucketed_s(value, now, after, axis)
             else:
-                total += conversion_cost(value, now, after, self.mesh, self.costs).total_s
+                total += step_s(value, Step(axis, source, target, now), self.mesh, self.costs)
             now = after
         return total
 

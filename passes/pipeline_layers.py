@@ -31,9 +31,9 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
 from meshfold.cost_models.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.mesh import Mesh
-from meshfold.opgraph import ITEM_BYTES, OpGraph, SlotKind, Value
+from meshfold.opgraph import OpGraph, SlotKind, Value
 from meshfold.passes.data_parallel import zero3_layout
-from meshfold.passes.parameter_prices import local_bytes
+from meshfold.passes.parameter_prices import local_bytes, widening
 from meshfold.passes.region_price import RegionPrice
 from meshfold.passes.step_time import optimizer_s
 from meshfold.spmd import INVARIANT, Layout
@@ -208,7 +208,7 @@ class _Parameters:
             part = local_bytes(value, cut, (dp, *sizes))
             is_tied = parameter.num_holders > 1
             is_sharded = zero == 3 and part < used and not is_tied
-            wide = ITEM_BYTES[value.stored_dtype] // ITEM_BYTES[value.dtype]
+            wide = widening(value)
             here = wide * (part if is_sharded else used)
             self.stored += here
             self.gathered += used if is_sharded else 0

@@ -15,6 +15,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
@@ -30,7 +31,7 @@ from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_
 from meshfold.passes.expert_rules import shared_experts
 from meshfold.passes.garbage import collector_paused
 from meshfold.passes.layout_pins import pinned_slots
-from meshfold.passes.mesh_bounds import Room, least_step_s
+from meshfold.passes.mesh_bounds import LeastCompute, Room, least_compute, least_step_s
 from meshfold.passes.mesh_plan import MeshPlanner
 from meshfold.passes.mesh_race import Contender
 from meshfold.passes.mesh_record import MeshRecord, search_stats
@@ -288,6 +289,7 @@ class _Search:
             strategies,
             self._bare_bound_s(degrees, costs),
             lambda: self._search(degrees),
+            self._least_compute,
         )
 
     def _race(self, contenders: Sequence[Contender], state: MeshRecord, num_meshes: int) -> None:
@@ -346,8 +348,15 @@ class _Search:
         """A bound on a mesh before its regions are typed; 0 if dp is not known from another."""
         for known, search in self._searches.items():
             if known.dp == degrees.dp and search.space.data and search.space.dp_axis is not None:
-                return least_step_s(self.folded, search.space.data, costs, self._room)
+                data, compute = search.space.data, self._least_compute
+                return least_step_s(self.folded, data, costs, self._room, compute)
         return 0.0
+
+    @cached_property
+    def _least_compute(self) -> LeastCompute:
+        """Of any mesh: all have as many ranks."""
+        mesh = build_mesh(self.cluster, self.cluster.num_devices, 1)
+        return least_compute(self.folded, CostModel(self.cluster, mesh))
 
     @property
     def _room(self) -> Room:

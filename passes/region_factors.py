@@ -90,19 +90,27 @@ class ParameterTerm:
 
     def tables(self, prices: Sequence[Prices], case: int | None = None) -> list[Factor]:
         """The parameter factors. case: a variable that numbers the prices, needed for several."""
-        state_price = np.array([p.state_s_per_byte for p in prices])
-        used_price = np.array([p.used_s_per_byte for p in prices])
-        state = self.forbidden_s + state_price[:, None] * self.stored_bytes
         out = []
-        for user, convert, used in zip(self.users, self.conversion_s, self.used_bytes, strict=True):
-            cost = convert + (used_price / len(self.users))[:, None, None] * used
-            cost = cost + state[:, :, None] / len(self.users)
+        for user, cost in zip(self.users, self._costs(prices), strict=True):
             if self.stored_variable is None:
                 out.append(_factor((user,), cost.min(axis=1), case))
             else:
                 stored = Port(self.stored_variable, self.stored)
                 out.append(_factor((stored, user), cost, case))
         return out
+
+    def _costs(self, prices: Sequence[Prices]) -> list[Table]:
+        """Per user [price, stored, used] -> seconds."""
+        if len(prices) == 1 and prices[0] == Prices():
+            return [(convert + self.forbidden_s[:, None])[None] for convert in self.conversion_s]
+        state_price = np.array([p.state_s_per_byte for p in prices])
+        used_price = np.array([p.used_s_per_byte for p in prices])
+        state = self.forbidden_s + state_price[:, None] * self.stored_bytes
+        num_users = len(self.users)
+        return [
+            convert + (used_price / num_users)[:, None, None] * used + state[:, :, None] / num_users
+            for convert, used in zip(self.conversion_s, self.used_bytes, strict=True)
+        ]
 
     def best_stored(self, used: Sequence[Layout], prices: Prices) -> Layout:
         """The stored layout for these used layouts, one per user."""
@@ -129,15 +137,20 @@ class FactorGraph:
 def _factor(ports: Sequence[Port], table: Table, case: int | None = None) -> Factor:
     """A factor over the ports' variables: dims of fixed ports are dropped, and a variable at two
     ports takes the diagonal. A dim more in front is that of `case`, or has one entry."""
-    letter_of: dict[int, str] = {}
-    letters = ""
-    for letter, port in zip("abc", ports, strict=False):
-        own = letter if port.variable is None else letter_of.setdefault(port.variable, letter)
-        letters += own
-    result: Table = np.einsum(f"...{letters}->...{''.join(letter_of.values())}", table)
+    variables = [port.variable for port in ports if port.variable is not None]
+    if len(set(variables)) == len(variables):
+        result: Table = table[..., *(0 if p.variable is None else slice(None) for p in ports)]
+    else:
+        letter_of: dict[int, str] = {}
+        letters = ""
+        for letter, port in zip("abc", ports, strict=False):
+            own = letter if port.variable is None else letter_of.setdefault(port.variable, letter)
+            letters += own
+        result = np.einsum(f"...{letters}->...{''.join(letter_of.values())}", table)
+        variables = list(letter_of)
     if case is not None:
-        return Factor((case, *letter_of), result)
-    return Factor(tuple(letter_of), result[0] if result.ndim > len(letter_of) else result)
+        return Factor((case, *variables), result)
+    return Factor(tuple(variables), result[0] if result.ndim > len(variables) else result)
 
 
 @dataclass

@@ -201,6 +201,7 @@ class RegionPricer:
             i for i, slot in enumerate(graph.slots) if slot.kind is SlotKind.PARAMETER
         ]
         self._known: dict[tuple[int, Layout], _Sums] = {}
+        self._prices: dict[tuple[Layout, ...], RegionPrice] = {}
         self._inside = _Sums(mesh)
         self._forward_s = self._backward_s = 0.0
         for k, (op, of_axes) in enumerate(zip(graph.ops, rules, strict=True)):
@@ -224,15 +225,22 @@ class RegionPricer:
         no parameters as the typing has them."""
         if recompute == "selective" and self._recompute != "selective":
             return self._selective.price(slots, recompute, keeps_gathered=keeps_gathered)
+        stored = tuple(slots[i] for i in self._parameters)
+        if stored not in self._prices:
+            self._prices[stored] = self._price(slots)
+        price = self._prices[stored]
+        price = replace(price, num_gathers=1) if keeps_gathered else price
+        return price if recompute == "none" else price.recomputed()
+
+    def _price(self, slots: Sequence[Layout]) -> RegionPrice:
+        """The price without recomputation."""
         sums = _Sums(self.mesh)
         sums.merge(self._inside)
         for i in self._parameters:
             if (i, slots[i]) not in self._known:
                 self._known[i, slots[i]] = self._value(i, slots[i])
             sums.merge(self._known[i, slots[i]])
-        price = _finish(self._forward_s, self._backward_s, sums, self.costs)
-        price = replace(price, num_gathers=1) if keeps_gathered else price
-        return price if recompute == "none" else price.recomputed()
+        return _finish(self._forward_s, self._backward_s, sums, self.costs)
 
     @cached_property
     def _selective(self) -> "RegionPricer":

@@ -148,6 +148,13 @@ class MeshSearch:
         role = tp_role(sequence_parallel=sequence_parallel, batch_on_tp=batch_on_tp)
         return [c.solution for c in self._found[role][0]]
 
+    def solution(
+        self, region: int, *, sequence_parallel: bool = False, batch_on_tp: bool = False
+    ) -> RegionSolution:
+        """One of them."""
+        role = tp_role(sequence_parallel=sequence_parallel, batch_on_tp=batch_on_tp)
+        return self._found[role][0][region].solution
+
     def ops_s(
         self, region: int, *, sequence_parallel: bool = False, batch_on_tp: bool = False
     ) -> float:

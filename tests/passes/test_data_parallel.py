@@ -1,11 +1,13 @@
 """The batch followed through the regions, and the stored layouts of parameters."""
 
+from dataclasses import replace
+
 import pytest
 from support_graphs import GraphBuilder, costs_on, folded_stack, mlp
 
-from meshfold.opgraph import Value
+from meshfold.opgraph import Dependence, Value
 from meshfold.passes.boundaries import find_boundaries
-from meshfold.passes.data_parallel import follow_batch, stored_options, zero3_layout
+from meshfold.passes.data_parallel import batch_problem, follow_batch, stored_options, zero3_layout
 from meshfold.passes.rules import region_rules
 from meshfold.spmd import (
     INVARIANT,
@@ -106,3 +108,14 @@ def test_zero3_layout_over_two_axes(shape, stored, expected):
     found = zero3_layout(Value(shape, "float32", True), parse_layout(stored), sizes, (0, 1))
     assert layout_text(found) == expected
     assert is_legal(shape, found, sizes)
+
+
+def test_what_regions_take_that_is_made_of_parameters_is_followed_per_size() -> None:
+    """As T5's position bias is. The rules are those of one size: they agree."""
+    folded = folded_stack(num_layers=3)
+    boundaries = find_boundaries(folded)
+    rules = [region_rules(region.graph, (2,)) for region in folded.regions]
+    bias = Value((1, 4, 8, 8), "float32", True, Dependence.PARAMETER)
+    for values, num_keys in ((boundaries.values, 1), ((*boundaries.values, bias), 2)):
+        of = replace(boundaries, values=values)
+        assert len({batch_problem(of, size, rules, batch_size=4) for size in (2, 4)}) == num_keys
