@@ -164,7 +164,7 @@ class MeshPlanner:
         program that is there already; chains that cannot beat it are bounded only."""
         before = len(self._priced)
         closed = []
-        for chain in self._chains():
+        for chain in sorted(self.chains, key=lambda chain: chain.bound_s):
             closed.append(self._close(chain, incumbent_s))
             incumbent_s = min(incumbent_s, closed[-1].best_s)
         programs = list(self._priced.values())[before:]
@@ -238,6 +238,23 @@ class MeshPlanner:
         return slot_facts(self.folded)
 
     # The chain.
+
+    @cached_property
+    def chains(self) -> tuple[LeafChain, ...]:
+        """What can be solved on this mesh."""
+        return tuple(self._chains())
+
+    @cached_property
+    def bound_s(self) -> float:
+        """No program of this mesh that fits takes less; where none fits, fastest_s."""
+        bound_s = min(chain.bound_s for chain in self.chains) + self.costs.launch_s
+        return bound_s if math.isfinite(bound_s) else self.fastest_s
+
+    @property
+    def unlimited_s(self) -> float:
+        """Step time of the best program if memory were unlimited, before it is priced exactly."""
+        found = [chain.solve(None) for chain in self.chains]
+        return min(x.time_s for x in found if x is not None) + self.costs.launch_s
 
     def _chains(self) -> Iterator[LeafChain]:
         """Leaves that may stand together: one layout per tied parameter."""
@@ -346,7 +363,7 @@ class MeshPlanner:
 
     def _smallest(self) -> Priced:
         """The program with the least memory among the simplest: every layer at its least."""
-        candidates = [p for chain in self._chains() for _, p in self._smallest_of(chain)]
+        candidates = [p for chain in self.chains for _, p in self._smallest_of(chain)]
         return min(candidates, key=lambda p: (p.memory.peak, p.strategy.label))
 
     # Exact figures.

@@ -4,7 +4,8 @@
                                                     else:  its ops, cut over all ranks ))
 
 The mesh of the lowest bound goes on, by the region that weighs most: a mesh that cannot win is left
-as soon as what is typed of it and the bare bounds of the rest reach the best program found. A
+as soon as what is typed of it and the bare bounds of the rest reach the best program found. Once
+all of it is typed, the bound counts memory too, before any program is sought. A
 region with a tied parameter is typed last: its typing may change when regions agree on a layout.
 """
 
@@ -40,6 +41,8 @@ class Contender:
         self.degrees = degrees
         self.strategies = strategies
         self.planner: MeshPlanner | None = None
+        self.is_bounded = False
+        """Whether the bound counts memory."""
         self._bare_s = bare_s
         self.search = search
         self._modes = list(dict.fromkeys(s.tp_mode for s in strategies))
@@ -55,11 +58,15 @@ class Contender:
     def bound_s(self) -> float:
         """No program of the mesh takes less."""
         if self.planner is not None:
-            return self.planner.fastest_s
+            return self.planner.bound_s if self.is_bounded else self.planner.fastest_s
         return max(self._bare_s, self._sum_s * (1 - ROUNDING))
 
-    def type_next(self) -> bool:
-        """Raise the bound by typing one region; False if there is none left to type alone."""
+    def raise_bound(self) -> bool:
+        """Count memory in the bound of a mesh that is typed, or type one more region; False if
+        there is none left to type alone."""
+        if self.planner is not None:
+            self.is_bounded = True
+            return True
         search = self.search()
         if not self._untyped or search.space.pinned:
             return False

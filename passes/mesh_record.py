@@ -40,7 +40,9 @@ def search_stats(tree: Tree, state: MeshRecord) -> SearchStats:
         cuts=dict(sorted((name, n) for name, n in state.cuts.items() if n)),
         lower_bound_s=min(step_s, *(p.lower_bound_s for p in plans.values())),
         gap_before=plans[state.best[1]].gap_before,
-        unlimited_s=min(p.unlimited_s for p in plans.values()),
+        unlimited_s=min(
+            plans[p].unlimited_s if p in plans else p.unlimited_s for p in state.planners
+        ),
         capped=any(p.capped for p in plans.values()),
         meshes=tuple(outcomes),
     )
@@ -52,7 +54,7 @@ def _outcome(planner: MeshPlanner, plan: MeshPlan | None, state: MeshRecord) -> 
     name, step_s = str(planner.mesh), state.best_s
     if plan is None or plan.best is None:
         fits = plan is None or math.isfinite(plan.lower_bound_s)
-        bound_s = plan.lower_bound_s if plan and fits else planner.fastest_s
+        bound_s = plan.lower_bound_s if plan and fits else planner.bound_s
         return MeshOutcome(
             name, bound_s, None, _too_slow(bound_s, step_s) if fits else "does not fit"
         )

@@ -310,9 +310,9 @@ class _Search:
                 if contender.planner is None:
                     skipped[k] = bound_s
                     self._tell(contender, state, num_meshes)
-            elif contender.planner is not None:
+            elif contender.planner is not None and contender.is_bounded:
                 self._plan(contender.planner, state)
-            elif contender.type_next() or self._is_typed(contender, state, num_meshes):
+            elif contender.raise_bound() or self._is_typed(contender, state, num_meshes):
                 heapq.heappush(queue, (contender.bound_s, contender.mesh.sizes, k))
         state.planners += [c.planner for c in contenders if c.planner is not None]
         state.skipped += [(str(contenders[k].mesh), skipped[k]) for k in sorted(skipped)]

@@ -51,7 +51,7 @@ def test_the_bound_rises_up_to_that_of_the_typed_mesh(family: str, degrees: Degr
     search = search_of(family, degrees)
     one = contender(family, degrees, search)
     bounds = [one.bound_s]
-    while one.type_next():
+    while one.raise_bound():
         bounds.append(one.bound_s)
     typed = MeshPlanner(
         graph_of(family), CLUSTER, search, one.strategies, CompileOptions(), OpProber()
@@ -79,7 +79,7 @@ def test_regions_that_share_a_parameter_are_not_typed_alone() -> None:
     search = search_of("gpt2", Degrees(2, 1, 4))
     one = contender("gpt2", Degrees(2, 1, 4), search)
     typed = 0
-    while one.type_next():
+    while one.raise_bound():
         typed += 1
     assert typed == len(graph_of("gpt2").regions) - 2
 
@@ -92,4 +92,4 @@ def test_a_bound_from_elsewhere_holds_until_the_typed_regions_pass_it() -> None:
 def test_a_mesh_with_pinned_layouts_is_typed_as_a_whole() -> None:
     pins = CompileOptions(pins={"layout:*.q_proj.weight": "tp:0"})
     search = search_of("llama", Degrees(2, 1, 4), pins)
-    assert not contender("llama", Degrees(2, 1, 4), search).type_next()
+    assert not contender("llama", Degrees(2, 1, 4), search).raise_bound()
