@@ -93,8 +93,9 @@ def report_view(report: VerifyReport) -> RenderableType:
     style = "bold green" if report.passed else "bold red"
     headline = Text(f"{report.strategy} on {report.world_size} local processes, float64\n")
     verdict = Text(f"\n{report.verdict}", style=style)
+    order = Text(f"\n{report.num_collectives} collectives a step, in one order on all ranks")
     parts = (headline, table, *(part for view in worst for part in (Text(), view)))
-    return Group(*parts, verdict) if report.passed else Group(*parts)
+    return Group(*parts, order, verdict) if report.passed else Group(*parts)
 
 
 def _worst_view(title: str, compared: Sequence[Difference], report: VerifyReport) -> RenderableType:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from meshfold.api import bind, check_fingerprint
 from meshfold.batches import flatten
 from meshfold.capture import Captured, capture
+from meshfold.collective_order import Call, collectives_of, disorder
 from meshfold.departure import first_departure
 from meshfold.errors import MeshfoldError
 from meshfold.local_processes import Report, run_local
@@ -79,6 +80,7 @@ class _Compared:
     loss: float
     gradients: Sizes
     parameters: Sizes
+    collectives: tuple[Call, ...]
     departure: str = ""
 
 
@@ -90,7 +92,9 @@ def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
     _take_from_first_rank(built)
     output = captured.graph.outputs[0].name
     compiled = bind(built.model, _planned_for(plan, captured), captured, built.example_inputs)
-    eager_loss, loss = _eager_step(built, output), _compiled_step(compiled, built)
+    assert compiled.rank_mesh is not None
+    with collectives_of(compiled.rank_mesh) as calls:
+        eager_loss, loss = _eager_step(built, output), _compiled_step(compiled, built)
     gradients = _sizes(compiled, built.model, _gradient)
     optimizers = [_optimizer(plan, m) for m in (built.model, compiled)]
     for step in range(NUM_STEPS):
@@ -101,7 +105,8 @@ def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
             optimizer.step()
             optimizer.zero_grad()
     parameters = _sizes(compiled, built.model, torch.Tensor.detach)
-    compared = _Compared(eager_loss.sum().item(), loss.sum().item(), gradients, parameters)
+    losses = eager_loss.sum().item(), loss.sum().item()
+    compared = _Compared(*losses, gradients, parameters, tuple(calls))
     everyone: list[_Compared] = [compared] * plan.world_size
     dist.all_gather_object(everyone, compared)
     if _report(plan, everyone).passed:
@@ -236,6 +241,8 @@ def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
         parameters=differences([r.parameters for r in results]),
         optimizer=OPTIMIZER_NAMES[plan.optimizer],
         departure=first.departure,
+        num_collectives=len(first.collectives),
+        disorder=disorder(plan.mesh, [r.collectives for r in results]),
     )
 
 

@@ -25,7 +25,9 @@ class Difference:
 @dataclass(frozen=True)
 class VerifyReport:
     """gradients, parameters: worst first. eager_loss: of the model in one process. optimizer: whose
-    steps the parameters took. departure: of a program that differs, where it does first."""
+    steps the parameters took. departure: of a program that differs, where it does first.
+    num_collectives: that a rank starts in a step; disorder: where two ranks of a group start
+    different ones (meshfold.collective_order)."""
 
     world_size: int
     strategy: str
@@ -35,6 +37,8 @@ class VerifyReport:
     parameters: tuple[Difference, ...] = ()
     optimizer: str = ""
     departure: str = ""
+    num_collectives: int = 0
+    disorder: str = ""
     tolerance: float = TOLERANCE
 
     @property
@@ -45,7 +49,7 @@ class VerifyReport:
     @property
     def passed(self) -> bool:
         compared = (*self.gradients, *self.parameters)
-        return all(
+        return not self.disorder and all(
             d <= self.tolerance for d in (self.loss_difference, *(c.relative for c in compared))
         )
 
@@ -58,6 +62,10 @@ class VerifyReport:
                 steps = f"{NUM_STEPS} steps of {self.optimizer}"
                 what = f"loss, {len(self.gradients)} gradients and parameters after {steps}"
             return f"{what} agree to {self.tolerance:.0e}"
+        if self.disorder:
+            return (
+                f"ranks start different collectives: {self.disorder}; report it with the plan file"
+            )
         where = f"; {self.departure}" if self.departure else ""
         return f"{self._worst()}{where}; report it with the plan file"
 

@@ -10,6 +10,7 @@ from support_factories import regression
 from support_models import tiny_model
 
 from meshfold.api import find_plan
+from meshfold.collective_order import Call
 from meshfold.errors import MeshfoldError
 from meshfold.models import BuiltModel
 from meshfold.options import CompileOptions
@@ -86,7 +87,7 @@ def test_a_model_without_values_is_refused(plan: Plan) -> None:
 
 
 def report_of(plan: Plan, *ranks: dict[str, tuple[float, float]]) -> VerifyReport:
-    return _report(plan, [_Compared(2.0, 2.0, gradients, {}) for gradients in ranks])
+    return _report(plan, [_Compared(2.0, 2.0, gradients, {}, ()) for gradients in ranks])
 
 
 def test_differences_are_relative_to_gradients_that_are_not_noise(plan: Plan) -> None:
@@ -114,7 +115,9 @@ def test_nan_is_the_worst_difference(plan: Plan) -> None:
 
 def test_parameters_that_differ_after_steps_fail(plan: Plan) -> None:
     gradients = {"a": (1.0, 0.0), "b": (1.0, 0.0)}
-    ranks = [_Compared(2.0, 2.0, gradients, {"a": (1.0, 0.0), "b": (2.0, d)}) for d in (0.0, 1e-6)]
+    ranks = [
+        _Compared(2.0, 2.0, gradients, {"a": (1.0, 0.0), "b": (2.0, d)}, ()) for d in (0.0, 1e-6)
+    ]
     report = _report(plan, ranks)
     assert not report.passed
     assert "1 of 2 parameters differ after 3 steps, worst b by 5.0e-07" in report.verdict
@@ -124,6 +127,15 @@ def test_a_loss_that_differs_fails() -> None:
     report = VerifyReport(2, "tp2", 2.0, 2.5, ())
     assert not report.passed
     assert report.verdict.startswith("the losses differ, 2.5 against 2.0; report it")
+
+
+def test_ranks_that_start_other_collectives_fail(plan: Plan) -> None:
+    gradients = {"a": (1.0, 0.0)}
+    axes = tuple(a.name for a in plan.mesh.axes if a.size > 1)[:1]
+    logs = [tuple(Call("all_reduce", axes, "float64", (n,)) for n in sizes) for sizes in ([2], [3])]
+    report = _report(plan, [_Compared(2.0, 2.0, gradients, gradients, log) for log in logs])
+    assert not report.passed and report.num_collectives == 1
+    assert "ranks start different collectives: as number 0 over" in report.verdict
 
 
 def test_without_dropout_nothing_is_dropped() -> None:

@@ -1,0 +1,54 @@
+"""The order of collectives: noted as they are started, compared within groups."""
+
+from dataclasses import replace
+
+from support_programs import Rank, capture, emit_uniform, on_ranks, stack_model
+
+from meshfold.collective_order import Call, collectives_of, disorder
+from meshfold.mesh import Mesh, MeshAxis
+from meshfold.strategy import UniformStrategy
+
+MESH = Mesh((MeshAxis("dp", 2), MeshAxis("tp", 2)))
+GATHER = Call("all_gather", ("dp",), "float32", (8,))
+SUM = Call("all_reduce", ("tp",), "float32", (4, 8))
+
+
+def test_a_step_starts_the_same_on_all_ranks() -> None:
+    model, batch = stack_model()
+    captured = capture(model, batch)
+    strategy = UniformStrategy(dp=2, tp=2, zero=3, sequence_parallel=True)
+    program = emit_uniform(captured, strategy, 4)
+
+    def calls(rank: Rank) -> tuple[Call, ...]:
+        with collectives_of(rank.mesh) as found:
+            rank.loss(batch).backward()
+        before = len(found)
+        rank.loss(batch)
+        assert len(found) == before, "what comes later is not noted"
+        return tuple(found)
+
+    logs = on_ranks(model, captured, program, calls)
+    assert {call.kind for call in logs[0]} >= {"all_gather", "reduce_scatter"}
+    assert {call.axes for call in logs[0]} >= {("dp",), ("tp",)}
+    assert disorder(program.mesh, logs) == ""
+
+
+def test_ranks_of_other_groups_may_differ() -> None:
+    other = replace(GATHER, shape=(16,))
+    # Ranks 0 and 2, 1 and 3 are dp groups.
+    assert disorder(MESH, [[GATHER], [other], [GATHER], [other]]) == ""
+
+
+def test_the_first_difference_is_named() -> None:
+    other = replace(GATHER, shape=(16,))
+    logs = [[SUM, GATHER, GATHER], [SUM], [SUM, GATHER, other], [SUM]]
+    assert disorder(MESH, logs) == (
+        "as number 1 over dp, rank 0 starts all_gather of float32[8] over dp, "
+        "rank 2 all_gather of float32[16] over dp"
+    )
+
+
+def test_a_missing_one_is_named() -> None:
+    assert disorder(MESH, [[SUM], [SUM, SUM], [SUM], [SUM]]) == (
+        "rank 1 starts all_reduce of float32[4, 8] over tp, rank 0 does not"
+    )
