@@ -28,6 +28,8 @@ class RankMesh(ABC):
     the same order. `axes` names one axis or several; several act as one group, in mesh order.
 
     rng: (seed, step) of the counter-based generator; the runtime sets it before every step.
+    microbatch: number of the one that runs; targets: by (instance, op of the whole program), how
+    many targets of the step a loss divides by. Both are set by meshfold.pipeline_step.
     """
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
@@ -36,6 +38,8 @@ class RankMesh(ABC):
         self.device = device
         self.coords = mesh.coords(rank)
         self.rng = (0, 0)
+        self.microbatch = 0
+        self.targets: dict[tuple[int, int], int] = {}
 
     def size(self, axes: Axes) -> int:
         """Ranks in the group of `axes`."""
