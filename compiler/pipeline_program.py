@@ -158,6 +158,10 @@ def _schedule(plan: Plan) -> Schedule:
         schedule = Schedule.parse(plan.schedule)
     except OptionError as error:
         raise PlanMismatchError(f"the plan's schedule: {error}") from error
+    if not schedule.runs:
+        raise PlanMismatchError(
+            f"the plan's schedule is {schedule}, which cannot run yet; plan without --allow planned"
+        )
     names = plan.mesh.names
     devices = plan.mesh.sizes[names.index(PIPELINE_AXIS)] if PIPELINE_AXIS in names else 1
     if (schedule.num_devices, schedule.num_stages) != (devices, len(plan.stages)):

@@ -3,15 +3,15 @@
     0: 0F0 0F1 0B0 0B1        one line per device; stage s is on device s mod (devices)
     1: 1F0 1B0 1F1 1B1
 
-A device runs its actions in order. An action waits for what it needs: F of the stage before, B of
-the stage behind and the own F, W of the own B. Lists can run when nobody waits for ever and when
+A device runs its actions in order. Lists can run when nobody waits for ever
+(cost_models/pipeline.py) and when
 between two devices messages are received in the order in which they are sent, which is what links
 with one queue per direction (NCCL) ask for.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 
+from meshfold.cost_models.pipeline import StageTimes, simulate_actions
 from meshfold.cost_models.schedules import Action, ActionLists, Pass
 from meshfold.errors import OptionError
 
@@ -35,22 +35,11 @@ def parse_actions(text: str) -> ActionLists:
 def check_actions(actions: ActionLists, num_stages: int, num_microbatches: int) -> None:
     """Raises OptionError, naming stage and action, where the lists cannot run to their end."""
     _check_complete(actions, num_stages, num_microbatches)
-    _check_progress(actions, num_stages)
+    try:
+        simulate_actions(actions, StageTimes.build([1.0] * num_stages, 1.0))
+    except ValueError as error:
+        raise OptionError(f"schedule: {error}") from error
     _check_queues(actions, num_stages)
-
-
-def needs(action: Action, num_stages: int) -> Iterator[Action]:
-    """What has to be done before."""
-    stage, j = action.stage, action.microbatch
-    if action.kind is Pass.FORWARD:
-        if stage > 0:
-            yield Action(stage - 1, Pass.FORWARD, j)
-    elif action.kind is Pass.BACKWARD:
-        yield Action(stage, Pass.FORWARD, j)
-        if stage + 1 < num_stages:
-            yield Action(stage + 1, Pass.BACKWARD, j)
-    else:
-        yield Action(stage, Pass.BACKWARD, j)
 
 
 def _check_complete(actions: ActionLists, num_stages: int, num_microbatches: int) -> None:
@@ -71,25 +60,6 @@ def _check_complete(actions: ActionLists, num_stages: int, num_microbatches: int
         for action in device:
             if action.stage % len(actions) != k or action.stage >= num_stages:
                 raise OptionError(f"schedule: {action} does not belong on device {k}")
-
-
-def _check_progress(actions: ActionLists, num_stages: int) -> None:
-    at, done = [0] * len(actions), set[Action]()
-    while True:
-        before = len(done)
-        for k, device in enumerate(actions):
-            while at[k] < len(device) and done.issuperset(needs(device[at[k]], num_stages)):
-                done.add(device[at[k]])
-                at[k] += 1
-        if len(done) == before:
-            break
-    for k, device in enumerate(actions):
-        if at[k] < len(device):
-            action = device[at[k]]
-            missing = next(a for a in needs(action, num_stages) if a not in done)
-            raise OptionError(
-                f"schedule: deadlock, {action} on device {k} waits for {missing} for ever"
-            )
 
 
 def _check_queues(actions: ActionLists, num_stages: int) -> None:

@@ -91,7 +91,7 @@ def _tree(
         devices_per_node=min(group.devices_per_node for group in cluster.groups),
         batch_size=batch_size,
         pins=options.pins,
-        allow_planned=True,
+        allow_planned=options.allow_planned,
         switched_off=options.without_cuts,
     )
     return grow_pipelines(situation, len(folded.instances))
@@ -99,8 +99,9 @@ def _tree(
 
 def _planned_notes(best: PricedPipeline) -> tuple[str, ...]:
     """A plan that uses what cannot run yet says so."""
-    names = dict.fromkeys(x.strategy.label for x in best.layers)
-    return tuple(f"{name}: planned, cannot run yet" for name in names)
+    planned = [str(best.plan.schedule)] if not best.plan.schedule.runs else []
+    planned += [x.strategy.label for x in best.layers if not x.strategy.runs]
+    return tuple(f"{name}: planned, cannot run yet" for name in dict.fromkeys(planned))
 
 
 def _baselines(

@@ -16,7 +16,7 @@ from typing import get_args
 
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
-from meshfold.passes.decision_tree import NODE, PINNED, Situation, Tree, keeps_pins
+from meshfold.passes.decision_tree import NODE, PINNED, PLANNED, Situation, Tree, keeps_pins
 from meshfold.passes.mesh_degrees import divisors
 from meshfold.passes.pipeline_layers import PIPELINE_ZERO_LEVELS
 from meshfold.passes.stage_schedules import offered_schedules
@@ -38,7 +38,8 @@ SCHEDULE_PINS = ("schedule", "chunks")
 @dataclass(frozen=True)
 class PipelineTree:
     """candidates: degrees that no rule cuts; kinds: (ZeRO level, recompute) that pins leave.
-    num_layers: of the model; kind, num_chunks: what pins leave of schedules, None: any."""
+    num_layers: of the model; kind, num_chunks: what pins leave of schedules, None: any.
+    allow_planned: also schedules that cannot run yet."""
 
     candidates: tuple[UniformStrategy, ...]
     kinds: tuple[tuple[int, Recompute], ...]
@@ -46,6 +47,7 @@ class PipelineTree:
     num_layers: int
     kind: ScheduleKind | None = None
     num_chunks: int | None = None
+    allow_planned: bool = False
 
     def schedules_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
         """The orders in which stages may run the microbatches of `degrees`.
@@ -56,6 +58,8 @@ class PipelineTree:
         offered = offered_schedules(
             degrees.pp, degrees.microbatches, self.num_layers, self.kind, self.num_chunks
         )
+        if not self.allow_planned:
+            offered = tuple(s for s in offered if s.runs)
         if self.kind is None and self.num_chunks is None:
             return tuple(s for s in offered if s.num_chunks == 1)
         return offered
@@ -70,6 +74,9 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
     none is left."""
     kinds = _kinds(situation)
     kind, num_chunks = _schedule_pins(situation)
+    pinned = kinds
+    if not situation.allow_planned:
+        kinds = _running(kinds, kind, situation)
     left = list(_all_degrees(situation))
     cuts: Counter[str] = Counter()
     num_leaves = _num_leaves(left)
@@ -100,9 +107,12 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
         cuts[NODE] += _num_leaves(left) - _num_leaves(inside or left)
         left = inside or left
     leaves = tuple(s for d in left for s in _strategies(d, kinds))
-    cuts[PINNED] += _num_leaves(left) - len(leaves)
+    num_pinned = sum(len(_strategies(d, pinned)) for d in left)
+    cuts[PINNED] += _num_leaves(left) - num_pinned
+    cuts[PLANNED] += num_pinned - len(leaves)
     tree = Tree(leaves, num_leaves, {k: n for k, n in sorted(cuts.items()) if n})
-    return PipelineTree(tuple(left), kinds, tree, num_layers, kind, num_chunks)
+    allowed = situation.allow_planned
+    return PipelineTree(tuple(left), kinds, tree, num_layers, kind, num_chunks, allowed)
 
 
 def _schedule_pins(situation: Situation) -> tuple[ScheduleKind | None, int | None]:
@@ -136,6 +146,19 @@ def _kinds(situation: Situation) -> tuple[tuple[int, Recompute], ...]:
         for zero, r in _every_kind()
         if keeps_pins(UniformStrategy(zero=zero, recompute=r), pins)
     )
+
+
+def _running(
+    kinds: tuple[tuple[int, Recompute], ...], kind: ScheduleKind | None, situation: Situation
+) -> tuple[tuple[int, Recompute], ...]:
+    """What runs of kinds and schedules. Raises OptionError where pins ask for something else."""
+    left = tuple(k for k in kinds if UniformStrategy(zero=k[0], recompute=k[1]).runs)
+    if (kinds and not left) or kind is ScheduleKind.ZERO_BUBBLE:
+        pins = ", ".join(f"{name}={value}" for name, value in situation.pins.items())
+        raise OptionError(
+            f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
+        )
+    return left
 
 
 def _strategies(
