@@ -123,9 +123,9 @@ def check_output(path: Path) -> None:
 )
 @click.option(
     "--allow",
-    type=click.Choice(["planned"]),
-    help="Offer what can be planned, not run yet: ZeRO 1 and 2, selective recomputation, "
-    "offload, zero_bubble; and let pipelines compete without a pin.",
+    type=click.Choice(["pipelines", "planned"]),
+    help="pipelines: let pipelines compete, which train by train_step. planned: also what can be "
+    "planned, not run yet: ZeRO 1 and 2, selective recomputation, offload, zero_bubble.",
 )
 @click.option(
     "--without-cut",
@@ -165,6 +165,7 @@ def plan(
     options = CompileOptions(
         memory_bytes=parse_bytes(memory) if memory is not None else None,
         pins=parse_pins(pin),
+        allow_pipelines=allow == "pipelines",
         allow_planned=allow == "planned",
         without_cuts=without_cut,
     )

@@ -76,7 +76,7 @@ def find_plan_for(
     _check_prunings(options.without_cuts)
     needs_pipeline = is_pipeline_pinned(options.pins)
     _check_pipeline_pins(options, needs_pipeline)
-    is_asked = options.allow_planned or needs_pipeline
+    is_asked = options.allow_pipelines or options.allow_planned or needs_pipeline
     one_pass_only = not is_asked or excludes_pipelines(options.pins) or bool(options.layout_pins)
     plan: Plan | None = None
     if not needs_pipeline:

@@ -16,6 +16,7 @@ def test_the_option_surface_is_frozen() -> None:
         "optimizer",
         "full_capture",
         "seed",
+        "allow_pipelines",
         "allow_planned",
         "without_cuts",
     ]

@@ -11,7 +11,7 @@ from meshfold.cli import run
 from meshfold.cost_models.schedules import Action, Pass
 from meshfold.errors import OptionError
 from meshfold.plan import Plan, StageFigures, StagePlan
-from meshfold.plan_io import save_plan
+from meshfold.plan_io import load_plan, save_plan
 from meshfold.timeline import predicted_spans, spans_text, trace_json
 
 
@@ -19,7 +19,8 @@ def pipelined() -> Plan:
     """Two stages; the second takes twice as long."""
     plan = example_plan()
     stages = tuple(
-        StagePlan(plan.stages[0].runs, StageFigures(f, 2 * f, 0.5, 0.0, 1, 0)) for f in (1.0, 2.0)
+        StagePlan(plan.stages[0].runs, StageFigures(f, 2 * f, 0.5, 0.0, held, 1))
+        for f, held in ((1.0, 2), (2.0, 0))
     )
     return replace(plan, stages=stages, schedule="1f1b(2 x 2)")
 
@@ -55,6 +56,8 @@ def test_a_plan_without_stages_is_refused() -> None:
 def test_the_command_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, trace = tmp_path / "plan.json", tmp_path / "trace.json"
     save_plan(pipelined(), path)
+    # A stage may hold nothing at the worst moment of its device.
+    assert load_plan(path) == pipelined()
     assert run(["timeline", str(path), "--trace", str(trace)]) == 0
     assert "stage      1  |" in capsys.readouterr().out
     assert len(json.loads(trace.read_text())["traceEvents"]) == 10
