@@ -90,12 +90,14 @@ class LocalBatch:
         self._is_local = dict(is_local)
 
     def whole_where_needed(self, cuts: Mapping[str, Layout]) -> "LocalBatch":
-        """This batch, put together on every rank if some input is not cut into microbatches.
+        """This batch, put together on every rank unless all inputs or none are this rank's part.
 
-        A microbatch holds samples of every rank's part of the batch. Which ones is the same for all
-        inputs only if all are cut alike: of the parts that ranks gave, or of the whole.
+        Microbatches of a rank's part and of the whole hold other samples of it: all inputs are cut
+        the one way or the other. One that is not cut into microbatches is whole.
         """
-        if any(not cut[0].is_shard and self._is_local[name] for name, cut in cuts.items()):
+        if any(self._is_local.values()) and not all(
+            cut[0].is_shard and self._is_local[name] for name, cut in cuts.items()
+        ):
             whole = (INVARIANT,) * len(self._mesh.mesh.axes)
             for name in sorted(cuts):
                 self(name, whole)

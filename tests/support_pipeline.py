@@ -89,18 +89,19 @@ class Outcome:
 
 
 def run_pipelines(
-    family: str, layers: int, captured: Captured, plans: Sequence[str], is_local: bool = False
+    family: str, layers: int, captured: Captured, plans: Sequence[str], local: Sequence[str] = ()
 ) -> list[Outcome]:
-    """Three steps of AdamW under each plan and in one process."""
+    """Three steps of AdamW under each plan and in one process. local: inputs of which a rank gives
+    its own part."""
     model, batch = model_and_batch(family, layers)
-    return [_outcome(copy.deepcopy(model), batch, captured, text, is_local) for text in plans]
+    return [_outcome(copy.deepcopy(model), batch, captured, text, local) for text in plans]
 
 
 def _outcome(
-    model: nn.Module, batch: dict[str, Any], captured: Captured, text: str, is_local: bool
+    model: nn.Module, batch: dict[str, Any], captured: Captured, text: str, local: Sequence[str]
 ) -> Outcome:
     compiled = bind(model, plan_from_json(text), captured, batch)
-    given = {n: _data_part(compiled, x) for n, x in batch.items()} if is_local else batch
+    given = {n: _data_part(compiled, x) if n in local else x for n, x in batch.items()}
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (model, compiled)]
     errors: list[tuple[float, float]] = []
     with float64_everywhere():

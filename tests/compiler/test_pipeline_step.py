@@ -76,13 +76,17 @@ def test_pipelines_compute_what_one_process_does(pools: Pools, family: str, mesh
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_ranks_may_give_their_own_part_of_the_batch(pools: Pools) -> None:
-    """T5 needs its labels whole, llama nothing."""
-    for family in ("llama", "t5"):
+    """T5 needs its labels whole; GPT-2 is given some inputs whole, some in part."""
+    for family, local in (
+        ("llama", ["input_ids", "labels"]),
+        ("gpt2", ["input_ids"]),
+        ("t5", ["input_ids"]),
+    ):
         layers = LAYERS.get(family, 6)
         base = planned(family, layers, 4, pinned(MESHES["pp2 x dp2"]))
         texts = [plan_to_json(recut(base, schedules(2)[1]))]
         captured = captured_model(family, layers)
-        arguments = (family, layers, captured, texts, True)
+        arguments = (family, layers, captured, texts, local)
         for (outcome,) in pools.run(4, "support_pipeline:run_pipelines", *arguments):
             assert max(outcome.loss_error, outcome.gradient_error) < TOLERANCE
 
