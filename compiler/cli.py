@@ -125,7 +125,7 @@ def check_output(path: Path) -> None:
     "--allow",
     type=click.Choice(["pipelines", "planned"]),
     help="pipelines: let pipelines compete, which train by train_step. planned: also what can be "
-    "planned, not run yet: ZeRO 1 and 2, selective recomputation, offload, zero_bubble.",
+    "planned, not run yet: ZeRO 1 and 2, selective recomputation, offload.",
 )
 @click.option(
     "--without-cut",

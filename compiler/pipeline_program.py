@@ -28,6 +28,7 @@ from meshfold.plan import Plan
 from meshfold.program import EmittedProgram
 from meshfold.program_text import rank_text
 from meshfold.spmd import Layout
+from meshfold.weight_gradients import split_backward
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,10 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         for stage in cut
     )
     _check_tied(stages)
+    if schedule.splits_backward:
+        for stage in stages:
+            for region in stage.regions:
+                split_backward(region, stage.folded.regions[region.region].graph)
     counts = loss_counts(folded) if parts > 1 else ()
     cuts = graphs.input_cuts() if parts > 1 else {}
     return EmittedPipeline(folded, plan.mesh, schedule, cut, stages, cuts, counts)
@@ -158,10 +163,6 @@ def _schedule(plan: Plan) -> Schedule:
         schedule = Schedule.parse(plan.schedule)
     except OptionError as error:
         raise PlanMismatchError(f"the plan's schedule: {error}") from error
-    if not schedule.runs:
-        raise PlanMismatchError(
-            f"the plan's schedule is {schedule}, which cannot run yet; plan without --allow planned"
-        )
     names = plan.mesh.names
     devices = plan.mesh.sizes[names.index(PIPELINE_AXIS)] if PIPELINE_AXIS in names else 1
     if (schedule.num_devices, schedule.num_stages) != (devices, len(plan.stages)):

@@ -2,6 +2,7 @@
 
     2F0   take over the border of stage 2 from stage 1, run the forward of microbatch 0, hand on
     2B0   take over gradients from stage 3, run autograd's backward, hand the border's gradients on
+    2W0   make the gradients of weights that B left (meshfold.weight_gradients)
 
 Gradients add up in `.grad` over the microbatches. Once per step come: the reduction of replicated
 parameters, with the last backward of their stage (meshfold.late_reductions); the sum of the
@@ -9,8 +10,9 @@ gradients of a parameter that several devices hold (tied embeddings); the loss, 
 to all. Microbatches on one device (gradient accumulation) go the same way, without messages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from meshfold.runner import ProgramRunner, Tensors
 from meshfold.spmd import local_shape
 from meshfold.stage_links import Receipt, Shapes, StageLinks
 from meshfold.torch_ops import torch_dtype
+from meshfold.weight_work import WeightWork
 
 
 class PipelineRunner:
@@ -104,6 +107,15 @@ class PipelineRunner:
         return earlier
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Of a microbatch: what arrived, the outputs that get gradients, what W has to do."""
+
+    arrived: Mapping[str, Tensor]
+    trained: Sequence[Tensor]
+    work: WeightWork | None
+
+
 class _Running:
     """One step."""
 
@@ -123,8 +135,10 @@ class _Running:
         self.tensors = parameters, buffers
         self.microbatches = microbatches
         self.timeout_s = timeout_s
+        self.splits = self.pipeline.schedule.splits_backward
         self.late = {s: LateReductions() for s in owner.runners}
-        self.held: dict[tuple[int, int], tuple[dict[str, Tensor], list[Tensor]]] = {}
+        self.held: dict[tuple[int, int], _Held] = {}
+        """From F to B, or to W where the schedule has it."""
         self.peak_in_flight = 0
         self.receipts: dict[Action, Receipt] = {}
         self.handed: dict[Action, list[Tensor]] = {}
@@ -133,18 +147,17 @@ class _Running:
 
     def run(self, actions: Sequence[Action]) -> Tensor:
         """The loss, on the device of the last stage."""
-        last = {a.stage: a for a in actions if a.kind is Pass.BACKWARD}
+        ends = Pass.WEIGHT_GRADIENT if self.splits else Pass.BACKWARD
+        last = {a.stage: a for a in actions if a.kind is ends}
         for k, action in enumerate(actions):
             for near in actions[k : k + 2]:
                 self._expect(near)
             self.mesh.microbatch = action.microbatch
             self.mesh.rng = (self.seed, self.step * len(self.microbatches) + action.microbatch)
-            if action.kind is Pass.FORWARD:
-                self._forward(action)
-            else:
-                self.late[action.stage].is_last = action == last[action.stage]
-                self._backward(action)
+            self.late[action.stage].is_last = action == last[action.stage]
+            self._RUN[action.kind](self, action)
             self.peak_in_flight = max(self.peak_in_flight, len(self.held))
+        self.mesh.weight_work = None
         assert all(late.is_empty for late in self.late.values())
         if self.owner.links is not None:
             self.owner.links.finish(actions[-1], self.timeout_s)
@@ -152,6 +165,7 @@ class _Running:
 
     def _forward(self, action: Action) -> None:
         stage, graph = action.stage, self.pipeline.graphs[action.stage]
+        self.mesh.weight_work = work = WeightWork() if self.splits else None
         arrived = {}
         for border, value in zip(graph.arrives, self._take(action), strict=True):
             arrived[border.name] = value.requires_grad_(border.value.requires_grad)
@@ -162,10 +176,15 @@ class _Running:
         if stage + 1 == len(self.pipeline.stages):
             self.loss += outputs[-1].detach()
         trained = [x for x in outputs if x.requires_grad]
-        self.held[stage, action.microbatch] = arrived, trained
+        self.held[stage, action.microbatch] = _Held(arrived, trained, work)
 
     def _backward(self, action: Action) -> None:
-        arrived, trained = self.held.pop((action.stage, action.microbatch))
+        place = action.stage, action.microbatch
+        held = self.held.pop(place)
+        arrived, trained = held.arrived, held.trained
+        if held.work is not None:
+            self.held[place] = _Held({}, [], held.work)
+        self.mesh.weight_work = held.work
         gradients = self._take(action)
         if action.stage + 1 == len(self.pipeline.stages):
             gradients = [torch.ones_like(x) for x in trained]
@@ -178,11 +197,24 @@ class _Running:
         ]
         self._hand_on(action, back)
 
+    def _weight_gradients(self, action: Action) -> None:
+        work = self.held.pop((action.stage, action.microbatch)).work
+        assert work is not None
+        work.run()
+
+    _RUN: ClassVar[Mapping[Pass, Callable[["_Running", Action], None]]] = {
+        Pass.FORWARD: _forward,
+        Pass.BACKWARD: _backward,
+        Pass.WEIGHT_GRADIENT: _weight_gradients,
+    }
+
     # Messages.
 
     def _source(self, action: Action) -> Action | None:
         """The action that sends what `action` takes over."""
         stage = action.stage + (-1 if action.kind is Pass.FORWARD else 1)
+        if action.kind is Pass.WEIGHT_GRADIENT:
+            return None
         if not 0 <= stage < len(self.pipeline.stages):
             return None
         return Action(stage, action.kind, action.microbatch)

@@ -165,7 +165,9 @@ class _Forward:
             case SourceKind.VALUE:
                 return self.values[source.instance, source.output]
             case SourceKind.PARAMETER:
-                return self.parameters[source.name]
+                work = self.runner.mesh.weight_work
+                parameter = self.parameters[source.name]
+                return parameter if work is None else work.tap(parameter)
             case SourceKind.BORDER:
                 return self.arrived[source.name]
             case SourceKind.INPUT:

@@ -27,6 +27,7 @@ from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.errors import MeshfoldError
 from meshfold.late_reductions import LateReductions
+from meshfold.weight_work import WeightWork
 
 SECOND_BACKWARD = (
     "backward through a step that has already run backward: the gradients of a step are reduced "
@@ -59,6 +60,11 @@ class BucketUse:
         self._in_flight: Tensor | None = None
         self._whole: list[Tensor] | None = None
         self._reduction: Tensor | None = None
+
+    @property
+    def weight_work(self) -> WeightWork | None:
+        """Where gradients wait, of a schedule that splits the backward."""
+        return self._step.mesh.weight_work
 
     def start_gather(self) -> None:
         """Start the all-gather unless it is in flight or done."""
@@ -247,7 +253,9 @@ def start_ahead(ahead: Callable[[], None]) -> None:
 def _use(use: BucketUse) -> tuple[Tensor, ...]:
     if use.token is None:
         return tuple(use.members())
-    return _UseBucket.apply(use, use.token)  # type: ignore[no-any-return, no-untyped-call]
+    members: tuple[Tensor, ...] = _UseBucket.apply(use, use.token)  # type: ignore[no-untyped-call]
+    work = use.weight_work
+    return members if work is None else tuple(map(work.tap, members))
 
 
 class _UseBucket(torch.autograd.Function):

@@ -127,11 +127,6 @@ class Schedule:
         return self.num_devices * self.num_chunks
 
     @property
-    def runs(self) -> bool:
-        """Whether it can be run; else it can only be planned."""
-        return not self.splits_backward
-
-    @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are actions of their own."""
         return self.kind is ScheduleKind.ZERO_BUBBLE

@@ -99,8 +99,7 @@ def _tree(
 
 def _planned_notes(best: PricedPipeline) -> tuple[str, ...]:
     """A plan that uses what cannot run yet says so."""
-    planned = [str(best.plan.schedule)] if not best.plan.schedule.runs else []
-    planned += [x.strategy.label for x in best.layers if not x.strategy.runs]
+    planned = [x.strategy.label for x in best.layers if not x.strategy.runs]
     return tuple(f"{name}: planned, cannot run yet" for name in dict.fromkeys(planned))
 
 

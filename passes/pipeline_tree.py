@@ -38,8 +38,7 @@ SCHEDULE_PINS = ("schedule", "chunks")
 @dataclass(frozen=True)
 class PipelineTree:
     """candidates: degrees that no rule cuts; kinds: (ZeRO level, recompute) that pins leave.
-    num_layers: of the model; kind, num_chunks: what pins leave of schedules, None: any.
-    allow_planned: also schedules that cannot run yet."""
+    num_layers: of the model; kind, num_chunks: what pins leave of schedules, None: any."""
 
     candidates: tuple[UniformStrategy, ...]
     kinds: tuple[tuple[int, Recompute], ...]
@@ -47,7 +46,6 @@ class PipelineTree:
     num_layers: int
     kind: ScheduleKind | None = None
     num_chunks: int | None = None
-    allow_planned: bool = False
 
     def schedules_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
         """The orders in which stages may run the microbatches of `degrees`.
@@ -58,8 +56,6 @@ class PipelineTree:
         offered = offered_schedules(
             degrees.pp, degrees.microbatches, self.num_layers, self.kind, self.num_chunks
         )
-        if not self.allow_planned:
-            offered = tuple(s for s in offered if s.runs)
         if self.kind is None and self.num_chunks is None:
             return tuple(s for s in offered if s.num_chunks == 1)
         return offered
@@ -76,7 +72,7 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
     kind, num_chunks = _schedule_pins(situation)
     pinned = kinds
     if not situation.allow_planned:
-        kinds = _running(kinds, kind, situation)
+        kinds = _running(kinds, situation)
     left = list(_all_degrees(situation))
     cuts: Counter[str] = Counter()
     num_leaves = _num_leaves(left)
@@ -111,8 +107,7 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
     cuts[PINNED] += _num_leaves(left) - num_pinned
     cuts[PLANNED] += num_pinned - len(leaves)
     tree = Tree(leaves, num_leaves, {k: n for k, n in sorted(cuts.items()) if n})
-    allowed = situation.allow_planned
-    return PipelineTree(tuple(left), kinds, tree, num_layers, kind, num_chunks, allowed)
+    return PipelineTree(tuple(left), kinds, tree, num_layers, kind, num_chunks)
 
 
 def _schedule_pins(situation: Situation) -> tuple[ScheduleKind | None, int | None]:
@@ -149,11 +144,11 @@ def _kinds(situation: Situation) -> tuple[tuple[int, Recompute], ...]:
 
 
 def _running(
-    kinds: tuple[tuple[int, Recompute], ...], kind: ScheduleKind | None, situation: Situation
+    kinds: tuple[tuple[int, Recompute], ...], situation: Situation
 ) -> tuple[tuple[int, Recompute], ...]:
-    """What runs of kinds and schedules. Raises OptionError where pins ask for something else."""
+    """Those that run. Raises OptionError where pins ask for something else."""
     left = tuple(k for k in kinds if UniformStrategy(zero=k[0], recompute=k[1]).runs)
-    if (kinds and not left) or kind is ScheduleKind.ZERO_BUBBLE:
+    if kinds and not left:
         pins = ", ".join(f"{name}={value}" for name, value in situation.pins.items())
         raise OptionError(
             f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"

@@ -44,6 +44,7 @@ def schedules(p: int) -> list[Schedule]:
         Schedule(ScheduleKind.ONE_F_ONE_B, p, m),
         Schedule(ScheduleKind.ONE_F_ONE_B, p, m, extra_warm_up=p - 1),
         Schedule(ScheduleKind.INTERLEAVED, p, m, num_chunks=2),
+        Schedule(ScheduleKind.ZERO_BUBBLE, p, m),
     ]
 
 
