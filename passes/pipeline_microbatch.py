@@ -77,6 +77,7 @@ class MicrobatchGraphs:
             raise OptionError(
                 f"the batch cannot be cut into microbatches: {refused} is needed whole"
             )
+        self._check_results()
 
     def _follow(self, cluster: ClusterSpec) -> None:
         """Type every region on the free axis."""
@@ -93,6 +94,22 @@ class MicrobatchGraphs:
             frozenset(i for i, c in enumerate(of_region) if c in classes & boundaries.inputs)
             for of_region in boundaries.slots
         ]
+
+    def _check_results(self) -> None:
+        """Raises OptionError unless the model returns sums over the batch: microbatches add up."""
+        for output in self.folded.outputs:
+            layout = WHOLE
+            if output.source.kind is SourceKind.VALUE:
+                region = self.folded.instances[output.source.instance].region
+                graph = self.folded.regions[region].graph
+                natives = [x for x, _ in layouts_of_values(graph, self._typings[region])]
+                layout = natives[graph.outputs[output.source.output]]
+            if output.shape or layout != (PARTIAL,):
+                raise OptionError(
+                    f"the batch cannot be cut into microbatches: the model returns a tensor of "
+                    f"shape {list(output.shape)}, not a loss that is a sum or mean over the batch; "
+                    "pass labels, or plan one microbatch"
+                )
 
     def _refused(self) -> str:
         """A value that forbids to cut the batch, or nothing."""

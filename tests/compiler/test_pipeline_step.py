@@ -3,10 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 from pool import Pools
 from support_pipeline import captured_model, lose_a_stage, planned, recut
 
+import meshfold
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.errors import OptionError
 from meshfold.local_processes import LocalProcessError, run_local
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_to_json
@@ -158,3 +161,54 @@ def test_a_checkpoint_goes_from_plan_to_plan(pools: Pools, tmp_path: Any) -> Non
         folder, captured = str(tmp_path / str(n)), captured_model("gpt2", layers)
         arguments = ("gpt2", layers, captured, rotated, folder)
         assert pools.run(4, "support_pipeline:save_and_load", *arguments) == [[]] * 4
+
+
+class Regression(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.parametrize("pins", [{}, {"microbatches": 4}])
+def test_train_step_means_the_same_under_every_plan(pins: dict[str, int]) -> None:
+    model, batch = Regression().double(), {"x": torch.randn(8, 4, dtype=torch.float64)}
+    options = meshfold.CompileOptions(pins=pins)
+    compiled = meshfold.compile(model, "local-cpux1", batch, options=options)
+    expected = model(**batch)
+    expected.backward()
+    expected = expected.detach()
+    for times in (1, 2):
+        loss = compiled.train_step(batch)
+        assert not loss.requires_grad
+        assert abs(float(loss - expected)) < TOLERANCE
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            gradient = compiled.get_parameter(name).grad
+            assert gradient is not None
+            assert torch.allclose(gradient, times * parameter.grad, rtol=1e-13)
+    assert compiled.num_steps == 2
+    with torch.no_grad():
+        # Gradients are the point of a step, whatever surrounds it.
+        assert abs(float(compiled.train_step(batch) - expected)) < TOLERANCE
+
+
+def test_forward_alone_names_train_step() -> None:
+    batch = {"x": torch.randn(8, 4)}
+    options = meshfold.CompileOptions(pins={"microbatches": 4})
+    compiled = meshfold.compile(Regression(), "local-cpux1", batch, options=options)
+    with pytest.raises(OptionError, match="4 microbatches: .* no forward alone; call train_step"):
+        compiled(**batch)
+
+
+class Logits(Regression):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_microbatches_need_a_loss() -> None:
+    options = meshfold.CompileOptions(pins={"microbatches": 4})
+    with pytest.raises(OptionError, match="returns a tensor of shape .* not a loss"):
+        meshfold.compile(Logits(), "local-cpux1", {"x": torch.randn(8, 4)}, options=options)
