@@ -79,7 +79,7 @@ def plan_with_pipelines(
         model_name=model_name,
         baselines=(*earlier, *baselines),
         stats=stats,
-        notes=_planned_notes(best),
+        notes=_notes(best),
     )
 
 
@@ -97,10 +97,11 @@ def _tree(
     return grow_pipelines(situation, len(folded.instances))
 
 
-def _planned_notes(best: PricedPipeline) -> tuple[str, ...]:
-    """A plan that uses what cannot run yet says so."""
+def _notes(best: PricedPipeline) -> tuple[str, ...]:
+    """How it trains; and a plan that uses what cannot run yet says so."""
     planned = [x.strategy.label for x in best.layers if not x.strategy.runs]
-    return tuple(f"{name}: planned, cannot run yet" for name in dict.fromkeys(planned))
+    notes = [f"{name}: planned, cannot run yet" for name in dict.fromkeys(planned)]
+    return tuple(notes) or ("forward and backward take turns: train by train_step(batch)",)
 
 
 def _baselines(

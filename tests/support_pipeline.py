@@ -16,8 +16,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from support_emit import part_of
 from support_models import BATCH, tiny_model
+from support_programs import stack_model
 from torch import Tensor, nn
 
+import meshfold
 from meshfold.api import bind
 from meshfold.capture import Captured, capture
 from meshfold.cost_models.devices import resolve_cluster
@@ -179,6 +181,18 @@ def save_and_load(
     checkpoint.load(plain, checkpoint_id=folder)
     differing = [n for n, x in plain.items() if not torch.equal(x, expected[n])]
     return wrong + [f"{n} in the model" for n in differing]
+
+
+def dropout_losses(pins: Mapping[str, Any]) -> list[float]:
+    """Losses of a model that drops half of everything, one per step, without training."""
+    model, batch = stack_model(4, dropout=0.5)
+    compiled = meshfold.compile(
+        model.train(),
+        resolve_cluster("local-cpu", dist.get_world_size()),
+        batch,
+        options=meshfold.CompileOptions(pins=pins, seed=3),
+    )
+    return [float(compiled.train_step(batch)) for _ in range(3)]
 
 
 def _zeroed(model: nn.Module) -> nn.Module:

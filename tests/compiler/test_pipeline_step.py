@@ -126,6 +126,17 @@ def test_regions_that_run_again_in_a_pipeline(pools: Pools) -> None:
         assert max(outcome.loss_error, outcome.gradient_error) < TOLERANCE
 
 
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_dropout_draws_alike_whatever_the_stages(pools: Pools) -> None:
+    alone = {"microbatches": 2, "recompute": "none"}
+    (expected,) = pools.run(1, "support_pipeline:dropout_losses", alone)
+    assert len(set(expected)) == 3
+    pins = alone | {"pp": 2}
+    for losses in pools.run(2, "support_pipeline:dropout_losses", pins):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
 def _two_stages() -> Plan:
     base = planned("gpt2", 2, 2, pinned({"pp": 2}))
     return recut(base, Schedule(ScheduleKind.ONE_F_ONE_B, 2, MICROBATCHES))
