@@ -28,7 +28,7 @@ from meshfold.passes.stage_graphs import BorderValue
 from meshfold.pipeline_program import EmittedPipeline
 from meshfold.runner import ProgramRunner, Tensors
 from meshfold.spmd import local_shape
-from meshfold.stage_links import Receipt, Shapes, StageLinks
+from meshfold.stage_links import Receipt, Shapes, StageLinks, wait_for
 from meshfold.torch_ops import torch_dtype
 from meshfold.weight_work import WeightWork
 
@@ -52,7 +52,8 @@ class PipelineRunner:
         self.links: StageLinks | None = None
         self.tied: tuple[_Tied, ...] = ()
         if isinstance(mesh, ProcessMesh) and pipeline.schedule.num_devices > 1:
-            self.links = StageLinks(mesh, PIPELINE_AXIS)
+            wraps = pipeline.schedule.num_chunks > 1
+            self.links = StageLinks(mesh, PIPELINE_AXIS, wraps=wraps)
             self.tied = _tied_groups(pipeline, mesh)
         self.peak_in_flight = 0
 
@@ -74,13 +75,14 @@ class PipelineRunner:
         loss = running.run(pipeline.actions[self.device])
         self.peak_in_flight = running.peak_in_flight
         for tied in self.tied:
-            tied.add_up(parameters)
+            tied.add_up(parameters, timeout_s)
         for name, gradient in earlier.items():
             now = parameters[name].grad
             parameters[name].grad = gradient if now is None else gradient.add_(now)
         if self.links is None:
             return loss
-        return self.links.broadcast(loss, (len(pipeline.stages) - 1) % len(pipeline.actions))
+        last = (len(pipeline.stages) - 1) % len(pipeline.actions)
+        return self.links.broadcast(loss, last, timeout_s)
 
     def _targets(self, buffers: Tensors, batch: LocalBatch) -> dict[tuple[int, int], int]:
         # A copy: what is put together here stays apart in the microbatches.
@@ -227,7 +229,7 @@ class _Running:
         assert self.owner.links is not None
         shapes = self._shapes(action)
         self.receipts[action] = self.owner.links.receive(
-            self._device(source), self._number(source), shapes
+            self._device(source), source, self._number(source), shapes
         )
 
     def _take(self, action: Action) -> list[Tensor]:
@@ -248,7 +250,7 @@ class _Running:
             self.handed[action] = [x.detach() for x in values]
         else:
             assert self.owner.links is not None
-            self.owner.links.send(device, self._number(action), values)
+            self.owner.links.send(device, action, self._number(action), values)
 
     def _device(self, action: Action) -> int:
         return action.stage % self.pipeline.schedule.num_devices
@@ -276,8 +278,9 @@ class _Tied:
     names: tuple[str, ...]
     group: dist.ProcessGroup
 
-    def add_up(self, parameters: Tensors) -> None:
+    def add_up(self, parameters: Tensors, timeout_s: float) -> None:
         """Make every holder's gradient the sum of all."""
+        who = f"the gradient of {self.names[0]} waited for the other stages that hold it"
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for name in self.names:
             parameter = parameters[name]
@@ -286,7 +289,8 @@ class _Tied:
             by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
         for gradients in by_dtype.values():
             flat = torch.cat([g.reshape(-1) for g in gradients])
-            dist.all_reduce(flat, group=self.group)
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            wait_for(work, timeout_s, who)
             parts = torch.split(flat, [g.numel() for g in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
