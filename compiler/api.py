@@ -19,11 +19,11 @@ from meshfold.capture import Captured, capture
 from meshfold.cluster import ClusterSpec
 from meshfold.collectives import ProcessMesh, RankMesh
 from meshfold.cost_models.devices import resolve_cluster
-from meshfold.emit import emit
 from meshfold.errors import CaptureError, OptionError, PlanMismatchError
 from meshfold.options import CompileOptions
 from meshfold.passes.fold_assemble import fingerprint
 from meshfold.passes.planner import Progress, find_plan_for
+from meshfold.pipeline_program import EmittedPipeline, emit_plan
 from meshfold.plan import Plan
 from meshfold.plan_io import load_plan
 from meshfold.probe import OpProber
@@ -143,7 +143,7 @@ def bind(
     """
     check_output(captured)
     check_fingerprint(plan, captured)
-    program = emit(captured.graph, plan)
+    program = emit_plan(captured.graph, plan)
     mesh = _rank_mesh(model, plan, program)
     fixed = {k: v for k, v in flatten(example_inputs) if not isinstance(v, torch.Tensor)}
     return CompiledModel(model, plan, captured, program, mesh, fixed)
@@ -170,7 +170,9 @@ def _inputs_text(inputs: tuple[tuple[str, tuple[int, ...], str], ...]) -> str:
     return ", ".join(f"{name} {dtype}{list(shape)}" for name, shape, dtype in inputs)
 
 
-def _rank_mesh(model: nn.Module, plan: Plan, program: EmittedProgram) -> RankMesh | None:
+def _rank_mesh(
+    model: nn.Module, plan: Plan, program: EmittedProgram | EmittedPipeline
+) -> RankMesh | None:
     """This process on the plan's mesh; None without a process group, except for one device."""
     if not _is_in_job():
         return SingleMesh(plan.mesh, _device_of(model)) if plan.world_size == 1 else None
@@ -196,7 +198,7 @@ def _device_of(model: nn.Module) -> torch.device:
     return devices[0] if devices else torch.get_default_device()
 
 
-def _compare_programs(program: EmittedProgram) -> None:
+def _compare_programs(program: EmittedProgram | EmittedPipeline) -> None:
     """All ranks must start the same collectives in the same order, or they would wait for ever.
 
     Raises PlanMismatchError on every rank if the emitted programs differ.

@@ -16,7 +16,7 @@ from meshfold.errors import OptionError
 from meshfold.opgraph import InputInfo, SourceKind
 from meshfold.program import EmittedProgram
 from meshfold.shards import shard_of
-from meshfold.spmd import Layout, Shard, local_shape
+from meshfold.spmd import INVARIANT, Layout, Shard, local_shape
 from meshfold.torch_ops import dtype_name, torch_dtype
 
 DATA_AXIS = "dp"
@@ -24,12 +24,13 @@ _FIRST_DIM = Shard(0)
 
 
 class BatchReader:
-    """Checks batches against the inputs of a program. fixed: the arguments that are no tensors,
-    which the program was captured with. casts: floats of any width are cast to what it takes."""
+    """Checks batches against the inputs of a program, or of the programs of all stages. fixed: the
+    arguments that are no tensors, which the program was captured with. casts: floats of any width
+    are cast to what it takes."""
 
     def __init__(
         self,
-        program: EmittedProgram,
+        programs: Sequence[EmittedProgram],
         mesh: RankMesh,
         fixed: Mapping[str, Any],
         *,
@@ -38,10 +39,10 @@ class BatchReader:
         self.mesh = mesh
         self.casts = casts
         self.fixed = fixed
-        self.infos = {info.name: info for info in program.folded.inputs}
+        self.infos = {info.name: info for info in programs[0].folded.inputs}
         names = mesh.mesh.names
         self.axis = names.index(DATA_AXIS) if DATA_AXIS in names else -1
-        self.sharded = {name for name, layouts in _layouts(program) if self._is_split(layouts)}
+        self.sharded = {name for name, layouts in _layouts(programs) if self._is_split(layouts)}
 
     def read(self, batch: Mapping[str, Any]) -> "LocalBatch":
         """The tensors of `batch`. Raises OptionError for one that does not fit the program."""
@@ -97,6 +98,28 @@ class LocalBatch:
         self._tensors = dict(tensors)
         self._is_local = dict(is_local)
 
+    def whole_where_needed(self, cuts: Mapping[str, Layout]) -> "LocalBatch":
+        """This batch, put together on every rank unless all inputs or none are this rank's part.
+
+        Microbatches of a rank's part and of the whole hold other samples of it: all inputs are cut
+        the one way or the other. One that is not cut into microbatches is whole.
+        """
+        if any(self._is_local.values()) and not all(
+            cut[0].is_shard and self._is_local[name] for name, cut in cuts.items()
+        ):
+            whole = (INVARIANT,) * len(self._mesh.mesh.axes)
+            for name in sorted(cuts):
+                self(name, whole)
+        return self
+
+    def part(self, cuts: Mapping[str, Layout], parts: int, number: int) -> "LocalBatch":
+        """Microbatch `number`. cuts: per input its layout over `parts` microbatches."""
+        tensors = {
+            name: shard_of(x, cuts[name], (parts,), (number,)) if name in cuts else x
+            for name, x in self._tensors.items()
+        }
+        return LocalBatch(self._mesh, self._axis, tensors, self._is_local)
+
     def __call__(self, name: str, layout: Layout) -> Tensor:
         """The local tensor of an input in `layout`."""
         sizes, coords = self._mesh.mesh.sizes, self._mesh.coords
@@ -126,11 +149,12 @@ def flatten(batch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from found
 
 
-def _layouts(program: EmittedProgram) -> Iterator[tuple[str, list[Layout]]]:
+def _layouts(programs: Sequence[EmittedProgram]) -> Iterator[tuple[str, list[Layout]]]:
     """Per input the layouts in which regions read it."""
     layouts: dict[str, list[Layout]] = {}
-    for k, instance in enumerate(program.folded.instances):
-        for source, layout in zip(instance.sources, program.region_of(k).slots, strict=True):
-            if source.kind is SourceKind.INPUT:
-                layouts.setdefault(source.name, []).append(layout)
+    for program in programs:
+        for k, instance in enumerate(program.folded.instances):
+            for source, layout in zip(instance.sources, program.region_of(k).slots, strict=True):
+                if source.kind is SourceKind.INPUT:
+                    layouts.setdefault(source.name, []).append(layout)
     yield from layouts.items()

@@ -1,4 +1,4 @@
-"""The command line: plan, show, explain, diff, check, graph, verify.
+"""The command line: plan, show, explain, diff, check, graph, verify, timeline.
 
 Exit codes: 0 done, 1 expected failure (nothing fits, plan and model differ, numbers differ),
 2 usage or a bad file. A failure is one line on stderr and leaves no file behind; --debug adds the
@@ -132,8 +132,9 @@ def check_output(path: Path) -> None:
 )
 @click.option(
     "--allow",
-    type=click.Choice(["planned"]),
-    help="Offer what can be planned, not run yet: pipelines, selective recomputation, offload.",
+    type=click.Choice(["pipelines", "planned"]),
+    help="pipelines: let pipelines compete, which train by train_step. planned: also what can be "
+    "planned, not run yet: selective recomputation, offload.",
 )
 @click.option(
     "--without-cut",
@@ -175,6 +176,7 @@ def plan(
         memory_bytes=parse_bytes(memory) if memory is not None else None,
         pins=parse_pins(pin),
         precision=precision,
+        allow_pipelines=allow == "pipelines",
         allow_planned=allow == "planned",
         without_cuts=without_cut,
     )
@@ -333,6 +335,27 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
         Console().print(commands.report_view(report))
     if not report.passed:
         raise Failure(report.verdict, 1)
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace (Perfetto).")
+@click.option("--json", "as_json", is_flag=True, help="Print the spans as JSON.")
+def timeline(plan_file: Path, trace: Path | None, as_json: bool) -> None:
+    """Show when the stages of PLAN_FILE run which microbatch, as predicted.
+
+    \b
+    Example:
+      meshfold timeline plan.json --trace trace.json
+    """
+    if trace is not None:
+        check_output(trace)
+    # Simulates with numpy, which no other command needs.
+    lines = importlib.import_module("meshfold.timeline")
+    spans = lines.predicted_spans(load_plan(plan_file))
+    if trace is not None:
+        trace.write_text(lines.trace_json(spans))
+    click.echo(lines.spans_json(spans) if as_json else lines.spans_text(spans), nl=False)
 
 
 def _progress(text: str) -> Status:

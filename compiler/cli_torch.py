@@ -10,12 +10,12 @@ from rich.text import Text
 
 from meshfold.api import find_plan
 from meshfold.cluster import ClusterSpec
-from meshfold.emit import emit
 from meshfold.errors import InfeasibleError
 from meshfold.models import build_for_plan, build_model
 from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import price_plan
 from meshfold.passes.planner import Progress
+from meshfold.pipeline_program import emit_plan
 from meshfold.plan import Plan
 from meshfold.probe import OpProber
 from meshfold.verify import captured_as_planned, verify
@@ -58,7 +58,7 @@ def make_plan(
 def program_text(plan: Plan, model: str, rank: int) -> str:
     """The program of `rank`."""
     captured = captured_as_planned(plan, build_for_plan(model, plan))
-    return emit(captured.graph, plan).text(rank)
+    return emit_plan(captured.graph, plan).text(rank)
 
 
 def check_plan(plan: Plan, model: str) -> Plan:

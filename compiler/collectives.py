@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshfold.mesh import Mesh
+from meshfold.weight_work import WeightWork
 
 Axes = tuple[str, ...]
 
@@ -28,6 +29,9 @@ class RankMesh(ABC):
     the same order. `axes` names one axis or several; several act as one group, in mesh order.
 
     rng: (seed, step) of the counter-based generator; the runtime sets it before every step.
+    microbatch: number of the one that runs; targets: by (instance, op of the whole program), how
+    many targets of the step a loss divides by; weight_work: where gradients of weights wait, of a
+    schedule that splits the backward. All three are set by meshfold.pipeline_step.
     """
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
@@ -36,6 +40,9 @@ class RankMesh(ABC):
         self.device = device
         self.coords = mesh.coords(rank)
         self.rng = (0, 0)
+        self.microbatch = 0
+        self.targets: dict[tuple[int, int], int] = {}
+        self.weight_work: WeightWork | None = None
 
     def size(self, axes: Axes) -> int:
         """Ranks in the group of `axes`."""

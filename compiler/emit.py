@@ -16,7 +16,8 @@ its `mesh` placeholder: one emission serves all ranks.
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -27,7 +28,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.emit_op import emit_op
 from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
-from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind, SourceKind
+from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind, Source, SourceKind
 from meshfold.passes.conversions import ConversionCosts, conversion_steps, plan_conversions
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
@@ -39,31 +40,47 @@ from meshfold.training_step import replicate_bucket, start_ahead, wait_bucket
 
 
 def emit(folded: FoldedGraph, plan: Plan) -> EmittedProgram:
-    """The program of every rank of `plan.mesh`.
+    """The program of every rank of `plan.mesh`, of a plan that runs every batch in one pass.
 
     Raises PlanMismatchError if the plan's regions are not those of `folded`, or if it uses what can
     be planned but not run.
     """
+    check_runs(plan)
+    split = planned_graph(folded, plan)
+    typings = [region.typing for region in plan.regions]
+    return emit_typed(split, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
+
+
+def check_runs(plan: Plan) -> None:
+    """Raises PlanMismatchError, naming the region, for what can be planned but not run."""
     planned = next((r for r in plan.regions if not r.strategy.runs), None)
     if planned is not None:
         raise PlanMismatchError(
             f"region {planned.name} is planned as {planned.strategy.label}, which cannot run yet; "
             "plan without --allow planned"
         )
-    split = planned_graph(folded, plan)
-    typings = [region.typing for region in plan.regions]
-    return emit_typed(split, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
 
 
 def emit_typed(
-    folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh, costs: ConversionCosts
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    mesh: Mesh,
+    costs: ConversionCosts,
+    numbers: Sequence[int] = (),
+    borders: Mapping[str, Layout] = MappingProxyType({}),
 ) -> EmittedProgram:
-    """The program for `typings`, one per region. costs decide the order of conversion steps."""
+    """The program for `typings`, one per region. costs decide the order of conversion steps.
+
+    numbers, borders: of a pipeline stage the numbers of its instances in the whole program, and the
+    layouts of what arrives at its border. Its steps may have others between forward and backward,
+    so it releases everything.
+    """
     assert all(t.recompute != "selective" for t in typings), "emit refuses what cannot run yet"
     made: dict[tuple[int, tuple[Layout, ...]], int] = {}
     regions: list[RegionProgram] = []
     programs: list[int] = []
-    for instance, layouts in zip(folded.instances, _arriving(folded, typings), strict=True):
+    arriving = _arriving(folded, typings, borders)
+    for instance, layouts in zip(folded.instances, arriving, strict=True):
         number = instance.region
         if (number, layouts) not in made:
             variant = sum(r.region == number for r in regions)
@@ -72,16 +89,24 @@ def emit_typed(
             made[number, layouts] = len(regions)
             regions.append(emitter.emit(name, number, len(instance.floats)))
         programs.append(made[number, layouts])
-    _check_outputs(folded, typings)
-    steps = schedule([regions[p].makes_parameters for p in programs])
-    stored = _stored(folded, typings, len(mesh.axes))
+    if not numbers:
+        check_outputs(folded, typings)
+    makes = [regions[p].makes_parameters for p in programs]
+    steps = schedule(makes, releases_all=bool(numbers))
     return EmittedProgram(
-        folded, mesh, tuple(typings), tuple(regions), tuple(programs), steps, stored
+        folded,
+        mesh,
+        tuple(typings),
+        tuple(regions),
+        tuple(programs),
+        steps,
+        _stored(folded, typings, len(mesh.axes)),
+        tuple(numbers) or tuple(range(len(programs))),
     )
 
 
-def _check_outputs(folded: FoldedGraph, typings: Sequence[RegionTyping]) -> None:
-    """What the model returns is the same on all ranks, or the plan is none of ours."""
+def check_outputs(folded: FoldedGraph, typings: Sequence[RegionTyping]) -> None:
+    """Raises PlanMismatchError unless what the model returns is the same on all ranks."""
     for output in folded.outputs:
         if output.source.kind is not SourceKind.VALUE:
             continue
@@ -94,33 +119,33 @@ def _check_outputs(folded: FoldedGraph, typings: Sequence[RegionTyping]) -> None
             )
 
 
-def schedule(makes: Sequence[bool]) -> tuple[Step, ...]:
+def schedule(makes: Sequence[bool], *, releases_all: bool = False) -> tuple[Step, ...]:
     """G, F and X steps for instances that make parameters (gather or cast) or do not: every gather
-    one such instance ahead. The last one is not released, its backward comes next."""
+    one such instance ahead. The last one is released only where its backward does not come next."""
     making = [k for k, is_making in enumerate(makes) if is_making]
     following = dict(zip(making, making[1:], strict=False))
     steps = [Step("G", making[0])] if making else []
     for k in range(len(makes)):
         steps.append(Step("F", k, following.get(k, -1)))
-        if k in following:
+        if k in following or (releases_all and makes[k]):
             steps.append(Step("X", k))
     return tuple(steps)
 
 
-def _arriving(folded: FoldedGraph, typings: Sequence[RegionTyping]) -> Sequence[tuple[Layout, ...]]:
+def _arriving(
+    folded: FoldedGraph, typings: Sequence[RegionTyping], borders: Mapping[str, Layout]
+) -> Sequence[tuple[Layout, ...]]:
     """Per instance the layout in which each slot's value arrives: what its producer gives."""
-    out = []
-    for instance in folded.instances:
-        declared = typings[instance.region].slots
-        out.append(
-            tuple(
-                typings[folded.instances[s.instance].region].outputs[s.output]
-                if s.kind is SourceKind.VALUE
-                else layout
-                for s, layout in zip(instance.sources, declared, strict=True)
-            )
-        )
-    return out
+
+    def arrival(source: Source, declared: Layout) -> Layout:
+        if source.kind is SourceKind.VALUE:
+            return typings[folded.instances[source.instance].region].outputs[source.output]
+        return borders[source.name] if source.kind is SourceKind.BORDER else declared
+
+    return [
+        tuple(map(arrival, instance.sources, typings[instance.region].slots))
+        for instance in folded.instances
+    ]
 
 
 def _stored(

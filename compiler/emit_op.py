@@ -90,6 +90,12 @@ class OpContext:
                 return self.call(getattr, self.mesh_node, "device")
             case Symbol(kind="dtype"):
                 return torch_dtype(arg.text)
+            case Symbol(kind="microbatch"):
+                return self.call(getattr, self.mesh_node, "microbatch")
+            case Symbol(kind="count"):
+                return self.call(
+                    local_ops.targets_of_step, self.mesh_node, self.site, int(arg.text)
+                )
             case Symbol():
                 return getattr(torch, arg.text)
         return arg

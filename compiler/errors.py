@@ -8,6 +8,7 @@ MeshfoldError                       base; the CLI prints one line and exits 1
 ├── InfeasibleError                 no plan fits (binding constraint, missing bytes)
 ├── PlanFormatError(ValueError)     a plan file is unreadable or of another version; exit 2
 ├── PlanMismatchError               plan and model, or plan and processes, do not belong together
+├── StageLostError                  another stage of a pipeline died or hangs (stage and action)
 ├── VerificationError               emitted program and eager model differ
 └── PassError                       a pass of ours failed (pass and op)
 """
@@ -75,6 +76,10 @@ class PlanFormatError(MeshfoldError, ValueError):
 
 class PlanMismatchError(MeshfoldError):
     """The plan was made for another model, cluster or number of processes."""
+
+
+class StageLostError(MeshfoldError):
+    """Another stage of a pipeline did not send what an action waited for."""
 
 
 class VerificationError(MeshfoldError):

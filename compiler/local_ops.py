@@ -101,6 +101,11 @@ def cross_entropy(
     return total / all_reduced(mesh, count, row_axes)
 
 
+def targets_of_step(mesh: RankMesh, instance: int, op: int) -> int:
+    """How many targets of all microbatches a loss of the whole program does not ignore."""
+    return mesh.targets[instance, op]
+
+
 class _ShardedCrossEntropy(torch.autograd.Function):
     """Per-row losses from the classes that this rank holds.
 

@@ -4,6 +4,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+PIPELINE_AXIS = "pp"
+"""The axis whose ranks run different stages."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeshAxis:

@@ -33,7 +33,9 @@ class Hole:
 @dataclass(frozen=True, slots=True)
 class Symbol:
     """A torch object by name: kind "dtype" (text "float32"), "device", "layout",
-    "memory_format". Device symbols always mean "the rank's device"."""
+    "memory_format". Device symbols always mean "the rank's device". In the graph of a microbatch
+    also numbers that are known when it runs: kind "microbatch", which one it is, and "count", the
+    targets of the step that the loss with op number `text` divides by."""
 
     kind: str
     text: str
@@ -180,12 +182,14 @@ class SourceKind(StrEnum):
     CONSTANT = "constant"
     INPUT = "input"
     VALUE = "value"
+    BORDER = "border"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a slot's value comes from. PARAMETER, BUFFER, CONSTANT, INPUT: `name` is the canonical
-    full name. VALUE: output number `output` of instance number `instance`."""
+    full name. VALUE: output number `output` of instance number `instance`. BORDER, in a pipeline
+    stage: what the stage before hands over, see passes/stage_graphs.py."""
 
     kind: SourceKind
     name: str = ""

@@ -89,7 +89,8 @@ class CompileOptions:
     pins: choices that the search must keep. optimizer: what the memory model charges.
     full_capture: trace every layer instead of proving equal ones equal.
     seed: of the counter-based generator behind dropout. precision: see Precision.
-    allow_planned: offer what can be priced and planned, but not run yet.
+    allow_pipelines: let pipelines compete without a pin; their models train by train_step alone.
+    allow_planned: offer what can be priced and planned, but not run yet, and pipelines.
     without_cuts: prunings of the search (passes.decision_tree.PRUNINGS) to do without; for those
     who doubt one."""
 
@@ -99,6 +100,7 @@ class CompileOptions:
     full_capture: bool = False
     seed: int = 0
     precision: Precision = "model"
+    allow_pipelines: bool = False
     allow_planned: bool = False
     without_cuts: tuple[str, ...] = ()
 

@@ -152,7 +152,7 @@ class StageFiguresDocument(Document):
     backward_s: Seconds
     sync_s: Seconds = Field(description="Once per step, after the last backward pass")
     end_s: Seconds = Field(description="From the start of the step to the end of its last work")
-    in_flight: Positive = Field(description="Microbatches held at the worst moment")
+    in_flight: Count = Field(description="Microbatches held at the worst moment of its device")
     peak_bytes: Bytes = Field(description="Of one device at that moment")
 
 

@@ -72,7 +72,8 @@ class Step:
 class EmittedProgram:
     """`programs[k]` is the index in `regions` of instance k's graph. typings: what was emitted, per
     region of `folded`. stored: layout in which each parameter of the folded graph lives between
-    steps, by name."""
+    steps, by name. numbers: what tells instances apart in random ops and losses: their own, or of a
+    pipeline stage those in the whole program."""
 
     folded: FoldedGraph
     mesh: Mesh
@@ -81,9 +82,14 @@ class EmittedProgram:
     programs: tuple[int, ...]
     steps: tuple[Step, ...]
     stored: Mapping[str, Layout]
+    numbers: tuple[int, ...]
 
     def region_of(self, instance: int) -> RegionProgram:
         return self.regions[self.programs[instance]]
+
+    def parts_of(self, _: tuple[int, ...]) -> tuple["EmittedProgram", ...]:
+        """The programs that a rank runs: this one."""
+        return (self,)
 
     @property
     def whole(self) -> Layout:
@@ -93,7 +99,7 @@ class EmittedProgram:
     @cached_property
     def digest(self) -> str:
         """Hash of everything that all ranks must do alike, collectives and their order included."""
-        return hashlib.sha256("\n".join(self._body()).encode()).hexdigest()
+        return hashlib.sha256("\n".join(self.body()).encode()).hexdigest()
 
     def axis_sets(self) -> tuple[tuple[str, ...], ...]:
         """The sets of axes that the program communicates over as one group, in a fixed order."""
@@ -109,9 +115,10 @@ class EmittedProgram:
 
     def text(self, rank: int = 0) -> str:
         """The program as `rank` runs it. Raises ValueError if the mesh has no such rank."""
-        return "\n".join([*rank_text(self.mesh, rank, self.axis_sets()), *self._body()])
+        return "\n".join([*rank_text(self.mesh, rank, self.axis_sets()), *self.body()])
 
-    def _body(self) -> Iterator[str]:
+    def body(self) -> Iterator[str]:
+        """What all ranks run, line by line."""
         yield "steps"
         for run in self._step_runs():
             yield f"  {run}"

@@ -36,8 +36,8 @@ class _StopRecomputation(BaseException):
 class Recomputation:
     """One instance of a region with full recomputation, during one step.
 
-    uses: its buckets; floats: its float arguments. Nothing here refers to what the region makes,
-    so the values inside die with the forward.
+    uses: its buckets; floats: its float arguments; number: its own in the whole program. Nothing
+    here refers to what the region makes, so the values inside die with the forward.
     """
 
     def __init__(
@@ -47,9 +47,11 @@ class Recomputation:
         graph: Graph,
         uses: Sequence[BucketUse],
         floats: Sequence[float],
+        number: int,
     ) -> None:
         self._step = step
         self._instance = instance
+        self._number_of_instance = number
         self._graph = graph
         self._uses = uses
         self._floats = floats
@@ -73,7 +75,8 @@ class Recomputation:
 
     def _run(self, ahead: Callable[[], None], arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
         mesh: RankMesh = self._step.mesh
-        return self._graph(mesh, ahead, self._instance, *self._uses, *arrived, *self._floats)
+        number = self._number_of_instance
+        return self._graph(mesh, ahead, number, *self._uses, *arrived, *self._floats)
 
     def _number(self, _: Tensor) -> int:
         self._num_kept += 1

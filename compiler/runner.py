@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
+from meshfold.late_reductions import LateReductions
 from meshfold.opgraph import Source, SourceKind
 from meshfold.program import EmittedProgram, RegionProgram, Step
 from meshfold.recomputation import Recomputation
@@ -36,26 +37,38 @@ class ProgramRunner:
         self._makes = any(r.makes_parameters for r in program.regions)
 
     def run(self, parameters: Tensors, buffers: Tensors, inputs: LocalInputs) -> Tensor:
-        """One forward pass: the model's output, ready for backward.
+        """One forward pass: the model's output, ready for backward. See run_part."""
+        return self.run_part(parameters, buffers, inputs, {}, LateReductions())[0]
 
-        parameters: local shards by canonical name; buffers: whole. Updates of buffers are applied
-        after the last region.
+    def run_part(
+        self,
+        parameters: Tensors,
+        buffers: Tensors,
+        inputs: LocalInputs,
+        arrived: Tensors,
+        late: LateReductions,
+    ) -> list[Tensor]:
+        """One forward pass of one microbatch: the outputs of the folded graph, ready for backward.
+
+        parameters: local shards by canonical name; buffers: whole. arrived: what came over the
+        border of a pipeline stage, by name. late: shared by the microbatches of a step. Updates of
+        buffers are applied after the last region.
         """
-        step = TrainingStep(self.mesh)
+        step = TrainingStep(self.mesh, late)
         step.uses = [
             self._bucket_uses(step, k, parameters) for k in range(len(self.program.programs))
         ]
         step.enter()
-        forward = _Forward(self, step, parameters, buffers, inputs)
+        forward = _Forward(self, step, parameters, buffers, inputs, arrived)
         keeps_notes = self._makes and step.is_recording
         with step.saved_tensors() if keeps_notes else contextlib.nullcontext():
             for action in self.program.steps:
                 forward.act(action)
-        output = step.leave(forward.output())
-        if not output.requires_grad:
+        outputs = step.leave(forward.outputs())
+        if not any(x.requires_grad for x in outputs):
             step.finish_backward()
         forward.update_buffers()
-        return output
+        return outputs
 
     def call(self, instance: int, region: RegionProgram, arguments: Sequence[Any]) -> Any:
         """Runs the graph of an instance; its results are those of the graph."""
@@ -65,10 +78,10 @@ class ProgramRunner:
         """The buckets of instance `k` in this step."""
         uses = []
         keeps = self.program.region_of(k).keeps_gathered and step.is_recording
-        for buffers in self._buffers[self.program.programs[k]]:
+        for number, buffers in enumerate(self._buffers[self.program.programs[k]]):
             names = self.program.parameters_of(k, buffers.bucket)
             shards = [parameters[name] for name in names]
-            uses.append(BucketUse(step, k, buffers, shards, stays=keeps))
+            uses.append(BucketUse(step, k, buffers, shards, number, stays=keeps))
         return uses
 
 
@@ -82,6 +95,7 @@ class _Forward:
         parameters: Tensors,
         buffers: Tensors,
         inputs: LocalInputs,
+        arrived: Tensors,
     ) -> None:
         self.runner = runner
         self.program = runner.program
@@ -89,6 +103,7 @@ class _Forward:
         self.parameters = parameters
         self.buffers = buffers
         self.inputs = inputs
+        self.arrived = arrived
         self.values: dict[tuple[int, int], Tensor] = {}
         self.updates: list[tuple[Tensor, Tensor]] = []
 
@@ -101,10 +116,10 @@ class _Forward:
             case "F":
                 self._run_instance(action)
 
-    def output(self) -> Tensor:
-        """What the model returns: the same on all ranks."""
-        source = self.program.folded.outputs[0].source
-        return self._fetch(source, self.program.whole)
+    def outputs(self) -> list[Tensor]:
+        """What the model returns, the same on all ranks; of a stage also what it hands on."""
+        folded = self.program.folded
+        return [self._fetch(output.source, self.program.whole) for output in folded.outputs]
 
     def update_buffers(self) -> None:
         with torch.no_grad():
@@ -128,11 +143,14 @@ class _Forward:
             for v, source in arriving.items():
                 if source.kind is SourceKind.BUFFER and source.name in self.runner.mutated:
                     direct[v] = direct[v].clone()
-            recomputation = Recomputation(self.step, k, region.graph, uses, instance.floats)
+            number = self.program.numbers[k]
+            graph = region.graph
+            recomputation = Recomputation(self.step, k, graph, uses, instance.floats, number)
             made = recomputation.forward(ahead, list(direct.values()))
         else:
             mesh = self.runner.mesh
-            arguments = (mesh, ahead, k, *uses, *direct.values(), *instance.floats)
+            number = self.program.numbers[k]
+            arguments = (mesh, ahead, number, *uses, *direct.values(), *instance.floats)
             made = self.runner.call(k, region, arguments)
         num_outputs = len(region.outputs)
         self.values.update({(k, n): x for n, x in enumerate(made[:num_outputs])})
@@ -148,7 +166,11 @@ class _Forward:
             case SourceKind.VALUE:
                 return self.values[source.instance, source.output]
             case SourceKind.PARAMETER:
-                return self.parameters[source.name]
+                work = self.runner.mesh.weight_work
+                parameter = self.parameters[source.name]
+                return parameter if work is None else work.tap(parameter)
+            case SourceKind.BORDER:
+                return self.arrived[source.name]
             case SourceKind.INPUT:
                 return self.inputs(source.name, layout)
             case SourceKind.BUFFER:

@@ -1,8 +1,10 @@
 """CompiledModel: what meshfold.compile returns, an nn.Module that an ordinary training loop drives.
 
-    loss = compiled(**batch)
-    loss.backward()
+    loss = compiled.train_step(batch)        any plan: forward and backward of the batch
     optimizer.step()
+
+    loss = compiled(**batch)                 a plan that runs the batch in one pass
+    loss.backward()
 
 It holds this rank's shards as parameters under the original names; tied names are one parameter.
 """
@@ -10,24 +12,29 @@ It holds this rank's shards as parameters under the original names; tied names a
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from meshfold.batches import BatchReader
 from meshfold.capture import Captured
 from meshfold.collectives import RankMesh
-from meshfold.emit import emit
 from meshfold.errors import MeshfoldError, OptionError
-from meshfold.gradient_norm import total_norm
+from meshfold.gradient_norm import cuts_of, is_counted, total_norm
+from meshfold.held_tensors import full_tensors, held_tensors, stored_tensors
 from meshfold.initial_state import initial_values
-from meshfold.opgraph import FoldedGraph, SourceKind
+from meshfold.opgraph import FoldedGraph
 from meshfold.passes.exact import without_dropout
+from meshfold.pipeline_program import EmittedPipeline, emit_plan
+from meshfold.pipeline_step import PipelineRunner
 from meshfold.plan import Plan
 from meshfold.program import EmittedProgram
 from meshfold.runner import ProgramRunner
 from meshfold.shards import shard_of
-from meshfold.states import StateExchange, StoredTensor
+from meshfold.states import StateExchange
 from meshfold.torch_ops import torch_dtype
+
+TIMEOUT_S = 600.0
 
 
 class CompiledModel(nn.Module):
@@ -46,7 +53,7 @@ class CompiledModel(nn.Module):
         model: nn.Module,
         plan: Plan,
         captured: Captured,
-        program: EmittedProgram,
+        program: EmittedProgram | EmittedPipeline,
         rank_mesh: RankMesh | None,
         fixed: Mapping[str, Any],
     ) -> None:
@@ -60,35 +67,78 @@ class CompiledModel(nn.Module):
         self._canonical: dict[str, str] = {}
         self._captured = captured
         self._modes = CapturedMode(model, captured.graph)
-        self._runners: dict[bool, ProgramRunner] = {}
+        self._runners: dict[bool, ProgramRunner | PipelineRunner] = {}
         """By self.training."""
         self.training = model.training
         if rank_mesh is None:
             return
-        self._states = StateExchange(rank_mesh, _stored_tensors(program))
+        self._held = held_tensors(program.parts_of(rank_mesh.coords))
+        self._states = StateExchange(rank_mesh, stored_tensors(program))
+        parts = program.stages if isinstance(program, EmittedPipeline) else (program,)
         casts = plan.precision != "model"
-        self._batches = BatchReader(program, rank_mesh, fixed, casts=casts)
+        self._batches = BatchReader(parts, rank_mesh, fixed, casts=casts)
         self._adopt(model, self._initial_state(model, rank_mesh))
 
     def forward(self, **batch: Any) -> Tensor:
         """The model's loss (or its only output) for the global batch or this rank's part of it.
 
-        Raises OptionError for a batch that does not fit the captured inputs.
+        Raises OptionError for a batch that does not fit the captured inputs, and for a plan with
+        stages or microbatches, whose forward and backward take turns.
         """
+        self._check_processes()
+        runner = self._runner()
+        if isinstance(runner, PipelineRunner):
+            raise OptionError(
+                f"{self.plan.strategy.label}: forward and backward of microbatches take turns, "
+                "there is no forward alone; call train_step(batch)"
+            )
+        return self.run_with(runner, batch)
+
+    def train_step(self, batch: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S) -> Tensor:
+        """Forward and backward of a batch (the global one, or this rank's part) under any plan.
+
+        Gradients of the whole batch are added to `.grad`, ready for the optimizer. Returns the loss
+        (0-dim, detached), the same on all ranks. timeout_s: how long a stage waits for another one.
+
+        Raises OptionError for a batch that does not fit the captured inputs, StageLostError when
+        another stage dies or hangs.
+        """
+        self._check_processes()
+        runner = self._runner()
+        if not isinstance(runner, PipelineRunner):
+            with torch.enable_grad():
+                loss = self.run_with(runner, batch)
+                torch.autograd.backward(loss)
+            return loss.detach()
+        inputs = self._batches.read(batch)
+        step = self._next_step()
+        parameters, buffers = (
+            self._tensors(named) for named in (self.named_parameters, self.named_buffers)
+        )
+        with torch.enable_grad():
+            return runner.run(parameters, buffers, inputs, step, timeout_s)
+
+    def _check_processes(self) -> None:
         if self.rank_mesh is None:
             raise MeshfoldError(
                 f"this plan runs on {self.plan.world_size} processes and there is no process "
                 f"group; start it with torchrun --nproc-per-node {self.plan.world_size} and call "
                 "torch.distributed.init_process_group() before meshfold.compile"
             )
-        return self.run_with(self._runner(), batch)
+
+    def _next_step(self) -> int:
+        """Count a step; random ops draw from (seed, number)."""
+        assert self.rank_mesh is not None
+        step = self.num_steps
+        self.rank_mesh.rng = (self.plan.seed, step)
+        self.num_steps += 1
+        return step
 
     def run_with(self, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
         """As forward, on another runner of this program. Raises OptionError as forward does."""
         assert self.rank_mesh is not None
         inputs = self._batches.read(batch)
-        self.rank_mesh.rng = (self.plan.seed, self.num_steps)
-        self.num_steps += 1
+        self._next_step()
         return runner.run(
             self._tensors(self.named_parameters), self._tensors(self.named_buffers), inputs
         )
@@ -109,20 +159,29 @@ class CompiledModel(nn.Module):
         asked.
         """
         assert self.rank_mesh is not None, "there are no parameters without processes"
-        layouts = self._states.tensors
-        named = [(p, layouts[name].layout) for name, p in self.named_parameters()]
-        norm = total_norm(named, self.rank_mesh, norm_type)
+        coords = self.rank_mesh.coords
+        held = {self._canonical[n]: p for n, p in self.named_parameters()}
+        gradients = {
+            name: p.grad
+            for name, p in held.items()
+            if p.grad is not None and is_counted(self.program, name, coords)
+        }
+        norm = total_norm(gradients, cuts_of(self.program), self.rank_mesh, norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the norm of the gradients is {norm.item()}; look for what diverges, or lower the "
                 "loss scale"
             )
-        clip_grads_with_norm_([p for p, _ in named], max_norm, norm)
+        clip_grads_with_norm_(held.values(), max_norm, norm)
         return norm
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """state_dict with full plain tensors, on every rank."""
         local = super().state_dict()
+        if isinstance(self.program, EmittedPipeline) and self.rank_mesh is not None:
+            held = {self._canonical[name]: x for name, x in local.items()}
+            whole = full_tensors(self.program, self.rank_mesh, self._states, held)
+            return {n: whole[c] for n, c in self._canonical.items() if c in whole}
         return {
             name: self._states.full(self._canonical[name], value) for name, value in local.items()
         }
@@ -146,35 +205,41 @@ class CompiledModel(nn.Module):
         """
         if assign:
             raise OptionError("assign=True would replace local shards; load without it")
+        held = {*self._held.parameters, *self._held.buffers}
         local = {
             name: self._states.inside(self._canonical[name], value)
             if name in self._canonical
             else value
             for name, value in state_dict.items()
+            # Of other stages this rank holds nothing.
+            if self._canonical.get(name, name) in held or name not in self._canonical
         }
         return super().load_state_dict(local, strict)
 
     # Building.
 
-    def _runner(self) -> ProgramRunner:
+    def _runner(self) -> ProgramRunner | PipelineRunner:
         """What runs the program in the present mode."""
         assert self.rank_mesh is not None
         if self.training not in self._runners:
             program = self.program
             if self._modes.is_training and not self.training:
-                program = emit(without_dropout(program.folded), self.plan)
+                program = emit_plan(without_dropout(program.folded), self.plan)
             constants = self._captured.constants
-            self._runners[self.training] = ProgramRunner(program, self.rank_mesh, constants)
+            self._runners[self.training] = (
+                PipelineRunner(program, self.rank_mesh, constants)
+                if isinstance(program, EmittedPipeline)
+                else ProgramRunner(program, self.rank_mesh, constants)
+            )
         return self._runners[self.training]
 
     def _initial_state(self, model: nn.Module, mesh: RankMesh) -> dict[str, Tensor]:
         """Local parts of parameters and of the buffers that somebody needs, by canonical name."""
         local: dict[str, Tensor] = {}
-        folded = self.program.folded
-        used = {s.name for i in folded.instances for s in i.sources if s.kind is SourceKind.BUFFER}
-        dtypes = {p.name: torch_dtype(p.dtype) for p in folded.parameters}
+        held = self._held
+        dtypes = {name: torch_dtype(p.dtype) for name, p in held.parameters.items()}
         needed = list(dtypes)
-        needed += [b.name for b in folded.buffers if b.persistent or b.name in used]
+        needed += [b.name for b in held.buffers.values() if b.persistent or b.name in held.read]
         for name, value in initial_values(model, needed, seed=self.plan.seed, device=mesh.device):
             layout = self._states.tensors[name].layout
             part = shard_of(value, layout, mesh.mesh.sizes, mesh.coords)
@@ -191,12 +256,13 @@ class CompiledModel(nn.Module):
             self._canonical.update(dict.fromkeys((name, *aliases), name))
         parameters = {
             p.name: nn.Parameter(local[p.name], requires_grad=p.requires_grad)
-            for p in folded.parameters
+            for p in self._held.parameters.values()
         }
         for name, _ in model.named_parameters(remove_duplicate=False):
-            owner, leaf = self._owner(name)
-            owner.register_parameter(leaf, parameters[self._canonical[name]])
-        persistent = {b.name: b.persistent for b in folded.buffers}
+            if self._canonical[name] in parameters:
+                owner, leaf = self._owner(name)
+                owner.register_parameter(leaf, parameters[self._canonical[name]])
+        persistent = {b.name: b.persistent for b in self._held.buffers.values()}
         for name, _ in model.named_buffers(remove_duplicate=False):
             canonical = self._canonical[name]
             if canonical in local:
@@ -261,10 +327,3 @@ def _depends_on_mode(module: nn.Module) -> bool:
         isinstance(value, float) and value > 0 and ("drop" in name or (is_dropout and name == "p"))
         for name, value in vars(module).items()
     )
-
-
-def _stored_tensors(program: EmittedProgram) -> dict[str, StoredTensor]:
-    folded = program.folded
-    stored = {p.name: StoredTensor(p.shape, program.stored[p.name]) for p in folded.parameters}
-    stored.update({b.name: StoredTensor(b.shape, program.whole) for b in folded.buffers})
-    return stored

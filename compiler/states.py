@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from meshfold.collectives import ProcessMesh, RankMesh
 from meshfold.dtensors import as_dtensor, checkpoint_layout, drop_axes, is_placed
 from meshfold.errors import OptionError
+from meshfold.mesh import PIPELINE_AXIS
 from meshfold.shards import Assembly, cropped, filled, held_shape, shard_of
 from meshfold.spmd import INVARIANT, Layout, local_shape
 
@@ -36,6 +37,8 @@ class StateExchange:
     def __init__(self, mesh: RankMesh, tensors: Mapping[str, StoredTensor]) -> None:
         self.mesh = mesh
         self.tensors = tensors
+        # Nothing is sharded over stages: each tensor is its own stages' alone.
+        self._sizes = tuple(1 if a.name == PIPELINE_AXIS else a.size for a in mesh.mesh.axes)
         self.device_mesh = _device_mesh(mesh) if isinstance(mesh, ProcessMesh) else None
 
     def outside(self, name: str, local: Tensor) -> Tensor:
@@ -43,7 +46,7 @@ class StateExchange:
         if self.device_mesh is None:
             return local
         stored = self.tensors[name]
-        sizes = self.mesh.mesh.sizes
+        sizes = self._sizes
         saved = checkpoint_layout(stored.layout, sizes)
         part = self._reshard(local, stored.shape, stored.layout, saved)
         # DTensor has no padding: the last ranks hold fewer rows, or none.
@@ -61,7 +64,7 @@ class StateExchange:
                 f"{name} has shape {list(stored.shape)}, the state given {list(value.shape)}; "
                 "load full tensors or DTensors of this model"
             )
-        sizes = self.mesh.mesh.sizes
+        sizes = self._sizes
         if isinstance(value, DTensor):
             saved = checkpoint_layout(stored.layout, sizes)
             if self.device_mesh is not None and is_placed(
@@ -98,15 +101,19 @@ class StateExchange:
 
 
 def _device_mesh(mesh: ProcessMesh) -> DeviceMesh | None:
-    """The axes of more than one rank as a DeviceMesh on the groups that exist already."""
-    axes = [a for a in mesh.mesh.axes if a.size > 1]
+    """The axes of more than one rank as a DeviceMesh on the groups that exist already; of a
+    pipeline those of this rank's stage."""
+    axes = [a for a in mesh.mesh.axes if a.size > 1 and a.name != PIPELINE_AXIS]
     if not axes:
         return None
     groups: list[dist.ProcessGroup] = [mesh.group((a.name,)) for a in axes]
-    ranks = torch.arange(mesh.mesh.num_ranks).view([a.size for a in axes])
+    ranks = torch.arange(mesh.mesh.num_ranks).view(mesh.mesh.sizes)
+    if PIPELINE_AXIS in mesh.mesh.names:
+        axis = mesh.mesh.index(PIPELINE_AXIS)
+        ranks = ranks.select(axis, mesh.coords[axis])
     return DeviceMesh.from_group(
         groups if len(groups) > 1 else groups[0],
         mesh.device.type,
-        mesh=ranks,
+        mesh=ranks.reshape([a.size for a in axes]),
         mesh_dim_names=tuple(a.name for a in axes),
     )

@@ -144,6 +144,6 @@ class UniformStrategy:
     @property
     def runs(self) -> bool:
         """Whether the emitter can run it; else it can only be planned."""
-        in_one_pass = self.pp == 1 and self.microbatches == 1
         is_kept = self.recompute != "selective" and self.offload == "none"
-        return in_one_pass and is_kept
+        in_one_pass = self.pp == 1 and self.microbatches == 1
+        return is_kept and (in_one_pass or self.zero in (0, 3))

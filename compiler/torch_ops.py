@@ -64,5 +64,11 @@ def symbol(value: torch.dtype | torch.device | torch.layout | torch.memory_forma
 
 
 def torch_constant(named: Symbol, device: torch.device) -> Any:
-    """Inverse of symbol; every device is `device`, the one of the rank."""
+    """Inverse of symbol; every device is `device`, the one of the rank. Numbers of a microbatch are
+    those of the first of microbatches with one target each."""
+    if named.kind in _NUMBERS:
+        return _NUMBERS[named.kind]
     return device if named.kind == "device" else getattr(torch, named.text)
+
+
+_NUMBERS = {"microbatch": 0, "count": 1}

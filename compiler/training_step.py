@@ -27,7 +27,9 @@ from torch import Tensor
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.errors import MeshfoldError
+from meshfold.late_reductions import LateReductions
 from meshfold.torch_ops import torch_dtype
+from meshfold.weight_work import WeightWork
 
 SECOND_BACKWARD = (
     "backward through a step that has already run backward: the gradients of a step are reduced "
@@ -45,10 +47,12 @@ class BucketUse:
         instance: int,
         buffers: BucketBuffers,
         shards: Sequence[Tensor],
+        number: int = 0,
         *,
         stays: bool = False,
     ) -> None:
         self.instance = instance
+        self.key = (instance, number)
         self.stays = stays and bool(buffers.bucket.gather)
         self.bucket = buffers.bucket
         self.token: Tensor | None = None
@@ -65,6 +69,11 @@ class BucketUse:
         self._reduction: Tensor | None = None
         self._cast: Tensor | None = None
         """Gradients in the dtype of the shards, with nothing left to communicate."""
+
+    @property
+    def weight_work(self) -> WeightWork | None:
+        """Where gradients wait, of a schedule that splits the backward."""
+        return self._step.mesh.weight_work
 
     def start_gather(self) -> None:
         """Start the all-gather unless it is in flight or done."""
@@ -108,17 +117,18 @@ class BucketUse:
         self.is_saved = self.bucket.is_made and not self.stays
 
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start the reduction of the members' gradients; the members are no longer needed."""
+        """Start the reduction of the members' gradients, or leave it to a later microbatch; the
+        members are no longer needed."""
         self.release()
         mesh = self._step.mesh
         flat = self._buffers.pack_gradients(gradients, like=self.shards[0])
         if self._gather:
             self._reduction = mesh.start_reduce_scatter(flat, self._gather)
-        elif self.bucket.reduce:
-            axes = tuple(mesh.mesh.names[k] for k in self.bucket.reduce)
-            self._reduction = mesh.start_all_reduce_in_place(flat, axes)
-        else:
+        elif not self.bucket.reduce:
             self._cast = flat
+        elif (total := self._step.late.add(self.key, flat)) is not None:
+            axes = tuple(mesh.mesh.names[k] for k in self.bucket.reduce)
+            self._reduction = mesh.start_all_reduce_in_place(total, axes)
 
     def finish_reduction(self) -> list[Tensor] | None:
         """Gradients of the shards, after the first collective; None if there was no gradient."""
@@ -132,10 +142,12 @@ class BucketUse:
 
 
 class TrainingStep:
-    """State of one forward and backward. `uses[k]` are the buckets of instance k."""
+    """State of one forward and backward. `uses[k]` are the buckets of instance k. late: shared by
+    the microbatches of a step."""
 
-    def __init__(self, mesh: RankMesh) -> None:
+    def __init__(self, mesh: RankMesh, late: LateReductions) -> None:
         self.mesh = mesh
+        self.late = late
         self.uses: list[list[BucketUse]] = []
         self.is_recording = torch.is_grad_enabled()
         self._whole: dict[int, tuple[BucketUse, int]] = {}
@@ -152,11 +164,13 @@ class TrainingStep:
         for use, token in zip(trained, tokens, strict=True):
             use.token = token
 
-    def leave(self, output: Tensor) -> Tensor:
-        """Wrap an output of the model: its backward is the first to run."""
-        if not output.requires_grad:
-            return output
-        return _Leave.apply(self, output)  # type: ignore[no-any-return, no-untyped-call]
+    def leave(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Wrap the outputs: their backward is the first to run."""
+        trained = [x for x in outputs if x.requires_grad]
+        if not trained:
+            return list(outputs)
+        wrapped = iter(_Leave.apply(self, *trained))  # type: ignore[no-untyped-call]
+        return [next(wrapped) if x.requires_grad else x for x in outputs]
 
     def start_gathers(self, instance: int) -> None:
         """G: start the gathers of an instance's buckets."""
@@ -269,7 +283,9 @@ def start_ahead(ahead: Callable[[], None]) -> None:
 def _use(use: BucketUse) -> tuple[Tensor, ...]:
     if use.token is None:
         return tuple(use.members())
-    return _UseBucket.apply(use, use.token)  # type: ignore[no-any-return, no-untyped-call]
+    members: tuple[Tensor, ...] = _UseBucket.apply(use, use.token)  # type: ignore[no-untyped-call]
+    work = use.weight_work
+    return members if work is None else tuple(map(work.tap, members))
 
 
 class _UseBucket(torch.autograd.Function):
@@ -301,8 +317,10 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.shards)
-        for use, parts in zip(ctx.uses, _finish_all(ctx.step.mesh, ctx.uses), strict=True):
+        for use, parts in zip(ctx.uses, _finish_all(ctx.step, ctx.uses), strict=True):
             for shard, part in zip(use.shards, parts or (), strict=parts is not None):
+                if part is None:
+                    continue
                 k = ctx.shards[id(shard)]
                 before = gradients[k]
                 gradients[k] = part if before is None else before + part
@@ -310,41 +328,47 @@ class _Enter(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _finish_all(mesh: RankMesh, uses: Sequence[BucketUse]) -> list[list[Tensor] | None]:
+def _finish_all(step: TrainingStep, uses: Sequence[BucketUse]) -> list[list[Tensor | None] | None]:
     """Wait for the reductions of all uses, in the order in which they were started. Members that
     are also Invariant -> Replicate on other axes than the gathered ones are all-reduced as shards,
-    together per set of axes."""
+    together per set of axes, with the last microbatch; before it they have no gradient."""
+    mesh = step.mesh
     found = {id(u): u.finish_reduction() for u in reversed(uses)}
-    gradients = [found[id(u)] for u in uses]
-    second: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, int]]] = {}
-    for k, (use, parts) in enumerate(zip(uses, gradients, strict=True)):
+    gradients: list[list[Tensor | None] | None] = [
+        None if parts is None else list(parts) for parts in (found[id(u)] for u in uses)
+    ]
+    second: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[list[Tensor | None], int]]] = {}
+    for use, parts in zip(uses, gradients, strict=True):
         if parts is None or not use.bucket.gather:
             continue
         for m, member in enumerate(use.bucket.members):
-            if member.reduce:
-                second.setdefault((member.reduce, parts[m].dtype), []).append((k, m))
+            part = parts[m]
+            if member.reduce and part is not None:
+                parts[m] = total = step.late.add((*use.key, m), part)
+                if total is not None:
+                    second.setdefault((member.reduce, total.dtype), []).append((parts, m))
     started = []
     for (axes, _), places in second.items():
-        parts = [gradients[k][m] for k, m in places]  # type: ignore[index]
-        flat = torch.cat([p.reshape(-1) for p in parts])
+        shards = [shard for parts, m in places if (shard := parts[m]) is not None]
+        flat = torch.cat([shard.reshape(-1) for shard in shards])
         names = tuple(mesh.mesh.names[k] for k in axes)
-        started.append(
-            (places, [p.shape for p in parts], mesh.start_all_reduce_in_place(flat, names))
-        )
+        in_flight = mesh.start_all_reduce_in_place(flat, names)
+        started.append((places, [shard.shape for shard in shards], in_flight))
     for places, shapes, in_flight in started:
         pieces = torch.split(mesh.wait(in_flight), [s.numel() for s in shapes])
-        for (k, m), shape, piece in zip(places, shapes, pieces, strict=True):
-            gradients[k][m] = piece.view(shape)  # type: ignore[index]
+        for (parts, m), shape, piece in zip(places, shapes, pieces, strict=True):
+            parts[m] = piece.view(shape)
     return gradients
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: TrainingStep, output: Tensor) -> Tensor:
+    def forward(ctx: Any, step: TrainingStep, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.step = step
-        return output.view_as(output)
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in outputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.step.begin_backward()
-        return None, gradient
+        return None, *gradients

@@ -89,12 +89,12 @@ Sizes = Mapping[str, tuple[float, float]]
 def differences(by_rank: Sequence[Sizes]) -> tuple[Difference, ...]:
     """The worst of all ranks per name, worst first. A difference is relative to the largest entry
     of its tensor, or to a thousandth of the largest entry of any, whichever is more: what is zero
-    but for rounding is not compared with itself."""
-    first = by_rank[0]
+    but for rounding is not compared with itself. A rank has the names of its stages."""
+    first = {name: size for sizes in by_rank for name, size in sizes.items()}
     floor = SMALL_SHARE * max((size for size, _ in first.values()), default=0.0)
     found = []
     for name, (size, _) in first.items():
-        worst = max((sizes[name][1] for sizes in by_rank), key=badness)
+        worst = max((sizes[name][1] for sizes in by_rank if name in sizes), key=badness)
         scale = max(size, floor)
         found.append(Difference(name, size, worst, worst / scale if scale else worst))
     return tuple(sorted(found, key=lambda d: (-badness(d.relative), d.name)))

@@ -131,6 +131,21 @@ def simulate_actions(actions: Sequence[Sequence[Action]], times: StageTimes) -> 
     return np.array([timeline.end_s(device[-1]) if device else 0.0 for device in actions])
 
 
+def action_spans(
+    actions: Sequence[Sequence[Action]], times: StageTimes
+) -> list[list[tuple[Action, float, float]]]:
+    """(action, start, end) of every device, seconds from the start of the step. As
+    simulate_actions."""
+    timeline = _Timeline(actions, times)
+    split = {a.stage for d in actions for a in d if a.kind is Pass.WEIGHT_GRADIENT}
+
+    def span(action: Action) -> tuple[Action, float, float]:
+        end_s = timeline.end_s(action)
+        return action, end_s - _seconds(action, times, action.stage in split), end_s
+
+    return [[span(action) for action in device] for device in actions]
+
+
 def critical_path(
     actions: Sequence[Sequence[Action]], times: StageTimes, extra_s: ArrayLike = 0.0
 ) -> list[Action]:

@@ -58,6 +58,11 @@ class Action:
         return cls(int(found[1]), Pass(found[2]), int(found[3]))
 
 
+_TEXT = re.compile(
+    r"(?P<kind>\w+)\((?P<p>\d+) x (?P<m>\d+)(, (?P<v>\d+) chunks)?(, warm-up \+(?P<extra>\d+))?\)"
+)
+_SIZES = (("p", 1), ("m", 1), ("v", 1), ("extra", 0))
+
 ActionLists = tuple[tuple[Action, ...], ...]
 """The actions of each device, in the order it runs them."""
 
@@ -105,6 +110,17 @@ class Schedule:
         chunks = f", {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         extra = f", warm-up +{self.extra_warm_up}" if self.extra_warm_up else ""
         return f"{self.kind}({self.num_devices} x {self.num_microbatches}{chunks}{extra})"
+
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """The schedule of a text form. Raises OptionError where it is none."""
+        found = _TEXT.fullmatch(text)
+        if found is None or found["kind"] not in set(ScheduleKind):
+            raise OptionError(
+                f"{text!r} is no schedule: expected kind(devices x microbatches), '1f1b(4 x 8)'"
+            )
+        sizes = (int(found[name] or default) for name, default in _SIZES)
+        return cls(ScheduleKind(found["kind"]), *sizes)
 
     @property
     def num_stages(self) -> int:

@@ -259,6 +259,7 @@ class _Writer:
             ),
             outputs=self._whole(typing.outputs),
             recompute=choice.figures.strategy.recompute,
+            keeps_gathered=choice.figures.strategy.keeps_gathered,
         )
 
     def _whole(self, layouts: Sequence[Layout]) -> tuple[Layout, ...]:

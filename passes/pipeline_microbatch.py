@@ -6,16 +6,20 @@ rank per sample, as on a data parallel axis (passes/data_parallel.py), once per 
 which dims are cut whatever the number of parts, hence
 
     graph(n)   every value at its local shape on that axis with n ranks, sizes among the arguments
-               rewritten as for a rank (passes/localize.py), a slice where an op takes its part of
-               what is whole
+               rewritten as for a rank (passes/localize.py), a selection where an op takes its part
+               of what is whole, and a division where a mean is taken over the batch
 
 is an ordinary folded graph with a batch of 1/n, as the model would have been captured with it.
 Region searches, prices and memory work on it as on any other. Gradients of parameters and the loss
-are pending sums on the axis: accumulated, not communicated.
+are pending sums on the axis: accumulated, not communicated. So that the sum over microbatches is
+the loss of the batch, a mean over the batch divides by the numbers of the batch: mean / n, and
+cross entropy the sum over its rows by the targets of the whole step that count (COUNT, known before
+the first microbatch, see passes/loss_counts.py).
 
 Inputs that some op needs whole (T5 shifts its labels) stay whole: they are there before the first
 microbatch. Any other value that an op needs whole where it is cut (statistics over the batch, an op
-without a rule) would not be what one process computes: such a model is refused, naming the value.
+without a rule, a product of two means) would not be what one process computes: such a model is
+refused, naming the value.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,16 +29,20 @@ from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.errors import OptionError
 from meshfold.mesh import Mesh, MeshAxis
-from meshfold.opgraph import Arg, FoldedGraph, Op, OpGraph, Ref, Value
+from meshfold.opgraph import Arg, FoldedGraph, Op, OpGraph, Ref, SourceKind, Symbol, Value
 from meshfold.passes.boundaries import find_boundaries
 from meshfold.passes.data_parallel import follow_batch
 from meshfold.passes.localize import localize
+from meshfold.passes.loss_counts import COUNT, CROSS_ENTROPY, loss_counts, takes_mean, with_sum
 from meshfold.passes.region_price import layouts_of_values, value_name
-from meshfold.passes.rules import region_rules
+from meshfold.passes.rules import region_rules, rule_locals, summed_axes
 from meshfold.spmd import INVARIANT, PARTIAL, Layout, local_shape
-from meshfold.strategy import RegionTyping
+from meshfold.strategy import OpTyping, RegionTyping
 
 WHOLE: Layout = (INVARIANT,)
+MICROBATCH = Symbol("microbatch", "number")
+"""Stands in an argument for the number of the microbatch that runs."""
+DIVIDE = "aten.div.Tensor"
 
 
 @dataclass(frozen=True)
@@ -63,11 +71,13 @@ class MicrobatchGraphs:
         if batch_size == 1:
             return
         self._follow(cluster)
+        loss_counts(folded)
         refused = self._refused()
         if refused:
             raise OptionError(
                 f"the batch cannot be cut into microbatches: {refused} is needed whole"
             )
+        self._check_results()
 
     def _follow(self, cluster: ClusterSpec) -> None:
         """Type every region on the free axis."""
@@ -85,12 +95,44 @@ class MicrobatchGraphs:
             for of_region in boundaries.slots
         ]
 
+    def _check_results(self) -> None:
+        """Raises OptionError unless the model returns sums over the batch: microbatches add up."""
+        for output in self.folded.outputs:
+            layout = WHOLE
+            if output.source.kind is SourceKind.VALUE:
+                region = self.folded.instances[output.source.instance].region
+                graph = self.folded.regions[region].graph
+                natives = [x for x, _ in layouts_of_values(graph, self._typings[region])]
+                layout = natives[graph.outputs[output.source.output]]
+            if output.shape or layout != (PARTIAL,):
+                raise OptionError(
+                    f"the batch cannot be cut into microbatches: the model returns a tensor of "
+                    f"shape {list(output.shape)}, not a loss that is a sum or mean over the batch; "
+                    "pass labels, or plan one microbatch"
+                )
+
     def _refused(self) -> str:
         """A value that forbids to cut the batch, or nothing."""
         for r, v in self._needed_whole():
             if v not in self._whole[r]:
                 return value_name(self.folded.regions[r].graph, v)
+        for region, typing in zip(self.folded.regions, self._typings, strict=True):
+            for k, (op, chosen) in enumerate(zip(region.graph.ops, typing.ops, strict=True)):
+                if "batch_norm" in rule_locals(region.graph, k, chosen)[1:]:
+                    return f"the input of {op.target}, which takes statistics over the batch,"
         return ""
+
+    def input_cuts(self) -> dict[str, Layout]:
+        """Per model input its layout on the free axis: which dim is cut, if any."""
+        cuts: dict[str, Layout] = {}
+        if self.batch_size == 1:
+            return cuts
+        for instance in self.folded.instances:
+            typing, whole = self._typings[instance.region], self._whole[instance.region]
+            for i, source in enumerate(instance.sources):
+                if source.kind is SourceKind.INPUT:
+                    cuts[source.name] = WHOLE if i in whole else typing.slots[i]
+        return cuts
 
     def graph(self, parts: int) -> FoldedGraph:
         """The program over one of `parts` equal parts of the batch."""
@@ -146,7 +188,7 @@ class _Cut:
         ]
         self.values = [self._part(v, layout) for v, layout in enumerate(self.native)]
         self.ops: list[Op] = []
-        self._slices: dict[tuple[int, Layout], int] = {}
+        self._parts: dict[tuple[int, Layout], int] = {}
 
     def graph(self) -> OpGraph:
         """The finished graph; values that it adds come last."""
@@ -157,27 +199,59 @@ class _Cut:
             refs = iter([self._in(v, layout) for v, layout in operands])
             args = tuple(_rebound(arg, refs) for arg in args)
             kwargs = tuple((name, _rebound(arg, refs)) for name, arg in kwargs)
-            self.ops.append(replace(graph.ops[k], args=args, kwargs=kwargs))
+            self._add(k, chosen, replace(graph.ops[k], args=args, kwargs=kwargs))
         outputs = zip(graph.outputs, self.typing.outputs, strict=True)
         leaving = tuple(self._in(v, layout) for v, layout in outputs)
         return OpGraph(graph.slots, tuple(self.values), tuple(self.ops), leaving, graph.mutations)
+
+    def _add(self, k: int, chosen: OpTyping, op: Op) -> None:
+        """Write op number `k`, and behind a mean over the batch what it is divided by."""
+        divisor: Arg = None
+        if self.sizes[0] > 1 and summed_axes(self.whole_graph, k, chosen):
+            if "mean" in rule_locals(self.whole_graph, k, chosen):
+                divisor = self.sizes[0]
+            elif op.target == CROSS_ENTROPY and takes_mean(op):
+                op, divisor = with_sum(op), Symbol(COUNT, str(k))
+        if divisor is None:
+            self.ops.append(op)
+            return
+        (made,) = op.outputs
+        total = self._new(self.values[made])
+        self.ops.append(replace(op, outputs=(total,)))
+        self.ops.append(replace(op, target=DIVIDE, args=(Ref(total), divisor), kwargs=()))
+
+    def _new(self, value: Value) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
 
     def _part(self, v: int, layout: Layout) -> Value:
         value = self.whole_graph.values[v]
         return replace(value, shape=local_shape(value.shape, layout, self.sizes))
 
     def _in(self, v: int, layout: Layout) -> int:
-        """The value that holds `v` as `layout` has it: itself, or a slice of it."""
+        """The value that holds `v` as `layout` has it: itself, or this microbatch's part of it."""
         if self.native[v][0].is_shard or not layout[0].is_shard:
             return v
-        if (v, layout) not in self._slices:
-            new, part = len(self.values), self._part(v, layout)
-            dim = layout[0].dim
-            args = (Ref(v), dim, 0, part.shape[dim])
-            self.values.append(part)
-            self.ops.append(Op("aten.slice.Tensor", args, (), (new,)))
-            self._slices[v, layout] = new
-        return self._slices[v, layout]
+        if (v, layout) not in self._parts:
+            self._parts[v, layout] = self._selected(v, layout)
+        return self._parts[v, layout]
+
+    def _selected(self, v: int, layout: Layout) -> int:
+        """dim = (blocks, parts, rest): the number of the microbatch in the place of parts."""
+        part, dim, blocks = self._part(v, layout), layout[0].dim, layout[0].blocks
+        shape, rest = part.shape, part.shape[dim] // blocks
+        digits = (self.sizes[0], rest) if blocks == 1 else (blocks, self.sizes[0], rest)
+        split = self._new(replace(part, shape=(*shape[:dim], *digits, *shape[dim + 1 :])))
+        self.ops.append(Op("aten.unflatten.int", (Ref(v), dim, digits), (), (split,)))
+        at = dim + len(digits) - 2
+        kept = (*digits[:-2], rest)
+        chosen = self._new(replace(part, shape=(*shape[:dim], *kept, *shape[dim + 1 :])))
+        self.ops.append(Op("aten.select.int", (Ref(split), at, MICROBATCH), (), (chosen,)))
+        if blocks == 1:
+            return chosen
+        joined = self._new(part)
+        self.ops.append(Op("aten.reshape.default", (Ref(chosen), shape), (), (joined,)))
+        return joined
 
 
 def _rebound(arg: Arg, refs: Iterator[int]) -> Arg:

@@ -79,7 +79,7 @@ def plan_with_pipelines(
         model_name=model_name,
         baselines=(*earlier, *baselines),
         stats=stats,
-        notes=_planned_notes(best),
+        notes=_notes(best),
     )
 
 
@@ -91,16 +91,17 @@ def _tree(
         devices_per_node=min(group.devices_per_node for group in cluster.groups),
         batch_size=batch_size,
         pins=options.pins,
-        allow_planned=True,
+        allow_planned=options.allow_planned,
         switched_off=options.without_cuts,
     )
     return grow_pipelines(situation, len(folded.instances))
 
 
-def _planned_notes(best: PricedPipeline) -> tuple[str, ...]:
-    """A plan that uses what cannot run yet says so."""
-    names = dict.fromkeys(x.strategy.label for x in best.layers)
-    return tuple(f"{name}: planned, cannot run yet" for name in names)
+def _notes(best: PricedPipeline) -> tuple[str, ...]:
+    """How it trains; and a plan that uses what cannot run yet says so."""
+    planned = [x.strategy.label for x in best.layers if not x.strategy.runs]
+    notes = [f"{name}: planned, cannot run yet" for name in dict.fromkeys(planned)]
+    return tuple(notes) or ("forward and backward take turns: train by train_step(batch)",)
 
 
 def _baselines(

@@ -7,9 +7,10 @@
                           strategies, hops and held values               (stage_problem.py)
 
 Instances are layers of the chain in execution order. At a cut every value that is made before it
-and read behind it crosses, constants excepted (each stage makes its own): the next stage receives
-it, keeps it per microbatch in flight, and hands it on if a later one reads it, too. All stages of
-one pipeline are sequence-parallel or none is, so that the layouts at the cuts agree.
+and read behind it crosses if it depends on the batch; what does not, each stage makes for itself
+(passes/stage_graphs.py). The next stage receives it, keeps it per microbatch in flight, and hands
+it on if a later one reads it, too. All stages of one pipeline are sequence-parallel or none is, so
+that the layouts at the cuts agree.
 """
 
 from collections.abc import Sequence
@@ -315,7 +316,7 @@ def _crossing_bytes(
         region = folded.instances[maker].region
         graph = folded.regions[region].graph
         value = graph.values[graph.outputs[output]]
-        if value.depends is not Dependence.CONSTANT:
+        if value.depends is Dependence.BATCH:
             size = local_bytes(value, outputs[region][output], search.mesh.sizes)
             crossing[maker + 1 : reader + 1] += size
     return crossing

@@ -16,7 +16,7 @@ from typing import get_args
 
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
-from meshfold.passes.decision_tree import NODE, PINNED, Situation, Tree, keeps_pins
+from meshfold.passes.decision_tree import NODE, PINNED, PLANNED, Situation, Tree, keeps_pins
 from meshfold.passes.mesh_degrees import divisors
 from meshfold.passes.pipeline_layers import PIPELINE_ZERO_LEVELS
 from meshfold.passes.stage_schedules import offered_schedules
@@ -70,6 +70,9 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
     none is left."""
     kinds = _kinds(situation)
     kind, num_chunks = _schedule_pins(situation)
+    pinned = kinds
+    if not situation.allow_planned:
+        kinds = _running(kinds, situation)
     left = list(_all_degrees(situation))
     cuts: Counter[str] = Counter()
     num_leaves = _num_leaves(left)
@@ -100,7 +103,9 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
         cuts[NODE] += _num_leaves(left) - _num_leaves(inside or left)
         left = inside or left
     leaves = tuple(s for d in left for s in _strategies(d, kinds))
-    cuts[PINNED] += _num_leaves(left) - len(leaves)
+    num_pinned = sum(len(_strategies(d, pinned)) for d in left)
+    cuts[PINNED] += _num_leaves(left) - num_pinned
+    cuts[PLANNED] += num_pinned - len(leaves)
     tree = Tree(leaves, num_leaves, {k: n for k, n in sorted(cuts.items()) if n})
     return PipelineTree(tuple(left), kinds, tree, num_layers, kind, num_chunks)
 
@@ -136,6 +141,19 @@ def _kinds(situation: Situation) -> tuple[tuple[int, Recompute], ...]:
         for zero, r in _every_kind()
         if keeps_pins(UniformStrategy(zero=zero, recompute=r), pins)
     )
+
+
+def _running(
+    kinds: tuple[tuple[int, Recompute], ...], situation: Situation
+) -> tuple[tuple[int, Recompute], ...]:
+    """Those that run. Raises OptionError where pins ask for something else."""
+    left = tuple(k for k in kinds if UniformStrategy(zero=k[0], recompute=k[1]).runs)
+    if kinds and not left:
+        pins = ", ".join(f"{name}={value}" for name, value in situation.pins.items())
+        raise OptionError(
+            f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
+        )
+    return left
 
 
 def _strategies(

@@ -77,9 +77,8 @@ def find_plan_for(
     _check_prunings(options.without_cuts)
     needs_pipeline = is_pipeline_pinned(options.pins)
     _check_pipeline_pins(options, needs_pipeline)
-    one_pass_only = (
-        not options.allow_planned or excludes_pipelines(options.pins) or bool(options.layout_pins)
-    )
+    is_asked = options.allow_pipelines or options.allow_planned or needs_pipeline
+    one_pass_only = not is_asked or excludes_pipelines(options.pins) or bool(options.layout_pins)
     plan: Plan | None = None
     if not needs_pipeline:
         try:
@@ -104,11 +103,6 @@ def find_plan_for(
 
 
 def _check_pipeline_pins(options: CompileOptions, needs_pipeline: bool) -> None:
-    if needs_pipeline and not options.allow_planned:
-        raise OptionError(
-            "pins pp, microbatches, schedule, chunks: pipelines can be planned, not run yet; say "
-            "--allow planned"
-        )
     if needs_pipeline and options.layout_pins:
         raise OptionError(
             f"pin {options.layout_pins[0]}: layouts cannot be pinned in a pipeline yet; leave it "

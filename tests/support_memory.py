@@ -184,7 +184,7 @@ class EmittedStep:
         }
         self.buffers = {b.name: model.get_buffer(b.name).clone() for b in captured.graph.buffers}
         self.runner = ProgramRunner(program, mesh, captured.constants)
-        self.inputs = BatchReader(program, mesh, {}).read(batch)
+        self.inputs = BatchReader([program], mesh, {}).read(batch)
         self.known = [*self.parameters.values(), *self.buffers.values()]
         self.known += [*captured.constants.values(), *batch.values()]
 

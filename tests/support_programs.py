@@ -98,7 +98,7 @@ def on_ranks(
         runner = ProgramRunner(program, mesh, captured.constants)
         # Whether gradients are recorded is per thread.
         with torch.enable_grad():
-            return body(Rank(mesh, parameters, buffers, runner, BatchReader(program, mesh, {})))
+            return body(Rank(mesh, parameters, buffers, runner, BatchReader([program], mesh, {})))
 
     return run_on_simulated_ranks(program.mesh, run)
 

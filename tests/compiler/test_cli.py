@@ -12,7 +12,7 @@ from support_plans import example_plan
 from meshfold.cli import cli, run
 from meshfold.plan_io import plan_to_json, save_plan
 
-COMMANDS = ("check", "diff", "explain", "graph", "plan", "show", "verify")
+COMMANDS = ("check", "diff", "explain", "graph", "plan", "show", "timeline", "verify")
 
 
 @pytest.fixture
@@ -49,6 +49,7 @@ def test_the_commands_and_options_are_frozen() -> None:
             "model",
         ],
         "show": ["--json", "plan_file"],
+        "timeline": ["--json", "--trace", "plan_file"],
         "verify": ["--json", "--model", "plan_file"],
     }
 

@@ -10,7 +10,7 @@ from support_programs import Rank, emit_uniform, gradients, on_ranks
 from torch import Tensor, nn
 
 from meshfold.capture import Captured, capture
-from meshfold.gradient_norm import total_norm
+from meshfold.gradient_norm import cuts_of, total_norm
 from meshfold.precision import float64_everywhere
 from meshfold.strategy import UniformStrategy
 
@@ -45,15 +45,16 @@ def test_norms_are_those_of_one_process(family: str, strategy: UniformStrategy) 
 
     def norms(rank: Rank) -> list[float]:
         rank.loss(batch).backward()
-        named = [(p, program.stored[name]) for name, p in rank.parameters.items()]
-        return [float(total_norm(named, rank.mesh, p)) for p in (2.0, 1.0, math.inf)]
+        mine = {name: p.grad for name, p in rank.parameters.items() if p.grad is not None}
+        cuts = cuts_of(program)
+        return [float(total_norm(mine, cuts, rank.mesh, p)) for p in (2.0, 1.0, math.inf)]
 
     expected = [float(torch.linalg.vector_norm(everything, p)) for p in (2.0, 1.0, math.inf)]
     for found in on_ranks(model, captured, program, norms):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_narrow_gradients_are_summed_in_float32() -> None:
+def test_narrow_gradients_are_summed_in_wide_numbers() -> None:
     class OneRank:
         device = torch.device("cpu")
 
@@ -61,10 +62,9 @@ def test_narrow_gradients_are_summed_in_float32() -> None:
             sizes = ()
             names = ()
 
-    parameter = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
-    parameter.grad = torch.full_like(parameter, 0.125)
-    norm = total_norm([(parameter, ())], OneRank(), 2.0)  # type: ignore[arg-type]
-    assert norm.dtype == torch.float32 and norm.item() == 8.0
+    gradient = torch.full((4096,), 0.125, dtype=torch.bfloat16)
+    norm = total_norm({"w": gradient}, {"w": frozenset()}, OneRank(), 2.0)  # type: ignore[arg-type]
+    assert norm.item() == 8.0
 
 
 def test_a_model_without_gradients_has_norm_zero() -> None:
@@ -72,7 +72,6 @@ def test_a_model_without_gradients_has_norm_zero() -> None:
     program = emit_uniform(captured, UniformStrategy(dp=2, zero=3), len(batch["labels"]))
 
     def norm(rank: Rank) -> float:
-        named = [(p, program.stored[name]) for name, p in rank.parameters.items()]
-        return float(total_norm(named, rank.mesh, 2.0))
+        return float(total_norm({}, cuts_of(program), rank.mesh, 2.0))
 
     assert on_ranks(model, captured, program, norm) == [0.0, 0.0]

@@ -156,3 +156,17 @@ def test_a_mixture_of_experts_runs_in_float64() -> None:
         expected = model(**batch).loss
     model.config._experts_implementation = "grouped_mm"
     assert torch.equal(_eager_step(BuiltModel(model, batch), "loss"), expected)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_microbatches_are_verified_too(pools: Pools) -> None:
+    model, inputs = regression()
+    options = CompileOptions(pins={"dp": 2, "zero": 3, "microbatches": 2})
+    plan = find_plan(model, "local-cpux2", inputs, options=options)
+    report = _report(plan, pools.run(2, "support_verify:compare", plan_to_json(plan), MODEL))
+    assert report.passed and len(report.gradients) == 3
+    assert "2 microbatches" in report.strategy
+    text = plan_to_json(plan)
+    wrong = pools.run(2, "support_verify:compare_a_wrong_program", text, MODEL, "up.bias")
+    assert "worst up.bias by 1.0e-06" in _report(plan, wrong).verdict

@@ -14,7 +14,6 @@ from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.pipeline import StageTimes, device_ends_s
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
-from meshfold.emit import emit
 from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
@@ -25,6 +24,7 @@ from meshfold.passes.pipeline_search import search_pipelines
 from meshfold.passes.pipeline_tree import LAYERS, grow_pipelines
 from meshfold.passes.pipeline_uniform import even_cuts
 from meshfold.passes.planner import find_plan_for
+from meshfold.pipeline_program import EmittedPipeline, emit_plan
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.probe import OpProber
@@ -154,16 +154,19 @@ def test_a_pinned_pipeline_places_every_layer_once(family, pins):
     assert found.search.lower_bound_s <= uniform.step_s * (1 + 1e-9)
 
 
-def test_a_pipeline_goes_through_the_file_and_is_not_emitted():
-    found = plan("gpt2", pins={"pp": 2, "microbatches": 2, "schedule": "1f1b"})
+def test_a_pipeline_goes_through_the_file_and_is_emitted():
+    pins = {"pp": 2, "microbatches": 2, "schedule": "1f1b"}
+    found = plan("gpt2", pins=pins, allow_planned=False)
     assert found.schedule.startswith("1f1b(2 x 2")
     assert found.pins["schedule"] == "1f1b"
-    assert any("planned, cannot run yet" in note for note in found.notes)
+    assert not any("cannot run yet" in note for note in found.notes)
+    assert all(region.strategy.runs for region in found.regions)
     text = plan_to_json(found)
     assert plan_from_json(text) == found
     assert json.loads(text)["stages"][0]["figures"]["in_flight"] == 2
-    with pytest.raises(PlanMismatchError, match="cannot run yet"):
-        emit(graph_of("gpt2"), found)
+    emitted = emit_plan(graph_of("gpt2"), found)
+    assert isinstance(emitted, EmittedPipeline)
+    assert "schedule 1f1b(2 x 2), device 1" in emitted.text(2)
     with pytest.raises(PlanMismatchError, match="microbatches"):
         price_plan(graph_of("gpt2"), found, PROBER)
 
@@ -230,14 +233,16 @@ def test_interleaved_stages_are_written_down():
     assert plan_from_json(plan_to_json(found)) == found
 
 
-def test_pipelines_need_to_be_allowed():
-    for pins in ({"schedule": "zero_bubble"}, {"chunks": 2}):
-        with pytest.raises(OptionError, match="--allow planned"):
-            plan("llama", pins=pins, allow_planned=False)
-    assert plan("llama", pins={"chunks": 1}, allow_planned=False).strategy.pp == 1
+def test_what_cannot_run_needs_to_be_allowed():
     with pytest.raises(OptionError, match="--allow planned"):
-        plan("llama", pins={"pp": 2}, allow_planned=False)
-    assert plan("llama", allow_planned=False).strategy.pp == 1
+        plan("llama", pins={"pp": 2, "recompute": "selective"}, allow_planned=False)
+    assert plan("llama", pins={"chunks": 1}, allow_planned=False).strategy.pp == 1
+    assert plan("llama", pins={"pp": 2}, allow_planned=False).strategy.pp == 2
+    alone = plan("llama", allow_planned=False)
+    assert alone.schedule == "" and not any("pp" in m.mesh for m in alone.search.meshes)
+    asked = plan("llama", allow_planned=False, allow_pipelines=True)
+    assert asked.time.step_s <= alone.time.step_s and all(r.strategy.runs for r in asked.regions)
+    assert len(asked.search.meshes) > len(alone.search.meshes)
     alone = plan("llama", pins={"pp": 1, "microbatches": 1})
     assert alone.schedule == "" and LAYERS not in alone.search.cuts
 

@@ -1,0 +1,113 @@
+"""Backward in two parts: gradients of inputs now (B), those of weights later (W).
+
+What the stage before waits for is the gradient of its outputs. Half of the work of a linear layer,
+the product that makes the gradient of its weight, can wait (Qi et al., Zero Bubble Pipeline
+Parallelism, ICLR 2024). In the graphs of such a schedule
+
+    linear, addmm, mm with a weight   become ops whose backward makes the gradient of the input and
+                                      leaves that of the weight in the step's WeightWork
+    parameters                        are read through taps (meshfold.weight_work): a gradient that
+                                      arrives at one waits
+
+so B ends at the taps and W goes on behind them: it makes what was left, and autograd takes all
+gradients through the buckets (meshfold.training_step) to `.grad`. Nothing else is computed twice or
+late: gradients of norms, biases and embeddings are made in B, they are small.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
+
+from meshfold.collectives import RankMesh
+from meshfold.opgraph import Dependence, OpGraph
+from meshfold.program import PLACE, RegionProgram
+from meshfold.weight_work import WeightWork
+
+
+def linear(mesh: RankMesh, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., k], weight [n, k], bias [n] -> [..., n]."""
+    if mesh.weight_work is None:
+        return functional.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, True, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def addmm(mesh: RankMesh, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """bias [n], x [rows, k], weight [k, n] -> [rows, n]."""
+    if mesh.weight_work is None:
+        return torch.addmm(bias, x, weight)
+    return _Linear.apply(x, weight, bias, False, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def mm(mesh: RankMesh, x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, k], weight [k, n] -> [rows, n]."""
+    if mesh.weight_work is None:
+        return torch.mm(x, weight)
+    return _Linear.apply(x, weight, None, False, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    """is_rows: the weight is [n, k], else [k, n]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        is_rows: bool,
+        work: WeightWork,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.work, ctx.is_rows = work, is_rows
+        # Its values are for B, its place in autograd's graph is for W.
+        ctx.weight = get_gradient_edge(weight) if weight.requires_grad else None
+        return functional.linear(x, weight if is_rows else weight.t(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if needs_weight and ctx.weight is not None:
+            inputs, is_rows = x.reshape(-1, x.shape[-1]), ctx.is_rows
+            ctx.work.leave(ctx.weight, lambda: rows.t() @ inputs if is_rows else inputs.t() @ rows)
+        to_x = gradient @ (weight if ctx.is_rows else weight.t()) if needs_x else None
+        return to_x, None, rows.sum(0) if needs_bias else None, None, None
+
+
+_SPLIT: dict[Any, tuple[Callable[..., Tensor], int]] = {
+    torch.ops.aten.linear.default: (linear, 1),
+    torch.ops.aten.addmm.default: (addmm, 2),
+    torch.ops.aten.mm.default: (mm, 1),
+}
+"""torch op -> what stands for it, and which argument is the weight."""
+
+
+def split_backward(region: RegionProgram, ops: OpGraph) -> None:
+    """Let the graph of a region, whose ops are `ops`, leave gradients of weights for later."""
+    graph = region.graph.graph
+    mesh_node = next(iter(graph.nodes))
+    for node in list(graph.nodes):
+        if node.target not in _SPLIT or node.kwargs:
+            continue
+        function, position = _SPLIT[node.target]
+        if not _is_weight(node.args[position], ops):
+            continue
+        with graph.inserting_before(node):
+            split = graph.call_function(function, (mesh_node, *node.args))
+        split.meta = dict(node.meta)
+        node.replace_all_uses_with(split)
+        graph.erase_node(node)
+    region.graph.recompile()
+
+
+def _is_weight(node: Any, ops: OpGraph) -> bool:
+    """Whether a value follows from parameters alone, and is trained."""
+    if not isinstance(node, fx.Node) or PLACE not in node.meta:
+        return False
+    value = ops.values[node.meta[PLACE][0]]
+    return value.depends is Dependence.PARAMETER and value.requires_grad

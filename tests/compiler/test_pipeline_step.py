@@ -1,0 +1,225 @@
+"""Pipelines against one process in float64: loss, gradients, parameters after three steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from pool import Pools
+from support_pipeline import captured_model, lose_a_stage, planned, recut
+
+import meshfold
+from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.errors import OptionError
+from meshfold.local_processes import LocalProcessError, run_local
+from meshfold.plan import Plan
+from meshfold.plan_io import plan_to_json
+
+TOLERANCE = 1e-12
+MICROBATCHES = 4
+LAYERS = {"t5": 3}
+MESHES: dict[str, dict[str, Any]] = {
+    "pp4": {"pp": 4},
+    "pp2 x tp2": {"pp": 2, "tp": 2, "sp": 0},
+    "pp2 x tp2+sp": {"pp": 2, "tp": 2, "sp": 1},
+    "pp2 x dp2": {"pp": 2, "dp": 2, "zero": 0},
+    "pp2 x dp2, zero3": {"pp": 2, "dp": 2, "zero": 3},
+}
+QUICK = (("gpt2", "pp4"), ("llama", "pp2 x dp2, zero3"))
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(family, mesh, marks=[] if (family, mesh) in QUICK else [pytest.mark.slow])
+        for family in ("gpt2", "llama", "t5", "vit", "mixtral")
+        for mesh in MESHES
+    ]
+
+
+def pinned(pins: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    full = {"microbatches": MICROBATCHES, "recompute": "none", **pins}
+    return tuple(sorted(full.items()))
+
+
+def schedules(p: int) -> list[Schedule]:
+    m = MICROBATCHES
+    return [
+        Schedule(ScheduleKind.GPIPE, p, m),
+        Schedule(ScheduleKind.ONE_F_ONE_B, p, m),
+        Schedule(ScheduleKind.ONE_F_ONE_B, p, m, extra_warm_up=p - 1),
+        Schedule(ScheduleKind.INTERLEAVED, p, m, num_chunks=2),
+        Schedule(ScheduleKind.ZERO_BUBBLE, p, m),
+    ]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("family", "mesh"), cases())
+def test_pipelines_compute_what_one_process_does(pools: Pools, family: str, mesh: str) -> None:
+    layers = LAYERS.get(family, 6)
+    base = planned(family, layers, 4, pinned(MESHES[mesh]))
+    wanted = schedules(MESHES[mesh]["pp"])
+    texts = [plan_to_json(recut(base, schedule)) for schedule in wanted]
+    captured = captured_model(family, layers)
+    results = pools.run(4, "support_pipeline:run_pipelines", family, layers, captured, texts)
+    for n, schedule in enumerate(wanted):
+        ranks = [outcomes[n] for outcomes in results]
+        assert len({r.loss for r in ranks}) == 1, schedule
+        for r in ranks:
+            assert r.loss_error < TOLERANCE, schedule
+            assert r.gradient_error < TOLERANCE, schedule
+            assert r.parameter_error < 1e-11, schedule
+        step = 4 // schedule.num_devices
+        assert tuple(r.in_flight for r in ranks[::step]) == schedule.in_flight
+        # What several stages hold stays the same to the bit.
+        for shard in range(step):
+            seen: dict[str, str] = {}
+            for r in ranks[shard::step]:
+                for name, digest in r.digests.items():
+                    assert seen.setdefault(name, digest) == digest, (schedule, name)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_ranks_may_give_their_own_part_of_the_batch(pools: Pools) -> None:
+    """T5 needs its labels whole; GPT-2 is given some inputs whole, some in part."""
+    for family, local in (
+        ("llama", ["input_ids", "labels"]),
+        ("gpt2", ["input_ids"]),
+        ("t5", ["input_ids"]),
+    ):
+        layers = LAYERS.get(family, 6)
+        base = planned(family, layers, 4, pinned(MESHES["pp2 x dp2"]))
+        texts = [plan_to_json(recut(base, schedules(2)[1]))]
+        captured = captured_model(family, layers)
+        arguments = (family, layers, captured, texts, local)
+        for (outcome,) in pools.run(4, "support_pipeline:run_pipelines", *arguments):
+            assert max(outcome.loss_error, outcome.gradient_error) < TOLERANCE
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_seven_layers_on_three_stages(pools: Pools) -> None:
+    base = planned("llama", 7, 3, pinned({"pp": 3}))
+    plan = recut(base, Schedule(ScheduleKind.ONE_F_ONE_B, 3, MICROBATCHES), [0, 3, 6])
+    arguments = ("llama", 7, captured_model("llama", 7), [plan_to_json(plan)])
+    for (outcome,) in pools.run(3, "support_pipeline:run_pipelines", *arguments):
+        assert max(outcome.loss_error, outcome.gradient_error) < TOLERANCE
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_gradients_of_one_device_add_up_over_microbatches(pools: Pools) -> None:
+    base = planned("gpt2", 2, 1, pinned({}))
+    assert base.schedule == "1f1b(1 x 4)"
+    arguments = ("gpt2", 2, captured_model("gpt2", 2), [plan_to_json(base)])
+    ((outcome,),) = pools.run(1, "support_pipeline:run_pipelines", *arguments)
+    assert max(outcome.loss_error, outcome.gradient_error) < TOLERANCE
+    assert outcome.in_flight == 1
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_regions_that_run_again_in_a_pipeline(pools: Pools) -> None:
+    pins = {"pp": 2, "dp": 2, "zero": 3, "recompute": "full"}
+    base = planned("gpt2", 6, 4, pinned(pins))
+    arguments = ("gpt2", 6, captured_model("gpt2", 6), [plan_to_json(base)])
+    for (outcome,) in pools.run(4, "support_pipeline:run_pipelines", *arguments):
+        assert max(outcome.loss_error, outcome.gradient_error) < TOLERANCE
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_dropout_draws_alike_whatever_the_stages(pools: Pools) -> None:
+    alone = {"microbatches": 2, "recompute": "none"}
+    (expected,) = pools.run(1, "support_pipeline:dropout_losses", alone)
+    assert len(set(expected)) == 3
+    pins = alone | {"pp": 2}
+    for losses in pools.run(2, "support_pipeline:dropout_losses", pins):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def _two_stages() -> Plan:
+    base = planned("gpt2", 2, 2, pinned({"pp": 2}))
+    return recut(base, Schedule(ScheduleKind.ONE_F_ONE_B, 2, MICROBATCHES))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_lost_stage_is_named(how: str) -> None:
+    said: list[str] = []
+    arguments = ("gpt2", 2, captured_model("gpt2", 2), plan_to_json(_two_stages()), how)
+    collected = lambda rank, value: said.append(value)  # noqa: E731
+    try:
+        run_local(2, lose_a_stage, *arguments, on_report=collected, quiet=True)
+    except LocalProcessError:
+        assert how == "dies"
+    (text,) = said
+    assert text.startswith("True stage 0 waited before 0B0 for 1B0 of stage 1 on rank 1"), text
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_checkpoint_goes_from_plan_to_plan(pools: Pools, tmp_path: Any) -> None:
+    """From four stages to two with ZeRO-3, to one pass, and to the model itself."""
+    layers = 2
+    plans = [
+        recut(planned("gpt2", layers, 4, pinned({"pp": 4})), schedules(4)[1]),
+        planned("gpt2", layers, 4, pinned(MESHES["pp2 x dp2, zero3"])),
+        planned("gpt2", layers, 4, (("microbatches", 1), ("pp", 1), ("tp", 4))),
+    ]
+    texts = [plan_to_json(plan) for plan in plans]
+    for n, rotated in enumerate((texts, texts[1:] + texts[:1])):
+        folder, captured = str(tmp_path / str(n)), captured_model("gpt2", layers)
+        arguments = ("gpt2", layers, captured, rotated, folder)
+        assert pools.run(4, "support_pipeline:save_and_load", *arguments) == [[]] * 4
+
+
+class Regression(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.parametrize("pins", [{}, {"microbatches": 4}])
+def test_train_step_means_the_same_under_every_plan(pins: dict[str, int]) -> None:
+    model, batch = Regression().double(), {"x": torch.randn(8, 4, dtype=torch.float64)}
+    options = meshfold.CompileOptions(pins=pins)
+    compiled = meshfold.compile(model, "local-cpux1", batch, options=options)
+    expected = model(**batch)
+    expected.backward()
+    expected = expected.detach()
+    for times in (1, 2):
+        loss = compiled.train_step(batch)
+        assert not loss.requires_grad
+        assert abs(float(loss - expected)) < TOLERANCE
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            gradient = compiled.get_parameter(name).grad
+            assert gradient is not None
+            assert torch.allclose(gradient, times * parameter.grad, rtol=1e-13)
+    assert compiled.num_steps == 2
+    with torch.no_grad():
+        # Gradients are the point of a step, whatever surrounds it.
+        assert abs(float(compiled.train_step(batch) - expected)) < TOLERANCE
+
+
+def test_forward_alone_names_train_step() -> None:
+    batch = {"x": torch.randn(8, 4)}
+    options = meshfold.CompileOptions(pins={"microbatches": 4})
+    compiled = meshfold.compile(Regression(), "local-cpux1", batch, options=options)
+    with pytest.raises(OptionError, match="4 microbatches: .* no forward alone; call train_step"):
+        compiled(**batch)
+
+
+class Logits(Regression):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_microbatches_need_a_loss() -> None:
+    options = meshfold.CompileOptions(pins={"microbatches": 4})
+    with pytest.raises(OptionError, match="returns a tensor of shape .* not a loss"):
+        meshfold.compile(Logits(), "local-cpux1", {"x": torch.randn(8, 4)}, options=options)

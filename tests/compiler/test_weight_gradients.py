@@ -1,0 +1,59 @@
+"""The backward in two parts: what B leaves, what W makes of it."""
+
+import pytest
+import torch
+from support_pipeline import captured_model, planned, recut
+from torch import Tensor, nn
+
+from meshfold import weight_gradients
+from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.mesh import Mesh
+from meshfold.pipeline_program import EmittedPipeline, emit_plan
+from meshfold.single_mesh import SingleMesh
+from meshfold.weight_work import WeightWork
+
+
+def draw(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("op", ["linear", "addmm", "mm"])
+def test_w_makes_what_b_left(op: str) -> None:
+    mesh, work = SingleMesh(Mesh(()), torch.device("cpu")), WeightWork()
+    mesh.weight_work = work
+    x = draw(6, 4).requires_grad_()
+    weight = nn.Parameter(draw(3, 4) if op == "linear" else draw(4, 3))
+    bias = nn.Parameter(draw(3))
+    w, b = work.tap(weight), work.tap(bias)
+    # Read twice, once through a view.
+    if op == "linear":
+        y = weight_gradients.linear(mesh, x, w, b) * 2 + weight_gradients.mm(mesh, x, w.t())
+        expected = torch.nn.functional.linear(x, weight, bias) * 2 + x @ weight.t()
+    elif op == "addmm":
+        y = weight_gradients.addmm(mesh, b, x, w) * 2 + weight_gradients.linear(mesh, x, w.t())
+        expected = torch.addmm(bias, x, weight) * 2 + x @ weight
+    else:
+        y, expected = weight_gradients.mm(mesh, x, w) + b, x @ weight + bias
+    assert torch.allclose(y, expected, rtol=1e-14)
+    gradients = torch.autograd.grad(expected.square().sum(), (x, weight, bias))
+    y.square().sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, gradients[0], rtol=1e-13)
+    assert weight.grad is None and bias.grad is None
+    work.run()
+    for parameter, gradient in zip((weight, bias), gradients[1:], strict=True):
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-13)
+
+
+def test_every_product_with_a_weight_is_split() -> None:
+    pins = (("microbatches", 4), ("pp", 2), ("recompute", "none"))
+    plan = recut(planned("gpt2", 2, 2, pins), Schedule(ScheduleKind.ZERO_BUBBLE, 2, 4))
+    emitted = emit_plan(captured_model("gpt2", 2).graph, plan)
+    assert isinstance(emitted, EmittedPipeline)
+    nodes = [n for s in emitted.stages for r in s.regions for n in r.graph.graph.nodes]
+    targets = [node.target for node in nodes]
+    assert torch.ops.aten.addmm.default not in targets
+    # Four in a block, which both stages have; the head reads the embedding.
+    assert targets.count(weight_gradients.addmm) == 4 * 2
+    assert targets.count(weight_gradients.linear) == 1

@@ -1,0 +1,227 @@
+"""Pipelines of small models: plans cut anew by hand, and what ranks run to hold them against one
+process."""
+
+import copy
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from support_emit import part_of
+from support_models import BATCH, tiny_model
+from support_programs import stack_model
+from torch import Tensor, nn
+
+import meshfold
+from meshfold.api import bind
+from meshfold.capture import Captured, capture
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.schedules import Schedule
+from meshfold.errors import StageLostError
+from meshfold.options import CompileOptions
+from meshfold.passes.planner import find_plan_for
+from meshfold.pipeline_step import PipelineRunner
+from meshfold.plan import Plan, RunPlan, StagePlan
+from meshfold.plan_io import plan_from_json
+from meshfold.precision import float64_everywhere
+from meshfold.probe import OpProber
+from meshfold.runtime import CompiledModel
+
+ROWS = 2 * BATCH
+
+
+def model_and_batch(family: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A tiny model, and a batch of ROWS with unevenly many targets that count."""
+    model, batch = tiny_model(family, layers=layers)
+    batch = {name: torch.cat([x, x.flip(0)]) for name, x in batch.items()}
+    if family not in ("vit",):
+        batch["labels"][1, 2:] = -100
+    return model, batch
+
+
+@cache
+def captured_model(family: str, layers: int) -> Captured:
+    with float64_everywhere():
+        return capture(*model_and_batch(family, layers))
+
+
+@cache
+def planned(family: str, layers: int, num_devices: int, pins: tuple[tuple[str, Any], ...]) -> Plan:
+    """The plan of a search with pins."""
+    return find_plan_for(
+        captured_model(family, layers).graph,
+        resolve_cluster("local-cpu", num_devices),
+        CompileOptions(pins=dict(pins)),
+        model_name=family,
+        batch_size=ROWS,
+        probe=OpProber(),
+    )
+
+
+def recut(plan: Plan, schedule: Schedule, first: Sequence[int] | None = None) -> Plan:
+    """`plan` under another schedule, its stages beginning at other layers (default: evenly)."""
+    names = [run.region for s in plan.stages for run in s.runs for _ in range(run.count)]
+    count = schedule.num_stages
+    begins = first or [round(s * len(names) / count) for s in range(count)]
+    stages = tuple(
+        StagePlan(tuple(RunPlan(names[k], k, 1) for k in range(begin, end)))
+        for begin, end in pairwise([*begins, len(names)])
+    )
+    return replace(plan, stages=stages, schedule=str(schedule))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one plan on one rank: differences from one process (loss absolute, others relative to the
+    largest entry), and digests of the parameters after three steps."""
+
+    loss: float
+    loss_error: float
+    gradient_error: float
+    parameter_error: float
+    in_flight: int
+    digests: Mapping[str, str]
+
+
+def run_pipelines(
+    family: str, layers: int, captured: Captured, plans: Sequence[str], local: Sequence[str] = ()
+) -> list[Outcome]:
+    """Three steps of AdamW under each plan and in one process. local: inputs of which a rank gives
+    its own part."""
+    model, batch = model_and_batch(family, layers)
+    return [_outcome(copy.deepcopy(model), batch, captured, text, local) for text in plans]
+
+
+def _outcome(
+    model: nn.Module, batch: dict[str, Any], captured: Captured, text: str, local: Sequence[str]
+) -> Outcome:
+    compiled = bind(model, plan_from_json(text), captured, batch)
+    given = {n: _data_part(compiled, x) if n in local else x for n, x in batch.items()}
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (model, compiled)]
+    errors: list[tuple[float, float]] = []
+    with float64_everywhere():
+        for _ in range(3):
+            expected = model(**batch).loss
+            expected.backward()
+            loss = compiled.train_step(given)
+            gradients = _worst(compiled, model, _gradient)
+            errors.append((abs(float(loss - expected.detach())), gradients))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    runner = compiled._runner()
+    assert isinstance(runner, PipelineRunner)
+    return Outcome(
+        float(loss),
+        errors[0][0],
+        errors[0][1],
+        _worst(compiled, model, Tensor.detach),
+        runner.peak_in_flight,
+        {n: _digest(p) for n, p in compiled.named_parameters()},
+    )
+
+
+def _worst(compiled: CompiledModel, model: nn.Module, part: Any) -> float:
+    """As verify: relative to a tensor's largest entry, or to a thousandth of the largest of any,
+    since what is zero but for rounding is not compared with itself."""
+    floor = 1e-3 * max(float(part(p).abs().max()) for p in model.parameters())
+    worst = 0.0
+    for name, parameter in compiled.named_parameters():
+        whole = part(model.get_parameter(name))
+        difference = part(parameter) - part_of(compiled, compiled._canonical[name], whole)
+        worst = max(worst, float(difference.abs().max()) / max(floor, float(whole.abs().max())))
+    return worst
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _digest(x: Tensor) -> str:
+    return hashlib.sha256(x.detach().numpy().tobytes()).hexdigest()
+
+
+def _data_part(compiled: CompiledModel, x: Tensor) -> Tensor:
+    """This rank's part of a batch along dp."""
+    mesh = compiled.rank_mesh
+    assert mesh is not None
+    return x.chunk(mesh.size(("dp",)))[mesh.coord("dp")]
+
+
+def save_and_load(
+    family: str, layers: int, captured: Captured, plans: Sequence[str], folder: str
+) -> list[str]:
+    """Save under the first plan, load under all. Returns what is wrong."""
+    model, batch = model_and_batch(family, layers)
+    expected = model.state_dict()
+    first = bind(model, plan_from_json(plans[0]), captured, batch)
+    checkpoint.save(first.state_dict(), checkpoint_id=folder)
+    wrong = [n for n, x in first.full_state_dict().items() if not torch.equal(x, expected[n])]
+    for text in plans:
+        other = bind(_zeroed(model), plan_from_json(text), captured, batch)
+        state = other.state_dict()
+        checkpoint.load(state, checkpoint_id=folder)
+        other.load_state_dict(state)
+        full = other.full_state_dict()
+        wrong += [f"{n} under {text[:40]}" for n, x in expected.items() if n not in full]
+        wrong += [f"{n} loaded" for n, x in full.items() if not torch.equal(x, expected[n])]
+        third = bind(_zeroed(model), plan_from_json(text), captured, batch)
+        third.load_state_dict(expected)
+        for name, value in third.named_parameters():
+            if not torch.equal(value, other.get_parameter(name)):
+                wrong.append(f"{name} from full tensors")
+    plain = _zeroed(model).state_dict()
+    checkpoint.load(plain, checkpoint_id=folder)
+    differing = [n for n, x in plain.items() if not torch.equal(x, expected[n])]
+    return wrong + [f"{n} in the model" for n in differing]
+
+
+def dropout_losses(pins: Mapping[str, Any]) -> list[float]:
+    """Losses of a model that drops half of everything, one per step, without training."""
+    model, batch = stack_model(4, dropout=0.5)
+    compiled = meshfold.compile(
+        model.train(),
+        resolve_cluster("local-cpu", dist.get_world_size()),
+        batch,
+        options=meshfold.CompileOptions(pins=pins, seed=3),
+    )
+    return [float(compiled.train_step(batch)) for _ in range(3)]
+
+
+def _zeroed(model: nn.Module) -> nn.Module:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    return other
+
+
+def lose_a_stage(
+    report: Any, family: str, layers: int, captured: Captured, text: str, how: str
+) -> str:
+    """The last rank dies or hangs in its second step; what the others say, and after how long."""
+    model, batch = model_and_batch(family, layers)
+    compiled = bind(model, plan_from_json(text), captured, batch)
+    with float64_everywhere():
+        compiled.train_step(batch)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if how == "dies":
+            os._exit(3)
+        time.sleep(4.0)
+        return "slept"
+    start = time.monotonic()
+    try:
+        with float64_everywhere():
+            compiled.train_step(batch, timeout_s=1.5)
+    except StageLostError as error:
+        report(f"{time.monotonic() - start < 60} {error}")
+        time.sleep(3.0)
+        return str(error)
+    return "nothing was lost"
