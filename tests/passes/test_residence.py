@@ -8,11 +8,14 @@ from functools import cache
 import pytest
 from support_models import BATCH, tiny_model
 
+from meshfold.api import plan_captured
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.meshes import build_mesh
+from meshfold.emit import emit
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
+from meshfold.passes.boundaries import tied_parameter_slots
 from meshfold.passes.decision_tree import leaves_on
 from meshfold.passes.leaf_costs import Leaf
 from meshfold.passes.mesh_plan import MeshPlanner
@@ -20,6 +23,7 @@ from meshfold.passes.priced import order_of
 from meshfold.passes.residence import (
     data_shards,
     host_traffic,
+    program_shards,
     program_states,
     residence_of,
     slot_facts,
@@ -148,6 +152,28 @@ def test_zero_1_and_2_divide_states_and_gradients() -> None:
     residence = residence_of(graph, whole.typing, UniformStrategy(dp=4, zero=1), of.mesh)
     assert residence.gradients == whole.typing.slots
     assert {i: residence.states[i] for i in shards} == shards
+
+
+def test_a_tied_parameter_is_cut_where_all_of_its_readers_gather_it() -> None:
+    """On cp alone the embedding of a BERT gathers its table, the head reads rows of it."""
+    folded, cluster = graph_of("bert"), resolve_cluster("local-cpu", 4)
+    mesh = build_mesh(cluster, 1, 1, cp=4)
+    typings = (
+        MeshSearch(folded, cluster, mesh, BATCH).solve(zero=0, sequence_parallel=False).typings
+    )
+    (group,) = tied_parameter_slots(folded)
+    alone = [data_shards(folded.regions[r].graph, typings[r], mesh).get(i) for r, i in group]
+    together = program_shards(folded, typings, mesh)
+    assert len(set(alone)) == 2
+    assert len({together[r].get(i) for r, i in group}) == 1
+
+
+def test_plans_that_shard_tied_parameters_over_cp_can_be_emitted() -> None:
+    captured = capture(*tiny_model("bert"))
+    options = CompileOptions(pins={"cp": 4, "zero": 3})
+    plan = plan_captured(captured, "bert", resolve_cluster("local-cpu", 4), options)
+    assert any(region.strategy.zero == 3 for region in plan.regions)
+    emit(captured.graph, plan)
 
 
 def test_sharded_states_send_only_the_shard_to_the_host() -> None:
