@@ -55,8 +55,8 @@ def steps(*shape: int) -> Tensor:
 def special(*shape: int) -> Tensor:
     """Some values infinite, some no numbers."""
     x = real(*shape).detach()
-    x[x < 0.2] = float("inf")
     x[x > 0.8] = float("nan")
+    x[x < 0.2] = float("inf")
     return x.requires_grad_()
 
 
