@@ -176,6 +176,14 @@ def test_plans_that_shard_tied_parameters_over_cp_can_be_emitted() -> None:
     emit(captured.graph, plan)
 
 
+def test_more_ranks_than_key_heads_can_be_planned() -> None:
+    """One query head a rank, four key heads: each rank picks the one that it needs."""
+    captured = capture(*tiny_model("llama", layers=1))
+    cluster = resolve_cluster("local-cpu", 8)
+    plan = plan_captured(captured, "llama", cluster, CompileOptions(pins={"tp": 8}))
+    emit(captured.graph, plan)
+
+
 def test_sharded_states_send_only_the_shard_to_the_host() -> None:
     of = planner("llama", 4, 1)
     traffic = [
