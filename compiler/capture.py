@@ -22,6 +22,7 @@ from meshfold.capture_experts import join_experts
 from meshfold.capture_export import Exported, RetraceError, export_twin
 from meshfold.capture_lower import read_program
 from meshfold.capture_program import Program, number
+from meshfold.capture_steps import refuse_steps
 from meshfold.capture_twin import (
     ExampleInputs,
     Names,
@@ -115,6 +116,7 @@ def _trace(twin: Twin, inputs: ExampleInputs, names: Names, children: Sequence[C
 def _fold(
     program: Program, names: Names, inputs: ExampleInputs, exported: Exported, notes: Sequence[str]
 ) -> Captured:
+    refuse_steps(program)
     routed = with_dispatch(join_experts(program))
     flat = number(routed, names, inputs.infos, notes)
     return Captured(fold(flat.graph, flat.stacks), dict(program.constants), exported.model_outputs)

@@ -177,6 +177,7 @@ def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Paramet
                 f"{name} is a torch.autograd.Function, whose own backward a captured graph loses; "
                 "write it with ordinary ops (x + (f(x) - x).detach() for a straight-through)",
                 op=name,
+                source=_definition(type(node)),
             )
         # Only the node that accumulates into a leaf has a variable.
         if hasattr(node, "variable") and node.variable not in known:
@@ -190,6 +191,15 @@ def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Paramet
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
+
+
+def _definition(backward: type[torch.autograd.function.BackwardCFunction]) -> str:
+    """ "file:line" of the function that a node of the backward belongs to, "" without source."""
+    function: type = vars(backward).get("_forward_cls") or backward
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+    except (OSError, TypeError):
+        return ""
 
 
 def export_twin(twin: Twin, inputs: ExampleInputs, marked: Sequence[torch.Tensor] = ()) -> Exported:

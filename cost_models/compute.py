@@ -4,7 +4,8 @@ On *global* shapes; a rule that splits its op divides by the axis size. Backward
 which operands need a gradient. Times come from CostModel.compute_s.
 
     GEMM family   flops 2 m n k; each gradient (of either factor) is one more GEMM of 2 m n k;
-                  expert_linear as one GEMM of all rows, that reads the weights of all experts
+                  expert_linear as one GEMM of all rows, that reads the weights of all experts;
+                  einsum 2 * the product of all its letters, as often as it has gaps
     attention     2 GEMMs forward, 5 backward (the scores are recomputed): 2 b h sq sk (d + dv)
                   forward, 2.5 times that backward (Dao et al., FlashAttention, NeurIPS 2022,
                   appendix B); a causal op does half of the square
@@ -25,6 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from meshfold.cost_models.equations import dims_of
 from meshfold.opgraph import ITEM_BYTES, Op, OpGraph, Value
 
 # Positions of the two factors among the operands.
@@ -61,7 +63,7 @@ _POOLS = tuple(
     for indices in ("", "_with_indices")
 )
 
-PRODUCTS = frozenset((*_MATMUL_FACTORS, *_ATTENTION, *_CONVOLUTIONS))
+PRODUCTS = frozenset((*_MATMUL_FACTORS, "einsum", *_ATTENTION, *_CONVOLUTIONS))
 """Ops with many flops per byte (names as op_name gives them): what they make is dear to make again.
 All other ops are bound by memory."""
 
@@ -167,6 +169,24 @@ def _matmul(graph: OpGraph, op: Op) -> Work:
     return Work(flops, forward, flops * (left.requires_grad + right.requires_grad), backward)
 
 
+def _einsum(graph: OpGraph, op: Op) -> Work:
+    """Each letter counts once: of two operands it is their GEMM. Of more, as if each joined the
+    result at its full size."""
+    operands = _operands(graph, op)
+    forward, backward = _traffic(graph, op)
+    equation = op.args[0]
+    assert isinstance(equation, str)
+    letters = dims_of(equation, [v.shape for v in operands])
+    if letters is None:
+        return Work(0, forward, 0, backward, estimated=True)
+    sizes: dict[str, int] = {}
+    for term, value in zip(letters, operands, strict=False):
+        for letter, size in zip(term, value.shape, strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    flops = 2 * math.prod(sizes.values()) * max(len(operands) - 1, 0)
+    return Work(flops, forward, flops * sum(v.requires_grad for v in operands), backward)
+
+
 def _attention(graph: OpGraph, op: Op) -> Work:
     query, key, value = _operands(graph, op)[:3]
     rows = math.prod(query.shape[:-1])  # batch x heads x query length
@@ -248,6 +268,7 @@ def _cross_entropy(graph: OpGraph, op: Op) -> Work:
 
 _COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], Work]], ...] = (
     (tuple(_MATMUL_FACTORS), _matmul),
+    (("einsum",), _einsum),
     (_ATTENTION, _attention),
     (_CONVOLUTIONS, _convolution),
     (_TRAINED_BATCH_NORMS, _trained_batch_norm),

@@ -30,7 +30,6 @@ from meshfold.passes.parameter_prices import local_bytes, widening
 from meshfold.passes.region_price import RegionPrice, RegionPricer, layouts_of_values
 from meshfold.passes.residence import (
     SlotFacts,
-    data_shards,
     host_traffic,
     updated_bytes,
 )
@@ -112,14 +111,15 @@ class Leaf:
 @dataclass(frozen=True)
 class RegionChoices:
     """A region as the leaves see it: its typing with every parameter whole on dp, prices for any
-    stored layouts, the memory of a typing, its parameters, and those with a layout that the user
-    fixed."""
+    stored layouts, the memory of a typing, its parameters, those that can be shards on dp and as
+    what, and those with a layout that the user fixed."""
 
     graph: OpGraph
     typing: RegionTyping
     pricer: RegionPricer
     memory_of: MemoryOf
     slots: SlotFacts
+    shards: Mapping[int, Layout]
     pinned: Mapping[int, LayoutPin]
 
 
@@ -157,8 +157,7 @@ class _Parameters:
         self.demands = layouts_of_values(graph, region.typing)
         pinned = region.pinned
         whole = {i for i, pin in pinned.items() if pin.value == "replicate"}
-        shards = data_shards(graph, region.typing, self.mesh)
-        self.shards = {i: layout for i, layout in shards.items() if i not in whole}
+        self.shards = {i: layout for i, layout in region.shards.items() if i not in whole}
         self._wanted = {i for i, pin in pinned.items() if pin.on_dp}
         self._known_bytes: dict[tuple[int, Layout], int] = {}
 

@@ -23,6 +23,7 @@ from meshfold.passes.conversions import (
     conversion_steps,
     plan_conversions,
 )
+from meshfold.passes.exact import ATTENTION
 from meshfold.passes.localize import localize
 from meshfold.passes.parameter_prices import is_bucketed, local_bytes, stored_bytes
 from meshfold.spmd import REPLICATE, Layout, local_shape
@@ -174,7 +175,7 @@ class LocalProgramBuilder:
             op.target,
             tuple(self._bound(a, count) for a in args),
             tuple((name, self._bound(a, count)) for name, a in kwargs),
-            tuple(self.specs[t] for t in operands),
+            _with_picked_heads(op.target, tuple(self.specs[t] for t in operands)),
         )
         answer = self.probe(key)
         outputs = tuple(self._add(o.spec) for o in answer.outputs)
@@ -216,3 +217,19 @@ class LocalProgramBuilder:
         stays = self.is_selective and step_stays(step, self.mesh)
         self.steps.append(LocalStep((t,), (new,), probe, stays))
         return new
+
+
+def _with_picked_heads(target: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Operands of attention as the kernel gets them: a rank whose query heads are no multiple of
+    the key heads picks a key and a value head for each of them (meshfold.local_ops.attention)."""
+    if target != ATTENTION or len(specs[0].shape) < 4:
+        return specs
+    query, key, value, *mask = specs
+    heads = query.shape[-3]
+    if heads % key.shape[-3] == 0:
+        return specs
+    picked = (
+        dense_spec((*x.shape[:-3], heads, *x.shape[-2:]), x.dtype, x.requires_grad)
+        for x in (key, value)
+    )
+    return (query, *picked, *mask)

@@ -34,10 +34,11 @@ from meshfold.passes.region_memory import (
     memory_of_region,
     step_memory,
 )
-from meshfold.passes.residence import SlotFacts, program_states, slot_facts
+from meshfold.passes.residence import SlotFacts, program_shards, program_states, slot_facts
 from meshfold.passes.step_time import estimate_step
 from meshfold.passes.uniform_search import MODE_CHOICES, MeshSearch, ProgramTyping
 from meshfold.passes.variants import split_regions
+from meshfold.spmd import Layout
 from meshfold.strategy import RegionTyping, TpMode, UniformStrategy
 
 NEARLY = 1.05
@@ -210,6 +211,7 @@ class MeshPlanner:
                 solution.pricer,
                 lambda typing: self._memory_of(region, typing),
                 facts,
+                self._shards[mode][region],
                 {i: pin for (r, i), pin in self.search.space.pinned.items() if r == region},
             )
             members = [s for s in self.strategies if s.tp_mode == mode]
@@ -236,6 +238,13 @@ class MeshPlanner:
     @cached_property
     def _facts(self) -> list[SlotFacts]:
         return slot_facts(self.folded)
+
+    @cached_property
+    def _shards(self) -> dict[TpMode, list[dict[int, Layout]]]:
+        return {
+            mode: program_shards(self.folded, program.typings, self.mesh)
+            for mode, program in self.programs.items()
+        }
 
     # The chain.
 
@@ -287,9 +296,10 @@ class MeshPlanner:
         return self.reserve_bytes + states.buffers + states.inputs
 
     def _modes_agree(self) -> bool:
-        """Whether tied parameters are stored alike in all modes."""
+        """Whether tied parameters are stored alike in all modes, whole and as shards."""
+        modes = self.programs.items()
         return all(
-            len({program.typings[r].slots[i] for program in self.programs.values()}) == 1
+            len({(p.typings[r].slots[i], self._shards[m][r].get(i)) for m, p in modes}) == 1
             for r, facts in enumerate(self._facts)
             for i in facts.tied
         )

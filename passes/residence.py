@@ -13,7 +13,7 @@ The link to the host carries both directions at once, each beside compute (passe
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.cost_model import CostModel
@@ -21,6 +21,7 @@ from meshfold.cost_models.memory import RegionMemory
 from meshfold.cost_models.step_memory import States
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind, SourceKind
+from meshfold.passes.boundaries import tied_parameter_slots
 from meshfold.passes.data_parallel import zero3_layout, zero_axes
 from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.program_reads import ProgramReads, program_reads
@@ -41,14 +42,42 @@ class SlotFacts:
 def data_shards(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, Layout]:
     """Parameter slot -> its layout when also sharded on the axes of ZeRO, for those that can be:
     some dim divides, or nearly, and the ops read it through a bucket."""
+    return _sharded(graph, typing, mesh, _gathered_axes(graph, typing, mesh))
+
+
+def program_shards(
+    folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh
+) -> list[dict[int, Layout]]:
+    """data_shards per region; a parameter that several slots read is cut on the axes on which all
+    of them gather it, since it is stored once."""
+    pairs = list(zip((r.graph for r in folded.regions), typings, strict=True))
+    axes = [_gathered_axes(graph, typing, mesh) for graph, typing in pairs]
+    for group in tied_parameter_slots(folded):
+        common = [k for k in zero_axes(mesh) if all(k in axes[r][i] for r, i in group)]
+        for r, i in group:
+            axes[r][i] = common
+    return [_sharded(*pair, mesh, of) for pair, of in zip(pairs, axes, strict=True)]
+
+
+def _gathered_axes(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, list[int]]:
+    """Parameter slot -> axes of ZeRO on which the ops want it whole."""
     axes = zero_axes(mesh)
+    wanted = layouts_of_values(graph, typing)
+    return {
+        i: [k for k in axes if all(layout[k] == REPLICATE for layout in wanted[i][1])]
+        for i, slot in enumerate(graph.slots)
+        if slot.kind is SlotKind.PARAMETER
+    }
+
+
+def _sharded(
+    graph: OpGraph, typing: RegionTyping, mesh: Mesh, axes: Mapping[int, Sequence[int]]
+) -> dict[int, Layout]:
+    """Slot -> layout, where cutting the parameter on the axes changes it."""
     found = {}
-    for i, (stored, demands) in enumerate(layouts_of_values(graph, typing)[: len(graph.slots)]):
-        if graph.slots[i].kind is not SlotKind.PARAMETER:
-            continue
-        whole = [k for k in axes if all(layout[k] == REPLICATE for layout in demands)]
-        layout = zero3_layout(graph.values[i], stored, mesh.sizes, whole)
-        if layout != stored:
+    for i, of_slot in axes.items():
+        layout = zero3_layout(graph.values[i], typing.slots[i], mesh.sizes, of_slot)
+        if layout != typing.slots[i]:
             found[i] = layout
     return found
 

@@ -5,6 +5,7 @@ A bias is added to the sum, so where k is sharded it is Partial: one rank adds i
 
 from types import MappingProxyType
 
+from meshfold.cost_models.equations import dims_of
 from meshfold.passes.rule_labels import (
     BoundOp,
     Dims,
@@ -97,6 +98,29 @@ def _convolved(op: BoundOp, *, transposed: bool) -> OpLabels | None:
     )
 
 
+def _einsum(op: BoundOp) -> OpLabels | None:
+    """The letters are the labels; those that the result lacks are summed. A dim of 1 under a letter
+    of more is broadcast."""
+    equation = op.get("equation")
+    assert isinstance(equation, str)
+    letters = dims_of(equation, [v.shape for v in op.values])
+    if letters is None:
+        return None
+    sizes: dict[str, int] = {}
+    for term, value in zip(letters, op.values, strict=False):
+        for letter, size in zip(term, value.shape, strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    shapes = [v.shape for v in (*op.values, *op.outputs)]
+    *inputs, output = (
+        tuple(
+            part(letter) if size == sizes[letter] else None
+            for letter, size in zip(term, shape, strict=True)
+        )
+        for term, shape in zip(letters, shapes, strict=True)
+    )
+    return OpLabels(tuple(inputs), (output,), summed=frozenset(sizes) - frozenset(letters[-1]))
+
+
 _CONVOLUTION = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 
@@ -107,6 +131,7 @@ CONTRACTION_RULES = {
     "aten.mm.default": rule("self mat2", _matmul),
     "aten.bmm.default": rule("self mat2", _matmul),
     "aten.matmul.default": rule("self other", _matmul),
+    "aten.einsum.default": rule("equation tensors path", _einsum),
     **{
         f"aten.conv{n}d.{overload}": rule(_CONVOLUTION, _convolution)
         for n in (1, 2, 3)

@@ -69,7 +69,9 @@ def cut(x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) -> li
             parts = [whole] * size
             if t == PARTIAL and x.is_floating_point():
                 noise = torch.randn((size, *x.shape), generator=generator, dtype=x.dtype)
-                parts = list(noise - noise.mean(0) + whole / size)
+                # What is no number comes from one rank.
+                parts = list(noise - noise.mean(0))
+                parts[0] += whole
             elif t == PARTIAL:
                 parts = [whole, *[torch.zeros_like(whole)] * (size - 1)]
             parted.update({(*coords, c): p for c, p in enumerate(parts)})

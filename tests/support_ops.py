@@ -2,6 +2,7 @@
 op, every result and every gradient."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -84,6 +85,14 @@ class SingleOp:
         graph.output(emit_op(graph, mesh_node, self.graph, 0, typing, operands, mesh, 0))
         return fx.GraphModule({}, graph)
 
+    @cached_property
+    def on_one_rank(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Random cotangents of the outputs; the outputs; gradients of the operands."""
+        generator = torch.Generator().manual_seed(1)
+        outputs = self.graph.values[len(self.tensors) :]
+        cotangents = [_random(v, generator) for v in outputs]
+        return cotangents, *run_whole(self, cotangents)
+
 
 def _flat(result: Any) -> list[Tensor]:
     return list(result) if isinstance(result, list | tuple) else [result]
@@ -106,10 +115,8 @@ def run_whole(op: SingleOp, cotangents: Sequence[Tensor]) -> tuple[list[Tensor],
 
 def check_typings(op: SingleOp, mesh: Mesh, typings: Sequence[OpTyping]) -> None:
     """Raises AssertionError, naming the typing, unless each computes what the whole op computes."""
-    generator = torch.Generator().manual_seed(1)
-    outputs = op.graph.values[len(op.tensors) :]
-    cotangents = [_random(v, generator) for v in outputs]
-    expected, expected_gradients = run_whole(op, cotangents)
+    generator = torch.Generator().manual_seed(2)
+    cotangents, expected, expected_gradients = op.on_one_rank
     modules = [op.emitted(typing, mesh) for typing in typings]
     locals_ = [
         [
@@ -118,6 +125,8 @@ def check_typings(op: SingleOp, mesh: Mesh, typings: Sequence[OpTyping]) -> None
         ]
         for typing in typings
     ]
+    for of_typing in locals_:
+        _check_sizes(op, [parts[0] for parts in of_typing])
     pulled = [
         [
             cut(c, gradient_layout(y), mesh, generator)
@@ -146,6 +155,24 @@ def check_typings(op: SingleOp, mesh: Mesh, typings: Sequence[OpTyping]) -> None
         except AssertionError as error:
             types = " ".join(map(str, typing.inputs)), " ".join(map(str, typing.outputs))
             raise AssertionError(f"{op.target} rule {typing.rules} {types}: {error}") from error
+
+
+def _check_sizes(op: SingleOp, operands: Sequence[Tensor]) -> None:
+    """Some kernels of torch take the sizes of their other operands on trust, and read behind the
+    end of one that is too short."""
+    first, *others = (t.shape for t in operands)
+    if "batch_norm" in op.target:
+        assert all(shape == first[1:2] for shape in others), "sizes of channels differ"
+    if "weight_norm" in op.target:
+        pairs = zip(others[0], first, strict=True)
+        assert all(norms in (1, size) for norms, size in pairs), "sizes of norms differ"
+    if "attention" in op.target:
+        key, value, *mask = others
+        assert key[:-1] == value[:-1] and key[-1] == first[-1], "sizes of key and value differ"
+        assert key[0] == first[0], "sizes of the batch differ"
+        for scores in mask:
+            pairs = zip(scores[::-1], (key[-2], *first[-2::-1]), strict=False)
+            assert all(n in (1, size) for n, size in pairs), "sizes of the mask differ"
 
 
 def _run(

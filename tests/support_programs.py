@@ -1,5 +1,6 @@
 """Emitted programs for tests, run on simulated ranks and held against one process."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -112,16 +113,29 @@ def local_part(program: EmittedProgram, name: str, whole: Tensor, mesh: RankMesh
     return part.to(torch_dtype(kept), copy=True)
 
 
-def errors_of_a_step(
-    model: nn.Module, batch: Mapping[str, Any], captured: Captured, program: EmittedProgram
-) -> list[dict[str, float]]:
-    """Per rank the differences from one process, of "loss" and of every gradient by name. The
-    program is of a model captured in float64."""
+def one_process(
+    model: nn.Module, batch: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """(loss, gradients by name) of a model in float64; the model itself keeps its buffers."""
+    model = copy.deepcopy(model)
     model.zero_grad()
     with float64_everywhere():
-        expected = model(**batch).loss
-        expected.backward()
-    right = {name: p.grad for name, p in model.named_parameters()}
+        output = model(**batch)
+        loss: Tensor = getattr(output, "loss", output)
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def errors_of_a_step(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    captured: Captured,
+    program: EmittedProgram,
+    right: tuple[Tensor, Mapping[str, Tensor | None]] | None = None,
+) -> list[dict[str, float]]:
+    """Per rank the differences from one process, of "loss" and of every gradient by name. The
+    program is of a model captured in float64. right: what to compare with, instead of the model."""
+    expected, gradients = right or one_process(model, batch)
 
     def body(rank: Rank) -> dict[str, float]:
         # No rank changes the default dtype, which all threads share.
@@ -129,8 +143,12 @@ def errors_of_a_step(
         loss.backward()
         errors = {"loss": float((loss - expected).detach().abs())}
         for name, parameter in rank.parameters.items():
-            mine = local_part(program, name, right[name], rank.mesh)
-            errors[name] = float((parameter.grad - mine).abs().max())
+            whole = gradients[name]
+            if whole is None:
+                whole = torch.zeros_like(model.get_parameter(name))
+            mine = local_part(program, name, whole, rank.mesh)
+            found = torch.zeros_like(mine) if parameter.grad is None else parameter.grad
+            errors[name] = float((found - mine).abs().max())
         return errors
 
     return on_ranks(model, captured, program, body)

@@ -8,47 +8,10 @@ from typing import Any
 
 import torch
 from support_ops import SingleOp
+from support_tensors import few, flags, halves, one, places, real, special, steps, targets, whole
 from torch import Tensor
 
 from meshfold.passes.rules_pointwise import BINARY, UNARY
-
-
-def real(*shape: int, grad: bool = True) -> Tensor:
-    """Values in (0.1, 0.9): inside the domain of every function here, no ties, no kinks."""
-    generator = torch.Generator().manual_seed(sum(shape) + 7)
-    x = torch.rand(shape, generator=generator, dtype=torch.float64)
-    return (0.1 + 0.8 * x).requires_grad_(grad)
-
-
-def whole(high: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape) + 3)
-    return torch.randint(0, high, shape, generator=generator)
-
-
-def _places(high: int, rows: int, columns: int, width: int) -> Tensor:
-    """[rows, columns, width] of places below `high`, no place twice in a column: what is written
-    twice is whichever write came last."""
-    generator = torch.Generator().manual_seed(high + columns)
-    return (
-        torch.stack(
-            [torch.randperm(high, generator=generator)[:columns] for _ in range(rows * width)]
-        )
-        .reshape(rows, width, columns)
-        .transpose(1, 2)
-        .contiguous()
-    )
-
-
-def flags(*shape: int) -> Tensor:
-    return whole(2, *shape).bool()
-
-
-def _targets(rows: int, classes: int) -> Tensor:
-    """Class numbers, unevenly ignored."""
-    target = whole(classes, rows)
-    target[: rows // 3] = -100
-    return target
-
 
 X = (4, 12, 24)
 Sample = tuple[str, Callable[[], SingleOp]]
@@ -63,10 +26,23 @@ def _binary(name: str) -> Sample:
     """An elementwise function of two tensors, or of a tensor and a number."""
     if name == "floor_divide.default":
         return _call(name, whole(99, *X), 1 + whole(9, 12, 1))
-    of_flags = name.startswith(("_", "bitwise", "logical"))
-    if name.endswith("Scalar"):
-        return _call(name, flags(*X), True) if of_flags else _call(name, real(*X), 0.5)
-    return _call(name, flags(*X), flags(12, 1)) if of_flags else _call(name, real(*X), real(12, 1))
+    if name.startswith(("_", "bitwise", "logical")):
+        # What leaves the flags as they are: True for and, False for or.
+        scalar = "and" in name
+        return _call(name, flags(*X), scalar if name.endswith("Scalar") else flags(12, 1))
+    x, other = (halves(*X), halves(12, 1)) if name in _EQUALITIES else (real(*X), real(12, 1))
+    return _call(name, x, 0.5 if name.endswith("Scalar") else other)
+
+
+_EQUALITIES = ("eq.Scalar", "ne.Scalar", "eq.Tensor", "ne.Tensor")
+_ROUNDING = ("ceil", "floor", "round", "sign", "trunc")
+
+
+def _unary(name: str) -> Sample:
+    if "not" in name:
+        return _call(f"{name}.default", flags(*X))
+    make = special if name.startswith("is") else steps if name in _ROUNDING else real
+    return _call(f"{name}.default", make(*X))
 
 
 def _attention(
@@ -88,7 +64,7 @@ def _logits(*shape: int) -> Tensor:
 
 
 POINTWISE: tuple[Sample, ...] = (
-    *(_call(f"{name}.default", flags(*X) if "not" in name else real(*X)) for name in UNARY),
+    *(_unary(name) for name in UNARY),
     *(_binary(name) for name in BINARY),
     _call("neg.default", real(*X)),
     _call("alias.default", real(*X)),
@@ -102,13 +78,13 @@ POINTWISE: tuple[Sample, ...] = (
     _call("add.Tensor", real(*X), 1.5),
     _call("add.Tensor", real(4, 12, 1), real(1, 24)),
     _call("add.Tensor", whole(9, 4, 12), whole(9, 12)),
-    _call("sub.Tensor", real(*X), real(*X)),
+    _call("sub.Tensor", real(*X), real(*X, seed=8)),
     _call("rsub.Scalar", real(*X), 2.0),
     _call("mul.Tensor", real(*X), real(4, 1, 24)),
     _call("mul.Tensor", real(*X), 0.5),
     _call("mul.Tensor", real(*X), flags(12, 24)),
     _call("mul.Scalar", real(*X), 3.0),
-    _call("div.Tensor", real(*X), real(*X)),
+    _call("div.Tensor", real(*X), real(*X, seed=8)),
     _call("div.Tensor", real(*X), 3.0),
     _call("div.Tensor_mode", real(*X), 0.03, rounding_mode="floor"),
     _call("div.Tensor_mode", real(*X), real(24), rounding_mode=None),
@@ -154,6 +130,10 @@ CONTRACTION: tuple[Sample, ...] = (
     _call("matmul.default", real(24), real(24, 12)),
     _call("matmul.default", real(12, 24), real(24)),
     _call("matmul.default", real(24), real(24)),
+    _call("einsum.default", "bsd,edh->besh", [real(4, 3, 12), real(12, 12, 4)]),
+    _call("einsum.default", "bsd, bs -> d", [real(4, 12, 12), real(4, 12)]),
+    _call("einsum.default", "ij,jk,kl->il", [real(4, 12), real(12, 24), real(24, 2)]),
+    _call("einsum.default", "bhs,hs->bh", [real(4, 12, 24), real(12, 1)]),
     _call("conv1d.default", real(4, 12, 9), real(24, 12, 3), real(24), [2], [1]),
     _call("conv2d.default", real(4, 12, 6, 6), real(24, 12, 3, 3), real(24), [3, 3]),
     _call("conv2d.default", real(4, 12, 6, 6), real(24, 4, 3, 3), None, [1, 1], [1, 1], [1, 1], 3),
@@ -233,10 +213,10 @@ REDUCTION: tuple[Sample, ...] = (
     _call("argmax.default", real(*X), -1),
     _call("argmax.default", real(*X)),
     _call("argmin.default", real(*X), 1, True),
-    _call("any.default", flags(*X)),
-    _call("any.dim", flags(*X), 1),
-    _call("all.default", flags(*X)),
-    _call("all.dim", flags(*X), 1),
+    _call("any.default", one(*X)),
+    _call("any.dim", few(*X), 1),
+    _call("all.default", ~one(*X)),
+    _call("all.dim", ~few(*X), 1),
     _call("logsumexp.default", real(*X), [1]),
     _call("var.correction", real(*X), [1], correction=1, keepdim=True),
     _call("std.correction", real(*X), [1], correction=0),
@@ -301,21 +281,19 @@ INDEX: tuple[Sample, ...] = (
     _call("index_add.default", real(*X), 1, whole(12, 36), real(4, 36, 24)),
     _call("scatter.value", real(*X), 2, whole(24, 4, 12, 2), 1.0),
     _call("scatter.value", real(*X), -1, whole(24, 4, 6, 2), 0),
-    _call("scatter.src", real(*X), 1, _places(12, 4, 6, 24), real(4, 6, 24)),
-    _call("scatter.src", real(*X), 1, _places(12, 4, 6, 12), real(4, 12, 24, grad=False)),
+    _call("scatter.src", real(*X), 1, places(12, 4, 6, 24), real(4, 6, 24)),
+    _call("scatter.src", real(*X), 1, places(12, 4, 6, 12), real(4, 12, 24, grad=False)),
     _call("scatter_add.default", real(*X), 1, whole(12, 4, 36, 24), real(4, 36, 24)),
     _call("scatter_add.default", real(*X), 1, whole(12, 4, 24, 24), real(4, 36, 24, grad=False)),
     _call("one_hot.default", whole(5, 12, 24), 5),
 )
 
 LOSS: tuple[Sample, ...] = (
-    _call("cross_entropy_loss.default", _logits(24, 36), _targets(24, 36)),
-    _call("cross_entropy_loss.default", _logits(24, 36), _targets(24, 36), None, 2),
-    _call("cross_entropy_loss.default", _logits(24, 36), _targets(24, 36), None, 0),
+    _call("cross_entropy_loss.default", _logits(24, 36), targets(24, 36)),
+    _call("cross_entropy_loss.default", _logits(24, 36), targets(24, 36), None, 2),
+    _call("cross_entropy_loss.default", _logits(24, 36), targets(24, 36), None, 0),
     _call("cross_entropy_loss.default", _logits(24, 36), whole(36, 24), None, 1, 4),
-    _call(
-        "cross_entropy_loss.default", _logits(12, 24, 4), _targets(12, 24)[:, None].expand(12, 4)
-    ),
+    _call("cross_entropy_loss.default", _logits(12, 24, 4), targets(48, 24).reshape(12, 4)),
 )
 
 SHAPE: tuple[Sample, ...] = (
@@ -353,9 +331,9 @@ SHAPE: tuple[Sample, ...] = (
     _call("pad.default", real(*X), [0, 1], "constant", 0.0),
     _call("pad.default", real(*X), [0, 1, 2, 0], "constant", -100.0),
     _call("constant_pad_nd.default", real(*X), [1, 0]),
-    _call("cat.default", [real(*X), real(*X), real(*X)], 1),
+    _call("cat.default", [real(*X, seed=k) for k in range(3)], 1),
     _call("cat.default", [real(4, 12), real(4, 6)], -1),
-    _call("stack.default", [real(*X), real(*X)], 1),
+    _call("stack.default", [real(*X, seed=k) for k in range(2)], 1),
     _call("split.Tensor", real(4, 12, 72), 24, 2),
     _call("split.Tensor", real(4, 12, 24), 10, -1),
     _call("split_with_sizes.default", real(4, 12, 72), [36, 36], -1),

@@ -1,5 +1,6 @@
 """capture(): the six families exactly, and what must not be lost or hidden on the way."""
 
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -355,8 +356,9 @@ def test_a_custom_backward_is_refused() -> None:
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             return grad * 2
 
-    with pytest.raises(CaptureError, match="Double is a torch.autograd.Function"):
+    with pytest.raises(CaptureError, match="Double is a torch.autograd.Function") as caught:
         capture(Model(lambda y: Double.apply(y).sum()), X)
+    assert caught.value.source == f"{__file__}:{inspect.getsourcelines(Double)[1]}"
 
 
 def test_a_parameter_that_is_not_registered_is_refused() -> None:

@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 from support_ops import SingleOp, mesh_of
-from support_samples import flags, real, whole
+from support_tensors import flags, real, whole
 from torch import fx
 
 from meshfold.emit_op import emit_op, needs_site

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support_samples import real, whole
+from support_tensors import real, whole
 from torch import Tensor
 
 from meshfold.cost_models.op_probe import ProbeKey, TensorSpec, dense_spec

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support_ops import SingleOp, check_typings, mesh_of, run_whole
 from support_ranks import run_on_simulated_ranks
-from support_samples import real, whole
+from support_tensors import real, whole
 from torch import Tensor
 from torch.nn import functional
 

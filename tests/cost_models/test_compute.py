@@ -244,3 +244,15 @@ def test_an_op_in_no_table_is_marked() -> None:
 def test_names() -> None:
     assert op_name("aten.linear.default") == "linear"
     assert op_name("linear") == "linear"
+
+
+def test_an_einsum_counts_all_its_letters() -> None:
+    graph = OpGraph(
+        (Slot(SlotKind.VALUE), Slot(SlotKind.VALUE)),
+        (X, W, Y),
+        (Op("aten.einsum.default", ("bsk,ok->bso", (Ref(0), Ref(1))), (), (2,)),),
+        (2,),
+    )
+    assert op_work(graph, graph.ops[0]) == work("aten.linear.default", [X, W], [Y])
+    unsaid = Op("aten.einsum.default", ("...k,ok->...o", (Ref(0), Ref(1))), (), (2,))
+    assert op_work(graph, unsaid).estimated

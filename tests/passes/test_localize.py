@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from support_ops import SingleOp
-from support_samples import real
+from support_tensors import real
 
 from meshfold.opgraph import Arg, Ref
 from meshfold.passes.localize import localize

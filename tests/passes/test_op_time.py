@@ -3,7 +3,7 @@
 import pytest
 from support_graphs import costs_on, mlp
 from support_ops import SingleOp
-from support_samples import real
+from support_tensors import real
 
 from meshfold.opgraph import Op, OpGraph, Ref, Slot, SlotKind, Value
 from meshfold.passes.op_time import op_time

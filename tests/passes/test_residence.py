@@ -7,12 +7,16 @@ from functools import cache
 
 import pytest
 from support_models import BATCH, tiny_model
+from support_triples import draw_triple
 
+from meshfold.api import plan_captured
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.meshes import build_mesh
+from meshfold.emit import emit
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
+from meshfold.passes.boundaries import tied_parameter_slots
 from meshfold.passes.decision_tree import leaves_on
 from meshfold.passes.leaf_costs import Leaf
 from meshfold.passes.mesh_plan import MeshPlanner
@@ -20,6 +24,7 @@ from meshfold.passes.priced import order_of
 from meshfold.passes.residence import (
     data_shards,
     host_traffic,
+    program_shards,
     program_states,
     slot_facts,
 )
@@ -159,6 +164,36 @@ def test_zero_1_in_one_pass_is_zero_2() -> None:
     one, two = (layer_leaf(of, UniformStrategy(dp=4, zero=zero)) for zero in (1, 2))
     assert one.typing == two.typing and one.time_s == two.time_s
     assert one.held_bytes == two.held_bytes
+
+
+def test_a_tied_parameter_is_cut_where_all_of_its_readers_gather_it() -> None:
+    """On cp alone the embedding of a BERT gathers its table, the head reads rows of it."""
+    folded, cluster = graph_of("bert"), resolve_cluster("local-cpu", 4)
+    mesh = build_mesh(cluster, 1, 1, cp=4)
+    typings = (
+        MeshSearch(folded, cluster, mesh, BATCH).solve(zero=0, sequence_parallel=False).typings
+    )
+    (group,) = tied_parameter_slots(folded)
+    alone = [data_shards(folded.regions[r].graph, typings[r], mesh).get(i) for r, i in group]
+    together = program_shards(folded, typings, mesh)
+    assert len(set(alone)) == 2
+    assert len({together[r].get(i) for r, i in group}) == 1
+
+
+def test_plans_that_shard_tied_parameters_over_cp_can_be_emitted() -> None:
+    captured = capture(*tiny_model("bert"))
+    options = CompileOptions(pins={"cp": 4, "zero": 3})
+    plan = plan_captured(captured, "bert", resolve_cluster("local-cpu", 4), options)
+    assert any(region.strategy.zero == 3 for region in plan.regions)
+    emit(captured.graph, plan)
+
+
+def test_fewer_query_heads_on_a_rank_than_key_heads_can_be_planned() -> None:
+    """One query head a rank, three key heads: each rank picks the one that it needs."""
+    triple = draw_triple(406)
+    captured = capture(triple.model, triple.batch)
+    plan = plan_captured(captured, "grouped", triple.cluster, triple.options)
+    emit(captured.graph, plan)
 
 
 def test_sharded_states_send_only_the_shard_to_the_host() -> None:

@@ -21,10 +21,8 @@ from support_samples import (
     SHAPE,
     SPATIAL,
     Sample,
-    flags,
-    real,
-    whole,
 )
+from support_tensors import flags, real, whole
 
 from meshfold.local_ops import LOCAL_OPS
 from meshfold.opgraph import Dependence, Hole, Op, OpGraph, Ref, Slot, SlotKind, Value

@@ -1,0 +1,82 @@
+"""Models that go step by step through a sequence are refused; loops that look alike are not."""
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshfold.capture import capture
+from meshfold.capture_steps import MOST_STEPS
+from meshfold.errors import CaptureError
+
+
+class Loop(nn.Module):
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.inner = nn.Linear(4, 4)
+        self.outer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x).sum()
+
+
+def decayed(model: nn.Module, x: Tensor) -> Tensor:
+    state, decay = torch.zeros_like(x[:, 0]), model.inner(x).sigmoid()
+    for i in range(x.shape[1]):
+        state = decay[:, i] * state + x[:, i]
+    return state
+
+
+def gated(model: nn.Module, x: Tensor) -> Tensor:
+    state = torch.zeros_like(x[:, 0])
+    for i in range(x.shape[1]):
+        state = torch.tanh(model.inner(state) + model.outer(x[:, i]))
+    return state
+
+
+def sliced(model: nn.Module, x: Tensor) -> Tensor:
+    state = model.inner(x[:, :1])
+    for i in range(1, x.shape[1]):
+        state = (state * x[:, i : i + 1]).sin()
+    return state
+
+
+def summed(model: nn.Module, x: Tensor) -> Tensor:
+    total = model.inner(x[:, 0])
+    for i in range(1, x.shape[1]):
+        total = total + x[:, i] * i
+    return total
+
+
+def joined(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([x[:, i].sin() for i in range(x.shape[1])], -1) * model.inner.weight.sum()
+
+
+def sequence(length: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, length, 4)}
+
+
+@pytest.mark.parametrize("function", [decayed, gated, sliced], ids=lambda f: f.__name__)
+def test_a_state_that_is_carried_through_a_sequence_is_refused(
+    function: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    with pytest.raises(CaptureError, match="one by one, which would be some") as caught:
+        capture(Loop(function), sequence(MOST_STEPS + 1))
+    forward = inspect.getsourcelines(Loop.forward)[1]
+    assert caught.value.source == f"{__file__}:{forward + 1}"
+    assert caught.value.op in ("aten.select.int", "aten.slice.Tensor")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [summed, joined], ids=lambda f: f.__name__)
+def test_terms_of_a_sum_and_pieces_of_a_whole_are_no_state(
+    function: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    capture(Loop(function), sequence(2 * MOST_STEPS))
+
+
+def test_a_few_steps_are_captured() -> None:
+    assert capture(Loop(gated), sequence(MOST_STEPS - 1)).graph.num_ops > 3 * (MOST_STEPS - 1)
