@@ -13,7 +13,7 @@ every program holds and conversions for free: it holds for every choice of leave
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from meshfold.cluster import ClusterSpec
@@ -26,7 +26,7 @@ from meshfold.passes.leaf_chain import LeafChain
 from meshfold.passes.leaf_costs import Leaf, RegionChoices, region_leaves
 from meshfold.passes.memory_budgets import Budgets
 from meshfold.passes.mode_changes import ModeChanges, mode_changes
-from meshfold.passes.priced import MeshPlan, Priced, order_of
+from meshfold.passes.priced import ClosedChain, MeshPlan, Priced, order_of
 from meshfold.passes.program_reads import ProgramReads, program_reads
 from meshfold.passes.region_memory import (
     Probe,
@@ -52,18 +52,6 @@ STEPS = 1024
 
 MOST_ROUNDS = 10
 """Solutions tried for the largest estimate whose program fits; three or four are usual."""
-
-
-@dataclass(frozen=True)
-class _Closed:
-    """What a chain found and proved: bound_s and unlimited_s are without the optimizer's launch,
-    best_s is the step time of the best program that fits."""
-
-    bound_s: float
-    best_s: float
-    gap_before: float
-    unlimited_s: float
-    capped: bool
 
 
 class MeshPlanner:
@@ -310,12 +298,12 @@ class MeshPlanner:
         typings = {mode: program.typings for mode, program in self.programs.items()}
         return mode_changes(self.folded, typings, self.costs, self.reads)
 
-    def _close(self, chain: LeafChain, incumbent_s: float) -> "_Closed":
+    def _close(self, chain: LeafChain, incumbent_s: float) -> ClosedChain:
         """Solve a chain for the largest estimate whose program fits; programs are in _priced."""
         bound_s = chain.bound_s
         unlimited = chain.solve(None)
         assert unlimited is not None
-        closed = _Closed(bound_s, math.inf, 0.0, unlimited.time_s, False)
+        closed = ClosedChain(bound_s, math.inf, 0.0, unlimited.time_s, False)
         if math.isinf(bound_s) or bound_s + self.costs.launch_s >= incumbent_s:
             return closed
         fastest = self.price(chain.assignment(unlimited))

@@ -42,6 +42,18 @@ class Priced:
         return max(weights, key=lambda s: (weights[s], s.label))
 
 
+@dataclass(frozen=True)
+class ClosedChain:
+    """What a chain found and proved: bound_s and unlimited_s are without the optimizer's launch,
+    best_s is the step time of the best program that fits."""
+
+    bound_s: float
+    best_s: float
+    gap_before: float
+    unlimited_s: float
+    capped: bool
+
+
 @dataclass(frozen=True, eq=False)
 class MeshPlan:
     """The outcome on one mesh. best: the fastest program found that fits; smallest: the one with

@@ -44,6 +44,7 @@ def test_the_commands_and_options_are_frozen() -> None:
             "--memory",
             "--output",
             "--pin",
+            "--precision",
             "--seq",
             "--without-cut",
             "model",
