@@ -65,3 +65,10 @@ class Classification(Regression):
 
 def classification(batch: int = 8) -> tuple[nn.Module, dict[str, Any]]:
     return Classification(), {"x": torch.randn(batch, 8), "target": torch.randn(batch, 4)}
+
+
+def classes(batch: int = 8) -> tuple[nn.Module, dict[str, Any]]:
+    """As classification, with a class per row, of which some do not count."""
+    target = torch.arange(batch) % 4
+    target[: batch // 4] = -100
+    return Classification(), {"x": torch.randn(batch, 8), "target": target}

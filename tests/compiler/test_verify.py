@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pools
-from support_factories import regression
+from support_factories import classes, regression
 from support_models import tiny_model
 
 from meshfold.api import find_plan
@@ -161,12 +161,13 @@ def test_a_mixture_of_experts_runs_in_float64() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_microbatches_are_verified_too(pools: Pools) -> None:
-    model, inputs = regression()
+    name = "support_factories:classes"
+    model, inputs = classes()
     options = CompileOptions(pins={"dp": 2, "zero": 3, "microbatches": 2})
     plan = find_plan(model, "local-cpux2", inputs, options=options)
-    report = _report(plan, pools.run(2, "support_verify:compare", plan_to_json(plan), MODEL))
+    report = _report(plan, pools.run(2, "support_verify:compare", plan_to_json(plan), name))
     assert report.passed and len(report.gradients) == 3
     assert "2 microbatches" in report.strategy
     text = plan_to_json(plan)
-    wrong = pools.run(2, "support_verify:compare_a_wrong_program", text, MODEL, "up.bias")
+    wrong = pools.run(2, "support_verify:compare_a_wrong_program", text, name, "up.bias")
     assert "worst up.bias by 1.0e-06" in _report(plan, wrong).verdict
