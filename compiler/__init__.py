@@ -20,6 +20,7 @@ _EXPORTS = {
     "PassError": "meshfold.errors",
     "PlanFormatError": "meshfold.errors",
     "PlanMismatchError": "meshfold.errors",
+    "StageLostError": "meshfold.errors",
     "UnsupportedOpError": "meshfold.errors",
     "Plan": "meshfold.plan",
     "compile": "meshfold.api",
@@ -39,6 +40,7 @@ __all__ = [
     "Plan",
     "PlanFormatError",
     "PlanMismatchError",
+    "StageLostError",
     "UnsupportedOpError",
     "compile",
     "find_plan",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
         PassError,
         PlanFormatError,
         PlanMismatchError,
+        StageLostError,
         UnsupportedOpError,
     )
     from meshfold.options import CompileOptions

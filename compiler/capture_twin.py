@@ -69,8 +69,9 @@ def model_names(model: nn.Module, precision: Precision = "model") -> Names:
         if isinstance(tensor, nn.Parameter):
             kind = SourceKind.PARAMETER
             if key in casts:
-                dtype = MASTER_DTYPE if tensor.requires_grad else dtype_name(casts[key])
-                if tensor.requires_grad:
+                read = dtype_name(casts[key])
+                dtype = MASTER_DTYPE if tensor.requires_grad else read
+                if dtype != read:
                     masters.add(name)
             info = ParameterInfo(name, shape, dtype, tensor.requires_grad, tuple(aliases))
             parameters.append(info)

@@ -57,7 +57,7 @@ def check_runs(plan: Plan) -> None:
     if planned is not None:
         raise PlanMismatchError(
             f"region {planned.name} is planned as {planned.strategy.label}, which cannot run yet; "
-            "plan without --allow planned"
+            "plan again, without --allow planned"
         )
 
 

@@ -1,7 +1,7 @@
 """Which tensors of a model a narrow precision casts: parameters and float inputs, not buffers.
 
 Parameters are kept in float32 and read in 16 bits, as FullyShardedDataParallel's mixed precision
-does it (Micikevicius et al. 2018, arXiv:1710.03740). Two kinds are read in their own dtype:
+does it (Micikevicius et al. 2018, arXiv:1710.03740). Two kinds are read in float32, too:
 
     batch norm                  its statistics would lose the batch (torch keeps it wide, too)
     what the model keeps wide   `_keep_in_fp32_modules` of a Hugging Face model, for fp16, and
@@ -31,14 +31,14 @@ def narrow_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
 
 
 def parameter_casts(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
-    """By id of the parameter the dtype that ops read it in, for those that precision casts."""
+    """By id of the parameter the dtype that ops read it in, for those that precision is about."""
     if precision == "model":
         return {}
     wide = set(_kept_wide(model, precision))
     return {
-        id(p): narrow_dtype(p.dtype, precision)
+        id(p): torch.float32 if id(p) in wide else narrow_dtype(p.dtype, precision)
         for p in model.parameters()
-        if p.dtype in _CAST and id(p) not in wide
+        if p.dtype in _CAST
     }
 
 

@@ -72,17 +72,20 @@ class PipelineRunner:
         microbatches = [batch.part(pipeline.input_cuts, parts, j) for j in range(parts)]
         earlier = self._put_aside(parameters)
         running = _Running(self, parameters, buffers, microbatches, step, timeout_s)
-        loss = running.run(pipeline.actions[self.device])
-        self.peak_in_flight = running.peak_in_flight
-        for tied in self.tied:
-            tied.add_up(parameters, timeout_s)
-        for name, gradient in earlier.items():
-            now = parameters[name].grad
-            parameters[name].grad = gradient if now is None else gradient.add_(now)
-        if self.links is None:
-            return loss
-        last = (len(pipeline.stages) - 1) % len(pipeline.actions)
-        return self.links.broadcast(loss, last, timeout_s)
+        try:
+            loss = running.run(pipeline.actions[self.device])
+            self.peak_in_flight = running.peak_in_flight
+            for tied in self.tied:
+                tied.add_up(parameters, timeout_s)
+        finally:
+            self.mesh.weight_work = None
+            for name, gradient in earlier.items():
+                now = parameters[name].grad
+                parameters[name].grad = gradient if now is None else gradient.add_(now)
+        if self.links is not None:
+            last = (len(pipeline.stages) - 1) % len(pipeline.actions)
+            loss = self.links.broadcast(loss, last, timeout_s)
+        return loss.to(_loss_dtype(pipeline))
 
     def _targets(self, buffers: Tensors, batch: LocalBatch) -> dict[tuple[int, int], int]:
         # A copy: what is put together here stays apart in the microbatches.
@@ -145,7 +148,9 @@ class _Running:
         self.receipts: dict[Action, Receipt] = {}
         self.handed: dict[Action, list[Tensor]] = {}
         """Messages between two stages of this device, by what sends them."""
-        self.loss = torch.zeros((), device=self.mesh.device, dtype=_loss_dtype(self.pipeline))
+        # A sum of many small parts: not in 16 bits.
+        wide = torch.promote_types(_loss_dtype(self.pipeline), torch.float32)
+        self.loss = torch.zeros((), device=self.mesh.device, dtype=wide)
 
     def run(self, actions: Sequence[Action]) -> Tensor:
         """The loss, on the device of the last stage."""
@@ -159,7 +164,6 @@ class _Running:
             self.late[action.stage].is_last = action == last[action.stage]
             self._RUN[action.kind](self, action)
             self.peak_in_flight = max(self.peak_in_flight, len(self.held))
-        self.mesh.weight_work = None
         assert all(late.is_empty for late in self.late.values())
         if self.owner.links is not None:
             self.owner.links.finish(actions[-1], self.timeout_s)

@@ -106,6 +106,7 @@ class CompiledModel(nn.Module):
         self._check_processes()
         runner = self._runner()
         if not isinstance(runner, PipelineRunner):
+            self._check_loss()
             with torch.enable_grad():
                 loss = self.run_with(runner, batch)
                 torch.autograd.backward(loss)
@@ -117,6 +118,14 @@ class CompiledModel(nn.Module):
         )
         with torch.enable_grad():
             return runner.run(parameters, buffers, inputs, step, timeout_s)
+
+    def _check_loss(self) -> None:
+        output = self.program.folded.outputs[0]
+        if output.shape:
+            raise OptionError(
+                f"the model returns a tensor of shape {list(output.shape)}, and a step needs a "
+                "loss of no dims; pass labels, or wrap the model so that it returns its loss"
+            )
 
     def _check_processes(self) -> None:
         if self.rank_mesh is None:
@@ -155,10 +164,13 @@ class CompiledModel(nn.Module):
         `max_norm`; returns the norm before, the same on all ranks.
 
         In place of torch.nn.utils.clip_grad_norm_, which sees this rank's shards alone. Called on
-        all ranks together, after backward. Raises RuntimeError for a norm that is no number, if so
-        asked.
+        all ranks together, after backward. Raises OptionError for an order that is not above 0,
+        RuntimeError for a norm that is no number, if so asked.
         """
-        assert self.rank_mesh is not None, "there are no parameters without processes"
+        if norm_type <= 0:
+            raise OptionError(f"norm_type {norm_type}: a norm is of order above 0, inf included")
+        self._check_processes()
+        assert self.rank_mesh is not None
         coords = self.rank_mesh.coords
         held = {self._canonical[n]: p for n, p in self.named_parameters()}
         gradients = {

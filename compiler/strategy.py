@@ -63,8 +63,8 @@ class OpTyping:
 class RegionTyping:
     """slots: layout in which each slot's value arrives (for a parameter: its stored layout);
     ops: one typing per op; outputs: layout in which each region output leaves; recompute: see
-    Recompute. keeps_gathered: parameters that are gathered for the forward stay for the backward
-    (ZeRO 1 and 2), instead of being gathered again. Raises ValueError for another word there.
+    Recompute; ValueError for another word. keeps_gathered: parameters that are gathered for the
+    forward stay for the backward (ZeRO 1 and 2), instead of being gathered again.
 
     Wherever a value's layout (slot or producer) differs from what an op or an output demands, the
     emitter inserts the conversion that `passes.conversions.plan_conversions` gives, one per

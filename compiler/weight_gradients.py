@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from meshfold.collectives import RankMesh
-from meshfold.opgraph import Dependence, OpGraph
+from meshfold.opgraph import OpGraph, SlotKind
 from meshfold.program import PLACE, RegionProgram
 from meshfold.weight_work import WeightWork
 
@@ -87,6 +87,12 @@ _SPLIT: dict[Any, tuple[Callable[..., Tensor], int]] = {
 """torch op -> what stands for it, and which argument is the weight."""
 
 
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in ("t.default", "transpose.int", "permute.default", "view.default", "reshape.default")
+)
+
+
 def split_backward(region: RegionProgram, ops: OpGraph) -> None:
     """Let the graph of a region, whose ops are `ops`, leave gradients of weights for later."""
     graph = region.graph.graph
@@ -106,8 +112,12 @@ def split_backward(region: RegionProgram, ops: OpGraph) -> None:
 
 
 def _is_weight(node: Any, ops: OpGraph) -> bool:
-    """Whether a value follows from parameters alone, and is trained."""
+    """Whether a value is a trained parameter or a view of one. Other ops keep tensors for their
+    backward, which autograd visits in B and lets go: W could not run it again."""
     if not isinstance(node, fx.Node) or PLACE not in node.meta:
         return False
-    value = ops.values[node.meta[PLACE][0]]
-    return value.depends is Dependence.PARAMETER and value.requires_grad
+    v = node.meta[PLACE][0]
+    while (k := ops.producers[v]) >= 0 and ops.ops[k].target in _VIEWS:
+        v = ops.ops[k].operands[0]
+    is_parameter = v < len(ops.slots) and ops.slots[v].kind is SlotKind.PARAMETER
+    return is_parameter and ops.values[v].requires_grad

@@ -189,6 +189,6 @@ def _padded_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int
 def kept_whole_note(name: str, num_ranks: int) -> str:
     """What a plan says of a parameter that zero3_layout leaves as it is."""
     return (
-        f"ZeRO-3 keeps {name} whole: no dim divides over {num_ranks} ranks, and padding one would "
+        f"ZeRO keeps {name} whole: no dim divides over {num_ranks} ranks, and padding one would "
         f"add more than {MOST_PADDING - 1:.0%}"
     )

@@ -113,15 +113,15 @@ def _choices_of_axes(situation: Situation) -> list[Degrees]:
 
 
 def _has_no_experts(degrees: Degrees, situation: Situation) -> bool:
-    """Whether ep would share nothing: then it is dp, without its ZeRO levels."""
+    """Whether ep would share nothing: then it is dp by another name."""
     if EXPERTS in situation.switched_off or degrees.ep == 1:
         return False
     return not situation.experts or any(e % degrees.ep for e in situation.experts)
 
 
 def _can_cut_batch(degrees: Degrees, situation: Situation) -> bool:
-    """Whether part of cp could be dp instead: both cut the same values evenly, only cp communicates
-    inside a region, and only dp shards states. (One axis saves launches against two: it may win by
+    """Whether part of cp could be dp instead: both cut the same values evenly, and
+    only cp communicates inside a region. (One axis saves launches against two: it may win by
     that where values are tiny.) Not asked where cp is pinned."""
     if CONTEXT in situation.switched_off or "cp" in situation.pins:
         return False

@@ -20,12 +20,13 @@ parallelism.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshfold.cost_models.compute import op_work
 from meshfold.cost_models.cost_model import CostModel
-from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
+from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind, SourceKind
 from meshfold.passes.boundaries import num_instances
 from meshfold.passes.data_parallel import DataParallel
 from meshfold.passes.op_time import compute_dtype
@@ -102,8 +103,16 @@ def least_step_s(
         least_s += count * min(reduction.whole_s, reduction.scatter_s)
         sharded_s += count * reduction.sharded_s
         saved_s = max(saved_s, reduction.saved_s(room))
-    reduced_s = max(least_s, sharded_s - saved_s)
+    # A parameter of several instances is held once and saves as often as it is read.
+    reduced_s = max(least_s, sharded_s - _most_readers(folded) * saved_s if saved_s else sharded_s)
     return forward_s + max(backward_s, reduced_s)
+
+
+def _most_readers(folded: FoldedGraph) -> int:
+    """Instances that read one parameter, at most."""
+    sources = (s for i in folded.instances for s in set(i.sources))
+    readers = Counter(s.name for s in sources if s.kind is SourceKind.PARAMETER)
+    return max(readers.values(), default=1)
 
 
 def least_compute_s(graph: OpGraph, costs: CostModel) -> tuple[float, float]:

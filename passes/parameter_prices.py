@@ -76,7 +76,7 @@ class ParameterPrices:
         self._per_byte: dict[tuple[str, int], float] = {}
         self._known: dict[tuple[tuple[int, ...], str, str, bool, Layout, Layout], float] = {}
 
-    def num_bytes(self, value: Value, layouts: Sequence[Layout], *, stored: bool) -> Table:
+    def num_bytes(self, value: Value, layouts: Sequence[Layout], *, stored: bool = False) -> Table:
         """Bytes per rank in each layout, as it is kept (`stored`) or as ops read it."""
         size = stored_bytes if stored else local_bytes
         return np.array([size(value, x, self.mesh.sizes) for x in layouts], dtype=float)

@@ -147,7 +147,12 @@ def _running(
     kinds: tuple[tuple[int, Recompute], ...], situation: Situation
 ) -> tuple[tuple[int, Recompute], ...]:
     """Those that run. Raises OptionError where pins ask for something else."""
-    left = tuple(k for k in kinds if UniformStrategy(zero=k[0], recompute=k[1]).runs)
+    # Two microbatches stand for what is not one pass.
+    left = tuple(
+        (zero, recompute)
+        for zero, recompute in kinds
+        if UniformStrategy(zero=zero, recompute=recompute, microbatches=2).runs
+    )
     if kinds and not left:
         pins = ", ".join(f"{name}={value}" for name, value in situation.pins.items())
         raise OptionError(

@@ -79,13 +79,13 @@ def _pinned(best: Priced, origin: Mapping[int, int], planner: MeshPlanner) -> se
 
 
 def _whole_notes(best: Priced, pinned: Collection[tuple[int, int]]) -> list[str]:
-    """Parameters that ZeRO-3 was to shard and could not; none that the user wanted whole."""
-    if best.strategy.zero != 3:
+    """Parameters that ZeRO was to shard and could not; none that the user wanted whole."""
+    if not best.strategy.zero:
         return []
     num_ranks = math.prod(best.mesh.sizes[axis] for axis in zero_axes(best.mesh))
     found = set()
     for r, (region, leaf) in enumerate(zip(best.split.regions, best.leaves, strict=True)):
-        if leaf.strategy.zero == 3 and len(leaf.sharded) == leaf.num_shardable:
+        if leaf.strategy.zero and len(leaf.sharded) == leaf.num_shardable:
             for i, slot in enumerate(region.graph.slots):
                 if slot.kind is not SlotKind.PARAMETER or (r, i) in pinned:
                     continue

@@ -336,6 +336,6 @@ def _parameter_term(
         users=tuple(users),
         conversion_s=convert,
         stored_bytes=priced * p.num_bytes(value, stored, stored=True),
-        used_bytes=tuple(priced * p.num_bytes(value, u.layouts, stored=False) for u in users),
+        used_bytes=tuple(priced * p.num_bytes(value, u.layouts) for u in users),
         forbidden_s=np.zeros(len(stored)),
     )

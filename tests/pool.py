@@ -9,6 +9,7 @@ other for ever.
 """
 
 import importlib
+import itertools
 import multiprocessing
 import tempfile
 import time
@@ -126,19 +127,26 @@ class Pools:
 
 def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
+
+    def join(number: int) -> None:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{store}-{number}", world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+
+    join(0)
     connection.send((True, None))
-    while True:
+    for number in itertools.count(1):
         try:
             function, args, kwargs = connection.recv()
         except EOFError:
             break
+        # The groups that the last call made have threads that poll, also while nobody runs.
+        dist.destroy_process_group()
+        join(number)
         try:
             module, _, name = function.partition(":")
             with warnings.catch_warnings():

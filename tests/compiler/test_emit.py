@@ -124,8 +124,8 @@ def test_a_value_that_arrives_in_another_layout_gets_its_own_graph() -> None:
 
 
 def test_gathers_run_one_gathering_instance_ahead() -> None:
-    def text(*has_gather: bool) -> str:
-        return " ".join(map(str, schedule(has_gather)))
+    def text(*makes: bool) -> str:
+        return " ".join(map(str, schedule(makes)))
 
     assert text(True, True, True) == "G0 F0+G1 X0 F1+G2 X1 F2"
     assert text(False, True, False, True, False) == "G1 F0 F1+G3 X1 F2 F3 F4"

@@ -6,10 +6,12 @@ from functools import cache
 import pytest
 import torch
 from support_models import tiny_model
-from support_programs import Rank, emit_uniform, gradients, on_ranks
+from support_programs import Rank, emit_uniform, gradients, on_ranks, stack_model
 from torch import Tensor, nn
 
+import meshfold
 from meshfold.capture import Captured, capture
+from meshfold.errors import MeshfoldError, OptionError
 from meshfold.gradient_norm import cuts_of, total_norm
 from meshfold.precision import float64_everywhere
 from meshfold.strategy import UniformStrategy
@@ -65,6 +67,20 @@ def test_narrow_gradients_are_summed_in_wide_numbers() -> None:
     gradient = torch.full((4096,), 0.125, dtype=torch.bfloat16)
     norm = total_norm({"w": gradient}, {"w": frozenset()}, OneRank(), 2.0)  # type: ignore[arg-type]
     assert norm.item() == 8.0
+
+
+def test_clipping_says_what_it_cannot_do() -> None:
+    model, batch = stack_model()
+    compiled = meshfold.compile(model, "local-cpux1", batch)
+    compiled.train_step(batch)
+    with pytest.raises(OptionError, match="norm_type 0: a norm is of order above 0"):
+        compiled.clip_grad_norm_(1.0, norm_type=0)
+    next(compiled.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="the norm of the gradients is nan; look for what"):
+        compiled.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    plan = meshfold.compile(model, "local-cpux2", batch)
+    with pytest.raises(MeshfoldError, match="runs on 2 processes and there is no process group"):
+        plan.clip_grad_norm_(1.0)
 
 
 def test_a_model_without_gradients_has_norm_zero() -> None:

@@ -146,7 +146,12 @@ def test_what_is_cast_and_what_is_kept() -> None:
 
 
 def test_a_bf16_model_gets_float32_master_weights() -> None:
-    assert dtypes_of(Mixed().bfloat16(), "bf16")["trained.weight"] == "float32"
+    kept = dtypes_of(Mixed().bfloat16(), "bf16")
+    assert kept["trained.weight"] == kept["norm.weight"] == "float32"
+    graph = capture(Mixed().bfloat16(), {"x": torch.zeros(4, 4)}, precision="bf16").graph
+    region = graph.regions[0].graph
+    read = {s.name: (v.dtype, v.master) for s, v in zip(region.slots, region.values, strict=False)}
+    assert read["norm.weight"] == ("float32", "")
 
 
 def test_what_a_model_keeps_wide_stays_wide() -> None:

@@ -208,6 +208,13 @@ def test_train_step_means_the_same_under_every_plan(pins: dict[str, int]) -> Non
         assert abs(float(compiled.train_step(batch) - expected)) < TOLERANCE
 
 
+def test_a_step_needs_a_loss() -> None:
+    batch = {"x": torch.randn(8, 4)}
+    compiled = meshfold.compile(torch.nn.Linear(4, 2), "local-cpux1", {"input": batch["x"]})
+    with pytest.raises(OptionError, match=r"shape \[8, 2\], and a step needs a loss of no dims"):
+        compiled.train_step({"input": batch["x"]})
+
+
 def test_forward_alone_names_train_step() -> None:
     batch = {"x": torch.randn(8, 4)}
     options = meshfold.CompileOptions(pins={"microbatches": 4})

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from support_pipeline import captured_model, planned, recut
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from meshfold import weight_gradients
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.mesh import Mesh
+from meshfold.opgraph import Dependence, Op, OpGraph, Ref, Slot, SlotKind, Value
 from meshfold.pipeline_program import EmittedPipeline, emit_plan
+from meshfold.program import PLACE
 from meshfold.single_mesh import SingleMesh
 from meshfold.weight_work import WeightWork
 
@@ -44,6 +46,21 @@ def test_w_makes_what_b_left(op: str) -> None:
     for parameter, gradient in zip((weight, bias), gradients[1:], strict=True):
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, gradient, rtol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("target", "is_weight"), [("aten.mul.Tensor", False), ("aten.t.default", True)]
+)
+def test_a_weight_is_a_parameter_or_a_view_of_one(target: str, is_weight: bool) -> None:
+    """What another op computes keeps tensors that B lets go."""
+    value = Value((4, 4), "float64", requires_grad=True, depends=Dependence.PARAMETER)
+    slots = (Slot(SlotKind.PARAMETER, "w"), Slot(SlotKind.PARAMETER, "scale"))
+    args = (Ref(0), Ref(1)) if target == "aten.mul.Tensor" else (Ref(0),)
+    ops = OpGraph(slots, (value,) * 3, (Op(target, args, (), (2,)),), (2,))
+    for v, expected in ((0, True), (2, is_weight)):
+        node = fx.Graph().placeholder("weight")
+        node.meta[PLACE] = (v, ())
+        assert weight_gradients._is_weight(node, ops) == expected
 
 
 def test_every_product_with_a_weight_is_split() -> None:

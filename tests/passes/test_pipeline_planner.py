@@ -236,6 +236,9 @@ def test_interleaved_stages_are_written_down():
 def test_what_cannot_run_needs_to_be_allowed():
     with pytest.raises(OptionError, match="--allow planned"):
         plan("llama", pins={"pp": 2, "recompute": "selective"}, allow_planned=False)
+    for pins in ({"pp": 2, "dp": 2, "zero": 1}, {"microbatches": 2, "dp": 4, "zero": 1}):
+        with pytest.raises(OptionError, match="--allow planned"):
+            plan("llama", pins=pins, allow_planned=False)
     assert plan("llama", pins={"chunks": 1}, allow_planned=False).strategy.pp == 1
     assert plan("llama", pins={"pp": 2}, allow_planned=False).strategy.pp == 2
     alone = plan("llama", allow_planned=False)
