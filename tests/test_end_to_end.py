@@ -195,7 +195,9 @@ def losses_of_one_process(family: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "is_local"), [("zero3 x tp+sp", False), ("dp x tp", True)], ids=str
+    ("strategy", "is_local"),
+    [("zero3 x tp+sp", False), pytest.param("dp x tp", True, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_three_adamw_steps_equal_one_process(pools: Pools, strategy: str, is_local: bool) -> None:
     """Through meshfold.compile, search and initial weights included, in an ordinary loop."""
@@ -209,7 +211,9 @@ def test_three_adamw_steps_equal_one_process(pools: Pools, strategy: str, is_loc
         assert losses == pytest.approx(expected, abs=EXACT)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero3 x tp+sp"])
+@pytest.mark.parametrize(
+    "strategy", ["zero3", pytest.param("zero3 x tp+sp", marks=pytest.mark.slow)]
+)
 def test_clipping_is_by_the_norm_of_the_whole_model(pools: Pools, strategy: str) -> None:
     num_processes, pins = PINS[strategy]
     expected = clipped_steps("gpt2", {}, 0.3)
@@ -218,7 +222,7 @@ def test_clipping_is_by_the_norm_of_the_whole_model(pools: Pools, strategy: str)
         assert np.array(found) == pytest.approx(np.array(expected), abs=EXACT)
 
 
-@pytest.mark.parametrize("strategy", ["dp", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("dp", marks=pytest.mark.slow), "zero3"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools, strategy: str) -> None:
     num_processes, pins = PINS[strategy]
     for found in pools.run(num_processes, "support_emit:scaled_steps", pins):

@@ -19,7 +19,11 @@ def stable(command: Command) -> list[str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("number", range(len(sessions(TEXT))))
+@pytest.mark.parametrize(
+    "number",
+    # The first plans; those that start processes take a minute.
+    [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, len(sessions(TEXT))))],
+)
 def test_readme_shows_what_its_commands_print(number: int) -> None:
     written = sessions(TEXT)[number]
     replayed = replay(written)

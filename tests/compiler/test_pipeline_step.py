@@ -24,7 +24,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp2 x dp2": {"pp": 2, "dp": 2, "zero": 0},
     "pp2 x dp2, zero3": {"pp": 2, "dp": 2, "zero": 3},
 }
-QUICK = (("gpt2", "pp4"), ("llama", "pp2 x dp2, zero3"))
+QUICK = (("gpt2", "pp4"),)
 
 
 def cases() -> list[Any]:
