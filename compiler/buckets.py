@@ -1,12 +1,13 @@
 """Buckets: parameters of one region instance that are gathered and reduced together.
 
 A parameter slot is *stored* in one layout and *used* by the ops in another. Where an axis goes
-Shard -> Replicate (ZeRO-3) the parameter is gathered over it before use and its gradient reduce-
-scattered; where it goes Invariant -> Replicate only the gradient is all-reduced. A bucket holds the
-members with the same axes, dtypes and need for a gradient in one flat buffer: one collective
-forward, one backward. Where ops read a parameter in a narrower dtype than it is kept in, the bucket
-casts: before the gather, and gradients back before their reduction. `Bucket` is data of the emitted
-region and the same for all its instances; `BucketBuffers` does the copies. No communication here.
+Shard -> Replicate (ZeRO-3) the parameter is gathered over it before use and its gradient
+reduce-scattered; where it goes Invariant -> Replicate only the gradient is all-reduced. A bucket
+holds the members with the same axes, dtypes and need for a gradient in one flat buffer: one
+collective forward, one backward. Where ops read a parameter in a narrower dtype than it is kept in,
+the bucket casts: before the gather, and gradients back before their reduction. `Bucket` is data of
+the emitted region and the same for all its instances; `BucketBuffers` does the copies. No
+communication here.
 """
 
 import math

@@ -318,8 +318,9 @@ def graph(plan_file: Path, model: str, rank: int) -> None:
 def verify(plan_file: Path, model: str, as_json: bool) -> None:
     """Prove PLAN_FILE: run it on local processes and compare with the model in one process.
 
-    Loss and every gradient are compared in float64, on the batch the plan was made for, with
-    dropout switched off. Exit code 1 when they differ.
+    Loss, every gradient, and parameters after steps of the optimizer are compared in float64, on
+    the batch the plan was made for, with dropout switched off; and the collectives of all ranks.
+    Exit code 1 when they differ.
 
     \b
     Example:

@@ -92,6 +92,7 @@ class UniformStrategy:
     recomputed, what is offloaded; pipeline stages, and parts that a rank's share of the batch is
     run in; cp: ranks that share the sequence, with whole weights; ep: ranks that cut the batch as
     dp does and share the experts.
+
     `label` is how people read it: "pp8 x dp2 x tp4+sp, zero1, recompute full, 64 microbatches".
     """
 

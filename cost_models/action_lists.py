@@ -4,9 +4,8 @@
     1: 1F0 1B0 1F1 1B1
 
 A device runs its actions in order. Lists can run when nobody waits for ever
-(cost_models/pipeline.py) and when
-between two devices messages are received in the order in which they are sent, which is what links
-with one queue per direction (NCCL) ask for.
+(cost_models/pipeline.py) and when between two devices messages are received in the order in which
+they are sent, which is what links with one queue per direction (NCCL) ask for.
 """
 
 from collections import Counter

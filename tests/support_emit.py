@@ -75,7 +75,7 @@ def train_steps(
         compiled = meshfold.compile(model, _cluster(), batch, options=options)
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
     if is_local:
-        batch = {name: _data_part(compiled, value) for name, value in batch.items()}
+        batch = {name: data_part(compiled, value) for name, value in batch.items()}
     losses = []
     for _ in range(num_steps):
         loss = compiled(**batch)
@@ -141,7 +141,8 @@ def _cluster() -> meshfold.ClusterSpec:
     return resolve_cluster("local-cpu", dist.get_world_size())
 
 
-def _data_part(compiled: CompiledModel, value: Tensor) -> Tensor:
+def data_part(compiled: CompiledModel, value: Tensor) -> Tensor:
+    """This rank's part of a batch along dp."""
     assert compiled.rank_mesh is not None
     return value.chunk(compiled.rank_mesh.size(("dp",)))[compiled.rank_mesh.coord("dp")]
 
@@ -170,16 +171,16 @@ def save_and_load(
         if not torch.equal(value.full_tensor(), expected[name]):
             wrong.append(f"full_tensor of {name}")
     checkpoint.save(state, checkpoint_id=folder)
-    second = bind(_zeroed(model), plan_from_json(loaded_under), captured, batch)
+    second = bind(zeroed(model), plan_from_json(loaded_under), captured, batch)
     other = second.state_dict()
     checkpoint.load(other, checkpoint_id=folder)
     second.load_state_dict(other)
     for name, value in second.full_state_dict().items():
         if not torch.equal(value, expected[name]):
             wrong.append(f"{name} after loading a checkpoint")
-    third = bind(_zeroed(model), plan_from_json(loaded_under), captured, batch)
+    third = bind(zeroed(model), plan_from_json(loaded_under), captured, batch)
     third.load_state_dict(expected)
-    fourth = bind(_zeroed(model), plan_from_json(loaded_under), captured, batch)
+    fourth = bind(zeroed(model), plan_from_json(loaded_under), captured, batch)
     fourth.load_state_dict(first.state_dict())
     for name in expected:
         for kind, loaded in (("full tensors", third), ("DTensors of another mesh", fourth)):
@@ -188,7 +189,7 @@ def save_and_load(
     return wrong
 
 
-def _zeroed(model: nn.Module) -> nn.Module:
+def zeroed(model: nn.Module) -> nn.Module:
     """The same architecture with all weights 0."""
     other = copy.deepcopy(model)
     with torch.no_grad():

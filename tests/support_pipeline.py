@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from support_emit import part_of
+from support_emit import data_part, part_of, zeroed
 from support_models import BATCH, tiny_model
 from support_programs import stack_model
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ def _outcome(
     model: nn.Module, batch: dict[str, Any], captured: Captured, text: str, local: Sequence[str]
 ) -> Outcome:
     compiled = bind(model, plan_from_json(text), captured, batch)
-    given = {n: _data_part(compiled, x) if n in local else x for n, x in batch.items()}
+    given = {n: data_part(compiled, x) if n in local else x for n, x in batch.items()}
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (model, compiled)]
     errors: list[tuple[float, float]] = []
     with float64_everywhere():
@@ -148,13 +148,6 @@ def _digest(x: Tensor) -> str:
     return hashlib.sha256(x.detach().numpy().tobytes()).hexdigest()
 
 
-def _data_part(compiled: CompiledModel, x: Tensor) -> Tensor:
-    """This rank's part of a batch along dp."""
-    mesh = compiled.rank_mesh
-    assert mesh is not None
-    return x.chunk(mesh.size(("dp",)))[mesh.coord("dp")]
-
-
 def save_and_load(
     family: str, layers: int, captured: Captured, plans: Sequence[str], folder: str
 ) -> list[str]:
@@ -165,19 +158,19 @@ def save_and_load(
     checkpoint.save(first.state_dict(), checkpoint_id=folder)
     wrong = [n for n, x in first.full_state_dict().items() if not torch.equal(x, expected[n])]
     for text in plans:
-        other = bind(_zeroed(model), plan_from_json(text), captured, batch)
+        other = bind(zeroed(model), plan_from_json(text), captured, batch)
         state = other.state_dict()
         checkpoint.load(state, checkpoint_id=folder)
         other.load_state_dict(state)
         full = other.full_state_dict()
         wrong += [f"{n} under {text[:40]}" for n, x in expected.items() if n not in full]
         wrong += [f"{n} loaded" for n, x in full.items() if not torch.equal(x, expected[n])]
-        third = bind(_zeroed(model), plan_from_json(text), captured, batch)
+        third = bind(zeroed(model), plan_from_json(text), captured, batch)
         third.load_state_dict(expected)
         for name, value in third.named_parameters():
             if not torch.equal(value, other.get_parameter(name)):
                 wrong.append(f"{name} from full tensors")
-    plain = _zeroed(model).state_dict()
+    plain = zeroed(model).state_dict()
     checkpoint.load(plain, checkpoint_id=folder)
     differing = [n for n, x in plain.items() if not torch.equal(x, expected[n])]
     return wrong + [f"{n} in the model" for n in differing]
@@ -193,14 +186,6 @@ def dropout_losses(pins: Mapping[str, Any]) -> list[float]:
         options=meshfold.CompileOptions(pins=pins, seed=3),
     )
     return [float(compiled.train_step(batch)) for _ in range(3)]
-
-
-def _zeroed(model: nn.Module) -> nn.Module:
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    return other
 
 
 def lose_a_stage(
