@@ -47,7 +47,7 @@ def test_readme_links_lead_somewhere() -> None:
 
 def output_of(*command: str, cwd: Path = ROOT) -> str:
     done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=300
+        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
