@@ -20,12 +20,12 @@ from meshfold import local_ops
 from meshfold.batch_norm import batch_norm, batch_norm_without_running
 from meshfold.errors import UnsupportedOpError
 from meshfold.expert_exchange import combine, dispatch
-from meshfold.local_ops import Digits
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Arg, Hole, Op, OpGraph, Ref, Symbol
 from meshfold.passes.localize import localize
 from meshfold.passes.rules import OP_RULES, rule_locals, summed_axes
-from meshfold.spmd import Layout, local_shape
+from meshfold.rank_places import Digits
+from meshfold.spmd import Layout, local_shape, padded_shape
 from meshfold.strategy import OpTyping
 from meshfold.torch_ops import torch_dtype, torch_target
 
@@ -187,6 +187,7 @@ def _reshape(context: OpContext) -> list[fx.Node]:
 def _embedding(context: OpContext) -> list[fx.Node]:
     named = context.named()
     weight = context.op_graph.values[context.op.operands[0]]
+    layout = context.typing.inputs[0]
     return [
         context.call(
             local_ops.embedding,
@@ -194,8 +195,8 @@ def _embedding(context: OpContext) -> list[fx.Node]:
             named["weight"],
             named["indices"],
             named.get("padding_idx", -1),
-            weight.shape[0],
-            context.digits(context.typing.inputs[0], 0),
+            padded_shape(weight.shape, layout, context.mesh.sizes)[0],
+            context.digits(layout, 0),
         )
     ]
 
@@ -244,10 +245,28 @@ def _cross_entropy(context: OpContext) -> list[fx.Node]:
             context.mesh_node,
             named["self"],
             named["target"],
+            named.get("weight"),
             _REDUCTIONS[named.get("reduction", 1)],
             named.get("ignore_index", -100),
+            named.get("label_smoothing", 0.0),
             logits.shape[1],
             context.digits(context.typing.inputs[0], 1),
+            tuple(context.mesh.names[k] for k in rows),
+        )
+    ]
+
+
+def _nll_loss(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    rows = summed_axes(context.op_graph, context.op_index, context.typing)
+    return [
+        context.call(
+            local_ops.nll_loss,
+            context.mesh_node,
+            named["self"],
+            named["target"],
+            named.get("weight"),
+            named.get("ignore_index", -100),
             tuple(context.mesh.names[k] for k in rows),
         )
     ]
@@ -322,6 +341,7 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "dispatch": _dispatch,
     "combine": _combine,
     "cross_entropy": _cross_entropy,
+    "nll_loss": _nll_loss,
     "dropout": _dropout,
     "batch_norm": _batch_norm,
     "attention": _attention,

@@ -21,10 +21,9 @@ from meshfold.batch_norm import batch_norm
 from meshfold.collectives import Axes, RankMesh, all_reduced
 from meshfold.expert_exchange import combine, dispatch
 from meshfold.random_masks import kept, stream_key
-from meshfold.shard_tensors import Places, digits_of, held_indices, local_row
-
-Digits = tuple[tuple[str, int], ...]
-"""(axis name, blocks) of every axis that shards a dim."""
+from meshfold.rank_places import Digits, places_of
+from meshfold.shard_tensors import digits_of, held_indices, local_row
+from meshfold.sharded_classes import sharded_cross_entropy
 
 
 def divide_by_ranks(mesh: RankMesh, x: Tensor, axes: Axes) -> Tensor:
@@ -44,7 +43,7 @@ def embedding(
     """Rows of a table [num_rows, o] of which this rank holds some: zero where it does not hold the
     row. ids [...] -> [..., o], to be summed over the axes of `digits`. padding_idx: a global row
     that gets no gradient, -1 for none."""
-    places = _places(mesh, digits)
+    places = places_of(mesh, digits)
     held, rows = digits_of(ids, num_rows, places)
     skip = local_row(padding_idx, num_rows, places) if padding_idx >= 0 else None
     found = functional.embedding(rows, weight, padding_idx=skip)
@@ -64,7 +63,7 @@ def expert_linear(
     """Products of rows with the experts that this rank holds: zero for the rows of others. Shapes
     as of meshfold.expert_ops.expert_linear, weight and bias of the local experts; to be summed over
     the axes of `digits`."""
-    held, experts = digits_of(ids, num_experts, _places(mesh, digits))
+    held, experts = digits_of(ids, num_experts, places_of(mesh, digits))
     own = torch.where(held, experts, weight.shape[0])
     made: Tensor = _expert_linear(x, weight, own, bias, transposed)
     return made
@@ -74,78 +73,75 @@ def cross_entropy(
     mesh: RankMesh,
     logits: Tensor,
     target: Tensor,
+    weight: Tensor | None,
     reduction: str,
     ignore_index: int,
+    label_smoothing: float,
     num_classes: int,
     class_digits: Digits,
     row_axes: Axes,
 ) -> Tensor:
-    """Cross entropy of logits [rows, v, ...] and target [rows, ...].
+    """Cross entropy of logits [rows, v, ...], target [rows, ...] and weights of classes [v], whole.
 
     class_digits: axes that shard v; the result is the same on them. row_axes: axes that shard rows;
     the result is a pending sum over them. reduction: "mean" (over the targets of all ranks that are
-    not ignored), "sum" or "none".
+    not ignored, by their weights), "sum" or "none".
     """
     if class_digits:
-        losses: Tensor = _ShardedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            mesh, logits, target, ignore_index, num_classes, class_digits
+        losses = sharded_cross_entropy(
+            mesh, logits, target, weight, ignore_index, label_smoothing, num_classes, class_digits
         )
         if reduction == "none":
             return losses
         total = losses.sum()
     else:
-        total = functional.cross_entropy(logits, target, reduction="sum", ignore_index=ignore_index)
+        total = functional.cross_entropy(
+            logits,
+            target,
+            weight,
+            reduction="sum",
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+        )
+    return _mean_of_targets(mesh, total, target, weight, reduction, ignore_index, row_axes)
+
+
+def nll_loss(
+    mesh: RankMesh,
+    logarithms: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    row_axes: Axes,
+) -> Tensor:
+    """Mean over the targets of all ranks of negative log likelihoods, as cross_entropy takes it;
+    classes are whole."""
+    total = functional.nll_loss(
+        logarithms, target, weight, reduction="sum", ignore_index=ignore_index
+    )
+    return _mean_of_targets(mesh, total, target, weight, "mean", ignore_index, row_axes)
+
+
+def _mean_of_targets(
+    mesh: RankMesh,
+    total: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    row_axes: Axes,
+) -> Tensor:
     if reduction == "sum":
         return total
-    count = (target != ignore_index).sum().to(total.dtype)
-    return total / all_reduced(mesh, count, row_axes)
+    counts = target != ignore_index
+    if weight is not None:
+        counts = weight[torch.where(counts, target, 0)] * counts
+    return total / all_reduced(mesh, counts.sum().to(total.dtype), row_axes)
 
 
 def targets_of_step(mesh: RankMesh, instance: int, op: int) -> int:
     """How many targets of all microbatches a loss of the whole program does not ignore."""
     return mesh.targets[instance, op]
-
-
-class _ShardedCrossEntropy(torch.autograd.Function):
-    """Per-row losses from the classes that this rank holds.
-
-    With m, z the maximum and the sum of exp(x - m) over all classes, a loss is
-    m + log z - x[target] and its gradient exp(x - m) / z - [class is target]. Backward needs no
-    communication.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        mesh: RankMesh,
-        logits: Tensor,
-        target: Tensor,
-        ignore_index: int,
-        num_classes: int,
-        digits: Digits,
-    ) -> Tensor:
-        x = logits if logits.dtype.itemsize >= 4 else logits.float()
-        axes = tuple(axis for axis, _ in digits)
-        largest = all_reduced(mesh, x.amax(1), axes, "max")
-        # An ignored target may be any number: it is given class 0 and masked out.
-        counts = target != ignore_index
-        held, column = digits_of(torch.where(counts, target, 0), num_classes, _places(mesh, digits))
-        own = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~held, 0.0)
-        exponentials = (x - largest.unsqueeze(1)).exp_().sum(1)
-        sums = all_reduced(mesh, torch.stack([exponentials, own]), axes)
-        normalizer = largest + sums[0].log()
-        ctx.save_for_backward(logits, normalizer, counts, held, column)
-        return (normalizer - sums[1]).masked_fill_(~counts, 0.0).to(logits.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        logits, normalizer, counts, held, column = ctx.saved_tensors
-        x = logits.to(normalizer.dtype)
-        result = (x - normalizer.unsqueeze(1)).exp_()
-        target_share = -held.to(result.dtype).unsqueeze(1)
-        result.scatter_add_(1, column.unsqueeze(1), target_share)
-        result *= (gradient * counts).unsqueeze(1)
-        return None, result.to(logits.dtype), None, None, None, None
 
 
 def dropout(
@@ -187,7 +183,7 @@ def dropout_mask(
     """This rank's part of the mask of what a dropout of the whole tensor keeps."""
     index = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for d, size in enumerate(shape):
-        held = held_indices(size, _places(mesh, digits[d]), mesh.device)
+        held = held_indices(size, places_of(mesh, digits[d]), mesh.device)
         index = index.unsqueeze(-1) + held * math.prod(shape[d + 1 :])
     return kept(index, stream_key(*mesh.rng, *site), 1.0 - probability)
 
@@ -215,12 +211,12 @@ def attention(
     """
     count, key_digits = key_heads
     if len(shape) > 3 and shape[-3] != count:
-        heads = held_indices(shape[-3], _places(mesh, digits[-3]), mesh.device)
+        heads = held_indices(shape[-3], places_of(mesh, digits[-3]), mesh.device)
         needed = heads // (shape[-3] // count)
-        _, place = digits_of(needed, count, _places(mesh, key_digits))
+        _, place = digits_of(needed, count, places_of(mesh, key_digits))
         key, value = key.index_select(-3, place), value.index_select(-3, place)
     if is_causal:
-        rows = held_indices(shape[-2], _places(mesh, digits[-2]), mesh.device)
+        rows = held_indices(shape[-2], places_of(mesh, digits[-2]), mesh.device)
         mask = rows.unsqueeze(1) >= torch.arange(shape[-1], device=mesh.device)
     if probability == 0.0:
         return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
@@ -239,10 +235,6 @@ def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
     return x * mask / (1.0 - probability) if probability < 1.0 else x * 0.0
 
 
-def _places(mesh: RankMesh, digits: Digits) -> Places:
-    return tuple((blocks, mesh.size((axis,)), mesh.coord(axis)) for axis, blocks in digits)
-
-
 _expert_linear = torch.ops.meshfold.expert_linear.default
 
 LOCAL_OPS: dict[str, Callable[..., Any]] = {
@@ -253,6 +245,7 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "dispatch": dispatch,
     "combine": combine,
     "cross_entropy": cross_entropy,
+    "nll_loss": nll_loss,
     "dropout": dropout,
     "batch_norm": batch_norm,
     "attention": attention,

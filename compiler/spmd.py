@@ -8,9 +8,10 @@
                 as the routing says, on average as many as Shard(0,g); gradient alike. Only between
                 dispatch and combine (meshfold.expert_exchange): no conversion leads to it or from
 
-A *padded* Shard(d) is for stored parameters only: dim d is filled up with zeros to the next
-multiple of the axis before it is cut, and no other axis cuts it. Every rank holds as many rows, the
-last ranks zeros in part or in whole.
+A *padded* Shard(d) is filled up to the next multiple of the axis before it is cut, and no other
+axis cuts dim d. Every rank holds as many rows, the last ranks some that mean nothing: zeros in a
+stored parameter and in its gradient, anything finite in what ops make of it. No conversion leads to
+it or from it: ops read it as it is stored, or it is gathered whole (ZeRO).
 
 (The types of JAX shard_map's varying axes and of torch spmd_types; blocks are ours.)
 

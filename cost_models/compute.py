@@ -68,9 +68,9 @@ PRODUCTS = frozenset((*_MATMUL_FACTORS, "einsum", *_ATTENTION, *_CONVOLUTIONS))
 All other ops are bound by memory."""
 
 VIEWS = frozenset(
-    """alias detach expand expand_as flatten lift_fresh movedim narrow numpy_T permute reshape
-    squeeze swapaxes t transpose unflatten unsqueeze view view_as _unsafe_view select slice split
-    split_with_sizes chunk unbind diagonal""".split()
+    """alias broadcast_tensors detach expand expand_as flatten lift_fresh movedim narrow numpy_T
+    permute reshape squeeze swapaxes t transpose unflatten unsqueeze view view_as _unsafe_view
+    select slice split split_with_sizes chunk unbind diagonal""".split()
 )
 """Ops that move no bytes (reshape and flatten may copy a strided operand; not charged)."""
 
@@ -90,7 +90,9 @@ _MEMORY_BOUND = frozenset(
     bitwise_not remainder fmod floor_divide floor ceil round isin isnan isinf tril triu arange full
     full_like zeros zeros_like ones ones_like empty empty_like new_zeros new_ones new_full
     new_empty new_empty_strided scalar_tensor cross_entropy_loss nll_loss nll_loss_forward mse_loss
-    l1_loss binary_cross_entropy_with_logits roll flip
+    l1_loss smooth_l1_loss huber_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss
+    poisson_nll_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits nll_loss_nd
+    cosine_embedding_loss triplet_margin_loss cosine_similarity pairwise_distance roll flip
     pad constant_pad_nd histc bincount diff __and__ __or__ __xor__
     fill select_scatter slice_scatter masked_scatter log_sigmoid _weight_norm
     dispatch combine""".split()

@@ -125,7 +125,10 @@ class ConversionTables:
             for shards in itertools.product(*others)
         ]
         for (a, source), (b, target) in itertools.permutations(enumerate(mine), 2):
+            # Nothing but ops that keep it reads padding: no conversion leads to it or from it.
+            is_padded = source.padded or target.padded
             extra_s = self.costs.extra_s(value, axis, source, target)
+            extra_s = math.inf if is_padded else extra_s
             for bits, shards in combinations:
                 table[a, b, bits] = extra_s
                 if not math.isinf(extra_s):

@@ -1,6 +1,6 @@
 """How many targets of a batch count: what a mean over them divides by.
 
-Cross entropy takes the mean over the targets that are not ignored, and microbatches may ignore
+Losses over classes take the mean over the targets that are not ignored, and microbatches may ignore
 unequal numbers: the mean of their means is not the mean of the batch. So microbatches add up sums,
 divided by the count of the whole batch. Targets follow from the inputs alone (labels, shifted), so
 the count is known before the first microbatch runs: `loss_counts` gives the ops that lead from the
@@ -10,15 +10,16 @@ inputs to each target. A loss whose targets follow from parameters is refused by
 from dataclasses import dataclass, replace
 
 from meshfold.errors import OptionError
-from meshfold.opgraph import Arg, FoldedGraph, Op, Source, SourceKind
+from meshfold.opgraph import Arg, FoldedGraph, Op, Ref, Source, SourceKind
 from meshfold.passes.rules import OP_RULES
-from meshfold.passes.rules_loss import MEAN, SUM
+from meshfold.passes.rules_loss import CROSS_ENTROPY, MEAN, NLL_LOSS, SUM
 
 COUNT = "count"
 """Kind of the Symbol that stands for the count of a loss; its text is the number of the op."""
-CROSS_ENTROPY = "aten.cross_entropy_loss.default"
+COUNTED = (CROSS_ENTROPY, NLL_LOSS)
+"""Losses whose mean is over targets that count."""
 IGNORED = -100
-"""What cross entropy ignores unless it is told otherwise."""
+"""What they ignore unless it is told otherwise."""
 
 Place = tuple[int, int]
 """(instance, op of its region)."""
@@ -26,8 +27,8 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class LossCount:
-    """A cross entropy with a mean. target: (instance, value) of its targets; ops: what makes them
-    out of inputs and constants, in execution order."""
+    """A loss with a mean over targets. target: (instance, value) of the targets; ops: what makes
+    them out of inputs and constants, in execution order."""
 
     place: Place
     target: tuple[int, int]
@@ -36,14 +37,14 @@ class LossCount:
 
 
 def takes_mean(op: Op) -> bool:
-    """Whether a cross entropy takes the mean."""
-    return _arguments(op).get("reduction", MEAN) == MEAN
+    """Whether an op is a loss that takes the mean over targets that count."""
+    return op.target in COUNTED and _arguments(op).get("reduction", MEAN) == MEAN
 
 
 def with_sum(op: Op) -> Op:
-    """The cross entropy that sums where `op` takes the mean."""
+    """The loss that sums where `op` takes the mean."""
     arguments = {"weight": None, **_arguments(op), "reduction": SUM}
-    names = OP_RULES[CROSS_ENTROPY].parameters
+    names = OP_RULES[op.target].parameters
     given = tuple(arguments[name] for name in names[: names.index("reduction") + 1])
     rest = tuple((n, arguments[n]) for n in names[len(given) :] if n in arguments)
     return replace(op, args=given, kwargs=rest)
@@ -52,16 +53,17 @@ def with_sum(op: Op) -> Op:
 def loss_counts(folded: FoldedGraph) -> tuple[LossCount, ...]:
     """The means over targets of a program, in execution order.
 
-    Raises OptionError where targets follow from parameters.
+    Raises OptionError where targets follow from parameters, or classes have weights.
     """
     found = []
     for k, instance in enumerate(folded.instances):
         graph = folded.regions[instance.region].graph
         for n, op in enumerate(graph.ops):
-            if op.target != CROSS_ENTROPY or not takes_mean(op):
+            if not takes_mean(op):
                 continue
             target = op.operands[1]
             if not graph.values[target].is_float:
+                _check_unweighted(op)
                 ignored = _arguments(op).get("ignore_index", IGNORED)
                 assert isinstance(ignored, int)
                 ops = _Ancestors(folded, op).of(k, target)
@@ -69,8 +71,17 @@ def loss_counts(folded: FoldedGraph) -> tuple[LossCount, ...]:
     return tuple(found)
 
 
+def _check_unweighted(op: Op) -> None:
+    if isinstance(_arguments(op).get("weight"), Ref):
+        raise OptionError(
+            f"the batch cannot be cut into microbatches: {op.target} "
+            f"({op.source or op.scope or 'the loss'}) takes a mean by the weights of classes, "
+            "which does not add up over microbatches; sum the losses, or plan one microbatch"
+        )
+
+
 def _arguments(op: Op) -> dict[str, Arg]:
-    return dict(zip(OP_RULES[CROSS_ENTROPY].parameters, op.args, strict=False)) | dict(op.kwargs)
+    return dict(zip(OP_RULES[op.target].parameters, op.args, strict=False)) | dict(op.kwargs)
 
 
 class _Ancestors:

@@ -114,7 +114,7 @@ class ParameterPrices:
     def _allowed(self, axis: int, source: SpmdType, target: SpmdType) -> bool:
         if self.costs.roles[axis].uses_parameters_whole:
             return target.kind in ("I", "R")
-        return source == target or source.kind == "I"
+        return source == target or (source.kind == "I" and not target.padded)
 
     def _bucketed_s(self, value: Value, before: Layout, after: Layout, axis: int) -> float:
         if not self.costs.roles[axis].charges_reductions:

@@ -13,8 +13,8 @@ is an ordinary folded graph with a batch of 1/n, as the model would have been ca
 Region searches, prices and memory work on it as on any other. Gradients of parameters and the loss
 are pending sums on the axis: accumulated, not communicated. So that the sum over microbatches is
 the loss of the batch, a mean over the batch divides by the numbers of the batch: mean / n, and
-cross entropy the sum over its rows by the targets of the whole step that count (COUNT, known before
-the first microbatch, see passes/loss_counts.py).
+losses over classes the sum over rows by the targets of the whole step that count (COUNT, known
+before the first microbatch, see passes/loss_counts.py).
 
 Inputs that some op needs whole (T5 shifts its labels) stay whole: they are there before the first
 microbatch. Any other value that an op needs whole where it is cut (statistics over the batch, an op
@@ -33,7 +33,7 @@ from meshfold.opgraph import Arg, FoldedGraph, Op, OpGraph, Ref, SourceKind, Sym
 from meshfold.passes.boundaries import find_boundaries
 from meshfold.passes.data_parallel import follow_batch
 from meshfold.passes.localize import localize
-from meshfold.passes.loss_counts import COUNT, CROSS_ENTROPY, loss_counts, takes_mean, with_sum
+from meshfold.passes.loss_counts import COUNT, loss_counts, takes_mean, with_sum
 from meshfold.passes.region_price import layouts_of_values, value_name
 from meshfold.passes.rules import region_rules, rule_locals, summed_axes
 from meshfold.spmd import INVARIANT, PARTIAL, Layout, local_shape
@@ -210,7 +210,7 @@ class _Cut:
         if self.sizes[0] > 1 and summed_axes(self.whole_graph, k, chosen):
             if "mean" in rule_locals(self.whole_graph, k, chosen):
                 divisor = self.sizes[0]
-            elif op.target == CROSS_ENTROPY and takes_mean(op):
+            elif takes_mean(op):
                 op, divisor = with_sum(op), Symbol(COUNT, str(k))
         if divisor is None:
             self.ops.append(op)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from meshfold.opgraph import OpGraph
 from meshfold.passes.rule_domains import RuleTable, is_constant_op
 from meshfold.passes.rule_labels import OpLabels
-from meshfold.passes.rules import AxisRule, Divisions, axis_rules, op_labels
+from meshfold.passes.rule_shards import Divisions
+from meshfold.passes.rules import AxisRule, axis_rules, op_labels
 
 RulesOfOps = tuple[tuple[AxisRule, ...], ...]
 """Per op its rules on one axis."""

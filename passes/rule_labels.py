@@ -61,6 +61,9 @@ class OpLabels:
     special: see Special. whole_if_odd: label -> operands that stay whole, as if they did not carry
     it, where their dim does not divide. units: label -> number of equal units that a rank may only
     hold whole, as groups of channels. local: local implementation under every rule.
+    pads, keeps_padding: labels that may be a padded shard where they do not divide (meshfold.spmd).
+    An op that pads never looks at what is beyond the end, and gives it no gradient; one that keeps
+    padding makes finite numbers of finite ones there, and no gradient of none.
     """
 
     inputs: tuple[Dims, ...]
@@ -71,6 +74,8 @@ class OpLabels:
     special: Mapping[str, Special] = field(default_factory=lambda: MappingProxyType({}))
     whole_if_odd: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
     units: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    pads: frozenset[str] = frozenset()
+    keeps_padding: frozenset[str] = frozenset()
     local: str = "plain"
 
     @property

@@ -15,23 +15,23 @@ A value without gradient is Invariant where a rule would say Replicate: they are
 An op without a row, or called in a way its row does not know, has the rule "I" alone: it runs on
 whole values.
 
-Which places: (dim, blocks) candidates of every value grow from blocks = 1 along labels until
-nothing changes, forwards and backwards over the whole region (shard_candidates). So a split into
-q, k, v asks for three blocks of the weight in front of it.
+Which places: those that some op of the region asks for (passes.rule_shards).
 """
 
 from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from meshfold.opgraph import Dependence, Op, OpGraph, Value
-from meshfold.passes.rule_labels import (
-    Dims,
-    OpLabels,
-    OpRule,
-    RuleComm,
-    Special,
-    bind,
+from meshfold.passes.rule_labels import OpLabels, OpRule, RuleComm, Special, bind
+from meshfold.passes.rule_shards import (
+    PADDED,
+    Candidates,
+    Divisions,
+    Shardings,
+    Shards,
+    grown_shardings,
+    new_shardings,
+    shards_at,
 )
 from meshfold.passes.rules_attention import ATTENTION_RULES
 from meshfold.passes.rules_contraction import CONTRACTION_RULES
@@ -44,7 +44,7 @@ from meshfold.passes.rules_random import RANDOM_RULES
 from meshfold.passes.rules_reduction import REDUCTION_RULES
 from meshfold.passes.rules_shape import SHAPE_RULES
 from meshfold.passes.rules_spatial import SPATIAL_RULES
-from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard, SpmdType, is_legal
+from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, SpmdType, is_legal
 from meshfold.strategy import OpTyping
 
 __all__ = ["OP_RULES", "AxisRule", "RuleComm", "region_rules", "typing_of"]
@@ -68,7 +68,8 @@ OP_RULES: dict[str, OpRule] = {
 class AxisRule:
     """One way to run an op on one axis.
 
-    name: unique per op and axis size: "I", "R", "P0", a label, or a label and its place ("d0/4").
+    name: unique per op and axis size: "I", "R", "P0", a label, or a label and its place ("d0/4"; of
+    a padded shard "v/+").
     inputs: per entry of op.operands; outputs: per entry of op.outputs. local: the implementation
     (meshfold.local_ops). splits_work: the axis divides the op's work; load: that of the busiest
     rank over the mean.
@@ -81,42 +82,6 @@ class AxisRule:
     local: str = "plain"
     splits_work: bool = False
     load: float = 1.0
-
-
-class Divisions:
-    """What divides over an axis of `size` ranks, with all answers given so far: the one way in
-    which rules depend on a size."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._answers: dict[tuple[int, int], bool] = {}
-
-    def __call__(self, extent: int, blocks: int) -> bool:
-        """Whether `blocks` equal blocks of an extent divide over the axis."""
-        key = extent, blocks
-        found = self._answers.get(key)
-        if found is None:
-            found = self._answers[key] = extent % (blocks * self.size) == 0
-        return found
-
-    def agree_with(self, size: int) -> bool:
-        """Whether another size, on an axis that is one, gives all of these answers."""
-        if 1 in (size, self.size):
-            return size == self.size
-        return all(
-            (extent % (blocks * size) == 0) == answer
-            for (extent, blocks), answer in self._answers.items()
-        )
-
-
-Candidates = tuple[frozenset[tuple[int, int]], ...]
-"""Per value of the graph: (dim, blocks) of its shards on one axis."""
-
-_Shards = tuple[SpmdType | None, ...]
-"""Shards of operands, then outputs; None: does not carry the label."""
-
-_Shardings = dict[tuple[str, int], _Shards | None]
-"""By (label, place); None: some tensor cannot be sharded there."""
 
 
 def op_labels(graph: OpGraph, op: Op) -> OpLabels | None:
@@ -139,7 +104,7 @@ def axis_rules(
     graph: OpGraph, labels: Sequence[OpLabels | None], divisions: Divisions
 ) -> tuple[tuple[AxisRule, ...], ...]:
     """Per op its rules on one axis. labels: op_labels of every op."""
-    _, shardings = _grown(graph, labels, divisions)
+    _, shardings = grown_shardings(graph, labels, divisions)
     return tuple(
         _op_rules(graph, op, labels[k], divisions.size, shardings[k])
         for k, op in enumerate(graph.ops)
@@ -158,8 +123,10 @@ def rule_inside(
     spec = op_labels(graph, op)
     assert spec is not None, "an op without labels has no rule that splits its work"
     label, _, place = rule.name.partition("/")
+    if place == "+":
+        return None
     inside = int(place or 1) * outer_size
-    shards = _shards_at(graph, op, spec, label, inside, Divisions(size))
+    shards = shards_at(graph, op, spec, label, inside, Divisions(size))
     return next(_label_rule(graph, op, spec, label, inside, shards), None) if shards else None
 
 
@@ -182,7 +149,9 @@ def is_legal_typing(graph: OpGraph, op_index: int, typing: OpTyping, sizes: Sequ
 
 def shard_candidates(graph: OpGraph, size: int) -> Candidates:
     """The fixpoint of (dim, blocks) candidates of every value, for an axis of `size` ranks."""
-    candidates, _ = _grown(graph, [op_labels(graph, op) for op in graph.ops], Divisions(size))
+    candidates, _ = grown_shardings(
+        graph, [op_labels(graph, op) for op in graph.ops], Divisions(size)
+    )
     return candidates
 
 
@@ -203,100 +172,17 @@ def summed_axes(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[int, .
     return tuple(k for k, name in enumerate(typing.rules) if name.split("/")[0] in summed)
 
 
-def _grown(
-    graph: OpGraph, labels: Sequence[OpLabels | None], divisions: Divisions
-) -> tuple[Candidates, list[_Shardings]]:
-    """Candidates of every value, and per op the shards they lead to."""
-    found: list[set[tuple[int, int]]] = [
-        {(d, 1) for d, extent in enumerate(value.shape) if extent and divisions(extent, 1)}
-        for value in graph.values
-    ]
-    shardings: list[_Shardings] = [{} for _ in graph.ops]
-    waiting = set() if divisions.size == 1 else {k for k, spec in enumerate(labels) if spec}
-    while waiting:
-        for k in sorted(waiting):
-            waiting.discard(k)
-            op, spec = graph.ops[k], labels[k]
-            assert spec is not None
-            for shards in _new_shardings(graph, op, spec, divisions, found, shardings[k]):
-                for v, t in zip((*op.operands, *op.outputs), shards, strict=True):
-                    if t is not None and (t.dim, t.blocks) not in found[v]:
-                        found[v].add((t.dim, t.blocks))
-                        near = (*graph.users[v], graph.producers[v])
-                        waiting.update(j for j in near if j >= 0 and labels[j])
-    return tuple(map(frozenset, found)), shardings
-
-
-def _new_shardings(
-    graph: OpGraph,
-    op: Op,
-    spec: OpLabels,
-    divisions: Divisions,
-    candidates: Sequence[AbstractSet[tuple[int, int]]],
-    known: _Shardings,
-) -> list[_Shards]:
-    """Adds to `known` every (label, place) that a candidate of some operand or output asks for;
-    returns the shards of those that were added and that all tensors can have."""
-    tensors = [
-        (graph.values[v].shape, candidates[v], dims)
-        for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
-    ]
-    wanted = {
-        (carried[0], carried[1] * blocks)
-        for _, found, dims in tensors
-        for d, blocks in found
-        if (carried := dims[d]) is not None
-    }
-    new = []
-    for label, place in sorted(wanted - known.keys()):
-        known[label, place] = shards = _shards_at(graph, op, spec, label, place, divisions)
-        if shards is not None:
-            new.append(shards)
-    return new
-
-
-def _shards_at(
-    graph: OpGraph, op: Op, spec: OpLabels, label: str, place: int, divisions: Divisions
-) -> _Shards | None:
-    """Shards of operands, then outputs, with the label sharded at `place`; None if one cannot."""
-    if not divisions(spec.units.get(label, 0), place):
-        return None
-    optional = spec.whole_if_odd.get(label, frozenset())
-    shards: list[SpmdType | None] = []
-    pairs = zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
-    for k, (v, dims) in enumerate(pairs):
-        possible, shard = _shard_at(graph.values[v].shape, dims, label, place, divisions)
-        if not possible and k not in optional:
-            return None
-        shards.append(shard)
-    return tuple(shards)
-
-
-def _shard_at(
-    shape: Sequence[int], dims: Dims, label: str, place: int, divisions: Divisions
-) -> tuple[bool, SpmdType | None]:
-    """(possible, shard) of a tensor whose label is sharded at `place`."""
-    carries = False
-    for d, carried in enumerate(dims):
-        if carried is not None and carried[0] == label:
-            carries = True
-            blocks, rest = divmod(place, carried[1])
-            if rest == 0 and shape[d] and divisions(shape[d], blocks):
-                return True, Shard(d, blocks)
-    return not carries, None
-
-
 def rules_of_op(graph: OpGraph, op: Op, size: int, candidates: Candidates) -> tuple[AxisRule, ...]:
     """Rules of one op on an axis of `size` ranks, for given candidates of its values."""
     spec = op_labels(graph, op)
-    known: _Shardings = {}
+    known: Shardings = {}
     if spec is not None and size > 1:
-        _new_shardings(graph, op, spec, Divisions(size), candidates, known)
+        new_shardings(graph, op, spec, Divisions(size), candidates, known)
     return _op_rules(graph, op, spec, size, known)
 
 
 def _op_rules(
-    graph: OpGraph, op: Op, spec: OpLabels | None, size: int, shardings: _Shardings
+    graph: OpGraph, op: Op, spec: OpLabels | None, size: int, shardings: Shardings
 ) -> tuple[AxisRule, ...]:
     """Rules of one op on one axis, "I" first. Rules that mean the same types are given once."""
     fixed = _fixed_rules(graph, op, spec)
@@ -341,7 +227,7 @@ def _label_rule(
     spec: OpLabels,
     label: str,
     place: int,
-    shards: tuple[SpmdType | None, ...],
+    shards: Shards,
 ) -> Iterator[AxisRule]:
     """The rule that shards `label`, if there is one."""
     special = spec.special.get(label, Special())
@@ -354,7 +240,7 @@ def _label_rule(
     outputs = tuple(t or rest for t in shards[len(op.operands) :])
     kept = tuple(t for t in outputs if t is not None)
     if len(kept) == len(outputs):
-        name = label if place == 1 else f"{label}/{place}"
+        name = label if place == 1 else f"{label}/{'+' if place == PADDED else place}"
         local = _local_of(spec, label)
         yield AxisRule(name, inputs, kept, special.comm, local, True, special.load)
 

@@ -27,7 +27,11 @@ def _linear(op: BoundOp) -> OpLabels | None:
     inputs: list[Dims] = [(*batch, part("k")), (part("o"), part("k"))]
     inputs += [(part("o"),)] * len(op.positions("bias"))
     return OpLabels(
-        tuple(inputs), ((*batch, part("o")),), summed=_K, added=frozenset(op.positions("bias"))
+        tuple(inputs),
+        ((*batch, part("o")),),
+        summed=_K,
+        added=frozenset(op.positions("bias")),
+        keeps_padding=frozenset({"o"}),
     )
 
 

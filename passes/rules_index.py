@@ -24,6 +24,7 @@ def _embedding(op: BoundOp) -> OpLabels | None:
         ((*ids, part("o")),),
         summed=frozenset({"v"}),
         special=MappingProxyType({"v": Special(local="embedding")}),
+        pads=frozenset({"v"}),
     )
 
 

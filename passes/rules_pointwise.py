@@ -1,8 +1,11 @@
 """Rules of elementwise ops: every dim of the result is a label; a broadcast dim has none.
 
 Linear: what may be a pending sum. `x + 1` is not linear in x (each rank would add 1), nor is
-`x * x` or `1 / x`.
+`x * x` or `1 / x`. Padding is kept by what makes finite numbers of zeros, with finite slopes: that
+of a square root is not, and a quotient may divide by a zero beyond the end.
 """
+
+from dataclasses import replace
 
 from meshfold.opgraph import Arg
 from meshfold.passes.rule_labels import (
@@ -71,23 +74,41 @@ def _filled(op: BoundOp) -> OpLabels:
     return _pointwise(op, (frozenset({0}),) if _is_zero(op.get("value")) else ())
 
 
+def _padded(labels: LabelFunction) -> LabelFunction:
+    """The same, of an op that keeps padding."""
+
+    def kept(op: BoundOp) -> OpLabels | None:
+        found = labels(op)
+        assert found is not None
+        return replace(found, keeps_padding=frozenset(found.names))
+
+    return kept
+
+
+def _scaled(op: BoundOp) -> OpLabels:
+    """div keeps padding where it divides by a number."""
+    found = _quotient(op)
+    by_number = not op.has_tensor("other")
+    return replace(found, keeps_padding=frozenset(found.names)) if by_number else found
+
+
 _LIKE = "self dtype layout device pin_memory memory_format"
 _CAST = "self dtype layout device pin_memory non_blocking memory_format"
 
 _ROWS: dict[str, tuple[str, LabelFunction]] = {
-    "neg.default": ("self", _linear_unary),
-    "alias.default": ("self", _linear_unary),
-    "detach.default": ("self", _linear_unary),
-    "lift_fresh_copy.default": ("self", _linear_unary),
-    "clone.default": ("self memory_format", _linear_unary),
-    "contiguous.default": ("self memory_format", _linear_unary),
-    "_to_copy.default": (_CAST, _cast),
-    "add.Tensor": ("self other alpha", _sum_of_two),
-    "sub.Tensor": ("self other alpha", _sum_of_two),
+    "neg.default": ("self", _padded(_linear_unary)),
+    "alias.default": ("self", _padded(_linear_unary)),
+    "detach.default": ("self", _padded(_linear_unary)),
+    "lift_fresh_copy.default": ("self", _padded(_linear_unary)),
+    "clone.default": ("self memory_format", _padded(_linear_unary)),
+    "contiguous.default": ("self memory_format", _padded(_linear_unary)),
+    "_to_copy.default": (_CAST, _padded(_cast)),
+    "add.Tensor": ("self other alpha", _padded(_sum_of_two)),
+    "sub.Tensor": ("self other alpha", _padded(_sum_of_two)),
     "rsub.Scalar": ("self other alpha", _nonlinear),
-    "mul.Tensor": ("self other", _product),
-    "mul.Scalar": ("self other", _product),
-    "div.Tensor": ("self other", _quotient),
+    "mul.Tensor": ("self other", _padded(_product)),
+    "mul.Scalar": ("self other", _padded(_product)),
+    "div.Tensor": ("self other", _scaled),
     "div.Tensor_mode": ("self other rounding_mode", _quotient),
     "where.self": ("condition self other", _choice),
     "where.ScalarOther": ("condition self other", _choice),
@@ -130,5 +151,6 @@ BINARY = (
 POINTWISE_RULES = {
     **{f"aten.{name}": rule(names, labels) for name, (names, labels) in _ROWS.items()},
     **{f"aten.{name}.default": rule("self", _nonlinear) for name in UNARY},
+    "aten.tanh.default": rule("self", _padded(_nonlinear)),
     **{f"aten.{name}": rule("self other", _nonlinear) for name in BINARY},
 }

@@ -6,7 +6,15 @@ All are linear. Sizes among their arguments are rewritten by passes.localize.
 import math
 from collections.abc import Sequence
 
-from meshfold.passes.rule_labels import BoundOp, Dims, OpLabels, numbered, part, rule
+from meshfold.passes.rule_labels import (
+    BoundOp,
+    Dims,
+    OpLabels,
+    broadcast_dims,
+    numbered,
+    part,
+    rule,
+)
 
 _LINEAR = (frozenset({0}),)
 
@@ -36,12 +44,18 @@ def view_labels(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dim
     return tuple(left), tuple(right)
 
 
+def _moved(inputs: tuple[Dims, ...], outputs: tuple[Dims, ...]) -> OpLabels:
+    """Data that keeps its order along every label, padding and all."""
+    names = frozenset(p[0] for dims in (*inputs, *outputs) for p in dims if p)
+    return OpLabels(inputs, outputs, linear=_LINEAR, keeps_padding=names)
+
+
 def _view(op: BoundOp) -> OpLabels | None:
     source, target = op.values[0].shape, op.outputs[0].shape
     if math.prod(source) == 0:
         return None
     left, right = view_labels(source, target)
-    return OpLabels((left,), (right,), linear=_LINEAR)
+    return _moved((left,), (right,))
 
 
 def _expand(op: BoundOp) -> OpLabels:
@@ -55,6 +69,14 @@ def _expand(op: BoundOp) -> OpLabels:
     return OpLabels((own,), (labels,), linear=_LINEAR)
 
 
+def _broadcast(op: BoundOp) -> OpLabels:
+    """Every tensor expanded to the shape of all."""
+    shape = op.outputs[0].shape
+    labels = numbered(shape)
+    inputs = tuple(broadcast_dims(v.shape, shape, labels) for v in op.values)
+    return OpLabels(inputs, (labels,) * len(op.outputs))
+
+
 def _transpose(op: BoundOp) -> OpLabels:
     rank = len(op.values[0].shape)
     order = list(range(rank))
@@ -62,19 +84,19 @@ def _transpose(op: BoundOp) -> OpLabels:
     if rank > 1:
         order[a], order[b] = order[b], order[a]
     labels = numbered(op.values[0].shape)
-    return OpLabels((labels,), (tuple(labels[d] for d in order),), linear=_LINEAR)
+    return _moved((labels,), (tuple(labels[d] for d in order),))
 
 
 def _permute(op: BoundOp) -> OpLabels:
     labels = numbered(op.values[0].shape)
     order = [d % len(labels) for d in op.integers("dims")]
-    return OpLabels((labels,), (tuple(labels[d] for d in order),), linear=_LINEAR)
+    return _moved((labels,), (tuple(labels[d] for d in order),))
 
 
 def _unsqueeze(op: BoundOp) -> OpLabels:
     labels = numbered(op.values[0].shape)
     dim = op.dim("dim", len(labels) + 1)
-    return OpLabels((labels,), ((*labels[:dim], None, *labels[dim:]),), linear=_LINEAR)
+    return _moved((labels,), ((*labels[:dim], None, *labels[dim:]),))
 
 
 def _squeeze(op: BoundOp) -> OpLabels:
@@ -99,7 +121,7 @@ def _slice(op: BoundOp) -> OpLabels:
     """A dim that is kept whole keeps its label."""
     source, target = op.values[0].shape, op.outputs[0].shape
     labels = numbered(source, but=[d for d, n in enumerate(source) if n != target[d]])
-    return OpLabels((labels,), (labels,), linear=_LINEAR)
+    return _moved((labels,), (labels,))
 
 
 def _reorder(op: BoundOp) -> OpLabels:
@@ -221,6 +243,7 @@ SHAPE_RULES = {
     "aten.unflatten.int": rule("self dim sizes", _view),
     "aten.flatten.using_ints": rule("self start_dim end_dim", _view),
     "aten.expand.default": rule("self size implicit", _expand),
+    "aten.broadcast_tensors.default": rule("tensors", _broadcast),
     "aten.t.default": rule("self", _transpose),
     "aten.transpose.int": rule("self dim0 dim1", _transpose),
     "aten.permute.default": rule("self dims", _permute),

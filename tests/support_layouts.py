@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Mesh
-from meshfold.spmd import INVARIANT, PARTIAL, Layout, local_shape
+from meshfold.spmd import INVARIANT, PARTIAL, Layout, Shard, SpmdType, local_shape, padded_shape
 
 Coords = tuple[int, ...]
 
@@ -33,6 +33,17 @@ class FlatCosts:
 
     def compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
         return 1e-6 + flops * 1e-12 + num_bytes * 1e-12
+
+
+def _unpadded(t: SpmdType) -> SpmdType:
+    return Shard(t.dim) if t.padded else t
+
+
+def _filled(x: Tensor, shape: Sequence[int], beyond: float) -> Tensor:
+    """x in a corner of what is filled up with one number."""
+    out = torch.full(tuple(shape), beyond).to(x.dtype)
+    out[tuple(slice(n) for n in x.shape)] = x
+    return out
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -60,8 +71,11 @@ def _held_indices(size: int, digits: tuple[tuple[int, int, int], ...]) -> Tensor
     return index[keep]
 
 
-def cut(x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) -> list[Tensor]:
-    """Local tensors of the global x, in rank order. Pending sums are random parts."""
+def cut(
+    x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator, *, beyond: float = 0.0
+) -> list[Tensor]:
+    """Local tensors of the global x, in rank order. Pending sums are random parts; padding holds
+    the number `beyond`."""
     wholes: dict[Coords, Tensor] = {(): x}
     for t, size in zip(layout, mesh.sizes, strict=True):
         parted = {}
@@ -77,18 +91,33 @@ def cut(x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) -> li
             parted.update({(*coords, c): p for c, p in enumerate(parts)})
         wholes = parted
     out = []
+    full = padded_shape(x.shape, layout, mesh.sizes)
     for rank in range(mesh.num_ranks):
-        local = wholes[mesh.coords(rank)]
-        for dim, held in _held(x.shape, layout, mesh, mesh.coords(rank)).items():
+        local = _filled(wholes[mesh.coords(rank)], full, beyond)
+        for dim, held in _held(full, layout, mesh, mesh.coords(rank)).items():
             local = local.index_select(dim, held)
         out.append(local.clone())
     return out
 
 
 def put_together(
-    locals_: Sequence[Tensor], shape: Sequence[int], layout: Layout, mesh: Mesh
+    locals_: Sequence[Tensor],
+    shape: Sequence[int],
+    layout: Layout,
+    mesh: Mesh,
+    *,
+    zeros_beyond: bool = False,
 ) -> Tensor:
-    """The global tensor. Raises AssertionError where ranks that must agree do not."""
+    """The global tensor without padding. Raises AssertionError where ranks that must agree do not,
+    or with `zeros_beyond` where padding holds anything else."""
+    full = padded_shape(shape, layout, mesh.sizes)
+    if full != tuple(shape):
+        whole = put_together(locals_, full, tuple(map(_unpadded, layout)), mesh)
+        inside = whole[tuple(slice(n) for n in shape)]
+        assert torch.isfinite(whole).all(), "padding that is not finite"
+        if zeros_beyond:
+            assert_close(whole, _filled(inside, full, 0.0))
+        return inside
     wholes: dict[Coords, Tensor] = {}
     for rank, local in enumerate(locals_):
         assert local.shape == local_shape(shape, layout, mesh.sizes), "local shape"

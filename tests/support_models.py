@@ -33,7 +33,7 @@ IGNORED = -100
 _TEXT = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def _gpt2(layers: int) -> nn.Module:
+def _gpt2(layers: int, **other: Any) -> nn.Module:
     config = transformers.GPT2Config(
         n_layer=layers,
         n_embd=HIDDEN,
@@ -42,7 +42,7 @@ def _gpt2(layers: int) -> nn.Module:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         resid_pdrop=0.0,
-        **_TEXT,
+        **_TEXT | other,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -74,6 +74,19 @@ def _uneven(layers: int) -> nn.Module:
         "num_key_value_heads": 5,
     }
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def _odd_gpt2(layers: int) -> nn.Module:
+    """Tied, with a vocabulary that nothing divides: as GPT-2's 50,257."""
+    return _gpt2(layers, vocab_size=67)
+
+
+def _odd_gemma2(layers: int) -> nn.Module:
+    """The same with logits that are capped: scaled, tanh, scaled."""
+    sizes = _llama_sizes(layers) | {"vocab_size": 67, "tie_word_embeddings": True, "head_dim": 4}
+    config = transformers.Gemma2Config(**sizes, final_logit_softcapping=2.0, sliding_window=4)
+    config._attn_implementation = "eager"
+    return transformers.Gemma2ForCausalLM(config)
 
 
 def _mixtral(layers: int) -> nn.Module:
@@ -154,6 +167,8 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "vit": _vit,
     "mixtral": _mixtral,
     "uneven": _uneven,
+    "odd_gpt2": _odd_gpt2,
+    "odd_gemma2": _odd_gemma2,
     "gpt_oss": _gpt_oss,
 }
 

@@ -14,11 +14,15 @@ from meshfold.collectives import RankMesh
 from meshfold.emit_op import emit_op
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.opgraph import Arg, Op, OpGraph, Ref, Slot, SlotKind, Value
+from meshfold.passes.rule_shards import PADDED, Divisions
 from meshfold.passes.rules import AxisRule, is_legal_typing, rules_of_op, typing_of
 from meshfold.strategy import OpTyping
 from meshfold.torch_ops import dtype_name, symbol, torch_target
 
 BLOCKS = (1, 2, 3, 4)
+
+BEYOND = 0.75
+"""What padding of operands holds: of no consequence to any result."""
 
 
 def mesh_of(*sizes: int) -> Mesh:
@@ -57,13 +61,15 @@ class SingleOp:
         return a
 
     def axis_rules(self, size: int) -> tuple[AxisRule, ...]:
-        """Every rule at every place with up to 4 blocks, whatever other ops would ask for."""
+        """Every rule at every place with up to 4 blocks, or padded, whatever other ops would ask
+        for."""
+        divides = Divisions(size)
         candidates = tuple(
             frozenset(
                 (d, g)
                 for d, extent in enumerate(value.shape)
-                for g in BLOCKS
-                if extent and extent % (size * g) == 0
+                for g in (PADDED, *BLOCKS)
+                if extent and divides(extent, g)
             )
             for value in self.graph.values
         )
@@ -120,7 +126,7 @@ def check_typings(op: SingleOp, mesh: Mesh, typings: Sequence[OpTyping]) -> None
     modules = [op.emitted(typing, mesh) for typing in typings]
     locals_ = [
         [
-            cut(t.detach(), y, mesh, generator)
+            cut(t.detach(), y, mesh, generator, beyond=BEYOND)
             for t, y in zip(op.tensors, typing.inputs, strict=True)
         ]
         for typing in typings
@@ -151,7 +157,8 @@ def check_typings(op: SingleOp, mesh: Mesh, typings: Sequence[OpTyping]) -> None
             for i, whole in enumerate(expected_gradients):
                 parts = [r[k][1][i] for r in results]
                 layout = gradient_layout(typing.inputs[i])
-                assert_close(put_together(parts, whole.shape, layout, mesh), whole)
+                found = put_together(parts, whole.shape, layout, mesh, zeros_beyond=True)
+                assert_close(found, whole)
         except AssertionError as error:
             types = " ".join(map(str, typing.inputs)), " ".join(map(str, typing.outputs))
             raise AssertionError(f"{op.target} rule {typing.rules} {types}: {error}") from error

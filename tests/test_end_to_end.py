@@ -9,6 +9,7 @@ little by itself; the gradients are held one by one.
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,9 +72,22 @@ def captured_family(family: str) -> Captured:
         return capture(model, batch)
 
 
+ODD_TABLES = {"odd_gpt2": "*wte.weight", "odd_gemma2": "*embed_tokens.weight"}
+"""Families whose vocabulary no axis divides, and their embeddings."""
+
+
+def pins_for(family: str, strategy: str) -> tuple[int, dict[str, Any]]:
+    """(processes, pins). A table as small as those of tests would be cut along its columns."""
+    num_processes, pins = ALL_PINS[strategy]
+    if family not in ODD_TABLES:
+        return num_processes, pins
+    zero = ",dp" if pins.get("zero") else ""
+    return num_processes, {**pins, f"layout:{ODD_TABLES[family]}": f"tp:0{zero}"}
+
+
 @cache
 def plan_for(family: str, strategy: str) -> Plan:
-    num_processes, pins = ALL_PINS[strategy]
+    num_processes, pins = pins_for(family, strategy)
     cluster = resolve_cluster("local-cpu", num_processes)
     options = meshfold.CompileOptions(pins=pins)
     return plan_captured(captured_family(family), family, cluster, options)
@@ -92,6 +106,38 @@ def test_padded_parameters_equal_one_process(pools: Pools) -> None:
     stored = [p.stored for region in plan.regions for p in region.parameters]
     assert all(layout[0].padded for layout in stored)
     check_step(pools, "uneven", "zero3 of four")
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        ("odd_gpt2", "tp+sp"),
+        ("odd_gpt2", "zero3 x tp+sp"),
+        pytest.param("odd_gpt2", "dp x tp", marks=pytest.mark.slow),
+        pytest.param("odd_gpt2", "cp x tp+sp", marks=pytest.mark.slow),
+        pytest.param("odd_gemma2", "tp", marks=pytest.mark.slow),
+        pytest.param("odd_gemma2", "zero3 x tp+sp", marks=pytest.mark.slow),
+    ],
+)
+def test_an_odd_vocabulary_is_shared_over_tp(pools: Pools, family: str, strategy: str) -> None:
+    plan = plan_for(family, strategy)
+    tables = [p for region in plan.regions for p in region.parameters if p.shape[0] == 67]
+    assert len(tables) == 2  # read by the embedding and by the head
+    axis = plan.mesh.index("tp")
+    assert all(str(p.stored[axis]) == str(p.used[axis]) == "S0+" for p in tables)
+    check_step(pools, family, strategy)
+
+
+@pytest.mark.slow
+def test_an_odd_vocabulary_trains_and_loads_elsewhere(pools: Pools, tmp_path: Path) -> None:
+    expected = losses_of_one_process("odd_gpt2")
+    _, pins = pins_for("odd_gpt2", "zero3 x tp+sp")
+    for losses in pools.run(4, "support_emit:train_steps", "odd_gpt2", pins, 3, is_local=False):
+        assert losses == pytest.approx(expected, abs=EXACT)
+    plans = [plan_to_json(plan_for("odd_gpt2", s)) for s in ("zero3 x tp+sp", "dp x tp")]
+    captured = captured_family("odd_gpt2")
+    found = pools.run(4, "support_emit:save_and_load", "odd_gpt2", captured, *plans, str(tmp_path))
+    assert all(wrong == [] for wrong in found)
 
 
 @pytest.mark.slow

@@ -106,7 +106,8 @@ def test_sharded_cross_entropy_of_half_precision_sums_in_float32() -> None:
 
     def body(mesh: RankMesh) -> Tensor:
         part = logits.chunk(2, 1)[mesh.rank].requires_grad_()
-        loss = local_ops.cross_entropy(mesh, part, target, "mean", -100, 64, (("dp", 1),), ())
+        classes = 64, (("dp", 1),)
+        loss = local_ops.cross_entropy(mesh, part, target, None, "mean", -100, 0.0, *classes, ())
         loss.backward()  # type: ignore[no-untyped-call]
         assert part.grad is not None and part.grad.dtype == torch.bfloat16
         return loss.detach()

@@ -10,7 +10,8 @@ from support_models import families, tiny_model
 from meshfold.capture import capture
 from meshfold.opgraph import OpGraph
 from meshfold.passes.rule_book import RuleBook
-from meshfold.passes.rules import Divisions, region_rules
+from meshfold.passes.rule_shards import Divisions
+from meshfold.passes.rules import region_rules
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 16, 32)
 

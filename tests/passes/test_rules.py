@@ -225,15 +225,6 @@ REFUSED = {
         *(real(12, 12, 4), None, None, real(12, grad=False), real(12, grad=False)),
         *(True, 0.1, 1e-5, False),
     ),
-    "class weights": lambda: SingleOp(
-        "aten.cross_entropy_loss.default", real(24, 36), whole(36, 24), real(36, grad=False)
-    ),
-    "label smoothing": lambda: SingleOp(
-        "aten.cross_entropy_loss.default", real(24, 36), whole(36, 24), None, 1, -100, 0.1
-    ),
-    "class probabilities": lambda: SingleOp(
-        "aten.cross_entropy_loss.default", real(24, 36), real(24, 36, grad=False)
-    ),
     "gradients scaled by frequency": lambda: SingleOp(
         "aten.embedding.default", real(24, 12), whole(24, 12), -1, True
     ),
