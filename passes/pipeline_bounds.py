@@ -41,7 +41,7 @@ def peak_rate_bounds_s(
     layers = [by_region[i.region] for i in problems.folded.instances]
     bounds = []
     for degrees in tree.candidates:
-        parts = degrees.dp * degrees.tp * degrees.microbatches
+        parts = degrees.degrees.batch_ranks * degrees.tp * degrees.microbatches
         kinds = _kinds(tree, degrees) if kind is None else {kind}
         bounds.append(least_step_s(degrees, kinds, layers) / parts)
     return np.array(bounds)

@@ -18,6 +18,7 @@ from meshfold.errors import InfeasibleError, OptionError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions, PinValue
 from meshfold.passes.decision_tree import Situation
+from meshfold.passes.expert_rules import shared_experts
 from meshfold.passes.pipeline_assembly import assemble_pipeline
 from meshfold.passes.pipeline_problem import PipelineProblems
 from meshfold.passes.pipeline_search import PipelineOutcome, PricedPipeline, search_pipelines
@@ -93,6 +94,7 @@ def _tree(
         pins=options.pins,
         allow_planned=options.allow_planned,
         switched_off=options.without_cuts,
+        experts=shared_experts(folded),
     )
     return grow_pipelines(situation, len(folded.instances))
 
@@ -182,8 +184,8 @@ def _infeasible(problems: PipelineProblems, tree: PipelineTree) -> InfeasibleErr
     available = bytes_text(problems.capacity_bytes)
     return InfeasibleError(
         f"nothing fits in {available} per device on {problems.cluster.num_devices} devices, with "
-        f"or without a pipeline ({len(tree.candidates)} choices of pp x dp x tp and microbatches); "
-        "use more devices, more memory or a smaller batch",
+        f"or without a pipeline ({len(tree.candidates)} choices of pp x dp x ep x tp and "
+        "microbatches); use more devices, more memory or a smaller batch",
         binding_constraint="memory",
         available_bytes=problems.capacity_bytes,
     )

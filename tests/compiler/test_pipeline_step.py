@@ -25,18 +25,25 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp2 x dp2": {"pp": 2, "dp": 2, "zero": 0},
     "pp2 x dp2, zero3": {"pp": 2, "dp": 2, "zero": 3},
 }
+EXPERT_MESHES: dict[str, dict[str, Any]] = {
+    "pp2 x ep2": {"pp": 2, "ep": 2, "zero": 0},
+    "pp2 x ep2, zero3": {"pp": 2, "ep": 2, "zero": 3},
+}
 FAMILIES = ("gpt2", "llama", "t5", "vit", "mixtral")
 
 
 def cases() -> list[Any]:
-    """(family, mesh, which schedules): GPT-2 on pp4 under all, of the others two of five each, so
-    that every family and every mesh meets every schedule twice."""
+    """(family, mesh, which schedules): GPT-2 on pp4 and shared experts under all, of the others two
+    of five each, so that every family and every mesh meets every schedule twice."""
     found = [pytest.param("gpt2", "pp4", range(5), id="gpt2-pp4")]
     for f, family in enumerate(FAMILIES):
         for k, mesh in enumerate(MESHES):
             chosen = [(f + k) % 5, (f + k + 2) % 5]
             slow = pytest.param(family, mesh, chosen, marks=pytest.mark.slow, id=f"{family}-{mesh}")
             found += [slow] if (family, mesh) != ("gpt2", "pp4") else []
+    for mesh in EXPERT_MESHES:
+        every = pytest.param("mixtral", mesh, range(5), marks=pytest.mark.slow)
+        found.append(every)
     return found
 
 
@@ -62,8 +69,9 @@ def test_pipelines_compute_what_one_process_does(
     pools: Pools, family: str, mesh: str, chosen: Sequence[int]
 ) -> None:
     layers = LAYERS.get(family, 6)
-    base = planned(family, layers, 4, pinned(MESHES[mesh]))
-    wanted = [schedules(MESHES[mesh]["pp"])[k] for k in chosen]
+    pins = {**MESHES, **EXPERT_MESHES}[mesh]
+    base = planned(family, layers, 4, pinned(pins))
+    wanted = [schedules(pins["pp"])[k] for k in chosen]
     texts = [plan_to_json(recut(base, schedule)) for schedule in wanted]
     captured = captured_model(family, layers)
     arguments = (family, layers, captured, texts)
