@@ -4,8 +4,9 @@
     2B0   take over gradients from stage 3, run autograd's backward, hand the border's gradients on
     2W0   make the gradients of weights that B left (meshfold.weight_gradients)
 
-Gradients add up in `.grad` over the microbatches. Once per step come: the reduction of replicated
-parameters, with the last backward of their stage (meshfold.late_reductions); the sum of the
+Gradients add up in `.grad` over the microbatches. Once per step come: gathers of parameters that
+stay (ZeRO 1 and 2), with the first forward of their stage; the reduction of gradients that are
+whole, with its last backward (meshfold.shared_step); the sum of the
 gradients of a parameter that several devices hold (tied embeddings); the loss, from the last stage
 to all. Microbatches on one device (gradient accumulation) go the same way, without messages.
 """
@@ -21,12 +22,12 @@ from torch import Tensor
 from meshfold.batches import LocalBatch
 from meshfold.collectives import ProcessMesh, RankMesh
 from meshfold.cost_models.schedules import Action, Pass
-from meshfold.late_reductions import LateReductions
 from meshfold.loss_targets import count_targets
 from meshfold.mesh import PIPELINE_AXIS
 from meshfold.passes.stage_graphs import BorderValue
 from meshfold.pipeline_program import EmittedPipeline
 from meshfold.runner import ProgramRunner, Tensors
+from meshfold.shared_step import SharedStep
 from meshfold.spmd import local_shape
 from meshfold.stage_links import Receipt, Shapes, StageLinks, wait_for
 from meshfold.torch_ops import torch_dtype
@@ -141,7 +142,7 @@ class _Running:
         self.microbatches = microbatches
         self.timeout_s = timeout_s
         self.splits = self.pipeline.schedule.splits_backward
-        self.late = {s: LateReductions() for s in owner.runners}
+        self.shared = {s: SharedStep() for s in owner.runners}
         self.held: dict[tuple[int, int], _Held] = {}
         """From F to B, or to W where the schedule has it."""
         self.peak_in_flight = 0
@@ -161,10 +162,10 @@ class _Running:
                 self._expect(near)
             self.mesh.microbatch = action.microbatch
             self.mesh.rng = (self.seed, self.step * len(self.microbatches) + action.microbatch)
-            self.late[action.stage].is_last = action == last[action.stage]
+            self.shared[action.stage].is_last = action == last[action.stage]
             self._RUN[action.kind](self, action)
             self.peak_in_flight = max(self.peak_in_flight, len(self.held))
-        assert all(late.is_empty for late in self.late.values())
+        assert all(shared.is_empty for shared in self.shared.values())
         if self.owner.links is not None:
             self.owner.links.finish(actions[-1], self.timeout_s)
         return self.loss
@@ -176,7 +177,7 @@ class _Running:
         for border, value in zip(graph.arrives, self._take(action), strict=True):
             arrived[border.name] = value.requires_grad_(border.value.requires_grad)
         outputs = self.owner.runners[stage].run_part(
-            *self.tensors, self.microbatches[action.microbatch], arrived, self.late[stage]
+            *self.tensors, self.microbatches[action.microbatch], arrived, self.shared[stage]
         )
         self._hand_on(action, outputs[: len(graph.leaves)])
         if stage + 1 == len(self.pipeline.stages):

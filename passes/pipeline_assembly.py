@@ -266,6 +266,7 @@ class _Writer:
             outputs=self._whole(typing.outputs),
             recompute=choice.figures.strategy.recompute,
             keeps_gathered=choice.figures.strategy.keeps_gathered,
+            whole_gradients=choice.figures.strategy.whole_gradients,
         )
 
     def _whole(self, layouts: Sequence[Layout]) -> tuple[Layout, ...]:

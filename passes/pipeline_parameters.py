@@ -25,7 +25,7 @@ from meshfold.passes.region_price import layouts_of_values
 from meshfold.spmd import INVARIANT, Layout
 from meshfold.strategy import RegionTyping
 
-PIPELINE_ZERO_LEVELS = (0, 3)
+PIPELINE_ZERO_LEVELS = (0, 1, 2, 3)
 
 Axes = tuple[str, ...]
 """Names of the axes of one group of ranks."""
@@ -76,7 +76,7 @@ class ParameterSums:
     """
 
     def __init__(self, parameters: Sequence[Parameter], zero: int, mesh: Mesh) -> None:
-        self.stored = self.gradients = self.updated = self.kept = 0
+        self.stored = self.gradients = self.results = self.updated = self.kept = 0
         self.gathered_once: Counter[Axes] = Counter()
         self.gathered: Counter[Axes] = Counter()
         self.scattered: Counter[Axes] = Counter()
@@ -103,6 +103,7 @@ class ParameterSums:
         if not value.requires_grad:
             return
         self.gradients += wide * (used if zero == 1 else part)
+        self.results += wide * part
         self.updated += wide * part
         if cut:
             (self.scattered_once if zero == 1 else self.scattered)[cut] += wide * used
@@ -118,7 +119,7 @@ class ParameterSums:
         inside = memory.backward_peak_bytes - memory.saved_bytes
         gathered, scattered = self.gathered.total(), self.scattered.total()
         buckets = scattered + self.scattered_once.total() + self.reduced.total()
-        result = self.gradients if buckets else 0
+        result = self.results if buckets else 0
         return max(
             memory.forward_peak_bytes + 2 * gathered + self.gathered_once.total(),
             inside + 2 * gathered + scattered,

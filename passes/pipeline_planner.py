@@ -103,7 +103,21 @@ def _notes(best: PricedPipeline) -> tuple[str, ...]:
     """How it trains; and a plan that uses what cannot run yet says so."""
     planned = [x.strategy.label for x in best.layers if not x.strategy.runs]
     notes = [f"{name}: planned, cannot run yet" for name in dict.fromkeys(planned)]
-    return tuple(notes) or ("forward and backward take turns: train by train_step(batch)",)
+    if not notes:
+        notes = ["forward and backward take turns: train by train_step(batch)"]
+    degrees = best.problem.degrees
+    if degrees.microbatches > 1 and degrees.degrees.batch_ranks > 1:
+        notes += [_HOW_OFTEN[zero] for zero in sorted({x.strategy.zero for x in best.layers})]
+    return tuple(notes)
+
+
+_HOW_OFTEN = (
+    "zero 0: gradients are reduced once per step",
+    "zero 1: parameters are gathered and gradients reduced once per step",
+    "zero 2: parameters are gathered once per step, gradients reduced with every microbatch",
+    "zero 3: parameters are gathered and gradients reduced with every microbatch",
+)
+"""By ZeRO level."""
 
 
 def _baselines(

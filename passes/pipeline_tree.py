@@ -191,7 +191,7 @@ def _why_not(name: str, situation: Situation, num_layers: int) -> str:
     why = {
         PINNED: (
             f"no pp x dp x ep x tp on {devices} devices with microbatches that divide a batch of "
-            f"{size} keeps them; ep divides the number of experts, ZeRO is level 0 or 3"
+            f"{size} keeps them; ep divides the number of experts"
         ),
         BATCH: f"a batch of {size} does not divide over dp x ep x microbatches",
         LAYERS: f"the model has {num_layers} layers, fewer than stages",

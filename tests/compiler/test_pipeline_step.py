@@ -29,12 +29,16 @@ EXPERT_MESHES: dict[str, dict[str, Any]] = {
     "pp2 x ep2": {"pp": 2, "ep": 2, "zero": 0},
     "pp2 x ep2, zero3": {"pp": 2, "ep": 2, "zero": 3},
 }
+ZERO_MESHES: dict[str, dict[str, Any]] = {
+    "pp2 x dp2, zero1": {"pp": 2, "dp": 2, "zero": 1},
+    "pp2 x dp2, zero2": {"pp": 2, "dp": 2, "zero": 2},
+}
 FAMILIES = ("gpt2", "llama", "t5", "vit", "mixtral")
 
 
 def cases() -> list[Any]:
     """(family, mesh, which schedules): GPT-2 on pp4 and shared experts under all, of the others two
-    of five each, so that every family and every mesh meets every schedule twice."""
+    of five each, so that every family and every one of MESHES meets every schedule twice."""
     found = [pytest.param("gpt2", "pp4", range(5), id="gpt2-pp4")]
     for f, family in enumerate(FAMILIES):
         for k, mesh in enumerate(MESHES):
@@ -44,6 +48,10 @@ def cases() -> list[Any]:
     for mesh in EXPERT_MESHES:
         every = pytest.param("mixtral", mesh, range(5), marks=pytest.mark.slow)
         found.append(every)
+    for f, family in enumerate(("gpt2", "llama", "t5")):
+        for k, mesh in enumerate(ZERO_MESHES):
+            chosen = [(f + 2 * k) % 5, (f + 2 * k + 1) % 5]
+            found.append(pytest.param(family, mesh, chosen, marks=pytest.mark.slow))
     return found
 
 
@@ -69,7 +77,7 @@ def test_pipelines_compute_what_one_process_does(
     pools: Pools, family: str, mesh: str, chosen: Sequence[int]
 ) -> None:
     layers = LAYERS.get(family, 6)
-    pins = {**MESHES, **EXPERT_MESHES}[mesh]
+    pins = (MESHES | EXPERT_MESHES | ZERO_MESHES)[mesh]
     base = planned(family, layers, 4, pinned(pins))
     wanted = [schedules(pins["pp"])[k] for k in chosen]
     texts = [plan_to_json(recut(base, schedule)) for schedule in wanted]
@@ -131,6 +139,38 @@ def test_gradients_of_one_device_add_up_over_microbatches(pools: Pools) -> None:
     ((outcome,),) = pools.run(1, "support_pipeline:run_pipelines", *arguments)
     assert max(outcome.loss_error, outcome.gradient_error) < TOLERANCE
     assert outcome.in_flight == 1
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_zero_gathers_and_reduces_as_often_as_it_says(pools: Pools) -> None:
+    """And needs no more memory than planned. sgd: what it makes is not in a step of the model."""
+    kind = Schedule(ScheduleKind.ONE_F_ONE_B, 2, MICROBATCHES)
+    plans = [
+        recut(planned("llama", 6, 4, pinned({"pp": 2, "dp": 2, "zero": zero}), "sgd"), kind)
+        for zero in range(4)
+    ]
+    arguments = ("llama", 6, captured_model("llama", 6), [plan_to_json(plan) for plan in plans])
+    for once, zero1, zero2, zero3 in pools.run(4, "support_pipeline:count_collectives", *arguments):
+        num_buckets = zero1["all_gather"]
+        assert num_buckets and not once["all_gather"] and not once["reduce_scatter"]
+        assert zero1["reduce_scatter"] == zero2["all_gather"] == num_buckets
+        assert zero2["reduce_scatter"] == zero3["reduce_scatter"] == MICROBATCHES * num_buckets
+        assert MICROBATCHES * num_buckets < zero3["all_gather"] <= 2 * MICROBATCHES * num_buckets
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2])
+def test_memory_of_a_step_with_zero(pools: Pools, zero: int) -> None:
+    """The device that needs most: at most what is predicted, and not much less. On a tiny model the
+    optimizer and buffers of one layer weigh more than in any real one."""
+    pins = {"pp": 2, "dp": 2, "zero": zero, "schedule": "gpipe"}
+    plan = planned("llama", 6, 4, pinned(pins), "sgd")
+    arguments = ("llama", 6, captured_model("llama", 6), plan_to_json(plan))
+    counted = max(pools.run(4, "support_pipeline:peak_bytes", *arguments))
+    predicted = plan.memory.peak - plan.memory.parameters - plan.memory.reserve
+    assert 0.75 * predicted < counted <= predicted
 
 
 @pytest.mark.multiprocess

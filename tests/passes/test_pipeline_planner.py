@@ -215,6 +215,23 @@ def test_experts_are_shared_inside_a_stage():
     assert plan_from_json(plan_to_json(found)) == found
 
 
+def test_levels_of_zero_trade_memory_for_communication():
+    found = []
+    for zero, words in enumerate(
+        ("reduced once", "gathered and gradients reduced once", "gathered once", "and gradients")
+    ):
+        pins = {"pp": 2, "dp": 2, "zero": zero, "microbatches": 2, "schedule": "1f1b"}
+        found.append(plan("llama", layers=6, pins=pins | {"recompute": "none"}))
+        assert any(f"zero {zero}: " in note and words in note for note in found[-1].notes)
+        assert plan_from_json(plan_to_json(found[-1])) == found[-1]
+    whole, first, second, third = (p.memory for p in found)
+    assert whole.parameters > first.parameters and whole.optimizer > first.optimizer
+    assert first.gradients > second.gradients and first.optimizer == second.optimizer
+    assert second.gathered_parameters > third.gathered_parameters
+    none_s, first_s, second_s, third_s = (p.time.communication_s["dp"] for p in found)
+    assert none_s < first_s < second_s < third_s
+
+
 def test_encoder_output_is_held_by_later_stages():
     folded = graph_of("t5", 6)
     problems = PipelineProblems(
