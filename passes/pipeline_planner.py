@@ -80,7 +80,7 @@ def plan_with_pipelines(
         model_name=model_name,
         baselines=(*earlier, *baselines),
         stats=stats,
-        notes=_notes(best),
+        notes=(*_notes(best), *(() if without or is_pipeline_pinned(options.pins) else (ALONE,))),
     )
 
 
@@ -110,6 +110,9 @@ def _notes(best: PricedPipeline) -> tuple[str, ...]:
         notes += [_HOW_OFTEN[zero] for zero in sorted({x.strategy.zero for x in best.layers})]
     return tuple(notes)
 
+
+ALONE = "nothing fits while every batch runs in one pass"
+"""Why there is a pipeline that nobody pinned."""
 
 _HOW_OFTEN = (
     "zero 0: gradients are reduced once per step",

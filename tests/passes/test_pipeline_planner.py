@@ -302,6 +302,24 @@ def test_nothing_fits():
         plan("llama", memory_bytes=10_000, pins={"pp": 2})
 
 
+def test_pipelines_are_tried_where_nothing_else_fits():
+    # Whole parameters on every device are too much, those of a stage are not.
+    pins = {"tp": 1, "zero": 0}
+    options = {"allow_planned": False, "memory_bytes": 800_000}
+    with pytest.raises(InfeasibleError):
+        plan("llama", pins=pins | {"microbatches": 1, "pp": 1}, **options)
+    found = plan("llama", pins=pins, **options)
+    assert found.schedule and found.memory.fits
+    assert any("nothing fits while every batch runs in one pass" in note for note in found.notes)
+    assert any("train by train_step(batch)" in note for note in found.notes)
+
+
+def test_without_a_pipeline_what_is_missing_is_named():
+    with pytest.raises(InfeasibleError, match="are missing") as caught:
+        plan("llama", allow_planned=False, memory_bytes=10_000)
+    assert caught.value.best_candidate and isinstance(caught.value.__cause__, InfeasibleError)
+
+
 def test_even_cuts_keep_the_ends_apart():
     assert even_cuts(graph_of("llama"), 2) == [0, 2, 4]
     assert even_cuts(graph_of("llama"), 4) == [0, 1, 2, 3, 4]
