@@ -65,27 +65,35 @@ class PipelineRunner:
 
         parameters: by canonical name; their gradients are added to `.grad`. buffers: by canonical
         name. step: number of the step, for random ops. Raises StageLostError when another stage
-        does not answer for timeout_s.
+        does not answer for timeout_s. Whatever is raised, `.grad` is as before.
         """
         pipeline, parts = self.pipeline, self.pipeline.schedule.num_microbatches
         batch = batch.whole_where_needed(pipeline.input_cuts)
         self.mesh.targets = self._targets(buffers, batch)
         microbatches = [batch.part(pipeline.input_cuts, parts, j) for j in range(parts)]
-        earlier = self._put_aside(parameters)
+        # Those of tied parameters must not be added up twice, and a step that fails leaves none.
+        earlier = {name: p.grad for name, p in parameters.items()}
+        for parameter in parameters.values():
+            parameter.grad = None
         running = _Running(self, parameters, buffers, microbatches, step, timeout_s)
         try:
             loss = running.run(pipeline.actions[self.device])
             self.peak_in_flight = running.peak_in_flight
             for tied in self.tied:
                 tied.add_up(parameters, timeout_s)
+            if self.links is not None:
+                last = (len(pipeline.stages) - 1) % len(pipeline.actions)
+                loss = self.links.broadcast(loss, last, timeout_s)
+        except BaseException:
+            for name, gradient in earlier.items():
+                parameters[name].grad = gradient
+            raise
         finally:
             self.mesh.weight_work = None
-            for name, gradient in earlier.items():
-                now = parameters[name].grad
+        for name, gradient in earlier.items():
+            now = parameters[name].grad
+            if gradient is not None:
                 parameters[name].grad = gradient if now is None else gradient.add_(now)
-        if self.links is not None:
-            last = (len(pipeline.stages) - 1) % len(pipeline.actions)
-            loss = self.links.broadcast(loss, last, timeout_s)
         return loss.to(_loss_dtype(pipeline))
 
     def _targets(self, buffers: Tensors, batch: LocalBatch) -> dict[tuple[int, int], int]:
@@ -100,17 +108,6 @@ class PipelineRunner:
             lambda name: batch(name, self.pipeline.whole),
             self.mesh.device,
         )
-
-    def _put_aside(self, parameters: Tensors) -> dict[str, Tensor]:
-        """Earlier gradients of tied parameters: they are added up already."""
-        earlier = {}
-        for tied in self.tied:
-            for name in tied.names:
-                gradient = parameters[name].grad
-                if gradient is not None:
-                    earlier[name] = gradient
-                    parameters[name].grad = None
-        return earlier
 
 
 @dataclass(frozen=True)

@@ -236,12 +236,18 @@ def lose_a_stage(
             os._exit(3)
         time.sleep(4.0)
         return "slept"
+    before = [None if p.grad is None else p.grad.clone() for p in compiled.parameters()]
     start = time.monotonic()
     try:
         with float64_everywhere():
             compiled.train_step(batch, timeout_s=1.5)
     except StageLostError as error:
-        report(f"{time.monotonic() - start < 60} {error}")
+        now = [p.grad for p in compiled.parameters()]
+        is_kept = all(
+            y is None if x is None else y is not None and torch.equal(x, y)
+            for x, y in zip(before, now, strict=True)
+        )
+        report(f"{time.monotonic() - start < 60} {is_kept} {error}")
         time.sleep(3.0)
         return str(error)
     return "nothing was lost"

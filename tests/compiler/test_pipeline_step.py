@@ -14,6 +14,7 @@ from meshfold.errors import OptionError
 from meshfold.local_processes import LocalProcessError, run_local
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_to_json
+from meshfold.runner import ProgramRunner
 
 TOLERANCE = 1e-12
 MICROBATCHES = 4
@@ -211,7 +212,7 @@ def test_a_lost_stage_is_named(how: str) -> None:
     except LocalProcessError:
         assert how == "dies"
     (text,) = said
-    assert text.startswith("True stage 0 waited before 0B0 for 1B0 of stage 1 on rank 1"), text
+    assert text.startswith("True True stage 0 waited before 0B0 for 1B0 of stage 1 on rank 1"), text
 
 
 @pytest.mark.multiprocess
@@ -261,6 +262,37 @@ def test_train_step_means_the_same_under_every_plan(pins: dict[str, int]) -> Non
     with torch.no_grad():
         # Gradients are the point of a step, whatever surrounds it.
         assert abs(float(compiled.train_step(batch) - expected)) < TOLERANCE
+
+
+def test_a_failed_step_leaves_gradients_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Regression().double(), {"x": torch.randn(8, 4, dtype=torch.float64)}
+    options = meshfold.CompileOptions(pins={"microbatches": 4})
+    compiled = meshfold.compile(model, "local-cpux1", batch, options=options)
+    calls, run_part = [], ProgramRunner.run_part
+
+    def failing(*arguments: Any) -> list[torch.Tensor]:
+        calls.append(arguments)
+        if len(calls) in (3, 9):
+            raise RuntimeError("out of memory")
+        return run_part(*arguments)
+
+    monkeypatch.setattr(ProgramRunner, "run_part", failing)
+    for times in (1, 2):
+        grads = {name: p.grad for name, p in compiled.named_parameters()}
+        before = {name: None if g is None else g.clone() for name, g in grads.items()}
+        with pytest.raises(RuntimeError, match="out of memory"):
+            compiled.train_step(batch)
+        assert compiled.num_steps == times - 1
+        for name, parameter in compiled.named_parameters():
+            earlier = before[name]
+            assert (parameter.grad is None) == (earlier is None)
+            assert earlier is None or torch.equal(parameter.grad, earlier)
+        compiled.train_step(batch)
+    model(**batch).backward()
+    for name, parameter in model.named_parameters():
+        found = compiled.get_parameter(name).grad
+        assert found is not None and parameter.grad is not None
+        assert torch.allclose(found, 2 * parameter.grad, rtol=1e-13)
 
 
 def test_a_step_needs_a_loss() -> None:
