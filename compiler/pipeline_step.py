@@ -48,7 +48,7 @@ class PipelineRunner:
         self.device = pipeline.device_of(mesh.coords)
         self.runners = {
             s: ProgramRunner(pipeline.stages[s], mesh, constants)
-            for s in pipeline.stages_of(self.device)
+            for s in pipeline.schedule.stages_of(self.device)
         }
         self.links: StageLinks | None = None
         self.tied: tuple[_Tied, ...] = ()
@@ -82,7 +82,7 @@ class PipelineRunner:
             for tied in self.tied:
                 tied.add_up(parameters, timeout_s)
             if self.links is not None:
-                last = (len(pipeline.stages) - 1) % len(pipeline.actions)
+                last = pipeline.schedule.device_of(len(pipeline.stages) - 1)
                 loss = self.links.broadcast(loss, last, timeout_s)
         except BaseException:
             for name, gradient in earlier.items():
@@ -247,7 +247,7 @@ class _Running:
         stage = action.stage + (1 if action.kind is Pass.FORWARD else -1)
         if not 0 <= stage < len(self.pipeline.stages):
             return
-        device = stage % self.pipeline.schedule.num_devices
+        device = self.pipeline.schedule.device_of(stage)
         if device == self.owner.device:
             self.handed[action] = [x.detach() for x in values]
         else:
@@ -255,7 +255,7 @@ class _Running:
             self.owner.links.send(device, action, self._number(action), values)
 
     def _device(self, action: Action) -> int:
-        return action.stage % self.pipeline.schedule.num_devices
+        return self.pipeline.schedule.device_of(action.stage)
 
     def _number(self, action: Action) -> int:
         """Tells the messages of a step apart."""

@@ -79,7 +79,7 @@ def step_time(found: PricedPipeline) -> TimeEstimate:
     """The step by component, of the device that ends last."""
     problem, m = found.problem, found.problem.degrees.microbatches
     worst = max(range(len(found.device_s)), key=lambda i: (found.device_s[i], -i))
-    stages = found.plan.stages[worst :: len(found.device_s)]
+    stages = [found.plan.stages[s] for s in found.plan.schedule.stages_of(worst)]
     layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
     forward_s = m * sum(x.compute_forward_s for x in layers)
     backward_s = m * sum(x.compute_backward_s for x in layers)
@@ -118,7 +118,7 @@ def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEst
     problem, p = found.problem, found.problem.degrees.pp
     needs = found.plan.memory_bytes
     worst = max(range(p), key=lambda i: (needs[i], -i))
-    stages = found.plan.stages[worst::p]
+    stages = [found.plan.stages[s] for s in found.plan.schedule.stages_of(worst)]
     layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
     largest = max(layers, key=lambda x: x.passing_bytes)
     passing = min(largest.gathered_bytes, largest.passing_bytes)
@@ -176,7 +176,7 @@ class _Writer:
     def stage(self, number: int) -> StagePlan:
         """A stage's runs and figures."""
         stage = self.found.plan.stages[number]
-        device = number % self.found.problem.degrees.pp
+        device = self.found.plan.schedule.device_of(number)
         runs: list[RunPlan] = []
         for k in range(stage.first, stage.end):
             name = self.split.regions[self.split.instances[k].region].name

@@ -197,8 +197,8 @@ def _why_not(name: str, situation: Situation, num_layers: int) -> str:
         LAYERS: f"the model has {num_layers} layers, fewer than stages",
         SCHEDULE: (
             f"no pp > 1 and microbatches have such a schedule for {num_layers} layers; interleaved "
-            "needs 2 or more chunks, a multiple of pp microbatches and pp x chunks layers, the "
-            "others have one chunk"
+            "ones need 2 or more chunks, a multiple of pp microbatches and pp x chunks layers, zbv "
+            "2 chunks and 2 pp layers, the others have one chunk"
         ),
     }
     return f"pipeline with {pins}: {why[name]}"

@@ -77,15 +77,34 @@ def schedules(p: int) -> list[Schedule]:
 def test_pipelines_compute_what_one_process_does(
     pools: Pools, family: str, mesh: str, chosen: Sequence[int]
 ) -> None:
-    layers = LAYERS.get(family, 6)
     pins = (MESHES | EXPERT_MESHES | ZERO_MESHES)[mesh]
-    base = planned(family, layers, 4, pinned(pins))
     wanted = [schedules(pins["pp"])[k] for k in chosen]
+    check_schedules(pools, family, 4, pins, wanted)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("p", [2, 4])
+def test_chunks_with_a_split_backward(pools: Pools, family: str, p: int) -> None:
+    wanted = [
+        Schedule(kind, p, MICROBATCHES, num_chunks=2)
+        for kind in (ScheduleKind.INTERLEAVED_ZERO_BUBBLE, ScheduleKind.ZBV)
+    ]
+    check_schedules(pools, family, p, {"pp": p}, wanted)
+
+
+def check_schedules(
+    pools: Pools, family: str, num_ranks: int, pins: dict[str, Any], wanted: Sequence[Schedule]
+) -> None:
+    """Three steps under each schedule: loss, gradients and parameters are those of one process."""
+    layers = LAYERS.get(family, 6)
+    base = planned(family, layers, num_ranks, pinned(pins))
     texts = [plan_to_json(recut(base, schedule)) for schedule in wanted]
     captured = captured_model(family, layers)
     arguments = (family, layers, captured, texts)
     # Five schedules, three steps each: long on a machine that does something else, too.
-    results = pools.run(4, "support_pipeline:run_pipelines", *arguments, timeout_s=600.0)
+    results = pools.run(num_ranks, "support_pipeline:run_pipelines", *arguments, timeout_s=600.0)
     for n, schedule in enumerate(wanted):
         ranks = [outcomes[n] for outcomes in results]
         assert len({r.loss for r in ranks}) == 1, schedule
@@ -93,7 +112,7 @@ def test_pipelines_compute_what_one_process_does(
             assert r.loss_error < TOLERANCE, schedule
             assert r.gradient_error < TOLERANCE, schedule
             assert r.parameter_error < 1e-11, schedule
-        step = 4 // schedule.num_devices
+        step = num_ranks // schedule.num_devices
         assert tuple(r.in_flight for r in ranks[::step]) == schedule.in_flight
         # What several stages hold stays the same to the bit.
         for shard in range(step):

@@ -283,6 +283,23 @@ def test_interleaved_stages_are_written_down():
     assert plan_from_json(plan_to_json(found)) == found
 
 
+@pytest.mark.parametrize("kind", ["interleaved_zero_bubble", "zbv"])
+def test_chunks_with_a_split_backward_are_planned(kind):
+    pins = {"schedule": kind, "chunks": 2, "pp": 2, "microbatches": 4, "recompute": "none"}
+    found = plan("llama", layers=6, pins=pins, allow_planned=False)
+    assert found.schedule == f"{kind}(2 x 4, 2 chunks)" and len(found.stages) == 4
+    schedule = Schedule.parse(found.schedule)
+    placed = [run.first + k for s in found.stages for run in s.runs for k in range(run.count)]
+    assert placed == list(range(len(graph_of("llama", 6).instances)))
+    assert found.time.step_s == pytest.approx(max(s.figures.end_s for s in found.stages))
+    ends_s = [{found.stages[s].figures.end_s for s in schedule.stages_of(i)} for i in range(2)]
+    assert [len(ends) for ends in ends_s] == [1, 1]
+    assert found.memory.peak == max(s.figures.peak_bytes for s in found.stages)
+    assert found.search.lower_bound_s <= found.time.step_s
+    assert plan_from_json(plan_to_json(found)) == found
+    assert isinstance(emit_plan(graph_of("llama", 6), found), EmittedPipeline)
+
+
 def test_what_cannot_run_needs_to_be_allowed():
     with pytest.raises(OptionError, match="--allow planned"):
         plan("llama", pins={"pp": 2, "recompute": "selective"}, allow_planned=False)
