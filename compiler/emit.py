@@ -216,6 +216,7 @@ class _RegionEmitter:
             graph,
             self.typing.recompute,
             self.typing.keeps_gathered,
+            self.typing.whole_gradients,
         )
 
     # What is wanted, before any node is written.

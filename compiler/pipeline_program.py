@@ -49,7 +49,7 @@ class EmittedPipeline:
     def actions(self) -> ActionLists:
         """What each device runs, in order; checked to come to its end."""
         actions = self.schedule.actions()
-        check_actions(actions, self.schedule.num_stages, self.schedule.num_microbatches)
+        check_actions(actions, self.schedule)
         return actions
 
     def device_of(self, coords: tuple[int, ...]) -> int:
@@ -57,13 +57,9 @@ class EmittedPipeline:
         names = self.mesh.names
         return coords[names.index(PIPELINE_AXIS)] if PIPELINE_AXIS in names else 0
 
-    def stages_of(self, device: int) -> range:
-        """Its stages."""
-        return range(device, len(self.stages), self.schedule.num_devices)
-
     def parts_of(self, coords: tuple[int, ...]) -> tuple[EmittedProgram, ...]:
         """The programs that a rank runs."""
-        return tuple(self.stages[s] for s in self.stages_of(self.device_of(coords)))
+        return tuple(self.stages[s] for s in self.schedule.stages_of(self.device_of(coords)))
 
     @cached_property
     def stored(self) -> Mapping[str, Layout]:
@@ -83,7 +79,7 @@ class EmittedPipeline:
             names = [p.name for p in stage.folded.parameters]
             names += [b.name for b in stage.folded.buffers]
             for name in names:
-                found.setdefault(name, set()).add(s % self.schedule.num_devices)
+                found.setdefault(name, set()).add(self.schedule.device_of(s))
         return {name: tuple(sorted(devices)) for name, devices in found.items()}
 
     @cached_property
@@ -103,7 +99,7 @@ class EmittedPipeline:
         lines.append(f"schedule {self.schedule}, device {device}")
         lines.append(f"  {actions_text(self.actions).splitlines()[device]}")
         borders = list(self._borders())
-        for s in self.stages_of(device):
+        for s in self.schedule.stages_of(device):
             lines += [borders[s], *self.stages[s].body()]
         return "\n".join(lines)
 

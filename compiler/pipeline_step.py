@@ -4,8 +4,9 @@
     2B0   take over gradients from stage 3, run autograd's backward, hand the border's gradients on
     2W0   make the gradients of weights that B left (meshfold.weight_gradients)
 
-Gradients add up in `.grad` over the microbatches. Once per step come: the reduction of replicated
-parameters, with the last backward of their stage (meshfold.late_reductions); the sum of the
+Gradients add up in `.grad` over the microbatches. Once per step come: gathers of parameters that
+stay (ZeRO 1 and 2), with the first forward of their stage; the reduction of gradients that are
+whole, with its last backward (meshfold.shared_step); the sum of the
 gradients of a parameter that several devices hold (tied embeddings); the loss, from the last stage
 to all. Microbatches on one device (gradient accumulation) go the same way, without messages.
 """
@@ -21,12 +22,12 @@ from torch import Tensor
 from meshfold.batches import LocalBatch
 from meshfold.collectives import ProcessMesh, RankMesh
 from meshfold.cost_models.schedules import Action, Pass
-from meshfold.late_reductions import LateReductions
 from meshfold.loss_targets import count_targets
 from meshfold.mesh import PIPELINE_AXIS
 from meshfold.passes.stage_graphs import BorderValue
 from meshfold.pipeline_program import EmittedPipeline
 from meshfold.runner import ProgramRunner, Tensors
+from meshfold.shared_step import SharedStep
 from meshfold.spmd import local_shape
 from meshfold.stage_links import Receipt, Shapes, StageLinks, wait_for
 from meshfold.torch_ops import torch_dtype
@@ -47,7 +48,7 @@ class PipelineRunner:
         self.device = pipeline.device_of(mesh.coords)
         self.runners = {
             s: ProgramRunner(pipeline.stages[s], mesh, constants)
-            for s in pipeline.stages_of(self.device)
+            for s in pipeline.schedule.stages_of(self.device)
         }
         self.links: StageLinks | None = None
         self.tied: tuple[_Tied, ...] = ()
@@ -64,27 +65,35 @@ class PipelineRunner:
 
         parameters: by canonical name; their gradients are added to `.grad`. buffers: by canonical
         name. step: number of the step, for random ops. Raises StageLostError when another stage
-        does not answer for timeout_s.
+        does not answer for timeout_s. Whatever is raised, `.grad` is as before.
         """
         pipeline, parts = self.pipeline, self.pipeline.schedule.num_microbatches
         batch = batch.whole_where_needed(pipeline.input_cuts)
         self.mesh.targets = self._targets(buffers, batch)
         microbatches = [batch.part(pipeline.input_cuts, parts, j) for j in range(parts)]
-        earlier = self._put_aside(parameters)
+        # Those of tied parameters must not be added up twice, and a step that fails leaves none.
+        earlier = {name: p.grad for name, p in parameters.items()}
+        for parameter in parameters.values():
+            parameter.grad = None
         running = _Running(self, parameters, buffers, microbatches, step, timeout_s)
         try:
             loss = running.run(pipeline.actions[self.device])
             self.peak_in_flight = running.peak_in_flight
             for tied in self.tied:
                 tied.add_up(parameters, timeout_s)
+            if self.links is not None:
+                last = pipeline.schedule.device_of(len(pipeline.stages) - 1)
+                loss = self.links.broadcast(loss, last, timeout_s)
+        except BaseException:
+            for name, gradient in earlier.items():
+                parameters[name].grad = gradient
+            raise
         finally:
             self.mesh.weight_work = None
-            for name, gradient in earlier.items():
-                now = parameters[name].grad
+        for name, gradient in earlier.items():
+            now = parameters[name].grad
+            if gradient is not None:
                 parameters[name].grad = gradient if now is None else gradient.add_(now)
-        if self.links is not None:
-            last = (len(pipeline.stages) - 1) % len(pipeline.actions)
-            loss = self.links.broadcast(loss, last, timeout_s)
         return loss.to(_loss_dtype(pipeline))
 
     def _targets(self, buffers: Tensors, batch: LocalBatch) -> dict[tuple[int, int], int]:
@@ -99,17 +108,6 @@ class PipelineRunner:
             lambda name: batch(name, self.pipeline.whole),
             self.mesh.device,
         )
-
-    def _put_aside(self, parameters: Tensors) -> dict[str, Tensor]:
-        """Earlier gradients of tied parameters: they are added up already."""
-        earlier = {}
-        for tied in self.tied:
-            for name in tied.names:
-                gradient = parameters[name].grad
-                if gradient is not None:
-                    earlier[name] = gradient
-                    parameters[name].grad = None
-        return earlier
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class _Running:
         self.microbatches = microbatches
         self.timeout_s = timeout_s
         self.splits = self.pipeline.schedule.splits_backward
-        self.late = {s: LateReductions() for s in owner.runners}
+        self.shared = {s: SharedStep() for s in owner.runners}
         self.held: dict[tuple[int, int], _Held] = {}
         """From F to B, or to W where the schedule has it."""
         self.peak_in_flight = 0
@@ -161,10 +159,10 @@ class _Running:
                 self._expect(near)
             self.mesh.microbatch = action.microbatch
             self.mesh.rng = (self.seed, self.step * len(self.microbatches) + action.microbatch)
-            self.late[action.stage].is_last = action == last[action.stage]
+            self.shared[action.stage].is_last = action == last[action.stage]
             self._RUN[action.kind](self, action)
             self.peak_in_flight = max(self.peak_in_flight, len(self.held))
-        assert all(late.is_empty for late in self.late.values())
+        assert all(shared.is_empty for shared in self.shared.values())
         if self.owner.links is not None:
             self.owner.links.finish(actions[-1], self.timeout_s)
         return self.loss
@@ -176,7 +174,7 @@ class _Running:
         for border, value in zip(graph.arrives, self._take(action), strict=True):
             arrived[border.name] = value.requires_grad_(border.value.requires_grad)
         outputs = self.owner.runners[stage].run_part(
-            *self.tensors, self.microbatches[action.microbatch], arrived, self.late[stage]
+            *self.tensors, self.microbatches[action.microbatch], arrived, self.shared[stage]
         )
         self._hand_on(action, outputs[: len(graph.leaves)])
         if stage + 1 == len(self.pipeline.stages):
@@ -249,7 +247,7 @@ class _Running:
         stage = action.stage + (1 if action.kind is Pass.FORWARD else -1)
         if not 0 <= stage < len(self.pipeline.stages):
             return
-        device = stage % self.pipeline.schedule.num_devices
+        device = self.pipeline.schedule.device_of(stage)
         if device == self.owner.device:
             self.handed[action] = [x.detach() for x in values]
         else:
@@ -257,7 +255,7 @@ class _Running:
             self.owner.links.send(device, action, self._number(action), values)
 
     def _device(self, action: Action) -> int:
-        return action.stage % self.pipeline.schedule.num_devices
+        return self.pipeline.schedule.device_of(action.stage)
 
     def _number(self, action: Action) -> int:
         """Tells the messages of a step apart."""

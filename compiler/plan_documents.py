@@ -303,6 +303,7 @@ def _region(document: RegionDocument, path: str, num_axes: int) -> RegionPlan:
             outputs=outputs,
             recompute=strategy.recompute,
             keeps_gathered=strategy.keeps_gathered,
+            whole_gradients=strategy.whole_gradients,
         ),
         parameters=tuple(
             _parameter(p, f"{path}.parameters[{k}]", num_axes)

@@ -36,7 +36,7 @@ class RegionProgram:
     gathers); `instance` (its number, which tells random ops apart); one bucket in flight per entry
     of `buckets`; the local tensors of `direct` slots; one float per hole of the region. It returns
     the outputs of the region as a tuple, then the new values of mutated buffers. recompute,
-    keeps_gathered: as in RegionTyping.
+    keeps_gathered, whole_gradients: as in RegionTyping.
     """
 
     name: str
@@ -48,6 +48,7 @@ class RegionProgram:
     graph: fx.GraphModule
     recompute: Recompute = "none"
     keeps_gathered: bool = False
+    whole_gradients: bool = False
 
     @property
     def makes_parameters(self) -> bool:
@@ -127,6 +128,7 @@ class EmittedProgram:
             scope = self.folded.instances[instances[0]].scope or "the model"
             again = "; runs again in backward" if region.recompute == "full" else ""
             again += "; stays gathered for backward" if region.keeps_gathered else ""
+            again += "; gradients reduced once a step" if region.whole_gradients else ""
             yield f"region {region.name}: {len(instances)} x, first {scope}{again}"
             for number, bucket in enumerate(region.buckets):
                 for line in bucket_text(number, bucket, self.mesh):

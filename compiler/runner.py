@@ -9,11 +9,11 @@ from torch import Tensor
 
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
-from meshfold.late_reductions import LateReductions
 from meshfold.opgraph import Source, SourceKind
 from meshfold.program import EmittedProgram, RegionProgram, Step
 from meshfold.recomputation import Recomputation
 from meshfold.shards import shard_of
+from meshfold.shared_step import SharedStep
 from meshfold.spmd import Layout
 from meshfold.training_step import BucketUse, TrainingStep
 
@@ -38,7 +38,7 @@ class ProgramRunner:
 
     def run(self, parameters: Tensors, buffers: Tensors, inputs: LocalInputs) -> Tensor:
         """One forward pass: the model's output, ready for backward. See run_part."""
-        return self.run_part(parameters, buffers, inputs, {}, LateReductions())[0]
+        return self.run_part(parameters, buffers, inputs, {}, SharedStep())[0]
 
     def run_part(
         self,
@@ -46,15 +46,15 @@ class ProgramRunner:
         buffers: Tensors,
         inputs: LocalInputs,
         arrived: Tensors,
-        late: LateReductions,
+        shared: SharedStep,
     ) -> list[Tensor]:
         """One forward pass of one microbatch: the outputs of the folded graph, ready for backward.
 
         parameters: local shards by canonical name; buffers: whole. arrived: what came over the
-        border of a pipeline stage, by name. late: shared by the microbatches of a step. Updates of
+        border of a pipeline stage, by name. shared: by the microbatches of a step. Updates of
         buffers are applied after the last region.
         """
-        step = TrainingStep(self.mesh, late)
+        step = TrainingStep(self.mesh, shared)
         step.uses = [
             self._bucket_uses(step, k, parameters) for k in range(len(self.program.programs))
         ]
@@ -77,11 +77,14 @@ class ProgramRunner:
     def _bucket_uses(self, step: TrainingStep, k: int, parameters: Tensors) -> list[BucketUse]:
         """The buckets of instance `k` in this step."""
         uses = []
-        keeps = self.program.region_of(k).keeps_gathered and step.is_recording
+        region = self.program.region_of(k)
+        keeps = region.keeps_gathered and step.is_recording
         for number, buffers in enumerate(self._buffers[self.program.programs[k]]):
             names = self.program.parameters_of(k, buffers.bucket)
             shards = [parameters[name] for name in names]
-            uses.append(BucketUse(step, k, buffers, shards, number, stays=keeps))
+            is_late = region.whole_gradients
+            use = BucketUse(step, k, buffers, shards, number, stays=keeps, is_late=is_late)
+            uses.append(use)
         return uses
 
 

@@ -101,7 +101,8 @@ class CompiledModel(nn.Module):
         (0-dim, detached), the same on all ranks. timeout_s: how long a stage waits for another one.
 
         Raises OptionError for a batch that does not fit the captured inputs, StageLostError when
-        another stage dies or hangs.
+        another stage dies or hangs. A pipeline's step that raises leaves `.grad` and num_steps as
+        they were.
         """
         self._check_processes()
         runner = self._runner()
@@ -116,8 +117,13 @@ class CompiledModel(nn.Module):
         parameters, buffers = (
             self._tensors(named) for named in (self.named_parameters, self.named_buffers)
         )
-        with torch.enable_grad():
-            return runner.run(parameters, buffers, inputs, step, timeout_s)
+        try:
+            with torch.enable_grad():
+                return runner.run(parameters, buffers, inputs, step, timeout_s)
+        except BaseException:
+            # Again means again: with the same dropout.
+            self.num_steps = step
+            raise
 
     def _check_loss(self) -> None:
         output = self.program.folded.outputs[0]

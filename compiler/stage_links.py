@@ -33,7 +33,8 @@ _DIRECTIONS = (
     (Pass.FORWARD, False),
     (Pass.BACKWARD, True),
 )
-"""(kind, whether from a device to one of a higher number); the last two between last and first."""
+"""(kind, whether from a device to one of a higher number); the last two where devices have several
+chunks: between last and first, or on the way back of a V."""
 
 Shapes = Sequence[tuple[tuple[int, ...], str]]
 """(local shape, dtype) per value."""
@@ -43,7 +44,7 @@ class StageLinks:
     """Links of this rank with the ranks of other devices on the same coordinates."""
 
     def __init__(self, mesh: ProcessMesh, axis: str, *, wraps: bool) -> None:
-        """wraps: whether the last device also sends to the first. Called on all ranks together."""
+        """wraps: whether both kinds go both ways. Called on all ranks together."""
         self._device = mesh.device
         self._own = mesh.coord(axis)
         self._all = mesh.group((axis,))

@@ -64,7 +64,9 @@ class RegionTyping:
     """slots: layout in which each slot's value arrives (for a parameter: its stored layout);
     ops: one typing per op; outputs: layout in which each region output leaves; recompute: see
     Recompute; ValueError for another word. keeps_gathered: parameters that are gathered for the
-    forward stay for the backward (ZeRO 1 and 2), instead of being gathered again.
+    forward stay for the backward, of all microbatches of a step (ZeRO 1 and 2), instead of being
+    gathered again. whole_gradients: gradients of gathered parameters are added up whole over the
+    microbatches and reduced once (ZeRO 1), instead of with every microbatch.
 
     Wherever a value's layout (slot or producer) differs from what an op or an output demands, the
     emitter inserts the conversion that `passes.conversions.plan_conversions` gives, one per
@@ -76,6 +78,7 @@ class RegionTyping:
     outputs: tuple[Layout, ...]
     recompute: Recompute = "none"
     keeps_gathered: bool = False
+    whole_gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute not in get_args(Recompute):
@@ -143,8 +146,11 @@ class UniformStrategy:
         return self.zero in (1, 2)
 
     @property
+    def whole_gradients(self) -> bool:
+        """Whether gradients of sharded parameters are whole between the microbatches of a step."""
+        return self.zero == 1 and self.microbatches > 1
+
+    @property
     def runs(self) -> bool:
         """Whether the emitter can run it; else it can only be planned."""
-        is_kept = self.recompute != "selective" and self.offload == "none"
-        in_one_pass = self.pp == 1 and self.microbatches == 1
-        return is_kept and (in_one_pass or self.zero in (0, 3))
+        return self.recompute != "selective" and self.offload == "none"

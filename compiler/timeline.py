@@ -58,7 +58,7 @@ def predicted_spans(plan: Plan) -> tuple[Span, ...]:
                 )
             )
         last = found[-1]
-        late_s = sum(f.sync_s for f in figures[device :: schedule.num_devices])
+        late_s = sum(figures[s].sync_s for s in schedule.stages_of(device))
         found.append(Span(device, last.stage, UPDATE, "", 0, last.end_s, last.end_s + late_s))
     return tuple(found)
 

@@ -14,8 +14,8 @@ accumulates itself. Tokens are empty tensors that carry nothing but this order.
 Gathered parameters are released after a region's forward. Autograd keeps a note instead (saved
 tensor hooks) and the backward gathers again, one region ahead: two regions are whole at most.
 The last region stays whole for its backward, and so do regions that keep what is gathered (ZeRO 1
-and 2). A region with full recomputation
-(meshfold.recomputation) keeps no notes; it gathers again in the same turn.
+and 2), these for all microbatches of a step (meshfold.shared_step). A region with full
+recomputation (meshfold.recomputation) keeps no notes; it gathers again in the same turn.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from torch import Tensor
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.errors import MeshfoldError
-from meshfold.late_reductions import LateReductions
+from meshfold.shared_step import SharedStep
 from meshfold.torch_ops import torch_dtype
 from meshfold.weight_work import WeightWork
 
@@ -38,8 +38,9 @@ SECOND_BACKWARD = (
 
 
 class BucketUse:
-    """A bucket of one region instance during one step. `token` is set by TrainingStep.enter. stays:
-    what is gathered in forward is kept for the backward."""
+    """A bucket of one region instance during one pass. `token` is set by TrainingStep.enter. stays:
+    what is gathered is kept until the last backward of the step. is_late: gradients are reduced
+    with the last microbatch, else with every one."""
 
     def __init__(
         self,
@@ -50,10 +51,12 @@ class BucketUse:
         number: int = 0,
         *,
         stays: bool = False,
+        is_late: bool = False,
     ) -> None:
         self.instance = instance
         self.key = (instance, number)
         self.stays = stays and bool(buffers.bucket.gather)
+        self.is_late = is_late or not buffers.bucket.gather
         self.bucket = buffers.bucket
         self.token: Tensor | None = None
         self.is_saved = False
@@ -77,7 +80,8 @@ class BucketUse:
 
     def start_gather(self) -> None:
         """Start the all-gather unless it is in flight or done."""
-        if self._gather and self._in_flight is None and self._whole is None:
+        is_there = self._whole is not None or (self.stays and self.key in self._step.shared.whole)
+        if self._gather and self._in_flight is None and not is_there:
             flat = self._buffers.pack_shards(self._narrow())
             self._in_flight = self._step.mesh.start_all_gather(flat, self._gather)
 
@@ -100,14 +104,21 @@ class BucketUse:
         return [s.detach().to(self._dtype) for s in self.shards]
 
     def _gathered(self) -> list[Tensor]:
+        if self.stays and self.key in self._step.shared.whole:
+            return self._step.shared.whole[self.key]
         self.start_gather()
         assert self._in_flight is not None
         flat = self._step.mesh.wait(self._in_flight)
         self._in_flight = None
-        return self._buffers.unpack_whole(flat)
+        whole = self._buffers.unpack_whole(flat)
+        if self.stays:
+            self._step.shared.whole[self.key] = whole
+        return whole
 
     def release(self) -> None:
-        """Forget the gathered members."""
+        """Forget the gathered members; those that stay, in the last microbatch."""
+        if self.stays and self._step.shared.is_last:
+            self._step.shared.whole.pop(self.key, None)
         if self._whole is not None:
             self._step.forget_whole(self._whole)
             self._whole = None
@@ -122,11 +133,15 @@ class BucketUse:
         self.release()
         mesh = self._step.mesh
         flat = self._buffers.pack_gradients(gradients, like=self.shards[0])
-        if self._gather:
-            self._reduction = mesh.start_reduce_scatter(flat, self._gather)
-        elif not self.bucket.reduce:
+        if not self._gather and not self.bucket.reduce:
             self._cast = flat
-        elif (total := self._step.late.add(self.key, flat)) is not None:
+            return
+        total = self._step.shared.add(self.key, flat) if self.is_late else flat
+        if total is None:
+            return
+        if self._gather:
+            self._reduction = mesh.start_reduce_scatter(total, self._gather)
+        else:
             axes = tuple(mesh.mesh.names[k] for k in self.bucket.reduce)
             self._reduction = mesh.start_all_reduce_in_place(total, axes)
 
@@ -142,12 +157,12 @@ class BucketUse:
 
 
 class TrainingStep:
-    """State of one forward and backward. `uses[k]` are the buckets of instance k. late: shared by
+    """State of one forward and backward. `uses[k]` are the buckets of instance k. shared: by
     the microbatches of a step."""
 
-    def __init__(self, mesh: RankMesh, late: LateReductions) -> None:
+    def __init__(self, mesh: RankMesh, shared: SharedStep) -> None:
         self.mesh = mesh
-        self.late = late
+        self.shared = shared
         self.uses: list[list[BucketUse]] = []
         self.is_recording = torch.is_grad_enabled()
         self._whole: dict[int, tuple[BucketUse, int]] = {}
@@ -344,7 +359,7 @@ def _finish_all(step: TrainingStep, uses: Sequence[BucketUse]) -> list[list[Tens
         for m, member in enumerate(use.bucket.members):
             part = parts[m]
             if member.reduce and part is not None:
-                parts[m] = total = step.late.add((*use.key, m), part)
+                parts[m] = total = step.shared.add((*use.key, m), part)
                 if total is not None:
                     second.setdefault((member.reduce, total.dtype), []).append((parts, m))
     started = []

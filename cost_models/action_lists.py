@@ -1,6 +1,6 @@
 """Action lists as text, and the check that they can run.
 
-    0: 0F0 0F1 0B0 0B1        one line per device; stage s is on device s mod (devices)
+    0: 0F0 0F1 0B0 0B1        one line per device
     1: 1F0 1B0 1F1 1B1
 
 A device runs its actions in order. Lists can run when nobody waits for ever
@@ -11,7 +11,7 @@ they are sent, which is what links with one queue per direction (NCCL) ask for.
 from collections import Counter
 
 from meshfold.cost_models.pipeline import StageTimes, simulate_actions
-from meshfold.cost_models.schedules import Action, ActionLists, Pass
+from meshfold.cost_models.schedules import Action, ActionLists, Pass, Schedule
 from meshfold.errors import OptionError
 
 
@@ -31,17 +31,19 @@ def parse_actions(text: str) -> ActionLists:
     return tuple(lists)
 
 
-def check_actions(actions: ActionLists, num_stages: int, num_microbatches: int) -> None:
-    """Raises OptionError, naming stage and action, where the lists cannot run to their end."""
-    _check_complete(actions, num_stages, num_microbatches)
+def check_actions(actions: ActionLists, schedule: Schedule) -> None:
+    """Raises OptionError, naming stage and action, where the lists cannot run to their end with the
+    stages and microbatches of `schedule`."""
+    _check_complete(actions, schedule)
     try:
-        simulate_actions(actions, StageTimes.build([1.0] * num_stages, 1.0))
+        simulate_actions(actions, StageTimes.build([1.0] * schedule.num_stages, 1.0))
     except ValueError as error:
         raise OptionError(f"schedule: {error}") from error
-    _check_queues(actions, num_stages)
+    _check_queues(actions, schedule)
 
 
-def _check_complete(actions: ActionLists, num_stages: int, num_microbatches: int) -> None:
+def _check_complete(actions: ActionLists, schedule: Schedule) -> None:
+    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     given = Counter(a for device in actions for a in device)
     kinds = [Pass.FORWARD, Pass.BACKWARD]
     if any(a.kind is Pass.WEIGHT_GRADIENT for a in given):
@@ -57,25 +59,26 @@ def _check_complete(actions: ActionLists, num_stages: int, num_microbatches: int
                     )
     for k, device in enumerate(actions):
         for action in device:
-            if action.stage % len(actions) != k or action.stage >= num_stages:
+            if action.stage >= num_stages or schedule.device_of(action.stage) != k:
                 raise OptionError(f"schedule: {action} does not belong on device {k}")
 
 
-def _check_queues(actions: ActionLists, num_stages: int) -> None:
-    """Per pair of devices and kind of pass: the order of sending is that of receiving."""
+def _check_queues(actions: ActionLists, schedule: Schedule) -> None:
+    """Per pair of devices and kind of pass: the order of sending is that of receiving. What a
+    device hands to itself waits in no queue."""
+    num_stages, device_of = schedule.num_stages, schedule.device_of
     sent: dict[tuple[int, int, Pass], list[Action]] = {}
     received: dict[tuple[int, int, Pass], list[Action]] = {}
-    p = len(actions)
     for k, device in enumerate(actions):
         for action in device:
             step = {Pass.FORWARD: 1, Pass.BACKWARD: -1}.get(action.kind, 0)
             to = action.stage + step
-            if step and 0 <= to < num_stages:
-                sent.setdefault((k, to % p, action.kind), []).append(action)
+            if step and 0 <= to < num_stages and device_of(to) != k:
+                sent.setdefault((k, device_of(to), action.kind), []).append(action)
             source = action.stage - step
-            if step and 0 <= source < num_stages:
+            if step and 0 <= source < num_stages and device_of(source) != k:
                 message = Action(source, action.kind, action.microbatch)
-                received.setdefault((source % p, k, action.kind), []).append(message)
+                received.setdefault((device_of(source), k, action.kind), []).append(message)
     for (source, to, _), messages in sent.items():
         expected = received[source, to, messages[0].kind]
         for message, wanted in zip(messages, expected, strict=True):

@@ -104,6 +104,8 @@ def device_ends_s(schedule: Schedule, times: StageTimes) -> Seconds:
     """When each device ends its last pass, shape (num_devices,)."""
     parts = times.for_schedule(schedule)
     f, b, hop = parts.forward_s, parts.backward_s, parts.hop_s
+    if schedule.num_chunks > 1 and schedule.splits_backward:
+        return simulate_actions(schedule.actions(), times)
     if schedule.kind is ScheduleKind.GPIPE:
         return _gpipe_ends_s(schedule.num_microbatches, f, b, hop)
     if schedule.num_chunks > 1:
@@ -268,6 +270,8 @@ def even_makespan_s(
     total_s = forward_s + backward_s
     if not schedule.splits_backward:
         return m * total_s + (p - 1) * total_s / v
+    if v > 1:
+        raise ValueError(f"no closed formula for {schedule}")
     input_s = backward_s - weight_s
     if weight_s > min(forward_s, input_s) or m < 2 * p - 1 or schedule.extra_warm_up:
         raise ValueError(f"no closed formula for {schedule} with these times")
@@ -288,9 +292,14 @@ def makespan_upper_bound_s(schedule: Schedule, times: StageTimes) -> float:
 
 
 def makespan_lower_bound_s(schedule: Schedule, times: StageTimes) -> float:
-    """D of the module docstring, for every schedule and with transfers."""
+    """D of the module docstring, with transfers; where several chunks split their backward, only
+    that every device does its work."""
     if schedule.kind is ScheduleKind.GPIPE:
         return makespan_s(schedule, times)
+    if schedule.num_chunks > 1 and schedule.splits_backward:
+        devices = range(schedule.num_devices)
+        busy_s = [float(times.total_s[list(schedule.stages_of(i))].sum()) for i in devices]
+        return schedule.num_microbatches * max(busy_s)
     parts = times.for_schedule(schedule)
     return max(_device_bound_s(schedule, parts, i) for i in range(schedule.num_devices))
 

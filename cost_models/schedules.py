@@ -3,12 +3,18 @@
 A stage of the model runs, per microbatch, a forward F and a backward B; where a schedule splits the
 backward, B is the input gradient (the part the stage before waits for) and W the weight gradient
 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024). With p devices, m microbatches and v
-chunks of the model per device there are p*v stages; stage s runs on device s mod p.
+chunks of the model per device there are p*v stages; stage s runs on device s mod p, but under zbv
+where the way turns at the last device: stages i and 2p-1-i are on device i.
 
     gpipe        all forwards, then all backwards (Huang et al., NeurIPS 2019)
     1f1b         w_i forwards to warm up, then forward and backward in turn (Narayanan et al., 2021)
     interleaved  1f1b over v chunks per device (Narayanan et al., SC 2021)
     zero_bubble  1f1b with split backward, W delayed by i microbatches on device i (ZB-H1)
+    interleaved_zero_bubble   interleaved with split backward, W delayed alike, p-1-i forwards less
+                 to warm up
+    zbv          ZB-V: two chunks per device, the loss on the first one; forwards warm up until B of
+                 the second chunk, W fills what is left (Qi et al., section 6 and appendix; order as
+                 in torch.distributed.pipelining.schedules.ScheduleZBVZeroBubble)
 
 1f1b and zero_bubble warm up with w_i = p-1-i forwards on device i, or up to twice as many: each
 more hides point-to-point latency and costs the activations of one more microbatch. The numbers of
@@ -16,11 +22,13 @@ microbatches in flight (forward done, backward not yet) follow in closed form:
 
     gpipe  m      1f1b  min(m, w_i + 1)      zero_bubble  min(m, w_i + 1 + i)
     interleaved, v > 1  min(m v, 2 (p-1-i) + (v-1) p + 1)   (stage, microbatch) pairs
+    interleaved_zero_bubble  min(m v, (p-1-i) + (v-1) p + 1 + i)      zbv  counted
 
 Prices of schedules are in meshfold.cost_models.pipeline.
 """
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -72,6 +80,12 @@ class ScheduleKind(StrEnum):
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
     ZERO_BUBBLE = "zero_bubble"
+    INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble"
+    ZBV = "zbv"
+
+
+_IN_ROUNDS = (ScheduleKind.INTERLEAVED, ScheduleKind.INTERLEAVED_ZERO_BUBBLE)
+"""Kinds that run groups of p microbatches through their chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +105,15 @@ class Schedule:
     def __post_init__(self) -> None:
         if min(self.num_devices, self.num_microbatches, self.num_chunks) < 1:
             raise OptionError(f"{self}: devices, microbatches and chunks must be at least 1")
-        interleaved = self.kind is ScheduleKind.INTERLEAVED
-        if self.num_chunks > 1 and not interleaved:
-            raise OptionError(f"{self}: only the interleaved schedule has several chunks")
+        interleaved = self.kind in _IN_ROUNDS
+        is_v = self.kind is ScheduleKind.ZBV
+        if self.num_chunks > 1 and not (interleaved or is_v):
+            raise OptionError(f"{self}: only interleaved schedules and zbv have several chunks")
+        if is_v and self.num_chunks != 2:
+            raise OptionError(f"{self}: zbv has 2 chunks per device")
         if interleaved and self.num_microbatches % self.num_devices:
             raise OptionError(
-                f"{self}: the interleaved schedule needs a multiple of {self.num_devices} "
-                "microbatches"
+                f"{self}: interleaved schedules need a multiple of {self.num_devices} microbatches"
             )
         deepens = self.kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE)
         if not 0 <= self.extra_warm_up <= (max(self.num_devices - 1, 0) if deepens else 0):
@@ -129,7 +145,23 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are actions of their own."""
-        return self.kind is ScheduleKind.ZERO_BUBBLE
+        split = (
+            ScheduleKind.ZERO_BUBBLE,
+            ScheduleKind.INTERLEAVED_ZERO_BUBBLE,
+            ScheduleKind.ZBV,
+        )
+        return self.kind in split
+
+    def device_of(self, stage: int) -> int:
+        """Where a stage runs."""
+        p = self.num_devices
+        if self.kind is ScheduleKind.ZBV and stage >= p:
+            return 2 * p - 1 - stage
+        return stage % p
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """The stages of a device, one per chunk, ascending."""
+        return tuple(s for s in range(self.num_stages) if self.device_of(s) == device)
 
     @property
     def warm_up(self) -> tuple[int, ...]:
@@ -137,27 +169,35 @@ class Schedule:
         p, m, v = self.num_devices, self.num_microbatches, self.num_chunks
         if self.kind is ScheduleKind.GPIPE:
             return (m,) * p
-        if self.kind is ScheduleKind.INTERLEAVED:
-            if v == 1:
-                return tuple(min(m, p - 1 - i) for i in range(p))
-            return tuple(min(m * v, 2 * (p - 1 - i) + (v - 1) * p) for i in range(p))
+        if self.kind is ScheduleKind.ZBV:
+            return tuple(_num_before_backward(device) - 1 for device in self.actions())
+        if self.kind in _IN_ROUNDS:
+            each = 2 if v > 1 and not self.splits_backward else 1
+            return tuple(min(m * v, each * (p - 1 - i) + (v - 1) * p) for i in range(p))
         depths = (p - 1 - i + min(self.extra_warm_up, p - 1 - i) for i in range(p))
         return tuple(min(m, depth) for depth in depths)
 
     @property
     def weight_delay(self) -> tuple[int, ...]:
-        """Microbatches by which each device lets W fall behind B; zeros where W is part of B."""
+        """Passes by which each device lets W fall behind B; zeros where W is part of B, or follows
+        at no even distance (zbv)."""
+        if self.kind is ScheduleKind.ZBV:
+            return (0,) * self.num_devices
         return tuple(i if self.splits_backward else 0 for i in range(self.num_devices))
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Peak number of (stage, microbatch) pairs whose activations each device holds."""
+        if self.kind is ScheduleKind.ZBV:
+            return measured_in_flight(self.actions())
         total = self.num_microbatches * self.num_chunks
         pairs = zip(self.warm_up, self.weight_delay, strict=True)
         return tuple(min(total, warm + 1 + delay) for warm, delay in pairs)
 
     def actions(self) -> ActionLists:
         """The order of every device."""
+        if self.kind is ScheduleKind.ZBV:
+            return tuple(_v_actions(self, i) for i in range(self.num_devices))
         return tuple(
             _device_actions(self, i, warm, delay)
             for i, (warm, delay) in enumerate(zip(self.warm_up, self.weight_delay, strict=True))
@@ -173,11 +213,48 @@ def _device_actions(schedule: Schedule, device: int, warm: int, delay: int) -> t
             actions.append(Action(forwards[warm + k][0], Pass.FORWARD, forwards[warm + k][1]))
         actions.append(Action(stage, Pass.BACKWARD, microbatch))
         if schedule.splits_backward and k >= delay:
-            actions.append(Action(stage, Pass.WEIGHT_GRADIENT, backwards[k - delay][1]))
+            late_stage, late_microbatch = backwards[k - delay]
+            actions.append(Action(late_stage, Pass.WEIGHT_GRADIENT, late_microbatch))
     if schedule.splits_backward:
         late = backwards[max(0, len(backwards) - delay) :]
         actions.extend(Action(stage, Pass.WEIGHT_GRADIENT, j) for stage, j in late)
     return tuple(actions)
+
+
+def _v_actions(schedule: Schedule, device: int) -> tuple[Action, ...]:
+    """The order of zbv. With fewer than 2p-1 microbatches, that of 2p-1 without the missing."""
+    p, m = schedule.num_devices, schedule.num_microbatches
+    near, far, most = device, 2 * p - 1 - device, max(2 * p - 1, m)
+    done: Counter[tuple[int, Pass]] = Counter()
+    found: list[Action] = []
+
+    def add(stage: int, letters: str, times: int = 1) -> None:
+        for letter in letters * times:
+            key = stage, Pass(letter)
+            found.append(Action(*key, done[key]))
+            done[key] += 1
+
+    add(near, "F", 2 * (p - device) - 1)
+    for _ in range(device):
+        add(far, "F")
+        add(near, "F")
+    add(far, "FBW", p - device)
+    while done[far, Pass.FORWARD] < most:
+        if done[near, Pass.FORWARD] < most:
+            add(near, "F")
+        add(near, "BW")
+        add(far, "FBW")
+    for _ in range(device):
+        add(near, "B")
+        add(far, "B")
+    add(near, "BW", p - device)
+    for stage in (far, near):
+        add(stage, "W", done[stage, Pass.BACKWARD] - done[stage, Pass.WEIGHT_GRADIENT])
+    return tuple(action for action in found if action.microbatch < m)
+
+
+def _num_before_backward(actions: Sequence[Action]) -> int:
+    return next(k for k, action in enumerate(actions) if action.kind is Pass.BACKWARD)
 
 
 def forward_order(schedule: Schedule, device: int) -> list[tuple[int, int]]:
@@ -209,6 +286,7 @@ def held_by_chunk(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]
     if schedule.num_chunks == 1:
         return tuple(((held,),) for held in schedule.in_flight)
     p = schedule.num_devices
+    ends = Pass.WEIGHT_GRADIENT if schedule.splits_backward else Pass.BACKWARD
     # A warm-up spans less than v + 2 groups of p microbatches; after it groups repeat.
     groups = min(-(-schedule.num_microbatches // p), schedule.num_chunks + 4)
     short = replace(schedule, num_microbatches=min(schedule.num_microbatches, groups * p))
@@ -219,7 +297,7 @@ def held_by_chunk(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]
             if action.kind is Pass.FORWARD:
                 held[action.stage // p] += 1
                 seen.add(tuple(held))
-            else:
+            elif action.kind is ends:
                 held[action.stage // p] -= 1
         found.append(_largest(seen))
     return tuple(found)

@@ -1,7 +1,7 @@
 """Writes a pipeline down as a Plan: mesh, stages with their runs, figures of the worst stage.
 
-Layers were priced on the tp axis alone (pipeline_layers.py). What a file holds are types on every
-axis of the mesh, so the regions are typed once more here, on dp x tp for the graph of one
+Layers were priced without the dp axis (pipeline_layers.py). What a file holds are types on every
+axis of the mesh, so the regions are typed once more here, on dp x ep x tp for the graph of one
 microbatch; on the pp axis nothing is shared and every type is Invariant.
 """
 
@@ -12,11 +12,12 @@ from typing import TypeVar
 
 from meshfold import __version__
 from meshfold.cost_models.meshes import build_mesh
+from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.check_plan import placements
-from meshfold.passes.data_parallel import zero3_layout
 from meshfold.passes.fold_assemble import graph_fingerprint
 from meshfold.passes.pipeline_layers import LayerFigures
+from meshfold.passes.pipeline_parameters import sharded_layout
 from meshfold.passes.pipeline_problem import PipelineProblems
 from meshfold.passes.pipeline_search import PricedPipeline
 from meshfold.passes.plan_assembly import model_info, why_lost
@@ -78,7 +79,7 @@ def step_time(found: PricedPipeline) -> TimeEstimate:
     """The step by component, of the device that ends last."""
     problem, m = found.problem, found.problem.degrees.microbatches
     worst = max(range(len(found.device_s)), key=lambda i: (found.device_s[i], -i))
-    stages = found.plan.stages[worst :: len(found.device_s)]
+    stages = [found.plan.stages[s] for s in found.plan.schedule.stages_of(worst)]
     layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
     forward_s = m * sum(x.compute_forward_s for x in layers)
     backward_s = m * sum(x.compute_backward_s for x in layers)
@@ -88,21 +89,28 @@ def step_time(found: PricedPipeline) -> TimeEstimate:
     exposed_s += max(0.0, busy_s - forward_s - backward_s)
     hop_s = problem.chain.hop_s
     hops_s = m * sum(hop_s[stage.first] + hop_s[stage.end] for stage in stages)
-    dp_s = sum(m * (2 * x.gather_s + x.shard_reduce_s) + x.reduce_s for x in layers)
     by_axis = {
-        "pp": 2 * float(hops_s) + sum(x.tied_s for x in layers),
-        "dp": dp_s,
-        "tp": m * sum(x.graph_s for x in layers),
+        name: m * sum(x.graph_s.get(name, 0.0) for x in layers) for name in problem.mesh.names
     }
+    if "pp" in by_axis:
+        by_axis["pp"] = 2 * float(hops_s) + sum(x.tied_s for x in layers)
+    if data := _data_axis(problem.mesh):
+        by_axis[data] += sum(m * (2 * x.gather_s + x.shard_reduce_s) + x.once_s for x in layers)
     work_s = forward_s + backward_s + exposed_s + optimizer_s
     return TimeEstimate(
         forward_s=forward_s,
         backward_s=backward_s,
         exposed_communication_s=exposed_s,
         optimizer_s=optimizer_s,
-        communication_s={name: by_axis[name] for name in problem.mesh.names},
+        communication_s=by_axis,
         bubble_s=max(0.0, found.step_s - work_s),
     )
+
+
+def _data_axis(mesh: Mesh) -> str:
+    """The axis that gathers and reductions of parameters are put down to: the outermost of those
+    that cut the batch, or tp."""
+    return next((name for name in mesh.names if name != "pp"), "")
 
 
 def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEstimate:
@@ -110,10 +118,10 @@ def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEst
     problem, p = found.problem, found.problem.degrees.pp
     needs = found.plan.memory_bytes
     worst = max(range(p), key=lambda i: (needs[i], -i))
-    stages = found.plan.stages[worst::p]
+    stages = [found.plan.stages[s] for s in found.plan.schedule.stages_of(worst)]
     layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
     largest = max(layers, key=lambda x: x.passing_bytes)
-    gathered = min(largest.gathered_bytes, largest.passing_bytes)
+    passing = min(largest.gathered_bytes, largest.passing_bytes)
     activations = 0
     for stage in stages:
         inside = sum(x.activation_bytes for x in found.layers[stage.first : stage.end])
@@ -124,9 +132,9 @@ def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEst
         gradients=sum(x.gradient_bytes for x in layers),
         optimizer=sum(x.optimizer_bytes for x in layers),
         activations=activations + problem.fixed_bytes - problems.reserve_bytes,
-        gathered_parameters=gathered,
+        gathered_parameters=passing + sum(x.kept_bytes for x in layers),
         buckets=0,
-        transient=largest.passing_bytes - gathered + update,
+        transient=largest.passing_bytes - passing + update,
         reserve=problems.reserve_bytes,
         capacity=problem.capacity_bytes,
     )
@@ -146,7 +154,7 @@ class _Writer:
         self.problems = problems
         self.found = found
         self.mesh = found.problem.mesh
-        self.inner = build_mesh(problems.cluster, degrees.dp, degrees.tp)
+        self.inner = build_mesh(problems.cluster, degrees.dp, degrees.tp, ep=degrees.ep)
         self.folded: FoldedGraph = problems.microbatches.graph(degrees.microbatches)
         names = [x.strategy.label for x in found.layers]
         self.split = split_regions(self.folded, names)
@@ -168,7 +176,7 @@ class _Writer:
     def stage(self, number: int) -> StagePlan:
         """A stage's runs and figures."""
         stage = self.found.plan.stages[number]
-        device = number % self.found.problem.degrees.pp
+        device = self.found.plan.schedule.device_of(number)
         runs: list[RunPlan] = []
         for k in range(stage.first, stage.end):
             name = self.split.regions[self.split.instances[k].region].name
@@ -215,12 +223,10 @@ class _Writer:
 
     def _communication_s(self, figures: LayerFigures) -> Mapping[str, float]:
         """Of one microbatch; reductions once per step are the stage's sync_s."""
-        by_axis = {
-            "pp": 0.0,
-            "dp": 2 * figures.gather_s + figures.shard_reduce_s,
-            "tp": figures.graph_s,
-        }
-        return {name: by_axis[name] for name in self.mesh.names}
+        by_axis = {name: figures.graph_s.get(name, 0.0) for name in self.mesh.names}
+        if data := _data_axis(self.mesh):
+            by_axis[data] += 2 * figures.gather_s + figures.shard_reduce_s
+        return by_axis
 
     def _alternative(self, figures: LayerFigures, reason: str) -> Alternative:
         m = self.found.problem.degrees.microbatches
@@ -245,10 +251,10 @@ class _Writer:
     def _typing(self, choice: _Choice) -> RegionTyping:
         typing = self.program.typings[choice.region]
         slots = list(typing.slots)
-        if choice.figures.strategy.zero == 3:
+        if choice.figures.strategy.zero:
             graph = self.folded.regions[choice.region].graph
             for i in self.problems.untied_parameters(choice.region):
-                slots[i] = zero3_layout(graph.values[i], slots[i], self.inner.sizes, (0,))
+                slots[i] = sharded_layout(graph.values[i], slots[i], self.inner)
         return RegionTyping(
             slots=self._whole(slots),
             ops=tuple(
@@ -260,6 +266,7 @@ class _Writer:
             outputs=self._whole(typing.outputs),
             recompute=choice.figures.strategy.recompute,
             keeps_gathered=choice.figures.strategy.keeps_gathered,
+            whole_gradients=choice.figures.strategy.whole_gradients,
         )
 
     def _whole(self, layouts: Sequence[Layout]) -> tuple[Layout, ...]:

@@ -27,6 +27,12 @@ from meshfold.strategy import UniformStrategy
 PEAK_RATE = "peak rate and bubble above the best plan"
 KERNELS = "kernels and bubble above the best plan"
 
+SEVERAL_CHUNKS = (
+    ScheduleKind.INTERLEAVED,
+    ScheduleKind.INTERLEAVED_ZERO_BUBBLE,
+    ScheduleKind.ZBV,
+)
+
 LayerSeconds = Sequence[tuple[float, float]]
 """Per layer (forward, forward and backward) of one microbatch."""
 
@@ -41,7 +47,7 @@ def peak_rate_bounds_s(
     layers = [by_region[i.region] for i in problems.folded.instances]
     bounds = []
     for degrees in tree.candidates:
-        parts = degrees.dp * degrees.tp * degrees.microbatches
+        parts = degrees.degrees.batch_ranks * degrees.tp * degrees.microbatches
         kinds = _kinds(tree, degrees) if kind is None else {kind}
         bounds.append(least_step_s(degrees, kinds, layers) / parts)
     return np.array(bounds)
@@ -68,7 +74,7 @@ def least_step_s(
     """No way to cut `layers` into stages makes a faster step under any of `kinds`.
 
     zero_bubble: layers with little forward weaken the bound of all, so those above each share of it
-    are tried alone. interleaved: work over devices; how long such a pipeline fills depends on cuts.
+    are tried alone. Several chunks: work over devices; how long they fill depends on cuts.
     """
     p, m = degrees.pp, degrees.microbatches
     whole_s = sum(total_s for _, total_s in layers)
@@ -85,7 +91,7 @@ def least_step_s(
         ]
         least = [whole_s * m / p, *(s * split_bubble_factor(p, m, share) for share, s in above_s)]
         bounds.append(max(least))
-    if ScheduleKind.INTERLEAVED in kinds:
+    if any(kind in kinds for kind in SEVERAL_CHUNKS):
         bounds.append(whole_s * m / p)
     return min(bounds)
 

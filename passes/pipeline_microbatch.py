@@ -68,16 +68,17 @@ class MicrobatchGraphs:
         self.folded = folded
         self.batch_size = batch_size
         self._known: dict[int, FoldedGraph] = {1: folded}
-        if batch_size == 1:
-            return
-        self._follow(cluster)
-        loss_counts(folded)
-        refused = self._refused()
-        if refused:
-            raise OptionError(
-                f"the batch cannot be cut into microbatches: {refused} is needed whole"
-            )
-        self._check_results()
+        if batch_size > 1:
+            self._follow(cluster)
+            loss_counts(folded)
+            refused = self._refused()
+            if refused:
+                raise OptionError(
+                    f"the batch cannot be cut into microbatches: {refused} is needed whole"
+                )
+        _check_updates(folded)
+        if batch_size > 1:
+            self._check_results()
 
     def _follow(self, cluster: ClusterSpec) -> None:
         """Type every region on the free axis."""
@@ -166,6 +167,18 @@ class MicrobatchGraphs:
             wanted += [(v, x) for v, x, c in crossing if c not in self._boundaries.results]
             found += [(r, v) for v, x in wanted if native[v] != x and _is_part(native[v])]
         return found
+
+
+def _check_updates(folded: FoldedGraph) -> None:
+    """Raises OptionError where the forward updates a buffer: every microbatch would do so again,
+    and a stage that reads it might hold another one than the stage that updates it."""
+    for instance in folded.instances:
+        for slot, _ in folded.regions[instance.region].graph.mutations:
+            raise OptionError(
+                f"the batch cannot be cut into microbatches: every one of them would update buffer "
+                f"{instance.sources[slot].name}; leave pipelines and microbatches out, or compile "
+                "model.eval() if that keeps it as it is"
+            )
 
 
 def _is_part(layout: Layout) -> bool:

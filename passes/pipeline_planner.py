@@ -18,6 +18,7 @@ from meshfold.errors import InfeasibleError, OptionError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions, PinValue
 from meshfold.passes.decision_tree import Situation
+from meshfold.passes.expert_rules import shared_experts
 from meshfold.passes.pipeline_assembly import assemble_pipeline
 from meshfold.passes.pipeline_problem import PipelineProblems
 from meshfold.passes.pipeline_search import PipelineOutcome, PricedPipeline, search_pipelines
@@ -79,7 +80,7 @@ def plan_with_pipelines(
         model_name=model_name,
         baselines=(*earlier, *baselines),
         stats=stats,
-        notes=_notes(best),
+        notes=(*_notes(best), *(() if without or is_pipeline_pinned(options.pins) else (ALONE,))),
     )
 
 
@@ -93,6 +94,7 @@ def _tree(
         pins=options.pins,
         allow_planned=options.allow_planned,
         switched_off=options.without_cuts,
+        experts=shared_experts(folded),
     )
     return grow_pipelines(situation, len(folded.instances))
 
@@ -101,7 +103,24 @@ def _notes(best: PricedPipeline) -> tuple[str, ...]:
     """How it trains; and a plan that uses what cannot run yet says so."""
     planned = [x.strategy.label for x in best.layers if not x.strategy.runs]
     notes = [f"{name}: planned, cannot run yet" for name in dict.fromkeys(planned)]
-    return tuple(notes) or ("forward and backward take turns: train by train_step(batch)",)
+    if not notes:
+        notes = ["forward and backward take turns: train by train_step(batch)"]
+    degrees = best.problem.degrees
+    if degrees.microbatches > 1 and degrees.degrees.batch_ranks > 1:
+        notes += [_HOW_OFTEN[zero] for zero in sorted({x.strategy.zero for x in best.layers})]
+    return tuple(notes)
+
+
+ALONE = "nothing fits while every batch runs in one pass"
+"""Why there is a pipeline that nobody pinned."""
+
+_HOW_OFTEN = (
+    "zero 0: gradients are reduced once per step",
+    "zero 1: parameters are gathered and gradients reduced once per step",
+    "zero 2: parameters are gathered once per step, gradients reduced with every microbatch",
+    "zero 3: parameters are gathered and gradients reduced with every microbatch",
+)
+"""By ZeRO level."""
 
 
 def _baselines(
@@ -182,8 +201,8 @@ def _infeasible(problems: PipelineProblems, tree: PipelineTree) -> InfeasibleErr
     available = bytes_text(problems.capacity_bytes)
     return InfeasibleError(
         f"nothing fits in {available} per device on {problems.cluster.num_devices} devices, with "
-        f"or without a pipeline ({len(tree.candidates)} choices of pp x dp x tp and microbatches); "
-        "use more devices, more memory or a smaller batch",
+        f"or without a pipeline ({len(tree.candidates)} choices of pp x dp x ep x tp and "
+        "microbatches); use more devices, more memory or a smaller batch",
         binding_constraint="memory",
         available_bytes=problems.capacity_bytes,
     )

@@ -1,7 +1,7 @@
 """From a folded graph and degrees of parallelism to a chain of layers that stages are cut from.
 
     MicrobatchGraphs      graph of one microbatch of one rank            (pipeline_microbatch.py)
-      -> region search    on the tp axis, per microbatch size and tp     (uniform_search.py)
+      -> region search    on ep and tp, per microbatch size and these    (uniform_search.py)
       -> RegionTable      prices and memory by what is recomputed        (pipeline_layers.py)
       -> StageProblem     one run per run of the folded graph, with its
                           strategies, hops and held values               (stage_problem.py)
@@ -15,7 +15,6 @@ that the layouts at the cuts agree.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -34,9 +33,9 @@ from meshfold.passes.pipeline_layers import (
     RegionTable,
     Surroundings,
     layer_figures,
-    parameters_of,
 )
 from meshfold.passes.pipeline_microbatch import MicrobatchGraphs
+from meshfold.passes.pipeline_parameters import Axes, parameters_of
 from meshfold.passes.pipeline_weights import weight_gradients_s
 from meshfold.passes.region_memory import Probe, memory_of_region
 from meshfold.passes.region_search import RegionSolution
@@ -45,13 +44,17 @@ from meshfold.passes.run_dual import FloatArray, IntArray
 from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.spmd import Layout
-from meshfold.strategy import Recompute, UniformStrategy
+from meshfold.strategy import Degrees, Recompute, UniformStrategy
+
+_TableKey = tuple[int, int, int, bool, tuple[Recompute, ...]]
+"""(parts of the batch, ep, tp, sequence parallel, what is recomputed)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ProgramTables:
-    """A program typed for one microbatch of one rank on a tp axis. crossing_bytes: of what crosses
-    the cut before each instance, 0 before the first. buffer_bytes, input_bytes: of one rank."""
+    """A program typed for one microbatch of one rank of dp, on ep and tp. crossing_bytes: of what
+    crosses the cut before each instance, 0 before the first. buffer_bytes, input_bytes: of one
+    rank."""
 
     folded: FoldedGraph
     regions: tuple[RegionTable, ...]
@@ -84,7 +87,7 @@ class PipelineProblem:
 
 class PipelineProblems:
     """Problems of one model on one cluster; typed programs are shared by all that ask for the same
-    microbatch of a rank and the same tp."""
+    microbatch of a rank of dp and the same ep and tp."""
 
     def __init__(
         self,
@@ -105,13 +108,14 @@ class PipelineProblems:
         self.capacity_bytes = options.memory_bytes or smallest
         self.launch_s = CostModel(cluster, build_mesh(cluster, 1, 1)).launch_s
         self._holders = _num_holders(folded)
-        self._searches: dict[tuple[int, int], MeshSearch] = {}
-        self._tables: dict[tuple[int, int, bool, tuple[Recompute, ...]], ProgramTables] = {}
+        self._searches: dict[tuple[int, int, int], MeshSearch] = {}
+        self._tables: dict[_TableKey, ProgramTables] = {}
+        self._around: dict[tuple[int, Degrees], Surroundings] = {}
 
     def tables(self, degrees: UniformStrategy, recomputes: Sequence[Recompute]) -> ProgramTables:
-        """The typed program that `degrees` (dp, tp, microbatches, sequence_parallel) ask for."""
-        parts = degrees.dp * degrees.microbatches
-        key = parts, degrees.tp, degrees.sequence_parallel, tuple(sorted(recomputes))
+        """The typed program that dp, ep, tp, microbatches and sequence_parallel ask for."""
+        parts, words = degrees.dp * degrees.microbatches, tuple(sorted(recomputes))
+        key = parts, degrees.ep, degrees.tp, degrees.sequence_parallel, words
         if key not in self._tables:
             self._tables[key] = self._typed(*key)
         return self._tables[key]
@@ -140,7 +144,7 @@ class PipelineProblems:
         }
         return PipelineProblem(
             degrees,
-            build_mesh(self.cluster, degrees.dp, degrees.tp, degrees.pp),
+            self.mesh(degrees),
             chain,
             figures,
             tables,
@@ -159,6 +163,10 @@ class PipelineProblems:
             for table in tables.regions
         ]
 
+    def mesh(self, degrees: UniformStrategy) -> Mesh:
+        """Of all ranks."""
+        return build_mesh(self.cluster, degrees.dp, degrees.tp, degrees.pp, ep=degrees.ep)
+
     def untied_parameters(self, region: int) -> list[int]:
         """Parameter slots of a region that one layer alone reads."""
         return [i for i, holders in enumerate(self._holders[region]) if holders == 1]
@@ -166,14 +174,19 @@ class PipelineProblems:
     # Tables.
 
     def _typed(
-        self, parts: int, tp: int, sequence_parallel: bool, recomputes: Sequence[Recompute]
+        self,
+        parts: int,
+        ep: int,
+        tp: int,
+        sequence_parallel: bool,
+        recomputes: Sequence[Recompute],
     ) -> ProgramTables:
         folded = self.microbatches.graph(parts)
-        if (parts, tp) not in self._searches:
-            mesh = build_mesh(self.cluster, 1, tp)
+        if (parts, ep, tp) not in self._searches:
+            mesh = build_mesh(self.cluster, 1, tp, ep=ep)
             size = self.batch_size // parts
-            self._searches[parts, tp] = MeshSearch(folded, self.cluster, mesh, size)
-        search = self._searches[parts, tp]
+            self._searches[parts, ep, tp] = MeshSearch(folded, self.cluster, mesh, size)
+        search = self._searches[parts, ep, tp]
         program = search.solve(zero=0, sequence_parallel=sequence_parallel)
         solutions = search.solutions(sequence_parallel=sequence_parallel)
         tables = [
@@ -218,7 +231,7 @@ class PipelineProblems:
                 )
                 for r in recomputes
             },
-            parameters=parameters_of(graph, typing.slots, self._holders[region]),
+            parameters=parameters_of(graph, typing, search.mesh, self._holders[region]),
             weight_s=weight_gradients_s(graph, solution.rules, search.mesh, search.costs),
             kept_output_bytes=0,
         )
@@ -226,26 +239,33 @@ class PipelineProblems:
     # Surroundings.
 
     def _surroundings(self, degrees: UniformStrategy) -> Surroundings:
-        mesh = build_mesh(self.cluster, degrees.dp, degrees.tp, degrees.pp)
+        key = degrees.pp, degrees.degrees
+        if key not in self._around:
+            self._around[key] = self._made_surroundings(degrees)
+        return self._around[key]
+
+    def _made_surroundings(self, degrees: UniformStrategy) -> Surroundings:
+        mesh = self.mesh(degrees)
         costs = CostModel(self.cluster, mesh)
-        one = GroupShape(1, 1, 1, 1)
-        over_dp, over_pp = (
-            group_shape(self.cluster, mesh, (mesh.index(name),)) if name in mesh.names else one
-            for name in ("dp", "pp")
-        )
-        price = partial(collective_s, link=costs.node_link, network=self.cluster.network)
+        over_pp = GroupShape(1, 1, 1, 1)
+        if "pp" in mesh.names:
+            over_pp = group_shape(self.cluster, mesh, (mesh.index("pp"),))
+
+        def over(kind: str, num_bytes: float, axes: Axes) -> float:
+            return costs.collective_s(kind, num_bytes, map(mesh.index, axes))
 
         def over_holders(num_bytes: float, holders: int) -> float:
             holders = min(holders, degrees.pp)
             nodes = holders if over_pp.crosses_nodes else 1
             per_node = 1 if over_pp.crosses_nodes else holders
             group = GroupShape(holders, nodes, per_node, per_node)
-            return price("all_reduce", num_bytes, group=group)
+            link, network = costs.node_link, self.cluster.network
+            return collective_s("all_reduce", num_bytes, group, link, network)
 
         return Surroundings(
-            degrees.dp,
+            Mesh(tuple(axis for axis in mesh.axes if axis.name != "pp")),
             min(1.0, degrees.pp / len(self.folded.instances)),
-            lambda kind, num_bytes: price(kind, num_bytes, group=over_dp),
+            over,
             over_holders,
             costs,
             self.options.optimizer,
@@ -255,8 +275,7 @@ class PipelineProblems:
         cuts = tables.crossing_bytes[1:]
         if degrees.pp == 1:
             return np.zeros(len(cuts))
-        mesh = build_mesh(self.cluster, degrees.dp, degrees.tp, degrees.pp)
-        link = hop_link(self.cluster, mesh)
+        link = hop_link(self.cluster, self.mesh(degrees))
         seconds = {size: hop_s(size, link) for size in set(cuts.tolist())}
         return np.array([seconds[size] for size in cuts.tolist()])
 

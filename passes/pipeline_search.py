@@ -179,7 +179,7 @@ class _Race:
 
 def _key(degrees: UniformStrategy) -> tuple[int, ...]:
     d = degrees
-    return d.pp, d.dp, d.tp, d.microbatches, int(d.sequence_parallel)
+    return d.pp, d.dp, d.ep, d.tp, d.microbatches, int(d.sequence_parallel)
 
 
 def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipeline:
@@ -199,6 +199,6 @@ def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipel
     )
     p = problem.degrees.pp
     ends_s = device_ends_s(plan.schedule, times).tolist()
-    once_s = [sum(stage.sync_s for stage in plan.stages[i::p]) for i in range(p)]
+    once_s = [sum(plan.stages[s].sync_s for s in plan.schedule.stages_of(i)) for i in range(p)]
     device_s = [end_s + late + problem.launch_s for end_s, late in zip(ends_s, once_s, strict=True)]
     return PricedPipeline(problem, plan, tuple(layers), tuple(device_s))

@@ -1,8 +1,8 @@
 """The part of the decision tree that divides a model into stages and a batch into microbatches.
 
-    pp x dp x tp = devices, all factorisations -> microbatches, all divisors of the batch
+    pp x dp x ep x tp = devices, all factorisations -> microbatches, all divisors of the batch
         -> role of tp (tensor, tensor + sequence)                      one candidate: its degrees
-        -> ZeRO level (0, 1, 3) -> recompute                           by layer
+        -> ZeRO level -> recompute                                     by layer
 
 A candidate is a UniformStrategy of degrees alone; every layer then takes one of the strategies that
 `strategies_of` lists. One stage and one microbatch is the tree of decision_tree.py. Cuts are named
@@ -18,19 +18,19 @@ from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
 from meshfold.passes.decision_tree import NODE, PINNED, PLANNED, Situation, Tree, keeps_pins
 from meshfold.passes.mesh_degrees import divisors
-from meshfold.passes.pipeline_layers import PIPELINE_ZERO_LEVELS
+from meshfold.passes.pipeline_parameters import PIPELINE_ZERO_LEVELS
 from meshfold.passes.stage_schedules import offered_schedules
 from meshfold.strategy import Recompute, UniformStrategy
 
-BATCH = "batch does not divide over dp x microbatches"
+BATCH = "batch does not divide over dp x ep x microbatches"
 LAYERS = "more stages than layers"
 SCHEDULE = "no schedule that is pinned"
 
 ALL_KINDS = len(PIPELINE_ZERO_LEVELS) * len(get_args(Recompute))
 KINDS_WITHOUT_DP = len(get_args(Recompute))
-"""Leaves below one choice of degrees, ZeRO needing a dp axis."""
+"""Leaves below one choice of degrees, ZeRO needing ranks that cut the batch."""
 
-DEGREE_PINS = ("pp", "dp", "tp", "sp", "microbatches")
+DEGREE_PINS = ("pp", "dp", "ep", "tp", "sp", "microbatches")
 
 SCHEDULE_PINS = ("schedule", "chunks")
 
@@ -79,7 +79,7 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
     pins = {k: v for k, v in situation.pins.items() if k in DEGREE_PINS}
     rules: list[tuple[str, Callable[[UniformStrategy], bool]]] = [
         (PINNED, lambda d: keeps_pins(d, pins) and bool(_strategies(d, kinds))),
-        (BATCH, lambda d: situation.batch_size % (d.dp * d.microbatches) == 0),
+        (BATCH, lambda d: situation.batch_size % (d.degrees.batch_ranks * d.microbatches) == 0),
         (LAYERS, lambda d: d.pp <= num_layers),
     ]
     if kind or num_chunks:
@@ -117,17 +117,26 @@ def _schedule_pins(situation: Situation) -> tuple[ScheduleKind | None, int | Non
 
 
 def _all_degrees(situation: Situation) -> Iterator[UniformStrategy]:
-    """pp, dp, tp that multiply to the devices, with every number of microbatches."""
-    n = situation.num_devices
+    """pp, dp, ep, tp that multiply to the devices, with every number of microbatches. ep where it
+    divides every number of experts."""
+    n, experts = situation.num_devices, situation.experts
     for tp in divisors(n):
         for pp in divisors(n // tp):
-            for m in divisors(situation.batch_size):
-                if pp == m == 1:
+            for ep in divisors(n // tp // pp):
+                if ep > 1 and (not experts or any(e % ep for e in experts)):
                     continue
-                for sp in (False, True) if tp > 1 else (False,):
-                    yield UniformStrategy(
-                        dp=n // tp // pp, tp=tp, sequence_parallel=sp, pp=pp, microbatches=m
-                    )
+                for m in divisors(situation.batch_size):
+                    if pp == m == 1:
+                        continue
+                    for sp in (False, True) if tp > 1 else (False,):
+                        yield UniformStrategy(
+                            dp=n // tp // pp // ep,
+                            ep=ep,
+                            tp=tp,
+                            sequence_parallel=sp,
+                            pp=pp,
+                            microbatches=m,
+                        )
 
 
 def _every_kind() -> tuple[tuple[int, Recompute], ...]:
@@ -164,16 +173,16 @@ def _running(
 def _strategies(
     degrees: UniformStrategy, kinds: Sequence[tuple[int, Recompute]]
 ) -> list[UniformStrategy]:
-    """ZeRO needs a dp axis."""
+    """ZeRO needs ranks that cut the batch."""
     return [
         replace(degrees, zero=zero, recompute=recompute)
         for zero, recompute in kinds
-        if zero == 0 or degrees.dp > 1
+        if zero == 0 or degrees.degrees.batch_ranks > 1
     ]
 
 
 def _num_leaves(degrees: Sequence[UniformStrategy]) -> int:
-    return sum(ALL_KINDS if d.dp > 1 else KINDS_WITHOUT_DP for d in degrees)
+    return sum(ALL_KINDS if d.degrees.batch_ranks > 1 else KINDS_WITHOUT_DP for d in degrees)
 
 
 def _why_not(name: str, situation: Situation, num_layers: int) -> str:
@@ -181,15 +190,15 @@ def _why_not(name: str, situation: Situation, num_layers: int) -> str:
     size, devices = situation.batch_size, situation.num_devices
     why = {
         PINNED: (
-            f"no pp x dp x tp on {devices} devices with microbatches that divide a batch of {size} "
-            "and ZeRO level 0, 1 or 3 keeps them"
+            f"no pp x dp x ep x tp on {devices} devices with microbatches that divide a batch of "
+            f"{size} keeps them; ep divides the number of experts"
         ),
-        BATCH: f"a batch of {size} does not divide over dp x microbatches",
+        BATCH: f"a batch of {size} does not divide over dp x ep x microbatches",
         LAYERS: f"the model has {num_layers} layers, fewer than stages",
         SCHEDULE: (
             f"no pp > 1 and microbatches have such a schedule for {num_layers} layers; interleaved "
-            "needs 2 or more chunks, a multiple of pp microbatches and pp x chunks layers, the "
-            "others have one chunk"
+            "ones need 2 or more chunks, a multiple of pp microbatches and pp x chunks layers, zbv "
+            "2 chunks and 2 pp layers, the others have one chunk"
         ),
     }
     return f"pipeline with {pins}: {why[name]}"

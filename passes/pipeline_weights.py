@@ -1,8 +1,8 @@
 """How much of a region's backward only makes weight gradients: what zero_bubble puts off.
 
-Of a product with a parameter as one factor, the backward is two products of equal size: one gives
-the gradient of the other factor (B), one that of the parameter (W). W takes the share that its
-floating-point operations have in the backward of the op. Everything else stays in B: sums for
+Of a product with a parameter as one factor (SPLIT), the backward is two products of equal size: one
+gives the gradient of the other factor (B), one that of the parameter (W). W takes the share that
+its floating-point operations have in the backward of the op. Everything else stays in B: sums for
 biases and norms, memory-bound gradients of tables, attention, collectives, what runs again.
 A split like that is assumed to cost nothing: kernels of B and W are apart anyhow (Qi et al., Zero
 Bubble Pipeline Parallelism, ICLR 2024, section 2).
@@ -10,12 +10,15 @@ Bubble Pipeline Parallelism, ICLR 2024, section 2).
 
 from collections.abc import Sequence
 
-from meshfold.cost_models.compute import PRODUCTS, VIEWS, op_name, op_work
+from meshfold.cost_models.compute import VIEWS, op_name, op_work
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Op, OpGraph, SlotKind
 from meshfold.passes.op_time import op_time
 from meshfold.passes.rules import AxisRule
+
+SPLIT = frozenset({"linear", "addmm", "mm"})
+"""Ops whose backward runs in two parts (meshfold.weight_gradients)."""
 
 
 def weight_gradients_s(
@@ -47,7 +50,7 @@ def _trained_weights(graph: OpGraph) -> set[int]:
 
 def _weight_share(graph: OpGraph, op: Op, weights: set[int]) -> float:
     """Of the backward of a product: each factor's gradient takes one product."""
-    if op_name(op.target) not in PRODUCTS or not any(v in weights for v in op.operands):
+    if op_name(op.target) not in SPLIT or not any(v in weights for v in op.operands):
         return 0.0
     work = op_work(graph, op)
     if not work.backward_flops:

@@ -48,7 +48,8 @@ def _counting_s(problem: StageProblem, schedule: Schedule) -> float:
         held = _held_by_all(schedule, device)
         room = int(problem.memory_bytes[device]) - _least_transient(problem)
         seconds = 0.0
-        for at_end, end in ((device == 0, 0), (device == p - 1, len(problem.runs) - 1)):
+        at_last = device == schedule.device_of(schedule.num_stages - 1)
+        for at_end, end in ((device == 0, 0), (at_last, len(problem.runs) - 1)):
             if at_end and end != longest:
                 layer = problem.runs[end].layer
                 seconds += float(_objective_s(layer, m).min())

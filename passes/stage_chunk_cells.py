@@ -48,14 +48,15 @@ class ChunkCells:
 
     def stages(self, cuts: Sequence[int]) -> tuple[Stage, ...] | None:
         """The stages of a cut in order; None where a device does not fit."""
-        p = self.schedule.num_devices
         found: list[Stage | None] = [None] * (len(cuts) - 1)
-        for device in range(p):
-            spans = [(cuts[s], cuts[s + 1]) for s in range(device, len(cuts) - 1, p)]
+        for device in range(self.schedule.num_devices):
+            own = self.schedule.stages_of(device)
+            spans = [(cuts[s], cuts[s + 1]) for s in own]
             solved = self._device(device, spans)
             if solved is None:
                 return None
-            found[device::p] = solved
+            for s, stage in zip(own, solved, strict=True):
+                found[s] = stage
         return tuple(stage for stage in found if stage is not None)
 
     def _device(self, device: int, spans: Sequence[tuple[int, int]]) -> list[Stage] | None:

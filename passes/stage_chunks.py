@@ -15,13 +15,15 @@ one stage per device (stage_bounds) does not apply. Instead:
     4. the most promising ones are solved (stage_chunk_cells) and simulated together; repeat from 3
        as long as one is faster
 
-Points 2 to 4 find a plan and prove nothing; what is proven is 1.
+Points 2 to 4 find a plan and prove nothing; what is proven is 1. Schedules of several chunks that
+split the backward go the same way, judged by the busiest device and simulated event by event.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from meshfold.cost_models.pipeline import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline_rounds import interleaved_ends_s
 from meshfold.cost_models.schedules import Schedule
 from meshfold.passes.run_dual import FloatArray
@@ -108,7 +110,11 @@ class ChunkSearch:
             self.schedule.num_microbatches,
         )
         done = np.concatenate(([0.0], np.cumsum(self._layer_s)))
-        stage_s = np.diff(done[cuts], axis=1).reshape(-1, v, p)
+        each_s = np.diff(done[cuts], axis=1)
+        if self.schedule.splits_backward:
+            own = [list(self.schedule.stages_of(i)) for i in range(p)]
+            return np.asarray(m * np.max([each_s[:, s].sum(axis=1) for s in own], axis=0))
+        stage_s = each_s.reshape(-1, v, p)
         way_s = stage_s + 2 * self.problem.hop_s[cuts[:, 1:]].reshape(-1, v, p)
         way_s = np.cumsum(way_s, axis=2) - way_s
         swapped_s = np.cumsum(stage_s[:, :, :1] - stage_s, axis=1)
@@ -119,13 +125,13 @@ class ChunkSearch:
     def _overrun(self, cuts: Cuts) -> FloatArray:
         """Bytes by which the worst device overruns its memory at its fullest moment, every layer at
         its least."""
-        p = self.schedule.num_devices
         counts = [run.count for run in self.problem.runs]
         worst = np.full(len(cuts), -np.inf)
         for device, moments in enumerate(self.cells.held):
             need = np.full(len(cuts), -float(self.problem.memory_bytes[device]))
             for chunk, n in enumerate(max(moments, key=lambda held: (sum(held), held))):
-                first, end = cuts[:, device + p * chunk], cuts[:, device + p * chunk + 1]
+                stage = self.schedule.stages_of(device)[chunk]
+                first, end = cuts[:, stage], cuts[:, stage + 1]
                 done = self._least_bytes(n, tuple(counts))
                 need += done[end] - done[first] + n * self.problem.held_bytes[first]
             worst = np.maximum(worst, need)
@@ -164,6 +170,8 @@ def chunk_steps_s(
     problem: StageProblem, schedule: Schedule, pipelines: Sequence[Sequence[Stage]]
 ) -> FloatArray:
     """Simulated seconds of a step of each pipeline: every device's sync_s follows its last pass."""
+    if schedule.splits_backward:
+        return np.array([_step_s(problem, schedule, stages) for stages in pipelines])
     forward_s, backward_s, sync_s = (
         np.array([[getattr(stage, name) for stage in stages] for stages in pipelines]).T
         for name in ("forward_s", "backward_s", "sync_s")
@@ -172,6 +180,18 @@ def chunk_steps_s(
     ends_s = interleaved_ends_s(schedule, forward_s, backward_s, hop_s)
     late_s = sync_s.reshape(schedule.num_chunks, schedule.num_devices, -1).sum(axis=0)
     return np.asarray((ends_s + late_s).max(axis=0))
+
+
+def _step_s(problem: StageProblem, schedule: Schedule, stages: Sequence[Stage]) -> float:
+    times = StageTimes.build(
+        [stage.forward_s for stage in stages],
+        [stage.backward_s for stage in stages],
+        weight_s=[stage.weight_s for stage in stages],
+        hop_s=problem.hop_s[[stage.first for stage in stages[1:]]],
+    )
+    ends_s = device_ends_s(schedule, times)
+    late_s = [sum(stages[s].sync_s for s in schedule.stages_of(i)) for i in range(len(ends_s))]
+    return float((ends_s + late_s).max())
 
 
 def _layers_s(problem: StageProblem, stages: Sequence[Stage]) -> FloatArray:

@@ -63,7 +63,7 @@ class StageSearchStats:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stages in order (stage s on device s mod p), the schedule that runs them and the proof.
+    """Stages in order, the schedule that runs them and the proof.
 
     step_s: simulated makespan with transfers, each device's sync_s after its last pass.
     lower_bound_s: no plan under any of the schedules given is faster. first_step_s: the step of
@@ -95,8 +95,10 @@ class PipelinePlan:
     @property
     def memory_bytes(self) -> tuple[int, ...]:
         """Bytes needed on each device."""
-        p = len(self.budgets_bytes)
-        return tuple(sum(s.memory_bytes for s in self.stages[i::p]) for i in range(p))
+        return tuple(
+            sum(self.stages[s].memory_bytes for s in self.schedule.stages_of(i))
+            for i in range(len(self.budgets_bytes))
+        )
 
     @property
     def gap(self) -> float:

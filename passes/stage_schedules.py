@@ -3,6 +3,7 @@
     gpipe, 1f1b, zero_bubble    one stage per device; warm-up of 1f1b and zero_bubble 0, 1, 2, 4,
                                 ... forwards deeper than the least, up to twice the least
     interleaved                 2, 3, 4 stages per device, as far as there are layers for them
+    interleaved_zero_bubble     the same, and zbv with 2: only where they are asked for
 
 Depth hides transfers, and at few microbatches it favours early stages that are heavier; it costs
 activations in flight. What runs the same actions as another one is left out.
@@ -14,6 +15,14 @@ CHUNKS = (2, 3, 4)
 """Stages per device that the interleaved schedule is tried with; a pin may ask for more."""
 
 
+UNASKED = (
+    ScheduleKind.GPIPE,
+    ScheduleKind.ONE_F_ONE_B,
+    ScheduleKind.INTERLEAVED,
+    ScheduleKind.ZERO_BUBBLE,
+)
+
+
 def offered_schedules(
     num_devices: int,
     num_microbatches: int,
@@ -23,13 +32,15 @@ def offered_schedules(
 ) -> tuple[Schedule, ...]:
     """Every schedule that is worth a try, least warm-up first. kind, num_chunks: only those (None:
     any). Empty where none exists."""
-    kinds = list(ScheduleKind) if kind is None else [kind]
+    kinds = list(UNASKED) if kind is None else [kind]
     if kind is None and num_devices == 1:
         kinds = [ScheduleKind.ONE_F_ONE_B]
     found: list[Schedule] = []
     for offered in kinds:
-        if offered is ScheduleKind.INTERLEAVED:
-            found += _interleaved(num_devices, num_microbatches, num_layers, num_chunks)
+        if offered is ScheduleKind.ZBV:
+            found += _v(num_devices, num_microbatches, num_layers, num_chunks)
+        elif offered in (ScheduleKind.INTERLEAVED, ScheduleKind.INTERLEAVED_ZERO_BUBBLE):
+            found += _interleaved(offered, num_devices, num_microbatches, num_layers, num_chunks)
         elif num_chunks in (None, 1):
             found += _of_one_chunk(offered, num_devices, num_microbatches)
     distinct: dict[object, Schedule] = {}
@@ -53,12 +64,15 @@ def _of_one_chunk(kind: ScheduleKind, p: int, m: int) -> list[Schedule]:
     return [Schedule(kind, p, m, extra_warm_up=x) for x in sorted(extras) if x <= deepest]
 
 
-def _interleaved(p: int, m: int, num_layers: int, num_chunks: int | None) -> list[Schedule]:
+def _v(p: int, m: int, num_layers: int, num_chunks: int | None) -> list[Schedule]:
+    fits = p > 1 and 2 * p <= num_layers and num_chunks in (None, 2)
+    return [Schedule(ScheduleKind.ZBV, p, m, num_chunks=2)] if fits else []
+
+
+def _interleaved(
+    kind: ScheduleKind, p: int, m: int, num_layers: int, num_chunks: int | None
+) -> list[Schedule]:
     if p == 1 or m % p:
         return []
     chunks = CHUNKS if num_chunks is None else (num_chunks,)
-    return [
-        Schedule(ScheduleKind.INTERLEAVED, p, m, num_chunks=v)
-        for v in chunks
-        if v > 1 and p * v <= num_layers
-    ]
+    return [Schedule(kind, p, m, num_chunks=v) for v in chunks if v > 1 and p * v <= num_layers]

@@ -5,6 +5,7 @@ import copy
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 import meshfold
 from meshfold.api import bind
 from meshfold.capture import Captured, capture
+from meshfold.collective_order import collectives_of
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.schedules import Schedule
 from meshfold.errors import StageLostError
@@ -31,7 +33,7 @@ from meshfold.pipeline_step import PipelineRunner
 from meshfold.plan import Plan, RunPlan, StagePlan
 from meshfold.plan_io import plan_from_json
 from meshfold.precision import float64_everywhere
-from meshfold.probe import OpProber
+from meshfold.probe import OpProber, StorageCounter
 from meshfold.runtime import CompiledModel
 
 ROWS = 2 * BATCH
@@ -53,12 +55,18 @@ def captured_model(family: str, layers: int) -> Captured:
 
 
 @cache
-def planned(family: str, layers: int, num_devices: int, pins: tuple[tuple[str, Any], ...]) -> Plan:
+def planned(
+    family: str,
+    layers: int,
+    num_devices: int,
+    pins: tuple[tuple[str, Any], ...],
+    optimizer: Any = "adamw",
+) -> Plan:
     """The plan of a search with pins."""
     return find_plan_for(
         captured_model(family, layers).graph,
         resolve_cluster("local-cpu", num_devices),
-        CompileOptions(pins=dict(pins)),
+        CompileOptions(pins=dict(pins), optimizer=optimizer),
         model_name=family,
         batch_size=ROWS,
         probe=OpProber(),
@@ -126,6 +134,33 @@ def _outcome(
         runner.peak_in_flight,
         {n: _digest(p) for n, p in compiled.named_parameters()},
     )
+
+
+def count_collectives(
+    family: str, layers: int, captured: Captured, plans: Sequence[str]
+) -> list[Counter[str]]:
+    """Of the second step under each plan, by kind; of the data axis alone."""
+    model, batch = model_and_batch(family, layers)
+    found = []
+    for text in plans:
+        compiled = bind(model, plan_from_json(text), captured, batch)
+        assert compiled.rank_mesh is not None
+        with float64_everywhere():
+            compiled.train_step(batch)
+            with collectives_of(compiled.rank_mesh) as calls:
+                compiled.train_step(batch)
+        found.append(Counter(call.kind for call in calls if call.axes == ("dp",)))
+    return found
+
+
+def peak_bytes(family: str, layers: int, captured: Captured, text: str) -> int:
+    """Most bytes that a step holds beside parameters, buffers and the batch."""
+    model, batch = model_and_batch(family, layers)
+    compiled = bind(model, plan_from_json(text), captured, batch)
+    known = [*compiled.parameters(), *compiled.buffers(), *batch.values()]
+    with float64_everywhere(), StorageCounter([*known, *captured.constants.values()]) as counter:
+        compiled.train_step(batch)
+    return counter.peak_bytes
 
 
 def _worst(compiled: CompiledModel, model: nn.Module, part: Any) -> float:
@@ -201,12 +236,18 @@ def lose_a_stage(
             os._exit(3)
         time.sleep(4.0)
         return "slept"
+    before = [None if p.grad is None else p.grad.clone() for p in compiled.parameters()]
     start = time.monotonic()
     try:
         with float64_everywhere():
             compiled.train_step(batch, timeout_s=1.5)
     except StageLostError as error:
-        report(f"{time.monotonic() - start < 60} {error}")
+        now = [p.grad for p in compiled.parameters()]
+        is_kept = all(
+            y is None if x is None else y is not None and torch.equal(x, y)
+            for x, y in zip(before, now, strict=True)
+        )
+        report(f"{time.monotonic() - start < 60} {is_kept} {error}")
         time.sleep(3.0)
         return str(error)
     return "nothing was lost"

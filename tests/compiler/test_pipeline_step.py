@@ -14,6 +14,7 @@ from meshfold.errors import OptionError
 from meshfold.local_processes import LocalProcessError, run_local
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_to_json
+from meshfold.runner import ProgramRunner
 
 TOLERANCE = 1e-12
 MICROBATCHES = 4
@@ -25,18 +26,33 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp2 x dp2": {"pp": 2, "dp": 2, "zero": 0},
     "pp2 x dp2, zero3": {"pp": 2, "dp": 2, "zero": 3},
 }
+EXPERT_MESHES: dict[str, dict[str, Any]] = {
+    "pp2 x ep2": {"pp": 2, "ep": 2, "zero": 0},
+    "pp2 x ep2, zero3": {"pp": 2, "ep": 2, "zero": 3},
+}
+ZERO_MESHES: dict[str, dict[str, Any]] = {
+    "pp2 x dp2, zero1": {"pp": 2, "dp": 2, "zero": 1},
+    "pp2 x dp2, zero2": {"pp": 2, "dp": 2, "zero": 2},
+}
 FAMILIES = ("gpt2", "llama", "t5", "vit", "mixtral")
 
 
 def cases() -> list[Any]:
-    """(family, mesh, which schedules): GPT-2 on pp4 under all, of the others two of five each, so
-    that every family and every mesh meets every schedule twice."""
+    """(family, mesh, which schedules): GPT-2 on pp4 and shared experts under all, of the others two
+    of five each, so that every family and every one of MESHES meets every schedule twice."""
     found = [pytest.param("gpt2", "pp4", range(5), id="gpt2-pp4")]
     for f, family in enumerate(FAMILIES):
         for k, mesh in enumerate(MESHES):
             chosen = [(f + k) % 5, (f + k + 2) % 5]
             slow = pytest.param(family, mesh, chosen, marks=pytest.mark.slow, id=f"{family}-{mesh}")
             found += [slow] if (family, mesh) != ("gpt2", "pp4") else []
+    for mesh in EXPERT_MESHES:
+        every = pytest.param("mixtral", mesh, range(5), marks=pytest.mark.slow)
+        found.append(every)
+    for f, family in enumerate(("gpt2", "llama", "t5")):
+        for k, mesh in enumerate(ZERO_MESHES):
+            chosen = [(f + 2 * k) % 5, (f + 2 * k + 1) % 5]
+            found.append(pytest.param(family, mesh, chosen, marks=pytest.mark.slow))
     return found
 
 
@@ -61,14 +77,34 @@ def schedules(p: int) -> list[Schedule]:
 def test_pipelines_compute_what_one_process_does(
     pools: Pools, family: str, mesh: str, chosen: Sequence[int]
 ) -> None:
+    pins = (MESHES | EXPERT_MESHES | ZERO_MESHES)[mesh]
+    wanted = [schedules(pins["pp"])[k] for k in chosen]
+    check_schedules(pools, family, 4, pins, wanted)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("p", [2, 4])
+def test_chunks_with_a_split_backward(pools: Pools, family: str, p: int) -> None:
+    wanted = [
+        Schedule(kind, p, MICROBATCHES, num_chunks=2)
+        for kind in (ScheduleKind.INTERLEAVED_ZERO_BUBBLE, ScheduleKind.ZBV)
+    ]
+    check_schedules(pools, family, p, {"pp": p}, wanted)
+
+
+def check_schedules(
+    pools: Pools, family: str, num_ranks: int, pins: dict[str, Any], wanted: Sequence[Schedule]
+) -> None:
+    """Three steps under each schedule: loss, gradients and parameters are those of one process."""
     layers = LAYERS.get(family, 6)
-    base = planned(family, layers, 4, pinned(MESHES[mesh]))
-    wanted = [schedules(MESHES[mesh]["pp"])[k] for k in chosen]
+    base = planned(family, layers, num_ranks, pinned(pins))
     texts = [plan_to_json(recut(base, schedule)) for schedule in wanted]
     captured = captured_model(family, layers)
     arguments = (family, layers, captured, texts)
     # Five schedules, three steps each: long on a machine that does something else, too.
-    results = pools.run(4, "support_pipeline:run_pipelines", *arguments, timeout_s=600.0)
+    results = pools.run(num_ranks, "support_pipeline:run_pipelines", *arguments, timeout_s=600.0)
     for n, schedule in enumerate(wanted):
         ranks = [outcomes[n] for outcomes in results]
         assert len({r.loss for r in ranks}) == 1, schedule
@@ -76,7 +112,7 @@ def test_pipelines_compute_what_one_process_does(
             assert r.loss_error < TOLERANCE, schedule
             assert r.gradient_error < TOLERANCE, schedule
             assert r.parameter_error < 1e-11, schedule
-        step = 4 // schedule.num_devices
+        step = num_ranks // schedule.num_devices
         assert tuple(r.in_flight for r in ranks[::step]) == schedule.in_flight
         # What several stages hold stays the same to the bit.
         for shard in range(step):
@@ -127,6 +163,38 @@ def test_gradients_of_one_device_add_up_over_microbatches(pools: Pools) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+def test_zero_gathers_and_reduces_as_often_as_it_says(pools: Pools) -> None:
+    """And needs no more memory than planned. sgd: what it makes is not in a step of the model."""
+    kind = Schedule(ScheduleKind.ONE_F_ONE_B, 2, MICROBATCHES)
+    plans = [
+        recut(planned("llama", 6, 4, pinned({"pp": 2, "dp": 2, "zero": zero}), "sgd"), kind)
+        for zero in range(4)
+    ]
+    arguments = ("llama", 6, captured_model("llama", 6), [plan_to_json(plan) for plan in plans])
+    for once, zero1, zero2, zero3 in pools.run(4, "support_pipeline:count_collectives", *arguments):
+        num_buckets = zero1["all_gather"]
+        assert num_buckets and not once["all_gather"] and not once["reduce_scatter"]
+        assert zero1["reduce_scatter"] == zero2["all_gather"] == num_buckets
+        assert zero2["reduce_scatter"] == zero3["reduce_scatter"] == MICROBATCHES * num_buckets
+        assert MICROBATCHES * num_buckets < zero3["all_gather"] <= 2 * MICROBATCHES * num_buckets
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2])
+def test_memory_of_a_step_with_zero(pools: Pools, zero: int) -> None:
+    """The device that needs most: at most what is predicted, and not much less. On a tiny model the
+    optimizer and buffers of one layer weigh more than in any real one."""
+    pins = {"pp": 2, "dp": 2, "zero": zero, "schedule": "gpipe"}
+    plan = planned("llama", 6, 4, pinned(pins), "sgd")
+    arguments = ("llama", 6, captured_model("llama", 6), plan_to_json(plan))
+    counted = max(pools.run(4, "support_pipeline:peak_bytes", *arguments))
+    predicted = plan.memory.peak - plan.memory.parameters - plan.memory.reserve
+    assert 0.75 * predicted < counted <= predicted
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
 def test_regions_that_run_again_in_a_pipeline(pools: Pools) -> None:
     pins = {"pp": 2, "dp": 2, "zero": 3, "recompute": "full"}
     base = planned("gpt2", 6, 4, pinned(pins))
@@ -163,7 +231,7 @@ def test_a_lost_stage_is_named(how: str) -> None:
     except LocalProcessError:
         assert how == "dies"
     (text,) = said
-    assert text.startswith("True stage 0 waited before 0B0 for 1B0 of stage 1 on rank 1"), text
+    assert text.startswith("True True stage 0 waited before 0B0 for 1B0 of stage 1 on rank 1"), text
 
 
 @pytest.mark.multiprocess
@@ -213,6 +281,37 @@ def test_train_step_means_the_same_under_every_plan(pins: dict[str, int]) -> Non
     with torch.no_grad():
         # Gradients are the point of a step, whatever surrounds it.
         assert abs(float(compiled.train_step(batch) - expected)) < TOLERANCE
+
+
+def test_a_failed_step_leaves_gradients_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Regression().double(), {"x": torch.randn(8, 4, dtype=torch.float64)}
+    options = meshfold.CompileOptions(pins={"microbatches": 4})
+    compiled = meshfold.compile(model, "local-cpux1", batch, options=options)
+    calls, run_part = [], ProgramRunner.run_part
+
+    def failing(*arguments: Any) -> list[torch.Tensor]:
+        calls.append(arguments)
+        if len(calls) in (3, 9):
+            raise RuntimeError("out of memory")
+        return run_part(*arguments)
+
+    monkeypatch.setattr(ProgramRunner, "run_part", failing)
+    for times in (1, 2):
+        grads = {name: p.grad for name, p in compiled.named_parameters()}
+        before = {name: None if g is None else g.clone() for name, g in grads.items()}
+        with pytest.raises(RuntimeError, match="out of memory"):
+            compiled.train_step(batch)
+        assert compiled.num_steps == times - 1
+        for name, parameter in compiled.named_parameters():
+            earlier = before[name]
+            assert (parameter.grad is None) == (earlier is None)
+            assert earlier is None or torch.equal(parameter.grad, earlier)
+        compiled.train_step(batch)
+    model(**batch).backward()
+    for name, parameter in model.named_parameters():
+        found = compiled.get_parameter(name).grad
+        assert found is not None and parameter.grad is not None
+        assert torch.allclose(found, 2 * parameter.grad, rtol=1e-13)
 
 
 def test_a_step_needs_a_loss() -> None:

@@ -5,10 +5,16 @@ import torch
 from support_pipeline import captured_model, planned, recut
 from torch import Tensor, fx, nn
 
+import meshfold
 from meshfold import weight_gradients
+from meshfold.api import bind
+from meshfold.capture import capture
+from meshfold.cost_models.compute import op_name
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Dependence, Op, OpGraph, Ref, Slot, SlotKind, Value
+from meshfold.options import CompileOptions
+from meshfold.passes.pipeline_weights import SPLIT
 from meshfold.pipeline_program import EmittedPipeline, emit_plan
 from meshfold.program import PLACE
 from meshfold.single_mesh import SingleMesh
@@ -46,6 +52,39 @@ def test_w_makes_what_b_left(op: str) -> None:
     for parameter, gradient in zip((weight, bias), gradients[1:], strict=True):
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, gradient, rtol=1e-13)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()).float().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_under_autocast_both_parts_work_in_its_dtype(dtype: torch.dtype) -> None:
+    """As the whole backward does, to the last bit of what is added up."""
+    model, batch = Layers().to(dtype), {"x": draw(8, 8).to(dtype)}
+    captured = capture(model, batch)
+    options = CompileOptions(pins={"microbatches": 4, "recompute": "none"})
+    base = meshfold.compile(model, "local-cpux1", batch, options=options).plan
+    found = []
+    for kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE):
+        compiled = bind(model, recut(base, Schedule(kind, 1, 4)), captured, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            compiled.train_step(batch)
+        found.append({name: p.grad for name, p in compiled.named_parameters()})
+    for name, expected in found[0].items():
+        gradient = found[1][name]
+        assert expected is not None and gradient is not None and gradient.dtype == dtype
+        assert expected.abs().max() > 0
+        assert torch.allclose(gradient, expected, rtol=1e-6, atol=1e-9), name
+
+
+def test_what_is_split_is_what_is_priced() -> None:
+    assert {op_name(str(op)) for op in weight_gradients._SPLIT} == SPLIT
 
 
 @pytest.mark.parametrize(

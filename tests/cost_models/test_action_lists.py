@@ -6,12 +6,17 @@ from meshfold.cost_models.action_lists import actions_text, check_actions, parse
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
 
+CHUNKS = {
+    ScheduleKind.INTERLEAVED: (1, 2, 3),
+    ScheduleKind.INTERLEAVED_ZERO_BUBBLE: (1, 2, 3),
+    ScheduleKind.ZBV: (2,),
+}
 SCHEDULES = [
     Schedule(kind, p, m, num_chunks=v)
     for kind in ScheduleKind
     for p in (1, 2, 4)
     for m in (4, 8)
-    for v in ((1, 2, 3) if kind is ScheduleKind.INTERLEAVED else (1,))
+    for v in CHUNKS.get(kind, (1,))
 ]
 
 
@@ -20,7 +25,7 @@ def test_every_schedule_round_trips_and_can_run(schedule: Schedule) -> None:
     actions = schedule.actions()
     assert Schedule.parse(str(schedule)) == schedule
     assert parse_actions(actions_text(actions)) == actions
-    check_actions(actions, schedule.num_stages, schedule.num_microbatches)
+    check_actions(actions, schedule)
 
 
 def test_text_has_a_line_per_device() -> None:
@@ -41,7 +46,7 @@ def test_text_has_a_line_per_device() -> None:
 def test_lists_that_cannot_run_are_refused(text: str, says: str) -> None:
     count = 2 if "F1" in text else 1
     with pytest.raises(OptionError, match=says):
-        check_actions(parse_actions(text), 2, count)
+        check_actions(parse_actions(text), Schedule(ScheduleKind.ONE_F_ONE_B, 2, count))
 
 
 def test_bad_texts() -> None:

@@ -1,8 +1,10 @@
 """Orders of actions: complete, free of deadlock, with the in-flight numbers of the formulas."""
 
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+import torch.distributed.pipelining.schedules as torch_schedules
 
 from meshfold.cost_models.schedules import (
     Action,
@@ -27,6 +29,8 @@ def all_schedules(max_devices=6, max_microbatches=14):
             if m % p == 0:
                 for v in (1, 2, 3):
                     yield Schedule(ScheduleKind.INTERLEAVED, p, m, num_chunks=v)
+                    yield Schedule(ScheduleKind.INTERLEAVED_ZERO_BUBBLE, p, m, num_chunks=v)
+            yield Schedule(ScheduleKind.ZBV, p, m, num_chunks=2)
 
 
 def test_in_flight_is_what_the_order_holds():
@@ -46,7 +50,35 @@ def test_every_pass_once():
         actions = [a for device in schedule.actions() for a in device]
         assert len(actions) == len(expected) and set(actions) == expected
         for i, device in enumerate(schedule.actions()):
-            assert {a.stage % schedule.num_devices for a in device} == {i}
+            assert {a.stage for a in device} == set(schedule.stages_of(i))
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("m", [4, 8, 16])
+@pytest.mark.parametrize("kind", [ScheduleKind.INTERLEAVED_ZERO_BUBBLE, ScheduleKind.ZBV])
+def test_orders_are_those_of_torch(kind, p, m):
+    """Its I is our B; empty places of its tables are waiting."""
+    ours = Schedule(kind, p, m, num_chunks=2)
+    theirs = torch_schedules.ScheduleInterleavedZeroBubble
+    if kind is ScheduleKind.ZBV:
+        theirs = torch_schedules.ScheduleZBVZeroBubble
+    stated = SimpleNamespace(
+        pp_group_size=p,
+        _n_microbatches=m,
+        num_stages=2 * p,
+        n_local_stages=2,
+        microbatches_per_round=p,
+    )
+    for device, actions in enumerate(ours.actions()):
+        table = theirs._calculate_single_rank_operations(stated, device)
+        expected = [str(action).replace("I", "B") for action in table if action is not None]
+        assert list(map(str, actions)) == expected
+
+
+def test_a_v_turns_at_the_last_device():
+    schedule = Schedule(ScheduleKind.ZBV, 3, 5, num_chunks=2)
+    assert [schedule.stages_of(i) for i in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [schedule.device_of(s) for s in range(6)] == [0, 1, 2, 2, 1, 0]
 
 
 def test_order_of_1f1b():
@@ -77,8 +109,9 @@ def test_action_text_round_trips():
     "arguments, message",
     [
         ((ScheduleKind.GPIPE, 0, 4), "at least 1"),
-        ((ScheduleKind.ONE_F_ONE_B, 2, 4, 2), "only the interleaved"),
+        ((ScheduleKind.ONE_F_ONE_B, 2, 4, 2), "only interleaved schedules and zbv"),
         ((ScheduleKind.INTERLEAVED, 4, 6, 2), "multiple of 4"),
+        ((ScheduleKind.ZBV, 4, 6), "zbv has 2 chunks per device"),
         ((ScheduleKind.ONE_F_ONE_B, 4, 8, 1, 4), "extra warm-up is 0 to 3"),
         ((ScheduleKind.GPIPE, 4, 8, 1, 1), "extra warm-up"),
     ],

@@ -121,3 +121,21 @@ def test_a_count_of_targets_that_the_model_computes_is_refused():
     folded = capture(LearnedTargets(), {"x": torch.zeros(4, 8)}).graph
     with pytest.raises(OptionError, match="targets of aten.cross_entropy_loss.* follow from first"):
         MicrobatchGraphs(folded, CLUSTER, 4)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("largest", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.largest.copy_(self.largest * 0.9 + 1)
+        return (y * self.largest).mean()
+
+
+def test_buffers_that_the_forward_updates_are_refused_by_name():
+    folded = capture(Counts(), {"x": torch.randn(BATCH, 4)}).graph
+    with pytest.raises(OptionError, match="every one of them would update buffer largest"):
+        MicrobatchGraphs(folded, CLUSTER, BATCH)

@@ -7,10 +7,11 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from support_models import BATCH, tiny_model
+from support_models import BATCH, HIDDEN, SEQUENCE, tiny_model
 
 from meshfold.capture import capture
 from meshfold.cluster import ClusterSpec
+from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.pipeline import StageTimes, device_ends_s
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
@@ -24,6 +25,7 @@ from meshfold.passes.pipeline_search import search_pipelines
 from meshfold.passes.pipeline_tree import LAYERS, grow_pipelines
 from meshfold.passes.pipeline_uniform import even_cuts
 from meshfold.passes.planner import find_plan_for
+from meshfold.passes.rules_experts import EXPERT_LOAD
 from meshfold.pipeline_program import EmittedPipeline, emit_plan
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_from_json, plan_to_json
@@ -182,6 +184,54 @@ def test_tied_embeddings_are_on_both_ends():
     assert first.tied_s == last.tied_s > 0
 
 
+def test_experts_are_shared_inside_a_stage():
+    """Tokens travel in every microbatch; expert weights are shards, the rest is reduced once."""
+    pins = {"pp": 2, "ep": 2, "microbatches": 2, "recompute": "none"}
+    found = plan("mixtral", pins=pins, allow_planned=False)
+    assert found.mesh.names == ("pp", "ep")
+    shared = [p for r in found.regions for p in r.parameters if p.stored[1].is_shard]
+    assert shared and all("experts" in p.name for p in shared)
+    over_dp = plan("mixtral", pins={**pins, "ep": 1, "dp": 2}, allow_planned=False)
+    assert found.memory.parameters < over_dp.memory.parameters
+    assert found.time.communication_s["ep"] > over_dp.time.communication_s["dp"]
+    graph = next(r for r in found.regions if any("experts" in p.name for p in r.parameters))
+    costs = CostModel(found.cluster, found.mesh)
+    tokens, hidden, top = BATCH * SEQUENCE // 2, HIDDEN, 2
+    rows_bytes = int(tokens * top * hidden * 4 * EXPERT_LOAD) // 2
+    there_s = costs.collective_s("all_to_all", rows_bytes, (1,))
+    counts_s = costs.collective_s("all_to_all", 2 * 8, (1,))
+    # At least dispatch and combine of the rows, each there and back, with counts once each.
+    assert graph.communication_s["ep"] > 4 * there_s + 2 * counts_s
+    of_stages = [
+        sum(
+            r.communication_s["ep"] * run.count
+            for run in s.runs
+            for r in found.regions
+            if r.name == run.region
+        )
+        for s in found.stages
+    ]
+    assert found.time.communication_s["ep"] > 2 * min(of_stages) > 0
+    assert plan_from_json(plan_to_json(found)) == found
+
+
+def test_levels_of_zero_trade_memory_for_communication():
+    found = []
+    for zero, words in enumerate(
+        ("reduced once", "gathered and gradients reduced once", "gathered once", "and gradients")
+    ):
+        pins = {"pp": 2, "dp": 2, "zero": zero, "microbatches": 2, "schedule": "1f1b"}
+        found.append(plan("llama", layers=6, pins=pins | {"recompute": "none"}))
+        assert any(f"zero {zero}: " in note and words in note for note in found[-1].notes)
+        assert plan_from_json(plan_to_json(found[-1])) == found[-1]
+    whole, first, second, third = (p.memory for p in found)
+    assert whole.parameters > first.parameters and whole.optimizer > first.optimizer
+    assert first.gradients > second.gradients and first.optimizer == second.optimizer
+    assert second.gathered_parameters > third.gathered_parameters
+    none_s, first_s, second_s, third_s = (p.time.communication_s["dp"] for p in found)
+    assert none_s < first_s < second_s < third_s
+
+
 def test_encoder_output_is_held_by_later_stages():
     folded = graph_of("t5", 6)
     problems = PipelineProblems(
@@ -202,7 +252,7 @@ def test_encoder_output_is_held_by_later_stages():
         ({"pp": 3}, "contradict|keeps them"),
         ({"microbatches": 3}, "divide a batch of 4"),
         ({"pp": 8, "tp": 1}, "fewer than stages|keeps them"),
-        ({"pp": 2, "zero": 2}, "ZeRO level 0, 1 or 3"),
+        ({"pp": 2, "ep": 2}, "ep divides the number of experts"),
         ({"schedule": "interleaved", "chunks": 3}, "schedule=interleaved, chunks=3: .* layers"),
         ({"schedule": "gpipe", "chunks": 2}, "the others have one chunk"),
         ({"schedule": "1f1b", "pp": 1}, "schedule=1f1b, pp=1: no pp > 1"),
@@ -233,12 +283,26 @@ def test_interleaved_stages_are_written_down():
     assert plan_from_json(plan_to_json(found)) == found
 
 
+@pytest.mark.parametrize("kind", ["interleaved_zero_bubble", "zbv"])
+def test_chunks_with_a_split_backward_are_planned(kind):
+    pins = {"schedule": kind, "chunks": 2, "pp": 2, "microbatches": 4, "recompute": "none"}
+    found = plan("llama", layers=6, pins=pins, allow_planned=False)
+    assert found.schedule == f"{kind}(2 x 4, 2 chunks)" and len(found.stages) == 4
+    schedule = Schedule.parse(found.schedule)
+    placed = [run.first + k for s in found.stages for run in s.runs for k in range(run.count)]
+    assert placed == list(range(len(graph_of("llama", 6).instances)))
+    assert found.time.step_s == pytest.approx(max(s.figures.end_s for s in found.stages))
+    ends_s = [{found.stages[s].figures.end_s for s in schedule.stages_of(i)} for i in range(2)]
+    assert [len(ends) for ends in ends_s] == [1, 1]
+    assert found.memory.peak == max(s.figures.peak_bytes for s in found.stages)
+    assert found.search.lower_bound_s <= found.time.step_s
+    assert plan_from_json(plan_to_json(found)) == found
+    assert isinstance(emit_plan(graph_of("llama", 6), found), EmittedPipeline)
+
+
 def test_what_cannot_run_needs_to_be_allowed():
     with pytest.raises(OptionError, match="--allow planned"):
         plan("llama", pins={"pp": 2, "recompute": "selective"}, allow_planned=False)
-    for pins in ({"pp": 2, "dp": 2, "zero": 1}, {"microbatches": 2, "dp": 4, "zero": 1}):
-        with pytest.raises(OptionError, match="--allow planned"):
-            plan("llama", pins=pins, allow_planned=False)
     assert plan("llama", pins={"chunks": 1}, allow_planned=False).strategy.pp == 1
     assert plan("llama", pins={"pp": 2}, allow_planned=False).strategy.pp == 2
     alone = plan("llama", allow_planned=False)
@@ -253,6 +317,24 @@ def test_what_cannot_run_needs_to_be_allowed():
 def test_nothing_fits():
     with pytest.raises(InfeasibleError, match="with or without a pipeline"):
         plan("llama", memory_bytes=10_000, pins={"pp": 2})
+
+
+def test_pipelines_are_tried_where_nothing_else_fits():
+    # Whole parameters on every device are too much, those of a stage are not.
+    pins = {"tp": 1, "zero": 0}
+    options = {"allow_planned": False, "memory_bytes": 800_000}
+    with pytest.raises(InfeasibleError):
+        plan("llama", pins=pins | {"microbatches": 1, "pp": 1}, **options)
+    found = plan("llama", pins=pins, **options)
+    assert found.schedule and found.memory.fits
+    assert any("nothing fits while every batch runs in one pass" in note for note in found.notes)
+    assert any("train by train_step(batch)" in note for note in found.notes)
+
+
+def test_without_a_pipeline_what_is_missing_is_named():
+    with pytest.raises(InfeasibleError, match="are missing") as caught:
+        plan("llama", allow_planned=False, memory_bytes=10_000)
+    assert caught.value.best_candidate and isinstance(caught.value.__cause__, InfeasibleError)
 
 
 def test_even_cuts_keep_the_ends_apart():

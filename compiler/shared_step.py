@@ -1,0 +1,39 @@
+"""What the microbatches of a step have in common in one stage.
+
+sums    gradients that are reduced once per step: of buckets that are only all-reduced, and of
+        gathered ones whose gradients are whole (ZeRO 1); flat, added up until the last
+        microbatch. Other gathered buckets (ZeRO 2 and 3) keep shards, so they are
+        reduce-scattered with every microbatch; what these still owe to other axes waits here.
+whole   parameters that are gathered once per step (ZeRO 1 and 2), from the first forward to the
+        last backward
+"""
+
+from torch import Tensor
+
+Key = tuple[int, ...]
+"""(instance, bucket), and the member where only one is meant."""
+
+
+class SharedStep:
+    """is_last: the microbatch whose backward runs is the last one; of a step in one pass the only
+    one. whole: the members of each bucket that is gathered once."""
+
+    def __init__(self) -> None:
+        self.is_last = True
+        self.whole: dict[Key, list[Tensor]] = {}
+        self._sums: dict[Key, Tensor] = {}
+
+    def add(self, key: Key, gradient: Tensor) -> Tensor | None:
+        """The sum over all microbatches, ready to be reduced; None before the last one. `gradient`
+        is given up."""
+        before = self._sums.pop(key, None)
+        total = gradient if before is None else before.add_(gradient)
+        if self.is_last:
+            return total
+        self._sums[key] = total
+        return None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be reduced."""
+        return not self._sums

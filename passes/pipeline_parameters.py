@@ -1,0 +1,127 @@
+"""The parameters of one layer of a pipeline: what is stored, gathered and reduced, in bytes.
+
+    ZeRO  between steps  in a step                     gradients                    optimizer states
+    0     whole          whole                         whole, reduced once          whole
+    1     shards         gathered once, then whole     whole, reduced once          shards
+    2     shards         gathered once, then whole     shards, every microbatch     shards
+    3     shards         gathered for every forward    shards, every microbatch     shards
+                         and backward
+
+`once` is once per step, for all of its microbatches. A parameter that several layers read is stored
+whole, since devices that hold it must hold the same. Expert weights are shards on ep already and
+are cut on dp alone. All figures are of one rank.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshfold.cost_models.memory import RegionMemory
+from meshfold.mesh import Mesh
+from meshfold.opgraph import OpGraph, SlotKind, Value
+from meshfold.passes.data_parallel import zero3_layout, zero_axes
+from meshfold.passes.parameter_prices import local_bytes, widening
+from meshfold.passes.region_price import layouts_of_values
+from meshfold.spmd import INVARIANT, Layout
+from meshfold.strategy import RegionTyping
+
+PIPELINE_ZERO_LEVELS = (0, 1, 2, 3)
+
+Axes = tuple[str, ...]
+"""Names of the axes of one group of ranks."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter slot: its value and layout on the mesh without dp, the axes of that mesh on
+    which its gradient is a pending sum, and how many layers of the program read it."""
+
+    value: Value
+    layout: Layout
+    summed: Axes
+    num_holders: int
+
+
+def parameters_of(
+    graph: OpGraph, typing: RegionTyping, mesh: Mesh, num_holders: Sequence[int]
+) -> tuple[Parameter, ...]:
+    """The parameter slots of a region typed on `mesh`. num_holders: per slot."""
+    wanted = layouts_of_values(graph, typing)
+    found = []
+    for i, slot in enumerate(graph.slots):
+        if slot.kind is SlotKind.PARAMETER:
+            stored, demands = wanted[i]
+            summed = tuple(
+                name
+                for k, name in enumerate(mesh.names)
+                if stored[k] == INVARIANT and any(layout[k].kind == "R" for layout in demands)
+            )
+            found.append(Parameter(graph.values[i], stored, summed, num_holders[i]))
+    return tuple(found)
+
+
+def sharded_layout(value: Value, layout: Layout, mesh: Mesh) -> Layout:
+    """`layout` with the parameter also sharded on the axes of ZeRO, where it is whole on them."""
+    axes = [k for k in zero_axes(mesh) if layout[k] == INVARIANT]
+    return zero3_layout(value, layout, mesh.sizes, axes) if axes else layout
+
+
+class ParameterSums:
+    """Sums over the parameters of a region under one ZeRO level. mesh: the axes dp, ep and tp that
+    have several ranks.
+
+    stored, gradients, updated (parameters whose optimizer states are here); kept: gathered once and
+    whole in a step; by group of ranks: gathered_once, gathered (twice per microbatch), scattered
+    (gradients, per microbatch), scattered_once, reduced (all-reduced once); tied: (bytes, holders).
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], zero: int, mesh: Mesh) -> None:
+        self.stored = self.gradients = self.results = self.updated = self.kept = 0
+        self.gathered_once: Counter[Axes] = Counter()
+        self.gathered: Counter[Axes] = Counter()
+        self.scattered: Counter[Axes] = Counter()
+        self.scattered_once: Counter[Axes] = Counter()
+        self.reduced: Counter[Axes] = Counter()
+        self.tied: list[tuple[int, int]] = []
+        for parameter in parameters:
+            self._add(parameter, zero, mesh)
+
+    def _add(self, parameter: Parameter, zero: int, mesh: Mesh) -> None:
+        value, is_tied = parameter.value, parameter.num_holders > 1
+        data = ("dp",) if mesh.names[:1] == ("dp",) else ()
+        whole = (*(INVARIANT for _ in data), *parameter.layout)
+        layout = whole if is_tied or not zero else sharded_layout(value, whole, mesh)
+        used, part = (local_bytes(value, x, mesh.sizes) for x in (whole, layout))
+        cut = tuple(n for n, a, b in zip(mesh.names, whole, layout, strict=True) if a != b)
+        wide = widening(value)
+        self.stored += wide * part
+        if cut and zero == 3:
+            self.gathered[cut] += used
+        elif cut:
+            self.gathered_once[cut] += used
+            self.kept += used
+        if not value.requires_grad:
+            return
+        self.gradients += wide * (used if zero == 1 else part)
+        self.results += wide * part
+        self.updated += wide * part
+        if cut:
+            (self.scattered_once if zero == 1 else self.scattered)[cut] += wide * used
+        rest = tuple(name for name in (*data, *parameter.summed) if name not in cut)
+        if rest:
+            self.reduced[rest] += wide * part
+        if is_tied:
+            self.tied.append((wide * used, parameter.num_holders))
+
+    def passing_bytes(self, memory: RegionMemory) -> int:
+        """The worst of forward, backward and reduction: temporaries, two layers' gathered
+        parameters, a reduction in flight, flat buffers and results of the layer's own."""
+        inside = memory.backward_peak_bytes - memory.saved_bytes
+        gathered, scattered = self.gathered.total(), self.scattered.total()
+        buckets = scattered + self.scattered_once.total() + self.reduced.total()
+        result = self.results if buckets else 0
+        return max(
+            memory.forward_peak_bytes + 2 * gathered + self.gathered_once.total(),
+            inside + 2 * gathered + scattered,
+            sum(memory.slot_gradient_bytes) + gathered + buckets + result,
+        )
