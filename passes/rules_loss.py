@@ -23,9 +23,10 @@ MEAN, SUM = 1, 2
 def _cross_entropy(op: BoundOp) -> OpLabels | None:
     """logits [rows, v] or [rows, v, ...], target [rows, ...].
 
-    v: every rank holds some classes of every row; maximum, sum of exponentials and the target's
-    logit are all-reduced and the loss leaves Invariant. Rows are summed; the mean divides by the
-    number of targets that count, all-reduced, so it is exact when ranks ignore unequal numbers.
+    v: every rank holds some classes of every row; the maximum is all-reduced, then the sum of
+    exponentials and the target's logit together, and the loss leaves Invariant. Rows are summed;
+    the mean divides by the number of targets that count, all-reduced, so it is exact when ranks
+    ignore unequal numbers.
     """
     if op.has_tensor("weight") or op.get("label_smoothing", 0.0) != 0:
         return None
@@ -38,7 +39,7 @@ def _cross_entropy(op: BoundOp) -> OpLabels | None:
     row_labels = [p[0] for p in rows if p is not None]
     num_rows = math.prod(target.shape)
     scalar = ITEM_BYTES[logits.dtype]
-    vocabulary = (RuleComm("all_reduce", num_rows * scalar),) * 3
+    vocabulary = tuple(RuleComm("all_reduce", n * num_rows * scalar) for n in (1, 2))
     reduction = op.integer("reduction", MEAN)
     count = (RuleComm("all_reduce", scalar),) if reduction == MEAN else ()
     special = {label: Special(local="cross_entropy", comm=count) for label in row_labels}
