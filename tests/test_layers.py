@@ -29,6 +29,7 @@ DATA = {
     "meshfold.plan_schema",
     "meshfold.plan_text",
     "meshfold.spmd",
+    "meshfold.step_events",
     "meshfold.strategy",
     "meshfold.units",
 }
