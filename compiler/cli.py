@@ -341,9 +341,10 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
 @cli.command(cls=Command)
 @click.argument("plan_file", type=click.Path(path_type=Path))
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace (Perfetto).")
-@click.option("--json", "as_json", is_flag=True, help="Print the spans as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print what runs when as JSON.")
 def timeline(plan_file: Path, trace: Path | None, as_json: bool) -> None:
-    """Show when the stages of PLAN_FILE run which microbatch, as predicted.
+    """Show what PLAN_FILE runs when, as predicted: compute, collectives and memory of a step, or
+    which microbatch each stage of a pipeline runs.
 
     \b
     Example:
@@ -352,11 +353,10 @@ def timeline(plan_file: Path, trace: Path | None, as_json: bool) -> None:
     if trace is not None:
         check_output(trace)
     # Simulates with numpy, which no other command needs.
-    lines = importlib.import_module("meshfold.timeline")
-    spans = lines.predicted_spans(load_plan(plan_file))
+    shown = importlib.import_module("meshfold.step_timeline").timeline_of(load_plan(plan_file))
     if trace is not None:
-        trace.write_text(lines.trace_json(spans))
-    click.echo(lines.spans_json(spans) if as_json else lines.spans_text(spans), nl=False)
+        trace.write_text(shown.trace)
+    click.echo(shown.json if as_json else shown.text, nl=False)
 
 
 def _progress(text: str) -> Status:
