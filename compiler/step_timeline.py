@@ -61,7 +61,7 @@ def simulated_course(plan: Plan) -> Simulation:
     if plan.events is None:
         raise OptionError(
             f"{plan.strategy.label}: the plan has no simulated step: it cannot run yet, or its "
-            "file is of an older meshfold; plan again, or write its figures anew with meshfold check"
+            "file is of an older meshfold; plan again, or price it anew with 'meshfold check'"
         )
     return simulate(plan.events)
 
