@@ -70,14 +70,6 @@ def used_layout(stored: Layout, demand: Layout, mesh: Mesh) -> Layout:
     )
 
 
-def changed_axes(stored: Layout, used: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(axes gathered, axes only reduced) between the two layouts of a member."""
-    pairs = list(enumerate(zip(stored, used, strict=True)))
-    gather = tuple(k for k, (s, u) in pairs if s != u and s.is_shard)
-    reduce = tuple(k for k, (s, u) in pairs if s != u and not s.is_shard)
-    return gather, reduce
-
-
 class BucketBuffers:
     """Copies between the tensors of a bucket's members and its flat buffers.
 

@@ -95,11 +95,11 @@ def parse_pins(texts: tuple[str, ...]) -> dict[str, PinValue]:
     return pins
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path | None) -> None:
     """Refuses a path that cannot be written, before a long search rather than after it."""
-    if path.is_dir():
+    if path is not None and path.is_dir():
         raise OptionError(f"-o {path}: is a folder; name a file")
-    if not path.parent.is_dir():
+    if path is not None and not path.parent.is_dir():
         raise OptionError(f"-o {path}: no folder {path.parent}; make it first")
 
 
@@ -171,8 +171,7 @@ def plan(
     """
     if output is None and not as_json:
         raise OptionError("nothing to write to; name a file with -o, or say --json")
-    if output is not None:
-        check_output(output)
+    check_output(output)
     options = CompileOptions(
         memory_bytes=parse_bytes(memory) if memory is not None else None,
         pins=parse_pins(pin),
@@ -276,8 +275,7 @@ def check(plan_file: Path, model: str, output: Path | None, as_json: bool) -> No
     Example:
       meshfold check edited.json --model examples/configs/llama-3-8b.json -o priced.json
     """
-    if output is not None:
-        check_output(output)
+    check_output(output)
     loaded = load_plan(plan_file)
     with _progress(f"pricing {plan_file}"):
         priced = torch_commands().check_plan(loaded, model)
@@ -342,22 +340,28 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
 @cli.command(cls=Command)
 @click.argument("plan_file", type=click.Path(path_type=Path))
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace (Perfetto).")
-@click.option("--json", "as_json", is_flag=True, help="Print the spans as JSON.")
-def timeline(plan_file: Path, trace: Path | None, as_json: bool) -> None:
-    """Show when the stages of PLAN_FILE run which microbatch, as predicted.
+@click.option("--json", "as_json", is_flag=True, help="Print what runs when as JSON.")
+@click.option("--measured", is_flag=True, help="Run it on local processes; needs --model.")
+@click.option("--model", help="The MODEL that the plan was made for.")
+def timeline(
+    plan_file: Path, trace: Path | None, as_json: bool, measured: bool, model: str | None
+) -> None:
+    """Show what PLAN_FILE runs when, as predicted: compute, collectives and memory of a step, or
+    which microbatch each stage of a pipeline runs.
 
     \b
     Example:
       meshfold timeline plan.json --trace trace.json
+      meshfold timeline plan.json --measured --model examples/configs/llama-tiny.json
     """
+    check_output(trace)
+    if measured:
+        shown = torch_commands().measured_overlap(load_plan(plan_file), model, trace)
+    else:  # loads numpy, which no other command needs
+        shown = importlib.import_module("meshfold.step_timeline").timeline_of(load_plan(plan_file))
     if trace is not None:
-        check_output(trace)
-    # Simulates with numpy, which no other command needs.
-    lines = importlib.import_module("meshfold.timeline")
-    spans = lines.predicted_spans(load_plan(plan_file))
-    if trace is not None:
-        trace.write_text(lines.trace_json(spans))
-    click.echo(lines.spans_json(spans) if as_json else lines.spans_text(spans), nl=False)
+        trace.write_text(shown.trace)
+    click.echo(shown.json if as_json else shown.text, nl=False)
 
 
 def _progress(text: str) -> Status:

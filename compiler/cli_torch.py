@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,7 +11,8 @@ from rich.text import Text
 
 from meshfold.api import find_plan
 from meshfold.cluster import ClusterSpec
-from meshfold.errors import InfeasibleError
+from meshfold.errors import InfeasibleError, OptionError
+from meshfold.measured_overlap import measure_overlap, overlap_json, overlap_text
 from meshfold.models import build_for_plan, build_model
 from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import price_plan
@@ -18,6 +20,7 @@ from meshfold.passes.planner import Progress
 from meshfold.pipeline_program import emit_plan
 from meshfold.plan import Plan
 from meshfold.probe import OpProber
+from meshfold.step_timeline import Timeline
 from meshfold.verify import captured_as_planned, verify
 from meshfold.verify_report import NUM_STEPS, Difference, VerifyReport
 
@@ -69,6 +72,16 @@ def check_plan(plan: Plan, model: str) -> Plan:
 
 def verify_plan(plan: Plan, model: str) -> VerifyReport:
     return verify(plan, model)
+
+
+def measured_overlap(plan: Plan, model: str | None, trace: Path | None) -> Timeline:
+    """What hides when the plan runs here. Raises OptionError without a model, and for a trace."""
+    if model is None:
+        raise OptionError("--measured runs the model; say which with --model")
+    if trace is not None:
+        raise OptionError("--trace is of the prediction; leave out --measured, or --trace")
+    found = measure_overlap(plan, model)
+    return Timeline(overlap_text(found), overlap_json(found), "")
 
 
 def report_json(report: VerifyReport) -> str:

@@ -16,7 +16,7 @@ from meshfold.collectives import Axes, RankMesh
 from meshfold.mesh import Mesh
 from meshfold.torch_ops import dtype_name
 
-_STARTS = (
+STARTS = (
     "all_reduce",
     "all_reduce_in_place",
     "all_gather",
@@ -24,6 +24,7 @@ _STARTS = (
     "all_to_all",
     "exchange",
 )
+"""What RankMesh can start, without `start_`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,12 @@ def collectives_of(mesh: RankMesh) -> Iterator[list[Call]]:
 
         return call
 
-    for kind in _STARTS:
+    for kind in STARTS:
         setattr(mesh, f"start_{kind}", logged(kind, getattr(mesh, f"start_{kind}")))
     try:
         yield calls
     finally:
-        for kind in _STARTS:
+        for kind in STARTS:
             delattr(mesh, f"start_{kind}")
 
 

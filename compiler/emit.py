@@ -22,7 +22,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from meshfold.buckets import Bucket, BucketMember, changed_axes, used_layout
+from meshfold.buckets import Bucket, BucketMember, used_layout
 from meshfold.convert_ops import emit_step
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.emit_op import emit_op
@@ -30,6 +30,7 @@ from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind, Source, SourceKind
 from meshfold.passes.conversions import ConversionCosts, conversion_steps, plan_conversions
+from meshfold.passes.parameter_buckets import BucketKey, bucket_key, changed_axes
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
 from meshfold.program import PLACE, EmittedProgram, RegionProgram, Step
@@ -244,9 +245,8 @@ class _RegionEmitter:
         for demand in demands:
             by_use.setdefault(used_layout(native, demand, self.mesh), []).append(demand)
         for used, wanted in by_use.items():
-            gather, reduce = changed_axes(native, used)
-            trained = self.ops.values[v].requires_grad
-            if gather or (reduce and trained) or self.ops.values[v].master:
+            if bucket_key(native, used, self.ops.values[v]) is not None:
+                _, reduce = changed_axes(native, used)
                 name, shape = self.ops.slots[v].name, self.ops.values[v].shape
                 self.uses[v, used] = BucketMember(v, name, shape, native, used, reduce)
             else:
@@ -347,11 +347,10 @@ class _RegionEmitter:
 
 def _group(uses: Sequence[BucketMember], ops: OpGraph) -> tuple[Bucket, ...]:
     """Members that are gathered over the same axes, or only reduced over the same, together."""
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, bool, str], list[BucketMember]] = {}
+    groups: dict[BucketKey, list[BucketMember]] = {}
     for use in uses:
-        gather, reduce = changed_axes(use.stored, use.used)
-        value = ops.values[use.slot]
-        key = gather, () if gather else reduce, value.dtype, value.requires_grad, value.master
+        key = bucket_key(use.stored, use.used, ops.values[use.slot])
+        assert key is not None, "members have something to gather, to reduce or to cast"
         groups.setdefault(key, []).append(use)
     return tuple(
         Bucket(gather, dtype, requires_grad, tuple(members), master)

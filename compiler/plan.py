@@ -11,6 +11,7 @@ from meshfold.cluster import ClusterSpec
 from meshfold.mesh import Mesh
 from meshfold.options import Precision
 from meshfold.spmd import Layout
+from meshfold.step_events import SimulatedStep, StepEvents
 from meshfold.strategy import RegionTyping, UniformStrategy
 
 PLAN_VERSION = 1
@@ -249,6 +250,10 @@ class Plan:
     precision: Precision = "model"
     schedule: str = ""
     """In which order stages run their microbatches; empty for a step in one pass."""
+    simulated: SimulatedStep | None = None
+    """The step as simulated from its events; time has what the search added up."""
+    events: StepEvents | None = None
+    """Of a step in one pass that can run."""
 
     @property
     def world_size(self) -> int:

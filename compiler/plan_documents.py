@@ -55,6 +55,11 @@ from meshfold.plan_text import (
     write_op,
     write_slot,
 )
+from meshfold.simulation_document import (
+    SimulationDocument,
+    simulation_document,
+    simulation_of,
+)
 from meshfold.strategy import RegionTyping, UniformStrategy
 
 T = TypeVar("T")
@@ -81,7 +86,14 @@ def plan_document(plan: Plan) -> PlanDocument:
         stages=tuple(StageDocument(**asdict(stage)) for stage in plan.stages),
         regions=tuple(_region_document(region) for region in plan.regions),
         cluster=cluster_model(plan.cluster),
+        simulation=_simulation_document(plan),
     )
+
+
+def _simulation_document(plan: Plan) -> SimulationDocument | None:
+    if plan.simulated is None or plan.events is None:
+        return None
+    return simulation_document(plan.simulated, plan.events)
 
 
 def _model_document(model: ModelInfo) -> ModelDocument:
@@ -177,6 +189,7 @@ def plan_from_document(document: PlanDocument) -> Plan:
     regions = tuple(
         _region(region, f"regions[{k}]", len(axes)) for k, region in enumerate(document.regions)
     )
+    step, events = simulation_of(document.simulation) if document.simulation else (None, None)
     plan = Plan(
         model=_model(document.model),
         cluster=_cluster(document.cluster),
@@ -199,6 +212,8 @@ def plan_from_document(document: PlanDocument) -> Plan:
         version=document.version,
         notes=document.notes,
         schedule=document.schedule,
+        simulated=step,
+        events=events,
     )
     if document.search.gap is not None:
         _follows("search.gap", document.search.gap, plan.gap)

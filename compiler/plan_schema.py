@@ -14,17 +14,15 @@ import json
 import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from meshfold.cluster_io import ClusterModel
+from meshfold.documents import Bytes, Count, Document, Positive, Seconds
 from meshfold.options import Precision
 from meshfold.plan import PLAN_VERSION
+from meshfold.simulation_document import SimulationDocument
 from meshfold.strategy import Offload, Recompute
 
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-Bytes = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LayoutText = Annotated[
     str,
     Field(
@@ -32,12 +30,6 @@ LayoutText = Annotated[
         description="One SPMD type per mesh axis: I, R, P, S<dim> or S<dim>/<blocks>; - for none",
     ),
 ]
-
-
-class Document(BaseModel):
-    """Strict (no coercion of types), closed (no further fields), frozen."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class InputDocument(Document):
@@ -239,6 +231,9 @@ class PlanDocument(Document):
     stages: tuple[StageDocument, ...]
     regions: tuple[RegionDocument, ...]
     cluster: ClusterModel
+    simulation: SimulationDocument | None = Field(
+        default=None, description="Of a step in one pass that can run"
+    )
 
 
 def plan_schema() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from meshfold.plan_text import write_layout
 from meshfold.render_parts import indented, section, table_of
 from meshfold.render_search import proof_text, search_view
 from meshfold.render_stages import stages_view
+from meshfold.step_events import SimulatedStep
 from meshfold.units import bytes_text, count_text, seconds_text
 
 COLOURS = ("cyan", "blue", "magenta", "green", "yellow", "bright_blue", "red", "white")
@@ -129,10 +130,21 @@ def _time(plan: Plan) -> RenderableType:
     if time.bubble_s:
         parts.append(("bubble", time.bubble_s))
     bars = Waterfall(tuple((label, s, seconds_text(s)) for label, s in parts))
+    lines = []
     before = _by_axis(time.communication_s)
-    if before == NOTHING:
-        return bars
-    return Group(bars, Text(f"  communication before overlap: {before}", style="dim"))
+    if before != NOTHING:
+        lines.append(f"communication before overlap: {before}")
+    if plan.simulated is not None and plan.simulated.overlap:
+        lines.append(_simulated(plan.simulated))
+    return Group(bars, *(Text(f"  {line}", style="dim") for line in lines))
+
+
+def _simulated(step: SimulatedStep) -> str:
+    """The step as simulated, in one line."""
+    return (
+        f"simulated: {seconds_text(step.step_s)}, {100 * step.hidden_share:.0f} % of communication "
+        f"hidden, {seconds_text(step.exposed_s)} exposed"
+    )
 
 
 def _memory_title(plan: Plan) -> str:

@@ -24,9 +24,17 @@ LocalInputs = Callable[[str, Layout], Tensor]
 
 
 class ProgramRunner:
-    """Runs `program` as one rank of `mesh`. constants: values of CONSTANT sources by name."""
+    """Runs `program` as one rank of `mesh`. constants: values of CONSTANT sources by name.
+    waits_at_once: without overlap, see TrainingStep."""
 
-    def __init__(self, program: EmittedProgram, mesh: RankMesh, constants: Tensors) -> None:
+    def __init__(
+        self,
+        program: EmittedProgram,
+        mesh: RankMesh,
+        constants: Tensors,
+        *,
+        waits_at_once: bool = False,
+    ) -> None:
         self.program = program
         self.mesh = mesh
         self.constants = {name: value.to(mesh.device) for name, value in constants.items()}
@@ -35,6 +43,7 @@ class ProgramRunner:
         self.last_uses = _last_uses(program)
         self.mutated = _mutated_buffers(program)
         self._makes = any(r.makes_parameters for r in program.regions)
+        self._waits_at_once = waits_at_once
 
     def run(self, parameters: Tensors, buffers: Tensors, inputs: LocalInputs) -> Tensor:
         """One forward pass: the model's output, ready for backward. See run_part."""
@@ -54,7 +63,7 @@ class ProgramRunner:
         border of a pipeline stage, by name. shared: by the microbatches of a step. Updates of
         buffers are applied after the last region.
         """
-        step = TrainingStep(self.mesh, shared)
+        step = TrainingStep(self.mesh, shared, waits_at_once=self._waits_at_once)
         step.uses = [
             self._bucket_uses(step, k, parameters) for k in range(len(self.program.programs))
         ]

@@ -144,6 +144,9 @@ class BucketUse:
         else:
             axes = tuple(mesh.mesh.names[k] for k in self.bucket.reduce)
             self._reduction = mesh.start_all_reduce_in_place(total, axes)
+        if self._step.waits_at_once and self._reduction is not None:
+            self._cast = mesh.wait(self._reduction)
+            self._reduction = None
 
     def finish_reduction(self) -> list[Tensor] | None:
         """Gradients of the shards, after the first collective; None if there was no gradient."""
@@ -158,11 +161,13 @@ class BucketUse:
 
 class TrainingStep:
     """State of one forward and backward. `uses[k]` are the buckets of instance k. shared: by
-    the microbatches of a step."""
+    the microbatches of a step. waits_at_once: nothing is gathered ahead, and reductions are waited
+    for where they start: what overlap is measured against."""
 
-    def __init__(self, mesh: RankMesh, shared: SharedStep) -> None:
+    def __init__(self, mesh: RankMesh, shared: SharedStep, *, waits_at_once: bool = False) -> None:
         self.mesh = mesh
         self.shared = shared
+        self.waits_at_once = waits_at_once
         self.uses: list[list[BucketUse]] = []
         self.is_recording = torch.is_grad_enabled()
         self._whole: dict[int, tuple[BucketUse, int]] = {}
@@ -189,7 +194,7 @@ class TrainingStep:
 
     def start_gathers(self, instance: int) -> None:
         """G: start the gathers of an instance's buckets."""
-        for use in self.uses[instance]:
+        for use in () if self.waits_at_once else self.uses[instance]:
             use.start_gather()
 
     def release(self, instance: int) -> None:
@@ -268,7 +273,7 @@ class TrainingStep:
                 use.release()
 
     def _prefetch_before(self, instance: int) -> None:
-        for earlier in reversed(range(instance)):
+        for earlier in () if self.waits_at_once else reversed(range(instance)):
             saved = [u for u in self.uses[earlier] if u.is_saved]
             for use in saved:
                 use.start_gather()

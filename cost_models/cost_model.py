@@ -63,9 +63,9 @@ class CostModel:
         """Seconds to start one kernel."""
         return self.device.launch_s
 
-    def axis_link(self, axis: int) -> LinkSpec:
-        """The slowest link that a group of mesh axis number `axis` crosses."""
-        return slowest_link(self.cluster, self.group_shapes[(axis,)])
+    def group_link(self, axes: Iterable[int]) -> LinkSpec:
+        """The slowest link that a group of these axes together crosses."""
+        return slowest_link(self.cluster, self.group_shapes[tuple(sorted(axes))])
 
     def collective_s(self, kind: str, num_bytes: float, axes: Iterable[int]) -> float:
         """Seconds of one collective over the mesh axes `axes` together, before overlap.

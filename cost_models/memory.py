@@ -102,10 +102,49 @@ class _Heap:
         """Note a moment with `scratch_bytes` more than what is counted."""
         self.peak_bytes = max(self.peak_bytes, self.current_bytes + scratch_bytes)
 
+    def take_peak(self) -> int:
+        """The worst moment since this was asked before, that of now included."""
+        peak_bytes, self.peak_bytes = self.peak_bytes, self.current_bytes
+        return peak_bytes
+
+
+@dataclass(frozen=True)
+class RegionTrace:
+    """The same over time, per step of the local program. forward_bytes, backward_bytes: at its
+    worst moment; after_bytes: when its backward is done; all counted as in RegionMemory.
+    needs: slots whose storage autograd keeps for its backward. again_at: the step before whose
+    backward the steps `again` run a second time, -1 for none; again_bytes: the worst of that."""
+
+    memory: RegionMemory
+    forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    after_bytes: tuple[int, ...]
+    needs: tuple[frozenset[int], ...]
+    again: frozenset[int]
+    again_at: int
+    again_bytes: int
+
 
 def simulate_region(program: LocalProgram) -> RegionMemory:
     """Memory of one instance of `program`. Linear in its steps."""
     return _Simulation(program).run()
+
+
+def trace_region(program: LocalProgram) -> RegionTrace:
+    """Memory of one instance over time. Linear in its steps."""
+    simulation = _Simulation(program)
+    memory = simulation.run()
+    rebuild = simulation.rebuild
+    return RegionTrace(
+        memory,
+        tuple(simulation.forward_bytes),
+        tuple(simulation.backward_bytes),
+        tuple(simulation.after_bytes),
+        tuple(simulation.needs),
+        rebuild.again if rebuild is not None and simulation.again_at >= 0 else frozenset(),
+        simulation.again_at,
+        simulation.again_bytes,
+    )
 
 
 class _Simulation:
@@ -122,11 +161,16 @@ class _Simulation:
         self.kept: list[list[int]] = [[] for _ in program.steps]
         self.gradient: list[int] = [-1] * len(program.specs)
         self.reduction_bytes = 0
+        self.forward_bytes: list[int] = []
+        self.backward_bytes = [0] * len(program.steps)
+        self.after_bytes = [0] * len(program.steps)
+        self.needs: list[frozenset[int]] = []
+        self.again_at = -1
+        self.again_bytes = 0
 
     def run(self) -> RegionMemory:
         self._forward()
         heap, num_slots = self.heap, self.program.num_slots
-        forward_peak_bytes = heap.peak_bytes
         slots = self.storage[:num_slots]
         outputs = [self.storage[t] for t in self.program.outputs]
         kept = {s for storages in self.kept for s in storages}
@@ -149,8 +193,10 @@ class _Simulation:
             output_roots=roots,
             output_bytes=output_bytes,
             saved_outputs=tuple(s in kept for s in outputs),
-            forward_peak_bytes=forward_peak_bytes,
-            backward_peak_bytes=heap.peak_bytes,
+            forward_peak_bytes=max(self.forward_bytes, default=0),
+            backward_peak_bytes=max(
+                saved_bytes, self.again_bytes, *self.backward_bytes, heap.peak_bytes
+            ),
             reduction_bytes=self.reduction_bytes,
             slot_gradient_bytes=tuple(gradients),
         )
@@ -163,6 +209,8 @@ class _Simulation:
             if self.rebuild is not None:
                 kept = self._hold(step, kept, self.rebuild)
             self.kept[k] = kept
+            self.needs.append(frozenset(s for s in kept if s < self.program.num_slots))
+            self.forward_bytes.append(self.heap.take_peak())
             self._release_dead(step, k)
 
     def _hold(self, step: LocalStep, kept: list[int], rebuild: Rebuild) -> list[int]:
@@ -235,8 +283,11 @@ class _Simulation:
                 if missing is not None and keeps(step.probe):
                     self._run_again(missing)
                     missing = None
+                    self.again_at, self.again_bytes = k, self.heap.take_peak()
                 self._run_backward(step)
+            self.backward_bytes[k] = self.heap.take_peak()
             self._release_all(self.kept[k])
+            self.after_bytes[k] = self.heap.current_bytes
             if not self.program.bucketed.isdisjoint(step.operands):
                 # The last time this happens counts: the first step that reads one.
                 self.reduction_bytes = self.heap.current_bytes

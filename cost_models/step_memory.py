@@ -152,6 +152,24 @@ def compose_step(
     return estimate, tuple(timeline.kept)
 
 
+def held_over_time(
+    instances: Sequence[InstanceMemory],
+    model_outputs: Sequence[Value],
+    states: States,
+    optimizer: str,
+) -> tuple[int, ...]:
+    """Bytes of activations and gradients beside what is inside the instance that runs, at the
+    moments of all forwards, then of all backwards, then of the optimizer. What is gathered or in
+    a bucket is left out. Arguments: as for compose_step."""
+    timeline = _Timeline(instances, model_outputs)
+    activations, gradients = timeline.activations.totals(), timeline.gradients.totals()
+    passing = timeline.value_gradients.totals()
+    # In forward there are no gradients yet: those ranges begin behind it.
+    found = [sum(parts) for parts in zip(activations, gradients, passing, strict=True)]
+    stepping = timeline.final_gradients + FOREACH_FACTOR[optimizer] * states.trained
+    return (*found, stepping)
+
+
 class _Ranges:
     """Bytes over moments, added range by range."""
 

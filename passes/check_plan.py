@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.step_simulation import simulate
 from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
 from meshfold.passes.expert_rules import travelled_rule, travelling
 from meshfold.passes.parameter_prices import stored_bytes
+from meshfold.passes.program_events import program_events
 from meshfold.passes.region_memory import Probe, memory_of_region, step_memory
-from meshfold.passes.region_price import RegionPrice, layouts_of_values, price_region
+from meshfold.passes.region_price import RegionPrice, RegionPricer, layouts_of_values
 from meshfold.passes.residence import (
     host_traffic,
     slot_facts,
@@ -26,6 +28,7 @@ from meshfold.passes.step_time import estimate_step
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import ParameterPlacement, Plan, RegionPlan, SearchStats
 from meshfold.spmd import Layout, is_legal, layout_text
+from meshfold.step_events import StepEvents
 from meshfold.strategy import Offload, RegionTyping
 
 
@@ -43,12 +46,15 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     split = planned_graph(folded, plan)
     costs = CostModel(plan.cluster, plan.mesh)
     typings = [region.typing for region in plan.regions]
-    offloads = [planned.strategy.offload for planned in plan.regions]
-    prices = []
-    for region, planned in zip(split.regions, plan.regions, strict=True):
-        _check_slots(region.graph, planned, plan.mesh)
-        rules = _rules(region.graph, planned, plan.mesh)
-        prices.append(price_region(region.graph, planned.typing, rules, plan.mesh, costs))
+    offloads = [region.strategy.offload for region in plan.regions]
+    pricers = [
+        _pricer(region.graph, planned, costs)
+        for region, planned in zip(split.regions, plan.regions, strict=True)
+    ]
+    prices = [
+        pricer.price(t.slots, t.recompute, keeps_gathered=t.keeps_gathered)
+        for pricer, t in zip(pricers, typings, strict=True)
+    ]
     prices = _with_hosts(split, typings, prices, offloads, costs, probe)
     memory, saved_bytes = step_memory(
         split,
@@ -61,18 +67,46 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         capacity_bytes=plan.memory.capacity,
         offloads=offloads,
     )
+    time = estimate_step(split, typings, prices, costs, plan.optimizer, offloads)
+    events = _events(split, plan, pricers, costs, probe, time.optimizer_s)
+    priced = zip(split.regions, plan.regions, prices, saved_bytes, strict=True)
     return replace(
         plan,
-        time=estimate_step(split, typings, prices, costs, plan.optimizer, offloads),
+        time=time,
         memory=memory,
+        simulated=simulate(events).step if events else None,
+        events=events,
         regions=tuple(
             _priced_region(region.graph, planned, price, saved, plan.mesh)
-            for region, planned, price, saved in zip(
-                split.regions, plan.regions, prices, saved_bytes, strict=True
-            )
+            for region, planned, price, saved in priced
         ),
         search=SearchStats(0, 1, int(not memory.fits)),
     )
+
+
+def _events(
+    split: FoldedGraph,
+    plan: Plan,
+    pricers: Sequence[RegionPricer],
+    costs: CostModel,
+    probe: Probe,
+    optimizer_s: float,
+) -> StepEvents | None:
+    """The events of a step, if the plan can run."""
+    if not all(region.strategy.runs for region in plan.regions):
+        return None
+    typings = [region.typing for region in plan.regions]
+    optimizer = plan.optimizer
+    return program_events(
+        split, typings, pricers, costs, probe, optimizer=optimizer, optimizer_s=optimizer_s
+    )
+
+
+def _pricer(graph: OpGraph, planned: RegionPlan, costs: CostModel) -> RegionPricer:
+    """Who prices a region. Raises PlanMismatchError where its types break the rules."""
+    _check_slots(graph, planned, costs.mesh)
+    rules = _rules(graph, planned, costs.mesh)
+    return RegionPricer(graph, planned.typing, rules, costs.mesh, costs)
 
 
 def _with_hosts(

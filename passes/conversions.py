@@ -89,6 +89,16 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class StepAction:
+    """What a step does one way: a name of AxisConversion, bytes as CostModel.collective_s takes
+    them (0 for what is local), seconds."""
+
+    kind: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ConversionCost:
     """Price of a conversion. by_axis_s: forward plus backward per axis, forward_by_axis_s the first
     alone. forward and backward name the collectives in order of execution; num_bytes is the local
@@ -187,6 +197,22 @@ def step_s(value: Value, step: Step, mesh: Mesh, costs: ConversionCosts) -> floa
     ends = _ends(value, step, mesh)
     there_s = _action_s(value, step, there, ends, mesh, costs)
     return there_s + _action_s(value, step, back, ends, mesh, costs)
+
+
+def step_actions(
+    value: Value, step: Step, mesh: Mesh, costs: ConversionCosts
+) -> tuple[StepAction, StepAction]:
+    """What one step does forward and backward."""
+    ends = _ends(value, step, mesh)
+    there, back = (
+        StepAction(
+            kind,
+            _collective_bytes(step, kind, ends, mesh) if kind in COLLECTIVES else 0,
+            _action_s(value, step, kind, ends, mesh, costs),
+        )
+        for kind in _kinds(value, step, mesh)
+    )
+    return there, back
 
 
 def plan_conversions(
@@ -290,15 +316,18 @@ def _action_s(
     """Seconds of what a step does one way. ends: local bytes before and after it."""
     if kind == "none":
         return 0.0
-    small, large = min(ends), max(ends)
     if kind in COLLECTIVES:
-        # Gathered output, reduce-scatter input, all-reduced tensor: the larger end. An exchange
-        # keeps the size; where shards overlap it gathers the whole dim.
-        if step.source.is_shard and step.target.is_shard and kind == "all_gather":
-            large *= mesh.sizes[step.axis]
-        return costs.collective_s(kind, large, (step.axis,))
+        return costs.collective_s(kind, _collective_bytes(step, kind, ends, mesh), (step.axis,))
+    small, large = min(ends), max(ends)
     moved = {"slice": 2 * small, "zero_pad": small + large, "mask": 2 * large}[kind]
     return costs.compute_s(0.0, moved, value.dtype)
+
+
+def _collective_bytes(step: Step, kind: str, ends: tuple[int, int], mesh: Mesh) -> int:
+    """Gathered output, reduce-scatter input, all-reduced tensor: the larger end. An exchange keeps
+    the size; where shards overlap it gathers the whole dim."""
+    overlaps = step.source.is_shard and step.target.is_shard and kind == "all_gather"
+    return max(ends) * (mesh.sizes[step.axis] if overlaps else 1)
 
 
 def _ends(value: Value, step: Step, mesh: Mesh) -> tuple[int, int]:

@@ -55,6 +55,8 @@ class LocalProgramBuilder:
         self.is_selective = typing.recompute == "selective"
         self.specs: list[TensorSpec] = []
         self.steps: list[LocalStep] = []
+        self.origins: list[int | tuple[int, Step]] = []
+        """What each step is: the number of an op, or (value, a step of its conversion)."""
         self.tensors: dict[tuple[int, Layout], int] = {}
         self.parents: dict[tuple[int, Layout], Layout] = {}
         self.uses: dict[tuple[int, Layout], int] = {}
@@ -181,6 +183,7 @@ class LocalProgramBuilder:
         outputs = tuple(self._add(o.spec) for o in answer.outputs)
         stays = self.is_selective and op_stays(op)
         self.steps.append(LocalStep(operands, outputs, answer, stays))
+        self.origins.append(k)
         for v, layout, t in zip(op.outputs, typing.outputs, outputs, strict=True):
             self.tensors[v, layout] = t
 
@@ -199,6 +202,7 @@ class LocalProgramBuilder:
             value = self.graph.values[v]
             for step in conversion_steps(value, source, layout, self.mesh, self.costs):
                 t = self._convert(t, step)
+                self.origins.append((v, step))
             self.tensors[v, layout] = t
         return self.tensors[v, layout]
 

@@ -85,7 +85,7 @@ class MeshPlanner:
             with suppress(UnkeptPinError):
                 self.programs[mode] = self.search.solve(zero=0, **MODE_CHOICES[mode])
         self._priced: dict[tuple[Hashable, ...], Priced] = {}
-        self._simulations: Simulations = {}
+        self.simulations: Simulations = {}
 
     @property
     def fallback_ops(self) -> tuple[tuple[str, ...], ...]:
@@ -215,7 +215,7 @@ class MeshPlanner:
             self.probe,
             costs=self.costs,
             floats=self._floats[region],
-            known=self._simulations,
+            known=self.simulations,
         )
 
     @cached_property
@@ -382,7 +382,7 @@ class MeshPlanner:
             optimizer=self.options.optimizer,
             reserve_bytes=self.reserve_bytes,
             capacity_bytes=self.capacity_bytes,
-            known=self._simulations,
+            known=self.simulations,
             offloads=offloads,
             reads=self.reads,
         )

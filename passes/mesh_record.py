@@ -21,6 +21,8 @@ class MeshRecord:
     plans: dict[MeshPlanner, MeshPlan] = field(default_factory=dict)
     skipped: list[tuple[str, float]] = field(default_factory=list)
     num_done: int = 0
+    simulated_s: dict[MeshPlanner, float] = field(default_factory=dict)
+    """Step times of the finalists, as simulated."""
 
     @property
     def best_s(self) -> float:
@@ -31,6 +33,7 @@ def search_stats(tree: Tree, state: MeshRecord) -> SearchStats:
     """What a plan says about the search that found it."""
     assert state.best is not None
     step_s, plans = state.best_s, state.plans
+    least_s = min(p.best.time.step_s for p in plans.values() if p.best is not None)
     outcomes = [_outcome(p, plans.get(p), state) for p in state.planners]
     outcomes += [MeshOutcome(name, s, None, _too_slow(s, step_s)) for name, s in state.skipped]
     return SearchStats(
@@ -38,7 +41,7 @@ def search_stats(tree: Tree, state: MeshRecord) -> SearchStats:
         num_candidates=sum(p.num_priced for p in plans.values()),
         num_infeasible=sum(p.num_infeasible for p in plans.values()),
         cuts=dict(sorted((name, n) for name, n in state.cuts.items() if n)),
-        lower_bound_s=min(step_s, *(p.lower_bound_s for p in plans.values())),
+        lower_bound_s=min(least_s, *(p.lower_bound_s for p in plans.values())),
         gap_before=plans[state.best[1]].gap_before,
         unlimited_s=min(
             plans[p].unlimited_s if p in plans else p.unlimited_s for p in state.planners
@@ -61,6 +64,9 @@ def _outcome(planner: MeshPlanner, plan: MeshPlan | None, state: MeshRecord) -> 
     own_s = plan.best.time.step_s
     is_best = planner is state.best[1]
     reason = "taken" if is_best else f"{own_s / step_s:.2f} of this plan's time"
+    if not is_best and planner in state.simulated_s:
+        ratio = state.simulated_s[planner] / state.simulated_s[state.best[1]]
+        reason += f", {ratio:.2f} as simulated"
     return MeshOutcome(name, plan.lower_bound_s, own_s, reason)
 
 

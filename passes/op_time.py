@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.compute import op_work
@@ -27,6 +27,17 @@ class OpTime:
     def total_s(self) -> float:
         inside_s = sum(self.communication_s) + sum(self.backward_communication_s)
         return self.forward_s + self.backward_s + inside_s
+
+
+@dataclass(frozen=True, slots=True)
+class InsideCollective:
+    """A collective inside an op's rule on axis number `axis`, in one direction."""
+
+    kind: str
+    axis: int
+    num_bytes: int
+    seconds: float
+    is_backward: bool
 
 
 class OpTimer:
@@ -88,17 +99,26 @@ class OpTimer:
             )
         return self._kernels[key]
 
+    def inside(self, rules: Sequence[AxisRule]) -> tuple[InsideCollective, ...]:
+        """The collectives inside the rules, axis by axis, in order of execution."""
+        split = [n if r.splits_work else 1 for r, n in zip(rules, self.mesh.sizes, strict=True)]
+        return tuple(c for axis, rule in enumerate(rules) for c in self._inside(rule, axis, split))
+
+    def _inside(
+        self, rule: AxisRule, axis: int, split: Sequence[int]
+    ) -> Iterator[InsideCollective]:
+        parts = math.prod(split)
+        for comm in rule.comm:
+            num_bytes = comm.num_bytes * split[axis] // parts
+            seconds = self.costs.collective_s(comm.collective, num_bytes, (axis,))
+            yield InsideCollective(comm.collective, axis, num_bytes, seconds, comm.is_backward)
+
     def _inside_s(
         self, rules: Sequence[AxisRule], split: Sequence[int], *, is_backward: bool
     ) -> tuple[float, ...]:
         """Collectives inside the rules, by axis."""
-        parts = math.prod(split)
         return tuple(
-            sum(
-                self.costs.collective_s(c.collective, c.num_bytes * split[axis] // parts, (axis,))
-                for c in rule.comm
-                if c.is_backward == is_backward
-            )
+            sum(c.seconds for c in self._inside(rule, axis, split) if c.is_backward == is_backward)
             if rule.comm
             else 0.0
             for axis, rule in enumerate(rules)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, Value
 from meshfold.passes.axis_roles import SearchCosts
@@ -65,6 +66,12 @@ def local_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
 def is_bucketed(source: SpmdType, target: SpmdType) -> bool:
     """Whether the runtime, not the graph, does this conversion of a parameter on one axis."""
     return target.kind == "R" and source.kind in ("I", "S")
+
+
+def cast_s(value: Value, stored: Layout, mesh: Mesh, costs: CostModel) -> float:
+    """Seconds to cast a rank's part of a parameter to what ops read, among others."""
+    moved = sum(size(value, stored, mesh.sizes) for size in (local_bytes, stored_bytes))
+    return costs.compute_s(0.0, moved, value.dtype) - costs.launch_s
 
 
 class ParameterPrices:

@@ -9,6 +9,7 @@ from meshfold.opgraph import FoldedGraph, SlotKind
 from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import placements
 from meshfold.passes.data_parallel import kept_whole_note, zero_axes
+from meshfold.passes.finalists import Finalist
 from meshfold.passes.fold_assemble import fingerprint, graph_fingerprint
 from meshfold.passes.leaf_costs import Leaf
 from meshfold.passes.mesh_plan import MeshPlanner
@@ -33,8 +34,7 @@ def assemble_plan(
     folded: FoldedGraph,
     cluster: ClusterSpec,
     options: CompileOptions,
-    best: Priced,
-    planner: MeshPlanner,
+    winner: Finalist,
     *,
     model_name: str,
     batch_size: int,
@@ -42,7 +42,8 @@ def assemble_plan(
     stats: SearchStats,
     notes: tuple[str, ...],
 ) -> Plan:
-    """The plan that runs `best`, a program of `planner`."""
+    """The plan that runs `winner`."""
+    best, planner = winner.priced, winner.planner
     split = best.split
     origin = {
         new.region: old.region for new, old in zip(split.instances, folded.instances, strict=True)
@@ -67,6 +68,8 @@ def assemble_plan(
         baselines=baselines,
         search=stats,
         meshfold_version=__version__,
+        simulated=winner.step,
+        events=winner.events,
         notes=(*folded.notes, *_whole_notes(best, _pinned(best, origin, planner)), *notes),
     )
 

@@ -29,6 +29,7 @@ from meshfold.passes.baselines import baseline_rows, named_baselines
 from meshfold.passes.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.decision_tree import NODE, PRUNINGS, Situation, Tree, grow_tree
 from meshfold.passes.expert_rules import shared_experts
+from meshfold.passes.finalists import Finalist, rank_finalists, simulated_times
 from meshfold.passes.garbage import collector_paused
 from meshfold.passes.layout_pins import pinned_slots
 from meshfold.passes.mesh_bounds import LeastCompute, Room, least_compute, least_step_s
@@ -147,14 +148,13 @@ def _plan_in_one_pass(
         cluster,
         options,
         found.best,
-        found.planner,
         model_name=model_name,
         batch_size=batch_size,
         baselines=baseline_rows(rows, found.planners),
         stats=found.stats,
         notes=(
             *found.notes,
-            *_planned_notes(found.best),
+            *_planned_notes(found.best.priced),
             *(
                 f"baseline {name} is not priced: a batch of {batch_size} does not divide over "
                 f"{s.dp} ranks"
@@ -174,10 +174,9 @@ def _check_prunings(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """The winner, who planned it, and everybody whose leaves were priced."""
+    """The winner, and everybody whose leaves were priced."""
 
-    best: Priced
-    planner: MeshPlanner
+    best: Finalist
     planners: tuple[MeshPlanner, ...]
     stats: SearchStats
     notes: tuple[str, ...]
@@ -226,7 +225,7 @@ class _Search:
         again = self._over(wider) if len(wider.leaves) > len(self._tree(()).leaves) else found
         if isinstance(again, _Found):
             note = "nothing fits while tp stays inside a node: this plan's tp leaves it"
-            return _Found(again.best, again.planner, again.planners, again.stats, (note,))
+            return replace(again, notes=(note,))
         raise nothing_fits([*found, *again], self.cluster.num_devices)
 
     def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
@@ -282,7 +281,10 @@ class _Search:
             raise self._no_mesh(by_mesh, state.cuts)
         if state.best is None:
             return [p.smallest for p in state.plans.values() if p.smallest is not None]
-        return _Found(*state.best, tuple(state.plans), search_stats(tree, state), ())
+        ranked = rank_finalists(state.plans)
+        state.best = ranked[0].priced, ranked[0].planner
+        state.simulated_s = simulated_times(ranked)
+        return _Found(ranked[0], tuple(state.plans), search_stats(tree, state), ())
 
     def _contender(self, degrees: Degrees, strategies: list[UniformStrategy]) -> Contender:
         costs = CostModel(self.cluster, self._mesh(degrees))

@@ -29,7 +29,7 @@ from meshfold.passes.conversions import (
     plan_conversions,
 )
 from meshfold.passes.op_time import OpTime, op_time
-from meshfold.passes.parameter_prices import is_bucketed, local_bytes, stored_bytes
+from meshfold.passes.parameter_prices import cast_s, is_bucketed, local_bytes, stored_bytes
 from meshfold.passes.rules import AxisRule
 from meshfold.plan import ConversionRecord
 from meshfold.spmd import Layout
@@ -189,7 +189,8 @@ class RegionPricer:
         self.graph = graph
         self.mesh = mesh
         self.costs = costs
-        self._given = typing, rules
+        self.typing = typing
+        self.rules = rules
         layouts = layouts_of_values(graph, typing)
         if recompute == "selective":
             self._again = selective_again(graph, typing, layouts, mesh, costs)
@@ -204,8 +205,11 @@ class RegionPricer:
         self._prices: dict[tuple[Layout, ...], RegionPrice] = {}
         self._inside = _Sums(mesh)
         self._forward_s = self._backward_s = 0.0
+        self.op_times: list[OpTime] = []
+        """Of every op, without recomputation."""
         for k, (op, of_axes) in enumerate(zip(graph.ops, rules, strict=True)):
             time = op_time(graph, op, of_axes, mesh, costs)
+            self.op_times.append(time)
             self._forward_s += time.forward_s
             self._backward_s += time.backward_s
             self._inside.add_op(time, k in self._again.ops)
@@ -245,7 +249,7 @@ class RegionPricer:
     @cached_property
     def _selective(self) -> "RegionPricer":
         """The same, made when somebody first asks: it cannot run yet, so few do."""
-        return RegionPricer(self.graph, *self._given, self.mesh, self.costs, "selective")
+        return RegionPricer(self.graph, self.typing, self.rules, self.mesh, self.costs, "selective")
 
     def _value(self, v: int, native: Layout) -> _Sums:
         """The conversions of one value."""
@@ -253,10 +257,7 @@ class RegionPricer:
         graph, value = self.graph, self.graph.values[v]
         is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
         if is_parameter and value.master:
-            moved = sum(
-                size(value, native, self.mesh.sizes) for size in (local_bytes, stored_bytes)
-            )
-            sums.add_cast(self.costs.compute_s(0.0, moved, value.dtype) - self.costs.launch_s)
+            sums.add_cast(cast_s(value, native, self.mesh, self.costs))
         edges = plan_conversions(value, native, self._demands[v], self.mesh, self.costs)
         again = self._again.starts(v, value, edges, self.mesh, self.costs)
         for edge in edges:

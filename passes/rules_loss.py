@@ -82,10 +82,11 @@ def _distance(op: BoundOp) -> OpLabels | None:
 def _cross_entropy(op: BoundOp) -> OpLabels | None:
     """logits [rows, v] or [rows, v, ...], target [rows, ...] or as the logits, weight [v].
 
-    v: every rank holds some classes of every row; maximum, sum of exponentials and the target's
-    logit are all-reduced and the loss leaves Invariant; smoothing adds a sum of logits. Rows are
-    summed; the mean divides by the number, or the weights, of the targets that count, all-reduced,
-    so it is exact when ranks ignore unequal numbers. Targets that are probabilities all count.
+    v: every rank holds some classes of every row; the maximum is all-reduced, then the sum of
+    exponentials and the target's logit together, with smoothing a sum of logits, too, and the loss
+    leaves Invariant. Rows are summed; the mean divides by the number, or the weights, of the
+    targets that count, all-reduced, so it is exact when ranks ignore unequal numbers. Targets that
+    are probabilities all count.
     """
     logits, target = op.value("self"), op.value("target")
     if len(logits.shape) < 2:
@@ -99,8 +100,8 @@ def _cross_entropy(op: BoundOp) -> OpLabels | None:
     row_labels = [p[0] for p in rows if p is not None]
     num_rows = math.prod(target.shape)
     scalar = ITEM_BYTES[logits.dtype]
-    num_sums = 3 + (op.get("label_smoothing", 0.0) != 0)
-    vocabulary = (RuleComm("all_reduce", num_rows * scalar),) * num_sums
+    num_sums = 2 + (op.get("label_smoothing", 0.0) != 0)
+    vocabulary = tuple(RuleComm("all_reduce", n * num_rows * scalar) for n in (1, num_sums))
     reduction = op.integer("reduction", MEAN)
     count = (RuleComm("all_reduce", scalar),) if reduction == MEAN else ()
     special = {"v": Special(output=INVARIANT, local="cross_entropy", comm=vocabulary)}

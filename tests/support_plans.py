@@ -20,6 +20,7 @@ from meshfold.plan import (
     TimeEstimate,
 )
 from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
+from meshfold.step_events import BucketEvents, Collective, Event, RegionEvents, StepEvents
 from meshfold.strategy import OpTyping, RegionTyping, UniformStrategy
 
 GIB = 2**30
@@ -179,4 +180,41 @@ def example_plan() -> Plan:
         search=SEARCH,
         meshfold_version="0.1.0",
         notes=("parameter lm_head.bias is unused",),
+    )
+
+
+def example_step() -> StepEvents:
+    """Events of a step of example_plan: an embedding, 32 gathered layers with a collective over tp
+    inside, a head."""
+    gather = Collective("all_gather", ("dp",), "infiniband", 2**20, 2e-3)
+    scatter = Collective("reduce_scatter", ("dp",), "infiniband", 2**21, 4e-3)
+    inside = Collective("all_gather", ("tp",), "nvlink", 2**16, 1e-4)
+    layer = RegionEvents(
+        "B",
+        forward=(
+            Event("open", inside_bytes=1024, bucket=0),
+            Event("ahead", inside_bytes=1024),
+            Event("compute", 3.1e-3, 4096),
+            Event("inline", 0.0, 4096, collective=inside),
+        ),
+        backward=(
+            Event("arrive", inside_bytes=2048),
+            Event("compute", 6.3e-3, 8192),
+            Event("reduce", inside_bytes=2048, bucket=0),
+        ),
+        buckets=(BucketEvents(gather, scatter, 2**20, 2**21, 2**20, True),),
+    )
+    ends = [
+        RegionEvents(name, (Event("compute", 1e-3, 512),), (Event("compute", 2e-3, 512),))
+        for name in ("A", "C")
+    ]
+    count = 34
+    held = (*(k * 1000 for k in range(count)), *((count - k) * 1000 for k in range(count)), 64000)
+    return StepEvents(
+        regions=(ends[0], layer, ends[1]),
+        instances=(0, *[1] * 32, 2),
+        late=(Collective("all_reduce", ("tp",), "nvlink", 4096, 5e-5),),
+        optimizer_s=5.1e-3,
+        held_bytes=held,
+        fixed_bytes=10**9,
     )

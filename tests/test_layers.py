@@ -19,6 +19,7 @@ DATA = {
     "meshfold",
     "meshfold.cluster",
     "meshfold.cluster_io",
+    "meshfold.documents",
     "meshfold.errors",
     "meshfold.mesh",
     "meshfold.opgraph",
@@ -28,7 +29,9 @@ DATA = {
     "meshfold.plan_documents",
     "meshfold.plan_schema",
     "meshfold.plan_text",
+    "meshfold.simulation_document",
     "meshfold.spmd",
+    "meshfold.step_events",
     "meshfold.strategy",
     "meshfold.units",
 }

@@ -2,8 +2,9 @@
 
 import torch
 
-from meshfold.buckets import Bucket, BucketBuffers, BucketMember, changed_axes, used_layout
+from meshfold.buckets import Bucket, BucketBuffers, BucketMember, used_layout
 from meshfold.mesh import Mesh, MeshAxis
+from meshfold.passes.parameter_buckets import changed_axes
 from meshfold.shards import shard_of
 from meshfold.spmd import REPLICATE, Layout, parse_layout
 

@@ -39,7 +39,7 @@ def test_unequal_hardware_is_as_slow_as_its_slowest_and_as_small_as_its_smallest
 
 def test_each_axis_knows_its_slowest_link() -> None:
     costs = CostModel(MIXED, build_mesh(MIXED, 3, 4))
-    assert [costs.axis_link(0).name, costs.axis_link(1).name] == ["network", "link"]
+    assert [costs.group_link([0]).name, costs.group_link([1]).name] == ["network", "link"]
     assert costs.collective_s("all_gather", 120, (1,)) == pytest.approx(3 + 90 / 100)
     assert costs.collective_s("all_gather", 120, (0,)) == pytest.approx(10 + 80 / 10)
     # Both axes together: 9 hops in nodes, 2 between, 4 ports; in any order.

@@ -1,0 +1,200 @@
+"""Step times of overlapped programs against others, on gloo, interleaved in one run.
+
+    python benchmarks/overlap.py [--processes 2] [--rounds 9] [--layers 6] [--width 256]
+
+One small Llama, the same batch and weights for all. Variants take turns, step by step, so that
+what else the machine does meets all alike; every step is forward and backward, without the
+optimizer, and counts from a barrier to the last rank. Medians and ratios.
+
+    meshfold             the plan with the pins of its row
+    meshfold, waiting    the same program, nothing gathered ahead, every reduction waited for where
+                         it starts: what overlap brings
+    FSDP2, DDP, TP       fully_shard per layer, DistributedDataParallel, parallelize_module with
+                         column and row parallel linears by hand
+    no communication     one process's part of the batch under the model alone
+
+gloo moves bytes with the cores that compute, so it hides little; losses are compared first.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import meshfold
+from meshfold.local_processes import Report, run_local
+from meshfold.options import CompileOptions
+from meshfold.program import EmittedProgram
+from meshfold.runner import ProgramRunner
+from meshfold.runtime import CompiledModel
+
+SAMPLES, SEQUENCE, VOCABULARY = 4, 64, 1024
+WARM_UP = 2
+CLOSE = 1e-3
+"""Of losses in float32; the mean over ranks of equal parts is the mean of all."""
+COLUMN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
+ROW = ("self_attn.o_proj", "mlp.down_proj")
+
+Step = Callable[[], Tensor]
+
+
+def build_model(layers: int, width: int) -> LlamaForCausalLM:
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            max_position_embeddings=SEQUENCE,
+            use_cache=False,
+        )
+    )
+
+
+def loss_step(model: nn.Module, batch: dict[str, Tensor]) -> Step:
+    """Forward and backward of a model that returns a loss, or an output that has one."""
+
+    def step() -> Tensor:
+        model.zero_grad()
+        output: Any = model(**batch)
+        loss: Tensor = getattr(output, "loss", output)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def meshfold_steps(model: nn.Module, batch: dict[str, Tensor], **pins: int) -> tuple[Step, Step]:
+    """(as it runs, with every collective waited for at once)."""
+    made: CompiledModel = meshfold.compile(
+        copy.deepcopy(model), "local-cpu", batch, options=CompileOptions(pins=pins)
+    )
+    assert isinstance(made.program, EmittedProgram) and made.rank_mesh is not None
+    waiting = ProgramRunner(
+        made.program, made.rank_mesh, made._captured.constants, waits_at_once=True
+    )
+
+    def wait_step() -> Tensor:
+        made.zero_grad()
+        loss = made.run_with(waiting, batch)
+        loss.backward()
+        return loss.detach()
+
+    return loss_step(made, batch), wait_step
+
+
+def variants(layers: int, width: int) -> dict[str, Step]:
+    """By name; "X: A" and "X: B" are compared."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tokens = torch.randint(
+        0, VOCABULARY, (SAMPLES * size, SEQUENCE), generator=torch.Generator().manual_seed(1)
+    )
+    batch = {"input_ids": tokens, "labels": tokens}
+    part = {name: x.chunk(size)[rank] for name, x in batch.items()}
+    model = build_model(layers, width)
+    mesh = init_device_mesh("cpu", (size,))
+
+    sharded = copy.deepcopy(model)
+    for layer in sharded.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+
+    by_hand = copy.deepcopy(model)
+    styles = {name: ColwiseParallel() for name in (*COLUMN, "mlp.up_proj")}
+    styles |= {name: RowwiseParallel() for name in ROW}
+    for layer in by_hand.model.layers:
+        parallelize_module(layer, mesh, styles)
+
+    zero3, dp, tp = (
+        meshfold_steps(model, batch, **pins)
+        for pins in ({"dp": size, "zero": 3}, {"dp": size, "zero": 0}, {"tp": size, "sp": 0})
+    )
+    return {
+        "zero3: meshfold": zero3[0],
+        "zero3: meshfold, waiting": zero3[1],
+        "zero3: FSDP2": loss_step(sharded, part),
+        "dp: meshfold": dp[0],
+        "dp: meshfold, waiting": dp[1],
+        "dp: DDP": loss_step(DistributedDataParallel(copy.deepcopy(model)), part),
+        "tp: meshfold": tp[0],
+        "tp: meshfold, waiting": tp[1],
+        "tp: parallelize_module": loss_step(by_hand, batch),
+        "dp: no communication": loss_step(copy.deepcopy(model), part),
+    }
+
+
+def measure(report: Report, layers: int, width: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step of every variant, from a barrier to the last rank."""
+    steps = variants(layers, width)
+    losses = {}
+    for name, step in steps.items():
+        report(f"comparing losses: {name}")
+        for _ in range(WARM_UP):
+            loss = step()
+        dist.all_reduce(loss)
+        losses[name] = loss.item() / dist.get_world_size()
+    for name, value in losses.items():
+        if abs(value - losses["zero3: FSDP2"]) > CLOSE:
+            raise RuntimeError(f"{name} has the loss {value}, FSDP2 {losses['zero3: FSDP2']}")
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds):
+        report(f"round {number + 1} of {rounds}")
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+@click.command()
+@click.option("--processes", default=2, show_default=True)
+@click.option("--rounds", default=9, show_default=True)
+@click.option("--layers", default=6, show_default=True)
+@click.option("--width", default=256, show_default=True)
+def main(processes: int, rounds: int, layers: int, width: int) -> None:
+    """Run all variants and print medians and ratios."""
+
+    def tell(rank: int, what: str) -> None:
+        if rank == 0:
+            click.echo(what, err=True)
+
+    (seconds, *_) = run_local(processes, measure, layers, width, rounds, on_report=tell, quiet=True)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    click.echo(f"{processes} processes, {layers} layers of width {width}, {rounds} rounds")
+    for name, median_s in medians.items():
+        values = seconds[name]
+        low, high = min(values), max(values)
+        click.echo(f"{name:<28}{1e3 * median_s:>9.1f} ms  ({1e3 * low:.1f} to {1e3 * high:.1f})")
+    for kind in ("zero3", "dp", "tp"):
+        ours = medians[f"{kind}: meshfold"]
+        for name, median_s in medians.items():
+            other = name.removeprefix(f"{kind}: ")
+            if other not in (name, "meshfold"):
+                click.echo(f"{kind}: meshfold over {other:<24}{ours / median_s:>7.2f}")
+    waiting, alone = medians["dp: meshfold, waiting"], medians["dp: no communication"]
+    click.echo(f"communication is {100 * (1 - alone / waiting):.0f} % of dp's step when waited for")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""What one rank does in a step, as events: compute, collectives, and the moments of gathers and
+reductions. Folded: equal instances share one description. Layer 0: frozen data, and the one-line
+texts of a plan file.
+
+A region has a list of events per direction, in the order in which the runtime issues them
+(meshfold.training_step, meshfold.runner):
+
+    compute     kernels                                         seconds
+    inline      a collective that is waited for where it stands collective
+    open b      forward: wait for the gather of bucket b
+    ahead       forward: the gathers of the next instance that gathers start
+    arrive      backward: own gathers are waited for, later instances let go, the next one's start
+    reduce b    backward: the reduction of the gradients of bucket b starts
+
+In the file, an event is one line, its last word the bytes alive inside the region meanwhile:
+
+    compute 0.00123 1048576
+    all_gather dp,ep nvlink4-switch 33554432 0.0002 1048576      kind, axes, link, bytes, seconds
+    open 0 1048576
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Action = Literal["compute", "inline", "open", "ahead", "arrive", "reduce"]
+_BUCKET_ACTIONS = ("open", "reduce")
+_BARE_ACTIONS = ("ahead", "arrive")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective of one rank. axes: of the mesh, acting as one group; link: the slowest level
+    that it crosses; num_bytes: as CostModel.collective_s takes them; seconds: alone on the link."""
+
+    kind: str
+    axes: tuple[str, ...]
+    link: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """See the module docstring. inside_bytes: the most that is alive inside the instance while it
+    lasts, made there and not yet freed."""
+
+    action: Action
+    seconds: float = 0.0
+    inside_bytes: int = 0
+    bucket: int = -1
+    collective: Collective | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BucketEvents:
+    """Parameters gathered, and gradients reduced, together. None: no such collective. whole_bytes:
+    of what is made of the shards (gathered, or cast), flat_bytes: of the gradients while they are
+    reduced, result_bytes: of what comes out. saved: the backward reads the gathered members."""
+
+    gather: Collective | None
+    reduce: Collective | None
+    whole_bytes: int
+    flat_bytes: int
+    result_bytes: int
+    saved: bool
+
+
+@dataclass(frozen=True)
+class RegionEvents:
+    """One region whose values arrive in certain layouts. stays: what is gathered is kept from the
+    forward to the backward (ZeRO 1 and 2)."""
+
+    name: str
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    buckets: tuple[BucketEvents, ...] = ()
+    stays: bool = False
+
+    @property
+    def makes(self) -> bool:
+        """Whether parameters are gathered or cast for it."""
+        return any(b.whole_bytes for b in self.buckets)
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """A step in one pass. instances: numbers of `regions`, in order of execution. late: collectives
+    behind all others (gradients of shards that other axes have summands of).
+
+    held_bytes: beside what is inside an instance, gathered or in a bucket, at the moments of the
+    forwards of all instances, then of their backwards, then of the optimizer. fixed_bytes: states,
+    batch, reserve. The optimizer's own is in held_bytes.
+    """
+
+    regions: tuple[RegionEvents, ...]
+    instances: tuple[int, ...]
+    late: tuple[Collective, ...]
+    optimizer_s: float
+    held_bytes: tuple[int, ...]
+    fixed_bytes: int
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= r < len(self.regions) for r in self.instances):
+            raise ValueError(f"instances: there are {len(self.regions)} regions")
+        if len(self.held_bytes) != 2 * len(self.instances) + 1:
+            raise ValueError(
+                f"held_bytes: {len(self.instances)} instances have "
+                f"{2 * len(self.instances) + 1} moments, not {len(self.held_bytes)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapRow:
+    """The collectives of one kind over the same axes, of a step: how many, and their seconds behind
+    compute and in its way."""
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    hidden_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A simulated step: compute alone, what compute loses to collectives beside it, what it waits
+    for them; step_s is their sum. peak_s: when memory is at its peak, from the start of the step.
+    """
+
+    compute_s: float
+    contention_s: float
+    exposed_s: float
+    overlap: tuple[OverlapRow, ...]
+    peak_bytes: int
+    peak_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.contention_s + self.exposed_s
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the seconds of all collectives; 1 where there are none."""
+        hidden_s = sum(row.hidden_s for row in self.overlap)
+        total_s = hidden_s + sum(row.exposed_s for row in self.overlap)
+        return hidden_s / total_s if total_s else 1.0
+
+
+def write_collective(c: Collective) -> str:
+    return f"{c.kind} {','.join(c.axes)} {c.link} {c.num_bytes} {c.seconds!r}"
+
+
+def read_collective(text: str) -> Collective:
+    """Inverse of write_collective. Raises ValueError."""
+    words = text.split(" ")
+    if len(words) < 5:
+        raise ValueError(f"{text!r} is no collective; write 'kind axes link bytes seconds'")
+    kind, axes, *link, num_bytes, seconds = words
+    found = Collective(kind, tuple(axes.split(",")), " ".join(link), int(num_bytes), float(seconds))
+    if found.seconds < 0 or found.num_bytes < 0:
+        raise ValueError(f"{text!r}: bytes and seconds are 0 or more")
+    return found
+
+
+def write_event(event: Event) -> str:
+    """One line of a plan file."""
+    if event.collective is not None:
+        what = write_collective(event.collective)
+    elif event.action == "compute":
+        what = f"compute {event.seconds!r}"
+    else:
+        what = event.action + (f" {event.bucket}" if event.action in _BUCKET_ACTIONS else "")
+    return f"{what} {event.inside_bytes}"
+
+
+def read_event(line: str) -> Event:
+    """Inverse of write_event. Raises ValueError."""
+    what, _, inside = line.rpartition(" ")
+    if not what or not inside.isdigit():
+        raise ValueError(f"{line!r} is no event; its last word is a number of bytes")
+    first, _, rest = what.partition(" ")
+    if first == "compute":
+        seconds = float(rest)
+        if not seconds >= 0:
+            raise ValueError(f"{line!r}: seconds are 0 or more")
+        return Event("compute", seconds, int(inside))
+    if first not in get_args(Action):
+        return Event("inline", inside_bytes=int(inside), collective=read_collective(what))
+    action: Action = first  # type: ignore[assignment]  # is one of them
+    if action in _BARE_ACTIONS and not rest:
+        return Event(action, inside_bytes=int(inside))
+    if action in _BUCKET_ACTIONS and rest.isdigit():
+        return Event(action, inside_bytes=int(inside), bucket=int(rest))
+    raise ValueError(f"{line!r} is no event; open and reduce name a bucket, ahead and arrive none")
+
+
+def run_lengths(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(number, how often in a row)."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][0] == number:
+            found[-1] = number, found[-1][1] + 1
+        else:
+            found.append((number, 1))
+    return tuple(found)
+
+
+def from_run_lengths(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Inverse of run_lengths."""
+    return tuple(number for number, count in runs for _ in range(count))

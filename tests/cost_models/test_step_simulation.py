@@ -1,0 +1,118 @@
+"""A step from its events, against courses worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshfold.cost_models.step_simulation import simulate
+from meshfold.step_events import BucketEvents, Collective, Event, RegionEvents, StepEvents
+
+GATHER = Collective("all_gather", ("dp",), "network", 100, 2.0)
+SCATTER = Collective("reduce_scatter", ("dp",), "network", 100, 3.0)
+INLINE = Collective("all_reduce", ("tp",), "node", 10, 1.0)
+BUCKET = BucketEvents(GATHER, SCATTER, whole_bytes=100, flat_bytes=200, result_bytes=50, saved=True)
+LAYER = RegionEvents(
+    "B",
+    forward=(Event("open", bucket=0), Event("ahead"), Event("compute", 4.0, inside_bytes=10)),
+    backward=(
+        Event("arrive", inside_bytes=10),
+        Event("compute", 5.0, inside_bytes=30),
+        Event("reduce", bucket=0, inside_bytes=20),
+    ),
+    buckets=(BUCKET,),
+)
+
+
+def two_layers(layer: RegionEvents = LAYER, **changes: object) -> StepEvents:
+    """held: an activation of 7 after each forward until its backward, a gradient of 50 behind."""
+    step = StepEvents((layer,), (0, 0), (), 1.0, (0, 7, 7, 50, 100), fixed_bytes=1000)
+    return replace(step, **changes)  # type: ignore[arg-type]
+
+
+def test_gathers_ahead_and_reductions_behind_without_contention() -> None:
+    course = simulate(two_layers(), slowdown=1.0)
+    spans = [(t.collective.kind, t.instance, t.start_s, t.end_s) for t in course.transfers]
+    assert spans == [
+        ("all_gather", 0, 0.0, 2.0),  # nothing to hide behind
+        ("all_gather", 1, 2.0, 4.0),  # while layer 0 computes until 6
+        # Layer 1 stays whole: its forward ends at 10, its backward waits for nothing.
+        ("all_gather", 0, 10.0, 12.0),
+        ("reduce_scatter", 1, 15.0, 18.0),
+        ("reduce_scatter", 0, 20.0, 23.0),  # exposed at the end
+    ]
+    step = course.step
+    assert (step.compute_s, step.exposed_s, step.contention_s) == (19.0, 5.0, 0.0)
+    assert step.step_s == 24.0
+    gathers, scatters = step.overlap
+    assert (gathers.count, gathers.hidden_s, gathers.exposed_s) == (3, 4.0, 2.0)
+    assert (scatters.count, scatters.hidden_s, scatters.exposed_s) == (2, 3.0, 3.0)
+    assert step.hidden_share == 7.0 / 12.0
+
+
+def test_contention_is_told_apart() -> None:
+    step = simulate(two_layers(), slowdown=1.5).step
+    # Beside compute: gathers of 2 and 2, a reduction of 3.
+    assert step.contention_s == pytest.approx(0.5 * (2 + 2 + 3))
+    assert step.step_s == pytest.approx(24.0 + 3.5)
+
+
+def test_memory_follows_gathers_buckets_and_moments() -> None:
+    course = simulate(two_layers(), slowdown=1.0)
+    assert course.memory == (
+        (2.0, 1000 + 100),  # layer 0 is whole
+        (2.0, 1000 + 200),  # and layer 1 in flight
+        (2.0, 1000 + 200 + 10),
+        (6.0, 1000 + 7 + 100),  # layer 0 released
+        (6.0, 1000 + 7 + 100 + 10),
+        (10.0, 1000 + 7 + 200 + 10),  # arrived at layer 1, layer 0 on its way
+        (10.0, 1000 + 7 + 200 + 30),
+        (15.0, 1000 + 7 + 100 + 20 + 250),  # layer 1 gave way to its gradients
+        (15.0, 1000 + 50 + 100 + 200 + 10),  # their buffer is read until 18
+        (15.0, 1000 + 50 + 100 + 200 + 30),
+        (20.0, 1000 + 50 + 20 + 250),
+        (23.0, 1000 + 100),  # the optimizer
+    )
+    assert (course.step.peak_bytes, course.step.peak_s) == (1380, 15.0)
+
+
+def test_a_slow_link_leaves_buckets_in_flight() -> None:
+    slow = replace(BUCKET, reduce=replace(SCATTER, seconds=30.0))
+    course = simulate(two_layers(replace(LAYER, buckets=(slow,))), slowdown=1.0)
+    # Layer 1's buffer is still read when layer 0 reduces.
+    assert (20.0, 1000 + 50 + 20 + 250 + 200) in course.memory
+
+
+def test_what_stays_is_gathered_once() -> None:
+    stays = replace(LAYER, buckets=(replace(BUCKET, saved=False),), stays=True)
+    stays = replace(stays, backward=LAYER.backward[1:])
+    course = simulate(two_layers(stays), slowdown=1.0)
+    assert [t.instance for t in course.transfers] == [0, 1, 1, 0]
+    assert (6.0, 1000 + 7 + 200 + 10) in course.memory
+
+
+def test_a_collective_in_the_graph_is_exposed_and_late_ones_come_last() -> None:
+    layer = RegionEvents(
+        "A",
+        forward=(Event("compute", 2.0), Event("inline", collective=INLINE), Event("compute", 2.0)),
+        backward=(Event("compute", 3.0),),
+    )
+    late = (replace(INLINE, seconds=4.0),)
+    course = simulate(two_layers(layer, late=late))
+    assert course.step.step_s == 2 * (5.0 + 3.0) + 4.0 + 1.0
+    assert [(t.start_s, t.exposed_s) for t in course.transfers] == [(2, 1), (7, 1), (16, 4)]
+
+
+def test_reductions_of_whole_gradients_keep_no_buffer() -> None:
+    reduced = BucketEvents(None, replace(SCATTER, kind="all_reduce"), 0, 200, 200, saved=False)
+    backward = LAYER.backward[1:]
+    layer = RegionEvents("B", (Event("compute", 4.0),), backward, (reduced,))
+    assert not layer.makes
+    memory = simulate(two_layers(layer), slowdown=1.0).memory
+    assert (13.0, 1000 + 7 + 20 + 400) in memory and (13.0, 1000 + 50 + 30) in memory
+
+
+def test_events_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="held_bytes: 2 instances have 5 moments, not 1"):
+        two_layers(held_bytes=(0,))
+    with pytest.raises(ValueError, match="instances: there are 1 regions"):
+        two_layers(instances=(0, 1))
