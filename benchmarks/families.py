@@ -149,6 +149,7 @@ def _difference(name: str, captured: Captured | None, plan: Plan) -> float | str
             optimizer.step()
             optimizer.zero_grad()
     worst = max(worst, _worst(compiled, model, "data"))
+    compiled.close()
     everywhere = torch.tensor(worst, dtype=torch.float64)
     dist.all_reduce(everywhere, dist.ReduceOp.MAX)
     return float(everywhere)

@@ -107,12 +107,27 @@ class ProcessMesh(RankMesh):
             )
         super().__init__(mesh, dist.get_rank(), device)
         self._groups: dict[Axes, dist.ProcessGroup] = {}
+        self._made: list[dist.ProcessGroup] = []
         for axes in axis_sets if axis_sets is not None else [(name,) for name in mesh.names]:
             for ranks in mesh.groups(axes):
-                group = dist.new_group(list(ranks))
-                if self.rank in ranks:
-                    assert isinstance(group, dist.ProcessGroup)
+                if (group := self.new_group(ranks)) is not None:
                     self._groups[axes] = group
+
+    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A process group of these ranks until `close`; None on the others. Called on all ranks, in
+        one order."""
+        group = dist.new_group(list(ranks))
+        if self.rank not in ranks:
+            return None
+        assert isinstance(group, dist.ProcessGroup)
+        self._made.append(group)
+        return group
+
+    def close(self) -> None:
+        """End all groups, and their threads. Called on all ranks; nothing may be in flight."""
+        self._groups.clear()
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
 
     def group(self, axes: Axes) -> dist.ProcessGroup:
         """The process group of this rank on `axes`. Raises KeyError if none was created."""

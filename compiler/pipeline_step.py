@@ -310,9 +310,7 @@ def _tied_groups(pipeline: EmittedPipeline, mesh: ProcessMesh) -> tuple[_Tied, .
     for devices, names in sorted(by_devices.items()):
         for column in mesh.mesh.groups((PIPELINE_AXIS,)):
             ranks = [column[device] for device in devices]
-            group = dist.new_group(ranks)
-            if mesh.rank in ranks:
-                assert isinstance(group, dist.ProcessGroup)
+            if (group := mesh.new_group(ranks)) is not None:
                 found.append(_Tied(tuple(sorted(names)), group))
     return tuple(found)
 

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from meshfold.batches import BatchReader
 from meshfold.capture import Captured
-from meshfold.collectives import RankMesh
+from meshfold.collectives import ProcessMesh, RankMesh
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.gradient_norm import cuts_of, is_counted, total_norm
 from meshfold.held_tensors import full_tensors, held_tensors, stored_tensors
@@ -64,6 +64,7 @@ class CompiledModel(nn.Module):
         self.num_steps = 0
         """Forward passes so far. Dropout draws from (plan seed, num_steps): restore it, too, when
         training goes on from a checkpoint."""
+        self._is_closed = False
         self._canonical: dict[str, str] = {}
         self._captured = captured
         self._modes = CapturedMode(model, captured.graph)
@@ -134,6 +135,8 @@ class CompiledModel(nn.Module):
             )
 
     def _check_processes(self) -> None:
+        if self._is_closed:
+            raise MeshfoldError("this model was closed; compile it again to run it")
         if self.rank_mesh is None:
             raise MeshfoldError(
                 f"this plan runs on {self.plan.world_size} processes and there is no process "
@@ -192,6 +195,16 @@ class CompiledModel(nn.Module):
             )
         clip_grads_with_norm_(held.values(), max_norm, norm)
         return norm
+
+    def close(self) -> None:
+        """Give the process groups back, with the threads and buffers that they hold: for programs
+        that compile many models. Called on all ranks together; forward raises afterwards."""
+        if isinstance(self.rank_mesh, ProcessMesh):
+            self.rank_mesh.close()
+            del self._states, self._batches  # the last to hold groups, whose threads end with them
+        self.rank_mesh = None
+        self._is_closed = True
+        self._runners.clear()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """state_dict with full plain tensors, on every rank."""

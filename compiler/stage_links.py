@@ -52,9 +52,7 @@ class StageLinks:
         self._groups: dict[tuple[Pass, bool], dist.ProcessGroup] = {}
         for kind, is_up in _DIRECTIONS if wraps else _DIRECTIONS[:2]:
             for ranks in mesh.mesh.groups((axis,)):
-                group = dist.new_group(list(ranks))
-                if mesh.rank in ranks:
-                    assert isinstance(group, dist.ProcessGroup)
+                if (group := mesh.new_group(ranks)) is not None:
                     self._groups[kind, is_up] = group
         self._sent: list[tuple[Any, Tensor]] = []
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
@@ -20,6 +21,7 @@ import meshfold
 from meshfold.api import bind
 from meshfold.capture import Captured
 from meshfold.cost_models.devices import resolve_cluster
+from meshfold.errors import MeshfoldError
 from meshfold.plan_io import plan_from_json
 from meshfold.precision import float64_everywhere
 from meshfold.runtime import CompiledModel
@@ -234,3 +236,19 @@ def world_size_of(preset: str) -> int:
     """Processes that a plan for a preset without a count is made for."""
     model, batch = stack_model(2)
     return meshfold.compile(model, preset, batch).plan.world_size
+
+
+def threads_beside_models(count: int) -> list[int]:
+    """Threads of this process while each of `count` models is there, and at last without any; and
+    nothing runs once it is closed."""
+    model, batch = tiny_model("gpt2")
+    found = []
+    for _ in range(count):
+        with float64_everywhere():
+            compiled = meshfold.compile(model, _cluster(), batch)
+            compiled(**batch).backward()
+        found.append(len(os.listdir("/proc/self/task")))
+        compiled.close()
+    with pytest.raises(MeshfoldError, match="was closed; compile it again"):
+        compiled(**batch)
+    return [*found, len(os.listdir("/proc/self/task"))]

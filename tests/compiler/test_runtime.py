@@ -177,3 +177,10 @@ def test_a_model_on_meta_starts_alike_under_any_plan(pools: Pools) -> None:
     ]
     assert all(d == digests[0] for d in digests)
     assert len(digests[0]) == len(tiny_model(family)[0].state_dict())
+
+
+@pytest.mark.multiprocess
+def test_a_closed_model_gives_its_threads_back(pools: Pools) -> None:
+    for first, second, third, after in pools.run(2, "support_emit:threads_beside_models", 3):
+        assert first == second == third
+        assert after < first
