@@ -40,6 +40,9 @@ _TASKS = {
     "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 }
 
+_NEEDS_MASK = ("longt5", "switch_transformers")
+"""Model types that make a mask of padding by themselves, but not where they are traced."""
+
 
 @dataclass(frozen=True)
 class BuiltModel:
@@ -255,7 +258,10 @@ def _example_inputs(
     length = sequence or min(longest, SEQUENCE_LIMIT)
     tokens = torch.randint(0, config.vocab_size, (batch, length))
     labels = torch.randint(0, config.vocab_size, (batch, length))
-    return {"input_ids": tokens, "labels": labels}
+    inputs = {"input_ids": tokens, "labels": labels}
+    if config.model_type in _NEEDS_MASK:
+        inputs["attention_mask"] = torch.ones_like(tokens)
+    return inputs
 
 
 def _longest(config: Any) -> int:
