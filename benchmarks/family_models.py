@@ -267,6 +267,13 @@ FAMILIES: tuple[Family, ...] = (
         )
     ),
     decoder("qwen2_moe", "Qwen2Moe", num_experts=4, shared_expert_intermediate_size=32, **EXPERTS),
+    Family(
+        "llama4",
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {**DECODER, "head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 1}
+        | {"intermediate_size_mlp": 64, "attention_chunk_size": 4, "moe_layers": [1]},
+    ),
     decoder("glm4_moe", "Glm4Moe", n_routed_experts=4, n_shared_experts=1, **EXPERTS),
     Family("gpt_bigcode", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT),
     Family("openai_gpt", "OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT),
@@ -287,6 +294,7 @@ FAMILIES: tuple[Family, ...] = (
         | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
     ),
     masked("mpnet", "MPNet"),
+    masked("fnet", "FNet"),
     masked("megatron_bert", "MegatronBert"),
     masked("squeezebert", "SqueezeBert", embedding_size=HIDDEN),
     masked("esm", "Esm", position_embedding_type="rotary", mask_token_id=3, token_dropout=False),
