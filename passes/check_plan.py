@@ -4,13 +4,13 @@ What the search prices is a typing it made; what comes from a file is held again
 first. An op's rule names must exist on each axis and say the layouts that the file says.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
-from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
+from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind
 from meshfold.passes.expert_rules import travelled_rule, travelling
 from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.region_memory import Probe, memory_of_region, step_memory
@@ -45,9 +45,7 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     typings = [region.typing for region in plan.regions]
     offloads = [planned.strategy.offload for planned in plan.regions]
     prices = []
-    for region, planned in zip(split.regions, plan.regions, strict=True):
-        _check_slots(region.graph, planned, plan.mesh)
-        rules = _rules(region.graph, planned, plan.mesh)
+    for region, planned, rules in checked_regions(split, plan):
         prices.append(price_region(region.graph, planned.typing, rules, plan.mesh, costs))
     prices = _with_hosts(split, typings, prices, offloads, costs, probe)
     memory, saved_bytes = step_memory(
@@ -73,6 +71,22 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         ),
         search=SearchStats(0, 1, int(not memory.fits)),
     )
+
+
+def check_types(folded: FoldedGraph, plan: Plan) -> None:
+    """Raises PlanMismatchError naming region and op (or slot) where a type of the plan breaks the
+    rules for `folded`: the model's graph, or of a plan with microbatches that of one of them."""
+    for _ in checked_regions(planned_graph(folded, plan), plan):
+        pass
+
+
+def checked_regions(
+    split: FoldedGraph, plan: Plan
+) -> Iterator[tuple[Region, RegionPlan, Sequence[tuple[AxisRule, ...]]]]:
+    """Every region with its plan and the rules that its types name."""
+    for region, planned in zip(split.regions, plan.regions, strict=True):
+        _check_slots(region.graph, planned, plan.mesh)
+        yield region, planned, _rules(region.graph, planned, plan.mesh)
 
 
 def _with_hosts(

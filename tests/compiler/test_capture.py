@@ -326,29 +326,6 @@ def test_an_op_with_data_dependent_shape_is_refused_with_its_line() -> None:
     assert caught.value.source == line_of(function, 1)
 
 
-def test_what_is_missing_where_it_is_traced_is_asked_for() -> None:
-    def function(y: torch.Tensor) -> torch.Tensor:
-        mask = None if torch.compiler.is_compiling() else torch.ones(2)
-        return (y * mask[:, None]).sum()  # type: ignore[index]
-
-    with pytest.raises(CaptureError, match="'NoneType' object .* pass it in example_inputs") as e:
-        capture(Model(function), X)
-    assert e.value.source == line_of(function, 2)
-
-
-def test_a_module_that_casts_another_while_it_runs_is_refused() -> None:
-    class Router(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.classifier = nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.classifier.to(torch.float32)(x).sum()
-
-    with pytest.raises(CaptureError, match="moves or casts a module while it runs; do it before"):
-        capture(Router(), X)
-
-
 def test_ctc_loss_is_refused_with_its_line() -> None:
     lengths = torch.tensor([2, 2])
 
