@@ -219,6 +219,18 @@ class CompiledModel(nn.Module):
                     state[prefix + name] = self._states.outside(canonical, state[prefix + name])
         return state
 
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """Of the parameter `name`, all shards together."""
+        return self._states.tensors[self._canonical[name]].shape
+
+    def saved_form(self, name: str, local: Tensor) -> Tensor:
+        """What state_dict would hold of a tensor that is cut like the parameter `name`."""
+        return self._states.outside(self._canonical[name], local)
+
+    def local_form(self, name: str, value: Tensor) -> Tensor:
+        """Inverse of saved_form."""
+        return self._states.inside(self._canonical[name], value)
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
