@@ -6,135 +6,71 @@ layer. Parameters get noise, since initial values leave biases 0 and norms 1, wh
 wrong gradient. Dropout is off and the models are in eval mode, so that one process is comparable.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
+from family_fields import (
+    BART,
+    CLASSES,
+    DECODER,
+    EXPERTS,
+    GPT,
+    HEADS,
+    HIDDEN,
+    LAYER,
+    LAYERS,
+    NO_DROPOUT,
+    PATCHES,
+    PLAIN,
+    T5,
+    TEXT,
+    TEXT_TOWER,
+    TOWER,
+    VIT,
+    VOCABULARY,
+    Family,
+    Kind,
+    decoder,
+    image,
+    masked,
+)
 from torch import Tensor, nn
 
-BATCH, SEQUENCE, VOCABULARY, HIDDEN, HEADS, LAYERS, CLASSES = 4, 8, 64, 32, 8, 2, 8
-IGNORED = -100
-
-Kind = Literal["text", "image", "mel", "wave", "pairs"]
-
-
-@dataclass(frozen=True)
-class Family:
-    """model, config: class names in transformers; fields: of the configuration. kind: of batch."""
-
-    name: str
-    model: str
-    config: str
-    fields: Mapping[str, Any]
-    kind: Kind = "text"
-    pixels: int = 16
-
-
-_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_TEXT = {**_TOKENS, "use_cache": False}
-_LAYER = {
-    "num_hidden_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 2 * HIDDEN,
-    "num_attention_heads": HEADS,
-}
-_DECODER = {**_LAYER, "num_key_value_heads": 4, "max_position_embeddings": 16, **_TEXT}
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_ENCODER = {
-    **_LAYER,
-    **_NO_DROPOUT,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 16,
-    "pad_token_id": 0,
-}
-_GPT = {
-    "n_layer": LAYERS,
-    "n_embd": HIDDEN,
-    "n_head": HEADS,
-    "n_positions": 16,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    **_TEXT,
-}
-_PLAIN = {"dropout": 0.0, "attention_dropout": 0.0}
-_BART = {
-    "encoder_layers": LAYERS,
-    "decoder_layers": LAYERS,
-    "d_model": HIDDEN,
-    "encoder_ffn_dim": 2 * HIDDEN,
-    "decoder_ffn_dim": 2 * HIDDEN,
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "activation_dropout": 0.0,
-    "decoder_start_token_id": 2,
-    **_PLAIN,
-    **_TEXT,
-}
-_T5 = {
-    "num_layers": LAYERS,
-    "d_model": HIDDEN,
-    "d_kv": 4,
-    "d_ff": 2 * HIDDEN,
-    "num_heads": HEADS,
-    "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
-    **_TEXT,
-}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 4}
-_PATCHES = {"image_size": 16, "patch_size": 4, "num_channels": 4}
-_VIT = {**_LAYER, **_NO_DROPOUT, **_PATCHES, "num_labels": CLASSES}
-_TOWER = {**_LAYER, "attention_dropout": 0.0}
-_TEXT_TOWER = {**_TOWER, **_TOKENS, "max_position_embeddings": 16}
-
-
-def _decoder(name: str, prefix: str, **fields: Any) -> Family:
-    return Family(name, f"{prefix}ForCausalLM", f"{prefix}Config", {**_DECODER, **fields})
-
-
-def _masked(name: str, prefix: str, **fields: Any) -> Family:
-    return Family(name, f"{prefix}ForMaskedLM", f"{prefix}Config", {**_ENCODER, **fields})
-
-
-def _image(name: str, prefix: str, fields: Mapping[str, Any], pixels: int = 16) -> Family:
-    model, config = f"{prefix}ForImageClassification", f"{prefix}Config"
-    return Family(name, model, config, fields, "image", pixels)
-
+BATCH, SEQUENCE, IGNORED = 4, 8, -100
 
 FAMILIES: tuple[Family, ...] = (
-    _decoder("llama", "Llama"),
-    _decoder("mistral", "Mistral"),
-    _decoder("qwen2", "Qwen2"),
-    _decoder("qwen3", "Qwen3", head_dim=4),
-    _decoder("gemma", "Gemma", head_dim=4),
-    _decoder("gemma2", "Gemma2", head_dim=4),
+    decoder("llama", "Llama"),
+    decoder("mistral", "Mistral"),
+    decoder("qwen2", "Qwen2"),
+    decoder("qwen3", "Qwen3", head_dim=4),
+    decoder("gemma", "Gemma", head_dim=4),
+    decoder("gemma2", "Gemma2", head_dim=4),
     Family(
         "gemma3",
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
-        {**_DECODER, "head_dim": 4, "sliding_window": 4},
+        {**DECODER, "head_dim": 4, "sliding_window": 4},
     ),
-    _decoder("phi3", "Phi3"),
-    _decoder("olmo2", "Olmo2"),
-    _decoder("granite", "Granite"),
-    _decoder("starcoder2", "Starcoder2", residual_dropout=0.0, embedding_dropout=0.0),
-    _decoder("stablelm", "StableLm"),
-    _decoder("cohere", "Cohere"),
-    _decoder("glm", "Glm", head_dim=4),
-    _decoder("glm4", "Glm4", head_dim=4),
-    _decoder("phi", "Phi", resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0),
-    _decoder("olmo", "Olmo"),
-    _decoder("nemotron", "Nemotron", hidden_dropout=0.0),
-    _decoder("cohere2", "Cohere2", sliding_window=4),
-    _decoder("persimmon", "Persimmon", hidden_dropout=0.0),
-    _decoder("lfm2", "Lfm2", layer_types=["conv", "full_attention"]),
-    _decoder("smollm3", "SmolLM3"),
-    Family("gpt2", "GPT2LMHeadModel", "GPT2Config", _GPT),
-    Family("gptj", "GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 4}),
-    Family("codegen", "CodeGenForCausalLM", "CodeGenConfig", {**_GPT, "rotary_dim": 4}),
-    _decoder("gpt_neox", "GPTNeoX", hidden_dropout=0.0, attention_dropout=0.0),
+    decoder("phi3", "Phi3"),
+    decoder("olmo2", "Olmo2"),
+    decoder("granite", "Granite"),
+    decoder("starcoder2", "Starcoder2", residual_dropout=0.0, embedding_dropout=0.0),
+    decoder("stablelm", "StableLm"),
+    decoder("cohere", "Cohere"),
+    decoder("glm", "Glm", head_dim=4),
+    decoder("glm4", "Glm4", head_dim=4),
+    decoder("phi", "Phi", resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0),
+    decoder("olmo", "Olmo"),
+    decoder("nemotron", "Nemotron", hidden_dropout=0.0),
+    decoder("cohere2", "Cohere2", sliding_window=4),
+    decoder("persimmon", "Persimmon", hidden_dropout=0.0),
+    decoder("lfm2", "Lfm2", layer_types=["conv", "full_attention"]),
+    decoder("smollm3", "SmolLM3"),
+    Family("gpt2", "GPT2LMHeadModel", "GPT2Config", GPT),
+    Family("gptj", "GPTJForCausalLM", "GPTJConfig", {**GPT, "rotary_dim": 4}),
+    Family("codegen", "CodeGenForCausalLM", "CodeGenConfig", {**GPT, "rotary_dim": 4}),
+    decoder("gpt_neox", "GPTNeoX", hidden_dropout=0.0, attention_dropout=0.0),
     Family(
         "gpt_neo",
         "GPTNeoForCausalLM",
@@ -150,28 +86,28 @@ FAMILIES: tuple[Family, ...] = (
             "embed_dropout": 0.0,
             "resid_dropout": 0.0,
             "attention_dropout": 0.0,
-            **_TEXT,
+            **TEXT,
         },
     ),
-    _decoder("opt", "OPT", ffn_dim=64, word_embed_proj_dim=HIDDEN, **_PLAIN),
-    _decoder("falcon", "Falcon", hidden_dropout=0.0, attention_dropout=0.0),
+    decoder("opt", "OPT", ffn_dim=64, word_embed_proj_dim=HIDDEN, **PLAIN),
+    decoder("falcon", "Falcon", hidden_dropout=0.0, attention_dropout=0.0),
     Family(
         "mpt",
         "MptForCausalLM",
         "MptConfig",
-        {"n_layers": LAYERS, "d_model": HIDDEN, "n_heads": HEADS, "max_seq_len": 16, **_TEXT},
+        {"n_layers": LAYERS, "d_model": HIDDEN, "n_heads": HEADS, "max_seq_len": 16, **TEXT},
     ),
     Family(
         "xglm",
         "XGLMForCausalLM",
         "XGLMConfig",
         {"num_layers": LAYERS, "d_model": HIDDEN, "ffn_dim": 64, "attention_heads": HEADS}
-        | {"max_position_embeddings": 16, **_PLAIN, **_TEXT},
+        | {"max_position_embeddings": 16, **PLAIN, **TEXT},
     ),
-    _decoder("mixtral", "Mixtral", num_local_experts=4, num_experts_per_tok=2),
-    _decoder("qwen3_moe", "Qwen3Moe", num_experts=4, **_EXPERTS),
-    _decoder("olmoe", "Olmoe", num_experts=4, num_experts_per_tok=2),
-    _decoder(
+    decoder("mixtral", "Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    decoder("qwen3_moe", "Qwen3Moe", num_experts=4, **EXPERTS),
+    decoder("olmoe", "Olmoe", num_experts=4, num_experts_per_tok=2),
+    decoder(
         "gpt_oss",
         "GptOss",
         num_local_experts=4,
@@ -179,7 +115,7 @@ FAMILIES: tuple[Family, ...] = (
         head_dim=4,
         num_experts_per_tok=2,
     ),
-    _decoder(
+    decoder(
         "deepseek_v3",
         "DeepseekV3",
         n_routed_experts=4,
@@ -196,22 +132,22 @@ FAMILIES: tuple[Family, ...] = (
         v_head_dim=4,
         num_key_value_heads=HEADS,
     ),
-    _masked("bert", "Bert"),
-    _masked("roberta", "Roberta"),
-    _masked("deberta", "Deberta", relative_attention=True, pos_att_type=["p2c", "c2p"]),
-    _masked("roformer", "RoFormer", embedding_size=HIDDEN),
-    _masked("big_bird", "BigBird", attention_type="original_full"),
-    _masked("electra", "Electra", embedding_size=HIDDEN),
+    masked("bert", "Bert"),
+    masked("roberta", "Roberta"),
+    masked("deberta", "Deberta", relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    masked("roformer", "RoFormer", embedding_size=HIDDEN),
+    masked("big_bird", "BigBird", attention_type="original_full"),
+    masked("electra", "Electra", embedding_size=HIDDEN),
     Family(
         "distilbert",
         "DistilBertForMaskedLM",
         "DistilBertConfig",
         {"vocab_size": VOCABULARY, "n_layers": LAYERS, "dim": HIDDEN, "hidden_dim": 64}
-        | {"n_heads": HEADS, "max_position_embeddings": 16, **_PLAIN},
+        | {"n_heads": HEADS, "max_position_embeddings": 16, **PLAIN},
     ),
-    _masked("albert", "Albert", embedding_size=16),
-    _masked("deberta_v2", "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"]),
-    _masked(
+    masked("albert", "Albert", embedding_size=16),
+    masked("deberta_v2", "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    masked(
         "modernbert",
         "ModernBert",
         num_hidden_layers=3,
@@ -222,14 +158,14 @@ FAMILIES: tuple[Family, ...] = (
         mlp_dropout=0.0,
         classifier_dropout=0.0,
     ),
-    Family("t5", "T5ForConditionalGeneration", "T5Config", _T5),
-    Family("mt5", "MT5ForConditionalGeneration", "MT5Config", _T5),
+    Family("t5", "T5ForConditionalGeneration", "T5Config", T5),
+    Family("mt5", "MT5ForConditionalGeneration", "MT5Config", T5),
     *(
         Family(
             name,
             f"{prefix}ForConditionalGeneration",
             f"{prefix}Config",
-            {**_BART, "max_position_embeddings": 16, "forced_eos_token_id": 2},
+            {**BART, "max_position_embeddings": 16, "forced_eos_token_id": 2},
         )
         for name, prefix in (("bart", "Bart"), ("mbart", "MBart"), ("pegasus", "Pegasus"))
     ),
@@ -237,7 +173,7 @@ FAMILIES: tuple[Family, ...] = (
         "whisper",
         "WhisperForConditionalGeneration",
         "WhisperConfig",
-        {**_BART, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
+        {**BART, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
         "mel",
     ),
     Family(
@@ -245,7 +181,7 @@ FAMILIES: tuple[Family, ...] = (
         "Wav2Vec2ForSequenceClassification",
         "Wav2Vec2Config",
         {
-            **_LAYER,
+            **LAYER,
             "conv_dim": (16, 16),
             "conv_stride": (4, 2),
             "conv_kernel": (8, 4),
@@ -263,31 +199,31 @@ FAMILIES: tuple[Family, ...] = (
         },
         "wave",
     ),
-    _image("vit", "ViT", _VIT),
-    _image("deit", "DeiT", _VIT),
-    _image("dinov2", "Dinov2", {**_VIT, "mlp_ratio": 2, "drop_path_rate": 0.0}),
-    _image("beit", "Beit", {**_VIT, "drop_path_rate": 0.0}),
-    _image(
+    image("vit", "ViT", VIT),
+    image("deit", "DeiT", VIT),
+    image("dinov2", "Dinov2", {**VIT, "mlp_ratio": 2, "drop_path_rate": 0.0}),
+    image("beit", "Beit", {**VIT, "drop_path_rate": 0.0}),
+    image(
         "swin",
         "Swin",
         {"image_size": 32, "patch_size": 4, "num_channels": 4, "num_labels": CLASSES}
         | {"embed_dim": 16, "depths": [2, 2], "num_heads": [4, 8], "window_size": 4}
-        | {"drop_path_rate": 0.0, **_NO_DROPOUT},
+        | {"drop_path_rate": 0.0, **NO_DROPOUT},
         pixels=32,
     ),
-    _image(
+    image(
         "convnext",
         "ConvNext",
         {"num_channels": 4, "hidden_sizes": [16, 32], "depths": [2, 2], "num_stages": 2}
         | {"patch_size": 4, "image_size": 16, "drop_path_rate": 0.0, "num_labels": CLASSES},
     ),
-    _image(
+    image(
         "resnet",
         "ResNet",
         {"num_channels": 4, "embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2]}
         | {"layer_type": "bottleneck", "num_labels": CLASSES},
     ),
-    _image(
+    image(
         "segformer",
         "Segformer",
         {
@@ -303,7 +239,7 @@ FAMILIES: tuple[Family, ...] = (
             "classifier_dropout_prob": 0.0,
             "drop_path_rate": 0.0,
             "num_labels": CLASSES,
-            **_NO_DROPOUT,
+            **NO_DROPOUT,
         },
     ),
     *(
@@ -311,10 +247,79 @@ FAMILIES: tuple[Family, ...] = (
             name,
             f"{prefix}Model",
             f"{prefix}Config",
-            {"text_config": _TEXT_TOWER, "vision_config": {**_TOWER, **_PATCHES}},
+            {"text_config": TEXT_TOWER, "vision_config": {**TOWER, **PATCHES}},
             "pairs",
         )
         for name, prefix in (("clip", "CLIP"), ("siglip", "Siglip"))
+    ),
+    *(
+        decoder(name, prefix, **fields)
+        for name, prefix, fields in (
+            ("olmo3", "Olmo3", {"sliding_window": 4}),
+            ("exaone4", "Exaone4", {"sliding_window": 4, "sliding_window_pattern": 2}),
+            ("helium", "Helium", {"head_dim": 4}),
+            ("diffllama", "DiffLlama", {"lambda_std_dev": 0.1}),
+            ("apertus", "Apertus", {}),
+            ("ministral", "Ministral", {"sliding_window": 4, "head_dim": 4}),
+            ("phimoe", "Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+            ("granitemoe", "GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+            ("minimax", "MiniMax", {"num_local_experts": 4, "head_dim": 4, "block_size": 4}),
+        )
+    ),
+    decoder("qwen2_moe", "Qwen2Moe", num_experts=4, shared_expert_intermediate_size=32, **EXPERTS),
+    Family(
+        "llama4",
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {**DECODER, "head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 1}
+        | {"intermediate_size_mlp": 64, "attention_chunk_size": 4, "moe_layers": [1]},
+    ),
+    decoder("glm4_moe", "Glm4Moe", n_routed_experts=4, n_shared_experts=1, **EXPERTS),
+    Family("gpt_bigcode", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT),
+    Family("openai_gpt", "OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT),
+    Family("ctrl", "CTRLLMHeadModel", "CTRLConfig", {**GPT, "dff": 64}),
+    Family(
+        "xlnet",
+        "XLNetLMHeadModel",
+        "XLNetConfig",
+        {"vocab_size": VOCABULARY, "d_model": HIDDEN, "n_layer": LAYERS, "n_head": HEADS}
+        | {"d_inner": 64, "dropout": 0.0},
+    ),
+    Family(
+        "funnel",
+        "FunnelForMaskedLM",
+        "FunnelConfig",
+        {"vocab_size": VOCABULARY, "block_sizes": [1, 1], "num_decoder_layers": 1}
+        | {"d_model": HIDDEN, "n_head": HEADS, "d_head": 4, "d_inner": 64}
+        | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
+    ),
+    masked("mpnet", "MPNet"),
+    masked("fnet", "FNet"),
+    masked("megatron_bert", "MegatronBert"),
+    masked("squeezebert", "SqueezeBert", embedding_size=HIDDEN),
+    masked("esm", "Esm", position_embedding_type="rotary", mask_token_id=3, token_dropout=False),
+    masked("convbert", "ConvBert", embedding_size=32, head_ratio=2, conv_kernel_size=3),
+    Family("umt5", "UMT5ForConditionalGeneration", "UMT5Config", T5),
+    Family(
+        "longt5",
+        "LongT5ForConditionalGeneration",
+        "LongT5Config",
+        {**T5, "local_radius": 3},
+        "padded",
+    ),
+    *(
+        Family(name, model, config, {**BART, "max_position_embeddings": 16})
+        for name, model, config in (
+            ("blenderbot", "BlenderbotForConditionalGeneration", "BlenderbotConfig"),
+            ("marian", "MarianMTModel", "MarianConfig"),
+            ("plbart", "PLBartForConditionalGeneration", "PLBartConfig"),
+        )
+    ),
+    Family(
+        "m2m_100",
+        "M2M100ForConditionalGeneration",
+        "M2M100Config",
+        {**BART, "max_position_embeddings": 16, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
     ),
 )
 
@@ -348,6 +353,7 @@ def _batch(family: Family) -> dict[str, Any]:
     classes = torch.randint(0, CLASSES, (BATCH,))
     batches: dict[Kind, dict[str, Any]] = {
         "text": {"input_ids": tokens, "labels": labels},
+        "padded": {"input_ids": tokens, "labels": labels, "attention_mask": _mask()},
         "image": {"pixel_values": _noise(4, family.pixels, family.pixels), "labels": classes},
         "mel": {"input_features": _noise(8, 16), "labels": labels.clamp(min=1)},
         "wave": {"input_values": _noise(256), "labels": classes},
@@ -362,3 +368,10 @@ def _batch(family: Family) -> dict[str, Any]:
 
 def _noise(*shape: int) -> Tensor:
     return torch.randn((BATCH, *shape), dtype=torch.float64)
+
+
+def _mask() -> Tensor:
+    """Padding at the end of the first row."""
+    mask = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
+    mask[0, -2:] = 0
+    return mask

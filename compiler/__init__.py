@@ -25,6 +25,8 @@ _EXPORTS = {
     "Plan": "meshfold.plan",
     "compile": "meshfold.api",
     "find_plan": "meshfold.api",
+    "load_checkpoint": "meshfold.checkpoint",
+    "save_checkpoint": "meshfold.checkpoint",
     "load_plan": "meshfold.plan_io",
     "save_plan": "meshfold.plan_io",
 }
@@ -44,12 +46,15 @@ __all__ = [
     "UnsupportedOpError",
     "compile",
     "find_plan",
+    "load_checkpoint",
     "load_plan",
+    "save_checkpoint",
     "save_plan",
 ]
 
 if TYPE_CHECKING:
     from meshfold.api import compile, find_plan
+    from meshfold.checkpoint import load_checkpoint, save_checkpoint
     from meshfold.cluster import ClusterSpec
     from meshfold.errors import (
         CaptureError,

@@ -19,6 +19,9 @@ from meshfold.shards import shard_of
 from meshfold.spmd import INVARIANT, Layout, Shard, local_shape
 from meshfold.torch_ops import dtype_name, torch_dtype
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the tensors of a batch, by input name."""
+
 DATA_AXIS = "dp"
 _FIRST_DIM = Shard(0)
 
@@ -42,6 +45,8 @@ class BatchReader:
         self.infos = {info.name: info for info in programs[0].folded.inputs}
         names = mesh.mesh.names
         self.axis = names.index(DATA_AXIS) if DATA_AXIS in names else -1
+        self.parts: set[str] = set()
+        """Inputs of which the last batch of the program's own size had this rank's part."""
         self.sharded = {name for name, layouts in _layouts(programs) if self._is_split(layouts)}
 
     def read(self, batch: Mapping[str, Any]) -> "LocalBatch":
@@ -64,6 +69,33 @@ class BatchReader:
         placed = {n: value.to(self.mesh.device, dtypes[n]) for n, value in tensors.items()}
         return LocalBatch(self.mesh, self.axis, placed, local)
 
+    def other_shapes(self, batch: Mapping[str, Any]) -> Shapes | None:
+        """Global shapes of a batch of another size than the program takes; None for one that it
+        takes, or that `read` refuses. A tensor is this rank's part if it was in the last batch of
+        the program's own size, else of the global batch."""
+        tensors = {k: v for k, v in flatten(batch) if isinstance(v, Tensor)}
+        if any(n not in self.infos or v.dim() != self._rank(n) for n, v in tensors.items()):
+            return None
+        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        if all(shape in (self.infos[n].shape, self._part(n)) for n, shape in shapes.items()):
+            self.parts = {n for n, shape in shapes.items() if shape != self.infos[n].shape}
+            return None
+        ranks = self.mesh.mesh.sizes[self.axis] if self.parts else 1
+        return {
+            n: (shape[0] * ranks, *shape[1:]) if n in self.parts else shape
+            for n, shape in shapes.items()
+        }
+
+    def _rank(self, name: str) -> int:
+        return len(self.infos[name].shape)
+
+    def _part(self, name: str) -> tuple[int, ...] | None:
+        """Shape of this rank's part of an input, if it has one."""
+        if name not in self.sharded:
+            return None
+        sizes = (self.mesh.mesh.sizes[self.axis],)
+        return local_shape(self.infos[name].shape, (_FIRST_DIM,), sizes)
+
     def _is_split(self, layouts: Sequence[Layout]) -> bool:
         return self.axis >= 0 and any(x[self.axis] == _FIRST_DIM for x in layouts)
 
@@ -79,8 +111,8 @@ class BatchReader:
         if shape == info.shape:
             return False
         shapes = f"{list(info.shape)}"
-        if name in self.sharded:
-            mine = local_shape(info.shape, (_FIRST_DIM,), (self.mesh.mesh.sizes[self.axis],))
+        mine = self._part(name)
+        if mine is not None:
             if shape == mine:
                 return True
             shapes += f" for the global batch or {list(mine)} for one rank's part"
@@ -147,6 +179,17 @@ def flatten(batch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in batch.items():
         walk(value, key)
     yield from found
+
+
+def with_shapes(batch: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """The batch with tensors of these shapes in place of its own, without storage."""
+
+    def new(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty(shapes[path], dtype=value.dtype, device="meta")
+        return map_children(value, lambda v, key: new(v, f"{path}.{key}"))
+
+    return {key: new(value, key) for key, value in batch.items()}
 
 
 def _layouts(programs: Sequence[EmittedProgram]) -> Iterator[tuple[str, list[Layout]]]:

@@ -249,11 +249,27 @@ def explain_failure(watch: _Watch) -> Iterator[None]:
         op = watch.failed or "the model"
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CaptureError(
-            f"{op} cannot be captured: {reason}; write it with ops of fixed shape, or keep it out "
-            "of the model (a loss can be computed from the logits)",
+            f"{op} cannot be captured: {reason}; {_repair(reason)}",
             op=op,
             source=user_line(reversed([*traceback.walk_tb(error.__traceback__)])),
         ) from error
+
+
+def _repair(reason: str) -> str:
+    """What to do next."""
+    if "'NoneType' object" in reason:
+        # As LongT5 and Switch Transformers make their mask of padding.
+        return (
+            "something is None here that the model may make by itself only where nothing is "
+            "traced; pass it in example_inputs (an attention_mask, say), or run the model once "
+            "without meshfold to see whether it works at all"
+        )
+    if "Couldn't swap" in reason:
+        return "the model moves or casts a module while it runs; do it before meshfold.compile"
+    return (
+        "write it with ops of fixed shape, or keep it out of the model (a loss can be computed "
+        "from the logits)"
+    )
 
 
 @contextmanager

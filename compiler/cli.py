@@ -319,7 +319,8 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
 
     Loss, every gradient, and parameters after steps of the optimizer are compared in float64, on
     the batch the plan was made for, with dropout switched off; and the collectives of all ranks.
-    Exit code 1 when they differ.
+    For more than this machine takes a small twin of model and plan is run, as the output says; a
+    factory's model keeps its size. Exit code 1 when they differ.
 
     \b
     Example:

@@ -40,6 +40,9 @@ _TASKS = {
     "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 }
 
+_NEEDS_MASK = ("longt5", "switch_transformers")
+"""Model types that make a mask of padding by themselves, but not where they are traced."""
+
 
 @dataclass(frozen=True)
 class BuiltModel:
@@ -69,7 +72,7 @@ def build_model(
             raise OptionError(f"--{name} {size}: must be 1 or more")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if argument.endswith(".json"):
+        if is_configuration(argument):
             return _from_file(Path(argument), batch or default_batch, sequence, device)
         return _from_factory(argument, batch, sequence)
 
@@ -77,12 +80,37 @@ def build_model(
 def build_for_plan(argument: str, plan: Plan, *, device: str = "meta") -> BuiltModel:
     """The model that MODEL names, with example inputs of the sizes that the plan was made for. A
     factory is given those of batch and seq that it has arguments for."""
-    lengths = [s[1] for _, s, dtype in plan.model.inputs if len(s) == 2 and "float" not in dtype]
-    sizes = {"batch": plan.model.batch_size, "seq": lengths[0] if lengths else None}
-    if not argument.endswith(".json"):
-        accepted = inspect.signature(_find_factory(argument)).parameters
+    sizes = {"batch": plan.model.batch_size, "seq": sequence_length(plan)}
+    if not is_configuration(argument):
+        accepted = accepted_sizes(argument)
         sizes = {name: size for name, size in sizes.items() if name in accepted}
     return build_model(argument, batch=sizes.get("batch"), sequence=sizes.get("seq"), device=device)
+
+
+def is_configuration(argument: str) -> bool:
+    """Whether MODEL is a file; else it is a factory."""
+    return argument.endswith(".json")
+
+
+def sequence_length(plan: Plan) -> int | None:
+    """Of the inputs that a plan was made for, if they are sequences."""
+    lengths = [s[1] for _, s, dtype in plan.model.inputs if len(s) == 2 and "float" not in dtype]
+    return lengths[0] if lengths else None
+
+
+def accepted_sizes(argument: str) -> tuple[str, ...]:
+    """Those of batch and seq that a factory has arguments for."""
+    accepted = inspect.signature(_find_factory(argument)).parameters
+    return tuple(name for name in ("batch", "seq") if name in accepted)
+
+
+def configuration_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a configuration file, and the same with the defaults of those it has not.
+    Raises OptionError, as build_model."""
+    fields = _read_fields(path)
+    transformers = _transformers(path)
+    _architecture(path, fields, transformers)
+    return fields, _config(path, fields, transformers).to_dict() | fields
 
 
 def _from_factory(argument: str, batch: int | None, sequence: int | None) -> BuiltModel:
@@ -230,7 +258,10 @@ def _example_inputs(
     length = sequence or min(longest, SEQUENCE_LIMIT)
     tokens = torch.randint(0, config.vocab_size, (batch, length))
     labels = torch.randint(0, config.vocab_size, (batch, length))
-    return {"input_ids": tokens, "labels": labels}
+    inputs = {"input_ids": tokens, "labels": labels}
+    if config.model_type in _NEEDS_MASK:
+        inputs["attention_mask"] = torch.ones_like(tokens)
+    return inputs
 
 
 def _longest(config: Any) -> int:

@@ -63,6 +63,8 @@ ITEM_BYTES = {
     "bfloat16": 2,
     "float32": 4,
     "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
 }
 """Bytes of one element, by dtype name."""
 
@@ -81,7 +83,8 @@ class Value:
 
     @property
     def is_float(self) -> bool:
-        return self.dtype.startswith(("float", "bfloat"))
+        """Of numbers through which a gradient can flow, complex ones, too."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
 
     @property
     def num_bytes(self) -> int:

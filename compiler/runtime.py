@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from meshfold.batches import BatchReader
+from meshfold.batch_sizes import Form, OtherSizes, form_of
 from meshfold.capture import Captured
 from meshfold.collectives import ProcessMesh, RankMesh
 from meshfold.errors import MeshfoldError, OptionError
@@ -66,34 +66,36 @@ class CompiledModel(nn.Module):
         training goes on from a checkpoint."""
         self._is_closed = False
         self._canonical: dict[str, str] = {}
-        self._captured = captured
         self._modes = CapturedMode(model, captured.graph)
-        self._runners: dict[bool, ProgramRunner | PipelineRunner] = {}
-        """By self.training."""
+        self._runners: dict[tuple[int, bool], ProgramRunner | PipelineRunner] = {}
+        """By the program's id and self.training."""
         self.training = model.training
         if rank_mesh is None:
             return
         self._held = held_tensors(program.parts_of(rank_mesh.coords))
         self._states = StateExchange(rank_mesh, stored_tensors(program))
-        parts = program.stages if isinstance(program, EmittedPipeline) else (program,)
-        casts = plan.precision != "model"
-        self._batches = BatchReader(parts, rank_mesh, fixed, casts=casts)
+        self._form = form_of(plan, captured, program, rank_mesh, fixed)
+        self._others = OtherSizes(model, self._form, rank_mesh, fixed)
         self._adopt(model, self._initial_state(model, rank_mesh))
 
     def forward(self, **batch: Any) -> Tensor:
         """The model's loss (or its only output) for the global batch or this rank's part of it.
 
-        Raises OptionError for a batch that does not fit the captured inputs, and for a plan with
-        stages or microbatches, whose forward and backward take turns.
+        A batch of another size than the captured one, as the last of an epoch, gets a program of
+        its own (meshfold.batch_sizes); all ranks pass the same sizes, parts if they passed parts
+        before. Raises OptionError for a batch that does not fit the captured inputs or that the
+        plan cannot cut, and for a plan with stages or microbatches, whose forward and backward take
+        turns.
         """
         self._check_processes()
-        runner = self._runner()
+        form = self._form_for(batch)
+        runner = self._runner(form)
         if isinstance(runner, PipelineRunner):
             raise OptionError(
                 f"{self.plan.strategy.label}: forward and backward of microbatches take turns, "
                 "there is no forward alone; call train_step(batch)"
             )
-        return self.run_with(runner, batch)
+        return self._run(form, runner, batch)
 
     def train_step(self, batch: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S) -> Tensor:
         """Forward and backward of a batch (the global one, or this rank's part) under any plan.
@@ -106,14 +108,15 @@ class CompiledModel(nn.Module):
         they were.
         """
         self._check_processes()
-        runner = self._runner()
+        form = self._form_for(batch)
+        runner = self._runner(form)
         if not isinstance(runner, PipelineRunner):
             self._check_loss()
             with torch.enable_grad():
-                loss = self.run_with(runner, batch)
+                loss = self._run(form, runner, batch)
                 torch.autograd.backward(loss)
             return loss.detach()
-        inputs = self._batches.read(batch)
+        inputs = form.reader.read(batch)
         step = self._next_step()
         parameters, buffers = (
             self._tensors(named) for named in (self.named_parameters, self.named_buffers)
@@ -154,8 +157,16 @@ class CompiledModel(nn.Module):
 
     def run_with(self, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
         """As forward, on another runner of this program. Raises OptionError as forward does."""
+        return self._run(self._form, runner, batch)
+
+    def _form_for(self, batch: Mapping[str, Any]) -> Form:
+        """What runs batches of this size."""
+        shapes = self._form.reader.other_shapes(batch)
+        return self._form if shapes is None else self._others.form(batch, shapes)
+
+    def _run(self, form: Form, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
         assert self.rank_mesh is not None
-        inputs = self._batches.read(batch)
+        inputs = form.reader.read(batch)
         self._next_step()
         return runner.run(
             self._tensors(self.named_parameters), self._tensors(self.named_buffers), inputs
@@ -227,6 +238,18 @@ class CompiledModel(nn.Module):
                     state[prefix + name] = self._states.outside(canonical, state[prefix + name])
         return state
 
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """Of the parameter `name`, all shards together."""
+        return self._states.tensors[self._canonical[name]].shape
+
+    def saved_form(self, name: str, local: Tensor) -> Tensor:
+        """What state_dict would hold of a tensor that is cut like the parameter `name`."""
+        return self._states.outside(self._canonical[name], local)
+
+    def local_form(self, name: str, value: Tensor) -> Tensor:
+        """Inverse of saved_form."""
+        return self._states.inside(self._canonical[name], value)
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -249,20 +272,21 @@ class CompiledModel(nn.Module):
 
     # Building.
 
-    def _runner(self) -> ProgramRunner | PipelineRunner:
-        """What runs the program in the present mode."""
+    def _runner(self, form: Form) -> ProgramRunner | PipelineRunner:
+        """What runs the program of `form` in the present mode."""
         assert self.rank_mesh is not None
-        if self.training not in self._runners:
-            program = self.program
+        key = id(form.program), self.training
+        if key not in self._runners:
+            program = form.program
             if self._modes.is_training and not self.training:
-                program = emit_plan(without_dropout(program.folded), self.plan)
-            constants = self._captured.constants
-            self._runners[self.training] = (
+                program = emit_plan(without_dropout(program.folded), form.plan)
+            constants = form.captured.constants
+            self._runners[key] = (
                 PipelineRunner(program, self.rank_mesh, constants)
                 if isinstance(program, EmittedPipeline)
                 else ProgramRunner(program, self.rank_mesh, constants)
             )
-        return self._runners[self.training]
+        return self._runners[key]
 
     def _initial_state(self, model: nn.Module, mesh: RankMesh) -> dict[str, Tensor]:
         """Local parts of parameters and of the buffers that somebody needs, by canonical name."""

@@ -25,7 +25,7 @@ from meshfold.collective_order import Call, collectives_of, disorder
 from meshfold.departure import first_departure
 from meshfold.errors import MeshfoldError
 from meshfold.local_processes import Report, run_local
-from meshfold.models import BuiltModel, build_for_plan
+from meshfold.models import BuiltModel, build_for_plan, is_configuration
 from meshfold.passes.exact import exact
 from meshfold.passes.fold_assemble import fingerprint
 from meshfold.plan import Plan
@@ -34,8 +34,8 @@ from meshfold.precision import float64_everywhere
 from meshfold.runtime import CompiledModel
 from meshfold.shards import shard_of
 from meshfold.verify_report import NUM_STEPS, TOLERANCE, Sizes, VerifyReport, badness, differences
+from meshfold.verify_twin import needs_twin, small_twin
 
-MAX_PROCESSES = 8
 EPS = 1e-5
 """Of AdamW: a gradient that is zero but for rounding moves its parameter by rounding / EPS."""
 LEARNING_RATE = 1e-2
@@ -45,22 +45,26 @@ OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD"}
 def verify(plan: Plan, model_argument: str) -> VerifyReport:
     """Runs the comparison. `model_argument` is the MODEL of the command line.
 
-    Raises PlanMismatchError if the plan is for another model, MeshfoldError if it needs more
-    processes than this machine should start, LocalProcessError if a process fails.
+    A plan for more than this machine takes is verified on a small twin (meshfold.verify_twin),
+    which the report says.
+
+    Raises PlanMismatchError if the plan is for another model, MeshfoldError if it has no twin,
+    LocalProcessError if a process fails.
     """
-    if plan.world_size > MAX_PROCESSES:
-        raise MeshfoldError(
-            f"the plan is for {plan.world_size} processes, verify starts at most {MAX_PROCESSES}; "
-            "plan a smaller version of the model with the same degrees for local-cpux8 or less "
-            "and verify that"
-        )
     built = build_for_plan(model_argument, plan)
-    captured_as_planned(plan, built)
-    if not model_argument.endswith(".json") and any(p.is_meta for p in built.model.parameters()):
+    captured = captured_as_planned(plan, built)
+    if not is_configuration(model_argument) and any(p.is_meta for p in built.model.parameters()):
         raise MeshfoldError(
             f"{model_argument}: the model is on the meta device, and verify runs it; "
             "let the factory build it on the CPU"
         )
+    if not needs_twin(plan):
+        return _run(plan, model_argument)
+    with small_twin(plan, model_argument, captured) as twin:
+        return replace(_run(twin.plan, twin.model), shrunk=twin.changes)
+
+
+def _run(plan: Plan, model_argument: str) -> VerifyReport:
     results = run_local(plan.world_size, _compare, plan_to_json(plan), model_argument, quiet=True)
     return _report(plan, results)
 

@@ -27,7 +27,8 @@ class VerifyReport:
     """gradients, parameters: worst first. eager_loss: of the model in one process. optimizer: whose
     steps the parameters took. departure: of a program that differs, where it does first.
     num_collectives: that a rank starts in a step; disorder: where two ranks of a group start
-    different ones (meshfold.collective_order)."""
+    different ones (meshfold.collective_order). shrunk: where a small twin ran instead of the plan,
+    what was made smaller and what it does not show."""
 
     world_size: int
     strategy: str
@@ -39,6 +40,7 @@ class VerifyReport:
     departure: str = ""
     num_collectives: int = 0
     disorder: str = ""
+    shrunk: tuple[str, ...] = ()
     tolerance: float = TOLERANCE
 
     @property
@@ -61,7 +63,8 @@ class VerifyReport:
             if self.parameters:
                 steps = f"{NUM_STEPS} steps of {self.optimizer}"
                 what = f"loss, {len(self.gradients)} gradients and parameters after {steps}"
-            return f"{what} agree to {self.tolerance:.0e}"
+            where = ", on a small twin of model and plan" if self.shrunk else ""
+            return f"{what} agree to {self.tolerance:.0e}{where}"
         if self.disorder:
             return (
                 f"ranks start different collectives: {self.disorder}; report it with the plan file"

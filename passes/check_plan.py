@@ -4,14 +4,14 @@ What the search prices is a typing it made; what comes from a file is held again
 first. An op's rule names must exist on each axis and say the layouts that the file says.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.step_simulation import simulate
 from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
-from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
+from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind
 from meshfold.passes.expert_rules import travelled_rule, travelling
 from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.program_events import program_events
@@ -48,8 +48,8 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     typings = [region.typing for region in plan.regions]
     offloads = [region.strategy.offload for region in plan.regions]
     pricers = [
-        _pricer(region.graph, planned, costs)
-        for region, planned in zip(split.regions, plan.regions, strict=True)
+        RegionPricer(region.graph, planned.typing, rules, plan.mesh, costs)
+        for region, planned, rules in checked_regions(split, plan)
     ]
     prices = [
         pricer.price(t.slots, t.recompute, keeps_gathered=t.keeps_gathered)
@@ -102,11 +102,20 @@ def _events(
     )
 
 
-def _pricer(graph: OpGraph, planned: RegionPlan, costs: CostModel) -> RegionPricer:
-    """Who prices a region. Raises PlanMismatchError where its types break the rules."""
-    _check_slots(graph, planned, costs.mesh)
-    rules = _rules(graph, planned, costs.mesh)
-    return RegionPricer(graph, planned.typing, rules, costs.mesh, costs)
+def check_types(folded: FoldedGraph, plan: Plan) -> None:
+    """Raises PlanMismatchError naming region and op (or slot) where a type of the plan breaks the
+    rules for `folded`: the model's graph, or of a plan with microbatches that of one of them."""
+    for _ in checked_regions(planned_graph(folded, plan), plan):
+        pass
+
+
+def checked_regions(
+    split: FoldedGraph, plan: Plan
+) -> Iterator[tuple[Region, RegionPlan, Sequence[tuple[AxisRule, ...]]]]:
+    """Every region with its plan and the rules that its types name."""
+    for region, planned in zip(split.regions, plan.regions, strict=True):
+        _check_slots(region.graph, planned, plan.mesh)
+        yield region, planned, _rules(region.graph, planned, plan.mesh)
 
 
 def _with_hosts(

@@ -48,7 +48,9 @@ def without_dropout(folded: FoldedGraph) -> FoldedGraph:
 
 
 def widened(dtype: str) -> str:
-    """ "bfloat16" -> "float64"; what is no float stays."""
+    """ "bfloat16" -> "float64", "complex64" -> "complex128"; what is no float stays."""
+    if dtype.startswith("complex"):
+        return "complex128"
     return WIDE if dtype.startswith(("float", "bfloat")) else dtype
 
 

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -112,16 +111,6 @@ def test_a_plan_for_another_model_is_refused(
     assert captured.out == ""
     assert "fingerprint" in captured.err
     assert captured.err.count("\n") == 1
-
-
-def test_verify_refuses_more_processes_than_a_machine_has(
-    plan: Plan, plan_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    axis = replace(plan.mesh.axes[0], size=16)
-    save_plan(replace(plan, mesh=replace(plan.mesh, axes=(axis,))), plan_file)
-    assert run(["verify", "plan.json", "--model", MODEL]) == 1
-    err = capsys.readouterr().err
-    assert "the plan is for 16 processes, verify starts at most 8; plan a smaller version" in err
 
 
 @pytest.mark.multiprocess

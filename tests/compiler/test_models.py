@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshfold.capture import capture
 from meshfold.errors import OptionError
 from meshfold.models import build_model
 
@@ -202,3 +203,13 @@ def test_transformers_may_be_missing(here: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(OptionError, match=r"pip install 'meshfold\[hf\]'"):
         build_model(path)
+
+
+def test_a_model_that_makes_no_mask_where_it_is_traced_gets_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    fields = {**TINY["t5"], "model_type": "longt5", "local_radius": 3}
+    del fields["architectures"]
+    path.write_text(json.dumps(fields))
+    built = build_model(str(path), batch=2, sequence=8)
+    assert set(built.example_inputs) == {"input_ids", "labels", "attention_mask"}
+    assert capture(built.model, built.example_inputs).graph.num_ops

@@ -60,3 +60,8 @@ def test_runs_are_maximal() -> None:
     )
     assert folded.runs == ((0, 0, 1), (1, 1, 3), (0, 4, 1))
     assert folded.num_ops == 10
+
+
+def test_complex_values_have_bytes_and_gradients() -> None:
+    value = Value((3, 2), "complex64")
+    assert (value.num_bytes, value.is_float) == (48, True)
