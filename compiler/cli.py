@@ -341,23 +341,26 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
 
 @cli.command(cls=Command)
 @click.argument("plan_file", type=click.Path(path_type=Path))
+@click.option("--measured", metavar="MODEL", help="Also run MODEL on local processes.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace (Perfetto).")
 @click.option("--json", "as_json", is_flag=True, help="Print the spans as JSON.")
-def timeline(plan_file: Path, trace: Path | None, as_json: bool) -> None:
-    """Show when the stages of PLAN_FILE run which microbatch, as predicted.
+def timeline(plan_file: Path, measured: str | None, trace: Path | None, as_json: bool) -> None:
+    """Show when stages run which microbatch, as predicted and, if asked for, as measured.
 
     \b
     Example:
-      meshfold timeline plan.json --trace trace.json
+      meshfold timeline plan.json --measured my_package.models:small_llama
     """
     if trace is not None:
         check_output(trace)
-    # Simulates with numpy, which no other command needs.
-    lines = importlib.import_module("meshfold.timeline")
-    spans = lines.predicted_spans(load_plan(plan_file))
+    lines = importlib.import_module("meshfold.timeline")  # with numpy, which no other needs
+    spans = [lines.predicted_spans(plan := load_plan(plan_file))]
+    if measured is not None:
+        with _progress(f"running {plan.world_size} processes"):
+            spans.append(torch_commands().measured_spans(plan, measured))
     if trace is not None:
-        trace.write_text(lines.trace_json(spans))
-    click.echo(lines.spans_json(spans) if as_json else lines.spans_text(spans), nl=False)
+        trace.write_text(lines.trace_json(*spans))
+    click.echo((lines.spans_json if as_json else lines.both_text)(*spans), nl=False)
 
 
 def _progress(text: str) -> Status:

@@ -11,6 +11,7 @@ from rich.text import Text
 from meshfold.api import find_plan
 from meshfold.cluster import ClusterSpec
 from meshfold.errors import InfeasibleError
+from meshfold.measured_timeline import measured_spans as measured_spans
 from meshfold.models import build_for_plan, build_model
 from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import price_plan

@@ -86,7 +86,7 @@ class CompiledModel(nn.Module):
         stages or microbatches, whose forward and backward take turns.
         """
         self._check_processes()
-        runner = self._runner()
+        runner = self.runner()
         if isinstance(runner, PipelineRunner):
             raise OptionError(
                 f"{self.plan.strategy.label}: forward and backward of microbatches take turns, "
@@ -105,7 +105,7 @@ class CompiledModel(nn.Module):
         they were.
         """
         self._check_processes()
-        runner = self._runner()
+        runner = self.runner()
         if not isinstance(runner, PipelineRunner):
             self._check_loss()
             with torch.enable_grad():
@@ -236,7 +236,7 @@ class CompiledModel(nn.Module):
 
     # Building.
 
-    def _runner(self) -> ProgramRunner | PipelineRunner:
+    def runner(self) -> ProgramRunner | PipelineRunner:
         """What runs the program in the present mode."""
         assert self.rank_mesh is not None
         if self.training not in self._runners:

@@ -50,7 +50,7 @@ def test_the_commands_and_options_are_frozen() -> None:
             "model",
         ],
         "show": ["--json", "plan_file"],
-        "timeline": ["--json", "--trace", "plan_file"],
+        "timeline": ["--json", "--measured", "--trace", "plan_file"],
         "verify": ["--json", "--model", "plan_file"],
     }
 
