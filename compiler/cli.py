@@ -319,15 +319,13 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
 
     Loss, every gradient, and parameters after steps of the optimizer are compared in float64, on
     the batch the plan was made for, with dropout switched off; and the collectives of all ranks.
-    For more than this machine takes a small twin of model and plan is run, as the output says; a
-    factory's model keeps its size. Exit code 1 when they differ.
+    For more than this machine takes, a small twin is run. Exit code 1 when they differ.
 
     \b
     Example:
       meshfold verify plan.json --model my_package.models:small_llama
     """
-    loaded = load_plan(plan_file)
-    commands = torch_commands()
+    loaded, commands = load_plan(plan_file), torch_commands()
     with _progress(f"running {loaded.world_size} processes and the model alone"):
         report = commands.verify_plan(loaded, model)
     if as_json:
@@ -347,19 +345,19 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
 def timeline(
     plan_file: Path, trace: Path | None, as_json: bool, measured: bool, model: str | None
 ) -> None:
-    """Show what PLAN_FILE runs when, as predicted: compute, collectives and memory of a step, or
-    which microbatch each stage of a pipeline runs.
+    """Show what PLAN_FILE runs when: compute, collectives and memory, or a pipeline's microbatches.
 
     \b
     Example:
-      meshfold timeline plan.json --trace trace.json
       meshfold timeline plan.json --measured --model examples/configs/llama-tiny.json
     """
     check_output(trace)
+    plan = load_plan(plan_file)
     if measured:
-        shown = torch_commands().measured_overlap(load_plan(plan_file), model, trace)
+        with _progress("running the plan on local processes"):
+            shown = torch_commands().measured_timeline(plan, model, trace)
     else:  # loads numpy, which no other command needs
-        shown = importlib.import_module("meshfold.step_timeline").timeline_of(load_plan(plan_file))
+        shown = importlib.import_module("meshfold.step_timeline").timeline_of(plan)
     if trace is not None:
         trace.write_text(shown.trace)
     click.echo(shown.json if as_json else shown.text, nl=False)

@@ -13,6 +13,7 @@ from meshfold.api import find_plan
 from meshfold.cluster import ClusterSpec
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.measured_overlap import measure_overlap, overlap_json, overlap_text
+from meshfold.measured_timeline import measured_spans
 from meshfold.models import build_for_plan, build_model
 from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import price_plan
@@ -21,6 +22,7 @@ from meshfold.pipeline_program import emit_plan
 from meshfold.plan import Plan
 from meshfold.probe import OpProber
 from meshfold.step_timeline import Timeline
+from meshfold.timeline import both_text, predicted_spans, spans_json, trace_json
 from meshfold.verify import captured_as_planned, verify
 from meshfold.verify_report import NUM_STEPS, Difference, VerifyReport
 
@@ -74,10 +76,14 @@ def verify_plan(plan: Plan, model: str) -> VerifyReport:
     return verify(plan, model)
 
 
-def measured_overlap(plan: Plan, model: str | None, trace: Path | None) -> Timeline:
-    """What hides when the plan runs here. Raises OptionError without a model, and for a trace."""
+def measured_timeline(plan: Plan, model: str | None, trace: Path | None) -> Timeline:
+    """What runs when, as predicted and as measured on local processes: the microbatches of a
+    pipeline, else what hides. Raises OptionError without a model, and for a trace of the latter."""
     if model is None:
         raise OptionError("--measured runs the model; say which with --model")
+    if plan.schedule:
+        spans = predicted_spans(plan), measured_spans(plan, model)
+        return Timeline(both_text(*spans), spans_json(*spans), trace_json(*spans))
     if trace is not None:
         raise OptionError("--trace is of the prediction; leave out --measured, or --trace")
     found = measure_overlap(plan, model)

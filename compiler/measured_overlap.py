@@ -29,7 +29,8 @@ from meshfold.plan import Plan
 from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.step_timeline import simulated_course
 from meshfold.units import seconds_text
-from meshfold.verify import MAX_PROCESSES, captured_as_planned
+from meshfold.verify import captured_as_planned
+from meshfold.verify_twin import MAX_PROCESSES
 
 WARM_UP, STEPS = 2, 7
 NUM_NAMED = 8

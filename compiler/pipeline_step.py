@@ -11,6 +11,7 @@ gradients of a parameter that several devices hold (tied embeddings); the loss, 
 to all. Microbatches on one device (gradient accumulation) go the same way, without messages.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -38,6 +39,8 @@ class PipelineRunner:
     """Runs the stages of one rank of `pipeline`. constants: values of CONSTANT sources by name.
 
     peak_in_flight: most (stage, microbatch) pairs of the last step whose activations were held.
+    spans: what it ran when, waiting for messages left out (action, start, end; seconds of
+    time.monotonic, on a device that works by itself those of the host).
     Built on all ranks together: it makes process groups.
     """
 
@@ -57,6 +60,7 @@ class PipelineRunner:
             self.links = StageLinks(mesh, PIPELINE_AXIS, wraps=wraps)
             self.tied = _tied_groups(pipeline, mesh)
         self.peak_in_flight = 0
+        self.spans: list[tuple[Action, float, float]] = []
 
     def run(
         self, parameters: Tensors, buffers: Tensors, batch: LocalBatch, step: int, timeout_s: float
@@ -78,7 +82,7 @@ class PipelineRunner:
         running = _Running(self, parameters, buffers, microbatches, step, timeout_s)
         try:
             loss = running.run(pipeline.actions[self.device])
-            self.peak_in_flight = running.peak_in_flight
+            self.peak_in_flight, self.spans = running.peak_in_flight, running.spans
             for tied in self.tied:
                 tied.add_up(parameters, timeout_s)
             if self.links is not None:
@@ -143,6 +147,9 @@ class _Running:
         self.held: dict[tuple[int, int], _Held] = {}
         """From F to B, or to W where the schedule has it."""
         self.peak_in_flight = 0
+        self.spans: list[tuple[Action, float, float]] = []
+        self.begun_s = 0.0
+        """When the action that runs had what it takes over."""
         self.receipts: dict[Action, Receipt] = {}
         self.handed: dict[Action, list[Tensor]] = {}
         """Messages between two stages of this device, by what sends them."""
@@ -160,7 +167,9 @@ class _Running:
             self.mesh.microbatch = action.microbatch
             self.mesh.rng = (self.seed, self.step * len(self.microbatches) + action.microbatch)
             self.shared[action.stage].is_last = action == last[action.stage]
+            self.begun_s = time.monotonic()
             self._RUN[action.kind](self, action)
+            self.spans.append((action, self.begun_s, time.monotonic()))
             self.peak_in_flight = max(self.peak_in_flight, len(self.held))
         assert all(shared.is_empty for shared in self.shared.values())
         if self.owner.links is not None:
@@ -240,7 +249,9 @@ class _Running:
             return []
         if self._device(source) == self.owner.device:
             return self.handed.pop(source)
-        return self.receipts.pop(action).wait(action, source, self.timeout_s)
+        values = self.receipts.pop(action).wait(action, source, self.timeout_s)
+        self.begun_s = time.monotonic()
+        return values
 
     def _hand_on(self, action: Action, values: Sequence[Tensor]) -> None:
         """To the stage behind, or of a backward to the one before."""

@@ -89,7 +89,7 @@ class CompiledModel(nn.Module):
         """
         self._check_processes()
         form = self._form_for(batch)
-        runner = self._runner(form)
+        runner = self.runner(form)
         if isinstance(runner, PipelineRunner):
             raise OptionError(
                 f"{self.plan.strategy.label}: forward and backward of microbatches take turns, "
@@ -109,7 +109,7 @@ class CompiledModel(nn.Module):
         """
         self._check_processes()
         form = self._form_for(batch)
-        runner = self._runner(form)
+        runner = self.runner(form)
         if not isinstance(runner, PipelineRunner):
             self._check_loss()
             with torch.enable_grad():
@@ -212,7 +212,11 @@ class CompiledModel(nn.Module):
         that compile many models. Called on all ranks together; forward raises afterwards."""
         if isinstance(self.rank_mesh, ProcessMesh):
             self.rank_mesh.close()
-            del self._states, self._batches  # the last to hold groups, whose threads end with them
+            del (
+                self._states,
+                self._form,
+                self._others,
+            )  # the last to hold groups, whose threads end with them
         self.rank_mesh = None
         self._is_closed = True
         self._runners.clear()
@@ -272,9 +276,11 @@ class CompiledModel(nn.Module):
 
     # Building.
 
-    def _runner(self, form: Form) -> ProgramRunner | PipelineRunner:
-        """What runs the program of `form` in the present mode."""
+    def runner(self, form: Form | None = None) -> ProgramRunner | PipelineRunner:
+        """What runs the program of `form` (default: that of the plan's batch) in the present
+        mode."""
         assert self.rank_mesh is not None
+        form = form or self._form
         key = id(form.program), self.training
         if key not in self._runners:
             program = form.program

@@ -1,14 +1,15 @@
-"""When the stages of a pipeline run which microbatch, as the plan predicts: text, JSON, trace.
+"""When the stages of a pipeline run which microbatch: text, JSON, trace.
 
-Times are those of the plan's stages; the travel between two stages is part of what a stage waits.
+As the plan predicts, from the times of its stages (the travel between two stages is part of what a
+stage waits), or as measured (meshfold.measured_timeline).
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from meshfold.cost_models.pipeline import StageTimes, action_spans
-from meshfold.cost_models.schedules import Pass, Schedule
+from meshfold.cost_models.schedules import Action, Pass, Schedule
 from meshfold.errors import OptionError
 from meshfold.plan import Plan
 from meshfold.units import seconds_text
@@ -32,6 +33,16 @@ class Span:
     start_s: float
     end_s: float
 
+    @classmethod
+    def of(cls, device: int, action: Action, start_s: float, end_s: float) -> "Span":
+        """That of an action."""
+        kind, microbatch = action.kind, action.microbatch
+        return cls(device, action.stage, str(action), kind, microbatch, start_s, end_s)
+
+    def later(self, seconds: float) -> "Span":
+        """The same, so much later."""
+        return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
+
 
 def predicted_spans(plan: Plan) -> tuple[Span, ...]:
     """Every action of a step, by device and time. Raises OptionError for a plan without stages."""
@@ -45,25 +56,22 @@ def predicted_spans(plan: Plan) -> tuple[Span, ...]:
     times = StageTimes.build([f.forward_s for f in figures], [f.backward_s for f in figures])
     found = []
     for device, actions in enumerate(action_spans(schedule.actions(), times)):
-        for action, start_s, end_s in actions:
-            found.append(
-                Span(
-                    device,
-                    action.stage,
-                    str(action),
-                    action.kind,
-                    action.microbatch,
-                    start_s,
-                    end_s,
-                )
-            )
+        found += [Span.of(device, *span) for span in actions]
         last = found[-1]
         late_s = sum(figures[s].sync_s for s in schedule.stages_of(device))
         found.append(Span(device, last.stage, UPDATE, "", 0, last.end_s, last.end_s + late_s))
     return tuple(found)
 
 
-def spans_text(spans: Sequence[Span]) -> str:
+def bubble_share(spans: Sequence[Span]) -> float:
+    """Of the devices' time from the first pass to the last, what they wait; updates left out."""
+    passes = [span for span in spans if span.kind]
+    busy_s = sum(span.end_s - span.start_s for span in passes)
+    whole_s = max(s.end_s for s in passes) - min(s.start_s for s in passes)
+    return 1 - busy_s / (whole_s * (1 + spans[-1].device)) if whole_s else 0.0
+
+
+def spans_text(spans: Sequence[Span], how: str = "predicted") -> str:
     """One row per device: digits are forwards, letters backwards, of microbatch 0, 1, ..."""
     step_s = max(span.end_s for span in spans)
     rows = []
@@ -77,7 +85,13 @@ def spans_text(spans: Sequence[Span]) -> str:
         stages = sorted({str(span.stage) for span in spans if span.device == device})
         rows.append(f"stage {'+'.join(stages):>6}  |{''.join(row)}|")
     legend = "0-9 forward, a-z backward of microbatch 0, 1, ...; w weight gradients; = update"
-    return "\n".join([*rows, f"one step, {seconds_text(step_s)} as predicted: {legend}"]) + "\n"
+    step = f"one step, {seconds_text(step_s)} as {how}, bubble {bubble_share(spans):.0%}"
+    return "\n".join([*rows, f"{step}: {legend}"]) + "\n"
+
+
+def both_text(predicted: Sequence[Span], measured: Sequence[Span] = ()) -> str:
+    """What is predicted, and below it what was measured, if anything."""
+    return spans_text(predicted) + (spans_text(measured, "measured") if measured else "")
 
 
 def _mark(span: Span) -> str:
@@ -88,23 +102,36 @@ def _mark(span: Span) -> str:
     return "w" if span.kind else "="
 
 
-def spans_json(spans: Sequence[Span]) -> str:
-    """A list of spans, ending in a newline."""
-    return json.dumps([asdict(span) for span in spans], indent=2) + "\n"
+def spans_json(spans: Sequence[Span], measured: Sequence[Span] = ()) -> str:
+    """A list of spans, ending in a newline; with measured ones an object of both lists."""
+    document: object = [asdict(span) for span in spans]
+    if measured:
+        document = {"predicted": document, "measured": [asdict(span) for span in measured]}
+    return json.dumps(document, indent=2) + "\n"
 
 
-def trace_json(spans: Sequence[Span]) -> str:
-    """A Chrome trace: a process per device, a thread per stage."""
-    events = [
-        {
-            "name": span.name,
-            "cat": span.kind or UPDATE,
-            "ph": "X",
-            "pid": span.device,
-            "tid": span.stage,
-            "ts": span.start_s * MICROSECONDS,
-            "dur": (span.end_s - span.start_s) * MICROSECONDS,
-        }
-        for span in spans
+def trace_json(spans: Sequence[Span], measured: Sequence[Span] = ()) -> str:
+    """A Chrome trace: a process per device, behind them one for what was measured of each, a thread
+    per stage."""
+    num_devices = 1 + max(span.device for span in spans)
+    events = [_event(span, span.device) for span in spans]
+    events += [_event(span, num_devices + span.device) for span in measured]
+    names = [f"device {k}" for k in range(num_devices)]
+    names += [f"{name}, measured" for name in names] if measured else []
+    events += [
+        {"name": "process_name", "ph": "M", "pid": k, "args": {"name": name}}
+        for k, name in enumerate(names)
     ]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+
+
+def _event(span: Span, process: int) -> dict[str, object]:
+    return {
+        "name": span.name,
+        "cat": span.kind or UPDATE,
+        "ph": "X",
+        "pid": process,
+        "tid": span.stage,
+        "ts": span.start_s * MICROSECONDS,
+        "dur": (span.end_s - span.start_s) * MICROSECONDS,
+    }

@@ -4,7 +4,7 @@ Notation: p devices, m microbatches, w_i warm-up forwards; F_i, B_i seconds of f
 of stage i per microbatch, t_i = F_i + B_i, c_i seconds between the stages i and i+1 each way.
 
     makespan   the last pass ends, every pass after its inputs and its device's pass before it
-    A = sum t + (m-1) max t  >=  makespan (1f1b, c = 0)                  (makespan_upper_bound_s)
+    A = sum t + (m-1) (max F + max B)  >=  makespan (c = 0)              (makespan_upper_bound_s)
     D = max_i [ pre_i + m t_i + max(0, U_i - w_i F_i) + max(0, U_i - w_i B_i) ]  <=  makespan
                                                                          (makespan_lower_bound_s)
 
@@ -284,11 +284,8 @@ def makespan_upper_bound_s(schedule: Schedule, times: StageTimes) -> float:
     plain = schedule.kind in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
     if not plain or times.hop_s.any():
         raise ValueError(f"no upper bound in closed form for {schedule} with these transfers")
-    total_s = times.total_s
-    slowest_s = float(total_s.max())
-    if schedule.kind is ScheduleKind.GPIPE:
-        slowest_s = float(times.forward_s.max() + times.backward_s.max())
-    return float(total_s.sum()) + (schedule.num_microbatches - 1) * slowest_s
+    slowest_s = float(times.forward_s.max() + times.backward_s.max())
+    return float(times.total_s.sum()) + (schedule.num_microbatches - 1) * slowest_s
 
 
 def makespan_lower_bound_s(schedule: Schedule, times: StageTimes) -> float:

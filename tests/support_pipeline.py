@@ -124,7 +124,7 @@ def _outcome(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    runner = compiled._runner()
+    runner = compiled.runner()
     assert isinstance(runner, PipelineRunner)
     return Outcome(
         float(loss),

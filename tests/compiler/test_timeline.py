@@ -2,17 +2,29 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from support_plans import example_plan
 
 from meshfold.cli import run
-from meshfold.cost_models.schedules import Action, Pass
-from meshfold.errors import OptionError
+from meshfold.cost_models.schedules import Action, Pass, Schedule
+from meshfold.errors import MeshfoldError, OptionError
+from meshfold.measured_timeline import measured_spans
+from meshfold.mesh import Mesh, MeshAxis
 from meshfold.plan import Plan, StageFigures, StagePlan
 from meshfold.plan_io import load_plan, save_plan
-from meshfold.timeline import predicted_spans, spans_text, trace_json
+from meshfold.timeline import (
+    both_text,
+    bubble_share,
+    predicted_spans,
+    spans_json,
+    spans_text,
+    trace_json,
+)
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def pipelined() -> Plan:
@@ -48,6 +60,48 @@ def test_trace_has_microseconds() -> None:
     assert (event["pid"], event["ts"], event["dur"]) == (1, 3e6, 4e6)
 
 
+def test_measured_spans_stand_beside_the_predicted_ones() -> None:
+    predicted = predicted_spans(pipelined())
+    # 15 s from the first pass to the last, in which two devices work 6 s and 12 s.
+    assert bubble_share(predicted) == pytest.approx(1 - 18 / 30)
+    measured = [span.later(0.25) for span in predicted if span.kind]
+    assert bubble_share(measured) == pytest.approx(bubble_share(predicted))
+    text = both_text(predicted, measured)
+    assert "15.5 s as predicted, bubble 40%" in text and "as measured, bubble 40%" in text
+    assert len(text.splitlines()) == 6
+    both = json.loads(spans_json(predicted, measured))
+    assert [len(both[how]) for how in ("predicted", "measured")] == [10, 8]
+    events = json.loads(trace_json(predicted, measured))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert names[3] == "device 1, measured" and len(names) == 4
+    assert {e["ts"] for e in events if e["name"] == "1B0"} == {3e6, 3.25e6}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_real_step_is_measured(tmp_path: Path) -> None:
+    config = str(ROOT / "examples" / "configs" / "llama-tiny.json")
+    pins = [f"--pin={pin}" for pin in ("pp=2", "microbatches=4", "schedule=1f1b")]
+    path = tmp_path / "plan.json"
+    assert run(["plan", config, "-c", "local-cpux2", "--batch=8", *pins, "-o", str(path)]) == 0
+    plan = load_plan(path)
+    spans = measured_spans(plan, config)
+    expected = [str(a) for device in Schedule.parse(plan.schedule).actions() for a in device]
+    assert [span.name for span in spans] == expected
+    assert min(span.start_s for span in spans) == 0.0
+    for a, b in pairwise(spans):
+        assert a.device != b.device or a.start_s < a.end_s <= b.start_s
+    assert 0 < bubble_share(spans) < 1
+
+
+def test_what_has_no_stages_or_too_many_processes_is_not_measured() -> None:
+    with pytest.raises(OptionError, match="in one pass, there are no stages to measure"):
+        measured_spans(example_plan(), "a.json")
+    axes = (MeshAxis("pp", 16),)
+    with pytest.raises(MeshfoldError, match="--measured starts at most 8"):
+        measured_spans(replace(pipelined(), mesh=Mesh(axes)), "a.json")
+
+
 def test_a_plan_without_stages_is_refused() -> None:
     with pytest.raises(OptionError, match="in one pass, there are no stages to show"):
         predicted_spans(example_plan())
@@ -60,6 +114,6 @@ def test_the_command_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert load_plan(path) == pipelined()
     assert run(["timeline", str(path), "--trace", str(trace)]) == 0
     assert "stage      1  |" in capsys.readouterr().out
-    assert len(json.loads(trace.read_text())["traceEvents"]) == 10
+    assert len(json.loads(trace.read_text())["traceEvents"]) == 10 + 2
     assert run(["timeline", str(path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 10
