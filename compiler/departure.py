@@ -24,7 +24,7 @@ from meshfold.program import PLACE, RegionProgram
 from meshfold.runner import ProgramRunner
 from meshfold.runtime import CompiledModel
 from meshfold.shards import shard_of
-from meshfold.spmd import Layout
+from meshfold.spmd import INVARIANT, Layout
 
 Tensors = Mapping[str, Tensor]
 Value = tuple[int, int]
@@ -73,7 +73,7 @@ def first_departure(
             if _is_known(s, "P")
         )
         backward = _earliest(
-            differs(wholes[s.value].grad, s.tensor.grad, s.layout)
+            differs(wholes[s.value].grad, s.tensor.grad, _of_gradient(s.layout))
             for s in reversed(seen)
             if s.is_native and _is_known(s, "R")
         )
@@ -91,6 +91,11 @@ def first_departure(
 
 def _is_known(seen: _Seen, unknown: str) -> bool:
     return seen.tensor.is_floating_point() and all(t.kind != unknown for t in seen.layout)
+
+
+def _of_gradient(layout: Layout) -> Layout:
+    """That of a pending sum is the same everywhere."""
+    return tuple(INVARIANT if t.kind == "P" else t for t in layout)
 
 
 def _earliest(found: Iterable[bool]) -> int | None:
