@@ -90,7 +90,7 @@ def meshfold_steps(model: nn.Module, batch: dict[str, Tensor], **pins: int) -> t
     )
     assert isinstance(made.program, EmittedProgram) and made.rank_mesh is not None
     waiting = ProgramRunner(
-        made.program, made.rank_mesh, made._captured.constants, waits_at_once=True
+        made.program, made.rank_mesh, made._form.captured.constants, waits_at_once=True
     )
 
     def wait_step() -> Tensor:

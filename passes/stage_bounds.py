@@ -67,6 +67,9 @@ class Terms:
         if self.warm_up is None:
             until = m * total_s + ways_s[0]
             return until, until
+        # No part of an infinite total is a number.
+        is_endless = np.isinf(total_s)
+        total_s = np.where(is_endless, 0.0, total_s)
         scale = 1 - self.weight_high
         waits = np.maximum(self._supply_s(total_s, scale * slowest_s), 0.0)
         cycle_s: FloatArray = np.zeros(1)
@@ -78,6 +81,7 @@ class Terms:
                 steps_s = (rest + depth) * scale * total_s
                 cycle_s = np.maximum(cycle_s, (lap + 1) * (scale * total_s + way_s) + steps_s)
         until = np.maximum(m * total_s + waits, cycle_s)
+        until = np.where(is_endless, np.inf, until)
         return until, until - min(m, self.late) * self.weight_high * total_s
 
     def _supply_s(self, total_s: FloatArray, slowest_s: FloatArray) -> FloatArray:

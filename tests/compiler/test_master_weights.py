@@ -96,7 +96,7 @@ def test_one_device_computes_what_the_casts_compute(family: str, precision: Prec
     model.float()
     options = CompileOptions(precision=precision)
     compiled = meshfold.compile(model, "local-cpux1", batch, options=options)
-    expected, right = narrow_step(model, batch, compiled._captured)
+    expected, right = narrow_step(model, batch, compiled._form.captured)
     loss = compiled(**batch)
     loss.backward()
     assert torch.equal(loss.detach(), expected)
