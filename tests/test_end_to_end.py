@@ -111,7 +111,7 @@ def test_padded_parameters_equal_one_process(pools: Pools) -> None:
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [
-        ("odd_gpt2", "tp+sp"),
+        pytest.param("odd_gpt2", "tp+sp", marks=pytest.mark.slow),
         ("odd_gpt2", "zero3 x tp+sp"),
         pytest.param("odd_gpt2", "dp x tp", marks=pytest.mark.slow),
         pytest.param("odd_gpt2", "cp x tp+sp", marks=pytest.mark.slow),

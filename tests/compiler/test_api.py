@@ -106,6 +106,7 @@ def test_several_outputs_without_a_loss_are_refused() -> None:
         meshfold.find_plan(TwoOutputs(), TWO, {"x": torch.randn(2, 4)})
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_preset_without_a_count_is_as_large_as_the_job(pools: Pools) -> None:
     assert pools.run(2, "support_emit:world_size_of", "local-cpu") == [2, 2]

@@ -40,7 +40,9 @@ def test_from_plan_to_plan(
         assert difference < 1e-12
 
 
-@pytest.mark.parametrize("where", ["writing", pytest.param("0", marks=pytest.mark.slow), "1"])
+@pytest.mark.parametrize(
+    "where", ["writing", *(pytest.param(k, marks=pytest.mark.slow) for k in "01")]
+)
 def test_a_save_that_is_killed_leaves_the_last_good_one(tmp_path: Path, where: str) -> None:
     folder = str(tmp_path / "last")
     done = subprocess.run([sys.executable, str(SCRIPT), folder, where], check=False)

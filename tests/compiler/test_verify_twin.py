@@ -53,7 +53,10 @@ def twin_of(model: str, num_devices: int, pins: Mapping[str, PinValue], batch: i
         pytest.param(
             *(16, {"cp": 4, "tp": 4, "zero": 3}, 1, "cp2 x tp2, zero3"), marks=pytest.mark.slow
         ),
-        (12, {"dp": 12, "zero": 3, "recompute": "full"}, 12, "dp2, zero3, recompute full"),
+        pytest.param(
+            *(12, {"dp": 12, "zero": 3, "recompute": "full"}, 12, "dp2, zero3, recompute full"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             32,
             {"pp": 4, "dp": 2, "tp": 4, "microbatches": 8, "schedule": "1f1b", "zero": 3},
@@ -74,6 +77,7 @@ def test_the_kind_of_strategy_is_kept(
         assert twin.plan.schedule.startswith("1f1b(2 x 4")
 
 
+@pytest.mark.slow
 def test_a_layout_that_was_pinned_is_kept_where_there_is_the_parameter() -> None:
     pins = {
         "dp": 4,

@@ -232,6 +232,7 @@ def test_levels_of_zero_trade_memory_for_communication():
     assert none_s < first_s < second_s < third_s
 
 
+@pytest.mark.slow
 def test_encoder_output_is_held_by_later_stages():
     folded = graph_of("t5", 6)
     problems = PipelineProblems(
@@ -300,6 +301,7 @@ def test_chunks_with_a_split_backward_are_planned(kind):
     assert isinstance(emit_plan(graph_of("llama", 6), found), EmittedPipeline)
 
 
+@pytest.mark.slow
 def test_what_cannot_run_needs_to_be_allowed():
     with pytest.raises(OptionError, match="--allow planned"):
         plan("llama", pins={"pp": 2, "recompute": "selective"}, allow_planned=False)

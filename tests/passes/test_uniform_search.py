@@ -182,7 +182,7 @@ def test_sequence_shards_cross_boundaries():
 
 def test_nothing_to_shard_has_fraction_zero():
     cluster = resolve_cluster("local-cpu", 7)
-    search = MeshSearch(graph_of("llama"), cluster, build_mesh(cluster, 1, 7), BATCH)
+    search = MeshSearch(graph_of("vit"), cluster, build_mesh(cluster, 1, 7), BATCH)
     assert search.solve(zero=0, sequence_parallel=False).sharded_fraction == 0.0
 
 
