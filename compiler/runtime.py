@@ -9,6 +9,7 @@
 It holds this rank's shards as parameters under the original names; tied names are one parameter.
 """
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -212,14 +213,11 @@ class CompiledModel(nn.Module):
         that compile many models. Called on all ranks together; forward raises afterwards."""
         if isinstance(self.rank_mesh, ProcessMesh):
             self.rank_mesh.close()
-            del (
-                self._states,
-                self._form,
-                self._others,
-            )  # the last to hold groups, whose threads end with them
+            del self._states, self._form, self._others
         self.rank_mesh = None
         self._is_closed = True
         self._runners.clear()
+        gc.collect()  # threads of a group end when nobody holds it, not even a cycle of DeviceMesh
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """state_dict with full plain tensors, on every rank."""

@@ -8,6 +8,7 @@ WorkerFailure with that rank's traceback, and the processes are replaced: they m
 other for ever.
 """
 
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 
 STARTUP_S = 120.0
+LEAVE = "leave"
+"""Sent when all ranks have answered: the process group is ended until the next call."""
 GRACE_S = 2.0
 """How long the other ranks may take to fail, too, so that the first cause can be shown."""
 
@@ -60,7 +63,10 @@ class Pool:
         """Results by rank of `function` ("module:name") called with the arguments on every rank."""
         for connection in self._connections:
             connection.send((function, args, kwargs))
-        return self._collect(timeout_s)
+        results = self._collect(timeout_s)
+        for connection in self._connections:
+            connection.send(LEAVE)
+        return results
 
     def close(self) -> None:
         """End the processes."""
@@ -141,12 +147,18 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
     connection.send((True, None))
     for number in itertools.count(1):
         try:
-            function, args, kwargs = connection.recv()
+            if (message := connection.recv()) == LEAVE:
+                # Groups have threads that poll, also while nobody runs, as long as something holds
+                # them: models are full of cycles.
+                dist.destroy_process_group()
+                gc.collect()
+                continue
         except EOFError:
             break
-        # The groups that the last call made have threads that poll, also while nobody runs.
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         join(number)
+        function, args, kwargs = message
         try:
             module, _, name = function.partition(":")
             with warnings.catch_warnings():
@@ -155,4 +167,5 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
             connection.send((True, result))
         except BaseException:
             connection.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

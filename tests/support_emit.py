@@ -1,7 +1,6 @@
 """What tests run on gloo processes (see pool): programs held against one process."""
 
 import copy
-import gc
 import math
 import os
 from collections.abc import Mapping
@@ -252,5 +251,4 @@ def threads_beside_models(count: int) -> list[int]:
         compiled.close()
     with pytest.raises(MeshfoldError, match="was closed; compile it again"):
         compiled(**batch)
-    gc.collect()
     return [*found, len(os.listdir("/proc/self/task"))]

@@ -83,4 +83,5 @@ def largest_errors(losses: list[str], pins: Mapping[str, int]) -> list[float]:
             assert whole is not None and parameter.grad is not None
             errors.append(float((parameter.grad - part_of(compiled, name, whole)).abs().max()))
         found.append(max(errors))
+        compiled.close()
     return found

@@ -126,14 +126,16 @@ def _outcome(
                 optimizer.zero_grad()
     runner = compiled.runner()
     assert isinstance(runner, PipelineRunner)
-    return Outcome(
+    found = Outcome(
         float(loss),
-        errors[0][0],
-        errors[0][1],
+        *errors[0],
         _worst(compiled, model, Tensor.detach),
         runner.peak_in_flight,
         {n: _digest(p) for n, p in compiled.named_parameters()},
     )
+    del runner
+    compiled.close()
+    return found
 
 
 def count_collectives(
