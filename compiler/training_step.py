@@ -18,6 +18,7 @@ and 2), these for all microbatches of a step (meshfold.shared_step). A region wi
 recomputation (meshfold.recomputation) keeps no notes; it gathers again in the same turn.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -176,13 +177,16 @@ class TrainingStep:
 
     def enter(self) -> None:
         """Create the oldest autograd node of the step and hand out the tokens."""
-        trained = [u for uses in self.uses for u in uses if u.bucket.requires_grad]
+        trained = self.trained()
         if not (self.is_recording and trained):
             return
         shards = list({id(s): s for u in trained for s in u.shards}.values())
         tokens = _Enter.apply(self, trained, *shards)  # type: ignore[no-untyped-call]
         for use, token in zip(trained, tokens, strict=True):
             use.token = token
+
+    def trained(self) -> list[BucketUse]:
+        return [u for uses in self.uses for u in uses if u.bucket.requires_grad]
 
     def leave(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Wrap the outputs: their backward is the first to run."""
@@ -327,8 +331,8 @@ class _Enter(torch.autograd.Function):
     def forward(
         ctx: Any, step: TrainingStep, uses: list[BucketUse], *shards: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.step = step
-        ctx.uses = uses
+        # Weak: its uses hold tokens made here, in a cycle that no garbage collector sees.
+        ctx.step = weakref.ref(step)
         ctx.shards = {id(s): k for k, s in enumerate(shards)}
         ctx.set_materialize_grads(False)
         # On the parameters' device, so that one autograd thread runs the whole backward.
@@ -337,14 +341,15 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.shards)
-        for use, parts in zip(ctx.uses, _finish_all(ctx.step, ctx.uses), strict=True):
+        step: TrainingStep = ctx.step()
+        for use, parts in zip(step.trained(), _finish_all(step, step.trained()), strict=True):
             for shard, part in zip(use.shards, parts or (), strict=parts is not None):
                 if part is None:
                     continue
                 k = ctx.shards[id(shard)]
                 before = gradients[k]
                 gradients[k] = part if before is None else before + part
-        ctx.step.finish_backward()
+        step.finish_backward()
         return None, None, *gradients
 
 

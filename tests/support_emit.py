@@ -1,6 +1,7 @@
 """What tests run on gloo processes (see pool): programs held against one process."""
 
 import copy
+import gc
 import math
 import os
 from collections.abc import Mapping
@@ -252,3 +253,17 @@ def threads_beside_models(count: int) -> list[int]:
     with pytest.raises(MeshfoldError, match="was closed; compile it again"):
         compiled(**batch)
     return [*found, len(os.listdir("/proc/self/task"))]
+
+
+def steps_left_behind(pins: Mapping[str, int]) -> int:
+    """Steps of training that something still holds when all of their tensors are gone."""
+    model, batch = tiny_model("llama")
+    with float64_everywhere():
+        compiled = meshfold.compile(
+            model, _cluster(), batch, options=meshfold.CompileOptions(pins=pins)
+        )
+        for _ in range(3):
+            compiled(**batch).backward()
+        compiled(**batch)
+    gc.collect()
+    return sum(type(x).__name__ == "TrainingStep" for x in gc.get_objects())

@@ -184,3 +184,8 @@ def test_a_closed_model_gives_its_threads_back(pools: Pools) -> None:
     for first, second, third, after in pools.run(2, "support_emit:threads_beside_models", 3):
         assert first == second == third
         assert after < first
+
+
+@pytest.mark.multiprocess
+def test_no_step_is_left_behind(pools: Pools) -> None:
+    assert pools.run(2, "support_emit:steps_left_behind", {"dp": 2, "zero": 3}) == [0, 0]
