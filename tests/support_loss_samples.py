@@ -1,5 +1,6 @@
 """Representative calls of losses, for the rule table (see support_samples)."""
 
+import torch
 from support_calls import Sample, X, call
 from support_tensors import flags, real, steps, targets, whole
 from torch import Tensor
@@ -9,7 +10,12 @@ def _logits(*shape: int) -> Tensor:
     return (9 * real(*shape).detach()).requires_grad_()
 
 
-_CONSTANT_TARGETS = ("soft_margin_loss", "hinge_embedding_loss")
+def _signs(*shape: int) -> Tensor:
+    """1 or -1: the classes of the hinge and soft margin losses, which hinge compares with."""
+    return torch.where(real(*shape, grad=False, seed=9) > 0.5, 1.0, -1.0).double()
+
+
+_SIGNS = ("soft_margin_loss", "hinge_embedding_loss")
 
 LOSS: tuple[Sample, ...] = (
     call("cross_entropy_loss.default", _logits(24, 36), targets(24, 36)),
@@ -47,7 +53,7 @@ LOSS: tuple[Sample, ...] = (
     *(
         call(
             *(f"{name}.default", real(12, 24)),
-            *(real(12, 24, seed=9, grad=name not in _CONSTANT_TARGETS), *given),
+            *(_signs(12, 24) if name in _SIGNS else real(12, 24, seed=9), *given),
         )
         for reduction in (0, 1, 2)
         for name, *given in (

@@ -13,17 +13,21 @@ from dataclasses import dataclass, replace
 
 import torch
 from support_blocks import Model, Sizes
+from support_emit import part_of
 from support_models import tiny_model
-from support_programs import Rank, errors_of_a_step, on_ranks
+from support_programs import Rank, errors_of_a_step, on_ranks, one_process
 from torch import Tensor, nn
 
-from meshfold.api import plan_captured
+from meshfold.api import bind, plan_captured
 from meshfold.capture import Captured, capture
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.emit import emit
 from meshfold.errors import MeshfoldError, PassError
+from meshfold.local_processes import Report, run_local
 from meshfold.options import CompileOptions, PinValue
+from meshfold.plan import Plan
+from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.precision import float64_everywhere
 
 TOLERANCE = 1e-10
@@ -36,6 +40,7 @@ class Triple:
     """A model with its batch, a cluster and options. dropout: whether the model draws masks, so
     that one process is its own program on one rank."""
 
+    seed: int
     model: nn.Module
     batch: dict[str, Tensor]
     cluster: ClusterSpec
@@ -60,7 +65,7 @@ def draw_triple(seed: int) -> Triple:
     text = f"{seed}: {text} on {num_ranks} of {cluster.name}, pins {dict(options.pins)}"
     if options.memory_bytes is not None:
         text += f", {options.memory_bytes} bytes"
-    return Triple(model, batch, cluster, options, dropout > 0, text)
+    return Triple(seed, model, batch, cluster, options, dropout > 0, text)
 
 
 def _random_model(
@@ -158,7 +163,8 @@ class Outcome:
 
 
 def outcome_of(triple: Triple) -> Outcome:
-    """Plans, and runs one step on simulated ranks. Only captures and plans may be refused."""
+    """Plans, and runs one step: on simulated ranks, a plan with a schedule on processes. Only
+    captures and plans may be refused."""
     try:
         with float64_everywhere():
             captured = capture(triple.model, triple.batch)
@@ -171,15 +177,41 @@ def outcome_of(triple: Triple) -> Outcome:
         return Outcome(triple.text, failed=f"not refused, but: {error!r}")
     strategies = tuple(dict.fromkeys(r.strategy.label for r in plan.regions))
     try:
-        program = emit(captured.graph, plan)
-        errors = errors_of_a_step(
-            triple.model, triple.batch, captured, program, _right(triple, captured)
-        )
+        errors = _errors(triple, captured, plan)
     except Exception as error:
         return Outcome(
             triple.text, failed=f"fails after planning: {error!r}", strategies=strategies
         )
     return compared(triple.text, errors, strategies)
+
+
+def _errors(triple: Triple, captured: Captured, plan: Plan) -> list[dict[str, float]]:
+    """Per rank the differences from one process (support_programs.errors_of_a_step)."""
+    if plan.schedule:
+        text = plan_to_json(plan)
+        return run_local(plan.world_size, _errors_of_a_scheduled_step, triple.seed, text)
+    program = emit(captured.graph, plan)
+    right = _right(triple, captured)
+    return errors_of_a_step(triple.model, triple.batch, captured, program, right)
+
+
+def _errors_of_a_scheduled_step(_: Report, seed: int, plan_text: str) -> dict[str, float]:
+    """Of this process, which may keep some of the parameters only."""
+    triple, plan = draw_triple(seed), plan_from_json(plan_text)
+    with float64_everywhere():
+        captured = capture(triple.model, triple.batch)
+        compiled = bind(triple.model, plan, captured, triple.batch)
+        expected, gradients = _right(triple, captured) or one_process(triple.model, triple.batch)
+        errors = {"loss": float((compiled.train_step(triple.batch) - expected).abs())}
+    for name, parameter in compiled.named_parameters():
+        whole = gradients[name]
+        right = torch.zeros_like(parameter) if whole is None else part_of(compiled, name, whole)
+        errors[name] = float((_gradient(parameter) - right).abs().max())
+    return errors
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _right(triple: Triple, captured: Captured) -> tuple[Tensor, Mapping[str, Tensor | None]] | None:
