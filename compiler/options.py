@@ -19,7 +19,7 @@ COMPUTE_DTYPES: Mapping[Precision, str] = MappingProxyType({"bf16": "bfloat16", 
 """Names of the narrow dtypes."""
 
 ScheduleName = Literal[
-    "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zbv"
+    "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev"
 ]
 """In which order the stages of a pipeline run their microbatches; meshfold.cost_models.schedules
 says what each is."""
@@ -41,8 +41,8 @@ PIN_NAMES = (
 """What can be pinned: data, expert, context and tensor parallel degrees, ZeRO level, whether
 activations between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is
 offloaded, devices that a pipeline goes over, parts in which a rank runs its share of the batch, the
-order they run in, and stages per device (more than one under interleaved schedules and zbv only).
-Beside these a parameter's layout, `layout:NAME`."""
+order they run in, and stages per device (more than one under interleaved schedules, zbv and
+dualpipev only). Beside these a parameter's layout, `layout:NAME`."""
 
 _WORDS = {
     "recompute": get_args(Recompute),

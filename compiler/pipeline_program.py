@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshfold.cost_models.action_lists import actions_text, check_actions
+from meshfold.cost_models.actions import ActionLists
 from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.schedules import ActionLists, Schedule
+from meshfold.cost_models.schedules import Schedule
 from meshfold.emit import check_outputs, check_runs, emit, emit_typed
 from meshfold.errors import OptionError, PlanMismatchError
 from meshfold.mesh import PIPELINE_AXIS, Mesh

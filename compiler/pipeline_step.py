@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshfold.batches import LocalBatch
 from meshfold.collectives import ProcessMesh, RankMesh
-from meshfold.cost_models.schedules import Action, Pass
+from meshfold.cost_models.actions import Action, Pass
 from meshfold.loss_targets import count_targets
 from meshfold.mesh import PIPELINE_AXIS
 from meshfold.passes.stage_graphs import BorderValue

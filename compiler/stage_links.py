@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshfold.collectives import ProcessMesh
-from meshfold.cost_models.schedules import Action, Pass
+from meshfold.cost_models.actions import Action, Pass
 from meshfold.errors import StageLostError
 from meshfold.torch_ops import torch_dtype
 

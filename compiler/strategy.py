@@ -46,6 +46,11 @@ class Degrees(NamedTuple):
         """Ranks that the batch is cut over."""
         return self.dp * self.ep
 
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks that ZeRO shards over."""
+        return self.batch_ranks * self.cp
+
 
 @dataclass(frozen=True, slots=True)
 class OpTyping:
@@ -118,7 +123,7 @@ class UniformStrategy:
         if self.tp > 1:
             parts.append(f"tp{self.tp}" + _TP_SUFFIX[self.tp_mode])
         words = [" x ".join(parts) or "one device"]
-        if self.zero and self.dp * self.ep * self.cp > 1:
+        if self.zero and self.degrees.zero_ranks > 1:
             words.append(f"zero{self.zero}")
         if self.recompute != "none":
             words.append(f"recompute {self.recompute}")

@@ -8,8 +8,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from meshfold.cost_models.actions import Action, Pass
 from meshfold.cost_models.pipeline import StageTimes, action_spans
-from meshfold.cost_models.schedules import Action, Pass, Schedule
+from meshfold.cost_models.schedules import Schedule
 from meshfold.errors import OptionError
 from meshfold.plan import Plan
 from meshfold.units import seconds_text

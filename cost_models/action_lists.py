@@ -10,8 +10,9 @@ they are sent, which is what links with one queue per direction (NCCL) ask for.
 
 from collections import Counter
 
+from meshfold.cost_models.actions import Action, ActionLists, Pass
 from meshfold.cost_models.pipeline import StageTimes, simulate_actions
-from meshfold.cost_models.schedules import Action, ActionLists, Pass, Schedule
+from meshfold.cost_models.schedules import Schedule
 from meshfold.errors import OptionError
 
 

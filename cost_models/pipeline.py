@@ -24,15 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from meshfold.cost_models.actions import Action, Pass
 from meshfold.cost_models.pipeline_rounds import interleaved_ends_s, one_f_one_b_ends_s
-from meshfold.cost_models.schedules import (
-    Action,
-    Pass,
-    Schedule,
-    ScheduleKind,
-    backward_order,
-    forward_order,
-)
+from meshfold.cost_models.schedules import Schedule, ScheduleKind, backward_order, forward_order
 
 Seconds = NDArray[np.float64]
 

@@ -4,7 +4,7 @@ A stage of the model runs, per microbatch, a forward F and a backward B; where a
 backward, B is the input gradient (the part the stage before waits for) and W the weight gradient
 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024). With p devices, m microbatches and v
 chunks of the model per device there are p*v stages; stage s runs on device s mod p, but under zbv
-where the way turns at the last device: stages i and 2p-1-i are on device i.
+and dualpipev where the way turns at the last device: stages i and 2p-1-i are on device i.
 
     gpipe        all forwards, then all backwards (Huang et al., NeurIPS 2019)
     1f1b         w_i forwards to warm up, then forward and backward in turn (Narayanan et al., 2021)
@@ -12,9 +12,9 @@ where the way turns at the last device: stages i and 2p-1-i are on device i.
     zero_bubble  1f1b with split backward, W delayed by i microbatches on device i (ZB-H1)
     interleaved_zero_bubble   interleaved with split backward, W delayed alike, p-1-i forwards less
                  to warm up
-    zbv          ZB-V: two chunks per device, the loss on the first one; forwards warm up until B of
-                 the second chunk, W fills what is left (Qi et al., section 6 and appendix; order as
-                 in torch.distributed.pipelining.schedules.ScheduleZBVZeroBubble)
+    zbv          ZB-V: two chunks per device, the loss on the first one (Qi et al., section 6)
+    dualpipev    two chunks alike, a forward of one and a backward of the other in turn
+                 (DeepSeek-AI 2024)
 
 1f1b and zero_bubble warm up with w_i = p-1-i forwards on device i, or up to twice as many: each
 more hides point-to-point latency and costs the activations of one more microbatch. The numbers of
@@ -22,57 +22,25 @@ microbatches in flight (forward done, backward not yet) follow in closed form:
 
     gpipe  m      1f1b  min(m, w_i + 1)      zero_bubble  min(m, w_i + 1 + i)
     interleaved, v > 1  min(m v, 2 (p-1-i) + (v-1) p + 1)   (stage, microbatch) pairs
-    interleaved_zero_bubble  min(m v, (p-1-i) + (v-1) p + 1 + i)      zbv  counted
+    interleaved_zero_bubble  min(m v, (p-1-i) + (v-1) p + 1 + i)      zbv, dualpipev  counted
 
 Prices of schedules are in meshfold.cost_models.pipeline.
 """
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 
+from meshfold.cost_models.actions import Action, ActionLists, Pass
+from meshfold.cost_models.v_schedules import dualpipev_actions, far_stage, zbv_actions
 from meshfold.errors import OptionError
-
-
-class Pass(StrEnum):
-    """What one action computes; the letter stands in the action's text form."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    WEIGHT_GRADIENT = "W"
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class Action:
-    """One pass of a stage over a microbatch; str gives "2F0": stage 2, forward, microbatch 0."""
-
-    stage: int
-    kind: Pass
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Action":
-        """The action of a text form. Raises ValueError where it is none."""
-        found = re.fullmatch(r"(\d+)([FBW])(\d+)", text)
-        if found is None:
-            raise ValueError(
-                f"{text!r} is no action: expected stage, F, B or W, microbatch ('2F0')"
-            )
-        return cls(int(found[1]), Pass(found[2]), int(found[3]))
-
 
 _TEXT = re.compile(
     r"(?P<kind>\w+)\((?P<p>\d+) x (?P<m>\d+)(, (?P<v>\d+) chunks)?(, warm-up \+(?P<extra>\d+))?\)"
 )
 _SIZES = (("p", 1), ("m", 1), ("v", 1), ("extra", 0))
-
-ActionLists = tuple[tuple[Action, ...], ...]
-"""The actions of each device, in the order it runs them."""
 
 
 class ScheduleKind(StrEnum):
@@ -82,8 +50,14 @@ class ScheduleKind(StrEnum):
     ZERO_BUBBLE = "zero_bubble"
     INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble"
     ZBV = "zbv"
+    DUALPIPEV = "dualpipev"
 
 
+V_ORDERS = MappingProxyType(
+    {ScheduleKind.ZBV: zbv_actions, ScheduleKind.DUALPIPEV: dualpipev_actions}
+)
+"""Kinds whose stages lie in a V, and what orders a device's actions."""
+_SPLIT = (ScheduleKind.ZERO_BUBBLE, ScheduleKind.INTERLEAVED_ZERO_BUBBLE, *V_ORDERS)
 _IN_ROUNDS = (ScheduleKind.INTERLEAVED, ScheduleKind.INTERLEAVED_ZERO_BUBBLE)
 """Kinds that run groups of p microbatches through their chunks."""
 
@@ -106,11 +80,13 @@ class Schedule:
         if min(self.num_devices, self.num_microbatches, self.num_chunks) < 1:
             raise OptionError(f"{self}: devices, microbatches and chunks must be at least 1")
         interleaved = self.kind in _IN_ROUNDS
-        is_v = self.kind is ScheduleKind.ZBV
+        is_v = self.kind in V_ORDERS
         if self.num_chunks > 1 and not (interleaved or is_v):
-            raise OptionError(f"{self}: only interleaved schedules and zbv have several chunks")
+            raise OptionError(
+                f"{self}: only interleaved schedules, zbv and dualpipev have several chunks"
+            )
         if is_v and self.num_chunks != 2:
-            raise OptionError(f"{self}: zbv has 2 chunks per device")
+            raise OptionError(f"{self}: {self.kind} has 2 chunks per device")
         if interleaved and self.num_microbatches % self.num_devices:
             raise OptionError(
                 f"{self}: interleaved schedules need a multiple of {self.num_devices} microbatches"
@@ -145,18 +121,13 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are actions of their own."""
-        split = (
-            ScheduleKind.ZERO_BUBBLE,
-            ScheduleKind.INTERLEAVED_ZERO_BUBBLE,
-            ScheduleKind.ZBV,
-        )
-        return self.kind in split
+        return self.kind in _SPLIT
 
     def device_of(self, stage: int) -> int:
         """Where a stage runs."""
         p = self.num_devices
-        if self.kind is ScheduleKind.ZBV and stage >= p:
-            return 2 * p - 1 - stage
+        if self.kind in V_ORDERS and stage >= p:
+            return far_stage(p, stage)
         return stage % p
 
     def stages_of(self, device: int) -> tuple[int, ...]:
@@ -169,7 +140,7 @@ class Schedule:
         p, m, v = self.num_devices, self.num_microbatches, self.num_chunks
         if self.kind is ScheduleKind.GPIPE:
             return (m,) * p
-        if self.kind is ScheduleKind.ZBV:
+        if self.kind in V_ORDERS:
             return tuple(_num_before_backward(device) - 1 for device in self.actions())
         if self.kind in _IN_ROUNDS:
             each = 2 if v > 1 and not self.splits_backward else 1
@@ -180,15 +151,15 @@ class Schedule:
     @property
     def weight_delay(self) -> tuple[int, ...]:
         """Passes by which each device lets W fall behind B; zeros where W is part of B, or follows
-        at no even distance (zbv)."""
-        if self.kind is ScheduleKind.ZBV:
+        at no even distance (in a V)."""
+        if self.kind in V_ORDERS:
             return (0,) * self.num_devices
         return tuple(i if self.splits_backward else 0 for i in range(self.num_devices))
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Peak number of (stage, microbatch) pairs whose activations each device holds."""
-        if self.kind is ScheduleKind.ZBV:
+        if self.kind in V_ORDERS:
             return measured_in_flight(self.actions())
         total = self.num_microbatches * self.num_chunks
         pairs = zip(self.warm_up, self.weight_delay, strict=True)
@@ -196,8 +167,9 @@ class Schedule:
 
     def actions(self) -> ActionLists:
         """The order of every device."""
-        if self.kind is ScheduleKind.ZBV:
-            return tuple(_v_actions(self, i) for i in range(self.num_devices))
+        if self.kind in V_ORDERS:
+            order, p = V_ORDERS[self.kind], self.num_devices
+            return tuple(order(p, self.num_microbatches, i) for i in range(p))
         return tuple(
             _device_actions(self, i, warm, delay)
             for i, (warm, delay) in enumerate(zip(self.warm_up, self.weight_delay, strict=True))
@@ -219,38 +191,6 @@ def _device_actions(schedule: Schedule, device: int, warm: int, delay: int) -> t
         late = backwards[max(0, len(backwards) - delay) :]
         actions.extend(Action(stage, Pass.WEIGHT_GRADIENT, j) for stage, j in late)
     return tuple(actions)
-
-
-def _v_actions(schedule: Schedule, device: int) -> tuple[Action, ...]:
-    """The order of zbv. With fewer than 2p-1 microbatches, that of 2p-1 without the missing."""
-    p, m = schedule.num_devices, schedule.num_microbatches
-    near, far, most = device, 2 * p - 1 - device, max(2 * p - 1, m)
-    done: Counter[tuple[int, Pass]] = Counter()
-    found: list[Action] = []
-
-    def add(stage: int, letters: str, times: int = 1) -> None:
-        for letter in letters * times:
-            key = stage, Pass(letter)
-            found.append(Action(*key, done[key]))
-            done[key] += 1
-
-    add(near, "F", 2 * (p - device) - 1)
-    for _ in range(device):
-        add(far, "F")
-        add(near, "F")
-    add(far, "FBW", p - device)
-    while done[far, Pass.FORWARD] < most:
-        if done[near, Pass.FORWARD] < most:
-            add(near, "F")
-        add(near, "BW")
-        add(far, "FBW")
-    for _ in range(device):
-        add(near, "B")
-        add(far, "B")
-    add(near, "BW", p - device)
-    for stage in (far, near):
-        add(stage, "W", done[stage, Pass.BACKWARD] - done[stage, Pass.WEIGHT_GRADIENT])
-    return tuple(action for action in found if action.microbatch < m)
 
 
 def _num_before_backward(actions: Sequence[Action]) -> int:

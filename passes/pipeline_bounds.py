@@ -16,7 +16,7 @@ import numpy as np
 from meshfold.cost_models.compute import op_work
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.meshes import build_mesh
-from meshfold.cost_models.schedules import ScheduleKind
+from meshfold.cost_models.schedules import V_ORDERS, ScheduleKind
 from meshfold.cost_models.stages import bubble_factor, split_bubble_factor
 from meshfold.opgraph import OpGraph
 from meshfold.passes.pipeline_problem import PipelineProblems
@@ -30,7 +30,7 @@ KERNELS = "kernels and bubble above the best plan"
 SEVERAL_CHUNKS = (
     ScheduleKind.INTERLEAVED,
     ScheduleKind.INTERLEAVED_ZERO_BUBBLE,
-    ScheduleKind.ZBV,
+    *V_ORDERS,
 )
 
 LayerSeconds = Sequence[tuple[float, float]]
@@ -47,7 +47,7 @@ def peak_rate_bounds_s(
     layers = [by_region[i.region] for i in problems.folded.instances]
     bounds = []
     for degrees in tree.candidates:
-        parts = degrees.degrees.batch_ranks * degrees.tp * degrees.microbatches
+        parts = degrees.degrees.zero_ranks * degrees.tp * degrees.microbatches
         kinds = _kinds(tree, degrees) if kind is None else {kind}
         bounds.append(least_step_s(degrees, kinds, layers) / parts)
     return np.array(bounds)

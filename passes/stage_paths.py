@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshfold.cost_models.actions import Pass
 from meshfold.cost_models.pipeline import StageTimes, critical_path
-from meshfold.cost_models.schedules import Pass, Schedule
+from meshfold.cost_models.schedules import Schedule
 from meshfold.passes.run_dual import FloatArray, lp_values
 from meshfold.passes.stage_cells import Cell
 from meshfold.passes.stage_problem import StageProblem

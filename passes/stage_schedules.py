@@ -3,13 +3,14 @@
     gpipe, 1f1b, zero_bubble    one stage per device; warm-up of 1f1b and zero_bubble 0, 1, 2, 4,
                                 ... forwards deeper than the least, up to twice the least
     interleaved                 2, 3, 4 stages per device, as far as there are layers for them
-    interleaved_zero_bubble     the same, and zbv with 2: only where they are asked for
+    interleaved_zero_bubble     the same
+    zbv, dualpipev              2 stages per device; these three only where they are asked for
 
 Depth hides transfers, and at few microbatches it favours early stages that are heavier; it costs
 activations in flight. What runs the same actions as another one is left out.
 """
 
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.cost_models.schedules import V_ORDERS, Schedule, ScheduleKind
 
 CHUNKS = (2, 3, 4)
 """Stages per device that the interleaved schedule is tried with; a pin may ask for more."""
@@ -37,8 +38,8 @@ def offered_schedules(
         kinds = [ScheduleKind.ONE_F_ONE_B]
     found: list[Schedule] = []
     for offered in kinds:
-        if offered is ScheduleKind.ZBV:
-            found += _v(num_devices, num_microbatches, num_layers, num_chunks)
+        if offered in V_ORDERS:
+            found += _v(offered, num_devices, num_microbatches, num_layers, num_chunks)
         elif offered in (ScheduleKind.INTERLEAVED, ScheduleKind.INTERLEAVED_ZERO_BUBBLE):
             found += _interleaved(offered, num_devices, num_microbatches, num_layers, num_chunks)
         elif num_chunks in (None, 1):
@@ -64,9 +65,11 @@ def _of_one_chunk(kind: ScheduleKind, p: int, m: int) -> list[Schedule]:
     return [Schedule(kind, p, m, extra_warm_up=x) for x in sorted(extras) if x <= deepest]
 
 
-def _v(p: int, m: int, num_layers: int, num_chunks: int | None) -> list[Schedule]:
+def _v(
+    kind: ScheduleKind, p: int, m: int, num_layers: int, num_chunks: int | None
+) -> list[Schedule]:
     fits = p > 1 and 2 * p <= num_layers and num_chunks in (None, 2)
-    return [Schedule(ScheduleKind.ZBV, p, m, num_chunks=2)] if fits else []
+    return [Schedule(kind, p, m, num_chunks=2)] if fits else []
 
 
 def _interleaved(

@@ -9,7 +9,8 @@ import pytest
 from support_plans import example_plan
 
 from meshfold.cli import run
-from meshfold.cost_models.schedules import Action, Pass, Schedule
+from meshfold.cost_models.actions import Action, Pass
+from meshfold.cost_models.schedules import Schedule
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.measured_timeline import measured_spans
 from meshfold.mesh import Mesh, MeshAxis

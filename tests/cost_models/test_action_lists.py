@@ -3,13 +3,13 @@
 import pytest
 
 from meshfold.cost_models.action_lists import actions_text, check_actions, parse_actions
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.cost_models.schedules import V_ORDERS, Schedule, ScheduleKind
 from meshfold.errors import OptionError
 
 CHUNKS = {
     ScheduleKind.INTERLEAVED: (1, 2, 3),
     ScheduleKind.INTERLEAVED_ZERO_BUBBLE: (1, 2, 3),
-    ScheduleKind.ZBV: (2,),
+    **dict.fromkeys(V_ORDERS, (2,)),
 }
 SCHEDULES = [
     Schedule(kind, p, m, num_chunks=v)

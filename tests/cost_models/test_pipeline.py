@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshfold.cost_models.actions import Action
 from meshfold.cost_models.pipeline import (
     StageTimes,
     critical_path,
@@ -16,14 +17,14 @@ from meshfold.cost_models.pipeline import (
     simulate_actions,
 )
 from meshfold.cost_models.pipeline_rounds import interleaved_ends_s
-from meshfold.cost_models.schedules import Action, Schedule, ScheduleKind
+from meshfold.cost_models.schedules import V_ORDERS, Schedule, ScheduleKind
 
 
 @st.composite
 def schedules(draw):
     kind = draw(st.sampled_from(list(ScheduleKind)))
     p = draw(st.integers(1, 6))
-    if kind is ScheduleKind.ZBV:
+    if kind in V_ORDERS:
         return Schedule(kind, p, draw(st.integers(1, 24)), 2)
     if kind in (ScheduleKind.INTERLEAVED, ScheduleKind.INTERLEAVED_ZERO_BUBBLE):
         return Schedule(kind, p, p * draw(st.integers(1, 4)), draw(st.integers(1, 3)))

@@ -284,7 +284,7 @@ def test_interleaved_stages_are_written_down():
     assert plan_from_json(plan_to_json(found)) == found
 
 
-@pytest.mark.parametrize("kind", ["interleaved_zero_bubble", "zbv"])
+@pytest.mark.parametrize("kind", ["interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_chunks_with_a_split_backward_are_planned(kind):
     pins = {"schedule": kind, "chunks": 2, "pp": 2, "microbatches": 4, "recompute": "none"}
     found = plan("llama", layers=6, pins=pins, allow_planned=False)
