@@ -79,7 +79,7 @@ def grow_tree(situation: Situation) -> Tree:
     choices = _choices_of_axes(situation)
     num_leaves = sum(_num_leaves(d, maps) for d in choices)
     cuts: Counter[str] = Counter()
-    for name, is_cut in ((EXPERTS, _has_no_experts), (CONTEXT, _can_cut_batch)):
+    for name, is_cut in ((EXPERTS, _has_no_experts), (CONTEXT, can_cut_batch)):
         offered = [d for d in choices if not is_cut(d, situation)]
         cuts[name] = sum(_num_leaves(d, maps) for d in choices if d not in offered)
         choices = offered
@@ -112,6 +112,11 @@ def _choices_of_axes(situation: Situation) -> list[Degrees]:
     ]
 
 
+def offered_axes(situation: Situation) -> list[Degrees]:
+    """As _choices_of_axes, with ep only where it shares something."""
+    return [d for d in _choices_of_axes(situation) if not _has_no_experts(d, situation)]
+
+
 def _has_no_experts(degrees: Degrees, situation: Situation) -> bool:
     """Whether ep would share nothing: then it is dp by another name."""
     if EXPERTS in situation.switched_off or degrees.ep == 1:
@@ -119,13 +124,13 @@ def _has_no_experts(degrees: Degrees, situation: Situation) -> bool:
     return not situation.experts or any(e % degrees.ep for e in situation.experts)
 
 
-def _can_cut_batch(degrees: Degrees, situation: Situation) -> bool:
+def can_cut_batch(degrees: Degrees, situation: Situation, microbatches: int = 1) -> bool:
     """Whether part of cp could be dp instead: both cut the same values evenly, and
     only cp communicates inside a region. (One axis saves launches against two: it may win by
     that where values are tiny.) Not asked where cp is pinned."""
     if CONTEXT in situation.switched_off or "cp" in situation.pins:
         return False
-    of_rank, rest = divmod(situation.batch_size, degrees.batch_ranks)
+    of_rank, rest = divmod(situation.batch_size, degrees.batch_ranks * microbatches)
     return not rest and math.gcd(degrees.cp, of_rank) > 1
 
 
@@ -154,7 +159,7 @@ def _modes(degrees: Degrees, maps: bool) -> list[tuple[bool, bool]]:
 
 
 def _zero_levels(degrees: Degrees) -> tuple[int, ...]:
-    return ZERO_LEVELS if degrees.dp * degrees.ep * degrees.cp > 1 else (0,)
+    return ZERO_LEVELS if degrees.zero_ranks > 1 else (0,)
 
 
 def _num_leaves(degrees: Degrees, maps: bool) -> int:

@@ -1,7 +1,7 @@
 """Writes a pipeline down as a Plan: mesh, stages with their runs, figures of the worst stage.
 
 Layers were priced without the dp axis (pipeline_layers.py). What a file holds are types on every
-axis of the mesh, so the regions are typed once more here, on dp x ep x tp for the graph of one
+axis of the mesh, so the regions are typed once more here, on dp x ep x cp x tp for the graph of one
 microbatch; on the pp axis nothing is shared and every type is Invariant.
 """
 
@@ -154,7 +154,7 @@ class _Writer:
         self.problems = problems
         self.found = found
         self.mesh = found.problem.mesh
-        self.inner = build_mesh(problems.cluster, degrees.dp, degrees.tp, ep=degrees.ep)
+        self.inner = build_mesh(problems.cluster, **degrees.degrees._asdict())
         self.folded: FoldedGraph = problems.microbatches.graph(degrees.microbatches)
         names = [x.strategy.label for x in found.layers]
         self.split = split_regions(self.folded, names)

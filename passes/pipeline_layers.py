@@ -1,9 +1,9 @@
 """What one layer of a pipeline costs, per microbatch and per step, under every strategy.
 
-A region is typed on the axes ep and tp alone, for the graph that one rank of dp sees of one
+A region is typed on the axes ep, cp and tp alone, for the graph that one rank of dp sees of one
 microbatch (passes/pipeline_microbatch.py, batch / (dp x microbatches)): whatever dp and pp are, its
-kernels, its collectives on ep and tp and what it keeps are the same (RegionTable, the dear part,
-shared). Data parallelism and ZeRO are arithmetic on top (layer_figures):
+kernels, its collectives on ep, cp and tp and what it keeps are the same (RegionTable, the dear
+part, shared). Data parallelism and ZeRO are arithmetic on top (layer_figures):
 
     per microbatch   forward    max(f + c, g)             f, b kernels, c collectives in the graph,
                      backward   max(b + c, g + d_shard)   g gather, under ZeRO-3 alone

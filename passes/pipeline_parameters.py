@@ -67,8 +67,8 @@ def sharded_layout(value: Value, layout: Layout, mesh: Mesh) -> Layout:
 
 
 class ParameterSums:
-    """Sums over the parameters of a region under one ZeRO level. mesh: the axes dp, ep and tp that
-    have several ranks.
+    """Sums over the parameters of a region under one ZeRO level. mesh: the axes dp, ep, cp and
+    tp that have several ranks.
 
     stored, gradients, updated (parameters whose optimizer states are here); kept: gathered once and
     whole in a step; by group of ranks: gathered_once, gathered (twice per microbatch), scattered

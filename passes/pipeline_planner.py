@@ -17,6 +17,7 @@ from meshfold.cluster import ClusterSpec
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions, PinValue
+from meshfold.passes.boundaries import carried_sequences
 from meshfold.passes.decision_tree import Situation
 from meshfold.passes.expert_rules import shared_experts
 from meshfold.passes.pipeline_assembly import assemble_pipeline
@@ -94,6 +95,7 @@ def _tree(
         pins=options.pins,
         allow_planned=options.allow_planned,
         switched_off=options.without_cuts,
+        sequences=carried_sequences(folded),
         experts=shared_experts(folded),
     )
     return grow_pipelines(situation, len(folded.instances))
@@ -106,7 +108,7 @@ def _notes(best: PricedPipeline) -> tuple[str, ...]:
     if not notes:
         notes = ["forward and backward take turns: train by train_step(batch)"]
     degrees = best.problem.degrees
-    if degrees.microbatches > 1 and degrees.degrees.batch_ranks > 1:
+    if degrees.microbatches > 1 and degrees.degrees.zero_ranks > 1:
         notes += [_HOW_OFTEN[zero] for zero in sorted({x.strategy.zero for x in best.layers})]
     return tuple(notes)
 
@@ -201,7 +203,7 @@ def _infeasible(problems: PipelineProblems, tree: PipelineTree) -> InfeasibleErr
     available = bytes_text(problems.capacity_bytes)
     return InfeasibleError(
         f"nothing fits in {available} per device on {problems.cluster.num_devices} devices, with "
-        f"or without a pipeline ({len(tree.candidates)} choices of pp x dp x ep x tp and "
+        f"or without a pipeline ({len(tree.candidates)} choices of pp x dp x ep x cp x tp and "
         "microbatches); use more devices, more memory or a smaller batch",
         binding_constraint="memory",
         available_bytes=problems.capacity_bytes,

@@ -46,14 +46,14 @@ from meshfold.passes.uniform_search import MeshSearch
 from meshfold.spmd import Layout
 from meshfold.strategy import Degrees, Recompute, UniformStrategy
 
-_TableKey = tuple[int, int, int, bool, tuple[Recompute, ...]]
-"""(parts of the batch, ep, tp, sequence parallel, what is recomputed)."""
+_TableKey = tuple[int, Degrees, bool, tuple[Recompute, ...]]
+"""(parts of the batch, axes without dp, sequence parallel, what is recomputed)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ProgramTables:
-    """A program typed for one microbatch of one rank of dp, on ep and tp. crossing_bytes: of what
-    crosses the cut before each instance, 0 before the first. buffer_bytes, input_bytes: of one
+    """A program typed for one microbatch of one rank of dp, on ep, cp and tp. crossing_bytes: of
+    what crosses the cut before each instance, 0 before the first. buffer_bytes, input_bytes: of one
     rank."""
 
     folded: FoldedGraph
@@ -108,14 +108,14 @@ class PipelineProblems:
         self.capacity_bytes = options.memory_bytes or smallest
         self.launch_s = CostModel(cluster, build_mesh(cluster, 1, 1)).launch_s
         self._holders = _num_holders(folded)
-        self._searches: dict[tuple[int, int, int], MeshSearch] = {}
+        self._searches: dict[tuple[int, Degrees], MeshSearch] = {}
         self._tables: dict[_TableKey, ProgramTables] = {}
         self._around: dict[tuple[int, Degrees], Surroundings] = {}
 
     def tables(self, degrees: UniformStrategy, recomputes: Sequence[Recompute]) -> ProgramTables:
-        """The typed program that dp, ep, tp, microbatches and sequence_parallel ask for."""
+        """The typed program that the axes, microbatches and sequence_parallel ask for."""
         parts, words = degrees.dp * degrees.microbatches, tuple(sorted(recomputes))
-        key = parts, degrees.ep, degrees.tp, degrees.sequence_parallel, words
+        key = parts, degrees.degrees._replace(dp=1), degrees.sequence_parallel, words
         if key not in self._tables:
             self._tables[key] = self._typed(*key)
         return self._tables[key]
@@ -165,7 +165,8 @@ class PipelineProblems:
 
     def mesh(self, degrees: UniformStrategy) -> Mesh:
         """Of all ranks."""
-        return build_mesh(self.cluster, degrees.dp, degrees.tp, degrees.pp, ep=degrees.ep)
+        axes = degrees.degrees._asdict()
+        return build_mesh(self.cluster, pp=degrees.pp, **axes)
 
     def untied_parameters(self, region: int) -> list[int]:
         """Parameter slots of a region that one layer alone reads."""
@@ -176,17 +177,17 @@ class PipelineProblems:
     def _typed(
         self,
         parts: int,
-        ep: int,
-        tp: int,
+        degrees: Degrees,
         sequence_parallel: bool,
         recomputes: Sequence[Recompute],
     ) -> ProgramTables:
         folded = self.microbatches.graph(parts)
-        if (parts, ep, tp) not in self._searches:
-            mesh = build_mesh(self.cluster, 1, tp, ep=ep)
+        key = parts, degrees
+        if key not in self._searches:
+            mesh = build_mesh(self.cluster, **degrees._asdict())
             size = self.batch_size // parts
-            self._searches[parts, ep, tp] = MeshSearch(folded, self.cluster, mesh, size)
-        search = self._searches[parts, ep, tp]
+            self._searches[key] = MeshSearch(folded, self.cluster, mesh, size)
+        search = self._searches[key]
         program = search.solve(zero=0, sequence_parallel=sequence_parallel)
         solutions = search.solutions(sequence_parallel=sequence_parallel)
         tables = [

@@ -179,7 +179,7 @@ class _Race:
 
 def _key(degrees: UniformStrategy) -> tuple[int, ...]:
     d = degrees
-    return d.pp, d.dp, d.ep, d.tp, d.microbatches, int(d.sequence_parallel)
+    return d.pp, *d.degrees, d.microbatches, int(d.sequence_parallel)
 
 
 def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipeline:

@@ -1,6 +1,6 @@
 """The part of the decision tree that divides a model into stages and a batch into microbatches.
 
-    pp x dp x ep x tp = devices, all factorisations -> microbatches, all divisors of the batch
+    pp x dp x ep x cp x tp = devices, all factorisations -> microbatches, all divisors of the batch
         -> role of tp (tensor, tensor + sequence)                      one candidate: its degrees
         -> ZeRO level -> recompute                                     by layer
 
@@ -16,7 +16,17 @@ from typing import get_args
 
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
-from meshfold.passes.decision_tree import NODE, PINNED, PLANNED, Situation, Tree, keeps_pins
+from meshfold.passes.decision_tree import (
+    CONTEXT,
+    NODE,
+    PINNED,
+    PLANNED,
+    Situation,
+    Tree,
+    can_cut_batch,
+    keeps_pins,
+    offered_axes,
+)
 from meshfold.passes.mesh_degrees import divisors
 from meshfold.passes.pipeline_parameters import PIPELINE_ZERO_LEVELS
 from meshfold.passes.stage_schedules import offered_schedules
@@ -27,10 +37,10 @@ LAYERS = "more stages than layers"
 SCHEDULE = "no schedule that is pinned"
 
 ALL_KINDS = len(PIPELINE_ZERO_LEVELS) * len(get_args(Recompute))
-KINDS_WITHOUT_DP = len(get_args(Recompute))
-"""Leaves below one choice of degrees, ZeRO needing ranks that cut the batch."""
+KINDS_WITHOUT_ZERO = len(get_args(Recompute))
+"""Leaves below one choice of degrees, ZeRO needing ranks to shard over."""
 
-DEGREE_PINS = ("pp", "dp", "ep", "tp", "sp", "microbatches")
+DEGREE_PINS = ("pp", "dp", "ep", "cp", "tp", "sp", "microbatches")
 
 SCHEDULE_PINS = ("schedule", "chunks")
 
@@ -98,6 +108,9 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
             raise OptionError(_why_not(name, situation, num_layers))
         cuts[name] += _num_leaves(left) - _num_leaves(kept)
         left = kept
+    further = [d for d in left if not can_cut_batch(d.degrees, situation, d.microbatches)]
+    cuts[CONTEXT] += _num_leaves(left) - _num_leaves(further)
+    left = further
     if NODE not in situation.switched_off:
         inside = [d for d in left if d.tp <= situation.devices_per_node]
         cuts[NODE] += _num_leaves(left) - _num_leaves(inside or left)
@@ -117,26 +130,17 @@ def _schedule_pins(situation: Situation) -> tuple[ScheduleKind | None, int | Non
 
 
 def _all_degrees(situation: Situation) -> Iterator[UniformStrategy]:
-    """pp, dp, ep, tp that multiply to the devices, with every number of microbatches. ep where it
-    divides every number of experts."""
-    n, experts = situation.num_devices, situation.experts
-    for tp in divisors(n):
-        for pp in divisors(n // tp):
-            for ep in divisors(n // tp // pp):
-                if ep > 1 and (not experts or any(e % ep for e in experts)):
+    """pp and axes that multiply to the devices, with every number of microbatches."""
+    n = situation.num_devices
+    for pp in divisors(n):
+        for degrees in offered_axes(replace(situation, num_devices=n // pp)):
+            for m in divisors(situation.batch_size):
+                if pp == m == 1:
                     continue
-                for m in divisors(situation.batch_size):
-                    if pp == m == 1:
-                        continue
-                    for sp in (False, True) if tp > 1 else (False,):
-                        yield UniformStrategy(
-                            dp=n // tp // pp // ep,
-                            ep=ep,
-                            tp=tp,
-                            sequence_parallel=sp,
-                            pp=pp,
-                            microbatches=m,
-                        )
+                for sp in (False, True) if degrees.tp > 1 else (False,):
+                    yield UniformStrategy(
+                        **degrees._asdict(), sequence_parallel=sp, pp=pp, microbatches=m
+                    )
 
 
 def _every_kind() -> tuple[tuple[int, Recompute], ...]:
@@ -173,16 +177,16 @@ def _running(
 def _strategies(
     degrees: UniformStrategy, kinds: Sequence[tuple[int, Recompute]]
 ) -> list[UniformStrategy]:
-    """ZeRO needs ranks that cut the batch."""
+    """ZeRO needs ranks to shard over."""
     return [
         replace(degrees, zero=zero, recompute=recompute)
         for zero, recompute in kinds
-        if zero == 0 or degrees.degrees.batch_ranks > 1
+        if zero == 0 or degrees.degrees.zero_ranks > 1
     ]
 
 
 def _num_leaves(degrees: Sequence[UniformStrategy]) -> int:
-    return sum(ALL_KINDS if d.degrees.batch_ranks > 1 else KINDS_WITHOUT_DP for d in degrees)
+    return sum(ALL_KINDS if d.degrees.zero_ranks > 1 else KINDS_WITHOUT_ZERO for d in degrees)
 
 
 def _why_not(name: str, situation: Situation, num_layers: int) -> str:
@@ -190,15 +194,15 @@ def _why_not(name: str, situation: Situation, num_layers: int) -> str:
     size, devices = situation.batch_size, situation.num_devices
     why = {
         PINNED: (
-            f"no pp x dp x ep x tp on {devices} devices with microbatches that divide a batch of "
-            f"{size} keeps them; ep divides the number of experts"
+            f"no pp x dp x ep x cp x tp on {devices} devices with microbatches that divide a batch "
+            f"of {size} keeps them; ep divides the number of experts, cp the sequence"
         ),
         BATCH: f"a batch of {size} does not divide over dp x ep x microbatches",
         LAYERS: f"the model has {num_layers} layers, fewer than stages",
         SCHEDULE: (
             f"no pp > 1 and microbatches have such a schedule for {num_layers} layers; interleaved "
             "ones need 2 or more chunks, a multiple of pp microbatches and pp x chunks layers, zbv "
-            "2 chunks and 2 pp layers, the others have one chunk"
+            "and dualpipev 2 chunks and 2 pp layers, the others have one chunk"
         ),
     }
     return f"pipeline with {pins}: {why[name]}"

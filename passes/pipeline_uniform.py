@@ -48,7 +48,7 @@ def best_uniform_pipeline(problems: PipelineProblems, tree: PipelineTree) -> Uni
         KERNELS, lambda i: kernels_bound_s(problems, tree, tree.candidates[i], kind)
     )
     bounds = peak_rate_bounds_s(problems, tree, kind)
-    keys = [(d.pp, d.dp, d.ep, d.tp, d.microbatches, d.sequence_parallel) for d in tree.candidates]
+    keys = [(d.pp, *d.degrees, d.microbatches, d.sequence_parallel) for d in tree.candidates]
     try:
         return best_first(keys, (PEAK_RATE, bounds), solve, refine=[kernels]).solution.plan
     except InfeasibleError:

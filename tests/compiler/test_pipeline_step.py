@@ -9,7 +9,7 @@ from pool import Pools
 from support_pipeline import captured_model, lose_a_stage, planned, recut
 
 import meshfold
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.cost_models.schedules import V_ORDERS, Schedule, ScheduleKind
 from meshfold.errors import OptionError
 from meshfold.local_processes import LocalProcessError, run_local
 from meshfold.plan import Plan
@@ -34,6 +34,10 @@ ZERO_MESHES: dict[str, dict[str, Any]] = {
     "pp2 x dp2, zero1": {"pp": 2, "dp": 2, "zero": 1},
     "pp2 x dp2, zero2": {"pp": 2, "dp": 2, "zero": 2},
 }
+CONTEXT_MESHES: dict[str, dict[str, Any]] = {
+    "pp2 x cp2": {"pp": 2, "cp": 2, "zero": 0},
+    "pp2 x cp2, zero3": {"pp": 2, "cp": 2, "zero": 3},
+}
 FAMILIES = ("gpt2", "llama", "t5", "vit", "mixtral")
 
 
@@ -52,6 +56,10 @@ def cases() -> list[Any]:
     for f, family in enumerate(("gpt2", "llama", "t5")):
         for k, mesh in enumerate(ZERO_MESHES):
             chosen = [(f + 2 * k) % 5, (f + 2 * k + 1) % 5]
+            found.append(pytest.param(family, mesh, chosen, marks=pytest.mark.slow))
+    for f, family in enumerate(FAMILIES):
+        for k, mesh in enumerate(CONTEXT_MESHES):
+            chosen = [(f + 2 * k + 1) % 5, (f + 2 * k + 3) % 5]
             found.append(pytest.param(family, mesh, chosen, marks=pytest.mark.slow))
     return found
 
@@ -77,7 +85,7 @@ def schedules(p: int) -> list[Schedule]:
 def test_pipelines_compute_what_one_process_does(
     pools: Pools, family: str, mesh: str, chosen: Sequence[int]
 ) -> None:
-    pins = (MESHES | EXPERT_MESHES | ZERO_MESHES)[mesh]
+    pins = (MESHES | EXPERT_MESHES | ZERO_MESHES | CONTEXT_MESHES)[mesh]
     wanted = [schedules(pins["pp"])[k] for k in chosen]
     check_schedules(pools, family, 4, pins, wanted)
 
@@ -89,7 +97,7 @@ def test_pipelines_compute_what_one_process_does(
 def test_chunks_with_a_split_backward(pools: Pools, family: str, p: int) -> None:
     wanted = [
         Schedule(kind, p, MICROBATCHES, num_chunks=2)
-        for kind in (ScheduleKind.INTERLEAVED_ZERO_BUBBLE, ScheduleKind.ZBV)
+        for kind in (ScheduleKind.INTERLEAVED_ZERO_BUBBLE, *V_ORDERS)
     ]
     check_schedules(pools, family, p, {"pp": p}, wanted)
 
