@@ -134,6 +134,11 @@ def can_cut_batch(degrees: Degrees, situation: Situation, microbatches: int = 1)
     return not rest and math.gcd(degrees.cp, of_rank) > 1
 
 
+def may_cut_for_batch(situation: Situation) -> bool:
+    """Whether CONTEXT is asked: not where cp is pinned."""
+    return CONTEXT not in situation.switched_off and "cp" not in situation.pins
+
+
 def leaves_on(degrees: Degrees, *, maps: bool = False) -> Iterator[UniformStrategy]:
     """The leaves below one choice of axes. maps: whether tp may take the batch, see Situation."""
     for sequence_parallel, batch_on_tp in _modes(degrees, maps):

@@ -25,6 +25,7 @@ from meshfold.passes.decision_tree import (
     Tree,
     can_cut_batch,
     keeps_pins,
+    may_cut_for_batch,
     offered_axes,
 )
 from meshfold.passes.mesh_degrees import divisors
@@ -108,7 +109,7 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
             raise OptionError(_why_not(name, situation, num_layers))
         cuts[name] += _num_leaves(left) - _num_leaves(kept)
         left = kept
-    further = [d for d in left if not can_cut_batch(d.degrees, situation, d.microbatches)]
+    further = [d for d in left if not _cuts_further(d, situation)]
     cuts[CONTEXT] += _num_leaves(left) - _num_leaves(further)
     left = further
     if NODE not in situation.switched_off:
@@ -121,6 +122,18 @@ def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
     cuts[PLANNED] += num_pinned - len(leaves)
     tree = Tree(leaves, num_leaves, {k: n for k, n in sorted(cuts.items()) if n})
     return PipelineTree(tuple(left), kinds, tree, num_layers, kind, num_chunks)
+
+
+def _cuts_further(degrees: UniformStrategy, situation: Situation) -> bool:
+    """Whether the batch could do for cp: a microbatch part of it, or all of it what cp and stages
+    do, which neither communicate inside a region then nor wait for one another."""
+    if degrees.cp == 1:
+        return False
+    axes = degrees.degrees
+    over_all = axes._replace(dp=axes.dp * degrees.cp * degrees.pp, cp=1)
+    return can_cut_batch(axes, situation, degrees.microbatches) or (
+        may_cut_for_batch(situation) and situation.batch_size % over_all.batch_ranks == 0
+    )
 
 
 def _schedule_pins(situation: Situation) -> tuple[ScheduleKind | None, int | None]:

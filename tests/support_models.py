@@ -89,6 +89,12 @@ def _odd_gemma2(layers: int) -> nn.Module:
     return transformers.Gemma2ForCausalLM(config)
 
 
+def _heavy_ends(layers: int) -> nn.Module:
+    """A Llama whose embedding weighs, and whose head works, as much as many of its layers."""
+    sizes = _llama_sizes(layers) | {"vocab_size": 4096}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
 def _mixtral(layers: int) -> nn.Module:
     config = transformers.MixtralConfig(
         **_llama_sizes(layers), num_local_experts=4, num_experts_per_tok=2
@@ -170,6 +176,7 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "odd_gpt2": _odd_gpt2,
     "odd_gemma2": _odd_gemma2,
     "gpt_oss": _gpt_oss,
+    "heavy_ends": _heavy_ends,
 }
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import meshfold
 from meshfold.api import bind
 from meshfold.capture import Captured, capture
+from meshfold.cluster import ClusterSpec
 from meshfold.collective_order import collectives_of
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.schedules import Schedule
@@ -61,16 +62,28 @@ def planned(
     num_devices: int,
     pins: tuple[tuple[str, Any], ...],
     optimizer: Any = "adamw",
+    *,
+    start_up: bool = True,
 ) -> Plan:
-    """The plan of a search with pins."""
+    """The plan of a search with pins. start_up: whether kernels and messages cost something even
+    where they are empty, which decides all of a tiny model."""
+    cluster = resolve_cluster("local-cpu", num_devices)
     return find_plan_for(
         captured_model(family, layers).graph,
-        resolve_cluster("local-cpu", num_devices),
+        cluster if start_up else without_start_up(cluster),
         CompileOptions(pins=dict(pins), optimizer=optimizer),
         model_name=family,
         batch_size=ROWS,
         probe=OpProber(),
     )
+
+
+def without_start_up(cluster: ClusterSpec) -> ClusterSpec:
+    """Of one group of devices: bytes and work alone take time."""
+    (group,) = cluster.groups
+    link = replace(group.link, latency_s=0.0, start_s=0.0, ramp_bytes=0.0)
+    device = replace(group.device, launch_s=0.0)
+    return replace(cluster, groups=(replace(group, link=link, device=device),))
 
 
 def recut(plan: Plan, schedule: Schedule, first: Sequence[int] | None = None) -> Plan:

@@ -9,12 +9,13 @@ weight. Sizes are drawn so that many do not divide. Everything follows from one 
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from support_blocks import Model, Sizes
 from support_emit import part_of
 from support_models import tiny_model
+from support_pipeline import without_start_up
 from support_programs import Rank, errors_of_a_step, on_ranks, one_process
 from torch import Tensor, nn
 
@@ -108,12 +109,7 @@ def _cluster(draw: random.Random, num_ranks: int) -> ClusterSpec:
     bytes and work decide even here."""
     name = draw.choice(["local-cpu", "local-cpu", "dgx-a100-40"])
     cluster = resolve_cluster(name if name == "local-cpu" else f"{name}x1", num_ranks)
-    if draw.random() < 0.5:
-        return cluster
-    (group,) = cluster.groups
-    link = replace(group.link, latency_s=0.0, start_s=0.0, ramp_bytes=0.0)
-    device = replace(group.device, launch_s=0.0)
-    return replace(cluster, groups=(replace(group, link=link, device=device),))
+    return cluster if draw.random() < 0.5 else without_start_up(cluster)
 
 
 def _options(

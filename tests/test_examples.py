@@ -68,6 +68,22 @@ def test_the_training_script_gives_the_same_losses_alone_and_under_torchrun() ->
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+def test_a_lost_stage_costs_one_step_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses are those of a run in which nothing was lost."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(ROOT / "examples" / "resume.py"), "--steps", "4", "--folder"]
+    whole = output_of(*torchrun, *script, str(tmp_path / "whole"))
+    restarted = [*torchrun, "--max-restarts", "1", *script, str(tmp_path / "lost")]
+    lost = output_of(*restarted, "--lose-at", "2")
+    assert [line.split(":")[0] for line in whole.splitlines()] == [f"step {k}" for k in range(4)]
+    assert lost == whole
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_the_demo_compares_four_processes_with_one(tmp_path: Path) -> None:
     out = output_of(str(ROOT / "examples" / "demo.py"), "--steps", "3", cwd=tmp_path)
     assert re.search(r"DDP +dp4 .* OOM", out), "plain data parallelism must not fit"
