@@ -90,7 +90,7 @@ def ring_attention(
             (blocks, size, (mesh.coord(axis) - steps) % size)
             for (axis, blocks), size, steps in away
         )
-        visits.append(_pieces(rows, in_parts(held_runs(shape[-1], places), fused), is_causal))
+        visits.append(pieces_of(rows, in_parts(held_runs(shape[-1], places), fused), is_causal))
     attention = Attention(
         query.shape[-1] ** -0.5 if scale is None else scale,
         _key_heads(mesh, shape, digits, key_heads, query, key),
@@ -120,7 +120,7 @@ def _key_heads(
     return place
 
 
-def _pieces(
+def pieces_of(
     rows: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], is_causal: bool
 ) -> tuple[Piece, ...]:
     """The pieces in which rows see keys, both ranges of global positions."""
@@ -251,7 +251,7 @@ def _probed(
     fused = is_fused(query, key, value, mask)
     rows = in_parts([(num_keys * num_ranks, num_rows)], fused)
     visits = [
-        _pieces(rows, in_parts([(number * num_keys, num_keys)], fused), is_causal=False)
+        pieces_of(rows, in_parts([(number * num_keys, num_keys)], fused), is_causal=False)
         for number in range(num_ranks)
     ]
     if is_causal:

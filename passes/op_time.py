@@ -1,12 +1,14 @@
 """Time of one op on one rank under a rule per axis: its kernels, and the collectives inside it.
 
 Keys and values that go round on an axis of n ranks (rules_attention.RING) are on their way while a
-rank computes with those before them. With w the seconds of its kernels, b those of a visit and p
-those of a pass, the op takes
+rank computes with those before them; in backward the sums of their gradients follow, in at least 32
+bits, and go one pass further. With w the seconds of the kernels of an op, b those of a visit, and
+p, g, pg those of a pass of keys and values, of gradients, of both,
 
-    b = w / n + launch + merging the rows        forward (n - 1) max(b, p) + b, backward p more
+    b = w / n + merging or adding       forward     (n - 1) max(b, p) + b
+                                        backward    (n - 1) max(b, pg) + max(b, g) + g
 
-and what that is beyond w counts as communication. In backward every pass is charged with gradients.
+and what that is beyond w counts as communication.
 """
 
 import math
@@ -19,6 +21,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, Op, OpGraph
 from meshfold.passes.rules import AxisRule, RuleComm
+from meshfold.passes.rules_attention import SHIFT
 from meshfold.passes.rules_experts import TRAVELS
 
 _QUERY, _KEY, _VALUE, _RESULT = 0, 1, 2, -1
@@ -44,7 +47,7 @@ class OpTime:
 @dataclass(frozen=True, slots=True)
 class InsideCollective:
     """A collective inside an op's rule on axis number `axis`, in one direction; all passes of keys
-    and values that go round as one. num_bytes: of one pass; seconds: beyond the kernels."""
+    and values that go round as one: num_bytes of one pass, seconds beyond the kernels."""
 
     kind: str
     axis: int
@@ -130,7 +133,7 @@ class OpTimer:
         self, comm: RuleComm, axis: int, split: Sequence[int], rules: Sequence[AxisRule]
     ) -> InsideCollective:
         kind = comm.collective
-        if kind == "shift":
+        if kind == SHIFT:
             num_bytes = int(comm.num_bytes / self._shards(rules)[_KEY])
             seconds = self._around_s(num_bytes, axis, split, rules, comm.is_backward)
         else:
@@ -146,18 +149,22 @@ class OpTimer:
         rules: Sequence[AxisRule],
         is_backward: bool,
     ) -> float:
-        """What keys and values that go round take beyond the kernels, see the module docstring."""
+        """What keys and values that go round take beyond the kernels, see the module docstring.
+        num_bytes: those of one rank."""
         shards, n = self._shards(rules), self.mesh.sizes[axis]
         parts = math.prod(split) / math.prod(r.load for r in rules)
         kernels_s = self._kernels_s(parts, shards)[is_backward]
-        # Sums over visits are kept in at least 32 bits: read, added to, written.
-        item = ITEM_BYTES[self.dtype]
+        wide = max(1.0, 4 / ITEM_BYTES[self.dtype])
+        # Sums over visits are read, added to, written.
         sums = (_QUERY, _KEY, _VALUE) if is_backward else (_RESULT,)
-        summed = 3 * max(1.0, 4 / item) * sum(self._tensor_bytes[k] / shards[k] for k in sums)
+        summed = 3 * wide * sum(self._tensor_bytes[k] / shards[k] for k in sums)
         visit_s = kernels_s / n + self.costs.compute_s(0, summed, self.dtype)
-        pass_s = self.costs.collective_s("shift", num_bytes, (axis,))
-        whole_s = (n - 1) * max(visit_s, pass_s) + visit_s + is_backward * pass_s
-        return whole_s - kernels_s
+        gradient_bytes = wide * num_bytes if is_backward else 0
+        pass_s, gradient_s = (
+            self.costs.collective_s(SHIFT, size, (axis,))
+            for size in (num_bytes + gradient_bytes, gradient_bytes)
+        )
+        return (n - 1) * max(visit_s, pass_s) + max(visit_s, gradient_s) + gradient_s - kernels_s
 
 
 def op_time(

@@ -28,6 +28,7 @@ from meshfold.passes.rule_labels import (
 )
 
 RING = "ring"
+SHIFT = "shift"
 RING_ATTENTION = "meshfold.ring_attention.default"
 CAUSAL_LOAD = 2.0
 """Work of the rank with the last rows over the mean: 2 - 1 / n on n ranks."""
@@ -68,15 +69,10 @@ def _around(inputs: list[Dims], rows: Dims) -> tuple[Dims, ...]:
 
 
 def _passes(op: BoundOp) -> tuple[RuleComm, ...]:
-    """Key and value on their way, as a whole; in backward their gradients, too."""
-    values = [op.value(name) for name in ("key", "value")]
-    num_bytes = sum(v.num_bytes for v in values)
-    # Gradients are summed in at least 32 bits.
-    gradients = sum(max(v.num_bytes, 4 * math.prod(v.shape)) for v in values)
-    return (
-        RuleComm("shift", num_bytes),
-        RuleComm("shift", num_bytes + gradients, is_backward=True),
-    )
+    """Key and value on their way, as a whole; in backward once more, with gradients behind them
+    (meshfold.passes.op_time)."""
+    num_bytes = sum(op.value(name).num_bytes for name in ("key", "value"))
+    return RuleComm(SHIFT, num_bytes), RuleComm(SHIFT, num_bytes, is_backward=True)
 
 
 def ring_call(op: Op, rules: Sequence[str], sizes: Sequence[int]) -> tuple[Arg, ...] | None:
