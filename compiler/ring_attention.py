@@ -186,7 +186,8 @@ class _RingAttention(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             into_mask = torch.zeros_like(mask, dtype=wide(mask.dtype))
         flat = _packed(key, value)
-        behind: Tensor | None = None
+        # What is sent, which stays until it has left, and what comes.
+        behind: tuple[Tensor, Tensor] | None = None
         for visit, pieces in enumerate(ring.visits):
             on_its_way = _pass_on(ring, flat, visit)
             here = _unpacked(flat, key, value)
@@ -196,14 +197,15 @@ class _RingAttention(torch.autograd.Function):
                 operands = (query, *here, mask)
                 piece_backward(ring.attention, operands, (made[0], made[1]), gradient, into, piece)
             if behind is not None:
-                summand += _waited(ring, behind)
+                summand += _waited(ring, behind[1])
             if on_its_way is not None:
                 flat = _waited(ring, on_its_way)
             is_last = visit == len(ring.passes)
             # One more pass on every axis, and they are where they began.
-            behind = _passed(ring, summand, ring.axes if is_last else ring.passes[visit])
+            axes = ring.axes if is_last else ring.passes[visit]
+            behind = summand, _passed(ring, summand, axes)
         assert behind is not None
-        dkey, dvalue = _unpacked(_waited(ring, behind), key, value)
+        dkey, dvalue = _unpacked(_waited(ring, behind[1]), key, value)
         gradients = (into_query, query), (dkey, key), (dvalue, value), (into_mask, mask)
         return None, *(None if g is None else g.to(x.dtype) for g, x in gradients)
 
@@ -246,12 +248,14 @@ def _probed(
     is_causal: bool,
     num_ranks: int,
 ) -> Tensor:
-    """What a probe of memory runs: local tensors, of an axis of `num_ranks`."""
+    """What a probe of memory runs: local tensors, of an axis of `num_ranks`. One piece of a visit
+    tells: they follow each other, and the first is the largest.
+    """
     num_rows, num_keys = query.shape[-2], key.shape[-2]
     fused = is_fused(query, key, value, mask)
     rows = in_parts([(num_keys * num_ranks, num_rows)], fused)
     visits = [
-        pieces_of(rows, in_parts([(number * num_keys, num_keys)], fused), is_causal=False)
+        pieces_of(rows[:1], in_parts([(number * num_keys, num_keys)], fused)[:1], is_causal=False)
         for number in range(num_ranks)
     ]
     if is_causal:

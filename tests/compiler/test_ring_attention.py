@@ -136,6 +136,14 @@ def test_fused_pieces_on_ranks(mask: str, monkeypatch: pytest.MonkeyPatch) -> No
         check_typings(op, mesh_of(2), [ring_typing(op, 2, place)])
 
 
+@pytest.mark.parametrize("kind", ["causal", "mask"])
+def test_two_axes_are_visited_like_the_digits_of_a_number(kind: str) -> None:
+    op = ring_operands(kind)
+    both = [t for t in op.typings(2, 3) if all(name.startswith("ring") for name in t.rules)]
+    assert len(both) > 1
+    check_typings(op, mesh_of(2, 3), both)
+
+
 def test_key_and_value_with_different_rows_are_refused() -> None:
     op = ring_operands("causal")
     module = op.emitted(ring_typing(op, 2), mesh_of(2))
