@@ -77,6 +77,14 @@ class RankMesh(ABC):
         """sent[j] rows of contiguous x go to rank j, one rank after the other; received[j] come
         from there, in rank order. An all-to-all of uneven parts."""
 
+    def start_shift(self, x: Tensor, axis: str) -> Tensor:
+        """Numbers x [n] go to the next rank of the axis, from the last to the first; those of the
+        one before come. An exchange with two neighbours."""
+        size, own = self.size((axis,)), self.coord(axis)
+        sent, received = [0] * size, [0] * size
+        sent[(own + 1) % size] = received[(own - 1) % size] = x.shape[0]
+        return self.start_exchange(x, (axis,), sent, received)
+
     @abstractmethod
     def wait(self, in_flight: Tensor) -> Tensor:
         """The result. Called once per start."""

@@ -25,6 +25,7 @@ from meshfold.opgraph import Arg, Hole, Op, OpGraph, Ref, Symbol
 from meshfold.passes.localize import localize
 from meshfold.passes.rules import OP_RULES, rule_locals, summed_axes
 from meshfold.rank_places import Digits
+from meshfold.ring_attention import ring_attention
 from meshfold.spmd import Layout, local_shape, padded_shape
 from meshfold.strategy import OpTyping
 from meshfold.torch_ops import torch_dtype, torch_target
@@ -310,6 +311,8 @@ def _attention(context: OpContext) -> list[fx.Node]:
     heads = len(query) - 3
     num_key_heads = key[heads] if heads > 0 else 1
     key_digits = context.digits(key_layout, heads) if heads > 0 else ()
+    if ring := context.digits(key_layout, len(key) - 2):
+        return [_ring_attention(context, named, ring, (num_key_heads, key_digits))]
     picks_heads = heads > 0 and context.digits(query_layout, heads) != key_digits
     causal_part = named.get("is_causal", False) and context.digits(query_layout, len(query) - 2)
     if not (_draws(named) or (picks_heads and num_key_heads > 1) or causal_part):
@@ -331,6 +334,24 @@ def _attention(context: OpContext) -> list[fx.Node]:
             key_heads=(num_key_heads, key_digits),
         )
     ]
+
+
+def _ring_attention(
+    context: OpContext, named: dict[str, Any], key_rows: Digits, key_heads: tuple[int, Digits]
+) -> fx.Node:
+    query, key = (context.op_graph.values[v].shape for v in context.op.operands[:2])
+    return context.call(
+        ring_attention,
+        context.mesh_node,
+        *(named[name] for name in ("query", "key", "value")),
+        named.get("attn_mask"),
+        is_causal=named.get("is_causal", False),
+        scale=named.get("scale"),
+        shape=(*query[:-1], key[-2]),
+        digits=(*context.all_digits(context.typing.outputs[0], len(query) - 1), ()),
+        key_digits=key_rows,
+        key_heads=key_heads,
+    )
 
 
 _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import meshfold.ring_attention  # noqa: F401  defines the op
 from meshfold.cost_models.op_probe import (
     NEW_STORAGE,
     NO_GRADIENT,
@@ -32,6 +33,7 @@ from meshfold.torch_ops import dtype_name, torch_constant, torch_dtype, torch_ta
 DEVICE_OPS = frozenset(
     {
         "aten.scaled_dot_product_attention.default",
+        "meshfold.ring_attention.default",
         "aten.mish.default",
         "aten._native_batch_norm_legit_no_training.default",
     }

@@ -80,5 +80,21 @@ def held_indices(size: int, places: Places, device: torch.device) -> Tensor:
     return index
 
 
+def held_runs(size: int, places: Places) -> tuple[tuple[int, int], ...]:
+    """The same as ranges without gaps: (first global index, number of them)."""
+    count = size // math.prod(n for _, n, _ in places)
+    unit = min((size // (blocks * n) for blocks, n, _ in places), default=count)
+    runs: list[tuple[int, int]] = []
+    for index in range(0, count, max(unit, 1)):
+        for blocks, num_parts, own in sorted(places, reverse=True):
+            below = size // (blocks * num_parts)
+            index = (index // below * num_parts + own) * below + index % below
+        if runs and sum(runs[-1]) == index:
+            runs[-1] = runs[-1][0], runs[-1][1] + unit
+        else:
+            runs.append((index, unit))
+    return tuple(runs)
+
+
 def _digits(x: Tensor, dim: int, blocks: int, num_parts: int) -> Tensor:
     return torch.unflatten(x, dim, (blocks, num_parts, x.shape[dim] // (blocks * num_parts)))

@@ -25,10 +25,17 @@ from meshfold.timeline import (
 )
 from meshfold.units import bytes_text, seconds_text
 
-LETTERS = {"all_gather": "g", "reduce_scatter": "s", "all_reduce": "r", "all_to_all": "t"}
+LETTERS = {
+    "all_gather": "g",
+    "reduce_scatter": "s",
+    "all_reduce": "r",
+    "all_to_all": "t",
+    "shift": "k",
+}
 LEGEND = (
     "F forward, B backward, = optimizer; g all-gather, s reduce-scatter, r all-reduce, t "
-    "all-to-all,\nlarge where compute waits for most of it; memory in eighths of its peak"
+    "all-to-all,\nk keys that go round; large where compute waits for most of it; memory in "
+    "eighths of its peak"
 )
 LEVELS = "▁▂▃▄▅▆▇█"
 HALF, QUARTER = 0.5, 0.25

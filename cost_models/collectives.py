@@ -31,7 +31,7 @@ from types import MappingProxyType
 from meshfold.cluster import LinkSpec
 from meshfold.cost_models.topology import GroupShape
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
 
 _RING_PASSES: Mapping[str, int] = MappingProxyType(
     {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -44,7 +44,7 @@ def collective_s(
     """Seconds of one collective over `group`; 0 for a group of one rank or for no bytes.
 
     num_bytes: all_gather the gathered output, reduce_scatter the input, all_reduce the tensor,
-    all_to_all the local tensor. Raises ValueError for an unknown kind.
+    all_to_all and shift the local tensor. Raises ValueError for an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown collective {kind!r}; known are {', '.join(KINDS)}")
@@ -52,6 +52,9 @@ def collective_s(
         return 0.0
     if kind == "all_to_all":
         return _pairwise_s(num_bytes, group, link, network)
+    if kind == "shift":
+        pairs = [link] * (group.max_per_node > 1) + [network] * group.crosses_nodes
+        return max(transfer_s(num_bytes, pair) for pair in pairs)
     times = [_ring_s(_RING_PASSES[kind], num_bytes, group, link, network)]
     if kind == "all_reduce":
         times.append(_tree_s(num_bytes, group, link, network))

@@ -71,8 +71,8 @@ class CostModel:
         """Seconds of one collective over the mesh axes `axes` together, before overlap.
 
         num_bytes: all_gather the gathered output, reduce_scatter the input, all_reduce the tensor,
-        all_to_all the local tensor. Raises ValueError for an unknown kind. Formulas and sources
-        are in meshfold.cost_models.collectives.
+        all_to_all and shift the local tensor. Raises ValueError for an unknown kind. Formulas and
+        sources are in meshfold.cost_models.collectives.
         """
         key = tuple(sorted(axes))
         if not key:

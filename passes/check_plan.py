@@ -22,7 +22,13 @@ from meshfold.passes.residence import (
     slot_facts,
     updated_bytes,
 )
-from meshfold.passes.rules import AxisRule, region_rules, rule_inside, typing_of
+from meshfold.passes.rules import (
+    AxisRule,
+    region_rules,
+    rule_inside,
+    rules_beside,
+    typing_of,
+)
 from meshfold.passes.rules_experts import TRAVELS
 from meshfold.passes.step_time import estimate_step
 from meshfold.passes.variants import planned_graph
@@ -160,6 +166,13 @@ def _rules(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> Sequence[tuple[Ax
             found = {rule.name: rule for rule in table[k][axis]}
             if name not in found:
                 found |= _rules_inside(graph, k, table[k], mesh, axis)
+            if name not in found:
+                rules_of_axis = tuple(found.values())
+                found |= {
+                    more.name: more
+                    for rule in rules_of_axis
+                    for more in rules_beside(graph, k, rule, mesh.sizes[axis])
+                }
             if name not in found:
                 found |= _rules_at_experts(graph, k, found, mesh.sizes[axis], away)
             if name not in found:

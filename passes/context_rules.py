@@ -1,7 +1,8 @@
 """The rules of a context parallel axis: what it may cut, and where.
 
 On such an axis parameters are whole: of the rules of an op (passes/rules.py) those stay that read
-no shard of one. Three steps follow:
+no shard of one. Beside the rule that cuts query rows, attention gets the one that has keys and
+values go round (rules_beside). Three steps follow:
 
 inside    tp may cut the same label, so cp goes inside wherever that divides, whether tp does so or
           not: it is the same work at the same price, and one place to ask about instead of two
@@ -25,7 +26,7 @@ import networkx as nx
 from meshfold.cost_models.compute import PRODUCTS, op_name
 from meshfold.opgraph import OpGraph, SlotKind
 from meshfold.passes.rule_domains import RuleTable
-from meshfold.passes.rules import AxisRule, rule_inside
+from meshfold.passes.rules import AxisRule, rule_inside, rules_beside
 from meshfold.spmd import PARTIAL, SpmdType
 
 ShardOf = tuple[int, SpmdType]
@@ -46,8 +47,8 @@ def context_rules(
     if tp_axis is not None:
         table = moved_inside(graph, table, sizes, inner=cp_axis, outer=tp_axis)
     rules = [
-        [rule for rule in per_axis[cp_axis] if _reads_whole_parameters(graph, k, rule)]
-        for k, per_axis in enumerate(table)
+        [rule for rule in found if _reads_whole_parameters(graph, k, rule)]
+        for k, found in enumerate(_with_more_cut(graph, table, sizes, cp_axis))
     ]
     worth = shards_of_products(graph, rules, kept)
     rules = [
@@ -93,6 +94,16 @@ def shards_of_products(
                 worth.update(shards)
     components = (part for part in nx.connected_components(joined) if not worth.isdisjoint(part))
     return frozenset().union(*components)
+
+
+def _with_more_cut(
+    graph: OpGraph, table: RuleTable, sizes: Sequence[int], axis: int
+) -> Iterator[list[AxisRule]]:
+    """Per op the rules of an axis, and those that cut more than one of them does."""
+    for k, per_axis in enumerate(table):
+        rules = per_axis[axis]
+        more = (found for rule in rules for found in rules_beside(graph, k, rule, sizes[axis]))
+        yield [*rules, *more]
 
 
 def _with_sums(

@@ -26,6 +26,7 @@ from meshfold.passes.conversions import (
 from meshfold.passes.exact import ATTENTION
 from meshfold.passes.localize import localize
 from meshfold.passes.parameter_prices import is_bucketed, local_bytes, stored_bytes
+from meshfold.passes.rules_attention import RING_ATTENTION, ring_call
 from meshfold.spmd import REPLICATE, Layout, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
 
@@ -179,6 +180,8 @@ class LocalProgramBuilder:
             tuple((name, self._bound(a, count)) for name, a in kwargs),
             _with_picked_heads(op.target, tuple(self.specs[t] for t in operands)),
         )
+        if (call := ring_call(op, typing.rules, self.mesh.sizes)) is not None:
+            key = ProbeKey(RING_ATTENTION, call, (), key.operands)
         answer = self.probe(key)
         outputs = tuple(self._add(o.spec) for o in answer.outputs)
         stays = self.is_selective and op_stays(op)

@@ -1,16 +1,31 @@
-"""Time of one op on one rank under a rule per axis: its kernels, and the collectives inside it."""
+"""Time of one op on one rank under a rule per axis: its kernels, and the collectives inside it.
+
+Keys and values that go round on an axis of n ranks (rules_attention.RING) are on their way while a
+rank computes with those before them; in backward the sums of their gradients follow, in at least 32
+bits, and go one pass further. With w the seconds of the kernels of an op, b those of a visit, and
+p, g, pg those of a pass of keys and values, of gradients, of both,
+
+    b = w / n + merging or adding       forward     (n - 1) max(b, p) + b
+                                        backward    (n - 1) max(b, pg) + max(b, g) + g
+
+and what that is beyond w counts as communication.
+"""
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.compute import op_work
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
-from meshfold.opgraph import Op, OpGraph
-from meshfold.passes.rules import AxisRule
+from meshfold.opgraph import ITEM_BYTES, Op, OpGraph
+from meshfold.passes.rules import AxisRule, RuleComm
+from meshfold.passes.rules_attention import SHIFT
 from meshfold.passes.rules_experts import TRAVELS
+
+_QUERY, _KEY, _VALUE, _RESULT = 0, 1, 2, -1
+"""Tensors of attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +46,8 @@ class OpTime:
 
 @dataclass(frozen=True, slots=True)
 class InsideCollective:
-    """A collective inside an op's rule on axis number `axis`, in one direction."""
+    """A collective inside an op's rule on axis number `axis`, in one direction; all passes of keys
+    and values that go round as one: num_bytes of one pass, seconds beyond the kernels."""
 
     kind: str
     axis: int
@@ -50,6 +66,7 @@ class OpTimer:
         self._only_moves = op.target in TRAVELS
         self.dtype = compute_dtype(graph, op)
         self._tensor_bytes = [graph.values[v].num_bytes for v in (*op.operands, *op.outputs)]
+        self._nothing = (0.0,) * len(mesh.axes)
         self._cuts: dict[tuple[int, str], tuple[float, ...]] = {}
         self._kernels: dict[tuple[float, tuple[float, ...]], tuple[float, float]] = {}
 
@@ -59,16 +76,20 @@ class OpTimer:
         on a rank (a weight read by every rank of a batch-parallel product is not divided)."""
         split = [n if r.splits_work else 1 for r, n in zip(rules, self.mesh.sizes, strict=True)]
         parts = math.prod(split) / math.prod(r.load for r in rules)
-        forward_s, backward_s = self._kernels_s(parts, self._shards(rules))
-        if self._only_moves and not any(rule.comm for rule in rules):
+        kernels = self._kernels_s(parts, self._shards(rules))
+        if not any(rule.comm for rule in rules):
             # Rows that stay are not put in another order.
-            forward_s = backward_s = 0.0
-        return OpTime(
-            forward_s,
-            backward_s,
-            self._inside_s(rules, split, is_backward=False),
-            self._inside_s(rules, split, is_backward=True),
+            forward_s, backward_s = (0.0, 0.0) if self._only_moves else kernels
+            return OpTime(forward_s, backward_s, self._nothing, self._nothing)
+        inside = self.inside(rules)
+        there, back = (
+            tuple(
+                sum(c.seconds for c in inside if (c.axis, c.is_backward) == (axis, is_backward))
+                for axis in range(len(rules))
+            )
+            for is_backward in (False, True)
         )
+        return OpTime(*kernels, there, back)
 
     def _shards(self, rules: Sequence[AxisRule]) -> tuple[float, ...]:
         """Into how many shards the rules cut every operand and result; rows that are with their
@@ -102,27 +123,48 @@ class OpTimer:
     def inside(self, rules: Sequence[AxisRule]) -> tuple[InsideCollective, ...]:
         """The collectives inside the rules, axis by axis, in order of execution."""
         split = [n if r.splits_work else 1 for r, n in zip(rules, self.mesh.sizes, strict=True)]
-        return tuple(c for axis, rule in enumerate(rules) for c in self._inside(rule, axis, split))
+        return tuple(
+            self._inside(comm, axis, split, rules)
+            for axis, rule in enumerate(rules)
+            for comm in rule.comm
+        )
 
     def _inside(
-        self, rule: AxisRule, axis: int, split: Sequence[int]
-    ) -> Iterator[InsideCollective]:
-        parts = math.prod(split)
-        for comm in rule.comm:
-            num_bytes = comm.num_bytes * split[axis] // parts
-            seconds = self.costs.collective_s(comm.collective, num_bytes, (axis,))
-            yield InsideCollective(comm.collective, axis, num_bytes, seconds, comm.is_backward)
+        self, comm: RuleComm, axis: int, split: Sequence[int], rules: Sequence[AxisRule]
+    ) -> InsideCollective:
+        kind = comm.collective
+        if kind == SHIFT:
+            num_bytes = int(comm.num_bytes / self._shards(rules)[_KEY])
+            seconds = self._around_s(num_bytes, axis, split, rules, comm.is_backward)
+        else:
+            num_bytes = comm.num_bytes * split[axis] // math.prod(split)
+            seconds = self.costs.collective_s(kind, num_bytes, (axis,))
+        return InsideCollective(kind, axis, num_bytes, seconds, comm.is_backward)
 
-    def _inside_s(
-        self, rules: Sequence[AxisRule], split: Sequence[int], *, is_backward: bool
-    ) -> tuple[float, ...]:
-        """Collectives inside the rules, by axis."""
-        return tuple(
-            sum(c.seconds for c in self._inside(rule, axis, split) if c.is_backward == is_backward)
-            if rule.comm
-            else 0.0
-            for axis, rule in enumerate(rules)
+    def _around_s(
+        self,
+        num_bytes: int,
+        axis: int,
+        split: Sequence[int],
+        rules: Sequence[AxisRule],
+        is_backward: bool,
+    ) -> float:
+        """What keys and values that go round take beyond the kernels, see the module docstring.
+        num_bytes: those of one rank."""
+        shards, n = self._shards(rules), self.mesh.sizes[axis]
+        parts = math.prod(split) / math.prod(r.load for r in rules)
+        kernels_s = self._kernels_s(parts, shards)[is_backward]
+        wide = max(1.0, 4 / ITEM_BYTES[self.dtype])
+        # Sums over visits are read, added to, written.
+        sums = (_QUERY, _KEY, _VALUE) if is_backward else (_RESULT,)
+        summed = 3 * wide * sum(self._tensor_bytes[k] / shards[k] for k in sums)
+        visit_s = kernels_s / n + self.costs.compute_s(0, summed, self.dtype)
+        gradient_bytes = wide * num_bytes if is_backward else 0
+        pass_s, gradient_s = (
+            self.costs.collective_s(SHIFT, size, (axis,))
+            for size in (num_bytes + gradient_bytes, gradient_bytes)
         )
+        return (n - 1) * max(visit_s, pass_s) + max(visit_s, gradient_s) + gradient_s - kernels_s
 
 
 def op_time(

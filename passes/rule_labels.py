@@ -62,6 +62,8 @@ class OpLabels:
     it, where their dim does not divide. units: label -> number of equal units that a rank may only
     hold whole, as groups of channels. local: local implementation under every rule.
     pads, keeps_padding: labels that may be a padded shard where they do not divide (meshfold.spmd).
+    beside: label -> another label and Dims of operands and outputs, where it cuts more than that
+    one does, at the same places (passes.rules.rules_beside).
     An op that pads never looks at what is beyond the end, and gives it no gradient; one that keeps
     padding makes finite numbers of finite ones there, and no gradient of none.
     """
@@ -76,6 +78,9 @@ class OpLabels:
     units: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     pads: frozenset[str] = frozenset()
     keeps_padding: frozenset[str] = frozenset()
+    beside: Mapping[str, tuple[str, tuple[Dims, ...]]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
     local: str = "plain"
 
     @property
@@ -83,6 +88,11 @@ class OpLabels:
         """Labels in order of first appearance."""
         found = {p[0]: None for dims in (*self.inputs, *self.outputs) for p in dims if p}
         return tuple(found)
+
+    def dims_of(self, label: str) -> tuple[Dims, ...]:
+        """Dims of operands, then outputs, as the rule of a label has them."""
+        beside = self.beside.get(label)
+        return beside[1] if beside else (*self.inputs, *self.outputs)
 
 
 class BoundOp:

@@ -143,7 +143,7 @@ def shards_at(
         return None
     optional = spec.whole_if_odd.get(label, frozenset())
     shards: list[SpmdType | None] = []
-    pairs = zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
+    pairs = zip((*op.operands, *op.outputs), spec.dims_of(label), strict=True)
     for k, (v, dims) in enumerate(pairs):
         possible, shard = _shard_at(graph.values[v].shape, dims, label, place, divisions)
         if not possible and k not in optional:

@@ -8,6 +8,7 @@ axis rules follow, for an axis of n ranks (_label_rule, _fixed_rules):
         operand without L                 -> Replicate; Partial if it is added to a sum over L
         output without L                  -> Partial if L is summed, or the type that Special gives;
                                              otherwise there is no such rule
+    beside      a label that cuts more than L does, at the places of L: the same (rules_beside)
     always      all Invariant -> Invariant; all Replicate -> Replicate
     linear ops  a set of operands Partial, the others Replicate -> Partial
 
@@ -130,6 +131,25 @@ def rule_inside(
     return next(_label_rule(graph, op, spec, label, inside, shards), None) if shards else None
 
 
+def rules_beside(graph: OpGraph, op_index: int, rule: AxisRule, size: int) -> tuple[AxisRule, ...]:
+    """The rules that cut what `rule` cuts, and more, on an axis of `size` ranks. No other op asks
+    for their shards, and region_rules does without them: they are for an axis of context."""
+    op = graph.ops[op_index]
+    spec = op_labels(graph, op) if rule.splits_work else None
+    return tuple(_beside(graph, op, spec, rule, size)) if spec and spec.beside else ()
+
+
+def _beside(
+    graph: OpGraph, op: Op, spec: OpLabels, rule: AxisRule, size: int
+) -> Iterator[AxisRule]:
+    label, _, place = rule.name.partition("/")
+    for name, (other, _) in spec.beside.items():
+        if other == label and place != "+":
+            shards = shards_at(graph, op, spec, name, int(place or 1), Divisions(size))
+            if shards is not None:
+                yield from _label_rule(graph, op, spec, name, int(place or 1), shards)
+
+
 def typing_of(graph: OpGraph, op_index: int, rules_by_axis: tuple[AxisRule, ...]) -> OpTyping:
     """The typing that one axis rule per axis means."""
     op = graph.ops[op_index]
@@ -173,12 +193,14 @@ def summed_axes(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[int, .
 
 
 def rules_of_op(graph: OpGraph, op: Op, size: int, candidates: Candidates) -> tuple[AxisRule, ...]:
-    """Rules of one op on an axis of `size` ranks, for given candidates of its values."""
+    """All rules of one op on an axis of `size` ranks, for given candidates of its values."""
     spec = op_labels(graph, op)
     known: Shardings = {}
-    if spec is not None and size > 1:
-        new_shardings(graph, op, spec, Divisions(size), candidates, known)
-    return _op_rules(graph, op, spec, size, known)
+    if spec is None or size == 1:
+        return _op_rules(graph, op, spec, size, known)
+    new_shardings(graph, op, spec, Divisions(size), candidates, known)
+    rules = _op_rules(graph, op, spec, size, known)
+    return (*rules, *(more for rule in rules for more in _beside(graph, op, spec, rule, size)))
 
 
 def _op_rules(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from support_models import tiny_model
 from torch import nn
 
 
@@ -72,3 +73,11 @@ def classes(batch: int = 8) -> tuple[nn.Module, dict[str, Any]]:
     target = torch.arange(batch) % 4
     target[: batch // 4] = -100
     return Classification(), {"x": torch.randn(batch, 8), "target": target}
+
+
+def ring_llama() -> tuple[nn.Module, dict[str, Any]]:
+    return tiny_model("llama")
+
+
+def ring_gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    return tiny_model("gpt2")

@@ -177,8 +177,9 @@ def _check_sizes(op: SingleOp, operands: Sequence[Tensor]) -> None:
         key, value, *mask = others
         assert key[:-1] == value[:-1] and key[-1] == first[-1], "sizes of key and value differ"
         assert key[0] == first[0], "sizes of the batch differ"
+        num_keys = op.tensors[1].shape[-2]
         for scores in mask:
-            pairs = zip(scores[::-1], (key[-2], *first[-2::-1]), strict=False)
+            pairs = zip(scores[::-1], (num_keys, *first[-2::-1]), strict=False)
             assert all(n in (1, size) for n, size in pairs), "sizes of the mask differ"
 
 

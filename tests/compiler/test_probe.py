@@ -184,3 +184,15 @@ def test_meta_tensors_answer_as_fake_ones_do(monkeypatch: pytest.MonkeyPatch) ->
     fast = list(map(OpProber(), keys))
     monkeypatch.setattr(meshfold.probe, "DEVICE_OPS", frozenset(key.target for key in keys))
     assert fast == list(map(OpProber(), keys))
+
+
+def test_of_keys_that_go_round_a_rank_keeps_its_own() -> None:
+    """4 ranks with 64 rows each: query, key, value, the result, and a number a row and head."""
+    spec = dense_spec((1, 2, 64, 8), "bfloat16", True)
+    whole = dense_spec((1, 2, 256, 8), "bfloat16", True)
+    call = (Ref(0), Ref(1), Ref(2), None, True, 4)
+    found = OpProber()(ProbeKey("meshfold.ring_attention.default", call, (), (spec,) * 3))
+    assert (found.saved_operands, found.saved_outputs) == ((0, 1, 2), (0,))
+    assert found.saved_bytes == 2 * 64 * 4
+    # Two of keys and values, the sums in 32 bits; never all keys.
+    assert 4 * spec.num_bytes < found.forward_scratch_bytes < 3 * whole.num_bytes

@@ -10,6 +10,7 @@ from support_ops import mesh_of
 from meshfold.shard_tensors import (
     digits_of,
     held_indices,
+    held_runs,
     local_row,
     merged_parts,
     part,
@@ -50,6 +51,11 @@ def test_digits_find_what_several_axes_hold(layout: Layout) -> None:
         coords = mesh.coords(rank)
         digits = tuple((t.blocks, n, c) for t, n, c in zip(layout, mesh.sizes, coords, strict=True))
         assert held_indices(size, digits, torch.device("cpu")).equal(expected)
+        runs = held_runs(size, digits)
+        assert [
+            i for first, count in runs for i in range(first, first + count)
+        ] == expected.tolist()
+        assert all(sum(a) < b[0] for a, b in zip(runs, runs[1:], strict=False))
         held, local = digits_of(index, size, digits)
         assert index[held].equal(expected)
         assert local[held].equal(torch.arange(len(expected)))

@@ -37,6 +37,10 @@ RAIL = GroupShape(num_ranks=4, num_nodes=4, max_per_node=1, min_per_node=1)
         ("all_reduce", CROSS, 2 + 2 * (3 + 5) + 1400 / 40),
         # 3 near peers take 300 bytes, 4 far ones 400 through one port
         ("all_to_all", CROSS, 2 + (3 + 4 * 5) + 400 / 10),
+        # 800 to the next rank; between nodes through one port
+        ("shift", NODE, 0.5 + 1 + 8),
+        ("shift", CROSS, 2 + 5 + 80),
+        ("shift", RAIL, 2 + 5 + 80),
         ("reduce_scatter", RAIL, 2 + 3 * 5 + 600 / 10),
         ("all_to_all", RAIL, 2 + 3 * 5 + 600 / 10),
     ],

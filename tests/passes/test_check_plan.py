@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support_models import BATCH, tiny_model
+from support_ring import slow_devices
 
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
@@ -135,4 +136,20 @@ def test_a_plan_with_shared_experts_keeps_its_figures_in_a_file() -> None:
     again = plan_from_json(text)
     assert again.strategy == plan.strategy
     priced = price_plan(graph, again, PROBER)
+    assert priced.time == plan.time and priced.memory == plan.memory
+
+
+def test_a_plan_with_keys_that_go_round_keeps_its_figures_in_a_file() -> None:
+    graph = capture(*tiny_model("llama")).graph
+    plan = find_plan_for(
+        graph,
+        slow_devices(4),
+        CompileOptions(pins={"dp": 1, "cp": 2, "tp": 2, "sp": 1}),
+        model_name="llama",
+        batch_size=BATCH,
+        probe=PROBER,
+    )
+    text = plan_to_json(plan)
+    assert "ring/2" in text
+    priced = price_plan(graph, plan_from_json(text), PROBER)
     assert priced.time == plan.time and priced.memory == plan.memory

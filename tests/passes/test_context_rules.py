@@ -3,7 +3,9 @@
 from functools import cache
 
 import pytest
+import torch
 from support_models import BATCH, meta_llama, tiny_model
+from torch import Tensor, nn
 
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
@@ -62,6 +64,67 @@ def test_no_rule_on_cp_reads_a_shard_of_a_parameter(family: str) -> None:
                 for v, t in zip(op.operands, rule.inputs, strict=True):
                     if v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER:
                         assert not t.is_shard
+
+
+class CausalLayer(nn.Module):
+    """Attention of 16 heads that share 8 key heads, as torch alone writes it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(width, n * width // 16) for n in (16, 8, 8))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (linear(x).unflatten(-1, (-1, 128)).transpose(1, 2) for linear in self.qkv)
+        made = nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return x + self.out(made.transpose(1, 2).flatten(2))
+
+
+class CausalStack(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CausalLayer(width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@cache
+def causal_stack(rows: int) -> FoldedGraph:
+    with torch.device("meta"):
+        model, x = CausalStack(2048), torch.empty(1, rows, 2048)
+    return capture(model.to(torch.bfloat16), {"x": x.to(torch.bfloat16)}).graph
+
+
+@pytest.mark.parametrize(
+    ("rows", "tp", "expected"),
+    [
+        (2**17, 1, "h"),  # 16 heads for 8 ranks: heads for rows, balanced
+        (2**17, 8, "ring"),  # of two heads a rank there are none to trade
+        (2**10, 8, "s"),  # visits too short to hide anything
+    ],
+)
+def test_long_sequences_have_keys_go_round_where_heads_do_not_divide(
+    rows: int, tp: int, expected: str
+) -> None:
+    graph, cluster = causal_stack(rows), resolve_cluster("dgx-h100", 8 * tp)
+    search = MeshSearch(graph, cluster, build_mesh(cluster, 1, tp, cp=8), 1)
+    typed = search.solve(zero=0, sequence_parallel=tp > 1)
+    # The layers between the first, which gets its input whole, and the loss.
+    pairs = zip(graph.regions[1].graph.ops, typed.typings[1].ops, strict=True)
+    (found,) = (typing.rules[0] for op, typing in pairs if "attention" in op.target)
+    assert found.partition("/")[0] == expected
+
+
+def test_keys_go_round_on_cp_alone() -> None:
+    search = search_of("bert")
+    for graph, table in zip(search.graphs, search.space.rules, strict=True):
+        for op, (dp, cp, tp) in zip(graph.ops, table, strict=True):
+            assert not any(rule.name.startswith("ring") for rule in (*dp, *tp))
+            rings = [rule.name for rule in cp if rule.name.startswith("ring")]
+            assert rings == (["ring/2"] if "attention" in op.target else [])
 
 
 class _Everything(frozenset[ShardOf]):

@@ -5,9 +5,11 @@ from support_graphs import costs_on, mlp
 from support_ops import SingleOp
 from support_tensors import real
 
+from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import Op, OpGraph, Ref, Slot, SlotKind, Value
-from meshfold.passes.op_time import op_time
-from meshfold.passes.rules import region_rules
+from meshfold.passes.exact import ATTENTION
+from meshfold.passes.op_time import OpTime, op_time
+from meshfold.passes.rules import region_rules, rules_beside
 from meshfold.passes.rules_experts import EXPERT_LOAD
 
 
@@ -55,3 +57,38 @@ def test_experts_on_ranks_are_as_slow_as_the_busiest_rank() -> None:
     moved = 2 * x.num_bytes + w.num_bytes / 2 + ids.num_bytes
     assert split.forward_s == pytest.approx(costs.compute_s(flops, moved, "float32"))
     assert by_name["e"].load == EXPERT_LOAD > by_name["o"].load == 1.0
+
+
+def ring_time(rows: int, cp: int, tp: int, *, causal: bool = False) -> tuple[OpTime, CostModel]:
+    """Of attention over `rows` with 8 heads of 64 in bfloat16, heads cut by tp."""
+    shape = (1, 8, rows, 64)
+    x = Value(shape, "bfloat16", True)
+    op = Op(ATTENTION, (Ref(0), Ref(1), Ref(2), None, 0.0, causal), (), (3,))
+    graph = OpGraph((Slot(SlotKind.VALUE),) * 3, (x, x, x, x), (op,), (3,))
+    mesh, costs, _ = costs_on(cp, tp)
+    rules = {r.name: r for r in region_rules(graph, (cp,))[0][0]}
+    (ring,) = rules_beside(graph, 0, rules["s"], cp)
+    heads = {r.name: r for r in region_rules(graph, (tp,))[0][0]}["h"]
+    return op_time(graph, op, (ring, heads), mesh, costs), costs
+
+
+def test_keys_that_go_round_hide_behind_long_visits_and_cost_what_is_left() -> None:
+    for rows, hides in ((2**17, True), (2**10, False)):
+        found, costs = ring_time(rows, 4, 2)
+        own = rows * 8 * 64 // 8  # numbers of a rank
+        p, g, pg = (costs.collective_s("shift", n * own, (0,)) for n in (4, 8, 12))
+        merge_s = costs.compute_s(0, 3 * 4 * own, "bfloat16")
+        add_s = costs.compute_s(0, 3 * 3 * 4 * own, "bfloat16")
+        b, back_b = found.forward_s / 4 + merge_s, found.backward_s / 4 + add_s
+        assert (b > p and back_b > pg) == hides
+        forward_s, backward_s = found.communication_s[0], found.backward_communication_s[0]
+        assert forward_s + found.forward_s == pytest.approx(3 * max(b, p) + b)
+        total_s = 3 * max(back_b, pg) + max(back_b, g) + g
+        assert backward_s + found.backward_s == pytest.approx(total_s)
+        assert found.communication_s[1] == 0.0
+
+
+def test_a_causal_ring_is_as_slow_as_the_last_rank() -> None:
+    causal, full = (ring_time(2**16, 4, 2, causal=c)[0] for c in (True, False))
+    assert causal.forward_s == pytest.approx(full.forward_s)
+    assert causal.backward_s == pytest.approx(full.backward_s)
