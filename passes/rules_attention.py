@@ -2,7 +2,9 @@
 
 query [..., h, s, e], key and value [..., g, t, e], mask broadcast to [..., h, s, t]. With grouped
 queries (g key heads serve h query heads) key heads are sharded with the query heads while g
-divides; beyond that each rank picks its key heads from the whole.
+divides; beyond that each rank picks its key heads from the whole. Where the heads do not divide,
+padded: query heads in units of those that share a key head. A mask of flags must not have heads
+then: beyond the end it would leave a query without keys.
 """
 
 from types import MappingProxyType
@@ -30,11 +32,14 @@ def _attention(op: BoundOp) -> OpLabels | None:
     if op.has_tensor("attn_mask"):
         scores = (*query[:-1], key[-2])
         inputs.append(broadcast_dims(op.value("attn_mask").shape, scores, rows))
+    flags = op.has_tensor("attn_mask") and not op.value("attn_mask").is_float
+    masked = flags and part("h") in inputs[-1]
     grouped = len(query) > 3 and query[-3] != key[-3]
     return OpLabels(
         tuple(inputs),
         (rows,),
         whole_if_odd=MappingProxyType({"h": frozenset({1, 2})} if grouped else {}),
+        heads=frozenset() if masked or len(query) < 4 else frozenset({"h"}),
         local="attention",
     )
 

@@ -41,8 +41,12 @@ PINS = {
 }
 """(processes, pins) by name of the strategy."""
 
-UNEVEN_PINS = {"zero3 of four": (4, {"dp": 4, "tp": 1, "zero": 3})}
-"""For a model whose dims four ranks do not divide."""
+UNEVEN_PINS = {
+    "zero3 of four": (4, {"dp": 4, "tp": 1, "zero": 3}),
+    "tp of four": (4, {"dp": 1, "tp": 4, "sp": 0}),
+    "tp+sp of four": (4, {"dp": 1, "tp": 4, "sp": 1}),
+}
+"""For a model with dims that four ranks do not divide."""
 
 CONTEXT_PINS = {
     "cp": (2, {"dp": 1, "cp": 2, "tp": 1, "zero": 0}),
@@ -72,17 +76,26 @@ def captured_family(family: str) -> Captured:
         return capture(model, batch)
 
 
-ODD_TABLES = {"odd_gpt2": "*wte.weight", "odd_gemma2": "*embed_tokens.weight"}
-"""Families whose vocabulary no axis divides, and their embeddings."""
+SMALL_TABLES = {
+    "odd_gpt2": ("*wte.weight", "tp:0"),
+    "odd_gemma2": ("*embed_tokens.weight", "tp:0"),
+    "three_gpt2": ("*c_attn.weight", "tp:1+"),
+    "three_llama": ("*q_proj.weight", "tp:0+"),
+    "three_vit": ("*q_proj.weight", "tp:0+"),
+    "three_t5": ("*SelfAttention.q.weight", "tp:0+"),
+}
+"""Families whose vocabulary or heads no axis divides: how a parameter is to be stored."""
 
 
 def pins_for(family: str, strategy: str) -> tuple[int, dict[str, Any]]:
-    """(processes, pins). A table as small as those of tests would be cut along its columns."""
+    """(processes, pins). Tables as small as those of tests would be cut along their columns, and
+    attention along its rows."""
     num_processes, pins = ALL_PINS[strategy]
-    if family not in ODD_TABLES:
+    if family not in SMALL_TABLES:
         return num_processes, pins
+    name, stored = SMALL_TABLES[family]
     zero = ",dp" if pins.get("zero") else ""
-    return num_processes, {**pins, f"layout:{ODD_TABLES[family]}": f"tp:0{zero}"}
+    return num_processes, {**pins, f"layout:{name}": stored + zero}
 
 
 @cache
@@ -125,6 +138,33 @@ def test_an_odd_vocabulary_is_shared_over_tp(pools: Pools, family: str, strategy
     assert len(tables) == 2  # read by the embedding and by the head
     axis = plan.mesh.index("tp")
     assert all(str(p.stored[axis]) == str(p.used[axis]) == "S0+" for p in tables)
+    check_step(pools, family, strategy)
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        ("three_gpt2", "tp"),
+        pytest.param("three_gpt2", "tp of four", marks=pytest.mark.slow),
+        pytest.param("three_gpt2", "zero3 x tp+sp", marks=pytest.mark.slow),
+        ("three_llama", "tp+sp of four"),
+        pytest.param("three_llama", "tp", marks=pytest.mark.slow),
+        pytest.param("three_llama", "zero3 x tp+sp", marks=pytest.mark.slow),
+        pytest.param("three_llama", "cp x tp+sp", marks=pytest.mark.slow),
+        pytest.param("three_vit", "tp", marks=pytest.mark.slow),
+        pytest.param("three_vit", "zero3 x tp+sp", marks=pytest.mark.slow),
+        pytest.param("three_t5", "tp", marks=pytest.mark.slow),
+        pytest.param("three_t5", "tp of four", marks=pytest.mark.slow),
+    ],
+)
+def test_heads_that_do_not_divide_are_shared_over_tp(
+    pools: Pools, family: str, strategy: str
+) -> None:
+    """Two ranks have two heads and one, four have one each and none."""
+    plan = plan_for(family, strategy)
+    axis = plan.mesh.index("tp")
+    padded = [p.name for region in plan.regions for p in region.parameters if p.stored[axis].padded]
+    assert len(padded) >= 2
     check_step(pools, family, strategy)
 
 

@@ -48,7 +48,8 @@ def test_digits_find_what_several_axes_hold(layout: Layout) -> None:
     index = torch.arange(size)
     for rank, expected in enumerate(cut(index, layout, mesh, GENERATOR)):
         coords = mesh.coords(rank)
-        digits = tuple((t.blocks, n, c) for t, n, c in zip(layout, mesh.sizes, coords, strict=True))
+        pairs = zip(layout, mesh.sizes, coords, strict=True)
+        digits = tuple((t.blocks, n, c, t.unit) for t, n, c in pairs)
         assert held_indices(size, digits, torch.device("cpu")).equal(expected)
         held, local = digits_of(index, size, digits)
         assert index[held].equal(expected)
