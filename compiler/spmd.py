@@ -12,8 +12,8 @@ A *padded* Shard(d,g) cuts between units, of `unit` rows each: rows of a vocabul
 one, heads of attention units of their size. Every block is filled up to the next multiple of the
 axis, in units, before it is cut, and no other axis cuts dim d. Every rank holds as many rows, the
 last ranks some that mean nothing, or nothing else: zeros in a stored parameter and in its gradient,
-anything finite in what ops make of it. No conversion leads to it or from it: ops read it as it is
-stored, or it is gathered whole (ZeRO).
+anything finite in what ops make of it. No conversion leads from it, and to it only one from what is
+whole; parameters are read as they are stored, or gathered whole (ZeRO).
 
 (The types of JAX shard_map's varying axes and of torch spmd_types; blocks are ours.)
 

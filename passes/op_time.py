@@ -72,7 +72,7 @@ class OpTimer:
 
     def _shards(self, rules: Sequence[AxisRule]) -> tuple[float, ...]:
         """Into how many shards the rules cut every operand and result; rows that are with their
-        experts into fewer, as the busiest rank has them."""
+        experts, and padded dims, into fewer, as the busiest rank has them."""
         total: tuple[float, ...] = (1,) * len(self._tensor_bytes)
         for axis, rule in enumerate(rules):
             key = axis, rule.name
@@ -80,7 +80,8 @@ class OpTimer:
                 n = self.mesh.sizes[axis]
                 types = (*rule.inputs, *rule.outputs)
                 self._cuts[key] = tuple(
-                    n / rule.load if t.kind == "E" else n if t.is_shard else 1 for t in types
+                    n / rule.load if t.kind == "E" or t.padded else n if t.is_shard else 1
+                    for t in types
                 )
             total = tuple(map(operator.mul, total, self._cuts[key]))
         return total

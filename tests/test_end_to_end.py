@@ -169,15 +169,24 @@ def test_heads_that_do_not_divide_are_shared_over_tp(
 
 
 @pytest.mark.slow
-def test_an_odd_vocabulary_trains_and_loads_elsewhere(pools: Pools, tmp_path: Path) -> None:
-    expected = losses_of_one_process("odd_gpt2")
-    _, pins = pins_for("odd_gpt2", "zero3 x tp+sp")
-    for losses in pools.run(4, "support_emit:train_steps", "odd_gpt2", pins, 3, is_local=False):
+@pytest.mark.parametrize("family", ["odd_gpt2", "three_gpt2", "three_llama"])
+def test_what_tp_pads_trains_and_loads_elsewhere(pools: Pools, family: str, tmp_path: Path) -> None:
+    expected = losses_of_one_process(family)
+    _, pins = pins_for(family, "zero3 x tp+sp")
+    for losses in pools.run(4, "support_emit:train_steps", family, pins, 3, is_local=False):
         assert losses == pytest.approx(expected, abs=EXACT)
-    plans = [plan_to_json(plan_for("odd_gpt2", s)) for s in ("zero3 x tp+sp", "dp x tp")]
-    captured = captured_family("odd_gpt2")
-    found = pools.run(4, "support_emit:save_and_load", "odd_gpt2", captured, *plans, str(tmp_path))
+    plans = [plan_to_json(plan_for(family, s)) for s in ("zero3 x tp+sp", "dp x tp")]
+    captured = captured_family(family)
+    found = pools.run(4, "support_emit:save_and_load", family, captured, *plans, str(tmp_path))
     assert all(wrong == [] for wrong in found)
+
+
+@pytest.mark.slow
+def test_clipping_counts_no_padding_of_heads(pools: Pools) -> None:
+    num_processes, pins = pins_for("three_gpt2", "tp of four")
+    expected = clipped_steps("three_gpt2", {}, 0.3)
+    for found in pools.run(num_processes, "support_emit:clipped_steps", "three_gpt2", pins, 0.3):
+        assert np.array(found) == pytest.approx(np.array(expected), abs=EXACT)
 
 
 @pytest.mark.slow
