@@ -11,6 +11,7 @@ from meshfold.mesh import Mesh
 from meshfold.opgraph import Op, OpGraph
 from meshfold.passes.rules import AxisRule
 from meshfold.passes.rules_experts import TRAVELS
+from meshfold.spmd import local_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,10 @@ class OpTimer:
         self.work = op_work(graph, op)
         self._only_moves = op.target in TRAVELS
         self.dtype = compute_dtype(graph, op)
-        self._tensor_bytes = [graph.values[v].num_bytes for v in (*op.operands, *op.outputs)]
+        tensors = [graph.values[v] for v in (*op.operands, *op.outputs)]
+        self._tensor_bytes = [value.num_bytes for value in tensors]
+        self._shapes = [value.shape for value in tensors]
+        self._loads: dict[tuple[int, str], float] = {}
         self._cuts: dict[tuple[int, str], tuple[float, ...]] = {}
         self._kernels: dict[tuple[float, tuple[float, ...]], tuple[float, float]] = {}
 
@@ -58,7 +62,7 @@ class OpTimer:
         whose rule splits the work; memory traffic by what the rule leaves of operands and results
         on a rank (a weight read by every rank of a batch-parallel product is not divided)."""
         split = [n if r.splits_work else 1 for r, n in zip(rules, self.mesh.sizes, strict=True)]
-        parts = math.prod(split) / math.prod(r.load for r in rules)
+        parts = math.prod(split) / math.prod(self._load(k, r) for k, r in enumerate(rules))
         forward_s, backward_s = self._kernels_s(parts, self._shards(rules))
         if self._only_moves and not any(rule.comm for rule in rules):
             # Rows that stay are not put in another order.
@@ -70,6 +74,19 @@ class OpTimer:
             self._inside_s(rules, split, is_backward=True),
         )
 
+    def _load(self, axis: int, rule: AxisRule) -> float:
+        """Work of the busiest rank over the mean, where a dim is padded, too."""
+        key = axis, rule.name
+        if key not in self._loads:
+            filled = 1.0
+            for shape, t in zip(self._shapes, (*rule.inputs, *rule.outputs), strict=True):
+                if t.padded:
+                    size = self.mesh.sizes[axis]
+                    whole = local_shape(shape, (t,), (size,))[t.dim] * size
+                    filled = max(filled, whole / shape[t.dim])
+            self._loads[key] = rule.load * filled
+        return self._loads[key]
+
     def _shards(self, rules: Sequence[AxisRule]) -> tuple[float, ...]:
         """Into how many shards the rules cut every operand and result; rows that are with their
         experts, and padded dims, into fewer, as the busiest rank has them."""
@@ -77,11 +94,10 @@ class OpTimer:
         for axis, rule in enumerate(rules):
             key = axis, rule.name
             if key not in self._cuts:
-                n = self.mesh.sizes[axis]
+                n, load = self.mesh.sizes[axis], self._load(axis, rule)
                 types = (*rule.inputs, *rule.outputs)
                 self._cuts[key] = tuple(
-                    n / rule.load if t.kind == "E" or t.padded else n if t.is_shard else 1
-                    for t in types
+                    n / load if t.kind == "E" or t.padded else n if t.is_shard else 1 for t in types
                 )
             total = tuple(map(operator.mul, total, self._cuts[key]))
         return total

@@ -127,9 +127,7 @@ def rule_inside(
         return None
     inside = int(place or 1) * outer_size, 0
     shards = shards_at(graph, op, spec, label, inside, Divisions(size))
-    if shards is None:
-        return None
-    return next(_label_rule(graph, op, spec, label, inside, shards, size), None)
+    return next(_label_rule(graph, op, spec, label, inside, shards), None) if shards else None
 
 
 def typing_of(graph: OpGraph, op_index: int, rules_by_axis: tuple[AxisRule, ...]) -> OpTyping:
@@ -197,7 +195,7 @@ def _op_rules(
     for label, place in sorted(shardings, key=lambda key: (order[key[0]], key[1])):
         shards = shardings[label, place]
         if shards is not None:
-            rules.extend(_label_rule(graph, op, spec, label, place, shards, size))
+            rules.extend(_label_rule(graph, op, spec, label, place, shards))
     distinct = {(r.inputs, r.outputs): r for r in reversed(rules)}
     return tuple(r for r in rules if distinct[r.inputs, r.outputs] is r)
 
@@ -230,7 +228,6 @@ def _label_rule(
     label: str,
     place: Place,
     shards: Shards,
-    size: int,
 ) -> Iterator[AxisRule]:
     """The rule that shards `label`, if there is one."""
     special = spec.special.get(label, Special())
@@ -246,13 +243,7 @@ def _label_rule(
         where = _place_text(place, shards)
         name = f"{label}/{where}" if where else label
         local = _local_of(spec, label, where)
-        load = special.load * _fill(place[1], size)
-        yield AxisRule(name, inputs, kept, special.comm, local, True, load)
-
-
-def _fill(units: int, size: int) -> float:
-    """Places for units on an axis over units; 1 where none are padded."""
-    return -(-units // size) * size / units if units else 1.0
+        yield AxisRule(name, inputs, kept, special.comm, local, True, special.load)
 
 
 def _place_text(place: Place, shards: Shards) -> str:

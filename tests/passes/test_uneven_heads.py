@@ -3,12 +3,14 @@
 import pytest
 import torch
 import transformers
+from support_graphs import costs_on
 from support_models import tiny_model
 
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
+from meshfold.passes.op_time import op_time
 from meshfold.passes.planner import find_plan_for
 from meshfold.passes.rule_shards import UNITS, Divisions
 from meshfold.passes.rules import region_rules
@@ -61,9 +63,15 @@ def test_the_fullest_rank_is_priced() -> None:
         r.graph for r in gpt2_xl().regions if any("attention" in op.target for op in r.graph.ops)
     )
     rules = region_rules(layer, (8,))
-    (attention,) = (k for k, op in enumerate(layer.ops) if "attention" in op.target)
-    (padded,) = (r for r in rules[attention][0] if "+" in r.name)
-    assert padded.load == pytest.approx(4 * 8 / 25)
+    (k,) = (k for k, op in enumerate(layer.ops) if "attention" in op.target)
+    (padded,) = (r for r in rules[k][0] if "+" in r.name)
+    (whole,) = (r for r in rules[k][0] if r.name == "I")
+    mesh, costs, _ = costs_on(1, 8)
+    there, alone = (
+        op_time(layer, layer.ops[k], (rule,), mesh, costs).forward_s - costs.launch_s
+        for rule in (padded, whole)
+    )
+    assert there == pytest.approx(4 / 25 * alone), "four heads of 25 on the fullest rank"
 
 
 def test_most_places_hold_a_head() -> None:
