@@ -14,7 +14,7 @@ symbolic names, and the first argument is the RankMesh.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -24,7 +24,8 @@ from meshfold.exchange import Action, InFlight, Local, Start, Wait
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
 from meshfold.passes.conversions import Step, exchange_is_even
-from meshfold.spmd import INVARIANT, Layout, local_blocks
+from meshfold.shard_tensors import filled_blocks
+from meshfold.spmd import INVARIANT, Layout, Shard, local_blocks, padded_shape
 
 
 def start_all_gather(
@@ -110,6 +111,11 @@ def local_slice(mesh: RankMesh, x: Tensor, axis: str, dim: int, blocks: int) -> 
     return Local.apply(mesh, x, axis, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def fill_up(mesh: RankMesh, x: Tensor, axis: str, dim: int, blocks: int, size: int) -> Tensor:
+    """A whole dim with its blocks filled up with zeros to `size`, before a padded shard of it."""
+    return filled_blocks(x, dim, blocks, size)
+
+
 def zero_pad(mesh: RankMesh, x: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
     """Shard -> Partial: the own part among zeros forward, the own part backward."""
     there, back = Action("zero_pad", dim, blocks), Action("slice", dim, blocks)
@@ -158,6 +164,8 @@ def step_calls(step: Step, mesh: Mesh, value: Value) -> tuple[Call, ...]:
         return ()
     if step.source.is_shard and step.target.is_shard:
         return _move_calls(step, mesh, value, axis)
+    if step.target.padded:
+        return _padded_calls(step, mesh, value, axis)
     place = _place(step.before if step.source.is_shard else step.after, mesh, step.axis)
     kinds = step.source.kind + step.target.kind
     if not value.requires_grad and kinds in _WITHOUT_GRADIENT:
@@ -190,6 +198,15 @@ def step_calls(step: Step, mesh: Mesh, value: Value) -> tuple[Call, ...]:
         case "SP":
             return (Call(zero_pad, axis, place),)
     raise AssertionError(f"no conversion from {step.source} to {step.target}")
+
+
+def _padded_calls(step: Step, mesh: Mesh, value: Value, axis: str) -> tuple[Call, ...]:
+    """Invariant or Replicate -> a padded Shard: the own part of what is filled up."""
+    filled = padded_shape(value.shape, step.after, mesh.sizes)
+    dim, blocks = step.target.dim, step.target.blocks
+    cut = replace(step, target=Shard(dim, blocks))
+    rest = step_calls(cut, mesh, replace(value, shape=filled))
+    return (Call(fill_up, axis, (dim, blocks, filled[dim])), *rest)
 
 
 _WITHOUT_GRADIENT = {"IR": "none", "RI": "none", "IS": "RS"}

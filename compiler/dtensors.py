@@ -3,8 +3,8 @@
 DTensor shards left to right: on one dim, each further axis cuts what the axes before it left. A
 layout of ours that nests the other way round (ZeRO-3 over a tensor-parallel column: dp Shard(0, n)
 outside tp Shard(0)) is torch's _StridedShard, as fully_shard makes it. Other interleavings (fused
-qkv: blocks) have no DTensor that torch.distributed.checkpoint would save rightly; they are
-re-sharded to `checkpoint_layout` first.
+qkv: blocks; whole heads of a number that does not divide: units) have no DTensor that
+torch.distributed.checkpoint would save rightly; they are re-sharded to `checkpoint_layout` first.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshfold.errors import MeshfoldError
-from meshfold.spmd import Layout, SpmdType
+from meshfold.spmd import Layout, PaddedShard, SpmdType
 from meshfold.spmd import Shard as ShardType
 
 try:
@@ -34,7 +34,7 @@ def checkpoint_layout(stored: Layout, sizes: Sequence[int]) -> Layout:
         if _split_factors(stored, sizes, axes) is None:
             outer = 1
             for k in axes:
-                layout[k] = ShardType(dim, outer)
+                layout[k] = PaddedShard(dim) if stored[k].padded else ShardType(dim, outer)
                 outer *= sizes[k]
     return tuple(layout)
 
@@ -55,7 +55,7 @@ def _split_factors(layout: Layout, sizes: Sequence[int], axes: list[int]) -> lis
     """Split factor per axis of `axes`, which shard one dim, or None if DTensor cannot say it."""
     outer = 1
     for k in axes:
-        if layout[k].blocks != outer:
+        if layout[k].blocks != outer or layout[k].unit > 1:
             break
         outer *= sizes[k]
     else:

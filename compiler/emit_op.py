@@ -10,7 +10,7 @@ for.
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ from meshfold.expert_exchange import combine, dispatch
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Arg, Hole, Op, OpGraph, Ref, Symbol
 from meshfold.passes.localize import localize
-from meshfold.passes.rules import OP_RULES, rule_locals, summed_axes
+from meshfold.passes.rules import OP_RULES, op_labels, rule_locals, summed_axes
 from meshfold.rank_places import Digits
 from meshfold.ring_attention import ring_attention
-from meshfold.spmd import Layout, local_shape, padded_shape
+from meshfold.spmd import Layout, local_shape
 from meshfold.strategy import OpTyping
 from meshfold.torch_ops import torch_dtype, torch_target
 
@@ -65,9 +65,9 @@ class OpContext:
         return self.graph.call_function(function, args, kwargs)
 
     def digits(self, layout: Layout, dim: int) -> Digits:
-        """(axis, blocks) of the axes that shard `dim`."""
+        """(axis, blocks, unit) of the axes that shard `dim`."""
         named = zip(self.mesh.names, layout, strict=True)
-        return tuple((name, t.blocks) for name, t in named if t.is_shard and t.dim == dim)
+        return tuple((name, t.blocks, t.unit) for name, t in named if t.is_shard and t.dim == dim)
 
     def all_digits(self, layout: Layout, rank: int) -> tuple[Digits, ...]:
         return tuple(self.digits(layout, d) for d in range(rank))
@@ -185,6 +185,22 @@ def _reshape(context: OpContext) -> list[fx.Node]:
     return [context.call(local_ops.reshape, context.mesh_node, context.operands[0], shape)]
 
 
+def _held(context: OpContext) -> list[fx.Node]:
+    """The torch op on what ranks hold of the dims that it sums and that are padded."""
+    labels = op_labels(context.op_graph, context.op)
+    assert labels is not None
+    operands = list(context.operands)
+    for k, (layout, dims) in enumerate(zip(context.typing.inputs, labels.inputs, strict=True)):
+        for t in layout:
+            if t.padded and (dims[t.dim] or ("",))[0] in labels.drops_padding:
+                size = context.op_graph.values[context.op.operands[k]].shape[t.dim]
+                digits = context.digits(layout, t.dim)
+                operands[k] = context.call(
+                    local_ops.held, context.mesh_node, operands[k], t.dim, size, digits
+                )
+    return _plain(replace(context, operands=operands))
+
+
 def _embedding(context: OpContext) -> list[fx.Node]:
     named = context.named()
     weight = context.op_graph.values[context.op.operands[0]]
@@ -196,7 +212,7 @@ def _embedding(context: OpContext) -> list[fx.Node]:
             named["weight"],
             named["indices"],
             named.get("padding_idx", -1),
-            padded_shape(weight.shape, layout, context.mesh.sizes)[0],
+            weight.shape[0],
             context.digits(layout, 0),
         )
     ]
@@ -292,7 +308,7 @@ def _dropout(context: OpContext) -> list[fx.Node]:
 def _batch_norm(context: OpContext) -> list[fx.Node]:
     named = context.named()
     x = context.typing.inputs[0]
-    axes = tuple(axis for axis, _ in context.digits(x, 0))
+    axes = tuple(axis for axis, *_ in context.digits(x, 0))
     tensors = [named[name] for name in ("input", "weight", "bias")]
     statistics: list[Any] = []
     function: Callable[..., Any] = batch_norm_without_running
@@ -313,7 +329,9 @@ def _attention(context: OpContext) -> list[fx.Node]:
     key_digits = context.digits(key_layout, heads) if heads > 0 else ()
     if ring := context.digits(key_layout, len(key) - 2):
         return [_ring_attention(context, named, ring, (num_key_heads, key_digits))]
-    picks_heads = heads > 0 and context.digits(query_layout, heads) != key_digits
+    query_digits = context.digits(query_layout, heads) if heads > 0 else ()
+    # Units of query heads are those of a key head.
+    picks_heads = [d[:2] for d in query_digits] != [d[:2] for d in key_digits]
     causal_part = named.get("is_causal", False) and context.digits(query_layout, len(query) - 2)
     if not (_draws(named) or (picks_heads and num_key_heads > 1) or causal_part):
         return _plain(context)
@@ -357,6 +375,7 @@ def _ring_attention(
 _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "mean": _mean,
     "reshape": _reshape,
+    "held": _held,
     "embedding": _embedding,
     "expert_linear": _expert_linear,
     "dispatch": _dispatch,

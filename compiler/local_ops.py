@@ -22,7 +22,13 @@ from meshfold.collectives import Axes, RankMesh, all_reduced
 from meshfold.expert_exchange import combine, dispatch
 from meshfold.random_masks import kept, stream_key
 from meshfold.rank_places import Digits, places_of
-from meshfold.shard_tensors import digits_of, held_indices, local_row
+from meshfold.shard_tensors import (
+    cropped_blocks,
+    digits_of,
+    held_indices,
+    held_rows,
+    local_row,
+)
 from meshfold.sharded_classes import sharded_cross_entropy
 
 
@@ -35,6 +41,15 @@ def divide_by_ranks(mesh: RankMesh, x: Tensor, axes: Axes) -> Tensor:
 def reshape(mesh: RankMesh, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """x in the local `shape`: a squeeze must not take a dim whose local part has size 1."""
     return x.reshape(shape)
+
+
+def held(mesh: RankMesh, x: Tensor, dim: int, size: int, digits: Digits) -> Tensor:
+    """x without what is beyond the end of a padded dim, of `size` on the whole tensor: rows that
+    are nothing must not get a gradient of a product that sums over them. x itself where a rank
+    holds nothing but rows."""
+    blocks = digits[0][1]
+    rows = blocks * held_rows(size, places_of(mesh, digits))
+    return cropped_blocks(x, dim, blocks, rows)
 
 
 def embedding(
@@ -240,6 +255,7 @@ _expert_linear = torch.ops.meshfold.expert_linear.default
 LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "mean": divide_by_ranks,
     "reshape": reshape,
+    "held": held,
     "embedding": embedding,
     "expert_linear": expert_linear,
     "dispatch": dispatch,

@@ -65,7 +65,9 @@ class LayoutPin:
 
     def __post_init__(self) -> None:
         if self.value not in ("replicate", "dp") and not _TP_LAYOUT.fullmatch(self.value):
-            raise OptionError(f"pin {self}: write replicate, dp, tp:DIM or tp:DIM,dp")
+            raise OptionError(
+                f"pin {self}: write replicate, dp, tp:DIM, tp:DIM+ or either with ,dp"
+            )
 
     def __str__(self) -> str:
         return f"{LAYOUT}{self.pattern}={self.value}"
@@ -77,12 +79,18 @@ class LayoutPin:
         return int(found[1]) if found else None
 
     @property
+    def is_padded(self) -> bool:
+        """Whether tp must pad that dim."""
+        found = _TP_LAYOUT.fullmatch(self.value)
+        return found is not None and bool(found[2])
+
+    @property
     def on_dp(self) -> bool:
         """Whether it is sharded on dp."""
         return self.value.split(",")[-1] == "dp"
 
 
-_TP_LAYOUT = re.compile(r"tp:(\d+)(,dp)?")
+_TP_LAYOUT = re.compile(r"tp:(\d+)(\+)?(,dp)?")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from meshfold.strategy import Offload, Recompute
 LayoutText = Annotated[
     str,
     Field(
-        pattern=r"^(-|([IRP]|[SE]\d+(/\d+|\+)?)(,([IRP]|[SE]\d+(/\d+|\+)?))*)$",
+        pattern=r"^(-|([IRP]|[SE]\d+(/\d+)?(\+\d*)?)(,([IRP]|[SE]\d+(/\d+)?(\+\d*)?))*)$",
         description="One SPMD type per mesh axis: I, R, P, S<dim> or S<dim>/<blocks>; - for none",
     ),
 ]

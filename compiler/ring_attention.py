@@ -79,7 +79,7 @@ def ring_attention(
     """
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} have different rows")
-    axes = tuple(axis for axis, _ in key_digits)
+    axes = tuple(axis for axis, *_ in key_digits)
     sizes = tuple(mesh.size((axis,)) for axis in axes)
     fused = is_fused(query, key, value, mask)
     rows = in_parts(held_runs(shape[-2], places_of(mesh, digits[-2])), fused)
@@ -87,8 +87,8 @@ def ring_attention(
     for number in range(math.prod(sizes)):
         away = zip(key_digits, sizes, _digits_of(number, sizes), strict=True)
         places: Places = tuple(
-            (blocks, size, (mesh.coord(axis) - steps) % size)
-            for (axis, blocks), size, steps in away
+            (blocks, size, (mesh.coord(axis) - steps) % size, unit)
+            for (axis, blocks, unit), size, steps in away
         )
         visits.append(pieces_of(rows, in_parts(held_runs(shape[-1], places), fused), is_causal))
     attention = Attention(
@@ -112,7 +112,8 @@ def _key_heads(
     count, key_digits = key_heads
     if len(shape) < 4 or shape[-3] == count:
         return 1
-    if digits[-3] == key_digits:
+    # Units of query heads are those of a key head.
+    if count == 1 or [d[:2] for d in digits[-3]] == [d[:2] for d in key_digits]:
         return query.shape[-3] // key.shape[-3]
     heads = held_indices(shape[-3], places_of(mesh, digits[-3]), mesh.device)
     needed = heads // (shape[-3] // count)

@@ -55,10 +55,9 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         num_classes: int,
         digits: Digits,
     ) -> Tensor:
-        axes = tuple(axis for axis, _ in digits)
-        size = logits.shape[1] * mesh.size(axes)
+        axes = tuple(axis for axis, *_ in digits)
         places = places_of(mesh, digits)
-        own = held_indices(size, places, logits.device)
+        own = held_indices(num_classes, places, logits.device)
         own = own[own < num_classes]
         x = logits[:, : own.numel()]
         x = x if x.dtype.itemsize >= 4 else x.float()
@@ -66,7 +65,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         # An ignored target may be any number: it is given class 0 and masked out.
         counts = target != ignore_index
         target = torch.where(counts, target, 0)
-        held, column = digits_of(target, size, places)
+        held, column = digits_of(target, num_classes, places)
         column = column.clamp_max(own.numel() - 1)
         picked = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~held, 0.0)
         parts = [(x - largest.unsqueeze(1)).exp_().sum(1), picked]

@@ -15,6 +15,7 @@ from functools import cached_property
 
 import torch
 
+from meshfold.shard_tensors import cropped_blocks, filled_blocks
 from meshfold.spmd import Layout, local_blocks, local_shape, padded_shape
 
 
@@ -32,7 +33,10 @@ def shard_of(
     is cut already, of type Shard(dim, 1). A view of `x` where possible.
     """
     assert not any(t.kind == "P" for t in layout), "a Partial is no part of a tensor"
-    x = filled(x, padded_shape(x.shape, layout, sizes))
+    full = padded_shape(x.shape, layout, sizes)
+    for t in layout:
+        if t.padded:
+            x = filled_blocks(x, t.dim, t.blocks, full[t.dim])
     axes = [k for k, t in enumerate(layout) if t.is_shard and k != done]
     for k in sorted(axes, key=lambda k: layout[k].blocks):
         dim, blocks = layout[k].dim, local_blocks(layout, sizes, k)
@@ -53,7 +57,8 @@ def filled(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def held_shape(
     shape: Sequence[int], layout: Layout, sizes: Sequence[int], coords: Sequence[int]
 ) -> tuple[int, ...]:
-    """Local shape at `coords` without padding: a padded dim may have fewer rows there, or none."""
+    """Local shape at `coords` without padding, which is in one block, of units of one row: a padded
+    dim may have fewer rows there, or none."""
     held = list(local_shape(shape, layout, sizes))
     for t, coord in zip(layout, coords, strict=True):
         if t.padded:
@@ -62,7 +67,7 @@ def held_shape(
 
 
 def cropped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The reverse of `filled`: a view."""
+    """The first rows of every dim, up to `shape`: a view."""
     for d, size in enumerate(shape):
         if x.shape[d] != size:
             x = x.narrow(d, 0, size)
@@ -129,6 +134,12 @@ class Assembly:
         return tuple(view), tuple(order)
 
     @property
+    def _padded_dims(self) -> list[tuple[int, int]]:
+        """(dim, blocks) where the gather leaves padding out."""
+        stored = (self.stored[k] for k in self.gather)
+        return [(t.dim, t.blocks) for t in stored if t.padded]
+
+    @property
     def is_view(self) -> bool:
         """Whether the stacked shards lie in memory as the whole tensor does."""
         view, order = self._digits
@@ -141,10 +152,14 @@ class Assembly:
         behind the first that has some makes the result strided."""
         view, order = self._digits
         whole = stacked.view(view).permute(order).reshape(self._filled_shape)
-        return cropped(whole, self.whole_shape)
+        for dim, blocks in self._padded_dims:
+            whole = cropped_blocks(whole, dim, blocks, self.whole_shape[dim])
+        return whole
 
     def write_stacked(self, whole: torch.Tensor, out: torch.Tensor) -> None:
         """Copy the whole tensor into its stacked shards `out` (num_shards, shard_numel)."""
         view, order = self._digits
-        full = filled(whole, self._filled_shape)
+        full = whole
+        for dim, blocks in self._padded_dims:
+            full = filled_blocks(full, dim, blocks, self._filled_shape[dim])
         out.view(view).permute(order).copy_(full.reshape([view[d] for d in order]))

@@ -8,10 +8,12 @@
                 as the routing says, on average as many as Shard(0,g); gradient alike. Only between
                 dispatch and combine (meshfold.expert_exchange): no conversion leads to it or from
 
-A *padded* Shard(d) is filled up to the next multiple of the axis before it is cut, and no other
-axis cuts dim d. Every rank holds as many rows, the last ranks some that mean nothing: zeros in a
-stored parameter and in its gradient, anything finite in what ops make of it. No conversion leads to
-it or from it: ops read it as it is stored, or it is gathered whole (ZeRO).
+A *padded* Shard(d,g) cuts between units, of `unit` rows each: rows of a vocabulary are units of
+one, heads of attention units of their size. Every block is filled up to the next multiple of the
+axis, in units, before it is cut, and no other axis cuts dim d. Every rank holds as many rows, the
+last ranks some that mean nothing, or nothing else: zeros in a stored parameter and in its gradient,
+anything finite in what ops make of it. No conversion leads from it, and to it only one from what is
+whole; parameters are read as they are stored, or gathered whole (ZeRO).
 
 (The types of JAX shard_map's varying axes and of torch spmd_types; blocks are ours.)
 
@@ -27,18 +29,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-_TEXT = re.compile(r"^(?:[IRP]|([SE])(\d+)(?:/(\d+)|(\+))?)$")
+_TEXT = re.compile(r"^(?:[IRP]|([SE])(\d+)(?:/(\d+))?(?:(\+)(\d*))?)$")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class SpmdType:
     """Type of a value on one mesh axis. `dim` and `blocks` belong to kinds "S" and "E" only,
-    `padded` to "S"; an "E" divides its rows evenly for all that is counted."""
+    `unit` to an "S" that is padded, and is 0 elsewhere; an "E" divides its rows evenly for all that
+    is counted."""
 
     kind: Literal["I", "R", "P", "S", "E"]
     dim: int = -1
     blocks: int = 1
-    padded: bool = False
+    unit: int = 0
+    padded: bool = field(init=False, compare=False, repr=False)
     is_shard: bool = field(init=False, compare=False, repr=False)
     _hash: int = field(init=False, compare=False, repr=False)
 
@@ -46,17 +50,18 @@ class SpmdType:
         # Layouts are keys in every inner loop of the search. The hash is of numbers alone, so that
         # it is right in whatever process the type is unpickled.
         object.__setattr__(self, "is_shard", self.kind in ("S", "E"))
+        object.__setattr__(self, "padded", self.unit > 0)
         object.__setattr__(self, "_hash", hash(self._numbers))
         if self.is_shard != (self.dim >= 0):
             raise ValueError(f"dim is for Shard only, got kind {self.kind} and dim {self.dim}")
         if self.blocks < 1 or (not self.is_shard and self.blocks != 1):
             raise ValueError(f"blocks must be 1 or more, on Shard only, got {self.blocks}")
-        if self.padded and (self.kind != "S" or self.blocks != 1):
-            raise ValueError("padded is for Shard in one block only")
+        if self.unit < 0 or (self.padded and self.kind != "S"):
+            raise ValueError(f"unit must be 0 or more, 0 but on Shard, got {self.unit}")
 
     @property
-    def _numbers(self) -> tuple[int, int, int, bool]:
-        return ord(self.kind[:1] or " "), self.dim, self.blocks, self.padded
+    def _numbers(self) -> tuple[int, int, int, int]:
+        return ord(self.kind[:1] or " "), self.dim, self.blocks, self.unit
 
     def __hash__(self) -> int:
         return self._hash
@@ -64,21 +69,23 @@ class SpmdType:
     def __str__(self) -> str:
         if not self.is_shard:
             return self.kind
-        return f"{self.kind}{self.dim}" + (
-            f"/{self.blocks}" if self.blocks > 1 else "+" * self.padded
-        )
+        blocks = f"/{self.blocks}" if self.blocks > 1 else ""
+        unit = "" if not self.padded else f"+{self.unit}" if self.unit > 1 else "+"
+        return f"{self.kind}{self.dim}{blocks}{unit}"
 
     @staticmethod
     def parse(text: str) -> "SpmdType":
-        """Inverse of str(): "I", "R", "P", "S0", "S1/3", "S0+", "E0". Raises ValueError."""
+        """Inverse of str(): "I", "R", "P", "S0", "S1/3", "S0+", "S0/3+64", "E0". Raises
+        ValueError."""
         match = _TEXT.match(text)
         if match is None:
             raise ValueError(
-                f"{text!r} is no SPMD type; write I, R, P, S<dim>, S<dim>/<blocks> or S<dim>+"
+                f"{text!r} is no SPMD type; write I, R, P or S<dim>, with /<blocks> and +<unit>"
             )
         if match[1]:
             kind: Literal["S", "E"] = "S" if match[1] == "S" else "E"
-            return SpmdType(kind, int(match[2]), int(match[3] or 1), bool(match[4]))
+            unit = int(match[5] or 1) if match[4] else 0
+            return SpmdType(kind, int(match[2]), int(match[3] or 1), unit)
         return SpmdType(text)  # type: ignore[arg-type]
 
 
@@ -95,9 +102,9 @@ def Shard(dim: int, blocks: int = 1) -> SpmdType:  # noqa: N802  reads as a type
     return SpmdType("S", dim, blocks)
 
 
-def PaddedShard(dim: int) -> SpmdType:  # noqa: N802  reads as a type
-    """Shard(dim) of a dim that need not divide."""
-    return SpmdType("S", dim, padded=True)
+def PaddedShard(dim: int, blocks: int = 1, unit: int = 1) -> SpmdType:  # noqa: N802  as above
+    """Shard(dim, blocks) of blocks of units that need not divide."""
+    return SpmdType("S", dim, blocks, unit)
 
 
 def Experts(blocks: int = 1) -> SpmdType:  # noqa: N802  reads as a type
@@ -119,11 +126,12 @@ def is_legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool
     """Whether a tensor of `shape` can have `layout` on axes of `sizes` ranks.
 
     Every sharded dim must divide, and digits of axes on one dim must not overlap; a padded dim is
-    cut by one axis.
+    cut by one axis, and divides into its blocks of units.
     """
     for d, size in enumerate(shape):
-        if any(t.padded and t.dim == d for t in layout):
-            if sum(t.dim == d for t in layout) > 1:
+        steps = [t.blocks * t.unit for t in layout if t.padded and t.dim == d]
+        if steps:
+            if sum(t.dim == d for t in layout) > 1 or size % steps[0]:
                 return False
             continue
         digits = sorted((t.blocks, n) for t, n in zip(layout, sizes, strict=True) if t.dim == d)
@@ -139,7 +147,9 @@ def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> t
     """Shape on one rank. The layout must be legal."""
     local = list(shape)
     for t, n in zip(layout, sizes, strict=True):
-        if t.is_shard:
+        if t.padded:
+            local[t.dim] = _filled_up(local[t.dim], t, n) // n
+        elif t.is_shard:
             local[t.dim] = -(-local[t.dim] // n)
     return tuple(local)
 
@@ -149,8 +159,14 @@ def padded_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> 
     full = list(shape)
     for t, n in zip(layout, sizes, strict=True):
         if t.padded:
-            full[t.dim] = -(-full[t.dim] // n) * n
+            full[t.dim] = _filled_up(full[t.dim], t, n)
     return tuple(full)
+
+
+def _filled_up(size: int, padded: SpmdType, num_ranks: int) -> int:
+    """A dim of `size` with every block filled up."""
+    step = padded.blocks * padded.unit
+    return -(-size // (step * num_ranks)) * num_ranks * step
 
 
 def local_blocks(layout: Layout, sizes: Sequence[int], axis: int) -> int:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
 from meshfold.passes.axis_roles import SearchCosts
-from meshfold.passes.conversions import Step, exchange_is_even, step_s
+from meshfold.passes.conversions import Step, exchange_is_even, has_conversion, step_s
 from meshfold.passes.elimination import Table
 from meshfold.passes.rule_domains import Legality
 from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType
@@ -29,7 +29,7 @@ from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType
 _ValueClass = tuple[tuple[int, ...], str, bool]
 _Size = tuple[int, str, bool]
 """What the price of a step depends on of a value: bytes, dtype, whether it needs a gradient."""
-_StepKey = tuple[_Size, int, str, str, bool, tuple[bool, ...]]
+_StepKey = tuple[_Size, int, str, str, bool, bool, tuple[bool, ...]]
 _TableKey = tuple[_Size, int, tuple[SpmdType, ...], tuple[frozenset[bool], ...]]
 
 
@@ -125,10 +125,8 @@ class ConversionTables:
             for shards in itertools.product(*others)
         ]
         for (a, source), (b, target) in itertools.permutations(enumerate(mine), 2):
-            # Nothing but ops that keep it reads padding: no conversion leads to it or from it.
-            is_padded = source.padded or target.padded
             extra_s = self.costs.extra_s(value, axis, source, target)
-            extra_s = math.inf if is_padded else extra_s
+            extra_s = extra_s if has_conversion(source, target) else math.inf
             for bits, shards in combinations:
                 table[a, b, bits] = extra_s
                 if not math.isinf(extra_s):
@@ -148,7 +146,7 @@ class ConversionTables:
         to the price, nor on which one the step shards unless a shard moves."""
         moves = source.is_shard and target.is_shard
         is_even = not moves or exchange_is_even(source, target, self.mesh.sizes[axis])
-        key = size, axis, source.kind, target.kind, is_even, others
+        key = size, axis, source.kind, target.kind, is_even, target.padded, others
         if key not in self._steps:
             layout = tuple(Shard(0) if is_shard else INVARIANT for is_shard in others)
             before = (*layout[:axis], source, *layout[axis + 1 :])

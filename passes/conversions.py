@@ -70,6 +70,9 @@ COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_a
 _Tree = tuple[int, int, tuple[tuple[int, int], ...]]
 """(picoseconds, edges that do not start at the native layout, edges)."""
 
+_NO_WAY = 10**24
+"""Picoseconds of a conversion that there is not."""
+
 _SHARD_OVERLAP = AxisConversion("all_gather", "all_gather")
 
 
@@ -125,6 +128,12 @@ def exchange_is_even(source: SpmdType, target: SpmdType, axis_size: int) -> bool
     """
     low, high = sorted((source.blocks, target.blocks))
     return source.dim != target.dim or high % (low * axis_size) == 0
+
+
+def has_conversion(source: SpmdType, target: SpmdType) -> bool:
+    """Whether there is one between two different types of one axis. Nothing but ops that keep it
+    reads padding, and a rank makes it of what is whole alone."""
+    return not source.padded and (not target.padded or source.kind in "IR")
 
 
 def axis_conversion(source: SpmdType, target: SpmdType, axis_size: int) -> AxisConversion:
@@ -228,7 +237,12 @@ def plan_conversions(
     nodes = [native, *wanted]
     # Integer picoseconds: sums in another order must not differ in the last bit.
     price = [
-        [round(conversion_cost(value, u, t, mesh, costs).total_s * 1e12) for t in nodes]
+        [
+            round(conversion_cost(value, u, t, mesh, costs).total_s * 1e12)
+            if all(a == b or has_conversion(a, b) for a, b in zip(u, t, strict=True))
+            else _NO_WAY
+            for t in nodes
+        ]
         for u in nodes
     ]
     best: dict[int, _Tree] = {0: (0, 0, ())}
@@ -319,6 +333,8 @@ def _action_s(
         return costs.collective_s(kind, _collective_bytes(step, kind, ends, mesh), (step.axis,))
     small, large = min(ends), max(ends)
     moved = {"slice": 2 * small, "zero_pad": small + large, "mask": 2 * large}[kind]
+    if step.target.padded:  # filled up before
+        moved += 2 * large
     return costs.compute_s(0.0, moved, value.dtype)
 
 

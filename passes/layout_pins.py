@@ -2,6 +2,7 @@
 
     replicate   one copy on every rank
     tp:DIM      a shard of DIM on tp; dp is left to the search
+    tp:DIM+     the same, padded: whole heads of a number that does not divide
     dp          a shard on dp, as ZeRO-3 stores it; tp is left to the search
     tp:DIM,dp   both
 
@@ -61,5 +62,5 @@ def _matching(names: set[str], pin: LayoutPin) -> set[str]:
 def keeps_tp(pin: LayoutPin, stored: SpmdType) -> bool:
     """Whether a type on tp is what the pin says."""
     if pin.tp_dim is not None:
-        return stored.is_shard and stored.dim == pin.tp_dim
+        return stored.is_shard and stored.dim == pin.tp_dim and stored.padded >= pin.is_padded
     return pin.on_dp or not stored.is_shard

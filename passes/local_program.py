@@ -217,7 +217,7 @@ class LocalProgramBuilder:
         if step.source.is_shard:
             shape[step.source.dim] *= sizes[step.axis]
         if step.target.is_shard:
-            shape[step.target.dim] //= sizes[step.axis]
+            shape = [*local_shape(shape, (step.target,), (sizes[step.axis],))]
         after = dense_spec(tuple(shape), before.dtype, before.requires_grad)
         new = self._add(after)
         probe = conversion_probe(step, sizes, before, after)

@@ -23,6 +23,7 @@ from meshfold.opgraph import ITEM_BYTES, Op, OpGraph
 from meshfold.passes.rules import AxisRule, RuleComm
 from meshfold.passes.rules_attention import SHIFT
 from meshfold.passes.rules_experts import TRAVELS
+from meshfold.spmd import local_shape
 
 _QUERY, _KEY, _VALUE, _RESULT = 0, 1, 2, -1
 """Tensors of attention."""
@@ -65,7 +66,10 @@ class OpTimer:
         self.work = op_work(graph, op)
         self._only_moves = op.target in TRAVELS
         self.dtype = compute_dtype(graph, op)
-        self._tensor_bytes = [graph.values[v].num_bytes for v in (*op.operands, *op.outputs)]
+        tensors = [graph.values[v] for v in (*op.operands, *op.outputs)]
+        self._tensor_bytes = [value.num_bytes for value in tensors]
+        self._shapes = [value.shape for value in tensors]
+        self._loads: dict[tuple[int, str], float] = {}
         self._nothing = (0.0,) * len(mesh.axes)
         self._cuts: dict[tuple[int, str], tuple[float, ...]] = {}
         self._kernels: dict[tuple[float, tuple[float, ...]], tuple[float, float]] = {}
@@ -74,9 +78,7 @@ class OpTimer:
         """Time under one rule per axis: flops as the busiest rank has them, divided by the axes
         whose rule splits the work; memory traffic by what the rule leaves of operands and results
         on a rank (a weight read by every rank of a batch-parallel product is not divided)."""
-        split = [n if r.splits_work else 1 for r, n in zip(rules, self.mesh.sizes, strict=True)]
-        parts = math.prod(split) / math.prod(r.load for r in rules)
-        kernels = self._kernels_s(parts, self._shards(rules))
+        kernels = self._kernels_s(self._parts(rules), self._shards(rules))
         if not any(rule.comm for rule in rules):
             # Rows that stay are not put in another order.
             forward_s, backward_s = (0.0, 0.0) if self._only_moves else kernels
@@ -91,17 +93,35 @@ class OpTimer:
         )
         return OpTime(*kernels, there, back)
 
+    def _parts(self, rules: Sequence[AxisRule]) -> float:
+        """How many times the work of the busiest rank makes the op's."""
+        split = (n for r, n in zip(rules, self.mesh.sizes, strict=True) if r.splits_work)
+        return math.prod(split) / math.prod(self._load(k, r) for k, r in enumerate(rules))
+
+    def _load(self, axis: int, rule: AxisRule) -> float:
+        """Work of the busiest rank over the mean, where a dim is padded, too."""
+        key = axis, rule.name
+        if key not in self._loads:
+            filled = 1.0
+            for shape, t in zip(self._shapes, (*rule.inputs, *rule.outputs), strict=True):
+                if t.padded:
+                    size = self.mesh.sizes[axis]
+                    whole = local_shape(shape, (t,), (size,))[t.dim] * size
+                    filled = max(filled, whole / shape[t.dim])
+            self._loads[key] = rule.load * filled
+        return self._loads[key]
+
     def _shards(self, rules: Sequence[AxisRule]) -> tuple[float, ...]:
         """Into how many shards the rules cut every operand and result; rows that are with their
-        experts into fewer, as the busiest rank has them."""
+        experts, and padded dims, into fewer, as the busiest rank has them."""
         total: tuple[float, ...] = (1,) * len(self._tensor_bytes)
         for axis, rule in enumerate(rules):
             key = axis, rule.name
             if key not in self._cuts:
-                n = self.mesh.sizes[axis]
+                n, load = self.mesh.sizes[axis], self._load(axis, rule)
                 types = (*rule.inputs, *rule.outputs)
                 self._cuts[key] = tuple(
-                    n / rule.load if t.kind == "E" else n if t.is_shard else 1 for t in types
+                    n / load if t.kind == "E" or t.padded else n if t.is_shard else 1 for t in types
                 )
             total = tuple(map(operator.mul, total, self._cuts[key]))
         return total
@@ -135,7 +155,7 @@ class OpTimer:
         kind = comm.collective
         if kind == SHIFT:
             num_bytes = int(comm.num_bytes / self._shards(rules)[_KEY])
-            seconds = self._around_s(num_bytes, axis, split, rules, comm.is_backward)
+            seconds = self._around_s(num_bytes, axis, rules, comm.is_backward)
         else:
             num_bytes = comm.num_bytes * split[axis] // math.prod(split)
             seconds = self.costs.collective_s(kind, num_bytes, (axis,))
@@ -145,15 +165,13 @@ class OpTimer:
         self,
         num_bytes: int,
         axis: int,
-        split: Sequence[int],
         rules: Sequence[AxisRule],
         is_backward: bool,
     ) -> float:
         """What keys and values that go round take beyond the kernels, see the module docstring.
         num_bytes: those of one rank."""
         shards, n = self._shards(rules), self.mesh.sizes[axis]
-        parts = math.prod(split) / math.prod(r.load for r in rules)
-        kernels_s = self._kernels_s(parts, shards)[is_backward]
+        kernels_s = self._kernels_s(self._parts(rules), shards)[is_backward]
         wide = max(1.0, 4 / ITEM_BYTES[self.dtype])
         # Sums over visits are read, added to, written.
         sums = (_QUERY, _KEY, _VALUE) if is_backward else (_RESULT,)

@@ -61,11 +61,13 @@ class OpLabels:
     special: see Special. whole_if_odd: label -> operands that stay whole, as if they did not carry
     it, where their dim does not divide. units: label -> number of equal units that a rank may only
     hold whole, as groups of channels. local: local implementation under every rule.
-    pads, keeps_padding: labels that may be a padded shard where they do not divide (meshfold.spmd).
+    pads, heads, keeps_padding, drops_padding: labels that may be a padded shard where they do not
+    divide (meshfold.spmd). An op that pads never looks at what is beyond the end, and gives it no
+    gradient; one that keeps padding makes finite numbers of finite ones there, and no gradient of
+    none. Heads are labels whose padding an op keeps, and asks for. Where padding is dropped, the
+    local op runs on what a rank holds of the label.
     beside: label -> another label and Dims of operands and outputs, where it cuts more than that
     one does, at the same places (passes.rules.rules_beside).
-    An op that pads never looks at what is beyond the end, and gives it no gradient; one that keeps
-    padding makes finite numbers of finite ones there, and no gradient of none.
     """
 
     inputs: tuple[Dims, ...]
@@ -77,7 +79,9 @@ class OpLabels:
     whole_if_odd: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
     units: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     pads: frozenset[str] = frozenset()
+    heads: frozenset[str] = frozenset()
     keeps_padding: frozenset[str] = frozenset()
+    drops_padding: frozenset[str] = frozenset()
     beside: Mapping[str, tuple[str, tuple[Dims, ...]]] = field(
         default_factory=lambda: MappingProxyType({})
     )

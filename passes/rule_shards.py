@@ -2,9 +2,13 @@
 
 (dim, blocks) candidates of every value grow from blocks = 1 along labels until nothing changes,
 forwards and backwards over the whole region: a split into q, k, v asks for three blocks of the
-weight in front of it. A vocabulary that does not divide is filled up: embeddings and losses over
-classes ask for a padded shard of it (OpLabels.pads), which grows along ops that do not mix what is
-beyond the end with the rest (OpLabels.keeps_padding).
+weight in front of it.
+
+What does not divide is filled up, where an op asks for a padded shard: embeddings and losses over
+classes for one of a vocabulary (OpLabels.pads), attention for one of heads (OpLabels.heads). It
+grows along ops that do not mix what is beyond the end with the rest (OpLabels.keeps_padding), or
+leave it out (OpLabels.drops_padding). Units that stay whole go with it: 25 heads of 64 are, in a
+fused projection to q, k and v, 3 blocks of 25 units of 64 rows.
 """
 
 from collections.abc import Sequence
@@ -15,7 +19,17 @@ from meshfold.passes.rule_labels import Dims, OpLabels
 from meshfold.spmd import PaddedShard, Shard, SpmdType
 
 PADDED = 0
-"""As a number of blocks, or a place: one block, padded."""
+"""As a number of blocks: one block of single rows, of which every rank holds some, padded."""
+
+UNITS = -1
+"""As a number of blocks: one block of units, padded; ranks may hold none."""
+
+MOST_FILLING = 2
+"""Units over which an axis has this many times as many places are not cut."""
+
+Place = tuple[int, int]
+"""Of a shard in the index of a label: (blocks, units). Units per block, where they are padded; 0 of
+a shard that divides."""
 
 
 class Divisions:
@@ -28,7 +42,8 @@ class Divisions:
 
     def __call__(self, extent: int, blocks: int) -> bool:
         """Whether `blocks` equal blocks of an extent divide over the axis. PADDED: whether it does
-        not divide, and every rank holds some of it once it is filled up."""
+        not divide, and every rank holds some of it once it is filled up. UNITS: whether it does not
+        divide, and most places are filled."""
         key = extent, blocks
         found = self._answers.get(key)
         if found is None:
@@ -48,16 +63,22 @@ class Divisions:
 def _divides(extent: int, blocks: int, size: int) -> bool:
     if blocks == PADDED:
         return extent % size != 0 and -(-extent // size) * (size - 1) < extent
+    if blocks == UNITS:
+        filled = -(-extent // size) * size
+        return 1 < extent < filled <= MOST_FILLING * extent
     return extent % (blocks * size) == 0
 
 
-Candidates = tuple[frozenset[tuple[int, int]], ...]
-"""Per value of the graph: (dim, blocks) of its shards on one axis."""
+Candidate = tuple[int, int, int]
+"""(dim, blocks, units) of a shard, units as of a place."""
+
+Candidates = tuple[frozenset[Candidate], ...]
+"""Per value of the graph: its shards on one axis."""
 
 Shards = tuple[SpmdType | None, ...]
 """Shards of operands, then outputs; None: does not carry the label."""
 
-Shardings = dict[tuple[str, int], Shards | None]
+Shardings = dict[tuple[str, Place], Shards | None]
 """By (label, place); None: some tensor cannot be sharded there."""
 
 
@@ -65,12 +86,12 @@ def grown_shardings(
     graph: OpGraph, labels: Sequence[OpLabels | None], divisions: Divisions
 ) -> tuple[Candidates, list[Shardings]]:
     """Candidates of every value, and per op the shards they lead to."""
-    found: list[set[tuple[int, int]]] = [
-        {(d, 1) for d, extent in enumerate(value.shape) if extent and divisions(extent, 1)}
+    found: list[set[Candidate]] = [
+        {(d, 1, 0) for d, extent in enumerate(value.shape) if extent and divisions(extent, 1)}
         for value in graph.values
     ]
     for op, spec in zip(graph.ops, labels, strict=True):
-        if spec is not None and spec.pads:
+        if spec is not None and (spec.pads or spec.heads):
             _seed_padding(graph, op, spec, divisions, found)
     shardings: list[Shardings] = [{} for _ in graph.ops]
     waiting = set() if divisions.size == 1 else {k for k, spec in enumerate(labels) if spec}
@@ -83,7 +104,8 @@ def grown_shardings(
                 for v, t in zip((*op.operands, *op.outputs), shards, strict=True):
                     if t is None:
                         continue
-                    candidate = t.dim, PADDED if t.padded else t.blocks
+                    units = graph.values[v].shape[t.dim] // (t.blocks * t.unit) if t.padded else 0
+                    candidate = t.dim, t.blocks, units
                     if candidate not in found[v]:
                         found[v].add(candidate)
                         near = (*graph.users[v], graph.producers[v])
@@ -96,13 +118,16 @@ def _seed_padding(
     op: Op,
     spec: OpLabels,
     divisions: Divisions,
-    found: Sequence[set[tuple[int, int]]],
+    found: Sequence[set[Candidate]],
 ) -> None:
     """Adds the dims that an op itself may have padded."""
     for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True):
         for d, carried in enumerate(dims):
-            if carried and carried[0] in spec.pads and divisions(graph.values[v].shape[d], PADDED):
-                found[v].add((d, PADDED))
+            extent = graph.values[v].shape[d]
+            if carried is None or carried[0] not in spec.pads | spec.heads:
+                continue
+            if divisions(extent, PADDED if carried[0] in spec.pads else UNITS):
+                found[v].add((d, 1, extent))
 
 
 def new_shardings(
@@ -110,7 +135,7 @@ def new_shardings(
     op: Op,
     spec: OpLabels,
     divisions: Divisions,
-    candidates: Sequence[AbstractSet[tuple[int, int]]],
+    candidates: Sequence[AbstractSet[Candidate]],
     known: Shardings,
 ) -> list[Shards]:
     """Adds to `known` every (label, place) that a candidate of some operand or output asks for;
@@ -120,9 +145,9 @@ def new_shardings(
         for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
     ]
     wanted = {
-        (carried[0], carried[1] * blocks)
+        (carried[0], (carried[1] * blocks, units))
         for _, found, dims in tensors
-        for d, blocks in found
+        for d, blocks, units in found
         if (carried := dims[d]) is not None
     }
     new = []
@@ -134,11 +159,12 @@ def new_shardings(
 
 
 def shards_at(
-    graph: OpGraph, op: Op, spec: OpLabels, label: str, place: int, divisions: Divisions
+    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: Place, divisions: Divisions
 ) -> Shards | None:
-    """Shards of operands, then outputs, with the label sharded at `place`; None if one cannot."""
-    if place == PADDED:
-        return _padded_at(graph, op, spec, label, divisions)
+    """Shards of operands, then outputs, with the label sharded `at` a place; None if one cannot."""
+    place, units = at
+    if units:
+        return _padded_at(graph, op, spec, label, at, divisions)
     if not divisions(spec.units.get(label, 0), place):
         return None
     optional = spec.whole_if_odd.get(label, frozenset())
@@ -153,20 +179,40 @@ def shards_at(
 
 
 def _padded_at(
-    graph: OpGraph, op: Op, spec: OpLabels, label: str, divisions: Divisions
+    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: Place, divisions: Divisions
 ) -> Shards | None:
-    """The same with a padded shard of the label, which must be a whole dim wherever it is."""
-    if label not in spec.pads | spec.keeps_padding:
+    """The same with a padded shard of the label."""
+    if label not in spec.pads | spec.heads | spec.keeps_padding | spec.drops_padding:
+        return None
+    is_plain = label in spec.pads
+    if not divisions(at[1], PADDED if is_plain else UNITS):
         return None
     shards: list[SpmdType | None] = []
-    extents: set[int] = set()
     for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True):
-        at = [d for d, carried in enumerate(dims) if carried and carried[0] == label]
-        if len(at) > 1 or (at and dims[at[0]] != (label, 1)):
+        possible, shard = _padded_shard(graph.values[v].shape, dims, label, at)
+        if not possible or (is_plain and shard and shard != PaddedShard(shard.dim)):
             return None
-        extents.update(graph.values[v].shape[d] for d in at)
-        shards.append(PaddedShard(at[0]) if at else None)
-    return tuple(shards) if all(divisions(n, PADDED) for n in extents) else None
+        shards.append(shard)
+    return tuple(shards)
+
+
+def _padded_shard(
+    shape: Sequence[int], dims: Dims, label: str, at: Place
+) -> tuple[bool, SpmdType | None]:
+    """(possible, shard) of a tensor: one dim holds the digit of the units whole, and the others
+    hold nothing of it."""
+    first, units = at
+    shard, carries = None, False
+    for d, carried in enumerate(dims):
+        if carried is None or carried[0] != label or shape[d] == 1:
+            continue
+        carries = True
+        prefix, end = carried[1], carried[1] * shape[d]
+        if shard is None and first % prefix == 0 and end % (first * units) == 0:
+            shard = PaddedShard(d, first // prefix, end // (first * units))
+        elif first % end and prefix % (first * units):
+            return False, None
+    return shard is not None or not carries, shard
 
 
 def _shard_at(

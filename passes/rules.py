@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from meshfold.opgraph import Dependence, Op, OpGraph, Value
 from meshfold.passes.rule_labels import OpLabels, OpRule, RuleComm, Special, bind
 from meshfold.passes.rule_shards import (
-    PADDED,
     Candidates,
     Divisions,
+    Place,
     Shardings,
     Shards,
     grown_shardings,
@@ -70,7 +70,7 @@ class AxisRule:
     """One way to run an op on one axis.
 
     name: unique per op and axis size: "I", "R", "P0", a label, or a label and its place ("d0/4"; of
-    a padded shard "v/+").
+    a padded shard "v/+", of one of 3 blocks of 25 units "d0/3+25").
     inputs: per entry of op.operands; outputs: per entry of op.outputs. local: the implementation
     (meshfold.local_ops). splits_work: the axis divides the op's work; load: that of the busiest
     rank over the mean.
@@ -124,9 +124,9 @@ def rule_inside(
     spec = op_labels(graph, op)
     assert spec is not None, "an op without labels has no rule that splits its work"
     label, _, place = rule.name.partition("/")
-    if place == "+":
+    if "+" in place:
         return None
-    inside = int(place or 1) * outer_size
+    inside = int(place or 1) * outer_size, 0
     shards = shards_at(graph, op, spec, label, inside, Divisions(size))
     return next(_label_rule(graph, op, spec, label, inside, shards), None) if shards else None
 
@@ -144,10 +144,11 @@ def _beside(
 ) -> Iterator[AxisRule]:
     label, _, place = rule.name.partition("/")
     for name, (other, _) in spec.beside.items():
-        if other == label and place != "+":
-            shards = shards_at(graph, op, spec, name, int(place or 1), Divisions(size))
+        if other == label and "+" not in place:
+            at = int(place or 1), 0
+            shards = shards_at(graph, op, spec, name, at, Divisions(size))
             if shards is not None:
-                yield from _label_rule(graph, op, spec, name, int(place or 1), shards)
+                yield from _label_rule(graph, op, spec, name, at, shards)
 
 
 def typing_of(graph: OpGraph, op_index: int, rules_by_axis: tuple[AxisRule, ...]) -> OpTyping:
@@ -181,7 +182,7 @@ def rule_locals(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[str, .
     labels = op_labels(graph, graph.ops[op_index])
     if labels is None:
         return ("plain",) * (1 + len(typing.rules))
-    by_axis = (_local_of(labels, name.split("/")[0]) for name in typing.rules)
+    by_axis = (_local_of(labels, *name.partition("/")[::2]) for name in typing.rules)
     return (labels.local, *by_axis)
 
 
@@ -248,7 +249,7 @@ def _label_rule(
     op: Op,
     spec: OpLabels,
     label: str,
-    place: int,
+    place: Place,
     shards: Shards,
 ) -> Iterator[AxisRule]:
     """The rule that shards `label`, if there is one."""
@@ -262,12 +263,25 @@ def _label_rule(
     outputs = tuple(t or rest for t in shards[len(op.operands) :])
     kept = tuple(t for t in outputs if t is not None)
     if len(kept) == len(outputs):
-        name = label if place == 1 else f"{label}/{'+' if place == PADDED else place}"
-        local = _local_of(spec, label)
+        where = _place_text(place, shards)
+        name = f"{label}/{where}" if where else label
+        local = _local_of(spec, label, where)
         yield AxisRule(name, inputs, kept, special.comm, local, True, special.load)
 
 
-def _local_of(spec: OpLabels, label: str) -> str:
+def _place_text(place: Place, shards: Shards) -> str:
+    """The second half of a rule's name; of one block of single rows, padded, "+"."""
+    blocks, units = place
+    text = str(blocks) if blocks > 1 else ""
+    if not units:
+        return text
+    is_plain = blocks == 1 and all(t is None or t.unit == 1 for t in shards)
+    return "+" if is_plain else f"{text}+{units}"
+
+
+def _local_of(spec: OpLabels, label: str, place: str) -> str:
+    if label in spec.drops_padding and "+" in place:
+        return "held"
     own = spec.special.get(label, Special()).local
     return own if own != "plain" else spec.local
 

@@ -2,7 +2,9 @@
 
 query [..., h, s, e], key and value [..., g, t, e], mask broadcast to [..., h, s, t]. With grouped
 queries (g key heads serve h query heads) key heads are sharded with the query heads while g
-divides; beyond that each rank picks its key heads from the whole.
+divides; beyond that each rank picks its key heads from the whole. Where the heads do not divide,
+padded: query heads in units of those that share a key head. A mask of flags must not have heads
+then: beyond the end it would leave a query without keys.
 
 Two rules cut query rows. "s" takes keys and values whole. "ring" has each rank's rows of them, too,
 and passes them round inside the op (meshfold.ring_attention): what is kept and what is sent at once
@@ -46,6 +48,8 @@ def _attention(op: BoundOp) -> OpLabels | None:
     if op.has_tensor("attn_mask"):
         scores = (*query[:-1], key[-2])
         inputs.append(broadcast_dims(op.value("attn_mask").shape, scores, rows))
+    flags = op.has_tensor("attn_mask") and not op.value("attn_mask").is_float
+    masked = flags and part("h") in inputs[-1]
     grouped = len(query) > 3 and query[-3] != key[-3]
     drops = op.get("dropout_p", 0.0) != 0.0
     load = CAUSAL_LOAD if op.get("is_causal", False) else 1.0
@@ -57,6 +61,7 @@ def _attention(op: BoundOp) -> OpLabels | None:
             {"s": Special(load=load), RING: Special(comm=_passes(op), load=load)}
         ),
         beside=MappingProxyType({} if drops else {RING: ("s", _around(inputs, rows))}),
+        heads=frozenset() if masked or len(query) < 4 else frozenset({"h"}),
         local="attention",
     )
 

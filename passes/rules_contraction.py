@@ -32,6 +32,7 @@ def _linear(op: BoundOp) -> OpLabels | None:
         summed=_K,
         added=frozenset(op.positions("bias")),
         keeps_padding=frozenset({"o"}),
+        drops_padding=_K,
     )
 
 
@@ -40,7 +41,14 @@ def _addmm(op: BoundOp) -> OpLabels:
     out: Dims = (part("d0"), part("o"))
     bias = broadcast_dims(op.value("self").shape, op.outputs[0].shape, out)
     inputs = (bias, (part("d0"), part("k")), (part("k"), part("o")))
-    return OpLabels(inputs, (out,), summed=_K, added=frozenset({0}))
+    return OpLabels(
+        inputs,
+        (out,),
+        summed=_K,
+        added=frozenset({0}),
+        keeps_padding=frozenset({"o"}),
+        drops_padding=_K,
+    )
 
 
 def _baddbmm(op: BoundOp) -> OpLabels:
@@ -52,7 +60,8 @@ def _baddbmm(op: BoundOp) -> OpLabels:
 
 
 def _matmul(op: BoundOp) -> OpLabels:
-    """a [..., m, k] or [k], b [..., k, o] or [k]; leading dims broadcast. Also mm and bmm."""
+    """a [..., m, k] or [k], b [..., k, o] or [k]; leading dims broadcast. Also mm and bmm. Between
+    two tensors of four dims, the second is one of heads."""
     a, b = (v.shape for v in op.values)
     shape = op.outputs[0].shape
     kept = int(len(a) > 1) + int(len(b) > 1)
@@ -65,7 +74,14 @@ def _matmul(op: BoundOp) -> OpLabels:
         (*broadcast_dims(left, full, batch), *row, part("k")),
         (*broadcast_dims(right, full, batch), part("k"), *column),
     )
-    return OpLabels(inputs, ((*batch, *row, *column),), summed=_K)
+    return OpLabels(
+        inputs,
+        ((*batch, *row, *column),),
+        summed=_K,
+        heads=frozenset({"d1"}) if len(a) == len(b) == 4 else frozenset(),
+        keeps_padding=frozenset({"o", *(label for label, _ in filter(None, batch))}),
+        drops_padding=_K,
+    )
 
 
 def _convolution(op: BoundOp) -> OpLabels | None:

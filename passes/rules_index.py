@@ -25,6 +25,7 @@ def _embedding(op: BoundOp) -> OpLabels | None:
         summed=frozenset({"v"}),
         special=MappingProxyType({"v": Special(local="embedding")}),
         pads=frozenset({"v"}),
+        keeps_padding=frozenset({"o"}),
     )
 
 

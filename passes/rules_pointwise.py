@@ -66,12 +66,20 @@ def _choice(op: BoundOp) -> OpLabels:
     """where: linear in the chosen values together, if each is a tensor or zero."""
     tensors = frozenset(k for name in ("self", "other") for k in op.positions(name))
     linear = all(op.has_tensor(name) or _is_zero(op.get(name)) for name in ("self", "other"))
-    return _pointwise(op, (tensors,) if linear and tensors else ())
+    return _chosen(_pointwise(op, (tensors,) if linear and tensors else ()), op, "condition")
 
 
 def _filled(op: BoundOp) -> OpLabels:
     """masked_fill: linear if what is filled in is zero."""
-    return _pointwise(op, (frozenset({0}),) if _is_zero(op.get("value")) else ())
+    found = _pointwise(op, (frozenset({0}),) if _is_zero(op.get("value")) else ())
+    return _chosen(found, op, "mask")
+
+
+def _chosen(found: OpLabels, op: BoundOp, flags: str) -> OpLabels:
+    """Padding is kept where the flags do not have the dim: what they choose beyond the end is what
+    they choose before it. Others could fill a row there, and leave a softmax nothing."""
+    carried = found.inputs[op.position(flags)]
+    return replace(found, keeps_padding=frozenset(found.names) - {p[0] for p in carried if p})
 
 
 def _padded(labels: LabelFunction) -> LabelFunction:

@@ -8,7 +8,13 @@ def _dropout(op: BoundOp) -> OpLabels:
     labels = numbered(op.value("input").shape)
     # The mask that native_dropout returns beside the values is no pending sum.
     linear = (frozenset({0}),) if len(op.outputs) == 1 else ()
-    return OpLabels((labels,), (labels,) * len(op.outputs), linear=linear, local="dropout")
+    return OpLabels(
+        (labels,),
+        (labels,) * len(op.outputs),
+        linear=linear,
+        keeps_padding=frozenset(label for label, _ in filter(None, labels)),
+        local="dropout",
+    )
 
 
 RANDOM_RULES = {

@@ -1,6 +1,7 @@
 """Rules of ops that look along a dim: sums (the dim is summed) and all that need it whole."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from meshfold.opgraph import Value
@@ -56,6 +57,12 @@ def _along(op: BoundOp) -> OpLabels:
     return OpLabels((labels,), (labels,) * len(op.outputs))
 
 
+def _softmax(op: BoundOp) -> OpLabels:
+    """Rows beyond the end of another dim have sums of their own."""
+    spec = _along(op)
+    return replace(spec, keeps_padding=frozenset(spec.names))
+
+
 def _scan(op: BoundOp) -> OpLabels:
     """cumsum: linear too."""
     spec = _along(op)
@@ -103,8 +110,8 @@ REDUCTION_RULES = {
     "aten.var.correction": rule("self dim correction keepdim", _whole_reduction),
     "aten.std.correction": rule("self dim correction keepdim", _whole_reduction),
     "aten.linalg_vector_norm.default": rule("self ord dim keepdim dtype", _whole_reduction),
-    "aten.softmax.int": rule("self dim dtype", _along),
-    "aten._softmax.default": rule("self dim half_to_float", _along),
+    "aten.softmax.int": rule("self dim dtype", _softmax),
+    "aten._softmax.default": rule("self dim half_to_float", _softmax),
     "aten.log_softmax.int": rule("self dim dtype", _along),
     "aten._log_softmax.default": rule("self dim half_to_float", _along),
     "aten.topk.default": rule("self k dim largest sorted", _along),

@@ -5,6 +5,7 @@ All are linear. Sizes among their arguments are rewritten by passes.localize.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from meshfold.passes.rule_labels import (
     BoundOp,
@@ -66,7 +67,7 @@ def _expand(op: BoundOp) -> OpLabels:
     own = tuple(
         labels[offset + d] if target[offset + d] == n else None for d, n in enumerate(source)
     )
-    return OpLabels((own,), (labels,), linear=_LINEAR)
+    return _moved((own,), (labels,))
 
 
 def _broadcast(op: BoundOp) -> OpLabels:
@@ -107,14 +108,14 @@ def _squeeze(op: BoundOp) -> OpLabels:
     odd = any(shape[d] != 1 for d in named) if shape else False
     labels = numbered(shape)
     out = tuple(p for d, p in enumerate(labels) if d not in gone)
-    return OpLabels((labels,), (out,), linear=_LINEAR, local="reshape" if odd else "plain")
+    return replace(_moved((labels,), (out,)), local="reshape" if odd else "plain")
 
 
 def _select(op: BoundOp) -> OpLabels:
     rank = len(op.values[0].shape)
     dim = op.dim("dim", rank)
     labels = numbered(op.values[0].shape, but=(dim,))
-    return OpLabels((labels,), ((*labels[:dim], *labels[dim + 1 :]),), linear=_LINEAR)
+    return _moved((labels,), ((*labels[:dim], *labels[dim + 1 :]),))
 
 
 def _slice(op: BoundOp) -> OpLabels:
@@ -156,10 +157,10 @@ def _cat(op: BoundOp) -> OpLabels:
     # Old torch code may pass empty one-dim tensors, which join nothing.
     if any(len(s) != len(out) for s in shapes) or len({s[dim] for s in shapes}) > 1:
         dims = tuple(labels if len(s) == len(out) else (None,) for s in shapes)
-        return OpLabels(dims, (labels,), linear=together)
+        return replace(_moved(dims, (labels,)), linear=together)
     piece = (*labels[:dim], part(f"d{dim}", len(shapes)), *labels[dim + 1 :])
     joined = (*labels[:dim], part(f"d{dim}"), *labels[dim + 1 :])
-    return OpLabels((piece,) * len(shapes), (joined,), linear=together)
+    return replace(_moved((piece,) * len(shapes), (joined,)), linear=together)
 
 
 def _stack(op: BoundOp) -> OpLabels:
@@ -167,9 +168,8 @@ def _stack(op: BoundOp) -> OpLabels:
     dim = op.dim("dim", len(out))
     labels = numbered(op.values[0].shape)
     together = (frozenset(range(len(op.values))),)
-    return OpLabels(
-        (labels,) * len(op.values), ((*labels[:dim], None, *labels[dim:]),), linear=together
-    )
+    found = _moved((labels,) * len(op.values), ((*labels[:dim], None, *labels[dim:]),))
+    return replace(found, linear=together)
 
 
 def _split(op: BoundOp) -> OpLabels:
@@ -179,10 +179,10 @@ def _split(op: BoundOp) -> OpLabels:
     sizes = [v.shape[dim] for v in op.outputs]
     labels = numbered(shape, but=(dim,))
     if len(set(sizes)) > 1 or sum(sizes) != shape[dim]:
-        return OpLabels((labels,), (labels,) * len(sizes), linear=_LINEAR)
+        return _moved((labels,), (labels,) * len(sizes))
     piece = (*labels[:dim], part(f"d{dim}", len(sizes)), *labels[dim + 1 :])
     joined = (*labels[:dim], part(f"d{dim}"), *labels[dim + 1 :])
-    return OpLabels((joined,), (piece,) * len(sizes), linear=_LINEAR)
+    return _moved((joined,), (piece,) * len(sizes))
 
 
 def _unbind(op: BoundOp) -> OpLabels:
@@ -190,7 +190,7 @@ def _unbind(op: BoundOp) -> OpLabels:
     dim = op.dim("dim", len(shape))
     labels = numbered(shape, but=(dim,))
     out = (*labels[:dim], *labels[dim + 1 :])
-    return OpLabels((labels,), (out,) * len(op.outputs), linear=_LINEAR)
+    return _moved((labels,), (out,) * len(op.outputs))
 
 
 def _repeat_interleave(op: BoundOp) -> OpLabels:
@@ -199,7 +199,7 @@ def _repeat_interleave(op: BoundOp) -> OpLabels:
     if op.get("dim") is None:  # of the flattened tensor
         return OpLabels(((None,) * len(shape),), ((None,),), linear=_LINEAR)
     labels = numbered(shape)
-    return OpLabels((labels,), (labels,), linear=_LINEAR)
+    return _moved((labels,), (labels,))
 
 
 def _repeat(op: BoundOp) -> OpLabels:

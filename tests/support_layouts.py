@@ -36,14 +36,31 @@ class FlatCosts:
 
 
 def _unpadded(t: SpmdType) -> SpmdType:
-    return Shard(t.dim) if t.padded else t
+    return Shard(t.dim, t.blocks) if t.padded else t
 
 
-def _filled(x: Tensor, shape: Sequence[int], beyond: float) -> Tensor:
-    """x in a corner of what is filled up with one number."""
-    out = torch.full(tuple(shape), beyond).to(x.dtype)
-    out[tuple(slice(n) for n in x.shape)] = x
-    return out
+def _rows(size: int, full: int, blocks: int) -> Tensor:
+    """Where the rows of a padded dim are once its blocks are filled up."""
+    return torch.arange(full).view(blocks, -1)[:, : size // blocks].flatten()
+
+
+def _filled(x: Tensor, layout: Layout, mesh: Mesh, beyond: float) -> Tensor:
+    """x among what is filled up with one number."""
+    full = padded_shape(x.shape, layout, mesh.sizes)
+    for t in layout:
+        if t.padded:
+            shape = (*x.shape[: t.dim], full[t.dim], *x.shape[t.dim + 1 :])
+            out = torch.full(shape, beyond).to(x.dtype)
+            x = out.index_copy_(t.dim, _rows(x.shape[t.dim], full[t.dim], t.blocks), x)
+    return x
+
+
+def _inside(x: Tensor, shape: Sequence[int], layout: Layout) -> Tensor:
+    """The reverse."""
+    for t in layout:
+        if t.padded:
+            x = x.index_select(t.dim, _rows(shape[t.dim], x.shape[t.dim], t.blocks))
+    return x
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -93,7 +110,7 @@ def cut(
     out = []
     full = padded_shape(x.shape, layout, mesh.sizes)
     for rank in range(mesh.num_ranks):
-        local = _filled(wholes[mesh.coords(rank)], full, beyond)
+        local = _filled(wholes[mesh.coords(rank)], layout, mesh, beyond)
         for dim, held in _held(full, layout, mesh, mesh.coords(rank)).items():
             local = local.index_select(dim, held)
         out.append(local.clone())
@@ -113,10 +130,10 @@ def put_together(
     full = padded_shape(shape, layout, mesh.sizes)
     if full != tuple(shape):
         whole = put_together(locals_, full, tuple(map(_unpadded, layout)), mesh)
-        inside = whole[tuple(slice(n) for n in shape)]
+        inside = _inside(whole, shape, layout)
         assert torch.isfinite(whole).all(), "padding that is not finite"
         if zeros_beyond:
-            assert_close(whole, _filled(inside, full, 0.0))
+            assert_close(whole, _filled(inside, layout, mesh, 0.0))
         return inside
     wholes: dict[Coords, Tensor] = {}
     for rank, local in enumerate(locals_):

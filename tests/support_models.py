@@ -34,16 +34,9 @@ _TEXT = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 1, "eos_t
 
 
 def _gpt2(layers: int, **other: Any) -> nn.Module:
-    config = transformers.GPT2Config(
-        n_layer=layers,
-        n_embd=HIDDEN,
-        n_head=HEADS,
-        n_positions=SEQUENCE,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        **_TEXT | other,
-    )
+    sizes = {"n_layer": layers, "n_embd": HIDDEN, "n_head": HEADS, "n_positions": SEQUENCE}
+    dropout = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    config = transformers.GPT2Config(**sizes | dropout | _TEXT | other)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -79,6 +72,16 @@ def _uneven(layers: int) -> nn.Module:
 def _odd_gpt2(layers: int) -> nn.Module:
     """Tied, with a vocabulary that nothing divides: as GPT-2's 50,257."""
     return _gpt2(layers, vocab_size=67)
+
+
+def _three_gpt2(layers: int) -> nn.Module:
+    """Three heads, in a projection to q, k and v together: as GPT-2 XL's 25."""
+    return _gpt2(layers, n_embd=24, n_head=3)
+
+
+def _three_llama(layers: int) -> nn.Module:
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_llama_sizes(layers) | heads))
 
 
 def _odd_gemma2(layers: int) -> nn.Module:
@@ -134,13 +137,13 @@ def _bert(layers: int) -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
-def _t5(layers: int) -> nn.Module:
+def _t5(layers: int, heads: int = HEADS) -> nn.Module:
     config = transformers.T5Config(
         num_layers=layers,
         d_model=HIDDEN,
         d_kv=4,
         d_ff=64,
-        num_heads=HEADS,
+        num_heads=heads,
         dropout_rate=0.0,
         decoder_start_token_id=0,
         pad_token_id=0,
@@ -149,12 +152,12 @@ def _t5(layers: int) -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def _vit(layers: int) -> nn.Module:
+def _vit(layers: int, heads: int = HEADS, hidden: int = HIDDEN) -> nn.Module:
     config = transformers.ViTConfig(
         num_hidden_layers=layers,
-        hidden_size=HIDDEN,
+        hidden_size=hidden,
         intermediate_size=64,
-        num_attention_heads=HEADS,
+        num_attention_heads=heads,
         image_size=12,
         patch_size=4,
         num_channels=4,
@@ -175,6 +178,10 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "uneven": _uneven,
     "odd_gpt2": _odd_gpt2,
     "odd_gemma2": _odd_gemma2,
+    "three_gpt2": _three_gpt2,
+    "three_llama": _three_llama,
+    "three_vit": lambda layers: _vit(layers, heads=3, hidden=24),
+    "three_t5": lambda layers: _t5(layers, heads=3),
     "gpt_oss": _gpt_oss,
     "heavy_ends": _heavy_ends,
 }
@@ -201,7 +208,7 @@ def tiny_model(
 
 
 def _batch(family: str, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
-    if family == "vit":
+    if family.endswith("vit"):
         pixels = torch.randn((BATCH, 4, 12, 12), generator=generator, dtype=dtype)
         return {
             "pixel_values": pixels,

@@ -14,12 +14,15 @@ from meshfold.collectives import RankMesh
 from meshfold.emit_op import emit_op
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.opgraph import Arg, Op, OpGraph, Ref, Slot, SlotKind, Value
-from meshfold.passes.rule_shards import PADDED, Divisions
+from meshfold.passes.rule_shards import Divisions
 from meshfold.passes.rules import AxisRule, is_legal_typing, rules_of_op, typing_of
 from meshfold.strategy import OpTyping
 from meshfold.torch_ops import dtype_name, symbol, torch_target
 
 BLOCKS = (1, 2, 3, 4)
+
+UNITS = (1, 4)
+"""Sizes of the units of padded shards."""
 
 BEYOND = 0.75
 """What padding of operands holds: of no consequence to any result."""
@@ -61,15 +64,16 @@ class SingleOp:
         return a
 
     def axis_rules(self, size: int) -> tuple[AxisRule, ...]:
-        """Every rule at every place with up to 4 blocks, or padded, whatever other ops would ask
-        for."""
+        """Every rule at every place with up to 4 blocks, and padded with units of some sizes,
+        whatever other ops would ask for."""
         divides = Divisions(size)
         candidates = tuple(
             frozenset(
-                (d, g)
+                (d, g, units)
                 for d, extent in enumerate(value.shape)
-                for g in (PADDED, *BLOCKS)
-                if extent and divides(extent, g)
+                for g in BLOCKS
+                for units in (0, *_units(extent, g))
+                if extent and (units or divides(extent, g))
             )
             for value in self.graph.values
         )
@@ -98,6 +102,11 @@ class SingleOp:
         outputs = self.graph.values[len(self.tensors) :]
         cotangents = [_random(v, generator) for v in outputs]
         return cotangents, *run_whole(self, cotangents)
+
+
+def _units(extent: int, blocks: int) -> list[int]:
+    """Units per block of a dim, if they are of these sizes."""
+    return [extent // (blocks * unit) for unit in UNITS if extent % (blocks * unit) == 0]
 
 
 def _flat(result: Any) -> list[Tensor]:

@@ -41,8 +41,12 @@ PINS = {
 }
 """(processes, pins) by name of the strategy."""
 
-UNEVEN_PINS = {"zero3 of four": (4, {"dp": 4, "tp": 1, "zero": 3})}
-"""For a model whose dims four ranks do not divide."""
+UNEVEN_PINS = {
+    "zero3 of four": (4, {"dp": 4, "tp": 1, "zero": 3}),
+    "tp of four": (4, {"dp": 1, "tp": 4, "sp": 0}),
+    "tp+sp of four": (4, {"dp": 1, "tp": 4, "sp": 1}),
+}
+"""For a model with dims that four ranks do not divide."""
 
 CONTEXT_PINS = {
     "cp": (2, {"dp": 1, "cp": 2, "tp": 1, "zero": 0}),
@@ -72,17 +76,26 @@ def captured_family(family: str) -> Captured:
         return capture(model, batch)
 
 
-ODD_TABLES = {"odd_gpt2": "*wte.weight", "odd_gemma2": "*embed_tokens.weight"}
-"""Families whose vocabulary no axis divides, and their embeddings."""
+SMALL_TABLES = {
+    "odd_gpt2": ("*wte.weight", "tp:0"),
+    "odd_gemma2": ("*embed_tokens.weight", "tp:0"),
+    "three_gpt2": ("*c_attn.weight", "tp:1+"),
+    "three_llama": ("*q_proj.weight", "tp:0+"),
+    "three_vit": ("*q_proj.weight", "tp:0+"),
+    "three_t5": ("*SelfAttention.q.weight", "tp:0+"),
+}
+"""Families whose vocabulary or heads no axis divides: how a parameter is to be stored."""
 
 
 def pins_for(family: str, strategy: str) -> tuple[int, dict[str, Any]]:
-    """(processes, pins). A table as small as those of tests would be cut along its columns."""
+    """(processes, pins). Tables as small as those of tests would be cut along their columns, and
+    attention along its rows."""
     num_processes, pins = ALL_PINS[strategy]
-    if family not in ODD_TABLES:
+    if family not in SMALL_TABLES:
         return num_processes, pins
+    name, stored = SMALL_TABLES[family]
     zero = ",dp" if pins.get("zero") else ""
-    return num_processes, {**pins, f"layout:{ODD_TABLES[family]}": f"tp:0{zero}"}
+    return num_processes, {**pins, f"layout:{name}": stored + zero}
 
 
 @cache
@@ -128,16 +141,52 @@ def test_an_odd_vocabulary_is_shared_over_tp(pools: Pools, family: str, strategy
     check_step(pools, family, strategy)
 
 
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        ("three_gpt2", "tp"),
+        pytest.param("three_gpt2", "tp of four", marks=pytest.mark.slow),
+        pytest.param("three_gpt2", "zero3 x tp+sp", marks=pytest.mark.slow),
+        ("three_llama", "tp+sp of four"),
+        pytest.param("three_llama", "tp", marks=pytest.mark.slow),
+        pytest.param("three_llama", "zero3 x tp+sp", marks=pytest.mark.slow),
+        pytest.param("three_llama", "cp x tp+sp", marks=pytest.mark.slow),
+        pytest.param("three_vit", "tp", marks=pytest.mark.slow),
+        pytest.param("three_vit", "zero3 x tp+sp", marks=pytest.mark.slow),
+        pytest.param("three_t5", "tp", marks=pytest.mark.slow),
+        pytest.param("three_t5", "tp of four", marks=pytest.mark.slow),
+    ],
+)
+def test_heads_that_do_not_divide_are_shared_over_tp(
+    pools: Pools, family: str, strategy: str
+) -> None:
+    """Two ranks have two heads and one, four have one each and none."""
+    plan = plan_for(family, strategy)
+    axis = plan.mesh.index("tp")
+    padded = [p.name for region in plan.regions for p in region.parameters if p.stored[axis].padded]
+    assert len(padded) >= 2
+    check_step(pools, family, strategy)
+
+
 @pytest.mark.slow
-def test_an_odd_vocabulary_trains_and_loads_elsewhere(pools: Pools, tmp_path: Path) -> None:
-    expected = losses_of_one_process("odd_gpt2")
-    _, pins = pins_for("odd_gpt2", "zero3 x tp+sp")
-    for losses in pools.run(4, "support_emit:train_steps", "odd_gpt2", pins, 3, is_local=False):
+@pytest.mark.parametrize("family", ["odd_gpt2", "three_gpt2", "three_llama"])
+def test_what_tp_pads_trains_and_loads_elsewhere(pools: Pools, family: str, tmp_path: Path) -> None:
+    expected = losses_of_one_process(family)
+    _, pins = pins_for(family, "zero3 x tp+sp")
+    for losses in pools.run(4, "support_emit:train_steps", family, pins, 3, is_local=False):
         assert losses == pytest.approx(expected, abs=EXACT)
-    plans = [plan_to_json(plan_for("odd_gpt2", s)) for s in ("zero3 x tp+sp", "dp x tp")]
-    captured = captured_family("odd_gpt2")
-    found = pools.run(4, "support_emit:save_and_load", "odd_gpt2", captured, *plans, str(tmp_path))
+    plans = [plan_to_json(plan_for(family, s)) for s in ("zero3 x tp+sp", "dp x tp")]
+    captured = captured_family(family)
+    found = pools.run(4, "support_emit:save_and_load", family, captured, *plans, str(tmp_path))
     assert all(wrong == [] for wrong in found)
+
+
+@pytest.mark.slow
+def test_clipping_counts_no_padding_of_heads(pools: Pools) -> None:
+    num_processes, pins = pins_for("three_gpt2", "tp of four")
+    expected = clipped_steps("three_gpt2", {}, 0.3)
+    for found in pools.run(num_processes, "support_emit:clipped_steps", "three_gpt2", pins, 0.3):
+        assert np.array(found) == pytest.approx(np.array(expected), abs=EXACT)
 
 
 @pytest.mark.slow

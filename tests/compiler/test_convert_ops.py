@@ -12,12 +12,13 @@ from meshfold.collectives import RankMesh
 from meshfold.convert_ops import apply_step, emit_step, start_all_reduce, wait_all_reduce
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.opgraph import Value
-from meshfold.passes.conversions import CONVERSIONS, Step, conversion_steps
+from meshfold.passes.conversions import CONVERSIONS, Step, conversion_steps, has_conversion
 from meshfold.spmd import (
     INVARIANT,
     PARTIAL,
     REPLICATE,
     Layout,
+    PaddedShard,
     Shard,
     SpmdType,
     is_legal,
@@ -70,6 +71,19 @@ def check(mesh: Mesh, shape: tuple[int, ...], source: Layout, targets: list[Layo
         gradients = [r[k][1] for r in results]
         gradient = put_together(gradients, shape, gradient_layout(source), mesh)
         torch.testing.assert_close(gradient, cotangent, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_is_whole_becomes_a_padded_shard(size: int) -> None:
+    """Three blocks of five units on 2, 3 and 4 ranks; rows of 7 beside a shard of another axis."""
+    fused = PaddedShard(1, 3, 4)
+    for source in (INVARIANT, REPLICATE):
+        check(mesh_of(size), (2, 60), (source,), [(fused,)])
+        layouts = [(source, Shard(1)), (source, INVARIANT)]
+        for before in layouts:
+            after = (PaddedShard(0), before[1])
+            check(mesh_of(size, 2), (7, 6), before, [after])
+            assert has_conversion(before[0], after[0]) and not has_conversion(after[0], before[0])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

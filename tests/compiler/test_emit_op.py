@@ -47,7 +47,7 @@ def test_a_mean_over_a_sharded_dim_is_divided_by_its_axes() -> None:
 def test_two_axes_meet_in_one_cross_entropy() -> None:
     op = SingleOp("aten.cross_entropy_loss.default", real(8, 12), whole(12, 8))
     (node,) = nodes_of(op, "d0", "v")
-    assert node.args[-3:] == (12, (("tp", 1),), ("dp",))
+    assert node.args[-3:] == (12, (("tp", 1, 0),), ("dp",))
 
 
 def test_attention_is_the_torch_op_unless_heads_or_rows_need_more() -> None:

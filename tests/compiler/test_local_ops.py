@@ -12,7 +12,7 @@ from meshfold import emit_op, local_ops
 from meshfold.collectives import RankMesh
 
 X = real(4, 12)
-DIGITS = ((("dp", 1),), (("tp", 2),))
+DIGITS = ((("dp", 1, 0),), (("tp", 2, 0),))
 
 
 def test_every_local_implementation_has_an_emitter() -> None:
@@ -106,7 +106,7 @@ def test_sharded_cross_entropy_of_half_precision_sums_in_float32() -> None:
 
     def body(mesh: RankMesh) -> Tensor:
         part = logits.chunk(2, 1)[mesh.rank].requires_grad_()
-        classes = 64, (("dp", 1),)
+        classes = 64, (("dp", 1, 0),)
         loss = local_ops.cross_entropy(mesh, part, target, None, "mean", -100, 0.0, *classes, ())
         loss.backward()  # type: ignore[no-untyped-call]
         assert part.grad is not None and part.grad.dtype == torch.bfloat16

@@ -10,6 +10,7 @@ from support_ops import mesh_of
 from meshfold.shard_tensors import (
     digits_of,
     held_indices,
+    held_rows,
     held_runs,
     local_row,
     merged_parts,
@@ -49,7 +50,8 @@ def test_digits_find_what_several_axes_hold(layout: Layout) -> None:
     index = torch.arange(size)
     for rank, expected in enumerate(cut(index, layout, mesh, GENERATOR)):
         coords = mesh.coords(rank)
-        digits = tuple((t.blocks, n, c) for t, n, c in zip(layout, mesh.sizes, coords, strict=True))
+        pairs = zip(layout, mesh.sizes, coords, strict=True)
+        digits = tuple((t.blocks, n, c, t.unit) for t, n, c in pairs)
         assert held_indices(size, digits, torch.device("cpu")).equal(expected)
         runs = held_runs(size, digits)
         assert [
@@ -62,3 +64,26 @@ def test_digits_find_what_several_axes_hold(layout: Layout) -> None:
         assert int(local.max()) < len(expected)
         for row in range(size):
             assert local_row(row, size, digits) == (int(local[row]) if held[row] else None)
+
+
+@given(
+    blocks=st.integers(1, 3),
+    units=st.integers(1, 6),
+    unit=st.integers(1, 3),
+    num_parts=st.integers(1, 4),
+)
+def test_digits_of_padded_units(blocks: int, units: int, unit: int, num_parts: int) -> None:
+    size = blocks * units * unit
+    index = torch.arange(size)
+    seen = []
+    for own in range(num_parts):
+        places = ((blocks, num_parts, own, unit),)
+        found = held_indices(size, places, torch.device("cpu"))
+        held, local = digits_of(index, size, places)
+        assert found[local[held]].equal(index[held])
+        assert int(held.sum()) == blocks * held_rows(size, places)
+        assert len(found) == blocks * unit * -(-units // num_parts)
+        for row in range(size):
+            assert local_row(row, size, places) == (int(local[row]) if held[row] else None)
+        seen.append(index[held])
+    assert torch.cat(seen).sort().values.equal(index)

@@ -113,6 +113,35 @@ def test_padded_shards_are_equal_chunks_and_come_back_whole(
         assert torch.equal(back, stacked)
 
 
+@given(
+    blocks=st.integers(1, 3),
+    units=st.integers(1, 6),
+    unit=st.integers(1, 3),
+    size=st.integers(1, 4),
+)
+def test_units_of_padded_blocks_stay_whole_and_come_back(
+    blocks: int, units: int, unit: int, size: int
+) -> None:
+    """Rows are numbered from 1: zeros are padding."""
+    shape = (2, blocks * units * unit)
+    x = 1.0 + torch.arange(2.0 * shape[1]).view(shape)
+    layout = (PaddedShard(1, blocks, unit),)
+    each = -(-units // size)
+    shards = [shard_of(x, layout, (size,), (r,)) for r in range(size)]
+    for r, shard in enumerate(shards):
+        assert shard.shape == local_shape(shape, layout, (size,)) == (2, blocks * each * unit)
+        held = x.view(2, blocks, units * unit)[:, :, r * each * unit : (r + 1) * each * unit]
+        by_block = shard.view(2, blocks, each * unit)
+        assert torch.equal(by_block[:, :, : held.shape[2]], held)
+        assert not by_block[:, :, held.shape[2] :].any()
+    assembly = Assembly(shape, layout, (size,), (0,))
+    stacked = torch.stack([shard.reshape(-1) for shard in shards])
+    assert torch.equal(assembly.whole(stacked), x)
+    back = torch.ones_like(stacked)
+    assembly.write_stacked(x, back)
+    assert torch.equal(back, stacked)
+
+
 def test_shard_of_a_tensor_that_is_cut_on_one_axis_already() -> None:
     mesh = mesh_of(2, 2)
     layout = parse_layout("S0,S0/2")

@@ -37,12 +37,15 @@ def test_rows_at_their_experts_count_as_a_shard() -> None:
     assert local_shape((12, 5), layout, (2, 3)) == (2, 5)
 
 
-@given(st.lists(st.one_of(types, st.builds(PaddedShard, st.integers(0, 1))), max_size=3).map(tuple))
+padded = st.builds(PaddedShard, st.integers(0, 1), st.integers(1, 3), st.sampled_from([1, 2, 64]))
+
+
+@given(st.lists(st.one_of(types, padded), max_size=3).map(tuple))
 def test_text_round_trips(layout: Layout) -> None:
     assert parse_layout(layout_text(layout)) == layout
 
 
-@pytest.mark.parametrize("text", ["", "Q", "S", "S-1", "S0/", "S0/x", "I0", "P/2", "S0/2+", "R+"])
+@pytest.mark.parametrize("text", ["", "Q", "S", "S-1", "S0/", "S0/x", "I0", "P/2", "S0+x", "R+"])
 def test_bad_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no SPMD type"):
         SpmdType.parse(text)
@@ -57,9 +60,9 @@ def test_impossible_types_are_refused() -> None:
         Shard(0, 0)
     with pytest.raises(ValueError, match="blocks must be 1 or more"):
         SpmdType("R", blocks=2)
-    for kind, dim, blocks in (("I", -1, 1), ("S", 0, 2)):
-        with pytest.raises(ValueError, match="padded is for Shard in one block"):
-            SpmdType(kind, dim, blocks, padded=True)
+    for kind, dim, unit in (("I", -1, 1), ("E", 0, 1), ("S", 0, -1)):
+        with pytest.raises(ValueError, match="unit must be 0 or more, 0 but on Shard"):
+            SpmdType(kind, dim, 1, unit)
 
 
 def test_a_padded_dim_need_not_divide_and_is_cut_by_one_axis() -> None:
@@ -71,6 +74,15 @@ def test_a_padded_dim_need_not_divide_and_is_cut_by_one_axis() -> None:
     assert not is_legal((10, 6), (PaddedShard(0), Shard(0)), (4, 2))
     assert not is_legal((10, 5), layout, (4, 2)), "the other dim still has to divide"
     assert not is_legal((10, 6), (PaddedShard(2), INVARIANT), (4, 2)), "there is no dim 2"
+
+
+def test_units_of_a_padded_dim_stay_whole() -> None:
+    """q, k and v of 3 heads of 4 rows: two heads of each on a rank."""
+    layout = (PaddedShard(0, 3, 4), INVARIANT)
+    assert layout_text(layout) == "S0/3+4,I"
+    assert is_legal((36, 6), layout, (2, 2)) and not is_legal((30, 6), layout, (2, 2))
+    assert local_shape((36, 6), layout, (2, 2)) == (24, 6)
+    assert padded_shape((36, 6), layout, (2, 2)) == (48, 6)
 
 
 def owned(size: int, t: SpmdType, n: int, r: int) -> set[int]:

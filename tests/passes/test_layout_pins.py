@@ -134,7 +134,7 @@ def test_baselines_keep_no_pinned_layout() -> None:
         ({"tp": 2, "sp": 0, f"layout:{UP}": "tp:1"}, r"pin layout:.*=tp:1: no mesh of 4 devices"),
         ({f"layout:{UP}": "tp:7"}, r"pin layout:.*=tp:7: no mesh of 4 devices"),
         ({"zero": 0, f"layout:{UP}": "dp"}, r"pin layout:.*=dp: no mesh of 4 devices"),
-        ({f"layout:{UP}": "rows"}, "write replicate, dp, tp:DIM or tp:DIM,dp"),
+        ({f"layout:{UP}": "rows"}, r"write replicate, dp, tp:DIM, tp:DIM\+ or either with ,dp"),
     ],
 )
 def test_a_pin_that_cannot_be_kept_names_itself(pins: dict[str, int | str], message: str) -> None:

@@ -117,18 +117,18 @@ def test_batch_that_does_not_divide():
 
 
 def test_pin_with_nothing_to_shard():
-    with pytest.raises(OptionError, match="pin tp=7: no parameter .* over so many ranks"):
-        plan(7, "vit", pins={"tp": 7, "dp": 1})
+    with pytest.raises(OptionError, match="pin tp=17: no parameter .* over so many ranks"):
+        plan(17, "vit", pins={"tp": 17, "dp": 1})
 
 
 def test_nothing_to_shard_on_any_degree_left():
-    with pytest.raises(OptionError, match="tp=7: no parameter .* can be sharded"):
-        plan(14, "vit", pins={"dp": 2})
+    with pytest.raises(OptionError, match="tp=17: no parameter .* can be sharded"):
+        plan(34, "vit", pins={"dp": 2})
 
 
 def test_axis_that_shards_nothing_is_cut():
-    # Sizes are powers of two, and 6 ranks cannot each have some of 8 classes.
-    found = plan(6, "vit", batch_size=6)
+    # Sizes are powers of two, and most of 17 ranks would hold none of 8 heads.
+    found = plan(34, "vit", batch_size=34)
     assert found.search.cuts[UNSHARDED] > 0
     assert found.strategy.tp in (1, 2)
 

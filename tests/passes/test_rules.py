@@ -300,8 +300,8 @@ def fused_qkv() -> OpGraph:
 def test_blocks_grow_backwards_from_a_split_and_forwards_from_a_view() -> None:
     graph = fused_qkv()
     candidates = shard_candidates(graph, 2)
-    assert (1, 3) in candidates[1], "columns of the fused weight in three blocks"
-    assert (0, 4) in candidates[3], "the flattened batch in blocks of a sequence"
+    assert (1, 3, 0) in candidates[1], "columns of the fused weight in three blocks"
+    assert (0, 4, 0) in candidates[3], "the flattened batch in blocks of a sequence"
     by_name = {r.name: r for r in region_rules(graph, (2,))[1][0]}
     assert by_name["o/3"].inputs == (Shard(0, 3), REPLICATE, Shard(1, 3))
     assert by_name["o/3"].outputs == (Shard(1, 3),)
