@@ -88,6 +88,12 @@ class StageTimes:
             self.forward_s, self.backward_s - self.weight_s, self.weight_s, self.hop_s
         )
 
+    def between_devices(self, schedule: Schedule) -> "StageTimes":
+        """The same times where nothing travels from a stage to the next on its device: where the
+        way of a V turns."""
+        hop = np.where([schedule.travels(s) for s in range(1, schedule.num_stages)], self.hop_s, 0)
+        return StageTimes(self.forward_s, self.backward_s, self.weight_s, hop)
+
 
 def makespan_s(schedule: Schedule, times: StageTimes) -> float:
     """Seconds of one step: exact for the model of the module docstring."""
@@ -99,7 +105,7 @@ def device_ends_s(schedule: Schedule, times: StageTimes) -> Seconds:
     parts = times.for_schedule(schedule)
     f, b, hop = parts.forward_s, parts.backward_s, parts.hop_s
     if schedule.num_chunks > 1 and schedule.splits_backward:
-        return simulate_actions(schedule.actions(), times)
+        return simulate_actions(schedule.actions(), times.between_devices(schedule))
     if schedule.kind is ScheduleKind.GPIPE:
         return _gpipe_ends_s(schedule.num_microbatches, f, b, hop)
     if schedule.num_chunks > 1:

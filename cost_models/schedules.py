@@ -130,6 +130,10 @@ class Schedule:
             return far_stage(p, stage)
         return stage % p
 
+    def travels(self, stage: int) -> bool:
+        """Whether what a stage takes over comes from another device; False behind the last one."""
+        return 0 < stage < self.num_stages and self.device_of(stage - 1) != self.device_of(stage)
+
     def stages_of(self, device: int) -> tuple[int, ...]:
         """The stages of a device, one per chunk, ascending."""
         return tuple(s for s in range(self.num_stages) if self.device_of(s) == device)

@@ -79,7 +79,9 @@ def step_time(found: PricedPipeline) -> TimeEstimate:
     """The step by component, of the device that ends last."""
     problem, m = found.problem, found.problem.degrees.microbatches
     worst = max(range(len(found.device_s)), key=lambda i: (found.device_s[i], -i))
-    stages = [found.plan.stages[s] for s in found.plan.schedule.stages_of(worst)]
+    schedule = found.plan.schedule
+    numbers = schedule.stages_of(worst)
+    stages = [found.plan.stages[s] for s in numbers]
     layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
     forward_s = m * sum(x.compute_forward_s for x in layers)
     backward_s = m * sum(x.compute_backward_s for x in layers)
@@ -88,7 +90,8 @@ def step_time(found: PricedPipeline) -> TimeEstimate:
     optimizer_s = sum(x.optimizer_s for x in layers) + problem.launch_s
     exposed_s += max(0.0, busy_s - forward_s - backward_s)
     hop_s = problem.chain.hop_s
-    hops_s = m * sum(hop_s[stage.first] + hop_s[stage.end] for stage in stages)
+    borders = (border for s in numbers for border in (s, s + 1) if schedule.travels(border))
+    hops_s = m * sum(hop_s[found.plan.stages[border].first] for border in borders)
     by_axis = {
         name: m * sum(x.graph_s.get(name, 0.0) for x in layers) for name in problem.mesh.names
     }
@@ -118,7 +121,9 @@ def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEst
     problem, p = found.problem, found.problem.degrees.pp
     needs = found.plan.memory_bytes
     worst = max(range(p), key=lambda i: (needs[i], -i))
-    stages = [found.plan.stages[s] for s in found.plan.schedule.stages_of(worst)]
+    schedule = found.plan.schedule
+    numbers = schedule.stages_of(worst)
+    stages = [found.plan.stages[s] for s in numbers]
     layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
     largest = max(layers, key=lambda x: x.passing_bytes)
     passing = min(largest.gathered_bytes, largest.passing_bytes)

@@ -41,7 +41,8 @@ def pipelines(draw, with_hops=True):
     weight_s = np.array(rows[1]) * draw(st.sampled_from([0.0, 0.25, 0.5, 1.0]))
     hops = st.integers(0, 5 if with_hops else 0)
     hop_s = draw(st.lists(hops, min_size=n - 1, max_size=n - 1))
-    return schedule, StageTimes.build(*rows, weight_s=weight_s, hop_s=np.array(hop_s) / 4)
+    times = StageTimes.build(*rows, weight_s=weight_s, hop_s=np.array(hop_s) / 4)
+    return schedule, times.between_devices(schedule)
 
 
 @settings(max_examples=300)
@@ -195,6 +196,18 @@ def test_many_interleaved_pipelines_at_once():
     for k in range(7):
         times = StageTimes.build(f[:, k], b[:, k], hop_s=hop[:, k])
         np.testing.assert_allclose(found[:, k], device_ends_s(schedule, times), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", V_ORDERS)
+def test_nothing_travels_where_a_v_turns(kind):
+    schedule = Schedule(kind, 2, 8, 2)
+    free, turning, slow = (
+        makespan_s(schedule, StageTimes.build(np.ones(4), 2.0, weight_s=1.0, hop_s=hop_s))
+        for hop_s in ([0, 0, 0], [0, 9, 0], [0, 0, 9])
+    )
+    assert free == turning < slow
+    alone = StageTimes.build(np.ones(2), 2.0, weight_s=1.0, hop_s=9.0)
+    assert makespan_s(Schedule(kind, 1, 3, 2), alone) == 3 * 2 * (1 + 2)
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
