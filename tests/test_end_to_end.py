@@ -306,9 +306,8 @@ def test_three_adamw_steps_equal_one_process(pools: Pools, strategy: str, is_loc
         assert losses == pytest.approx(expected, abs=EXACT)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["zero3", pytest.param("zero3 x tp+sp", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero3", "zero3 x tp+sp"])
 def test_clipping_is_by_the_norm_of_the_whole_model(pools: Pools, strategy: str) -> None:
     num_processes, pins = PINS[strategy]
     expected = clipped_steps("gpt2", {}, 0.3)

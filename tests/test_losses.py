@@ -34,9 +34,8 @@ def planned(loss: str, num_devices: int, pins: dict[str, int]) -> Plan:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "pins", [pytest.param({"dp": 2}, marks=pytest.mark.slow), {"tp": 2, "dp": 1}], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", [{"dp": 2}, {"tp": 2, "dp": 1}], ids=str)
 def test_losses_of_two_processes_equal_those_of_one(pools: Pools, pins: dict[str, int]) -> None:
     for errors in pools.run(2, "support_losses:largest_errors", list(LOSSES), pins):
         assert dict(zip(LOSSES, errors, strict=True)) == dict.fromkeys(

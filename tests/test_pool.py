@@ -6,6 +6,7 @@ from pool import Pools, WorkerFailure
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.slow
 def test_results_come_by_rank_and_processes_stay(pools: Pools) -> None:
     first = pools.run(2, "support_emit:who_am_i")
     assert [rank for rank, _ in first] == [0, 1]

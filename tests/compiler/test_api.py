@@ -68,6 +68,7 @@ def test_a_plan_for_another_number_of_processes_is_refused(pools: Pools) -> None
         assert message.startswith("the plan is for 4 processes, this job has 2; ")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ranks_with_different_programs_find_out_before_they_wait_for_ever(pools: Pools) -> None:
     model, batch = stack_model(2)

@@ -71,6 +71,7 @@ def test_microbatches_must_divide_it() -> None:
         compiled.train_step(odd)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_what_data_parallel_ranks_divide_is_run_right(pools: Pools) -> None:
     pins = {"dp": 2, "tp": 1, "zero": 3}

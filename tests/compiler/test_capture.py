@@ -75,7 +75,7 @@ def test_loss_and_every_gradient_equal_the_model(family: str) -> None:
     assert all(p.used for p in graph.parameters)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "bert", pytest.param("t5", marks=pytest.mark.slow)])
 def test_a_tied_weight_is_one_parameter(family: str) -> None:
     model, inputs = support_models.tiny_model(family)
     graph = capture(model, inputs).graph

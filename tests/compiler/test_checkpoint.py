@@ -29,7 +29,7 @@ def test_training_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     ("first", "second"),
     [
         ({"dp": 2, "zero": 3}, {"tp": 2, "sp": 0}),
-        ({"tp": 2, "sp": 0}, {"pp": 2, "microbatches": 2}),
+        pytest.param({"tp": 2, "sp": 0}, {"pp": 2, "microbatches": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_from_plan_to_plan(

@@ -90,7 +90,7 @@ def narrow_step(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_one_device_computes_what_the_casts_compute(family: str, precision: Precision) -> None:
     model, batch = tiny_model(family)
     model.float()

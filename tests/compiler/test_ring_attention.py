@@ -154,7 +154,9 @@ def test_key_and_value_with_different_rows_are_refused() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["causal", "mask"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_on_processes(pools: Pools, size: int, kind: str) -> None:
     for errors in pools.run(size, "support_ring:ring_errors", mesh_of(size), kind):
         assert max(errors) <= EXACT
@@ -225,7 +227,7 @@ def test_the_predicted_peak_is_that_of_a_step(case: tuple[str, Degrees, bool]) -
 @pytest.mark.parametrize(
     ("model", "pins"),
     [
-        ("ring_llama", {"cp": 2, "dp": 1, "tp": 1, "zero": 3}),
+        pytest.param("ring_llama", {"cp": 2, "dp": 1, "tp": 1, "zero": 3}, marks=pytest.mark.slow),
         pytest.param("ring_gpt2", {"cp": 2, "dp": 1, "tp": 2, "sp": 1}, marks=pytest.mark.slow),
         pytest.param("ring_gpt2", {"cp": 2, "dp": 2, "tp": 1}, marks=pytest.mark.slow),
     ],

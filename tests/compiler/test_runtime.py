@@ -179,6 +179,7 @@ def test_a_model_on_meta_starts_alike_under_any_plan(pools: Pools) -> None:
     assert len(digests[0]) == len(tiny_model(family)[0].state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_closed_model_gives_its_threads_back(pools: Pools) -> None:
     for first, second, third, after in pools.run(2, "support_emit:threads_beside_models", 3):

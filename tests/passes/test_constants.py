@@ -45,7 +45,7 @@ def constants_of_the_batch(graph: OpGraph, typing: RegionTyping) -> list[tuple[i
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_masks_are_made_for_the_local_batch(family: str) -> None:
     graph = captured(family).graph
     found = [
@@ -60,7 +60,7 @@ def test_masks_are_made_for_the_local_batch(family: str) -> None:
         assert local_bytes(value, layout, (2,)) == value.num_bytes // 2
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
 def test_the_numbers_stay(family: str, dp: int, tp: int) -> None:
     model, batch = tiny_model(family)

@@ -129,7 +129,9 @@ def every_program(of: MeshPlanner, chain: LeafChain):
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (4, 1)])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize(
+    "share", [0.3, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, 0.6, 1.0))]
+)
 def test_the_plan_is_within_its_gap_of_every_program(dp: int, tp: int, share: float) -> None:
     """Brute force: every layer any leaf."""
     free = planner("vit", dp, tp, layers=2)

@@ -25,11 +25,18 @@ def typed(family: str) -> tuple[FoldedGraph, tuple[RegionTyping, ...]]:
     return folded, tuple(search.solve(zero=0, sequence_parallel=False).typings)
 
 
+CASES = [
+    ("gpt2", [0, 1, 4]),
+    pytest.param("t5", [0, 2, 4, 6], marks=pytest.mark.slow),
+]
+"""Families, and the instances with which stages begin."""
+
+
 def cut(family: str, first: list[int]) -> tuple[StageGraph, ...]:
     return stage_graphs(*typed(family), first)
 
 
-@pytest.mark.parametrize(("family", "first"), [("gpt2", [0, 1, 4]), ("t5", [0, 2, 4, 6])])
+@pytest.mark.parametrize(("family", "first"), CASES)
 def test_every_layer_is_in_one_stage(family: str, first: list[int]) -> None:
     folded, _ = typed(family)
     stages = cut(family, first)
@@ -46,7 +53,7 @@ def test_every_layer_is_in_one_stage(family: str, first: list[int]) -> None:
             assert all(s.instance < k for s in sources)
 
 
-@pytest.mark.parametrize(("family", "first"), [("gpt2", [0, 1, 4]), ("t5", [0, 2, 4, 6])])
+@pytest.mark.parametrize(("family", "first"), CASES)
 def test_only_what_depends_on_the_batch_crosses(family: str, first: list[int]) -> None:
     stages = cut(family, first)
     assert stages[0].arrives == () and stages[-1].leaves == ()

@@ -70,7 +70,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("family", families("gpt2", "llama", "t5"))
+@pytest.mark.parametrize("family", families("gpt2", "llama"))
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_columns_then_rows(family, sequence_parallel):
     """Every product is sharded, first by columns, then by rows; GPT-2's fused qkv in blocks."""
@@ -181,8 +181,9 @@ def test_sequence_shards_cross_boundaries():
 
 
 def test_nothing_to_shard_has_fraction_zero():
-    cluster = resolve_cluster("local-cpu", 7)
-    search = MeshSearch(graph_of("vit"), cluster, build_mesh(cluster, 1, 7), BATCH)
+    """Eight heads leave most of 23 ranks without one."""
+    cluster = resolve_cluster("local-cpu", 23)
+    search = MeshSearch(graph_of("vit"), cluster, build_mesh(cluster, 1, 23), BATCH)
     assert search.solve(zero=0, sequence_parallel=False).sharded_fraction == 0.0
 
 

@@ -124,7 +124,7 @@ def test_a_data_parallel_trunk_under_a_sharded_head(
         assert found == pytest.approx(loss.item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_a_mix_trains_like_one_process(family: str) -> None:
     """Neighbours that differ in sequence parallelism, in what is stored, in what is kept."""
     model, batch = tiny_model(family, layers=4)
