@@ -43,18 +43,20 @@ FAMILIES = ("gpt2", "llama", "t5", "vit", "mixtral")
 
 def cases() -> list[Any]:
     """(family, mesh, which schedules): GPT-2 on pp4 and shared experts under all, of the others two
-    of five each, so that every family and every one of MESHES meets every schedule twice."""
+    of the first five each and one of the last three, so that every family and every one of MESHES
+    meets every schedule."""
     found = [
         pytest.param("gpt2", "pp4", [4], id="gpt2-pp4"),
-        pytest.param("gpt2", "pp4", range(4), marks=pytest.mark.slow, id="gpt2-pp4-others"),
+        pytest.param("gpt2", "pp4", [0, 1, 2, 3], marks=pytest.mark.slow, id="gpt2-pp4-others"),
+        pytest.param("gpt2", "pp4", [5, 6, 7], marks=pytest.mark.slow, id="gpt2-pp4-split chunks"),
     ]
     for f, family in enumerate(FAMILIES):
         for k, mesh in enumerate(MESHES):
-            chosen = [(f + k) % 5, (f + k + 2) % 5]
+            chosen = [(f + k) % 5, (f + k + 2) % 5, 5 + (f + k) % 3]
             slow = pytest.param(family, mesh, chosen, marks=pytest.mark.slow, id=f"{family}-{mesh}")
             found += [slow] if (family, mesh) != ("gpt2", "pp4") else []
     for mesh in EXPERT_MESHES:
-        every = pytest.param("mixtral", mesh, range(5), marks=pytest.mark.slow)
+        every = pytest.param("mixtral", mesh, range(8), marks=pytest.mark.slow)
         found.append(every)
     for f, family in enumerate(("gpt2", "llama", "t5")):
         for k, mesh in enumerate(ZERO_MESHES):
@@ -80,6 +82,8 @@ def schedules(p: int) -> list[Schedule]:
         Schedule(ScheduleKind.ONE_F_ONE_B, p, m, extra_warm_up=p - 1),
         Schedule(ScheduleKind.INTERLEAVED, p, m, num_chunks=2),
         Schedule(ScheduleKind.ZERO_BUBBLE, p, m),
+        Schedule(ScheduleKind.INTERLEAVED_ZERO_BUBBLE, p, m, num_chunks=2),
+        *(Schedule(kind, p, m, num_chunks=2) for kind in V_ORDERS),
     ]
 
 
@@ -105,18 +109,6 @@ def test_pipelines_compute_what_one_process_does(
 )
 def test_three_axes_on_eight_processes(pools: Pools, pins: dict[str, Any], chosen: int) -> None:
     check_schedules(pools, "llama", 8, pins, [schedules(2)[chosen]])
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("p", [2, 4])
-def test_chunks_with_a_split_backward(pools: Pools, family: str, p: int) -> None:
-    wanted = [
-        Schedule(kind, p, MICROBATCHES, num_chunks=2)
-        for kind in (ScheduleKind.INTERLEAVED_ZERO_BUBBLE, *V_ORDERS)
-    ]
-    check_schedules(pools, family, p, {"pp": p}, wanted)
 
 
 def check_schedules(
