@@ -21,7 +21,7 @@ from meshfold.batch_norm import batch_norm
 from meshfold.collectives import Axes, RankMesh, all_reduced
 from meshfold.expert_exchange import combine, dispatch
 from meshfold.random_masks import kept, stream_key
-from meshfold.rank_places import Digits, places_of
+from meshfold.rank_places import Digits, key_heads_of, places_of
 from meshfold.shard_tensors import (
     cropped_blocks,
     digits_of,
@@ -226,9 +226,7 @@ def attention(
     """
     count, key_digits = key_heads
     if len(shape) > 3 and shape[-3] != count:
-        heads = held_indices(shape[-3], places_of(mesh, digits[-3]), mesh.device)
-        needed = heads // (shape[-3] // count)
-        _, place = digits_of(needed, count, places_of(mesh, key_digits))
+        place = key_heads_of(mesh, shape[-3], digits[-3], count, key_digits)
         key, value = key.index_select(-3, place), value.index_select(-3, place)
     if is_causal:
         rows = held_indices(shape[-2], places_of(mesh, digits[-2]), mesh.device)

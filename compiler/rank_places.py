@@ -1,7 +1,9 @@
 """Where a rank stands on a sharded dim."""
 
+from torch import Tensor
+
 from meshfold.collectives import RankMesh
-from meshfold.shard_tensors import Places
+from meshfold.shard_tensors import Places, digits_of, held_indices
 
 Digits = tuple[tuple[str, int, int], ...]
 """(axis name, blocks, unit) of every axis that shards a dim; unit as in the type: 0 but where it is
@@ -13,3 +15,14 @@ def places_of(mesh: RankMesh, digits: Digits) -> Places:
     return tuple(
         (blocks, mesh.size((axis,)), mesh.coord(axis), unit) for axis, blocks, unit in digits
     )
+
+
+def key_heads_of(
+    mesh: RankMesh, num_heads: int, digits: Digits, num_key_heads: int, key_digits: Digits
+) -> Tensor:
+    """The local key head of every query head that is held here, [local query heads]; of padding any
+    that is there."""
+    heads = held_indices(num_heads, places_of(mesh, digits), mesh.device)
+    needed = (heads // (num_heads // num_key_heads)).clamp_(max=num_key_heads - 1)
+    _, place = digits_of(needed, num_key_heads, places_of(mesh, key_digits))
+    return place

@@ -38,8 +38,8 @@ from meshfold.attention_blocks import (
     wide,
 )
 from meshfold.collectives import Axes, RankMesh
-from meshfold.rank_places import Digits, places_of
-from meshfold.shard_tensors import Places, digits_of, held_indices, held_runs
+from meshfold.rank_places import Digits, key_heads_of, places_of
+from meshfold.shard_tensors import Places, held_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,9 @@ def _key_heads(
     if len(shape) < 4 or shape[-3] == count:
         return 1
     # Units of query heads are those of a key head.
-    if count == 1 or [d[:2] for d in digits[-3]] == [d[:2] for d in key_digits]:
+    if [d[:2] for d in digits[-3]] == [d[:2] for d in key_digits]:
         return query.shape[-3] // key.shape[-3]
-    heads = held_indices(shape[-3], places_of(mesh, digits[-3]), mesh.device)
-    needed = heads // (shape[-3] // count)
-    _, place = digits_of(needed, count, places_of(mesh, key_digits))
-    return place
+    return key_heads_of(mesh, shape[-3], digits[-3], count, key_digits)
 
 
 def pieces_of(
