@@ -124,19 +124,17 @@ def _has_no_experts(degrees: Degrees, situation: Situation) -> bool:
     return not situation.experts or any(e % degrees.ep for e in situation.experts)
 
 
-def can_cut_batch(degrees: Degrees, situation: Situation, microbatches: int = 1) -> bool:
-    """Whether part of cp could be dp instead: both cut the same values evenly, and
-    only cp communicates inside a region. (One axis saves launches against two: it may win by
-    that where values are tiny.) Not asked where cp is pinned."""
-    if CONTEXT in situation.switched_off or "cp" in situation.pins:
-        return False
-    of_rank, rest = divmod(situation.batch_size, degrees.batch_ranks * microbatches)
-    return not rest and math.gcd(degrees.cp, of_rank) > 1
-
-
 def may_cut_for_batch(situation: Situation) -> bool:
     """Whether CONTEXT is asked: not where cp is pinned."""
     return CONTEXT not in situation.switched_off and "cp" not in situation.pins
+
+
+def can_cut_batch(degrees: Degrees, situation: Situation, microbatches: int = 1) -> bool:
+    """Whether part of cp could be dp instead: both cut the same values evenly, and
+    only cp communicates inside a region. (One axis saves launches against two: it may win by
+    that where values are tiny.) microbatches: parts that a rank runs its share of the batch in."""
+    of_rank, rest = divmod(situation.batch_size, degrees.batch_ranks * microbatches)
+    return may_cut_for_batch(situation) and not rest and math.gcd(degrees.cp, of_rank) > 1
 
 
 def leaves_on(degrees: Degrees, *, maps: bool = False) -> Iterator[UniformStrategy]:
