@@ -6,20 +6,23 @@ One small Llama, the same batch and weights for all. Variants take turns, step b
 what else the machine does meets all alike; every step is forward and backward, without the
 optimizer, and counts from a barrier to the last rank. Medians and ratios.
 
-    meshfold             the plan with the pins of its row
-    meshfold, waiting    the same program, nothing gathered ahead, every reduction waited for where
+    scheduled, eager     meshfold, the plan with the pins of its row, in both modes
+    waiting              the eager program, nothing gathered ahead, every reduction waited for where
                          it starts: what overlap brings
     FSDP2, DDP, TP       fully_shard per layer, DistributedDataParallel, parallelize_module with
                          column and row parallel linears by hand
     no communication     one process's part of the batch under the model alone
 
-gloo moves bytes with the cores that compute, so it hides little; losses are compared first.
+gloo moves bytes with the cores that compute, so it hides little. With --wire a collective of
+meshfold also takes as long as a serial link of so many MB/s would, which needs no core: what there
+is to hide then shows; the others are left out. Losses are compared first.
 """
 
 import copy
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -38,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshfold
 from meshfold.local_processes import Report, run_local
-from meshfold.options import CompileOptions
+from meshfold.options import CompileOptions, Mode
 from meshfold.program import EmittedProgram
 from meshfold.runner import ProgramRunner
 from meshfold.runtime import CompiledModel
@@ -49,6 +52,17 @@ CLOSE = 1e-3
 """Of losses in float32; the mean over ranks of equal parts is the mean of all."""
 COLUMN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
 ROW = ("self_attn.o_proj", "mlp.down_proj")
+
+KINDS = {
+    "zero3": {"dp": 0, "zero": 3},
+    "dp": {"dp": 0, "zero": 0},
+    "tp": {"tp": 0, "sp": 0},
+    "tp+sp": {"tp": 0, "sp": 1},
+}
+"""Pins by kind; a degree of 0 stands for all processes."""
+OURS = ("scheduled", "eager", "waiting")
+MODES: tuple[Mode, ...] = ("scheduled", "eager")
+ALONE = "dp: no communication"
 
 Step = Callable[[], Tensor]
 
@@ -83,11 +97,19 @@ def loss_step(model: nn.Module, batch: dict[str, Tensor]) -> Step:
     return step
 
 
-def meshfold_steps(model: nn.Module, batch: dict[str, Tensor], **pins: int) -> tuple[Step, Step]:
-    """(as it runs, with every collective waited for at once)."""
-    made: CompiledModel = meshfold.compile(
-        copy.deepcopy(model), "local-cpu", batch, options=CompileOptions(pins=pins)
+def meshfold_steps(
+    model: nn.Module, batch: dict[str, Tensor], wire: float, **pins: int
+) -> tuple[Step, Step, Step]:
+    """(scheduled, eager, every collective waited for at once)."""
+    scheduled, made = (
+        meshfold.compile(
+            copy.deepcopy(model), "local-cpu", batch, options=CompileOptions(pins=pins, mode=mode)
+        )
+        for mode in MODES
     )
+    for compiled in (scheduled, made):
+        if wire:
+            slow_down(compiled, wire)
     assert isinstance(made.program, EmittedProgram) and made.rank_mesh is not None
     waiting = ProgramRunner(
         made.program, made.rank_mesh, made._form.captured.constants, waits_at_once=True
@@ -99,10 +121,40 @@ def meshfold_steps(model: nn.Module, batch: dict[str, Tensor], **pins: int) -> t
         loss.backward()
         return loss.detach()
 
-    return loss_step(made, batch), wait_step
+    return loss_step(scheduled, batch), loss_step(made, batch), wait_step
 
 
-def variants(layers: int, width: int) -> dict[str, Step]:
+def slow_down(compiled: CompiledModel, bytes_per_s: float) -> None:
+    """Let every collective of a model take as long as a serial link of so many bytes per second
+    takes for it, at least; waiting for that needs no core."""
+    mesh = compiled.rank_mesh
+    assert mesh is not None
+    free_s, done_s = 0.0, dict[int, float]()
+
+    def start(plain: Callable[..., Tensor], factor: float, x: Tensor, *arguments: Any) -> Tensor:
+        nonlocal free_s
+        seconds = factor * x.numel() * x.element_size() / bytes_per_s
+        in_flight = plain(x, *arguments)
+        free_s = max(free_s, time.perf_counter()) + seconds
+        done_s[in_flight.data_ptr()] = free_s
+        return in_flight
+
+    def wait(plain: Callable[..., Tensor], in_flight: Tensor) -> Tensor:
+        at_s = done_s.pop(in_flight.data_ptr(), 0.0)
+        time.sleep(max(0.0, at_s - time.perf_counter()))
+        return plain(in_flight)
+
+    others = dist.get_world_size() - 1
+    share = others / (others + 1)
+    factors = {"all_reduce": 2 * share, "all_reduce_in_place": 2 * share, "all_gather": others}
+    factors |= {"reduce_scatter": share, "all_to_all": share}
+    for kind, factor in factors.items():
+        name = f"start_{kind}"
+        setattr(mesh, name, partial(start, getattr(mesh, name), factor))
+    mesh.wait = partial(wait, mesh.wait)  # type: ignore[method-assign]
+
+
+def variants(layers: int, width: int, wire: float) -> dict[str, Step]:
     """By name; "X: A" and "X: B" are compared."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tokens = torch.randint(
@@ -124,27 +176,24 @@ def variants(layers: int, width: int) -> dict[str, Step]:
     for layer in by_hand.model.layers:
         parallelize_module(layer, mesh, styles)
 
-    zero3, dp, tp = (
-        meshfold_steps(model, batch, **pins)
-        for pins in ({"dp": size, "zero": 3}, {"dp": size, "zero": 0}, {"tp": size, "sp": 0})
-    )
-    return {
-        "zero3: meshfold": zero3[0],
-        "zero3: meshfold, waiting": zero3[1],
-        "zero3: FSDP2": loss_step(sharded, part),
-        "dp: meshfold": dp[0],
-        "dp: meshfold, waiting": dp[1],
-        "dp: DDP": loss_step(DistributedDataParallel(copy.deepcopy(model)), part),
-        "tp: meshfold": tp[0],
-        "tp: meshfold, waiting": tp[1],
-        "tp: parallelize_module": loss_step(by_hand, batch),
-        "dp: no communication": loss_step(copy.deepcopy(model), part),
-    }
+    found = {}
+    for kind, pins in KINDS.items():
+        steps = meshfold_steps(model, batch, wire, **{k: v or size for k, v in pins.items()})
+        found |= {f"{kind}: {name}": step for name, step in zip(OURS, steps, strict=True)}
+    if not wire:
+        found |= {
+            "zero3: FSDP2": loss_step(sharded, part),
+            "dp: DDP": loss_step(DistributedDataParallel(copy.deepcopy(model)), part),
+            "tp: parallelize_module": loss_step(by_hand, batch),
+        }
+    return {**found, "dp: no communication": loss_step(copy.deepcopy(model), part)}
 
 
-def measure(report: Report, layers: int, width: int, rounds: int) -> dict[str, list[float]]:
+def measure(
+    report: Report, layers: int, width: int, rounds: int, wire: float
+) -> dict[str, list[float]]:
     """Seconds of every step of every variant, from a barrier to the last rank."""
-    steps = variants(layers, width)
+    steps = variants(layers, width, wire)
     losses = {}
     for name, step in steps.items():
         report(f"comparing losses: {name}")
@@ -153,8 +202,8 @@ def measure(report: Report, layers: int, width: int, rounds: int) -> dict[str, l
         dist.all_reduce(loss)
         losses[name] = loss.item() / dist.get_world_size()
     for name, value in losses.items():
-        if abs(value - losses["zero3: FSDP2"]) > CLOSE:
-            raise RuntimeError(f"{name} has the loss {value}, FSDP2 {losses['zero3: FSDP2']}")
+        if abs(value - losses[ALONE]) > CLOSE:
+            raise RuntimeError(f"{name} has the loss {value}, one process {losses[ALONE]}")
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         report(f"round {number + 1} of {rounds}")
@@ -172,27 +221,30 @@ def measure(report: Report, layers: int, width: int, rounds: int) -> dict[str, l
 @click.option("--rounds", default=9, show_default=True)
 @click.option("--layers", default=6, show_default=True)
 @click.option("--width", default=256, show_default=True)
-def main(processes: int, rounds: int, layers: int, width: int) -> None:
+@click.option("--wire", default=0.0, show_default=True, help="MB/s of an emulated link; 0: none.")
+def main(processes: int, rounds: int, layers: int, width: int, wire: float) -> None:
     """Run all variants and print medians and ratios."""
 
     def tell(rank: int, what: str) -> None:
         if rank == 0:
             click.echo(what, err=True)
 
-    (seconds, *_) = run_local(processes, measure, layers, width, rounds, on_report=tell, quiet=True)
+    (seconds, *_) = run_local(
+        processes, measure, layers, width, rounds, 1e6 * wire, on_report=tell, quiet=True
+    )
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     click.echo(f"{processes} processes, {layers} layers of width {width}, {rounds} rounds")
     for name, median_s in medians.items():
         values = seconds[name]
         low, high = min(values), max(values)
         click.echo(f"{name:<28}{1e3 * median_s:>9.1f} ms  ({1e3 * low:.1f} to {1e3 * high:.1f})")
-    for kind in ("zero3", "dp", "tp"):
-        ours = medians[f"{kind}: meshfold"]
+    for kind in KINDS:
+        ours = medians[f"{kind}: {OURS[0]}"]
         for name, median_s in medians.items():
             other = name.removeprefix(f"{kind}: ")
-            if other not in (name, "meshfold"):
-                click.echo(f"{kind}: meshfold over {other:<24}{ours / median_s:>7.2f}")
-    waiting, alone = medians["dp: meshfold, waiting"], medians["dp: no communication"]
+            if other not in (name, OURS[0]):
+                click.echo(f"{kind}: {OURS[0]} over {other:<24}{ours / median_s:>7.2f}")
+    waiting, alone = medians["dp: waiting"], medians[ALONE]
     click.echo(f"communication is {100 * (1 - alone / waiting):.0f} % of dp's step when waited for")
 
 

@@ -70,7 +70,7 @@ def compile(
     if plan is not None and not isinstance(plan, Plan):
         plan = load_plan(plan)
     if plan is not None:
-        options = replace(options, precision=plan.precision)
+        options = replace(options, precision=plan.precision, mode=plan.mode)
     captured = _capture(model, example_inputs, options)
     if plan is None:
         plan = plan_captured(captured, type(model).__name__, cluster_spec, options)

@@ -144,6 +144,28 @@ def _wait(
     return Wait.apply(mesh, *in_flight, axis, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
 
 
+STARTS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        start_all_gather,
+        start_reduce_scatter,
+        start_all_reduce,
+        start_gradient_all_reduce,
+        start_slice,
+        start_all_to_all,
+    }
+)
+WAITS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        wait_all_gather,
+        wait_reduce_scatter,
+        wait_all_reduce,
+        wait_gradient_all_reduce,
+        wait_slice,
+        wait_all_to_all,
+    }
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """function(mesh, x, axis, *args): one node of an emitted graph."""

@@ -153,6 +153,10 @@ class _WatchingRunner(ProgramRunner):
         super().__init__(*arguments)
         self.seen: list[_Seen] = []
 
+    def is_scheduled(self, region: RegionProgram) -> bool:
+        """Node by node, in the order of the graph: pieces hold the same nodes."""
+        return False
+
     def call(self, instance: int, region: RegionProgram, arguments: Sequence[Any]) -> Any:
         return _Watcher(region, instance, self.seen).run(*arguments)
 

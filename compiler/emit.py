@@ -30,11 +30,13 @@ from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind, Source, SourceKind
 from meshfold.passes.conversions import ConversionCosts, conversion_steps, plan_conversions
+from meshfold.passes.conversions import Step as ConversionStep
 from meshfold.passes.parameter_buckets import BucketKey, bucket_key, changed_axes
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
-from meshfold.program import PLACE, EmittedProgram, RegionProgram, Step
+from meshfold.program import ORIGIN, PLACE, EmittedProgram, RegionProgram, Step
 from meshfold.program_text import TYPE
+from meshfold.schedule_program import scheduled
 from meshfold.spmd import INVARIANT, Layout, layout_text, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
 from meshfold.training_step import replicate_bucket, start_ahead, wait_bucket
@@ -49,7 +51,8 @@ def emit(folded: FoldedGraph, plan: Plan) -> EmittedProgram:
     check_runs(plan)
     split = planned_graph(folded, plan)
     typings = [region.typing for region in plan.regions]
-    return emit_typed(split, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
+    program = emit_typed(split, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
+    return scheduled(program, split, plan) if plan.mode == "scheduled" else program
 
 
 def check_runs(plan: Plan) -> None:
@@ -288,6 +291,7 @@ class _RegionEmitter:
         operands = [
             self.value(v, layout) for v, layout in zip(op.operands, typing.inputs, strict=True)
         ]
+        before = next(reversed(self.graph.nodes))
         made = emit_op(
             self.graph,
             self.mesh_node,
@@ -301,6 +305,14 @@ class _RegionEmitter:
         )
         for v, layout, node in zip(op.outputs, typing.outputs, made, strict=True):
             self._bind(v, layout, node)
+        self._note_origin(before, k)
+
+    def _note_origin(self, before: fx.Node, origin: int | tuple[int, ConversionStep]) -> None:
+        """What all nodes behind `before` are part of."""
+        for node in reversed(self.graph.nodes):
+            if node is before:
+                return
+            node.meta[ORIGIN] = origin
 
     def value(self, v: int, layout: Layout) -> fx.Node:
         """The node of value `v` in `layout`, converted where it is not there yet."""
@@ -315,7 +327,9 @@ class _RegionEmitter:
         node = self.value(v, source)
         value = self.ops.values[v]
         for step in conversion_steps(value, source, target, self.mesh, self.costs):
+            before = next(reversed(self.graph.nodes))
             node = emit_step(self.graph, self.mesh_node, node, step, self.mesh, value)
+            self._note_origin(before, (v, step))
         self._bind(v, target, node)
 
     def _open_bucket(self, v: int, layout: Layout) -> None:

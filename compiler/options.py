@@ -18,6 +18,10 @@ reduced and optimizer states in float32."""
 COMPUTE_DTYPES: Mapping[Precision, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
 """Names of the narrow dtypes."""
 
+Mode = Literal["eager", "scheduled"]
+"""How a rank's program runs: region graphs as written, with autograd's backward; or their pieces in
+an order found with the cost model, in which collectives have compute behind them."""
+
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev"
 ]
@@ -98,7 +102,7 @@ class CompileOptions:
     """memory_bytes: budget per device (None: the device's own usable memory).
     pins: choices that the search must keep. optimizer: what the memory model charges.
     full_capture: trace every layer instead of proving equal ones equal.
-    seed: of the counter-based generator behind dropout. precision: see Precision.
+    seed: of the counter-based generator behind dropout. precision, mode: see Precision, Mode.
     allow_pipelines: let pipelines compete without a pin; their models train by train_step alone.
     allow_planned: offer what can be priced and planned, but not run yet, and pipelines.
     without_cuts: prunings of the search (passes.decision_tree.PRUNINGS) to do without; for those
@@ -110,6 +114,7 @@ class CompileOptions:
     full_capture: bool = False
     seed: int = 0
     precision: Precision = "model"
+    mode: Mode = "eager"
     allow_pipelines: bool = False
     allow_planned: bool = False
     without_cuts: tuple[str, ...] = ()
@@ -122,6 +127,8 @@ class CompileOptions:
             raise OptionError(f"memory must be positive, got {self.memory_bytes} bytes")
         if self.optimizer not in ("adamw", "sgd"):
             raise OptionError(f"optimizer {self.optimizer!r} is unknown; write adamw or sgd")
+        if self.mode not in get_args(Mode):
+            raise OptionError(f"mode {self.mode!r} is unknown; write eager or scheduled")
         if self.precision not in get_args(Precision):
             raise OptionError(f"precision {self.precision!r} is unknown; write model, bf16 or fp16")
 

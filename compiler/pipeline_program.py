@@ -148,7 +148,7 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
     if schedule.splits_backward:
         for stage in stages:
             for region in stage.regions:
-                split_backward(region, stage.folded.regions[region.region].graph)
+                split_backward(region.graph, stage.folded.regions[region.region].graph)
     counts = loss_counts(folded) if parts > 1 else ()
     cuts = graphs.input_cuts() if parts > 1 else {}
     return EmittedPipeline(folded, plan.mesh, schedule, cut, stages, cuts, counts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from meshfold.cluster import ClusterSpec
 from meshfold.mesh import Mesh
-from meshfold.options import Precision
+from meshfold.options import Mode, Precision
 from meshfold.spmd import Layout
 from meshfold.step_events import SimulatedStep, StepEvents
 from meshfold.strategy import RegionTyping, UniformStrategy
@@ -248,6 +248,8 @@ class Plan:
     version: int = PLAN_VERSION
     notes: tuple[str, ...] = ()
     precision: Precision = "model"
+    mode: Mode = "eager"
+    """How the program of a step in one pass runs; stages of pipelines run eager."""
     schedule: str = ""
     """In which order stages run their microbatches; empty for a step in one pass."""
     simulated: SimulatedStep | None = None

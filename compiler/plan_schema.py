@@ -18,7 +18,7 @@ from pydantic import Field
 
 from meshfold.cluster_io import ClusterModel
 from meshfold.documents import Bytes, Count, Document, Positive, Seconds
-from meshfold.options import Precision
+from meshfold.options import Mode, Precision
 from meshfold.plan import PLAN_VERSION
 from meshfold.simulation_document import SimulationDocument
 from meshfold.strategy import Offload, Recompute
@@ -225,6 +225,7 @@ class PlanDocument(Document):
         default="model",
         description="What ops compute in; bf16 and fp16 keep parameters in float32",
     )
+    mode: Mode = Field(default="eager", description="How the program of a rank runs")
     schedule: str = Field(
         default="", description="Of the microbatches; empty for a step in one pass"
     )

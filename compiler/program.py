@@ -21,11 +21,16 @@ from meshfold.buckets import Bucket
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, SlotKind
 from meshfold.program_text import bucket_text, graph_lines, rank_text
+from meshfold.region_schedule import RegionSchedule
 from meshfold.spmd import INVARIANT, Layout
 from meshfold.strategy import Recompute, RegionTyping
 
 PLACE = "meshfold_place"
 """Key of fx.Node.meta: (value of the region, layout) that a node stands for."""
+
+ORIGIN = "meshfold_origin"
+"""Key of fx.Node.meta: the number of the op that a node is part of, or (value, step of its
+conversion)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class RegionProgram:
     recompute: Recompute = "none"
     keeps_gathered: bool = False
     whole_gradients: bool = False
+    schedule: RegionSchedule | None = None
+    """How it runs in `scheduled` mode."""
 
     @property
     def makes_parameters(self) -> bool:
@@ -135,6 +142,9 @@ class EmittedProgram:
                     yield f"  {line}"
             for line in graph_lines(region.graph.graph):
                 yield f"  {line}"
+            if region.schedule is not None:
+                for line in region.schedule.lines():
+                    yield f"  {line}"
 
     def _step_runs(self) -> Iterator[str]:
         """One line per run of instances that do alike; the steps are those of its first one."""

@@ -14,7 +14,8 @@ torch.utils.checkpoint does the same with more parts (it loads torch._dynamo, an
 inputs would go through the notes of meshfold.training_step).
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,35 @@ Graph = Callable[..., tuple[Tensor, ...]]
 class _StopRecomputation(BaseException):
     """All tensors that the backward needs are there. No Exception: nothing on the way, fx least of
     all, is to treat it as a failure."""
+
+
+class Rerun:
+    """What a second run of a region needs of the first: the values that arrived, in `arrived`,
+    random numbers and autocast as they were."""
+
+    def __init__(self, mesh: RankMesh, arrived: Sequence[Tensor]) -> None:
+        self.arrived = [x.detach().requires_grad_(x.requires_grad) for x in arrived]
+        self._mesh = mesh
+        self._rng = mesh.rng
+        self._autocast = _autocast_state(mesh.device.type)
+        self._versions = [x._version for x in arrived]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[list[Tensor]]:
+        """While open, everything is as in the forward. Raises MeshfoldError for a value that was
+        changed since."""
+        if [x._version for x in self.arrived] != self._versions:
+            raise MeshfoldError(
+                "a tensor that a recomputed region needs was changed in place between forward and "
+                "backward; update parameters and batches after backward"
+            )
+        mesh, now = self._mesh, self._mesh.rng
+        mesh.rng = self._rng
+        try:
+            with torch.enable_grad(), torch.autocast(mesh.device.type, **self._autocast):
+                yield self.arrived
+        finally:
+            mesh.rng = now
 
 
 class Recomputation:
@@ -55,17 +85,13 @@ class Recomputation:
         self._graph = graph
         self._uses = uses
         self._floats = floats
-        self._rng = step.mesh.rng
-        self._autocast = _autocast_state(step.mesh.device.type)
-        self._arrived: list[Tensor] = []
-        self._versions: list[int] = []
+        self._rerun: Rerun | None = None
         self._num_kept = 0
         self._again: list[Tensor | None] | None = None
 
     def forward(self, ahead: Callable[[], None], arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results of the graph for the values that arrive, ready for backward."""
-        self._arrived = [x.detach().requires_grad_(x.requires_grad) for x in arrived]
-        self._versions = [x._version for x in arrived]
+        self._rerun = Rerun(self._step.mesh, arrived)
         with torch.autograd.graph.saved_tensors_hooks(self._number, self._tensor):
             made = self._run(ahead, arrived)
         if self._num_kept:
@@ -92,7 +118,7 @@ class Recomputation:
 
     def _recompute(self) -> list[Tensor | None]:
         """What autograd would have kept of the forward, in order."""
-        self._check_unchanged()
+        assert self._rerun is not None, "autograd asks after the forward"
         self._step.arrive(self._instance)
         found: list[Tensor | None] = []
 
@@ -102,28 +128,14 @@ class Recomputation:
             if len(found) == self._num_kept:
                 raise _StopRecomputation
 
-        mesh, now = self._step.mesh, self._step.mesh.rng
-        mesh.rng = self._rng
+        hooks = torch.autograd.graph.saved_tensors_hooks(note, _never)
         try:
-            with (
-                torch.enable_grad(),
-                torch.autocast(mesh.device.type, **self._autocast),
-                torch.autograd.graph.saved_tensors_hooks(note, _never),
-            ):
-                self._run(_start_nothing, self._arrived)
+            with self._rerun.running() as arrived, hooks:
+                self._run(_start_nothing, arrived)
         except _StopRecomputation:
             pass
-        finally:
-            mesh.rng = now
         assert len(found) == self._num_kept, "the second run differs from the first"
         return found
-
-    def _check_unchanged(self) -> None:
-        if [x._version for x in self._arrived] != self._versions:
-            raise MeshfoldError(
-                "a tensor that a recomputed region needs was changed in place between forward and "
-                "backward; update parameters and batches after backward"
-            )
 
 
 def _never(_: Any) -> Tensor:

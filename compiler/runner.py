@@ -12,6 +12,7 @@ from meshfold.collectives import RankMesh
 from meshfold.opgraph import Source, SourceKind
 from meshfold.program import EmittedProgram, RegionProgram, Step
 from meshfold.recomputation import Recomputation
+from meshfold.scheduled_region import ScheduledRegion
 from meshfold.shards import shard_of
 from meshfold.shared_step import SharedStep
 from meshfold.spmd import Layout
@@ -82,6 +83,10 @@ class ProgramRunner:
     def call(self, instance: int, region: RegionProgram, arguments: Sequence[Any]) -> Any:
         """Runs the graph of an instance; its results are those of the graph."""
         return region.graph(*arguments)
+
+    def is_scheduled(self, region: RegionProgram) -> bool:
+        """Whether a region's pieces run in the order of its schedule."""
+        return region.schedule is not None and not self._waits_at_once
 
     def _bucket_uses(self, step: TrainingStep, k: int, parameters: Tensors) -> list[BucketUse]:
         """The buckets of instance `k` in this step."""
@@ -155,13 +160,16 @@ class _Forward:
             for v, source in arriving.items():
                 if source.kind is SourceKind.BUFFER and source.name in self.runner.mutated:
                     direct[v] = direct[v].clone()
-            number = self.program.numbers[k]
+        number = self.program.numbers[k]
+        if self.step.is_recording and self.runner.is_scheduled(region):
+            scheduled = ScheduledRegion(region, self.step, k, number, instance.floats, ahead)
+            made = scheduled.run(list(direct.values()))
+        elif region.recompute == "full" and self.step.is_recording:
             graph = region.graph
             recomputation = Recomputation(self.step, k, graph, uses, instance.floats, number)
             made = recomputation.forward(ahead, list(direct.values()))
         else:
             mesh = self.runner.mesh
-            number = self.program.numbers[k]
             arguments = (mesh, ahead, number, *uses, *direct.values(), *instance.floats)
             made = self.runner.call(k, region, arguments)
         num_outputs = len(region.outputs)

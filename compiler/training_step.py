@@ -249,13 +249,13 @@ class TrainingStep:
             for use in uses:
                 if not (use.is_saved or use.stays):
                     use.release()
-        self._prefetch_before(len(self.uses))
+        self.prefetch_before(len(self.uses))
 
     def finish_backward(self) -> None:
         self._is_done = True
         self._release_from(0)
 
-    def arrive(self, instance: int) -> None:
+    def arrive(self, instance: int, *, prefetches: bool = True) -> None:
         """Backward has come to `instance`: everything later is done, what comes next starts."""
         if self._is_done:
             raise MeshfoldError(SECOND_BACKWARD)
@@ -268,7 +268,8 @@ class TrainingStep:
             use.start_gather()
         for use in saved:
             use.members()
-        self._prefetch_before(instance)
+        if prefetches:
+            self.prefetch_before(instance)
 
     def _release_from(self, first: int) -> None:
         """Nobody needs the parameters of these instances again."""
@@ -276,7 +277,8 @@ class TrainingStep:
             for use in uses:
                 use.release()
 
-    def _prefetch_before(self, instance: int) -> None:
+    def prefetch_before(self, instance: int) -> None:
+        """Start the gathers of the nearest earlier instance that reads them again."""
         for earlier in () if self.waits_at_once else reversed(range(instance)):
             saved = [u for u in self.uses[earlier] if u.is_saved]
             for use in saved:

@@ -185,7 +185,11 @@ def _planned(
         else:
             pins[f"{LAYOUT}{pin.pattern}"] = pin.value
     options = CompileOptions(
-        pins=pins, optimizer=plan.optimizer, seed=plan.seed, precision=plan.precision
+        pins=pins,
+        optimizer=plan.optimizer,
+        seed=plan.seed,
+        precision=plan.precision,
+        mode=plan.mode,
     )
     cluster = f"local-cpux{prod(degrees.values())}"
     return plan_captured(captured, plan.model.name, cluster, options), tuple(left_out)

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from meshfold.collectives import RankMesh
 from meshfold.opgraph import OpGraph, SlotKind
-from meshfold.program import PLACE, RegionProgram
+from meshfold.program import PLACE
 from meshfold.weight_work import WeightWork
 
 
@@ -93,9 +93,10 @@ _VIEWS = frozenset(
 )
 
 
-def split_backward(region: RegionProgram, ops: OpGraph) -> None:
-    """Let the graph of a region, whose ops are `ops`, leave gradients of weights for later."""
-    graph = region.graph.graph
+def split_backward(module: fx.GraphModule, ops: OpGraph) -> list[fx.Node]:
+    """Let a graph of a region, whose ops are `ops`, leave gradients of weights for later. Its first
+    placeholder is the mesh. Returns the products that now do."""
+    graph, found = module.graph, []
     mesh_node = next(iter(graph.nodes))
     for node in list(graph.nodes):
         if node.target not in _SPLIT or node.kwargs:
@@ -108,7 +109,9 @@ def split_backward(region: RegionProgram, ops: OpGraph) -> None:
         split.meta = dict(node.meta)
         node.replace_all_uses_with(split)
         graph.erase_node(node)
-    region.graph.recompile()
+        found.append(split)
+    module.recompile()
+    return found
 
 
 def _is_weight(node: Any, ops: OpGraph) -> bool:

@@ -1,6 +1,6 @@
 """What the backward of a microbatch leaves for later, see meshfold.weight_gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,23 @@ class WeightWork:
         """A gradient at a tap."""
         before = self._gradients[number]
         self._gradients[number] = gradient if before is None else before + gradient
+
+    def gradients(self, places: Sequence[GradientEdge]) -> list[Tensor | None]:
+        """What was left, as gradients at `places` of autograd's graph; None for nothing."""
+        numbers = {(place.node, place.output_nr): k for k, place in enumerate(places)}
+        found: list[Tensor | None] = [None] * len(places)
+        for weight, gradient in self._left:
+            made, k = gradient(), numbers.get((weight.node, weight.output_nr))
+            parts = (
+                torch.autograd.grad([weight], places, [made], allow_unused=True)
+                if k is None
+                else [made if j == k else None for j in range(len(places))]
+            )
+            for j, part in enumerate(parts):
+                before = found[j]
+                found[j] = part if before is None else before if part is None else before + part
+        self._left.clear()
+        return found
 
     def run(self) -> None:
         """W: all gradients of parameters go to `.grad`."""

@@ -57,6 +57,7 @@ def assemble_plan(
         optimizer=options.optimizer,
         seed=options.seed,
         precision=options.precision,
+        mode=options.mode,
         regions=tuple(_region_plan(best, r, origin[r], planner) for r in range(len(split.regions))),
         stages=(
             StagePlan(

@@ -1,0 +1,149 @@
+"""A region's graph cut into pieces: what runs between its collectives, and these themselves.
+
+A conversion that communicates is two pieces, its start and its wait. All other nodes that have the
+same waits before them and the same starts behind them are one piece: whatever order the collectives
+come in, nothing is gained by parting them. No piece needs another one that needs it: what is before
+a piece only grows along the graph, what is behind it only shrinks.
+
+Each piece is a graph of its own, run under autograd by meshfold.scheduled_region, so its backward
+can be called for by itself.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from meshfold.convert_ops import STARTS, WAITS
+from meshfold.program import ORIGIN
+from meshfold.region_schedule import Piece, Pieces
+from meshfold.training_step import replicate_bucket, start_ahead, wait_bucket
+
+_MESH = "mesh"
+
+
+def cut_in_pieces(graph: fx.Graph) -> Pieces:
+    """The pieces of a region's graph as meshfold.emit writes it."""
+    nodes = [n for n in graph.nodes if n.op == "call_function" and not _is_bucket(n)]
+    groups = _grouped(nodes)
+    numbers = {node: k for k, group in enumerate(groups) for node in group}
+    pieces = tuple(_Writer(k, group, numbers).write() for k, group in enumerate(groups))
+    returned: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+    members = {
+        n.name: (_bucket_of(n.args[0]), n.args[1])
+        for n in graph.nodes
+        if n.target is operator.getitem and _is_bucket(n)
+    }
+    return Pieces(pieces, members, tuple(n.name for n in returned))
+
+
+def _kind(node: fx.Node) -> Literal["ops", "start", "wait"]:
+    return "start" if node.target in STARTS else "wait" if node.target in WAITS else "ops"
+
+
+def _is_bucket(node: fx.Node) -> bool:
+    """Whether a node opens a bucket, takes a member out of one, or starts what is ahead."""
+    functions = (wait_bucket, replicate_bucket)
+    if node.target in (*functions, start_ahead):
+        return True
+    source = node.args[0] if node.args else None
+    return isinstance(source, fx.Node) and source.target in functions
+
+
+def _bucket_of(opened: Any) -> int:
+    """Number of the bucket that a node opens."""
+    return int(opened.args[0].name.removeprefix("bucket_"))
+
+
+def _grouped(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The nodes of each piece, pieces in an order in which they can run: of those that can, the one
+    whose first node comes first."""
+    bits = {n: 1 << k for k, n in enumerate(n for n in nodes if _kind(n) != "ops")}
+    before: dict[fx.Node, int] = {}
+    for n in nodes:
+        own = bits[n] if n.target in WAITS else 0
+        before[n] = reduce(or_, (before.get(m, 0) for m in n.all_input_nodes), own)
+    behind: dict[fx.Node, int] = {}
+    for n in reversed(nodes):
+        own = bits[n] if n.target in STARTS else 0
+        behind[n] = reduce(or_, (behind.get(m, 0) for m in n.users), own)
+    groups: dict[tuple[int, int, int], list[fx.Node]] = {}
+    keys: dict[fx.Node, tuple[int, int, int]] = {}
+    for n in nodes:
+        # What several results are taken out of does not leave its piece.
+        source = n.args[0] if n.target is operator.getitem else None
+        own_key = before[n], behind[n], bits.get(n, 0)
+        keys[n] = keys.get(source, own_key) if isinstance(source, fx.Node) else own_key
+        groups.setdefault(keys[n], []).append(n)
+    return _in_order(list(groups.values()))
+
+
+def _in_order(groups: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    number = {node: k for k, group in enumerate(groups) for node in group}
+    needs = [
+        {number[m] for n in group for m in n.all_input_nodes if number.get(m, k) != k}
+        for k, group in enumerate(groups)
+    ]
+    done: dict[int, None] = {}
+    left = list(range(len(groups)))
+    while left:
+        ready = next(k for k in left if needs[k].issubset(done))
+        left.remove(ready)
+        done[ready] = None
+    return [groups[k] for k in done]
+
+
+class _Writer:
+    """Writes piece `number`, the nodes `group` of a region's graph. numbers: the piece of every
+    node."""
+
+    def __init__(self, number: int, group: Sequence[fx.Node], numbers: Mapping[fx.Node, int]):
+        self.number = number
+        self.group = group
+        self.numbers = numbers
+        self.graph = fx.Graph()
+        self.inputs = [_MESH]
+        self.copies: dict[fx.Node, Any] = {}
+        self.mesh = self.graph.placeholder(_MESH)
+
+    def write(self) -> Piece:
+        for m in dict.fromkeys(m for n in self.group for m in n.all_input_nodes):
+            if self.numbers.get(m) != self.number:
+                self.copies[m] = self._read(m)
+        for n in self.group:
+            self.copies[n] = self.graph.node_copy(n, self.copies.__getitem__)
+        outputs = self._outputs()
+        module = fx.GraphModule(torch.nn.Module(), self.graph, class_name=f"Piece{self.number}")
+        origins = dict.fromkeys(n.meta[ORIGIN] for n in self.group if ORIGIN in n.meta)
+        kind = _kind(self.group[0])
+        partner = self.numbers[self.group[0].all_input_nodes[1]] if kind == "wait" else -1
+        return Piece(kind, tuple(self.inputs), outputs, module, tuple(origins), partner)
+
+    def _read(self, node: fx.Node) -> Any:
+        """What stands for a value that comes from outside."""
+        if node.name == _MESH:
+            return self.mesh
+        if node.target in STARTS:
+            names = [f"{node.name}.{part}" for part in (0, 1)]
+            self.inputs += names
+            return tuple(self.graph.placeholder(name.replace(".", "_")) for name in names)
+        self.inputs.append(node.name)
+        placeholder = self.graph.placeholder(node.name)
+        placeholder.meta = dict(node.meta)
+        return placeholder
+
+    def _outputs(self) -> tuple[str, ...]:
+        """Names of what others read; writes the graph's end."""
+        if self.group[0].target in STARTS:
+            (node,) = self.group
+            pair = self.copies[node]
+            parts = [self.graph.call_function(operator.getitem, (pair, k)) for k in (0, 1)]
+            self.graph.output(tuple(parts))
+            return f"{node.name}.0", f"{node.name}.1"
+        read = [n for n in self.group if any(self.numbers.get(u) != self.number for u in n.users)]
+        self.graph.output(tuple(self.copies[n] for n in read))
+        return tuple(n.name for n in read)

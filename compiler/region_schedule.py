@@ -1,0 +1,113 @@
+"""The order in which a rank runs the pieces of a region, forward and backward.
+
+    forward   O b   wait for bucket b, its parameters are whole
+              F p   run piece p: ops, a collective's start, or its wait
+              G     start the gathers of the next region that gathers
+    backward  A     own gathers are waited for, what later regions hold is let go
+              B p   the backward of piece p; of a wait it starts the dual collective, of a start it
+                    waits for it
+              W p   gradients of the weights of piece p, which its B left
+              R b   start the reduction of bucket b
+              G     start the gathers of the region before
+
+Of the ops of a piece, its B makes what the collectives before it wait for; products that make
+gradients of weights are W, and fill the time while collectives are on their way. Found by
+passes/list_schedule.py with the cost model's seconds, which are the same on all ranks. Piece 3 is
+`>3` where it starts a collective and `<3` where it waits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from torch import fx
+
+from meshfold.passes.conversions import Step
+
+Origin = int | tuple[int, Step]
+"""As fx.Node.meta[ORIGIN]."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """inputs, outputs: names of values of the region. graph: takes the inputs in order, the first
+    of them the mesh, and returns the outputs as a tuple. origins: what its nodes are part of, in
+    order. partner: of a wait the number of its start, else -1."""
+
+    kind: Literal["ops", "start", "wait"]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    graph: fx.GraphModule
+    origins: tuple[Origin, ...]
+    partner: int = -1
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A region's graph in pieces, in an order in which they can run. members: (bucket, member) of
+    the parameters that come out of buckets, by name; results: names of what the region returns."""
+
+    pieces: tuple[Piece, ...]
+    members: Mapping[str, tuple[int, int]]
+    results: tuple[str, ...]
+
+    def makers(self) -> dict[str, int]:
+        """Number of the piece that makes a value, by name."""
+        return {name: k for k, piece in enumerate(self.pieces) for name in piece.outputs}
+
+
+MoveKind = Literal["O", "F", "G", "A", "B", "W", "R"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """See the module docstring. number: of a piece or bucket, -1 for G and A."""
+
+    kind: MoveKind
+    number: int = -1
+
+
+@dataclass(frozen=True)
+class RegionSchedule:
+    """How a region is run in `scheduled` mode. late: pieces whose gradients of weights are made in
+    a W of their own; trained: whether what the region returns has gradients."""
+
+    pieces: Pieces
+    late: frozenset[int]
+    trained: tuple[bool, ...]
+    forward: tuple[Move, ...]
+    backward: tuple[Move, ...]
+
+    @cached_property
+    def dead(self) -> tuple[tuple[str, ...], ...]:
+        """Per move of the forward the values that nobody reads after it."""
+        last: dict[str, int] = {}
+        for k, move in enumerate(self.forward):
+            if move.kind == "O":
+                members = self.pieces.members.items()
+                last |= {name: k for name, (b, _) in members if b == move.number}
+            elif move.kind == "F":
+                piece = self.pieces.pieces[move.number]
+                last |= dict.fromkeys((*piece.inputs, *piece.outputs), k)
+        dead: list[list[str]] = [[] for _ in self.forward]
+        for name, k in last.items():
+            if name not in self.pieces.results:
+                dead[k].append(name)
+        return tuple(map(tuple, dead))
+
+    def lines(self) -> list[str]:
+        """Both orders as text."""
+        return [f"{name}: {' '.join(map(self._word, moves))}" for name, moves in self._directions()]
+
+    def _directions(self) -> list[tuple[str, tuple[Move, ...]]]:
+        return [("forward", self.forward), ("backward", self.backward)]
+
+    def _word(self, move: Move) -> str:
+        if move.number < 0:
+            return move.kind
+        kind = self.pieces.pieces[move.number].kind if move.kind in "FB" else "ops"
+        if kind == "ops":
+            return f"{move.kind}{move.number}"
+        starts = (kind == "start") == (move.kind == "F")
+        return f"{'>' if starts else '<'}{move.number}"

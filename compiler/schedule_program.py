@@ -1,0 +1,265 @@
+"""Scheduling an emitted program: per region the order of its pieces (meshfold.region_schedule).
+
+Costs are the plan's, so they are the same on all ranks. What weights' gradients may hold longer
+than without a schedule is what the plan leaves of a device's memory.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from meshfold.buckets import Bucket
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind
+from meshfold.passes.check_plan import checked_regions
+from meshfold.passes.conversions import COLLECTIVES, Step, StepAction, step_actions
+from meshfold.passes.list_schedule import Task, list_order
+from meshfold.passes.op_time import OpTime, op_time
+from meshfold.passes.parameter_prices import local_bytes
+from meshfold.pieces import cut_in_pieces
+from meshfold.plan import Plan
+from meshfold.program import ORIGIN, PLACE, EmittedProgram
+from meshfold.region_schedule import Move, Origin, Piece, RegionSchedule
+from meshfold.spmd import local_shape, padded_shape
+from meshfold.weight_gradients import split_backward
+
+
+def scheduled(program: EmittedProgram, split: FoldedGraph, plan: Plan) -> EmittedProgram:
+    """`program` with a schedule for every region. split: the graph that it was emitted from."""
+    costs = CostModel(plan.cluster, plan.mesh)
+    bound_bytes = max(0, plan.memory.capacity - plan.memory.peak)
+    op_times = [
+        [
+            op_time(r.graph, op, rules, plan.mesh, costs)
+            for op, rules in zip(r.graph.ops, of, strict=True)
+        ]
+        for r, _, of in checked_regions(split, plan)
+    ]
+    regions = []
+    for region in program.regions:
+        ops = program.folded.regions[region.region].graph
+        given = ScheduleCosts(costs, op_times[region.region], bound_bytes)
+        schedule = schedule_region(region.graph.graph, ops, region.buckets, given)
+        regions.append(replace(region, schedule=schedule))
+    return replace(program, regions=tuple(regions))
+
+
+@dataclass(frozen=True)
+class ScheduleCosts:
+    """What schedules are made with. op_times: of the ops of the region, in order; bound_bytes: what
+    may be held for W's."""
+
+    costs: CostModel
+    op_times: Sequence[OpTime]
+    bound_bytes: int
+
+
+def schedule_region(
+    graph: fx.Graph, ops: OpGraph, buckets: Sequence[Bucket], given: ScheduleCosts
+) -> RegionSchedule:
+    """The schedule of the region with the ops `ops` whose emitted graph is `graph`."""
+    return _Scheduler(graph, ops, buckets, given).schedule()
+
+
+class _Scheduler:
+    def __init__(
+        self, graph: fx.Graph, ops: OpGraph, buckets: Sequence[Bucket], given: ScheduleCosts
+    ) -> None:
+        self.ops = ops
+        self.buckets = buckets
+        self.costs = given.costs
+        self.op_times = given.op_times
+        self.bound_bytes = given.bound_bytes
+        self.pieces = cut_in_pieces(graph)
+        self.makers = self.pieces.makers()
+        self.late: dict[int, tuple[float, int]] = {}
+        """Per piece with a W its seconds and the bytes held for it."""
+
+    def schedule(self) -> RegionSchedule:
+        if any(self._link(piece, 1) for piece in self.pieces.pieces):
+            self._split_weights()
+        forward, backward = self._forward(), self._backward()
+        return RegionSchedule(self.pieces, frozenset(self.late), self._trained(), forward, backward)
+
+    def _trained(self) -> tuple[bool, ...]:
+        count = len(self.ops.outputs)
+        outputs = [self.ops.values[v].requires_grad for v in self.ops.outputs]
+        return (*outputs, *[False] * (len(self.pieces.results) - count))
+
+    def _split_weights(self) -> None:
+        for k, piece in enumerate(self.pieces.pieces):
+            products = split_backward(piece.graph, self.ops)
+            if not products:
+                continue
+            # Of a product's backward half makes the gradient of its weight.
+            seconds = sum(self.op_times[n.meta[ORIGIN]].backward_s / 2 for n in products)
+            self.late[k] = seconds, sum(map(self._held_bytes, products))
+
+    def _held_bytes(self, product: fx.Node) -> int:
+        """What a product's W reads: its input, and the gradient of its result."""
+        nodes = [product, *product.all_input_nodes]
+        activations = [n for n in nodes if PLACE in n.meta and not self._is_parameter(n)]
+        return sum(self._bytes(n) for n in activations)
+
+    def _is_parameter(self, node: fx.Node) -> bool:
+        v, _ = node.meta[PLACE]
+        return v < len(self.ops.slots) and self.ops.slots[v].kind is SlotKind.PARAMETER
+
+    def _bytes(self, node: fx.Node) -> int:
+        v, layout = node.meta[PLACE]
+        return local_bytes(self.ops.values[v], layout, self.costs.mesh.sizes)
+
+    # Forward.
+
+    def _forward(self) -> tuple[Move, ...]:
+        moves: list[Move] = []
+        tasks: list[Task] = []
+        at: dict[int, int] = {}
+        opened: dict[int, int] = {}
+        for k, piece in enumerate(self.pieces.pieces):
+            for b in self._read_buckets(piece):
+                if b not in opened:
+                    opened[b] = len(tasks)
+                    moves.append(Move("O", b))
+                    tasks.append(Task())
+            needs = {at[self.makers[name]] for name in piece.inputs if name in self.makers}
+            needs |= {opened[b] for b in self._read_buckets(piece)}
+            at[k] = len(tasks)
+            moves.append(Move("F", k))
+            tasks.append(self._task(piece, 0, tuple(sorted(needs)), at))
+        made = [t for b, t in opened.items() if self.buckets[b].is_made]
+        if made:
+            # Not before its own have come: three regions would be whole, one of them in flight.
+            moves.append(Move("G"))
+            tasks.append(self._ahead(made[:1]))
+        return tuple(moves[t] for t in list_order(tasks, self.bound_bytes))
+
+    def _read_buckets(self, piece: Piece) -> list[int]:
+        """Buckets that a piece reads members of."""
+        members = self.pieces.members
+        return sorted({members[name][0] for name in piece.inputs if name in members})
+
+    # Backward.
+
+    def _backward(self) -> tuple[Move, ...]:
+        moves, tasks = [Move("A")], [Task()]
+        at: dict[int, int] = {}
+        last: dict[int, int] = {}
+        """What makes the gradients of a piece's inputs, the last of it."""
+        users = self._users()
+        for k in reversed(range(len(self.pieces.pieces))):
+            piece = self.pieces.pieces[k]
+            needs = (0, *sorted(at[u] for u in users[k]))
+            last[k] = at[k] = len(tasks)
+            moves.append(Move("B", k))
+            tasks.append(self._task(piece, 1, needs, at))
+            if k in self.late:
+                seconds, held_bytes = self.late[k]
+                tasks[-1] = replace(tasks[-1], seconds=max(0.0, tasks[-1].seconds - seconds))
+                last[k] = len(tasks)
+                moves.append(Move("W", k))
+                tasks.append(Task((at[k],), seconds, held_bytes=held_bytes))
+        for b, bucket in enumerate(self.buckets):
+            if bucket.requires_grad:
+                read = [k for k, p in enumerate(self.pieces.pieces) if b in self._read_buckets(p)]
+                moves.append(Move("R", b))
+                tasks.append(self._reduction(bucket, tuple(sorted({0, *(last[k] for k in read)}))))
+        if any(b.is_made for b in self.buckets):
+            moves.append(Move("G"))
+            tasks.append(self._ahead([0]))
+        return tuple(moves[t] for t in list_order(tasks, self.bound_bytes))
+
+    def _users(self) -> list[set[int]]:
+        """Per piece those that read what it makes."""
+        users: list[set[int]] = [set() for _ in self.pieces.pieces]
+        for k, piece in enumerate(self.pieces.pieces):
+            for name in piece.inputs:
+                if name in self.makers:
+                    users[self.makers[name]].add(k)
+        return users
+
+    # Tasks.
+
+    def _task(
+        self, piece: Piece, direction: int, needs: tuple[int, ...], at: Mapping[int, int]
+    ) -> Task:
+        """A piece forward (0) or backward (1)."""
+        if piece.kind == "ops":
+            return Task(needs, self._seconds(piece, direction))
+        number = self.pieces.pieces.index(piece)
+        begins = (piece.kind == "start") == (direction == 0)
+        link = self._link(piece, direction)
+        if begins:
+            seconds = self._action_s(piece, direction)
+            return Task(needs, 0.0, link, seconds) if link else Task(needs, seconds)
+        other = piece.partner if direction == 0 else self._wait_of(number)
+        return Task(needs, start=at[other]) if link else Task(needs)
+
+    def _wait_of(self, start: int) -> int:
+        return next(k for k, p in enumerate(self.pieces.pieces) if p.partner == start)
+
+    def _seconds(self, piece: Piece, direction: int) -> float:
+        """Kernels of a piece, and collectives inside its ops. An op of several nodes is where its
+        last one is."""
+        found = 0.0
+        for origin in piece.origins:
+            if not isinstance(origin, int) or self._owner(origin) is not piece:
+                continue
+            time = self.op_times[origin]
+            inside = time.backward_communication_s if direction else time.communication_s
+            found += (time.backward_s if direction else time.forward_s) + sum(inside)
+        return found
+
+    def _owner(self, origin: Origin) -> Piece:
+        return next(p for p in reversed(self.pieces.pieces) if origin in p.origins)
+
+    def _action(self, piece: Piece, direction: int) -> tuple[int, StepAction]:
+        """(axis, what a conversion does) in a direction."""
+        v, step = _conversion_of(piece)
+        value, mesh = self.ops.values[v], self.costs.mesh
+        return step.axis, step_actions(value, step, mesh, self.costs)[direction]
+
+    def _link(self, piece: Piece, direction: int) -> str:
+        """The link that a conversion's collective takes; empty where there is none."""
+        if piece.kind == "ops":
+            return ""
+        axis, action = self._action(piece, direction)
+        return self.costs.group_link((axis,)).name if action.kind in COLLECTIVES else ""
+
+    def _action_s(self, piece: Piece, direction: int) -> float:
+        return self._action(piece, direction)[1].seconds
+
+    def _ahead(self, needs: Sequence[int]) -> Task:
+        """The gathers of the region that comes next, which are taken to be as long as its own."""
+        made = [b for b in self.buckets if b.gather]
+        if not made:
+            return Task(tuple(needs))
+        seconds = sum(self._bucket_s("all_gather", b, b.gather) for b in made)
+        axes = max((b.gather for b in made), key=len)
+        link = self.costs.group_link(axes).name
+        return Task(tuple(needs), 0.0, link, seconds, floats=True, is_due=True)
+
+    def _reduction(self, bucket: Bucket, needs: tuple[int, ...]) -> Task:
+        axes = bucket.gather or bucket.reduce
+        if not axes:
+            return Task(needs)
+        kind = "reduce_scatter" if bucket.gather else "all_reduce"
+        seconds = self._bucket_s(kind, bucket, axes)
+        return Task(needs, 0.0, self.costs.group_link(axes).name, seconds, floats=True)
+
+    def _bucket_s(self, kind: str, bucket: Bucket, axes: Sequence[int]) -> float:
+        """Seconds of a collective over the members of a bucket, as ops read them."""
+        num_bytes = 0
+        for member in bucket.members:
+            whole = padded_shape(member.shape, member.stored, self.costs.mesh.sizes)
+            shape = local_shape(whole, member.used, self.costs.mesh.sizes)
+            num_bytes += math.prod(shape) * ITEM_BYTES[bucket.dtype]
+        return self.costs.collective_s(kind, num_bytes, axes)
+
+
+def _conversion_of(piece: Piece) -> tuple[int, Step]:
+    (origin,) = piece.origins
+    assert not isinstance(origin, int), "a collective is part of a conversion"
+    return origin

@@ -1,0 +1,249 @@
+"""Running a region as its schedule says: one node of autograd's graph, both directions a list of
+moves.
+
+    forward    every piece runs under autograd of its own: what it reads are new leaves
+    backward   per piece, torch.autograd.grad from what it made to what it read
+
+Between pieces values and gradients are kept here, each until its last use. A piece's part of
+autograd's graph is held by edges, not tensors, so it keeps what its ops saved and nothing else.
+Gradients of parameters go to the buckets (meshfold.training_step), which start their reduction
+when the schedule says; of other parameters, and of values, they leave through the region's node.
+
+With full recomputation the forward keeps what arrives only; the backward runs the pieces again,
+collectives in the order of the forward, and goes on with what autograd then kept.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from meshfold.errors import MeshfoldError
+from meshfold.program import RegionProgram
+from meshfold.recomputation import Rerun
+from meshfold.region_schedule import RegionSchedule
+from meshfold.training_step import SECOND_BACKWARD, BucketUse, TrainingStep
+from meshfold.weight_work import WeightWork
+
+
+class ScheduledRegion:
+    """One instance of a region during one step. uses: its buckets; names: of what it is passed
+    directly, placeholders of its graph; floats: its float arguments; number: its own in the whole
+    program; ahead: starts the gathers that come next."""
+
+    def __init__(
+        self,
+        region: RegionProgram,
+        step: TrainingStep,
+        instance: int,
+        number: int,
+        floats: Sequence[float],
+        ahead: Callable[[], None],
+    ) -> None:
+        assert region.schedule is not None
+        self.schedule: RegionSchedule = region.schedule
+        self.pieces = region.schedule.pieces
+        self.region = region
+        self.step = step
+        self.instance = instance
+        self.uses: list[BucketUse] = step.uses[instance]
+        self.ahead = ahead
+        names = [n.name for n in region.graph.graph.nodes if n.op == "placeholder"]
+        first = len(names) - len(floats)
+        self.direct_names = names[first - len(region.direct) : first]
+        self.constants: dict[str, Any] = dict(zip(names[first:], floats, strict=True))
+        self.constants |= {"mesh": step.mesh, "instance": number}
+        self.recomputes = region.recompute == "full"
+        self.again: Rerun | None = None
+        self.values: dict[str, Any] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.kept: dict[int, _Kept] = {}
+
+    def run(self, direct: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The region's results, ready for backward."""
+        tokens = [use.token for use in self.uses if use.token is not None]
+        made: tuple[Tensor, ...] = _Node.apply(self, len(tokens), *tokens, *direct)  # type: ignore[no-untyped-call]
+        return made
+
+    # Forward.
+
+    def forward(self, direct: Sequence[Tensor]) -> list[Tensor]:
+        """What the region returns, on its own part of autograd's graph."""
+        if not self.recomputes:
+            with torch.enable_grad():
+                return self._run_forward(direct, self.ahead)
+        self.again = Rerun(self.step.mesh, direct)
+        with torch.no_grad():
+            made = self._run_forward(direct, self.ahead)
+        for use in self.uses:
+            use.will_be_read_again()
+        pairs = zip(made, self.schedule.trained, strict=True)
+        return [x.detach().requires_grad_(is_trained) for x, is_trained in pairs]
+
+    def _run_forward(
+        self, direct: Sequence[Tensor], ahead: Callable[[], None] | None
+    ) -> list[Tensor]:
+        self.values = {**self.constants, **dict(zip(self.direct_names, direct, strict=True))}
+        for move, dead in zip(self.schedule.forward, self.schedule.dead, strict=True):
+            match move.kind:
+                case "O":
+                    self._open(move.number)
+                case "G":
+                    if ahead is not None:
+                        ahead()
+                case "F":
+                    self._run_piece(move.number)
+            for name in dead:
+                del self.values[name]
+        results = [self.values[name] for name in self.pieces.results]
+        self.values = {}
+        return results
+
+    def _open(self, bucket: int) -> None:
+        use = self.uses[bucket]
+        whole = use.members()
+        for name, (b, member) in self.pieces.members.items():
+            if b == bucket:
+                x = whole[member].detach()
+                self.values[name] = x.requires_grad_(use.token is not None)
+
+    def _run_piece(self, number: int) -> None:
+        piece = self.pieces.pieces[number]
+        arguments = [self.values[name] for name in piece.inputs]
+        trained = [k for k, x in enumerate(arguments) if _is_trained(x)]
+        if not (trained and torch.is_grad_enabled()):
+            self.values.update(zip(piece.outputs, piece.graph(*arguments), strict=True))
+            return
+        # A leaf of autograd's would hold its tensor; what stands behind an empty one does not.
+        anchor = arguments[trained[0]].new_empty(0).requires_grad_()
+        entered = _Entry.apply(anchor, *(arguments[k].detach() for k in trained))  # type: ignore[no-untyped-call]
+        for k, x in zip(trained, entered, strict=True):
+            arguments[k] = x
+        work = WeightWork() if number in self.schedule.late else None
+        mesh = self.step.mesh
+        before, mesh.weight_work = mesh.weight_work, work
+        try:
+            made = piece.graph(*arguments)
+        finally:
+            mesh.weight_work = before
+        entries = [(piece.inputs[k], get_gradient_edge(arguments[k])) for k in trained]
+        outputs = zip(piece.outputs, made, strict=True)
+        exits = [(name, get_gradient_edge(x)) for name, x in outputs if _is_trained(x)]
+        self.kept[number] = _Kept(entries, exits, work)
+        self.values.update(zip(piece.outputs, made, strict=True))
+
+    # Backward.
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of what was passed directly; those of buckets are on their way."""
+        self.step.arrive(self.instance, prefetches=False)
+        if self.again is not None:
+            with self.again.running() as direct:
+                self._run_forward(direct, None)
+        for name, gradient in zip(self.pieces.results, gradients, strict=True):
+            self._add(name, gradient)
+        for move in self.schedule.backward:
+            match move.kind:
+                case "B":
+                    self._back(move.number)
+                case "W":
+                    self._make_weights(move.number)
+                case "R":
+                    self._reduce(move.number)
+                case "G":
+                    self.step.prefetch_before(self.instance)
+        return [self.gradients.pop(name, None) for name in self.direct_names]
+
+    def _add(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            before = self.gradients.get(name)
+            self.gradients[name] = gradient if before is None else before + gradient
+
+    def _back(self, number: int) -> None:
+        kept = self.kept.get(number)
+        if kept is None:
+            return
+        pairs = [(edge, self.gradients.pop(name, None)) for name, edge in kept.exits]
+        found = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
+        if found:
+            self._hand_on(
+                kept,
+                torch.autograd.grad(
+                    [edge for edge, _ in found],
+                    [edge for _, edge in kept.entries],
+                    [gradient for _, gradient in found],
+                    allow_unused=True,
+                ),
+            )
+        if kept.work is None:
+            del self.kept[number]
+
+    def _make_weights(self, number: int) -> None:
+        kept = self.kept.pop(number, None)
+        if kept is not None and kept.work is not None:
+            self._hand_on(kept, kept.work.gradients([edge for _, edge in kept.entries]))
+
+    def _hand_on(self, kept: "_Kept", gradients: Sequence[Tensor | None]) -> None:
+        for (name, _), gradient in zip(kept.entries, gradients, strict=True):
+            self._add(name, gradient)
+
+    def _reduce(self, bucket: int) -> None:
+        use = self.uses[bucket]
+        if use.token is None:
+            return
+        found: list[Tensor | None] = [None] * len(use.bucket.members)
+        for name, (b, member) in self.pieces.members.items():
+            if b == bucket:
+                found[member] = self.gradients.pop(name, None)
+        use.start_reduction(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Where a piece begins and ends in autograd's graph, by names of values; what its B leaves."""
+
+    entries: Sequence[tuple[str, GradientEdge]]
+    exits: Sequence[tuple[str, GradientEdge]]
+    work: WeightWork | None
+
+
+def _is_trained(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+class _Entry(torch.autograd.Function):
+    """The same tensors, at a new place of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        raise AssertionError("gradients are taken where a piece begins")
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, region: ScheduledRegion, num_tokens: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.region, ctx.num_tokens = region, num_tokens
+        ctx.set_materialize_grads(False)
+        made = region.forward(tensors[num_tokens:])
+        results = tuple(x.detach() for x in made)
+        untrained = [r for r, x in zip(results, made, strict=True) if not x.requires_grad]
+        ctx.mark_non_differentiable(*untrained)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        region, ctx.region = ctx.region, None
+        if region is None:
+            raise MeshfoldError(SECOND_BACKWARD)
+        direct = region.backward(gradients)
+        tokens = [use.shards[0].new_empty(0) for use in region.uses if use.token is not None]
+        return None, None, *tokens, *direct

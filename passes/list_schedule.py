@@ -1,0 +1,180 @@
+"""List scheduling of the tasks of one region on one compute stream and one queue per link.
+
+Greedy, at the time that a simulation with the cost model gives:
+
+    1. a collective that can be started is started
+    2. of the kernels that need nothing any more, those run that have most behind them, collectives
+       included; a collective is waited for when it is done, or when nothing else is left to run
+    3. waits then sink to the first task that needs them
+
+so what nobody waits for (gradients of weights) fills the time in which collectives are on their
+way. Such a task holds memory until it runs; at most `bound_bytes` are held so: with a smaller bound
+more of it runs at once, with none each runs where it would without a schedule.
+
+Collectives that belong to other regions (gathers of the next one's parameters, reductions of
+gradients) go where they are least in the way of the region's own, on the same link: every place is
+tried. The order as given stays where none is better. Ties go to the task given first, so all ranks
+find the same order.
+
+(List scheduling: Graham, Bounds on multiprocessing timing anomalies, 1969.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """needs: numbers of the tasks before it. seconds: of kernels. A start has a link, and the
+    seconds of its collective there; a wait names its start in `start`. held_bytes: alive from when
+    `needs` have run until it has. floats: a start that may be put off, for another region; is_due:
+    what it brings is needed as soon as the region is over."""
+
+    needs: tuple[int, ...] = ()
+    seconds: float = 0.0
+    link: str = ""
+    transfer_s: float = 0.0
+    start: int = -1
+    held_bytes: int = 0
+    floats: bool = False
+    is_due: bool = False
+
+
+def list_order(tasks: Sequence[Task], bound_bytes: int) -> tuple[int, ...]:
+    """Numbers of `tasks` in the order in which they run.
+
+    The tasks as given are in a legal order, and one that holds no more than it must.
+    """
+    given = tuple(range(len(tasks)))
+    fixed = [t for t in given if not tasks[t].floats]
+    listed = _sunk(tasks, _Lister(tasks, fixed, bound_bytes).order())
+    found = [_placed(tasks, order) for order in (tuple(fixed), listed)]
+    return min((given, *found), key=lambda order: _course(tasks, order))
+
+
+def span_s(tasks: Sequence[Task], order: Sequence[int]) -> float:
+    """Seconds until all kernels have run and what is due has come, in `order`."""
+    return _course(tasks, order)[0]
+
+
+def most_held_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
+    """The most that tasks hold which could have run, while others run."""
+    most, done = 0, set[int]()
+    for t in order:
+        waiting = [w for w, task in enumerate(tasks) if w not in done and w != t]
+        held = [tasks[w].held_bytes for w in waiting if done.issuperset(tasks[w].needs)]
+        most = max(most, sum(held))
+        done.add(t)
+    return most
+
+
+def _course(tasks: Sequence[Task], order: Sequence[int]) -> tuple[float, float]:
+    """(seconds as span_s, seconds until the last collective is done)."""
+    now_s, free_s, ends_s = 0.0, dict[str, float](), dict[int, float]()
+    for t in order:
+        task = tasks[t]
+        if task.link:
+            ends_s[t] = max(now_s, free_s.get(task.link, 0.0)) + task.transfer_s
+            free_s[task.link] = ends_s[t]
+        elif task.start >= 0:
+            now_s = max(now_s, ends_s[task.start])
+        else:
+            now_s += task.seconds
+    due = [end_s for t, end_s in ends_s.items() if tasks[t].is_due]
+    return _rounded(max([now_s, *due])), _rounded(max([now_s, *ends_s.values()]))
+
+
+def _rounded(seconds: float) -> float:
+    """So that the order of additions decides nothing."""
+    return float(f"{seconds:.9e}")
+
+
+class _Lister:
+    """The greedy part, over the tasks `fixed`."""
+
+    def __init__(self, tasks: Sequence[Task], fixed: Sequence[int], bound_bytes: int) -> None:
+        self.tasks = tasks
+        self.left = list(fixed)
+        self.bound_bytes = bound_bytes
+        self.behind_s = self._behind()
+        self.done: set[int] = set()
+        self.now_s = 0.0
+        self.free_s: dict[str, float] = {}
+        self.ends_s: dict[int, float] = {}
+
+    def order(self) -> tuple[int, ...]:
+        found = []
+        while self.left:
+            t = self._next()
+            self._run(t)
+            self.left.remove(t)
+            self.done.add(t)
+            found.append(t)
+        return tuple(found)
+
+    def _behind(self) -> dict[int, float]:
+        """Per task the longest way from its beginning to the end."""
+        behind: dict[int, float] = {}
+        for t in reversed(self.left):
+            users = [u for u in self.left if t in self.tasks[u].needs]
+            task = self.tasks[t]
+            own_s = task.seconds + task.transfer_s
+            behind[t] = own_s + max((behind[u] for u in users), default=0.0)
+        return behind
+
+    def _next(self) -> int:
+        ready = [t for t in self.left if self.done.issuperset(self.tasks[t].needs)]
+        starts = [t for t in ready if self.tasks[t].link]
+        if starts:
+            return starts[0]
+        held = [t for t in ready if self.tasks[t].held_bytes]
+        waits = [t for t in ready if self.tasks[t].start >= 0]
+        kernels = [t for t in ready if self.tasks[t].start < 0]
+        arrived = [t for t in waits if self.ends_s[self.tasks[t].start] <= self.now_s]
+        if not kernels and not arrived:
+            return min(waits, key=lambda t: (self.ends_s[self.tasks[t].start], t))
+        best = min([*kernels, *arrived], key=lambda t: (-self.behind_s[t], t))
+        held_bytes = sum(self.tasks[t].held_bytes for t in held) + self._adds(best)
+        return held[0] if held and held_bytes > self.bound_bytes else best
+
+    def _adds(self, t: int) -> int:
+        """Bytes that are held when t has run and were not before."""
+        now = self.done | {t}
+        freed = [
+            u for u in self.left if t in self.tasks[u].needs and now.issuperset(self.tasks[u].needs)
+        ]
+        return sum(self.tasks[u].held_bytes for u in freed) - self.tasks[t].held_bytes
+
+    def _run(self, t: int) -> None:
+        task = self.tasks[t]
+        if task.link:
+            self.ends_s[t] = max(self.now_s, self.free_s.get(task.link, 0.0)) + task.transfer_s
+            self.free_s[task.link] = self.ends_s[t]
+        elif task.start >= 0:
+            self.now_s = max(self.now_s, self.ends_s[task.start])
+        self.now_s += task.seconds
+
+
+def _sunk(tasks: Sequence[Task], order: Sequence[int]) -> tuple[int, ...]:
+    """Every wait right before the first task that needs it."""
+    found = list(order)
+    for t in reversed(order):
+        if tasks[t].start < 0:
+            continue
+        at = found.index(t)
+        users = [k for k in range(at + 1, len(found)) if t in tasks[found[k]].needs]
+        del found[at]
+        found.insert(users[0] - 1 if users else len(found), t)
+    return tuple(found)
+
+
+def _placed(tasks: Sequence[Task], order: Sequence[int]) -> tuple[int, ...]:
+    """`order` with the floating starts where they cost least, the earliest such place."""
+    found = tuple(order)
+    for t, task in enumerate(tasks):
+        if not task.floats:
+            continue
+        first = max((found.index(n) + 1 for n in task.needs), default=0)
+        places = [(*found[:k], t, *found[k:]) for k in range(first, len(found) + 1)]
+        found = min(places, key=lambda order: _course(tasks, order))
+    return found
