@@ -54,12 +54,12 @@ COLUMN = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_
 ROW = ("self_attn.o_proj", "mlp.down_proj")
 
 KINDS = {
-    "zero3": {"dp": 0, "zero": 3},
-    "dp": {"dp": 0, "zero": 0},
-    "tp": {"tp": 0, "sp": 0},
-    "tp+sp": {"tp": 0, "sp": 1},
+    "zero3": {"dp": -1, "zero": 3},
+    "dp": {"dp": -1, "zero": 0},
+    "tp": {"tp": -1, "sp": 0},
+    "tp+sp": {"tp": -1, "sp": 1},
 }
-"""Pins by kind; a degree of 0 stands for all processes."""
+"""Pins by kind; a degree of -1 stands for all processes."""
 OURS = ("scheduled", "eager", "waiting")
 MODES: tuple[Mode, ...] = ("scheduled", "eager")
 ALONE = "dp: no communication"
@@ -178,7 +178,7 @@ def variants(layers: int, width: int, wire: float) -> dict[str, Step]:
 
     found = {}
     for kind, pins in KINDS.items():
-        steps = meshfold_steps(model, batch, wire, **{k: v or size for k, v in pins.items()})
+        steps = meshfold_steps(model, batch, wire, **{k: size if v < 0 else v for k, v in pins.items()})
         found |= {f"{kind}: {name}": step for name, step in zip(OURS, steps, strict=True)}
     if not wire:
         found |= {

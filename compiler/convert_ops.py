@@ -8,19 +8,21 @@ early start is a late wait in backward.
 A start returns (in_flight, token). Data flows through in_flight; the gradient, itself in flight,
 through the token: a tensor without storage that has the shape of the dual collective's result.
 
-Names of the functions tell the forward collective. wait_x takes what start_x returned, and the same
-other arguments. `dim` and `blocks` are those of the local tensor (spmd.local_blocks), axes are
-symbolic names, and the first argument is the RankMesh.
+Names of the functions tell the forward collective, x_actions both directions of it. wait_x takes
+what start_x returned, and the same other arguments: those of x_actions. `dim` and `blocks` are
+those of the local tensor (spmd.local_blocks), axes are symbolic names, and the first argument is
+the RankMesh.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, fx
 
 from meshfold.collectives import RankMesh
-from meshfold.exchange import Action, InFlight, Local, Start, Wait
+from meshfold.exchange import Action, Actions, InFlight, Local, Start, Wait
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
 from meshfold.passes.conversions import Step, exchange_is_even
@@ -28,81 +30,83 @@ from meshfold.shard_tensors import filled_blocks
 from meshfold.spmd import INVARIANT, Layout, Shard, local_blocks, padded_shape
 
 
-def start_all_gather(
-    mesh: RankMesh, x: Tensor, axis: str, dim: int, blocks: int, backward: str
-) -> InFlight:
+def all_gather_actions(dim: int, blocks: int, backward: str) -> Actions:
     """Shard -> Replicate (backward "reduce_scatter") or Invariant (backward "slice")."""
-    return _start(mesh, x, axis, Action("all_gather", dim, blocks), Action(backward, dim, blocks))
+    return Action("all_gather", dim, blocks), Action(backward, dim, blocks)
 
 
-def wait_all_gather(
-    mesh: RankMesh, in_flight: InFlight, axis: str, dim: int, blocks: int, backward: str
-) -> Tensor:
-    return _wait(
-        mesh, in_flight, axis, Action("all_gather", dim, blocks), Action(backward, dim, blocks)
-    )
-
-
-def start_reduce_scatter(mesh: RankMesh, x: Tensor, axis: str, dim: int, blocks: int) -> InFlight:
+def reduce_scatter_actions(dim: int, blocks: int) -> Actions:
     """Partial -> Shard; backward all-gather."""
-    there, back = Action("reduce_scatter", dim, blocks), Action("all_gather", dim, blocks)
-    return _start(mesh, x, axis, there, back)
+    return Action("reduce_scatter", dim, blocks), Action("all_gather", dim, blocks)
 
 
-def wait_reduce_scatter(
-    mesh: RankMesh, in_flight: InFlight, axis: str, dim: int, blocks: int
-) -> Tensor:
-    there, back = Action("reduce_scatter", dim, blocks), Action("all_gather", dim, blocks)
-    return _wait(mesh, in_flight, axis, there, back)
-
-
-def start_all_reduce(mesh: RankMesh, x: Tensor, axis: str, backward: str) -> InFlight:
+def all_reduce_actions(backward: str) -> Actions:
     """Partial -> Invariant (backward "none") or Replicate (backward "all_reduce")."""
-    return _start(mesh, x, axis, Action("all_reduce"), Action(backward))
+    return Action("all_reduce"), Action(backward)
 
 
-def wait_all_reduce(mesh: RankMesh, in_flight: InFlight, axis: str, backward: str) -> Tensor:
-    return _wait(mesh, in_flight, axis, Action("all_reduce"), Action(backward))
+def gradient_all_reduce_actions() -> Actions:
+    """Invariant -> Replicate: nothing forward, all-reduce backward."""
+    return Action("none"), Action("all_reduce")
+
+
+def slice_actions(dim: int, blocks: int) -> Actions:
+    """Invariant -> Shard: the own part forward, all-gather backward."""
+    return Action("slice", dim, blocks), Action("all_gather", dim, blocks)
+
+
+def all_to_all_actions(dim: int, blocks: int, to_dim: int, to_blocks: int) -> Actions:
+    """Shard(to_dim) -> Shard(dim): cuts `dim`, puts `to_dim` together; backward the reverse."""
+    there = Action("all_to_all", dim, blocks, to_dim, to_blocks)
+    return there, Action("all_to_all", to_dim, to_blocks, dim, blocks)
+
+
+def start_all_gather(mesh: RankMesh, x: Tensor, axis: str, *args: Any) -> InFlight:
+    return _start(mesh, x, axis, all_gather_actions(*args))
+
+
+def wait_all_gather(mesh: RankMesh, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
+    return _wait(mesh, in_flight, axis, all_gather_actions(*args))
+
+
+def start_reduce_scatter(mesh: RankMesh, x: Tensor, axis: str, *args: Any) -> InFlight:
+    return _start(mesh, x, axis, reduce_scatter_actions(*args))
+
+
+def wait_reduce_scatter(mesh: RankMesh, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
+    return _wait(mesh, in_flight, axis, reduce_scatter_actions(*args))
+
+
+def start_all_reduce(mesh: RankMesh, x: Tensor, axis: str, *args: Any) -> InFlight:
+    return _start(mesh, x, axis, all_reduce_actions(*args))
+
+
+def wait_all_reduce(mesh: RankMesh, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
+    return _wait(mesh, in_flight, axis, all_reduce_actions(*args))
 
 
 def start_gradient_all_reduce(mesh: RankMesh, x: Tensor, axis: str) -> InFlight:
-    """Invariant -> Replicate: nothing forward, all-reduce backward."""
-    return _start(mesh, x, axis, Action("none"), Action("all_reduce"))
+    return _start(mesh, x, axis, gradient_all_reduce_actions())
 
 
 def wait_gradient_all_reduce(mesh: RankMesh, in_flight: InFlight, axis: str) -> Tensor:
-    return _wait(mesh, in_flight, axis, Action("none"), Action("all_reduce"))
+    return _wait(mesh, in_flight, axis, gradient_all_reduce_actions())
 
 
-def start_slice(mesh: RankMesh, x: Tensor, axis: str, dim: int, blocks: int) -> InFlight:
-    """Invariant -> Shard: the own part forward, all-gather backward."""
-    return _start(mesh, x, axis, Action("slice", dim, blocks), Action("all_gather", dim, blocks))
+def start_slice(mesh: RankMesh, x: Tensor, axis: str, *args: Any) -> InFlight:
+    return _start(mesh, x, axis, slice_actions(*args))
 
 
-def wait_slice(mesh: RankMesh, in_flight: InFlight, axis: str, dim: int, blocks: int) -> Tensor:
-    there, back = Action("slice", dim, blocks), Action("all_gather", dim, blocks)
-    return _wait(mesh, in_flight, axis, there, back)
+def wait_slice(mesh: RankMesh, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
+    return _wait(mesh, in_flight, axis, slice_actions(*args))
 
 
-def start_all_to_all(
-    mesh: RankMesh, x: Tensor, axis: str, dim: int, blocks: int, to_dim: int, to_blocks: int
-) -> InFlight:
-    """Shard(to_dim) -> Shard(dim): cuts `dim`, puts `to_dim` together; backward the reverse."""
-    there = Action("all_to_all", dim, blocks, to_dim, to_blocks)
-    return _start(mesh, x, axis, there, Action("all_to_all", to_dim, to_blocks, dim, blocks))
+def start_all_to_all(mesh: RankMesh, x: Tensor, axis: str, *args: Any) -> InFlight:
+    return _start(mesh, x, axis, all_to_all_actions(*args))
 
 
-def wait_all_to_all(
-    mesh: RankMesh,
-    in_flight: InFlight,
-    axis: str,
-    dim: int,
-    blocks: int,
-    to_dim: int,
-    to_blocks: int,
-) -> Tensor:
-    there = Action("all_to_all", dim, blocks, to_dim, to_blocks)
-    return _wait(mesh, in_flight, axis, there, Action("all_to_all", to_dim, to_blocks, dim, blocks))
+def wait_all_to_all(mesh: RankMesh, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
+    return _wait(mesh, in_flight, axis, all_to_all_actions(*args))
 
 
 def local_slice(mesh: RankMesh, x: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
@@ -134,26 +138,26 @@ def keep_gradient_on_first(mesh: RankMesh, x: Tensor, axis: str) -> Tensor:
     return Local.apply(mesh, x, axis, Action("none"), Action("mask"))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _start(mesh: RankMesh, x: Tensor, axis: str, forward: Action, backward: Action) -> InFlight:
-    return Start.apply(mesh, x, axis, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
+def _start(mesh: RankMesh, x: Tensor, axis: str, actions: Actions) -> InFlight:
+    return Start.apply(mesh, x, axis, *actions)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _wait(
-    mesh: RankMesh, in_flight: InFlight, axis: str, forward: Action, backward: Action
-) -> Tensor:
-    return Wait.apply(mesh, *in_flight, axis, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
+def _wait(mesh: RankMesh, in_flight: InFlight, axis: str, actions: Actions) -> Tensor:
+    return Wait.apply(mesh, *in_flight, axis, *actions)  # type: ignore[no-any-return, no-untyped-call]
 
 
-STARTS: frozenset[Callable[..., Any]] = frozenset(
+STARTS: Mapping[Callable[..., Any], Callable[..., Actions]] = MappingProxyType(
     {
-        start_all_gather,
-        start_reduce_scatter,
-        start_all_reduce,
-        start_gradient_all_reduce,
-        start_slice,
-        start_all_to_all,
+        start_all_gather: all_gather_actions,
+        start_reduce_scatter: reduce_scatter_actions,
+        start_all_reduce: all_reduce_actions,
+        start_gradient_all_reduce: gradient_all_reduce_actions,
+        start_slice: slice_actions,
+        start_all_to_all: all_to_all_actions,
     }
 )
+"""Per start what it and its wait do in either direction, of its arguments behind the axis."""
+
 WAITS: frozenset[Callable[..., Any]] = frozenset(
     {
         wait_all_gather,

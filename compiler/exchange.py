@@ -75,6 +75,10 @@ class Action:
         raise AssertionError(f"{self.kind} is not split in start and wait")
 
 
+Actions = tuple[Action, Action]
+"""Forward and backward."""
+
+
 class Start(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -20,7 +20,7 @@ from torch import fx
 
 from meshfold.convert_ops import STARTS, WAITS
 from meshfold.program import ORIGIN
-from meshfold.region_schedule import Piece, Pieces
+from meshfold.region_schedule import Collective, Piece, Pieces
 from meshfold.training_step import replicate_bucket, start_ahead, wait_bucket
 
 _MESH = "mesh"
@@ -31,7 +31,12 @@ def cut_in_pieces(graph: fx.Graph) -> Pieces:
     nodes = [n for n in graph.nodes if n.op == "call_function" and not _is_bucket(n)]
     groups = _grouped(nodes)
     numbers = {node: k for k, group in enumerate(groups) for node in group}
-    pieces = tuple(_Writer(k, group, numbers).write() for k, group in enumerate(groups))
+    pieces = tuple(
+        _Writer(k, group, numbers).write()
+        if _kind(group[0]) == "ops"
+        else _collective(group[0], numbers)
+        for k, group in enumerate(groups)
+    )
     returned: Any = next(n for n in graph.nodes if n.op == "output").args[0]
     members = {
         n.name: (_bucket_of(n.args[0]), n.args[1])
@@ -97,6 +102,17 @@ def _in_order(groups: list[list[fx.Node]]) -> list[list[fx.Node]]:
     return [groups[k] for k in done]
 
 
+def _collective(node: Any, numbers: Mapping[fx.Node, int]) -> Collective:
+    """The piece of a start or a wait."""
+    kind = _kind(node)
+    assert kind != "ops"
+    _, source, axis, *args = node.args
+    start = node if kind == "start" else source
+    partner = -1 if kind == "start" else numbers[start]
+    names = (source.name,), (node.name,)
+    return Collective(kind, *names, axis, STARTS[start.target](*args), node.meta[ORIGIN], partner)
+
+
 class _Writer:
     """Writes piece `number`, the nodes `group` of a region's graph. numbers: the piece of every
     node."""
@@ -116,34 +132,17 @@ class _Writer:
                 self.copies[m] = self._read(m)
         for n in self.group:
             self.copies[n] = self.graph.node_copy(n, self.copies.__getitem__)
-        outputs = self._outputs()
+        read = [n for n in self.group if any(self.numbers.get(u) != self.number for u in n.users)]
+        self.graph.output(tuple(self.copies[n] for n in read))
         module = fx.GraphModule(torch.nn.Module(), self.graph, class_name=f"Piece{self.number}")
         origins = dict.fromkeys(n.meta[ORIGIN] for n in self.group if ORIGIN in n.meta)
-        kind = _kind(self.group[0])
-        partner = self.numbers[self.group[0].all_input_nodes[1]] if kind == "wait" else -1
-        return Piece(kind, tuple(self.inputs), outputs, module, tuple(origins), partner)
+        return Piece(tuple(self.inputs), tuple(n.name for n in read), module, tuple(origins))
 
-    def _read(self, node: fx.Node) -> Any:
+    def _read(self, node: fx.Node) -> fx.Node:
         """What stands for a value that comes from outside."""
         if node.name == _MESH:
             return self.mesh
-        if node.target in STARTS:
-            names = [f"{node.name}.{part}" for part in (0, 1)]
-            self.inputs += names
-            return tuple(self.graph.placeholder(name.replace(".", "_")) for name in names)
         self.inputs.append(node.name)
         placeholder = self.graph.placeholder(node.name)
         placeholder.meta = dict(node.meta)
         return placeholder
-
-    def _outputs(self) -> tuple[str, ...]:
-        """Names of what others read; writes the graph's end."""
-        if self.group[0].target in STARTS:
-            (node,) = self.group
-            pair = self.copies[node]
-            parts = [self.graph.call_function(operator.getitem, (pair, k)) for k in (0, 1)]
-            self.graph.output(tuple(parts))
-            return f"{node.name}.0", f"{node.name}.1"
-        read = [n for n in self.group if any(self.numbers.get(u) != self.number for u in n.users)]
-        self.graph.output(tuple(self.copies[n] for n in read))
-        return tuple(n.name for n in read)

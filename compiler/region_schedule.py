@@ -23,6 +23,7 @@ from typing import Literal
 
 from torch import fx
 
+from meshfold.exchange import Actions
 from meshfold.passes.conversions import Step
 
 Origin = int | tuple[int, Step]
@@ -31,16 +32,34 @@ Origin = int | tuple[int, Step]
 
 @dataclass(frozen=True)
 class Piece:
-    """inputs, outputs: names of values of the region. graph: takes the inputs in order, the first
-    of them the mesh, and returns the outputs as a tuple. origins: what its nodes are part of, in
-    order. partner: of a wait the number of its start, else -1."""
+    """Ops. inputs, outputs: names of values of the region. graph: takes the inputs in order, the
+    first of them the mesh, and returns the outputs as a tuple. origins: what its nodes are part
+    of, in order."""
 
-    kind: Literal["ops", "start", "wait"]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     graph: fx.GraphModule
     origins: tuple[Origin, ...]
+    kind: Literal["ops"] = "ops"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The start or the wait of a conversion on `axis`. inputs, outputs: one name each, as of a
+    Piece; between them what is in flight has the start's name, forward and backward. origin: the
+    conversion; partner: of a wait the number of its start, else -1."""
+
+    kind: Literal["start", "wait"]
+    inputs: tuple[str]
+    outputs: tuple[str]
+    axis: str
+    actions: Actions
+    origin: Origin
     partner: int = -1
+
+    @property
+    def origins(self) -> tuple[Origin]:
+        return (self.origin,)
 
 
 @dataclass(frozen=True)
@@ -48,7 +67,7 @@ class Pieces:
     """A region's graph in pieces, in an order in which they can run. members: (bucket, member) of
     the parameters that come out of buckets, by name; results: names of what the region returns."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece | Collective, ...]
     members: Mapping[str, tuple[int, int]]
     results: tuple[str, ...]
 

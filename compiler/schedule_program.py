@@ -14,14 +14,14 @@ from meshfold.buckets import Bucket
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind
 from meshfold.passes.check_plan import checked_regions
-from meshfold.passes.conversions import COLLECTIVES, Step, StepAction, step_actions
+from meshfold.passes.conversions import COLLECTIVES, StepAction, step_actions
 from meshfold.passes.list_schedule import Task, list_order
 from meshfold.passes.op_time import OpTime, op_time
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.pieces import cut_in_pieces
 from meshfold.plan import Plan
 from meshfold.program import ORIGIN, PLACE, EmittedProgram
-from meshfold.region_schedule import Move, Origin, Piece, RegionSchedule
+from meshfold.region_schedule import Collective, Move, Piece, RegionSchedule
 from meshfold.spmd import local_shape, padded_shape
 from meshfold.weight_gradients import split_backward
 
@@ -74,6 +74,7 @@ class _Scheduler:
         self.bound_bytes = given.bound_bytes
         self.pieces = cut_in_pieces(graph)
         self.makers = self.pieces.makers()
+        self.owners = {o: p for p in self.pieces.pieces if p.kind == "ops" for o in p.origins}
         self.late: dict[int, tuple[float, int]] = {}
         """Per piece with a W its seconds and the bytes held for it."""
 
@@ -90,7 +91,7 @@ class _Scheduler:
 
     def _split_weights(self) -> None:
         for k, piece in enumerate(self.pieces.pieces):
-            products = split_backward(piece.graph, self.ops)
+            products = split_backward(piece.graph, self.ops) if piece.kind == "ops" else []
             if not products:
                 continue
             # Of a product's backward half makes the gradient of its weight.
@@ -136,7 +137,7 @@ class _Scheduler:
             tasks.append(self._ahead(made[:1]))
         return tuple(moves[t] for t in list_order(tasks, self.bound_bytes))
 
-    def _read_buckets(self, piece: Piece) -> list[int]:
+    def _read_buckets(self, piece: Piece | Collective) -> list[int]:
         """Buckets that a piece reads members of."""
         members = self.pieces.members
         return sorted({members[name][0] for name in piece.inputs if name in members})
@@ -183,53 +184,51 @@ class _Scheduler:
     # Tasks.
 
     def _task(
-        self, piece: Piece, direction: int, needs: tuple[int, ...], at: Mapping[int, int]
+        self,
+        piece: Piece | Collective,
+        direction: int,
+        needs: tuple[int, ...],
+        at: Mapping[int, int],
     ) -> Task:
         """A piece forward (0) or backward (1)."""
         if piece.kind == "ops":
             return Task(needs, self._seconds(piece, direction))
-        number = self.pieces.pieces.index(piece)
-        begins = (piece.kind == "start") == (direction == 0)
         link = self._link(piece, direction)
-        if begins:
-            seconds = self._action_s(piece, direction)
-            return Task(needs, 0.0, link, seconds) if link else Task(needs, seconds)
-        other = piece.partner if direction == 0 else self._wait_of(number)
+        if (piece.kind == "start") == (direction == 0):
+            _, action = self._action(piece, direction)
+            return Task(needs, 0.0, link, action.seconds) if link else Task(needs, action.seconds)
+        other = piece.partner if direction == 0 else self._wait_of(piece)
         return Task(needs, start=at[other]) if link else Task(needs)
 
-    def _wait_of(self, start: int) -> int:
-        return next(k for k, p in enumerate(self.pieces.pieces) if p.partner == start)
+    def _wait_of(self, start: Collective) -> int:
+        waits = enumerate(self.pieces.pieces)
+        return next(k for k, p in waits if p.kind == "wait" and p.inputs == start.outputs)
 
     def _seconds(self, piece: Piece, direction: int) -> float:
         """Kernels of a piece, and collectives inside its ops. An op of several nodes is where its
         last one is."""
         found = 0.0
         for origin in piece.origins:
-            if not isinstance(origin, int) or self._owner(origin) is not piece:
+            if not isinstance(origin, int) or self.owners[origin] is not piece:
                 continue
             time = self.op_times[origin]
             inside = time.backward_communication_s if direction else time.communication_s
             found += (time.backward_s if direction else time.forward_s) + sum(inside)
         return found
 
-    def _owner(self, origin: Origin) -> Piece:
-        return next(p for p in reversed(self.pieces.pieces) if origin in p.origins)
-
-    def _action(self, piece: Piece, direction: int) -> tuple[int, StepAction]:
+    def _action(self, piece: Collective, direction: int) -> tuple[int, StepAction]:
         """(axis, what a conversion does) in a direction."""
-        v, step = _conversion_of(piece)
+        assert not isinstance(piece.origin, int), "a collective is part of a conversion"
+        v, step = piece.origin
         value, mesh = self.ops.values[v], self.costs.mesh
         return step.axis, step_actions(value, step, mesh, self.costs)[direction]
 
-    def _link(self, piece: Piece, direction: int) -> str:
+    def _link(self, piece: Piece | Collective, direction: int) -> str:
         """The link that a conversion's collective takes; empty where there is none."""
         if piece.kind == "ops":
             return ""
         axis, action = self._action(piece, direction)
         return self.costs.group_link((axis,)).name if action.kind in COLLECTIVES else ""
-
-    def _action_s(self, piece: Piece, direction: int) -> float:
-        return self._action(piece, direction)[1].seconds
 
     def _ahead(self, needs: Sequence[int]) -> Task:
         """The gathers of the region that comes next, which are taken to be as long as its own."""
@@ -257,9 +256,3 @@ class _Scheduler:
             shape = local_shape(whole, member.used, self.costs.mesh.sizes)
             num_bytes += math.prod(shape) * ITEM_BYTES[bucket.dtype]
         return self.costs.collective_s(kind, num_bytes, axes)
-
-
-def _conversion_of(piece: Piece) -> tuple[int, Step]:
-    (origin,) = piece.origins
-    assert not isinstance(origin, int), "a collective is part of a conversion"
-    return origin

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from meshfold.errors import MeshfoldError
 from meshfold.program import RegionProgram
 from meshfold.recomputation import Rerun
-from meshfold.region_schedule import RegionSchedule
+from meshfold.region_schedule import Piece, RegionSchedule
 from meshfold.training_step import SECOND_BACKWARD, BucketUse, TrainingStep
 from meshfold.weight_work import WeightWork
 
@@ -59,6 +59,9 @@ class ScheduledRegion:
         self.recomputes = region.recompute == "full"
         self.again: Rerun | None = None
         self.values: dict[str, Any] = {}
+        """Tensors, none of which autograd follows."""
+        self.trained: set[str] = set()
+        """Names of values with a gradient."""
         self.gradients: dict[str, Tensor] = {}
         self.kept: dict[int, _Kept] = {}
 
@@ -70,23 +73,25 @@ class ScheduledRegion:
 
     # Forward.
 
-    def forward(self, direct: Sequence[Tensor]) -> list[Tensor]:
-        """What the region returns, on its own part of autograd's graph."""
-        if not self.recomputes:
-            with torch.enable_grad():
-                return self._run_forward(direct, self.ahead)
-        self.again = Rerun(self.step.mesh, direct)
-        with torch.no_grad():
+    def forward(self, direct: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
+        """What the region returns, and whether it has gradients."""
+        if self.recomputes:
+            self.again = Rerun(self.step.mesh, direct)
+            with torch.no_grad():
+                made = self._run_forward(direct, self.ahead)
+            for use in self.uses:
+                use.will_be_read_again()
+            return made, list(self.schedule.trained)
+        with torch.enable_grad():
             made = self._run_forward(direct, self.ahead)
-        for use in self.uses:
-            use.will_be_read_again()
-        pairs = zip(made, self.schedule.trained, strict=True)
-        return [x.detach().requires_grad_(is_trained) for x, is_trained in pairs]
+        return made, [name in self.trained for name in self.pieces.results]
 
     def _run_forward(
         self, direct: Sequence[Tensor], ahead: Callable[[], None] | None
     ) -> list[Tensor]:
-        self.values = {**self.constants, **dict(zip(self.direct_names, direct, strict=True))}
+        named = dict(zip(self.direct_names, direct, strict=True))
+        self.trained = {name for name, x in named.items() if x.requires_grad}
+        self.values = {**self.constants, **{name: x.detach() for name, x in named.items()}}
         for move, dead in zip(self.schedule.forward, self.schedule.dead, strict=True):
             match move.kind:
                 case "O":
@@ -95,7 +100,7 @@ class ScheduledRegion:
                     if ahead is not None:
                         ahead()
                 case "F":
-                    self._run_piece(move.number)
+                    self._run(move.number)
             for name in dead:
                 del self.values[name]
         results = [self.values[name] for name in self.pieces.results]
@@ -107,33 +112,55 @@ class ScheduledRegion:
         whole = use.members()
         for name, (b, member) in self.pieces.members.items():
             if b == bucket:
-                x = whole[member].detach()
-                self.values[name] = x.requires_grad_(use.token is not None)
+                self.values[name] = whole[member]
+                if use.token is not None:
+                    self.trained.add(name)
 
-    def _run_piece(self, number: int) -> None:
+    def _run(self, number: int) -> None:
         piece = self.pieces.pieces[number]
+        if piece.kind == "ops":
+            self._run_ops(number, piece)
+            return
+        (source,), (target,) = piece.inputs, piece.outputs
+        there, _ = piece.actions
+        with torch.no_grad():
+            x = self.values[source]
+            mesh = self.step.mesh
+            self.values[target] = (
+                there.launch(mesh, x, piece.axis)
+                if piece.kind == "start"
+                else there.finish(mesh, x)
+            )
+        if source in self.trained:
+            self.trained.add(target)
+
+    def _run_ops(self, number: int, piece: Piece) -> None:
         arguments = [self.values[name] for name in piece.inputs]
-        trained = [k for k, x in enumerate(arguments) if _is_trained(x)]
+        trained = [k for k, name in enumerate(piece.inputs) if name in self.trained]
         if not (trained and torch.is_grad_enabled()):
-            self.values.update(zip(piece.outputs, piece.graph(*arguments), strict=True))
+            self.values.update(zip(piece.outputs, piece.graph.forward(*arguments), strict=True))
             return
         # A leaf of autograd's would hold its tensor; what stands behind an empty one does not.
-        anchor = arguments[trained[0]].new_empty(0).requires_grad_()
-        entered = _Entry.apply(anchor, *(arguments[k].detach() for k in trained))  # type: ignore[no-untyped-call]
+        anchor = arguments[trained[0]].new_empty(0, requires_grad=True)
+        entered = _Entry.apply(anchor, *[arguments[k] for k in trained])  # type: ignore[no-untyped-call]
         for k, x in zip(trained, entered, strict=True):
             arguments[k] = x
         work = WeightWork() if number in self.schedule.late else None
         mesh = self.step.mesh
         before, mesh.weight_work = mesh.weight_work, work
         try:
-            made = piece.graph(*arguments)
+            made = piece.graph.forward(*arguments)
         finally:
             mesh.weight_work = before
-        entries = [(piece.inputs[k], get_gradient_edge(arguments[k])) for k in trained]
-        outputs = zip(piece.outputs, made, strict=True)
-        exits = [(name, get_gradient_edge(x)) for name, x in outputs if _is_trained(x)]
+        entries = [(piece.inputs[k], _edge(arguments[k])) for k in trained]
+        exits = []
+        for name, x in zip(piece.outputs, made, strict=True):
+            if isinstance(x, Tensor) and x.requires_grad:
+                exits.append((name, _edge(x)))
+                self.trained.add(name)
+                x = x.detach()
+            self.values[name] = x
         self.kept[number] = _Kept(entries, exits, work)
-        self.values.update(zip(piece.outputs, made, strict=True))
 
     # Backward.
 
@@ -163,6 +190,22 @@ class ScheduledRegion:
             self.gradients[name] = gradient if before is None else before + gradient
 
     def _back(self, number: int) -> None:
+        piece = self.pieces.pieces[number]
+        if piece.kind == "ops":
+            self._back_ops(number)
+            return
+        (source,), (target,) = piece.inputs, piece.outputs
+        gradient = self.gradients.pop(target, None)
+        if gradient is None:
+            return
+        _, back = piece.actions
+        mesh = self.step.mesh
+        if piece.kind == "wait":
+            self.gradients[source] = back.launch(mesh, gradient, piece.axis)
+        else:
+            self._add(source, back.finish(mesh, gradient))
+
+    def _back_ops(self, number: int) -> None:
         kept = self.kept.get(number)
         if kept is None:
             return
@@ -210,8 +253,9 @@ class _Kept:
     work: WeightWork | None
 
 
-def _is_trained(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
+def _edge(x: Tensor) -> GradientEdge:
+    """As get_gradient_edge of what is no leaf, without its checks."""
+    return GradientEdge(x.grad_fn, x.output_nr)  # type: ignore[arg-type]
 
 
 class _Entry(torch.autograd.Function):
@@ -233,10 +277,11 @@ class _Node(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.region, ctx.num_tokens = region, num_tokens
         ctx.set_materialize_grads(False)
-        made = region.forward(tensors[num_tokens:])
+        made, trained = region.forward(tensors[num_tokens:])
+        # New tensors: autograd writes itself into what is returned.
         results = tuple(x.detach() for x in made)
-        untrained = [r for r, x in zip(results, made, strict=True) if not x.requires_grad]
-        ctx.mark_non_differentiable(*untrained)
+        pairs = zip(results, trained, strict=True)
+        ctx.mark_non_differentiable(*(x for x, is_trained in pairs if not is_trained))
         return results
 
     @staticmethod
