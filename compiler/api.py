@@ -29,6 +29,7 @@ from meshfold.plan_io import load_plan
 from meshfold.probe import OpProber
 from meshfold.program import EmittedProgram
 from meshfold.runtime import CompiledModel
+from meshfold.schedule_events import with_schedule
 from meshfold.single_mesh import SingleMesh
 
 
@@ -97,7 +98,7 @@ def plan_captured(
     if isinstance(cluster_spec, str):
         cluster_spec = _resolve(cluster_spec)
     check_output(captured)
-    return find_plan_for(
+    plan = find_plan_for(
         captured.graph,
         cluster_spec,
         options,
@@ -106,6 +107,7 @@ def plan_captured(
         probe=OpProber(),
         progress=progress,
     )
+    return with_schedule(plan, captured.graph)
 
 
 def _resolve(text: str) -> ClusterSpec:

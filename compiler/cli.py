@@ -11,7 +11,6 @@ model is in meshfold.cli_torch, loaded by name when a command needs it.
 import importlib
 import logging
 import sys
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -21,9 +20,10 @@ from rich.console import Console
 from rich.status import Status
 
 from meshfold import __version__
+from meshfold.cli_command import Command, Failure
 from meshfold.cost_models.devices import resolve_cluster
-from meshfold.errors import MeshfoldError, OptionError
-from meshfold.options import CompileOptions, PinValue, Precision
+from meshfold.errors import OptionError
+from meshfold.options import CompileOptions, Mode, PinValue, Precision
 from meshfold.plan import Plan
 from meshfold.plan_diff import compare_plans, diff_view, differences_json
 from meshfold.plan_io import load_plan, plan_to_json, save_plan
@@ -32,40 +32,6 @@ from meshfold.render_search import explain_view
 from meshfold.units import bytes_text, parse_bytes
 
 INTERRUPTED = 130
-
-
-class Failure(Exception):
-    """An expected end: one line for stderr and an exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(" ".join(message.split()))
-        self.exit_code = exit_code
-
-
-class Command(click.Command):
-    """A command with --debug, whose failures are one line and an exit code."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.params.append(
-            click.Option(["--debug"], is_flag=True, help="Show the traceback of a failure.")
-        )
-
-    def invoke(self, ctx: click.Context) -> Any:
-        debug = ctx.params.pop("debug")
-        try:
-            return super().invoke(ctx)
-        except (Failure, click.ClickException, click.exceptions.Exit, click.Abort):
-            raise
-        except (MeshfoldError, OSError) as error:
-            if debug:
-                traceback.print_exc()
-            raise Failure(str(error), getattr(error, "exit_code", 1)) from error
-        except Exception as error:
-            if debug:
-                traceback.print_exc()
-            what = f"internal error, {type(error).__name__}: {error}; --debug shows where"
-            raise Failure(what, 1) from error
 
 
 def torch_commands() -> Any:
@@ -121,6 +87,14 @@ def check_output(path: Path | None) -> None:
     help="What ops compute in: the model's own dtypes, or 16 bits with parameters, reductions of "
     "gradients and optimizer states in float32.",
 )
+@click.option(
+    "--mode",
+    type=click.Choice(get_args(Mode)),
+    default="eager",
+    show_default=True,
+    help="How a rank's program runs: as written, or scheduled, collectives behind compute also "
+    "inside of layers.",
+)
 @click.option("--memory", help="Budget per device, 16GB or 16GiB. [default: the device's]")
 @click.option(
     "--pin",
@@ -152,6 +126,7 @@ def plan(
     batch: int | None,
     seq: int | None,
     precision: Precision,
+    mode: Mode,
     memory: str | None,
     pin: tuple[str, ...],
     allow: str | None,
@@ -176,6 +151,7 @@ def plan(
         memory_bytes=parse_bytes(memory) if memory is not None else None,
         pins=parse_pins(pin),
         precision=precision,
+        mode=mode,
         allow_pipelines=allow == "pipelines",
         allow_planned=allow == "planned",
         without_cuts=without_cut,

@@ -21,6 +21,7 @@ from meshfold.passes.planner import Progress
 from meshfold.pipeline_program import emit_plan
 from meshfold.plan import Plan
 from meshfold.probe import OpProber
+from meshfold.schedule_events import with_schedule
 from meshfold.step_timeline import Timeline
 from meshfold.timeline import both_text, predicted_spans, spans_json, trace_json
 from meshfold.verify import captured_as_planned, verify
@@ -69,7 +70,8 @@ def program_text(plan: Plan, model: str, rank: int) -> str:
 def check_plan(plan: Plan, model: str) -> Plan:
     """`plan` with its figures computed again."""
     captured = captured_as_planned(plan, build_for_plan(model, plan))
-    return price_plan(captured.graph, plan, OpProber())
+    priced = price_plan(captured.graph, plan, OpProber())
+    return with_schedule(priced, captured.graph)
 
 
 def verify_plan(plan: Plan, model: str) -> VerifyReport:

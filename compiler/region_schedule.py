@@ -71,6 +71,11 @@ class Pieces:
     members: Mapping[str, tuple[int, int]]
     results: tuple[str, ...]
 
+    @cached_property
+    def owners(self) -> Mapping[Origin, Piece]:
+        """The piece in which an op ends."""
+        return {o: p for p in self.pieces if p.kind == "ops" for o in p.origins}
+
     def makers(self) -> dict[str, int]:
         """Number of the piece that makes a value, by name."""
         return {name: k for k, piece in enumerate(self.pieces) for name in piece.outputs}
@@ -89,11 +94,13 @@ class Move:
 
 @dataclass(frozen=True)
 class RegionSchedule:
-    """How a region is run in `scheduled` mode. late: pieces whose gradients of weights are made in
-    a W of their own; trained: whether what the region returns has gradients."""
+    """How a region is run in `scheduled` mode. late_s, held_bytes: by number of the pieces with a
+    W, its seconds, and what is held for it; trained: whether what the region returns has gradients.
+    """
 
     pieces: Pieces
-    late: frozenset[int]
+    late_s: Mapping[int, float]
+    held_bytes: Mapping[int, int]
     trained: tuple[bool, ...]
     forward: tuple[Move, ...]
     backward: tuple[Move, ...]

@@ -4,85 +4,77 @@ Costs are the plan's, so they are the same on all ranks. What weights' gradients
 than without a schedule is what the plan leaves of a device's memory.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from meshfold.buckets import Bucket
 from meshfold.cost_models.cost_model import CostModel
-from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind
+from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
 from meshfold.passes.check_plan import checked_regions
-from meshfold.passes.conversions import COLLECTIVES, StepAction, step_actions
 from meshfold.passes.list_schedule import Task, list_order
-from meshfold.passes.op_time import OpTime, op_time
 from meshfold.passes.parameter_prices import local_bytes
+from meshfold.piece_prices import PiecePrices
 from meshfold.pieces import cut_in_pieces
 from meshfold.plan import Plan
 from meshfold.program import ORIGIN, PLACE, EmittedProgram
 from meshfold.region_schedule import Collective, Move, Piece, RegionSchedule
-from meshfold.spmd import local_shape, padded_shape
 from meshfold.weight_gradients import split_backward
 
 
 def scheduled(program: EmittedProgram, split: FoldedGraph, plan: Plan) -> EmittedProgram:
     """`program` with a schedule for every region. split: the graph that it was emitted from."""
-    costs = CostModel(plan.cluster, plan.mesh)
     bound_bytes = max(0, plan.memory.capacity - plan.memory.peak)
-    op_times = [
-        [
-            op_time(r.graph, op, rules, plan.mesh, costs)
-            for op, rules in zip(r.graph.ops, of, strict=True)
-        ]
-        for r, _, of in checked_regions(split, plan)
-    ]
     regions = []
-    for region in program.regions:
-        ops = program.folded.regions[region.region].graph
-        given = ScheduleCosts(costs, op_times[region.region], bound_bytes)
-        schedule = schedule_region(region.graph.graph, ops, region.buckets, given)
+    for region, prices in zip(program.regions, region_prices(program, split, plan), strict=True):
+        schedule = schedule_region(region.graph.graph, region.buckets, prices, bound_bytes)
         regions.append(replace(region, schedule=schedule))
     return replace(program, regions=tuple(regions))
 
 
-@dataclass(frozen=True)
-class ScheduleCosts:
-    """What schedules are made with. op_times: of the ops of the region, in order; bound_bytes: what
-    may be held for W's."""
-
-    costs: CostModel
-    op_times: Sequence[OpTime]
-    bound_bytes: int
+def region_prices(program: EmittedProgram, split: FoldedGraph, plan: Plan) -> Iterator[PiecePrices]:
+    """Per region of `program` what its pieces cost."""
+    costs = CostModel(plan.cluster, plan.mesh)
+    rules = [of for _, _, of in checked_regions(split, plan)]
+    for region in program.regions:
+        yield PiecePrices(split.regions[region.region].graph, rules[region.region], costs)
 
 
 def schedule_region(
-    graph: fx.Graph, ops: OpGraph, buckets: Sequence[Bucket], given: ScheduleCosts
+    graph: fx.Graph, buckets: Sequence[Bucket], prices: PiecePrices, bound_bytes: int
 ) -> RegionSchedule:
-    """The schedule of the region with the ops `ops` whose emitted graph is `graph`."""
-    return _Scheduler(graph, ops, buckets, given).schedule()
+    """The schedule of a region whose emitted graph is `graph`. bound_bytes: what may be held for
+    W's."""
+    return _Scheduler(graph, buckets, prices, bound_bytes).schedule()
 
 
 class _Scheduler:
     def __init__(
-        self, graph: fx.Graph, ops: OpGraph, buckets: Sequence[Bucket], given: ScheduleCosts
+        self, graph: fx.Graph, buckets: Sequence[Bucket], prices: PiecePrices, bound_bytes: int
     ) -> None:
-        self.ops = ops
+        self.prices = prices
+        self.ops: OpGraph = prices.ops
+        self.costs = prices.costs
         self.buckets = buckets
-        self.costs = given.costs
-        self.op_times = given.op_times
-        self.bound_bytes = given.bound_bytes
+        self.bound_bytes = bound_bytes
         self.pieces = cut_in_pieces(graph)
         self.makers = self.pieces.makers()
-        self.owners = {o: p for p in self.pieces.pieces if p.kind == "ops" for o in p.origins}
         self.late: dict[int, tuple[float, int]] = {}
         """Per piece with a W its seconds and the bytes held for it."""
 
     def schedule(self) -> RegionSchedule:
-        if any(self._link(piece, 1) for piece in self.pieces.pieces):
+        collectives = [p for p in self.pieces.pieces if p.kind != "ops"]
+        if any(self.prices.conversion(piece, 1)[1] for piece in collectives):
             self._split_weights()
-        forward, backward = self._forward(), self._backward()
-        return RegionSchedule(self.pieces, frozenset(self.late), self._trained(), forward, backward)
+        return RegionSchedule(
+            self.pieces,
+            {k: seconds for k, (seconds, _) in self.late.items()},
+            {k: held_bytes for k, (_, held_bytes) in self.late.items()},
+            self._trained(),
+            self._forward(),
+            self._backward(),
+        )
 
     def _trained(self) -> tuple[bool, ...]:
         count = len(self.ops.outputs)
@@ -95,7 +87,7 @@ class _Scheduler:
             if not products:
                 continue
             # Of a product's backward half makes the gradient of its weight.
-            seconds = sum(self.op_times[n.meta[ORIGIN]].backward_s / 2 for n in products)
+            seconds = sum(self.prices.op_times[n.meta[ORIGIN]].backward_s / 2 for n in products)
             self.late[k] = seconds, sum(map(self._held_bytes, products))
 
     def _held_bytes(self, product: fx.Node) -> int:
@@ -124,7 +116,7 @@ class _Scheduler:
                 if b not in opened:
                     opened[b] = len(tasks)
                     moves.append(Move("O", b))
-                    tasks.append(Task())
+                    tasks.append(Task(seconds=self.prices.cast_s(self.buckets[b])))
             needs = {at[self.makers[name]] for name in piece.inputs if name in self.makers}
             needs |= {opened[b] for b in self._read_buckets(piece)}
             at[k] = len(tasks)
@@ -192,50 +184,25 @@ class _Scheduler:
     ) -> Task:
         """A piece forward (0) or backward (1)."""
         if piece.kind == "ops":
-            return Task(needs, self._seconds(piece, direction))
-        link = self._link(piece, direction)
+            return Task(needs, self.prices.seconds(self.pieces, piece, direction))
+        seconds, transfer = self.prices.conversion(piece, direction)
         if (piece.kind == "start") == (direction == 0):
-            _, action = self._action(piece, direction)
-            return Task(needs, 0.0, link, action.seconds) if link else Task(needs, action.seconds)
+            if transfer is None:
+                return Task(needs, seconds)
+            return Task(needs, 0.0, transfer.link, transfer.seconds)
         other = piece.partner if direction == 0 else self._wait_of(piece)
-        return Task(needs, start=at[other]) if link else Task(needs)
+        return Task(needs) if transfer is None else Task(needs, start=at[other])
 
     def _wait_of(self, start: Collective) -> int:
         waits = enumerate(self.pieces.pieces)
         return next(k for k, p in waits if p.kind == "wait" and p.inputs == start.outputs)
-
-    def _seconds(self, piece: Piece, direction: int) -> float:
-        """Kernels of a piece, and collectives inside its ops. An op of several nodes is where its
-        last one is."""
-        found = 0.0
-        for origin in piece.origins:
-            if not isinstance(origin, int) or self.owners[origin] is not piece:
-                continue
-            time = self.op_times[origin]
-            inside = time.backward_communication_s if direction else time.communication_s
-            found += (time.backward_s if direction else time.forward_s) + sum(inside)
-        return found
-
-    def _action(self, piece: Collective, direction: int) -> tuple[int, StepAction]:
-        """(axis, what a conversion does) in a direction."""
-        assert not isinstance(piece.origin, int), "a collective is part of a conversion"
-        v, step = piece.origin
-        value, mesh = self.ops.values[v], self.costs.mesh
-        return step.axis, step_actions(value, step, mesh, self.costs)[direction]
-
-    def _link(self, piece: Piece | Collective, direction: int) -> str:
-        """The link that a conversion's collective takes; empty where there is none."""
-        if piece.kind == "ops":
-            return ""
-        axis, action = self._action(piece, direction)
-        return self.costs.group_link((axis,)).name if action.kind in COLLECTIVES else ""
 
     def _ahead(self, needs: Sequence[int]) -> Task:
         """The gathers of the region that comes next, which are taken to be as long as its own."""
         made = [b for b in self.buckets if b.gather]
         if not made:
             return Task(tuple(needs))
-        seconds = sum(self._bucket_s("all_gather", b, b.gather) for b in made)
+        seconds = sum(self.prices.bucket_s("all_gather", b, b.gather) for b in made)
         axes = max((b.gather for b in made), key=len)
         link = self.costs.group_link(axes).name
         return Task(tuple(needs), 0.0, link, seconds, floats=True, is_due=True)
@@ -245,14 +212,5 @@ class _Scheduler:
         if not axes:
             return Task(needs)
         kind = "reduce_scatter" if bucket.gather else "all_reduce"
-        seconds = self._bucket_s(kind, bucket, axes)
+        seconds = self.prices.bucket_s(kind, bucket, axes)
         return Task(needs, 0.0, self.costs.group_link(axes).name, seconds, floats=True)
-
-    def _bucket_s(self, kind: str, bucket: Bucket, axes: Sequence[int]) -> float:
-        """Seconds of a collective over the members of a bucket, as ops read them."""
-        num_bytes = 0
-        for member in bucket.members:
-            whole = padded_shape(member.shape, member.stored, self.costs.mesh.sizes)
-            shape = local_shape(whole, member.used, self.costs.mesh.sizes)
-            num_bytes += math.prod(shape) * ITEM_BYTES[bucket.dtype]
-        return self.costs.collective_s(kind, num_bytes, axes)

@@ -145,7 +145,7 @@ class ScheduledRegion:
         entered = _Entry.apply(anchor, *[arguments[k] for k in trained])  # type: ignore[no-untyped-call]
         for k, x in zip(trained, entered, strict=True):
             arguments[k] = x
-        work = WeightWork() if number in self.schedule.late else None
+        work = WeightWork() if number in self.schedule.late_s else None
         mesh = self.step.mesh
         before, mesh.weight_work = mesh.weight_work, work
         try:

@@ -10,12 +10,17 @@ A region has a list of events per direction, in the order in which the runtime i
     open b      forward: wait for the gather of bucket b
     ahead       forward: the gathers of the next instance that gathers start
     arrive      backward: own gathers are waited for, later instances let go, the next one's start
+    settle      as arrive, but the next one's gathers start at
+    before      which stands where the schedule has it
+    start n     a collective, n of its region and direction, that is waited for by    collective
+    wait n
     reduce b    backward: the reduction of the gradients of bucket b starts
 
 In the file, an event is one line, its last word the bytes alive inside the region meanwhile:
 
     compute 0.00123 1048576
     all_gather dp,ep nvlink4-switch 33554432 0.0002 1048576      kind, axes, link, bytes, seconds
+    start 3 all_gather tp nvlink4-switch 33554432 0.0002 1048576
     open 0 1048576
 """
 
@@ -23,9 +28,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Action = Literal["compute", "inline", "open", "ahead", "arrive", "reduce"]
-_BUCKET_ACTIONS = ("open", "reduce")
-_BARE_ACTIONS = ("ahead", "arrive")
+Action = Literal[
+    "compute", "inline", "open", "ahead", "arrive", "settle", "before", "start", "wait", "reduce"
+]
+_NUMBERED_ACTIONS = ("open", "reduce", "wait")
+_BARE_ACTIONS = ("ahead", "arrive", "settle", "before")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,8 @@ class Collective:
 @dataclass(frozen=True, slots=True)
 class Event:
     """See the module docstring. inside_bytes: the most that is alive inside the instance while it
-    lasts, made there and not yet freed."""
+    lasts, made there and not yet freed. bucket: of open and reduce; of start and wait its number.
+    """
 
     action: Action
     seconds: float = 0.0
@@ -166,11 +174,12 @@ def read_collective(text: str) -> Collective:
 def write_event(event: Event) -> str:
     """One line of a plan file."""
     if event.collective is not None:
-        what = write_collective(event.collective)
+        start = f"start {event.bucket} " if event.action == "start" else ""
+        what = start + write_collective(event.collective)
     elif event.action == "compute":
         what = f"compute {event.seconds!r}"
     else:
-        what = event.action + (f" {event.bucket}" if event.action in _BUCKET_ACTIONS else "")
+        what = event.action + (f" {event.bucket}" if event.action in _NUMBERED_ACTIONS else "")
     return f"{what} {event.inside_bytes}"
 
 
@@ -185,14 +194,22 @@ def read_event(line: str) -> Event:
         if not seconds >= 0:
             raise ValueError(f"{line!r}: seconds are 0 or more")
         return Event("compute", seconds, int(inside))
+    if first == "start":
+        number, _, text = rest.partition(" ")
+        if not number.isdigit():
+            raise ValueError(f"{line!r}: a start has a number and a collective")
+        return Event("start", 0.0, int(inside), int(number), read_collective(text))
     if first not in get_args(Action):
         return Event("inline", inside_bytes=int(inside), collective=read_collective(what))
     action: Action = first  # type: ignore[assignment]  # is one of them
     if action in _BARE_ACTIONS and not rest:
         return Event(action, inside_bytes=int(inside))
-    if action in _BUCKET_ACTIONS and rest.isdigit():
+    if action in _NUMBERED_ACTIONS and rest.isdigit():
         return Event(action, inside_bytes=int(inside), bucket=int(rest))
-    raise ValueError(f"{line!r} is no event; open and reduce name a bucket, ahead and arrive none")
+    raise ValueError(
+        f"{line!r} is no event; open, reduce and wait have a number, {', '.join(_BARE_ACTIONS)} "
+        "none"
+    )
 
 
 def run_lengths(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -87,6 +87,8 @@ class _Run:
         self.flying: list[tuple[Transfer | None, int]] = []
         """Buffers of gradients, and the reductions that read them longer than one backward."""
         self.reductions: list[Transfer] = []
+        self.started: dict[int, Transfer] = {}
+        """Collectives of the instance at hand on their way, by number."""
 
     # The three parts of a step.
 
@@ -140,8 +142,19 @@ class _Run:
                 if i in self.following:
                     self._start_gathers(self.uses[self.following[i]])
                     self._note(moment, event.inside_bytes)
-            case "arrive":
+            case "start":
+                assert event.collective is not None
+                self.started[event.bucket] = streams.start(event.collective, i)
+                self._note(moment, event.inside_bytes)
+            case "wait":
+                streams.wait(self.started.pop(event.bucket))
+            case "arrive" | "settle":
                 self._arrive(i)
+                if event.action == "arrive":
+                    self._start_saved_before(i)
+                self._note(moment, event.inside_bytes)
+            case "before":
+                self._start_saved_before(i)
                 self._note(moment, event.inside_bytes)
             case "reduce":
                 self._reduce(self.uses[i][event.bucket], event, moment)
@@ -152,7 +165,6 @@ class _Run:
         self._start_gathers(own)
         for use in own:
             self._wait_for(use)
-        self._start_saved_before(i)
 
     def _start_saved_before(self, i: int) -> None:
         while self.saving and self.saving[-1] >= i:

@@ -35,7 +35,7 @@ DATA = {
     "meshfold.strategy",
     "meshfold.units",
 }
-FACE_WITHOUT_TORCH = {"meshfold.cli", "meshfold.render"}
+FACE_WITHOUT_TORCH = {"meshfold.cli", "meshfold.cli_command", "meshfold.render"}
 FACE = FACE_WITHOUT_TORCH | {"meshfold.cli_torch"}
 
 

@@ -1,0 +1,87 @@
+"""Seconds of the pieces of a region (meshfold.region_schedule), as the cost model has them.
+
+What a list scheduler orders and what the simulator runs have their times from here, so they agree.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from meshfold.buckets import Bucket
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.opgraph import ITEM_BYTES, OpGraph
+from meshfold.passes.conversions import COLLECTIVES, step_actions
+from meshfold.passes.op_time import OpTime, OpTimer, op_time
+from meshfold.passes.parameter_prices import cast_s
+from meshfold.passes.region_events import collective
+from meshfold.passes.rules import AxisRule
+from meshfold.region_schedule import Collective, Piece, Pieces
+from meshfold.spmd import local_shape, padded_shape
+from meshfold.step_events import Collective as Transfer
+
+Work = tuple[float, Transfer | None]
+"""Kernels of so many seconds, or a collective inside an op."""
+
+
+class PiecePrices:
+    """Of the pieces of one region with the ops `ops`. rules: of every op, one per axis."""
+
+    def __init__(self, ops: OpGraph, rules: Sequence[Sequence[AxisRule]], costs: CostModel) -> None:
+        self.ops = ops
+        self.costs = costs
+        self.op_times: list[OpTime] = []
+        self._inside: list[tuple[tuple[Transfer, bool], ...]] = []
+        """Per op its collectives, and whether each is of the backward."""
+        for op, of_axes in zip(ops.ops, rules, strict=True):
+            self.op_times.append(op_time(ops, op, of_axes, costs.mesh, costs))
+            found = []
+            if any(rule.comm for rule in of_axes):
+                for c in OpTimer(ops, op, costs.mesh, costs).inside(of_axes):
+                    made = collective(c.kind, c.num_bytes, (c.axis,), costs, c.seconds)
+                    found.append((made, c.is_backward))
+            self._inside.append(tuple(found))
+
+    def works(self, pieces: Pieces, piece: Piece, direction: int) -> Iterator[Work]:
+        """A piece forward (0) or backward (1), op by op. An op of several nodes is where its last
+        one is."""
+        origins = piece.origins if direction == 0 else tuple(reversed(piece.origins))
+        for origin in origins:
+            if not isinstance(origin, int) or pieces.owners[origin] is not piece:
+                continue
+            inside = [
+                c for c, is_backward in self._inside[origin] if is_backward == bool(direction)
+            ]
+            time = self.op_times[origin]
+            kernels: Work = (time.backward_s if direction else time.forward_s, None)
+            yield from ([kernels] if direction == 0 else [])
+            yield from ((0.0, c) for c in inside)
+            yield from ([kernels] if direction == 1 else [])
+
+    def seconds(self, pieces: Pieces, piece: Piece, direction: int) -> float:
+        """Of a piece, with the collectives inside its ops."""
+        return sum(s if c is None else c.seconds for s, c in self.works(pieces, piece, direction))
+
+    def conversion(self, piece: Collective, direction: int) -> Work:
+        """What a conversion does in a direction."""
+        assert not isinstance(piece.origin, int), "a collective is part of a conversion"
+        v, step = piece.origin
+        action = step_actions(self.ops.values[v], step, self.costs.mesh, self.costs)[direction]
+        if action.kind not in COLLECTIVES:
+            return action.seconds, None
+        made = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
+        return 0.0, made
+
+    def bucket_s(self, kind: str, bucket: Bucket, axes: Sequence[int]) -> float:
+        """Seconds of a collective over the members of a bucket, as ops read them."""
+        num_bytes, sizes = 0, self.costs.mesh.sizes
+        for member in bucket.members:
+            whole = padded_shape(member.shape, member.stored, sizes)
+            num_bytes += (
+                math.prod(local_shape(whole, member.used, sizes)) * ITEM_BYTES[bucket.dtype]
+            )
+        return self.costs.collective_s(kind, num_bytes, axes)
+
+    def cast_s(self, bucket: Bucket) -> float:
+        """Seconds to cast the members of a bucket to what ops read."""
+        values = [(self.ops.values[m.slot], m.stored) for m in bucket.members]
+        mesh, costs = self.costs.mesh, self.costs
+        return sum(cast_s(value, stored, mesh, costs) for value, stored in values if value.master)
