@@ -178,7 +178,9 @@ def variants(layers: int, width: int, wire: float) -> dict[str, Step]:
 
     found = {}
     for kind, pins in KINDS.items():
-        steps = meshfold_steps(model, batch, wire, **{k: size if v < 0 else v for k, v in pins.items()})
+        steps = meshfold_steps(
+            model, batch, wire, **{k: size if v < 0 else v for k, v in pins.items()}
+        )
         found |= {f"{kind}: {name}": step for name, step in zip(OURS, steps, strict=True)}
     if not wire:
         found |= {

@@ -22,6 +22,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from meshfold.bucket_ops import replicate_bucket, start_ahead, wait_bucket
 from meshfold.buckets import Bucket, BucketMember, used_layout
 from meshfold.convert_ops import emit_step
 from meshfold.cost_models.cost_model import CostModel
@@ -39,7 +40,6 @@ from meshfold.program_text import TYPE
 from meshfold.schedule_program import scheduled
 from meshfold.spmd import INVARIANT, Layout, layout_text, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
-from meshfold.training_step import replicate_bucket, start_ahead, wait_bucket
 
 
 def emit(folded: FoldedGraph, plan: Plan) -> EmittedProgram:

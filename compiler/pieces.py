@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from meshfold.bucket_ops import replicate_bucket, start_ahead, wait_bucket
 from meshfold.convert_ops import STARTS, WAITS
 from meshfold.program import ORIGIN
 from meshfold.region_schedule import Collective, Piece, Pieces
-from meshfold.training_step import replicate_bucket, start_ahead, wait_bucket
 
 _MESH = "mesh"
 

@@ -181,13 +181,15 @@ def _region(document: RegionEventsDocument, path: str) -> RegionEvents:
 
     def event(line: str) -> Event:
         found = read_event(line)
-        if found.bucket >= len(buckets):
+        if found.action in ("open", "reduce") and found.bucket >= len(buckets):
             raise ValueError(f"{line!r}: the region has {len(buckets)} buckets")
         return found
 
     forward = _lines(f"{path}.forward", document.forward, event)
     backward = _lines(f"{path}.backward", document.backward, event)
-    return RegionEvents(document.name, forward, backward, buckets, document.stays)
+    return _at(
+        path, lambda: RegionEvents(document.name, forward, backward, buckets, document.stays)
+    )
 
 
 def _optional(path: str, line: str) -> Collective | None:

@@ -85,6 +85,17 @@ class RegionEvents:
     buckets: tuple[BucketEvents, ...] = ()
     stays: bool = False
 
+    def __post_init__(self) -> None:
+        for events in (self.forward, self.backward):
+            in_flight: set[int] = set()
+            for event in events:
+                if event.action == "start":
+                    in_flight.add(event.bucket)
+                elif event.action == "wait" and event.bucket not in in_flight:
+                    raise ValueError(f"region {self.name}: wait {event.bucket} has no start")
+                elif event.action == "wait":
+                    in_flight.remove(event.bucket)
+
     @property
     def makes(self) -> bool:
         """Whether parameters are gathered or cast for it."""

@@ -4,12 +4,10 @@
     forward    G0 | F0 [wait 0, G1, ops] X0 | F1 [wait 1, G2, ops] X1 | ... | Fn
     backward   G n-1 | Bn, reduce n | G n-2, B n-1, reduce n-1 | ... | wait all reductions, .grad
 
-Autograd runs the nodes of a graph in falling order of creation. UseBucket is created where its
-region first needs the bucket, after the whole previous region: so its backward, which starts the
-reduction of the bucket's gradients, comes right after the last gradient of its own region and
-before the previous region's backward. Enter is the oldest node: its backward comes last, waits for
-all reductions, adds up the uses of tied parameters and returns gradients of shards, which autograd
-accumulates itself. Tokens are empty tensors that carry nothing but this order.
+Autograd runs the nodes of a graph in falling order of creation: UseBucket (meshfold.bucket_ops) is
+younger than the regions before its own, and Enter is the oldest node: its backward comes last,
+waits for all reductions, adds up the uses of tied parameters and returns gradients of shards, which
+autograd accumulates itself. Tokens are empty tensors that carry nothing but this order.
 
 Gathered parameters are released after a region's forward. Autograd keeps a note instead (saved
 tensor hooks) and the backward gathers again, one region ahead: two regions are whole at most.
@@ -289,43 +287,6 @@ class TrainingStep:
 
 def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved()
-
-
-def wait_bucket(use: BucketUse) -> tuple[Tensor, ...]:
-    """Graph op: a bucket in flight -> its parameters, whole. Backward starts the reduce-scatter."""
-    return _use(use)
-
-
-def replicate_bucket(use: BucketUse) -> tuple[Tensor, ...]:
-    """Graph op: parameters Invariant -> Replicate. Backward starts the all-reduce."""
-    return _use(use)
-
-
-def start_ahead(ahead: Callable[[], None]) -> None:
-    """Graph op: start the gathers that the program wants in flight from here on."""
-    ahead()
-
-
-def _use(use: BucketUse) -> tuple[Tensor, ...]:
-    if use.token is None:
-        return tuple(use.members())
-    members: tuple[Tensor, ...] = _UseBucket.apply(use, use.token)  # type: ignore[no-untyped-call]
-    work = use.weight_work
-    return members if work is None else tuple(map(work.tap, members))
-
-
-class _UseBucket(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, use: BucketUse, token: Tensor) -> tuple[Tensor, ...]:
-        ctx.use = use
-        ctx.set_materialize_grads(False)
-        # Aliases: autograd writes itself into what is returned, and `use` keeps the originals.
-        return tuple(m.detach() for m in use.members())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor]:
-        ctx.use.start_reduction(gradients)
-        return None, ctx.use.shards[0].new_empty(0)
 
 
 class _Enter(torch.autograd.Function):

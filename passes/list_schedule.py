@@ -57,17 +57,6 @@ def span_s(tasks: Sequence[Task], order: Sequence[int]) -> float:
     return _course(tasks, order)[0]
 
 
-def most_held_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
-    """The most that tasks hold which could have run, while others run."""
-    most, done = 0, set[int]()
-    for t in order:
-        waiting = [w for w, task in enumerate(tasks) if w not in done and w != t]
-        held = [tasks[w].held_bytes for w in waiting if done.issuperset(tasks[w].needs)]
-        most = max(most, sum(held))
-        done.add(t)
-    return most
-
-
 def _course(tasks: Sequence[Task], order: Sequence[int]) -> tuple[float, float]:
     """(seconds as span_s, seconds until the last collective is done)."""
     now_s, free_s, ends_s = 0.0, dict[str, float](), dict[int, float]()

@@ -42,6 +42,7 @@ def test_the_commands_and_options_are_frozen() -> None:
             "--devices",
             "--json",
             "--memory",
+            "--mode",
             "--output",
             "--pin",
             "--precision",

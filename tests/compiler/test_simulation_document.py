@@ -41,6 +41,10 @@ def test_the_file_is_folded() -> None:
         "reduce 12 5",
         "ahead 0",
         "arrive 9",
+        "settle 0",
+        "before 3",
+        "wait 2 8",
+        "start 2 all_gather dp,ep nvlink4-switch 33554432 0.0002 0",
     ],
 )
 def test_events_survive_their_lines(line: str) -> None:
@@ -67,8 +71,14 @@ Edit = Callable[[dict[str, Any]], None]
             "open 4 0",
             r"regions\[1\].forward\[0\]: 'open 4 0': the region has 1 buckets",
         ),
-        (("events", "regions", 1, "forward", 0), "open 0", "'open 0' is no event; open and reduce"),
-        (("events", "regions", 1, "forward", 0), "ahead 1 0", "is no event; open and reduce name"),
+        (
+            ("events", "regions", 1, "forward", 0),
+            "open 0",
+            "'open 0' is no event; open, red",
+        ),
+        (("events", "regions", 1, "forward", 0), "ahead 1 0", "is no event; open, reduce and wait"),
+        (("events", "regions", 1, "forward", 0), "start x 1", "a start has a number"),
+        (("events", "regions", 1, "forward", 0), "wait 2 0", "region B: wait 2 has no start"),
         (("events", "regions", 1, "forward", 0), "compute", "its last word is a number of bytes"),
         (("events", "regions", 1, "forward", 0), "compute -1.0 0", "seconds are 0 or more"),
         (("events", "regions", 1, "forward", 0), "gather dp 1 0", "is no collective; write 'kind"),

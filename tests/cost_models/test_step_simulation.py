@@ -116,3 +116,42 @@ def test_events_that_contradict_each_other_are_refused() -> None:
         two_layers(held_bytes=(0,))
     with pytest.raises(ValueError, match="instances: there are 1 regions"):
         two_layers(instances=(0, 1))
+
+
+def test_a_schedule_hides_what_eager_waits_for() -> None:
+    """A collective started, compute beside it, then waited for; gathers start where `before`
+    stands."""
+    scheduled = replace(
+        LAYER,
+        backward=(
+            Event("settle", inside_bytes=10),
+            Event("before"),
+            Event("start", bucket=3, collective=INLINE),
+            Event("compute", 5.0, inside_bytes=30),
+            Event("wait", bucket=3),
+            Event("reduce", bucket=0, inside_bytes=20),
+        ),
+    )
+    course = simulate(two_layers(scheduled), slowdown=1.0)
+    spans = [(t.collective.kind, t.instance, t.start_s, t.end_s) for t in course.transfers]
+    assert spans[2:] == [
+        ("all_gather", 0, 10.0, 12.0),
+        ("all_reduce", 1, 10.0, 11.0),
+        ("reduce_scatter", 1, 15.0, 18.0),
+        ("all_reduce", 0, 15.0, 16.0),
+        ("reduce_scatter", 0, 20.0, 23.0),
+    ]
+    eager = replace(
+        LAYER, backward=(LAYER.backward[0], Event("inline", collective=INLINE), *LAYER.backward[1:])
+    )
+    # Both layers wait a second for theirs, the second one partly beside its own gather.
+    assert simulate(two_layers(eager), slowdown=1.0).step.step_s == 26.0
+    assert course.step.step_s == 24.0
+
+
+def test_a_wait_without_a_start_is_refused() -> None:
+    with pytest.raises(ValueError, match="wait 1 has no start"):
+        replace(LAYER, backward=(Event("wait", bucket=1),))
+    twice = (Event("start", bucket=1, collective=INLINE), *[Event("wait", bucket=1)] * 2)
+    with pytest.raises(ValueError, match="wait 1 has no start"):
+        replace(LAYER, forward=twice)

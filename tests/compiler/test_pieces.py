@@ -1,0 +1,87 @@
+"""Regions in pieces: every node in one of them, in an order in which they can run."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from support_models import families
+from support_schedules import PINS, emitted
+from torch import fx
+
+from meshfold.bucket_ops import replicate_bucket, start_ahead, wait_bucket
+from meshfold.convert_ops import STARTS, WAITS
+
+pytestmark = pytest.mark.xdist_group("schedules")
+
+CASES = [("llama", "zero3 x tp+sp"), ("gpt2", "tp"), ("llama", "dp")]
+
+
+def functions(graph: fx.Graph) -> Counter[object]:
+    return Counter(n.target for n in graph.nodes if n.op == "call_function")
+
+
+@pytest.mark.parametrize(("family", "pins"), CASES)
+def test_pieces_hold_every_node_once(family: str, pins: str) -> None:
+    for region in emitted(family, pins).regions:
+        whole = functions(region.graph.graph)
+        for function in (wait_bucket, replicate_bucket, start_ahead):
+            del whole[function]
+        found: Counter[object] = Counter()
+        assert region.schedule is not None
+        for piece in region.schedule.pieces.pieces:
+            if piece.kind == "ops":
+                found += functions(piece.graph.graph)
+        collectives = sum(n for f, n in whole.items() if f in STARTS or f in WAITS)
+        kinds = Counter(p.kind for p in region.schedule.pieces.pieces)
+        assert kinds["start"] == kinds["wait"] == collectives / 2
+        # Members come out of buckets; products may be split ones.
+        members = len(region.schedule.pieces.members)
+        assert found.total() == whole.total() - collectives - members
+
+
+@pytest.mark.parametrize(("family", "pins"), CASES)
+def test_pieces_come_after_what_they_read(family: str, pins: str) -> None:
+    for region in emitted(family, pins).regions:
+        assert region.schedule is not None
+        pieces = region.schedule.pieces
+        known = {n.name for n in region.graph.graph.nodes if n.op == "placeholder"}
+        known |= set(pieces.members)
+        for piece in pieces.pieces:
+            assert known.issuperset(piece.inputs)
+            known |= set(piece.outputs)
+        assert known.issuperset(pieces.results)
+
+
+@pytest.mark.parametrize("pins", PINS)
+@pytest.mark.parametrize("family", families("llama"))
+def test_every_start_has_its_wait_behind_it(family: str, pins: str) -> None:
+    if (family in ("t5",) and "cp" in pins) or (family != "mixtral" and "ep" in pins):
+        pytest.skip("has no such axis")
+    for region in emitted(family, pins).regions:
+        schedule = region.schedule
+        assert schedule is not None
+        for moves, starts, waits in (
+            (schedule.forward, "start", "wait"),
+            (schedule.backward, "wait", "start"),
+        ):
+            place = {m.number: k for k, m in enumerate(moves) if m.kind in "FB"}
+            for number, piece in enumerate(schedule.pieces.pieces):
+                if piece.kind == "wait":
+                    pair = {"wait": number, "start": piece.partner}
+                    assert place[pair[starts]] < place[pair[waits]]
+
+
+def test_the_order_is_part_of_what_ranks_compare() -> None:
+    """And what `meshfold graph` shows."""
+    program = emitted("llama", "tp")
+    found = program.regions[1].schedule
+    assert found is not None
+    words = found.lines()[1].split()
+    assert words[:2] == ["backward:", "A"] and f"  {found.lines()[1]}" in program.text(0)
+    # A W stands between the start of a collective and its wait.
+    late = [words[k - 1][0] + words[k + 1][0] for k, word in enumerate(words) if word[0] == "W"]
+    assert "><" in late
+    moves = (*found.backward[:-2], *reversed(found.backward[-2:]))
+    other = replace(program.regions[1], schedule=replace(found, backward=moves))
+    changed = replace(program, regions=(program.regions[0], other, *program.regions[2:]))
+    assert changed.digest != program.digest

@@ -1,0 +1,62 @@
+"""Programs in both modes, of uniform pins on tiny models."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from support_models import tiny_model
+
+from meshfold.api import plan_captured
+from meshfold.capture import Captured, capture
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.options import CompileOptions, Mode
+from meshfold.pipeline_program import emit_plan
+from meshfold.plan import Plan
+from meshfold.plan_io import plan_to_json
+from meshfold.precision import float64_everywhere
+from meshfold.program import EmittedProgram
+
+PINS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "dp": (2, {"dp": 2, "zero": 0}),
+    "zero3": (2, {"dp": 2, "zero": 3}),
+    "tp": (2, {"tp": 2, "sp": 0}),
+    "tp+sp": (2, {"tp": 2, "sp": 1}),
+    "zero2 x tp": (4, {"dp": 2, "tp": 2, "zero": 2, "sp": 0}),
+    "zero3 x tp+sp": (4, {"dp": 2, "tp": 2, "zero": 3, "sp": 1}),
+    "zero3 x tp+sp, again": (4, {"dp": 2, "tp": 2, "zero": 3, "sp": 1, "recompute": "full"}),
+    "zero3 x cp": (4, {"dp": 2, "cp": 2, "zero": 3}),
+    "ep x tp": (4, {"ep": 2, "tp": 2, "sp": 0, "zero": 0}),
+}
+"""(processes, pins) by name."""
+
+
+@cache
+def captured_family(family: str) -> Captured:
+    model, batch = tiny_model(family)
+    with float64_everywhere():
+        return capture(model, batch)
+
+
+@cache
+def planned(family: str, pins: str, mode: Mode = "scheduled") -> Plan:
+    num_processes, fixed = PINS[pins]
+    cluster = resolve_cluster("local-cpu", num_processes)
+    options = CompileOptions(pins=fixed, mode=mode)
+    return plan_captured(captured_family(family), family, cluster, options)
+
+
+def emitted(family: str, pins: str, *, capacity_bytes: int | None = None) -> EmittedProgram:
+    """The scheduled program. capacity_bytes: what a device is said to have beyond the plan's
+    peak."""
+    plan = planned(family, pins)
+    if capacity_bytes is not None:
+        memory = replace(plan.memory, capacity=plan.memory.peak + capacity_bytes)
+        plan = replace(plan, memory=memory)
+    program = emit_plan(captured_family(family).graph, plan)
+    assert isinstance(program, EmittedProgram)
+    return program
+
+
+def plan_text(family: str, pins: str) -> str:
+    return plan_to_json(planned(family, pins))
