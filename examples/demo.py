@@ -2,7 +2,8 @@
 
 Plans a small Llama for four local processes under a memory budget that plain data parallelism would
 break, shows the plan beside what the baselines would cost, trains it on four gloo processes, trains
-it in this process as well, and compares the losses.
+it in this process as well, and compares the losses. Then the same plan is proven in float64: loss,
+every gradient, and parameters after steps of the optimizer, as `meshfold verify` does.
 """
 
 import argparse
@@ -15,9 +16,11 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshfold
+from meshfold.cli_torch import report_view
 from meshfold.local_processes import Report, run_local
 from meshfold.render import summary_view
 from meshfold.units import count_text, parse_bytes
+from meshfold.verify import verify
 
 WORLD_SIZE = 4
 BATCH, SEQUENCE, VOCABULARY = 8, 64, 1024
@@ -37,6 +40,11 @@ def build_model() -> LlamaForCausalLM:
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config)
+
+
+def model_and_batch() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
+    """What `meshfold verify` is given as MODEL."""
+    return build_model(), make_batch(0)
 
 
 def make_batch(step: int) -> dict[str, torch.Tensor]:
@@ -123,6 +131,12 @@ def main() -> None:
     console.print(comparison(parallel, alone))
     largest = max(abs(a - b) for a, b in zip(parallel, alone, strict=True))
     console.print(f"largest difference of {steps} losses: {largest:.1e}", style="bold green")
+    console.rule("verifying in float64")
+    with console.status(f"running {WORLD_SIZE} processes and the model alone"):
+        report = verify(plan, f"{Path(__file__).stem}:model_and_batch")
+    console.print(report_view(report))
+    if not report.passed:
+        raise SystemExit(report.verdict)
     console.print(f"more about the plan: meshfold show {PLAN_FILE}")
 
 

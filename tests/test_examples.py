@@ -90,4 +90,5 @@ def test_the_demo_compares_four_processes_with_one(tmp_path: Path) -> None:
     difference = re.search(r"largest difference of 3 losses: (\S+)", out)
     assert difference is not None
     assert float(difference[1]) < 1e-4
+    assert "agree to 1e-10" in out
     assert (tmp_path / "demo-out" / "plan.json").is_file()
