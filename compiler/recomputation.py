@@ -25,9 +25,6 @@ from meshfold.collectives import RankMesh
 from meshfold.errors import MeshfoldError
 from meshfold.training_step import BucketUse, TrainingStep
 
-Graph = Callable[..., tuple[Tensor, ...]]
-"""The graph of a RegionProgram."""
-
 
 class _StopRecomputation(BaseException):
     """All tensors that the backward needs are there. No Exception: nothing on the way, fx least of
@@ -66,43 +63,34 @@ class Rerun:
 class Recomputation:
     """One instance of a region with full recomputation, during one step.
 
-    uses: its buckets; floats: its float arguments; number: its own in the whole program. Nothing
-    here refers to what the region makes, so the values inside die with the forward.
+    again: runs it a second time, from what arrived; uses: its buckets. Nothing here may refer to
+    what the region makes, so the values inside die with the forward.
     """
 
     def __init__(
         self,
         step: TrainingStep,
         instance: int,
-        graph: Graph,
+        again: Callable[[Sequence[Tensor]], Any],
         uses: Sequence[BucketUse],
-        floats: Sequence[float],
-        number: int,
     ) -> None:
         self._step = step
         self._instance = instance
-        self._number_of_instance = number
-        self._graph = graph
+        self._run_again = again
         self._uses = uses
-        self._floats = floats
         self._rerun: Rerun | None = None
         self._num_kept = 0
         self._again: list[Tensor | None] | None = None
 
-    def forward(self, ahead: Callable[[], None], arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results of the graph for the values that arrive, ready for backward."""
+    @contextlib.contextmanager
+    def keeping_numbers(self, arrived: Sequence[Tensor]) -> Iterator[None]:
+        """While open the region runs, from what arrived, and autograd keeps numbers."""
         self._rerun = Rerun(self._step.mesh, arrived)
         with torch.autograd.graph.saved_tensors_hooks(self._number, self._tensor):
-            made = self._run(ahead, arrived)
+            yield
         if self._num_kept:
             for use in self._uses:
                 use.will_be_read_again()
-        return made
-
-    def _run(self, ahead: Callable[[], None], arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        mesh: RankMesh = self._step.mesh
-        number = self._number_of_instance
-        return self._graph(mesh, ahead, number, *self._uses, *arrived, *self._floats)
 
     def _number(self, _: Tensor) -> int:
         self._num_kept += 1
@@ -131,7 +119,7 @@ class Recomputation:
         hooks = torch.autograd.graph.saved_tensors_hooks(note, _never)
         try:
             with self._rerun.running() as arrived, hooks:
-                self._run(_start_nothing, arrived)
+                self._run_again(arrived)
         except _StopRecomputation:
             pass
         assert len(found) == self._num_kept, "the second run differs from the first"
@@ -142,7 +130,7 @@ def _never(_: Any) -> Tensor:
     raise AssertionError("the graph of a second run has no backward")
 
 
-def _start_nothing() -> None:
+def start_nothing() -> None:
     """The gathers that come next in forward are no concern of the backward."""
 
 

@@ -95,13 +95,11 @@ class Move:
 @dataclass(frozen=True)
 class RegionSchedule:
     """How a region is run in `scheduled` mode. late_s, held_bytes: by number of the pieces with a
-    W, its seconds, and what is held for it; trained: whether what the region returns has gradients.
-    """
+    W, its seconds, and what is held for it."""
 
     pieces: Pieces
     late_s: Mapping[int, float]
     held_bytes: Mapping[int, int]
-    trained: tuple[bool, ...]
     forward: tuple[Move, ...]
     backward: tuple[Move, ...]
 

@@ -11,7 +11,7 @@ from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.opgraph import Source, SourceKind
 from meshfold.program import EmittedProgram, RegionProgram, Step
-from meshfold.recomputation import Recomputation
+from meshfold.recomputation import Recomputation, start_nothing
 from meshfold.scheduled_region import ScheduledRegion
 from meshfold.shards import shard_of
 from meshfold.shared_step import SharedStep
@@ -165,9 +165,13 @@ class _Forward:
             scheduled = ScheduledRegion(region, self.step, k, number, instance.floats, ahead)
             made = scheduled.run(list(direct.values()))
         elif region.recompute == "full" and self.step.is_recording:
-            graph = region.graph
-            recomputation = Recomputation(self.step, k, graph, uses, instance.floats, number)
-            made = recomputation.forward(ahead, list(direct.values()))
+            graph, mesh = region.graph, self.runner.mesh
+
+            def run(arrived: Sequence[Tensor], ahead: Callable[[], None] = start_nothing) -> Any:
+                return graph(mesh, ahead, number, *uses, *arrived, *instance.floats)
+
+            with Recomputation(self.step, k, run, uses).keeping_numbers([*direct.values()]):
+                made = run([*direct.values()], ahead)
         else:
             mesh = self.runner.mesh
             arguments = (mesh, ahead, number, *uses, *direct.values(), *instance.floats)

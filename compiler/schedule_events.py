@@ -1,11 +1,12 @@
 """The events of a scheduled program (meshfold.step_events), for the simulator.
 
 Of the events of the same plan in eager mode stay the buckets, what is held between instances, and
-the optimizer. Inside a region every event is taken to be at the worst moment of its direction, with
-what is held for gradients of weights on top: the simulated peak is a bound from above.
+the optimizer. Inside a region kernels and collectives are taken to run at the worst moment of their
+direction, with what is held for gradients of weights on top: the simulated peak is a bound from
+above. Buckets are opened and reduced beside what eager mode has alive then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.step_simulation import simulate
@@ -18,6 +19,9 @@ from meshfold.program import EmittedProgram, RegionProgram
 from meshfold.region_schedule import RegionSchedule
 from meshfold.schedule_program import region_prices
 from meshfold.step_events import Event, RegionEvents, StepEvents
+
+_SAME = {"arrive": "settle"}
+"""What stands for an event of eager mode in a schedule."""
 
 
 def with_schedule(plan: Plan, folded: FoldedGraph) -> Plan:
@@ -48,12 +52,13 @@ class _Writer:
         self.schedule: RegionSchedule = region.schedule
         self.prices = prices
         self.held: dict[int, int] = {}
-        """Bytes held for W's whose B has run."""
+        """Bytes held for W's whose B has run, but for the last one: these are alive in eager mode
+        as well."""
+        self.last_held: dict[int, int] = {}
 
     def write(self) -> RegionEvents:
-        inside = max((e.inside_bytes for e in self.events.forward), default=0)
-        forward = tuple(replace(e, inside_bytes=inside) for e in self._forward())
-        return replace(self.events, forward=forward, backward=tuple(self._backward(inside)))
+        forward = tuple(_placed(self._forward(), self.events.forward))
+        return replace(self.events, forward=forward, backward=tuple(self._backward()))
 
     def _forward(self) -> Iterator[Event]:
         for move in self.schedule.forward:
@@ -66,32 +71,32 @@ class _Writer:
                 case "F":
                     yield from self._piece(move.number, 0)
 
-    def _backward(self, forward_bytes: int) -> Iterator[Event]:
-        inside = max((e.inside_bytes for e in self.events.backward), default=0)
-        yield from self._arrival(inside, forward_bytes)
+    def _backward(self) -> Iterator[Event]:
+        yield from _placed(self._arrival(), self.events.backward)
         for move in self.schedule.backward:
-            for event in self._move(move.kind, move.number):
-                yield replace(event, inside_bytes=inside + sum(self.held.values()))
+            for event in _placed(self._move(move.kind, move.number), self.events.backward):
+                held = sum(self.held.values())
+                yield replace(event, inside_bytes=event.inside_bytes + held)
 
-    def _arrival(self, inside: int, forward_bytes: int) -> Iterator[Event]:
+    def _arrival(self) -> Iterator[Event]:
         pairs = zip(self.region.buckets, self.events.buckets, strict=True)
-        cast_s = sum(self.prices.cast_s(b) for b, known in pairs if known.saved)
-        for event in (*_compute(cast_s), Event("settle")):
-            yield replace(event, inside_bytes=inside)
-        if self.region.recompute == "full":
-            for event in self._forward():
-                if event.action not in ("open", "ahead"):
-                    yield replace(event, inside_bytes=max(inside, forward_bytes))
+        yield from _compute(sum(self.prices.cast_s(b) for b, known in pairs if known.saved))
+        yield Event("settle")
+        if self.events.again:
+            yield Event("again")
 
     def _move(self, kind: str, number: int) -> Iterator[Event]:
         match kind:
             case "B":
+                self.held |= self.last_held
+                self.last_held = {}
                 yield from self._piece(number, 1)
                 if number in self.schedule.held_bytes:
-                    self.held[number] = self.schedule.held_bytes[number]
+                    self.last_held = {number: self.schedule.held_bytes[number]}
             case "W":
                 yield from _compute(self.schedule.late_s[number])
-                del self.held[number]
+                for held in (self.held, self.last_held):
+                    held.pop(number, None)
             case "R":
                 yield Event("reduce", bucket=number)
             case "G":
@@ -118,6 +123,16 @@ class _Writer:
                 yield Event("start", bucket=start, collective=transfer)
         elif transfer is not None:
             yield Event("wait", bucket=start)
+
+
+def _placed(events: Iterable[Event], eager: Sequence[Event]) -> Iterator[Event]:
+    """The events beside what is alive inside in eager mode."""
+    worst = max((e.inside_bytes for e in eager), default=0)
+    known = {(_SAME.get(e.action, e.action), e.bucket): e.inside_bytes for e in eager}
+    for event in events:
+        is_known = event.action in ("open", "ahead", "settle", "reduce")
+        inside = known.get((event.action, event.bucket), worst) if is_known else worst
+        yield replace(event, inside_bytes=inside)
 
 
 def _compute(seconds: float) -> Iterator[Event]:

@@ -18,7 +18,7 @@ from meshfold.passes.parameter_prices import local_bytes
 from meshfold.piece_prices import PiecePrices
 from meshfold.pieces import cut_in_pieces
 from meshfold.plan import Plan
-from meshfold.program import ORIGIN, PLACE, EmittedProgram
+from meshfold.program import ORIGIN, PLACE, EmittedProgram, RegionProgram
 from meshfold.region_schedule import Collective, Move, Piece, RegionSchedule
 from meshfold.weight_gradients import split_backward
 
@@ -28,7 +28,7 @@ def scheduled(program: EmittedProgram, split: FoldedGraph, plan: Plan) -> Emitte
     bound_bytes = max(0, plan.memory.capacity - plan.memory.peak)
     regions = []
     for region, prices in zip(program.regions, region_prices(program, split, plan), strict=True):
-        schedule = schedule_region(region.graph.graph, region.buckets, prices, bound_bytes)
+        schedule = schedule_region(region, prices, bound_bytes)
         regions.append(replace(region, schedule=schedule))
     return replace(program, regions=tuple(regions))
 
@@ -41,24 +41,20 @@ def region_prices(program: EmittedProgram, split: FoldedGraph, plan: Plan) -> It
         yield PiecePrices(split.regions[region.region].graph, rules[region.region], costs)
 
 
-def schedule_region(
-    graph: fx.Graph, buckets: Sequence[Bucket], prices: PiecePrices, bound_bytes: int
-) -> RegionSchedule:
-    """The schedule of a region whose emitted graph is `graph`. bound_bytes: what may be held for
-    W's."""
-    return _Scheduler(graph, buckets, prices, bound_bytes).schedule()
+def schedule_region(region: RegionProgram, prices: PiecePrices, bound_bytes: int) -> RegionSchedule:
+    """The schedule of an emitted region. bound_bytes: what may be held for W's."""
+    return _Scheduler(region, prices, bound_bytes).schedule()
 
 
 class _Scheduler:
-    def __init__(
-        self, graph: fx.Graph, buckets: Sequence[Bucket], prices: PiecePrices, bound_bytes: int
-    ) -> None:
+    def __init__(self, region: RegionProgram, prices: PiecePrices, bound_bytes: int) -> None:
         self.prices = prices
         self.ops: OpGraph = prices.ops
         self.costs = prices.costs
-        self.buckets = buckets
+        self.region = region
+        self.buckets = region.buckets
         self.bound_bytes = bound_bytes
-        self.pieces = cut_in_pieces(graph)
+        self.pieces = cut_in_pieces(region.graph.graph)
         self.makers = self.pieces.makers()
         self.late: dict[int, tuple[float, int]] = {}
         """Per piece with a W its seconds and the bytes held for it."""
@@ -71,15 +67,9 @@ class _Scheduler:
             self.pieces,
             {k: seconds for k, (seconds, _) in self.late.items()},
             {k: held_bytes for k, (_, held_bytes) in self.late.items()},
-            self._trained(),
             self._forward(),
             self._backward(),
         )
-
-    def _trained(self) -> tuple[bool, ...]:
-        count = len(self.ops.outputs)
-        outputs = [self.ops.values[v].requires_grad for v in self.ops.outputs]
-        return (*outputs, *[False] * (len(self.pieces.results) - count))
 
     def _split_weights(self) -> None:
         for k, piece in enumerate(self.pieces.pieces):
@@ -159,7 +149,7 @@ class _Scheduler:
                 read = [k for k, p in enumerate(self.pieces.pieces) if b in self._read_buckets(p)]
                 moves.append(Move("R", b))
                 tasks.append(self._reduction(bucket, tuple(sorted({0, *(last[k] for k in read)}))))
-        if any(b.is_made for b in self.buckets):
+        if any(b.is_made for b in self.buckets) and not self.region.keeps_gathered:
             moves.append(Move("G"))
             tasks.append(self._ahead([0]))
         return tuple(moves[t] for t in list_order(tasks, self.bound_bytes))

@@ -9,8 +9,8 @@ autograd's graph is held by edges, not tensors, so it keeps what its ops saved a
 Gradients of parameters go to the buckets (meshfold.training_step), which start their reduction
 when the schedule says; of other parameters, and of values, they leave through the region's node.
 
-With full recomputation the forward keeps what arrives only; the backward runs the pieces again,
-collectives in the order of the forward, and goes on with what autograd then kept.
+With full recomputation (meshfold.recomputation) autograd keeps numbers instead of tensors; when the
+first comes back the pieces run again, in the order of the forward, up to the last that is needed.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ from torch.autograd.graph import GradientEdge
 
 from meshfold.errors import MeshfoldError
 from meshfold.program import RegionProgram
-from meshfold.recomputation import Rerun
-from meshfold.region_schedule import Piece, RegionSchedule
+from meshfold.recomputation import Recomputation, start_nothing
+from meshfold.region_schedule import Collective, Piece, RegionSchedule
 from meshfold.training_step import SECOND_BACKWARD, BucketUse, TrainingStep
 from meshfold.weight_work import WeightWork
 
@@ -56,10 +56,11 @@ class ScheduledRegion:
         self.direct_names = names[first - len(region.direct) : first]
         self.constants: dict[str, Any] = dict(zip(names[first:], floats, strict=True))
         self.constants |= {"mesh": step.mesh, "instance": number}
-        self.recomputes = region.recompute == "full"
-        self.again: Rerun | None = None
+        self.arguments = region, step, instance, number, floats
         self.values: dict[str, Any] = {}
         """Tensors, none of which autograd follows."""
+        self.flying: list[Collective] = []
+        """Starts that no wait has come for."""
         self.trained: set[str] = set()
         """Names of values with a gradient."""
         self.gradients: dict[str, Tensor] = {}
@@ -75,20 +76,35 @@ class ScheduledRegion:
 
     def forward(self, direct: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
         """What the region returns, and whether it has gradients."""
-        if self.recomputes:
-            self.again = Rerun(self.step.mesh, direct)
-            with torch.no_grad():
-                made = self._run_forward(direct, self.ahead)
-            for use in self.uses:
-                use.will_be_read_again()
-            return made, list(self.schedule.trained)
         with torch.enable_grad():
-            made = self._run_forward(direct, self.ahead)
+            if self.region.recompute == "full":
+                recomputation = Recomputation(self.step, self.instance, self._again(), self.uses)
+                with recomputation.keeping_numbers(direct):
+                    made = self._run_forward(direct)
+            else:
+                made = self._run_forward(direct)
         return made, [name in self.trained for name in self.pieces.results]
 
-    def _run_forward(
-        self, direct: Sequence[Tensor], ahead: Callable[[], None] | None
-    ) -> list[Tensor]:
+    def _again(self) -> Callable[[Sequence[Tensor]], None]:
+        """Runs the pieces a second time, without a word to this object: what autograd keeps of its
+        pieces leads here."""
+        arguments = self.arguments
+
+        def run(direct: Sequence[Tensor]) -> None:
+            again = ScheduledRegion(*arguments, ahead=start_nothing)
+            try:
+                again._run_forward(direct)
+            finally:
+                again._finish_collectives()
+
+        return run
+
+    def _finish_collectives(self) -> None:
+        """Wait for what is in flight when a second run is stopped."""
+        for piece in self.flying:
+            piece.actions[0].finish(self.step.mesh, self.values[piece.outputs[0]])
+
+    def _run_forward(self, direct: Sequence[Tensor]) -> list[Tensor]:
         named = dict(zip(self.direct_names, direct, strict=True))
         self.trained = {name for name, x in named.items() if x.requires_grad}
         self.values = {**self.constants, **{name: x.detach() for name, x in named.items()}}
@@ -97,8 +113,7 @@ class ScheduledRegion:
                 case "O":
                     self._open(move.number)
                 case "G":
-                    if ahead is not None:
-                        ahead()
+                    self.ahead()
                 case "F":
                     self._run(move.number)
             for name in dead:
@@ -123,14 +138,14 @@ class ScheduledRegion:
             return
         (source,), (target,) = piece.inputs, piece.outputs
         there, _ = piece.actions
+        mesh, x = self.step.mesh, self.values[source]
         with torch.no_grad():
-            x = self.values[source]
-            mesh = self.step.mesh
-            self.values[target] = (
-                there.launch(mesh, x, piece.axis)
-                if piece.kind == "start"
-                else there.finish(mesh, x)
-            )
+            if piece.kind == "start":
+                self.values[target] = there.launch(mesh, x, piece.axis)
+                self.flying.append(piece)
+            else:
+                self.values[target] = there.finish(mesh, x)
+                self.flying = [p for p in self.flying if p.outputs != piece.inputs]
         if source in self.trained:
             self.trained.add(target)
 
@@ -167,9 +182,6 @@ class ScheduledRegion:
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of what was passed directly; those of buckets are on their way."""
         self.step.arrive(self.instance, prefetches=False)
-        if self.again is not None:
-            with self.again.running() as direct:
-                self._run_forward(direct, None)
         for name, gradient in zip(self.pieces.results, gradients, strict=True):
             self._add(name, gradient)
         for move in self.schedule.backward:

@@ -57,6 +57,7 @@ class RegionEventsDocument(Document):
     buckets: tuple[BucketEventsDocument, ...]
     forward: tuple[str, ...] = Field(description="Events in order; last the bytes alive inside")
     backward: tuple[str, ...]
+    again: tuple[str, ...] = Field(default=(), description="What recomputation runs again")
 
 
 class EventsDocument(Document):
@@ -133,6 +134,7 @@ def _region_document(region: RegionEvents) -> RegionEventsDocument:
         ),
         forward=tuple(map(write_event, region.forward)),
         backward=tuple(map(write_event, region.backward)),
+        again=tuple(map(write_event, region.again)),
     )
 
 
@@ -187,9 +189,9 @@ def _region(document: RegionEventsDocument, path: str) -> RegionEvents:
 
     forward = _lines(f"{path}.forward", document.forward, event)
     backward = _lines(f"{path}.backward", document.backward, event)
-    return _at(
-        path, lambda: RegionEvents(document.name, forward, backward, buckets, document.stays)
-    )
+    again = _lines(f"{path}.again", document.again, event)
+    stays = document.stays
+    return _at(path, lambda: RegionEvents(document.name, forward, backward, buckets, stays, again))
 
 
 def _optional(path: str, line: str) -> Collective | None:

@@ -12,6 +12,7 @@ A region has a list of events per direction, in the order in which the runtime i
     arrive      backward: own gathers are waited for, later instances let go, the next one's start
     settle      as arrive, but the next one's gathers start at
     before      which stands where the schedule has it
+    again       backward: what full recomputation runs again
     start n     a collective, n of its region and direction, that is waited for by    collective
     wait n
     reduce b    backward: the reduction of the gradients of bucket b starts
@@ -29,10 +30,20 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Action = Literal[
-    "compute", "inline", "open", "ahead", "arrive", "settle", "before", "start", "wait", "reduce"
+    "compute",
+    "inline",
+    "open",
+    "ahead",
+    "arrive",
+    "settle",
+    "before",
+    "again",
+    "start",
+    "wait",
+    "reduce",
 ]
 _NUMBERED_ACTIONS = ("open", "reduce", "wait")
-_BARE_ACTIONS = ("ahead", "arrive", "settle", "before")
+_BARE_ACTIONS = ("ahead", "arrive", "settle", "before", "again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +88,18 @@ class BucketEvents:
 @dataclass(frozen=True)
 class RegionEvents:
     """One region whose values arrive in certain layouts. stays: what is gathered is kept from the
-    forward to the backward (ZeRO 1 and 2)."""
+    forward to the backward (ZeRO 1 and 2). again: what the event of that name stands for."""
 
     name: str
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
     buckets: tuple[BucketEvents, ...] = ()
     stays: bool = False
+    again: tuple[Event, ...] = ()
 
     def __post_init__(self) -> None:
+        if any(event.action not in ("compute", "inline") for event in self.again):
+            raise ValueError(f"region {self.name}: again has compute and collectives alone")
         for events in (self.forward, self.backward):
             in_flight: set[int] = set()
             for event in events:

@@ -153,6 +153,9 @@ class _Run:
                 if event.action == "arrive":
                     self._start_saved_before(i)
                 self._note(moment, event.inside_bytes)
+            case "again":
+                for one in self.regions[i].again:
+                    self._act(i, one, moment)
             case "before":
                 self._start_saved_before(i)
                 self._note(moment, event.inside_bytes)

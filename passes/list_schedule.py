@@ -57,8 +57,9 @@ def span_s(tasks: Sequence[Task], order: Sequence[int]) -> float:
     return _course(tasks, order)[0]
 
 
-def _course(tasks: Sequence[Task], order: Sequence[int]) -> tuple[float, float]:
-    """(seconds as span_s, seconds until the last collective is done)."""
+def _course(tasks: Sequence[Task], order: Sequence[int]) -> tuple[float, float, float]:
+    """(seconds as span_s, seconds until all kernels have run, and until the last collective is
+    done)."""
     now_s, free_s, ends_s = 0.0, dict[str, float](), dict[int, float]()
     for t in order:
         task = tasks[t]
@@ -70,7 +71,8 @@ def _course(tasks: Sequence[Task], order: Sequence[int]) -> tuple[float, float]:
         else:
             now_s += task.seconds
     due = [end_s for t, end_s in ends_s.items() if tasks[t].is_due]
-    return _rounded(max([now_s, *due])), _rounded(max([now_s, *ends_s.values()]))
+    last_s = max([now_s, *ends_s.values()])
+    return _rounded(max([now_s, *due])), _rounded(now_s), _rounded(last_s)
 
 
 def _rounded(seconds: float) -> float:

@@ -115,6 +115,7 @@ class _Writer:
             tuple(_merged(self._backward())),
             tuple(self._bucket(b) for b in range(len(self.groups))),
             self.typing.keeps_gathered,
+            tuple(_merged(self._again())),
         )
         return PricedRegion(events, late)
 
@@ -202,14 +203,17 @@ class _Writer:
                     yield from _compute(self._cast_s(b) * self._is_saved(b), before)
                 yield Event("arrive", inside_bytes=before)
             if is_step and k == self.trace.again_at:
-                for j in sorted(self.trace.again):
-                    yield from _events(self._there(j), self.trace.again_bytes)
+                yield Event("again", inside_bytes=self.trace.again_bytes)
             if is_step:
                 yield from _events(self._back(k), inside)
                 before = self.trace.after_bytes[k]
             for b in self._opened(k):
                 if self.groups[b][0][3]:
                     yield Event("reduce", inside_bytes=before, bucket=b)
+
+    def _again(self) -> Iterator[Event]:
+        for k in sorted(self.trace.again):
+            yield from _events(self._there(k), self.trace.again_bytes)
 
     def _opened(self, k: int) -> list[int]:
         return [b for b, at in enumerate(self.opened_at) if at == k]
