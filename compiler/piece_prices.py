@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from meshfold.buckets import Bucket
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import ITEM_BYTES, OpGraph
-from meshfold.passes.conversions import COLLECTIVES, step_actions
+from meshfold.passes.conversions import COLLECTIVES, Step, StepAction, step_actions
 from meshfold.passes.op_time import OpTime, OpTimer, op_time
 from meshfold.passes.parameter_prices import cast_s
 from meshfold.passes.region_events import collective
 from meshfold.passes.rules import AxisRule
-from meshfold.region_schedule import Collective, Piece, Pieces
+from meshfold.region_schedule import Collective, Origin, Piece, Pieces
 from meshfold.spmd import local_shape, padded_shape
 from meshfold.step_events import Collective as Transfer
 
-Work = tuple[float, Transfer | None]
-"""Kernels of so many seconds, or a collective inside an op."""
+Work = tuple[float, Transfer | None, Origin]
+"""Kernels of so many seconds, or a collective; and what it is part of."""
 
 
 class PiecePrices:
@@ -45,30 +45,38 @@ class PiecePrices:
         one is."""
         origins = piece.origins if direction == 0 else tuple(reversed(piece.origins))
         for origin in origins:
-            if not isinstance(origin, int) or pieces.owners[origin] is not piece:
+            if pieces.owners[origin] is not piece:
+                continue
+            if not isinstance(origin, int):
+                yield self._action(origin, direction).seconds, None, origin
                 continue
             inside = [
                 c for c, is_backward in self._inside[origin] if is_backward == bool(direction)
             ]
             time = self.op_times[origin]
-            kernels: Work = (time.backward_s if direction else time.forward_s, None)
+            kernels: Work = (time.backward_s if direction else time.forward_s, None, origin)
             yield from ([kernels] if direction == 0 else [])
-            yield from ((0.0, c) for c in inside)
+            yield from ((0.0, c, origin) for c in inside)
             yield from ([kernels] if direction == 1 else [])
 
     def seconds(self, pieces: Pieces, piece: Piece, direction: int) -> float:
         """Of a piece, with the collectives inside its ops."""
-        return sum(s if c is None else c.seconds for s, c in self.works(pieces, piece, direction))
+        works = self.works(pieces, piece, direction)
+        return sum(seconds if c is None else c.seconds for seconds, c, _ in works)
 
     def conversion(self, piece: Collective, direction: int) -> Work:
         """What a conversion does in a direction."""
         assert not isinstance(piece.origin, int), "a collective is part of a conversion"
-        v, step = piece.origin
-        action = step_actions(self.ops.values[v], step, self.costs.mesh, self.costs)[direction]
+        _, step = piece.origin
+        action = self._action(piece.origin, direction)
         if action.kind not in COLLECTIVES:
-            return action.seconds, None
+            return action.seconds, None, piece.origin
         made = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
-        return 0.0, made
+        return 0.0, made, piece.origin
+
+    def _action(self, origin: tuple[int, Step], direction: int) -> StepAction:
+        v, step = origin
+        return step_actions(self.ops.values[v], step, self.costs.mesh, self.costs)[direction]
 
     def bucket_s(self, kind: str, bucket: Bucket, axes: Sequence[int]) -> float:
         """Seconds of a collective over the members of a bucket, as ops read them."""

@@ -1,9 +1,10 @@
 """A region's graph cut into pieces: what runs between its collectives, and these themselves.
 
 A conversion that communicates is two pieces, its start and its wait. All other nodes that have the
-same waits before them and the same starts behind them are one piece: whatever order the collectives
-come in, nothing is gained by parting them. No piece needs another one that needs it: what is before
-a piece only grows along the graph, what is behind it only shrinks.
+same waits before them, those for buckets included, and the same starts behind them are one piece:
+whatever order the collectives come in, nothing is gained by parting them. No piece needs another
+one that needs it: what is before a piece only grows along the graph, what is behind it only
+shrinks.
 
 Each piece is a graph of its own, run under autograd by meshfold.scheduled_region, so its backward
 can be called for by itself.
@@ -68,7 +69,12 @@ def _grouped(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """The nodes of each piece, pieces in an order in which they can run: of those that can, the one
     whose first node comes first."""
     bits = {n: 1 << k for k, n in enumerate(n for n in nodes if _kind(n) != "ops")}
-    before: dict[fx.Node, int] = {}
+    before = {
+        user: 1 << len(bits) + _bucket_of(opened)
+        for opened in (nodes[0].graph.nodes if nodes else ())
+        if opened.target in (wait_bucket, replicate_bucket)
+        for user in opened.users
+    }
     for n in nodes:
         own = bits[n] if n.target in WAITS else 0
         before[n] = reduce(or_, (before.get(m, 0) for m in n.all_input_nodes), own)

@@ -1,27 +1,28 @@
 """The events of a scheduled program (meshfold.step_events), for the simulator.
 
 Of the events of the same plan in eager mode stay the buckets, what is held between instances, and
-the optimizer. Inside a region kernels and collectives are taken to run at the worst moment of their
-direction, with what is held for gradients of weights on top: the simulated peak is a bound from
-above. Buckets are opened and reduced beside what eager mode has alive then.
+the optimizer. An op has alive inside its region what it has in the order of the graph, with what is
+held for gradients of weights on top.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from meshfold.cost_models.step_simulation import simulate
 from meshfold.opgraph import FoldedGraph
+from meshfold.passes.conversions import Step
+from meshfold.passes.region_events import bytes_inside, merged
 from meshfold.passes.variants import planned_graph
 from meshfold.piece_prices import PiecePrices
 from meshfold.pipeline_program import emit_plan
 from meshfold.plan import Plan
+from meshfold.probe import OpProber
 from meshfold.program import EmittedProgram, RegionProgram
 from meshfold.region_schedule import RegionSchedule
 from meshfold.schedule_program import region_prices
-from meshfold.step_events import Event, RegionEvents, StepEvents
+from meshfold.step_events import Event, RegionEvents
 
-_SAME = {"arrive": "settle"}
-"""What stands for an event of eager mode in a schedule."""
+Inside = Mapping[int | tuple[int, Step], tuple[int, int]]
 
 
 def with_schedule(plan: Plan, folded: FoldedGraph) -> Plan:
@@ -31,70 +32,85 @@ def with_schedule(plan: Plan, folded: FoldedGraph) -> Plan:
         return plan
     program = emit_plan(folded, plan)
     assert isinstance(program, EmittedProgram), "only a step in one pass has events"
-    prices = region_prices(program, planned_graph(folded, plan), plan)
-    events = scheduled_events(plan.events, program, list(prices))
+    split = planned_graph(folded, plan)
+    prices = region_prices(program, split, plan)
+    written = [
+        _Writer(events, region, price, _inside(program, region, price)).write()
+        for events, region, price in zip(plan.events.regions, program.regions, prices, strict=True)
+    ]
+    events = replace(plan.events, regions=tuple(written))
     return replace(plan, events=events, simulated=simulate(events).step)
 
 
-def scheduled_events(
-    events: StepEvents, program: EmittedProgram, prices: list[PiecePrices]
-) -> StepEvents:
-    """`events`, of the eager program, in the order of the schedules. prices: per region."""
-    regions = zip(events.regions, program.regions, prices, strict=True)
-    return replace(events, regions=tuple(_Writer(*region).write() for region in regions))
+def _inside(program: EmittedProgram, region: RegionProgram, prices: PiecePrices) -> Inside:
+    number = region.region
+    floats = next(i.floats for i in program.folded.instances if i.region == number)
+    typing = program.typings[number]
+    return bytes_inside(typing, region.slots, prices.ops, prices.costs, OpProber(), floats)
 
 
 class _Writer:
-    def __init__(self, events: RegionEvents, region: RegionProgram, prices: PiecePrices) -> None:
+    """inside: bytes alive by op or step of a conversion, as passes.region_events.bytes_inside."""
+
+    def __init__(
+        self, events: RegionEvents, region: RegionProgram, prices: PiecePrices, inside: Inside
+    ) -> None:
         assert region.schedule is not None and events.name == region.name
         self.events = events
         self.region = region
         self.schedule: RegionSchedule = region.schedule
         self.prices = prices
+        self.inside = inside
         self.held: dict[int, int] = {}
         """Bytes held for W's whose B has run, but for the last one: these are alive in eager mode
         as well."""
         self.last_held: dict[int, int] = {}
 
     def write(self) -> RegionEvents:
-        forward = tuple(_placed(self._forward(), self.events.forward))
-        return replace(self.events, forward=forward, backward=tuple(self._backward()))
+        forward = tuple(merged(self._forward()))
+        return replace(self.events, forward=forward, backward=tuple(merged(self._backward())))
 
     def _forward(self) -> Iterator[Event]:
+        known = {(e.action, e.bucket): e.inside_bytes for e in self.events.forward}
         for move in self.schedule.forward:
             match move.kind:
                 case "O":
-                    yield from _compute(self.prices.cast_s(self.region.buckets[move.number]))
-                    yield Event("open", bucket=move.number)
+                    inside = known["open", move.number]
+                    cast_s = self.prices.cast_s(self.region.buckets[move.number])
+                    yield Event("compute", cast_s, inside)
+                    yield Event("open", inside_bytes=inside, bucket=move.number)
                 case "G":
-                    yield Event("ahead")
+                    yield Event("ahead", inside_bytes=known["ahead", -1])
                 case "F":
                     yield from self._piece(move.number, 0)
 
     def _backward(self) -> Iterator[Event]:
-        yield from _placed(self._arrival(), self.events.backward)
-        for move in self.schedule.backward:
-            for event in _placed(self._move(move.kind, move.number), self.events.backward):
-                held = sum(self.held.values())
-                yield replace(event, inside_bytes=event.inside_bytes + held)
-
-    def _arrival(self) -> Iterator[Event]:
+        before = self.events.backward[0].inside_bytes if self.events.backward else 0
         pairs = zip(self.region.buckets, self.events.buckets, strict=True)
-        yield from _compute(sum(self.prices.cast_s(b) for b, known in pairs if known.saved))
-        yield Event("settle")
+        cast_s = sum(self.prices.cast_s(b) for b, known in pairs if known.saved)
+        now = before
+        for event in (Event("compute", cast_s), Event("settle")):
+            yield replace(event, inside_bytes=before)
         if self.events.again:
-            yield Event("again")
+            now = self.events.again[0].inside_bytes
+            yield Event("again", inside_bytes=now)
+        for move in self.schedule.backward:
+            for event in self._move(move.kind, move.number):
+                # Starts for other regions, and W's, stand where the last piece was.
+                now = event.inside_bytes or now
+                yield replace(event, inside_bytes=now + sum(self.held.values()))
 
     def _move(self, kind: str, number: int) -> Iterator[Event]:
         match kind:
             case "B":
-                self.held |= self.last_held
-                self.last_held = {}
+                if self.schedule.pieces.pieces[number].kind == "ops":
+                    self.held |= self.last_held
+                    self.last_held = {}
                 yield from self._piece(number, 1)
                 if number in self.schedule.held_bytes:
                     self.last_held = {number: self.schedule.held_bytes[number]}
             case "W":
-                yield from _compute(self.schedule.late_s[number])
+                yield Event("compute", self.schedule.late_s[number])
                 for held in (self.held, self.last_held):
                     held.pop(number, None)
             case "R":
@@ -107,34 +123,21 @@ class _Writer:
         piece = pieces.pieces[number]
         if piece.kind == "ops":
             left_s = self.schedule.late_s.get(number, 0.0) if direction else 0.0
-            for seconds, transfer in self.prices.works(pieces, piece, direction):
+            for seconds, transfer, origin in self.prices.works(pieces, piece, direction):
+                inside = self.inside[origin][direction]
                 if transfer is not None:
-                    yield Event("inline", collective=transfer)
+                    yield Event("inline", inside_bytes=inside, collective=transfer)
                 # The products whose gradients of weights are made in W.
                 now_s = min(left_s, seconds)
                 left_s -= now_s
-                yield from _compute(seconds - now_s)
+                yield Event("compute", seconds - now_s, inside)
             return
-        seconds, transfer = self.prices.conversion(piece, direction)
+        seconds, transfer, origin = self.prices.conversion(piece, direction)
+        inside = self.inside[origin][direction]
         start = number if piece.kind == "start" else piece.partner
         if (piece.kind == "start") == (direction == 0):
-            yield from _compute(seconds)
+            yield Event("compute", seconds, inside)
             if transfer is not None:
-                yield Event("start", bucket=start, collective=transfer)
+                yield Event("start", inside_bytes=inside, bucket=start, collective=transfer)
         elif transfer is not None:
-            yield Event("wait", bucket=start)
-
-
-def _placed(events: Iterable[Event], eager: Sequence[Event]) -> Iterator[Event]:
-    """The events beside what is alive inside in eager mode."""
-    worst = max((e.inside_bytes for e in eager), default=0)
-    known = {(_SAME.get(e.action, e.action), e.bucket): e.inside_bytes for e in eager}
-    for event in events:
-        is_known = event.action in ("open", "ahead", "settle", "reduce")
-        inside = known.get((event.action, event.bucket), worst) if is_known else worst
-        yield replace(event, inside_bytes=inside)
-
-
-def _compute(seconds: float) -> Iterator[Event]:
-    if seconds > 0:
-        yield Event("compute", seconds)
+            yield Event("wait", inside_bytes=inside, bucket=start)

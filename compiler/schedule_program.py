@@ -175,7 +175,7 @@ class _Scheduler:
         """A piece forward (0) or backward (1)."""
         if piece.kind == "ops":
             return Task(needs, self.prices.seconds(self.pieces, piece, direction))
-        seconds, transfer = self.prices.conversion(piece, direction)
+        seconds, transfer, _ = self.prices.conversion(piece, direction)
         if (piece.kind == "start") == (direction == 0):
             if transfer is None:
                 return Task(needs, seconds)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import LocalProgram, RegionTrace, trace_region
+from meshfold.opgraph import OpGraph
 from meshfold.passes.conversions import COLLECTIVES, Step, step_actions
 from meshfold.passes.local_program import LocalProgramBuilder, Probe
 from meshfold.passes.op_time import OpTimer
@@ -62,6 +63,22 @@ def region_events(
     """The events of one instance whose values arrive as `arriving`. pricer: of the same ops under
     the same rules; floats: its bindings."""
     return _Writer(name, typing, arriving, pricer, probe, floats).write()
+
+
+def bytes_inside(
+    typing: RegionTyping,
+    arriving: tuple[Layout, ...],
+    graph: OpGraph,
+    costs: CostModel,
+    probe: Probe,
+    floats: Sequence[float],
+) -> dict[int | tuple[int, Step], tuple[int, int]]:
+    """Bytes alive inside an instance at the worst moment of each op and each step of a conversion,
+    forward and backward, in the order of the graph. Arguments as of region_events."""
+    builder = LocalProgramBuilder(graph, typing, arriving, costs.mesh, costs, probe, floats)
+    trace = trace_region(builder.build())
+    pairs = zip(trace.forward_bytes, trace.backward_bytes, strict=True)
+    return dict(zip(builder.origins, pairs, strict=True))
 
 
 class _Writer:
@@ -111,11 +128,11 @@ class _Writer:
                     late[where] = late.get(where, 0) + kept
         events = RegionEvents(
             self.name,
-            tuple(_merged(self._forward())),
-            tuple(_merged(self._backward())),
+            tuple(merged(self._forward())),
+            tuple(merged(self._backward())),
             tuple(self._bucket(b) for b in range(len(self.groups))),
             self.typing.keeps_gathered,
-            tuple(_merged(self._again())),
+            tuple(merged(self._again())),
         )
         return PricedRegion(events, late)
 
@@ -269,7 +286,7 @@ def _compute(seconds: float, inside_bytes: int) -> Iterator[Event]:
         yield Event("compute", seconds, inside_bytes)
 
 
-def _merged(events: Iterable[Event]) -> Iterator[Event]:
+def merged(events: Iterable[Event]) -> Iterator[Event]:
     """Kernels that follow each other are one event, at its worst moment."""
     open_event: Event | None = None
     for event in events:
