@@ -1,4 +1,4 @@
-"""Schedules in the simulator: never slower than eager mode, within memory, gathers ahead of need."""
+"""Schedules in the simulator: not slower than eager mode, within memory, gathers ahead of need."""
 
 from dataclasses import replace
 from functools import cache
