@@ -8,7 +8,7 @@ tp x pp x dp and microbatches as fit best, 1f1b with the least warm-up.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -81,7 +81,7 @@ def plan_with_pipelines(
         model_name=model_name,
         baselines=(*earlier, *baselines),
         stats=stats,
-        notes=(*_notes(best), *(() if without or is_pipeline_pinned(options.pins) else (ALONE,))),
+        notes=(*_notes(best), *_why(options, without)),
     )
 
 
@@ -99,6 +99,14 @@ def _tree(
         experts=shared_experts(folded),
     )
     return grow_pipelines(situation, len(folded.instances))
+
+
+def _why(options: CompileOptions, without: Plan | None) -> Iterator[str]:
+    """What of the options led here, and what they do not change."""
+    if without is None and not is_pipeline_pinned(options.pins):
+        yield ALONE
+    if options.mode != "eager":
+        yield f"stages run eager: mode {options.mode} is for steps in one pass"
 
 
 def _notes(best: PricedPipeline) -> tuple[str, ...]:

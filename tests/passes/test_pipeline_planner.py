@@ -301,6 +301,12 @@ def test_chunks_with_a_split_backward_are_planned(kind):
     assert isinstance(emit_plan(graph_of("llama", 6), found), EmittedPipeline)
 
 
+def test_a_pipeline_says_that_its_stages_run_eager():
+    found = plan("llama", pins={"pp": 2, "microbatches": 2}, mode="scheduled")
+    assert found.mode == "eager"
+    assert "stages run eager: mode scheduled is for steps in one pass" in found.notes
+
+
 @pytest.mark.slow
 def test_what_cannot_run_needs_to_be_allowed():
     with pytest.raises(OptionError, match="--allow planned"):
