@@ -271,8 +271,11 @@ def check(plan_file: Path, model: str, output: Path | None, as_json: bool) -> No
 @click.argument("plan_file", type=click.Path(path_type=Path))
 @click.option("--model", required=True, help="The MODEL that the plan was made for.")
 @click.option("--rank", type=int, default=0, show_default=True, help="Whose program to print.")
-def graph(plan_file: Path, model: str, rank: int) -> None:
+@click.option("--passes", type=click.Path(path_type=Path), help="A folder for what passes made.")
+def graph(plan_file: Path, model: str, rank: int, passes: Path | None) -> None:
     """Print the program of one rank: its graph with every collective, started and waited for.
+
+    With --passes also write the program behind each pass to a folder, numbered, with its seconds.
 
     \b
     Example:
@@ -282,7 +285,7 @@ def graph(plan_file: Path, model: str, rank: int) -> None:
     if not 0 <= rank < loaded.world_size:
         raise OptionError(f"--rank {rank}: the plan has ranks 0 to {loaded.world_size - 1}")
     with _progress(f"writing the program of rank {rank} of {loaded.world_size}"):
-        text = torch_commands().program_text(loaded, model, rank)
+        text = torch_commands().program_text(loaded, model, rank, passes)
     click.echo(text)
 
 

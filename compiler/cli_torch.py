@@ -11,6 +11,7 @@ from rich.text import Text
 
 from meshfold.api import find_plan
 from meshfold.cluster import ClusterSpec
+from meshfold.emission_passes import PassRun
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.measured_overlap import measure_overlap, overlap_json, overlap_text
 from meshfold.measured_timeline import measured_spans
@@ -20,10 +21,12 @@ from meshfold.passes.check_plan import price_plan
 from meshfold.passes.planner import Progress
 from meshfold.pipeline_program import emit_plan
 from meshfold.plan import Plan
+from meshfold.plan_io import write_whole
 from meshfold.probe import OpProber
 from meshfold.schedule_events import with_schedule
 from meshfold.step_timeline import Timeline
 from meshfold.timeline import both_text, predicted_spans, spans_json, trace_json
+from meshfold.units import seconds_text
 from meshfold.verify import captured_as_planned, verify
 from meshfold.verify_report import NUM_STEPS, Difference, VerifyReport
 
@@ -61,10 +64,23 @@ def make_plan(
     return replace(plan, notes=(*plan.notes, note))
 
 
-def program_text(plan: Plan, model: str, rank: int) -> str:
-    """The program of `rank`."""
+def program_text(plan: Plan, model: str, rank: int, passes: Path | None = None) -> str:
+    """The program of `rank`. passes: a folder for the program behind every pass. Raises OptionError
+    for passes of a plan with stages, and for a file in place of the folder."""
+    if passes is not None and plan.schedule:
+        raise OptionError(f"{plan.strategy.label}: --passes is for plans in one pass; leave it out")
+    if passes is not None and passes.exists() and not passes.is_dir():
+        raise OptionError(f"--passes {passes}: is a file; name a folder")
     captured = captured_as_planned(plan, build_for_plan(model, plan))
-    return emit_plan(captured.graph, plan).text(rank)
+    ran: list[PassRun] = []
+    program = emit_plan(captured.graph, plan, ran.append)
+    if passes is not None:
+        passes.mkdir(parents=True, exist_ok=True)
+        for one in ran:
+            head = f"pass {one.number}, {one.name}: {seconds_text(one.seconds)}"
+            text = f"{head}\n{one.program.text(rank)}\n"
+            write_whole(passes / f"{one.number}-{one.name}.txt", text)
+    return program.text(rank)
 
 
 def check_plan(plan: Plan, model: str) -> Plan:

@@ -25,7 +25,6 @@ from torch import fx
 from meshfold.bucket_ops import replicate_bucket, start_ahead, wait_bucket
 from meshfold.buckets import Bucket, BucketMember, used_layout
 from meshfold.convert_ops import emit_step
-from meshfold.cost_models.cost_model import CostModel
 from meshfold.emit_op import emit_op
 from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
@@ -33,26 +32,11 @@ from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind, Source, Sou
 from meshfold.passes.conversions import ConversionCosts, conversion_steps, plan_conversions
 from meshfold.passes.conversions import Step as ConversionStep
 from meshfold.passes.parameter_buckets import BucketKey, bucket_key, changed_axes
-from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
 from meshfold.program import ORIGIN, PLACE, EmittedProgram, RegionProgram, Step
 from meshfold.program_text import TYPE
-from meshfold.schedule_program import scheduled
 from meshfold.spmd import INVARIANT, Layout, layout_text, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
-
-
-def emit(folded: FoldedGraph, plan: Plan) -> EmittedProgram:
-    """The program of every rank of `plan.mesh`, of a plan that runs every batch in one pass.
-
-    Raises PlanMismatchError if the plan's regions are not those of `folded`, or if it uses what can
-    be planned but not run.
-    """
-    check_runs(plan)
-    split = planned_graph(folded, plan)
-    typings = [region.typing for region in plan.regions]
-    program = emit_typed(split, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
-    return scheduled(program, split, plan) if plan.mode == "scheduled" else program
 
 
 def check_runs(plan: Plan) -> None:

@@ -17,7 +17,8 @@ from meshfold.cost_models.action_lists import actions_text, check_actions
 from meshfold.cost_models.actions import ActionLists
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.schedules import Schedule
-from meshfold.emit import check_outputs, check_runs, emit, emit_typed
+from meshfold.emission_passes import Watch, emit
+from meshfold.emit import check_outputs, check_runs, emit_typed
 from meshfold.errors import OptionError, PlanMismatchError
 from meshfold.mesh import PIPELINE_AXIS, Mesh
 from meshfold.opgraph import FoldedGraph
@@ -113,13 +114,15 @@ class EmittedPipeline:
             yield f"stage {s}: takes over {arrives}, hands on {leaves}"
 
 
-def emit_plan(folded: FoldedGraph, plan: Plan) -> EmittedProgram | EmittedPipeline:
-    """The program of every rank of `plan.mesh`.
+def emit_plan(
+    folded: FoldedGraph, plan: Plan, watch: Watch | None = None
+) -> EmittedProgram | EmittedPipeline:
+    """The program of every rank of `plan.mesh`. watch: sees the passes of a step in one pass.
 
     Raises PlanMismatchError if the plan's regions or stages are not those of `folded`, or if it
     uses what can be planned but not run; OptionError where the batch cannot be cut.
     """
-    return emit_pipeline(folded, plan) if plan.schedule else emit(folded, plan)
+    return emit_pipeline(folded, plan) if plan.schedule else emit(folded, plan, watch)
 
 
 def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:

@@ -87,13 +87,16 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a plan file: whole or not at all. Raises OSError."""
-    text = plan_to_json(plan)
-    target = Path(path)
+    write_whole(Path(path), plan_to_json(plan))
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Writes a file of text: whole or not at all. Raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
             stream.write(text)
-        # mkstemp makes the file private; a plan is as open as any other file of the user.
+        # mkstemp makes the file private; this is as open as any other file of the user.
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)

@@ -23,7 +23,7 @@ from meshfold.api import bind, plan_captured
 from meshfold.capture import Captured, capture
 from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.devices import resolve_cluster
-from meshfold.emit import emit
+from meshfold.emission_passes import emit
 from meshfold.errors import MeshfoldError, PassError
 from meshfold.local_processes import Report, run_local
 from meshfold.options import CompileOptions, PinValue

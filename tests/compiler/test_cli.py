@@ -34,7 +34,7 @@ def test_the_commands_and_options_are_frozen() -> None:
         "check": ["--json", "--model", "--output", "plan_file"],
         "diff": ["--json", "first", "second"],
         "explain": ["plan_file", "regions"],
-        "graph": ["--model", "--rank", "plan_file"],
+        "graph": ["--model", "--passes", "--rank", "plan_file"],
         "plan": [
             "--allow",
             "--batch",

@@ -72,6 +72,23 @@ def test_graph_prints_the_program_of_a_rank(
     assert "wait_all_reduce(mesh" in out
 
 
+def test_graph_writes_down_what_each_pass_made(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", MODEL, "--cluster", "local-cpux2", "--pin", "tp=2", "--mode", "scheduled"]
+    assert run([*command, "-o", "s.json"]) == 0
+    capsys.readouterr()
+    folder = tmp_path / "passes"
+    assert run(["graph", "s.json", "--model", MODEL, "--passes", str(folder)]) == 0
+    out = capsys.readouterr().out
+    emitted, scheduled = ((folder / f).read_text() for f in ("1-emit.txt", "2-schedule.txt"))
+    assert sorted(path.name for path in folder.iterdir()) == ["1-emit.txt", "2-schedule.txt"]
+    assert scheduled.startswith("pass 2, schedule: ") and scheduled.endswith(out)
+    assert "backward: A" in scheduled and "backward: A" not in emitted
+    assert run(["graph", "s.json", "--model", MODEL, "--passes", "s.json"]) == 2
+    assert "--passes s.json: is a file; name a folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "message"),
     [

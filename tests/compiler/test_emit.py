@@ -15,7 +15,8 @@ from support_programs import stack_model as stack
 from meshfold.capture import Captured
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.devices import resolve_cluster
-from meshfold.emit import emit, emit_typed, schedule
+from meshfold.emission_passes import emit
+from meshfold.emit import emit_typed, schedule
 from meshfold.errors import PlanMismatchError
 from meshfold.precision import float64_everywhere
 from meshfold.program import EmittedProgram

@@ -8,7 +8,7 @@ from support_models import BATCH, meta_llama, tiny_model
 
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
-from meshfold.emit import emit
+from meshfold.emission_passes import emit
 from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions

@@ -13,7 +13,7 @@ from meshfold.api import plan_captured
 from meshfold.capture import capture
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.meshes import build_mesh
-from meshfold.emit import emit
+from meshfold.emission_passes import emit
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.boundaries import tied_parameter_slots

@@ -1,0 +1,86 @@
+"""From a captured graph and a plan to the program of a rank: the passes, in order.
+
+    emit        typed graphs, conversions, buckets, gathers ahead   meshfold.emit
+    schedule    pieces in an order found with the cost model        meshfold.schedule_program
+
+They start from the captured graph with its regions split as the plan does (passes/variants.py).
+After each one the program is checked (meshfold.check_program). `watch` sees every pass with its
+seconds and what it made; `meshfold graph --passes DIR` writes that down.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshfold.check_program import check_program
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.emit import check_runs, emit_typed
+from meshfold.opgraph import FoldedGraph
+from meshfold.passes.variants import planned_graph
+from meshfold.plan import Plan
+from meshfold.program import EmittedProgram
+from meshfold.schedule_program import scheduled
+
+Watch = Callable[["PassRun"], None]
+
+
+@dataclass(frozen=True)
+class PassRun:
+    """A pass that ran: its place among all, its name, its seconds, the program behind it."""
+
+    number: int
+    name: str
+    seconds: float
+    program: EmittedProgram
+
+
+@dataclass(frozen=True)
+class EmissionPass:
+    """run: (program so far, the split graph, plan) -> program. mode: in which it runs; "" in
+    every."""
+
+    name: str
+    run: Callable[[EmittedProgram | None, FoldedGraph, Plan], EmittedProgram]
+    mode: str = ""
+
+
+def _emit(_: EmittedProgram | None, split: FoldedGraph, plan: Plan) -> EmittedProgram:
+    typings = [region.typing for region in plan.regions]
+    return emit_typed(split, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
+
+
+def _schedule(program: EmittedProgram | None, split: FoldedGraph, plan: Plan) -> EmittedProgram:
+    assert program is not None, "there is something to schedule"
+    return scheduled(program, split, plan)
+
+
+PASSES: tuple[EmissionPass, ...] = (
+    EmissionPass("emit", _emit),
+    EmissionPass("schedule", _schedule, "scheduled"),
+)
+
+
+def emit(
+    folded: FoldedGraph,
+    plan: Plan,
+    watch: Watch | None = None,
+    passes: Sequence[EmissionPass] = PASSES,
+) -> EmittedProgram:
+    """The program of every rank of `plan.mesh`, of a plan that runs every batch in one pass.
+
+    Raises PlanMismatchError if the plan's regions are not those of `folded`, or if it uses what can
+    be planned but not run; PassError where a pass breaks what must hold.
+    """
+    check_runs(plan)
+    split = planned_graph(folded, plan)
+    program: EmittedProgram | None = None
+    ran = [one for one in passes if one.mode in ("", plan.mode)]
+    for number, one in enumerate(ran, 1):
+        start = time.perf_counter()
+        program = one.run(program, split, plan)
+        seconds = time.perf_counter() - start
+        check_program(program, one.name)
+        if watch is not None:
+            watch(PassRun(number, one.name, seconds, program))
+    assert program is not None, "there are passes"
+    return program

@@ -1,0 +1,112 @@
+"""Programs that a pass broke are refused by the pass's name."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from support_schedules import captured_family, emitted, planned
+
+from meshfold.check_program import check_program
+from meshfold.convert_ops import WAITS
+from meshfold.emission_passes import PASSES, EmissionPass, PassRun, emit
+from meshfold.errors import PassError
+from meshfold.opgraph import FoldedGraph
+from meshfold.plan import Plan
+from meshfold.program import PLACE, EmittedProgram
+from meshfold.region_schedule import RegionSchedule
+from meshfold.spmd import Shard
+
+pytestmark = pytest.mark.xdist_group("schedules")
+
+
+def layer(change: Callable[[RegionSchedule], RegionSchedule]) -> EmittedProgram:
+    """The tp program of a Llama, with the schedule of its layers changed."""
+    program = emitted("llama", "tp")
+    first, region, *rest = program.regions
+    assert region.schedule is not None
+    broken = replace(region, schedule=change(region.schedule))
+    return replace(program, regions=(first, broken, *rest))
+
+
+def without(kind: str) -> Callable[[RegionSchedule], RegionSchedule]:
+    """The first backward move of a kind left out."""
+
+    def change(schedule: RegionSchedule) -> RegionSchedule:
+        moves = list(schedule.backward)
+        moves.remove(next(m for m in moves if m.kind == kind))
+        return replace(schedule, backward=tuple(moves))
+
+    return change
+
+
+def backwards(schedule: RegionSchedule) -> RegionSchedule:
+    return replace(schedule, backward=tuple(reversed(schedule.backward)))
+
+
+def too_early(schedule: RegionSchedule) -> RegionSchedule:
+    return replace(schedule, forward=tuple(reversed(schedule.forward)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("B"), "pieces backward"),
+        (without("W"), "weights"),
+        (backwards, "the backward of piece"),
+        (too_early, "before it is made"),
+    ],
+    ids=["B", "W", "backwards", "too early"],
+)
+def test_broken_schedules_are_found(
+    change: Callable[[RegionSchedule], RegionSchedule], message: str
+) -> None:
+    with pytest.raises(PassError, match=f"pass schedule failed at region B: .*{message}"):
+        check_program(layer(change), "schedule")
+    check_program(layer(lambda schedule: schedule), "schedule")
+
+
+def test_a_lost_collective_is_found() -> None:
+    program = emitted("llama", "tp")
+    region = program.regions[1]
+    graph = region.graph.graph
+    wait = next(n for n in graph.nodes if n.target in WAITS)
+    with graph.inserting_after(wait):
+        again = graph.call_function(wait.target, wait.args)
+    try:
+        with pytest.raises(PassError, match="has 2 waits"):
+            check_program(program, "emit")
+    finally:
+        graph.erase_node(again)
+
+
+def test_a_layout_that_does_not_divide_is_found() -> None:
+    program = emitted("llama", "tp")
+    node = next(n for n in program.regions[1].graph.graph.nodes if PLACE in n.meta)
+    before = node.meta[PLACE]
+    node.meta[PLACE] = before[0], tuple(Shard(0, 1 << 20) for _ in before[1])
+    try:
+        with pytest.raises(PassError, match=f"{node.name} as S0/1048576"):
+            check_program(program, "emit")
+    finally:
+        node.meta[PLACE] = before
+
+
+def test_passes_run_in_order_and_are_checked() -> None:
+    ran: list[PassRun] = []
+    plan = planned("llama", "tp")
+    program = emit(captured_family("llama").graph, plan, ran.append)
+    assert [(one.number, one.name) for one in ran] == [(1, "emit"), (2, "schedule")]
+    assert ran[-1].program is program and all(one.seconds > 0 for one in ran)
+    assert all(region.schedule is None for region in ran[0].program.regions)
+    eager: list[PassRun] = []
+    emit(captured_family("llama").graph, replace(plan, mode="eager"), eager.append)
+    assert [one.name for one in eager] == ["emit"]
+
+    def breaks(made: EmittedProgram | None, _: FoldedGraph, __: Plan) -> EmittedProgram:
+        assert made is not None
+        regions = tuple(replace(r, outputs=r.outputs[:-1]) for r in made.regions)
+        return replace(made, regions=regions)
+
+    passes = (*PASSES, EmissionPass("breaking", breaks))
+    with pytest.raises(PassError, match="pass breaking failed at region A: outputs"):
+        emit(captured_family("llama").graph, plan, passes=passes)
