@@ -1,6 +1,6 @@
 """Model families, unmodified, under several plans: does each compute what one process computes?
 
-    python benchmarks/families.py [NAME ...] [--write docs/families.md]
+    python benchmarks/families.py [NAME ...] [--mode scheduled] [--write docs/families.md]
 
 For every family of benchmarks/family_models.py: capture the model, plan it four ways, run each plan
 on four gloo processes in float64, and compare with the model itself in one process: the loss, every
@@ -13,7 +13,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import torch
@@ -27,6 +27,7 @@ from meshfold.capture import Captured, capture
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.errors import MeshfoldError
 from meshfold.local_processes import Report, run_local
+from meshfold.options import Mode
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.precision import float64_everywhere
@@ -68,17 +69,17 @@ class Row:
         )
 
 
-def sweep(report: Report, names: tuple[str, ...]) -> None:
+def sweep(report: Report, names: tuple[str, ...], mode: Mode) -> None:
     """What every process runs; rank 0 reports a Row per family."""
     for name in names:
-        row = _family(name)
+        row = _family(name, mode)
         if dist.get_rank() == 0:
             report(row)
 
 
-def _family(name: str) -> Row:
+def _family(name: str, mode: Mode) -> Row:
     model, batch = make(find(name))
-    captured, plans = _planned(model, batch, name)
+    captured, plans = _planned(model, batch, name, mode)
     worst: dict[str, float | str] = {}
     for column, plan in plans.items():
         worst[column] = plan if isinstance(plan, str) else _difference(name, captured, plan)
@@ -94,7 +95,7 @@ def _family(name: str) -> Row:
 
 
 def _planned(
-    model: nn.Module, batch: dict[str, Any], name: str
+    model: nn.Module, batch: dict[str, Any], name: str, mode: Mode
 ) -> tuple[Captured | None, dict[str, Plan | str]]:
     """The captured model and its plans, or why there are none; rank 0's, for all ranks."""
     box: list[Any] = [None]
@@ -102,7 +103,8 @@ def _planned(
         try:
             with float64_everywhere():
                 captured = capture(model, batch)
-            box = [(captured, {column: _plan(captured, name, p) for column, p in PLANS.items()})]
+            plans = {column: _plan(captured, name, p, mode) for column, p in PLANS.items()}
+            box = [(captured, plans)]
         except Exception as error:  # one family that fails must not end the others
             box = [(None, dict.fromkeys(PLANS, f"capture: {_one_line(error)}"))]
     dist.broadcast_object_list(box)
@@ -113,11 +115,11 @@ def _planned(
     }
 
 
-def _plan(captured: Captured, name: str, pins: dict[str, int]) -> str:
+def _plan(captured: Captured, name: str, pins: dict[str, int], mode: Mode) -> str:
     """The plan's text, or why there is none."""
     cluster = resolve_cluster("local-cpu", NUM_PROCESSES)
     try:
-        options = meshfold.CompileOptions(pins=pins)
+        options = meshfold.CompileOptions(pins=pins, mode=mode)
         return plan_to_json(plan_captured(captured, name, cluster, options))
     except Exception as error:
         return f"plan: {_one_line(error)}"
@@ -206,8 +208,9 @@ steps of AdamW.
 
 @click.command()
 @click.argument("names", nargs=-1)
+@click.option("--mode", type=click.Choice(get_args(Mode)), default="eager", show_default=True)
 @click.option("--write", type=click.Path(path_type=Path), help="File for the table.")
-def main(names: tuple[str, ...], write: Path | None) -> None:
+def main(names: tuple[str, ...], mode: Mode, write: Path | None) -> None:
     """Run the families (default: all) and print the table."""
     known = [family.name for family in FAMILIES]
     for name in names:
@@ -221,7 +224,7 @@ def main(names: tuple[str, ...], write: Path | None) -> None:
         click.echo(f"{row.name:<14}{'ok    ' if row.passed else 'WRONG '}{cells}")
 
     warnings.simplefilter("ignore")
-    run_local(NUM_PROCESSES, sweep, names or tuple(known), on_report=show, quiet=True)
+    run_local(NUM_PROCESSES, sweep, names or tuple(known), mode, on_report=show, quiet=True)
     if write is not None:
         import transformers
 
