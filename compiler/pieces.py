@@ -44,7 +44,8 @@ def cut_in_pieces(graph: fx.Graph) -> Pieces:
         for n in graph.nodes
         if n.target is operator.getitem and _is_bucket(n)
     }
-    return Pieces(pieces, members, tuple(n.name for n in returned))
+    placeholders = tuple(n.name for n in graph.nodes if n.op == "placeholder")
+    return Pieces(pieces, members, tuple(n.name for n in returned), placeholders)
 
 
 def _kind(node: fx.Node) -> Literal["ops", "start", "wait"]:

@@ -65,11 +65,13 @@ class Collective:
 @dataclass(frozen=True)
 class Pieces:
     """A region's graph in pieces, in an order in which they can run. members: (bucket, member) of
-    the parameters that come out of buckets, by name; results: names of what the region returns."""
+    the parameters that come out of buckets, by name; results: names of what the region returns;
+    placeholders: of its graph."""
 
     pieces: tuple[Piece | Collective, ...]
     members: Mapping[str, tuple[int, int]]
     results: tuple[str, ...]
+    placeholders: tuple[str, ...]
 
     @cached_property
     def owners(self) -> Mapping[Origin, Piece]:

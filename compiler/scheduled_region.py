@@ -51,7 +51,7 @@ class ScheduledRegion:
         self.instance = instance
         self.uses: list[BucketUse] = step.uses[instance]
         self.ahead = ahead
-        names = [n.name for n in region.graph.graph.nodes if n.op == "placeholder"]
+        names = self.pieces.placeholders
         first = len(names) - len(floats)
         self.direct_names = names[first - len(region.direct) : first]
         self.constants: dict[str, Any] = dict(zip(names[first:], floats, strict=True))

@@ -26,7 +26,10 @@ from meshfold.program import EmittedProgram
 pytestmark = pytest.mark.xdist_group("schedules")
 
 EXACT = 1e-12
-ON_PROCESSES = ("dp", "zero3", "tp+sp", "zero3 x tp+sp")
+ON_PROCESSES = (
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp", "zero3", "tp+sp")),
+    "zero3 x tp+sp",
+)
 
 
 def cases(*quick: str) -> list[object]:
