@@ -85,6 +85,6 @@ class SearchCosts:
         role = self.roles[axis]
         if role is AxisRole.TENSOR and value.requires_grad:
             return math.inf if source.is_shard or target.is_shard else 0.0
-        if role is AxisRole.DATA and source.is_shard:
+        if role is AxisRole.DATA and source.is_shard and not target.is_shard:
             return UNDONE_SHARD_S
         return 0.0

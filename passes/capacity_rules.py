@@ -144,7 +144,7 @@ def _near(graph: OpGraph, v: int) -> list[int]:
 
 def _goes_along(graph: OpGraph, k: int, rule: AxisRule) -> bool:
     """Whether a rule shards all that depends on the batch, or, where nothing does, the result."""
-    if not rule.splits_work or rule.comm:
+    if not rule.splits_work:
         return False
     strongest = Dependence.PARAMETER if _is_of_parameters(graph, k) else Dependence.BATCH
     return all(

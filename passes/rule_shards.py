@@ -140,14 +140,12 @@ def new_shardings(
 ) -> list[Shards]:
     """Adds to `known` every (label, place) that a candidate of some operand or output asks for;
     returns the shards of those that were added and that all tensors can have."""
-    tensors = [
-        (graph.values[v].shape, candidates[v], dims)
-        for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
-    ]
+    values = (*op.operands, *op.outputs)
     wanted = {
         (carried[0], (carried[1] * blocks, units))
-        for _, found, dims in tensors
-        for d, blocks, units in found
+        for of_values in ((*spec.inputs, *spec.outputs), *spec.apart.values())
+        for v, dims in zip(values, of_values, strict=True)
+        for d, blocks, units in candidates[v]
         if (carried := dims[d]) is not None
     }
     new = []
