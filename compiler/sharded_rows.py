@@ -75,14 +75,19 @@ def _path(
 ) -> tuple[list[_Hop], tuple[Tensor, ...]]:
     """The way to the rows that indices mean, and where those are that arrive: local indices."""
     travelling = torch.stack([index.to(torch.int64) for index in indices], dim=1)
-    travelling[:, 0] = travelling[:, 0] % size  # from the end, where it is negative
+    travelling[:, 0] += size * (travelling[:, 0] < 0)
     path = []
     for axis, blocks, _ in digits:
         num_ranks = mesh.size((axis,))
-        owner = travelling[:, 0] // (size // (blocks * num_ranks)) % num_ranks
-        sent = torch.bincount(owner, minlength=num_ranks)
-        received = exchanged_counts(mesh, sent, axis)
-        hop = _Hop(axis, owner.argsort(stable=True), sent.tolist(), received.tolist())
+        first = travelling[:, 0]
+        owner = first // (size // (blocks * num_ranks)) % num_ranks
+        # What means no row would go to a rank that is not there.
+        owner = torch.where((first >= 0) & (first < size), owner, num_ranks)
+        *sent, beyond = torch.bincount(owner, minlength=num_ranks + 1).tolist()
+        if beyond:
+            raise IndexError(f"{beyond} indices are beyond the {size} rows that they index")
+        received = exchanged_counts(mesh, torch.tensor(sent, device=first.device), axis)
+        hop = _Hop(axis, owner.argsort(stable=True), sent, received.tolist())
         travelling = hop.there(mesh, travelling)
         path.append(hop)
     _, first = digits_of(travelling[:, 0], size, places_of(mesh, digits))

@@ -80,6 +80,14 @@ def test_what_is_put_without_adding_replaces_what_was_there() -> None:
     assert torch.equal(torch.cat(run_on_simulated_ranks(mesh_of(4), body)), expected)
 
 
+def test_an_index_beyond_the_rows_is_an_error() -> None:
+    def body(mesh: RankMesh) -> Tensor:
+        return take_rows(mesh, torch.ones(2, 1), [torch.tensor([0, 9, 8])], 8, (("dp", 1, 0),))
+
+    with pytest.raises(IndexError, match="2 indices are beyond the 8 rows"):
+        run_on_simulated_ranks(mesh_of(4), body)
+
+
 def test_nothing_is_gathered() -> None:
     buffer, rows = whole_tensors()
 
