@@ -185,9 +185,12 @@ def _padded_at(
     is_plain = label in spec.pads
     if not divisions(at[1], PADDED if is_plain else UNITS):
         return None
+    optional = spec.whole_if_odd.get(label, frozenset())
     shards: list[SpmdType | None] = []
-    for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True):
+    pairs = zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
+    for k, (v, dims) in enumerate(pairs):
         possible, shard = _padded_shard(graph.values[v].shape, dims, label, at)
+        possible = possible or k in optional
         if not possible or (is_plain and shard and shard != PaddedShard(shard.dim)):
             return None
         shards.append(shard)
