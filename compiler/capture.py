@@ -1,7 +1,8 @@
 """Capture: an unmodified model and example inputs become a folded op graph.
 
     model --fake_twin--> twin --export_twin--> exported --read_program--> program
-          --join_experts, with_dispatch--> program --number--> flat graph --fold--> folded graph
+          --plain_masks, share_scatters, join_experts, with_dispatch--> program
+          --number--> flat graph --fold--> folded graph
 
 Forward only; no weights are needed or allocated, so the model may be on the meta device. The first
 layer of the compiler that runs the user's code, and the last.
@@ -21,7 +22,9 @@ from meshfold.capture_dispatch import with_dispatch
 from meshfold.capture_experts import join_experts
 from meshfold.capture_export import Exported, RetraceError, export_twin
 from meshfold.capture_lower import read_program
+from meshfold.capture_masks import plain_masks
 from meshfold.capture_program import Program, number
+from meshfold.capture_scatter import share_scatters
 from meshfold.capture_steps import refuse_steps
 from meshfold.capture_twin import (
     ExampleInputs,
@@ -117,6 +120,6 @@ def _fold(
     program: Program, names: Names, inputs: ExampleInputs, exported: Exported, notes: Sequence[str]
 ) -> Captured:
     refuse_steps(program)
-    routed = with_dispatch(join_experts(program))
+    routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
     flat = number(routed, names, inputs.infos, notes)
     return Captured(fold(flat.graph, flat.stacks), dict(program.constants), exported.model_outputs)

@@ -25,6 +25,14 @@ _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 CAST = "aten._to_copy.default"
 _SIZED = (*_VIEWS, _aten.reshape.default, _aten.expand.default)
+FULL = "aten.full.default"
+_FRESH = {
+    _aten.new_zeros.default: 0,
+    _aten.new_empty.default: 0,
+    _aten.new_ones.default: 1,
+    _aten.new_full.default: None,
+}
+"""Ops that make a constant beside a tensor; the number it is full of, None where it is given."""
 _SAME_IF_SAME_SHAPE = (*_SIZED, _aten.alias.default, _aten.slice.Tensor)
 
 
@@ -210,13 +218,14 @@ def unchanged_operand(node: fx.Node) -> fx.Node | None:
 
 def settled(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """(op, arguments, keyword arguments) of a call as the graph keeps them. -1 sizes and open or
-    negative slice bounds become numbers, and three kinds of ops become others:
+    negative slice bounds become numbers, and four kinds of ops become others:
 
     views      reshape: whether a view is possible depends on strides, and a kernel need not give
                the strides that its fake promised
     type_as    a cast: of its second operand only the dtype counts
     copy       of its first operand only shape and dtype count: a cast or an expansion of the second
                (copy has no derivative)
+    new_zeros  and the like: a constant, which reads nothing of what it is called on
     """
     target, args, kwargs = str(node.target), tuple(node.args), dict(node.kwargs)
     result = node.meta["val"]
@@ -228,6 +237,11 @@ def settled(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
             return CAST, (source,), {"dtype": result.dtype}
         if source.meta["val"].dtype == result.dtype:
             return "aten.expand.default", (source, tuple(result.shape)), {}
+    if node.target in _FRESH:
+        filled = _FRESH[node.target]
+        number = args[2] if filled is None else filled
+        device = torch.device("cpu")  # stands for the rank's
+        return FULL, (tuple(result.shape), number), {"dtype": result.dtype, "device": device}
     if node.target in _SIZED:
         name = "aten.reshape.default" if node.target in _VIEWS else target
         return name, (args[0], tuple(result.shape), *args[2:]), kwargs

@@ -56,10 +56,6 @@ SHAPE_ONLY = frozenset(
         "zeros_like",
         "full_like",
         "empty_like",
-        "new_ones",
-        "new_zeros",
-        "new_full",
-        "new_empty",
     )
 )
 """Ops that read their tensor operand's shape and dtype only: nothing flows through them."""

@@ -10,7 +10,7 @@ for.
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +21,17 @@ from meshfold.batch_norm import batch_norm, batch_norm_without_running
 from meshfold.errors import UnsupportedOpError
 from meshfold.expert_exchange import combine, dispatch
 from meshfold.mesh import Mesh
-from meshfold.opgraph import Arg, Hole, Op, OpGraph, Ref, Symbol
+from meshfold.op_context import OpContext, global_arguments
+from meshfold.opgraph import OpGraph
 from meshfold.passes.localize import localize
-from meshfold.passes.rules import OP_RULES, op_labels, rule_locals, summed_axes
+from meshfold.passes.rules import op_labels, rule_locals, summed_axes
 from meshfold.rank_places import Digits
 from meshfold.ring_attention import ring_attention
+from meshfold.sharded_rows import put_rows, take_rows
+from meshfold.sharded_scan import cumsum
 from meshfold.spmd import Layout, local_shape
 from meshfold.strategy import OpTyping
-from meshfold.torch_ops import torch_dtype, torch_target
+from meshfold.torch_ops import torch_target
 
 _REDUCTIONS = ("none", "mean", "sum")
 _RANDOM = frozenset(
@@ -39,67 +42,6 @@ _RANDOM = frozenset(
     }
 )
 """Ops that draw random numbers only where their arguments say so."""
-
-
-@dataclass(frozen=True)
-class OpContext:
-    """One op on its way into `graph`. operands: nodes in the layouts of the typing, in the order of
-    op.operands; floats: nodes of the region's float holes; site: node or number that tells
-    instances apart, for random ops."""
-
-    graph: fx.Graph
-    mesh_node: fx.Node
-    op_graph: OpGraph
-    op_index: int
-    typing: OpTyping
-    operands: Sequence[fx.Node]
-    mesh: Mesh
-    site: fx.Node | int
-    floats: Sequence[fx.Node]
-
-    @property
-    def op(self) -> Op:
-        return self.op_graph.ops[self.op_index]
-
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        return self.graph.call_function(function, args, kwargs)
-
-    def digits(self, layout: Layout, dim: int) -> Digits:
-        """(axis, blocks, unit) of the axes that shard `dim`."""
-        named = zip(self.mesh.names, layout, strict=True)
-        return tuple((name, t.blocks, t.unit) for name, t in named if t.is_shard and t.dim == dim)
-
-    def all_digits(self, layout: Layout, rank: int) -> tuple[Digits, ...]:
-        return tuple(self.digits(layout, d) for d in range(rank))
-
-    def named(self) -> dict[str, Any]:
-        """Global arguments by name, tensors as nodes."""
-        nodes = iter(self.operands)
-        arguments = _global_arguments(self.op)
-        return {name: self.realize(arg, nodes) for name, arg in arguments.items()}
-
-    def realize(self, arg: Arg, nodes: Any) -> Any:
-        """An argument as fx takes it; references take the next of `nodes`."""
-        match arg:
-            case Ref():
-                return next(nodes)
-            case Hole():
-                return self.floats[arg.index]
-            case tuple():
-                return [self.realize(a, nodes) for a in arg]
-            case Symbol(kind="device"):
-                return self.call(getattr, self.mesh_node, "device")
-            case Symbol(kind="dtype"):
-                return torch_dtype(arg.text)
-            case Symbol(kind="microbatch"):
-                return self.call(getattr, self.mesh_node, "microbatch")
-            case Symbol(kind="count"):
-                return self.call(
-                    local_ops.targets_of_step, self.mesh_node, self.site, int(arg.text)
-                )
-            case Symbol():
-                return getattr(torch, arg.text)
-        return arg
 
 
 def emit_op(
@@ -130,12 +72,7 @@ def emit_op(
 
 def needs_site(op_graph: OpGraph) -> bool:
     """Whether a region draws random numbers, so that its instances need different sites."""
-    return any(_draws(_global_arguments(op)) for op in op_graph.ops if op.target in _RANDOM)
-
-
-def _global_arguments(op: Op) -> dict[str, Arg]:
-    names = OP_RULES[op.target].parameters
-    return dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
+    return any(_draws(global_arguments(op)) for op in op_graph.ops if op.target in _RANDOM)
 
 
 def _draws(arguments: dict[str, Any]) -> bool:
@@ -147,7 +84,7 @@ def _draws(arguments: dict[str, Any]) -> bool:
 def _plain(context: OpContext) -> list[fx.Node]:
     """The torch op on local shapes."""
     function: Any = torch_target(context.op.target)
-    arguments = _global_arguments(context.op) if context.op.target in _RANDOM else {}
+    arguments = global_arguments(context.op) if context.op.target in _RANDOM else {}
     if torch.Tag.nondeterministic_seeded in function.tags and (not arguments or _draws(arguments)):
         raise UnsupportedOpError(
             f"{context.op.target} draws random numbers, which ranks would not agree on; "
@@ -250,6 +187,47 @@ def _traveled(context: OpContext, function: Callable[..., Any], layout: Layout) 
     (axis,) = axes
     num_experts = context.op.args[2]
     return [context.call(function, context.mesh_node, *context.operands, num_experts, axis)]
+
+
+def _scan(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    x = context.op_graph.values[context.op.operands[0]]
+    dim = named["dim"] % max(len(x.shape), 1)
+    digits = context.digits(context.typing.inputs[0], dim) if x.shape else ()
+    if not digits:
+        return _plain(context)
+    size = x.shape[dim]
+    dtype = named.get("dtype")
+    return [context.call(cumsum, context.mesh_node, named["self"], dim, dtype, size, digits)]
+
+
+def _put_rows(context: OpContext) -> list[fx.Node]:
+    """Rows added to, or put into, those of a tensor that is sharded by rows."""
+    into = context.typing.inputs[0]
+    digits = context.digits(into, 0)
+    if not digits:
+        return _plain(context)
+    named = context.named()
+    if context.op.target == "aten.index_add.default":
+        indices, rows, adds = [named["index"]], named["source"], True
+        scale = named.get("alpha", 1)
+    else:
+        indices, rows, adds = named["indices"], named["values"], named.get("accumulate", False)
+        scale = 1
+    size = context.op_graph.values[context.op.operands[0]].shape[0]
+    x = named["self"]
+    return [context.call(put_rows, context.mesh_node, x, indices, rows, adds, scale, size, digits)]
+
+
+def _take_rows(context: OpContext) -> list[fx.Node]:
+    """Rows of a tensor that is sharded by rows."""
+    digits = context.digits(context.typing.inputs[0], 0)
+    if not digits:
+        return _plain(context)
+    named = context.named()
+    indices = named["indices"] if "indices" in named else [named["index"]]
+    size = context.op_graph.values[context.op.operands[0]].shape[0]
+    return [context.call(take_rows, context.mesh_node, named["self"], indices, size, digits)]
 
 
 def _cross_entropy(context: OpContext) -> list[fx.Node]:
@@ -380,6 +358,9 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "expert_linear": _expert_linear,
     "dispatch": _dispatch,
     "combine": _combine,
+    "cumsum": _scan,
+    "put_rows": _put_rows,
+    "take_rows": _take_rows,
     "cross_entropy": _cross_entropy,
     "nll_loss": _nll_loss,
     "dropout": _dropout,

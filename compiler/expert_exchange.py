@@ -48,9 +48,9 @@ def dispatch(mesh: RankMesh, x: Tensor, ids: Tensor, num_experts: int, axis: str
     came here, as many as there are."""
     owners, order = _owners(mesh, ids, num_experts, axis)
     sent = torch.bincount(owners, minlength=mesh.size((axis,)))
-    received = _exchanged_counts(mesh, sent, axis)
+    received = exchanged_counts(mesh, sent, axis)
     rows = x.index_select(0, order)
-    return _exchanged(mesh, rows, axis, sent.tolist(), received.tolist())
+    return exchanged(mesh, rows, axis, sent.tolist(), received.tolist())
 
 
 def combine(mesh: RankMesh, x: Tensor, ids: Tensor, num_experts: int, axis: str) -> Tensor:
@@ -58,8 +58,8 @@ def combine(mesh: RankMesh, x: Tensor, ids: Tensor, num_experts: int, axis: str)
     are returned."""
     owners, order = _owners(mesh, ids, num_experts, axis)
     sent = torch.bincount(owners, minlength=mesh.size((axis,)))
-    received = _exchanged_counts(mesh, sent, axis)
-    rows = _exchanged(mesh, x, axis, received.tolist(), sent.tolist())
+    received = exchanged_counts(mesh, sent, axis)
+    rows = exchanged(mesh, x, axis, received.tolist(), sent.tolist())
     return rows.index_select(0, order.argsort())
 
 
@@ -69,14 +69,16 @@ def _owners(mesh: RankMesh, ids: Tensor, num_experts: int, axis: str) -> tuple[T
     return owners, owners.argsort(stable=True)
 
 
-def _exchanged_counts(mesh: RankMesh, counts: Tensor, axis: str) -> Tensor:
+def exchanged_counts(mesh: RankMesh, counts: Tensor, axis: str) -> Tensor:
     """Rows that come from every rank, given those that go there."""
     return mesh.wait(mesh.start_all_to_all(counts, (axis,)))
 
 
-def _exchanged(
+def exchanged(
     mesh: RankMesh, rows: Tensor, axis: str, sent: list[int], received: list[int]
 ) -> Tensor:
+    """sent[j] rows, in order, go to rank j of the axis; received[j] come from there. Gradients go
+    the other way."""
     moved: Tensor
     moved = _Exchange.apply(mesh, rows, axis, sent, received)  # type: ignore[no-untyped-call]
     return moved

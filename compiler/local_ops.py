@@ -30,6 +30,8 @@ from meshfold.shard_tensors import (
     local_row,
 )
 from meshfold.sharded_classes import sharded_cross_entropy
+from meshfold.sharded_rows import put_rows, take_rows
+from meshfold.sharded_scan import cumsum
 
 
 def divide_by_ranks(mesh: RankMesh, x: Tensor, axes: Axes) -> Tensor:
@@ -258,6 +260,9 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "expert_linear": expert_linear,
     "dispatch": dispatch,
     "combine": combine,
+    "cumsum": cumsum,
+    "put_rows": put_rows,
+    "take_rows": take_rows,
     "cross_entropy": cross_entropy,
     "nll_loss": nll_loss,
     "dropout": dropout,

@@ -41,8 +41,9 @@ class AxisRole(Enum):
 
     TENSOR = "tensor"
     """Tensor parallelism without sequence parallelism: pending sums are all-reduced, and no other
-    conversion cuts or gathers a value with a gradient. Ops with sharded parameters alone make
-    shards and contract them."""
+    conversion cuts or gathers a value with a gradient, but that a rank picks its part of keys and
+    values whose heads do not divide. Ops with sharded parameters alone make shards and contract
+    them."""
 
     SEQUENCE = "sequence"
     """Tensor parallelism with sequence parallelism: an all-reduce is charged as the reduce-scatter
@@ -84,7 +85,7 @@ class SearchCosts:
         """What the role adds to a change of type on one axis; +inf forbids it."""
         role = self.roles[axis]
         if role is AxisRole.TENSOR and value.requires_grad:
-            return math.inf if source.is_shard or target.is_shard else 0.0
-        if role is AxisRole.DATA and source.is_shard:
+            return math.inf if source.is_shard or (target.is_shard and not target.padded) else 0.0
+        if role is AxisRole.DATA and source.is_shard and not target.is_shard:
             return UNDONE_SHARD_S
         return 0.0

@@ -173,6 +173,12 @@ def zero3_layout(value: Value, stored: Layout, sizes: Sequence[int], axes: Seque
     return _padded_layout(value, stored, sizes, axes[0]) if axes else stored
 
 
+def sharded_layout(value: Value, layout: Layout, mesh: Mesh) -> Layout:
+    """`layout` with the parameter also sharded on the axes of ZeRO, where it is whole on them."""
+    axes = [k for k in zero_axes(mesh) if layout[k] == INVARIANT]
+    return zero3_layout(value, layout, mesh.sizes, axes) if axes else layout
+
+
 def _padded_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int) -> Layout:
     num_ranks = sizes[axis]
     padding = {

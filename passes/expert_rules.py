@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshfold.opgraph import ITEM_BYTES, FoldedGraph, Op, OpGraph, SlotKind
+from meshfold.passes.capacity_rules import expert_products
 from meshfold.passes.rule_domains import RuleTable
 from meshfold.passes.rule_labels import RuleComm
 from meshfold.passes.rules import AxisRule
@@ -35,14 +36,15 @@ _WEIGHT, _BIAS = 1, 3
 
 
 def shared_experts(folded: FoldedGraph) -> frozenset[int]:
-    """Numbers of experts of the products whose rows can travel; none if rows that travel would
-    cross between regions."""
-    found = set()
+    """Numbers of experts of the products whose rows can travel, or that have a capacity; none if
+    rows that travel would cross between regions."""
+    found: set[int] = set()
     for region in folded.regions:
         graph = region.graph
         away = travelling(graph)
         if not away.isdisjoint(graph.outputs):
             return frozenset()
+        found.update(expert_products(graph).numbers.values())
         for op in graph.ops:
             if op.target == EXPERT_LINEAR and op.operands[0] in away:
                 found.add(graph.values[op.operands[_WEIGHT]].shape[0])

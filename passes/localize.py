@@ -104,6 +104,8 @@ _ROWS: dict[str, tuple[str, Rewrite]] = {
     "aten._unsafe_view.default": ("self size", _size("size")),
     "aten.reshape.default": ("self shape", _size("shape")),
     "aten.expand.default": ("self size implicit", _size("size")),
+    **{f"aten.{name}.default": ("size", _size("size")) for name in ("zeros", "ones")},
+    "aten.full.default": ("size fill_value", _size("size")),
     "aten.unflatten.int": ("self dim sizes", _unflatten),
     "aten.split.Tensor": ("self split_size dim", _split),
     "aten.split_with_sizes.default": ("self split_sizes dim", _split),

@@ -157,7 +157,8 @@ class OpTimer:
             num_bytes = int(comm.num_bytes / self._shards(rules)[_KEY])
             seconds = self._around_s(num_bytes, axis, rules, comm.is_backward)
         else:
-            num_bytes = comm.num_bytes * split[axis] // math.prod(split)
+            kept = 1 if comm.is_whole else split[axis]
+            num_bytes = comm.num_bytes * kept // math.prod(split)
             seconds = self.costs.collective_s(kind, num_bytes, (axis,))
         return InsideCollective(kind, axis, num_bytes, seconds, comm.is_backward)
 

@@ -15,9 +15,9 @@ from meshfold.cost_models.meshes import build_mesh
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.check_plan import placements
+from meshfold.passes.data_parallel import sharded_layout
 from meshfold.passes.fold_assemble import graph_fingerprint
 from meshfold.passes.pipeline_layers import LayerFigures
-from meshfold.passes.pipeline_parameters import sharded_layout
 from meshfold.passes.pipeline_problem import PipelineProblems
 from meshfold.passes.pipeline_search import PricedPipeline
 from meshfold.passes.plan_assembly import model_info, why_lost

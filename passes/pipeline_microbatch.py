@@ -30,6 +30,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.errors import OptionError
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.opgraph import Arg, FoldedGraph, Op, OpGraph, Ref, SourceKind, Symbol, Value
+from meshfold.passes.axis_roles import UNDONE_SHARD_S
 from meshfold.passes.boundaries import find_boundaries
 from meshfold.passes.data_parallel import follow_batch
 from meshfold.passes.localize import localize
@@ -43,19 +44,26 @@ WHOLE: Layout = (INVARIANT,)
 MICROBATCH = Symbol("microbatch", "number")
 """Stands in an argument for the number of the microbatch that runs."""
 DIVIDE = "aten.div.Tensor"
+_OVER_BATCH = {
+    "batch_norm": "takes statistics over the batch",
+    "cumsum": "adds up along the batch",
+    "put_rows": "moves rows over the batch",
+    "take_rows": "moves rows over the batch",
+}
+"""What local implementations do where the batch is cut, and ranks have to talk."""
 
 
 @dataclass(frozen=True)
 class _FreeAxis(CostModel):
-    """Prices on an axis whose ranks are moments in time: as many as there are samples, and what
-    they exchange is there already."""
+    """Prices on an axis whose ranks are moments in time: as many as there are samples. What all of
+    them gather or reduce is there already; what one would send to another is not."""
 
     def __post_init__(self) -> None:
         """No devices are counted."""
 
     def collective_s(self, kind: str, num_bytes: float, axes: Iterable[int]) -> float:
-        """Nothing."""
-        return 0.0
+        """Nothing, or more than any other way takes."""
+        return UNDONE_SHARD_S if kind == "all_to_all" else 0.0
 
 
 class MicrobatchGraphs:
@@ -119,8 +127,9 @@ class MicrobatchGraphs:
                 return value_name(self.folded.regions[r].graph, v)
         for region, typing in zip(self.folded.regions, self._typings, strict=True):
             for k, (op, chosen) in enumerate(zip(region.graph.ops, typing.ops, strict=True)):
-                if "batch_norm" in rule_locals(region.graph, k, chosen)[1:]:
-                    return f"the input of {op.target}, which takes statistics over the batch,"
+                for local in rule_locals(region.graph, k, chosen)[1:]:
+                    if local in _OVER_BATCH:
+                        return f"the input of {op.target}, which {_OVER_BATCH[local]},"
         return ""
 
     def input_cuts(self) -> dict[str, Layout]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from meshfold.cost_models.memory import RegionMemory
 from meshfold.mesh import Mesh
 from meshfold.opgraph import OpGraph, SlotKind, Value
-from meshfold.passes.data_parallel import zero3_layout, zero_axes
+from meshfold.passes.data_parallel import sharded_layout
 from meshfold.passes.parameter_prices import local_bytes, widening
 from meshfold.passes.region_price import layouts_of_values
 from meshfold.spmd import INVARIANT, Layout
@@ -58,12 +58,6 @@ def parameters_of(
             )
             found.append(Parameter(graph.values[i], stored, summed, num_holders[i]))
     return tuple(found)
-
-
-def sharded_layout(value: Value, layout: Layout, mesh: Mesh) -> Layout:
-    """`layout` with the parameter also sharded on the axes of ZeRO, where it is whole on them."""
-    axes = [k for k in zero_axes(mesh) if layout[k] == INVARIANT]
-    return zero3_layout(value, layout, mesh.sizes, axes) if axes else layout
 
 
 class ParameterSums:

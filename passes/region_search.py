@@ -15,7 +15,7 @@ row-parallel products, sequence and vocabulary parallel come out of the rules an
 In: an OpGraph, a mesh, a cost model, the layouts its surroundings allow. Out: a RegionTyping.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -209,16 +209,17 @@ def prepare_region(
     *,
     slot_layouts: Sequence[Sequence[Layout]],
     output_layouts: Sequence[Sequence[Layout]],
-    fixed_rules: Mapping[int, Sequence[str]] | None = None,
+    fixed_rules: Mapping[int, Sequence[Collection[str]]] | None = None,
     rules: RuleTable | None = None,
     like: RegionProblem | None = None,
 ) -> RegionProblem:
     """Build the tables of a region.
 
     slot_layouts[i]: layouts in which slot i may arrive, for a parameter those it may be stored in.
-    output_layouts[k]: layouts in which output k may leave. fixed_rules: axis -> rule name per op,
-    for axes that are decided already. rules: region_rules(graph, mesh.sizes) if at hand. like: a
-    problem that differs in layouts and roles alone: its domains and the times of its ops serve.
+    output_layouts[k]: layouts in which output k may leave. fixed_rules: axis -> rule names per op,
+    for axes that are decided already, of most ops to one. rules: region_rules(graph, mesh.sizes) if
+    at hand. like: a problem that differs in layouts and roles alone: its domains and the times of
+    its ops serve.
     """
     rules = rules or region_rules(graph, mesh.sizes)
     if like is None:

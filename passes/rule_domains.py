@@ -7,7 +7,7 @@ every axis.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshfold.opgraph import Dependence, OpGraph
@@ -60,10 +60,10 @@ def op_domains(
     graph: OpGraph,
     table: RuleTable,
     legal: Legality,
-    fixed: Mapping[int, Sequence[str]] | None = None,
+    fixed: Mapping[int, Sequence[Collection[str]]] | None = None,
 ) -> tuple[OpDomain, ...]:
-    """The domain of every op. `fixed` maps an axis to one rule name per op: on that axis the op
-    takes this rule and no other."""
+    """The domain of every op. `fixed` maps an axis to rule names per op: on that axis the op
+    takes one of these."""
     return tuple(
         _domain(graph, k, _axis_rules(graph, k, per_axis, fixed or {}), legal)
         for k, per_axis in enumerate(table)
@@ -74,14 +74,14 @@ def _axis_rules(
     graph: OpGraph,
     op_index: int,
     per_axis: Sequence[tuple[AxisRule, ...]],
-    fixed: Mapping[int, Sequence[str]],
+    fixed: Mapping[int, Sequence[Collection[str]]],
 ) -> list[tuple[AxisRule, ...]]:
     constant = is_constant_op(graph, op_index)
     out = []
     for axis, rules in enumerate(per_axis):
-        name = "I" if constant else fixed[axis][op_index] if axis in fixed else None
-        out.append(tuple(r for r in rules if name is None or r.name == name))
-        assert out[-1], f"{graph.ops[op_index].target} has no rule {name!r}"
+        names = ("I",) if constant else fixed[axis][op_index] if axis in fixed else None
+        out.append(tuple(r for r in rules if names is None or r.name in names))
+        assert out[-1], f"{graph.ops[op_index].target} has no rule {names}"
     return out
 
 

@@ -28,11 +28,12 @@ Dims = tuple[Part | None, ...]
 @dataclass(frozen=True, slots=True)
 class RuleComm:
     """A collective inside an op, in its forward or its backward. num_bytes: local payload, before
-    other axes divide it."""
+    other axes divide it; where it `is_whole`, before its own does, too."""
 
     collective: str
     num_bytes: int
     is_backward: bool = False
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class OpLabels:
     local op runs on what a rank holds of the label.
     beside: label -> another label and Dims of operands and outputs, where it cuts more than that
     one does, at the same places (passes.rules.rules_beside).
+    apart: a label more -> Dims of operands and outputs, for another way to share the op.
     """
 
     inputs: tuple[Dims, ...]
@@ -85,6 +87,7 @@ class OpLabels:
     beside: Mapping[str, tuple[str, tuple[Dims, ...]]] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    apart: Mapping[str, tuple[Dims, ...]] = field(default_factory=lambda: MappingProxyType({}))
     local: str = "plain"
 
     @property
@@ -95,6 +98,8 @@ class OpLabels:
 
     def dims_of(self, label: str) -> tuple[Dims, ...]:
         """Dims of operands, then outputs, as the rule of a label has them."""
+        if label in self.apart:
+            return self.apart[label]
         beside = self.beside.get(label)
         return beside[1] if beside else (*self.inputs, *self.outputs)
 

@@ -140,14 +140,12 @@ def new_shardings(
 ) -> list[Shards]:
     """Adds to `known` every (label, place) that a candidate of some operand or output asks for;
     returns the shards of those that were added and that all tensors can have."""
-    tensors = [
-        (graph.values[v].shape, candidates[v], dims)
-        for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
-    ]
+    values = (*op.operands, *op.outputs)
     wanted = {
         (carried[0], (carried[1] * blocks, units))
-        for _, found, dims in tensors
-        for d, blocks, units in found
+        for of_values in ((*spec.inputs, *spec.outputs), *spec.apart.values())
+        for v, dims in zip(values, of_values, strict=True)
+        for d, blocks, units in candidates[v]
         if (carried := dims[d]) is not None
     }
     new = []
@@ -187,9 +185,12 @@ def _padded_at(
     is_plain = label in spec.pads
     if not divisions(at[1], PADDED if is_plain else UNITS):
         return None
+    optional = spec.whole_if_odd.get(label, frozenset())
     shards: list[SpmdType | None] = []
-    for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True):
+    pairs = zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
+    for k, (v, dims) in enumerate(pairs):
         possible, shard = _padded_shard(graph.values[v].shape, dims, label, at)
+        possible = possible or k in optional
         if not possible or (is_plain and shard and shard != PaddedShard(shard.dim)):
             return None
         shards.append(shard)

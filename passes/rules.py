@@ -214,7 +214,7 @@ def _op_rules(
         return (fixed[0],)
     # A constant is the same on all ranks, or each makes its shard; pending sums are for gradients.
     rules = fixed[:1] if constant else [*fixed]
-    order = {label: k for k, label in enumerate(spec.names)}
+    order = {label: k for k, label in enumerate((*spec.names, *spec.apart))}
     for label, place in sorted(shardings, key=lambda key: (order[key[0]], key[1])):
         shards = shardings[label, place]
         if shards is not None:

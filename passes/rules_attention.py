@@ -3,8 +3,8 @@
 query [..., h, s, e], key and value [..., g, t, e], mask broadcast to [..., h, s, t]. With grouped
 queries (g key heads serve h query heads) key heads are sharded with the query heads while g
 divides; beyond that each rank picks its key heads from the whole. Where the heads do not divide,
-padded: query heads in units of those that share a key head. A mask of flags must not have heads
-then: beyond the end it would leave a query without keys.
+padded: query heads in units of those that share a key head, or one by one beside key heads that are
+whole. A mask of flags must not have heads then: beyond the end it would leave a query without keys.
 
 Two rules cut query rows. "s" takes keys and values whole. "ring" has each rank's rows of them, too,
 and passes them round inside the op (meshfold.ring_attention): what is kept and what is sent at once

@@ -1,11 +1,20 @@
-"""Rules of lookups by index: rows are found in a whole dim, or in a sharded one as a sum."""
+"""Rules of lookups by index: rows are found in a whole dim, in a sharded one as a sum, or they
+travel.
 
+Rows that travel ("t"): dim 0 of what is read or written is a shard, and so are the indices, at the
+same place. Each rank sends what it asks for, or gives, to the ranks that hold the rows it means
+(meshfold.sharded_rows): buffers of experts are filled and emptied so.
+"""
+
+from dataclasses import replace
 from types import MappingProxyType
 
+from meshfold.opgraph import ITEM_BYTES, Value
 from meshfold.passes.rule_labels import (
     BoundOp,
     Dims,
     OpLabels,
+    RuleComm,
     Special,
     broadcast_dims,
     numbered,
@@ -29,6 +38,33 @@ def _embedding(op: BoundOp) -> OpLabels | None:
     )
 
 
+ROWS = "t"
+MOST_ROWS = 1.25
+"""Rows that the busiest rank gets over the mean: what room beyond its share experts are given
+(passes/rules_experts.py, EXPERT_LOAD)."""
+
+
+def _travels(op: BoundOp, indices: tuple[int, ...], rows: Value, local: str) -> Special:
+    """How many go, which, and the rows themselves; in backward their gradient."""
+    num_rows = rows.shape[0] * ITEM_BYTES["int64"]
+    counts = RuleComm("all_to_all", ITEM_BYTES["int64"])
+    asked = RuleComm("all_to_all", int(MOST_ROWS * num_rows) * len(indices), is_whole=True)
+    moved = RuleComm("all_to_all", int(MOST_ROWS * rows.num_bytes), is_whole=True)
+    back = RuleComm("all_to_all", moved.num_bytes, is_backward=True, is_whole=True)
+    comm = (counts, asked, moved, *((back,) if rows.requires_grad else ()))
+    return Special(local=local, comm=comm, load=MOST_ROWS)
+
+
+def _of_first_dims(op: BoundOp, indexed: list[int]) -> bool:
+    """Whether indices are of the first dims, one number for every row."""
+    shapes = {op.values[k].shape for k in op.positions("indices")}
+    return indexed == list(range(len(indexed))) and len(shapes) == 1 and len(shapes.pop()) == 1
+
+
+def _rows_of(value: Value) -> Dims:
+    return (part(ROWS), *(None,) * (len(value.shape) - 1))
+
+
 def _index_select(op: BoundOp) -> OpLabels | None:
     """self [..., x, ...], index [i] -> [..., i, ...]"""
     shape = op.value("self").shape
@@ -37,7 +73,18 @@ def _index_select(op: BoundOp) -> OpLabels | None:
     dim = op.dim("dim", len(shape))
     source = numbered(shape, but=(dim,))
     out = (*source[:dim], part("i"), *source[dim + 1 :])
-    return OpLabels((source, (part("i"),)), (out,), linear=(frozenset({0}),))
+    found = OpLabels((source, (part("i"),)), (out,), linear=(frozenset({0}),))
+    return found if dim else _taken(op, found, (1,))
+
+
+def _taken(op: BoundOp, found: OpLabels, indices: tuple[int, ...]) -> OpLabels:
+    """Also with rows that travel to where the indices are."""
+    rows = op.outputs[0]
+    return replace(
+        found,
+        special=MappingProxyType({ROWS: _travels(op, indices, rows, "take_rows")}),
+        apart=MappingProxyType({ROWS: tuple(map(_rows_of, (*op.values, rows)))}),
+    )
 
 
 def _index(op: BoundOp) -> OpLabels | None:
@@ -59,7 +106,45 @@ def _index(op: BoundOp) -> OpLabels | None:
     kept = [p for d, p in enumerate(source) if d not in indexed]
     out = (*kept[:start], *found, *kept[start:])
     inputs = (source, *(broadcast_dims(index, full, found) for index in indices))
-    return OpLabels(inputs, (out,), linear=(frozenset({0}),))
+    labels = OpLabels(inputs, (out,), linear=(frozenset({0}),))
+    return _taken(op, labels, op.positions("indices")) if _of_first_dims(op, indexed) else labels
+
+
+def _index_put(op: BoundOp) -> OpLabels | None:
+    """self[..., index, ...] = or += values: indexed dims whole, the others labels. Where values are
+    added, their dims are summed into self."""
+    given = op.get("indices")
+    assert isinstance(given, tuple)
+    if any(op.values[k].dtype == "bool" for k in op.positions("indices")):
+        return None
+    indexed = [d for d, index in enumerate(given) if index is not None]
+    shape, values = op.value("self").shape, op.value("values").shape
+    if not _of_first_dims(op, indexed) or len(values) != 1 + len(shape) - len(indexed):
+        return None
+    labels = numbered(shape, but=indexed)
+    adds = op.get("accumulate", False) is True
+    row = (part("i"),) if adds else (None,)
+    source = broadcast_dims(
+        values, (values[0], *shape[len(indexed) :]), (*row, *labels[len(indexed) :])
+    )
+    last = len(op.values) - 1
+    found = OpLabels(
+        (labels, *(row,) * len(indexed), source),
+        (labels,),
+        summed=frozenset({"i"} if adds else ()),
+        added=frozenset({0}),
+        linear=(frozenset({0, last}),),
+    )
+    return _put(op, found, op.positions("indices"), "values")
+
+
+def _put(op: BoundOp, found: OpLabels, indices: tuple[int, ...], rows: str) -> OpLabels:
+    """Also with rows that travel to where they belong."""
+    return replace(
+        found,
+        special=MappingProxyType({ROWS: _travels(op, indices, op.value(rows), "put_rows")}),
+        apart=MappingProxyType({ROWS: tuple(map(_rows_of, (*op.values, *op.outputs)))}),
+    )
 
 
 def _gather(op: BoundOp) -> OpLabels:
@@ -78,13 +163,14 @@ def _index_add(op: BoundOp) -> OpLabels:
     dim = op.dim("dim", len(shape))
     labels = numbered(shape, but=(dim,))
     source = (*labels[:dim], part("i"), *labels[dim + 1 :])
-    return OpLabels(
+    found = OpLabels(
         (labels, (part("i"),), source),
         (labels,),
         summed=frozenset({"i"}),
         added=frozenset({0}),
         linear=(frozenset({0, 2}),),
     )
+    return found if dim or len(op.value("index").shape) != 1 else _put(op, found, (1,), "source")
 
 
 def _scatter(op: BoundOp) -> OpLabels:
@@ -130,6 +216,7 @@ INDEX_RULES = {
     "aten.index_select.default": rule("self dim index", _index_select),
     "aten.index.Tensor": rule("self indices", _index),
     "aten.gather.default": rule("self dim index sparse_grad", _gather),
+    "aten.index_put.default": rule("self indices values accumulate", _index_put),
     "aten.index_add.default": rule("self dim index source alpha", _index_add),
     "aten.scatter.value": rule("self dim index value", _scatter),
     "aten.scatter.src": rule("self dim index src", _scatter),

@@ -5,7 +5,15 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from meshfold.opgraph import Value
-from meshfold.passes.rule_labels import BoundOp, Dims, OpLabels, Special, numbered, rule
+from meshfold.passes.rule_labels import (
+    BoundOp,
+    Dims,
+    OpLabels,
+    RuleComm,
+    Special,
+    numbered,
+    rule,
+)
 
 
 def _reduced_dims(op: BoundOp, rank: int) -> tuple[int, ...]:
@@ -64,10 +72,19 @@ def _softmax(op: BoundOp) -> OpLabels:
 
 
 def _scan(op: BoundOp) -> OpLabels:
-    """cumsum: linear too."""
-    spec = _along(op)
-    linear = (frozenset({0}),) if op.values[0].is_float else ()
-    return OpLabels(spec.inputs, spec.outputs, linear=linear)
+    """cumsum: linear too. Along a sharded dim ranks add what those before them hold."""
+    value, out = op.values[0], op.outputs[0]
+    labels = numbered(value.shape)
+    linear = (frozenset({0}),) if value.is_float else ()
+    special = {}
+    if labels:
+        dim = op.dim("dim", len(labels), -1)
+        row_bytes = out.num_bytes // max(value.shape[dim], 1)
+        comm = [RuleComm("all_reduce", row_bytes)]
+        if out.requires_grad:
+            comm.append(RuleComm("all_reduce", row_bytes, is_backward=True))
+        special[f"d{dim}"] = Special(local="cumsum", comm=tuple(comm))
+    return OpLabels((labels,), (labels,), linear=linear, special=MappingProxyType(special))
 
 
 def _difference(op: BoundOp) -> OpLabels:

@@ -1,6 +1,7 @@
-"""Rules of ops that move data without computing: views, permutations, slices, joins.
+"""Rules of ops that move data without computing: views, permutations, slices, joins; and of those
+that make tensors of one number.
 
-All are linear. Sizes among their arguments are rewritten by passes.localize.
+All that move are linear. Sizes among their arguments are rewritten by passes.localize.
 """
 
 import math
@@ -228,13 +229,13 @@ def _replaced_row(op: BoundOp) -> OpLabels:
     )
 
 
-def _fresh(op: BoundOp) -> OpLabels:
-    """new_zeros and the like: nothing of self but its dtype is used, the result is whole."""
-    unlabelled = tuple((None,) * len(v.shape) for v in op.values)
-    return OpLabels(unlabelled, ((None,) * len(op.outputs[0].shape),))
+def _made(op: BoundOp) -> OpLabels:
+    """full, zeros, ones: every rank can make its shard."""
+    labels = numbered(op.outputs[0].shape)
+    return OpLabels((), (labels,), keeps_padding=frozenset(p[0] for p in labels if p))
 
 
-_NEW = "self size dtype layout device pin_memory"
+_MADE = "size dtype layout device pin_memory"
 
 SHAPE_RULES = {
     "aten.view.default": rule("self size", _view),
@@ -269,8 +270,7 @@ SHAPE_RULES = {
     "aten.repeat.default": rule("self repeats", _repeat),
     "aten.slice_scatter.default": rule("self src dim start end step", _replaced_slice),
     "aten.select_scatter.default": rule("self src dim index", _replaced_row),
-    "aten.new_zeros.default": rule(_NEW, _fresh),
-    "aten.new_ones.default": rule(_NEW, _fresh),
-    "aten.new_full.default": rule(_NEW.replace("size", "size fill_value"), _fresh),
-    "aten.new_empty.default": rule(_NEW, _fresh),
+    "aten.zeros.default": rule(_MADE, _made),
+    "aten.ones.default": rule(_MADE, _made),
+    "aten.full.default": rule(_MADE.replace("size", "size fill_value"), _made),
 }

@@ -4,7 +4,8 @@ dp axis   The batch is followed through the rules (passes/data_parallel.py): tha
           boundary layout of everything on this axis.
 ep axis   What dp does goes on inside of dp's shards, for every op and every boundary value; between
           dispatch and combine rows are with their experts (passes/expert_rules.py), whose weights
-          are stored as shards. Nothing is left to the search.
+          are stored as shards. Experts with a capacity take rows of fixed shapes: where these leave
+          the batch for them is left to the search (passes/capacity_rules.py), and nothing else.
 cp axis   Boundary values with a sequence are shards of it, inside of tp's shard where tp cuts the
           sequence as well. Parameters are stored and used whole. Rules are left to the search.
 tp axis   Boundary values are Invariant or, with sequence parallelism, shards of their sequence dim.
@@ -15,7 +16,7 @@ tp axis   Boundary values are Invariant or, with sequence parallelism, shards of
           beside others that are not (Whale, Jia et al., 2022).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +25,7 @@ from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind, Value
 from meshfold.passes.axis_roles import AxisRole
 from meshfold.passes.boundaries import Boundaries, find_boundaries, sequence_type
+from meshfold.passes.capacity_rules import RulesOfOp, capacity_rules
 from meshfold.passes.context_rules import context_rules
 from meshfold.passes.data_parallel import (
     DataParallel,
@@ -87,9 +89,9 @@ class SearchSpace:
         if self.dp_axis is not None or self.ep_axis is not None:
             assert 0 in (self.dp_axis, self.ep_axis), "the batch is cut by the outermost axes"
             self.data = self._followed(mesh.sizes[0])
-        self._expert_rules: list[tuple[AxisRule, ...]] = []
-        """Per region the rule of every op on the ep axis."""
-        self._expert_weights: list[frozenset[int]] = [frozenset()] * len(self.graphs)
+        self._expert_rules: list[tuple[RulesOfOp, ...]] = []
+        """Per region what every op may do on the ep axis."""
+        self._expert_weights: list[Mapping[int, SpmdType]] = [{}] * len(self.graphs)
         if self.ep_axis is not None:
             found = [self._rules_at_experts(r) for r in range(len(self.graphs))]
             self._expert_rules = [rules for rules, _ in found]
@@ -114,13 +116,14 @@ class SearchSpace:
         """What its ops may do."""
         return self._rules_of_data(region) if role is AxisRole.DATA else self.rules[region]
 
-    def fixed_rules(self, region: int) -> Mapping[int, Sequence[str]]:
-        """Axis -> the rule of every op, on axes that are decided before the search."""
-        fixed: dict[int, Sequence[str]] = {}
+    def fixed_rules(self, region: int) -> Mapping[int, Sequence[Collection[str]]]:
+        """Axis -> the rules of every op, on axes that are decided before the search."""
+        fixed: dict[int, Sequence[Collection[str]]] = {}
         if self.data is not None and self.dp_axis is not None:
-            fixed[self.dp_axis] = self.data.rules(region)
+            fixed[self.dp_axis] = [(name,) for name in self.data.rules(region)]
         if self.ep_axis is not None:
-            fixed[self.ep_axis] = [rule.name for rule in self._expert_rules[region]]
+            allowed = self._expert_rules[region]
+            fixed[self.ep_axis] = [tuple(rule.name for rule in rules) for rules in allowed]
         return fixed
 
     def slot_layouts(self, region: int, role: AxisRole) -> list[list[Layout]]:
@@ -183,8 +186,10 @@ class SearchSpace:
             kept=[(v, t) for v, t in layouts if t.is_shard],
         )
 
-    def _rules_at_experts(self, region: int) -> tuple[tuple[AxisRule, ...], frozenset[int]]:
-        """(rule of every op on the ep axis, slots of expert weights)."""
+    def _rules_at_experts(
+        self, region: int
+    ) -> tuple[tuple[RulesOfOp, ...], Mapping[int, SpmdType]]:
+        """(what every op may do on the ep axis, how expert weights are stored there)."""
         assert self.data is not None and self.ep_axis is not None
         graph, size = self.graphs[region], self.mesh.sizes[self.ep_axis]
         chosen = []
@@ -195,16 +200,21 @@ class SearchSpace:
             if self.ep_axis:
                 rule = rule_inside(graph, k, rule, self.mesh.sizes[0], size) or rules[0][0]
             chosen.append(rule)
-        return expert_rules(graph, chosen, size)
+        travelled, weights = expert_rules(graph, chosen, size)
+        own = [per_axis[self.ep_axis] for per_axis in self._own_rules[region]]
+        allowed, more = capacity_rules(graph, travelled, own)
+        return allowed, {**dict.fromkeys(weights, Shard(0)), **more}
 
     def _with_expert_rules(self, region: int) -> RuleTable:
-        """The own rules, on ep with the one that every op takes."""
+        """The own rules, on ep with those that every op may take."""
         axis = self.ep_axis
         assert axis is not None
         table = []
-        for per_axis, rule in zip(self._own_rules[region], self._expert_rules[region], strict=True):
-            others = (other for other in per_axis[axis] if other.name != rule.name)
-            table.append((*per_axis[:axis], (*others, rule), *per_axis[axis + 1 :]))
+        pairs = zip(self._own_rules[region], self._expert_rules[region], strict=True)
+        for per_axis, allowed in pairs:
+            names = {rule.name for rule in allowed}
+            others = (other for other in per_axis[axis] if other.name not in names)
+            table.append((*per_axis[:axis], (*others, *allowed), *per_axis[axis + 1 :]))
         if self.tp_axis is None:
             return tuple(table)
         return whole_rows(self.graphs[region], tuple(table), self.tp_axis)
@@ -291,8 +301,8 @@ class SearchSpace:
 
     def _stored(self, region: int, slot: int) -> list[Layout]:
         pin = self.pinned.get((region, slot))
-        is_shared = slot in self._expert_weights[region] and pin is None
-        ep = Shard(0) if is_shared else INVARIANT
+        shared = self._expert_weights[region].get(slot, INVARIANT)
+        ep = shared if pin is None else INVARIANT
         if self.tp_axis is None:
             return [self._layout(ep=ep)]
         graph, rules = self.graphs[region], self._own_rules[region]

@@ -64,7 +64,7 @@ def estimate_step(
     return TimeEstimate(
         forward_s=forward_s,
         backward_s=backward_s,
-        exposed_communication_s=max(0.0, total_s - forward_s - backward_s),
+        exposed_communication_s=max(0.0, total_s - (forward_s + backward_s)),
         optimizer_s=_optimizer_s(folded, typings, costs, optimizer, offloads, reads),
         communication_s=communication_s,
     )

@@ -28,7 +28,7 @@ from meshfold.passes.boundaries import (
     num_instances,
     tied_parameter_slots,
 )
-from meshfold.passes.data_parallel import kept_whole_note, zero3_layout, zero_axes
+from meshfold.passes.data_parallel import kept_whole_note, sharded_layout, zero_axes
 from meshfold.passes.layout_pins import PinnedSlots, UnkeptPinError
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.region_price import RegionPrice
@@ -294,7 +294,7 @@ class MeshSearch:
             for i, slot in enumerate(graph.slots):
                 if slot.kind is SlotKind.PARAMETER:
                     value = graph.values[i]
-                    slots[i] = zero3_layout(value, slots[i], self.mesh.sizes, axes)
+                    slots[i] = sharded_layout(value, slots[i], self.mesh)
                     if not any(slots[i][axis].is_shard for axis in axes):
                         whole.add(f"{slot.name} {list(value.shape)}")
             typing = replace(solution.typing, slots=tuple(slots), keeps_gathered=keeps)

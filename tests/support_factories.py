@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from support_models import tiny_model
+from support_models import tiny_model, with_padding
 from torch import nn
 
 
@@ -76,8 +76,10 @@ def classes(batch: int = 8) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def ring_llama() -> tuple[nn.Module, dict[str, Any]]:
-    return tiny_model("llama")
+    model, batch = tiny_model("llama")
+    return model, with_padding(batch)
 
 
 def ring_gpt2() -> tuple[nn.Module, dict[str, Any]]:
-    return tiny_model("gpt2")
+    model, batch = tiny_model("gpt2")
+    return model, with_padding(batch)

@@ -223,6 +223,14 @@ def _batch(family: str, generator: torch.Generator, dtype: torch.dtype) -> dict[
     return {"input_ids": tokens, "labels": labels}
 
 
+def with_padding(batch: dict[str, Any]) -> dict[str, Any]:
+    """`batch` without the last token of every text, so that attention has a mask. Where it has
+    none it is causal: a rank with the last rows has most to do, and heads are traded for rows."""
+    padding = torch.ones_like(batch["input_ids"])
+    padding[:, -1] = 0
+    return {**batch, "attention_mask": padding}
+
+
 def meta_llama(
     sequence: int, batch: int, *, hidden: int = 1024, layers: int = 2
 ) -> tuple[nn.Module, dict[str, Any]]:

@@ -22,6 +22,7 @@ from support_samples import Sample
 
 from meshfold.opgraph import Value
 from meshfold.passes.rules_experts import EXPERT_LINEAR, TRAVELS
+from meshfold.passes.rules_index import ROWS
 from meshfold.spmd import (
     INVARIANT,
     PARTIAL,
@@ -44,19 +45,19 @@ UNREAD = {
 }
 """Operand of which an op reads the shape only."""
 
-UNSEEN = {f"aten.new_{n}.default": 0 for n in ("zeros", "ones", "full", "empty")}
-"""Operand of which an op reads not even the shape."""
-
 FLAT = {
     *(f"aten.{name}.default" for name in ("ceil", "floor", "round", "sign", "trunc")),
     "aten.fill.Scalar",
 }
 """Ops whose gradient is zero wherever there is one."""
 
-ONE_NUMBER = frozenset(UNREAD) - TRAVELS - {"aten.copy.default"}
+MADE = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full"))
+"""Ops that make one number from none."""
+
+ONE_NUMBER = (frozenset(UNREAD) - TRAVELS - {"aten.copy.default"}) | MADE
 """Ops whose result is one number, everywhere."""
 
-ZEROS = frozenset({"aten.zeros_like.default", "aten.new_zeros.default"})
+ZEROS = frozenset({"aten.zeros_like.default", "aten.zeros.default"})
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,7 @@ def _meaning(op: SingleOp, types: Types) -> tuple[object, ...]:
     for k, (value, t) in enumerate(zip(values, types, strict=True)):
         if t == REPLICATE and not (value.requires_grad and passes):
             t = INVARIANT
-        if k < num_inputs and UNSEEN.get(op.target) == k:
-            found.append(None)
-        elif k < num_inputs and UNREAD.get(op.target) == k:
+        if k < num_inputs and UNREAD.get(op.target) == k:
             # dispatch and combine do not read the shape either.
             shape = local_shape(value.shape, (t,), (SIZE,))
             found.append(None if op.target in TRAVELS else shape)
@@ -191,13 +190,17 @@ def _more_rules(op: SingleOp, rule: str) -> frozenset[Types]:
 
     A table of weights that is a pending sum: looking up is linear in it, and so is the product of
     rows with experts. A mean of a whole value in the place of a shard's: the local implementation
-    divides by the number of ranks, and the ranks' results add up to it.
+    divides by the number of ranks, and the ranks' results add up to it. Rows that travel to another
+    place of a buffer than their own.
     """
     more: set[Types] = set()
     if op.target == "aten.embedding.default":
         more.add((PARTIAL, INVARIANT, PARTIAL))
     if op.target == EXPERT_LINEAR and len(op.tensors) == 3:
         more.add((REPLICATE, PARTIAL, INVARIANT, PARTIAL))
+    if rule.partition("/")[0] == ROWS and "put" not in op.target and "add" not in op.target:
+        own = {types_of(t) for t in op.typings(SIZE) if t.rules[0] == rule}
+        more |= {(Shard(0, g), *types[1:]) for types in own for g in BLOCKS}
     if op.target.startswith("aten.mean.") and rule.startswith("d"):
         more.add((REPLICATE, PARTIAL))
     return frozenset(more)

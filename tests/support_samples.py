@@ -9,7 +9,7 @@ import torch
 from support_calls import Sample, X, call
 from support_loss_samples import LOSS
 from support_ops import SingleOp
-from support_tensors import few, flags, halves, one, places, real, special, steps, whole
+from support_tensors import few, flags, halves, one, permuted, places, real, special, steps, whole
 from torch import Tensor
 
 from meshfold.passes.rules_pointwise import BINARY, UNARY
@@ -219,6 +219,7 @@ REDUCTION: tuple[Sample, ...] = (
     call("argsort.default", real(*X), 1),
     call("cumsum.default", real(*X), 1),
     call("cumsum.default", flags(*X), -1),
+    call("cumsum.default", real(24, 12), 0, dtype=torch.float64),
     call("diff.default", real(*X), 1, 1, real(4, 2, 24)),
     call("layer_norm.default", real(*X), [24], real(24), 1 + real(24).detach(), 1e-5, False),
     call("layer_norm.default", real(*X), [12, 24]),
@@ -268,6 +269,14 @@ INDEX: tuple[Sample, ...] = (
     call("gather.default", real(12, 24), 1, whole(24, 12, 36)),
     call("gather.default", real(24, 12), 1, whole(12, 12, 36)),
     call("index_add.default", real(*X), 1, whole(12, 36), real(4, 36, 24)),
+    call("index_add.default", real(24, 12), 0, whole(24, 36), real(36, 12), alpha=2),
+    call("index_add.default", real(24, 12, grad=False), 0, whole(24, 48), real(48, 12)),
+    call("index_select.default", real(24, 12), 0, whole(24, 36)),
+    call("index.Tensor", real(24, 12, 4), [whole(24, 36) - 12, whole(12, 36)]),
+    call("index_put.default", real(24, 12, 4), [permuted(24)[:12], whole(12, 12)], real(12, 4)),
+    call("index_put.default", real(48, 12), [permuted(48)[:24] - 48], real(24, 12), False),
+    call("index_put.default", real(24, 12), [whole(24, 36)], real(36, 12), True),
+    call("index_put.default", real(24, 12), [whole(24, 36)], real(36, 1), True),
     call("scatter.value", real(*X), 2, whole(24, 4, 12, 2), 1.0),
     call("scatter.value", real(*X), -1, whole(24, 4, 6, 2), 0),
     call("scatter.src", real(*X), 1, places(12, 4, 6, 24), real(4, 6, 24)),
@@ -328,10 +337,9 @@ SHAPE: tuple[Sample, ...] = (
     call("repeat.default", real(4, 12), [2, 1, 3]),
     call("slice_scatter.default", real(*X), real(4, 7, 24), 1, 5, 12),
     call("select_scatter.default", real(*X), real(4, 24), 1, 3),
-    call("new_zeros.default", real(*X), [4, 12], pin_memory=False),
-    call("new_ones.default", real(*X), [], dtype=torch.bool),
-    call("new_full.default", real(*X), [4], 2.0),
-    call("new_empty.default", real(*X), [0]),
+    call("zeros.default", [4, 12], dtype=torch.float64),
+    call("ones.default", [24], dtype=torch.bool),
+    call("full.default", [4, 12, 2], 2.0, dtype=torch.float64),
 )
 
 RANDOM: tuple[Sample, ...] = (

@@ -31,6 +31,11 @@ def places(high: int, rows: int, columns: int, width: int) -> Tensor:
     )
 
 
+def permuted(size: int) -> Tensor:
+    """Every index of a dim, once."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(size))
+
+
 def flags(*shape: int) -> Tensor:
     return whole(2, *shape).bool()
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support_models import BATCH, tiny_model
+from support_models import BATCH, tiny_model, with_padding
 from support_ring import slow_devices
 
 from meshfold.capture import capture
@@ -140,7 +140,8 @@ def test_a_plan_with_shared_experts_keeps_its_figures_in_a_file() -> None:
 
 
 def test_a_plan_with_keys_that_go_round_keeps_its_figures_in_a_file() -> None:
-    graph = capture(*tiny_model("llama")).graph
+    model, batch = tiny_model("llama")
+    graph = capture(model, with_padding(batch)).graph
     plan = find_plan_for(
         graph,
         slow_devices(4),

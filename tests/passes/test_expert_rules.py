@@ -134,7 +134,7 @@ def test_the_batch_is_cut_by_dp_then_ep_and_experts_by_ep() -> None:
     graph, fixed = space.graphs[region], space.fixed_rules(region)
     assert set(fixed) == {0, 1}
     k = next(k for k, op in enumerate(graph.ops) if op.target == "aten.softmax.int")
-    assert (fixed[0][k], fixed[1][k]) == ("d0", "d0/2")
+    assert (fixed[0][k], fixed[1][k]) == (("d0",), ("d0/2",))
     for slot, layouts in space.stored[region].items():
         is_expert = ".experts." in graph.slots[slot].name
         assert {layout[1] for layout in layouts} == {Shard(0) if is_expert else INVARIANT}

@@ -14,6 +14,7 @@ from meshfold.passes.rule_shards import PADDED, Divisions
 from meshfold.spmd import PaddedShard
 
 CLASSES = 7
+_ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -88,6 +89,22 @@ def test_padding_beside_every_rule_of_another_axis(what: str) -> None:
     found = [t for t in op.typings(2, 2) if name in t.rules]
     assert len(found) >= 4
     check_typings(op, mesh_of(2, 2), found)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("heads", "key_heads"), [(7, 1), (14, 2), (6, 2), (10, 5)])
+def test_query_heads_are_padded_beside_whole_key_heads(
+    heads: int, key_heads: int, is_causal: bool
+) -> None:
+    query, key = _random(2, heads, 4, 3), _random(2, key_heads, 4, 3)
+    value = (1.0 + key.detach()).requires_grad_()
+    op = SingleOp(_ATTENTION, query, key, value, is_causal=is_causal, enable_gqa=True)
+    kinds = set()
+    for size in (3, 4, 8):
+        found = [t for t in op.typings(size) if "+" in t.rules[0]]
+        kinds |= {(t.inputs[0][0].unit, str(t.inputs[1][0])) for t in found}
+        check_typings(op, mesh_of(size), found)
+    assert (1, "R") in kinds
 
 
 @pytest.mark.parametrize("what", MIXED)

@@ -31,11 +31,28 @@ def gpt2_xl() -> FoldedGraph:
     return capture(model, {"input_ids": ids, "labels": ids.clone()}).graph
 
 
-def planned(graph: FoldedGraph) -> Plan:
+def qwen2() -> FoldedGraph:
+    """Two layers of Qwen2-0.5B, whose 14 query heads share 2 key heads; a table of few tokens."""
+    config = transformers.Qwen2Config(
+        vocab_size=1024,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=2,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+        ids = torch.empty(16, SEQUENCE, dtype=torch.long)
+    return capture(model, {"input_ids": ids, "labels": ids.clone()}).graph
+
+
+def planned(graph: FoldedGraph, **pins: int) -> Plan:
     return find_plan_for(
         graph,
         resolve_cluster("dgx-h100x1"),
-        CompileOptions(pins={"tp": 8, "sp": 1}),
+        CompileOptions(pins=pins or {"tp": 8, "sp": 1}),
         model_name="gpt2-xl",
         batch_size=8,
         probe=OpProber(),
@@ -56,6 +73,21 @@ def test_the_heads_of_gpt2_xl_are_shared_by_eight_ranks() -> None:
     found = stored(plan)
     assert found["c_attn.weight"] == "S1/3+64" and found["c_attn.bias"] == "S0/3+64"
     assert found["c_proj.weight"] == "S0+64"
+
+
+@pytest.mark.parametrize("sequence_parallel", [0, 1])
+def test_query_heads_are_shared_beside_key_heads_that_are_whole(sequence_parallel: int) -> None:
+    plan = planned(qwen2(), tp=4, dp=2, sp=sequence_parallel)
+    found = stored(plan)
+    assert found["q_proj.weight"] == "S0+64"
+    assert found["o_proj.weight"] == "S1+64"
+    (attention,) = {
+        op.rules[plan.mesh.index("tp")]
+        for region in plan.regions
+        for target, op in zip(region.op_targets, region.typing.ops, strict=True)
+        if "attention" in target
+    }
+    assert attention == "h/+"
 
 
 def test_the_fullest_rank_is_priced() -> None:
