@@ -15,8 +15,9 @@ All per instance and rank, in seconds, before any overlap.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
@@ -30,6 +31,7 @@ from meshfold.passes.conversions import (
 )
 from meshfold.passes.op_time import OpTime, op_time
 from meshfold.passes.parameter_prices import cast_s, is_bucketed, local_bytes, stored_bytes
+from meshfold.passes.price_sums import PriceSums
 from meshfold.passes.rules import AxisRule
 from meshfold.plan import ConversionRecord
 from meshfold.spmd import Layout
@@ -55,6 +57,9 @@ class HostTraffic:
     gradients_s: float = 0.0
 
 
+_NOTHING_AGAIN, _NO_TRAFFIC = AgainPrice(), HostTraffic()
+
+
 @dataclass(frozen=True)
 class RegionPrice:
     """Module docstring says what each time is. gather_s and reduce_s map an axis name to one pass:
@@ -70,18 +75,30 @@ class RegionPrice:
     gather_s: Mapping[str, float]
     reduce_s: Mapping[str, float]
     conversions: tuple[ConversionRecord, ...]
-    again: AgainPrice = AgainPrice()
-    host: HostTraffic = HostTraffic()
+    again: AgainPrice = _NOTHING_AGAIN
+    host: HostTraffic = _NO_TRAFFIC
     num_gathers: int = 2
 
-    def recomputed(self) -> "RegionPrice":
-        """This price, without recomputation, with what runs again added to the backward."""
-        added = self.again.communication_s
-        return replace(
-            self,
-            backward_s=self.backward_s + self.again.compute_s,
-            graph_backward_s=self.graph_backward_s + self.again.graph_s,
-            communication_s={a: s + added[a] for a, s in self.communication_s.items()},
+    def under(self, recomputes: bool, num_gathers: int, host: HostTraffic) -> "RegionPrice":
+        """This price, which is without recomputation: with what runs again added to the backward,
+        or not, so many gathers, and what goes to the host."""
+        # Every leaf of every region asks: dataclasses.replace takes several times as long.
+        again = self.again if recomputes else _NOTHING_AGAIN
+        added = again.communication_s
+        return RegionPrice(
+            self.forward_s,
+            self.backward_s + again.compute_s,
+            self.graph_forward_s,
+            self.graph_backward_s + again.graph_s,
+            {a: s + added[a] for a, s in self.communication_s.items()}
+            if added
+            else self.communication_s,
+            self.gather_s,
+            self.reduce_s,
+            self.conversions,
+            self.again,
+            host,
+            num_gathers,
         )
 
     @property
@@ -96,77 +113,6 @@ class RegionPrice:
             name: seconds + self.num_gathers * self.gather_s[name] + self.reduce_s[name]
             for name, seconds in self.communication_s.items()
         }
-
-
-@dataclass
-class _Sums:
-    """Running sums over one region or one value of it, by axis number."""
-
-    mesh: Mesh
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    again_compute_s: float = 0.0
-    again_s: float = 0.0
-    communication_s: list[float] = field(init=False)
-    again_by_axis_s: list[float] = field(init=False)
-    bucket_bytes: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)
-    """By the axes of a collective, which act as one group, and its kind."""
-    records: list[tuple[int, ConversionRecord]] = field(default_factory=list)
-    """(number of the value, record)."""
-
-    def __post_init__(self) -> None:
-        self.communication_s = [0.0] * len(self.mesh.axes)
-        self.again_by_axis_s = [0.0] * len(self.mesh.axes)
-
-    def merge(self, other: "_Sums") -> None:
-        """Add everything of `other`."""
-        self.forward_s += other.forward_s
-        self.backward_s += other.backward_s
-        self.again_compute_s += other.again_compute_s
-        self.again_s += other.again_s
-        for axis in range(len(self.mesh.axes)):
-            self.communication_s[axis] += other.communication_s[axis]
-            self.again_by_axis_s[axis] += other.again_by_axis_s[axis]
-        for (axes, kind), num_bytes in other.bucket_bytes.items():
-            self.bucket(axes, kind, num_bytes)
-        self.records += other.records
-
-    def bucket(self, axes: tuple[int, ...], kind: str, num_bytes: int) -> None:
-        """Parameters or gradients that go into a bucket of these axes."""
-        key = (axes, kind)
-        self.bucket_bytes[key] = self.bucket_bytes.get(key, 0) + num_bytes
-
-    def add(self, cost: ConversionCost) -> None:
-        """An in-graph conversion."""
-        self.forward_s += cost.forward_s
-        self.backward_s += cost.backward_s
-        for axis, seconds in enumerate(cost.by_axis_s):
-            self.communication_s[axis] += seconds
-
-    def add_cast(self, seconds: float) -> None:
-        """A parameter cast to what ops read, for the forward and again for the backward."""
-        self.forward_s += seconds
-        self.backward_s += seconds
-
-    def add_again(self, cost: ConversionCost) -> None:
-        """The forward of a conversion that runs again."""
-        self.again_s += cost.forward_s
-        for axis, seconds in enumerate(cost.forward_by_axis_s):
-            self.again_by_axis_s[axis] += seconds
-
-    def add_op(self, time: OpTime, is_again: bool) -> None:
-        """The collectives inside an op's rule, and its forward if it runs again."""
-        for axis, seconds in enumerate(time.communication_s):
-            self.communication_s[axis] += seconds
-            self.forward_s += seconds
-        for axis, seconds in enumerate(time.backward_communication_s):
-            self.communication_s[axis] += seconds
-            self.backward_s += seconds
-        if is_again:
-            self.again_compute_s += time.forward_s
-            for axis, seconds in enumerate(time.communication_s):
-                self.again_by_axis_s[axis] += seconds
-                self.again_s += seconds
 
 
 class RegionPricer:
@@ -201,9 +147,9 @@ class RegionPricer:
         self._parameters = [
             i for i, slot in enumerate(graph.slots) if slot.kind is SlotKind.PARAMETER
         ]
-        self._known: dict[tuple[int, Layout], _Sums] = {}
+        self._known: dict[tuple[int, Layout], PriceSums] = {}
         self._prices: dict[tuple[Layout, ...], RegionPrice] = {}
-        self._inside = _Sums(mesh)
+        self._inside = PriceSums(mesh)
         self._forward_s = self._backward_s = 0.0
         self.op_times: list[OpTime] = []
         """Of every op, without recomputation."""
@@ -224,21 +170,20 @@ class RegionPricer:
         recompute: Recompute = "none",
         *,
         keeps_gathered: bool = False,
+        host: HostTraffic = _NO_TRAFFIC,
     ) -> RegionPrice:
         """The price of one instance whose slots are stored, or arrive, as `slots`; those that are
-        no parameters as the typing has them."""
+        no parameters as the typing has them. host: what goes there."""
         if recompute == "selective" and self._recompute != "selective":
-            return self._selective.price(slots, recompute, keeps_gathered=keeps_gathered)
-        stored = tuple(slots[i] for i in self._parameters)
+            return self._selective.price(slots, recompute, keeps_gathered=keeps_gathered, host=host)
+        stored = tuple([slots[i] for i in self._parameters])
         if stored not in self._prices:
             self._prices[stored] = self._price(slots)
-        price = self._prices[stored]
-        price = replace(price, num_gathers=1) if keeps_gathered else price
-        return price if recompute == "none" else price.recomputed()
+        return self._prices[stored].under(recompute != "none", 1 if keeps_gathered else 2, host)
 
     def _price(self, slots: Sequence[Layout]) -> RegionPrice:
         """The price without recomputation."""
-        sums = _Sums(self.mesh)
+        sums = PriceSums(self.mesh)
         sums.merge(self._inside)
         for i in self._parameters:
             if (i, slots[i]) not in self._known:
@@ -251,9 +196,9 @@ class RegionPricer:
         """The same, made when somebody first asks: it cannot run yet, so few do."""
         return RegionPricer(self.graph, self.typing, self.rules, self.mesh, self.costs, "selective")
 
-    def _value(self, v: int, native: Layout) -> _Sums:
+    def _value(self, v: int, native: Layout) -> PriceSums:
         """The conversions of one value."""
-        sums = _Sums(self.mesh)
+        sums = PriceSums(self.mesh)
         graph, value = self.graph, self.graph.values[v]
         is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
         if is_parameter and value.master:
@@ -317,7 +262,7 @@ _Edge = tuple[Layout, Layout]
 
 
 def _price_conversion(
-    graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel
+    graph: OpGraph, v: int, edge: _Edge, sums: PriceSums, costs: CostModel
 ) -> ConversionCost:
     cost = conversion_cost(graph.values[v], *edge, sums.mesh, costs)
     sums.add(cost)
@@ -326,7 +271,7 @@ def _price_conversion(
 
 
 def _price_parameter(
-    graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel, is_again: bool
+    graph: OpGraph, v: int, edge: _Edge, sums: PriceSums, costs: CostModel, is_again: bool
 ) -> None:
     """Bucketed steps are added up by bytes and priced per bucket; the record shows them alone. What
     is stored as shards on several axes is gathered over them as one group, what is whole on several
@@ -356,7 +301,7 @@ def _price_parameter(
 
 
 def _record(
-    graph: OpGraph, v: int, kind: str, edge: _Edge, cost: ConversionCost, sums: _Sums
+    graph: OpGraph, v: int, kind: str, edge: _Edge, cost: ConversionCost, sums: PriceSums
 ) -> None:
     """Note a conversion that communicates."""
     if not (cost.forward or cost.backward):
@@ -374,7 +319,7 @@ def _record(
     sums.records.append((v, record))
 
 
-def _finish(forward_s: float, backward_s: float, sums: _Sums, costs: CostModel) -> RegionPrice:
+def _finish(forward_s: float, backward_s: float, sums: PriceSums, costs: CostModel) -> RegionPrice:
     names = sums.mesh.names
     gather_s, reduce_s = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
     for (axes, kind), num_bytes in sorted(sums.bucket_bytes.items()):
@@ -389,7 +334,7 @@ def _finish(forward_s: float, backward_s: float, sums: _Sums, costs: CostModel) 
         communication_s=dict(zip(names, sums.communication_s, strict=True)),
         gather_s=gather_s,
         reduce_s=reduce_s,
-        conversions=tuple(r for _, r in sorted(sums.records, key=lambda pair: pair[0])),
+        conversions=tuple([r for _, r in sorted(sums.records, key=itemgetter(0))]),
         again=AgainPrice(
             sums.again_compute_s,
             sums.again_s,
