@@ -14,6 +14,7 @@ at once: a parameter is charged its share of the bytes, without start-up latency
 the degree decides (EXPERT axes, too).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,6 +75,12 @@ def cast_s(value: Value, stored: Layout, mesh: Mesh, costs: CostModel) -> float:
     return costs.compute_s(0.0, moved, value.dtype) - costs.launch_s
 
 
+_ValueClass = tuple[tuple[int, ...], str, str, bool]
+_Move = tuple[Step, bool, bool]
+"""(step, whether the role of its axis makes what is bucketed free, whether its layout may not be
+legal)."""
+
+
 class ParameterPrices:
     """Conversion prices of parameters on one mesh. Everything computed is kept."""
 
@@ -81,7 +88,8 @@ class ParameterPrices:
         self.mesh = mesh
         self.costs = costs
         self._per_byte: dict[tuple[str, int], float] = {}
-        self._known: dict[tuple[tuple[int, ...], str, str, bool, Layout, Layout], float] = {}
+        self._known: dict[_ValueClass, dict[tuple[Layout, Layout], float]] = {}
+        self._ways: dict[tuple[Layout, Layout], tuple[_Move, ...] | None] = {}
 
     def num_bytes(self, value: Value, layouts: Sequence[Layout], *, stored: bool = False) -> Table:
         """Bytes per rank in each layout, as it is kept (`stored`) or as ops read it."""
@@ -90,44 +98,55 @@ class ParameterPrices:
 
     def matrix(self, value: Value, stored: Sequence[Layout], used: Sequence[Layout]) -> Table:
         """[stored, used] -> seconds, +inf where the pair is not allowed."""
-        distinct = sorted(set(used))
-        column = {layout: k for k, layout in enumerate(distinct)}
-        small = np.array([[self._price_s(value, s, u) for u in distinct] for s in stored])
-        return small[:, [column[u] for u in used]]
+        of_class = value.shape, value.dtype, value.master, value.requires_grad
+        known = self._known.setdefault(of_class, {})
+        distinct = dict.fromkeys(used)
+        for pair in itertools.product(stored, distinct):
+            if pair not in known:
+                known[pair] = self._price_s(value, pair)
+        rows = [{u: known[s, u] for u in distinct} for s in stored]
+        return np.array([[row[u] for u in used] for row in rows])
 
-    def _price_s(self, value: Value, stored: Layout, used: Layout) -> float:
-        key = value.shape, value.dtype, value.master, value.requires_grad, stored, used
-        if key not in self._known:
-            self._known[key] = self._compute_s(value, stored, used)
-        return self._known[key]
+    def _price_s(self, value: Value, pair: tuple[Layout, Layout]) -> float:
+        if pair not in self._ways:
+            self._ways[pair] = self._way(*pair)
+        way = self._ways[pair]
+        if way is None:
+            return math.inf
+        total = 0.0
+        for step, is_free, may_conflict in way:
+            if may_conflict and not is_legal(value.shape, step.after, self.mesh.sizes):
+                return math.inf
+            if is_bucketed(step.source, step.target):
+                total += 0.0 if is_free else self._bucketed_s(value, step)
+            else:
+                total += step_s(value, step, self.mesh, self.costs)
+        return total
 
-    def _compute_s(self, value: Value, stored: Layout, used: Layout) -> float:
-        total, now = 0.0, stored
+    def _way(self, stored: Layout, used: Layout) -> tuple[_Move, ...] | None:
+        """From layout to layout, axis by axis, whatever the parameter; None if not allowed."""
+        way, now = [], stored
         for axis, (source, target) in enumerate(zip(stored, used, strict=True)):
             if not self._allowed(axis, source, target):
-                return math.inf
+                return None
             if source == target:
                 continue
-            after = (*now[:axis], target, *now[axis + 1 :])
-            if not is_legal(value.shape, after, self.mesh.sizes):
-                return math.inf
-            if is_bucketed(source, target):
-                total += self._bucketed_s(value, now, after, axis)
-            else:
-                total += step_s(value, Step(axis, source, target, now), self.mesh, self.costs)
-            now = after
-        return total
+            step = Step(axis, source, target, now)
+            now = step.after
+            # What cuts one axis alone is legal, since a layout holds it.
+            may_conflict = sum(t.is_shard for t in now) > 1
+            is_free = not self.costs.roles[axis].charges_reductions
+            way.append((step, is_free, may_conflict))
+        return tuple(way)
 
     def _allowed(self, axis: int, source: SpmdType, target: SpmdType) -> bool:
         if self.costs.roles[axis].uses_parameters_whole:
             return target.kind in ("I", "R")
         return source == target or (source.kind == "I" and not target.padded)
 
-    def _bucketed_s(self, value: Value, before: Layout, after: Layout, axis: int) -> float:
-        if not self.costs.roles[axis].charges_reductions:
-            return 0.0
+    def _bucketed_s(self, value: Value, step: Step) -> float:
+        axis, after, gathered = step.axis, step.after, step.source.is_shard
         whole = local_bytes(value, after, self.mesh.sizes)
-        gathered = before[axis].is_shard
         total = 2 * self._share_s("all_gather", whole, axis) if gathered else 0.0
         if value.requires_grad:
             kind = "reduce_scatter" if gathered else "all_reduce"
