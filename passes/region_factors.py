@@ -8,7 +8,7 @@ Variables (x_i of passes/elimination.py)
 
 Factors, all in seconds
     op time          t_o[r_o]: roofline time of forward and backward on local sizes, plus the
-                     collectives inside the rule                                      (_op_times)
+                     collectives inside the rule                         (op_time.OpTimer)
     parameter        min over stored layouts s of  w[s, u] + state price * bytes(s) + used price *
                      bytes(u), u the layout the user's rule reads: a table over r_user alone
                                                                               (ParameterTerm.table)

@@ -29,7 +29,7 @@ from meshfold.passes.conversions import (
     conversion_steps,
     plan_conversions,
 )
-from meshfold.passes.op_time import OpTime, op_time
+from meshfold.passes.op_time import OpTime, OpTimer
 from meshfold.passes.parameter_prices import cast_s, is_bucketed, local_bytes, stored_bytes
 from meshfold.passes.price_sums import PriceSums
 from meshfold.passes.rules import AxisRule
@@ -120,7 +120,7 @@ class RegionPricer:
 
     rules[o]: the axis rules of op o. Ops and values are priced once, a parameter once per stored
     layout: what differs between the leaves of a region costs microseconds. recompute: what
-    `RegionPrice.again` is about.
+    `RegionPrice.again` is about. timers: of the ops, if at hand.
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class RegionPricer:
         mesh: Mesh,
         costs: CostModel,
         recompute: Recompute = "full",
+        timers: Sequence[OpTimer] | None = None,
     ) -> None:
         self.graph = graph
         self.mesh = mesh
@@ -153,8 +154,9 @@ class RegionPricer:
         self._forward_s = self._backward_s = 0.0
         self.op_times: list[OpTime] = []
         """Of every op, without recomputation."""
-        for k, (op, of_axes) in enumerate(zip(graph.ops, rules, strict=True)):
-            time = op_time(graph, op, of_axes, mesh, costs)
+        timers = timers or [OpTimer(graph, op, mesh, costs) for op in graph.ops]
+        for k, (timer, of_axes) in enumerate(zip(timers, rules, strict=True)):
+            time = timer.time(of_axes)
             self.op_times.append(time)
             self._forward_s += time.forward_s
             self._backward_s += time.backward_s

@@ -34,7 +34,7 @@ from meshfold.passes.elimination import (
     eliminate,
     min_fill_order,
 )
-from meshfold.passes.op_time import OpTimer
+from meshfold.passes.op_time import OpTimer, OpTimers
 from meshfold.passes.parameter_prices import ParameterPrices, Prices
 from meshfold.passes.region_factors import FactorGraph, Port, build_factors
 from meshfold.passes.region_price import RegionPrice, RegionPricer
@@ -66,7 +66,7 @@ class RegionSolution:
         """Exact prices of the typing, from the conversions that will be emitted, whatever the
         stored layouts of parameters."""
         p = self._problem
-        return RegionPricer(p.graph, self.typing, self.rules, p.mesh, p.costs)
+        return RegionPricer(p.graph, self.typing, self.rules, p.mesh, p.costs, timers=p.timers)
 
     @cached_property
     def price(self) -> RegionPrice:
@@ -83,6 +83,7 @@ class RegionProblem:
     costs: CostModel
     table: RuleTable
     domains: tuple[OpDomain, ...]
+    timers: tuple[OpTimer, ...]
     times: tuple[Table, ...]
     factors: FactorGraph
 
@@ -192,10 +193,17 @@ class Optimum:
 class SearchTables:
     """What region problems on one mesh share: conversion and parameter prices already computed.
 
-    roles: one per axis; empty for ANY on all of them.
+    roles: one per axis; empty for ANY on all of them. timers: shared with other roles.
     """
 
-    def __init__(self, mesh: Mesh, costs: CostModel, roles: tuple[AxisRole, ...] = ()) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        costs: CostModel,
+        roles: tuple[AxisRole, ...] = (),
+        timers: OpTimers | None = None,
+    ) -> None:
+        self.timers = timers or OpTimers(mesh, costs)
         seen = SearchCosts(costs, roles or (AxisRole.ANY,) * len(mesh.axes))
         self.conversions = ConversionTables(mesh, seen)
         self.parameters = ParameterPrices(mesh, seen)
@@ -221,9 +229,13 @@ def prepare_region(
     problem that differs in layouts and roles alone: its domains and the times of its ops serve.
     """
     rules = rules or region_rules(graph, mesh.sizes)
+    timers = tables.timers.of(graph)
     if like is None:
         domains = op_domains(graph, rules, tables.conversions.legal, fixed_rules)
-        times = [_op_times(graph, k, domain, mesh, costs) for k, domain in enumerate(domains)]
+        times = [
+            np.array([timer.time(rules).total_s for rules in domain.rules])
+            for timer, domain in zip(timers, domains, strict=True)
+        ]
     else:
         domains, times = like.domains, list(like.times)
     factors = build_factors(
@@ -235,7 +247,7 @@ def prepare_region(
         slot_layouts,
         output_layouts,
     )
-    return RegionProblem(graph, mesh, costs, rules, domains, tuple(times), factors)
+    return RegionProblem(graph, mesh, costs, rules, domains, timers, tuple(times), factors)
 
 
 def solve_region(
@@ -255,14 +267,6 @@ def solve_region(
         graph, mesh, costs, tables, slot_layouts=slot_layouts, output_layouts=output_layouts
     )
     return problem.solve(prices)
-
-
-def _op_times(
-    graph: OpGraph, op_index: int, domain: OpDomain, mesh: Mesh, costs: CostModel
-) -> Table:
-    """t_o over the joint rules."""
-    timer = OpTimer(graph, graph.ops[op_index], mesh, costs)
-    return np.array([timer.time(rules).total_s for rules in domain.rules])
 
 
 def _read(port: Port, values: Sequence[int]) -> Layout:

@@ -34,6 +34,7 @@ from meshfold.passes.data_parallel import (
 )
 from meshfold.passes.expert_rules import expert_rules, whole_rows
 from meshfold.passes.layout_pins import PinnedSlots, keeps_tp
+from meshfold.passes.op_time import OpWorks
 from meshfold.passes.rule_book import RuleBook
 from meshfold.passes.rule_domains import RuleTable
 from meshfold.passes.rules import AxisRule, rule_inside
@@ -46,11 +47,12 @@ class Shared:
 
     rules: RuleBook
     followed: Followed
+    works: OpWorks
 
     @staticmethod
     def of(folded: FoldedGraph) -> "Shared":
         """Nothing found yet."""
-        return Shared(RuleBook([region.graph for region in folded.regions]), {})
+        return Shared(RuleBook([region.graph for region in folded.regions]), {}, OpWorks())
 
 
 class SearchSpace:

@@ -30,6 +30,7 @@ from meshfold.passes.boundaries import (
 )
 from meshfold.passes.data_parallel import kept_whole_note, zero3_layout, zero_axes
 from meshfold.passes.layout_pins import PinnedSlots, UnkeptPinError
+from meshfold.passes.op_time import OpTimers
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.region_price import RegionPrice
 from meshfold.passes.region_search import (
@@ -116,8 +117,10 @@ class MeshSearch:
         self.space = SearchSpace(folded, mesh, self.costs, batch_size, shared, pinned)
         self.counts = num_instances(folded)
         self.graphs: list[OpGraph] = self.space.graphs
+        timers = OpTimers(mesh, self.costs, shared.works)
         self.tables = {
-            role: SearchTables(mesh, self.costs, self.space.roles(role)) for role in TP_ROLES
+            role: SearchTables(mesh, self.costs, self.space.roles(role), timers)
+            for role in TP_ROLES
         }
         self.fallback_ops = tuple(map(shared.rules.fallback_ops, range(len(self.graphs))))
         self._alone: dict[tuple[int, AxisRole], tuple[RegionProblem, _Chosen]] = {}
