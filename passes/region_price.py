@@ -163,7 +163,7 @@ class RegionPricer:
             self._inside.add_op(time, k in self._again.ops)
         parameters = set(self._parameters)
         for v, (native, _) in enumerate(layouts):
-            if v not in parameters:
+            if v not in parameters and any(d != native for d in self._demands[v]):
                 self._inside.merge(self._value(v, native))
 
     def price(

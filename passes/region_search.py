@@ -29,10 +29,9 @@ from meshfold.passes.constants import shard_constants
 from meshfold.passes.conversion_tables import ConversionTables
 from meshfold.passes.elimination import (
     Elimination,
+    EliminationPlans,
     Factor,
     Table,
-    eliminate,
-    min_fill_order,
 )
 from meshfold.passes.op_time import OpTimer, OpTimers
 from meshfold.passes.parameter_prices import ParameterPrices, Prices
@@ -86,6 +85,7 @@ class RegionProblem:
     timers: tuple[OpTimer, ...]
     times: tuple[Table, ...]
     factors: FactorGraph
+    plans: EliminationPlans
 
     def solve(self, prices: Prices) -> RegionSolution | None:
         """The optimum at these prices; None if no typing meets the allowed layouts."""
@@ -99,8 +99,10 @@ class RegionProblem:
         if len(prices) > 1:
             case = len(domains)
             domains.append(len(prices))
-        keep = () if case is None else (case,)
-        found = eliminate(domains, self._tables(prices, case), keep, self._order)
+        factors = self._tables(prices, case)
+        # Prices change entries of tables, not which variables they join.
+        plan = self.plans.of(domains, [factor.variables for factor in factors], case)
+        found = plan.run([factor.table for factor in factors])
         # A table without parameters is the same in all cases.
         totals = np.broadcast_to(found.table, (len(prices),)).tolist()
         return [
@@ -116,13 +118,6 @@ class RegionProblem:
         for parameter in self.factors.parameters:
             tables += parameter.tables(prices, case)
         return tables
-
-    @cached_property
-    def _order(self) -> list[int]:
-        """Elimination order: prices change entries of tables, not which variables they join."""
-        scopes = [factor.variables for factor in self.factors.factors]
-        scopes += [scope for term in self.factors.parameters for scope in term.scopes()]
-        return min_fill_order(self.factors.domains, scopes)
 
     def with_stored(self, stored: Mapping[int, Layout]) -> "RegionProblem":
         """The same problem with the stored layouts of these parameter slots decided."""
@@ -193,7 +188,8 @@ class Optimum:
 class SearchTables:
     """What region problems on one mesh share: conversion and parameter prices already computed.
 
-    roles: one per axis; empty for ANY on all of them. timers: shared with other roles.
+    roles: one per axis; empty for ANY on all of them. timers: shared with other roles,
+    plans: with other meshes, too.
     """
 
     def __init__(
@@ -202,8 +198,10 @@ class SearchTables:
         costs: CostModel,
         roles: tuple[AxisRole, ...] = (),
         timers: OpTimers | None = None,
+        plans: EliminationPlans | None = None,
     ) -> None:
         self.timers = timers or OpTimers(mesh, costs)
+        self.plans = plans or EliminationPlans()
         seen = SearchCosts(costs, roles or (AxisRole.ANY,) * len(mesh.axes))
         self.conversions = ConversionTables(mesh, seen)
         self.parameters = ParameterPrices(mesh, seen)
@@ -247,7 +245,9 @@ def prepare_region(
         slot_layouts,
         output_layouts,
     )
-    return RegionProblem(graph, mesh, costs, rules, domains, timers, tuple(times), factors)
+    return RegionProblem(
+        graph, mesh, costs, rules, domains, timers, tuple(times), factors, tables.plans
+    )
 
 
 def solve_region(

@@ -32,6 +32,7 @@ from meshfold.passes.data_parallel import (
     follow_batch,
     stored_options,
 )
+from meshfold.passes.elimination import EliminationPlans
 from meshfold.passes.expert_rules import expert_rules, whole_rows
 from meshfold.passes.layout_pins import PinnedSlots, keeps_tp
 from meshfold.passes.op_time import OpWorks
@@ -48,11 +49,14 @@ class Shared:
     rules: RuleBook
     followed: Followed
     works: OpWorks
+    plans: EliminationPlans
 
     @staticmethod
     def of(folded: FoldedGraph) -> "Shared":
         """Nothing found yet."""
-        return Shared(RuleBook([region.graph for region in folded.regions]), {}, OpWorks())
+        return Shared(
+            RuleBook([region.graph for region in folded.regions]), {}, OpWorks(), EliminationPlans()
+        )
 
 
 class SearchSpace:

@@ -119,7 +119,7 @@ class MeshSearch:
         self.graphs: list[OpGraph] = self.space.graphs
         timers = OpTimers(mesh, self.costs, shared.works)
         self.tables = {
-            role: SearchTables(mesh, self.costs, self.space.roles(role), timers)
+            role: SearchTables(mesh, self.costs, self.space.roles(role), timers, shared.plans)
             for role in TP_ROLES
         }
         self.fallback_ops = tuple(map(shared.rules.fallback_ops, range(len(self.graphs))))
