@@ -50,9 +50,10 @@ class ConversionTables:
     def matrix(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         """M over `layouts` x `layouts` for a value of this shape and dtype. Do not write to it."""
         key = (value.shape, value.dtype, value.requires_grad), layouts
-        if key not in self._matrices:
-            self._matrices[key] = self._fill(value, layouts)
-        return self._matrices[key]
+        found = self._matrices.get(key)
+        if found is None:
+            found = self._matrices[key] = self._fill(value, layouts)
+        return found
 
     def _fill(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         best = self._direct(value, layouts)
@@ -64,9 +65,9 @@ class ConversionTables:
 
     def _direct(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         """The cheapest order of one step per axis."""
-        if layouts not in self._ways:
-            self._ways[layouts] = _Ways(layouts)
-        ways = self._ways[layouts]
+        ways = self._ways.get(layouts)
+        if ways is None:
+            ways = self._ways[layouts] = _Ways(layouts)
         steps = [self._step_table(value, ways.types, k) for k in range(len(ways.types))]
         # A type by itself is legal, since a layout holds it: only two shards can conflict.
         legal = tuple([self.legal(value.shape, layout) for layout in ways.doubtful])
@@ -101,9 +102,10 @@ class ConversionTables:
         )
         size = value.num_bytes, value.dtype, value.requires_grad
         key = size, axis, tuple(types[axis]), others
-        if key not in self._tables:
-            self._tables[key] = self._fill_steps(value, key)
-        return self._tables[key]
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = self._fill_steps(value, key)
+        return found
 
     def _fill_steps(self, value: Value, key: _TableKey) -> Table:
         _, axis, mine, others = key
@@ -135,12 +137,13 @@ class ConversionTables:
         moves = source.is_shard and target.is_shard
         is_even = not moves or exchange_is_even(source, target, self.mesh.sizes[axis])
         key = size, axis, source.kind, target.kind, is_even, target.padded, others
-        if key not in self._steps:
+        found = self._steps.get(key)
+        if found is None:
             layout = tuple(Shard(0) if is_shard else INVARIANT for is_shard in others)
             before = (*layout[:axis], source, *layout[axis + 1 :])
             step = Step(axis, source, target, before)
-            self._steps[key] = step_s(value, step, self.mesh, self.costs)
-        return self._steps[key]
+            found = self._steps[key] = step_s(value, step, self.mesh, self.costs)
+        return found
 
 
 def _are_swaps(layouts: Sequence[Layout]) -> NDArray[np.bool_]:

@@ -14,12 +14,12 @@ at once: a parameter is charged its share of the bytes, without start-up latency
 the degree decides (EXPERT axes, too).
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
@@ -75,21 +75,27 @@ def cast_s(value: Value, stored: Layout, mesh: Mesh, costs: CostModel) -> float:
     return costs.compute_s(0.0, moved, value.dtype) - costs.launch_s
 
 
-_ValueClass = tuple[tuple[int, ...], str, str, bool]
-_Move = tuple[Step, bool, bool]
-"""(step, whether the role of its axis makes what is bucketed free, whether its layout may not be
-legal)."""
+_Way = tuple[tuple[Step, bool, bool], ...]
+"""Per step: the step, whether the role of its axis makes what is bucketed free, whether a parameter
+may not have the layout after it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pairs:
+    """Ways from stored to used layouts, None where not allowed, and [stored, used] -> its way."""
+
+    ways: list[_Way | None]
+    numbers: NDArray[np.intp]
 
 
 class ParameterPrices:
-    """Conversion prices of parameters on one mesh. Everything computed is kept."""
+    """Conversion prices of parameters on one mesh. Which steps a pair of layouts takes is kept."""
 
     def __init__(self, mesh: Mesh, costs: SearchCosts) -> None:
         self.mesh = mesh
         self.costs = costs
         self._per_byte: dict[tuple[str, int], float] = {}
-        self._known: dict[_ValueClass, dict[tuple[Layout, Layout], float]] = {}
-        self._ways: dict[tuple[Layout, Layout], tuple[_Move, ...] | None] = {}
+        self._pairs: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], _Pairs] = {}
 
     def num_bytes(self, value: Value, layouts: Sequence[Layout], *, stored: bool = False) -> Table:
         """Bytes per rank in each layout, as it is kept (`stored`) or as ops read it."""
@@ -98,19 +104,22 @@ class ParameterPrices:
 
     def matrix(self, value: Value, stored: Sequence[Layout], used: Sequence[Layout]) -> Table:
         """[stored, used] -> seconds, +inf where the pair is not allowed."""
-        of_class = value.shape, value.dtype, value.master, value.requires_grad
-        known = self._known.setdefault(of_class, {})
-        distinct = dict.fromkeys(used)
-        for pair in itertools.product(stored, distinct):
-            if pair not in known:
-                known[pair] = self._price_s(value, pair)
-        rows = [{u: known[s, u] for u in distinct} for s in stored]
-        return np.array([[row[u] for u in used] for row in rows])
+        # Lists of layouts repeat over the parameters of ops of one kind.
+        key = tuple(stored), tuple(used)
+        pairs = self._pairs.get(key)
+        if pairs is None:
+            pairs = self._pairs[key] = self._find_pairs(*key)
+        return np.array([self._way_s(value, way) for way in pairs.ways])[pairs.numbers]
 
-    def _price_s(self, value: Value, pair: tuple[Layout, Layout]) -> float:
-        if pair not in self._ways:
-            self._ways[pair] = self._way(*pair)
-        way = self._ways[pair]
+    def _find_pairs(self, stored: tuple[Layout, ...], used: tuple[Layout, ...]) -> _Pairs:
+        numbers: dict[tuple[Layout, Layout], int] = {}
+        rows = [[numbers.setdefault((s, u), len(numbers)) for u in used] for s in stored]
+        return _Pairs(
+            [self._way(*pair) for pair in numbers],
+            np.array(rows, dtype=np.intp).reshape(len(stored), len(used)),
+        )
+
+    def _way_s(self, value: Value, way: _Way | None) -> float:
         if way is None:
             return math.inf
         total = 0.0
@@ -123,7 +132,7 @@ class ParameterPrices:
                 total += step_s(value, step, self.mesh, self.costs)
         return total
 
-    def _way(self, stored: Layout, used: Layout) -> tuple[_Move, ...] | None:
+    def _way(self, stored: Layout, used: Layout) -> _Way | None:
         """From layout to layout, axis by axis, whatever the parameter; None if not allowed."""
         way, now = [], stored
         for axis, (source, target) in enumerate(zip(stored, used, strict=True)):

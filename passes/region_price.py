@@ -179,18 +179,20 @@ class RegionPricer:
         if recompute == "selective" and self._recompute != "selective":
             return self._selective.price(slots, recompute, keeps_gathered=keeps_gathered, host=host)
         stored = tuple([slots[i] for i in self._parameters])
-        if stored not in self._prices:
-            self._prices[stored] = self._price(slots)
-        return self._prices[stored].under(recompute != "none", 1 if keeps_gathered else 2, host)
+        price = self._prices.get(stored)
+        if price is None:
+            price = self._prices[stored] = self._price(slots)
+        return price.under(recompute != "none", 1 if keeps_gathered else 2, host)
 
     def _price(self, slots: Sequence[Layout]) -> RegionPrice:
         """The price without recomputation."""
         sums = PriceSums(self.mesh)
         sums.merge(self._inside)
         for i in self._parameters:
-            if (i, slots[i]) not in self._known:
-                self._known[i, slots[i]] = self._value(i, slots[i])
-            sums.merge(self._known[i, slots[i]])
+            known = self._known.get((i, slots[i]))
+            if known is None:
+                known = self._known[i, slots[i]] = self._value(i, slots[i])
+            sums.merge(known)
         return _finish(self._forward_s, self._backward_s, sums, self.costs)
 
     @cached_property

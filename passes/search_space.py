@@ -225,11 +225,12 @@ class SearchSpace:
         alone = [tuple(per_axis[:1] for per_axis in table) for table in self._own_rules]
         boundaries, batch_size = self.boundaries, self.batch_size
         key = batch_problem(boundaries, axis_size, alone, batch_size)
-        if key not in self.shared.followed:
-            self.shared.followed[key] = follow_batch(
-                self.folded, boundaries, axis_size, alone, self.costs, batch_size
+        found = self.shared.followed.get(key)
+        if found is None:
+            found = self.shared.followed[key] = follow_batch(
+                self.folded, boundaries, axis_size, alone, self.costs, batch_size, self.shared.works
             )
-        return self.shared.followed[key]
+        return found
 
     def _rules_of_data(self, region: int) -> RuleTable:
         """On tp every op goes on with its rule on dp, or runs whole."""
