@@ -46,6 +46,7 @@ from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType, is_legal
 class Shared:
     """What the meshes of one program have in common. followed: what was found on the dp axis."""
 
+    boundaries: Boundaries
     rules: RuleBook
     followed: Followed
     works: OpWorks
@@ -54,9 +55,8 @@ class Shared:
     @staticmethod
     def of(folded: FoldedGraph) -> "Shared":
         """Nothing found yet."""
-        return Shared(
-            RuleBook([region.graph for region in folded.regions]), {}, OpWorks(), EliminationPlans()
-        )
+        rules = RuleBook([region.graph for region in folded.regions])
+        return Shared(find_boundaries(folded), rules, {}, OpWorks(), EliminationPlans())
 
 
 class SearchSpace:
@@ -83,7 +83,7 @@ class SearchSpace:
         self.shared = shared
         self.pinned = pinned
         self.graphs: list[OpGraph] = [region.graph for region in folded.regions]
-        self.boundaries: Boundaries = find_boundaries(folded)
+        self.boundaries: Boundaries = shared.boundaries
         axes = map(self._axis, ("dp", "ep", "cp", "tp"))
         self.dp_axis, self.ep_axis, self.cp_axis, self.tp_axis = axes
         self._own_rules: list[RuleTable] = [

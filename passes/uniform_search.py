@@ -24,10 +24,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
 from meshfold.passes.axis_roles import AxisRole
-from meshfold.passes.boundaries import (
-    num_instances,
-    tied_parameter_slots,
-)
+from meshfold.passes.boundaries import num_instances
 from meshfold.passes.data_parallel import kept_whole_note, zero3_layout, zero_axes
 from meshfold.passes.layout_pins import PinnedSlots, UnkeptPinError
 from meshfold.passes.op_time import OpTimers
@@ -171,7 +168,7 @@ class MeshSearch:
             raise UnkeptPinError
         alone = [self._typed_alone(r, role) for r in range(len(self.graphs))]
         problems, chosen = [problem for problem, _ in alone], [found for _, found in alone]
-        for group in tied_parameter_slots(self.folded):
+        for group in self.folded.tied_slots:
             self._agree(group, problems, chosen)
         slots = [(r, c.solution.typing.slots) for r, c in enumerate(chosen)]
         return chosen, self._fraction(slots, if_none=0.0)
