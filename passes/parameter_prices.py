@@ -82,10 +82,13 @@ may not have the layout after it."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pairs:
-    """Ways from stored to used layouts, None where not allowed, and [stored, used] -> its way."""
+    """Ways from stored to used layouts, None where not allowed, and [stored, used] -> its way; the
+    distinct used layouts, and [used] -> its layout."""
 
     ways: list[_Way | None]
     numbers: NDArray[np.intp]
+    used: list[Layout]
+    places: NDArray[np.intp]
 
 
 class ParameterPrices:
@@ -102,22 +105,24 @@ class ParameterPrices:
         size = stored_bytes if stored else local_bytes
         return np.array([size(value, x, self.mesh.sizes) for x in layouts], dtype=float)
 
-    def matrix(self, value: Value, stored: Sequence[Layout], used: Sequence[Layout]) -> Table:
-        """[stored, used] -> seconds, +inf where the pair is not allowed."""
+    def tables(
+        self, value: Value, stored: Sequence[Layout], used: Sequence[Layout]
+    ) -> tuple[Table, Table]:
+        """([stored, used] -> seconds, +inf where the pair is not allowed; num_bytes of `used`)."""
         # Lists of layouts repeat over the parameters of ops of one kind.
         key = tuple(stored), tuple(used)
         pairs = self._pairs.get(key)
         if pairs is None:
             pairs = self._pairs[key] = self._find_pairs(*key)
-        return np.array([self._way_s(value, way) for way in pairs.ways])[pairs.numbers]
+        seconds = np.array([self._way_s(value, way) for way in pairs.ways])
+        return seconds[pairs.numbers], self.num_bytes(value, pairs.used)[pairs.places]
 
     def _find_pairs(self, stored: tuple[Layout, ...], used: tuple[Layout, ...]) -> _Pairs:
-        numbers: dict[tuple[Layout, Layout], int] = {}
-        rows = [[numbers.setdefault((s, u), len(numbers)) for u in used] for s in stored]
-        return _Pairs(
-            [self._way(*pair) for pair in numbers],
-            np.array(rows, dtype=np.intp).reshape(len(stored), len(used)),
-        )
+        distinct = {u: k for k, u in enumerate(dict.fromkeys(used))}
+        places = np.array([distinct[u] for u in used], dtype=np.intp)
+        ways = [self._way(s, u) for s in stored for u in distinct]
+        rows = np.arange(len(stored))[:, None] * len(distinct)
+        return _Pairs(ways, rows + places, list(distinct), places)
 
     def _way_s(self, value: Value, way: _Way | None) -> float:
         if way is None:

@@ -326,7 +326,7 @@ def _parameter_term(
     b: _Builder, slot: int, users: Sequence[Port], stored: Sequence[Layout], p: ParameterPrices
 ) -> ParameterTerm:
     value = b.graph.values[slot]
-    convert = tuple(p.matrix(value, tuple(stored), user.layouts) for user in users)
+    tables = [p.tables(value, stored, user.layouts) for user in users]
     # Vectors are too small for memory to matter, and a price on them would cost communication.
     priced = float(len(value.shape) >= 2)
     return ParameterTerm(
@@ -334,8 +334,8 @@ def _parameter_term(
         stored=tuple(stored),
         stored_variable=b.variable(len(stored)) if len(users) > 1 else None,
         users=tuple(users),
-        conversion_s=convert,
+        conversion_s=tuple([seconds for seconds, _ in tables]),
         stored_bytes=priced * p.num_bytes(value, stored, stored=True),
-        used_bytes=tuple(priced * p.num_bytes(value, u.layouts) for u in users),
+        used_bytes=tuple([priced * num_bytes for _, num_bytes in tables]),
         forbidden_s=np.zeros(len(stored)),
     )

@@ -28,6 +28,7 @@ from meshfold.passes.conversions import (
     conversion_cost,
     conversion_steps,
     plan_conversions,
+    steps_cost,
 )
 from meshfold.passes.op_time import OpTime, OpTimer
 from meshfold.passes.parameter_prices import cast_s, is_bucketed, local_bytes, stored_bytes
@@ -284,11 +285,12 @@ def _price_parameter(
     mesh, value = sums.mesh, graph.values[v]
     gathered: list[int] = []
     reduced: list[int] = []
-    for step in conversion_steps(value, *edge, mesh, costs):
+    steps = conversion_steps(value, *edge, mesh, costs)
+    for step in steps:
         if is_bucketed(step.source, step.target):
             (gathered if step.source.is_shard else reduced).append(step.axis)
             continue
-        cost = conversion_cost(value, step.before, step.after, mesh, costs)
+        cost = steps_cost(value, (step,), mesh, costs)
         sums.add(cost)
         if is_again:
             sums.add_again(cost)
@@ -301,7 +303,7 @@ def _price_parameter(
             sums.bucket(axes, "reduce_scatter", shards * kept)
     if reduced and value.requires_grad:
         sums.bucket(tuple(sorted(reduced)), "all_reduce", kept)
-    _record(graph, v, "parameter", edge, conversion_cost(value, *edge, mesh, costs), sums)
+    _record(graph, v, "parameter", edge, steps_cost(value, steps, mesh, costs), sums)
 
 
 def _record(
