@@ -112,11 +112,11 @@ class ParameterTerm:
             for convert, used in zip(self.conversion_s, self.used_bytes, strict=True)
         ]
 
-    def best_stored(self, used: Sequence[Layout], prices: Prices) -> Layout:
-        """The stored layout for these used layouts, one per user."""
+    def best_stored(self, values: Sequence[int], prices: Prices) -> Layout:
+        """The stored layout under an assignment of all variables."""
         cost = self.forbidden_s + prices.state_s_per_byte * self.stored_bytes
-        for user, convert, layout in zip(self.users, self.conversion_s, used, strict=True):
-            cost = cost + convert[:, user.layouts.index(layout)]
+        for user, convert in zip(self.users, self.conversion_s, strict=True):
+            cost = cost + convert[:, 0 if user.variable is None else values[user.variable]]
         return self.stored[int(cost.argmin())]
 
 

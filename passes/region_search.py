@@ -148,8 +148,7 @@ class Optimum:
             if term.stored_variable is not None:
                 stored[term.slot] = term.stored[values[term.stored_variable]]
             else:
-                used = [_read(u, values) for u in term.users]
-                stored[term.slot] = term.best_stored(used, self.prices)
+                stored[term.slot] = term.best_stored(values, self.prices)
         return tuple(
             stored[slot] if port is None else _read(port, values)
             for slot, port in enumerate(factors.slots)
