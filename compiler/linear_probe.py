@@ -1,6 +1,7 @@
 """One probe for all sizes of a linear layer.
 
-x [*, K], weight [N, K] and bias [N] to y [*, N]: what the op keeps and allocates are whole tensors
+x [*, K], weight [N, K] and bias [N] to y [*, N], or the same as a product of matrices with its
+weight the other way round (_FORMS): what the op keeps and allocates are whole tensors
 of the sizes of x, weight, y and bias. A run on sizes of which each is 16 times the next or more
 tells how many of each they are, as digits of a number, and that answers for every size. Layers of
 many widths, and one layer on many meshes, then share it.
@@ -11,12 +12,15 @@ none.
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from meshfold.cost_models.op_probe import (
     OpProbe,
     ProbedOutput,
     ProbeKey,
+    TensorSpec,
     dense_spec,
     is_dense,
 )
@@ -31,22 +35,40 @@ _OTHER_ROWS, _OTHER_IN, _OTHER_OUT = 64, 4, 512
 _BASE = 16
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How an op takes a linear layer. positions: of x, weight and bias among its operands; turned:
+    the weight is [K, N]; most_leading: dims of x before its last, at most. More than five have one
+    element in the sample, whose rows are 32."""
+
+    positions: tuple[int, int, int]
+    turned: bool
+    most_leading: int
+
+
+_FORMS = MappingProxyType(
+    {
+        "aten.linear.default": _Form((0, 1, 2), turned=False, most_leading=5),
+        "aten.addmm.default": _Form((1, 2, 0), turned=True, most_leading=1),
+    }
+)
+
+
 def linear_samples(key: ProbeKey) -> tuple[ProbeKey, ProbeKey] | None:
     """The same call on the two sizes that stand for all; None for another call, for operands that
     are not dense or not of one dtype, and where a dim of one element may take another way."""
-    operands = key.operands
+    form, operands = _FORMS.get(key.target), key.operands
     refs = tuple(Ref(k) for k in range(len(operands)))
-    if key.target != "aten.linear.default" or key.kwargs or key.args != refs:
+    if form is None or key.kwargs or key.args != refs:
         return None
-    ranks = [len(spec.shape) for spec in operands]
-    # Rows of the sample are 32, so that more than five dims before the last have one element.
-    if ranks[1:] not in ([2], [2, 1]) or not 2 <= ranks[0] <= 6:
+    ranks = [len(spec.shape) for spec in _by_form(operands, form)]
+    if ranks[1:] not in ([2], [2, 1]) or not 2 <= ranks[0] <= form.most_leading + 1:
         return None
     if any(not is_dense(s) or min(s.shape) < 2 or s.dtype != operands[0].dtype for s in operands):
         return None
     samples = (
-        _resized(key, _ROWS, _IN, _OUT),
-        _resized(key, _OTHER_ROWS, _OTHER_IN, _OTHER_OUT),
+        _resized(key, form, _ROWS, _IN, _OUT),
+        _resized(key, form, _OTHER_ROWS, _OTHER_IN, _OTHER_OUT),
     )
     return None if key in samples else samples
 
@@ -54,9 +76,11 @@ def linear_samples(key: ProbeKey) -> tuple[ProbeKey, ProbeKey] | None:
 def linear_at_size(answer: OpProbe, key: ProbeKey) -> OpProbe | None:
     """The answer to `key` from that to its first sample; None if it is not made of whole
     tensors."""
-    x, weight = key.operands[:2]
+    form = _FORMS[key.target]
+    x, weight = _by_form(key.operands, form)[:2]
     item_bytes = ITEM_BYTES[x.dtype]
-    rows, width, out = math.prod(x.shape[:-1]), x.shape[-1], weight.shape[0]
+    out = weight.shape[1 if form.turned else 0]
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     counts = (answer.saved_bytes, *answer.fresh_gradient_bytes)
     if answer.forward_scratch_bytes or answer.backward_scratch_bytes or len(answer.outputs) != 1:
         return None
@@ -75,16 +99,21 @@ def linear_at_size(answer: OpProbe, key: ProbeKey) -> OpProbe | None:
     )
 
 
-def _resized(key: ProbeKey, rows: int, width: int, out: int) -> ProbeKey:
+def _by_form(operands: Sequence[TensorSpec], form: _Form) -> list[TensorSpec]:
+    """x, weight and, if there is one, bias."""
+    return [operands[k] for k in form.positions if k < len(operands)]
+
+
+def _resized(key: ProbeKey, form: _Form, rows: int, width: int, out: int) -> ProbeKey:
     """The call on so many rows, from so wide to so wide; leading dims but the last are 2."""
-    num_leading = len(key.operands[0].shape) - 1
+    num_leading = len(key.operands[form.positions[0]].shape) - 1
     leading = (*(2,) * (num_leading - 1), rows >> (num_leading - 1))
-    shapes = ((*leading, width), (out, width), (out,))
-    operands = tuple(
-        dense_spec(shape, spec.dtype, spec.requires_grad)
-        for shape, spec in zip(shapes, key.operands, strict=False)
-    )
-    return replace(key, operands=operands)
+    shapes = ((*leading, width), (width, out) if form.turned else (out, width), (out,))
+    operands = list(key.operands)
+    for k, shape in zip(form.positions, shapes, strict=True):
+        if k < len(operands):
+            operands[k] = dense_spec(shape, operands[k].dtype, operands[k].requires_grad)
+    return replace(key, operands=tuple(operands))
 
 
 def _resize(num_bytes: int, item_bytes: int, size: tuple[int, int, int]) -> int | None:

@@ -276,6 +276,26 @@ class FoldedGraph:
                 out.append((inst.region, k, 1))
         return tuple(out)
 
+    @cached_property
+    def tied_slots(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Groups of parameter slots (region, slot) that share a parameter, for some instance, and
+        so its stored layout; only groups of two and more, in order of first appearance."""
+        group_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        of_name: dict[str, tuple[int, int]] = {}
+        for instance in self.instances:
+            for i, source in enumerate(instance.sources):
+                if source.kind is not SourceKind.PARAMETER:
+                    continue
+                slot = instance.region, i
+                group = group_of.setdefault(slot, [slot])
+                other = group_of[of_name.setdefault(source.name, slot)]
+                if other is not group:
+                    other += group
+                    group_of.update(dict.fromkeys(group, other))
+        place = {slot: k for k, slot in enumerate(group_of)}
+        groups = {id(group): group for group in group_of.values()}.values()
+        return tuple(tuple(sorted(g, key=place.__getitem__)) for g in groups if len(g) > 1)
+
     @property
     def num_ops(self) -> int:
         return sum(len(self.regions[i.region].graph.ops) for i in self.instances)

@@ -46,6 +46,8 @@ class OpProber:
 
     def __init__(self) -> None:
         self._known: dict[ProbeKey, OpProbe] = {}
+        self._is_linear: dict[ProbeKey, bool] = {}
+        """Whether the first sample of a linear layer tells what the second is."""
         self._num_probes = 0
         self._mode = fake_mode()
 
@@ -67,8 +69,9 @@ class OpProber:
         if (samples := linear_samples(key)) is None:
             return None
         first, second = samples
-        is_sure = linear_at_size(self(first), second) == self(second)
-        return linear_at_size(self(first), key) if is_sure else None
+        if first not in self._is_linear:
+            self._is_linear[first] = linear_at_size(self(first), second) == self(second)
+        return linear_at_size(self(first), key) if self._is_linear[first] else None
 
     def _probe(self, key: ProbeKey) -> OpProbe:
         self._num_probes += 1

@@ -77,12 +77,12 @@ class CostModel:
         key = tuple(sorted(axes))
         if not key:
             return 0.0
-        known = self._collectives
-        if (kind, num_bytes, key) not in known:
-            known[kind, num_bytes, key] = collectives.collective_s(
+        found = self._collectives.get((kind, num_bytes, key))
+        if found is None:
+            found = self._collectives[kind, num_bytes, key] = collectives.collective_s(
                 kind, num_bytes, self.group_shapes[key], self.node_link, self.cluster.network
             )
-        return known[kind, num_bytes, key]
+        return found
 
     def host_s(self, num_bytes: float) -> float:
         """Seconds to move bytes between a device and its host, one way. The rate must be known."""

@@ -135,22 +135,6 @@ def carries_feature_maps(folded: FoldedGraph) -> bool:
     return any(found.values[c].requires_grad and len(found.values[c].shape) > 3 for c in inside)
 
 
-def tied_parameter_slots(folded: FoldedGraph) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Groups of parameter slots (region, slot) that share a parameter and so its stored layout;
-    only groups of two and more, in order of first appearance."""
-    classes = _Classes()
-    seen: dict[tuple[int, int], None] = {}
-    for instance in folded.instances:
-        for i, source in enumerate(instance.sources):
-            if source.kind is SourceKind.PARAMETER:
-                seen[instance.region, i] = None
-                classes.join((instance.region, i), source.name)
-    groups: dict[Hashable, list[tuple[int, int]]] = {}
-    for slot in seen:
-        groups.setdefault(classes.find(slot), []).append(slot)
-    return tuple(tuple(g) for g in groups.values() if len(g) > 1)
-
-
 def num_instances(folded: FoldedGraph) -> Mapping[int, int]:
     """Region number -> how often it occurs."""
     counts = dict.fromkeys(range(len(folded.regions)), 0)

@@ -7,13 +7,14 @@ which other axes shard the value at that moment, so a whole matrix
     M[s, t] = min over orders of the axes of  sum_k step_k(s_k -> t_k | others as converted so far)
 
 is filled from few scalar prices (ConversionTables._step_s) by array indexing, one order at a time
-(_in_order). Where no order is legal two shards trade places, and one of them stops at Invariant
+(_Ways). Where no order is legal two shards trade places, and one of them stops at Invariant
 first. Seconds, forward plus backward; +inf where a role forbids the way.
 """
 
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,13 +45,15 @@ class ConversionTables:
         self._matrices: dict[tuple[_ValueClass, tuple[Layout, ...]], Table] = {}
         self._steps: dict[_StepKey, float] = {}
         self._tables: dict[_TableKey, Table] = {}
+        self._ways: dict[tuple[Layout, ...], _Ways] = {}
 
     def matrix(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         """M over `layouts` x `layouts` for a value of this shape and dtype. Do not write to it."""
         key = (value.shape, value.dtype, value.requires_grad), layouts
-        if key not in self._matrices:
-            self._matrices[key] = self._fill(value, layouts)
-        return self._matrices[key]
+        found = self._matrices.get(key)
+        if found is None:
+            found = self._matrices[key] = self._fill(value, layouts)
+        return found
 
     def _fill(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         best = self._direct(value, layouts)
@@ -60,29 +63,15 @@ class ConversionTables:
                 self._detour(value, layouts, best, swaps)
         return best
 
-    def _direct(self, value: Value, layouts: Sequence[Layout]) -> Table:
+    def _direct(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         """The cheapest order of one step per axis."""
-        axes = range(len(self.mesh.axes))
-        types = [sorted({layout[k] for layout in layouts}) for k in axes]
-        numbers = np.array(
-            [[types[k].index(layout[k]) for k in axes] for layout in layouts], dtype=np.intp
-        ).reshape(len(layouts), len(axes))
-        if len(types) == 1:
-            only = numbers[:, 0]
-            one_step: Table = self._step_table(value, types, 0)[only[:, None], only, 0]
-            return one_step
-        # Combinations of types that a step may start from or end in.
-        legal = np.zeros([len(t) for t in types], dtype=bool)
-        for at in itertools.product(*(range(len(t)) for t in types)):
-            layout = tuple(types[k][i] for k, i in enumerate(at))
-            # A type by itself is legal, since a layout holds it: only two shards can conflict.
-            legal[at] = sum(t.is_shard for t in layout) < 2 or self.legal(value.shape, layout)
-        best = np.full((len(layouts), len(layouts)), np.inf)
-        steps = [self._step_table(value, types, k) for k in axes]
-        for order in itertools.permutations(axes):
-            np.minimum(best, _in_order(order, steps, types, legal, numbers), out=best)
-        np.fill_diagonal(best, 0.0)
-        return best
+        ways = self._ways.get(layouts)
+        if ways is None:
+            ways = self._ways[layouts] = _Ways(layouts)
+        steps = [self._step_table(value, ways.types, k) for k in range(len(ways.types))]
+        # A type by itself is legal, since a layout holds it: only two shards can conflict.
+        legal = tuple([self.legal(value.shape, layout) for layout in ways.doubtful])
+        return ways.cheapest(steps, legal)
 
     def _detour(
         self,
@@ -94,7 +83,7 @@ class ConversionTables:
         """Price the pairs `swaps`, in which two shards trade places on one dim: one first makes
         room as Invariant."""
         wider = list(dict.fromkeys((*layouts, *(s for x in layouts for s in _stops(x)))))
-        matrix = self._direct(value, wider)
+        matrix = self._direct(value, tuple(wider))
         number = {layout: k for k, layout in enumerate(wider)}
         for a in np.flatnonzero(swaps.any(axis=1)).tolist():
             targets = np.flatnonzero(swaps[a])
@@ -113,9 +102,10 @@ class ConversionTables:
         )
         size = value.num_bytes, value.dtype, value.requires_grad
         key = size, axis, tuple(types[axis]), others
-        if key not in self._tables:
-            self._tables[key] = self._fill_steps(value, key)
-        return self._tables[key]
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = self._fill_steps(value, key)
+        return found
 
     def _fill_steps(self, value: Value, key: _TableKey) -> Table:
         _, axis, mine, others = key
@@ -147,12 +137,13 @@ class ConversionTables:
         moves = source.is_shard and target.is_shard
         is_even = not moves or exchange_is_even(source, target, self.mesh.sizes[axis])
         key = size, axis, source.kind, target.kind, is_even, target.padded, others
-        if key not in self._steps:
+        found = self._steps.get(key)
+        if found is None:
             layout = tuple(Shard(0) if is_shard else INVARIANT for is_shard in others)
             before = (*layout[:axis], source, *layout[axis + 1 :])
             step = Step(axis, source, target, before)
-            self._steps[key] = step_s(value, step, self.mesh, self.costs)
-        return self._steps[key]
+            found = self._steps[key] = step_s(value, step, self.mesh, self.costs)
+        return found
 
 
 def _are_swaps(layouts: Sequence[Layout]) -> NDArray[np.bool_]:
@@ -172,25 +163,75 @@ def _stops(layout: Layout) -> list[Layout]:
     return [(*layout[:k], INVARIANT, *layout[k + 1 :]) for k, t in enumerate(layout) if t.is_shard]
 
 
-def _in_order(
-    order: tuple[int, ...],
-    steps: Sequence[Table],
-    types: Sequence[Sequence[SpmdType]],
-    legal: NDArray[np.bool_],
-    numbers: NDArray[np.intp],
-) -> Table:
-    """The matrix when the axes are converted in this order. numbers: [layout, axis] -> type."""
-    count = len(numbers)
-    shards = [np.array([t.is_shard for t in ts], dtype=np.intp) for ts in types]
-    now = [np.broadcast_to(numbers[:, k, None], (count, count)) for k in range(len(types))]
-    total = np.zeros((count, count))
-    for axis in order:
-        bits = sum(
-            (shards[k][now[k]] << k for k in range(len(types)) if k != axis),
-            start=np.zeros((count, count), dtype=np.intp),
-        )
-        target = np.broadcast_to(numbers[None, :, axis], (count, count))
-        total = total + steps[axis][now[axis], target, bits]
-        now[axis] = target
-        total = np.where(legal[tuple(now)], total, np.inf)
-    return total
+class _Ways:
+    """All ways from layout to layout with one step per axis, whatever the value. types: per axis
+    those that there are; doubtful: layouts on the way that not every tensor can have."""
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        axes = range(len(layouts[0]))
+        self.types = [sorted({layout[k] for layout in layouts}) for k in axes]
+        places = [{t: i for i, t in enumerate(of_axis)} for of_axis in self.types]
+        self._numbers = np.array(
+            [[places[k][layout[k]] for k in axes] for layout in layouts], dtype=np.intp
+        ).reshape(len(layouts), len(axes))
+        """[layout, axis] -> type."""
+        self._combinations = list(itertools.product(*(range(len(t)) for t in self.types)))
+        between = [tuple(self.types[k][i] for k, i in enumerate(at)) for at in self._combinations]
+        self._doubts = [
+            n for n, layout in enumerate(between) if sum(t.is_shard for t in layout) > 1
+        ]
+        self.doubtful = [between[n] for n in self._doubts]
+        self._orders: dict[tuple[bool, ...], list[_Order]] = {}
+
+    def cheapest(self, steps: Sequence[Table], legal: tuple[bool, ...]) -> Table:
+        """The matrix of a value. steps: per axis [source, target, which other axes shard it] ->
+        seconds; legal: per doubtful layout."""
+        if legal not in self._orders:
+            self._orders[legal] = self._legal_orders(legal)
+        flat = [table.ravel() for table in steps]
+        best: Table | None = None
+        for order in self._orders[legal]:
+            total = order.barred
+            for axis, entries in order.entries:
+                total = total + flat[axis][entries]
+            best = total if best is None else np.minimum(best, total)
+        assert best is not None
+        if len(steps) > 1:
+            np.fill_diagonal(best, 0.0)
+        return best
+
+    def _legal_orders(self, legal: tuple[bool, ...]) -> "list[_Order]":
+        table = np.ones([len(t) for t in self.types], dtype=bool)
+        for n, is_legal in zip(self._doubts, legal, strict=True):
+            table[self._combinations[n]] = is_legal
+        orders = itertools.permutations(range(len(self.types)))
+        return [self._in_order(order, table) for order in orders]
+
+    def _in_order(self, order: Sequence[int], legal: NDArray[np.bool_]) -> "_Order":
+        """The axes converted in this order."""
+        numbers, axes = self._numbers, range(len(self.types))
+        count = len(numbers)
+        shards = [np.array([t.is_shard for t in ts], dtype=np.intp) for ts in self.types]
+        now = [np.broadcast_to(numbers[:, k, None], (count, count)) for k in axes]
+        barred = np.zeros((count, count))
+        entries = []
+        for axis in order:
+            bits = sum(
+                (shards[k][now[k]] << k for k in axes if k != axis),
+                start=np.zeros((count, count), dtype=np.intp),
+            )
+            target = np.broadcast_to(numbers[None, :, axis], (count, count))
+            size = len(self.types[axis])
+            entries.append((axis, ((now[axis] * size + target) << len(axes)) + bits))
+            now[axis] = target
+            barred = np.where(legal[tuple(now)], barred, np.inf)
+        return _Order(entries, barred)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Order:
+    """One order of the axes: per step its axis and, from layout to layout, the entry of that
+    axis's table; barred: +inf where a layout on the way is not legal, else 0."""
+
+    entries: list[tuple[int, NDArray[np.intp]]]
+    barred: Table

@@ -167,10 +167,16 @@ def conversion_cost(
     value: Value, source: Layout, target: Layout, mesh: Mesh, costs: ConversionCosts
 ) -> ConversionCost:
     """Price of the steps that conversion_steps gives."""
-    steps = conversion_steps(value, source, target, mesh, costs)
+    return steps_cost(value, conversion_steps(value, source, target, mesh, costs), mesh, costs)
+
+
+def steps_cost(
+    value: Value, steps: Sequence[Step], mesh: Mesh, costs: ConversionCosts
+) -> ConversionCost:
+    """Price of steps one after the other."""
     forward_s = backward_s = 0.0
-    by_axis_s = [0.0] * len(source)
-    forward_by_axis_s = [0.0] * len(source)
+    by_axis_s = [0.0] * len(mesh.axes)
+    forward_by_axis_s = [0.0] * len(mesh.axes)
     forward: list[str] = []
     backward: list[str] = []
     forward_bytes = backward_bytes = 0

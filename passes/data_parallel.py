@@ -14,6 +14,7 @@ from meshfold.mesh import Mesh
 from meshfold.opgraph import Dependence, FoldedGraph, OpGraph, SlotKind, Value
 from meshfold.passes.axis_roles import AxisRole
 from meshfold.passes.boundaries import Boundaries, batch_type
+from meshfold.passes.op_time import OpTimers, OpWorks
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.region_search import RegionSolution, SearchTables, prepare_region
 from meshfold.passes.rule_domains import RuleTable, is_constant_op
@@ -73,14 +74,15 @@ def follow_batch(
     rules: Sequence[RuleTable],
     costs: CostModel,
     batch_size: int,
+    works: OpWorks | None = None,
 ) -> DataParallel:
     """Solve every region on the data parallel axis, axis 0 of the mesh of `costs`.
 
-    rules[r]: rule table of region r on that axis alone.
+    rules[r]: rule table of region r on that axis alone. works: if at hand.
     """
     mesh = Mesh(costs.mesh.axes[:1])
     assert mesh.sizes == (axis_size,)
-    tables = SearchTables(mesh, costs, (AxisRole.DATA,))
+    tables = SearchTables(mesh, costs, (AxisRole.DATA,), OpTimers(mesh, costs, works))
     types: dict[int, SpmdType] = dict.fromkeys(boundaries.results, INVARIANT)
     for c in sorted(boundaries.inputs - boundaries.results):
         types[c] = batch_type(boundaries.values[c], batch_size, axis_size)

@@ -8,7 +8,7 @@ them, find for every value of the kept variables K
 One variable after the other leaves. With F_v the factors that mention v and N(v) the other
 variables in them, v leaves behind one new factor over N(v):
 
-    g_v[x_N(v)] = min_{x_v} sum_{f in F_v} f[x_scope(f)]                            (_sum_tables)
+    g_v[x_N(v)] = min_{x_v} sum_{f in F_v} f[x_scope(f)]                                   (_Sum)
 
 and the minimising x_v is kept, so that an assignment is read back in reverse order
 (Elimination.assignment). The order is greedy min-fill: the variable whose neighbours lack the
@@ -20,7 +20,7 @@ index. Entries may be +inf (forbidden), never nan.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,69 +85,135 @@ def eliminate(
     domains: number of values per variable, each at least 1. order: of elimination, if at hand
     (min_fill_order depends on the scopes alone, not on the entries).
     """
-    for factor in factors:
-        assert factor.table.shape == tuple(domains[v] for v in factor.variables)
-    if order is None:
-        order = min_fill_order(domains, [f.variables for f in factors], keep)
-    live: dict[int, Factor] = dict(enumerate(factors))
-    of_variable: list[set[int]] = [set() for _ in domains]
-    for k, factor in live.items():
-        for v in factor.variables:
-            of_variable[v].add(k)
-    steps: list[_Step] = []
-    width = 0
-    largest = 1
-    # Sums are formed in the order of what a kept variable is one case of: the same numbers for a
-    # case as alone, to the last bit.
-    inner = [1 if v in keep else d for v, d in enumerate(domains)]
-    for v in order:
-        used = sorted(of_variable[v])
-        scope = tuple(sorted({u for k in used for u in live[k].variables} - {v}))
-        total = _sum_tables([live[k] for k in used], (*scope, v), domains, inner)
-        choice = np.asarray(total.argmin(axis=-1))
-        steps.append(_Step(v, scope, choice))
-        width = max(width, sum(u not in keep for u in scope))
-        largest = max(largest, math.prod(inner[u] for u in (*scope, v)))
-        for k in used:
-            for u in live.pop(k).variables:
-                of_variable[u].discard(k)
-        new = len(factors) + len(steps)
-        live[new] = Factor(scope, np.asarray(np.minimum.reduce(total, axis=-1)))
-        for u in scope:
-            of_variable[u].add(new)
-    table = _sum_tables([live[k] for k in sorted(live)], tuple(keep), domains, inner)
-    return Elimination(tuple(keep), table, width, largest, tuple(steps), len(domains))
+    plan = EliminationPlan(domains, [f.variables for f in factors], keep, order)
+    return plan.run([factor.table for factor in factors])
 
 
-def _sum_tables(
-    factors: Sequence[Factor],
-    scope: tuple[int, ...],
-    domains: Sequence[int],
-    inner: Sequence[int],
-) -> Table:
-    """sum_j f_j as one table over `scope`: each table is transposed into the order of the scope
-    and broadcast over what it lacks. inner: the domains by which small tables are told."""
-    # Small tables first: the running sum stays small until a large one is met.
-    total: Table | None = None
-    for factor in sorted(factors, key=lambda f: math.prod([inner[v] for v in f.variables])):
-        table = _spread(factor, scope)
-        total = table if total is None else total + table
-    if total is None:
-        total = np.zeros((1,) * len(scope))
-    full = tuple([domains[v] for v in scope])
-    return total if total.shape == full else np.broadcast_to(total, full)
+class EliminationPlan:
+    """What an elimination does with tables over these scopes, whatever their entries. Regions that
+    differ in sizes alone share it. Arguments: as for eliminate."""
+
+    def __init__(
+        self,
+        domains: Sequence[int],
+        scopes: Sequence[tuple[int, ...]],
+        keep: Sequence[int] = (),
+        order: Sequence[int] | None = None,
+    ) -> None:
+        if order is None:
+            order = min_fill_order(domains, scopes, keep)
+        self.domains, self.keep = domains, tuple(keep)
+        # Sums are formed in the order of what a kept variable is one case of: the same numbers for
+        # a case as alone, to the last bit.
+        self._inner = [1 if v in keep else d for v, d in enumerate(domains)]
+        live = dict(enumerate(scopes))
+        of_variable: list[set[int]] = [set() for _ in domains]
+        for k, scope in live.items():
+            for v in scope:
+                of_variable[v].add(k)
+        self._steps: list[tuple[int, _Sum]] = []
+        for v in order:
+            used = sorted(of_variable[v])
+            scope = tuple(sorted({u for k in used for u in live[k]} - {v}))
+            self._steps.append((v, self._sum(used, live, (*scope, v))))
+            for k in used:
+                for u in live.pop(k):
+                    of_variable[u].discard(k)
+            new = len(scopes) + len(self._steps) - 1
+            live[new] = scope
+            for u in scope:
+                of_variable[u].add(new)
+        self._last = self._sum(sorted(live), live, self.keep)
+        self.width = max(
+            (sum(u not in keep for u in s.scope[:-1]) for _, s in self._steps), default=0
+        )
+        inner = self._inner
+        sizes = (math.prod([inner[u] for u in s.scope]) for _, s in self._steps)
+        self.largest_table = max(sizes, default=1)
+
+    def run(self, tables: Sequence[Table]) -> Elimination:
+        """Eliminate. tables: over the scopes, in that order."""
+        live: list[Table | None] = list(tables)
+        steps: list[_Step] = []
+        for v, summed in self._steps:
+            total = summed.of(live)
+            steps.append(_Step(v, summed.scope[:-1], np.asarray(total.argmin(axis=-1))))
+            live.append(np.asarray(np.minimum.reduce(total, axis=-1)))
+        table = self._last.of(live)
+        return Elimination(
+            self.keep, table, self.width, self.largest_table, tuple(steps), len(self.domains)
+        )
+
+    def _sum(
+        self, used: Sequence[int], live: Mapping[int, tuple[int, ...]], scope: tuple[int, ...]
+    ) -> "_Sum":
+        # Small tables first: the running sum stays small until a large one is met.
+        ordered = sorted(used, key=lambda k: math.prod([self._inner[v] for v in live[k]]))
+        parts = tuple((k, *_spread(live[k], scope)) for k in ordered)
+        return _Sum(scope, tuple([self.domains[v] for v in scope]), parts)
 
 
-def _spread(factor: Factor, scope: tuple[int, ...]) -> Table:
-    """The table with a dim for every variable of `scope`, of one entry for those it lacks."""
-    at = [scope.index(v) for v in factor.variables]
-    shape = [1] * len(scope)
-    for k, size in zip(at, factor.table.shape, strict=True):
-        shape[k] = size
-    in_order = sorted(at)
-    if at == in_order:
-        return factor.table.reshape(shape)
-    return factor.table.transpose([at.index(k) for k in in_order]).reshape(shape)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sum:
+    """sum_j f_j as one table over `scope`, of `shape`. parts: per table its number, its dims in the
+    order of the scope, and an index that spreads it over what it lacks; None where nothing is to be
+    done."""
+
+    scope: tuple[int, ...]
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, tuple[int, ...] | None, tuple[slice | None, ...] | None], ...]
+
+    def of(self, live: list[Table | None]) -> Table:
+        """The sum; the tables that it takes are let go."""
+        total: Table | None = None
+        for k, dims, index in self.parts:
+            table = live[k]
+            assert table is not None
+            live[k] = None
+            if dims is not None:
+                table = table.transpose(dims)
+            if index is not None:
+                table = table[index]
+            total = table if total is None else total + table
+        if total is None:
+            total = np.zeros((1,) * len(self.scope))
+        return total if total.shape == self.shape else np.broadcast_to(total, self.shape)
+
+
+def _spread(
+    variables: tuple[int, ...], scope: tuple[int, ...]
+) -> tuple[tuple[int, ...] | None, tuple[slice | None, ...] | None]:
+    """How a table over `variables` gets a dim for every variable of `scope`, of one entry for those
+    it lacks."""
+    dims = tuple(sorted(range(len(variables)), key=lambda k: scope.index(variables[k])))
+    index = tuple(slice(None) if v in variables else None for v in scope)
+    return (
+        None if dims == tuple(range(len(dims))) else dims,
+        None if len(variables) == len(scope) else index,
+    )
+
+
+class EliminationPlans:
+    """Plans already made, by domains and scopes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], EliminationPlan] = {}
+
+    def of(
+        self,
+        domains: Sequence[int],
+        scopes: Sequence[tuple[int, ...]],
+        case: int | None = None,
+    ) -> EliminationPlan:
+        """The plan for these tables. case: a variable that numbers cases and stays; the order is
+        that of one case."""
+        key = tuple(domains), tuple(scopes), case
+        if key not in self._known:
+            keep = () if case is None else (case,)
+            alone = [tuple([v for v in scope if v != case]) for scope in scopes]
+            order = min_fill_order(domains, alone, keep)
+            self._known[key] = EliminationPlan(key[0], key[1], keep, order)
+        return self._known[key]
 
 
 def min_fill_order(

@@ -17,21 +17,20 @@ parameters first. A parameter that several instances read has one layout: all su
 sharded together or not at all, and a leaf says which (ties).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
 from meshfold.cost_models.step_memory import FOREACH_FACTOR, STATE_FACTOR
-from meshfold.opgraph import OpGraph, SlotKind
+from meshfold.opgraph import OpGraph
 from meshfold.options import LayoutPin
-from meshfold.passes.parameter_prices import local_bytes, widening
+from meshfold.passes.parameter_prices import local_bytes, stored_bytes
 from meshfold.passes.region_price import RegionPrice, RegionPricer, layouts_of_values
 from meshfold.passes.residence import (
     SlotFacts,
     host_traffic,
-    updated_bytes,
 )
 from meshfold.passes.step_time import ends_s, instance_s, optimizer_s
 from meshfold.spmd import Layout
@@ -144,6 +143,16 @@ def region_leaves(
     return leaves
 
 
+def most_sharded(leaves: Sequence[Leaf]) -> dict[UniformStrategy, Leaf]:
+    """Per strategy the leaf with most parameters sharded, of equal ones the first."""
+    found: dict[UniformStrategy, Leaf] = {}
+    for leaf in leaves:
+        known = found.setdefault(leaf.strategy, leaf)
+        if len(leaf.sharded) > len(known.sharded):
+            found[leaf.strategy] = leaf
+    return found
+
+
 class _Parameters:
     """The parameters of one region on the data parallel axis."""
 
@@ -153,13 +162,24 @@ class _Parameters:
         self.optimizer = optimizer
         self.mesh = costs.mesh
         graph = region.graph
-        self.slots = [i for i, s in enumerate(graph.slots) if s.kind is SlotKind.PARAMETER]
-        self.demands = layouts_of_values(graph, region.typing)
         pinned = region.pinned
-        whole = {i for i, pin in pinned.items() if pin.value == "replicate"}
-        self.shards = {i: layout for i, layout in region.shards.items() if i not in whole}
+        kept = {i for i, pin in pinned.items() if pin.value == "replicate"}
+        self.shards = {i: layout for i, layout in region.shards.items() if i not in kept}
         self._wanted = {i for i, pin in pinned.items() if pin.on_dp}
-        self._known_bytes: dict[tuple[int, Layout], int] = {}
+        demands = layouts_of_values(graph, region.typing)
+        sizes = self.mesh.sizes
+        self._used_bytes = {
+            i: local_bytes(graph.values[i], demands[i][0], sizes) for i in self.shards
+        }
+        """Local bytes of a parameter as ops read it."""
+        whole = dict(enumerate(region.typing.slots))
+        self._whole = self._states(region.slots.first, whole)
+        self._saved: dict[int, tuple[int, int]] = {}
+        """Per parameter what its shards take off that."""
+        for i, layout in self.shards.items():
+            before, after = self._states((i,), whole), self._states((i,), {i: layout})
+            self._saved[i] = before[0] - after[0], before[1] - after[1]
+        self._tied = region.slots.tied & self.shards.keys()
 
     def choices(self, levels: set[int]) -> list[tuple[int, tuple[int, ...]]]:
         """The (ZeRO level, sharded slots) worth a leaf: none, the largest few, all; tied ones
@@ -178,9 +198,9 @@ class _Parameters:
             return found
         if levels == {3}:
             return [(3, everything)]
-        tied = self.region.slots.tied & self.shards.keys()
+        tied = self._tied
         free = self.shards.keys() - tied - wanted
-        by_size = sorted(free, key=lambda i: (-self._used_bytes(i), i))
+        by_size = sorted(free, key=lambda i: (-self._used_bytes[i], i))
         together = [wanted | tied] if wanted & tied or not tied else [wanted, wanted | tied]
         for also in together:
             for k in range(len(by_size) + 1):
@@ -197,43 +217,45 @@ class _Parameters:
     ) -> Leaf:
         """The figures of one leaf."""
         slots = list(typing.slots)
+        stored, updated = self._whole
         for i in sharded:
             slots[i] = self.shards[i]
-        keeps = strategy.keeps_gathered
-        typing = replace(typing, slots=tuple(slots), keeps_gathered=keeps)
-        updated = updated_bytes(self.region.graph, slots, self.region.slots, self.mesh)
-        priced = replace(
-            self.region.pricer.price(slots, typing.recompute, keeps_gathered=keeps),
+            stored, updated = stored - self._saved[i][0], updated - self._saved[i][1]
+        is_here, keeps = strategy.offload != "optimizer", strategy.keeps_gathered
+        price = self.region.pricer.price(
+            slots,
+            typing.recompute,
+            keeps_gathered=keeps,
             host=host_traffic(strategy.offload, memory, updated, self.costs),
         )
-        is_here = strategy.offload != "optimizer"
-        tied = self.region.slots.tied & self.shards.keys()
+        tied = self._tied
+        num_free = sum(i not in tied for i in sharded)
         return Leaf(
             strategy=strategy,
             sharded=sharded,
             num_shardable=len(self.shards),
-            ties=bool(tied & set(sharded)) if tied else None,
-            is_partial=bool(set(sharded) - tied) and len(set(sharded) | tied) < len(self.shards),
-            typing=typing,
-            price=priced,
+            ties=num_free < len(sharded) if tied else None,
+            is_partial=0 < num_free < len(self.shards) - len(tied),
+            typing=RegionTyping(tuple(slots), typing.ops, typing.outputs, typing.recompute, keeps),
+            price=price,
             memory=memory,
-            time_s=instance_s(priced) + self._optimizer_s(updated, is_here),
-            parameter_bytes=self._stored_bytes(typing.slots),
-            gradient_bytes=self._stored_bytes(slots, of_trained=True) * is_here,
+            time_s=instance_s(price) + self._optimizer_s(updated, is_here),
+            parameter_bytes=stored,
+            gradient_bytes=updated * is_here,
             optimizer_bytes=STATE_FACTOR[self.optimizer] * updated * is_here,
             stepping_bytes=FOREACH_FACTOR[self.optimizer] * updated * is_here,
-            gathered_bytes=sum(self._used_bytes(i) for i in sharded),
+            gathered_bytes=sum([self._used_bytes[i] for i in sharded]),
             passing_bytes=self._passing_bytes(memory, sharded, strategy),
         )
 
-    def _stored_bytes(self, layouts: Sequence[Layout], of_trained: bool = False) -> int:
-        """Local bytes of the parameters that are counted here."""
-        values = self.region.graph.values
-        return sum(
-            widening(values[i]) * self._bytes(i, layouts[i])
-            for i in self.region.slots.first
-            if values[i].requires_grad or not of_trained
-        )
+    def _states(self, slots: Collection[int], layouts: Mapping[int, Layout]) -> tuple[int, int]:
+        """Local bytes of those of these parameters whose states are counted here, and of those
+        of them that are updated."""
+        values, sizes = self.region.graph.values, self.mesh.sizes
+        counted = self.region.slots.first.intersection(slots)
+        stored = {i: stored_bytes(values[i], layouts[i], sizes) for i in counted}
+        updated = sum(size for i, size in stored.items() if values[i].requires_grad)
+        return sum(stored.values()), updated
 
     def _optimizer_s(self, num_bytes: int, is_here: bool) -> float:
         """A share of the optimizer's one pass, without its launch, or of the way back."""
@@ -242,23 +264,13 @@ class _Parameters:
         whole_s = optimizer_s(num_bytes, self.costs, self.optimizer)
         return whole_s - self.costs.launch_s if num_bytes else 0.0
 
-    def _used_bytes(self, i: int) -> int:
-        return self._bytes(i, self.demands[i][0])
-
-    def _bytes(self, i: int, layout: Layout) -> int:
-        """Local bytes of a parameter as ops read it: leaves ask for few different ones, often."""
-        if (i, layout) not in self._known_bytes:
-            value = self.region.graph.values[i]
-            self._known_bytes[i, layout] = local_bytes(value, layout, self.mesh.sizes)
-        return self._known_bytes[i, layout]
-
     def _passing_bytes(
         self, memory: RegionMemory, sharded: tuple[int, ...], strategy: UniformStrategy
     ) -> int:
         """The worst of forward and backward: what is made inside, two regions' gathered
         parameters where they do not stay, buckets that are reduced, a neighbour's activations on
         the way."""
-        gathered = 0 if strategy.keeps_gathered else sum(self._used_bytes(i) for i in sharded)
+        gathered = 0 if strategy.keeps_gathered else sum([self._used_bytes[i] for i in sharded])
         backward, moving = memory.backward_peak_bytes, 0
         if strategy.offload == "activations":
             moving = memory.saved_bytes

@@ -23,7 +23,7 @@ from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.layout_pins import UnkeptPinError
 from meshfold.passes.leaf_chain import LeafChain
-from meshfold.passes.leaf_costs import Leaf, RegionChoices, region_leaves
+from meshfold.passes.leaf_costs import Leaf, RegionChoices, most_sharded, region_leaves
 from meshfold.passes.memory_budgets import Budgets
 from meshfold.passes.mode_changes import ModeChanges, mode_changes
 from meshfold.passes.priced import ClosedChain, MeshPlan, Priced, order_of
@@ -85,7 +85,7 @@ class MeshPlanner:
             with suppress(UnkeptPinError):
                 self.programs[mode] = self.search.solve(zero=0, **MODE_CHOICES[mode])
         self._priced: dict[tuple[Hashable, ...], Priced] = {}
-        self.simulations: Simulations = {}
+        self.simulations = Simulations()
 
     @property
     def fallback_ops(self) -> tuple[tuple[str, ...], ...]:
@@ -175,17 +175,17 @@ class MeshPlanner:
     def _is_everywhere(self, strategy: UniformStrategy) -> bool:
         """Whether every region has a leaf for it; where the user fixed layouts, some have none."""
         plain = replace(strategy, zero=0)
-        return all(any(x.strategy in (strategy, plain) for x in of) for of in self.leaves)
+        return all(strategy in of or plain in of for of in self._most_sharded)
 
     def _uniform_leaves(self, strategy: UniformStrategy) -> list[Leaf]:
         """Per region the leaf of `strategy` with most parameters sharded; where nothing can be
         sharded, its leaf without ZeRO."""
-        chosen = []
-        for leaves in self.leaves:
-            members = [leaf for leaf in leaves if leaf.strategy == strategy]
-            members = members or [x for x in leaves if x.strategy == replace(strategy, zero=0)]
-            chosen.append(max(members, key=lambda leaf: len(leaf.sharded)))
-        return chosen
+        plain = replace(strategy, zero=0)
+        return [of[strategy] if strategy in of else of[plain] for of in self._most_sharded]
+
+    @cached_property
+    def _most_sharded(self) -> list[dict[UniformStrategy, Leaf]]:
+        return [most_sharded(leaves) for leaves in self.leaves]
 
     def _leaves(self, region: int) -> list[Leaf]:
         found: list[Leaf] = []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import FoldedGraph
-from meshfold.passes.boundaries import num_instances, tied_parameter_slots
+from meshfold.passes.boundaries import num_instances
 from meshfold.passes.mesh_bounds import LeastCompute, least_compute
 from meshfold.passes.mesh_plan import MeshPlanner
 from meshfold.passes.uniform_search import MODE_CHOICES, MeshSearch
@@ -50,7 +50,7 @@ class Contender:
         compute = compute or least_compute(folded, costs)
         self._region_s = {r: n * sum(compute[r]) for r, n in self._counts.items()}
         self._sum_s = sum(self._region_s.values())
-        tied = {r for group in tied_parameter_slots(folded) for r, _ in group}
+        tied = {r for group in folded.tied_slots for r, _ in group}
         by_weight = sorted(self._counts, key=lambda r: (self._region_s[r], -r))
         self._untyped = [r for r in by_weight if r not in tied]
 

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshfold.cost_models.compute import op_work
+from meshfold.cost_models.compute import Work, op_work
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, Op, OpGraph
@@ -60,10 +60,12 @@ class InsideCollective:
 class OpTimer:
     """Times of one op under any rules. What rules have in common is priced once."""
 
-    def __init__(self, graph: OpGraph, op: Op, mesh: Mesh, costs: CostModel) -> None:
+    def __init__(
+        self, graph: OpGraph, op: Op, mesh: Mesh, costs: CostModel, work: Work | None = None
+    ) -> None:
         self.mesh = mesh
         self.costs = costs
-        self.work = op_work(graph, op)
+        self.work = work or op_work(graph, op)
         self._only_moves = op.target in TRAVELS
         self.dtype = compute_dtype(graph, op)
         tensors = [graph.values[v] for v in (*op.operands, *op.outputs)]
@@ -184,6 +186,38 @@ class OpTimer:
             for size in (num_bytes + gradient_bytes, gradient_bytes)
         )
         return (n - 1) * max(visit_s, pass_s) + max(visit_s, gradient_s) + gradient_s - kernels_s
+
+
+class OpWorks:
+    """Work of the ops of graphs: the same on all meshes."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[OpGraph, tuple[Work, ...]]] = {}
+        """By the id of a graph, which is held."""
+
+    def of(self, graph: OpGraph) -> tuple[Work, ...]:
+        """Per op."""
+        if id(graph) not in self._known:
+            self._known[id(graph)] = graph, tuple([op_work(graph, op) for op in graph.ops])
+        return self._known[id(graph)][1]
+
+
+class OpTimers:
+    """Timers of the ops of graphs on one mesh. works: if at hand from other meshes."""
+
+    def __init__(self, mesh: Mesh, costs: CostModel, works: OpWorks | None = None) -> None:
+        self.mesh = mesh
+        self.costs = costs
+        self._works = works or OpWorks()
+        self._known: dict[int, tuple[OpGraph, tuple[OpTimer, ...]]] = {}
+
+    def of(self, graph: OpGraph) -> tuple[OpTimer, ...]:
+        """Per op."""
+        if id(graph) not in self._known:
+            pairs = zip(graph.ops, self._works.of(graph), strict=True)
+            timers = [OpTimer(graph, op, self.mesh, self.costs, work) for op, work in pairs]
+            self._known[id(graph)] = graph, tuple(timers)
+        return self._known[id(graph)][1]
 
 
 def op_time(

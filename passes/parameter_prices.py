@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
@@ -74,60 +75,92 @@ def cast_s(value: Value, stored: Layout, mesh: Mesh, costs: CostModel) -> float:
     return costs.compute_s(0.0, moved, value.dtype) - costs.launch_s
 
 
+_Way = tuple[tuple[Step, bool, bool], ...]
+"""Per step: the step, whether the role of its axis makes what is bucketed free, whether a parameter
+may not have the layout after it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pairs:
+    """Ways from stored to used layouts, None where not allowed, and [stored, used] -> its way; the
+    distinct used layouts, and [used] -> its layout."""
+
+    ways: list[_Way | None]
+    numbers: NDArray[np.intp]
+    used: list[Layout]
+    places: NDArray[np.intp]
+
+
 class ParameterPrices:
-    """Conversion prices of parameters on one mesh. Everything computed is kept."""
+    """Conversion prices of parameters on one mesh. Which steps a pair of layouts takes is kept."""
 
     def __init__(self, mesh: Mesh, costs: SearchCosts) -> None:
         self.mesh = mesh
         self.costs = costs
         self._per_byte: dict[tuple[str, int], float] = {}
-        self._known: dict[tuple[tuple[int, ...], str, str, bool, Layout, Layout], float] = {}
+        self._pairs: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], _Pairs] = {}
 
     def num_bytes(self, value: Value, layouts: Sequence[Layout], *, stored: bool = False) -> Table:
         """Bytes per rank in each layout, as it is kept (`stored`) or as ops read it."""
         size = stored_bytes if stored else local_bytes
         return np.array([size(value, x, self.mesh.sizes) for x in layouts], dtype=float)
 
-    def matrix(self, value: Value, stored: Sequence[Layout], used: Sequence[Layout]) -> Table:
-        """[stored, used] -> seconds, +inf where the pair is not allowed."""
-        distinct = sorted(set(used))
-        column = {layout: k for k, layout in enumerate(distinct)}
-        small = np.array([[self._price_s(value, s, u) for u in distinct] for s in stored])
-        return small[:, [column[u] for u in used]]
+    def tables(
+        self, value: Value, stored: Sequence[Layout], used: Sequence[Layout]
+    ) -> tuple[Table, Table]:
+        """([stored, used] -> seconds, +inf where the pair is not allowed; num_bytes of `used`)."""
+        # Lists of layouts repeat over the parameters of ops of one kind.
+        key = tuple(stored), tuple(used)
+        pairs = self._pairs.get(key)
+        if pairs is None:
+            pairs = self._pairs[key] = self._find_pairs(*key)
+        seconds = np.array([self._way_s(value, way) for way in pairs.ways])
+        return seconds[pairs.numbers], self.num_bytes(value, pairs.used)[pairs.places]
 
-    def _price_s(self, value: Value, stored: Layout, used: Layout) -> float:
-        key = value.shape, value.dtype, value.master, value.requires_grad, stored, used
-        if key not in self._known:
-            self._known[key] = self._compute_s(value, stored, used)
-        return self._known[key]
+    def _find_pairs(self, stored: tuple[Layout, ...], used: tuple[Layout, ...]) -> _Pairs:
+        distinct = {u: k for k, u in enumerate(dict.fromkeys(used))}
+        places = np.array([distinct[u] for u in used], dtype=np.intp)
+        ways = [self._way(s, u) for s in stored for u in distinct]
+        rows = np.arange(len(stored))[:, None] * len(distinct)
+        return _Pairs(ways, rows + places, list(distinct), places)
 
-    def _compute_s(self, value: Value, stored: Layout, used: Layout) -> float:
-        total, now = 0.0, stored
+    def _way_s(self, value: Value, way: _Way | None) -> float:
+        if way is None:
+            return math.inf
+        total = 0.0
+        for step, is_free, may_conflict in way:
+            if may_conflict and not is_legal(value.shape, step.after, self.mesh.sizes):
+                return math.inf
+            if is_bucketed(step.source, step.target):
+                total += 0.0 if is_free else self._bucketed_s(value, step)
+            else:
+                total += step_s(value, step, self.mesh, self.costs)
+        return total
+
+    def _way(self, stored: Layout, used: Layout) -> _Way | None:
+        """From layout to layout, axis by axis, whatever the parameter; None if not allowed."""
+        way, now = [], stored
         for axis, (source, target) in enumerate(zip(stored, used, strict=True)):
             if not self._allowed(axis, source, target):
-                return math.inf
+                return None
             if source == target:
                 continue
-            after = (*now[:axis], target, *now[axis + 1 :])
-            if not is_legal(value.shape, after, self.mesh.sizes):
-                return math.inf
-            if is_bucketed(source, target):
-                total += self._bucketed_s(value, now, after, axis)
-            else:
-                total += step_s(value, Step(axis, source, target, now), self.mesh, self.costs)
-            now = after
-        return total
+            step = Step(axis, source, target, now)
+            now = step.after
+            # What cuts one axis alone is legal, since a layout holds it.
+            may_conflict = sum(t.is_shard for t in now) > 1
+            is_free = not self.costs.roles[axis].charges_reductions
+            way.append((step, is_free, may_conflict))
+        return tuple(way)
 
     def _allowed(self, axis: int, source: SpmdType, target: SpmdType) -> bool:
         if self.costs.roles[axis].uses_parameters_whole:
             return target.kind in ("I", "R")
         return source == target or (source.kind == "I" and not target.padded)
 
-    def _bucketed_s(self, value: Value, before: Layout, after: Layout, axis: int) -> float:
-        if not self.costs.roles[axis].charges_reductions:
-            return 0.0
+    def _bucketed_s(self, value: Value, step: Step) -> float:
+        axis, after, gathered = step.axis, step.after, step.source.is_shard
         whole = local_bytes(value, after, self.mesh.sizes)
-        gathered = before[axis].is_shard
         total = 2 * self._share_s("all_gather", whole, axis) if gathered else 0.0
         if value.requires_grad:
             kind = "reduce_scatter" if gathered else "all_reduce"

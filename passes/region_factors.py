@@ -8,7 +8,7 @@ Variables (x_i of passes/elimination.py)
 
 Factors, all in seconds
     op time          t_o[r_o]: roofline time of forward and backward on local sizes, plus the
-                     collectives inside the rule                                      (_op_times)
+                     collectives inside the rule                         (op_time.OpTimer)
     parameter        min over stored layouts s of  w[s, u] + state price * bytes(s) + used price *
                      bytes(u), u the layout the user's rule reads: a table over r_user alone
                                                                               (ParameterTerm.table)
@@ -112,11 +112,11 @@ class ParameterTerm:
             for convert, used in zip(self.conversion_s, self.used_bytes, strict=True)
         ]
 
-    def best_stored(self, used: Sequence[Layout], prices: Prices) -> Layout:
-        """The stored layout for these used layouts, one per user."""
+    def best_stored(self, values: Sequence[int], prices: Prices) -> Layout:
+        """The stored layout under an assignment of all variables."""
         cost = self.forbidden_s + prices.state_s_per_byte * self.stored_bytes
-        for user, convert, layout in zip(self.users, self.conversion_s, used, strict=True):
-            cost = cost + convert[:, user.layouts.index(layout)]
+        for user, convert in zip(self.users, self.conversion_s, strict=True):
+            cost = cost + convert[:, 0 if user.variable is None else values[user.variable]]
         return self.stored[int(cost.argmin())]
 
 
@@ -326,7 +326,7 @@ def _parameter_term(
     b: _Builder, slot: int, users: Sequence[Port], stored: Sequence[Layout], p: ParameterPrices
 ) -> ParameterTerm:
     value = b.graph.values[slot]
-    convert = tuple(p.matrix(value, tuple(stored), user.layouts) for user in users)
+    tables = [p.tables(value, stored, user.layouts) for user in users]
     # Vectors are too small for memory to matter, and a price on them would cost communication.
     priced = float(len(value.shape) >= 2)
     return ParameterTerm(
@@ -334,8 +334,8 @@ def _parameter_term(
         stored=tuple(stored),
         stored_variable=b.variable(len(stored)) if len(users) > 1 else None,
         users=tuple(users),
-        conversion_s=convert,
+        conversion_s=tuple([seconds for seconds, _ in tables]),
         stored_bytes=priced * p.num_bytes(value, stored, stored=True),
-        used_bytes=tuple(priced * p.num_bytes(value, u.layouts) for u in users),
+        used_bytes=tuple([priced * num_bytes for _, num_bytes in tables]),
         forbidden_s=np.zeros(len(stored)),
     )

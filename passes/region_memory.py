@@ -10,10 +10,10 @@ outside tensors: under ZeRO 3 not kept for the backward, but gathered again.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshfold.cost_models.memory import RegionMemory, simulate_region
+from meshfold.cost_models.memory import LocalProgram, RegionMemory, simulate_region
 from meshfold.cost_models.step_memory import InstanceMemory, ParameterUse, compose_step
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, Instance, OpGraph, SourceKind
@@ -23,23 +23,45 @@ from meshfold.passes.program_reads import ProgramReads, program_reads
 from meshfold.passes.residence import program_states
 from meshfold.plan import MemoryEstimate
 from meshfold.spmd import Layout
-from meshfold.strategy import Offload, RegionTyping
+from meshfold.strategy import Offload, OpTyping, Recompute, RegionTyping
 
 __all__ = ["Probe", "Simulations", "memory_of_region", "program_memory", "step_memory"]
 
 
+Uses = tuple[tuple[int, ParameterUse], ...]
+"""(slot, a use of its parameter), gradients staying as parameters are stored."""
+
+
 @dataclass(frozen=True, eq=False)
 class SimulatedRegion:
-    """A simulation that instances share. uses: (slot, a use of its parameter), gradients staying as
-    parameters are stored. The graph is held since its id is a key."""
+    """A simulation that instances share. The graph is held since its id is a key."""
 
     graph: OpGraph
     memory: RegionMemory
-    uses: tuple[tuple[int, ParameterUse], ...]
+    uses: Uses
 
 
-Simulations = dict[tuple[int, RegionTyping, tuple[Layout, ...]], SimulatedRegion]
-"""By (id of the graph, typing, layouts that arrive)."""
+_Key = tuple[int, tuple[OpTyping, ...], tuple[Layout, ...], tuple[Layout, ...]]
+"""(id of the graph, what its ops do, layouts that leave and that arrive)."""
+
+
+class Simulations:
+    """Everything simulated on one mesh, to use and to add to."""
+
+    def __init__(self) -> None:
+        self.regions: dict[tuple[_Key, Recompute], SimulatedRegion] = {}
+        self._key: tuple[_Key, bool] | None = None
+        self._latest: tuple[LocalProgram, Uses] | None = None
+
+    def program(
+        self, key: _Key, is_selective: bool, builder: Callable[[], LocalProgramBuilder]
+    ) -> tuple[LocalProgram, Uses]:
+        """A local program and its parameters. Full recomputation runs the same program in another
+        order, and is asked for next: the latest one is at hand."""
+        if self._latest is None or self._key != (key, is_selective):
+            new = builder()
+            self._key, self._latest = (key, is_selective), (new.build(), new.parameter_uses())
+        return self._latest
 
 
 def step_memory(
@@ -106,7 +128,7 @@ def program_memory(
 ) -> list[InstanceMemory]:
     """Memory of every instance, in execution order. known: simulations to use and to add to.
     offloads, reads: as for step_memory."""
-    known = {} if known is None else known
+    known = known or Simulations()
     reads = reads or program_reads(folded)
     here: dict[tuple[int, tuple[tuple[int, int, int], ...]], _Layer] = {}
     tied_gradients: dict[str, int] = {}
@@ -178,12 +200,18 @@ def _simulated(
     probe: Probe,
     floats: Sequence[float],
 ) -> SimulatedRegion:
-    key = id(graph), typing, arriving
-    if key not in known:
-        builder = LocalProgramBuilder(graph, typing, arriving, mesh, costs, probe, floats)
-        memory = simulate_region(builder.build())
-        known[key] = SimulatedRegion(graph, memory, builder.parameter_uses())
-    return known[key]
+    key = id(graph), typing.ops, typing.outputs, arriving
+    found = known.regions.get((key, typing.recompute))
+    if found is None:
+        program, uses = known.program(
+            key,
+            typing.recompute == "selective",
+            lambda: LocalProgramBuilder(graph, typing, arriving, mesh, costs, probe, floats),
+        )
+        program = replace(program, recomputes=typing.recompute != "none")
+        found = SimulatedRegion(graph, simulate_region(program), uses)
+        known.regions[key, typing.recompute] = found
+    return found
 
 
 def memory_of_region(
@@ -198,5 +226,5 @@ def memory_of_region(
 ) -> RegionMemory:
     """Memory of one instance whose values arrive as `typing` declares. floats: its bindings;
     known: as for program_memory."""
-    known = {} if known is None else known
+    known = known or Simulations()
     return _simulated(known, graph, typing, typing.slots, mesh, costs, probe, floats).memory

@@ -15,8 +15,9 @@ All per instance and rank, in seconds, before any overlap.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
@@ -27,9 +28,11 @@ from meshfold.passes.conversions import (
     conversion_cost,
     conversion_steps,
     plan_conversions,
+    steps_cost,
 )
-from meshfold.passes.op_time import OpTime, op_time
+from meshfold.passes.op_time import OpTime, OpTimer
 from meshfold.passes.parameter_prices import cast_s, is_bucketed, local_bytes, stored_bytes
+from meshfold.passes.price_sums import PriceSums
 from meshfold.passes.rules import AxisRule
 from meshfold.plan import ConversionRecord
 from meshfold.spmd import Layout
@@ -55,6 +58,9 @@ class HostTraffic:
     gradients_s: float = 0.0
 
 
+_NOTHING_AGAIN, _NO_TRAFFIC = AgainPrice(), HostTraffic()
+
+
 @dataclass(frozen=True)
 class RegionPrice:
     """Module docstring says what each time is. gather_s and reduce_s map an axis name to one pass:
@@ -70,18 +76,30 @@ class RegionPrice:
     gather_s: Mapping[str, float]
     reduce_s: Mapping[str, float]
     conversions: tuple[ConversionRecord, ...]
-    again: AgainPrice = AgainPrice()
-    host: HostTraffic = HostTraffic()
+    again: AgainPrice = _NOTHING_AGAIN
+    host: HostTraffic = _NO_TRAFFIC
     num_gathers: int = 2
 
-    def recomputed(self) -> "RegionPrice":
-        """This price, without recomputation, with what runs again added to the backward."""
-        added = self.again.communication_s
-        return replace(
-            self,
-            backward_s=self.backward_s + self.again.compute_s,
-            graph_backward_s=self.graph_backward_s + self.again.graph_s,
-            communication_s={a: s + added[a] for a, s in self.communication_s.items()},
+    def under(self, recomputes: bool, num_gathers: int, host: HostTraffic) -> "RegionPrice":
+        """This price, which is without recomputation: with what runs again added to the backward,
+        or not, so many gathers, and what goes to the host."""
+        # Every leaf of every region asks: dataclasses.replace takes several times as long.
+        again = self.again if recomputes else _NOTHING_AGAIN
+        added = again.communication_s
+        return RegionPrice(
+            self.forward_s,
+            self.backward_s + again.compute_s,
+            self.graph_forward_s,
+            self.graph_backward_s + again.graph_s,
+            {a: s + added[a] for a, s in self.communication_s.items()}
+            if added
+            else self.communication_s,
+            self.gather_s,
+            self.reduce_s,
+            self.conversions,
+            self.again,
+            host,
+            num_gathers,
         )
 
     @property
@@ -98,83 +116,12 @@ class RegionPrice:
         }
 
 
-@dataclass
-class _Sums:
-    """Running sums over one region or one value of it, by axis number."""
-
-    mesh: Mesh
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    again_compute_s: float = 0.0
-    again_s: float = 0.0
-    communication_s: list[float] = field(init=False)
-    again_by_axis_s: list[float] = field(init=False)
-    bucket_bytes: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)
-    """By the axes of a collective, which act as one group, and its kind."""
-    records: list[tuple[int, ConversionRecord]] = field(default_factory=list)
-    """(number of the value, record)."""
-
-    def __post_init__(self) -> None:
-        self.communication_s = [0.0] * len(self.mesh.axes)
-        self.again_by_axis_s = [0.0] * len(self.mesh.axes)
-
-    def merge(self, other: "_Sums") -> None:
-        """Add everything of `other`."""
-        self.forward_s += other.forward_s
-        self.backward_s += other.backward_s
-        self.again_compute_s += other.again_compute_s
-        self.again_s += other.again_s
-        for axis in range(len(self.mesh.axes)):
-            self.communication_s[axis] += other.communication_s[axis]
-            self.again_by_axis_s[axis] += other.again_by_axis_s[axis]
-        for (axes, kind), num_bytes in other.bucket_bytes.items():
-            self.bucket(axes, kind, num_bytes)
-        self.records += other.records
-
-    def bucket(self, axes: tuple[int, ...], kind: str, num_bytes: int) -> None:
-        """Parameters or gradients that go into a bucket of these axes."""
-        key = (axes, kind)
-        self.bucket_bytes[key] = self.bucket_bytes.get(key, 0) + num_bytes
-
-    def add(self, cost: ConversionCost) -> None:
-        """An in-graph conversion."""
-        self.forward_s += cost.forward_s
-        self.backward_s += cost.backward_s
-        for axis, seconds in enumerate(cost.by_axis_s):
-            self.communication_s[axis] += seconds
-
-    def add_cast(self, seconds: float) -> None:
-        """A parameter cast to what ops read, for the forward and again for the backward."""
-        self.forward_s += seconds
-        self.backward_s += seconds
-
-    def add_again(self, cost: ConversionCost) -> None:
-        """The forward of a conversion that runs again."""
-        self.again_s += cost.forward_s
-        for axis, seconds in enumerate(cost.forward_by_axis_s):
-            self.again_by_axis_s[axis] += seconds
-
-    def add_op(self, time: OpTime, is_again: bool) -> None:
-        """The collectives inside an op's rule, and its forward if it runs again."""
-        for axis, seconds in enumerate(time.communication_s):
-            self.communication_s[axis] += seconds
-            self.forward_s += seconds
-        for axis, seconds in enumerate(time.backward_communication_s):
-            self.communication_s[axis] += seconds
-            self.backward_s += seconds
-        if is_again:
-            self.again_compute_s += time.forward_s
-            for axis, seconds in enumerate(time.communication_s):
-                self.again_by_axis_s[axis] += seconds
-                self.again_s += seconds
-
-
 class RegionPricer:
     """Prices of one region whose ops are typed, for any stored layouts of its parameters.
 
     rules[o]: the axis rules of op o. Ops and values are priced once, a parameter once per stored
     layout: what differs between the leaves of a region costs microseconds. recompute: what
-    `RegionPrice.again` is about.
+    `RegionPrice.again` is about. timers: of the ops, if at hand.
     """
 
     def __init__(
@@ -185,6 +132,7 @@ class RegionPricer:
         mesh: Mesh,
         costs: CostModel,
         recompute: Recompute = "full",
+        timers: Sequence[OpTimer] | None = None,
     ) -> None:
         self.graph = graph
         self.mesh = mesh
@@ -201,21 +149,22 @@ class RegionPricer:
         self._parameters = [
             i for i, slot in enumerate(graph.slots) if slot.kind is SlotKind.PARAMETER
         ]
-        self._known: dict[tuple[int, Layout], _Sums] = {}
+        self._known: dict[tuple[int, Layout], PriceSums] = {}
         self._prices: dict[tuple[Layout, ...], RegionPrice] = {}
-        self._inside = _Sums(mesh)
+        self._inside = PriceSums(mesh)
         self._forward_s = self._backward_s = 0.0
         self.op_times: list[OpTime] = []
         """Of every op, without recomputation."""
-        for k, (op, of_axes) in enumerate(zip(graph.ops, rules, strict=True)):
-            time = op_time(graph, op, of_axes, mesh, costs)
+        timers = timers or [OpTimer(graph, op, mesh, costs) for op in graph.ops]
+        for k, (timer, of_axes) in enumerate(zip(timers, rules, strict=True)):
+            time = timer.time(of_axes)
             self.op_times.append(time)
             self._forward_s += time.forward_s
             self._backward_s += time.backward_s
             self._inside.add_op(time, k in self._again.ops)
         parameters = set(self._parameters)
         for v, (native, _) in enumerate(layouts):
-            if v not in parameters:
+            if v not in parameters and any(d != native for d in self._demands[v]):
                 self._inside.merge(self._value(v, native))
 
     def price(
@@ -224,26 +173,27 @@ class RegionPricer:
         recompute: Recompute = "none",
         *,
         keeps_gathered: bool = False,
+        host: HostTraffic = _NO_TRAFFIC,
     ) -> RegionPrice:
         """The price of one instance whose slots are stored, or arrive, as `slots`; those that are
-        no parameters as the typing has them."""
+        no parameters as the typing has them. host: what goes there."""
         if recompute == "selective" and self._recompute != "selective":
-            return self._selective.price(slots, recompute, keeps_gathered=keeps_gathered)
-        stored = tuple(slots[i] for i in self._parameters)
-        if stored not in self._prices:
-            self._prices[stored] = self._price(slots)
-        price = self._prices[stored]
-        price = replace(price, num_gathers=1) if keeps_gathered else price
-        return price if recompute == "none" else price.recomputed()
+            return self._selective.price(slots, recompute, keeps_gathered=keeps_gathered, host=host)
+        stored = tuple([slots[i] for i in self._parameters])
+        price = self._prices.get(stored)
+        if price is None:
+            price = self._prices[stored] = self._price(slots)
+        return price.under(recompute != "none", 1 if keeps_gathered else 2, host)
 
     def _price(self, slots: Sequence[Layout]) -> RegionPrice:
         """The price without recomputation."""
-        sums = _Sums(self.mesh)
+        sums = PriceSums(self.mesh)
         sums.merge(self._inside)
         for i in self._parameters:
-            if (i, slots[i]) not in self._known:
-                self._known[i, slots[i]] = self._value(i, slots[i])
-            sums.merge(self._known[i, slots[i]])
+            known = self._known.get((i, slots[i]))
+            if known is None:
+                known = self._known[i, slots[i]] = self._value(i, slots[i])
+            sums.merge(known)
         return _finish(self._forward_s, self._backward_s, sums, self.costs)
 
     @cached_property
@@ -251,9 +201,9 @@ class RegionPricer:
         """The same, made when somebody first asks: it cannot run yet, so few do."""
         return RegionPricer(self.graph, self.typing, self.rules, self.mesh, self.costs, "selective")
 
-    def _value(self, v: int, native: Layout) -> _Sums:
+    def _value(self, v: int, native: Layout) -> PriceSums:
         """The conversions of one value."""
-        sums = _Sums(self.mesh)
+        sums = PriceSums(self.mesh)
         graph, value = self.graph, self.graph.values[v]
         is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
         if is_parameter and value.master:
@@ -317,7 +267,7 @@ _Edge = tuple[Layout, Layout]
 
 
 def _price_conversion(
-    graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel
+    graph: OpGraph, v: int, edge: _Edge, sums: PriceSums, costs: CostModel
 ) -> ConversionCost:
     cost = conversion_cost(graph.values[v], *edge, sums.mesh, costs)
     sums.add(cost)
@@ -326,7 +276,7 @@ def _price_conversion(
 
 
 def _price_parameter(
-    graph: OpGraph, v: int, edge: _Edge, sums: _Sums, costs: CostModel, is_again: bool
+    graph: OpGraph, v: int, edge: _Edge, sums: PriceSums, costs: CostModel, is_again: bool
 ) -> None:
     """Bucketed steps are added up by bytes and priced per bucket; the record shows them alone. What
     is stored as shards on several axes is gathered over them as one group, what is whole on several
@@ -335,11 +285,12 @@ def _price_parameter(
     mesh, value = sums.mesh, graph.values[v]
     gathered: list[int] = []
     reduced: list[int] = []
-    for step in conversion_steps(value, *edge, mesh, costs):
+    steps = conversion_steps(value, *edge, mesh, costs)
+    for step in steps:
         if is_bucketed(step.source, step.target):
             (gathered if step.source.is_shard else reduced).append(step.axis)
             continue
-        cost = conversion_cost(value, step.before, step.after, mesh, costs)
+        cost = steps_cost(value, (step,), mesh, costs)
         sums.add(cost)
         if is_again:
             sums.add_again(cost)
@@ -352,11 +303,11 @@ def _price_parameter(
             sums.bucket(axes, "reduce_scatter", shards * kept)
     if reduced and value.requires_grad:
         sums.bucket(tuple(sorted(reduced)), "all_reduce", kept)
-    _record(graph, v, "parameter", edge, conversion_cost(value, *edge, mesh, costs), sums)
+    _record(graph, v, "parameter", edge, steps_cost(value, steps, mesh, costs), sums)
 
 
 def _record(
-    graph: OpGraph, v: int, kind: str, edge: _Edge, cost: ConversionCost, sums: _Sums
+    graph: OpGraph, v: int, kind: str, edge: _Edge, cost: ConversionCost, sums: PriceSums
 ) -> None:
     """Note a conversion that communicates."""
     if not (cost.forward or cost.backward):
@@ -374,7 +325,7 @@ def _record(
     sums.records.append((v, record))
 
 
-def _finish(forward_s: float, backward_s: float, sums: _Sums, costs: CostModel) -> RegionPrice:
+def _finish(forward_s: float, backward_s: float, sums: PriceSums, costs: CostModel) -> RegionPrice:
     names = sums.mesh.names
     gather_s, reduce_s = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
     for (axes, kind), num_bytes in sorted(sums.bucket_bytes.items()):
@@ -389,7 +340,7 @@ def _finish(forward_s: float, backward_s: float, sums: _Sums, costs: CostModel) 
         communication_s=dict(zip(names, sums.communication_s, strict=True)),
         gather_s=gather_s,
         reduce_s=reduce_s,
-        conversions=tuple(r for _, r in sorted(sums.records, key=lambda pair: pair[0])),
+        conversions=tuple([r for _, r in sorted(sums.records, key=itemgetter(0))]),
         again=AgainPrice(
             sums.again_compute_s,
             sums.again_s,

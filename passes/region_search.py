@@ -29,12 +29,11 @@ from meshfold.passes.constants import shard_constants
 from meshfold.passes.conversion_tables import ConversionTables
 from meshfold.passes.elimination import (
     Elimination,
+    EliminationPlans,
     Factor,
     Table,
-    eliminate,
-    min_fill_order,
 )
-from meshfold.passes.op_time import OpTimer
+from meshfold.passes.op_time import OpTimer, OpTimers
 from meshfold.passes.parameter_prices import ParameterPrices, Prices
 from meshfold.passes.region_factors import FactorGraph, Port, build_factors
 from meshfold.passes.region_price import RegionPrice, RegionPricer
@@ -66,7 +65,7 @@ class RegionSolution:
         """Exact prices of the typing, from the conversions that will be emitted, whatever the
         stored layouts of parameters."""
         p = self._problem
-        return RegionPricer(p.graph, self.typing, self.rules, p.mesh, p.costs)
+        return RegionPricer(p.graph, self.typing, self.rules, p.mesh, p.costs, timers=p.timers)
 
     @cached_property
     def price(self) -> RegionPrice:
@@ -83,8 +82,10 @@ class RegionProblem:
     costs: CostModel
     table: RuleTable
     domains: tuple[OpDomain, ...]
+    timers: tuple[OpTimer, ...]
     times: tuple[Table, ...]
     factors: FactorGraph
+    plans: EliminationPlans
 
     def solve(self, prices: Prices) -> RegionSolution | None:
         """The optimum at these prices; None if no typing meets the allowed layouts."""
@@ -98,8 +99,10 @@ class RegionProblem:
         if len(prices) > 1:
             case = len(domains)
             domains.append(len(prices))
-        keep = () if case is None else (case,)
-        found = eliminate(domains, self._tables(prices, case), keep, self._order)
+        factors = self._tables(prices, case)
+        # Prices change entries of tables, not which variables they join.
+        plan = self.plans.of(domains, [factor.variables for factor in factors], case)
+        found = plan.run([factor.table for factor in factors])
         # A table without parameters is the same in all cases.
         totals = np.broadcast_to(found.table, (len(prices),)).tolist()
         return [
@@ -115,13 +118,6 @@ class RegionProblem:
         for parameter in self.factors.parameters:
             tables += parameter.tables(prices, case)
         return tables
-
-    @cached_property
-    def _order(self) -> list[int]:
-        """Elimination order: prices change entries of tables, not which variables they join."""
-        scopes = [factor.variables for factor in self.factors.factors]
-        scopes += [scope for term in self.factors.parameters for scope in term.scopes()]
-        return min_fill_order(self.factors.domains, scopes)
 
     def with_stored(self, stored: Mapping[int, Layout]) -> "RegionProblem":
         """The same problem with the stored layouts of these parameter slots decided."""
@@ -152,8 +148,7 @@ class Optimum:
             if term.stored_variable is not None:
                 stored[term.slot] = term.stored[values[term.stored_variable]]
             else:
-                used = [_read(u, values) for u in term.users]
-                stored[term.slot] = term.best_stored(used, self.prices)
+                stored[term.slot] = term.best_stored(values, self.prices)
         return tuple(
             stored[slot] if port is None else _read(port, values)
             for slot, port in enumerate(factors.slots)
@@ -192,10 +187,20 @@ class Optimum:
 class SearchTables:
     """What region problems on one mesh share: conversion and parameter prices already computed.
 
-    roles: one per axis; empty for ANY on all of them.
+    roles: one per axis; empty for ANY on all of them. timers: shared with other roles,
+    plans: with other meshes, too.
     """
 
-    def __init__(self, mesh: Mesh, costs: CostModel, roles: tuple[AxisRole, ...] = ()) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        costs: CostModel,
+        roles: tuple[AxisRole, ...] = (),
+        timers: OpTimers | None = None,
+        plans: EliminationPlans | None = None,
+    ) -> None:
+        self.timers = timers or OpTimers(mesh, costs)
+        self.plans = plans or EliminationPlans()
         seen = SearchCosts(costs, roles or (AxisRole.ANY,) * len(mesh.axes))
         self.conversions = ConversionTables(mesh, seen)
         self.parameters = ParameterPrices(mesh, seen)
@@ -222,9 +227,13 @@ def prepare_region(
     its ops serve.
     """
     rules = rules or region_rules(graph, mesh.sizes)
+    timers = tables.timers.of(graph)
     if like is None:
         domains = op_domains(graph, rules, tables.conversions.legal, fixed_rules)
-        times = [_op_times(graph, k, domain, mesh, costs) for k, domain in enumerate(domains)]
+        times = [
+            np.array([timer.time(rules).total_s for rules in domain.rules])
+            for timer, domain in zip(timers, domains, strict=True)
+        ]
     else:
         domains, times = like.domains, list(like.times)
     factors = build_factors(
@@ -236,7 +245,9 @@ def prepare_region(
         slot_layouts,
         output_layouts,
     )
-    return RegionProblem(graph, mesh, costs, rules, domains, tuple(times), factors)
+    return RegionProblem(
+        graph, mesh, costs, rules, domains, timers, tuple(times), factors, tables.plans
+    )
 
 
 def solve_region(
@@ -256,14 +267,6 @@ def solve_region(
         graph, mesh, costs, tables, slot_layouts=slot_layouts, output_layouts=output_layouts
     )
     return problem.solve(prices)
-
-
-def _op_times(
-    graph: OpGraph, op_index: int, domain: OpDomain, mesh: Mesh, costs: CostModel
-) -> Table:
-    """t_o over the joint rules."""
-    timer = OpTimer(graph, graph.ops[op_index], mesh, costs)
-    return np.array([timer.time(rules).total_s for rules in domain.rules])
 
 
 def _read(port: Port, values: Sequence[int]) -> Layout:

@@ -21,7 +21,6 @@ from meshfold.cost_models.memory import RegionMemory
 from meshfold.cost_models.step_memory import States
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind, SourceKind
-from meshfold.passes.boundaries import tied_parameter_slots
 from meshfold.passes.data_parallel import zero3_layout, zero_axes
 from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.program_reads import ProgramReads, program_reads
@@ -52,7 +51,7 @@ def program_shards(
     of them gather it, since it is stored once."""
     pairs = list(zip((r.graph for r in folded.regions), typings, strict=True))
     axes = [_gathered_axes(graph, typing, mesh) for graph, typing in pairs]
-    for group in tied_parameter_slots(folded):
+    for group in folded.tied_slots:
         common = [k for k in zero_axes(mesh) if all(k in axes[r][i] for r, i in group)]
         for r, i in group:
             axes[r][i] = common

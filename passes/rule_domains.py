@@ -43,9 +43,10 @@ class Legality:
 
     def __call__(self, shape: tuple[int, ...], layout: Layout) -> bool:
         key = (shape, layout)
-        if key not in self._known:
-            self._known[key] = is_legal(shape, layout, self.sizes)
-        return self._known[key]
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = is_legal(shape, layout, self.sizes)
+        return found
 
 
 def is_constant_op(graph: OpGraph, op_index: int) -> bool:

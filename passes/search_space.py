@@ -34,8 +34,10 @@ from meshfold.passes.data_parallel import (
     follow_batch,
     stored_options,
 )
+from meshfold.passes.elimination import EliminationPlans
 from meshfold.passes.expert_rules import expert_rules, whole_rows
 from meshfold.passes.layout_pins import PinnedSlots, keeps_tp
+from meshfold.passes.op_time import OpWorks
 from meshfold.passes.rule_book import RuleBook
 from meshfold.passes.rule_domains import RuleTable
 from meshfold.passes.rules import AxisRule, rule_inside
@@ -46,13 +48,17 @@ from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType, is_legal
 class Shared:
     """What the meshes of one program have in common. followed: what was found on the dp axis."""
 
+    boundaries: Boundaries
     rules: RuleBook
     followed: Followed
+    works: OpWorks
+    plans: EliminationPlans
 
     @staticmethod
     def of(folded: FoldedGraph) -> "Shared":
         """Nothing found yet."""
-        return Shared(RuleBook([region.graph for region in folded.regions]), {})
+        rules = RuleBook([region.graph for region in folded.regions])
+        return Shared(find_boundaries(folded), rules, {}, OpWorks(), EliminationPlans())
 
 
 class SearchSpace:
@@ -79,7 +85,7 @@ class SearchSpace:
         self.shared = shared
         self.pinned = pinned
         self.graphs: list[OpGraph] = [region.graph for region in folded.regions]
-        self.boundaries: Boundaries = find_boundaries(folded)
+        self.boundaries: Boundaries = shared.boundaries
         axes = map(self._axis, ("dp", "ep", "cp", "tp"))
         self.dp_axis, self.ep_axis, self.cp_axis, self.tp_axis = axes
         self._own_rules: list[RuleTable] = [
@@ -229,11 +235,12 @@ class SearchSpace:
         alone = [tuple(per_axis[:1] for per_axis in table) for table in self._own_rules]
         boundaries, batch_size = self.boundaries, self.batch_size
         key = batch_problem(boundaries, axis_size, alone, batch_size)
-        if key not in self.shared.followed:
-            self.shared.followed[key] = follow_batch(
-                self.folded, boundaries, axis_size, alone, self.costs, batch_size
+        found = self.shared.followed.get(key)
+        if found is None:
+            found = self.shared.followed[key] = follow_batch(
+                self.folded, boundaries, axis_size, alone, self.costs, batch_size, self.shared.works
             )
-        return self.shared.followed[key]
+        return found
 
     def _rules_of_data(self, region: int) -> RuleTable:
         """On tp every op goes on with its rule on dp, or runs whole."""

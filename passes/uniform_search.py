@@ -24,12 +24,10 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
 from meshfold.passes.axis_roles import AxisRole
-from meshfold.passes.boundaries import (
-    num_instances,
-    tied_parameter_slots,
-)
+from meshfold.passes.boundaries import num_instances
 from meshfold.passes.data_parallel import kept_whole_note, sharded_layout, zero_axes
 from meshfold.passes.layout_pins import PinnedSlots, UnkeptPinError
+from meshfold.passes.op_time import OpTimers
 from meshfold.passes.parameter_prices import Prices
 from meshfold.passes.region_price import RegionPrice
 from meshfold.passes.region_search import (
@@ -116,8 +114,10 @@ class MeshSearch:
         self.space = SearchSpace(folded, mesh, self.costs, batch_size, shared, pinned)
         self.counts = num_instances(folded)
         self.graphs: list[OpGraph] = self.space.graphs
+        timers = OpTimers(mesh, self.costs, shared.works)
         self.tables = {
-            role: SearchTables(mesh, self.costs, self.space.roles(role)) for role in TP_ROLES
+            role: SearchTables(mesh, self.costs, self.space.roles(role), timers, shared.plans)
+            for role in TP_ROLES
         }
         self.fallback_ops = tuple(map(shared.rules.fallback_ops, range(len(self.graphs))))
         self._alone: dict[tuple[int, AxisRole], tuple[RegionProblem, _Chosen]] = {}
@@ -168,7 +168,7 @@ class MeshSearch:
             raise UnkeptPinError
         alone = [self._typed_alone(r, role) for r in range(len(self.graphs))]
         problems, chosen = [problem for problem, _ in alone], [found for _, found in alone]
-        for group in tied_parameter_slots(self.folded):
+        for group in self.folded.tied_slots:
             self._agree(group, problems, chosen)
         slots = [(r, c.solution.typing.slots) for r, c in enumerate(chosen)]
         return chosen, self._fraction(slots, if_none=0.0)

@@ -48,11 +48,35 @@ def test_it_is_what_a_run_says(leading, width, out, grads, dtype) -> None:
     assert PROBER(key) == run(key)
 
 
+def addmm(rows: int, width: int, out: int, grads: str = "111") -> ProbeKey:
+    """The same as a product of matrices; `grads` for bias, x and weight."""
+    shapes = ((out,), (rows, width), (width, out))
+    specs = [dense_spec(s, "float32", g == "1") for s, g in zip(shapes, grads, strict=True)]
+    return key_of(specs, "aten.addmm.default")
+
+
+@given(dims, dims, dims, st.sampled_from(["111", "011", "101", "110", "000", "001", "010"]))
+@settings(deadline=None, max_examples=60)
+def test_a_product_with_a_bias_is_what_a_run_says(rows, width, out, grads) -> None:
+    key = addmm(rows, width, out, grads)
+    assert PROBER(key) == run(key)
+
+
+def test_two_runs_serve_all_sizes_of_a_product_with_a_bias() -> None:
+    prober = OpProber()
+    for width in range(3, 20):
+        prober(addmm(24, width, 2 * width))
+    assert prober.num_probes == 2
+
+
 @pytest.mark.parametrize("size", [(2, 2, 4096), (4096, 2, 2), (2, 4096, 2), (512, 8192, 1024)])
 def test_any_size_may_be_the_largest(size: tuple[int, int, int]) -> None:
     rows, width, out = size
-    for leading in ((rows,), (2, rows)):
-        key = linear(leading, width, out)
+    for key in (
+        linear((rows,), width, out),
+        linear((2, rows), width, out),
+        addmm(rows, width, out),
+    ):
         assert PROBER(key) == run(key)
 
 
@@ -67,6 +91,10 @@ def test_two_runs_serve_all_sizes() -> None:
     "key",
     [
         key_of([dense_spec((3, 5), "float32", True)] * 2, "aten.mm.default"),
+        addmm(1, 4, 5),
+        key_of(
+            [dense_spec(s, "float32", True) for s in ((3, 5), (3, 4), (4, 5))], "aten.addmm.default"
+        ),
         linear((3, 1), 4, 5),
         linear((3,), 4, 1),
         linear((0,), 4, 5),
@@ -77,7 +105,8 @@ def test_two_runs_serve_all_sizes() -> None:
         key_of([TensorSpec((3, 4), (1, 3), "float32", True), dense_spec((5, 4), "float32", True)]),
         key_of([dense_spec((3, 4), "float64", True), dense_spec((5, 4), "float32", True)]),
     ],
-    ids="other,one row,one column,empty,vector,seven dims,first,second,strided,dtypes".split(","),
+    ids="other,product of a row,two-dim bias,one row,one column,empty,vector,seven dims,"
+    "first,second,strided,dtypes".split(","),
 )
 def test_other_calls_are_run_at_their_size(key: ProbeKey) -> None:
     assert linear_samples(key) is None

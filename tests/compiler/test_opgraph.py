@@ -1,5 +1,9 @@
 """The op graph's derived facts."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+from support_graphs import folded_stack
+
 from meshfold.opgraph import (
     FoldedGraph,
     Instance,
@@ -65,3 +69,27 @@ def test_runs_are_maximal() -> None:
 def test_complex_values_have_bytes_and_gradients() -> None:
     value = Value((3, 2), "complex64")
     assert (value.num_bytes, value.is_float) == (48, True)
+
+
+def test_tied_parameters_are_slots_that_share_one():
+    assert folded_stack(num_layers=3).tied_slots == ()
+    assert folded_stack(num_layers=3, tied=True).tied_slots == (((0, 1), (2, 1)),)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.sampled_from("abcde"), max_size=3))))
+def test_slots_are_tied_along_chains_of_shared_parameters(reads: list[tuple[int, list[str]]]):
+    instances = tuple(
+        Instance(region, "", tuple(Source(SourceKind.PARAMETER, name) for name in names))
+        for region, names in reads
+    )
+    pairs = [((r, i), name) for r, names in reads for i, name in enumerate(names)]
+    group = {slot: {slot} for slot, _ in pairs}
+    for _ in pairs:  # as long as a chain can be
+        for one, name in pairs:
+            for other, same in pairs:
+                if name == same:
+                    group[one] = group[one] | group[other]
+    order = list(dict.fromkeys(slot for slot, _ in pairs))
+    wanted = dict.fromkeys(tuple(s for s in order if s in group[slot]) for slot in order)
+    folded = FoldedGraph((), instances, (), (), (), ())
+    assert folded.tied_slots == tuple(g for g in wanted if len(g) > 1)

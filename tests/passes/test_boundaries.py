@@ -9,7 +9,6 @@ from meshfold.passes.boundaries import (
     find_boundaries,
     num_instances,
     sequence_type,
-    tied_parameter_slots,
 )
 from meshfold.spmd import INVARIANT, Shard
 
@@ -32,11 +31,6 @@ def test_inputs_and_results():
     assert found.inputs == {found.slots[0][0]}
     assert found.results == {found.outputs[2][0]}
     assert found.values[found.slots[0][0]].shape == (4, 8, 16)
-
-
-def test_tied_parameters():
-    assert tied_parameter_slots(folded_stack(num_layers=3)) == ()
-    assert tied_parameter_slots(folded_stack(num_layers=3, tied=True)) == (((0, 1), (2, 1)),)
 
 
 def test_num_instances():

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshfold.passes.elimination import Factor, eliminate, min_fill_order
+from meshfold.passes.elimination import (
+    EliminationPlan,
+    EliminationPlans,
+    Factor,
+    eliminate,
+    min_fill_order,
+)
 
 
 def brute_force(domains, factors, keep):
@@ -50,6 +56,35 @@ def test_equals_brute_force(graph):
         assert tuple(values[v] for v in keep) == at
         cost = sum(f.table[tuple(values[v] for v in f.variables)] for f in factors)
         assert cost == pytest.approx(expected[at])
+
+
+@settings(max_examples=100, deadline=None)
+@given(factor_graphs(), st.integers(0, 2**32 - 1))
+def test_one_plan_serves_all_tables_over_its_scopes(graph, seed):
+    domains, factors, keep = graph
+    plan = EliminationPlan(domains, [f.variables for f in factors], keep)
+    plan.run([f.table for f in factors])
+    rng = np.random.default_rng(seed)
+    others = [Factor(f.variables, rng.random(f.table.shape)) for f in factors]
+    found, alone = plan.run([f.table for f in others]), eliminate(domains, others, keep)
+    assert found.table.tolist() == alone.table.tolist()
+    assert found.assignment() == alone.assignment()
+    assert (found.width, found.largest_table) == (alone.width, alone.largest_table)
+
+
+def test_plans_are_made_once_and_a_case_is_eliminated_as_it_is_alone():
+    plans = EliminationPlans()
+    scopes = [(0, 1), (1, 2), (2,)]
+    assert plans.of([3, 4, 2], scopes) is plans.of((3, 4, 2), tuple(scopes))
+    assert plans.of([3, 4, 2], scopes) is not plans.of([3, 4, 5], scopes)
+    rng = np.random.default_rng(0)
+    tables = [rng.random((6, 3, 4)), rng.random((6, 4, 2)), rng.random((6, 2))]
+    together = plans.of([3, 4, 2, 6], [(3, *scope) for scope in scopes], 3).run(tables)
+    for case in range(6):
+        alone = plans.of([3, 4, 2], scopes).run([table[case] for table in tables])
+        assert float(together.table[case]) == float(alone.table)
+        assert together.assignment((case,))[:3] == alone.assignment()
+    assert (together.width, together.largest_table) == (alone.width, alone.largest_table)
 
 
 def test_best_kept_values_by_default():

@@ -1,7 +1,8 @@
 """Leaves on one mesh: prices that add up, bounds that hold, mixes that are the best there are."""
 
 import itertools
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 from support_models import BATCH, families, tiny_model
@@ -14,8 +15,12 @@ from meshfold.options import CompileOptions
 from meshfold.passes.decision_tree import leaves_on
 from meshfold.passes.leaf_chain import LeafChain
 from meshfold.passes.mesh_plan import MeshPlanner
+from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.priced import order_of
-from meshfold.passes.uniform_search import MeshSearch
+from meshfold.passes.region_memory import Simulations, memory_of_region
+from meshfold.passes.region_price import price_region
+from meshfold.passes.residence import slot_facts
+from meshfold.passes.uniform_search import MODE_CHOICES, MeshSearch
 from meshfold.probe import OpProber
 from meshfold.strategy import Degrees
 
@@ -54,6 +59,48 @@ def test_a_step_is_the_sum_of_its_layers(family: str, dp: int, tp: int) -> None:
         total = sum(leaves[i.region].time_s for i in instances)
         total += leaves[instances[0].region].ends_s + of.costs.launch_s
         assert priced.time.step_s == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize("family", families("gpt2", without=("llama", "bert", "vit")))
+@pytest.mark.parametrize(("dp", "tp"), [(4, 1), (2, 2)])
+def test_leaves_have_the_figures_of_their_own_typing(family: str, dp: int, tp: int) -> None:
+    of = planner(family, dp, tp)
+    for region, leaves in enumerate(of.leaves):
+        graph = of.folded.regions[region].graph
+        for leaf in leaves:
+            first = slot_facts(of.folded)[region].first
+            stored = {
+                i: stored_bytes(graph.values[i], leaf.typing.slots[i], of.mesh.sizes) for i in first
+            }
+            updated = sum(n for i, n in stored.items() if graph.values[i].requires_grad)
+            assert (leaf.parameter_bytes, leaf.gradient_bytes) == (sum(stored.values()), updated)
+            alone = memory_of_region(
+                graph,
+                leaf.typing,
+                of.mesh,
+                PROBER,
+                costs=of.costs,
+                floats=of._floats[region],
+            )
+            assert leaf.memory.saved_bytes == alone.saved_bytes
+            solution = of.search.solution(region, **MODE_CHOICES[leaf.strategy.tp_mode])
+            exact = price_region(graph, leaf.typing, solution.rules, of.mesh, of.costs)
+            assert leaf.price == exact
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_latest_local_program_serves_other_recomputation_alone(family: str) -> None:
+    of = planner(family, 2, 2)
+    known = Simulations()
+    for region, leaves in enumerate(of.leaves):
+        graph, floats = of.folded.regions[region].graph, of._floats[region]
+        typings = [leaf.typing for leaf in leaves[:4]]
+        for typing in typings:
+            for recompute in ("none", "full", "selective", "full"):
+                asked = replace(typing, recompute=recompute)
+                ask = partial(memory_of_region, graph, asked, of.mesh, PROBER)
+                found = ask(costs=of.costs, floats=floats, known=known)
+                assert found == ask(costs=of.costs, floats=floats)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

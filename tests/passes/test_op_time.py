@@ -8,7 +8,7 @@ from support_tensors import real
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import Op, OpGraph, Ref, Slot, SlotKind, Value
 from meshfold.passes.exact import ATTENTION
-from meshfold.passes.op_time import OpTime, op_time
+from meshfold.passes.op_time import OpTime, OpTimers, OpWorks, op_time
 from meshfold.passes.rules import region_rules, rules_beside
 from meshfold.passes.rules_experts import EXPERT_LOAD
 
@@ -92,3 +92,17 @@ def test_a_causal_ring_is_as_slow_as_the_last_rank() -> None:
     causal, full = (ring_time(2**16, 4, 2, causal=c)[0] for c in (True, False))
     assert causal.forward_s == pytest.approx(full.forward_s)
     assert causal.backward_s == pytest.approx(full.backward_s)
+
+
+def test_timers_are_made_once_and_works_serve_all_meshes() -> None:
+    graph, works = mlp(batch=64, width=32, hidden=128), OpWorks()
+    assert works.of(graph) is works.of(graph)
+    for n in (2, 4):
+        mesh, costs, _ = costs_on(1, n)
+        timers = OpTimers(mesh, costs, works)
+        assert timers.of(graph) is timers.of(graph)
+        for op, timer, per_axis in zip(
+            graph.ops, timers.of(graph), region_rules(graph, (n,)), strict=True
+        ):
+            for rule in per_axis[0]:
+                assert timer.time((rule,)) == op_time(graph, op, (rule,), mesh, costs)

@@ -1,6 +1,7 @@
 """What a parameter costs between where it is stored and where it is used."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from support_graphs import costs_on
@@ -25,7 +26,7 @@ def prices_on(role: AxisRole) -> ParameterPrices:
 
 
 def price(found: ParameterPrices, value: Value, stored, used) -> float:
-    return float(found.matrix(value, [(stored,)], [(used,)])[0, 0])
+    return float(found.tables(value, [(stored,)], [(used,)])[0][0, 0])
 
 
 def test_local_bytes():
@@ -63,10 +64,31 @@ def test_data_axis_gathers_and_charges_nothing():
     assert price(found, WEIGHT, Shard(0), INVARIANT) > 0
 
 
-def test_matrix_repeats_columns():
+def test_tables_repeat_columns():
     found = prices_on(AxisRole.ANY)
     used = [(REPLICATE,), (INVARIANT,), (REPLICATE,)]
-    matrix = found.matrix(WEIGHT, [(INVARIANT,), (Shard(0),)], used)
+    matrix, num_bytes = found.tables(WEIGHT, [(INVARIANT,), (Shard(0),)], used)
     assert matrix.shape == (2, 3)
     assert (matrix[:, 0] == matrix[:, 2]).all()
     assert matrix[0, 1] == 0
+    assert num_bytes.tolist() == found.num_bytes(WEIGHT, used).tolist()
+
+
+def test_tables_of_parameters_of_other_sizes_are_their_own():
+    found = prices_on(AxisRole.ANY)
+    layouts = [[(INVARIANT,), (Shard(0),)], [(REPLICATE,), (Shard(0),)]]
+    wide = replace(WEIGHT, shape=(2 * WEIGHT.shape[0], *WEIGHT.shape[1:]))
+    (narrow_s, narrow), (wide_s, doubled) = (found.tables(v, *layouts) for v in (WEIGHT, wide))
+    assert doubled.tolist() == (2 * narrow).tolist()
+    fresh_s, _ = prices_on(AxisRole.ANY).tables(wide, *layouts)
+    assert wide_s.tolist() == fresh_s.tolist()
+    assert wide_s[0, 0] > narrow_s[0, 0]
+
+
+def test_layouts_that_two_axes_cut_are_asked_about_for_every_size():
+    mesh, costs, _ = costs_on(2, 2)
+    found = ParameterPrices(mesh, SearchCosts(costs, (AxisRole.ANY,) * 2))
+    layouts = [(INVARIANT, Shard(0))], [(Shard(0, 2), Shard(0))]
+    for rows, is_allowed in ((2, False), (4, True), (6, False), (8, True)):
+        seconds, _ = found.tables(Value((rows, 32), "float32", True), *layouts)
+        assert math.isfinite(seconds[0, 0]) == is_allowed

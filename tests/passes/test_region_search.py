@@ -93,7 +93,7 @@ class Enumeration:
         parameters, prices = self.tables.parameters, self.prices
         total = np.zeros(len(options))
         if used:
-            total += parameters.matrix(value, options, used).sum(axis=1)
+            total += parameters.tables(value, options, used)[0].sum(axis=1)
             total += prices.used_s_per_byte * parameters.num_bytes(value, used).mean()
         total += prices.state_s_per_byte * parameters.num_bytes(value, options)
         return float(total.min())

@@ -16,7 +16,6 @@ from meshfold.cost_models.meshes import build_mesh
 from meshfold.emission_passes import emit
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
-from meshfold.passes.boundaries import tied_parameter_slots
 from meshfold.passes.decision_tree import leaves_on
 from meshfold.passes.leaf_costs import Leaf
 from meshfold.passes.mesh_plan import MeshPlanner
@@ -173,7 +172,7 @@ def test_a_tied_parameter_is_cut_where_all_of_its_readers_gather_it() -> None:
     typings = (
         MeshSearch(folded, cluster, mesh, BATCH).solve(zero=0, sequence_parallel=False).typings
     )
-    (group,) = tied_parameter_slots(folded)
+    (group,) = folded.tied_slots
     alone = [data_shards(folded.regions[r].graph, typings[r], mesh).get(i) for r, i in group]
     together = program_shards(folded, typings, mesh)
     assert len(set(alone)) == 2
