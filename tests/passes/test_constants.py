@@ -45,12 +45,12 @@ def constants_of_the_batch(graph: OpGraph, typing: RegionTyping) -> list[tuple[i
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
-def test_masks_are_made_for_the_local_batch(family: str) -> None:
-    graph = captured(family).graph
+def test_masks_are_made_for_the_local_batch() -> None:
+    """Of T5, whose masks are summands of its position biases; others are proven causal and gone."""
+    graph = captured("t5").graph
     found = [
         (region.graph.values[v], layout)
-        for region, typing in zip(graph.regions, typings_of(family, 2, 1), strict=True)
+        for region, typing in zip(graph.regions, typings_of("t5", 2, 1), strict=True)
         for v, layout in constants_of_the_batch(region.graph, typing)
     ]
     large = [(value, layout) for value, layout in found if min(value.shape[2:]) > 1]

@@ -72,15 +72,18 @@ def test_only_what_depends_on_the_batch_crosses(family: str, first: list[int]) -
     assert [len(s.folded.outputs) - len(s.leaves) for s in stages] == [0] * (len(first) - 1) + [1]
 
 
-def test_masks_are_made_again() -> None:
-    last = cut("gpt2", [0, 1, 4])[1]
-    copy = last.folded.instances[0]
-    assert last.numbers[0] == 0 and last.folded.regions[copy.region].name == "A_again"
-    kinds = {s.kind for s in copy.sources}
-    assert not kinds & {SourceKind.PARAMETER, SourceKind.INPUT}
-    # The embedding stays where it is, the head holds it, too.
-    assert "transformer.wte.weight" not in {p.name for p in last.folded.parameters}
-    assert "transformer.wte.weight" in {p.name for p in cut("gpt2", [0, 1, 4])[2].folded.parameters}
+def test_rotary_tables_are_made_again() -> None:
+    for stage in cut("llama", [0, 1, 3])[1:]:
+        copy = stage.folded.instances[0]
+        assert stage.numbers[0] == 0 and stage.folded.regions[copy.region].name == "A_again"
+        kinds = {s.kind for s in copy.sources}
+        assert not kinds & {SourceKind.PARAMETER, SourceKind.INPUT}
+        assert "model.embed_tokens.weight" not in {p.name for p in stage.folded.parameters}
+
+
+def test_a_tied_embedding_is_held_by_its_two_stages() -> None:
+    held = [{p.name for p in stage.folded.parameters} for stage in cut("gpt2", [0, 1, 4])]
+    assert ["transformer.wte.weight" in names for names in held] == [True, False, True]
 
 
 def test_position_biases_are_held_by_every_stage_that_reads_them() -> None:
