@@ -3,13 +3,14 @@
     python benchmarks/plan.py [--depth] [--devices] [--memory] [--distinct N]
 
 One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds. --depth plans
-one model at 12 to 96 layers, --devices at 8 to 16,384 devices: what counts there is the last row
-over the first. Every plan runs twice and the second is measured: the first brings in what torch
-imports late. --memory measures how much the resident memory of a fresh process grows from the
-imports to its peak, for capture and plan: a tiny model goes first and brings in the imports.
---distinct plans N / 4, N / 2 and N layers that are all different, so that nothing folds: seconds
-per layer should stay while memory does not bind; at 1,000 layers it does, more meshes are planned,
-and a layer takes about twice as long.
+one model at 12 to 96 layers, once with memory for all and once with budgets that bind alike (where
+memory binds, more programs are priced, whatever the depth), --devices at 8 to 16,384 devices: what
+counts there is the last row over the first. Every plan runs twice and the second is measured: the
+first brings in what torch imports late. --memory measures how much the resident memory of a fresh
+process grows from the imports to its peak, for capture and plan: a tiny model goes first and brings
+in the imports. --distinct plans N / 4, N / 2 and N layers that are all different, so that nothing
+folds: seconds per layer should stay while memory does not bind; at 1,000 layers it does, more
+meshes are planned, and a layer takes about twice as long.
 """
 
 import json
@@ -42,13 +43,14 @@ GPT_1T = {"n_layer": 128, "n_embd": 25600, "n_head": 160}
 
 @dataclass(frozen=True)
 class Case:
-    """A model (a configuration file with fields replaced), a cluster, a global batch."""
+    """A model (a configuration file with fields replaced), a cluster, a global batch, a budget."""
 
     name: str
     config: str
     cluster: str
     batch: int
     fields: tuple[tuple[str, int], ...] = ()
+    memory_bytes: int | None = None
 
 
 CASES = (
@@ -57,10 +59,26 @@ CASES = (
     Case("GPT 1T", "gpt3-175b", "dgx-h200x384", 1536, tuple(GPT_1T.items())),
     Case("Llama-3-405B", "llama-3-405b", "dgx-h100x2048", 2048),
 )
-DEPTHS = tuple(
-    Case(f"GPT-3, {n} layers", "gpt3-175b", "dgx-a100-80x16", 256, (("n_layer", n),))
-    for n in (12, 24, 48, 96)
-)
+BUDGETS_GB = {12: 14, 24: 24, 48: 43, 96: 85}
+"""By layers: with these every depth recomputes."""
+
+
+def depths(*, binds: bool) -> tuple[Case, ...]:
+    """GPT-3 in four depths. binds: with the budget that makes each recompute, else with plenty."""
+    plenty_gb = 400
+    return tuple(
+        Case(
+            f"GPT-3, {n} layers",
+            "gpt3-175b",
+            "dgx-a100-80x16",
+            256,
+            (("n_layer", n),),
+            (budget_gb if binds else plenty_gb) * 10**9,
+        )
+        for n, budget_gb in BUDGETS_GB.items()
+    )
+
+
 DEVICES = tuple(
     Case(f"Llama-3-8B, {8 * n} devices", "llama-3-8b", f"dgx-h100x{n}", 8 * n)
     for n in (1, 8, 64, 512, 2048)
@@ -83,7 +101,7 @@ def planned(graph: FoldedGraph, cluster: ClusterSpec, case: Case) -> tuple[Plan,
     plan = find_plan_for(
         graph,
         cluster,
-        CompileOptions(),
+        CompileOptions(memory_bytes=case.memory_bytes),
         model_name=case.name,
         batch_size=case.batch,
         probe=OpProber(),
@@ -160,7 +178,9 @@ def main(depth: bool, devices: bool, memory: bool, distinct: int | None) -> None
     if not (depth or devices or memory or distinct):
         measure(CASES)
     if depth:
-        measure(DEPTHS)
+        for binds in (False, True):
+            click.echo("memory binds alike" if binds else "memory for all")
+            measure(depths(binds=binds))
     if devices:
         measure(DEVICES)
     if memory:
