@@ -55,7 +55,7 @@ class RegionProgram:
     keeps_gathered: bool = False
     whole_gradients: bool = False
     schedule: RegionSchedule | None = None
-    """How it runs in `scheduled` mode."""
+    """How it runs in `scheduled` mode, if otherwise than in eager mode."""
 
     @property
     def makes_parameters(self) -> bool:

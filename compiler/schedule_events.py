@@ -36,6 +36,8 @@ def with_schedule(plan: Plan, folded: FoldedGraph) -> Plan:
     prices = region_prices(program, split, plan)
     written = [
         _Writer(events, region, price, _inside(program, region, price)).write()
+        if region.schedule is not None
+        else events
         for events, region, price in zip(plan.events.regions, program.regions, prices, strict=True)
     ]
     events = replace(plan.events, regions=tuple(written))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import fx
 
 from meshfold.buckets import Bucket
+from meshfold.convert_ops import STARTS
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
 from meshfold.passes.check_plan import checked_regions
@@ -24,12 +25,15 @@ from meshfold.weight_gradients import split_backward
 
 
 def scheduled(program: EmittedProgram, split: FoldedGraph, plan: Plan) -> EmittedProgram:
-    """`program` with a schedule for every region. split: the graph that it was emitted from."""
+    """`program` with a schedule for every region that communicates inside; what gathers and reduces
+    its parameters alone does that in eager mode just so. split: the graph that it was emitted from.
+    """
     bound_bytes = max(0, plan.memory.capacity - plan.memory.peak)
     regions = []
     for region, prices in zip(program.regions, region_prices(program, split, plan), strict=True):
-        schedule = schedule_region(region, prices, bound_bytes)
-        regions.append(replace(region, schedule=schedule))
+        if any(n.target in STARTS for n in region.graph.graph.nodes):
+            region = replace(region, schedule=schedule_region(region, prices, bound_bytes))
+        regions.append(region)
     return replace(program, regions=tuple(regions))
 
 
