@@ -49,9 +49,11 @@ def _emit(_: EmittedProgram | None, split: FoldedGraph, plan: Plan) -> EmittedPr
     return emit_typed(split, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
 
 
-def _schedule(program: EmittedProgram | None, split: FoldedGraph, plan: Plan) -> EmittedProgram:
+def _schedule(program: EmittedProgram | None, _: FoldedGraph, plan: Plan) -> EmittedProgram:
+    """What gradients of weights may hold longer than without is what the plan leaves of memory."""
     assert program is not None, "there is something to schedule"
-    return scheduled(program, split, plan)
+    bound_bytes = max(0, plan.memory.capacity - plan.memory.peak)
+    return scheduled(program, CostModel(plan.cluster, plan.mesh), bound_bytes)
 
 
 PASSES: tuple[EmissionPass, ...] = (

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshfold.check_program import check_program
 from meshfold.cost_models.action_lists import actions_text, check_actions
 from meshfold.cost_models.actions import ActionLists
 from meshfold.cost_models.cost_model import CostModel
@@ -29,6 +30,7 @@ from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
 from meshfold.program import EmittedProgram
 from meshfold.program_text import rank_text
+from meshfold.schedule_program import scheduled
 from meshfold.spmd import Layout
 from meshfold.weight_gradients import split_backward
 
@@ -148,6 +150,11 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         for stage in cut
     )
     _check_tied(stages)
+    if plan.mode == "scheduled":
+        # Between forward and backward others run: nothing may be held longer than in eager mode.
+        stages = tuple(scheduled(stage, costs, 0) for stage in stages)
+        for stage in stages:
+            check_program(stage, "schedule")
     if schedule.splits_backward:
         for stage in stages:
             for region in stage.regions:

@@ -249,7 +249,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     precision: Precision = "model"
     mode: Mode = "eager"
-    """How the program of a step in one pass runs; stages of pipelines run eager."""
+    """How the program of a rank runs."""
     schedule: str = ""
     """In which order stages run their microbatches; empty for a step in one pass."""
     simulated: SimulatedStep | None = None

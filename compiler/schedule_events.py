@@ -8,11 +8,11 @@ held for gradients of weights on top.
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.step_simulation import simulate
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.conversions import Step
 from meshfold.passes.region_events import bytes_inside, merged
-from meshfold.passes.variants import planned_graph
 from meshfold.piece_prices import PiecePrices
 from meshfold.pipeline_program import emit_plan
 from meshfold.plan import Plan
@@ -32,8 +32,7 @@ def with_schedule(plan: Plan, folded: FoldedGraph) -> Plan:
         return plan
     program = emit_plan(folded, plan)
     assert isinstance(program, EmittedProgram), "only a step in one pass has events"
-    split = planned_graph(folded, plan)
-    prices = region_prices(program, split, plan)
+    prices = region_prices(program, CostModel(plan.cluster, plan.mesh))
     written = [
         _Writer(events, region, price, _inside(program, region, price)).write()
         if region.schedule is not None

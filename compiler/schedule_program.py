@@ -1,7 +1,6 @@
 """Scheduling an emitted program: per region the order of its pieces (meshfold.region_schedule).
 
-Costs are the plan's, so they are the same on all ranks. What weights' gradients may hold longer
-than without a schedule is what the plan leaves of a device's memory.
+Costs are the plan's, so they are the same on all ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,37 +11,35 @@ from torch import fx
 from meshfold.buckets import Bucket
 from meshfold.convert_ops import STARTS
 from meshfold.cost_models.cost_model import CostModel
-from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
-from meshfold.passes.check_plan import checked_regions
+from meshfold.opgraph import OpGraph, SlotKind
+from meshfold.passes.check_plan import typed_rules
 from meshfold.passes.list_schedule import Task, list_order
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.piece_prices import PiecePrices
 from meshfold.pieces import cut_in_pieces
-from meshfold.plan import Plan
 from meshfold.program import ORIGIN, PLACE, EmittedProgram, RegionProgram
 from meshfold.region_schedule import Collective, Move, Piece, RegionSchedule
 from meshfold.weight_gradients import split_backward
 
 
-def scheduled(program: EmittedProgram, split: FoldedGraph, plan: Plan) -> EmittedProgram:
+def scheduled(program: EmittedProgram, costs: CostModel, bound_bytes: int) -> EmittedProgram:
     """`program` with a schedule for every region that communicates inside; what gathers and reduces
-    its parameters alone does that in eager mode just so. split: the graph that it was emitted from.
+    its parameters alone does that in eager mode just so. bound_bytes: what may be held for W's.
     """
-    bound_bytes = max(0, plan.memory.capacity - plan.memory.peak)
     regions = []
-    for region, prices in zip(program.regions, region_prices(program, split, plan), strict=True):
+    for region, prices in zip(program.regions, region_prices(program, costs), strict=True):
         if any(n.target in STARTS for n in region.graph.graph.nodes):
             region = replace(region, schedule=schedule_region(region, prices, bound_bytes))
         regions.append(region)
     return replace(program, regions=tuple(regions))
 
 
-def region_prices(program: EmittedProgram, split: FoldedGraph, plan: Plan) -> Iterator[PiecePrices]:
+def region_prices(program: EmittedProgram, costs: CostModel) -> Iterator[PiecePrices]:
     """Per region of `program` what its pieces cost."""
-    costs = CostModel(plan.cluster, plan.mesh)
-    rules = [of for _, _, of in checked_regions(split, plan)]
     for region in program.regions:
-        yield PiecePrices(split.regions[region.region].graph, rules[region.region], costs)
+        graph, typing = program.folded.regions[region.region].graph, program.typings[region.region]
+        rules = typed_rules(graph, typing, region.name, costs.mesh)
+        yield PiecePrices(graph, rules, costs)
 
 
 def schedule_region(region: RegionProgram, prices: PiecePrices, bound_bytes: int) -> RegionSchedule:

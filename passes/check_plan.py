@@ -121,7 +121,7 @@ def checked_regions(
     """Every region with its plan and the rules that its types name."""
     for region, planned in zip(split.regions, plan.regions, strict=True):
         _check_slots(region.graph, planned, plan.mesh)
-        yield region, planned, _rules(region.graph, planned, plan.mesh)
+        yield region, planned, typed_rules(region.graph, planned.typing, planned.name, plan.mesh)
 
 
 def _with_hosts(
@@ -154,33 +154,38 @@ def _with_hosts(
     return found
 
 
-def _rules(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> Sequence[tuple[AxisRule, ...]]:
-    """The rules that the typing names, held against the layouts it gives."""
+def typed_rules(
+    graph: OpGraph, typed: RegionTyping, name: str, mesh: Mesh
+) -> Sequence[tuple[AxisRule, ...]]:
+    """The rules that the typing of a region of that name names, held against the layouts it gives.
+
+    Raises PlanMismatchError.
+    """
     table = region_rules(graph, mesh.sizes)
     away = travelling(graph)
     chosen = []
-    for k, (op, typing) in enumerate(zip(graph.ops, planned.typing.ops, strict=True)):
-        where = f"region {planned.name}, op {k} {op.target}"
+    for k, (op, typing) in enumerate(zip(graph.ops, typed.ops, strict=True)):
+        where = f"region {name}, op {k} {op.target}"
         rules: list[AxisRule] = []
-        for axis, name in enumerate(typing.rules):
+        for axis, wanted in enumerate(typing.rules):
             found = {rule.name: rule for rule in table[k][axis]}
-            if name not in found:
+            if wanted not in found:
                 found |= _rules_inside(graph, k, table[k], mesh, axis)
-            if name not in found:
+            if wanted not in found:
                 rules_of_axis = tuple(found.values())
                 found |= {
                     more.name: more
                     for rule in rules_of_axis
                     for more in rules_beside(graph, k, rule, mesh.sizes[axis])
                 }
-            if name not in found:
+            if wanted not in found:
                 found |= _rules_at_experts(graph, k, found, mesh.sizes[axis], away)
-            if name not in found:
+            if wanted not in found:
                 raise PlanMismatchError(
-                    f"{where}: no rule {name!r} on axis {mesh.names[axis]}; "
+                    f"{where}: no rule {wanted!r} on axis {mesh.names[axis]}; "
                     f"it has {', '.join(found)}"
                 )
-            rules.append(found[name])
+            rules.append(found[wanted])
         expected = typing_of(graph, k, tuple(rules))
         if expected != typing:
             given = [layout_text(layout) for layout in (*typing.inputs, *typing.outputs)]

@@ -63,6 +63,7 @@ def assemble_pipeline(
         optimizer=options.optimizer,
         seed=options.seed,
         precision=options.precision,
+        mode="eager" if found.plan.schedule.splits_backward else options.mode,
         regions=tuple(writer.region(r) for r in range(len(writer.split.regions))),
         stages=tuple(writer.stage(s) for s in range(len(found.plan.stages))),
         memory=worst_memory(problems, found),

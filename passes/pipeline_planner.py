@@ -81,7 +81,7 @@ def plan_with_pipelines(
         model_name=model_name,
         baselines=(*earlier, *baselines),
         stats=stats,
-        notes=(*_notes(best), *_why(options, without)),
+        notes=(*_notes(best), *_why(options, without, best)),
     )
 
 
@@ -101,12 +101,12 @@ def _tree(
     return grow_pipelines(situation, len(folded.instances))
 
 
-def _why(options: CompileOptions, without: Plan | None) -> Iterator[str]:
+def _why(options: CompileOptions, without: Plan | None, best: PricedPipeline) -> Iterator[str]:
     """What of the options led here, and what they do not change."""
     if without is None and not is_pipeline_pinned(options.pins):
         yield ALONE
-    if options.mode != "eager":
-        yield f"stages run eager: mode {options.mode} is for steps in one pass"
+    if options.mode != "eager" and best.plan.schedule.splits_backward:
+        yield f"stages run eager, not {options.mode}: their schedule splits the backward itself"
 
 
 def _notes(best: PricedPipeline) -> tuple[str, ...]:

@@ -301,10 +301,13 @@ def test_chunks_with_a_split_backward_are_planned(kind):
     assert isinstance(emit_plan(graph_of("llama", 6), found), EmittedPipeline)
 
 
-def test_a_pipeline_says_that_its_stages_run_eager():
-    found = plan("llama", pins={"pp": 2, "microbatches": 2}, mode="scheduled")
-    assert found.mode == "eager"
-    assert "stages run eager: mode scheduled is for steps in one pass" in found.notes
+@pytest.mark.parametrize(("kind", "mode"), [("1f1b", "scheduled"), ("zero_bubble", "eager")])
+def test_a_split_backward_leaves_nothing_to_schedule(kind, mode):
+    pins = {"pp": 2, "microbatches": 2, "schedule": kind}
+    found = plan("llama", pins=pins, mode="scheduled", allow_planned=False)
+    assert found.mode == mode
+    note = "stages run eager, not scheduled: their schedule splits the backward itself"
+    assert (note in found.notes) == (mode == "eager")
 
 
 @pytest.mark.slow
