@@ -23,6 +23,7 @@ from meshfold.opgraph import FoldedGraph
 from meshfold.options import CompileOptions
 from meshfold.passes.layout_pins import UnkeptPinError
 from meshfold.passes.leaf_chain import LeafChain
+from meshfold.passes.leaf_changes import made_faster, made_smaller
 from meshfold.passes.leaf_costs import Leaf, RegionChoices, most_sharded, region_leaves
 from meshfold.passes.memory_budgets import Budgets
 from meshfold.passes.mode_changes import ModeChanges, mode_changes
@@ -309,7 +310,8 @@ class MeshPlanner:
         fastest = self.price(chain.assignment(unlimited))
         if fastest.memory.fits:
             return replace(closed, best_s=fastest.time.step_s, gap_before=unlimited.gap_before)
-        least, best = self._least_of(chain)
+        least, smallest = self._least_of(chain)
+        best = smallest
         budgets = Budgets(
             chain.held_bytes(least), unlimited.memory_bytes - 1, self.capacity_bytes // STEPS
         )
@@ -334,6 +336,8 @@ class MeshPlanner:
                 break
             guess = self.capacity_bytes - (priced.memory.peak - found.memory_bytes)
             budget = budgets.next(guess, is_known)
+        if best is smallest and best.memory.fits:
+            best = made_faster(chain.leaves, self.search.counts, least, best, self._price_of)
         return replace(closed, best_s=best.time.step_s if best.memory.fits else math.inf)
 
     def _least_of(self, chain: LeafChain) -> tuple[list[Leaf], Priced]:
@@ -342,22 +346,15 @@ class MeshPlanner:
         least, best = min(self._smallest_of(chain), key=lambda pair: pair[1].memory.peak)
         if best.memory.peak > NEARLY * self.capacity_bytes:
             return least, best
-        for region, leaves in enumerate(chain.leaves):
-            for leaf in leaves:
-                if best.memory.fits:
-                    return least, best
-                other = [*least[:region], leaf, *least[region + 1 :]]
-                priced = self.price([other[i.region] for i in self.folded.instances])
-                if priced.memory.peak < best.memory.peak:
-                    least, best = other, priced
-        return least, best
+        return made_smaller(chain.leaves, least, best, self._price_of)
 
     def _smallest_of(self, chain: LeafChain) -> list[tuple[list[Leaf], Priced]]:
         """Programs of a chain one of which has the least memory, with their exact figures."""
-        return [
-            (least, self.price([least[i.region] for i in self.folded.instances]))
-            for least in chain.smallest()
-        ]
+        return [(least, self._price_of(least)) for least in chain.smallest()]
+
+    def _price_of(self, leaves: Sequence[Leaf]) -> Priced:
+        """Exact figures of the program that gives every region one leaf."""
+        return self.price([leaves[i.region] for i in self.folded.instances])
 
     def _smallest(self) -> Priced:
         """The program with the least memory among the simplest: every layer at its least."""
