@@ -36,6 +36,10 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifferences:
         Difference("cluster", first.cluster.name, second.cluster.name),
         Difference("mesh", str(first.mesh), str(second.mesh)),
         Difference("strategy", first.strategy.label, second.strategy.label),
+        Difference("precision", first.precision, second.precision),
+        Difference("mode", first.mode, second.mode),
+        Difference("optimizer", first.optimizer, second.optimizer),
+        Difference("schedule", first.schedule, second.schedule),
         Difference("runs", _runs(first), _runs(second)),
     ]
     regions = {r.name: r for r in second.regions}
@@ -113,6 +117,9 @@ def _figures(first: Plan, second: Plan) -> tuple[Difference, ...]:
     for name in ("forward_s", "backward_s", "exposed_communication_s", "optimizer_s"):
         values = (seconds_text(getattr(plan.time, name)) for plan in (first, second))
         rows.append(Difference("  " + name.removesuffix("_s").replace("_", " "), *values))
+    if first.simulated is not None and second.simulated is not None:
+        simulated = (seconds_text(p.simulated.step_s) for p in (first, second) if p.simulated)
+        rows.append(Difference("step as simulated", *simulated))
     rows.append(Difference("peak memory", _bytes(first.memory), _bytes(second.memory)))
     for name in asdict(first.memory):
         values = (bytes_text(getattr(plan.memory, name)) for plan in (first, second))

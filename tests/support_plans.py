@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.cost_models.step_simulation import simulate
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.plan import (
     Alternative,
@@ -218,3 +219,9 @@ def example_step() -> StepEvents:
         held_bytes=held,
         fixed_bytes=10**9,
     )
+
+
+def simulated_plan() -> Plan:
+    """With events, and the step that they make."""
+    events = example_step()
+    return replace(example_plan(), events=events, simulated=simulate(events).step)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support_plans import BLOCK, GIB, MEMORY, example_plan
+from support_plans import BLOCK, GIB, MEMORY, example_plan, simulated_plan
 
 from meshfold.cli import cli, run
 from meshfold.plan import Plan
@@ -50,6 +50,32 @@ def test_differences_go_down_to_the_parameter() -> None:
     figures = {figure.what.strip(): figure for figure in found.figures}
     assert figures["parameters"].first != figures["parameters"].second
     assert figures["step time"].first == figures["step time"].second
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("mode", "scheduled"),
+        ("precision", "bf16"),
+        ("optimizer", "sgd"),
+        ("schedule", "1f1b(2 x 4)"),
+    ],
+)
+def test_what_the_whole_plan_says_is_compared(what: str, value: str) -> None:
+    plan = example_plan()
+    found = compare_plans(plan, replace(plan, **{what: value}))  # type: ignore[arg-type]
+    assert [(d.what, d.first, d.second) for d in found.choices] == [
+        (what, getattr(plan, what), value)
+    ]
+
+
+def test_simulated_steps_are_compared() -> None:
+    plan = simulated_plan()
+    assert plan.simulated is not None
+    longer = replace(plan.simulated, exposed_s=plan.simulated.exposed_s + 1.0)
+    found = compare_plans(plan, replace(plan, simulated=longer))
+    (row,) = [figure for figure in found.figures if figure.what == "step as simulated"]
+    assert row.first != row.second and found.choices == ()
 
 
 def test_diff_says_so_in_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,22 +2,14 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from support_plans import example_plan, example_step
+from support_plans import simulated_plan
 
-from meshfold.cost_models.step_simulation import simulate
 from meshfold.errors import PlanFormatError
-from meshfold.plan import Plan
 from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.step_events import from_run_lengths, read_event, run_lengths, write_event
-
-
-def simulated_plan() -> Plan:
-    events = example_step()
-    return replace(example_plan(), events=events, simulated=simulate(events).step)
 
 
 def test_a_simulated_plan_survives_its_file() -> None:
