@@ -144,14 +144,18 @@ def test_without_gradients_nothing_is_kept() -> None:
         assert not step.forward().requires_grad
 
 
-def test_no_step_is_left_behind() -> None:
-    step = step_of("zero3 x tp+sp")
-    loss = step.forward()
-    node = weakref.ref(loss.grad_fn)
+@pytest.mark.parametrize("runs_backward", [True, False])
+@pytest.mark.parametrize("pins", ["zero3 x tp+sp", "zero3 x tp+sp, again"])
+def test_no_step_is_left_behind(pins: str, runs_backward: bool) -> None:
+    step = step_of(pins)
+    step.train()
     gc.collect()
     gc.disable()
     try:
-        loss.backward()
+        loss = step.forward()
+        node = weakref.ref(loss.grad_fn)
+        if runs_backward:
+            loss.backward()
         del loss
         assert node() is None
     finally:
