@@ -153,8 +153,8 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
     if plan.mode == "scheduled":
         # Between forward and backward others run: nothing may be held longer than in eager mode.
         stages = tuple(scheduled(stage, costs, 0) for stage in stages)
-        for stage in stages:
-            check_program(stage, "schedule")
+    for stage in stages:
+        check_program(stage, "schedule" if plan.mode == "scheduled" else "emit")
     if schedule.splits_backward:
         for stage in stages:
             for region in stage.regions:

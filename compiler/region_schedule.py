@@ -57,10 +57,6 @@ class Collective:
     origin: Origin
     partner: int = -1
 
-    @property
-    def origins(self) -> tuple[Origin]:
-        return (self.origin,)
-
 
 @dataclass(frozen=True)
 class Pieces:

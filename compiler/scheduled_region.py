@@ -30,9 +30,8 @@ from meshfold.weight_work import WeightWork
 
 
 class ScheduledRegion:
-    """One instance of a region during one step. uses: its buckets; names: of what it is passed
-    directly, placeholders of its graph; floats: its float arguments; number: its own in the whole
-    program; ahead: starts the gathers that come next."""
+    """One instance of a region during one step. number: its own in the whole program; floats: its
+    float arguments; ahead: starts the gathers that come next."""
 
     def __init__(
         self,
@@ -287,7 +286,7 @@ class _Node(torch.autograd.Function):
     def forward(
         ctx: Any, region: ScheduledRegion, num_tokens: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.region, ctx.num_tokens = region, num_tokens
+        ctx.region = region
         ctx.set_materialize_grads(False)
         made, trained = region.forward(tensors[num_tokens:])
         # New tensors: autograd writes itself into what is returned.
