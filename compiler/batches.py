@@ -13,6 +13,7 @@ from torch import Tensor
 from meshfold.capture_twin import map_children
 from meshfold.collectives import RankMesh
 from meshfold.errors import OptionError
+from meshfold.mesh import DATA_AXIS
 from meshfold.opgraph import InputInfo, SourceKind
 from meshfold.program import EmittedProgram
 from meshfold.shards import shard_of
@@ -22,7 +23,6 @@ from meshfold.torch_ops import dtype_name, torch_dtype
 Shapes = Mapping[str, tuple[int, ...]]
 """Of the tensors of a batch, by input name."""
 
-DATA_AXIS = "dp"
 _FIRST_DIM = Shard(0)
 
 
@@ -143,6 +143,11 @@ class LocalBatch:
             for name in sorted(cuts):
                 self(name, whole)
         return self
+
+    def is_own_part(self, cuts: Mapping[str, Layout]) -> bool:
+        """Whether microbatches are cut out of this rank's part of the batch: see
+        whole_where_needed."""
+        return any(self._is_local[name] for name in cuts)
 
     def part(self, cuts: Mapping[str, Layout], parts: int, number: int) -> "LocalBatch":
         """Microbatch `number`. cuts: per input its layout over `parts` microbatches."""

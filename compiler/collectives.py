@@ -29,9 +29,10 @@ class RankMesh(ABC):
     the same order. `axes` names one axis or several; several act as one group, in mesh order.
 
     rng: (seed, step) of the counter-based generator; the runtime sets it before every step.
-    microbatch: number of the one that runs; targets: by (instance, op of the whole program), how
-    many targets of the step a loss divides by; weight_work: where gradients of weights wait, of a
-    schedule that splits the backward. All three are set by meshfold.pipeline_step.
+    microbatch: number of the one that runs; cuts_own_parts: microbatches are cut out of what every
+    rank got of the batch, not out of the global one; targets: by (instance, op of the whole
+    program), how many targets of the step a loss divides by; weight_work: where gradients of
+    weights wait, of a schedule that splits the backward. All are set by meshfold.pipeline_step.
     """
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
@@ -41,6 +42,7 @@ class RankMesh(ABC):
         self.coords = mesh.coords(rank)
         self.rng = (0, 0)
         self.microbatch = 0
+        self.cuts_own_parts = False
         self.targets: dict[tuple[int, int], int] = {}
         self.weight_work: WeightWork | None = None
 

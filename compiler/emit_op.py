@@ -22,9 +22,10 @@ from meshfold.errors import UnsupportedOpError
 from meshfold.expert_exchange import combine, dispatch
 from meshfold.mesh import Mesh
 from meshfold.op_context import OpContext, global_arguments
-from meshfold.opgraph import OpGraph
+from meshfold.opgraph import Draw, OpGraph
 from meshfold.passes.localize import localize
 from meshfold.passes.rules import op_labels, rule_locals, summed_axes
+from meshfold.passes.rules_random import RANDOM_OPS
 from meshfold.rank_places import Digits
 from meshfold.ring_attention import ring_attention
 from meshfold.sharded_rows import put_rows, take_rows
@@ -34,14 +35,6 @@ from meshfold.strategy import OpTyping
 from meshfold.torch_ops import torch_target
 
 _REDUCTIONS = ("none", "mean", "sum")
-_RANDOM = frozenset(
-    {
-        "aten.dropout.default",
-        "aten.native_dropout.default",
-        "aten.scaled_dot_product_attention.default",
-    }
-)
-"""Ops that draw random numbers only where their arguments say so."""
 
 
 def emit_op(
@@ -72,7 +65,7 @@ def emit_op(
 
 def needs_site(op_graph: OpGraph) -> bool:
     """Whether a region draws random numbers, so that its instances need different sites."""
-    return any(_draws(global_arguments(op)) for op in op_graph.ops if op.target in _RANDOM)
+    return any(_draws(global_arguments(op)) for op in op_graph.ops if op.target in RANDOM_OPS)
 
 
 def _draws(arguments: dict[str, Any]) -> bool:
@@ -84,7 +77,7 @@ def _draws(arguments: dict[str, Any]) -> bool:
 def _plain(context: OpContext) -> list[fx.Node]:
     """The torch op on local shapes."""
     function: Any = torch_target(context.op.target)
-    arguments = global_arguments(context.op) if context.op.target in _RANDOM else {}
+    arguments = global_arguments(context.op) if context.op.target in RANDOM_OPS else {}
     if torch.Tag.nondeterministic_seeded in function.tags and (not arguments or _draws(arguments)):
         raise UnsupportedOpError(
             f"{context.op.target} draws random numbers, which ranks would not agree on; "
@@ -267,18 +260,24 @@ def _nll_loss(context: OpContext) -> list[fx.Node]:
     ]
 
 
+def _drawn(context: OpContext) -> tuple[tuple[fx.Node | int, int], tuple[int, int, int]]:
+    """Which mask a random op draws, and how microbatches cut it: (site, cut) of local_ops."""
+    draw = context.op.draw or Draw(context.op_index)
+    return (context.site, draw.number), (draw.dim, draw.blocks, draw.parts)
+
+
 def _dropout(context: OpContext) -> list[fx.Node]:
     named = context.named()
     if not _draws(named):
         return _plain(context)
     op, layout = context.op, context.typing.outputs[0]
     shape = context.op_graph.values[op.outputs[0]].shape
-    site = (context.site, context.op_index)
+    site, cut = _drawn(context)
     digits = context.all_digits(layout, len(shape))
     several = len(op.outputs) > 1
     function = local_ops.native_dropout if several else local_ops.dropout
     made = context.call(
-        function, context.mesh_node, named["input"], named["p"], site, shape, digits
+        function, context.mesh_node, named["input"], named["p"], site, shape, digits, cut
     )
     return [context.call(operator.getitem, made, k) for k in range(2)] if several else [made]
 
@@ -314,6 +313,7 @@ def _attention(context: OpContext) -> list[fx.Node]:
     if not (_draws(named) or (picks_heads and num_key_heads > 1) or causal_part):
         return _plain(context)
     scores = (*query[:-1], key[-2])
+    site, cut = _drawn(context)
     return [
         context.call(
             local_ops.attention,
@@ -323,10 +323,11 @@ def _attention(context: OpContext) -> list[fx.Node]:
             is_causal=named.get("is_causal", False),
             scale=named.get("scale"),
             probability=named.get("dropout_p", 0.0),
-            site=(context.site, context.op_index),
+            site=site,
             shape=scores,
             # Key positions are whole: the last dim of the scores has no digits.
             digits=(*context.all_digits(typing.outputs[0], len(query) - 1), ()),
+            cut=cut,
             key_heads=(num_key_heads, key_digits),
         )
     ]

@@ -21,7 +21,7 @@ from meshfold.batch_norm import batch_norm
 from meshfold.collectives import Axes, RankMesh, all_reduced
 from meshfold.expert_exchange import combine, dispatch
 from meshfold.random_masks import kept, stream_key
-from meshfold.rank_places import Digits, key_heads_of, places_of
+from meshfold.rank_places import Digits, key_heads_of, places_of, places_of_microbatch
 from meshfold.shard_tensors import (
     cropped_blocks,
     digits_of,
@@ -168,13 +168,15 @@ def dropout(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[Digits, ...],
+    cut: tuple[int, int, int],
 ) -> Tensor:
     """x with elements dropped with `probability`, the others scaled up to keep the mean.
 
-    site: (instance, op), so that no two ops of a step share a mask. shape: of the whole tensor;
-    digits: per dim.
+    site: (instance, op), so that no two ops of a step share a mask. shape: of the tensor on all
+    ranks together; digits: per dim. cut: (dim, blocks, parts), the microbatches of the batch of
+    which this is one.
     """
-    return _scaled(x, dropout_mask(mesh, probability, site, shape, digits), probability)
+    return _scaled(x, dropout_mask(mesh, probability, site, shape, digits, cut), probability)
 
 
 def native_dropout(
@@ -184,9 +186,10 @@ def native_dropout(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[Digits, ...],
+    cut: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor]:
     """As dropout; also the mask of what was kept."""
-    mask = dropout_mask(mesh, probability, site, shape, digits)
+    mask = dropout_mask(mesh, probability, site, shape, digits, cut)
     return _scaled(x, mask, probability), mask
 
 
@@ -196,12 +199,18 @@ def dropout_mask(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[Digits, ...],
+    cut: tuple[int, int, int],
 ) -> Tensor:
-    """This rank's part of the mask of what a dropout of the whole tensor keeps."""
+    """This rank's part, in this microbatch, of the mask of what a dropout of the whole keeps."""
+    dim, blocks, parts = cut
+    whole = [size * parts if d == dim else size for d, size in enumerate(shape)]
     index = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for d, size in enumerate(shape):
-        held = held_indices(size, places_of(mesh, digits[d]), mesh.device)
-        index = index.unsqueeze(-1) + held * math.prod(shape[d + 1 :])
+    for d, size in enumerate(whole):
+        places = places_of(mesh, digits[d])
+        if d == dim and parts > 1:
+            places = places_of_microbatch(mesh, digits[d], blocks, parts)
+        held = held_indices(size, places, mesh.device)
+        index = index.unsqueeze(-1) + held * math.prod(whole[d + 1 :])
     return kept(index, stream_key(*mesh.rng, *site), 1.0 - probability)
 
 
@@ -218,13 +227,14 @@ def attention(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[Digits, ...],
+    cut: tuple[int, int, int],
     key_heads: tuple[int, Digits],
 ) -> Tensor:
     """Attention on some batches, heads and query rows.
 
     query [..., h, s, e], key and value [..., g, t, e], mask broadcast to [..., h, s, t], all local.
-    shape, digits: of the whole scores [..., h, s, t]. key_heads: number of key heads in all, and
-    how they are sharded. probability: of dropping a weight.
+    shape, digits: of the scores [..., h, s, t] on all ranks; cut: as in dropout. key_heads:
+    number of key heads in all, and how they are sharded. probability: of dropping a weight.
     """
     count, key_digits = key_heads
     if len(shape) > 3 and shape[-3] != count:
@@ -242,7 +252,7 @@ def attention(
         weights = scores.masked_fill(~mask, lowest).softmax(-1).masked_fill(~mask, 0.0)
     else:
         weights = (scores if mask is None else scores + mask).softmax(-1)
-    drop = dropout_mask(mesh, probability, site, shape, digits)
+    drop = dropout_mask(mesh, probability, site, shape, digits, cut)
     return _scaled(weights, drop, probability) @ value
 
 

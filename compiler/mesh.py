@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 PIPELINE_AXIS = "pp"
 """The axis whose ranks run different stages."""
+DATA_AXIS = "dp"
+"""The axis whose ranks may each bring their own part of the batch."""
 
 
 @dataclass(frozen=True, slots=True)

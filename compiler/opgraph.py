@@ -114,10 +114,22 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Draw:
+    """What a random op draws in a part of the program: its part of the mask of op `number` of the
+    whole graph, whose dim `dim` is cut into `parts` microbatches in every of `blocks` blocks."""
+
+    number: int
+    dim: int = 0
+    blocks: int = 1
+    parts: int = 1
+
+
+@dataclass(frozen=True)
 class Op:
     """One call. `target` is "aten.linear.default"; `outputs` are value indices, one per tensor
     the op returns (a list result is flattened, getitem is folded away). `scope` is the module path
-    relative to the region and `source` "file:line": both for messages only, never compared."""
+    relative to the region and `source` "file:line": both for messages only, never compared. draw:
+    of a random op in a graph that was cut; without it the op draws what its own place says."""
 
     target: str
     args: tuple[Arg, ...]
@@ -125,6 +137,7 @@ class Op:
     outputs: tuple[int, ...]
     scope: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
+    draw: Draw | None = None
 
     @cached_property
     def operands(self) -> tuple[int, ...]:

@@ -63,23 +63,24 @@ class PipelineRunner:
         self.spans: list[tuple[Action, float, float]] = []
 
     def run(
-        self, parameters: Tensors, buffers: Tensors, batch: LocalBatch, step: int, timeout_s: float
+        self, parameters: Tensors, buffers: Tensors, batch: LocalBatch, timeout_s: float
     ) -> Tensor:
         """Forward and backward of a batch; the loss, detached, the same on all ranks.
 
         parameters: by canonical name; their gradients are added to `.grad`. buffers: by canonical
-        name. step: number of the step, for random ops. Raises StageLostError when another stage
-        does not answer for timeout_s. Whatever is raised, `.grad` is as before.
+        name. Raises StageLostError when another stage does not answer for timeout_s. Whatever is
+        raised, `.grad` is as before.
         """
         pipeline, parts = self.pipeline, self.pipeline.schedule.num_microbatches
         batch = batch.whole_where_needed(pipeline.input_cuts)
         self.mesh.targets = self._targets(buffers, batch)
+        self.mesh.cuts_own_parts = batch.is_own_part(pipeline.input_cuts)
         microbatches = [batch.part(pipeline.input_cuts, parts, j) for j in range(parts)]
         # Those of tied parameters must not be added up twice, and a step that fails leaves none.
         earlier = {name: p.grad for name, p in parameters.items()}
         for parameter in parameters.values():
             parameter.grad = None
-        running = _Running(self, parameters, buffers, microbatches, step, timeout_s)
+        running = _Running(self, parameters, buffers, microbatches, timeout_s)
         try:
             loss = running.run(pipeline.actions[self.device])
             self.peak_in_flight, self.spans = running.peak_in_flight, running.spans
@@ -132,13 +133,11 @@ class _Running:
         parameters: Tensors,
         buffers: Tensors,
         microbatches: Sequence[LocalBatch],
-        step: int,
         timeout_s: float,
     ) -> None:
         self.owner = owner
         self.pipeline = owner.pipeline
         self.mesh = owner.mesh
-        self.seed, self.step = self.mesh.rng[0], step
         self.tensors = parameters, buffers
         self.microbatches = microbatches
         self.timeout_s = timeout_s
@@ -165,7 +164,6 @@ class _Running:
             for near in actions[k : k + 2]:
                 self._expect(near)
             self.mesh.microbatch = action.microbatch
-            self.mesh.rng = (self.seed, self.step * len(self.microbatches) + action.microbatch)
             self.shared[action.stage].is_last = action == last[action.stage]
             self.begun_s = time.monotonic()
             self._RUN[action.kind](self, action)

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from meshfold.collectives import RankMesh
+from meshfold.mesh import DATA_AXIS
 from meshfold.shard_tensors import Places, digits_of, held_indices
 
 Digits = tuple[tuple[str, int, int], ...]
@@ -15,6 +16,22 @@ def places_of(mesh: RankMesh, digits: Digits) -> Places:
     return tuple(
         (blocks, mesh.size((axis,)), mesh.coord(axis), unit) for axis, blocks, unit in digits
     )
+
+
+def places_of_microbatch(mesh: RankMesh, digits: Digits, blocks: int, parts: int) -> Places:
+    """Places of the microbatch that runs on a dim of the whole batch, which has `parts` of them in
+    every of `blocks` blocks. digits: on the dim of a microbatch.
+
+    Microbatches of the global batch hold rows that follow each other; those of ranks' own parts
+    lie inside these.
+    """
+    if mesh.cuts_own_parts:
+        blocks *= mesh.size((DATA_AXIS,))
+    ranks = tuple(
+        (above if above < blocks else above * parts, size, own, unit)
+        for above, size, own, unit in places_of(mesh, digits)
+    )
+    return ((blocks, parts, mesh.microbatch, 0), *ranks)
 
 
 def key_heads_of(

@@ -124,7 +124,7 @@ class CompiledModel(nn.Module):
         )
         try:
             with torch.enable_grad():
-                return runner.run(parameters, buffers, inputs, step, timeout_s)
+                return runner.run(parameters, buffers, inputs, timeout_s)
         except BaseException:
             # Again means again: with the same dropout.
             self.num_steps = step

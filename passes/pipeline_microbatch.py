@@ -29,7 +29,7 @@ from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.errors import OptionError
 from meshfold.mesh import Mesh, MeshAxis
-from meshfold.opgraph import Arg, FoldedGraph, Op, OpGraph, Ref, SourceKind, Symbol, Value
+from meshfold.opgraph import Arg, Draw, FoldedGraph, Op, OpGraph, Ref, SourceKind, Symbol, Value
 from meshfold.passes.axis_roles import UNDONE_SHARD_S
 from meshfold.passes.boundaries import find_boundaries
 from meshfold.passes.data_parallel import follow_batch
@@ -37,6 +37,7 @@ from meshfold.passes.localize import localize
 from meshfold.passes.loss_counts import COUNT, loss_counts, takes_mean, with_sum
 from meshfold.passes.region_price import layouts_of_values, value_name
 from meshfold.passes.rules import region_rules, rule_locals, summed_axes
+from meshfold.passes.rules_random import draw_of
 from meshfold.spmd import INVARIANT, PARTIAL, Layout, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
 
@@ -221,7 +222,8 @@ class _Cut:
             refs = iter([self._in(v, layout) for v, layout in operands])
             args = tuple(_rebound(arg, refs) for arg in args)
             kwargs = tuple((name, _rebound(arg, refs)) for name, arg in kwargs)
-            self._add(k, chosen, replace(graph.ops[k], args=args, kwargs=kwargs))
+            op = replace(graph.ops[k], args=args, kwargs=kwargs, draw=self._draw(k))
+            self._add(k, chosen, op)
         outputs = zip(graph.outputs, self.typing.outputs, strict=True)
         leaving = tuple(self._in(v, layout) for v, layout in outputs)
         return OpGraph(graph.slots, tuple(self.values), tuple(self.ops), leaving, graph.mutations)
@@ -241,6 +243,15 @@ class _Cut:
         total = self._new(self.values[made])
         self.ops.append(replace(op, outputs=(total,)))
         self.ops.append(replace(op, target=DIVIDE, args=(Ref(total), divisor), kwargs=()))
+
+    def _draw(self, k: int) -> Draw | None:
+        """This microbatch's part of what op `k` draws for the batch; all of it where the op does
+        not see the batch."""
+        op = self.whole_graph.ops[k]
+        draw, layout = draw_of(op, k), self.native[op.outputs[0]]
+        if draw is None or not layout[0].is_shard:
+            return draw
+        return replace(draw, dim=layout[0].dim, blocks=layout[0].blocks, parts=self.sizes[0])
 
     def _new(self, value: Value) -> int:
         self.values.append(value)

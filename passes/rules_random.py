@@ -1,6 +1,7 @@
 """Rules of random ops. Their local implementation draws by global index (meshfold.local_ops), so
 any sharding sees the same numbers, and on equal ranks they are linear."""
 
+from meshfold.opgraph import Draw, Op
 from meshfold.passes.rule_labels import BoundOp, OpLabels, numbered, rule
 
 
@@ -17,7 +18,14 @@ def _dropout(op: BoundOp) -> OpLabels:
     )
 
 
+def draw_of(op: Op, number: int) -> Draw | None:
+    """What op `number` of a graph draws, for a graph that is cut out of it; None if nothing."""
+    return op.draw or Draw(number) if op.target in RANDOM_OPS else None
+
+
 RANDOM_RULES = {
     "aten.dropout.default": rule("input p train", _dropout),
     "aten.native_dropout.default": rule("input p train", _dropout),
 }
+RANDOM_OPS = frozenset({*RANDOM_RULES, "aten.scaled_dot_product_attention.default"})
+"""Ops that draw random numbers only where their arguments say so."""

@@ -27,6 +27,7 @@ from meshfold.opgraph import (
     SourceKind,
     Value,
 )
+from meshfold.passes.rules_random import draw_of
 from meshfold.spmd import Layout
 from meshfold.strategy import RegionTyping
 
@@ -245,6 +246,7 @@ def _cut_region(
                 args=tuple(_renumbered(a, number) for a in graph.ops[k].args),
                 kwargs=tuple((n, _renumbered(a, number)) for n, a in graph.ops[k].kwargs),
                 outputs=tuple(number[v] for v in graph.ops[k].outputs),
+                draw=draw_of(graph.ops[k], k),
             )
             for k in ops
         ),

@@ -226,8 +226,9 @@ def save_and_load(
     return wrong + [f"{n} in the model" for n in differing]
 
 
-def dropout_losses(pins: Mapping[str, Any]) -> list[float]:
-    """Losses of a model that drops half of everything, one per step, without training."""
+def dropout_losses(pins: Mapping[str, Any], own_part: bool = False) -> list[float]:
+    """Losses of a model that drops half of everything, one per step, without training. own_part:
+    every rank brings its part of the batch."""
     model, batch = stack_model(4, dropout=0.5)
     compiled = meshfold.compile(
         model.train(),
@@ -235,7 +236,11 @@ def dropout_losses(pins: Mapping[str, Any]) -> list[float]:
         batch,
         options=meshfold.CompileOptions(pins=pins, seed=3),
     )
-    return [float(compiled.train_step(batch)) for _ in range(3)]
+    if own_part:
+        dp, own = compiled.rank_mesh.size(("dp",)), compiled.rank_mesh.coord("dp")
+        batch = {name: x.chunk(dp)[own] for name, x in batch.items()}
+    with float64_everywhere():
+        return [float(compiled.train_step(batch)) for _ in range(3)]
 
 
 def lose_a_stage(

@@ -21,7 +21,7 @@ def test_every_local_implementation_has_an_emitter() -> None:
 
 def dropped(mesh: RankMesh, instance: int = 0) -> Tensor:
     x = torch.ones(2, 6, dtype=torch.float64)
-    return local_ops.dropout(mesh, x, 0.5, (instance, 0), (4, 12), DIGITS)
+    return local_ops.dropout(mesh, x, 0.5, (instance, 0), (4, 12), DIGITS, (0, 1, 1))
 
 
 def test_steps_seeds_and_instances_drop_different_elements_on_every_rank() -> None:

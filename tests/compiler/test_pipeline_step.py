@@ -232,15 +232,26 @@ def test_regions_that_run_again_in_a_pipeline(pools: Pools) -> None:
         assert max(outcome.loss_error, outcome.gradient_error) < TOLERANCE
 
 
+DROPOUT_PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2 microbatches": (1, {"microbatches": 2}),
+    "4 microbatches, recompute full": (1, {"microbatches": 4, "recompute": "full"}),
+    "pp2": (2, {"pp": 2, "microbatches": 4}),
+    "2 microbatches x dp2": (2, {"dp": 2, "microbatches": 2}),
+    "2 microbatches x tp2": (2, {"tp": 2, "microbatches": 2}),
+    "pp2 x dp2": (4, {"pp": 2, "dp": 2, "microbatches": 2}),
+}
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_dropout_draws_alike_whatever_the_stages(pools: Pools) -> None:
-    alone = {"microbatches": 2, "recompute": "none"}
-    (expected,) = pools.run(1, "support_pipeline:dropout_losses", alone)
+@pytest.mark.parametrize("name", DROPOUT_PLANS)
+def test_dropout_draws_alike_whatever_the_plan(pools: Pools, name: str) -> None:
+    (expected,) = pools.run(1, "support_pipeline:dropout_losses", {})
     assert len(set(expected)) == 3
-    pins = alone | {"pp": 2}
-    for losses in pools.run(2, "support_pipeline:dropout_losses", pins):
-        assert losses == pytest.approx(expected, rel=1e-12)
+    num_ranks, pins = DROPOUT_PLANS[name]
+    for own_part in (False, True)[: pins.get("dp", 1)]:
+        for losses in pools.run(num_ranks, "support_pipeline:dropout_losses", pins, own_part):
+            assert losses == pytest.approx(expected, rel=1e-12)
 
 
 def _two_stages() -> Plan:
