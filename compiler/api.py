@@ -21,6 +21,7 @@ from meshfold.collectives import ProcessMesh, RankMesh
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.errors import CaptureError, OptionError, PlanMismatchError
 from meshfold.options import CompileOptions
+from meshfold.parts_choice import with_parts
 from meshfold.passes.fold_assemble import fingerprint
 from meshfold.passes.planner import Progress, find_plan_for
 from meshfold.pipeline_program import EmittedPipeline, emit_plan
@@ -29,7 +30,6 @@ from meshfold.plan_io import load_plan
 from meshfold.probe import OpProber
 from meshfold.program import EmittedProgram
 from meshfold.runtime import CompiledModel
-from meshfold.schedule_events import with_schedule
 from meshfold.single_mesh import SingleMesh
 
 
@@ -107,7 +107,7 @@ def plan_captured(
         probe=OpProber(),
         progress=progress,
     )
-    return with_schedule(plan, captured.graph)
+    return with_parts(plan, captured.graph, options.parts_pin)
 
 
 def _resolve(text: str) -> ClusterSpec:

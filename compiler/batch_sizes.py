@@ -123,7 +123,9 @@ def _for_size(plan: Plan, captured: Captured) -> Plan:
             f"{batch_size} samples do not divide over the {parts} parts of {plan.strategy.label}"
         )
     info = replace(plan.model, fingerprint=fingerprint(graph), inputs=inputs, batch_size=batch_size)
-    return replace(plan, model=info)
+    # What was chosen for the one size may not divide the other.
+    regions = tuple(replace(region, parts=1) for region in plan.regions)
+    return replace(plan, model=info, regions=regions)
 
 
 def _check_same_ops(planned: FoldedGraph, found: FoldedGraph) -> None:

@@ -67,7 +67,7 @@ def _check_schedule(schedule: RegionSchedule, known: set[str]) -> None:
 
 
 def _check_types(program: EmittedProgram, region: RegionProgram) -> None:
-    ops, sizes = program.folded.regions[region.region].graph, program.mesh.sizes
+    ops, sizes = region.ops, program.mesh.sizes
     for node in region.graph.graph.nodes:
         if PLACE in node.meta:
             v, layout = node.meta[PLACE]

@@ -158,20 +158,34 @@ class _WatchingRunner(ProgramRunner):
         return False
 
     def call(self, instance: int, region: RegionProgram, arguments: Sequence[Any]) -> Any:
-        return _Watcher(region, instance, self.seen).run(*arguments)
+        number = self.program.folded.instances[instance].region
+        graph = self.program.folded.regions[number].graph
+        # Of a region in parts: what leaves it.
+        values = dict(zip(region.ops.outputs, graph.outputs, strict=True))
+        if region.ops is graph:
+            values = {v: v for v in range(len(graph.values))}
+        return _Watcher(region, instance, values, self.seen).run(*arguments)
 
 
 class _Watcher(fx.Interpreter):
-    def __init__(self, region: RegionProgram, instance: int, seen: list[_Seen]) -> None:
+    """values: number in the model's graph of the values that are compared."""
+
+    def __init__(
+        self, region: RegionProgram, instance: int, values: Mapping[int, int], seen: list[_Seen]
+    ) -> None:
         super().__init__(region.graph)
         self._instance = instance
+        self._values = values
         self._seen = seen
         self._known: set[int] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         made = super().run_node(n)
         if PLACE in n.meta and n.op != "placeholder" and isinstance(made, Tensor):
-            value, layout = n.meta[PLACE]
+            number, layout = n.meta[PLACE]
+            if number not in self._values:
+                return made
+            value = self._values[number]
             is_native = value not in self._known
             self._known.add(value)
             place = self._instance, value

@@ -1,6 +1,7 @@
 """From a captured graph and a plan to the program of a rank: the passes, in order.
 
     emit        typed graphs, conversions, buckets, gathers ahead   meshfold.emit
+    parts       regions that run their samples in parts, anew       meshfold.passes.sample_parts
     schedule    pieces in an order found with the cost model        meshfold.schedule_program
 
 They start from the captured graph with its regions split as the plan does (passes/variants.py).
@@ -16,6 +17,7 @@ from meshfold.check_program import check_program
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.emit import check_runs, emit_typed
 from meshfold.opgraph import FoldedGraph
+from meshfold.passes.sample_parts import parted, parts_problem
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
 from meshfold.program import EmittedProgram
@@ -49,6 +51,18 @@ def _emit(_: EmittedProgram | None, split: FoldedGraph, plan: Plan) -> EmittedPr
     return emit_typed(split, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
 
 
+def _parts(program: EmittedProgram | None, split: FoldedGraph, plan: Plan) -> EmittedProgram:
+    assert program is not None, "there is something to emit anew"
+    wanted = {k: region.parts for k, region in enumerate(plan.regions) if region.parts > 1}
+    if not wanted:
+        return program
+    problem = parts_problem(split, plan)
+    typings = [region.typing for region in plan.regions]
+    in_parts = {k: parted(problem, k, typings[k], parts) for k, parts in wanted.items()}
+    costs = CostModel(plan.cluster, plan.mesh)
+    return emit_typed(split, typings, plan.mesh, costs, in_parts=in_parts)
+
+
 def _schedule(program: EmittedProgram | None, _: FoldedGraph, plan: Plan) -> EmittedProgram:
     """What gradients of weights may hold longer than without is what the plan leaves of memory."""
     assert program is not None, "there is something to schedule"
@@ -58,6 +72,7 @@ def _schedule(program: EmittedProgram | None, _: FoldedGraph, plan: Plan) -> Emi
 
 PASSES: tuple[EmissionPass, ...] = (
     EmissionPass("emit", _emit),
+    EmissionPass("parts", _parts, "scheduled"),
     EmissionPass("schedule", _schedule, "scheduled"),
 )
 

@@ -28,7 +28,7 @@ from meshfold.convert_ops import emit_step
 from meshfold.emit_op import emit_op
 from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
-from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind, Source, SourceKind
+from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind, Source, SourceKind
 from meshfold.passes.conversions import ConversionCosts, conversion_steps, plan_conversions
 from meshfold.passes.conversions import Step as ConversionStep
 from meshfold.passes.parameter_buckets import BucketKey, bucket_key, changed_axes
@@ -37,6 +37,9 @@ from meshfold.program import ORIGIN, PLACE, EmittedProgram, RegionProgram, Step
 from meshfold.program_text import TYPE
 from meshfold.spmd import INVARIANT, Layout, layout_text, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
+
+Written = tuple[OpGraph, RegionTyping]
+"""What a region is emitted as."""
 
 
 def check_runs(plan: Plan) -> None:
@@ -56,12 +59,13 @@ def emit_typed(
     costs: ConversionCosts,
     numbers: Sequence[int] = (),
     borders: Mapping[str, Layout] = MappingProxyType({}),
+    in_parts: Mapping[int, Written] = MappingProxyType({}),
 ) -> EmittedProgram:
     """The program for `typings`, one per region. costs decide the order of conversion steps.
 
     numbers, borders: of a pipeline stage the numbers of its instances in the whole program, and the
     layouts of what arrives at its border. Its steps may have others between forward and backward,
-    so it releases everything.
+    so it releases everything. in_parts: what regions are written as that run in parts, by number.
     """
     assert all(t.recompute != "selective" for t in typings), "emit refuses what cannot run yet"
     made: dict[tuple[int, tuple[Layout, ...]], int] = {}
@@ -73,7 +77,8 @@ def emit_typed(
         if (number, layouts) not in made:
             variant = sum(r.region == number for r in regions)
             name = folded.regions[number].name + (f".{variant}" if variant else "")
-            emitter = _RegionEmitter(folded.regions[number], typings[number], layouts, mesh, costs)
+            written = in_parts.get(number, (folded.regions[number].graph, typings[number]))
+            emitter = _RegionEmitter(*written, layouts, mesh, costs)
             made[number, layouts] = len(regions)
             regions.append(emitter.emit(name, number, len(instance.floats)))
         programs.append(made[number, layouts])
@@ -160,13 +165,13 @@ class _RegionEmitter:
 
     def __init__(
         self,
-        region: Region,
+        ops: OpGraph,
         typing: RegionTyping,
         arriving: tuple[Layout, ...],
         mesh: Mesh,
         costs: ConversionCosts,
     ) -> None:
-        self.ops: OpGraph = region.graph
+        self.ops = ops
         self.typing = typing
         self.arriving = arriving
         self.mesh = mesh
@@ -197,6 +202,8 @@ class _RegionEmitter:
         return RegionProgram(
             name,
             number,
+            self.ops,
+            self.typing,
             self.arriving,
             self.typing.outputs,
             self.buckets,

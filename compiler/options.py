@@ -41,12 +41,14 @@ PIN_NAMES = (
     "microbatches",
     "schedule",
     "chunks",
+    "parts",
 )
 """What can be pinned: data, expert, context and tensor parallel degrees, ZeRO level, whether
 activations between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is
 offloaded, devices that a pipeline goes over, parts in which a rank runs its share of the batch, the
-order they run in, and stages per device (more than one under interleaved schedules, zbv and
-dualpipev only). Beside these a parameter's layout, `layout:NAME`."""
+order they run in, stages per device (more than one under interleaved schedules, zbv and dualpipev
+only), and in how many parts of its samples a region runs in mode scheduled. Beside these a
+parameter's layout, `layout:NAME`."""
 
 _WORDS = {
     "recompute": get_args(Recompute),
@@ -55,6 +57,7 @@ _WORDS = {
 }
 """Pins that are words, and what they can be."""
 
+PARTS = "parts"
 LAYOUT = "layout:"
 """What the name of a pin starts with that is about a parameter's layout."""
 
@@ -129,13 +132,25 @@ class CompileOptions:
             raise OptionError(f"optimizer {self.optimizer!r} is unknown; write adamw or sgd")
         if self.mode not in get_args(Mode):
             raise OptionError(f"mode {self.mode!r} is unknown; write eager or scheduled")
+        if self.mode == "eager" and self.pins.get(PARTS, 1) != 1:
+            raise OptionError(
+                f"pin {PARTS}={self.pins[PARTS]}: regions run in parts in mode scheduled alone; "
+                "add --mode scheduled"
+            )
         if self.precision not in get_args(Precision):
             raise OptionError(f"precision {self.precision!r} is unknown; write model, bf16 or fp16")
 
     @property
     def strategy_pins(self) -> dict[str, PinValue]:
         """Pins about strategies."""
-        return {k: v for k, v in self.pins.items() if not k.startswith(LAYOUT)}
+        others = (LAYOUT, PARTS)
+        return {k: v for k, v in self.pins.items() if not k.startswith(others)}
+
+    @property
+    def parts_pin(self) -> int | None:
+        """In how many parts regions are to run."""
+        value = self.pins.get(PARTS)
+        return None if value is None else int(value)
 
     @property
     def layout_pins(self) -> tuple[LayoutPin, ...]:
@@ -161,7 +176,7 @@ def _check_pin(name: str, value: PinValue) -> None:
         return
     if not isinstance(value, int):
         raise OptionError(f"pin {name}={value}: write a number")
-    if name in ("dp", "ep", "cp", "tp", "pp", "microbatches", "chunks") and value < 1:
+    if name in ("dp", "ep", "cp", "tp", "pp", "microbatches", "chunks", PARTS) and value < 1:
         raise OptionError(f"pin {name}={value}: a degree is 1 or more")
     if name == "zero" and value not in range(4):
         raise OptionError(f"pin zero={value}: ZeRO levels are 0, 1, 2 and 3")

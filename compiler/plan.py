@@ -98,6 +98,8 @@ class RegionPlan:
     """Names of typing.ops for people ("aten.linear.default"); may be left out."""
     slot_names: tuple[str, ...] = ()
     """Names of typing.slots for people; may be left out."""
+    parts: int = 1
+    """In how many parts of its samples it runs where a schedule has it (passes.sample_parts)."""
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ def _region_pairs(first: RegionPlan, second: RegionPlan) -> list[Difference]:
     name = f"region {first.name}"
     pairs = [
         Difference(name, _chosen(first), _chosen(second)),
+        Difference(f"{name}, parts", str(first.parts), str(second.parts)),
         *(
             Difference(f"{name}, op {k} {target}", ",".join(a.rules), ",".join(b.rules))
             for k, (target, a, b) in enumerate(

@@ -146,6 +146,7 @@ def _region_document(region: RegionPlan) -> RegionDocument:
         backward_s=region.backward_s,
         communication_s=dict(region.communication_s),
         saved_bytes=region.saved_bytes,
+        parts=region.parts,
         strategy=_strategy_document(region.strategy),
         choice=AlternativeDocument(**asdict(region.choice)),
         alternatives=tuple(AlternativeDocument(**asdict(a)) for a in region.alternatives),
@@ -340,6 +341,7 @@ def _region(document: RegionDocument, path: str, num_axes: int) -> RegionPlan:
         alternatives=tuple(Alternative(**a.model_dump()) for a in document.alternatives),
         op_targets=names_or_none(target for target, _ in ops),
         slot_names=names_or_none(name for name, _ in slots),
+        parts=document.parts,
     )
 
 

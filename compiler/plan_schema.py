@@ -194,6 +194,9 @@ class RegionDocument(Document):
     backward_s: Seconds
     communication_s: dict[str, Seconds]
     saved_bytes: Bytes = Field(description="Activations kept for the backward pass")
+    parts: Positive = Field(
+        default=1, description="Of its samples, one after the other, in mode scheduled"
+    )
     strategy: StrategyDocument
     choice: AlternativeDocument = Field(description="The strategy in words, with its own figures")
     alternatives: tuple[AlternativeDocument, ...] = Field(description="The best that lost, and why")

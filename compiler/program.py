@@ -19,7 +19,7 @@ from torch import fx
 
 from meshfold.buckets import Bucket
 from meshfold.mesh import Mesh
-from meshfold.opgraph import FoldedGraph, SlotKind
+from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
 from meshfold.program_text import bucket_text, graph_lines, rank_text
 from meshfold.region_schedule import RegionSchedule
 from meshfold.spmd import INVARIANT, Layout
@@ -41,11 +41,14 @@ class RegionProgram:
     gathers); `instance` (its number, which tells random ops apart); one bucket in flight per entry
     of `buckets`; the local tensors of `direct` slots; one float per hole of the region. It returns
     the outputs of the region as a tuple, then the new values of mutated buffers. recompute,
-    keeps_gathered, whole_gradients: as in RegionTyping.
+    keeps_gathered, whole_gradients: as in RegionTyping. ops, typing: what was emitted, those of the
+    region; of one that runs in parts, those of passes.sample_parts.
     """
 
     name: str
     region: int
+    ops: OpGraph
+    typing: RegionTyping
     slots: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     buckets: tuple[Bucket, ...]

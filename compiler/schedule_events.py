@@ -46,8 +46,7 @@ def with_schedule(plan: Plan, folded: FoldedGraph) -> Plan:
 def _inside(program: EmittedProgram, region: RegionProgram, prices: PiecePrices) -> Inside:
     number = region.region
     floats = next(i.floats for i in program.folded.instances if i.region == number)
-    typing = program.typings[number]
-    return bytes_inside(typing, region.slots, prices.ops, prices.costs, OpProber(), floats)
+    return bytes_inside(region.typing, region.slots, prices.ops, prices.costs, OpProber(), floats)
 
 
 class _Writer:

@@ -37,9 +37,8 @@ def scheduled(program: EmittedProgram, costs: CostModel, bound_bytes: int) -> Em
 def region_prices(program: EmittedProgram, costs: CostModel) -> Iterator[PiecePrices]:
     """Per region of `program` what its pieces cost."""
     for region in program.regions:
-        graph, typing = program.folded.regions[region.region].graph, program.typings[region.region]
-        rules = typed_rules(graph, typing, region.name, costs.mesh)
-        yield PiecePrices(graph, rules, costs)
+        rules = typed_rules(region.ops, region.typing, region.name, costs.mesh)
+        yield PiecePrices(region.ops, rules, costs)
 
 
 def schedule_region(region: RegionProgram, prices: PiecePrices, bound_bytes: int) -> RegionSchedule:

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from meshfold.models import (
     is_configuration,
     sequence_length,
 )
-from meshfold.options import LAYOUT, CompileOptions, PinValue
+from meshfold.options import LAYOUT, PARTS, CompileOptions, PinValue
 from meshfold.passes.layout_pins import pinned_slots
 from meshfold.plan import Plan
 from meshfold.shrink import Change, changed, shrink
@@ -175,8 +175,11 @@ def _planned(
     if plan.schedule and degrees["pp"] > 1:
         schedule = Schedule.parse(plan.schedule)
         pins |= {"schedule": str(schedule.kind), "chunks": min(schedule.num_chunks, 2)}
+    in_parts = any(region.parts > 1 for region in plan.regions)
+    if plan.mode == "scheduled":
+        pins[PARTS] = 2 if in_parts else 1
     left_out = []
-    options = CompileOptions(pins=dict(plan.pins))
+    options = CompileOptions(pins=dict(plan.pins), mode=plan.mode)
     for pin in options.layout_pins:
         try:
             pinned_slots(captured.graph, (pin,))
@@ -192,6 +195,14 @@ def _planned(
         mode=plan.mode,
     )
     cluster = f"local-cpux{prod(degrees.values())}"
+    try:
+        return plan_captured(captured, plan.model.name, cluster, options), tuple(left_out)
+    except OptionError:
+        if not in_parts:
+            raise
+    # Few layers are one region with the loss, which no part alone can make.
+    left_out.append("left out: layers in parts of their samples")
+    options = replace(options, pins={**pins, PARTS: 1})
     return plan_captured(captured, plan.model.name, cluster, options), tuple(left_out)
 
 

@@ -22,21 +22,16 @@ without a rule, a product of two means) would not be what one process computes: 
 refused, naming the value.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from meshfold.cluster import ClusterSpec
-from meshfold.cost_models.cost_model import CostModel
 from meshfold.errors import OptionError
-from meshfold.mesh import Mesh, MeshAxis
 from meshfold.opgraph import Arg, Draw, FoldedGraph, Op, OpGraph, Ref, SourceKind, Symbol, Value
-from meshfold.passes.axis_roles import UNDONE_SHARD_S
-from meshfold.passes.boundaries import find_boundaries
-from meshfold.passes.data_parallel import follow_batch
+from meshfold.passes.batch_typing import OVER_BATCH, follow_samples, is_part, rebound
 from meshfold.passes.localize import localize
 from meshfold.passes.loss_counts import COUNT, loss_counts, takes_mean, with_sum
 from meshfold.passes.region_price import layouts_of_values, value_name
-from meshfold.passes.rules import region_rules, rule_locals, summed_axes
+from meshfold.passes.rules import rule_locals, summed_axes
 from meshfold.passes.rules_random import draw_of
 from meshfold.spmd import INVARIANT, PARTIAL, Layout, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
@@ -45,26 +40,6 @@ WHOLE: Layout = (INVARIANT,)
 MICROBATCH = Symbol("microbatch", "number")
 """Stands in an argument for the number of the microbatch that runs."""
 DIVIDE = "aten.div.Tensor"
-_OVER_BATCH = {
-    "batch_norm": "takes statistics over the batch",
-    "cumsum": "adds up along the batch",
-    "put_rows": "moves rows over the batch",
-    "take_rows": "moves rows over the batch",
-}
-"""What local implementations do where the batch is cut, and ranks have to talk."""
-
-
-@dataclass(frozen=True)
-class _FreeAxis(CostModel):
-    """Prices on an axis whose ranks are moments in time: as many as there are samples. What all of
-    them gather or reduce is there already; what one would send to another is not."""
-
-    def __post_init__(self) -> None:
-        """No devices are counted."""
-
-    def collective_s(self, kind: str, num_bytes: float, axes: Iterable[int]) -> float:
-        """Nothing, or more than any other way takes."""
-        return UNDONE_SHARD_S if kind == "all_to_all" else 0.0
 
 
 class MicrobatchGraphs:
@@ -91,12 +66,9 @@ class MicrobatchGraphs:
 
     def _follow(self, cluster: ClusterSpec) -> None:
         """Type every region on the free axis."""
-        mesh = Mesh((MeshAxis("microbatch", self.batch_size),))
-        self._boundaries = boundaries = find_boundaries(self.folded)
-        rules = [region_rules(region.graph, mesh.sizes) for region in self.folded.regions]
-        costs = _FreeAxis(cluster, mesh)
-        data = follow_batch(self.folded, boundaries, self.batch_size, rules, costs, self.batch_size)
-        self._typings = [solution.typing for solution in data.solutions]
+        batch = follow_samples(self.folded, cluster, self.batch_size)
+        self._boundaries = boundaries = batch.boundaries
+        self._typings = batch.typings
         classes = {
             boundaries.slots[r][v] for r, v in self._needed_whole() if v < len(boundaries.slots[r])
         }
@@ -129,8 +101,8 @@ class MicrobatchGraphs:
         for region, typing in zip(self.folded.regions, self._typings, strict=True):
             for k, (op, chosen) in enumerate(zip(region.graph.ops, typing.ops, strict=True)):
                 for local in rule_locals(region.graph, k, chosen)[1:]:
-                    if local in _OVER_BATCH:
-                        return f"the input of {op.target}, which {_OVER_BATCH[local]},"
+                    if local in OVER_BATCH:
+                        return f"the input of {op.target}, which {OVER_BATCH[local]},"
         return ""
 
     def input_cuts(self) -> dict[str, Layout]:
@@ -175,7 +147,7 @@ class MicrobatchGraphs:
             ]
             crossing = zip(graph.outputs, typing.outputs, self._boundaries.outputs[r], strict=True)
             wanted += [(v, x) for v, x, c in crossing if c not in self._boundaries.results]
-            found += [(r, v) for v, x in wanted if native[v] != x and _is_part(native[v])]
+            found += [(r, v) for v, x in wanted if native[v] != x and is_part(native[v])]
         return found
 
 
@@ -189,11 +161,6 @@ def _check_updates(folded: FoldedGraph) -> None:
                 f"{instance.sources[slot].name}; leave pipelines and microbatches out, or compile "
                 "model.eval() if that keeps it as it is"
             )
-
-
-def _is_part(layout: Layout) -> bool:
-    """Whether one microbatch alone does not have the whole value."""
-    return layout[0].is_shard or layout[0] == PARTIAL
 
 
 class _Cut:
@@ -220,8 +187,8 @@ class _Cut:
             args, kwargs = localize(graph, k, chosen, self.sizes)
             operands = zip(graph.ops[k].operands, chosen.inputs, strict=True)
             refs = iter([self._in(v, layout) for v, layout in operands])
-            args = tuple(_rebound(arg, refs) for arg in args)
-            kwargs = tuple((name, _rebound(arg, refs)) for name, arg in kwargs)
+            args = tuple(rebound(arg, refs) for arg in args)
+            kwargs = tuple((name, rebound(arg, refs)) for name, arg in kwargs)
             op = replace(graph.ops[k], args=args, kwargs=kwargs, draw=self._draw(k))
             self._add(k, chosen, op)
         outputs = zip(graph.outputs, self.typing.outputs, strict=True)
@@ -285,10 +252,3 @@ class _Cut:
         joined = self._new(part)
         self.ops.append(Op("aten.reshape.default", (Ref(chosen), shape), (), (joined,)))
         return joined
-
-
-def _rebound(arg: Arg, refs: Iterator[int]) -> Arg:
-    """`arg` with its references replaced in order."""
-    if isinstance(arg, Ref):
-        return Ref(next(refs))
-    return tuple(_rebound(a, refs) for a in arg) if isinstance(arg, tuple) else arg

@@ -92,7 +92,7 @@ def _tree(
         num_devices=cluster.num_devices,
         devices_per_node=min(group.devices_per_node for group in cluster.groups),
         batch_size=batch_size,
-        pins=options.pins,
+        pins=options.strategy_pins,
         allow_planned=options.allow_planned,
         switched_off=options.without_cuts,
         sequences=carried_sequences(folded),

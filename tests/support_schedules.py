@@ -39,17 +39,19 @@ def captured_family(family: str) -> Captured:
 
 
 @cache
-def planned(family: str, pins: str, mode: Mode = "scheduled") -> Plan:
+def planned(family: str, pins: str, mode: Mode = "scheduled", parts: int = 1) -> Plan:
     num_processes, fixed = PINS[pins]
     cluster = resolve_cluster("local-cpu", num_processes)
-    options = CompileOptions(pins=fixed, mode=mode)
+    options = CompileOptions(pins={**fixed, "parts": parts}, mode=mode)
     return plan_captured(captured_family(family), family, cluster, options)
 
 
-def emitted(family: str, pins: str, *, capacity_bytes: int | None = None) -> EmittedProgram:
+def emitted(
+    family: str, pins: str, *, capacity_bytes: int | None = None, parts: int = 1
+) -> EmittedProgram:
     """The scheduled program. capacity_bytes: what a device is said to have beyond the plan's
-    peak."""
-    plan = planned(family, pins)
+    peak. parts: of its samples, in which every region runs that can."""
+    plan = planned(family, pins, parts=parts)
     if capacity_bytes is not None:
         memory = replace(plan.memory, capacity=plan.memory.peak + capacity_bytes)
         plan = replace(plan, memory=memory)
@@ -58,5 +60,5 @@ def emitted(family: str, pins: str, *, capacity_bytes: int | None = None) -> Emi
     return program
 
 
-def plan_text(family: str, pins: str) -> str:
-    return plan_to_json(planned(family, pins))
+def plan_text(family: str, pins: str, parts: int = 1) -> str:
+    return plan_to_json(planned(family, pins, parts=parts))

@@ -35,6 +35,7 @@ def test_the_option_surface_is_frozen() -> None:
         "microbatches",
         "schedule",
         "chunks",
+        "parts",
     )
 
 

@@ -1,0 +1,91 @@
+"""In how many parts of their samples the regions of a scheduled program run (passes.sample_parts).
+
+Every number of parts is emitted, scheduled and simulated, region by region, those first in which
+the step spends most; a number stays where the whole step is faster for it and still fits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshfold.errors import OptionError
+from meshfold.opgraph import FoldedGraph
+from meshfold.options import PARTS
+from meshfold.passes.sample_parts import PartsProblem, UncutError, parts_problem
+from meshfold.passes.variants import planned_graph
+from meshfold.pipeline_program import emit_plan
+from meshfold.plan import Plan
+from meshfold.program import EmittedProgram
+from meshfold.schedule_events import with_schedule
+
+TRIED = (2, 4)
+LEAST_GAIN = 0.002
+"""Of the step; less is not worth graphs of twice the size."""
+
+
+def with_parts(plan: Plan, folded: FoldedGraph, pinned: int | None) -> Plan:
+    """`plan` in mode scheduled with the parts of every region, and with the events and the
+    simulated step of its schedule. folded: the captured model. pinned: number of parts to take
+    wherever it is possible.
+
+    Raises OptionError where no region can run in as many parts as pinned.
+    """
+    if pinned is not None and pinned > 1 and plan.schedule:
+        raise OptionError(
+            f"pin {PARTS}={pinned}: stages of a pipeline do not run in parts; leave one of the two "
+            "out"
+        )
+    best = with_schedule(plan, folded)
+    if best.mode != "scheduled" or best.events is None or best.simulated is None or pinned == 1:
+        return best
+    problem = parts_problem(planned_graph(folded, plan), plan)
+    if pinned is not None:
+        return with_schedule(_pinned(best, problem, pinned), folded)
+    program = emit_plan(folded, plan)
+    assert isinstance(program, EmittedProgram), "only a step in one pass has events"
+    waiting = {r.region for r in program.regions if r.schedule is not None}
+    for region in filter(waiting.__contains__, _by_time(best)):
+        for parts in _possible(best, problem, region):
+            found = with_schedule(_with(best, region, parts), folded)
+            assert found.simulated is not None and best.simulated is not None
+            gains = found.simulated.step_s < best.simulated.step_s * (1 - LEAST_GAIN)
+            if gains and found.simulated.peak_bytes <= plan.memory.capacity:
+                best = found
+    return best
+
+
+def _by_time(plan: Plan) -> list[int]:
+    """Numbers of the regions, those with most seconds of the step first."""
+    spent = [r.num_instances * (r.forward_s + r.backward_s) for r in plan.regions]
+    return sorted(range(len(spent)), key=lambda k: (-spent[k], k))
+
+
+def _possible(plan: Plan, problem: PartsProblem, region: int) -> Iterator[int]:
+    """Numbers of parts in which a region can run."""
+    for parts in TRIED:
+        try:
+            problem.in_parts(region, plan.regions[region].typing, parts)
+        except UncutError:
+            return
+        yield parts
+
+
+def _with(plan: Plan, region: int, parts: int) -> Plan:
+    regions = list(plan.regions)
+    regions[region] = replace(regions[region], parts=parts)
+    return replace(plan, regions=tuple(regions))
+
+
+def _pinned(plan: Plan, problem: PartsProblem, parts: int) -> Plan:
+    """Every region in as many parts that can run so."""
+    why = ""
+    found = plan
+    for region in _by_time(plan):
+        try:
+            problem.in_parts(region, plan.regions[region].typing, parts)
+        except UncutError as error:
+            why = why or f"region {plan.regions[region].name}: {error}"
+            continue
+        found = _with(found, region, parts)
+    if found is plan:
+        raise OptionError(f"pin {PARTS}={parts}: no region can run so ({why})")
+    return found
