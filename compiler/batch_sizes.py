@@ -28,6 +28,7 @@ from meshfold.passes.pipeline_microbatch import MicrobatchGraphs
 from meshfold.pipeline_program import EmittedPipeline, emit_plan
 from meshfold.plan import Plan
 from meshfold.program import EmittedProgram
+from meshfold.strategy import Parts
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _for_size(plan: Plan, captured: Captured) -> Plan:
         )
     info = replace(plan.model, fingerprint=fingerprint(graph), inputs=inputs, batch_size=batch_size)
     # What was chosen for the one size may not divide the other.
-    regions = tuple(replace(region, parts=1) for region in plan.regions)
+    regions = tuple(replace(region, parts=Parts()) for region in plan.regions)
     return replace(plan, model=info, regions=regions)
 
 

@@ -1,7 +1,7 @@
 """From a captured graph and a plan to the program of a rank: the passes, in order.
 
     emit        typed graphs, conversions, buckets, gathers ahead   meshfold.emit
-    parts       regions that run their samples in parts, anew       meshfold.passes.sample_parts
+    parts       regions that run in parts, anew                meshfold.passes.region_parts
     schedule    pieces in an order found with the cost model        meshfold.schedule_program
 
 They start from the captured graph with its regions split as the plan does (passes/variants.py).
@@ -17,11 +17,12 @@ from meshfold.check_program import check_program
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.emit import check_runs, emit_typed
 from meshfold.opgraph import FoldedGraph
-from meshfold.passes.sample_parts import parted, parts_problem
+from meshfold.passes.region_parts import PartsProblem, parted
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
 from meshfold.program import EmittedProgram
 from meshfold.schedule_program import scheduled
+from meshfold.strategy import RegionTyping
 
 Watch = Callable[["PassRun"], None]
 
@@ -37,37 +38,47 @@ class PassRun:
 
 
 @dataclass(frozen=True)
+class Subject:
+    """What is emitted. split: the captured graph with its regions as the plan has them; costs: of
+    the plan's cluster and mesh."""
+
+    split: FoldedGraph
+    plan: Plan
+    costs: CostModel
+
+    @property
+    def typings(self) -> list[RegionTyping]:
+        return [region.typing for region in self.plan.regions]
+
+
+@dataclass(frozen=True)
 class EmissionPass:
-    """run: (program so far, the split graph, plan) -> program. mode: in which it runs; "" in
-    every."""
+    """run: (program so far, subject) -> program. mode: in which it runs; "" in every."""
 
     name: str
-    run: Callable[[EmittedProgram | None, FoldedGraph, Plan], EmittedProgram]
+    run: Callable[[EmittedProgram | None, Subject], EmittedProgram]
     mode: str = ""
 
 
-def _emit(_: EmittedProgram | None, split: FoldedGraph, plan: Plan) -> EmittedProgram:
-    typings = [region.typing for region in plan.regions]
-    return emit_typed(split, typings, plan.mesh, CostModel(plan.cluster, plan.mesh))
+def _emit(_: EmittedProgram | None, of: Subject) -> EmittedProgram:
+    return emit_typed(of.split, of.typings, of.plan.mesh, of.costs)
 
 
-def _parts(program: EmittedProgram | None, split: FoldedGraph, plan: Plan) -> EmittedProgram:
+def _parts(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     assert program is not None, "there is something to emit anew"
-    wanted = {k: region.parts for k, region in enumerate(plan.regions) if region.parts > 1}
+    regions = enumerate(of.plan.regions)
+    wanted = {k: region.parts for k, region in regions if region.parts.count > 1}
     if not wanted:
         return program
-    problem = parts_problem(split, plan)
-    typings = [region.typing for region in plan.regions]
-    in_parts = {k: parted(problem, k, typings[k], parts) for k, parts in wanted.items()}
-    costs = CostModel(plan.cluster, plan.mesh)
-    return emit_typed(split, typings, plan.mesh, costs, in_parts=in_parts)
+    problem = PartsProblem(of.split, of.plan)
+    in_parts = {k: parted(problem, k, of.typings[k], parts) for k, parts in wanted.items()}
+    return emit_typed(of.split, of.typings, of.plan.mesh, of.costs, in_parts=in_parts)
 
 
-def _schedule(program: EmittedProgram | None, _: FoldedGraph, plan: Plan) -> EmittedProgram:
+def _schedule(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     """What gradients of weights may hold longer than without is what the plan leaves of memory."""
     assert program is not None, "there is something to schedule"
-    bound_bytes = max(0, plan.memory.capacity - plan.memory.peak)
-    return scheduled(program, CostModel(plan.cluster, plan.mesh), bound_bytes)
+    return scheduled(program, of.costs, max(0, of.plan.memory.capacity - of.plan.memory.peak))
 
 
 PASSES: tuple[EmissionPass, ...] = (
@@ -82,19 +93,22 @@ def emit(
     plan: Plan,
     watch: Watch | None = None,
     passes: Sequence[EmissionPass] = PASSES,
+    costs: CostModel | None = None,
 ) -> EmittedProgram:
     """The program of every rank of `plan.mesh`, of a plan that runs every batch in one pass.
+    costs: of its cluster and mesh, if at hand.
 
     Raises PlanMismatchError if the plan's regions are not those of `folded`, or if it uses what can
     be planned but not run; PassError where a pass breaks what must hold.
     """
     check_runs(plan)
-    split = planned_graph(folded, plan)
+    costs = costs or CostModel(plan.cluster, plan.mesh)
+    subject = Subject(planned_graph(folded, plan), plan, costs)
     program: EmittedProgram | None = None
     ran = [one for one in passes if one.mode in ("", plan.mode)]
     for number, one in enumerate(ran, 1):
         start = time.perf_counter()
-        program = one.run(program, split, plan)
+        program = one.run(program, subject)
         seconds = time.perf_counter() - start
         check_program(program, one.name)
         if watch is not None:

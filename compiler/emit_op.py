@@ -25,7 +25,7 @@ from meshfold.op_context import OpContext, global_arguments
 from meshfold.opgraph import Draw, OpGraph
 from meshfold.passes.localize import localize
 from meshfold.passes.rules import op_labels, rule_locals, summed_axes
-from meshfold.passes.rules_random import RANDOM_OPS
+from meshfold.passes.rules_random import RANDOM_OPS, may_draw
 from meshfold.rank_places import Digits
 from meshfold.ring_attention import ring_attention
 from meshfold.sharded_rows import put_rows, take_rows
@@ -65,20 +65,16 @@ def emit_op(
 
 def needs_site(op_graph: OpGraph) -> bool:
     """Whether a region draws random numbers, so that its instances need different sites."""
-    return any(_draws(global_arguments(op)) for op in op_graph.ops if op.target in RANDOM_OPS)
-
-
-def _draws(arguments: dict[str, Any]) -> bool:
-    """Whether a random op may drop anything: its probability is not known to be 0."""
-    probability = arguments.get("dropout_p", arguments.get("p", 0.0))
-    return arguments.get("train", True) is not False and probability != 0.0
+    return any(may_draw(global_arguments(op)) for op in op_graph.ops if op.target in RANDOM_OPS)
 
 
 def _plain(context: OpContext) -> list[fx.Node]:
     """The torch op on local shapes."""
     function: Any = torch_target(context.op.target)
     arguments = global_arguments(context.op) if context.op.target in RANDOM_OPS else {}
-    if torch.Tag.nondeterministic_seeded in function.tags and (not arguments or _draws(arguments)):
+    if torch.Tag.nondeterministic_seeded in function.tags and (
+        not arguments or may_draw(arguments)
+    ):
         raise UnsupportedOpError(
             f"{context.op.target} draws random numbers, which ranks would not agree on; "
             "add a rule with a local implementation (passes/rules_random.py)",
@@ -268,7 +264,7 @@ def _drawn(context: OpContext) -> tuple[tuple[fx.Node | int, int], tuple[int, in
 
 def _dropout(context: OpContext) -> list[fx.Node]:
     named = context.named()
-    if not _draws(named):
+    if not may_draw(named):
         return _plain(context)
     op, layout = context.op, context.typing.outputs[0]
     shape = context.op_graph.values[op.outputs[0]].shape
@@ -310,7 +306,7 @@ def _attention(context: OpContext) -> list[fx.Node]:
     # Units of query heads are those of a key head.
     picks_heads = [d[:2] for d in query_digits] != [d[:2] for d in key_digits]
     causal_part = named.get("is_causal", False) and context.digits(query_layout, len(query) - 2)
-    if not (_draws(named) or (picks_heads and num_key_heads > 1) or causal_part):
+    if not (may_draw(named) or (picks_heads and num_key_heads > 1) or causal_part):
         return _plain(context)
     scores = (*query[:-1], key[-2])
     site, cut = _drawn(context)

@@ -1,4 +1,4 @@
-"""In how many parts of their samples the regions of a scheduled program run (passes.sample_parts).
+"""In how many parts the regions of a scheduled program run (passes.region_parts).
 
 Every number of parts is emitted, scheduled and simulated, region by region, those first in which
 the step spends most; a number stays where the whole step is faster for it and still fits.
@@ -6,16 +6,19 @@ the step spends most; a number stays where the whole step is faster for it and s
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.emission_passes import emit
 from meshfold.errors import OptionError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import PARTS
-from meshfold.passes.sample_parts import PartsProblem, UncutError, parts_problem
+from meshfold.passes.parts_graph import UncutError
+from meshfold.passes.region_parts import PartsProblem
 from meshfold.passes.variants import planned_graph
-from meshfold.pipeline_program import emit_plan
 from meshfold.plan import Plan
-from meshfold.program import EmittedProgram
 from meshfold.schedule_events import with_schedule
+from meshfold.strategy import Parts, PartsOf
 
 TRIED = (2, 4)
 LEAST_GAIN = 0.002
@@ -34,23 +37,28 @@ def with_parts(plan: Plan, folded: FoldedGraph, pinned: int | None) -> Plan:
             f"pin {PARTS}={pinned}: stages of a pipeline do not run in parts; leave one of the two "
             "out"
         )
-    best = with_schedule(plan, folded)
-    if best.mode != "scheduled" or best.events is None or best.simulated is None or pinned == 1:
+    costs = CostModel(plan.cluster, plan.mesh)
+    best = with_schedule(plan, folded, costs)
+    if best.mode != "scheduled" or best.events is None or pinned == 1:
         return best
-    problem = parts_problem(planned_graph(folded, plan), plan)
+    problem = PartsProblem(planned_graph(folded, plan), plan)
     if pinned is not None:
-        return with_schedule(_pinned(best, problem, pinned), folded)
-    program = emit_plan(folded, plan)
-    assert isinstance(program, EmittedProgram), "only a step in one pass has events"
+        return with_schedule(_pinned(best, problem, pinned), folded, costs)
+    program = emit(folded, plan, costs=costs)
     waiting = {r.region for r in program.regions if r.schedule is not None}
     for region in filter(waiting.__contains__, _by_time(best)):
         for parts in _possible(best, problem, region):
-            found = with_schedule(_with(best, region, parts), folded)
-            assert found.simulated is not None and best.simulated is not None
-            gains = found.simulated.step_s < best.simulated.step_s * (1 - LEAST_GAIN)
-            if gains and found.simulated.peak_bytes <= plan.memory.capacity:
-                best = found
+            found = with_schedule(_with(best, region, parts), folded, costs)
+            if not _is_better(found, best):
+                break
+            best = found
     return best
+
+
+def _is_better(found: Plan, best: Plan) -> bool:
+    assert found.simulated is not None and best.simulated is not None
+    gains = found.simulated.step_s < best.simulated.step_s * (1 - LEAST_GAIN)
+    return gains and found.simulated.peak_bytes <= found.memory.capacity
 
 
 def _by_time(plan: Plan) -> list[int]:
@@ -59,33 +67,39 @@ def _by_time(plan: Plan) -> list[int]:
     return sorted(range(len(spent)), key=lambda k: (-spent[k], k))
 
 
-def _possible(plan: Plan, problem: PartsProblem, region: int) -> Iterator[int]:
-    """Numbers of parts in which a region can run."""
-    for parts in TRIED:
-        try:
-            problem.in_parts(region, plan.regions[region].typing, parts)
-        except UncutError:
-            return
-        yield parts
+def _possible(plan: Plan, problem: PartsProblem, region: int) -> Iterator[Parts]:
+    """In which parts a region can run: of its samples, where that is possible, else of its
+    sequence, which leaves attention whole."""
+    found = False
+    for of in get_args(PartsOf):
+        for count in TRIED if not found else ():
+            try:
+                problem.in_parts(region, plan.regions[region].typing, Parts(count, of))
+            except UncutError:
+                break
+            found = True
+            yield Parts(count, of)
 
 
-def _with(plan: Plan, region: int, parts: int) -> Plan:
+def _with(plan: Plan, region: int, parts: Parts) -> Plan:
     regions = list(plan.regions)
     regions[region] = replace(regions[region], parts=parts)
     return replace(plan, regions=tuple(regions))
 
 
-def _pinned(plan: Plan, problem: PartsProblem, parts: int) -> Plan:
+def _pinned(plan: Plan, problem: PartsProblem, count: int) -> Plan:
     """Every region in as many parts that can run so."""
     why = ""
     found = plan
     for region in _by_time(plan):
-        try:
-            problem.in_parts(region, plan.regions[region].typing, parts)
-        except UncutError as error:
-            why = why or f"region {plan.regions[region].name}: {error}"
-            continue
-        found = _with(found, region, parts)
+        for of in get_args(PartsOf):
+            try:
+                problem.in_parts(region, plan.regions[region].typing, Parts(count, of))
+            except UncutError as error:
+                why = why or f"region {plan.regions[region].name}: {error}"
+            else:
+                found = _with(found, region, Parts(count, of))
+                break
     if found is plan:
-        raise OptionError(f"pin {PARTS}={parts}: no region can run so ({why})")
+        raise OptionError(f"pin {PARTS}={count}: no region can run so ({why})")
     return found

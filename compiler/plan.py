@@ -12,7 +12,7 @@ from meshfold.mesh import Mesh
 from meshfold.options import Mode, Precision
 from meshfold.spmd import Layout
 from meshfold.step_events import SimulatedStep, StepEvents
-from meshfold.strategy import RegionTyping, UniformStrategy
+from meshfold.strategy import Parts, RegionTyping, UniformStrategy
 
 PLAN_VERSION = 1
 
@@ -98,8 +98,7 @@ class RegionPlan:
     """Names of typing.ops for people ("aten.linear.default"); may be left out."""
     slot_names: tuple[str, ...] = ()
     """Names of typing.slots for people; may be left out."""
-    parts: int = 1
-    """In how many parts of its samples it runs where a schedule has it (passes.sample_parts)."""
+    parts: Parts = Parts()
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ from meshfold.simulation_document import (
     simulation_document,
     simulation_of,
 )
-from meshfold.strategy import RegionTyping, UniformStrategy
+from meshfold.strategy import Parts, RegionTyping, UniformStrategy
 
 T = TypeVar("T")
 
@@ -146,7 +146,8 @@ def _region_document(region: RegionPlan) -> RegionDocument:
         backward_s=region.backward_s,
         communication_s=dict(region.communication_s),
         saved_bytes=region.saved_bytes,
-        parts=region.parts,
+        parts=region.parts.count,
+        parts_of=region.parts.of,
         strategy=_strategy_document(region.strategy),
         choice=AlternativeDocument(**asdict(region.choice)),
         alternatives=tuple(AlternativeDocument(**asdict(a)) for a in region.alternatives),
@@ -341,7 +342,7 @@ def _region(document: RegionDocument, path: str, num_axes: int) -> RegionPlan:
         alternatives=tuple(Alternative(**a.model_dump()) for a in document.alternatives),
         op_targets=names_or_none(target for target, _ in ops),
         slot_names=names_or_none(name for name, _ in slots),
-        parts=document.parts,
+        parts=Parts(document.parts, document.parts_of),
     )
 
 

@@ -21,7 +21,7 @@ from meshfold.documents import Bytes, Count, Document, Positive, Seconds
 from meshfold.options import Mode, Precision
 from meshfold.plan import PLAN_VERSION
 from meshfold.simulation_document import SimulationDocument
-from meshfold.strategy import Offload, Recompute
+from meshfold.strategy import Offload, PartsOf, Recompute
 
 LayoutText = Annotated[
     str,
@@ -195,8 +195,9 @@ class RegionDocument(Document):
     communication_s: dict[str, Seconds]
     saved_bytes: Bytes = Field(description="Activations kept for the backward pass")
     parts: Positive = Field(
-        default=1, description="Of its samples, one after the other, in mode scheduled"
+        default=1, description="In which it runs, one after the other, in mode scheduled"
     )
+    parts_of: PartsOf = Field(default="samples", description="What is cut into parts")
     strategy: StrategyDocument
     choice: AlternativeDocument = Field(description="The strategy in words, with its own figures")
     alternatives: tuple[AlternativeDocument, ...] = Field(description="The best that lost, and why")

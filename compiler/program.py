@@ -42,7 +42,7 @@ class RegionProgram:
     of `buckets`; the local tensors of `direct` slots; one float per hole of the region. It returns
     the outputs of the region as a tuple, then the new values of mutated buffers. recompute,
     keeps_gathered, whole_gradients: as in RegionTyping. ops, typing: what was emitted, those of the
-    region; of one that runs in parts, those of passes.sample_parts.
+    region; of one that runs in parts, those of passes.region_parts.
     """
 
     name: str

@@ -241,7 +241,7 @@ def _regions_table(plan: Plan) -> RenderableType:
 def _where(region: RegionPlan) -> str:
     chosen = {"recompute": region.typing.recompute, "offload": region.strategy.offload}
     words = [f", {name} {word}" for name, word in chosen.items() if word != "none"]
-    words += [f", in {region.parts} parts"] if region.parts > 1 else []
+    words += [f", in {region.parts}"] if region.parts.count > 1 else []
     return (region.example_scope or "the whole model") + "".join(words)
 
 

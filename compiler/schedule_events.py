@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.step_simulation import simulate
+from meshfold.emission_passes import emit
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.conversions import Step
 from meshfold.passes.region_events import bytes_inside, merged
 from meshfold.piece_prices import PiecePrices
-from meshfold.pipeline_program import emit_plan
 from meshfold.plan import Plan
 from meshfold.probe import OpProber
 from meshfold.program import EmittedProgram, RegionProgram
@@ -25,14 +25,14 @@ from meshfold.step_events import Event, RegionEvents
 Inside = Mapping[int | tuple[int, Step], tuple[int, int]]
 
 
-def with_schedule(plan: Plan, folded: FoldedGraph) -> Plan:
+def with_schedule(plan: Plan, folded: FoldedGraph, costs: CostModel | None = None) -> Plan:
     """`plan` with the events and the simulated step of its schedule, if it has one. folded: the
-    captured model."""
+    captured model; costs: of the plan's cluster and mesh, if at hand."""
     if plan.mode != "scheduled" or plan.events is None:
         return plan
-    program = emit_plan(folded, plan)
-    assert isinstance(program, EmittedProgram), "only a step in one pass has events"
-    prices = region_prices(program, CostModel(plan.cluster, plan.mesh))
+    costs = costs or CostModel(plan.cluster, plan.mesh)
+    program = emit(folded, plan, costs=costs)
+    prices = region_prices(program, costs)
     written = [
         _Writer(events, region, price, _inside(program, region, price)).write()
         if region.schedule is not None

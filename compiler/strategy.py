@@ -92,6 +92,20 @@ class RegionTyping:
             )
 
 
+PartsOf = Literal["samples", "sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """In how many parts of what a region runs, where a schedule has it (passes.region_parts)."""
+
+    count: int = 1
+    of: PartsOf = "samples"
+
+    def __str__(self) -> str:
+        return f"{self.count} parts of its {self.of}" if self.count > 1 else "one part"
+
+
 @dataclass(frozen=True, slots=True)
 class UniformStrategy:
     """One leaf of the decision tree, for a region or for a whole model: degrees, sequence parallel

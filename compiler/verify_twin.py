@@ -175,7 +175,7 @@ def _planned(
     if plan.schedule and degrees["pp"] > 1:
         schedule = Schedule.parse(plan.schedule)
         pins |= {"schedule": str(schedule.kind), "chunks": min(schedule.num_chunks, 2)}
-    in_parts = any(region.parts > 1 for region in plan.regions)
+    in_parts = any(region.parts.count > 1 for region in plan.regions)
     if plan.mode == "scheduled":
         pins[PARTS] = 2 if in_parts else 1
     left_out = []

@@ -1,7 +1,9 @@
 """Rules of random ops. Their local implementation draws by global index (meshfold.local_ops), so
 any sharding sees the same numbers, and on equal ranks they are linear."""
 
-from meshfold.opgraph import Draw, Op
+from collections.abc import Mapping
+
+from meshfold.opgraph import Arg, Draw, Op
 from meshfold.passes.rule_labels import BoundOp, OpLabels, numbered, rule
 
 
@@ -16,6 +18,13 @@ def _dropout(op: BoundOp) -> OpLabels:
         keeps_padding=frozenset(label for label, _ in filter(None, labels)),
         local="dropout",
     )
+
+
+def may_draw(arguments: Mapping[str, Arg]) -> bool:
+    """Whether a random op may drop anything: its probability is not known to be 0. arguments: by
+    name."""
+    probability = arguments.get("dropout_p", arguments.get("p", 0.0))
+    return arguments.get("train", True) is not False and probability != 0.0
 
 
 def draw_of(op: Op, number: int) -> Draw | None:

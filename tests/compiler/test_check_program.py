@@ -8,10 +8,8 @@ from support_schedules import captured_family, emitted, planned
 
 from meshfold.check_program import check_program
 from meshfold.convert_ops import WAITS
-from meshfold.emission_passes import PASSES, EmissionPass, PassRun, emit
+from meshfold.emission_passes import PASSES, EmissionPass, PassRun, Subject, emit
 from meshfold.errors import PassError
-from meshfold.opgraph import FoldedGraph
-from meshfold.plan import Plan
 from meshfold.program import PLACE, EmittedProgram
 from meshfold.region_schedule import RegionSchedule
 from meshfold.spmd import Shard
@@ -95,14 +93,18 @@ def test_passes_run_in_order_and_are_checked() -> None:
     ran: list[PassRun] = []
     plan = planned("llama", "tp")
     program = emit(captured_family("llama").graph, plan, ran.append)
-    assert [(one.number, one.name) for one in ran] == [(1, "emit"), (2, "schedule")]
+    assert [(one.number, one.name) for one in ran] == [
+        (1, "emit"),
+        (2, "parts"),
+        (3, "schedule"),
+    ]
     assert ran[-1].program is program and all(one.seconds > 0 for one in ran)
     assert all(region.schedule is None for region in ran[0].program.regions)
     eager: list[PassRun] = []
     emit(captured_family("llama").graph, replace(plan, mode="eager"), eager.append)
     assert [one.name for one in eager] == ["emit"]
 
-    def breaks(made: EmittedProgram | None, _: FoldedGraph, __: Plan) -> EmittedProgram:
+    def breaks(made: EmittedProgram | None, _: Subject) -> EmittedProgram:
         assert made is not None
         regions = tuple(replace(r, outputs=r.outputs[:-1]) for r in made.regions)
         return replace(made, regions=regions)

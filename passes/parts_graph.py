@@ -1,41 +1,21 @@
-"""A region that runs its samples in parts, so that collectives of one hide behind the others.
+"""The graph of a region in parts, written down from its graph and two typings.
 
-    x -> unflatten, unbind -> x0, x1      every op that sees the batch once per part, on its samples
-    y <- reshape, stack    <- y0, y1      ops that do not (masks, rotary tables) once
+    x -> unflatten, unbind -> x0, x1      ops that see the dim that is cut run once per part
+    y <- reshape, stack    <- y0, y1      ops that do not, or need all of it, once
 
-The batch is followed through the op rules on a free axis, as for microbatches
-(passes/pipeline_microbatch.py); here the parts are ops of one graph, so every collective becomes
-one per part, and a schedule (compiler/schedule_program.py) runs the ops of one part while those of
-another are on their way: forward and backward, whatever the collective. Parameters are gathered
-once, and gradients add up where the parts meet.
-
-A part takes as many samples of every rank as of the others: the batch is [ranks, parts, rest], its
-ranks cut the first digit, and splitting and joining move no data between ranks.
-
-(Wang et al., Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and
-Overlapping, 2024.)
+The dim is [blocks, ranks, parts, rest]: ranks cut the second digit, so splitting and joining move
+no data between ranks.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshfold.errors import PlanMismatchError
-from meshfold.mesh import Mesh
-from meshfold.opgraph import Arg, FoldedGraph, Op, OpGraph, Ref, SlotKind
-from meshfold.passes.batch_typing import (
-    OVER_BATCH,
-    BatchTyping,
-    follow_samples,
-    is_part,
-    rebound,
-)
-from meshfold.passes.check_plan import typed_rules
+from meshfold.opgraph import Arg, Op, OpGraph, Ref, SlotKind
+from meshfold.passes.batch_typing import rebound
 from meshfold.passes.localize import localize
 from meshfold.passes.region_price import layouts_of_values
-from meshfold.passes.rules import region_rules, rule_locals
-from meshfold.passes.rules_random import RANDOM_OPS
-from meshfold.plan import Plan
+from meshfold.passes.rules import region_rules
 from meshfold.spmd import Layout, SpmdType, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
 
@@ -49,91 +29,32 @@ class UncutError(Exception):
     """Why a region cannot run in parts."""
 
 
-@dataclass(frozen=True)
-class PartsProblem:
-    """How the regions of a program may run in parts. batch: what the free axis does in every
-    region."""
-
-    folded: FoldedGraph
-    mesh: Mesh
-    batch: BatchTyping
-    batch_size: int
-
-    def in_parts(
-        self, region: int, typing: RegionTyping, parts: int
-    ) -> tuple[OpGraph, RegionTyping]:
-        """The graph of a region that runs in `parts` parts, and its typing.
-
-        Raises UncutError where it cannot.
-        """
-        graph, free = self.folded.regions[region].graph, self.batch.typings[region]
-        check_region(graph, free)
-        try:
-            found = _Parts(graph, typing, free, self, parts).written()
-            typed_rules(*found, self.folded.regions[region].name, self.mesh)
-        except PlanMismatchError as error:
-            raise UncutError(str(error)) from error
-        return found
-
-
-def parts_problem(split: FoldedGraph, plan: Plan) -> PartsProblem:
-    """Of a plan. split: the captured graph with its regions as the plan has them."""
-    batch_size = plan.model.batch_size
-    return PartsProblem(
-        split, plan.mesh, follow_samples(split, plan.cluster, batch_size), batch_size
-    )
-
-
-def parted(
-    problem: PartsProblem, region: int, typing: RegionTyping, parts: int
+def in_parts(
+    graph: OpGraph,
+    typing: RegionTyping,
+    free: RegionTyping,
+    count: int,
+    parts: int,
+    sizes: tuple[int, ...],
 ) -> tuple[OpGraph, RegionTyping]:
-    """As PartsProblem.in_parts, for a plan. Raises PlanMismatchError."""
-    try:
-        return problem.in_parts(region, typing, parts)
-    except UncutError as error:
-        name = problem.folded.regions[region].name
-        raise PlanMismatchError(
-            f"region {name} is planned in {parts} parts, but {error}; plan again"
-        ) from error
+    """A region in `parts` parts: its graph and typing; slots and outputs are the region's.
 
-
-def check_region(graph: OpGraph, free: RegionTyping) -> None:
-    """Raises UncutError unless every op can do with the samples of one part."""
-    if graph.mutations:
-        raise UncutError("it updates a buffer, which every part would do")
-    native = [layout for layout, _ in layouts_of_values(graph, free)]
-    for k, (op, chosen) in enumerate(zip(graph.ops, free.ops, strict=True)):
-        for v, layout in zip(op.operands, chosen.inputs, strict=True):
-            if is_part(native[v]) and native[v] != layout:
-                raise UncutError(f"{op.target} needs its whole input")
-        sees_batch = any(layout[0].is_shard for layout in chosen.outputs)
-        if any(is_part(x) and not x[0].is_shard for x in chosen.outputs):
-            raise UncutError(f"{op.target} adds up over the batch")
-        if sees_batch and any(x in OVER_BATCH for x in rule_locals(graph, k, chosen)[1:]):
-            raise UncutError(f"{op.target} needs the whole batch")
-        if sees_batch and op.target in RANDOM_OPS and _may_draw(op):
-            raise UncutError(f"{op.target} draws random numbers")
-    for v, layout in zip(graph.outputs, free.outputs, strict=True):
-        if is_part(native[v]) and native[v] != layout:
-            raise UncutError("what it returns is whole")
-
-
-def _may_draw(op: Op) -> bool:
-    named = dict(op.kwargs)
-    if op.target.startswith("aten.scaled_dot_product_attention"):
-        return (op.args[4] if len(op.args) > 4 else named.get("dropout_p", 0.0)) != 0.0
-    return True
+    typing: on a mesh of `sizes`; free: on the free axis; count: samples or rows that it cuts.
+    Raises UncutError where it does not divide, or no rule does so.
+    """
+    return PartsWriter(graph, typing, free, count, parts, sizes).written()
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How the dim of a value that has the batch is cut: [blocks, ranks, parts, rest], in this
-    order. type: the shard of the free axis; sizes: of the mesh."""
+    """How the dim of a value that has the batch, or the sequence, is cut: [blocks, ranks, parts,
+    rest], in this order. type: the shard of the free axis; count: samples, or rows of the sequence;
+    sizes: of the mesh."""
 
     type: SpmdType
     ranks: int
     parts: int
-    batch_size: int
+    count: int
     sizes: tuple[int, ...]
 
     @property
@@ -149,11 +70,11 @@ class _Cut:
         if not (t.is_shard and t.dim == self.type.dim):
             return t
         if t.unit or t.kind != "S":
-            raise UncutError("the dim of the batch is padded")
-        if t.blocks >= self.type.blocks * self.batch_size:
+            raise UncutError("the dim that is cut is padded")
+        if t.blocks >= self.type.blocks * self.count:
             return replace(t, blocks=t.blocks // self.parts)
         if t.blocks * size > self.above:
-            raise UncutError("ranks cut samples apart")
+            raise UncutError("ranks cut it otherwise")
         return t
 
     def digits(self, layout: Layout) -> Layout:
@@ -186,37 +107,36 @@ class _Cut:
         )
 
 
-class _Parts:
-    """Writes the graph of one region. free: its typing on the free axis, one rank per sample."""
+class PartsWriter:
+    """Writes the graph of a region in parts, see in_parts."""
 
     def __init__(
         self,
         graph: OpGraph,
         typing: RegionTyping,
         free: RegionTyping,
-        problem: PartsProblem,
+        count: int,
         parts: int,
+        sizes: tuple[int, ...],
     ) -> None:
         self.whole = graph
         self.typing = typing
         self.free = free
+        self.count = count
         self.parts = parts
-        self.problem = problem
+        self.sizes = sizes
         self.native = [layout for layout, _ in layouts_of_values(graph, typing)]
         self.made_as = [layout[0] for layout, _ in layouts_of_values(graph, free)]
         """Type of every value on the free axis."""
         self.ranks = self._ranks()
-        if problem.batch_size % (self.ranks * parts):
-            raise UncutError(
-                f"{problem.batch_size} samples do not divide into {parts} parts on {self.ranks} "
-                "ranks"
-            )
-        count = len(graph.slots)
-        self.values = list(graph.values[:count])
+        if count % (self.ranks * parts):
+            raise UncutError(f"{count} do not divide into {parts} parts on {self.ranks} ranks")
+        num_slots = len(graph.slots)
+        self.values = list(graph.values[:num_slots])
         self.ops: list[Op] = []
         self.typings: list[OpTyping] = []
-        self.at: dict[int, int] = {v: v for v in range(count)}
-        """What stands for a value that there is once."""
+        self.at: dict[int, int] = {v: v for v in range(num_slots)}
+        """What stands for a value as a whole, where there is that."""
         self.of_part: dict[tuple[int, SpmdType], tuple[int, ...]] = {}
 
     def written(self) -> tuple[OpGraph, RegionTyping]:
@@ -225,39 +145,37 @@ class _Parts:
             if any(layout[0].is_shard for layout in chosen.outputs):
                 self._run_in_parts(k, op)
             else:
-                operands = [self.at[v] for v in op.operands]
+                operands = [self._together(v) for v in op.operands]
                 shapes = [self.whole.values[v].shape for v in op.outputs]
                 made = self._write(op, op.args, op.kwargs, operands, self.typing.ops[k], shapes)
                 self.at.update(zip(op.outputs, made, strict=True))
         pairs = zip(self.whole.outputs, self.typing.outputs, strict=True)
         outputs = tuple(
-            self._joined(v, layout) if self.made_as[v].is_shard else self.at[v]
-            for v, layout in pairs
+            self.at[v] if v in self.at else self._joined(v, layout) for v, layout in pairs
         )
         graph = OpGraph(self.whole.slots, tuple(self.values), tuple(self.ops), outputs)
         return graph, replace(self.typing, ops=tuple(self._with_rules(graph)))
 
     def _ranks(self) -> int:
-        """On how many ranks samples are cut, where they are most."""
-        sizes, samples = self.problem.mesh.sizes, self.problem.batch_size
+        """On how many ranks that dim is cut, where it is most."""
+        sizes, count = self.sizes, self.count
         axes = {
             axis
             for layout, cut in zip(self.native, self.made_as, strict=True)
             for axis, t in enumerate(layout)
             if cut.is_shard and t.is_shard and t.dim == cut.dim
-            if cut.blocks <= t.blocks and t.blocks * sizes[axis] <= cut.blocks * samples
+            if cut.blocks <= t.blocks and t.blocks * sizes[axis] <= cut.blocks * count
         }
         return math.prod(sizes[axis] for axis in axes)
 
     def _cut(self, free: SpmdType) -> _Cut:
-        mesh, samples = self.problem.mesh, self.problem.batch_size
-        return _Cut(free, self.ranks, self.parts, samples, mesh.sizes)
+        return _Cut(free, self.ranks, self.parts, self.count, self.sizes)
 
     def _part_layout(self, free: SpmdType, layout: Layout) -> Layout:
         return self._cut(free).part(layout) if free.is_shard else layout
 
     def _run_in_parts(self, k: int, op: Op) -> None:
-        """An op that sees the batch, once per part."""
+        """An op that sees what is cut, once per part."""
         typing, chosen = self.typing.ops[k], self.free.ops[k]
         args, kwargs = localize(self.whole, k, chosen, (self.parts,))
         reads = [(v, layout[0]) for v, layout in zip(op.operands, chosen.inputs, strict=True)]
@@ -273,19 +191,22 @@ class _Parts:
         made = []
         for number in range(self.parts):
             operands = [
-                self._split(v, free)[number] if free.is_shard else self.at[v] for v, free in reads
+                self._split(v, free)[number] if free.is_shard else self._together(v)
+                for v, free in reads
             ]
             made.append(self._write(op, args, kwargs, operands, of_part, shapes))
         for v, *of_parts in zip(op.outputs, *made, strict=True):
-            self.at[v] = of_parts[0]
-            self.of_part[v, self.made_as[v]] = tuple(of_parts)
+            if self.made_as[v].is_shard:
+                self.of_part[v, self.made_as[v]] = tuple(of_parts)
+            else:
+                self.at[v] = of_parts[0]
 
     def _split(self, v: int, free: SpmdType) -> tuple[int, ...]:
         """The parts of `v`; of one that is not made in parts, cut as `free` says."""
         if (v, free) in self.of_part:
             return self.of_part[v, free]
         if v < len(self.whole.slots) and self.whole.slots[v].kind is SlotKind.PARAMETER:
-            raise UncutError("a parameter is cut with the batch")
+            raise UncutError("a parameter would be cut")
         cut, layout, dim = self._cut(free), self.native[v], free.dim
         shape, digits, stacked = cut.shapes(self.whole.values[v].shape)
         local = cut.part(layout)
@@ -301,6 +222,12 @@ class _Parts:
             self._move(RESHAPE, (Ref(0), shape), [piece], typing, [shape], v)[0] for piece in pieces
         )
         return self.of_part[v, free]
+
+    def _together(self, v: int) -> int:
+        """`v` as a whole, in the layout in which it is made."""
+        if v not in self.at:
+            self.at[v] = self._joined(v, self.native[v])
+        return self.at[v]
 
     def _joined(self, v: int, layout: Layout) -> int:
         """All parts of an output, in the layout in which it leaves."""
@@ -359,7 +286,7 @@ class _Parts:
 
     def _with_rules(self, graph: OpGraph) -> Iterator[OpTyping]:
         """The typings with the names of their rules: blocks are part of a name."""
-        table = region_rules(graph, self.problem.mesh.sizes)
+        table = region_rules(graph, self.sizes)
         for k, typing in enumerate(self.typings):
             names = []
             for axis, rules in enumerate(table[k]):

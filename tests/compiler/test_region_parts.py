@@ -1,4 +1,4 @@
-"""Regions that run their samples in parts: the numbers of one process, and what is refused."""
+"""Regions that run in parts: the numbers of one process, what is chosen, and what is refused."""
 
 from dataclasses import replace
 from functools import cache
@@ -20,13 +20,15 @@ from meshfold.errors import OptionError, PlanMismatchError
 from meshfold.models import build_model
 from meshfold.options import CompileOptions
 from meshfold.parts_choice import with_parts
-from meshfold.passes.sample_parts import UncutError, parts_problem
+from meshfold.passes.parts_graph import UncutError
+from meshfold.passes.region_parts import PartsProblem
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
 from meshfold.plan_diff import compare_plans
 from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.precision import float64_everywhere
 from meshfold.program import EmittedProgram
+from meshfold.strategy import Parts
 
 pytestmark = pytest.mark.xdist_group("schedules")
 
@@ -56,6 +58,28 @@ def test_loss_and_every_gradient_equal_one_process(family: str, pins: str) -> No
     with float64_everywhere():
         found = errors_of_a_step(model, batch, captured_family(family), program)
     assert max(max(errors.values()) for errors in found) < EXACT
+
+
+@pytest.mark.parametrize(("family", "pins"), cases())
+def test_the_same_for_rows_of_the_sequence(family: str, pins: str) -> None:
+    """vit has 10 rows, which do not divide over two ranks and two parts."""
+    plan = planned(family, pins)
+    if family == "vit" and ("sp" in pins or "cp" in pins):
+        with pytest.raises(PlanMismatchError, match="10 do not divide into 2 parts on 2 ranks"):
+            emit(captured_family(family).graph, in_rows(plan))
+        return
+    model, batch = tiny_model(family)
+    program = emit(captured_family(family).graph, in_rows(plan))
+    with float64_everywhere():
+        found = errors_of_a_step(model, batch, captured_family(family), program)
+    assert max(max(errors.values()) for errors in found) < EXACT
+
+
+def in_rows(plan: Plan, count: int = 2) -> Plan:
+    """All regions but the first, which has ids and no activations."""
+    first, *others = plan.regions
+    parts = Parts(count, "sequence")
+    return replace(plan, regions=(first, *(replace(r, parts=parts) for r in others)))
 
 
 @pytest.mark.multiprocess
@@ -130,22 +154,24 @@ def test_parts_hide_what_a_layer_waits_for() -> None:
     options = CompileOptions(pins=pins, mode="scheduled")
     chosen = plan_captured(captured, "llama", cluster, options)
     whole = with_parts(chosen_in_one(chosen), captured.graph, 1)
-    assert max(region.parts for region in chosen.regions) > 1
+    assert max(region.parts.count for region in chosen.regions) > 1
     assert chosen.simulated is not None and whole.simulated is not None
     assert chosen.simulated.step_s < 0.95 * whole.simulated.step_s
     assert chosen.simulated.exposed_s < 0.6 * whole.simulated.exposed_s
 
 
 def chosen_in_one(plan: Plan) -> Plan:
-    return replace(plan, regions=tuple(replace(region, parts=1) for region in plan.regions))
+    return replace(plan, regions=tuple(replace(region, parts=Parts()) for region in plan.regions))
 
 
 def test_plans_keep_parts() -> None:
     plan = planned("llama", "tp+sp", parts=2)
-    assert [region.parts for region in plan.regions] == [2, 2, 1]
+    rows, samples = Parts(2, "sequence"), Parts(2, "samples")
+    assert [region.parts for region in plan.regions] == [samples, samples, rows]
     assert plan_from_json(plan_to_json(plan)) == plan
     found = compare_plans(planned("llama", "tp+sp"), plan)
-    assert ("1", "2") in [(c.first, c.second) for c in found.choices if "parts" in c.what]
+    changes = [(c.first, c.second) for c in found.choices if "parts" in c.what]
+    assert changes[0] == ("one part", "2 parts of its samples")
 
 
 # What is refused.
@@ -157,7 +183,7 @@ def test_a_pin_needs_the_mode() -> None:
 
 
 def test_a_pin_that_no_region_can_keep_says_why() -> None:
-    with pytest.raises(OptionError, match=r"pin parts=3: no region can run so \(region B: 4 samp"):
+    with pytest.raises(OptionError, match=r"parts=3: no region can run so \(region B: 4 do not"):
         planned("llama", "tp+sp", parts=3)
 
 
@@ -169,19 +195,19 @@ def test_a_pin_beside_stages_is_refused() -> None:
 
 def test_a_plan_whose_parts_do_not_divide_is_refused() -> None:
     plan = planned("llama", "tp+sp", parts=2)
-    wrong = replace(plan, regions=tuple(replace(r, parts=3) for r in plan.regions))
-    with pytest.raises(PlanMismatchError, match="planned in 3 parts, but 4 samples do not divide"):
+    wrong = replace(plan, regions=tuple(replace(r, parts=Parts(3)) for r in plan.regions))
+    with pytest.raises(PlanMismatchError, match="3 parts of its samples, but 4 do not divide"):
         emit(captured_family("llama").graph, wrong)
 
 
 def why_not(captured: Captured, plan: Plan) -> dict[int, str]:
     """Per region why it cannot run in two parts."""
     split = planned_graph(captured.graph, plan)
-    problem = parts_problem(split, plan)
+    problem = PartsProblem(split, plan)
     found = {}
     for k, region in enumerate(plan.regions):
         try:
-            problem.in_parts(k, region.typing, 2)
+            problem.in_parts(k, region.typing, Parts(2))
         except UncutError as error:
             found[k] = str(error)
     return found
@@ -190,7 +216,7 @@ def why_not(captured: Captured, plan: Plan) -> dict[int, str]:
 def test_what_no_part_can_make_alone_is_named() -> None:
     plan = planned("llama", "tp+sp")
     assert why_not(captured_family("llama"), plan) == {
-        2: "aten.cross_entropy_loss.default adds up over the batch"
+        2: "aten.cross_entropy_loss.default adds up over what is cut"
     }
     model, batch = stack_model(3, dropout=0.5)
     captured = capture(model.train(), batch)
