@@ -1,6 +1,6 @@
 """Step times of overlapped programs against others, on gloo, interleaved in one run.
 
-    python benchmarks/overlap.py [--processes 2] [--rounds 9] [--layers 6] [--width 256]
+    python benchmarks/overlap.py [--processes 2] [--rounds 9] [--layers 6] [--width 256] [--parts N]
 
 One small Llama, the same batch and weights for all. Variants take turns, step by step, so that
 what else the machine does meets all alike; every step is forward and backward, without the
@@ -98,14 +98,18 @@ def loss_step(model: nn.Module, batch: dict[str, Tensor]) -> Step:
 
 
 def meshfold_steps(
-    model: nn.Module, batch: dict[str, Tensor], wire: float, **pins: int
+    model: nn.Module, batch: dict[str, Tensor], wire: float, parts: int, **pins: int
 ) -> tuple[Step, Step, Step]:
     """(scheduled, eager, every collective waited for at once)."""
+    in_parts = {"parts": parts} if parts and "tp" in pins else {}
     scheduled, made = (
         meshfold.compile(
-            copy.deepcopy(model), "local-cpu", batch, options=CompileOptions(pins=pins, mode=mode)
+            copy.deepcopy(model),
+            "local-cpu",
+            batch,
+            options=CompileOptions(pins=of_mode, mode=mode),
         )
-        for mode in MODES
+        for mode, of_mode in zip(MODES, (pins | in_parts, pins), strict=True)
     )
     for compiled in (scheduled, made):
         if wire:
@@ -154,7 +158,7 @@ def slow_down(compiled: CompiledModel, bytes_per_s: float) -> None:
     mesh.wait = partial(wait, mesh.wait)  # type: ignore[method-assign]
 
 
-def variants(layers: int, width: int, wire: float) -> dict[str, Step]:
+def variants(layers: int, width: int, wire: float, parts: int) -> dict[str, Step]:
     """By name; "X: A" and "X: B" are compared."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tokens = torch.randint(
@@ -179,7 +183,7 @@ def variants(layers: int, width: int, wire: float) -> dict[str, Step]:
     found = {}
     for kind, pins in KINDS.items():
         steps = meshfold_steps(
-            model, batch, wire, **{k: size if v < 0 else v for k, v in pins.items()}
+            model, batch, wire, parts, **{k: size if v < 0 else v for k, v in pins.items()}
         )
         found |= {f"{kind}: {name}": step for name, step in zip(OURS, steps, strict=True)}
     if not wire:
@@ -192,10 +196,10 @@ def variants(layers: int, width: int, wire: float) -> dict[str, Step]:
 
 
 def measure(
-    report: Report, layers: int, width: int, rounds: int, wire: float
+    report: Report, layers: int, width: int, rounds: int, wire: float, parts: int
 ) -> dict[str, list[float]]:
     """Seconds of every step of every variant, from a barrier to the last rank."""
-    steps = variants(layers, width, wire)
+    steps = variants(layers, width, wire, parts)
     losses = {}
     for name, step in steps.items():
         report(f"comparing losses: {name}")
@@ -224,7 +228,8 @@ def measure(
 @click.option("--layers", default=6, show_default=True)
 @click.option("--width", default=256, show_default=True)
 @click.option("--wire", default=0.0, show_default=True, help="MB/s of an emulated link; 0: none.")
-def main(processes: int, rounds: int, layers: int, width: int, wire: float) -> None:
+@click.option("--parts", default=0, show_default=True, help="Of tp's layers; 0: as planned.")
+def main(processes: int, rounds: int, layers: int, width: int, wire: float, parts: int) -> None:
     """Run all variants and print medians and ratios."""
 
     def tell(rank: int, what: str) -> None:
@@ -232,7 +237,7 @@ def main(processes: int, rounds: int, layers: int, width: int, wire: float) -> N
             click.echo(what, err=True)
 
     (seconds, *_) = run_local(
-        processes, measure, layers, width, rounds, 1e6 * wire, on_report=tell, quiet=True
+        processes, measure, layers, width, rounds, 1e6 * wire, parts, on_report=tell, quiet=True
     )
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     click.echo(f"{processes} processes, {layers} layers of width {width}, {rounds} rounds")
