@@ -1,12 +1,13 @@
 """Step times of overlapped programs against others, on gloo, interleaved in one run.
 
-    python benchmarks/overlap.py [--processes 2] [--rounds 9] [--layers 6] [--width 256] [--parts N]
+    python benchmarks/overlap.py [--processes 2] [--rounds 9] [--layers 6] [--width 256] [--wire N]
 
 One small Llama, the same batch and weights for all. Variants take turns, step by step, so that
 what else the machine does meets all alike; every step is forward and backward, without the
 optimizer, and counts from a barrier to the last rank. Medians and ratios.
 
     scheduled, eager     meshfold, the plan with the pins of its row, in both modes
+    2 parts, 4 parts     scheduled, layers in as many parts whatever the cost model says
     waiting              the eager program, nothing gathered ahead, every reduction waited for where
                          it starts: what overlap brings
     FSDP2, DDP, TP       fully_shard per layer, DistributedDataParallel, parallelize_module with
@@ -15,13 +16,19 @@ optimizer, and counts from a barrier to the last rank. Medians and ratios.
 
 gloo moves bytes with the cores that compute, so it hides little. With --wire a collective of
 meshfold also takes as long as a serial link of so many MB/s would, which needs no core: what there
-is to hide then shows; the others are left out. Losses are compared first.
+is to hide then shows; the others are left out, and plans are made for such a link. Losses are
+compared first.
+
+Last comes how often the simulator has the order right: of all pairs of meshfold's programs whose
+medians differ by more than a tenth, the share that it has in the measured order.
 """
 
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,8 +47,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshfold
+from meshfold.cluster import ClusterSpec
+from meshfold.cost_models.devices import resolve_cluster
 from meshfold.local_processes import Report, run_local
-from meshfold.options import CompileOptions, Mode
+from meshfold.options import CompileOptions
 from meshfold.program import EmittedProgram
 from meshfold.runner import ProgramRunner
 from meshfold.runtime import CompiledModel
@@ -61,8 +70,10 @@ KINDS = {
 }
 """Pins by kind; a degree of -1 stands for all processes."""
 OURS = ("scheduled", "eager", "waiting")
-MODES: tuple[Mode, ...] = ("scheduled", "eager")
+PARTS = (2, 4)
 ALONE = "dp: no communication"
+DIFFER = 0.1
+"""Relative, from which on the order of two medians counts."""
 
 Step = Callable[[], Tensor]
 
@@ -97,35 +108,61 @@ def loss_step(model: nn.Module, batch: dict[str, Tensor]) -> Step:
     return step
 
 
-def meshfold_steps(
-    model: nn.Module, batch: dict[str, Tensor], wire: float, parts: int, **pins: int
-) -> tuple[Step, Step, Step]:
-    """(scheduled, eager, every collective waited for at once)."""
-    in_parts = {"parts": parts} if parts and "tp" in pins else {}
-    scheduled, made = (
-        meshfold.compile(
-            copy.deepcopy(model),
-            "local-cpu",
-            batch,
-            options=CompileOptions(pins=of_mode, mode=mode),
-        )
-        for mode, of_mode in zip(MODES, (pins | in_parts, pins), strict=True)
-    )
-    for compiled in (scheduled, made):
+@dataclass(frozen=True)
+class Programs:
+    """Of one kind: steps by name, and the seconds that plans say a step takes."""
+
+    steps: dict[str, Step]
+    simulated_s: dict[str, float]
+
+
+def meshfold_programs(
+    model: nn.Module, batch: dict[str, Tensor], wire: float, pins: dict[str, int]
+) -> Programs:
+    """Scheduled, in parts where there is tp, eager, and every collective waited for at once."""
+    cluster = wired(resolve_cluster("local-cpu", dist.get_world_size()), wire)
+    options = {
+        "scheduled": CompileOptions(pins=pins, mode="scheduled"),
+        "eager": CompileOptions(pins=pins),
+    }
+    for parts in PARTS if "tp" in pins else ():
+        options[f"{parts} parts"] = CompileOptions(pins={**pins, "parts": parts}, mode="scheduled")
+    steps: dict[str, Step] = {}
+    simulated_s: dict[str, float] = {}
+    for name, of in options.items():
+        made = meshfold.compile(copy.deepcopy(model), cluster, batch, options=of)
         if wire:
-            slow_down(compiled, wire)
+            slow_down(made, wire)
+        steps[name] = loss_step(made, batch)
+        assert made.plan.simulated is not None
+        simulated_s[name] = made.plan.simulated.step_s - made.plan.time.optimizer_s
+        if name == "eager":
+            steps["waiting"] = waiting_step(made, batch)
+    return Programs(steps, simulated_s)
+
+
+def wired(cluster: ClusterSpec, wire: float) -> ClusterSpec:
+    """The cluster with a link of so many bytes per second, if any."""
+    groups = tuple(
+        replace(group, link=replace(group.link, bytes_per_s=wire or group.link.bytes_per_s))
+        for group in cluster.groups
+    )
+    return replace(cluster, groups=groups)
+
+
+def waiting_step(made: CompiledModel, batch: dict[str, Tensor]) -> Step:
     assert isinstance(made.program, EmittedProgram) and made.rank_mesh is not None
     waiting = ProgramRunner(
         made.program, made.rank_mesh, made._form.captured.constants, waits_at_once=True
     )
 
-    def wait_step() -> Tensor:
+    def step() -> Tensor:
         made.zero_grad()
         loss = made.run_with(waiting, batch)
         loss.backward()
         return loss.detach()
 
-    return loss_step(scheduled, batch), loss_step(made, batch), wait_step
+    return step
 
 
 def slow_down(compiled: CompiledModel, bytes_per_s: float) -> None:
@@ -158,7 +195,7 @@ def slow_down(compiled: CompiledModel, bytes_per_s: float) -> None:
     mesh.wait = partial(wait, mesh.wait)  # type: ignore[method-assign]
 
 
-def variants(layers: int, width: int, wire: float, parts: int) -> dict[str, Step]:
+def variants(layers: int, width: int, wire: float) -> Programs:
     """By name; "X: A" and "X: B" are compared."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tokens = torch.randint(
@@ -180,26 +217,29 @@ def variants(layers: int, width: int, wire: float, parts: int) -> dict[str, Step
     for layer in by_hand.model.layers:
         parallelize_module(layer, mesh, styles)
 
-    found = {}
+    found: dict[str, Step] = {}
+    simulated_s: dict[str, float] = {}
     for kind, pins in KINDS.items():
-        steps = meshfold_steps(
-            model, batch, wire, parts, **{k: size if v < 0 else v for k, v in pins.items()}
-        )
-        found |= {f"{kind}: {name}": step for name, step in zip(OURS, steps, strict=True)}
+        pins = {k: size if v < 0 else v for k, v in pins.items()}
+        programs = meshfold_programs(model, batch, wire, pins)
+        found |= {f"{kind}: {name}": step for name, step in programs.steps.items()}
+        simulated_s |= {f"{kind}: {name}": x for name, x in programs.simulated_s.items()}
     if not wire:
         found |= {
             "zero3: FSDP2": loss_step(sharded, part),
             "dp: DDP": loss_step(DistributedDataParallel(copy.deepcopy(model)), part),
             "tp: parallelize_module": loss_step(by_hand, batch),
         }
-    return {**found, "dp: no communication": loss_step(copy.deepcopy(model), part)}
+    found[ALONE] = loss_step(copy.deepcopy(model), part)
+    return Programs(found, simulated_s)
 
 
 def measure(
-    report: Report, layers: int, width: int, rounds: int, wire: float, parts: int
-) -> dict[str, list[float]]:
-    """Seconds of every step of every variant, from a barrier to the last rank."""
-    steps = variants(layers, width, wire, parts)
+    report: Report, layers: int, width: int, rounds: int, wire: float
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of every step of every variant, from a barrier to the last rank; and as simulated."""
+    programs = variants(layers, width, wire)
+    steps = programs.steps
     losses = {}
     for name, step in steps.items():
         report(f"comparing losses: {name}")
@@ -219,7 +259,17 @@ def measure(
             step()
             dist.barrier()
             seconds[name].append(time.perf_counter() - start)
-    return seconds
+    return seconds, programs.simulated_s
+
+
+def order_text(medians: dict[str, float], simulated_s: dict[str, float]) -> str:
+    pairs = [
+        (a, b)
+        for a, b in itertools.permutations(simulated_s, 2)
+        if medians[a] > (1 + DIFFER) * medians[b]
+    ]
+    right = sum(simulated_s[a] > simulated_s[b] for a, b in pairs)
+    return f"the simulator has {right} of {len(pairs)} pairs in the measured order"
 
 
 @click.command()
@@ -228,23 +278,25 @@ def measure(
 @click.option("--layers", default=6, show_default=True)
 @click.option("--width", default=256, show_default=True)
 @click.option("--wire", default=0.0, show_default=True, help="MB/s of an emulated link; 0: none.")
-@click.option("--parts", default=0, show_default=True, help="Of tp's layers; 0: as planned.")
-def main(processes: int, rounds: int, layers: int, width: int, wire: float, parts: int) -> None:
+def main(processes: int, rounds: int, layers: int, width: int, wire: float) -> None:
     """Run all variants and print medians and ratios."""
 
     def tell(rank: int, what: str) -> None:
         if rank == 0:
             click.echo(what, err=True)
 
-    (seconds, *_) = run_local(
-        processes, measure, layers, width, rounds, 1e6 * wire, parts, on_report=tell, quiet=True
+    ((seconds, simulated_s), *_) = run_local(
+        processes, measure, layers, width, rounds, 1e6 * wire, on_report=tell, quiet=True
     )
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     click.echo(f"{processes} processes, {layers} layers of width {width}, {rounds} rounds")
     for name, median_s in medians.items():
         values = seconds[name]
         low, high = min(values), max(values)
-        click.echo(f"{name:<28}{1e3 * median_s:>9.1f} ms  ({1e3 * low:.1f} to {1e3 * high:.1f})")
+        said = f", simulated {1e3 * simulated_s[name]:.1f}" if name in simulated_s else ""
+        click.echo(
+            f"{name:<28}{1e3 * median_s:>9.1f} ms  ({1e3 * low:.1f} to {1e3 * high:.1f}{said})"
+        )
     for kind in KINDS:
         ours = medians[f"{kind}: {OURS[0]}"]
         for name, median_s in medians.items():
@@ -252,6 +304,7 @@ def main(processes: int, rounds: int, layers: int, width: int, wire: float, part
             if other not in (name, OURS[0]):
                 click.echo(f"{kind}: {OURS[0]} over {other:<24}{ours / median_s:>7.2f}")
     waiting, alone = medians["dp: waiting"], medians[ALONE]
+    click.echo(order_text(medians, simulated_s))
     click.echo(f"communication is {100 * (1 - alone / waiting):.0f} % of dp's step when waited for")
 
 
