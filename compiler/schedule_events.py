@@ -71,14 +71,14 @@ class _Writer:
         return replace(self.events, forward=forward, backward=tuple(merged(self._backward())))
 
     def _forward(self) -> Iterator[Event]:
-        known = {(e.action, e.bucket): e.inside_bytes for e in self.events.forward}
+        known = {(e.action, e.number): e.inside_bytes for e in self.events.forward}
         for move in self.schedule.forward:
             match move.kind:
                 case "O":
                     inside = known["open", move.number]
                     cast_s = self.prices.cast_s(self.region.buckets[move.number])
                     yield Event("compute", cast_s, inside)
-                    yield Event("open", inside_bytes=inside, bucket=move.number)
+                    yield Event("open", inside_bytes=inside, number=move.number)
                 case "G":
                     yield Event("ahead", inside_bytes=known["ahead", -1])
                 case "F":
@@ -114,7 +114,7 @@ class _Writer:
                 for held in (self.held, self.last_held):
                     held.pop(number, None)
             case "R":
-                yield Event("reduce", bucket=number)
+                yield Event("reduce", number=number)
             case "G":
                 yield Event("before")
 
@@ -138,6 +138,6 @@ class _Writer:
         if (piece.kind == "start") == (direction == 0):
             yield Event("compute", seconds, inside)
             if transfer is not None:
-                yield Event("start", inside_bytes=inside, bucket=start, collective=transfer)
+                yield Event("start", inside_bytes=inside, number=start, collective=transfer)
         elif transfer is not None:
-            yield Event("wait", inside_bytes=inside, bucket=start)
+            yield Event("wait", inside_bytes=inside, number=start)

@@ -183,7 +183,7 @@ def _region(document: RegionEventsDocument, path: str) -> RegionEvents:
 
     def event(line: str) -> Event:
         found = read_event(line)
-        if found.action in ("open", "reduce") and found.bucket >= len(buckets):
+        if found.action in ("open", "reduce") and found.number >= len(buckets):
             raise ValueError(f"{line!r}: the region has {len(buckets)} buckets")
         return found
 

@@ -61,13 +61,14 @@ class Collective:
 @dataclass(frozen=True, slots=True)
 class Event:
     """See the module docstring. inside_bytes: the most that is alive inside the instance while it
-    lasts, made there and not yet freed. bucket: of open and reduce; of start and wait its number.
+    lasts, made there and not yet freed. number: of open and reduce the bucket's, of start and wait
+    their own.
     """
 
     action: Action
     seconds: float = 0.0
     inside_bytes: int = 0
-    bucket: int = -1
+    number: int = -1
     collective: Collective | None = None
 
 
@@ -104,11 +105,11 @@ class RegionEvents:
             in_flight: set[int] = set()
             for event in events:
                 if event.action == "start":
-                    in_flight.add(event.bucket)
-                elif event.action == "wait" and event.bucket not in in_flight:
-                    raise ValueError(f"region {self.name}: wait {event.bucket} has no start")
+                    in_flight.add(event.number)
+                elif event.action == "wait" and event.number not in in_flight:
+                    raise ValueError(f"region {self.name}: wait {event.number} has no start")
                 elif event.action == "wait":
-                    in_flight.remove(event.bucket)
+                    in_flight.remove(event.number)
 
     @property
     def makes(self) -> bool:
@@ -199,12 +200,12 @@ def read_collective(text: str) -> Collective:
 def write_event(event: Event) -> str:
     """One line of a plan file."""
     if event.collective is not None:
-        start = f"start {event.bucket} " if event.action == "start" else ""
+        start = f"start {event.number} " if event.action == "start" else ""
         what = start + write_collective(event.collective)
     elif event.action == "compute":
         what = f"compute {event.seconds!r}"
     else:
-        what = event.action + (f" {event.bucket}" if event.action in _NUMBERED_ACTIONS else "")
+        what = event.action + (f" {event.number}" if event.action in _NUMBERED_ACTIONS else "")
     return f"{what} {event.inside_bytes}"
 
 
@@ -230,7 +231,7 @@ def read_event(line: str) -> Event:
     if action in _BARE_ACTIONS and not rest:
         return Event(action, inside_bytes=int(inside))
     if action in _NUMBERED_ACTIONS and rest.isdigit():
-        return Event(action, inside_bytes=int(inside), bucket=int(rest))
+        return Event(action, inside_bytes=int(inside), number=int(rest))
     raise ValueError(
         f"{line!r} is no event; open, reduce and wait have a number, {', '.join(_BARE_ACTIONS)} "
         "none"

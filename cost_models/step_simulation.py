@@ -134,7 +134,7 @@ class _Run:
                 self._note(moment, event.inside_bytes)
                 streams.wait(streams.start(event.collective, i))
             case "open":
-                use = self.uses[i][event.bucket]
+                use = self.uses[i][event.number]
                 self._start_gathers([use])
                 self._wait_for(use)
                 self._note(moment, event.inside_bytes)
@@ -144,10 +144,10 @@ class _Run:
                     self._note(moment, event.inside_bytes)
             case "start":
                 assert event.collective is not None
-                self.started[event.bucket] = streams.start(event.collective, i)
+                self.started[event.number] = streams.start(event.collective, i)
                 self._note(moment, event.inside_bytes)
             case "wait":
-                streams.wait(self.started.pop(event.bucket))
+                streams.wait(self.started.pop(event.number))
             case "arrive" | "settle":
                 self._arrive(i)
                 if event.action == "arrive":
@@ -160,7 +160,7 @@ class _Run:
                 self._start_saved_before(i)
                 self._note(moment, event.inside_bytes)
             case "reduce":
-                self._reduce(self.uses[i][event.bucket], event, moment)
+                self._reduce(self.uses[i][event.number], event, moment)
 
     def _arrive(self, i: int) -> None:
         self._release([u for u in self.whole if u.instance > i])

@@ -197,7 +197,7 @@ class _Writer:
             inside = self.trace.forward_bytes[min(k, len(self.program.steps) - 1)]
             for b in self._opened(k):
                 yield from _compute(self._cast_s(b), inside)
-                yield Event("open", inside_bytes=inside, bucket=b)
+                yield Event("open", inside_bytes=inside, number=b)
                 if self._is_made(b) and not is_ahead:
                     yield Event("ahead", inside_bytes=inside)
                     is_ahead = True
@@ -226,7 +226,7 @@ class _Writer:
                 before = self.trace.after_bytes[k]
             for b in self._opened(k):
                 if self.groups[b][0][3]:
-                    yield Event("reduce", inside_bytes=before, bucket=b)
+                    yield Event("reduce", inside_bytes=before, number=b)
 
     def _again(self) -> Iterator[Event]:
         for k in sorted(self.trace.again):

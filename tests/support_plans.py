@@ -193,7 +193,7 @@ def example_step() -> StepEvents:
     layer = RegionEvents(
         "B",
         forward=(
-            Event("open", inside_bytes=1024, bucket=0),
+            Event("open", inside_bytes=1024, number=0),
             Event("ahead", inside_bytes=1024),
             Event("compute", 3.1e-3, 4096),
             Event("inline", 0.0, 4096, collective=inside),
@@ -201,7 +201,7 @@ def example_step() -> StepEvents:
         backward=(
             Event("arrive", inside_bytes=2048),
             Event("compute", 6.3e-3, 8192),
-            Event("reduce", inside_bytes=2048, bucket=0),
+            Event("reduce", inside_bytes=2048, number=0),
         ),
         buckets=(BucketEvents(gather, scatter, 2**20, 2**21, 2**20, True),),
     )

@@ -13,11 +13,11 @@ INLINE = Collective("all_reduce", ("tp",), "node", 10, 1.0)
 BUCKET = BucketEvents(GATHER, SCATTER, whole_bytes=100, flat_bytes=200, result_bytes=50, saved=True)
 LAYER = RegionEvents(
     "B",
-    forward=(Event("open", bucket=0), Event("ahead"), Event("compute", 4.0, inside_bytes=10)),
+    forward=(Event("open", number=0), Event("ahead"), Event("compute", 4.0, inside_bytes=10)),
     backward=(
         Event("arrive", inside_bytes=10),
         Event("compute", 5.0, inside_bytes=30),
-        Event("reduce", bucket=0, inside_bytes=20),
+        Event("reduce", number=0, inside_bytes=20),
     ),
     buckets=(BUCKET,),
 )
@@ -126,10 +126,10 @@ def test_a_schedule_hides_what_eager_waits_for() -> None:
         backward=(
             Event("settle", inside_bytes=10),
             Event("before"),
-            Event("start", bucket=3, collective=INLINE),
+            Event("start", number=3, collective=INLINE),
             Event("compute", 5.0, inside_bytes=30),
-            Event("wait", bucket=3),
-            Event("reduce", bucket=0, inside_bytes=20),
+            Event("wait", number=3),
+            Event("reduce", number=0, inside_bytes=20),
         ),
     )
     course = simulate(two_layers(scheduled), slowdown=1.0)
@@ -151,7 +151,7 @@ def test_a_schedule_hides_what_eager_waits_for() -> None:
 
 def test_a_wait_without_a_start_is_refused() -> None:
     with pytest.raises(ValueError, match="wait 1 has no start"):
-        replace(LAYER, backward=(Event("wait", bucket=1),))
-    twice = (Event("start", bucket=1, collective=INLINE), *[Event("wait", bucket=1)] * 2)
+        replace(LAYER, backward=(Event("wait", number=1),))
+    twice = (Event("start", number=1, collective=INLINE), *[Event("wait", number=1)] * 2)
     with pytest.raises(ValueError, match="wait 1 has no start"):
         replace(LAYER, forward=twice)
