@@ -80,8 +80,8 @@ def _plain(context: OpContext) -> list[fx.Node]:
     arguments = global_arguments(context.op) if context.op.target in RANDOM_OPS else {}
     if torch.Tag.nondeterministic_seeded in function.tags and (not arguments or _draws(arguments)):
         raise UnsupportedOpError(
-            f"{context.op.target} draws random numbers, which ranks would not agree on; "
-            "add a rule with a local implementation (passes/rules_random.py)",
+            f"{context.op.target} draws random numbers, which ranks would not agree on; switch it "
+            "off in the model's configuration, or draw outside the model and pass the numbers in",
             op=context.op.target,
             source=context.op.source,
         )
