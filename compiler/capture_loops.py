@@ -97,7 +97,7 @@ class _Form:
             and len({type(expert) for expert in experts}) == 1
             and _same_code(type(experts[0]), self.expert_code)
             and len({_build(expert) for expert in experts}) == 1
-            and all(_is_plain(getattr(e, name)) for e in experts for name in self.linears)
+            and all(_has_only(expert, self.linears) for expert in experts)
             and not any(_has_hooks(part) for e in experts for part in e.modules())
         )
 
@@ -152,20 +152,23 @@ def _plain_code(code: str) -> str:
     return ast.dump(ast.Module([*map(ast.Expr, map(ast.Name, arguments)), *body], []))
 
 
-def _build(expert: nn.Module) -> tuple[object, ...]:
-    """What experts must have in common: modules, modes, and tensors by name."""
-    return (
-        *(
-            (name, type(part), part.training, part.extra_repr())
-            for name, part in expert.named_modules()
-        ),
-        *((name, p.shape, p.dtype) for name, p in expert.named_parameters()),
-        *((name, "buffer") for name, _ in expert.named_buffers()),
+def _build(expert: nn.Module) -> object:
+    """What experts must have in common: modules and their settings, tensors by name."""
+    settings = tuple(
+        (path, type(part), name, value)
+        for path, part in expert.named_modules()
+        for name, value in sorted(vars(part).items())
+        if isinstance(value, bool | int | float | str | None)
     )
+    return settings, tuple((name, p.shape, p.dtype) for name, p in expert.named_parameters())
 
 
-def _is_plain(linear: nn.Module) -> bool:
-    return type(linear) is nn.Linear and linear.bias is None
+def _has_only(expert: nn.Module, linears: tuple[str, ...]) -> bool:
+    """Whether the weights of plain linears are all the tensors of an expert."""
+    names = [name for name, _ in (*expert.named_parameters(), *expert.named_buffers())]
+    return sorted(names) == sorted(f"{linear}.weight" for linear in linears) and all(
+        type(getattr(expert, linear)) is nn.Linear for linear in linears
+    )
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -66,6 +66,16 @@ def with_another_activation(model: nn.Module) -> None:
     expert.act = nn.GELU()
 
 
+def with_activations_that_learn(model: nn.Module) -> None:
+    for expert in experts_of(model)[0].values():
+        expert.act = nn.PReLU()
+
+
+def with_another_setting(model: nn.Module) -> None:
+    for k, expert in enumerate(experts_of(model)[0].values()):
+        expert.act = nn.LeakyReLU(0.1 * k)
+
+
 def with_its_own_forward(model: nn.Module) -> None:
     expert: Any = experts_of(model)[0]["expert_1"]
     expert.forward = expert.wi.forward
@@ -73,7 +83,14 @@ def with_its_own_forward(model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [with_a_hook, with_a_bias, with_another_activation, with_its_own_forward],
+    [
+        with_a_hook,
+        with_a_bias,
+        with_another_activation,
+        with_activations_that_learn,
+        with_another_setting,
+        with_its_own_forward,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_experts_that_are_any_different_keep_their_loop(change: Any) -> None:
