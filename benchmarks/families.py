@@ -221,7 +221,7 @@ def main(names: tuple[str, ...], mode: Mode, write: Path | None) -> None:
     def show(_: int, row: Row) -> None:
         rows.append(row)
         cells = "  ".join(f"{c} {_cell(w)}" for c, w in row.worst.items())
-        click.echo(f"{row.name:<14}{'ok    ' if row.passed else 'WRONG '}{cells}")
+        click.echo(f"{row.name:<20}{'ok    ' if row.passed else 'WRONG '}{cells}")
 
     warnings.simplefilter("ignore")
     run_local(NUM_PROCESSES, sweep, names or tuple(known), mode, on_report=show, quiet=True)

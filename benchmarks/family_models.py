@@ -321,6 +321,17 @@ FAMILIES: tuple[Family, ...] = (
         "M2M100Config",
         {**BART, "max_position_embeddings": 16, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
     ),
+    Family(
+        "switch_transformers",
+        "SwitchTransformersForConditionalGeneration",
+        "SwitchTransformersConfig",
+        # Of the 8 tokens of a row an expert takes two: some are dropped. The factor makes a router
+        # that uses all experts: torch's AdamW skips one without a gradient, decay and all.
+        {**T5, "num_decoder_layers": LAYERS}
+        | {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+        | {"num_experts": 4, "expert_capacity": 2, "initializer_factor": 0.5},
+        "padded",
+    ),
 )
 
 

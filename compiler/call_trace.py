@@ -33,7 +33,7 @@ from meshfold.call_classes import (
 from meshfold.call_ops import CallLabel, MarkLabel, call, mark
 from meshfold.capture_export import RetraceError
 from meshfold.capture_twin import ExampleInputs, Twin
-from meshfold.fake_tensors import as_exporting
+from meshfold.fake_tensors import as_exporting, casts_of_nothing
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
 
@@ -58,7 +58,13 @@ def plan_calls(twin: Twin, inputs: ExampleInputs, children: Sequence[Child]) -> 
     learner = Learner()
     with _attributes_kept(twin.module):
         try:
-            with twin.mode, as_exporting(), torch.enable_grad(), wrapped(children, learner):
+            with (
+                twin.mode,
+                as_exporting(),
+                casts_of_nothing(),
+                torch.enable_grad(),
+                wrapped(children, learner),
+            ):
                 twin.module(**inputs.rebuild(inputs.tensors))
         except Exception as error:
             reason = str(error).strip().split("\n")[0] or type(error).__name__

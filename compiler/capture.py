@@ -19,6 +19,7 @@ from meshfold.call_children import Child, find_children, wrapped
 from meshfold.call_expand import expand_calls
 from meshfold.call_trace import CallPlan, CallTracer, plan_calls, strip
 from meshfold.capture_dispatch import with_dispatch
+from meshfold.capture_draws import notes_of_draws
 from meshfold.capture_experts import join_experts
 from meshfold.capture_export import Exported, RetraceError, export_twin
 from meshfold.capture_lower import read_program
@@ -121,5 +122,5 @@ def _fold(
 ) -> Captured:
     refuse_steps(program)
     routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
-    flat = number(routed, names, inputs.infos, notes)
+    flat = number(routed, names, inputs.infos, (*notes, *notes_of_draws(program)))
     return Captured(fold(flat.graph, flat.stacks), dict(program.constants), exported.model_outputs)

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from meshfold.capture_cuts import keep_gradient_cuts
 from meshfold.capture_twin import ExampleInputs, Twin
 from meshfold.errors import CaptureError
-from meshfold.fake_tensors import lazy_graphs
+from meshfold.fake_tensors import casts_of_nothing, lazy_graphs
 from meshfold.source_lines import is_user_file, line_in, user_line
 
 SOURCE = "meshfold_source"
@@ -217,6 +217,7 @@ def export_twin(twin: Twin, inputs: ExampleInputs, marked: Sequence[torch.Tensor
     with (
         _quiet(),
         lazy_graphs(),
+        casts_of_nothing(),
         torch.enable_grad(),
         explain_failure(watch),
         _refuse_hidden_draws(rerun),
@@ -264,8 +265,6 @@ def _repair(reason: str) -> str:
             "traced; pass it in example_inputs (an attention_mask, say), or run the model once "
             "without meshfold to see whether it works at all"
         )
-    if "Couldn't swap" in reason:
-        return "the model moves or casts a module while it runs; do it before meshfold.compile"
     return (
         "write it with ops of fixed shape, or keep it out of the model (a loss can be computed "
         "from the logits)"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfold.capture_loops import without_loops
 from meshfold.errors import CaptureError, OptionError
 from meshfold.fake_tensors import FakeTensorMode, fake_like, fake_mode
 from meshfold.master_weights import MASTER_DTYPE, narrow_dtype, parameter_casts
@@ -111,10 +112,10 @@ def fake_twin(model: nn.Module, precision: Precision = "model") -> Twin:
 
 
 def _settle(twin: Any) -> tuple[str, ...]:
-    """Set the twin's own Hugging Face configuration to variants that a graph can hold."""
+    """Set the twin, and its own Hugging Face configuration, to variants that a graph can hold."""
+    notes = [*without_loops(twin)]
     if not hasattr(twin, "config"):
-        return ()
-    notes = []
+        return tuple(notes)
     config = twin.config
     if hasattr(config, "use_cache") and config.use_cache:
         config.use_cache = False

@@ -76,8 +76,8 @@ def _plain(context: OpContext) -> list[fx.Node]:
         not arguments or may_draw(arguments)
     ):
         raise UnsupportedOpError(
-            f"{context.op.target} draws random numbers, which ranks would not agree on; "
-            "add a rule with a local implementation (passes/rules_random.py)",
+            f"{context.op.target} draws random numbers, which ranks would not agree on; switch it "
+            "off in the model's configuration, or draw outside the model and pass the numbers in",
             op=context.op.target,
             source=context.op.source,
         )

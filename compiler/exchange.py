@@ -48,7 +48,7 @@ class Action:
             case "none":
                 return x.view_as(x)
             case "slice":
-                return shard_tensors.part(x, self.dim, self.blocks, size, mesh.coord(axis))
+                return _own_part(x, self, size, mesh.coord(axis))
             case "all_reduce":
                 return mesh.start_all_reduce(x.contiguous(), (axis,))
             case "all_gather":
@@ -158,7 +158,15 @@ def _local(mesh: RankMesh, x: Tensor, axis: str, action: Action) -> Tensor:
         case "mask":
             return x.view_as(x) if coord == 0 else torch.zeros_like(x)
         case "slice":
-            return shard_tensors.part(x, action.dim, action.blocks, size, coord)
+            return _own_part(x, action, size, coord)
         case "zero_pad":
             return shard_tensors.zero_padded(x, action.dim, action.blocks, size, coord)
     raise AssertionError(f"{action.kind} communicates")
+
+
+def _own_part(x: Tensor, action: Action, size: int, coord: int) -> Tensor:
+    """What a slice keeps of x, in a storage of its own. A view, as of rows, would keep all of x
+    alive for as long as the backward needs the part: of weights that are put together for experts,
+    those of all ranks."""
+    part = shard_tensors.part(x, action.dim, action.blocks, size, coord)
+    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()

@@ -99,12 +99,14 @@ def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
     assert compiled.rank_mesh is not None
     with collectives_of(compiled.rank_mesh) as calls:
         eager_loss, loss = _eager_step(built, output), _compiled_step(compiled, built)
+    _zeros_for_none(built.model, compiled)
     gradients = _sizes(compiled, built.model, _gradient)
     optimizers = [_optimizer(plan, m) for m in (built.model, compiled)]
     for step in range(NUM_STEPS):
         if step:
             _eager_step(built, output)
             _compiled_step(compiled, built)
+            _zeros_for_none(built.model, compiled)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -229,6 +231,15 @@ def _loop_over_experts(model: Any) -> None:
         and model._can_set_experts_implementation()
     ):
         model.config._experts_implementation = "eager"
+
+
+def _zeros_for_none(model: nn.Module, compiled: nn.Module) -> None:
+    """Gradients of zeros where a model by itself leaves None and its graph does not, as of an
+    expert that no row chose: AdamW decays the one and skips the other."""
+    local = dict(compiled.named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None and name in local and local[name].grad is not None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from support_models import tiny_model, with_padding
+from support_switch import tiny_switch
 from torch import nn
 
 
@@ -31,6 +32,12 @@ def unseeded() -> tuple[nn.Module, dict[str, Any]]:
     generator.seed()
     x = torch.randn(8, 8, generator=generator)
     return Regression(), {"x": x, "target": torch.randn(1, 4, generator=generator).expand(8, 4)}
+
+
+def switch() -> tuple[nn.Module, dict[str, Any]]:
+    """Experts, one of which nobody chooses: by itself the model leaves it without a gradient."""
+    model, batch = tiny_switch()
+    return model.float(), batch
 
 
 def on_meta() -> tuple[nn.Module, dict[str, Any]]:

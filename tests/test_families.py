@@ -18,7 +18,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_families_agree_and_the_table_is_written(tmp_path: Path) -> None:
-    names = ("deepseek_v3", "gemma2", "whisper", "swin")
+    names = ("deepseek_v3", "gemma2", "whisper", "swin", "switch_transformers")
     done = run(*names, "--write", str(tmp_path / "families.md"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" ok ") == len(names)

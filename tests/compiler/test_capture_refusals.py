@@ -25,14 +25,36 @@ def test_what_is_missing_where_it_is_traced_is_asked_for() -> None:
     assert "test_capture_refusals.py" in e.value.source
 
 
+class Router(nn.Module):
+    """Casts a part of itself to `dtype` while it runs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.classifier = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.classifier = self.classifier.to(self.dtype)
+        return self.classifier(x.to(self.dtype)).sum()
+
+
 def test_a_module_that_casts_another_while_it_runs_is_refused() -> None:
-    class Router(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.classifier = nn.Linear(4, 1)
+    reason = r"Linear of float32 is cast to bfloat16 .*; do it before meshfold.compile, or"
+    with pytest.raises(CaptureError, match=reason) as e:
+        capture(Router(torch.bfloat16), X)
+    assert "test_capture_refusals.py" in e.value.source
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.classifier.to(torch.float32)(x).sum()
 
-    with pytest.raises(CaptureError, match="moves or casts a module while it runs; do it before"):
-        capture(Router(), X)
+def test_a_cast_to_the_dtype_that_a_module_has_is_none() -> None:
+    captured = capture(Router(torch.float32), X)
+    targets = [op.target for region in captured.graph.regions for op in region.graph.ops]
+    assert targets == ["aten.linear.default", "aten.sum.default"]
+
+
+def test_what_a_model_keeps_wide_is_not_cast_under_a_narrow_precision() -> None:
+    model = Router(torch.float32)
+    with pytest.raises(CaptureError, match="name it in _keep_in_fp32_modules_strict"):
+        capture(model, X, precision="bf16")
+    model._keep_in_fp32_modules_strict = {"classifier"}  # type: ignore[assignment]
+    captured = capture(model, X, precision="bf16")
+    assert {p.dtype for p in captured.graph.parameters} == {"float32"}

@@ -86,6 +86,21 @@ def test_what_is_whole_becomes_a_padded_shard(size: int) -> None:
             assert has_conversion(before[0], after[0]) and not has_conversion(after[0], before[0])
 
 
+@pytest.mark.parametrize("source", [INVARIANT, REPLICATE])
+@pytest.mark.parametrize("target", [Shard(0), Shard(1), Shard(1, 3)])
+def test_a_part_does_not_keep_the_whole_alive(source: SpmdType, target: SpmdType) -> None:
+    mesh, value = mesh_of(2), Value((4, 12), "float64", requires_grad=True)
+    steps = conversion_steps(value, (source,), (target,), mesh, COSTS)
+
+    def body(rank_mesh: RankMesh) -> int:
+        y = torch.ones(4, 12, dtype=torch.float64)
+        for step in steps:
+            y = apply_step(rank_mesh, y, step, value)
+        return y.untyped_storage().nbytes()
+
+    assert run_on_simulated_ranks(mesh, body) == [2 * 12 * 8] * 2
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_pair_on_one_axis(size: int) -> None:
     mesh = mesh_of(size)

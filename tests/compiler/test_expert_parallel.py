@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 from support_models import BATCH, tiny_model
 from support_programs import errors_of_a_step
+from support_switch import tiny_switch
 from torch import Tensor, nn
 
 from meshfold.capture import Captured, capture
@@ -20,7 +21,7 @@ from meshfold.strategy import Degrees
 
 @cache
 def captured(family: str) -> tuple[nn.Module, dict[str, Tensor], Captured]:
-    model, batch = tiny_model(family)
+    model, batch = tiny_switch() if family == "switch" else tiny_model(family)
     with float64_everywhere():
         return model, batch, capture(model, batch)
 
@@ -59,5 +60,28 @@ def test_tokens_travel_and_every_gradient_is_that_of_one_process(
         else:
             assert layout[axis].is_shard == (zero == 3), name
     for errors in errors_of_a_step(*captured("mixtral"), program):
+        worst = max(errors, key=errors.__getitem__)
+        assert errors[worst] <= 1e-12, worst
+
+
+@pytest.mark.parametrize(
+    ("degrees", "zero"),
+    [
+        (Degrees(ep=4), 0),
+        pytest.param(Degrees(dp=2, ep=2), 3, marks=pytest.mark.slow),
+        pytest.param(Degrees(ep=2, tp=2), 0, marks=pytest.mark.slow),
+        pytest.param(Degrees(dp=4), 3, marks=pytest.mark.slow),
+        pytest.param(Degrees(tp=4), 0, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_that_are_modules_of_their_own_are_shared_as_well(
+    degrees: Degrees, zero: int
+) -> None:
+    """Their weights are cut where the products read them, and stored as other parameters are."""
+    program = emitted("switch", degrees, zero)
+    text = program.text(0)
+    assert ("dispatch" in text) == ("combine" in text) == (degrees.ep > 1)
+    for errors in errors_of_a_step(*captured("switch"), program):
         worst = max(errors, key=errors.__getitem__)
         assert errors[worst] <= 1e-12, worst

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pools
-from support_factories import classes, regression
+from support_factories import classes, regression, switch
 from support_models import tiny_model
 
 from meshfold.api import find_plan
@@ -171,3 +171,19 @@ def test_microbatches_are_verified_too(pools: Pools) -> None:
     text = plan_to_json(plan)
     wrong = pools.run(2, "support_verify:compare_a_wrong_program", text, name, "up.bias")
     assert "worst up.bias by 1.0e-06" in _report(plan, wrong).verdict
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pins", [{"ep": 4}, {"dp": 2, "ep": 2, "zero": 3}, {"ep": 2, "tp": 2}], ids=str
+)
+def test_an_expert_that_nobody_chooses_decays_as_in_the_graph(
+    pools: Pools, pins: dict[str, int]
+) -> None:
+    model, inputs = switch()
+    plan = find_plan(model, "local-cpux4", inputs, options=CompileOptions(pins=pins))
+    name = "support_factories:switch"
+    report = _report(plan, pools.run(4, "support_verify:compare", plan_to_json(plan), name))
+    assert report.passed
+    assert max(p.relative for p in (*report.gradients, *report.parameters)) < 1e-12
