@@ -1,11 +1,12 @@
 """Random (model, cluster, options) triples: planned and run, or refused.
 
-    PYTHONPATH=tests .venv/bin/python benchmarks/triples.py [--count 500] [--seed 0]
+    PYTHONPATH=tests .venv/bin/python benchmarks/triples.py [--count 500] [--seed 0] [--scheduled]
 
 Every triple is captured and planned. A plan is emitted and one step of it run on simulated ranks in
 float64; the loss and every gradient are held against one process. A refusal must be a MeshfoldError
 of one line. Prints what was refused, by its message without the numbers, which strategies the plans
-had, and every failure with the number that draws it again. Exits 1 if there is one.
+had, and every failure with the number that draws it again. Exits 1 if there is one. --scheduled:
+in that mode, every region in a number of parts that is drawn, too.
 """
 
 import re
@@ -20,12 +21,13 @@ from support_triples import TOLERANCE, Outcome, draw_triple, outcome_of
 @click.command()
 @click.option("--count", default=500, show_default=True)
 @click.option("--seed", default=0, show_default=True, help="Of the first triple.")
-def main(count: int, seed: int) -> None:
+@click.option("--scheduled", is_flag=True, help="In mode scheduled, regions in parts.")
+def main(count: int, seed: int, scheduled: bool) -> None:
     """Draw, plan, run, and print a summary."""
     torch.set_num_threads(1)
     outcomes = []
     for number in range(seed, seed + count):
-        outcome = outcome_of(draw_triple(number))
+        outcome = outcome_of(draw_triple(number), scheduled=scheduled)
         outcomes.append(outcome)
         if outcome.failed:
             click.echo(f"FAILED {outcome.text}\n       {outcome.failed}")

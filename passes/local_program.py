@@ -76,6 +76,8 @@ class LocalProgramBuilder:
             self._tensor(v, layout)
             for v, layout in zip(self.graph.outputs, self.typing.outputs, strict=True)
         )
+        for slot, v in self.graph.mutations:
+            self._tensor(v, self.arriving[slot])
         bucketed = frozenset(self.uses.values())
         return LocalProgram(
             num_slots,
@@ -122,6 +124,8 @@ class LocalProgramBuilder:
                 demands[v].append(layout)
         for v, layout in zip(self.graph.outputs, self.typing.outputs, strict=True):
             demands[v].append(layout)
+        for slot, v in self.graph.mutations:
+            demands[v].append(self.arriving[slot])
         return demands
 
     def _plan_value(self, v: int, demands: list[Layout]) -> None:

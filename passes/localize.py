@@ -75,12 +75,17 @@ def _slice(arguments: Arguments, shapes: Shapes, wholes: Shapes) -> Arguments:
     return {**arguments, "end": sys.maxsize}
 
 
-def _repeat_interleave(arguments: Arguments, shapes: Shapes, _: Shapes) -> Arguments:
-    if arguments.get("output_size") is None:
+def _repeat_interleave(arguments: Arguments, shapes: Shapes, wholes: Shapes) -> Arguments:
+    dim = arguments.get("dim")
+    if dim is None:
         return arguments
-    dim = arguments["dim"]
     assert isinstance(dim, int)
-    return {**arguments, "output_size": shapes[0][dim]}
+    new = dict(arguments)
+    if wholes[0][dim] == arguments["repeats"]:  # of one entry
+        new["repeats"] = shapes[0][dim]
+    if arguments.get("output_size") is not None:
+        new["output_size"] = shapes[0][dim]
+    return new
 
 
 def _groups(name: str) -> Rewrite:

@@ -16,6 +16,7 @@ from meshfold.passes.batch_typing import rebound
 from meshfold.passes.localize import localize
 from meshfold.passes.region_price import layouts_of_values
 from meshfold.passes.rules import region_rules
+from meshfold.passes.rules_random import draw_of
 from meshfold.spmd import Layout, SpmdType, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
 
@@ -147,6 +148,7 @@ class PartsWriter:
             else:
                 operands = [self._together(v) for v in op.operands]
                 shapes = [self.whole.values[v].shape for v in op.outputs]
+                op = replace(op, draw=draw_of(op, k))
                 made = self._write(op, op.args, op.kwargs, operands, self.typing.ops[k], shapes)
                 self.at.update(zip(op.outputs, made, strict=True))
         pairs = zip(self.whole.outputs, self.typing.outputs, strict=True)

@@ -199,8 +199,11 @@ def _repeat_interleave(op: BoundOp) -> OpLabels:
     shape = op.values[0].shape
     if op.get("dim") is None:  # of the flattened tensor
         return OpLabels(((None,) * len(shape),), ((None,),), linear=_LINEAR)
-    labels = numbered(shape)
-    return _moved((labels,), (labels,))
+    dim = op.dim("dim", len(shape))
+    labels = numbered(op.outputs[0].shape)
+    # Of one entry there are copies alone, of which a rank makes its own.
+    source = None if shape[dim] == 1 else labels[dim]
+    return _moved(((*labels[:dim], source, *labels[dim + 1 :]),), (labels,))
 
 
 def _repeat(op: BoundOp) -> OpLabels:

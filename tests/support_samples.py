@@ -334,6 +334,8 @@ SHAPE: tuple[Sample, ...] = (
     call("repeat_interleave.self_int", real(4, 12), 3, 1),
     call("repeat_interleave.self_int", real(4, 12), 3, 1, output_size=36),
     call("repeat_interleave.self_int", real(4, 12), 3),
+    call("repeat_interleave.self_int", real(4, 1, 6), 8, 1),
+    call("repeat_interleave.self_int", real(4, 1, 6), 8, -2, output_size=8),
     call("repeat.default", real(4, 12), [2, 1, 3]),
     call("slice_scatter.default", real(*X), real(4, 7, 24), 1, 5, 12),
     call("select_scatter.default", real(*X), real(4, 24), 1, 3),

@@ -6,10 +6,13 @@ blocks [batch, sequence, width] -> alike in any order, and a head that may share
 weight. Sizes are drawn so that many do not divide. Everything follows from one seed.
 """
 
+import contextlib
+import itertools
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from support_blocks import Model, Sizes
@@ -27,9 +30,13 @@ from meshfold.emission_passes import emit
 from meshfold.errors import MeshfoldError, PassError
 from meshfold.local_processes import Report, run_local
 from meshfold.options import CompileOptions, PinValue
+from meshfold.passes.parts_graph import UncutError
+from meshfold.passes.region_parts import PartsProblem
+from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.precision import float64_everywhere
+from meshfold.strategy import Parts, PartsOf
 
 TOLERANCE = 1e-10
 """Of the loss and every entry of every gradient."""
@@ -158,13 +165,18 @@ class Outcome:
     strategies: tuple[str, ...] = ()
 
 
-def outcome_of(triple: Triple) -> Outcome:
+def outcome_of(triple: Triple, *, scheduled: bool = False) -> Outcome:
     """Plans, and runs one step: on simulated ranks, a plan with a schedule on processes. Only
-    captures and plans may be refused."""
+    captures and plans may be refused. scheduled: in that mode, regions in parts that are drawn."""
+    options = triple.options
+    if scheduled:
+        options = replace(options, mode="scheduled", pins={**options.pins, "parts": 1})
     try:
         with float64_everywhere():
             captured = capture(triple.model, triple.batch)
-        plan = plan_captured(captured, "random", triple.cluster, triple.options)
+        plan = plan_captured(captured, "random", triple.cluster, options)
+        if scheduled and not plan.schedule:
+            plan = _in_random_parts(plan, captured, random.Random(triple.seed))
     except MeshfoldError as error:
         clear = str(error).strip() and "\n" not in str(error) and not isinstance(error, PassError)
         why = "" if clear else f"refused without a clear error: {error!r}"
@@ -179,6 +191,20 @@ def outcome_of(triple: Triple) -> Outcome:
             triple.text, failed=f"fails after planning: {error!r}", strategies=strategies
         )
     return compared(triple.text, errors, strategies)
+
+
+def _in_random_parts(plan: Plan, captured: Captured, draw: random.Random) -> Plan:
+    """The plan with every region in some number of parts in which it can run."""
+    problem = PartsProblem(planned_graph(captured.graph, plan), plan)
+    regions = []
+    for k, region in enumerate(plan.regions):
+        possible = [Parts()]
+        for of, count in itertools.product(get_args(PartsOf), (2, 3, 4)):
+            with contextlib.suppress(UncutError):
+                problem.in_parts(k, region.typing, Parts(count, of))
+                possible.append(Parts(count, of))
+        regions.append(replace(region, parts=draw.choice(possible[1:] or possible)))
+    return replace(plan, regions=tuple(regions))
 
 
 def _errors(triple: Triple, captured: Captured, plan: Plan) -> list[dict[str, float]]:

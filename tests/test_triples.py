@@ -11,8 +11,13 @@ from meshfold.options import CompileOptions
 QUICK = 6
 
 
-def check(seed: int) -> None:
-    outcome = outcome_of(draw_triple(seed))
+BUFFERS, MASKS, ONE_KEY_HEAD = 5001, 5043, 5100
+"""Triples that found a buffer updated by a layer on tp, masks beside parts, and one key head
+repeated for more query heads than there are ranks."""
+
+
+def check(seed: int, *, scheduled: bool = False) -> None:
+    outcome = outcome_of(draw_triple(seed), scheduled=scheduled)
     assert not outcome.failed, f"{outcome.text}\n{outcome.failed}"
 
 
@@ -26,6 +31,18 @@ def test_what_is_planned_runs_and_is_right(seed: int) -> None:
 def test_more_of_what_is_planned_runs_and_is_right(first: int) -> None:
     for seed in range(first, first + 17):
         check(seed)
+
+
+@pytest.mark.parametrize("seed", [BUFFERS, MASKS, ONE_KEY_HEAD])
+def test_scheduled_in_parts_it_is_right(seed: int) -> None:
+    check(seed, scheduled=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(QUICK, 57, 17))
+def test_more_of_it_scheduled_in_parts_is_right(first: int) -> None:
+    for seed in range(first, first + 17):
+        check(seed, scheduled=True)
 
 
 def test_one_seed_is_one_triple() -> None:
