@@ -102,8 +102,8 @@ def emit(
     be planned but not run; PassError where a pass breaks what must hold.
     """
     check_runs(plan)
-    costs = costs or CostModel(plan.cluster, plan.mesh)
-    subject = Subject(planned_graph(folded, plan), plan, costs)
+    split = planned_graph(folded, plan)
+    subject = Subject(split, plan, costs or CostModel(plan.cluster, plan.mesh))
     program: EmittedProgram | None = None
     ran = [one for one in passes if one.mode in ("", plan.mode)]
     for number, one in enumerate(ran, 1):

@@ -81,9 +81,10 @@ def test_graph_writes_down_what_each_pass_made(
     folder = tmp_path / "passes"
     assert run(["graph", "s.json", "--model", MODEL, "--passes", str(folder)]) == 0
     out = capsys.readouterr().out
-    emitted, scheduled = ((folder / f).read_text() for f in ("1-emit.txt", "2-schedule.txt"))
-    assert sorted(path.name for path in folder.iterdir()) == ["1-emit.txt", "2-schedule.txt"]
-    assert scheduled.startswith("pass 2, schedule: ") and scheduled.endswith(out)
+    files = ["1-emit.txt", "2-parts.txt", "3-schedule.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == files
+    emitted, _, scheduled = ((folder / name).read_text() for name in files)
+    assert scheduled.startswith("pass 3, schedule: ") and scheduled.endswith(out)
     assert "backward: A" in scheduled and "backward: A" not in emitted
     assert run(["graph", "s.json", "--model", MODEL, "--passes", "s.json"]) == 2
     assert "--passes s.json: is a file; name a folder" in capsys.readouterr().err

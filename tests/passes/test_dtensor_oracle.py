@@ -24,6 +24,7 @@ then a part, and over input channels, whose sums are pending."""
 OTHERWISE = {
     "expand": "DTensor repeats what is whole as a whole; our rule repeats a rank's part alone",
     "broadcast_tensors": "as expand",
+    "repeat_interleave": "as expand, of one entry",
     "_native_batch_norm_legit_no_training": "its second and third result are empty",
 }
 """Ops that can be run in two ways."""
