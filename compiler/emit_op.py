@@ -26,8 +26,10 @@ from meshfold.opgraph import Draw, OpGraph
 from meshfold.passes.localize import localize
 from meshfold.passes.rules import op_labels, rule_locals, summed_axes
 from meshfold.passes.rules_random import RANDOM_OPS, may_draw
+from meshfold.passes.rules_ring import RING
 from meshfold.rank_places import Digits
 from meshfold.ring_attention import ring_attention
+from meshfold.ring_products import gather_linears, linear_scatter
 from meshfold.sharded_rows import put_rows, take_rows
 from meshfold.sharded_scan import cumsum
 from meshfold.spmd import Layout, local_shape
@@ -329,6 +331,31 @@ def _attention(context: OpContext) -> list[fx.Node]:
     ]
 
 
+def _ring_axis(context: OpContext) -> tuple[int, str]:
+    """Number and name of the axis on which rows come round."""
+    names = [name.partition("/")[0] for name in context.typing.rules]
+    return names.index(RING), context.mesh.names[names.index(RING)]
+
+
+def _gather_linears(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    number, axis = _ring_axis(context)
+    rows = context.typing.inputs[0][number]
+    tensors = (named[name] for name in ("x", "weights", "biases"))
+    place = rows.dim, rows.blocks, named["transposed"], axis
+    made = context.call(gather_linears, context.mesh_node, *tensors, *place)
+    return [context.call(operator.getitem, made, k) for k in range(len(context.op.outputs))]
+
+
+def _linear_scatter(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    number, axis = _ring_axis(context)
+    rows = context.typing.outputs[0][number]
+    tensors = (named[name] for name in ("x", "weight", "bias"))
+    place = rows.dim, rows.blocks, named["transposed"], axis
+    return [context.call(linear_scatter, context.mesh_node, *tensors, *place)]
+
+
 def _ring_attention(
     context: OpContext, named: dict[str, Any], key_rows: Digits, key_heads: tuple[int, Digits]
 ) -> fx.Node:
@@ -363,5 +390,7 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "dropout": _dropout,
     "batch_norm": _batch_norm,
     "attention": _attention,
+    "gather_linears": _gather_linears,
+    "linear_scatter": _linear_scatter,
 }
 """By AxisRule.local; the same keys as local_ops.LOCAL_OPS."""
