@@ -11,6 +11,10 @@ On an axis of n ranks, each with its part of the rows and its part of the weight
                      its way; those that stay here come last. Backward: gather_linears' forward for
                      the gradient of x
 
+Where ranks read each other's memory, torch's fused operators do the same without passes
+(meshfold.symmetric_memory), in the cases that they have: one block, no bias in a sum, and backward
+one product.
+
 Gradients of weights are one product of whole rows each, of which gather_linears keeps those that
 came round, as a gather would. Collectives are the same on all ranks; where rows are put is not.
 """
@@ -24,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshfold.collectives import RankMesh
+from meshfold.symmetric_memory import gathered_products, scattered_product
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,11 @@ class _Ring:
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         g, rows = gradient.flatten(0, -2), x.flatten(0, -2)
         return rows.t() @ g if self.transposed else g.t() @ rows
+
+    @property
+    def shared_group(self) -> str:
+        """Where the fused operators work, else empty."""
+        return self.mesh.shared_group(self.axis) if self.mesh and self.blocks == 1 else ""
 
     def pass_on(self, x: Tensor) -> Tensor:
         """x on its way to the next rank."""
@@ -152,6 +162,24 @@ def linear_scatter(
     return made
 
 
+def _gradients_of_rows(
+    ring: _Ring, gradient: Tensor, weight: Tensor, *, of_input: bool, of_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of a scattered product: (gradient of x, gradients of the results of all ranks), if wanted."""
+    matrix = ring.matrix(weight).t()
+    if group := ring.shared_group:
+        whole, (dx,) = gathered_products(gradient, [matrix], ring.dim, group)
+        return dx if of_input else None, whole
+    into = ring.empty(gradient, matrix.shape[1]) if of_input else None
+    gathered = ring.empty(gradient, gradient.shape[-1]) if of_weight else None
+    for owner, rows in ring.come_round(gradient):
+        if gathered is not None:
+            ring.put(gathered, owner, rows)
+        if into is not None:
+            ring.put_product(into, owner, rows, matrix)
+    return into, gathered
+
+
 def _unflatten(x: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
     made: Tensor = x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
     return made
@@ -171,9 +199,15 @@ class _GatherLinears(torch.autograd.Function):
         weights, biases = given[:count], given[count:]
         ctx.ring, ctx.count = ring, count
         ctx.set_materialize_grads(False)
+        keeps = any(ctx.needs_input_grad[3 : 3 + count])
+        if group := ring.shared_group:
+            matrices = [ring.matrix(weight) for weight in weights]
+            gathered, fused = gathered_products(x, matrices, ring.dim, group)
+            ctx.save_for_backward(gathered if keeps else None, *weights)
+            pairs = zip(fused, biases, strict=True)
+            return tuple(out if bias is None else out + bias for out, bias in pairs)
         widths = [w.shape[1 if ring.transposed else 0] for w in weights]
         made = tuple(ring.empty(x, width) for width in widths)
-        keeps = any(ctx.needs_input_grad[3 : 3 + count])
         whole = ring.empty(x, x.shape[-1]) if keeps else None
         for owner, rows in ring.come_round(x):
             if whole is not None:
@@ -207,10 +241,14 @@ class _GatherLinears(torch.autograd.Function):
             return rows
 
         of_x = None
-        if given and needs[0]:
+        if given and needs[0] and not (ring.shared_group and len(given) == 1):
             of_x = ring.go_round(summand, make_weights)
         else:
             make_weights()
+            if given and needs[0]:
+                ((gradient, weight),) = given
+                matrix = ring.matrix(weight).t()
+                of_x = scattered_product(gradient, matrix, ring.dim, ring.shared_group)
         return None, None, of_x, *of_weights, *of_biases
 
 
@@ -219,6 +257,8 @@ class _LinearScatter(torch.autograd.Function):
     def forward(ctx: Any, ring: _Ring, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.ring = ring
         ctx.save_for_backward(x, weight)
+        if bias is None and (group := ring.shared_group):
+            return scattered_product(x, ring.matrix(weight), ring.dim, group)
 
         def summand(owner: int) -> Tensor:
             made = functional.linear(ring.part(x, owner), ring.matrix(weight).t(), bias)
@@ -230,13 +270,9 @@ class _LinearScatter(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         ring, (_, of_input, of_weight, of_bias) = ctx.ring, ctx.needs_input_grad
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_input else None
-        whole = ring.empty(gradient, gradient.shape[-1]) if of_weight or of_bias else None
-        for owner, rows in ring.come_round(gradient):
-            if whole is not None:
-                ring.put(whole, owner, rows)
-            if dx is not None:
-                ring.put_product(dx, owner, rows, ring.matrix(weight).t())
+        dx, whole = _gradients_of_rows(
+            ring, gradient, weight, of_input=of_input, of_weight=of_weight or of_bias
+        )
         dw = None if whole is None or not of_weight else ring.weight_gradient(whole, x)
         db = None if whole is None or not of_bias else whole.flatten(0, -2).sum(0)
         return None, dx, dw, db

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshfold.api import plan_captured
 from meshfold.capture import Captured, capture
+from meshfold.collectives import ProcessMesh
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.emission_passes import PassRun, emit
 from meshfold.errors import OptionError, PlanMismatchError
@@ -34,6 +35,7 @@ from meshfold.probe import OpProber
 from meshfold.program import EmittedProgram
 from meshfold.ring_products import gather_linears, linear_scatter
 from meshfold.schedule_events import with_program_events
+from meshfold.shared_memory import ring_axes, share_memory
 
 pytestmark = pytest.mark.xdist_group("schedules")
 
@@ -251,3 +253,31 @@ def test_a_plan_whose_products_are_not_there_is_refused() -> None:
     wrong = replace(plan, regions=tuple(replace(r, ring=(9,)) for r in plan.regions))
     with pytest.raises(PlanMismatchError, match=r"products \[9\] in a ring, but it has 0 such"):
         emit(captured_family("llama").graph, wrong)
+
+
+# Symmetric memory.
+
+
+@pytest.mark.multiprocess
+def test_fused_operators_of_symmetric_memory_make_the_same(pools: Pools) -> None:
+    ring, fused = (pools.run(2, "support_symmetric:on_shared_memory", s) for s in (False, True))
+    for of_rank, same in zip(ring, fused, strict=True):
+        for found, expected in zip(of_rank, same, strict=True):
+            torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+
+
+def test_symmetric_memory_is_refused_where_there_is_none() -> None:
+    program = emit(captured_family("llama").graph, planned("llama", "tp+sp"))
+    with pytest.raises(OptionError, match="for a model that runs"):
+        share_memory(program, None)
+    assert ring_axes(program) == ("tp",)
+    mesh = object.__new__(ProcessMesh)
+    mesh.device = torch.device("cpu")
+    with pytest.raises(OptionError, match="takes CUDA devices, and this rank has cpu"):
+        share_memory(program, mesh)
+    options = CompileOptions(pins={"tp": 2, "sp": 0})
+    cluster = resolve_cluster("local-cpu", 2)
+    whole = plan_captured(captured_family("llama"), "llama", cluster, options)
+    without = emit(captured_family("llama").graph, whole)
+    with pytest.raises(OptionError, match="products in a ring, and the plan has none"):
+        share_memory(without, mesh)
