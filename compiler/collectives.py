@@ -34,6 +34,7 @@ class RankMesh(ABC):
     rank got of the batch, not out of the global one; targets: by (instance, op of the whole
     program), how many targets of the step a loss divides by; weight_work: where gradients of
     weights wait, of a schedule that splits the backward. All are set by meshfold.pipeline_step.
+    num_rounds: how often ops have begun to pass something round; they count themselves.
     """
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
@@ -46,6 +47,7 @@ class RankMesh(ABC):
         self.cuts_own_parts = False
         self.targets: dict[tuple[int, int], int] = {}
         self.weight_work: WeightWork | None = None
+        self.num_rounds = 0
 
     def size(self, axes: Axes) -> int:
         """Ranks in the group of `axes`."""

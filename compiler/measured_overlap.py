@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -147,18 +147,28 @@ def notes_of(mesh: RankMesh) -> Iterator[list[Note]]:
     """Within it, every collective of this rank is timed; at its end the list has the notes, in the
     order in which they were started."""
     begin = time.perf_counter()
-    started: list[tuple[str, Axes, float, int]] = []
+    started: list[_Started] = []
+    is_inside = False
+    """A pass is an exchange, which is not timed once more."""
     ended: dict[int, tuple[float, float]] = {}
     in_flight: dict[int, int] = {}
     """Storage of the result -> number."""
 
     def timed(kind: str, start: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(x: Tensor, axes: Axes, *rest: Any) -> Tensor:
+        def call(x: Tensor, axes: Axes | str, *rest: Any) -> Tensor:
+            nonlocal is_inside
+            if is_inside:
+                return start(x, axes, *rest)
             now = time.perf_counter() - begin
-            queued = len(in_flight)
-            result = start(x, axes, *rest)
+            queued, is_inside = len(in_flight), True
+            try:
+                result = start(x, axes, *rest)
+            finally:
+                is_inside = False
+            axes = (axes,) if isinstance(axes, str) else axes
             in_flight[result.untyped_storage().data_ptr()] = len(started)
-            started.append((kind, axes, now, queued))
+            number = mesh.num_rounds if kind == "shift" else -1
+            started.append(_Started(kind, axes, now, queued, number))
             return result
 
         return call
@@ -173,7 +183,7 @@ def notes_of(mesh: RankMesh) -> Iterator[list[Note]]:
             ended[number] = asked, time.perf_counter() - begin
         return result
 
-    names = {kind: f"start_{kind}" for kind in STARTS}
+    names = {kind: f"start_{kind}" for kind in (*STARTS, "shift")}
     for kind, name in names.items():
         plain = {"all_reduce_in_place": "all_reduce", "exchange": "all_to_all"}.get(kind, kind)
         setattr(mesh, name, timed(plain, getattr(mesh, name)))
@@ -185,10 +195,44 @@ def notes_of(mesh: RankMesh) -> Iterator[list[Note]]:
         for name in names.values():
             delattr(mesh, name)
         delattr(mesh, "wait")
-    for number, (kind, axes, start_s, queued) in enumerate(started):
-        if number in ended:
-            asked_s, end_s = ended[number]
-            notes.append(Note(kind, axes, start_s, asked_s - start_s, end_s - start_s, queued))
+    notes += _notes(started, ended)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """number: of the round that a pass is part of, else -1."""
+
+    kind: str
+    axes: Axes
+    start_s: float
+    queued: int
+    number: int
+
+
+def _notes(started: Sequence[_Started], ended: Mapping[int, tuple[float, float]]) -> list[Note]:
+    """Of what was waited for. ended: by place in `started`, when that was asked for and there."""
+    notes: list[Note] = []
+    of_round: dict[int, int] = {}
+    for k, one in enumerate(started):
+        if k not in ended:
+            continue
+        asked_s, end_s = ended[k]
+        seconds = asked_s - one.start_s, end_s - one.start_s
+        note = Note(one.kind, one.axes, one.start_s, *seconds, one.queued)
+        if one.number in of_round:
+            place = of_round[one.number]
+            notes[place] = _together(notes[place], note)
+            continue
+        if one.number >= 0:
+            of_round[one.number] = len(notes)
+        notes.append(note)
+    return notes
+
+
+def _together(first: Note, then: Note) -> Note:
+    """Passes of one round, as one."""
+    lead_s, flight_s = first.lead_s + then.lead_s, first.flight_s + then.flight_s
+    return replace(first, lead_s=lead_s, flight_s=flight_s)
 
 
 def compare(

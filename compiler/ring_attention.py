@@ -162,7 +162,7 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
         total = nothing_yet(query, value.shape[-1])
-        flat = _packed(key, value)
+        flat = _begun(ring, key, value)
         for visit, pieces in enumerate(ring.visits):
             on_its_way = _pass_on(ring, flat, visit)
             here = _unpacked(flat, key, value)
@@ -183,7 +183,7 @@ class _RingAttention(torch.autograd.Function):
         into_mask = None
         if ctx.needs_input_grad[4]:
             into_mask = torch.zeros_like(mask, dtype=wide(mask.dtype))
-        flat = _packed(key, value)
+        flat = _begun(ring, key, value)
         # What is sent, which stays until it has left, and what comes.
         behind: tuple[Tensor, Tensor] | None = None
         for visit, pieces in enumerate(ring.visits):
@@ -208,8 +208,10 @@ class _RingAttention(torch.autograd.Function):
         return None, *(None if g is None else g.to(x.dtype) for g, x in gradients)
 
 
-def _packed(key: Tensor, value: Tensor) -> Tensor:
-    """Both in one row of numbers, so that one message carries them."""
+def _begun(ring: _Ring, key: Tensor, value: Tensor) -> Tensor:
+    """A round begins: both in one row of numbers, so that one message carries them."""
+    if ring.mesh is not None:
+        ring.mesh.num_rounds += 1
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 

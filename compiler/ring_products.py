@@ -98,8 +98,14 @@ class _Ring:
         flat = in_flight if self.mesh is None else self.mesh.wait(in_flight)
         return flat.view(like.shape)
 
+    def begin(self) -> None:
+        """A round begins."""
+        if self.mesh is not None:
+            self.mesh.num_rounds += 1
+
     def come_round(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(owner, its rows), the own ones first; the next ones are on their way meanwhile."""
+        self.begin()
         held = x.contiguous()
         for step in range(self.size):
             in_flight = self.pass_on(held) if step < self.size - 1 else None
@@ -112,6 +118,7 @@ class _Ring:
     ) -> Tensor:
         """The sum over ranks of this rank's rows. summand: of the rows of a rank; meanwhile: what
         else there is to do while the last sum is on its way."""
+        self.begin()
         in_flight: Tensor | None = None
         for step in range(self.size):
             own = summand((self.coord - 1 - step) % self.size)

@@ -178,7 +178,8 @@ def _planned(
     in_parts = any(region.parts.count > 1 for region in plan.regions)
     if plan.mode == "scheduled":
         pins[PARTS] = 2 if in_parts else 1
-    pins[RING] = int(any(region.ring for region in plan.regions))
+    in_ring = any(region.ring for region in plan.regions)
+    pins[RING] = int(in_ring)
     left_out = []
     options = CompileOptions(pins=dict(plan.pins), mode=plan.mode)
     for pin in options.layout_pins:
@@ -199,11 +200,13 @@ def _planned(
     try:
         return plan_captured(captured, plan.model.name, cluster, options), tuple(left_out)
     except OptionError:
-        if not in_parts:
+        if not in_parts and not in_ring:
             raise
-    # Few layers are one region with the loss, which no part alone can make.
-    left_out.append("left out: layers in parts of their samples")
-    options = replace(options, pins={**pins, PARTS: 1})
+    # Few layers are one region with the loss, which no part alone can make; and products of small
+    # sizes may be sharded otherwise.
+    left_out += ["left out: layers in parts of their samples"] * in_parts
+    left_out += ["left out: products in a ring"] * in_ring
+    options = replace(options, pins={**pins, PARTS: 1, RING: 0})
     return plan_captured(captured, plan.model.name, cluster, options), tuple(left_out)
 
 

@@ -23,6 +23,7 @@ from meshfold.collectives import ProcessMesh
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.emission_passes import PassRun, emit
 from meshfold.errors import OptionError, PlanMismatchError
+from meshfold.measured_overlap import notes_of
 from meshfold.models import build_model
 from meshfold.options import CompileOptions, Mode
 from meshfold.passes.check_plan import price_plan
@@ -163,6 +164,22 @@ def test_sums_are_on_their_way_while_a_rank_computes() -> None:
         out.backward(torch.ones_like(out))
     # Gradients of rows, then that of the weight, from rows that came round.
     assert mesh.notes == ["start", "compute", "wait"] * 2 + ["compute", "compute"]
+
+
+def test_the_passes_of_a_round_are_one_note() -> None:
+    mesh = EchoMesh(mesh_of(4), 0, torch.device("cpu"))
+    x, weight = torch.randn(2, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    with notes_of(mesh) as notes:
+        (out,) = gather_linears(mesh, x, [weight], [None], 0, 1, False, "dp")
+        mesh.wait(mesh.start_all_reduce(out.detach(), ("dp",)))
+        out.sum().backward()
+    assert [(n.kind, n.axes) for n in notes] == [
+        ("shift", ("dp",)),
+        ("all_reduce", ("dp",)),
+        ("shift", ("dp",)),
+    ]
+    assert all(0 < n.lead_s <= n.flight_s for n in notes)
+    assert "start_shift" not in vars(mesh)
 
 
 # What is chosen.
