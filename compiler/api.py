@@ -23,6 +23,7 @@ from meshfold.errors import CaptureError, OptionError, PlanMismatchError
 from meshfold.options import CompileOptions
 from meshfold.parts_choice import with_parts
 from meshfold.passes.fold_assemble import fingerprint
+from meshfold.passes.merge_reductions import with_merging
 from meshfold.passes.planner import Progress, find_plan_for
 from meshfold.pipeline_program import EmittedPipeline, emit_plan
 from meshfold.plan import Plan
@@ -107,7 +108,8 @@ def plan_captured(
         probe=OpProber(),
         progress=progress,
     )
-    return with_parts(plan, captured.graph, options.parts_pin)
+    plan = with_parts(plan, captured.graph, options.parts_pin)
+    return with_merging(plan, options.merge_pin)
 
 
 def _resolve(text: str) -> ClusterSpec:

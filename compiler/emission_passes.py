@@ -3,6 +3,7 @@
     emit        typed graphs, conversions, buckets, gathers ahead   meshfold.emit
     parts       regions that run in parts, anew                meshfold.passes.region_parts
     schedule    pieces in an order found with the cost model        meshfold.schedule_program
+    merge       reductions of gradients that run as one             meshfold.merging
 
 They start from the captured graph with its regions split as the plan does (passes/variants.py).
 After each one the program is checked (meshfold.check_program). `watch` sees every pass with its
@@ -11,7 +12,7 @@ seconds and what it made; `meshfold graph --passes DIR` writes that down.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshfold.check_program import check_program
 from meshfold.cost_models.cost_model import CostModel
@@ -81,10 +82,16 @@ def _schedule(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     return scheduled(program, of.costs, max(0, of.plan.memory.capacity - of.plan.memory.peak))
 
 
+def _merge(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
+    assert program is not None, "there are reductions to merge"
+    return replace(program, merge_bytes=of.plan.merge_bytes)
+
+
 PASSES: tuple[EmissionPass, ...] = (
     EmissionPass("emit", _emit),
     EmissionPass("parts", _parts, "scheduled"),
     EmissionPass("schedule", _schedule, "scheduled"),
+    EmissionPass("merge", _merge),
 )
 
 

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from meshfold.errors import OptionError
 from meshfold.strategy import Offload, Recompute
+from meshfold.units import is_bytes, parse_bytes
 
 PinValue = int | str
 
@@ -42,13 +43,15 @@ PIN_NAMES = (
     "schedule",
     "chunks",
     "parts",
+    "merge",
 )
 """What can be pinned: data, expert, context and tensor parallel degrees, ZeRO level, whether
 activations between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is
 offloaded, devices that a pipeline goes over, parts in which a rank runs its share of the batch, the
 order they run in, stages per device (more than one under interleaved schedules, zbv and dualpipev
-only), and in how many parts of its samples a region runs in mode scheduled. Beside these a
-parameter's layout, `layout:NAME`."""
+only), in how many parts of its samples a region runs in mode scheduled, and up to which size
+reductions of gradients are merged ("25MB"; 0: none are). Beside these a parameter's layout,
+`layout:NAME`."""
 
 _WORDS = {
     "recompute": get_args(Recompute),
@@ -58,6 +61,7 @@ _WORDS = {
 """Pins that are words, and what they can be."""
 
 PARTS = "parts"
+MERGE = "merge"
 LAYOUT = "layout:"
 """What the name of a pin starts with that is about a parameter's layout."""
 
@@ -143,7 +147,7 @@ class CompileOptions:
     @property
     def strategy_pins(self) -> dict[str, PinValue]:
         """Pins about strategies."""
-        others = (LAYOUT, PARTS)
+        others = (LAYOUT, PARTS, MERGE)
         return {k: v for k, v in self.pins.items() if not k.startswith(others)}
 
     @property
@@ -151,6 +155,12 @@ class CompileOptions:
         """In how many parts regions are to run."""
         value = self.pins.get(PARTS)
         return None if value is None else int(value)
+
+    @property
+    def merge_pin(self) -> int | None:
+        """Bytes up to which reductions of gradients are to be merged."""
+        value = self.pins.get(MERGE)
+        return value if value is None or isinstance(value, int) else parse_bytes(value)
 
     @property
     def layout_pins(self) -> tuple[LayoutPin, ...]:
@@ -170,6 +180,10 @@ def _check_pin(name: str, value: PinValue) -> None:
         raise OptionError(
             f"pin {name!r} is unknown; pins are {', '.join(PIN_NAMES)} and {LAYOUT}PARAMETER"
         )
+    if name == MERGE:
+        if value != 0 and not (isinstance(value, str) and is_bytes(value)):
+            raise OptionError(f"pin {name}={value}: write a size, as 25MB, or 0 to merge nothing")
+        return
     if name in _WORDS:
         if value not in _WORDS[name]:
             raise OptionError(f"pin {name}={value}: write {' or '.join(_WORDS[name])}")

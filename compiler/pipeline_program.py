@@ -10,7 +10,7 @@ device, its coordinate on the axis pp. meshfold.pipeline_step runs them.
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshfold.check_program import check_program
@@ -149,6 +149,7 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         )
         for stage in cut
     )
+    stages = tuple(replace(stage, merge_bytes=plan.merge_bytes) for stage in stages)
     _check_tied(stages)
     if plan.mode == "scheduled":
         # Between forward and backward others run: nothing may be held longer than in eager mode.

@@ -253,6 +253,8 @@ class Plan:
     """How the program of a rank runs."""
     schedule: str = ""
     """In which order stages run their microbatches; empty for a step in one pass."""
+    merge_bytes: int = 0
+    """Up to which reductions of gradients are merged (meshfold.merging); 0 for none."""
     simulated: SimulatedStep | None = None
     """The step as simulated from its events; time has what the search added up."""
     events: StepEvents | None = None

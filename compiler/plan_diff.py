@@ -40,6 +40,7 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifferences:
         Difference("mode", first.mode, second.mode),
         Difference("optimizer", first.optimizer, second.optimizer),
         Difference("schedule", first.schedule, second.schedule),
+        Difference("reductions merged", *(_merged(plan) for plan in (first, second))),
         Difference("runs", _runs(first), _runs(second)),
     ]
     regions = {r.name: r for r in second.regions}
@@ -76,6 +77,10 @@ def _table(rows: tuple[Difference, ...]) -> RenderableType:
 
 def _model(plan: Plan) -> str:
     return f"{plan.model.name} {plan.model.fingerprint[:12]}, batch {plan.model.batch_size}"
+
+
+def _merged(plan: Plan) -> str:
+    return f"up to {bytes_text(plan.merge_bytes)}" if plan.merge_bytes else "none"
 
 
 def _runs(plan: Plan) -> str:

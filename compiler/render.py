@@ -93,12 +93,18 @@ def _headline(plan: Plan) -> RenderableType:
     wide = "parameters, gradients and optimizer states in float32"
     precision = [] if plan.precision == "model" else [("precision", f"{plan.precision}, {wide}")]
     mode = [("mode", plan.mode)] if plan.mode != "eager" else []
+    merged = (
+        [("reductions", f"of gradients merged up to {bytes_text(plan.merge_bytes)}")]
+        if plan.merge_bytes
+        else []
+    )
     rows = [
         ("model", f"{model.name}, {count_text(model.num_parameters)} parameters"),
         ("", f"{model.num_ops:,} ops, {model.num_distinct_ops:,} distinct"),
         ("batch", ", ".join(f"{n} {'x'.join(map(str, s))} {d}" for n, s, d in model.inputs)),
         *precision,
         *mode,
+        *merged,
         ("cluster", f"{cluster.name}: {devices}"),
         ("mesh", f"{plan.mesh}" + (f" ({links})" if links else "")),
         ("strategy", plan.strategy.label + (f" (pinned: {pins})" if pins else "")),

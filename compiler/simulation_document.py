@@ -4,6 +4,7 @@ Events are lines (meshfold.step_events); instances, and the change of what is he
 moment, are runs: [what, how often in a row].
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
@@ -13,10 +14,12 @@ from pydantic import Field
 
 from meshfold.documents import Bytes, Count, Document, Positive, Seconds
 from meshfold.errors import PlanFormatError
+from meshfold.merging import Place
 from meshfold.step_events import (
     BucketEvents,
     Collective,
     Event,
+    MergedReduction,
     OverlapRow,
     RegionEvents,
     SimulatedStep,
@@ -30,6 +33,8 @@ from meshfold.step_events import (
 )
 
 T = TypeVar("T")
+
+_PLACE = re.compile(r"(\d+)\.(\d+)")
 
 
 class OverlapDocument(Document):
@@ -49,6 +54,14 @@ class BucketEventsDocument(Document):
     flat_bytes: Bytes
     result_bytes: Bytes
     saved: bool = Field(description="The backward reads the gathered parameters")
+    dtype: str = Field(default="", description="Of the gradients; empty where it is not known")
+
+
+class MergedDocument(Document):
+    """Reductions that run as one."""
+
+    collective: str
+    places: str = Field(description="instance.bucket, in the order in which they become ready")
 
 
 class RegionEventsDocument(Document):
@@ -71,6 +84,7 @@ class EventsDocument(Document):
         description="Change from moment to moment (forwards, backwards, optimizer), how often"
     )
     fixed_bytes: Bytes
+    merged: tuple[MergedDocument, ...] = ()
 
 
 class SimulationDocument(Document):
@@ -113,6 +127,13 @@ def simulation_document(step: SimulatedStep, events: StepEvents) -> SimulationDo
             optimizer_s=events.optimizer_s,
             held_bytes=run_lengths([b - a for a, b in pairwise((0, *events.held_bytes))]),
             fixed_bytes=events.fixed_bytes,
+            merged=tuple(
+                MergedDocument(
+                    collective=write_collective(m.collective),
+                    places=" ".join(f"{k}.{number}" for k, number in m.places),
+                )
+                for m in events.merged
+            ),
         ),
     )
 
@@ -129,6 +150,7 @@ def _region_document(region: RegionEvents) -> RegionEventsDocument:
                 flat_bytes=b.flat_bytes,
                 result_bytes=b.result_bytes,
                 saved=b.saved,
+                dtype=b.dtype,
             )
             for b in region.buckets
         ),
@@ -159,10 +181,17 @@ def simulation_of(document: SimulationDocument) -> tuple[SimulatedStep, StepEven
     regions = tuple(_region(r, f"{path}.regions[{k}]") for k, r in enumerate(of.regions))
     late = _lines(f"{path}.late", of.late, read_collective)
     held = tuple(accumulate(from_run_lengths(of.held_bytes)))
+    merged = tuple(_merged(m, f"{path}.merged[{k}]") for k, m in enumerate(of.merged))
     events = _at(
         path,
         lambda: StepEvents(
-            regions, from_run_lengths(of.instances), late, of.optimizer_s, held, of.fixed_bytes
+            regions,
+            from_run_lengths(of.instances),
+            late,
+            of.optimizer_s,
+            held,
+            of.fixed_bytes,
+            merged,
         ),
     )
     return step, events
@@ -177,6 +206,7 @@ def _region(document: RegionEventsDocument, path: str) -> RegionEvents:
             b.flat_bytes,
             b.result_bytes,
             b.saved,
+            b.dtype,
         )
         for k, b in enumerate(document.buckets)
     )
@@ -192,6 +222,17 @@ def _region(document: RegionEventsDocument, path: str) -> RegionEvents:
     again = _lines(f"{path}.again", document.again, event)
     stays = document.stays
     return _at(path, lambda: RegionEvents(document.name, forward, backward, buckets, stays, again))
+
+
+def _merged(document: MergedDocument, path: str) -> MergedReduction:
+    def places() -> tuple[Place, ...]:
+        found = [_PLACE.fullmatch(word) for word in document.places.split(" ")]
+        if None in found:
+            raise ValueError(f"{document.places!r}: write instance.bucket, as '7.0 6.0'")
+        return tuple((int(match[1]), int(match[2])) for match in found if match)
+
+    made = _at(f"{path}.collective", lambda: read_collective(document.collective))
+    return MergedReduction(_at(f"{path}.places", places), made)
 
 
 def _optional(path: str, line: str) -> Collective | None:

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from meshfold.merging import Place
+
 Action = Literal[
     "compute",
     "inline",
@@ -76,7 +78,8 @@ class Event:
 class BucketEvents:
     """Parameters gathered, and gradients reduced, together. None: no such collective. whole_bytes:
     of what is made of the shards (gathered, or cast), flat_bytes: of the gradients while they are
-    reduced, result_bytes: of what comes out. saved: the backward reads the gathered members."""
+    reduced, result_bytes: of what comes out. saved: the backward reads the gathered members.
+    dtype: of the gradients; empty where it is not known."""
 
     gather: Collective | None
     reduce: Collective | None
@@ -84,6 +87,7 @@ class BucketEvents:
     flat_bytes: int
     result_bytes: int
     saved: bool
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,15 @@ class RegionEvents:
         return any(b.whole_bytes for b in self.buckets)
 
 
+@dataclass(frozen=True, slots=True)
+class MergedReduction:
+    """Reductions that run as one, `collective`, which starts when the last of them would have
+    (meshfold.merging)."""
+
+    places: tuple[Place, ...]
+    collective: Collective
+
+
 @dataclass(frozen=True)
 class StepEvents:
     """A step in one pass. instances: numbers of `regions`, in order of execution. late: collectives
@@ -124,7 +137,7 @@ class StepEvents:
 
     held_bytes: beside what is inside an instance, gathered or in a bucket, at the moments of the
     forwards of all instances, then of their backwards, then of the optimizer. fixed_bytes: states,
-    batch, reserve. The optimizer's own is in held_bytes.
+    batch, reserve. The optimizer's own is in held_bytes. merged: in place of those of buckets.
     """
 
     regions: tuple[RegionEvents, ...]
@@ -133,6 +146,7 @@ class StepEvents:
     optimizer_s: float
     held_bytes: tuple[int, ...]
     fixed_bytes: int
+    merged: tuple[MergedReduction, ...] = ()
 
     def __post_init__(self) -> None:
         if any(not 0 <= r < len(self.regions) for r in self.instances):
@@ -142,6 +156,18 @@ class StepEvents:
                 f"held_bytes: {len(self.instances)} instances have "
                 f"{2 * len(self.instances) + 1} moments, not {len(self.held_bytes)}"
             )
+        seen: set[Place] = set()
+        for place in (place for merged in self.merged for place in merged.places):
+            if place in seen or not self._reduces(place):
+                raise ValueError(f"merged: {place} is twice there, or no bucket that is reduced")
+            seen.add(place)
+
+    def _reduces(self, place: Place) -> bool:
+        instance, number = place
+        if not 0 <= instance < len(self.instances):
+            return False
+        buckets = self.regions[self.instances[instance]].buckets
+        return 0 <= number < len(buckets) and buckets[number].reduce is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@
 Autograd runs the nodes of a graph in falling order of creation: UseBucket (meshfold.bucket_ops) is
 younger than the regions before its own, and Enter is the oldest node: its backward comes last,
 waits for all reductions, adds up the uses of tied parameters and returns gradients of shards, which
-autograd accumulates itself. Tokens are empty tensors that carry nothing but this order.
+autograd accumulates itself. Tokens are empty tensors that carry nothing but this order. Reductions
+that are merged (meshfold.merging) start with the last of their members.
 
 Gathered parameters are released after a region's forward. Autograd keeps a note instead (saved
 tensor hooks) and the backward gathers again, one region ahead: two regions are whole at most.
@@ -26,6 +27,7 @@ from torch import Tensor
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.errors import MeshfoldError
+from meshfold.reduction import Reducing, Reduction
 from meshfold.shared_step import SharedStep
 from meshfold.torch_ops import torch_dtype
 from meshfold.weight_work import WeightWork
@@ -68,9 +70,7 @@ class BucketUse:
         self._dtype = torch_dtype(self.bucket.dtype)
         self._in_flight: Tensor | None = None
         self._whole: list[Tensor] | None = None
-        self._reduction: Tensor | None = None
-        self._cast: Tensor | None = None
-        """Gradients in the dtype of the shards, with nothing left to communicate."""
+        self._reduction = Reduction(step.reducing, [(self.key, buffers)], is_late=self.is_late)
 
     @property
     def weight_work(self) -> WeightWork | None:
@@ -127,35 +127,26 @@ class BucketUse:
         self.is_saved = self.bucket.is_made and not self.stays
 
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start the reduction of the members' gradients, or leave it to a later microbatch; the
-        members are no longer needed."""
+        """Hand the members' gradients to their reduction; the members are no longer needed."""
         self.release()
-        mesh = self._step.mesh
-        flat = self._buffers.pack_gradients(gradients, like=self.shards[0])
-        if not self._gather and not self.bucket.reduce:
-            self._cast = flat
-            return
-        total = self._step.shared.add(self.key, flat) if self.is_late else flat
-        if total is None:
-            return
-        if self._gather:
-            self._reduction = mesh.start_reduce_scatter(total, self._gather)
-        else:
-            axes = tuple(mesh.mesh.names[k] for k in self.bucket.reduce)
-            self._reduction = mesh.start_all_reduce_in_place(total, axes)
-        if self._step.waits_at_once and self._reduction is not None:
-            self._cast = mesh.wait(self._reduction)
-            self._reduction = None
+        self._reduction.pack(self.key, gradients, like=self.shards[0])
+
+    def start_unfinished_reduction(self) -> None:
+        """See Reduction."""
+        self._reduction.start_unfinished()
 
     def finish_reduction(self) -> list[Tensor] | None:
         """Gradients of the shards, after the first collective; None if there was no gradient."""
-        if self._reduction is not None:
-            self._cast = self._step.mesh.wait(self._reduction)
-            self._reduction = None
-        if self._cast is None:
-            return None
-        flat, self._cast = self._cast, None
-        return self._buffers.unpack_shards(flat)
+        return self._reduction.finish(self.key)
+
+    @staticmethod
+    def merge(uses: Sequence["BucketUse"]) -> None:
+        """Reduce the gradients of several buckets together, which are alike in axes and dtype."""
+        first = uses[0]
+        members = [(use.key, use._buffers) for use in uses]
+        merged = Reduction(first._step.reducing, members, is_late=first.is_late)
+        for use in uses:
+            use._reduction = merged
 
 
 class TrainingStep:
@@ -167,6 +158,7 @@ class TrainingStep:
         self.mesh = mesh
         self.shared = shared
         self.waits_at_once = waits_at_once
+        self.reducing = Reducing(mesh, shared, waits_at_once)
         self.uses: list[list[BucketUse]] = []
         self.is_recording = torch.is_grad_enabled()
         self._whole: dict[int, tuple[BucketUse, int]] = {}
@@ -321,6 +313,8 @@ def _finish_all(step: TrainingStep, uses: Sequence[BucketUse]) -> list[list[Tens
     are also Invariant -> Replicate on other axes than the gathered ones are all-reduced as shards,
     together per set of axes, with the last microbatch; before it they have no gradient."""
     mesh = step.mesh
+    for use in reversed(uses):
+        use.start_unfinished_reduction()
     found = {id(u): u.finish_reduction() for u in reversed(uses)}
     gradients: list[list[Tensor | None] | None] = [
         None if parts is None else list(parts) for parts in (found[id(u)] for u in uses)

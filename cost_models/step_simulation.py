@@ -9,6 +9,7 @@
 (meshfold.emit.schedule, meshfold.training_step.) Memory at an event is what is fixed, what is held
 at its moment, what is alive inside the instance, gathered parameters from the start of their gather
 to their release, and buckets from the start of their reduction until the link is done with them.
+Merged reductions start with the last of their members; their buffer is there from the first on.
 """
 
 from collections import defaultdict
@@ -16,9 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.events import SLOWDOWN, ComputeSpan, Streams, Transfer
+from meshfold.merging import Place
 from meshfold.step_events import (
     BucketEvents,
+    Collective,
     Event,
+    MergedReduction,
     OverlapRow,
     RegionEvents,
     SimulatedStep,
@@ -66,6 +70,15 @@ class _Use:
         self.gather: Transfer | None = None
 
 
+class _Merged:
+    """Reductions that run as one, during the step. packed: members whose gradients are there."""
+
+    def __init__(self, of: MergedReduction) -> None:
+        self.of = of
+        self.packed = 0
+        self.flat_bytes = 0
+
+
 class _Run:
     def __init__(self, events: StepEvents, slowdown: float) -> None:
         self.events = events
@@ -87,6 +100,11 @@ class _Run:
         self.flying: list[tuple[Transfer | None, int]] = []
         """Buffers of gradients, and the reductions that read them longer than one backward."""
         self.reductions: list[Transfer] = []
+        self.merged = {
+            place: merged for merged in map(_Merged, events.merged) for place in merged.of.places
+        }
+        self.waiting_bytes = 0
+        """Of buffers of merged reductions whose last member is still to come."""
         self.started: dict[int, Transfer] = {}
         """Collectives of the instance at hand on their way, by number."""
 
@@ -196,15 +214,46 @@ class _Run:
 
     def _reduce(self, use: _Use, event: Event, moment: int) -> None:
         self._release([use])
-        bucket, reading = use.bucket, None
-        if bucket.reduce is not None:
-            reduction = self.streams.start(bucket.reduce, use.instance)
-            self.reductions.append(reduction)
-            # What is not scattered is the gradient itself, and held as such from the next moment.
-            reading = reduction if bucket.reduce.kind == "reduce_scatter" else None
-        self.flying.append((reading, bucket.flat_bytes))
+        bucket = use.bucket
+        merged = self.merged.get((use.instance, event.number))
+        if merged is not None:
+            self._pack(merged, use)
+        else:
+            reduction = None
+            if bucket.reduce is not None:
+                reduction = self._start_reduction(bucket.reduce, use)
+            self.flying.append((reduction, bucket.flat_bytes))
         self.result_bytes += bucket.result_bytes
         self._note(moment, event.inside_bytes)
+
+    def _start_reduction(self, of: Collective, use: _Use) -> Transfer | None:
+        """What reads the buffer of gradients longer than the backward at hand, if anything: what is
+        not scattered is the gradient itself, and held as such from the next moment."""
+        reduction = self.streams.start(of, use.instance)
+        self.reductions.append(reduction)
+        return reduction if of.kind == "reduce_scatter" else None
+
+    def _pack(self, merged: "_Merged", use: _Use) -> None:
+        """The first of merged reductions makes the buffer of all, the last one starts it."""
+        of = merged.of.collective
+        if not merged.packed:
+            merged.flat_bytes = sum(self._flat_bytes(place) for place in merged.of.places)
+            self.waiting_bytes += merged.flat_bytes
+        merged.packed += 1
+        is_last = merged.packed == len(merged.of.places)
+        if of.kind != "reduce_scatter":
+            self.waiting_bytes -= use.bucket.flat_bytes
+            self.flying.append((None, use.bucket.flat_bytes))
+        elif is_last:
+            self.waiting_bytes -= merged.flat_bytes
+        if is_last:
+            reading = self._start_reduction(of, use)
+            if reading is not None:
+                self.flying.append((reading, merged.flat_bytes))
+
+    def _flat_bytes(self, place: Place) -> int:
+        instance, number = place
+        return self.regions[instance].buckets[number].flat_bytes
 
     def _forget_packed(self) -> None:
         """A backward is over: results count as gradients, buffers stay while a link reads them."""
@@ -214,7 +263,7 @@ class _Run:
     def _note(self, moment: int, inside_bytes: int) -> None:
         flying = sum(n for t, n in self.flying if t is None or not t.is_done)
         total = self.events.fixed_bytes + self.events.held_bytes[moment] + inside_bytes
-        total += self.whole_bytes + flying + self.result_bytes
+        total += self.whole_bytes + flying + self.result_bytes + self.waiting_bytes
         self.memory.append((self.streams.now_s, total))
 
 

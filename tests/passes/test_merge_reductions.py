@@ -1,0 +1,112 @@
+"""Merged reductions: what is simulated is what runs, and merging never costs."""
+
+from dataclasses import replace
+
+import pytest
+from support_events import DP, STRATEGIES, ZERO3, Eager, eager, label, predicted, recorded
+from support_models import families, tiny_model
+from support_programs import capture
+
+import meshfold
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.step_simulation import simulate
+from meshfold.errors import OptionError
+from meshfold.options import CompileOptions
+from meshfold.passes.check_plan import price_plan
+from meshfold.passes.merge_reductions import (
+    LEAST_GAIN,
+    _sizes,
+    merged_events,
+    merged_to,
+    reductions_of,
+    with_merging,
+)
+from meshfold.plan import Plan
+from meshfold.plan_diff import compare_plans
+from meshfold.plan_io import plan_from_json, plan_to_json
+from meshfold.probe import OpProber
+
+SOME, EVERYTHING = 91_000, 1 << 40
+
+
+def merged_case(case: Eager, most_bytes: int) -> Eager:
+    events = merged_events(case.events, most_bytes, case.pricers[0].costs)
+    return replace(case, events=events, program=replace(case.program, merge_bytes=most_bytes))
+
+
+@pytest.mark.parametrize("most_bytes", [SOME, EVERYTHING])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=label)
+@pytest.mark.parametrize("family", families("llama", without=("mixtral",)))
+def test_what_is_simulated_is_what_runs(family, strategy, most_bytes) -> None:
+    plain = eager(family, strategy)
+    case = merged_case(plain, most_bytes)
+    assert case.program.merged == tuple(m.places for m in case.events.merged)
+    assert case.program.merged
+    assert case.program.digest != plain.program.digest
+    real = recorded(case)
+    assert len(real) < len(recorded(plain))
+    assert predicted(case) == real
+    # Nothing is lost: as many bytes are reduced.
+    sums = [sum(r.num_bytes for r in reductions_of(c.events)) for c in (plain, case)]
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("strategy", [DP, ZERO3], ids=label)
+def test_exposed_times_add_up(strategy) -> None:
+    case = merged_case(eager("llama", strategy, cluster_name="dgx-h100"), SOME)
+    step = simulate(case.events).step
+    assert step.exposed_s == pytest.approx(sum(row.exposed_s for row in step.overlap))
+    assert step.step_s == pytest.approx(step.compute_s + step.contention_s + step.exposed_s)
+
+
+def planned(**pins) -> Plan:
+    model, batch = tiny_model("llama", layers=4)
+    cluster = resolve_cluster("dgx-h100", 4)
+    return meshfold.find_plan(model, cluster, batch, options=CompileOptions(pins=pins))
+
+
+@pytest.mark.parametrize(
+    "pins", [{"dp": 4, "zero": 0}, {"dp": 4, "zero": 3}, {"dp": 2, "tp": 2, "sp": 1, "zero": 0}]
+)
+def test_the_fastest_size_that_fits_is_taken(pins) -> None:
+    plain = planned(**pins, merge=0)
+    found = with_merging(plain, None)
+    assert plain.merge_bytes == 0 and plain.events.merged == ()
+    assert found.merge_bytes and found.simulated.step_s < plain.simulated.step_s
+    assert found.simulated == simulate(found.events).step
+    costs = CostModel(plain.cluster, plain.mesh)
+    steps = {n: merged_to(plain, n, costs).simulated for n in _sizes(plain.events)}
+    fastest_s = min(step.step_s for step in steps.values())
+    assert found.simulated.step_s <= fastest_s + LEAST_GAIN * plain.simulated.step_s
+    # What does not fit is not taken.
+    tight = replace(plain.memory, reserve=0, capacity=plain.simulated.peak_bytes)
+    careful = with_merging(replace(plain, memory=tight), None)
+    assert careful.simulated.peak_bytes <= plain.simulated.peak_bytes
+    assert careful.simulated.step_s <= plain.simulated.step_s
+
+
+def test_a_plan_says_what_is_merged_and_is_priced_so() -> None:
+    found = planned(dp=4, zero=3, merge="1MB")
+    assert found.merge_bytes == 10**6 and found.events.merged
+    again = plan_from_json(plan_to_json(found))
+    assert again == found
+    graph = capture(*tiny_model("llama", layers=4)).graph
+    assert price_plan(graph, again, OpProber()).events == found.events
+    other = planned(dp=4, zero=3, merge=0)
+    (row,) = [d for d in compare_plans(other, found).choices if "merged" in d.what]
+    assert (row.first, row.second) == ("none", "up to 1.00 MB")
+
+
+def test_an_older_plan_merges_nothing() -> None:
+    found = planned(dp=4, zero=0, merge=0)
+    text = (
+        plan_to_json(found).replace('"merge_bytes": 0,', "").replace('"merged": []', '"late": []')
+    )
+    assert '"merge_bytes"' not in text
+    assert plan_from_json(text).merge_bytes == 0
+
+
+def test_a_pin_that_is_no_size_is_refused() -> None:
+    with pytest.raises(OptionError, match="pin merge=all: write a size, as 25MB, or 0"):
+        planned(dp=4, merge="all")
