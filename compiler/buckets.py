@@ -99,10 +99,10 @@ class BucketBuffers:
             return shards[0].reshape(-1)
         return torch.cat([s.reshape(-1) for s in shards])
 
-    def unpack_whole(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Flat buffer of whole tensors -> the members, gathered. One copy each; a bucket with one
-        member whose shards are consecutive in memory is a view."""
-        rows = flat.view(self.num_shards, self.shard_numel)
+    def unpack_whole(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Rows (num_shards, shard_numel), a flat buffer of whole tensors or columns of one that is
+        shared -> the members, gathered. One copy each; a bucket with one member whose shards are
+        consecutive in memory is a view."""
         return [
             a.whole(rows[:, start:end])
             for a, (start, end) in zip(self.assemblies, self.ranges, strict=True)

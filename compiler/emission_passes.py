@@ -3,7 +3,7 @@
     emit        typed graphs, conversions, buckets, gathers ahead   meshfold.emit
     parts       regions that run in parts, anew                meshfold.passes.region_parts
     schedule    pieces in an order found with the cost model        meshfold.schedule_program
-    merge       reductions of gradients that run as one             meshfold.merging
+    merge       gathers and reductions that run as one              meshfold.merging
 
 They start from the captured graph with its regions split as the plan does (passes/variants.py).
 After each one the program is checked (meshfold.check_program). `watch` sees every pass with its
@@ -83,8 +83,14 @@ def _schedule(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
 
 
 def _merge(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
-    assert program is not None, "there are reductions to merge"
-    return replace(program, merge_bytes=of.plan.merge_bytes)
+    assert program is not None, "there are collectives to merge"
+    return merged(program, of.plan)
+
+
+def merged(program: EmittedProgram, plan: Plan) -> EmittedProgram:
+    """`program` with collectives merged as the plan says."""
+    gathers = plan.merge_gather_bytes
+    return replace(program, merge_bytes=plan.merge_bytes, merge_gather_bytes=gathers)
 
 
 PASSES: tuple[EmissionPass, ...] = (

@@ -44,14 +44,15 @@ PIN_NAMES = (
     "chunks",
     "parts",
     "merge",
+    "merge_gathers",
 )
 """What can be pinned: data, expert, context and tensor parallel degrees, ZeRO level, whether
 activations between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is
 offloaded, devices that a pipeline goes over, parts in which a rank runs its share of the batch, the
 order they run in, stages per device (more than one under interleaved schedules, zbv and dualpipev
 only), in how many parts of its samples a region runs in mode scheduled, and up to which size
-reductions of gradients are merged ("25MB"; 0: none are). Beside these a parameter's layout,
-`layout:NAME`."""
+reductions of gradients, and gathers of parameters, are merged ("25MB"; 0: none are). Beside these a
+parameter's layout, `layout:NAME`."""
 
 _WORDS = {
     "recompute": get_args(Recompute),
@@ -61,7 +62,7 @@ _WORDS = {
 """Pins that are words, and what they can be."""
 
 PARTS = "parts"
-MERGE = "merge"
+MERGE, MERGE_GATHERS = "merge", "merge_gathers"
 LAYOUT = "layout:"
 """What the name of a pin starts with that is about a parameter's layout."""
 
@@ -147,7 +148,7 @@ class CompileOptions:
     @property
     def strategy_pins(self) -> dict[str, PinValue]:
         """Pins about strategies."""
-        others = (LAYOUT, PARTS, MERGE)
+        others = (LAYOUT, PARTS, MERGE, MERGE_GATHERS)
         return {k: v for k, v in self.pins.items() if not k.startswith(others)}
 
     @property
@@ -159,7 +160,15 @@ class CompileOptions:
     @property
     def merge_pin(self) -> int | None:
         """Bytes up to which reductions of gradients are to be merged."""
-        value = self.pins.get(MERGE)
+        return self._bytes_pin(MERGE)
+
+    @property
+    def merge_gathers_pin(self) -> int | None:
+        """Bytes up to which gathers of parameters are to be merged."""
+        return self._bytes_pin(MERGE_GATHERS)
+
+    def _bytes_pin(self, name: str) -> int | None:
+        value = self.pins.get(name)
         return value if value is None or isinstance(value, int) else parse_bytes(value)
 
     @property
@@ -180,7 +189,7 @@ def _check_pin(name: str, value: PinValue) -> None:
         raise OptionError(
             f"pin {name!r} is unknown; pins are {', '.join(PIN_NAMES)} and {LAYOUT}PARAMETER"
         )
-    if name == MERGE:
+    if name in (MERGE, MERGE_GATHERS):
         if value != 0 and not (isinstance(value, str) and is_bytes(value)):
             raise OptionError(f"pin {name}={value}: write a size, as 25MB, or 0 to merge nothing")
         return

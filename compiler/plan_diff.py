@@ -40,7 +40,8 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifferences:
         Difference("mode", first.mode, second.mode),
         Difference("optimizer", first.optimizer, second.optimizer),
         Difference("schedule", first.schedule, second.schedule),
-        Difference("reductions merged", *(_merged(plan) for plan in (first, second))),
+        Difference("reductions merged", *(_up_to(p.merge_bytes) for p in (first, second))),
+        Difference("gathers merged", *(_up_to(p.merge_gather_bytes) for p in (first, second))),
         Difference("runs", _runs(first), _runs(second)),
     ]
     regions = {r.name: r for r in second.regions}
@@ -79,8 +80,8 @@ def _model(plan: Plan) -> str:
     return f"{plan.model.name} {plan.model.fingerprint[:12]}, batch {plan.model.batch_size}"
 
 
-def _merged(plan: Plan) -> str:
-    return f"up to {bytes_text(plan.merge_bytes)}" if plan.merge_bytes else "none"
+def _up_to(num_bytes: int) -> str:
+    return f"up to {bytes_text(num_bytes)}" if num_bytes else "none"
 
 
 def _runs(plan: Plan) -> str:

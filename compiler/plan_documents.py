@@ -85,6 +85,7 @@ def plan_document(plan: Plan) -> PlanDocument:
         mode=plan.mode,
         schedule=plan.schedule,
         merge_bytes=plan.merge_bytes,
+        merge_gather_bytes=plan.merge_gather_bytes,
         stages=tuple(StageDocument(**asdict(stage)) for stage in plan.stages),
         regions=tuple(_region_document(region) for region in plan.regions),
         cluster=cluster_model(plan.cluster),
@@ -218,6 +219,7 @@ def plan_from_document(document: PlanDocument) -> Plan:
         notes=document.notes,
         schedule=document.schedule,
         merge_bytes=document.merge_bytes,
+        merge_gather_bytes=document.merge_gather_bytes,
         simulated=step,
         events=events,
     )

@@ -236,6 +236,9 @@ class PlanDocument(Document):
     merge_bytes: Bytes = Field(
         default=0, description="Up to which reductions of gradients are merged; 0 for none"
     )
+    merge_gather_bytes: Bytes = Field(
+        default=0, description="Up to which gathers of parameters are merged; 0 for none"
+    )
     stages: tuple[StageDocument, ...]
     regions: tuple[RegionDocument, ...]
     cluster: ClusterModel

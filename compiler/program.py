@@ -18,7 +18,7 @@ from typing import Literal
 from torch import fx
 
 from meshfold.buckets import Bucket, BucketBuffers
-from meshfold.merging import Place, Reduction, merged_places
+from meshfold.merging import Mergeable, Place, merged_places
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind
 from meshfold.program_text import bucket_text, graph_lines, rank_text
@@ -97,6 +97,8 @@ class EmittedProgram:
     numbers: tuple[int, ...]
     merge_bytes: int = 0
     """Up to which reductions of gradients are merged."""
+    merge_gather_bytes: int = 0
+    """Up to which gathers of parameters are merged."""
 
     def region_of(self, instance: int) -> RegionProgram:
         return self.regions[self.programs[instance]]
@@ -111,11 +113,25 @@ class EmittedProgram:
         return (INVARIANT,) * len(self.mesh.axes)
 
     @cached_property
-    def merged(self) -> tuple[tuple[Place, ...], ...]:
+    def gathered_together(self) -> tuple[tuple[Place, ...], ...]:
+        """The buckets whose parameters are gathered together, see meshfold.merging."""
+        return merged_places(self._gathers(), self.merge_gather_bytes)
+
+    @cached_property
+    def reduced_together(self) -> tuple[tuple[Place, ...], ...]:
         """The buckets whose gradients are reduced together, see meshfold.merging."""
         return merged_places(self._reductions(), self.merge_bytes)
 
-    def _reductions(self) -> Iterator[Reduction]:
+    def _gathers(self) -> Iterator[Mergeable]:
+        for k in range(len(self.programs)):
+            region = self.region_of(k)
+            for number, bucket in enumerate(region.buckets):
+                if bucket.gather:
+                    key = bucket.gather, bucket.dtype, region.keeps_gathered
+                    num_bytes = BucketBuffers(bucket, self.mesh.sizes).whole_numel
+                    yield Mergeable((k, number), key, num_bytes * ITEM_BYTES[bucket.dtype])
+
+    def _reductions(self) -> Iterator[Mergeable]:
         for k in reversed(range(len(self.programs))):
             region = self.region_of(k)
             for number, bucket in enumerate(region.buckets):
@@ -126,7 +142,7 @@ class EmittedProgram:
                     key = bool(bucket.gather), axes, dtype, is_late
                     num_bytes = BucketBuffers(bucket, self.mesh.sizes).whole_numel
                     num_bytes *= ITEM_BYTES[dtype]
-                    yield Reduction((k, number), key, num_bytes)
+                    yield Mergeable((k, number), key, num_bytes)
 
     @cached_property
     def digest(self) -> str:
@@ -154,9 +170,11 @@ class EmittedProgram:
         yield "steps"
         for run in self._step_runs():
             yield f"  {run}"
-        for places in self.merged:
-            names = " ".join(f"{k}.{number}" for k, number in places)
-            yield f"  reduced together, instance.bucket: {names}"
+        together = {"gathered": self.gathered_together, "reduced": self.reduced_together}
+        for what, groups in together.items():
+            for places in groups:
+                names = " ".join(f"{k}.{number}" for k, number in places)
+                yield f"  {what} together, instance.bucket: {names}"
         for k, region in enumerate(self.regions):
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"

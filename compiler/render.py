@@ -93,11 +93,12 @@ def _headline(plan: Plan) -> RenderableType:
     wide = "parameters, gradients and optimizer states in float32"
     precision = [] if plan.precision == "model" else [("precision", f"{plan.precision}, {wide}")]
     mode = [("mode", plan.mode)] if plan.mode != "eager" else []
-    merged = (
-        [("reductions", f"of gradients merged up to {bytes_text(plan.merge_bytes)}")]
-        if plan.merge_bytes
-        else []
-    )
+    sizes = {"reductions": plan.merge_bytes, "gathers": plan.merge_gather_bytes}
+    merged = [
+        (name, f"merged up to {bytes_text(num_bytes)}")
+        for name, num_bytes in sizes.items()
+        if num_bytes
+    ]
     rows = [
         ("model", f"{model.name}, {count_text(model.num_parameters)} parameters"),
         ("", f"{model.num_ops:,} ops, {model.num_distinct_ops:,} distinct"),

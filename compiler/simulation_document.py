@@ -5,7 +5,7 @@ moment, are runs: [what, how often in a row].
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -19,6 +19,7 @@ from meshfold.step_events import (
     BucketEvents,
     Collective,
     Event,
+    MergedGather,
     MergedReduction,
     OverlapRow,
     RegionEvents,
@@ -55,13 +56,15 @@ class BucketEventsDocument(Document):
     result_bytes: Bytes
     saved: bool = Field(description="The backward reads the gathered parameters")
     dtype: str = Field(default="", description="Of the gradients; empty where it is not known")
+    read_dtype: str = Field(default="", description="In which ops read the parameters")
 
 
 class MergedDocument(Document):
-    """Reductions that run as one."""
+    """Reductions, or gathers, that run as one."""
 
     collective: str
-    places: str = Field(description="instance.bucket, in the order in which they become ready")
+    places: str = Field(description="instance.bucket, in the order in which they come")
+    again: str = Field(default="", description="Of gathers: what the backward gathers again")
 
 
 class RegionEventsDocument(Document):
@@ -84,7 +87,8 @@ class EventsDocument(Document):
         description="Change from moment to moment (forwards, backwards, optimizer), how often"
     )
     fixed_bytes: Bytes
-    merged: tuple[MergedDocument, ...] = ()
+    merged: tuple[MergedDocument, ...] = Field(default=(), description="Reductions")
+    gathers: tuple[MergedDocument, ...] = Field(default=(), description="Gathers")
 
 
 class SimulationDocument(Document):
@@ -128,11 +132,16 @@ def simulation_document(step: SimulatedStep, events: StepEvents) -> SimulationDo
             held_bytes=run_lengths([b - a for a, b in pairwise((0, *events.held_bytes))]),
             fixed_bytes=events.fixed_bytes,
             merged=tuple(
+                MergedDocument(collective=write_collective(m.collective), places=_words(m.places))
+                for m in events.merged
+            ),
+            gathers=tuple(
                 MergedDocument(
                     collective=write_collective(m.collective),
-                    places=" ".join(f"{k}.{number}" for k, number in m.places),
+                    places=_words(m.places),
+                    again=write_collective(m.again) if m.again else "",
                 )
-                for m in events.merged
+                for m in events.gathers
             ),
         ),
     )
@@ -151,6 +160,7 @@ def _region_document(region: RegionEvents) -> RegionEventsDocument:
                 result_bytes=b.result_bytes,
                 saved=b.saved,
                 dtype=b.dtype,
+                read_dtype=b.read_dtype,
             )
             for b in region.buckets
         ),
@@ -181,7 +191,14 @@ def simulation_of(document: SimulationDocument) -> tuple[SimulatedStep, StepEven
     regions = tuple(_region(r, f"{path}.regions[{k}]") for k, r in enumerate(of.regions))
     late = _lines(f"{path}.late", of.late, read_collective)
     held = tuple(accumulate(from_run_lengths(of.held_bytes)))
-    merged = tuple(_merged(m, f"{path}.merged[{k}]") for k, m in enumerate(of.merged))
+    merged = tuple(
+        MergedReduction(*_merged(m, f"{path}.merged[{k}]")) for k, m in enumerate(of.merged)
+    )
+    gathers = tuple(
+        MergedGather(*_merged(m, at), _optional(f"{at}.again", m.again))
+        for k, m in enumerate(of.gathers)
+        for at in (f"{path}.gathers[{k}]",)
+    )
     events = _at(
         path,
         lambda: StepEvents(
@@ -192,6 +209,7 @@ def simulation_of(document: SimulationDocument) -> tuple[SimulatedStep, StepEven
             held,
             of.fixed_bytes,
             merged,
+            gathers,
         ),
     )
     return step, events
@@ -207,6 +225,7 @@ def _region(document: RegionEventsDocument, path: str) -> RegionEvents:
             b.result_bytes,
             b.saved,
             b.dtype,
+            b.read_dtype,
         )
         for k, b in enumerate(document.buckets)
     )
@@ -224,7 +243,13 @@ def _region(document: RegionEventsDocument, path: str) -> RegionEvents:
     return _at(path, lambda: RegionEvents(document.name, forward, backward, buckets, stays, again))
 
 
-def _merged(document: MergedDocument, path: str) -> MergedReduction:
+def _words(places: Sequence[Place]) -> str:
+    return " ".join(f"{k}.{number}" for k, number in places)
+
+
+def _merged(document: MergedDocument, path: str) -> tuple[tuple[Place, ...], Collective]:
+    """Inverse of _words, and what runs."""
+
     def places() -> tuple[Place, ...]:
         found = [_PLACE.fullmatch(word) for word in document.places.split(" ")]
         if None in found:
@@ -232,7 +257,7 @@ def _merged(document: MergedDocument, path: str) -> MergedReduction:
         return tuple((int(match[1]), int(match[2])) for match in found if match)
 
     made = _at(f"{path}.collective", lambda: read_collective(document.collective))
-    return MergedReduction(_at(f"{path}.places", places), made)
+    return _at(f"{path}.places", places), made
 
 
 def _optional(path: str, line: str) -> Collective | None:

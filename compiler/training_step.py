@@ -27,6 +27,7 @@ from torch import Tensor
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.errors import MeshfoldError
+from meshfold.gather import Gather, Gathered
 from meshfold.reduction import Reducing, Reduction
 from meshfold.shared_step import SharedStep
 from meshfold.torch_ops import torch_dtype
@@ -68,7 +69,8 @@ class BucketUse:
         names = step.mesh.mesh.names
         self._gather = tuple(names[k] for k in self.bucket.gather)
         self._dtype = torch_dtype(self.bucket.dtype)
-        self._in_flight: Tensor | None = None
+        self._gathers_with: Sequence[BucketUse] = (self,)
+        self._gathering: Gather | None = None
         self._whole: list[Tensor] | None = None
         self._reduction = Reduction(step.reducing, [(self.key, buffers)], is_late=self.is_late)
 
@@ -79,10 +81,25 @@ class BucketUse:
 
     def start_gather(self) -> None:
         """Start the all-gather unless it is in flight or done."""
+        if self._needs_gather():
+            uses = [use for use in self._gathers_with if use._joins(self)]
+            members = [Gathered(use.key, use._buffers, use._narrow()) for use in uses]
+            gather = Gather(self._step.mesh, self._gather, members)
+            for use in uses:
+                use._gathering = gather
+
+    def _needs_gather(self) -> bool:
         is_there = self._whole is not None or (self.stays and self.key in self._step.shared.whole)
-        if self._gather and self._in_flight is None and not is_there:
-            flat = self._buffers.pack_shards(self._narrow())
-            self._in_flight = self._step.mesh.start_all_gather(flat, self._gather)
+        return bool(self._gather) and self._gathering is None and not is_there
+
+    def _joins(self, first: "BucketUse") -> bool:
+        """Whether this is gathered together with `first`, which comes first: in the backward, if it
+        is read again."""
+        if self._step.is_backward:
+            is_wanted = self is first or self.is_saved and self.instance <= first.instance
+        else:
+            is_wanted = self.instance >= first.instance
+        return is_wanted and self._needs_gather()
 
     def members(self) -> list[Tensor]:
         """The members as the ops read them, waiting for the gather."""
@@ -106,10 +123,9 @@ class BucketUse:
         if self.stays and self.key in self._step.shared.whole:
             return self._step.shared.whole[self.key]
         self.start_gather()
-        assert self._in_flight is not None
-        flat = self._step.mesh.wait(self._in_flight)
-        self._in_flight = None
-        whole = self._buffers.unpack_whole(flat)
+        assert self._gathering is not None
+        whole = self._gathering.take(self.key)
+        self._gathering = None
         if self.stays:
             self._step.shared.whole[self.key] = whole
         return whole
@@ -140,7 +156,13 @@ class BucketUse:
         return self._reduction.finish(self.key)
 
     @staticmethod
-    def merge(uses: Sequence["BucketUse"]) -> None:
+    def gather_together(uses: Sequence["BucketUse"]) -> None:
+        """Gather the parameters of several buckets together, which are alike in axes and dtype."""
+        for use in uses:
+            use._gathers_with = uses
+
+    @staticmethod
+    def reduce_together(uses: Sequence["BucketUse"]) -> None:
         """Reduce the gradients of several buckets together, which are alike in axes and dtype."""
         first = uses[0]
         members = [(use.key, use._buffers) for use in uses]
@@ -160,6 +182,7 @@ class TrainingStep:
         self.waits_at_once = waits_at_once
         self.reducing = Reducing(mesh, shared, waits_at_once)
         self.uses: list[list[BucketUse]] = []
+        self.is_backward = False
         self.is_recording = torch.is_grad_enabled()
         self._whole: dict[int, tuple[BucketUse, int]] = {}
         self._at = -1
@@ -235,6 +258,7 @@ class TrainingStep:
         if self._is_done:
             raise MeshfoldError(SECOND_BACKWARD)
         self._at = len(self.uses)
+        self.is_backward = True
         for uses in self.uses:
             for use in uses:
                 if not (use.is_saved or use.stays):

@@ -22,6 +22,7 @@ from meshfold.step_events import (
     BucketEvents,
     Collective,
     Event,
+    MergedGather,
     MergedReduction,
     OverlapRow,
     RegionEvents,
@@ -64,8 +65,9 @@ def simulate(events: StepEvents, slowdown: float = SLOWDOWN) -> Simulation:
 class _Use:
     """A bucket of one instance during the step."""
 
-    def __init__(self, instance: int, bucket: BucketEvents) -> None:
+    def __init__(self, instance: int, number: int, bucket: BucketEvents) -> None:
         self.instance = instance
+        self.number = number
         self.bucket = bucket
         self.gather: Transfer | None = None
 
@@ -84,7 +86,10 @@ class _Run:
         self.events = events
         self.streams = Streams(slowdown)
         self.regions: list[RegionEvents] = [events.regions[r] for r in events.instances]
-        self.uses = [[_Use(i, b) for b in r.buckets] for i, r in enumerate(self.regions)]
+        self.uses = [
+            [_Use(i, number, b) for number, b in enumerate(r.buckets)]
+            for i, r in enumerate(self.regions)
+        ]
         making = [i for i, r in enumerate(self.regions) if r.makes]
         self.first = making[:1]
         self.following = dict(zip(making, making[1:], strict=False))
@@ -103,6 +108,8 @@ class _Run:
         self.merged = {
             place: merged for merged in map(_Merged, events.merged) for place in merged.of.places
         }
+        self.gathers = {place: merged for merged in events.gathers for place in merged.places}
+        self.is_backward = False
         self.waiting_bytes = 0
         """Of buffers of merged reductions whose last member is still to come."""
         self.started: dict[int, Transfer] = {}
@@ -120,6 +127,7 @@ class _Run:
                 self._release(self.uses[i])
 
     def backward(self) -> None:
+        self.is_backward = True
         for uses, region in zip(self.uses, self.regions, strict=True):
             self._release([u for u in uses if not (u.bucket.saved or region.stays)])
         count = len(self.regions)
@@ -196,10 +204,30 @@ class _Run:
     def _start_gathers(self, uses: Sequence[_Use]) -> None:
         for use in uses:
             if use not in self.whole:
-                self.whole[use] = None
-                self.whole_bytes += use.bucket.whole_bytes
+                merged = self.gathers.get((use.instance, use.number))
+                if merged is not None:
+                    self._start_merged_gather(merged, use)
+                    continue
+                self._make_whole(use)
                 if use.bucket.gather is not None:
                     use.gather = self.streams.start(use.bucket.gather, use.instance)
+
+    def _make_whole(self, use: _Use) -> None:
+        self.whole[use] = None
+        self.whole_bytes += use.bucket.whole_bytes
+
+    def _start_merged_gather(self, merged: MergedGather, first: _Use) -> None:
+        """Backward: of those that are read again."""
+        members = [self.uses[instance][number] for instance, number in merged.places]
+        of: Collective | None = merged.collective
+        if self.is_backward:
+            members = [use for use in members if use.bucket.saved and use not in self.whole]
+            of = merged.again
+        assert of is not None
+        transfer = self.streams.start(of, first.instance)
+        for use in members:
+            self._make_whole(use)
+            use.gather = transfer
 
     def _wait_for(self, use: _Use) -> None:
         if use.gather is not None:

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.merging import Reduction, merged_places
+from meshfold.merging import Mergeable, merged_places
 
 
-def reductions(*sizes: tuple[str, int]) -> list[Reduction]:
-    return [Reduction((k, 0), key, num_bytes) for k, (key, num_bytes) in enumerate(sizes)]
+def reductions(*sizes: tuple[str, int]) -> list[Mergeable]:
+    return [Mergeable((k, 0), key, num_bytes) for k, (key, num_bytes) in enumerate(sizes)]
 
 
 def test_sizes_fill_up_one_after_the_other() -> None:

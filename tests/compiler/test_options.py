@@ -37,6 +37,7 @@ def test_the_option_surface_is_frozen() -> None:
         "chunks",
         "parts",
         "merge",
+        "merge_gathers",
     )
 
 

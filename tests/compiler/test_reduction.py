@@ -25,7 +25,7 @@ from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.options import CompileOptions, Mode
-from meshfold.passes.merge_reductions import merged_to
+from meshfold.passes.merge_collectives import MergeSizes, merged_to
 from meshfold.pipeline_program import emit_plan
 from meshfold.plan_io import plan_to_json
 from meshfold.precision import float64_everywhere
@@ -50,10 +50,11 @@ def gradients(family: str, pins: str, mode: Mode, most_bytes: int) -> list[list[
     num_processes, fixed = PINS[pins]
     cluster = resolve_cluster("local-cpu", num_processes)
     options = CompileOptions(pins={**fixed, "parts": 1}, mode=mode)
-    plan = replace(plan_captured(captured, family, cluster, options), merge_bytes=most_bytes)
+    plan = plan_captured(captured, family, cluster, options)
+    plan = replace(plan, merge_bytes=most_bytes, merge_gather_bytes=most_bytes)
     program = emit_plan(captured.graph, plan)
     assert isinstance(program, EmittedProgram)
-    assert bool(program.merged) == bool(most_bytes)
+    assert bool(program.reduced_together) == bool(most_bytes)
 
     def body(rank: Rank) -> list[Tensor | None]:
         rank.loss(batch).backward()
@@ -89,7 +90,7 @@ def test_groups_of_a_few_are_as_good(pins: str) -> None:
 )
 @pytest.mark.parametrize("family", families("llama", without=("t5",)))
 def test_the_same_on_processes(pools: Pools, family: str, pins: str) -> None:
-    plan = merged_to(planned(family, pins, "eager"), EVERYTHING)
+    plan = merged_to(planned(family, pins, "eager"), MergeSizes(EVERYTHING, EVERYTHING))
     assert plan.events is not None and plan.events.merged
     arguments = family, captured_family(family), plan_to_json(plan)
     found = pools.run(PINS[pins][0], "support_emit:compare_step", *arguments)
@@ -102,7 +103,7 @@ def test_the_same_on_processes(pools: Pools, family: str, pins: str) -> None:
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_clipping_sees_the_same_norm(pools: Pools, zero: int) -> None:
     expected = clipped_steps("gpt2", {}, 0.3)
-    pins = {"dp": 2, "zero": zero, "merge": "1GB"}
+    pins = {"dp": 2, "zero": zero, "merge": "1GB", "merge_gathers": "1GB"}
     for found in pools.run(2, "support_emit:clipped_steps", "gpt2", pins, 0.3):
         assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-12, atol=EXACT)
 

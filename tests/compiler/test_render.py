@@ -74,7 +74,7 @@ def test_what_is_merged_is_said() -> None:
         for n in (0, 25 * 10**6)
     )
     assert "merged" not in plain
-    assert "of gradients merged up to 25.0 MB" in merged
+    assert "reductions  merged up to 25.0 MB" in merged
 
 
 def test_the_summary_leaves_regions_out() -> None:

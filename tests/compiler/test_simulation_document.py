@@ -83,7 +83,7 @@ Edit = Callable[[dict[str, Any]], None]
         (
             ("events", "merged"),
             [{"collective": "all_reduce dp l 1 2.0", "places": "1.0 1.0"}],
-            r"events: merged: \(1, 0\) is twice there, or no bucket that is reduced",
+            r"events: merged: \(1, 0\) is twice there, or no bucket that does this",
         ),
         (("events", "late"), ["all_gather dp"], r"events.late\[0\]: 'all_gather dp' is no coll"),
     ],

@@ -9,6 +9,7 @@ from meshfold.step_events import (
     BucketEvents,
     Collective,
     Event,
+    MergedGather,
     MergedReduction,
     RegionEvents,
     StepEvents,
@@ -148,9 +149,31 @@ def test_merged_whole_gradients_are_held_as_gradients_one_by_one() -> None:
     assert (18.0, 1000 + 50 + 20 + 400) in memory
 
 
+def test_a_merged_gather_starts_where_its_first_member_would() -> None:
+    """The last layer stays whole: the backward gathers the two before it, together."""
+    three = StepEvents((LAYER,), (0,) * 3, (), 1.0, (0,) * 7, fixed_bytes=1000)
+    both = MergedGather(
+        ((0, 0), (1, 0)), replace(GATHER, seconds=3.0), replace(GATHER, seconds=2.5)
+    )
+    course = simulate(replace(three, gathers=(both,)), slowdown=1.0)
+    spans = [
+        (t.instance, t.start_s, t.end_s)
+        for t in course.transfers
+        if t.collective.kind == "all_gather"
+    ]
+    assert spans == [
+        (0, 0.0, 3.0),  # both
+        (2, 7.0, 9.0),  # while layer 1 computes: nothing is left to gather before
+        (1, 15.0, 17.5),  # both again, beside layer 2's backward
+    ]
+    whole = max(num_bytes for now_s, num_bytes in course.memory if 15.0 <= now_s < 20.0)
+    assert whole == 1000 + 3 * 100 + 30
+    assert course.step.step_s == 3 + 3 * 4 + 3 * 5 + 3 + 1
+
+
 def test_merged_reductions_that_nobody_has_are_refused() -> None:
     for places in (((1, 0), (1, 0)), ((0, 1), (1, 0)), ((2, 0), (1, 0))):
-        with pytest.raises(ValueError, match="is twice there, or no bucket that is reduced"):
+        with pytest.raises(ValueError, match="is twice there, or no bucket that does this"):
             two_layers(merged=(MergedReduction(places, SCATTER),))
 
 

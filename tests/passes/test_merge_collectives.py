@@ -14,9 +14,11 @@ from meshfold.cost_models.step_simulation import simulate
 from meshfold.errors import OptionError
 from meshfold.options import CompileOptions
 from meshfold.passes.check_plan import price_plan
-from meshfold.passes.merge_reductions import (
+from meshfold.passes.merge_collectives import (
     LEAST_GAIN,
+    MergeSizes,
     _sizes,
+    gathers_of,
     merged_events,
     merged_to,
     reductions_of,
@@ -30,19 +32,27 @@ from meshfold.probe import OpProber
 SOME, EVERYTHING = 91_000, 1 << 40
 
 
+def _merged(program, most_bytes: int):
+    return replace(program, merge_bytes=most_bytes, merge_gather_bytes=most_bytes)
+
+
 def merged_case(case: Eager, most_bytes: int) -> Eager:
-    events = merged_events(case.events, most_bytes, case.pricers[0].costs)
-    return replace(case, events=events, program=replace(case.program, merge_bytes=most_bytes))
+    sizes = MergeSizes(most_bytes, most_bytes)
+    events = merged_events(case.events, sizes, case.pricers[0].costs)
+    return replace(case, events=events, program=_merged(case.program, most_bytes))
 
 
-@pytest.mark.parametrize("most_bytes", [SOME, EVERYTHING])
+@pytest.mark.parametrize("is_everything", [False, True], ids=["pairs", "everything"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=label)
 @pytest.mark.parametrize("family", families("llama", without=("mixtral",)))
-def test_what_is_simulated_is_what_runs(family, strategy, most_bytes) -> None:
+def test_what_is_simulated_is_what_runs(family, strategy, is_everything) -> None:
     plain = eager(family, strategy)
-    case = merged_case(plain, most_bytes)
-    assert case.program.merged == tuple(m.places for m in case.events.merged)
-    assert case.program.merged
+    two_layers = 2 * max(r.num_bytes for r in reductions_of(plain.events))
+    case = merged_case(plain, EVERYTHING if is_everything else two_layers)
+    assert case.program.reduced_together == tuple(m.places for m in case.events.merged)
+    assert case.program.gathered_together == tuple(m.places for m in case.events.gathers)
+    assert case.program.reduced_together
+    assert bool(case.program.gathered_together) == any(gathers_of(case.events))
     assert case.program.digest != plain.program.digest
     real = recorded(case)
     assert len(real) < len(recorded(plain))
@@ -70,30 +80,32 @@ def planned(**pins) -> Plan:
     "pins", [{"dp": 4, "zero": 0}, {"dp": 4, "zero": 3}, {"dp": 2, "tp": 2, "sp": 1, "zero": 0}]
 )
 def test_the_fastest_size_that_fits_is_taken(pins) -> None:
-    plain = planned(**pins, merge=0)
-    found = with_merging(plain, None)
+    plain = planned(**pins, merge=0, merge_gathers=0)
+    found = with_merging(plain, MergeSizes())
     assert plain.merge_bytes == 0 and plain.events.merged == ()
     assert found.merge_bytes and found.simulated.step_s < plain.simulated.step_s
     assert found.simulated == simulate(found.events).step
     costs = CostModel(plain.cluster, plain.mesh)
-    steps = {n: merged_to(plain, n, costs).simulated for n in _sizes(plain.events)}
-    fastest_s = min(step.step_s for step in steps.values())
+    sizes = [0, *_sizes(list(reductions_of(plain.events)))]
+    steps = [merged_to(plain, MergeSizes(n, 0), costs).simulated for n in sizes]
+    fastest_s = min(step.step_s for step in steps)
     assert found.simulated.step_s <= fastest_s + LEAST_GAIN * plain.simulated.step_s
     # What does not fit is not taken.
     tight = replace(plain.memory, reserve=0, capacity=plain.simulated.peak_bytes)
-    careful = with_merging(replace(plain, memory=tight), None)
+    careful = with_merging(replace(plain, memory=tight), MergeSizes())
     assert careful.simulated.peak_bytes <= plain.simulated.peak_bytes
     assert careful.simulated.step_s <= plain.simulated.step_s
 
 
 def test_a_plan_says_what_is_merged_and_is_priced_so() -> None:
-    found = planned(dp=4, zero=3, merge="1MB")
-    assert found.merge_bytes == 10**6 and found.events.merged
+    found = planned(dp=4, zero=3, merge="1MB", merge_gathers="1MB")
+    assert found.merge_bytes == found.merge_gather_bytes == 10**6
+    assert found.events.merged and found.events.gathers
     again = plan_from_json(plan_to_json(found))
     assert again == found
     graph = capture(*tiny_model("llama", layers=4)).graph
     assert price_plan(graph, again, OpProber()).events == found.events
-    other = planned(dp=4, zero=3, merge=0)
+    other = planned(dp=4, zero=3, merge=0, merge_gathers="1MB")
     (row,) = [d for d in compare_plans(other, found).choices if "merged" in d.what]
     assert (row.first, row.second) == ("none", "up to 1.00 MB")
 
