@@ -34,16 +34,18 @@ class Gather:
             m.key: (m.buffers, start, end) for m, (start, end) in zip(members, ranges, strict=True)
         }
         flat = first.pack_shards([shard for m in members for shard in m.shards])
-        self._in_flight: Tensor | None = mesh.start_all_gather(flat, axes)
-        self._whole: dict[Key, list[Tensor]] = {}
+        self._flat: Tensor | None = mesh.start_all_gather(flat, axes)
+        self._is_there = False
 
     def take(self, key: Key) -> list[Tensor]:
-        """The parameters of a bucket, whole; the first to come waits for all. Once for each."""
-        if self._in_flight is not None:
-            rows = self._mesh.wait(self._in_flight).view(self._num_shards, -1)
-            self._in_flight = None
-            self._whole = {
-                k: buffers.unpack_whole(rows[:, start:end])
-                for k, (buffers, start, end) in self._columns.items()
-            }
-        return self._whole.pop(key)
+        """The parameters of a bucket, whole; the first to come waits for all. Once for each: the
+        buffer goes with the last."""
+        assert self._flat is not None
+        if not self._is_there:
+            self._flat = self._mesh.wait(self._flat)
+            self._is_there = True
+        buffers, start, end = self._columns.pop(key)
+        rows = self._flat.view(self._num_shards, -1)[:, start:end]
+        if not self._columns:
+            self._flat = None
+        return buffers.unpack_whole(rows)

@@ -10,6 +10,7 @@
 at its moment, what is alive inside the instance, gathered parameters from the start of their gather
 to their release, and buckets from the start of their reduction until the link is done with them.
 Merged reductions start with the last of their members; their buffer is there from the first on.
+That of a merged gather stays until the last of its members has been copied out of it.
 """
 
 from collections import defaultdict
@@ -70,6 +71,16 @@ class _Use:
         self.number = number
         self.bucket = bucket
         self.gather: Transfer | None = None
+        self.buffer: _Buffer | None = None
+        """Of a merged gather, until this one's parameters come out of it."""
+
+
+@dataclass
+class _Buffer:
+    """Of a merged gather: its bytes, and how many buckets are still to come out of it."""
+
+    num_bytes: int
+    left: int
 
 
 class _Merged:
@@ -100,6 +111,8 @@ class _Run:
         self.whole: dict[_Use, None] = {}
         """Gathered or in flight: their memory is taken."""
         self.whole_bytes = 0
+        self.emptied_bytes = 0
+        """Of buffers that the last of their members is being copied out of."""
         self.result_bytes = 0
         """Of reductions that began in the backward at hand; then they are held gradients."""
         self.flying: list[tuple[Transfer | None, int]] = []
@@ -208,13 +221,10 @@ class _Run:
                 if merged is not None:
                     self._start_merged_gather(merged, use)
                     continue
-                self._make_whole(use)
+                self.whole[use] = None
+                self.whole_bytes += use.bucket.whole_bytes
                 if use.bucket.gather is not None:
                     use.gather = self.streams.start(use.bucket.gather, use.instance)
-
-    def _make_whole(self, use: _Use) -> None:
-        self.whole[use] = None
-        self.whole_bytes += use.bucket.whole_bytes
 
     def _start_merged_gather(self, merged: MergedGather, first: _Use) -> None:
         """Backward: of those that are read again."""
@@ -225,20 +235,36 @@ class _Run:
             of = merged.again
         assert of is not None
         transfer = self.streams.start(of, first.instance)
+        buffer = _Buffer(sum(use.bucket.whole_bytes for use in members), len(members))
+        self.whole_bytes += buffer.num_bytes
         for use in members:
-            self._make_whole(use)
-            use.gather = transfer
+            self.whole[use] = None
+            use.gather, use.buffer = transfer, buffer
 
     def _wait_for(self, use: _Use) -> None:
         if use.gather is not None:
             self.streams.wait(use.gather)
+        if use.buffer is not None:
+            self.whole_bytes += use.bucket.whole_bytes
+            self._leave_buffer(use)
+
+    def _leave_buffer(self, use: _Use) -> None:
+        """The buffer of a merged gather goes with the last that comes out of it."""
+        assert use.buffer is not None
+        use.buffer.left -= 1
+        if not use.buffer.left:
+            self.emptied_bytes += use.buffer.num_bytes
+        use.buffer = None
 
     def _release(self, uses: Sequence[_Use]) -> None:
         for use in uses:
             if use in self.whole:
                 del self.whole[use]
                 use.gather = None
-                self.whole_bytes -= use.bucket.whole_bytes
+                if use.buffer is not None:
+                    self._leave_buffer(use)
+                else:
+                    self.whole_bytes -= use.bucket.whole_bytes
 
     def _reduce(self, use: _Use, event: Event, moment: int) -> None:
         self._release([use])
@@ -293,6 +319,8 @@ class _Run:
         total = self.events.fixed_bytes + self.events.held_bytes[moment] + inside_bytes
         total += self.whole_bytes + flying + self.result_bytes + self.waiting_bytes
         self.memory.append((self.streams.now_s, total))
+        self.whole_bytes -= self.emptied_bytes
+        self.emptied_bytes = 0
 
 
 def _overlap(transfers: Sequence[Transfer]) -> tuple[OverlapRow, ...]:

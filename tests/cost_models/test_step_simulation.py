@@ -168,6 +168,8 @@ def test_a_merged_gather_starts_where_its_first_member_would() -> None:
     ]
     whole = max(num_bytes for now_s, num_bytes in course.memory if 15.0 <= now_s < 20.0)
     assert whole == 1000 + 3 * 100 + 30
+    # In the forward their buffer, and layer 0 out of it.
+    assert max(num_bytes for now_s, num_bytes in course.memory if now_s <= 3.0) == 1000 + 310
     assert course.step.step_s == 3 + 3 * 4 + 3 * 5 + 3 + 1
 
 
