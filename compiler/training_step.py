@@ -11,7 +11,8 @@ autograd accumulates itself. Tokens are empty tensors that carry nothing but thi
 that are merged (meshfold.merging) start with the last of their members.
 
 Gathered parameters are released after a region's forward. Autograd keeps a note instead (saved
-tensor hooks) and the backward gathers again, one region ahead: two regions are whole at most.
+tensor hooks) and the backward gathers again, one region ahead: two regions are whole at most, and
+with merged gathers a region beside the buffers of two groups.
 The last region stays whole for its backward, and so do regions that keep what is gathered (ZeRO 1
 and 2), these for all microbatches of a step (meshfold.shared_step). A region with full
 recomputation (meshfold.recomputation) keeps no notes; it gathers again in the same turn.

@@ -121,7 +121,8 @@ def test_a_pipeline_merges_once_a_step_what_waits_for_its_end(pools: Pools) -> N
     plans = []
     for zero in (0, 1, 3):
         base = planned_pipeline("llama", 6, 4, (*pins, ("zero", zero)))
-        plans += [replace(recut(base, kind), merge_bytes=EVERYTHING) for kind in kinds]
+        base = replace(base, merge_bytes=EVERYTHING, merge_gather_bytes=EVERYTHING)
+        plans += [recut(base, kind) for kind in kinds]
     arguments = ("llama", 6, captured_model("llama", 6), [plan_to_json(p) for p in plans])
     for outcomes in pools.run(4, "support_pipeline:run_pipelines", *arguments):
         for outcome in outcomes:
@@ -130,6 +131,8 @@ def test_a_pipeline_merges_once_a_step_what_waits_for_its_end(pools: Pools) -> N
         # One for the layers of the stage, and one for what the stage has at its end, if anything.
         assert [c["all_reduce_in_place"] for c in counts[:2]] == [1, 1]
         assert [c["reduce_scatter"] for c in counts[2:]] == [1, 1, 4, 4]
+        # ZeRO 1 gathers with the first microbatch alone, ZeRO 3 forward and backward.
+        assert [c["all_gather"] for c in counts[2:]] == [1, 1, 8, 8]
 
 
 def test_a_member_without_gradients_is_not_waited_for() -> None:
