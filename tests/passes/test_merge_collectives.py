@@ -4,10 +4,14 @@ from dataclasses import replace
 
 import pytest
 from support_events import DP, STRATEGIES, ZERO3, Eager, eager, label, predicted, recorded
+from support_memory import EmittedStep
 from support_models import families, tiny_model
 from support_programs import capture
+from support_schedules import captured_family
+from support_schedules import planned as planned_in
 
 import meshfold
+from meshfold.collective_order import collectives_of
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.step_simulation import simulate
@@ -24,9 +28,11 @@ from meshfold.passes.merge_collectives import (
     reductions_of,
     with_merging,
 )
+from meshfold.pipeline_program import emit_plan
 from meshfold.plan import Plan
 from meshfold.plan_diff import compare_plans
 from meshfold.plan_io import plan_from_json, plan_to_json
+from meshfold.precision import float64_everywhere
 from meshfold.probe import OpProber
 
 SOME, EVERYTHING = 91_000, 1 << 40
@@ -60,6 +66,21 @@ def test_what_is_simulated_is_what_runs(family, strategy, is_everything) -> None
     # Nothing is lost: as many bytes are reduced.
     sums = [sum(r.num_bytes for r in reductions_of(c.events)) for c in (plain, case)]
     assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("pins", ["zero3 x tp+sp", "zero2 x tp"])
+def test_the_same_in_scheduled_mode(pins) -> None:
+    plan = merged_to(planned_in("llama", pins), MergeSizes(EVERYTHING, EVERYTHING))
+    assert plan.events.merged and plan.events.gathers
+    captured = captured_family("llama")
+    model, batch = tiny_model("llama")
+    step = EmittedStep(model, captured, emit_plan(captured.graph, plan), batch)
+    with float64_everywhere(), collectives_of(step.runner.mesh) as calls:
+        step.train()
+    real = [(c.kind, c.axes) for c in calls]
+    found = [(t.collective.kind, t.collective.axes) for t in simulate(plan.events).transfers]
+    moved = "all_gather", "reduce_scatter"
+    assert [c for c in real if c[0] in moved] == [c for c in found if c[0] in moved]
 
 
 @pytest.mark.parametrize("strategy", [DP, ZERO3], ids=label)
