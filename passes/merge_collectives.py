@@ -5,8 +5,9 @@ A collective pays its start and its latencies however small it is, and small one
 rate of their link. A merged reduction starts later, so that less compute is left to hide it, and
 its buffer is held longer; a merged gather makes more layers whole at once. What is best depends on
 the whole step, so the step is simulated with sizes from small to everything, each four times the
-one before: reductions first, then gathers beside them. The fastest that fits is taken; the smaller
-one where they are as fast, none where there is nothing to gain.
+one before, as long as that saves links some of their time: reductions first, then gathers beside
+them. The fastest that fits is taken; the smaller one where they are as fast, none where there is
+nothing to gain.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,9 @@ from meshfold.step_events import BucketEvents, Collective, MergedGather, MergedR
 FACTOR = 4
 LEAST_GAIN = 1e-4
 """Of the step; less is nothing."""
+PAYS = 0.005
+"""Of the seconds of all that can be merged: a size that saves less of them than the one before is
+where merging stops paying, and is not simulated."""
 CLEARLY, ENOUGH = 0.01, 2
 """Sizes in a row with which the step is slower than the best by this share of it: larger ones, with
 less and less to hide behind, are not tried."""
@@ -45,27 +49,37 @@ def with_merging(plan: Plan, pinned: MergeSizes, costs: CostModel | None = None)
     if best.events is None:
         return best
     if pinned.reductions is None:
-        sizes = _sizes(list(reductions_of(best.events)))
-        best = _fastest(best, [replace(start, reductions=size) for size in sizes], costs)
+        found = list(reductions_of(best.events))
+        sizes = [replace(start, reductions=size) for size in _sizes(found)]
+        own_s = sum(_own_s(best.events, one.place) for one in found)
+        best = _fastest(best, own_s, sizes, costs)
     if pinned.gathers is None and best.events is not None:
         start = replace(start, reductions=best.merge_bytes)
-        sizes = _sizes(list(gathers_of(best.events)))
-        best = _fastest(best, [replace(start, gathers=size) for size in sizes], costs)
+        found = list(gathers_of(best.events))
+        sizes = [replace(start, gathers=size) for size in _sizes(found)]
+        own_s = sum(_own_s(best.events, one.place, gathers=True) for one in found)
+        best = _fastest(best, own_s, sizes, costs)
     return best
 
 
-def _fastest(plan: Plan, sizes: Sequence[MergeSizes], costs: CostModel) -> Plan:
-    """The first of the fastest that fit, the plan as it is before all."""
+def _fastest(plan: Plan, own_s: float, sizes: Sequence[MergeSizes], costs: CostModel) -> Plan:
+    """The first of the fastest that fit, the plan as it is before all. own_s: seconds of what is to
+    be merged, one by one."""
     assert plan.events is not None and plan.simulated is not None
     best, least_s = plan, plan.simulated.step_s
     most_bytes = max(plan.memory.capacity, plan.simulated.peak_bytes)
     tried = {(plan.events.merged, plan.events.gathers)}
+    least_saved_s = PAYS * own_s
+    saved_s = _saved_s(plan.events)
     worse = 0
     for size in sizes:
         events = merged_events(plan.events, size, costs)
         if (events.merged, events.gathers) in tried:
             continue
         tried.add((events.merged, events.gathers))
+        if _saved_s(events) - saved_s < least_saved_s:
+            continue
+        saved_s = _saved_s(events)
         step = simulate(events).step
         gains = step.step_s < least_s - LEAST_GAIN * plan.simulated.step_s
         if gains and step.peak_bytes <= most_bytes:
@@ -121,6 +135,25 @@ def merged_events(events: StepEvents, sizes: MergeSizes, costs: CostModel) -> St
         again = _priced((_bucket(events, p).gather for p in saved), costs)
         gathers.append(MergedGather(places, of, again))
     return replace(events, merged=tuple(merged), gathers=tuple(gathers))
+
+
+def _own_s(events: StepEvents, place: Place, *, gathers: bool = False) -> float:
+    """Seconds of one that is not merged."""
+    bucket = _bucket(events, place)
+    of = bucket.gather if gathers else bucket.reduce
+    return 0.0 if of is None else of.seconds
+
+
+def _saved_s(events: StepEvents) -> float:
+    """Seconds of links that merging saves; of gathers in the forward."""
+    reduced = sum(
+        sum(_own_s(events, place) for place in one.places) - one.collective.seconds
+        for one in events.merged
+    )
+    return reduced + sum(
+        sum(_own_s(events, place, gathers=True) for place in one.places) - one.collective.seconds
+        for one in events.gathers
+    )
 
 
 def _bucket(events: StepEvents, place: Place) -> BucketEvents:
