@@ -8,6 +8,7 @@ optimizer, and counts from a barrier to the last rank. Medians and ratios.
 
     scheduled, eager     meshfold, the plan with the pins of its row, in both modes
     2 parts, 4 parts     scheduled, layers in as many parts whatever the cost model says
+    one by one           eager, no reductions of gradients merged
     waiting              the eager program, nothing gathered ahead, every reduction waited for where
                          it starts: what overlap brings
     FSDP2, DDP, TP       fully_shard per layer, DistributedDataParallel, parallelize_module with
@@ -70,7 +71,7 @@ KINDS = {
     "tp+sp": {"tp": -1, "sp": 1},
 }
 """Pins by kind; a degree of -1 stands for all processes."""
-OURS = ("scheduled", "eager", "waiting")
+OURS = ("scheduled", "eager", "one by one", "waiting")
 PARTS = (2, 4)
 ALONE = "dp: no communication"
 DIFFER = 0.1
@@ -124,10 +125,12 @@ def meshfold_programs(
     wire: float,
     pins: dict[str, int],
 ) -> Programs:
-    """Scheduled, in parts where there is tp, eager, and every collective waited for at once."""
+    """Scheduled, in parts where there is tp, eager, without merged reductions, and every collective
+    waited for at once."""
     options = {
         "scheduled": CompileOptions(pins=pins, mode="scheduled"),
         "eager": CompileOptions(pins=pins),
+        "one by one": CompileOptions(pins={**pins, "merge": 0}),
     }
     for parts in PARTS if "tp" in pins else ():
         options[f"{parts} parts"] = CompileOptions(pins={**pins, "parts": parts}, mode="scheduled")

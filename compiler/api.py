@@ -23,6 +23,7 @@ from meshfold.errors import CaptureError, OptionError, PlanMismatchError
 from meshfold.options import CompileOptions
 from meshfold.parts_choice import with_parts
 from meshfold.passes.fold_assemble import fingerprint
+from meshfold.passes.merge_collectives import MergeSizes, with_merging
 from meshfold.passes.planner import Progress, find_plan_for
 from meshfold.pipeline_program import EmittedPipeline, emit_plan
 from meshfold.plan import Plan
@@ -109,7 +110,8 @@ def plan_captured(
         progress=progress,
     )
     plan = with_parts(plan, captured.graph, options.parts_pin)
-    return with_ring(plan, captured.graph, options)
+    plan = with_ring(plan, captured.graph, options)
+    return with_merging(plan, MergeSizes(options.merge_pin, options.merge_gathers_pin))
 
 
 def _resolve(text: str) -> ClusterSpec:

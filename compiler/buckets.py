@@ -99,28 +99,24 @@ class BucketBuffers:
             return shards[0].reshape(-1)
         return torch.cat([s.reshape(-1) for s in shards])
 
-    def unpack_whole(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Flat buffer of whole tensors -> the members, gathered. One copy each; a bucket with one
-        member whose shards are consecutive in memory is a view."""
-        rows = flat.view(self.num_shards, self.shard_numel)
+    def unpack_whole(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Rows (num_shards, shard_numel), a flat buffer of whole tensors or columns of one that is
+        shared -> the members, gathered. One copy each; a bucket with one member whose shards are
+        consecutive in memory is a view."""
         return [
             a.whole(rows[:, start:end])
             for a, (start, end) in zip(self.assemblies, self.ranges, strict=True)
         ]
 
-    def pack_gradients(
-        self, gradients: Sequence[torch.Tensor | None], like: torch.Tensor
-    ) -> torch.Tensor:
-        """Gradients of the members as used (None: zero) -> flat buffer of whole tensors."""
-        flat = like.new_empty(self.whole_numel)
-        rows = flat.view(self.num_shards, self.shard_numel)
+    def write_gradients(self, gradients: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
+        """Gradients of the members as used (None: zero) -> `rows` (num_shards, shard_numel), a flat
+        buffer of whole tensors, or columns of one that is shared."""
         parts = zip(self.assemblies, self.ranges, gradients, strict=True)
         for assembly, (start, end), gradient in parts:
             if gradient is None:
                 rows[:, start:end].zero_()
             else:
                 assembly.write_stacked(gradient, rows[:, start:end])
-        return flat
 
     def unpack_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Flat buffer of shards -> views of it in the members' shard shapes."""

@@ -1,9 +1,10 @@
 """From a captured graph and a plan to the program of a rank: the passes, in order.
 
     emit        typed graphs, conversions, buckets, gathers ahead   meshfold.emit
-    parts       regions that run in parts, anew                         meshfold.passes.region_parts
-    ring        products that take rows as they come round, anew        meshfold.passes.ring_graph
+    parts       regions that run in parts, anew                     meshfold.passes.region_parts
+    ring        products that take rows as they come round, anew    meshfold.passes.ring_graph
     schedule    pieces in an order found with the cost model        meshfold.schedule_program
+    merge       gathers and reductions that run as one              meshfold.merging
 
 They start from the captured graph with its regions split as the plan does (passes/variants.py).
 After each one the program is checked (meshfold.check_program). `watch` sees every pass with its
@@ -12,7 +13,7 @@ seconds and what it made; `meshfold graph --passes DIR` writes that down.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshfold.check_program import check_program
@@ -106,11 +107,23 @@ def _schedule(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     return scheduled(program, of.costs, max(0, of.plan.memory.capacity - of.plan.memory.peak))
 
 
+def _merge(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
+    assert program is not None, "there are collectives to merge"
+    return merged(program, of.plan)
+
+
+def merged(program: EmittedProgram, plan: Plan) -> EmittedProgram:
+    """`program` with collectives merged as the plan says."""
+    gathers = plan.merge_gather_bytes
+    return replace(program, merge_bytes=plan.merge_bytes, merge_gather_bytes=gathers)
+
+
 PASSES: tuple[EmissionPass, ...] = (
     EmissionPass("emit", _emit),
     EmissionPass("parts", _parts, "scheduled"),
     EmissionPass("ring", _ring),
     EmissionPass("schedule", _schedule, "scheduled"),
+    EmissionPass("merge", _merge),
 )
 
 

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from meshfold.errors import OptionError
 from meshfold.strategy import Offload, Recompute
+from meshfold.units import is_bytes, parse_bytes
 
 PinValue = int | str
 
@@ -43,14 +44,17 @@ PIN_NAMES = (
     "chunks",
     "parts",
     "ring",
+    "merge",
+    "merge_gathers",
 )
 """What can be pinned: data, expert, context and tensor parallel degrees, ZeRO level, whether
 activations between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is
 offloaded, devices that a pipeline goes over, parts in which a rank runs its share of the batch, the
 order they run in, stages per device (more than one under interleaved schedules, zbv and dualpipev
-only), in how many parts of its samples a region runs in mode scheduled, and whether products take
-rows of other ranks as they come round (0 or 1). Beside these a parameter's layout, `layout:NAME`.
-"""
+only), in how many parts of its samples a region runs in mode scheduled, whether products take rows
+of other ranks as they come round (0 or 1), and up to which size reductions of gradients, and
+gathers of parameters, are merged ("25MB"; 0: none are). Beside these a parameter's layout,
+`layout:NAME`."""
 
 _WORDS = {
     "recompute": get_args(Recompute),
@@ -61,6 +65,7 @@ _WORDS = {
 
 PARTS = "parts"
 RING = "ring"
+MERGE, MERGE_GATHERS = "merge", "merge_gathers"
 LAYOUT = "layout:"
 """What the name of a pin starts with that is about a parameter's layout."""
 
@@ -146,7 +151,7 @@ class CompileOptions:
     @property
     def strategy_pins(self) -> dict[str, PinValue]:
         """Pins about strategies."""
-        others = (LAYOUT, PARTS, RING)
+        others = (LAYOUT, PARTS, RING, MERGE, MERGE_GATHERS)
         return {k: v for k, v in self.pins.items() if not k.startswith(others)}
 
     @property
@@ -160,6 +165,20 @@ class CompileOptions:
         """Whether products are to take rows as they come round."""
         value = self.pins.get(RING)
         return None if value is None else bool(value)
+
+    @property
+    def merge_pin(self) -> int | None:
+        """Bytes up to which reductions of gradients are to be merged."""
+        return self._bytes_pin(MERGE)
+
+    @property
+    def merge_gathers_pin(self) -> int | None:
+        """Bytes up to which gathers of parameters are to be merged."""
+        return self._bytes_pin(MERGE_GATHERS)
+
+    def _bytes_pin(self, name: str) -> int | None:
+        value = self.pins.get(name)
+        return value if value is None or isinstance(value, int) else parse_bytes(value)
 
     @property
     def layout_pins(self) -> tuple[LayoutPin, ...]:
@@ -179,6 +198,10 @@ def _check_pin(name: str, value: PinValue) -> None:
         raise OptionError(
             f"pin {name!r} is unknown; pins are {', '.join(PIN_NAMES)} and {LAYOUT}PARAMETER"
         )
+    if name in (MERGE, MERGE_GATHERS):
+        if value != 0 and not (isinstance(value, str) and is_bytes(value)):
+            raise OptionError(f"pin {name}={value}: write a size, as 25MB, or 0 to merge nothing")
+        return
     if name in _WORDS:
         if value not in _WORDS[name]:
             raise OptionError(f"pin {name}={value}: write {' or '.join(_WORDS[name])}")

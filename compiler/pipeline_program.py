@@ -18,7 +18,7 @@ from meshfold.cost_models.action_lists import actions_text, check_actions
 from meshfold.cost_models.actions import ActionLists
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.schedules import Schedule
-from meshfold.emission_passes import Watch, emit
+from meshfold.emission_passes import Watch, emit, merged
 from meshfold.emit import check_outputs, check_runs, emit_typed
 from meshfold.errors import OptionError, PlanMismatchError
 from meshfold.mesh import PIPELINE_AXIS, Mesh
@@ -149,6 +149,7 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         )
         for stage in cut
     )
+    stages = tuple(merged(stage, plan) for stage in stages)
     _check_tied(stages)
     if plan.mode == "scheduled":
         # Between forward and backward others run: nothing may be held longer than in eager mode.

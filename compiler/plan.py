@@ -256,6 +256,10 @@ class Plan:
     """How the program of a rank runs."""
     schedule: str = ""
     """In which order stages run their microbatches; empty for a step in one pass."""
+    merge_bytes: int = 0
+    """Up to which reductions of gradients are merged (meshfold.merging); 0 for none."""
+    merge_gather_bytes: int = 0
+    """Up to which gathers of parameters are."""
     simulated: SimulatedStep | None = None
     """The step as simulated from its events; time has what the search added up."""
     events: StepEvents | None = None

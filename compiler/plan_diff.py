@@ -41,6 +41,8 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifferences:
         Difference("mode", first.mode, second.mode),
         Difference("optimizer", first.optimizer, second.optimizer),
         Difference("schedule", first.schedule, second.schedule),
+        Difference("reductions merged", *(_up_to(p.merge_bytes) for p in (first, second))),
+        Difference("gathers merged", *(_up_to(p.merge_gather_bytes) for p in (first, second))),
         Difference("runs", _runs(first), _runs(second)),
     ]
     regions = {r.name: r for r in second.regions}
@@ -77,6 +79,10 @@ def _table(rows: tuple[Difference, ...]) -> RenderableType:
 
 def _model(plan: Plan) -> str:
     return f"{plan.model.name} {plan.model.fingerprint[:12]}, batch {plan.model.batch_size}"
+
+
+def _up_to(num_bytes: int) -> str:
+    return f"up to {bytes_text(num_bytes)}" if num_bytes else "none"
 
 
 def _runs(plan: Plan) -> str:

@@ -84,6 +84,8 @@ def plan_document(plan: Plan) -> PlanDocument:
         precision=plan.precision,
         mode=plan.mode,
         schedule=plan.schedule,
+        merge_bytes=plan.merge_bytes,
+        merge_gather_bytes=plan.merge_gather_bytes,
         stages=tuple(StageDocument(**asdict(stage)) for stage in plan.stages),
         regions=tuple(_region_document(region) for region in plan.regions),
         cluster=cluster_model(plan.cluster),
@@ -217,6 +219,8 @@ def plan_from_document(document: PlanDocument) -> Plan:
         version=document.version,
         notes=document.notes,
         schedule=document.schedule,
+        merge_bytes=document.merge_bytes,
+        merge_gather_bytes=document.merge_gather_bytes,
         simulated=step,
         events=events,
     )

@@ -237,6 +237,12 @@ class PlanDocument(Document):
     schedule: str = Field(
         default="", description="Of the microbatches; empty for a step in one pass"
     )
+    merge_bytes: Bytes = Field(
+        default=0, description="Up to which reductions of gradients are merged; 0 for none"
+    )
+    merge_gather_bytes: Bytes = Field(
+        default=0, description="Up to which gathers of parameters are merged; 0 for none"
+    )
     stages: tuple[StageDocument, ...]
     regions: tuple[RegionDocument, ...]
     cluster: ClusterModel

@@ -17,9 +17,10 @@ from typing import Literal
 
 from torch import fx
 
-from meshfold.buckets import Bucket
+from meshfold.buckets import Bucket, BucketBuffers
+from meshfold.merging import Mergeable, Place, merged_places
 from meshfold.mesh import Mesh
-from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind
+from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind
 from meshfold.program_text import bucket_text, graph_lines, rank_text
 from meshfold.region_schedule import RegionSchedule
 from meshfold.spmd import INVARIANT, Layout
@@ -94,6 +95,10 @@ class EmittedProgram:
     steps: tuple[Step, ...]
     stored: Mapping[str, Layout]
     numbers: tuple[int, ...]
+    merge_bytes: int = 0
+    """Up to which reductions of gradients are merged."""
+    merge_gather_bytes: int = 0
+    """Up to which gathers of parameters are merged."""
 
     def region_of(self, instance: int) -> RegionProgram:
         return self.regions[self.programs[instance]]
@@ -106,6 +111,38 @@ class EmittedProgram:
     def whole(self) -> Layout:
         """Invariant on every axis."""
         return (INVARIANT,) * len(self.mesh.axes)
+
+    @cached_property
+    def gathered_together(self) -> tuple[tuple[Place, ...], ...]:
+        """The buckets whose parameters are gathered together, see meshfold.merging."""
+        return merged_places(self._gathers(), self.merge_gather_bytes)
+
+    @cached_property
+    def reduced_together(self) -> tuple[tuple[Place, ...], ...]:
+        """The buckets whose gradients are reduced together, see meshfold.merging."""
+        return merged_places(self._reductions(), self.merge_bytes)
+
+    def _gathers(self) -> Iterator[Mergeable]:
+        for k in range(len(self.programs)):
+            region = self.region_of(k)
+            for number, bucket in enumerate(region.buckets):
+                if bucket.gather:
+                    key = bucket.gather, bucket.dtype, region.keeps_gathered
+                    num_bytes = BucketBuffers(bucket, self.mesh.sizes).whole_numel
+                    yield Mergeable((k, number), key, num_bytes * ITEM_BYTES[bucket.dtype])
+
+    def _reductions(self) -> Iterator[Mergeable]:
+        for k in reversed(range(len(self.programs))):
+            region = self.region_of(k)
+            for number, bucket in enumerate(region.buckets):
+                axes = bucket.gather or bucket.reduce
+                if axes and bucket.requires_grad:
+                    is_late = not bucket.gather or region.whole_gradients
+                    dtype = bucket.master or bucket.dtype
+                    key = bool(bucket.gather), axes, dtype, is_late
+                    num_bytes = BucketBuffers(bucket, self.mesh.sizes).whole_numel
+                    num_bytes *= ITEM_BYTES[dtype]
+                    yield Mergeable((k, number), key, num_bytes)
 
     @cached_property
     def digest(self) -> str:
@@ -133,6 +170,11 @@ class EmittedProgram:
         yield "steps"
         for run in self._step_runs():
             yield f"  {run}"
+        together = {"gathered": self.gathered_together, "reduced": self.reduced_together}
+        for what, groups in together.items():
+            for places in groups:
+                names = " ".join(f"{k}.{number}" for k, number in places)
+                yield f"  {what} together, instance.bucket: {names}"
         for k, region in enumerate(self.regions):
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"

@@ -93,12 +93,19 @@ def _headline(plan: Plan) -> RenderableType:
     wide = "parameters, gradients and optimizer states in float32"
     precision = [] if plan.precision == "model" else [("precision", f"{plan.precision}, {wide}")]
     mode = [("mode", plan.mode)] if plan.mode != "eager" else []
+    sizes = {"reductions": plan.merge_bytes, "gathers": plan.merge_gather_bytes}
+    merged = [
+        (name, f"merged up to {bytes_text(num_bytes)}")
+        for name, num_bytes in sizes.items()
+        if num_bytes
+    ]
     rows = [
         ("model", f"{model.name}, {count_text(model.num_parameters)} parameters"),
         ("", f"{model.num_ops:,} ops, {model.num_distinct_ops:,} distinct"),
         ("batch", ", ".join(f"{n} {'x'.join(map(str, s))} {d}" for n, s, d in model.inputs)),
         *precision,
         *mode,
+        *merged,
         ("cluster", f"{cluster.name}: {devices}"),
         ("mesh", f"{plan.mesh}" + (f" ({links})" if links else "")),
         ("strategy", plan.strategy.label + (f" (pinned: {pins})" if pins else "")),

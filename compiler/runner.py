@@ -68,6 +68,10 @@ class ProgramRunner:
         step.uses = [
             self._bucket_uses(step, k, parameters) for k in range(len(self.program.programs))
         ]
+        for places in self.program.gathered_together:
+            BucketUse.gather_together([step.uses[k][number] for k, number in places])
+        for places in self.program.reduced_together if step.is_recording else ():
+            BucketUse.reduce_together([step.uses[k][number] for k, number in places])
         step.enter()
         forward = _Forward(self, step, parameters, buffers, inputs, arrived)
         keeps_notes = self._makes and step.is_recording

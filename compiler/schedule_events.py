@@ -15,6 +15,7 @@ from meshfold.emission_passes import emit
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.conversions import Step
 from meshfold.passes.local_program import Probe
+from meshfold.passes.merge_collectives import merged_events, sizes_of
 from meshfold.passes.region_events import bytes_inside, merged, region_events
 from meshfold.passes.region_price import RegionPricer
 from meshfold.piece_prices import PiecePrices
@@ -52,7 +53,7 @@ def with_program_events(
             inside = bytes_inside(region.typing, region.slots, price.ops, costs, probe, floats)
             events = _Writer(events, region, price, inside).write()
         written.append(events)
-    step = replace(plan.events, regions=tuple(written))
+    step = merged_events(replace(plan.events, regions=tuple(written)), sizes_of(plan), costs)
     return replace(plan, events=step, simulated=simulate(step).step)
 
 

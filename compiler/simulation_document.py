@@ -4,7 +4,8 @@ Events are lines (meshfold.step_events); instances, and the change of what is he
 moment, are runs: [what, how often in a row].
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -14,10 +15,13 @@ from pydantic import Field
 from meshfold.cluster import OVERLAP_SLOWDOWN
 from meshfold.documents import Bytes, Count, Document, Positive, Seconds
 from meshfold.errors import PlanFormatError
+from meshfold.merging import Place
 from meshfold.step_events import (
     BucketEvents,
     Collective,
     Event,
+    MergedGather,
+    MergedReduction,
     OverlapRow,
     RegionEvents,
     SimulatedStep,
@@ -31,6 +35,8 @@ from meshfold.step_events import (
 )
 
 T = TypeVar("T")
+
+_PLACE = re.compile(r"(\d+)\.(\d+)")
 
 
 class OverlapDocument(Document):
@@ -50,6 +56,16 @@ class BucketEventsDocument(Document):
     flat_bytes: Bytes
     result_bytes: Bytes
     saved: bool = Field(description="The backward reads the gathered parameters")
+    dtype: str = Field(default="", description="Of the gradients; empty where it is not known")
+    read_dtype: str = Field(default="", description="In which ops read the parameters")
+
+
+class MergedDocument(Document):
+    """Reductions, or gathers, that run as one."""
+
+    collective: str
+    places: str = Field(description="instance.bucket, in the order in which they come")
+    again: str = Field(default="", description="Of gathers: what the backward gathers again")
 
 
 class RegionEventsDocument(Document):
@@ -78,6 +94,8 @@ class EventsDocument(Document):
         le=2,
         description="Of compute and collectives beside each other",
     )
+    merged: tuple[MergedDocument, ...] = Field(default=(), description="Reductions")
+    gathers: tuple[MergedDocument, ...] = Field(default=(), description="Gathers")
 
 
 class SimulationDocument(Document):
@@ -121,6 +139,18 @@ def simulation_document(step: SimulatedStep, events: StepEvents) -> SimulationDo
             held_bytes=run_lengths([b - a for a, b in pairwise((0, *events.held_bytes))]),
             fixed_bytes=events.fixed_bytes,
             slowdown=events.slowdown,
+            merged=tuple(
+                MergedDocument(collective=write_collective(m.collective), places=_words(m.places))
+                for m in events.merged
+            ),
+            gathers=tuple(
+                MergedDocument(
+                    collective=write_collective(m.collective),
+                    places=_words(m.places),
+                    again=write_collective(m.again) if m.again else "",
+                )
+                for m in events.gathers
+            ),
         ),
     )
 
@@ -137,6 +167,8 @@ def _region_document(region: RegionEvents) -> RegionEventsDocument:
                 flat_bytes=b.flat_bytes,
                 result_bytes=b.result_bytes,
                 saved=b.saved,
+                dtype=b.dtype,
+                read_dtype=b.read_dtype,
             )
             for b in region.buckets
         ),
@@ -167,6 +199,14 @@ def simulation_of(document: SimulationDocument) -> tuple[SimulatedStep, StepEven
     regions = tuple(_region(r, f"{path}.regions[{k}]") for k, r in enumerate(of.regions))
     late = _lines(f"{path}.late", of.late, read_collective)
     held = tuple(accumulate(from_run_lengths(of.held_bytes)))
+    merged = tuple(
+        MergedReduction(*_merged(m, f"{path}.merged[{k}]")) for k, m in enumerate(of.merged)
+    )
+    gathers = tuple(
+        MergedGather(*_merged(m, at), _optional(f"{at}.again", m.again))
+        for k, m in enumerate(of.gathers)
+        for at in (f"{path}.gathers[{k}]",)
+    )
     events = _at(
         path,
         lambda: StepEvents(
@@ -177,6 +217,8 @@ def simulation_of(document: SimulationDocument) -> tuple[SimulatedStep, StepEven
             held,
             of.fixed_bytes,
             of.slowdown,
+            merged,
+            gathers,
         ),
     )
     return step, events
@@ -191,6 +233,8 @@ def _region(document: RegionEventsDocument, path: str) -> RegionEvents:
             b.flat_bytes,
             b.result_bytes,
             b.saved,
+            b.dtype,
+            b.read_dtype,
         )
         for k, b in enumerate(document.buckets)
     )
@@ -206,6 +250,23 @@ def _region(document: RegionEventsDocument, path: str) -> RegionEvents:
     again = _lines(f"{path}.again", document.again, event)
     stays = document.stays
     return _at(path, lambda: RegionEvents(document.name, forward, backward, buckets, stays, again))
+
+
+def _words(places: Sequence[Place]) -> str:
+    return " ".join(f"{k}.{number}" for k, number in places)
+
+
+def _merged(document: MergedDocument, path: str) -> tuple[tuple[Place, ...], Collective]:
+    """Inverse of _words, and what runs."""
+
+    def places() -> tuple[Place, ...]:
+        found = [_PLACE.fullmatch(word) for word in document.places.split(" ")]
+        if None in found:
+            raise ValueError(f"{document.places!r}: write instance.bucket, as '7.0 6.0'")
+        return tuple((int(match[1]), int(match[2])) for match in found if match)
+
+    made = _at(f"{path}.collective", lambda: read_collective(document.collective))
+    return _at(f"{path}.places", places), made
 
 
 def _optional(path: str, line: str) -> Collective | None:

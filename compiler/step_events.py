@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from meshfold.cluster import OVERLAP_SLOWDOWN
+from meshfold.merging import Place
 
 Action = Literal[
     "compute",
@@ -78,7 +79,8 @@ class Event:
 class BucketEvents:
     """Parameters gathered, and gradients reduced, together. None: no such collective. whole_bytes:
     of what is made of the shards (gathered, or cast), flat_bytes: of the gradients while they are
-    reduced, result_bytes: of what comes out. saved: the backward reads the gathered members."""
+    reduced, result_bytes: of what comes out. saved: the backward reads the gathered members.
+    dtype: of the gradients, read_dtype: as ops read the parameters; empty where not known."""
 
     gather: Collective | None
     reduce: Collective | None
@@ -86,6 +88,8 @@ class BucketEvents:
     flat_bytes: int
     result_bytes: int
     saved: bool
+    dtype: str = ""
+    read_dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,25 @@ class RegionEvents:
         return any(b.whole_bytes for b in self.buckets)
 
 
+@dataclass(frozen=True, slots=True)
+class MergedReduction:
+    """Reductions that run as one, `collective`, which starts when the last of them would have
+    (meshfold.merging)."""
+
+    places: tuple[Place, ...]
+    collective: Collective
+
+
+@dataclass(frozen=True, slots=True)
+class MergedGather:
+    """Gathers that run as one, `collective`, which starts where that of the first would; `again` is
+    that of those that the backward reads again, None if there are none."""
+
+    places: tuple[Place, ...]
+    collective: Collective
+    again: Collective | None = None
+
+
 @dataclass(frozen=True)
 class StepEvents:
     """A step in one pass. instances: numbers of `regions`, in order of execution. late: collectives
@@ -127,7 +150,7 @@ class StepEvents:
     held_bytes: beside what is inside an instance, gathered or in a bucket, at the moments of the
     forwards of all instances, then of their backwards, then of the optimizer. fixed_bytes: states,
     batch, reserve. The optimizer's own is in held_bytes. slowdown: of compute and collectives
-    beside each other.
+    beside each other. merged, gathers: reductions and gathers in place of those of buckets.
     """
 
     regions: tuple[RegionEvents, ...]
@@ -137,6 +160,8 @@ class StepEvents:
     held_bytes: tuple[int, ...]
     fixed_bytes: int
     slowdown: float = OVERLAP_SLOWDOWN
+    merged: tuple[MergedReduction, ...] = ()
+    gathers: tuple[MergedGather, ...] = ()
 
     def __post_init__(self) -> None:
         if any(not 0 <= r < len(self.regions) for r in self.instances):
@@ -146,6 +171,23 @@ class StepEvents:
                 f"held_bytes: {len(self.instances)} instances have "
                 f"{2 * len(self.instances) + 1} moments, not {len(self.held_bytes)}"
             )
+        reduces, gathers = (m.places for m in self.merged), (m.places for m in self.gathers)
+        for name, found in (("merged", reduces), ("gathers", gathers)):
+            seen: set[Place] = set()
+            for place in (place for places in found for place in places):
+                if place in seen or not self._has(place, gathers=name == "gathers"):
+                    raise ValueError(f"{name}: {place} is twice there, or no bucket that does this")
+                seen.add(place)
+
+    def _has(self, place: Place, *, gathers: bool) -> bool:
+        """Whether there is such a bucket, and it gathers, or reduces."""
+        instance, number = place
+        if not 0 <= instance < len(self.instances):
+            return False
+        buckets = self.regions[self.instances[instance]].buckets
+        if not 0 <= number < len(buckets):
+            return False
+        return (buckets[number].gather if gathers else buckets[number].reduce) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@
 Autograd runs the nodes of a graph in falling order of creation: UseBucket (meshfold.bucket_ops) is
 younger than the regions before its own, and Enter is the oldest node: its backward comes last,
 waits for all reductions, adds up the uses of tied parameters and returns gradients of shards, which
-autograd accumulates itself. Tokens are empty tensors that carry nothing but this order.
+autograd accumulates itself. Tokens are empty tensors that carry nothing but this order. Reductions
+that are merged (meshfold.merging) start with the last of their members.
 
 Gathered parameters are released after a region's forward. Autograd keeps a note instead (saved
-tensor hooks) and the backward gathers again, one region ahead: two regions are whole at most.
+tensor hooks) and the backward gathers again, one region ahead: two regions are whole at most, and
+with merged gathers a region beside the buffers of two groups.
 The last region stays whole for its backward, and so do regions that keep what is gathered (ZeRO 1
 and 2), these for all microbatches of a step (meshfold.shared_step). A region with full
 recomputation (meshfold.recomputation) keeps no notes; it gathers again in the same turn.
@@ -26,6 +28,8 @@ from torch import Tensor
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.errors import MeshfoldError
+from meshfold.gather import Gather, Gathered
+from meshfold.reduction import Reducing, Reduction
 from meshfold.shared_step import SharedStep
 from meshfold.torch_ops import torch_dtype
 from meshfold.weight_work import WeightWork
@@ -66,11 +70,10 @@ class BucketUse:
         names = step.mesh.mesh.names
         self._gather = tuple(names[k] for k in self.bucket.gather)
         self._dtype = torch_dtype(self.bucket.dtype)
-        self._in_flight: Tensor | None = None
+        self._gathers_with: Sequence[BucketUse] = (self,)
+        self._gathering: Gather | None = None
         self._whole: list[Tensor] | None = None
-        self._reduction: Tensor | None = None
-        self._cast: Tensor | None = None
-        """Gradients in the dtype of the shards, with nothing left to communicate."""
+        self._reduction = Reduction(step.reducing, [(self.key, buffers)], is_late=self.is_late)
 
     @property
     def weight_work(self) -> WeightWork | None:
@@ -79,10 +82,25 @@ class BucketUse:
 
     def start_gather(self) -> None:
         """Start the all-gather unless it is in flight or done."""
+        if self._needs_gather():
+            uses = [use for use in self._gathers_with if use._joins(self)]
+            members = [Gathered(use.key, use._buffers, use._narrow()) for use in uses]
+            gather = Gather(self._step.mesh, self._gather, members)
+            for use in uses:
+                use._gathering = gather
+
+    def _needs_gather(self) -> bool:
         is_there = self._whole is not None or (self.stays and self.key in self._step.shared.whole)
-        if self._gather and self._in_flight is None and not is_there:
-            flat = self._buffers.pack_shards(self._narrow())
-            self._in_flight = self._step.mesh.start_all_gather(flat, self._gather)
+        return bool(self._gather) and self._gathering is None and not is_there
+
+    def _joins(self, first: "BucketUse") -> bool:
+        """Whether this is gathered together with `first`, which comes first: in the backward, if it
+        is read again."""
+        if self._step.is_backward:
+            is_wanted = self is first or self.is_saved and self.instance <= first.instance
+        else:
+            is_wanted = self.instance >= first.instance
+        return is_wanted and self._needs_gather()
 
     def members(self) -> list[Tensor]:
         """The members as the ops read them, waiting for the gather."""
@@ -106,10 +124,9 @@ class BucketUse:
         if self.stays and self.key in self._step.shared.whole:
             return self._step.shared.whole[self.key]
         self.start_gather()
-        assert self._in_flight is not None
-        flat = self._step.mesh.wait(self._in_flight)
-        self._in_flight = None
-        whole = self._buffers.unpack_whole(flat)
+        assert self._gathering is not None
+        whole = self._gathering.take(self.key)
+        self._gathering = None
         if self.stays:
             self._step.shared.whole[self.key] = whole
         return whole
@@ -127,35 +144,32 @@ class BucketUse:
         self.is_saved = self.bucket.is_made and not self.stays
 
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start the reduction of the members' gradients, or leave it to a later microbatch; the
-        members are no longer needed."""
+        """Hand the members' gradients to their reduction; the members are no longer needed."""
         self.release()
-        mesh = self._step.mesh
-        flat = self._buffers.pack_gradients(gradients, like=self.shards[0])
-        if not self._gather and not self.bucket.reduce:
-            self._cast = flat
-            return
-        total = self._step.shared.add(self.key, flat) if self.is_late else flat
-        if total is None:
-            return
-        if self._gather:
-            self._reduction = mesh.start_reduce_scatter(total, self._gather)
-        else:
-            axes = tuple(mesh.mesh.names[k] for k in self.bucket.reduce)
-            self._reduction = mesh.start_all_reduce_in_place(total, axes)
-        if self._step.waits_at_once and self._reduction is not None:
-            self._cast = mesh.wait(self._reduction)
-            self._reduction = None
+        self._reduction.pack(self.key, gradients, like=self.shards[0])
+
+    def start_unfinished_reduction(self) -> None:
+        """See Reduction."""
+        self._reduction.start_unfinished()
 
     def finish_reduction(self) -> list[Tensor] | None:
         """Gradients of the shards, after the first collective; None if there was no gradient."""
-        if self._reduction is not None:
-            self._cast = self._step.mesh.wait(self._reduction)
-            self._reduction = None
-        if self._cast is None:
-            return None
-        flat, self._cast = self._cast, None
-        return self._buffers.unpack_shards(flat)
+        return self._reduction.finish(self.key)
+
+    @staticmethod
+    def gather_together(uses: Sequence["BucketUse"]) -> None:
+        """Gather the parameters of several buckets together, which are alike in axes and dtype."""
+        for use in uses:
+            use._gathers_with = uses
+
+    @staticmethod
+    def reduce_together(uses: Sequence["BucketUse"]) -> None:
+        """Reduce the gradients of several buckets together, which are alike in axes and dtype."""
+        first = uses[0]
+        members = [(use.key, use._buffers) for use in uses]
+        merged = Reduction(first._step.reducing, members, is_late=first.is_late)
+        for use in uses:
+            use._reduction = merged
 
 
 class TrainingStep:
@@ -167,7 +181,9 @@ class TrainingStep:
         self.mesh = mesh
         self.shared = shared
         self.waits_at_once = waits_at_once
+        self.reducing = Reducing(mesh, shared, waits_at_once)
         self.uses: list[list[BucketUse]] = []
+        self.is_backward = False
         self.is_recording = torch.is_grad_enabled()
         self._whole: dict[int, tuple[BucketUse, int]] = {}
         self._at = -1
@@ -243,6 +259,7 @@ class TrainingStep:
         if self._is_done:
             raise MeshfoldError(SECOND_BACKWARD)
         self._at = len(self.uses)
+        self.is_backward = True
         for uses in self.uses:
             for use in uses:
                 if not (use.is_saved or use.stays):
@@ -321,6 +338,8 @@ def _finish_all(step: TrainingStep, uses: Sequence[BucketUse]) -> list[list[Tens
     are also Invariant -> Replicate on other axes than the gathered ones are all-reduced as shards,
     together per set of axes, with the last microbatch; before it they have no gradient."""
     mesh = step.mesh
+    for use in reversed(uses):
+        use.start_unfinished_reduction()
     found = {id(u): u.finish_reduction() for u in reversed(uses)}
     gradients: list[list[Tensor | None] | None] = [
         None if parts is None else list(parts) for parts in (found[id(u)] for u in uses)

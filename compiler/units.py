@@ -23,6 +23,12 @@ _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
+def is_bytes(text: str) -> bool:
+    """Whether parse_bytes takes it."""
+    match = _BYTES.match(text)
+    return match is not None and match[2].upper() in BYTE_UNITS
+
+
 def parse_bytes(text: str) -> int:
     """Bytes in "16GB", "512 MiB", "1.5TB" (case does not matter). Raises OptionError."""
     match = _BYTES.match(text)

@@ -9,6 +9,8 @@
 (meshfold.emit.schedule, meshfold.training_step.) Memory at an event is what is fixed, what is held
 at its moment, what is alive inside the instance, gathered parameters from the start of their gather
 to their release, and buckets from the start of their reduction until the link is done with them.
+Merged reductions start with the last of their members; their buffer is there from the first on.
+That of a merged gather stays until the last of its members has been copied out of it.
 """
 
 from collections import defaultdict
@@ -16,9 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.events import ComputeSpan, Streams, Transfer
+from meshfold.merging import Place
 from meshfold.step_events import (
     BucketEvents,
+    Collective,
     Event,
+    MergedGather,
+    MergedReduction,
     OverlapRow,
     RegionEvents,
     SimulatedStep,
@@ -60,10 +66,30 @@ def simulate(events: StepEvents) -> Simulation:
 class _Use:
     """A bucket of one instance during the step."""
 
-    def __init__(self, instance: int, bucket: BucketEvents) -> None:
+    def __init__(self, instance: int, number: int, bucket: BucketEvents) -> None:
         self.instance = instance
+        self.number = number
         self.bucket = bucket
         self.gather: Transfer | None = None
+        self.buffer: _Buffer | None = None
+        """Of a merged gather, until this one's parameters come out of it."""
+
+
+@dataclass
+class _Buffer:
+    """Of a merged gather: its bytes, and how many buckets are still to come out of it."""
+
+    num_bytes: int
+    left: int
+
+
+class _Merged:
+    """Reductions that run as one, during the step. packed: members whose gradients are there."""
+
+    def __init__(self, of: MergedReduction) -> None:
+        self.of = of
+        self.packed = 0
+        self.flat_bytes = 0
 
 
 class _Run:
@@ -71,7 +97,10 @@ class _Run:
         self.events = events
         self.streams = Streams(events.slowdown)
         self.regions: list[RegionEvents] = [events.regions[r] for r in events.instances]
-        self.uses = [[_Use(i, b) for b in r.buckets] for i, r in enumerate(self.regions)]
+        self.uses = [
+            [_Use(i, number, b) for number, b in enumerate(r.buckets)]
+            for i, r in enumerate(self.regions)
+        ]
         making = [i for i, r in enumerate(self.regions) if r.makes]
         self.first = making[:1]
         self.following = dict(zip(making, making[1:], strict=False))
@@ -82,11 +111,20 @@ class _Run:
         self.whole: dict[_Use, None] = {}
         """Gathered or in flight: their memory is taken."""
         self.whole_bytes = 0
+        self.emptied_bytes = 0
+        """Of buffers that the last of their members is being copied out of."""
         self.result_bytes = 0
         """Of reductions that began in the backward at hand; then they are held gradients."""
         self.flying: list[tuple[Transfer | None, int]] = []
         """Buffers of gradients, and the reductions that read them longer than one backward."""
         self.reductions: list[Transfer] = []
+        self.merged = {
+            place: merged for merged in map(_Merged, events.merged) for place in merged.of.places
+        }
+        self.gathers = {place: merged for merged in events.gathers for place in merged.places}
+        self.is_backward = False
+        self.waiting_bytes = 0
+        """Of buffers of merged reductions whose last member is still to come."""
         self.started: dict[int, Transfer] = {}
         """Collectives of the instance at hand on their way, by number."""
 
@@ -102,6 +140,7 @@ class _Run:
                 self._release(self.uses[i])
 
     def backward(self) -> None:
+        self.is_backward = True
         for uses, region in zip(self.uses, self.regions, strict=True):
             self._release([u for u in uses if not (u.bucket.saved or region.stays)])
         count = len(self.regions)
@@ -178,33 +217,97 @@ class _Run:
     def _start_gathers(self, uses: Sequence[_Use]) -> None:
         for use in uses:
             if use not in self.whole:
+                merged = self.gathers.get((use.instance, use.number))
+                if merged is not None:
+                    self._start_merged_gather(merged, use)
+                    continue
                 self.whole[use] = None
                 self.whole_bytes += use.bucket.whole_bytes
                 if use.bucket.gather is not None:
                     use.gather = self.streams.start(use.bucket.gather, use.instance)
 
+    def _start_merged_gather(self, merged: MergedGather, first: _Use) -> None:
+        """Backward: of those that are read again."""
+        members = [self.uses[instance][number] for instance, number in merged.places]
+        of: Collective | None = merged.collective
+        if self.is_backward:
+            members = [use for use in members if use.bucket.saved and use not in self.whole]
+            of = merged.again
+        assert of is not None
+        transfer = self.streams.start(of, first.instance)
+        buffer = _Buffer(sum(use.bucket.whole_bytes for use in members), len(members))
+        self.whole_bytes += buffer.num_bytes
+        for use in members:
+            self.whole[use] = None
+            use.gather, use.buffer = transfer, buffer
+
     def _wait_for(self, use: _Use) -> None:
         if use.gather is not None:
             self.streams.wait(use.gather)
+        if use.buffer is not None:
+            self.whole_bytes += use.bucket.whole_bytes
+            self._leave_buffer(use)
+
+    def _leave_buffer(self, use: _Use) -> None:
+        """The buffer of a merged gather goes with the last that comes out of it."""
+        assert use.buffer is not None
+        use.buffer.left -= 1
+        if not use.buffer.left:
+            self.emptied_bytes += use.buffer.num_bytes
+        use.buffer = None
 
     def _release(self, uses: Sequence[_Use]) -> None:
         for use in uses:
             if use in self.whole:
                 del self.whole[use]
                 use.gather = None
-                self.whole_bytes -= use.bucket.whole_bytes
+                if use.buffer is not None:
+                    self._leave_buffer(use)
+                else:
+                    self.whole_bytes -= use.bucket.whole_bytes
 
     def _reduce(self, use: _Use, event: Event, moment: int) -> None:
         self._release([use])
-        bucket, reading = use.bucket, None
-        if bucket.reduce is not None:
-            reduction = self.streams.start(bucket.reduce, use.instance)
-            self.reductions.append(reduction)
-            # What is not scattered is the gradient itself, and held as such from the next moment.
-            reading = reduction if bucket.reduce.kind == "reduce_scatter" else None
-        self.flying.append((reading, bucket.flat_bytes))
+        bucket = use.bucket
+        merged = self.merged.get((use.instance, event.number))
+        if merged is not None:
+            self._pack(merged, use)
+        else:
+            reduction = None
+            if bucket.reduce is not None:
+                reduction = self._start_reduction(bucket.reduce, use)
+            self.flying.append((reduction, bucket.flat_bytes))
         self.result_bytes += bucket.result_bytes
         self._note(moment, event.inside_bytes)
+
+    def _start_reduction(self, of: Collective, use: _Use) -> Transfer | None:
+        """What reads the buffer of gradients longer than the backward at hand, if anything: what is
+        not scattered is the gradient itself, and held as such from the next moment."""
+        reduction = self.streams.start(of, use.instance)
+        self.reductions.append(reduction)
+        return reduction if of.kind == "reduce_scatter" else None
+
+    def _pack(self, merged: "_Merged", use: _Use) -> None:
+        """The first of merged reductions makes the buffer of all, the last one starts it."""
+        of = merged.of.collective
+        if not merged.packed:
+            merged.flat_bytes = sum(self._flat_bytes(place) for place in merged.of.places)
+            self.waiting_bytes += merged.flat_bytes
+        merged.packed += 1
+        is_last = merged.packed == len(merged.of.places)
+        if of.kind != "reduce_scatter":
+            self.waiting_bytes -= use.bucket.flat_bytes
+            self.flying.append((None, use.bucket.flat_bytes))
+        elif is_last:
+            self.waiting_bytes -= merged.flat_bytes
+        if is_last:
+            reading = self._start_reduction(of, use)
+            if reading is not None:
+                self.flying.append((reading, merged.flat_bytes))
+
+    def _flat_bytes(self, place: Place) -> int:
+        instance, number = place
+        return self.regions[instance].buckets[number].flat_bytes
 
     def _forget_packed(self) -> None:
         """A backward is over: results count as gradients, buffers stay while a link reads them."""
@@ -214,8 +317,10 @@ class _Run:
     def _note(self, moment: int, inside_bytes: int) -> None:
         flying = sum(n for t, n in self.flying if t is None or not t.is_done)
         total = self.events.fixed_bytes + self.events.held_bytes[moment] + inside_bytes
-        total += self.whole_bytes + flying + self.result_bytes
+        total += self.whole_bytes + flying + self.result_bytes + self.waiting_bytes
         self.memory.append((self.streams.now_s, total))
+        self.whole_bytes -= self.emptied_bytes
+        self.emptied_bytes = 0
 
 
 def _overlap(transfers: Sequence[Transfer]) -> tuple[OverlapRow, ...]:

@@ -13,6 +13,7 @@ from meshfold.errors import PlanMismatchError
 from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, Region, SlotKind
 from meshfold.passes.expert_rules import travelled_rule, travelling
+from meshfold.passes.merge_collectives import merged_events, sizes_of
 from meshfold.passes.parameter_prices import stored_bytes
 from meshfold.passes.program_events import program_events
 from meshfold.passes.region_memory import Probe, memory_of_region, step_memory
@@ -103,9 +104,10 @@ def _events(
         return None
     typings = [region.typing for region in plan.regions]
     optimizer = plan.optimizer
-    return program_events(
+    events = program_events(
         split, typings, pricers, costs, probe, optimizer=optimizer, optimizer_s=optimizer_s
     )
+    return merged_events(events, sizes_of(plan), costs)
 
 
 def check_types(folded: FoldedGraph, plan: Plan) -> None:

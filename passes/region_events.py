@@ -179,6 +179,8 @@ class _Writer:
             flat_bytes=shards * kept if is_trained else 0,
             result_bytes=kept if reduction is not None else 0,
             saved=self._is_saved(b),
+            dtype=pairs[0][0].stored_dtype,
+            read_dtype=pairs[0][0].dtype,
         )
 
     def _cast_s(self, b: int) -> float:

@@ -21,6 +21,7 @@ DATA = {
     "meshfold.cluster_io",
     "meshfold.documents",
     "meshfold.errors",
+    "meshfold.merging",
     "meshfold.mesh",
     "meshfold.opgraph",
     "meshfold.options",

@@ -81,10 +81,10 @@ def test_graph_writes_down_what_each_pass_made(
     folder = tmp_path / "passes"
     assert run(["graph", "s.json", "--model", MODEL, "--passes", str(folder)]) == 0
     out = capsys.readouterr().out
-    files = ["1-emit.txt", "2-parts.txt", "3-schedule.txt"]
+    files = ["1-emit.txt", "2-parts.txt", "3-schedule.txt", "4-merge.txt"]
     assert sorted(path.name for path in folder.iterdir()) == files
-    emitted, _, scheduled = ((folder / name).read_text() for name in files)
-    assert scheduled.startswith("pass 3, schedule: ") and scheduled.endswith(out)
+    emitted, _, _, scheduled = ((folder / name).read_text() for name in files)
+    assert scheduled.startswith("pass 4, merge: ") and scheduled.endswith(out)
     assert "backward: A" in scheduled and "backward: A" not in emitted
     assert run(["graph", "s.json", "--model", MODEL, "--passes", "s.json"]) == 2
     assert "--passes s.json: is a file; name a folder" in capsys.readouterr().err

@@ -48,13 +48,16 @@ def kept_in_float32(captured: Captured) -> Captured:
     return replace(captured, graph=replace(folded, regions=regions, parameters=parameters))
 
 
+@pytest.mark.parametrize("merge_bytes", [0, 1 << 40], ids=["one by one", "merged"])
 @pytest.mark.parametrize("strategy", WIDE, ids=lambda s: s.label)
-def test_gradients_are_reduced_in_the_dtype_that_is_kept(strategy: UniformStrategy) -> None:
+def test_gradients_are_reduced_in_the_dtype_that_is_kept(
+    strategy: UniformStrategy, merge_bytes: int
+) -> None:
     model, batch = stack_model()
     for parameter in model.parameters():
         parameter.data = parameter.data.float().double()
     captured = kept_in_float32(capture(model, batch))
-    program = emit_uniform(captured, strategy, 4)
+    program = replace(emit_uniform(captured, strategy, 4), merge_bytes=merge_bytes)
     expected = gradients(model, batch)
 
     def errors(rank: Any) -> float:

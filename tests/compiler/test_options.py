@@ -36,6 +36,8 @@ def test_the_option_surface_is_frozen() -> None:
         "schedule",
         "chunks",
         "parts",
+        "merge",
+        "merge_gathers",
     )
 
 
@@ -60,6 +62,8 @@ def test_the_option_surface_is_frozen() -> None:
             "pin schedule=dual: write gpipe or 1f1b or interleaved or zero_bubble",
         ),
         ({"pins": {"chunks": 0}}, "pin chunks=0: a degree is 1 or more"),
+        ({"pins": {"merge": 25}}, "pin merge=25: write a size, as 25MB, or 0 to merge nothing"),
+        ({"pins": {"merge": "much"}}, "pin merge=much: write a size"),
         ({"pins": {"sp": 2}}, "pin sp=2: write sp=1 or sp=0"),
         ({"memory_bytes": 0}, "memory must be positive, got 0 bytes"),
         ({"optimizer": "lion"}, "optimizer 'lion' is unknown; write adamw or sgd"),
@@ -75,3 +79,9 @@ def test_options_do_not_change_with_the_callers_dict() -> None:
     options = CompileOptions(pins=pins)
     pins["tp"] = 4
     assert options.pins == {"tp": 2}
+
+
+def test_sizes_of_merged_reductions_are_read() -> None:
+    found = [CompileOptions(pins=pins).merge_pin for pins in ({}, {"merge": 0}, {"merge": "25 MB"})]
+    assert found == [None, 0, 25_000_000]
+    assert CompileOptions(pins={"merge": 0, "tp": 2}).strategy_pins == {"tp": 2}

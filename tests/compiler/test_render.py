@@ -68,6 +68,15 @@ def test_the_page_fits_and_says_everything(width: int) -> None:
         assert part in text, part
 
 
+def test_what_is_merged_is_said() -> None:
+    plain, merged = (
+        " ".join(page(summary_view(replace(example_plan(), merge_bytes=n))))
+        for n in (0, 25 * 10**6)
+    )
+    assert "merged" not in plain
+    assert "reductions  merged up to 25.0 MB" in merged
+
+
 def test_the_summary_leaves_regions_out() -> None:
     text = "\n".join(page(summary_view(example_plan())))
     assert "Peak memory" in text

@@ -36,7 +36,7 @@ def captured_llama(layers: int) -> Captured:
 
 @cache
 def eager_plan(name: str, layers: int = 3) -> Plan:
-    options = CompileOptions(pins=CASES[name])
+    options = CompileOptions(pins={**CASES[name], "merge": 0, "merge_gathers": 0})
     cluster = resolve_cluster("dgx-h100")
     return plan_captured(captured_llama(layers), "llama", cluster, options)
 

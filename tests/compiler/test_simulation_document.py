@@ -75,6 +75,16 @@ Edit = Callable[[dict[str, Any]], None]
         (("events", "regions", 1, "forward", 0), "compute -1.0 0", "seconds are 0 or more"),
         (("events", "regions", 1, "forward", 0), "gather dp 1 0", "is no collective; write 'kind"),
         (("events", "regions", 1, "forward", 0), "all_gather dp l 1 -2.0 0", "0 or more"),
+        (
+            ("events", "merged"),
+            [{"collective": "all_reduce dp l 1 2.0", "places": "1.0 x"}],
+            r"events.merged\[0\].places: '1.0 x': write instance.bucket, as '7.0 6.0'",
+        ),
+        (
+            ("events", "merged"),
+            [{"collective": "all_reduce dp l 1 2.0", "places": "1.0 1.0"}],
+            r"events: merged: \(1, 0\) is twice there, or no bucket that does this",
+        ),
         (("events", "late"), ["all_gather dp"], r"events.late\[0\]: 'all_gather dp' is no coll"),
     ],
 )

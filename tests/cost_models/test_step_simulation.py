@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from meshfold.cost_models.step_simulation import simulate
-from meshfold.step_events import BucketEvents, Collective, Event, RegionEvents, StepEvents
+from meshfold.step_events import (
+    BucketEvents,
+    Collective,
+    Event,
+    MergedGather,
+    MergedReduction,
+    RegionEvents,
+    StepEvents,
+)
 
 GATHER = Collective("all_gather", ("dp",), "network", 100, 2.0)
 SCATTER = Collective("reduce_scatter", ("dp",), "network", 100, 3.0)
@@ -109,6 +117,66 @@ def test_reductions_of_whole_gradients_keep_no_buffer() -> None:
     assert not layer.makes
     memory = simulate(replace(two_layers(layer), slowdown=1.0)).memory
     assert (13.0, 1000 + 7 + 20 + 400) in memory and (13.0, 1000 + 50 + 30) in memory
+
+
+def test_a_merged_reduction_starts_with_its_last_member() -> None:
+    both = MergedReduction(((1, 0), (0, 0)), replace(SCATTER, num_bytes=200, seconds=4.0))
+    course = simulate(two_layers(merged=(both,)), slowdown=1.0)
+    spans = [(t.collective.kind, t.instance, t.start_s, t.end_s) for t in course.transfers]
+    assert spans[2:] == [("all_gather", 0, 10.0, 12.0), ("reduce_scatter", 0, 20.0, 24.0)]
+    # The buffer of both is there from the first member on.
+    assert course.memory[-5:] == (
+        (15.0, 1000 + 7 + 100 + 20 + 400 + 50),
+        (15.0, 1000 + 50 + 100 + 400 + 10),
+        (15.0, 1000 + 50 + 100 + 400 + 30),
+        (20.0, 1000 + 50 + 20 + 400 + 50),
+        (24.0, 1000 + 100),
+    )
+    step = course.step
+    assert step.exposed_s == 2.0 + 4.0
+    assert step.step_s == step.compute_s + step.exposed_s
+
+
+def test_merged_whole_gradients_are_held_as_gradients_one_by_one() -> None:
+    one = replace(SCATTER, kind="all_reduce")
+    reduced = BucketEvents(None, one, 0, 200, 200, saved=False)
+    layer = RegionEvents("B", (Event("compute", 4.0),), LAYER.backward[1:], (reduced,))
+    both = MergedReduction(((1, 0), (0, 0)), one)
+    memory = simulate(two_layers(layer, merged=(both,)), slowdown=1.0).memory
+    # The member to come has its place already; the one that came is a gradient, held as such.
+    assert (13.0, 1000 + 7 + 20 + 400 + 200) in memory
+    assert (13.0, 1000 + 50 + 30 + 200) in memory
+    assert (18.0, 1000 + 50 + 20 + 400) in memory
+
+
+def test_a_merged_gather_starts_where_its_first_member_would() -> None:
+    """The last layer stays whole: the backward gathers the two before it, together."""
+    three = StepEvents((LAYER,), (0,) * 3, (), 1.0, (0,) * 7, fixed_bytes=1000)
+    both = MergedGather(
+        ((0, 0), (1, 0)), replace(GATHER, seconds=3.0), replace(GATHER, seconds=2.5)
+    )
+    course = simulate(replace(three, gathers=(both,)), slowdown=1.0)
+    spans = [
+        (t.instance, t.start_s, t.end_s)
+        for t in course.transfers
+        if t.collective.kind == "all_gather"
+    ]
+    assert spans == [
+        (0, 0.0, 3.0),  # both
+        (2, 7.0, 9.0),  # while layer 1 computes: nothing is left to gather before
+        (1, 15.0, 17.5),  # both again, beside layer 2's backward
+    ]
+    whole = max(num_bytes for now_s, num_bytes in course.memory if 15.0 <= now_s < 20.0)
+    assert whole == 1000 + 3 * 100 + 30
+    # In the forward their buffer, and layer 0 out of it.
+    assert max(num_bytes for now_s, num_bytes in course.memory if now_s <= 3.0) == 1000 + 310
+    assert course.step.step_s == 3 + 3 * 4 + 3 * 5 + 3 + 1
+
+
+def test_merged_reductions_that_nobody_has_are_refused() -> None:
+    for places in (((1, 0), (1, 0)), ((0, 1), (1, 0)), ((2, 0), (1, 0))):
+        with pytest.raises(ValueError, match="is twice there, or no bucket that does this"):
+            two_layers(merged=(MergedReduction(places, SCATTER),))
 
 
 def test_events_that_contradict_each_other_are_refused() -> None:

@@ -5,53 +5,22 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from support_events import Eager, eager
-from support_memory import EmittedStep
+from support_events import (
+    DP,
+    RECOMPUTED,
+    SEQUENCE,
+    STRATEGIES,
+    ZERO2,
+    ZERO3,
+    eager,
+    label,
+    predicted,
+    recorded,
+)
 from support_models import families
 
-from meshfold.collective_order import collectives_of
 from meshfold.cost_models.step_simulation import simulate
-from meshfold.opgraph import ITEM_BYTES
 from meshfold.strategy import UniformStrategy
-
-DP = UniformStrategy(dp=4)
-ZERO2 = UniformStrategy(dp=4, zero=2)
-ZERO3 = UniformStrategy(dp=4, zero=3)
-SEQUENCE = UniformStrategy(dp=2, tp=2, zero=3, sequence_parallel=True)
-RECOMPUTED = UniformStrategy(dp=2, tp=2, zero=3, recompute="full")
-STRATEGIES = (DP, ZERO2, ZERO3, SEQUENCE, RECOMPUTED)
-
-
-def label(strategy: UniformStrategy) -> str:
-    return strategy.label
-
-
-SCALAR = 8
-"""Bytes: a count of targets is not worth its place among the collectives of a loss."""
-
-
-def recorded(case: Eager) -> list[tuple[str, str, int]]:
-    """(kind, axes, bytes as the cost model counts them) of a step that really runs; no scalars."""
-    step = EmittedStep(case.model, case.captured, case.program, case.batch)
-    mesh = step.runner.mesh
-    with collectives_of(mesh) as calls:
-        step.train()
-    found = []
-    for call in calls:
-        if call.kind == "all_reduce_in_place":
-            continue  # of this mesh it starts an all_reduce, which is noted, too
-        num_bytes = ITEM_BYTES[call.dtype]
-        for size in call.shape:
-            num_bytes *= size
-        if call.kind == "all_gather":
-            num_bytes *= mesh.size(call.axes)
-        found.append((call.kind, ",".join(call.axes), num_bytes))
-    return [call for call in found if call[2] > SCALAR]
-
-
-def predicted(case: Eager) -> list[tuple[str, str, int]]:
-    transfers = [t.collective for t in simulate(case.events).transfers]
-    return [(c.kind, ",".join(c.axes), c.num_bytes) for c in transfers if c.num_bytes > SCALAR]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=label)

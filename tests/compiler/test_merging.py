@@ -1,0 +1,50 @@
+"""Which reductions run as one: consecutive ones of one key, up to a size."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshfold.merging import Mergeable, merged_places
+
+
+def reductions(*sizes: tuple[str, int]) -> list[Mergeable]:
+    return [Mergeable((k, 0), key, num_bytes) for k, (key, num_bytes) in enumerate(sizes)]
+
+
+def test_sizes_fill_up_one_after_the_other() -> None:
+    sizes = [("a", n) for n in (3, 3, 3, 20, 3, 3)]
+    found = merged_places(reductions(*sizes), 8)
+    assert found == (((0, 0), (1, 0)), ((4, 0), (5, 0)))
+
+
+def test_other_kinds_in_between_do_not_part() -> None:
+    found = merged_places(reductions(("a", 1), ("b", 9), ("a", 1), ("b", 9), ("a", 1)), 3)
+    assert found == (((0, 0), (2, 0), (4, 0)),)
+
+
+def test_nothing_is_merged_without_a_size() -> None:
+    assert merged_places(reductions(("a", 1), ("a", 1)), 0) == ()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), max_size=30),
+    st.integers(0, 40),
+)
+def test_groups_are_consecutive_small_enough_and_cannot_grow(
+    sizes: list[tuple[str, int]], most_bytes: int
+) -> None:
+    all_of = reductions(*sizes)
+    groups = merged_places(all_of, most_bytes)
+    of = {r.place: r for r in all_of}
+    places = [place for group in groups for place in group]
+    assert len(places) == len(set(places))
+    for key in "abc":
+        order = [r.place for r in all_of if r.key == key]
+        in_order = [g for g in groups if of[g[0]].key == key]
+        merged = {place: g for g in in_order for place in g}
+        # What is in no group is one of its own.
+        runs = list(dict.fromkeys(merged.get(place, (place,)) for place in order))
+        assert [place for run in runs for place in run] == order
+        totals = [sum(of[place].num_bytes for place in run) for run in runs]
+        assert all(t <= most_bytes for t, run in zip(totals, runs, strict=True) if len(run) > 1)
+        for total, run in zip(totals, runs[1:], strict=False):
+            assert total + of[run[0]].num_bytes > most_bytes

@@ -1,0 +1,145 @@
+"""Merged reductions: what is simulated is what runs, and merging never costs."""
+
+from dataclasses import replace
+
+import pytest
+from support_events import DP, STRATEGIES, ZERO3, Eager, eager, label, predicted, recorded
+from support_memory import EmittedStep
+from support_models import families, tiny_model
+from support_programs import capture
+from support_schedules import captured_family
+from support_schedules import planned as planned_in
+
+import meshfold
+from meshfold.collective_order import collectives_of
+from meshfold.cost_models.cost_model import CostModel
+from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.step_simulation import simulate
+from meshfold.errors import OptionError
+from meshfold.options import CompileOptions
+from meshfold.passes.check_plan import price_plan
+from meshfold.passes.merge_collectives import (
+    LEAST_GAIN,
+    MergeSizes,
+    _sizes,
+    gathers_of,
+    merged_events,
+    merged_to,
+    reductions_of,
+    with_merging,
+)
+from meshfold.pipeline_program import emit_plan
+from meshfold.plan import Plan
+from meshfold.plan_diff import compare_plans
+from meshfold.plan_io import plan_from_json, plan_to_json
+from meshfold.precision import float64_everywhere
+from meshfold.probe import OpProber
+
+SOME, EVERYTHING = 91_000, 1 << 40
+
+
+def _merged(program, most_bytes: int):
+    return replace(program, merge_bytes=most_bytes, merge_gather_bytes=most_bytes)
+
+
+def merged_case(case: Eager, most_bytes: int) -> Eager:
+    sizes = MergeSizes(most_bytes, most_bytes)
+    events = merged_events(case.events, sizes, case.pricers[0].costs)
+    return replace(case, events=events, program=_merged(case.program, most_bytes))
+
+
+@pytest.mark.parametrize("is_everything", [False, True], ids=["pairs", "everything"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=label)
+@pytest.mark.parametrize("family", families("llama", without=("mixtral",)))
+def test_what_is_simulated_is_what_runs(family, strategy, is_everything) -> None:
+    plain = eager(family, strategy)
+    two_layers = 2 * max(r.num_bytes for r in reductions_of(plain.events))
+    case = merged_case(plain, EVERYTHING if is_everything else two_layers)
+    assert case.program.reduced_together == tuple(m.places for m in case.events.merged)
+    assert case.program.gathered_together == tuple(m.places for m in case.events.gathers)
+    assert case.program.reduced_together
+    assert bool(case.program.gathered_together) == any(gathers_of(case.events))
+    assert case.program.digest != plain.program.digest
+    real = recorded(case)
+    assert len(real) < len(recorded(plain))
+    assert predicted(case) == real
+    # Nothing is lost: as many bytes are reduced.
+    sums = [sum(r.num_bytes for r in reductions_of(c.events)) for c in (plain, case)]
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("pins", ["zero3 x tp+sp", "zero2 x tp"])
+def test_the_same_in_scheduled_mode(pins) -> None:
+    plan = merged_to(planned_in("llama", pins), MergeSizes(EVERYTHING, EVERYTHING))
+    assert plan.events.merged and plan.events.gathers
+    captured = captured_family("llama")
+    model, batch = tiny_model("llama")
+    step = EmittedStep(model, captured, emit_plan(captured.graph, plan), batch)
+    with float64_everywhere(), collectives_of(step.runner.mesh) as calls:
+        step.train()
+    real = [(c.kind, c.axes) for c in calls]
+    found = [(t.collective.kind, t.collective.axes) for t in simulate(plan.events).transfers]
+    moved = "all_gather", "reduce_scatter"
+    assert [c for c in real if c[0] in moved] == [c for c in found if c[0] in moved]
+
+
+@pytest.mark.parametrize("strategy", [DP, ZERO3], ids=label)
+def test_exposed_times_add_up(strategy) -> None:
+    case = merged_case(eager("llama", strategy, cluster_name="dgx-h100"), SOME)
+    step = simulate(case.events).step
+    assert step.exposed_s == pytest.approx(sum(row.exposed_s for row in step.overlap))
+    assert step.step_s == pytest.approx(step.compute_s + step.contention_s + step.exposed_s)
+
+
+def planned(**pins) -> Plan:
+    model, batch = tiny_model("llama", layers=4)
+    cluster = resolve_cluster("dgx-h100", 4)
+    return meshfold.find_plan(model, cluster, batch, options=CompileOptions(pins=pins))
+
+
+@pytest.mark.parametrize(
+    "pins", [{"dp": 4, "zero": 0}, {"dp": 4, "zero": 3}, {"dp": 2, "tp": 2, "sp": 1, "zero": 0}]
+)
+def test_the_fastest_size_that_fits_is_taken(pins) -> None:
+    plain = planned(**pins, merge=0, merge_gathers=0)
+    found = with_merging(plain, MergeSizes())
+    assert plain.merge_bytes == 0 and plain.events.merged == ()
+    assert found.merge_bytes and found.simulated.step_s < plain.simulated.step_s
+    assert found.simulated == simulate(found.events).step
+    costs = CostModel(plain.cluster, plain.mesh)
+    sizes = [0, *_sizes(list(reductions_of(plain.events)))]
+    steps = [merged_to(plain, MergeSizes(n, 0), costs).simulated for n in sizes]
+    fastest_s = min(step.step_s for step in steps)
+    assert found.simulated.step_s <= fastest_s + LEAST_GAIN * plain.simulated.step_s
+    # What does not fit is not taken.
+    tight = replace(plain.memory, reserve=0, capacity=plain.simulated.peak_bytes)
+    careful = with_merging(replace(plain, memory=tight), MergeSizes())
+    assert careful.simulated.peak_bytes <= plain.simulated.peak_bytes
+    assert careful.simulated.step_s <= plain.simulated.step_s
+
+
+def test_a_plan_says_what_is_merged_and_is_priced_so() -> None:
+    found = planned(dp=4, zero=3, merge="1MB", merge_gathers="1MB")
+    assert found.merge_bytes == found.merge_gather_bytes == 10**6
+    assert found.events.merged and found.events.gathers
+    again = plan_from_json(plan_to_json(found))
+    assert again == found
+    graph = capture(*tiny_model("llama", layers=4)).graph
+    assert price_plan(graph, again, OpProber()).events == found.events
+    other = planned(dp=4, zero=3, merge=0, merge_gathers="1MB")
+    (row,) = [d for d in compare_plans(other, found).choices if "merged" in d.what]
+    assert (row.first, row.second) == ("none", "up to 1.00 MB")
+
+
+def test_an_older_plan_merges_nothing() -> None:
+    found = planned(dp=4, zero=0, merge=0)
+    text = (
+        plan_to_json(found).replace('"merge_bytes": 0,', "").replace('"merged": []', '"late": []')
+    )
+    assert '"merge_bytes"' not in text
+    assert plan_from_json(text).merge_bytes == 0
+
+
+def test_a_pin_that_is_no_size_is_refused() -> None:
+    with pytest.raises(OptionError, match="pin merge=all: write a size, as 25MB, or 0"):
+        planned(dp=4, merge="all")
