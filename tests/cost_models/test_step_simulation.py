@@ -155,7 +155,7 @@ def test_a_merged_gather_starts_where_its_first_member_would() -> None:
     both = MergedGather(
         ((0, 0), (1, 0)), replace(GATHER, seconds=3.0), replace(GATHER, seconds=2.5)
     )
-    course = simulate(replace(three, gathers=(both,)), slowdown=1.0)
+    course = simulate(replace(three, gathers=(both,), slowdown=1.0))
     spans = [
         (t.instance, t.start_s, t.end_s)
         for t in course.transfers
