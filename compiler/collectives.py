@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfold.kept_counts import KeptCounts
 from meshfold.mesh import Mesh
 from meshfold.weight_work import WeightWork
 
@@ -33,6 +34,8 @@ class RankMesh(ABC):
     rank got of the batch, not out of the global one; targets: by (instance, op of the whole
     program), how many targets of the step a loss divides by; weight_work: where gradients of
     weights wait, of a schedule that splits the backward. All are set by meshfold.pipeline_step.
+    counts: of a region that runs twice, what was exchanged in the first run; set by
+    meshfold.recomputation.
     """
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
@@ -45,6 +48,7 @@ class RankMesh(ABC):
         self.cuts_own_parts = False
         self.targets: dict[tuple[int, int], int] = {}
         self.weight_work: WeightWork | None = None
+        self.counts: KeptCounts | None = None
 
     def size(self, axes: Axes) -> int:
         """Ranks in the group of `axes`."""

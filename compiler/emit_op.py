@@ -19,7 +19,15 @@ from torch import fx
 from meshfold import local_ops
 from meshfold.batch_norm import batch_norm, batch_norm_without_running
 from meshfold.errors import UnsupportedOpError
-from meshfold.expert_exchange import combine, dispatch
+from meshfold.expert_exchange import (
+    as_before,
+    by_expert,
+    routed,
+    start_combine,
+    start_dispatch,
+    wait_combine,
+    wait_dispatch,
+)
 from meshfold.mesh import Mesh
 from meshfold.op_context import OpContext, global_arguments
 from meshfold.opgraph import Draw, OpGraph
@@ -161,21 +169,39 @@ def _expert_linear(context: OpContext) -> list[fx.Node]:
 
 
 def _dispatch(context: OpContext) -> list[fx.Node]:
-    return _traveled(context, dispatch, context.typing.outputs[0])
+    rows, ids = context.operands
+    if (axis := _experts_axis(context, context.typing.outputs[0])) is None:
+        return [rows]
+    route = _route(context, axis)
+    if rows is ids:
+        return [context.call(getattr, route, "experts")]
+    leaving = context.call(by_expert, rows, route)
+    start = context.call(start_dispatch, context.mesh_node, leaving, axis, route)
+    return [context.call(wait_dispatch, context.mesh_node, start, axis, route)]
 
 
 def _combine(context: OpContext) -> list[fx.Node]:
-    return _traveled(context, combine, context.typing.inputs[0])
+    rows, _ = context.operands
+    if (axis := _experts_axis(context, context.typing.inputs[0])) is None:
+        return [rows]
+    route = _route(context, axis)
+    start = context.call(start_combine, context.mesh_node, rows, axis, route)
+    back = context.call(wait_combine, context.mesh_node, start, axis, route)
+    return [context.call(as_before, back, route)]
 
 
-def _traveled(context: OpContext, function: Callable[..., Any], layout: Layout) -> list[fx.Node]:
-    """The rows on the axis on which `layout` has them at their experts; as they are without."""
-    axes = [name for name, t in zip(context.mesh.names, layout, strict=True) if t.kind == "E"]
-    if not axes:
-        return [context.operands[0]]
-    (axis,) = axes
-    num_experts = context.op.args[2]
-    return [context.call(function, context.mesh_node, *context.operands, num_experts, axis)]
+def _experts_axis(context: OpContext, layout: Layout) -> str | None:
+    """The axis on which `layout` has rows at their experts."""
+    axes = (name for name, t in zip(context.mesh.names, layout, strict=True) if t.kind == "E")
+    return next(axes, None)
+
+
+def _route(context: OpContext, axis: str) -> fx.Node:
+    """The route of the ids that an op reads: one for all that read the same."""
+    ids = context.operands[1]
+    arguments = (context.mesh_node, ids, context.op.args[2], axis)
+    known = (n for n in ids.users if n.target is routed and n.args == arguments)
+    return next(known, None) or context.call(routed, *arguments)
 
 
 def _scan(context: OpContext) -> list[fx.Node]:
