@@ -153,19 +153,24 @@ def _embedding(context: OpContext) -> list[fx.Node]:
 
 
 def _expert_linear(context: OpContext) -> list[fx.Node]:
+    """The op on the experts that a rank holds."""
     named = context.named()
-    weight = context.op_graph.values[context.op.operands[1]]
-    return [
-        context.call(
-            local_ops.expert_linear,
-            context.mesh_node,
-            *(named[name] for name in ("x", "weight", "ids")),
-            named.get("bias"),
-            named.get("transposed", False),
-            weight.shape[0],
-            context.digits(context.typing.inputs[1], 0),
-        )
-    ]
+    shape, layout = (
+        context.op_graph.values[context.op.operands[1]].shape,
+        context.typing.inputs[1],
+    )
+    num_held = local_shape(shape, layout, context.mesh.sizes)[0]
+    named["ids"] = context.call(
+        local_ops.own_experts,
+        context.mesh_node,
+        named["ids"],
+        shape[0],
+        num_held,
+        context.digits(layout, 0),
+    )
+    arguments = (named[name] for name in ("x", "weight", "ids"))
+    rest = named.get("bias"), named.get("transposed", False)
+    return [context.call(torch_target(context.op.target), *arguments, *rest)]
 
 
 def _dispatch(context: OpContext) -> list[fx.Node]:
