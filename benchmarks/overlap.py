@@ -20,7 +20,8 @@ is to hide then shows; the others are left out, and plans are made for such a li
 compared first.
 
 Last comes how often the simulator has the order right: of all pairs of meshfold's programs whose
-medians differ by more than a tenth, the share that it has in the measured order.
+medians differ by more than a tenth, the share that it has in the measured order. Plans are made for
+this machine as it is in this run (benchmarks/machine.py).
 """
 
 import copy
@@ -35,6 +36,7 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from machine import this_machine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -53,8 +55,7 @@ from transformers import (
 )
 
 import meshfold
-from meshfold.cluster import ClusterSpec
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cluster import OVERLAP_SLOWDOWN, ClusterSpec
 from meshfold.local_processes import Report, run_local
 from meshfold.options import CompileOptions
 from meshfold.program import EmittedProgram
@@ -128,10 +129,14 @@ class Programs:
 
 
 def meshfold_programs(
-    model: nn.Module, batch: dict[str, Tensor], wire: float, pins: dict[str, int], in_parts: bool
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    cluster: ClusterSpec,
+    wire: float,
+    pins: dict[str, int],
+    in_parts: bool,
 ) -> Programs:
     """Scheduled, in parts or not, eager, and every collective waited for at once."""
-    cluster = wired(resolve_cluster("local-cpu", dist.get_world_size()), wire)
     options = {
         "scheduled": CompileOptions(pins=pins, mode="scheduled"),
         "eager": CompileOptions(pins=pins),
@@ -153,12 +158,13 @@ def meshfold_programs(
 
 
 def wired(cluster: ClusterSpec, wire: float) -> ClusterSpec:
-    """The cluster with a link of so many bytes per second, if any."""
-    groups = tuple(
-        replace(group, link=replace(group.link, bytes_per_s=wire or group.link.bytes_per_s))
-        for group in cluster.groups
-    )
-    return replace(cluster, groups=groups)
+    """The cluster with a link of so many bytes per second, if any, that disturbs no core."""
+    if not wire:
+        return cluster
+    (group,) = cluster.groups
+    link = replace(group.link, bytes_per_s=wire)
+    device = replace(group.device, overlap_slowdown=OVERLAP_SLOWDOWN)
+    return replace(cluster, groups=(replace(group, link=link, device=device),))
 
 
 def waiting_step(made: CompiledModel, batch: dict[str, Tensor]) -> Step:
@@ -228,12 +234,14 @@ def variants(layers: int, width: int, wire: float) -> Programs:
     for layer in by_hand.model.layers:
         parallelize_module(layer, mesh, styles)
 
+    alone = loss_step(copy.deepcopy(model), part)
+    cluster = wired(this_machine(model, part, alone), wire)
     found: dict[str, Step] = {}
     simulated_s: dict[str, float] = {}
     for kind, pins in KINDS.items():
         pins = {k: size if v < 0 else v for k, v in pins.items()}
         of_kind = with_experts if "ep" in pins else model
-        programs = meshfold_programs(of_kind, batch, wire, pins, kind in IN_PARTS)
+        programs = meshfold_programs(of_kind, batch, cluster, wire, pins, kind in IN_PARTS)
         found |= {f"{kind}: {name}": step for name, step in programs.steps.items()}
         simulated_s |= {f"{kind}: {name}": x for name, x in programs.simulated_s.items()}
     if not wire:
@@ -242,7 +250,7 @@ def variants(layers: int, width: int, wire: float) -> Programs:
             "dp: DDP": loss_step(DistributedDataParallel(copy.deepcopy(model)), part),
             "tp: parallelize_module": loss_step(by_hand, batch),
         }
-    found[ALONE] = loss_step(copy.deepcopy(model), part)
+    found[ALONE] = alone
     found[ALONE_WITH_EXPERTS] = loss_step(copy.deepcopy(with_experts), part)
     return Programs(found, simulated_s)
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from meshfold.errors import ClusterSpecError
 
+OVERLAP_SLOWDOWN = 1.1256
+"""Where nothing better is known, see DeviceSpec. Ported: PKU-DAIR/Hetu-Galvatron
+overlap_coefficient.json, measured on A100-class devices; about 1.3 is told of TITAN RTX."""
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
@@ -19,7 +23,9 @@ class DeviceSpec:
     matmul_efficiency: fraction of peak a large GEMM reaches. memory_efficiency: fraction of memory
     bandwidth a large copy reaches. launch_s: time to start one kernel. reserve_bytes: framework,
     context, communicators, fragmentation. source: where the figures come from. host_bytes_per_s:
-    what the link to the host's memory carries in each direction, 0 if unknown."""
+    what the link to the host's memory carries in each direction, 0 if unknown. overlap_slowdown:
+    by which both are slower while compute and a collective run beside each other, from 1 (neither
+    takes anything from the other) to 2 (nothing is gained)."""
 
     name: str
     memory_bytes: int
@@ -31,6 +37,7 @@ class DeviceSpec:
     reserve_bytes: int
     source: str
     host_bytes_per_s: float = 0.0
+    overlap_slowdown: float = OVERLAP_SLOWDOWN
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,11 @@ class ClusterSpec:
         """The slowest link between a device and its host; 0 if one of them is unknown."""
         return min(g.device.host_bytes_per_s for g in self.groups)
 
+    @property
+    def overlap_slowdown(self) -> float:
+        """Of the device that loses most."""
+        return max(g.device.overlap_slowdown for g in self.groups)
+
     def __post_init__(self) -> None:
         _check_text("name", self.name)
         if not self.groups:
@@ -129,6 +141,11 @@ def _check_device(path: str, device: DeviceSpec) -> None:
     _check_not_negative(f"{path}.launch_s", device.launch_s)
     _check_not_negative(f"{path}.reserve_bytes", device.reserve_bytes)
     _check_not_negative(f"{path}.host_bytes_per_s", device.host_bytes_per_s)
+    if not 1 <= device.overlap_slowdown <= 2:
+        raise ClusterSpecError(
+            f"{path}.overlap_slowdown: must be from 1 (compute and collectives do not disturb each "
+            f"other) to 2 (nothing is gained by overlap), got {device.overlap_slowdown}"
+        )
     if device.reserve_bytes >= device.memory_bytes:
         raise ClusterSpecError(
             f"{path}.reserve_bytes: {device.reserve_bytes} leaves nothing of "

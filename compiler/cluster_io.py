@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.cluster import OVERLAP_SLOWDOWN, ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from meshfold.errors import ClusterSpecError
 
 CLUSTER_VERSION = 1
@@ -35,6 +35,7 @@ class DeviceModel(_Strict):
     reserve_bytes: int
     source: str
     host_bytes_per_s: float = 0.0
+    overlap_slowdown: float = OVERLAP_SLOWDOWN
 
     def spec(self) -> DeviceSpec:
         return DeviceSpec(**self.model_dump())

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pydantic import Field
 
+from meshfold.cluster import OVERLAP_SLOWDOWN
 from meshfold.documents import Bytes, Count, Document, Positive, Seconds
 from meshfold.errors import PlanFormatError
 from meshfold.step_events import (
@@ -71,6 +72,12 @@ class EventsDocument(Document):
         description="Change from moment to moment (forwards, backwards, optimizer), how often"
     )
     fixed_bytes: Bytes
+    slowdown: float = Field(
+        default=OVERLAP_SLOWDOWN,
+        ge=1,
+        le=2,
+        description="Of compute and collectives beside each other",
+    )
 
 
 class SimulationDocument(Document):
@@ -113,6 +120,7 @@ def simulation_document(step: SimulatedStep, events: StepEvents) -> SimulationDo
             optimizer_s=events.optimizer_s,
             held_bytes=run_lengths([b - a for a, b in pairwise((0, *events.held_bytes))]),
             fixed_bytes=events.fixed_bytes,
+            slowdown=events.slowdown,
         ),
     )
 
@@ -162,7 +170,13 @@ def simulation_of(document: SimulationDocument) -> tuple[SimulatedStep, StepEven
     events = _at(
         path,
         lambda: StepEvents(
-            regions, from_run_lengths(of.instances), late, of.optimizer_s, held, of.fixed_bytes
+            regions,
+            from_run_lengths(of.instances),
+            late,
+            of.optimizer_s,
+            held,
+            of.fixed_bytes,
+            of.slowdown,
         ),
     )
     return step, events

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from meshfold.cluster import OVERLAP_SLOWDOWN
+
 Action = Literal[
     "compute",
     "inline",
@@ -124,7 +126,8 @@ class StepEvents:
 
     held_bytes: beside what is inside an instance, gathered or in a bucket, at the moments of the
     forwards of all instances, then of their backwards, then of the optimizer. fixed_bytes: states,
-    batch, reserve. The optimizer's own is in held_bytes.
+    batch, reserve. The optimizer's own is in held_bytes. slowdown: of compute and collectives
+    beside each other.
     """
 
     regions: tuple[RegionEvents, ...]
@@ -133,6 +136,7 @@ class StepEvents:
     optimizer_s: float
     held_bytes: tuple[int, ...]
     fixed_bytes: int
+    slowdown: float = OVERLAP_SLOWDOWN
 
     def __post_init__(self) -> None:
         if any(not 0 <= r < len(self.regions) for r in self.instances):

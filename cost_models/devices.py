@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.cluster import OVERLAP_SLOWDOWN, ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
 from meshfold.cluster_io import load_cluster
 from meshfold.errors import ClusterSpecError
 
@@ -156,6 +156,7 @@ def _device(name: str, figures: Mapping[str, Any]) -> DeviceSpec:
         reserve_bytes=round(value["reserve_gib"] * 2**30),
         source=_sources(figures),
         host_bytes_per_s=value.get("host_gb_per_s", 0) * 1e9,
+        overlap_slowdown=value.get("overlap_slowdown", OVERLAP_SLOWDOWN),
     )
 
 

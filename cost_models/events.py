@@ -2,7 +2,8 @@
 
 Work is issued in one order by one thread. A collective queues on its link, first come first served,
 from the moment compute reaches the point where it is started; compute goes on, until it is told to
-wait for it. While compute and a collective both run, both are slower by `slowdown` k:
+wait for it. While compute and a collective both run, both are slower by `slowdown` k, see
+DeviceSpec.overlap_slowdown:
 
     rate of compute  1/k while any link is busy, else 1
     rate of a link   1/k while compute runs, else 1
@@ -19,10 +20,6 @@ from collections import deque
 from dataclasses import dataclass
 
 from meshfold.step_events import Collective
-
-SLOWDOWN = 1.1256
-"""k where nothing better is known. Ported: PKU-DAIR/Hetu-Galvatron overlap_coefficient.json,
-measured on A100-class devices; about 1.3 is told of TITAN RTX."""
 
 
 @dataclass(slots=True)
@@ -61,7 +58,7 @@ class ComputeSpan:
 class Streams:
     """The streams of one rank. Raises ValueError for a slowdown outside of 1 to 2."""
 
-    def __init__(self, slowdown: float = SLOWDOWN) -> None:
+    def __init__(self, slowdown: float) -> None:
         if not 1 <= slowdown <= 2:
             raise ValueError(f"slowdown {slowdown}: is from 1 (none) to 2 (no gain from overlap)")
         self.slowdown = slowdown

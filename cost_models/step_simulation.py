@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshfold.cost_models.events import SLOWDOWN, ComputeSpan, Streams, Transfer
+from meshfold.cost_models.events import ComputeSpan, Streams, Transfer
 from meshfold.step_events import (
     BucketEvents,
     Event,
@@ -36,9 +36,9 @@ class Simulation:
     memory: tuple[tuple[float, int], ...]
 
 
-def simulate(events: StepEvents, slowdown: float = SLOWDOWN) -> Simulation:
+def simulate(events: StepEvents) -> Simulation:
     """Linear in the number of events."""
-    run = _Run(events, slowdown)
+    run = _Run(events)
     run.forward()
     run.backward()
     run.end()
@@ -67,9 +67,9 @@ class _Use:
 
 
 class _Run:
-    def __init__(self, events: StepEvents, slowdown: float) -> None:
+    def __init__(self, events: StepEvents) -> None:
         self.events = events
-        self.streams = Streams(slowdown)
+        self.streams = Streams(events.slowdown)
         self.regions: list[RegionEvents] = [events.regions[r] for r in events.instances]
         self.uses = [[_Use(i, b) for b in r.buckets] for i, r in enumerate(self.regions)]
         making = [i for i, r in enumerate(self.regions) if r.makes]

@@ -60,6 +60,7 @@ def program_events(
         + states.inputs
         + STATE_FACTOR[optimizer] * states.trained
         + costs.cluster.reserve_bytes,
+        slowdown=costs.cluster.overlap_slowdown,
     )
 
 

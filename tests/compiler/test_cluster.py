@@ -41,6 +41,8 @@ CASES: list[tuple[Any, str]] = [
     (lambda: with_device(reserve_bytes=-1), "groups[1].device.reserve_bytes: must be 0 or more"),
     (lambda: with_device(reserve_bytes=2**40), "groups[1].device.reserve_bytes: 1099511627776 lea"),
     (lambda: with_device(host_bytes_per_s=-1), "groups[1].device.host_bytes_per_s: must be 0 or"),
+    (lambda: with_device(overlap_slowdown=0.9), "groups[1].device.overlap_slowdown: must be from"),
+    (lambda: with_device(overlap_slowdown=2.1), "groups[1].device.overlap_slowdown: must be from"),
     (
         lambda: with_device(peak_flops_per_s={"float16": 1.0}),
         "groups[1].device.peak_flops_per_s: the float32 figure is missing",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.cluster import ClusterSpec
+from meshfold.cluster import OVERLAP_SLOWDOWN, ClusterSpec
 from meshfold.cluster_io import cluster_to_json
 from meshfold.cost_models.devices import cluster, presets, resolve_cluster, subset
 from meshfold.errors import ClusterSpecError
@@ -61,6 +61,12 @@ HOST_GB_PER_S = {
 def test_the_link_to_the_host_is_that_of_the_pcie_generation(name: str) -> None:
     assert cluster(name).host_bytes_per_s == HOST_GB_PER_S[name] * 1e9
     assert ("host_gb_per_s" in cluster(name).groups[0].device.source) == (name != "local-cpu")
+
+
+def test_overlap_takes_cores_where_these_move_the_bytes() -> None:
+    assert cluster("local-cpux2").overlap_slowdown == 1.8
+    assert "overlap_slowdown: fitted" in cluster("local-cpu").groups[0].device.source
+    assert cluster("dgx-h100").overlap_slowdown == OVERLAP_SLOWDOWN
 
 
 def test_figures_are_converted_at_this_border() -> None:

@@ -45,7 +45,7 @@ def test_a_small_collective_queues_behind_a_large_one_of_its_link() -> None:
 
 
 def test_links_work_side_by_side() -> None:
-    streams = Streams()
+    streams = Streams(slowdown=1.1)
     first, second = streams.start(moved(3.0, NODE)), streams.start(moved(2.0, NETWORK))
     streams.wait(first)
     streams.wait(second)
@@ -53,7 +53,7 @@ def test_links_work_side_by_side() -> None:
 
 
 def test_what_costs_nothing_is_done_at_once() -> None:
-    streams = Streams()
+    streams = Streams(slowdown=1.1)
     streams.compute(1.0)
     transfer = streams.start(moved(0.0))
     streams.wait(transfer)

@@ -30,7 +30,7 @@ def two_layers(layer: RegionEvents = LAYER, **changes: object) -> StepEvents:
 
 
 def test_gathers_ahead_and_reductions_behind_without_contention() -> None:
-    course = simulate(two_layers(), slowdown=1.0)
+    course = simulate(replace(two_layers(), slowdown=1.0))
     spans = [(t.collective.kind, t.instance, t.start_s, t.end_s) for t in course.transfers]
     assert spans == [
         ("all_gather", 0, 0.0, 2.0),  # nothing to hide behind
@@ -50,14 +50,14 @@ def test_gathers_ahead_and_reductions_behind_without_contention() -> None:
 
 
 def test_contention_is_told_apart() -> None:
-    step = simulate(two_layers(), slowdown=1.5).step
+    step = simulate(replace(two_layers(), slowdown=1.5)).step
     # Beside compute: gathers of 2 and 2, a reduction of 3.
     assert step.contention_s == pytest.approx(0.5 * (2 + 2 + 3))
     assert step.step_s == pytest.approx(24.0 + 3.5)
 
 
 def test_memory_follows_gathers_buckets_and_moments() -> None:
-    course = simulate(two_layers(), slowdown=1.0)
+    course = simulate(replace(two_layers(), slowdown=1.0))
     assert course.memory == (
         (2.0, 1000 + 100),  # layer 0 is whole
         (2.0, 1000 + 200),  # and layer 1 in flight
@@ -77,7 +77,7 @@ def test_memory_follows_gathers_buckets_and_moments() -> None:
 
 def test_a_slow_link_leaves_buckets_in_flight() -> None:
     slow = replace(BUCKET, reduce=replace(SCATTER, seconds=30.0))
-    course = simulate(two_layers(replace(LAYER, buckets=(slow,))), slowdown=1.0)
+    course = simulate(replace(two_layers(replace(LAYER, buckets=(slow,))), slowdown=1.0))
     # Layer 1's buffer is still read when layer 0 reduces.
     assert (20.0, 1000 + 50 + 20 + 250 + 200) in course.memory
 
@@ -85,7 +85,7 @@ def test_a_slow_link_leaves_buckets_in_flight() -> None:
 def test_what_stays_is_gathered_once() -> None:
     stays = replace(LAYER, buckets=(replace(BUCKET, saved=False),), stays=True)
     stays = replace(stays, backward=LAYER.backward[1:])
-    course = simulate(two_layers(stays), slowdown=1.0)
+    course = simulate(replace(two_layers(stays), slowdown=1.0))
     assert [t.instance for t in course.transfers] == [0, 1, 1, 0]
     assert (6.0, 1000 + 7 + 200 + 10) in course.memory
 
@@ -107,7 +107,7 @@ def test_reductions_of_whole_gradients_keep_no_buffer() -> None:
     backward = LAYER.backward[1:]
     layer = RegionEvents("B", (Event("compute", 4.0),), backward, (reduced,))
     assert not layer.makes
-    memory = simulate(two_layers(layer), slowdown=1.0).memory
+    memory = simulate(replace(two_layers(layer), slowdown=1.0)).memory
     assert (13.0, 1000 + 7 + 20 + 400) in memory and (13.0, 1000 + 50 + 30) in memory
 
 
@@ -132,7 +132,7 @@ def test_a_schedule_hides_what_eager_waits_for() -> None:
             Event("reduce", number=0, inside_bytes=20),
         ),
     )
-    course = simulate(two_layers(scheduled), slowdown=1.0)
+    course = simulate(replace(two_layers(scheduled), slowdown=1.0))
     spans = [(t.collective.kind, t.instance, t.start_s, t.end_s) for t in course.transfers]
     assert spans[2:] == [
         ("all_gather", 0, 10.0, 12.0),
@@ -145,7 +145,7 @@ def test_a_schedule_hides_what_eager_waits_for() -> None:
         LAYER, backward=(LAYER.backward[0], Event("inline", collective=INLINE), *LAYER.backward[1:])
     )
     # Both layers wait a second for theirs, the second one partly beside its own gather.
-    assert simulate(two_layers(eager), slowdown=1.0).step.step_s == 26.0
+    assert simulate(replace(two_layers(eager), slowdown=1.0)).step.step_s == 26.0
     assert course.step.step_s == 24.0
 
 
