@@ -29,6 +29,7 @@ from meshfold.plan import Plan
 from meshfold.plan_io import load_plan
 from meshfold.probe import OpProber
 from meshfold.program import EmittedProgram
+from meshfold.ring_choice import with_ring
 from meshfold.runtime import CompiledModel
 from meshfold.single_mesh import SingleMesh
 
@@ -107,7 +108,8 @@ def plan_captured(
         probe=OpProber(),
         progress=progress,
     )
-    return with_parts(plan, captured.graph, options.parts_pin)
+    plan = with_parts(plan, captured.graph, options.parts_pin)
+    return with_ring(plan, captured.graph, options)
 
 
 def _resolve(text: str) -> ClusterSpec:

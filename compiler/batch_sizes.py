@@ -125,7 +125,7 @@ def _for_size(plan: Plan, captured: Captured) -> Plan:
         )
     info = replace(plan.model, fingerprint=fingerprint(graph), inputs=inputs, batch_size=batch_size)
     # What was chosen for the one size may not divide the other.
-    regions = tuple(replace(region, parts=Parts()) for region in plan.regions)
+    regions = tuple(replace(region, parts=Parts(), ring=()) for region in plan.regions)
     return replace(plan, model=info, regions=regions)
 
 

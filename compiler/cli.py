@@ -102,7 +102,8 @@ def check_output(path: Path | None) -> None:
     metavar="NAME=VALUE",
     help="Fix dp, ep, cp, tp, zero, sp, recompute, offload, pp, microbatches, schedule (1f1b, "
     "gpipe, interleaved, zero_bubble, interleaved_zero_bubble, zbv, dualpipev), chunks, parts (of "
-    "layers, in mode scheduled), or how a parameter is stored: layout:NAME=replicate, dp, tp:DIM "
+    "layers, in mode scheduled), ring (0 or 1: products that take rows as they come), "
+    "or how a parameter is stored: layout:NAME=replicate, dp, tp:DIM "
     "or tp:DIM,dp, * in NAME for any part (DIM+ if padded); repeatable.",
 )
 @click.option(

@@ -23,7 +23,7 @@ from meshfold.pipeline_program import emit_plan
 from meshfold.plan import Plan
 from meshfold.plan_io import write_whole
 from meshfold.probe import OpProber
-from meshfold.schedule_events import with_schedule
+from meshfold.schedule_events import with_program_events
 from meshfold.step_timeline import Timeline
 from meshfold.timeline import both_text, predicted_spans, spans_json, trace_json
 from meshfold.units import seconds_text
@@ -87,7 +87,7 @@ def check_plan(plan: Plan, model: str) -> Plan:
     """`plan` with its figures computed again."""
     captured = captured_as_planned(plan, build_for_plan(model, plan))
     priced = price_plan(captured.graph, plan, OpProber())
-    return with_schedule(priced, captured.graph)
+    return with_program_events(priced, captured.graph)
 
 
 def verify_plan(plan: Plan, model: str) -> VerifyReport:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshfold.kept_counts import KeptCounts
 from meshfold.mesh import Mesh
+from meshfold.symmetric_memory import enable
 from meshfold.weight_work import WeightWork
 
 Axes = tuple[str, ...]
@@ -83,6 +84,11 @@ class RankMesh(ABC):
         """sent[j] rows of contiguous x go to rank j, one rank after the other; received[j] come
         from there, in rank order. An all-to-all of uneven parts."""
 
+    def shared_group(self, axis: str) -> str:
+        """Name of the process group of `axis` if its ranks read each other's memory
+        (meshfold.symmetric_memory), else empty."""
+        return ""
+
     def start_shift(self, x: Tensor, axis: str) -> Tensor:
         """Numbers x [n] go to the next rank of the axis, from the last to the first; those of the
         one before come. An exchange with two neighbours."""
@@ -122,6 +128,7 @@ class ProcessMesh(RankMesh):
         super().__init__(mesh, dist.get_rank(), device)
         self._groups: dict[Axes, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
+        self._shared: set[str] = set()
         for axes in axis_sets if axis_sets is not None else [(name,) for name in mesh.names]:
             for ranks in mesh.groups(axes):
                 if (group := self.new_group(ranks)) is not None:
@@ -136,6 +143,15 @@ class ProcessMesh(RankMesh):
         assert isinstance(group, dist.ProcessGroup)
         self._made.append(group)
         return group
+
+    def share_memory(self, axes: Sequence[str]) -> None:
+        """Let the ranks of each of these axes read each other's memory. Called on all ranks."""
+        for axis in axes:
+            enable(self._groups[axis,].group_name)
+            self._shared.add(axis)
+
+    def shared_group(self, axis: str) -> str:
+        return self._groups[axis,].group_name if axis in self._shared else ""
 
     def close(self) -> None:
         """End all groups, and their threads. Called on all ranks; nothing may be in flight."""

@@ -1,7 +1,8 @@
 """From a captured graph and a plan to the program of a rank: the passes, in order.
 
     emit        typed graphs, conversions, buckets, gathers ahead   meshfold.emit
-    parts       regions that run in parts, anew                meshfold.passes.region_parts
+    parts       regions that run in parts, anew                         meshfold.passes.region_parts
+    ring        products that take rows as they come round, anew        meshfold.passes.ring_graph
     schedule    pieces in an order found with the cost model        meshfold.schedule_program
 
 They start from the captured graph with its regions split as the plan does (passes/variants.py).
@@ -12,12 +13,14 @@ seconds and what it made; `meshfold graph --passes DIR` writes that down.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshfold.check_program import check_program
 from meshfold.cost_models.cost_model import CostModel
-from meshfold.emit import check_runs, emit_typed
+from meshfold.emit import Written, check_runs, emit_typed
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.region_parts import PartsProblem, parted
+from meshfold.passes.ring_graph import in_planned_ring
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
 from meshfold.program import EmittedProgram
@@ -50,6 +53,25 @@ class Subject:
     def typings(self) -> list[RegionTyping]:
         return [region.typing for region in self.plan.regions]
 
+    @cached_property
+    def in_parts(self) -> dict[int, Written]:
+        """What regions are written as that run in parts, by number."""
+        problem = PartsProblem(self.split, self.plan)
+        return {
+            k: parted(problem, k, region.typing, region.parts)
+            for k, region in enumerate(self.plan.regions)
+            if region.parts.count > 1
+        }
+
+    def in_ring(self) -> dict[int, Written]:
+        """The same, with products that take rows as they come round where the plan says so."""
+        found = dict(self.in_parts)
+        for k, region in enumerate(self.plan.regions):
+            if region.ring:
+                written = found.get(k, (self.split.regions[k].graph, region.typing))
+                found[k] = in_planned_ring(*written, region, self.plan.mesh)
+        return found
+
 
 @dataclass(frozen=True)
 class EmissionPass:
@@ -66,13 +88,16 @@ def _emit(_: EmittedProgram | None, of: Subject) -> EmittedProgram:
 
 def _parts(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     assert program is not None, "there is something to emit anew"
-    regions = enumerate(of.plan.regions)
-    wanted = {k: region.parts for k, region in regions if region.parts.count > 1}
-    if not wanted:
+    if not of.in_parts:
         return program
-    problem = PartsProblem(of.split, of.plan)
-    in_parts = {k: parted(problem, k, of.typings[k], parts) for k, parts in wanted.items()}
-    return emit_typed(of.split, of.typings, of.plan.mesh, of.costs, in_parts=in_parts)
+    return emit_typed(of.split, of.typings, of.plan.mesh, of.costs, written=of.in_parts)
+
+
+def _ring(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
+    assert program is not None, "there is something to emit anew"
+    if not any(region.ring for region in of.plan.regions):
+        return program
+    return emit_typed(of.split, of.typings, of.plan.mesh, of.costs, written=of.in_ring())
 
 
 def _schedule(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
@@ -84,6 +109,7 @@ def _schedule(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
 PASSES: tuple[EmissionPass, ...] = (
     EmissionPass("emit", _emit),
     EmissionPass("parts", _parts, "scheduled"),
+    EmissionPass("ring", _ring),
     EmissionPass("schedule", _schedule, "scheduled"),
 )
 

@@ -59,13 +59,13 @@ def emit_typed(
     costs: ConversionCosts,
     numbers: Sequence[int] = (),
     borders: Mapping[str, Layout] = MappingProxyType({}),
-    in_parts: Mapping[int, Written] = MappingProxyType({}),
+    written: Mapping[int, Written] = MappingProxyType({}),
 ) -> EmittedProgram:
     """The program for `typings`, one per region. costs decide the order of conversion steps.
 
     numbers, borders: of a pipeline stage the numbers of its instances in the whole program, and the
     layouts of what arrives at its border. Its steps may have others between forward and backward,
-    so it releases everything. in_parts: what regions are written as that run in parts, by number.
+    so it releases everything. written: regions with another graph and typing, by number.
     """
     assert all(t.recompute != "selective" for t in typings), "emit refuses what cannot run yet"
     made: dict[tuple[int, tuple[Layout, ...]], int] = {}
@@ -77,8 +77,8 @@ def emit_typed(
         if (number, layouts) not in made:
             variant = sum(r.region == number for r in regions)
             name = folded.regions[number].name + (f".{variant}" if variant else "")
-            written = in_parts.get(number, (folded.regions[number].graph, typings[number]))
-            emitter = _RegionEmitter(*written, layouts, mesh, costs)
+            given = folded.regions[number].graph, typings[number]
+            emitter = _RegionEmitter(*written.get(number, given), layouts, mesh, costs)
             made[number, layouts] = len(regions)
             regions.append(emitter.emit(name, number, len(instance.floats)))
         programs.append(made[number, layouts])

@@ -18,27 +18,21 @@ from torch import fx
 
 from meshfold import local_ops
 from meshfold.batch_norm import batch_norm, batch_norm_without_running
+from meshfold.emit_experts import combine, dispatch, expert_linear
 from meshfold.errors import UnsupportedOpError
-from meshfold.expert_exchange import (
-    as_before,
-    by_expert,
-    routed,
-    start_combine,
-    start_dispatch,
-    wait_combine,
-    wait_dispatch,
-)
 from meshfold.mesh import Mesh
 from meshfold.op_context import OpContext, global_arguments
 from meshfold.opgraph import Draw, OpGraph
 from meshfold.passes.localize import localize
 from meshfold.passes.rules import op_labels, rule_locals, summed_axes
 from meshfold.passes.rules_random import RANDOM_OPS, may_draw
+from meshfold.passes.rules_ring import RING
 from meshfold.rank_places import Digits
 from meshfold.ring_attention import ring_attention
+from meshfold.ring_products import gather_linears, linear_scatter
 from meshfold.sharded_rows import put_rows, take_rows
 from meshfold.sharded_scan import cumsum
-from meshfold.spmd import Layout, local_shape
+from meshfold.spmd import local_shape
 from meshfold.strategy import OpTyping
 from meshfold.torch_ops import torch_target
 
@@ -150,63 +144,6 @@ def _embedding(context: OpContext) -> list[fx.Node]:
             context.digits(layout, 0),
         )
     ]
-
-
-def _expert_linear(context: OpContext) -> list[fx.Node]:
-    """The op on the experts that a rank holds."""
-    named = context.named()
-    shape, layout = (
-        context.op_graph.values[context.op.operands[1]].shape,
-        context.typing.inputs[1],
-    )
-    num_held = local_shape(shape, layout, context.mesh.sizes)[0]
-    named["ids"] = context.call(
-        local_ops.own_experts,
-        context.mesh_node,
-        named["ids"],
-        shape[0],
-        num_held,
-        context.digits(layout, 0),
-    )
-    arguments = (named[name] for name in ("x", "weight", "ids"))
-    rest = named.get("bias"), named.get("transposed", False)
-    return [context.call(torch_target(context.op.target), *arguments, *rest)]
-
-
-def _dispatch(context: OpContext) -> list[fx.Node]:
-    rows, ids = context.operands
-    if (axis := _experts_axis(context, context.typing.outputs[0])) is None:
-        return [rows]
-    route = _route(context, axis)
-    if rows is ids:
-        return [context.call(getattr, route, "experts")]
-    leaving = context.call(by_expert, rows, route)
-    start = context.call(start_dispatch, context.mesh_node, leaving, axis, route)
-    return [context.call(wait_dispatch, context.mesh_node, start, axis, route)]
-
-
-def _combine(context: OpContext) -> list[fx.Node]:
-    rows, _ = context.operands
-    if (axis := _experts_axis(context, context.typing.inputs[0])) is None:
-        return [rows]
-    route = _route(context, axis)
-    start = context.call(start_combine, context.mesh_node, rows, axis, route)
-    back = context.call(wait_combine, context.mesh_node, start, axis, route)
-    return [context.call(as_before, back, route)]
-
-
-def _experts_axis(context: OpContext, layout: Layout) -> str | None:
-    """The axis on which `layout` has rows at their experts."""
-    axes = (name for name, t in zip(context.mesh.names, layout, strict=True) if t.kind == "E")
-    return next(axes, None)
-
-
-def _route(context: OpContext, axis: str) -> fx.Node:
-    """The route of the ids that an op reads: one for all that read the same."""
-    ids = context.operands[1]
-    arguments = (context.mesh_node, ids, context.op.args[2], axis)
-    known = (n for n in ids.users if n.target is routed and n.args == arguments)
-    return next(known, None) or context.call(routed, *arguments)
 
 
 def _scan(context: OpContext) -> list[fx.Node]:
@@ -360,6 +297,31 @@ def _attention(context: OpContext) -> list[fx.Node]:
     ]
 
 
+def _ring_axis(context: OpContext) -> tuple[int, str]:
+    """Number and name of the axis on which rows come round."""
+    names = [name.partition("/")[0] for name in context.typing.rules]
+    return names.index(RING), context.mesh.names[names.index(RING)]
+
+
+def _gather_linears(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    number, axis = _ring_axis(context)
+    rows = context.typing.inputs[0][number]
+    tensors = (named[name] for name in ("x", "weights", "biases"))
+    place = rows.dim, rows.blocks, named["transposed"], axis
+    made = context.call(gather_linears, context.mesh_node, *tensors, *place)
+    return [context.call(operator.getitem, made, k) for k in range(len(context.op.outputs))]
+
+
+def _linear_scatter(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    number, axis = _ring_axis(context)
+    rows = context.typing.outputs[0][number]
+    tensors = (named[name] for name in ("x", "weight", "bias"))
+    place = rows.dim, rows.blocks, named["transposed"], axis
+    return [context.call(linear_scatter, context.mesh_node, *tensors, *place)]
+
+
 def _ring_attention(
     context: OpContext, named: dict[str, Any], key_rows: Digits, key_heads: tuple[int, Digits]
 ) -> fx.Node:
@@ -383,9 +345,9 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "reshape": _reshape,
     "held": _held,
     "embedding": _embedding,
-    "expert_linear": _expert_linear,
-    "dispatch": _dispatch,
-    "combine": _combine,
+    "expert_linear": expert_linear,
+    "dispatch": dispatch,
+    "combine": combine,
     "cumsum": _scan,
     "put_rows": _put_rows,
     "take_rows": _take_rows,
@@ -394,5 +356,7 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "dropout": _dropout,
     "batch_norm": _batch_norm,
     "attention": _attention,
+    "gather_linears": _gather_linears,
+    "linear_scatter": _linear_scatter,
 }
 """By AxisRule.local; the same keys as local_ops.LOCAL_OPS."""

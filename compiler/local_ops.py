@@ -21,6 +21,7 @@ from meshfold.collectives import Axes, RankMesh, all_reduced
 from meshfold.expert_exchange import combine, dispatch
 from meshfold.random_masks import kept, stream_key
 from meshfold.rank_places import Digits, key_heads_of, places_of, places_of_microbatch
+from meshfold.ring_products import gather_linears, linear_scatter
 from meshfold.shard_tensors import (
     cropped_blocks,
     digits_of,
@@ -266,4 +267,6 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "dropout": dropout,
     "batch_norm": batch_norm,
     "attention": attention,
+    "gather_linears": gather_linears,
+    "linear_scatter": linear_scatter,
 }

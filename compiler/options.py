@@ -42,13 +42,15 @@ PIN_NAMES = (
     "schedule",
     "chunks",
     "parts",
+    "ring",
 )
 """What can be pinned: data, expert, context and tensor parallel degrees, ZeRO level, whether
 activations between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is
 offloaded, devices that a pipeline goes over, parts in which a rank runs its share of the batch, the
 order they run in, stages per device (more than one under interleaved schedules, zbv and dualpipev
-only), and in how many parts of its samples a region runs in mode scheduled. Beside these a
-parameter's layout, `layout:NAME`."""
+only), in how many parts of its samples a region runs in mode scheduled, and whether products take
+rows of other ranks as they come round (0 or 1). Beside these a parameter's layout, `layout:NAME`.
+"""
 
 _WORDS = {
     "recompute": get_args(Recompute),
@@ -58,6 +60,7 @@ _WORDS = {
 """Pins that are words, and what they can be."""
 
 PARTS = "parts"
+RING = "ring"
 LAYOUT = "layout:"
 """What the name of a pin starts with that is about a parameter's layout."""
 
@@ -143,7 +146,7 @@ class CompileOptions:
     @property
     def strategy_pins(self) -> dict[str, PinValue]:
         """Pins about strategies."""
-        others = (LAYOUT, PARTS)
+        others = (LAYOUT, PARTS, RING)
         return {k: v for k, v in self.pins.items() if not k.startswith(others)}
 
     @property
@@ -151,6 +154,12 @@ class CompileOptions:
         """In how many parts regions are to run."""
         value = self.pins.get(PARTS)
         return None if value is None else int(value)
+
+    @property
+    def ring_pin(self) -> bool | None:
+        """Whether products are to take rows as they come round."""
+        value = self.pins.get(RING)
+        return None if value is None else bool(value)
 
     @property
     def layout_pins(self) -> tuple[LayoutPin, ...]:
@@ -180,5 +189,5 @@ def _check_pin(name: str, value: PinValue) -> None:
         raise OptionError(f"pin {name}={value}: a degree is 1 or more")
     if name == "zero" and value not in range(4):
         raise OptionError(f"pin zero={value}: ZeRO levels are 0, 1, 2 and 3")
-    if name == "sp" and value not in (0, 1):
-        raise OptionError(f"pin sp={value}: write sp=1 or sp=0")
+    if name in ("sp", RING) and value not in (0, 1):
+        raise OptionError(f"pin {name}={value}: write {name}=1 or {name}=0")

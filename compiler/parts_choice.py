@@ -17,7 +17,7 @@ from meshfold.passes.parts_graph import UncutError
 from meshfold.passes.region_parts import PartsProblem
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
-from meshfold.schedule_events import with_schedule
+from meshfold.schedule_events import with_program_events
 from meshfold.strategy import Parts, PartsOf
 
 TRIED = (2, 4)
@@ -38,30 +38,30 @@ def with_parts(plan: Plan, folded: FoldedGraph, pinned: int | None) -> Plan:
             "out"
         )
     costs = CostModel(plan.cluster, plan.mesh)
-    best = with_schedule(plan, folded, costs)
+    best = with_program_events(plan, folded, costs)
     if best.mode != "scheduled" or best.events is None or pinned == 1:
         return best
     problem = PartsProblem(planned_graph(folded, plan), plan)
     if pinned is not None:
-        return with_schedule(_pinned(best, problem, pinned), folded, costs)
+        return with_program_events(_pinned(best, problem, pinned), folded, costs)
     program = emit(folded, plan, costs=costs)
     waiting = {r.region for r in program.regions if r.schedule is not None}
-    for region in filter(waiting.__contains__, _by_time(best)):
+    for region in filter(waiting.__contains__, by_time(best)):
         for parts in _possible(best, problem, region):
-            found = with_schedule(_with(best, region, parts), folded, costs)
+            found = with_program_events(_with(best, region, parts), folded, costs)
             # Where two parts do not pay four may: more hides, and weights are read as often again.
-            if _is_better(found, best):
+            if is_better(found, best):
                 best = found
     return best
 
 
-def _is_better(found: Plan, best: Plan) -> bool:
+def is_better(found: Plan, best: Plan) -> bool:
     assert found.simulated is not None and best.simulated is not None
     gains = found.simulated.step_s < best.simulated.step_s * (1 - LEAST_GAIN)
     return gains and found.simulated.peak_bytes <= found.memory.capacity
 
 
-def _by_time(plan: Plan) -> list[int]:
+def by_time(plan: Plan) -> list[int]:
     """Numbers of the regions, those with most seconds of the step first."""
     spent = [r.num_instances * (r.forward_s + r.backward_s) for r in plan.regions]
     return sorted(range(len(spent)), key=lambda k: (-spent[k], k))
@@ -91,7 +91,7 @@ def _pinned(plan: Plan, problem: PartsProblem, count: int) -> Plan:
     """Every region in as many parts that can run so."""
     why = ""
     found = plan
-    for region in _by_time(plan):
+    for region in by_time(plan):
         for of in get_args(PartsOf):
             try:
                 problem.in_parts(region, plan.regions[region].typing, Parts(count, of))

@@ -27,6 +27,7 @@ class PiecePrices:
 
     def __init__(self, ops: OpGraph, rules: Sequence[Sequence[AxisRule]], costs: CostModel) -> None:
         self.ops = ops
+        self.rules = rules
         self.costs = costs
         self.op_times: list[OpTime] = []
         self._inside: list[tuple[tuple[Transfer, bool], ...]] = []

@@ -99,6 +99,9 @@ class RegionPlan:
     slot_names: tuple[str, ...] = ()
     """Names of typing.slots for people; may be left out."""
     parts: Parts = Parts()
+    ring: tuple[int, ...] = ()
+    """Groups of products that take rows of other ranks as they come round, by number among those
+    that can (passes.ring_graph)."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Two plans side by side: what they choose, and what that costs."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Group, RenderableType
@@ -83,11 +84,16 @@ def _runs(plan: Plan) -> str:
     return " | ".join(stages)
 
 
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
+
+
 def _region_pairs(first: RegionPlan, second: RegionPlan) -> list[Difference]:
     name = f"region {first.name}"
     pairs = [
         Difference(name, _chosen(first), _chosen(second)),
         Difference(f"{name}, parts", str(first.parts), str(second.parts)),
+        Difference(f"{name}, ring", _numbers(first.ring), _numbers(second.ring)),
         *(
             Difference(f"{name}, op {k} {target}", ",".join(a.rules), ",".join(b.rules))
             for k, (target, a, b) in enumerate(

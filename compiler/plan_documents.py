@@ -148,6 +148,7 @@ def _region_document(region: RegionPlan) -> RegionDocument:
         saved_bytes=region.saved_bytes,
         parts=region.parts.count,
         parts_of=region.parts.of,
+        ring=region.ring,
         strategy=_strategy_document(region.strategy),
         choice=AlternativeDocument(**asdict(region.choice)),
         alternatives=tuple(AlternativeDocument(**asdict(a)) for a in region.alternatives),
@@ -343,6 +344,7 @@ def _region(document: RegionDocument, path: str, num_axes: int) -> RegionPlan:
         op_targets=names_or_none(target for target, _ in ops),
         slot_names=names_or_none(name for name, _ in slots),
         parts=Parts(document.parts, document.parts_of),
+        ring=document.ring,
     )
 
 

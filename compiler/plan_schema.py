@@ -198,6 +198,10 @@ class RegionDocument(Document):
         default=1, description="In which it runs, one after the other, in mode scheduled"
     )
     parts_of: PartsOf = Field(default="samples", description="What is cut into parts")
+    ring: tuple[Count, ...] = Field(
+        default=(),
+        description="Products that take rows as they come round, among those that can",
+    )
     strategy: StrategyDocument
     choice: AlternativeDocument = Field(description="The strategy in words, with its own figures")
     alternatives: tuple[AlternativeDocument, ...] = Field(description="The best that lost, and why")

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshfold.ring_attention  # noqa: F401  defines the op
+import meshfold.ring_products  # noqa: F401  defines the ops
 from meshfold.cost_models.op_probe import (
     NEW_STORAGE,
     NO_GRADIENT,

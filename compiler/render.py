@@ -238,10 +238,15 @@ def _regions_table(plan: Plan) -> RenderableType:
     return Group(indented(table), Text(note, style="dim"))
 
 
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def _where(region: RegionPlan) -> str:
     chosen = {"recompute": region.typing.recompute, "offload": region.strategy.offload}
     words = [f", {name} {word}" for name, word in chosen.items() if word != "none"]
     words += [f", in {region.parts}"] if region.parts.count > 1 else []
+    words += [f", products {_numbers(region.ring)} in a ring"] if region.ring else []
     return (region.example_scope or "the whole model") + "".join(words)
 
 

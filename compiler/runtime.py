@@ -32,6 +32,7 @@ from meshfold.plan import Plan
 from meshfold.program import EmittedProgram
 from meshfold.runner import ProgramRunner
 from meshfold.shards import shard_of
+from meshfold.shared_memory import share_memory
 from meshfold.states import StateExchange
 from meshfold.torch_ops import torch_dtype
 
@@ -207,6 +208,10 @@ class CompiledModel(nn.Module):
             )
         clip_grads_with_norm_(held.values(), max_norm, norm)
         return norm
+
+    def use_symmetric_memory(self) -> None:
+        """See meshfold.shared_memory. Called on all ranks, before a step. Raises OptionError."""
+        share_memory(self.program, self.rank_mesh)
 
     def close(self) -> None:
         """Give the process groups back, with the threads and buffers that they hold: for programs

@@ -1,8 +1,9 @@
-"""The events of a scheduled program (meshfold.step_events), for the simulator.
+"""The events of a program that passes have changed (meshfold.step_events), for the simulator.
 
-Of the events of the same plan in eager mode stay the buckets, what is held between instances, and
-the optimizer. An op has alive inside its region what it has in the order of the graph, with what is
-held for gradients of weights on top.
+Regions with products in a ring have the events of what they are written as. Of a region with a
+schedule the buckets stay, what is held between instances, and the optimizer. An op has alive
+inside its region what it has in the order of the graph, with what is held for gradients of weights
+on top.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,13 @@ from meshfold.cost_models.step_simulation import simulate
 from meshfold.emission_passes import emit
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.conversions import Step
-from meshfold.passes.region_events import bytes_inside, merged
+from meshfold.passes.local_program import Probe
+from meshfold.passes.region_events import bytes_inside, merged, region_events
+from meshfold.passes.region_price import RegionPricer
 from meshfold.piece_prices import PiecePrices
 from meshfold.plan import Plan
 from meshfold.probe import OpProber
-from meshfold.program import EmittedProgram, RegionProgram
+from meshfold.program import RegionProgram
 from meshfold.region_schedule import RegionSchedule
 from meshfold.schedule_program import region_prices
 from meshfold.step_events import Event, RegionEvents
@@ -25,28 +28,32 @@ from meshfold.step_events import Event, RegionEvents
 Inside = Mapping[int | tuple[int, Step], tuple[int, int]]
 
 
-def with_schedule(plan: Plan, folded: FoldedGraph, costs: CostModel | None = None) -> Plan:
-    """`plan` with the events and the simulated step of its schedule, if it has one. folded: the
-    captured model; costs: of the plan's cluster and mesh, if at hand."""
-    if plan.mode != "scheduled" or plan.events is None:
+def with_program_events(
+    plan: Plan, folded: FoldedGraph, costs: CostModel | None = None, probe: Probe | None = None
+) -> Plan:
+    """`plan` with the events and the simulated step of the program that it is emitted as, where
+    these are others than those it was searched with. folded: the captured model; costs: of the
+    plan's cluster and mesh, and probe, if at hand."""
+    has_ring = any(region.ring for region in plan.regions)
+    if plan.events is None or not (plan.mode == "scheduled" or has_ring):
         return plan
     costs = costs or CostModel(plan.cluster, plan.mesh)
+    probe = probe or OpProber()
     program = emit(folded, plan, costs=costs)
+    written = []
     prices = region_prices(program, costs)
-    written = [
-        _Writer(events, region, price, _inside(program, region, price)).write()
-        if region.schedule is not None
-        else events
-        for events, region, price in zip(plan.events.regions, program.regions, prices, strict=True)
-    ]
-    events = replace(plan.events, regions=tuple(written))
-    return replace(plan, events=events, simulated=simulate(events).step)
-
-
-def _inside(program: EmittedProgram, region: RegionProgram, prices: PiecePrices) -> Inside:
-    number = region.region
-    floats = next(i.floats for i in program.folded.instances if i.region == number)
-    return bytes_inside(region.typing, region.slots, prices.ops, prices.costs, OpProber(), floats)
+    for events, region, price in zip(plan.events.regions, program.regions, prices, strict=True):
+        floats = next(i.floats for i in program.folded.instances if i.region == region.region)
+        if plan.regions[region.region].ring:
+            pricer = RegionPricer(region.ops, region.typing, price.rules, plan.mesh, costs)
+            arguments = events.name, region.typing, region.slots, pricer, probe, floats
+            events = region_events(*arguments).events
+        if region.schedule is not None:
+            inside = bytes_inside(region.typing, region.slots, price.ops, costs, probe, floats)
+            events = _Writer(events, region, price, inside).write()
+        written.append(events)
+    step = replace(plan.events, regions=tuple(written))
+    return replace(plan, events=step, simulated=simulate(step).step)
 
 
 class _Writer:

@@ -29,7 +29,7 @@ from meshfold.models import (
     is_configuration,
     sequence_length,
 )
-from meshfold.options import LAYOUT, PARTS, CompileOptions, PinValue
+from meshfold.options import LAYOUT, PARTS, RING, CompileOptions, PinValue
 from meshfold.passes.layout_pins import pinned_slots
 from meshfold.plan import Plan
 from meshfold.shrink import Change, changed, shrink
@@ -178,6 +178,7 @@ def _planned(
     in_parts = any(region.parts.count > 1 for region in plan.regions)
     if plan.mode == "scheduled":
         pins[PARTS] = 2 if in_parts else 1
+    pins[RING] = int(any(region.ring for region in plan.regions))
     left_out = []
     options = CompileOptions(pins=dict(plan.pins), mode=plan.mode)
     for pin in options.layout_pins:

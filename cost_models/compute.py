@@ -39,6 +39,7 @@ MATMUL_FACTORS = {
     "baddbmm": (1, 2),
     "_grouped_mm": (0, 1),
     "expert_linear": (0, 1),
+    "linear_scatter": (0, 1),
 }
 
 _ATTENTION = (
@@ -63,7 +64,7 @@ _POOLS = tuple(
     for indices in ("", "_with_indices")
 )
 
-PRODUCTS = frozenset((*MATMUL_FACTORS, "einsum", *_ATTENTION, *_CONVOLUTIONS))
+PRODUCTS = frozenset((*MATMUL_FACTORS, "gather_linears", "einsum", *_ATTENTION, *_CONVOLUTIONS))
 """Ops with many flops per byte (names as op_name gives them): what they make is dear to make again.
 All other ops are bound by memory."""
 
@@ -171,6 +172,19 @@ def _matmul(graph: OpGraph, op: Op) -> Work:
     return Work(flops, forward, flops * (left.requires_grad + right.requires_grad), backward)
 
 
+def _several_products(graph: OpGraph, op: Op) -> Work:
+    """Of the same rows with several weights."""
+    x, *weights = _operands(graph, op)[: 1 + len(op.outputs)]
+    rows = 2 * math.prod(x.shape)
+    each = [rows * out.shape[-1] for out in _results(graph, op)]
+    forward, backward = _traffic(graph, op)
+    back = sum(
+        flops * (x.requires_grad + weight.requires_grad)
+        for flops, weight in zip(each, weights, strict=True)
+    )
+    return Work(sum(each), forward, back, backward)
+
+
 def _einsum(graph: OpGraph, op: Op) -> Work:
     """Each letter counts once: of two operands it is their GEMM. Of more, as if each joined the
     result at its full size."""
@@ -270,6 +284,7 @@ def _cross_entropy(graph: OpGraph, op: Op) -> Work:
 
 _COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], Work]], ...] = (
     (tuple(MATMUL_FACTORS), _matmul),
+    (("gather_linears",), _several_products),
     (("einsum",), _einsum),
     (_ATTENTION, _attention),
     (_CONVOLUTIONS, _convolution),

@@ -9,6 +9,14 @@ p, g, pg those of a pass of keys and values, of gradients, of both,
                                         backward    (n - 1) max(b, pg) + max(b, g) + g
 
 and what that is beyond w counts as communication.
+
+Rows of products that come round, or go round (rules_ring), likewise, a chunk c being the product of
+the rows of one rank, added up if they go round, p its pass, d all gradients of weights, and
+
+    x | y = max(x, y) + (k - 1) min(x, y)       beside each other, slower by k
+
+    gather_linears   forward  (n - 1) (c | p) + c    backward  c + (n - 2) (c | p) + ((c + d) | p)
+    linear_scatter   forward  c + (n - 1) (c | p)    backward  (n - 1) (c | p) + c + d
 """
 
 import math
@@ -20,9 +28,10 @@ from meshfold.cost_models.compute import Work, op_work
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, Op, OpGraph
+from meshfold.passes.rule_labels import SHIFT
 from meshfold.passes.rules import AxisRule, RuleComm
-from meshfold.passes.rules_attention import SHIFT
 from meshfold.passes.rules_experts import TRAVELS
+from meshfold.passes.rules_ring import GATHER_LINEARS, RING_RULES
 from meshfold.spmd import local_shape
 
 _QUERY, _KEY, _VALUE, _RESULT = 0, 1, 2, -1
@@ -71,6 +80,9 @@ class OpTimer:
         self.costs = costs
         self.work = work or op_work(graph, op)
         self._only_moves = op.target in TRAVELS
+        self._target = op.target
+        self._moving = 0 if op.target == GATHER_LINEARS else _RESULT
+        """What comes round, or goes round: x, or the result."""
         self.dtype = compute_dtype(graph, op)
         tensors = [graph.values[v] for v in (*op.operands, *op.outputs)]
         self._tensor_bytes = [value.num_bytes for value in tensors]
@@ -159,7 +171,10 @@ class OpTimer:
         self, comm: RuleComm, axis: int, split: Sequence[int], rules: Sequence[AxisRule]
     ) -> InsideCollective:
         kind = comm.collective
-        if kind == SHIFT:
+        if self._target in RING_RULES:
+            num_bytes = int(comm.num_bytes / self._shards(rules)[self._moving])
+            seconds = self._products_s(num_bytes, axis, rules, comm.is_backward)
+        elif kind == SHIFT:
             num_bytes = int(comm.num_bytes / self._shards(rules)[_KEY])
             seconds = self._around_s(num_bytes, axis, rules, comm.is_backward)
         else:
@@ -192,6 +207,32 @@ class OpTimer:
             for size in (num_bytes + gradient_bytes, gradient_bytes)
         )
         return (n - 1) * max(visit_s, pass_s) + max(visit_s, gradient_s) + gradient_s - kernels_s
+
+    def _products_s(
+        self, num_bytes: int, axis: int, rules: Sequence[AxisRule], is_backward: bool
+    ) -> float:
+        """What rows that come round, or go round, take beyond the kernels of products, see the
+        module docstring. num_bytes: of one rank's rows."""
+        shards, n = self._shards(rules), self.mesh.sizes[axis]
+        kernels_s = self._kernels_s(self._parts(rules), shards)[is_backward]
+        weights_s = kernels_s / 2 if is_backward else 0.0
+        comes_round = (self._target == GATHER_LINEARS) != is_backward
+        # Summands are read, and sums read and written. What puts shards together is charged
+        # neither here nor where a gather does so.
+        moved = 0 if comes_round else 3 * num_bytes
+        chunk_s = (kernels_s - weights_s) / n + self.costs.compute_s(0, moved, self.dtype)
+        pass_s = self.costs.collective_s(SHIFT, num_bytes, (axis,))
+        if comes_round or not is_backward:
+            total_s = chunk_s + (n - 1) * self._beside_s(chunk_s, pass_s) + weights_s
+        else:
+            total_s = chunk_s + (n - 2) * self._beside_s(chunk_s, pass_s)
+            total_s += self._beside_s(chunk_s + weights_s, pass_s)
+        return total_s - kernels_s
+
+    def _beside_s(self, first_s: float, second_s: float) -> float:
+        """Compute and a pass at the same time."""
+        slowdown = self.costs.cluster.overlap_slowdown
+        return max(first_s, second_s) + (slowdown - 1) * min(first_s, second_s)
 
 
 class OpWorks:

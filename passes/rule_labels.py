@@ -25,6 +25,10 @@ Dims = tuple[Part | None, ...]
 """One entry per dim of a tensor; None: the dim is needed whole."""
 
 
+SHIFT = "shift"
+"""The collective that passes something on to the next rank, over and over inside an op."""
+
+
 @dataclass(frozen=True, slots=True)
 class RuleComm:
     """A collective inside an op, in its forward or its backward. num_bytes: local payload, before

@@ -43,6 +43,7 @@ from meshfold.passes.rules_normalization import NORMALIZATION_RULES
 from meshfold.passes.rules_pointwise import POINTWISE_RULES
 from meshfold.passes.rules_random import RANDOM_RULES
 from meshfold.passes.rules_reduction import REDUCTION_RULES
+from meshfold.passes.rules_ring import RING_RULES
 from meshfold.passes.rules_shape import SHAPE_RULES
 from meshfold.passes.rules_spatial import SPATIAL_RULES
 from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, SpmdType, is_legal
@@ -62,6 +63,7 @@ OP_RULES: dict[str, OpRule] = {
     **LOSS_RULES,
     **SHAPE_RULES,
     **RANDOM_RULES,
+    **RING_RULES,
 }
 
 

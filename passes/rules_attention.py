@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from meshfold.opgraph import Arg, Op, Ref
 from meshfold.passes.rule_labels import (
+    SHIFT,
     BoundOp,
     Dims,
     OpLabels,
@@ -30,7 +31,6 @@ from meshfold.passes.rule_labels import (
 )
 
 RING = "ring"
-SHIFT = "shift"
 RING_ATTENTION = "meshfold.ring_attention.default"
 CAUSAL_LOAD = 2.0
 """Work of the rank with the last rows over the mean: 2 - 1 / n on n ranks."""

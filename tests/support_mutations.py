@@ -23,6 +23,7 @@ from support_samples import Sample
 from meshfold.opgraph import Value
 from meshfold.passes.rules_experts import EXPERT_LINEAR, TRAVELS
 from meshfold.passes.rules_index import ROWS
+from meshfold.passes.rules_ring import GATHER_LINEARS, RING, RING_RULES
 from meshfold.spmd import (
     INVARIANT,
     PARTIAL,
@@ -191,9 +192,16 @@ def _more_rules(op: SingleOp, rule: str) -> frozenset[Types]:
     A table of weights that is a pending sum: looking up is linear in it, and so is the product of
     rows with experts. A mean of a whole value in the place of a shard's: the local implementation
     divides by the number of ranks, and the ranks' results add up to it. Rows that travel to another
-    place of a buffer than their own.
+    place of a buffer than their own. Rows in a ring that are sharded in another way: they are put
+    together, or taken apart, as their type says.
     """
     more: set[Types] = set()
+    if op.target in RING_RULES and rule.partition("/")[0] == RING:
+        (own,) = (types_of(t) for t in op.typings(SIZE) if t.rules[0] == rule)
+        place = 0 if op.target == GATHER_LINEARS else len(own) - 1
+        rows = len(op.graph.values[place].shape) - 1
+        shards = (Shard(d, g) for d in range(rows) for g in BLOCKS)
+        more |= {(*own[:place], shard, *own[place + 1 :]) for shard in shards}
     if op.target == "aten.embedding.default":
         more.add((PARTIAL, INVARIANT, PARTIAL))
     if op.target == EXPERT_LINEAR and len(op.tensors) == 3:

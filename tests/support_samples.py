@@ -9,6 +9,7 @@ import torch
 from support_calls import Sample, X, call
 from support_loss_samples import LOSS
 from support_ops import SingleOp
+from support_ring_samples import RING
 from support_tensors import few, flags, halves, one, permuted, places, real, special, steps, whole
 from torch import Tensor
 
@@ -362,4 +363,5 @@ SAMPLES: tuple[Sample, ...] = (
     *LOSS,
     *SHAPE,
     *RANDOM,
+    *RING,
 )

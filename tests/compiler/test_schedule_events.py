@@ -15,7 +15,7 @@ from meshfold.options import CompileOptions
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_from_json, plan_to_json
 from meshfold.precision import float64_everywhere
-from meshfold.schedule_events import with_schedule
+from meshfold.schedule_events import with_program_events
 
 pytestmark = pytest.mark.xdist_group("schedules")
 
@@ -42,7 +42,7 @@ def eager_plan(name: str, layers: int = 3) -> Plan:
 
 
 def scheduled(plan: Plan, layers: int = 3) -> Plan:
-    return with_schedule(replace(plan, mode="scheduled"), captured_llama(layers).graph)
+    return with_program_events(replace(plan, mode="scheduled"), captured_llama(layers).graph)
 
 
 @pytest.mark.parametrize("name", CASES)

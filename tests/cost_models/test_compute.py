@@ -82,6 +82,19 @@ def test_experts_are_one_gemm_of_all_rows_over_the_weights_of_all_experts() -> N
     assert frozen == Work(240, moved, 240, moved + F32 * 24)
 
 
+def test_products_of_the_same_rows_read_them_once() -> None:
+    """6 rows of 4 with weights 5 x 4, trained, and 3 x 4, frozen, which has a bias."""
+    x, w, frozen, bias = value(6, 4), value(5, 4), value(3, 4, grad=False), value(3)
+    moved = F32 * (24 + 20 + 12 + 3 + 30 + 18)
+    got = work("meshfold.gather_linears.default", [x, w, frozen, bias], [value(6, 5), value(6, 3)])
+    flops = 2 * 24 * 5 + 2 * 24 * 3
+    # Gradients of x by both, and of the first weight.
+    back = flops + 2 * 24 * 5
+    assert got == Work(flops, moved, back, moved + F32 * (24 + 20 + 3))
+    one = work("meshfold.linear_scatter.default", [x, w], [value(6, 5)])
+    assert (one.flops, one.backward_flops) == (240, 480)
+
+
 SDPA = "aten.scaled_dot_product_attention.default"
 
 

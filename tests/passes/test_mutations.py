@@ -3,7 +3,7 @@
 import pytest
 from support_mutations import Mutant, is_caught, is_right, mutants, score, types_of
 from support_ops import SingleOp
-from support_samples import EXPERTS, LOSS, NORMALIZATION, RANDOM, SAMPLES, Sample
+from support_samples import EXPERTS, LOSS, NORMALIZATION, RANDOM, RING, SAMPLES, Sample
 from support_tensors import real
 
 from meshfold.spmd import PARTIAL, Shard
@@ -16,7 +16,7 @@ def test_a_sample_of_all_mutants_is_caught() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [EXPERTS, LOSS, NORMALIZATION, RANDOM])
+@pytest.mark.parametrize("samples", [EXPERTS, LOSS, NORMALIZATION, RANDOM, RING])
 def test_all_mutants_of_a_family_are_caught(samples: tuple[Sample, ...]) -> None:
     found = score(samples)
     assert found.caught > 100

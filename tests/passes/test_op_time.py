@@ -11,6 +11,7 @@ from meshfold.passes.exact import ATTENTION
 from meshfold.passes.op_time import OpTime, OpTimers, OpWorks, op_time
 from meshfold.passes.rules import region_rules, rules_beside
 from meshfold.passes.rules_experts import EXPERT_LOAD
+from meshfold.passes.rules_ring import GATHER_LINEARS, LINEAR_SCATTER
 
 
 def test_work_is_divided_by_the_axes_that_split_it() -> None:
@@ -92,6 +93,62 @@ def test_a_causal_ring_is_as_slow_as_the_last_rank() -> None:
     causal, full = (ring_time(2**16, 4, 2, causal=c)[0] for c in (True, False))
     assert causal.forward_s == pytest.approx(full.forward_s)
     assert causal.backward_s == pytest.approx(full.backward_s)
+
+
+def ring_products_time(
+    target: str, rows: int, n: int
+) -> tuple[OpTime, CostModel, tuple[float, float, float]]:
+    """Of rows of 64 with weights [64, 64] in bfloat16, over n ranks; and c, p and d of the module
+    docstring, forward."""
+    x, w = Value((rows, 64), "bfloat16", True), Value((64, 64), "bfloat16", True)
+    gathers = target == GATHER_LINEARS
+    weights, bias = ((Ref(1),), (None,)) if gathers else (Ref(1), None)
+    op = Op(target, (Ref(0), weights, bias, 0, (1, 1), False, n), (), (2,))
+    graph = OpGraph((Slot(SlotKind.VALUE),) * 2, (x, w, x), (op,), (2,))
+    mesh, costs, _ = costs_on(n, 1)
+    ring = {r.name: r for r in region_rules(graph, (n,))[0][0]}["ring"]
+    found = op_time(graph, op, (ring,), mesh, costs)
+    row_bytes = rows * 64 * 2 // n
+    adding_s = costs.compute_s(0, 3 * row_bytes, "bfloat16")
+    return found, costs, (costs.collective_s("shift", row_bytes, (0,)), adding_s, row_bytes)
+
+
+@pytest.mark.parametrize("rows", [2**14, 2**22])
+def test_rows_that_come_round_hide_behind_products(rows: int) -> None:
+    found, costs, (p, adding_s, row_bytes) = ring_products_time(GATHER_LINEARS, rows, 4)
+    slowdown = costs.cluster.overlap_slowdown
+    assert slowdown > 1
+
+    def beside(a: float, b: float) -> float:
+        return max(a, b) + (slowdown - 1) * min(a, b)
+
+    # Forward: what is made is whole, a quarter of the weight is here.
+    flops, moved = 2 * rows * 64 * 64 / 4, row_bytes + 64 * 64 * 2 / 4 + row_bytes
+    assert found.forward_s == pytest.approx(costs.compute_s(flops, moved, "bfloat16"))
+    c = found.forward_s / 4
+    forward_s = found.communication_s[0] + found.forward_s
+    assert forward_s == pytest.approx(3 * beside(c, p) + c)
+    d = found.backward_s / 2
+    c = d / 4 + adding_s
+    backward_s = found.backward_communication_s[0] + found.backward_s
+    assert backward_s == pytest.approx(c + 2 * beside(c, p) + beside(c + d, p))
+
+
+@pytest.mark.parametrize("rows", [2**14, 2**22])
+def test_sums_that_go_round_hide_behind_products(rows: int) -> None:
+    found, costs, (p, adding_s, _) = ring_products_time(LINEAR_SCATTER, rows, 4)
+    slowdown = costs.cluster.overlap_slowdown
+
+    def beside(a: float, b: float) -> float:
+        return max(a, b) + (slowdown - 1) * min(a, b)
+
+    c = found.forward_s / 4 + adding_s
+    forward_s = found.communication_s[0] + found.forward_s
+    assert forward_s == pytest.approx(c + 3 * beside(c, p))
+    d = found.backward_s / 2
+    c = d / 4
+    backward_s = found.backward_communication_s[0] + found.backward_s
+    assert backward_s == pytest.approx(3 * beside(c, p) + c + d)
 
 
 def test_timers_are_made_once_and_works_serve_all_meshes() -> None:

@@ -17,6 +17,7 @@ from support_samples import (
     NORMALIZATION,
     RANDOM,
     REDUCTION,
+    RING,
     SAMPLES,
     SHAPE,
     SPATIAL,
@@ -56,7 +57,7 @@ def test_every_rule_computes_what_the_whole_op_computes(sample: Sample) -> None:
 
 NOT_ELEMENTWISE = [
     *(*CONTRACTION, *REDUCTION, *NORMALIZATION, *SPATIAL, *ATTENTION),
-    *(*EXPERTS, *INDEX, *LOSS, *SHAPE, *RANDOM),
+    *(*EXPERTS, *INDEX, *LOSS, *SHAPE, *RANDOM, *RING),
 ]
 
 
