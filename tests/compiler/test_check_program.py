@@ -96,7 +96,8 @@ def test_passes_run_in_order_and_are_checked() -> None:
     assert [(one.number, one.name) for one in ran] == [
         (1, "emit"),
         (2, "parts"),
-        (3, "schedule"),
+        (3, "ring"),
+        (4, "schedule"),
     ]
     assert ran[-1].program is program and all(one.seconds > 0 for one in ran)
     assert all(region.schedule is None for region in ran[0].program.regions)
