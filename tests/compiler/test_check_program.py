@@ -103,7 +103,7 @@ def test_passes_run_in_order_and_are_checked() -> None:
     assert all(region.schedule is None for region in ran[0].program.regions)
     eager: list[PassRun] = []
     emit(captured_family("llama").graph, replace(plan, mode="eager"), eager.append)
-    assert [one.name for one in eager] == ["emit"]
+    assert [one.name for one in eager] == ["emit", "ring"]
 
     def breaks(made: EmittedProgram | None, _: Subject) -> EmittedProgram:
         assert made is not None
