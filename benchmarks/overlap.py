@@ -2,9 +2,9 @@
 
     python benchmarks/overlap.py [--processes 2] [--rounds 9] [--layers 6] [--width 256] [--wire N]
 
-One small Llama, the same batch and weights for all. Variants take turns, step by step, so that
-what else the machine does meets all alike; every step is forward and backward, without the
-optimizer, and counts from a barrier to the last rank. Medians and ratios.
+One small Llama, for ep a Mixtral, the same batch and weights for all. Variants take turns, step by
+step, so that what else the machine does meets all alike; every step is forward and backward,
+without the optimizer, and counts from a barrier to the last rank. Medians and ratios.
 
     scheduled, eager     meshfold, the plan with the pins of its row, in both modes
     2 parts, 4 parts     scheduled, layers in as many parts whatever the cost model says
@@ -47,7 +47,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 import meshfold
 from meshfold.cluster import OVERLAP_SLOWDOWN, ClusterSpec
@@ -69,32 +75,37 @@ KINDS = {
     "dp": {"dp": -1, "zero": 0},
     "tp": {"tp": -1, "sp": 0},
     "tp+sp": {"tp": -1, "sp": 1},
+    "ep": {"ep": -1, "zero": 0},
 }
 """Pins by kind; a degree of -1 stands for all processes."""
+IN_PARTS = ("tp", "tp+sp", "ep")
+"""Kinds that communicate inside of layers."""
 OURS = ("scheduled", "eager", "one by one", "waiting")
 PARTS = (2, 4)
 ALONE = "dp: no communication"
+ALONE_WITH_EXPERTS = "ep: no communication"
 DIFFER = 0.1
 """Relative, from which on the order of two medians counts."""
 
 Step = Callable[[], Tensor]
 
 
-def build_model(layers: int, width: int) -> LlamaForCausalLM:
+def build_model(layers: int, width: int, *, has_experts: bool = False) -> PreTrainedModel:
     """The same weights in every process."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=3 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=8,
-            num_key_value_heads=8,
-            max_position_embeddings=SEQUENCE,
-            use_cache=False,
-        )
-    )
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": SEQUENCE,
+        "use_cache": False,
+    }
+    if not has_experts:
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=2))
 
 
 def loss_step(model: nn.Module, batch: dict[str, Tensor]) -> Step:
@@ -124,15 +135,16 @@ def meshfold_programs(
     cluster: ClusterSpec,
     wire: float,
     pins: dict[str, int],
+    in_parts: bool,
 ) -> Programs:
-    """Scheduled, in parts where there is tp, eager, without merged reductions, and every collective
-    waited for at once."""
+    """Scheduled, in parts or not, eager, without merged reductions, and every collective waited for
+    at once."""
     options = {
         "scheduled": CompileOptions(pins=pins, mode="scheduled"),
         "eager": CompileOptions(pins=pins),
         "one by one": CompileOptions(pins={**pins, "merge": 0}),
     }
-    for parts in PARTS if "tp" in pins else ():
+    for parts in PARTS if in_parts else ():
         options[f"{parts} parts"] = CompileOptions(pins={**pins, "parts": parts}, mode="scheduled")
     steps: dict[str, Step] = {}
     simulated_s: dict[str, float] = {}
@@ -196,7 +208,7 @@ def slow_down(compiled: CompiledModel, bytes_per_s: float) -> None:
     others = dist.get_world_size() - 1
     share = others / (others + 1)
     factors = {"all_reduce": 2 * share, "all_reduce_in_place": 2 * share, "all_gather": others}
-    factors |= {"reduce_scatter": share, "all_to_all": share}
+    factors |= {"reduce_scatter": share, "all_to_all": share, "exchange": share}
     for kind, factor in factors.items():
         name = f"start_{kind}"
         setattr(mesh, name, partial(start, getattr(mesh, name), factor))
@@ -211,7 +223,7 @@ def variants(layers: int, width: int, wire: float) -> Programs:
     )
     batch = {"input_ids": tokens, "labels": tokens}
     part = {name: x.chunk(size)[rank] for name, x in batch.items()}
-    model = build_model(layers, width)
+    model, with_experts = (build_model(layers, width, has_experts=has) for has in (False, True))
     mesh = init_device_mesh("cpu", (size,))
 
     sharded = copy.deepcopy(model)
@@ -231,7 +243,8 @@ def variants(layers: int, width: int, wire: float) -> Programs:
     simulated_s: dict[str, float] = {}
     for kind, pins in KINDS.items():
         pins = {k: size if v < 0 else v for k, v in pins.items()}
-        programs = meshfold_programs(model, batch, cluster, wire, pins)
+        of_kind = with_experts if "ep" in pins else model
+        programs = meshfold_programs(of_kind, batch, cluster, wire, pins, kind in IN_PARTS)
         found |= {f"{kind}: {name}": step for name, step in programs.steps.items()}
         simulated_s |= {f"{kind}: {name}": x for name, x in programs.simulated_s.items()}
     if not wire:
@@ -241,6 +254,7 @@ def variants(layers: int, width: int, wire: float) -> Programs:
             "tp: parallelize_module": loss_step(by_hand, batch),
         }
     found[ALONE] = alone
+    found[ALONE_WITH_EXPERTS] = loss_step(copy.deepcopy(with_experts), part)
     return Programs(found, simulated_s)
 
 
@@ -258,8 +272,9 @@ def measure(
         dist.all_reduce(loss)
         losses[name] = loss.item() / dist.get_world_size()
     for name, value in losses.items():
-        if abs(value - losses[ALONE]) > CLOSE:
-            raise RuntimeError(f"{name} has the loss {value}, one process {losses[ALONE]}")
+        alone = losses[ALONE_WITH_EXPERTS if name.startswith("ep: ") else ALONE]
+        if abs(value - alone) > CLOSE:
+            raise RuntimeError(f"{name} has the loss {value}, one process {alone}")
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         report(f"round {number + 1} of {rounds}")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfold.kept_counts import KeptCounts
 from meshfold.mesh import Mesh
 from meshfold.symmetric_memory import enable
 from meshfold.weight_work import WeightWork
@@ -35,6 +36,8 @@ class RankMesh(ABC):
     program), how many targets of the step a loss divides by; weight_work: where gradients of
     weights wait, of a schedule that splits the backward. All are set by meshfold.pipeline_step.
     num_rounds: how often ops have begun to pass something round; they count themselves.
+    counts: of a region that runs twice, what was exchanged in the first run; set by
+    meshfold.recomputation.
     """
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
@@ -48,6 +51,7 @@ class RankMesh(ABC):
         self.targets: dict[tuple[int, int], int] = {}
         self.weight_work: WeightWork | None = None
         self.num_rounds = 0
+        self.counts: KeptCounts | None = None
 
     def size(self, axes: Axes) -> int:
         """Ranks in the group of `axes`."""

@@ -23,6 +23,14 @@ from torch import Tensor, fx
 
 from meshfold.collectives import RankMesh
 from meshfold.exchange import Action, Actions, InFlight, Local, Start, Wait
+from meshfold.expert_exchange import (
+    combine_actions,
+    dispatch_actions,
+    start_combine,
+    start_dispatch,
+    wait_combine,
+    wait_dispatch,
+)
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
 from meshfold.passes.conversions import Step, exchange_is_even
@@ -154,9 +162,12 @@ STARTS: Mapping[Callable[..., Any], Callable[..., Actions]] = MappingProxyType(
         start_gradient_all_reduce: gradient_all_reduce_actions,
         start_slice: slice_actions,
         start_all_to_all: all_to_all_actions,
+        start_dispatch: dispatch_actions,
+        start_combine: combine_actions,
     }
 )
-"""Per start what it and its wait do in either direction, of its arguments behind the axis."""
+"""Per start what it and its wait do in either direction, of its arguments behind the axis. Those of
+rows that travel to experts take a route, which is known when it runs (meshfold.expert_exchange)."""
 
 WAITS: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -166,6 +177,8 @@ WAITS: frozenset[Callable[..., Any]] = frozenset(
         wait_gradient_all_reduce,
         wait_slice,
         wait_all_to_all,
+        wait_dispatch,
+        wait_combine,
     }
 )
 

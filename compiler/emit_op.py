@@ -18,8 +18,8 @@ from torch import fx
 
 from meshfold import local_ops
 from meshfold.batch_norm import batch_norm, batch_norm_without_running
+from meshfold.emit_experts import combine, dispatch, expert_linear
 from meshfold.errors import UnsupportedOpError
-from meshfold.expert_exchange import combine, dispatch
 from meshfold.mesh import Mesh
 from meshfold.op_context import OpContext, global_arguments
 from meshfold.opgraph import Draw, OpGraph
@@ -32,7 +32,7 @@ from meshfold.ring_attention import ring_attention
 from meshfold.ring_products import gather_linears, linear_scatter
 from meshfold.sharded_rows import put_rows, take_rows
 from meshfold.sharded_scan import cumsum
-from meshfold.spmd import Layout, local_shape
+from meshfold.spmd import local_shape
 from meshfold.strategy import OpTyping
 from meshfold.torch_ops import torch_target
 
@@ -144,40 +144,6 @@ def _embedding(context: OpContext) -> list[fx.Node]:
             context.digits(layout, 0),
         )
     ]
-
-
-def _expert_linear(context: OpContext) -> list[fx.Node]:
-    named = context.named()
-    weight = context.op_graph.values[context.op.operands[1]]
-    return [
-        context.call(
-            local_ops.expert_linear,
-            context.mesh_node,
-            *(named[name] for name in ("x", "weight", "ids")),
-            named.get("bias"),
-            named.get("transposed", False),
-            weight.shape[0],
-            context.digits(context.typing.inputs[1], 0),
-        )
-    ]
-
-
-def _dispatch(context: OpContext) -> list[fx.Node]:
-    return _traveled(context, dispatch, context.typing.outputs[0])
-
-
-def _combine(context: OpContext) -> list[fx.Node]:
-    return _traveled(context, combine, context.typing.inputs[0])
-
-
-def _traveled(context: OpContext, function: Callable[..., Any], layout: Layout) -> list[fx.Node]:
-    """The rows on the axis on which `layout` has them at their experts; as they are without."""
-    axes = [name for name, t in zip(context.mesh.names, layout, strict=True) if t.kind == "E"]
-    if not axes:
-        return [context.operands[0]]
-    (axis,) = axes
-    num_experts = context.op.args[2]
-    return [context.call(function, context.mesh_node, *context.operands, num_experts, axis)]
 
 
 def _scan(context: OpContext) -> list[fx.Node]:
@@ -379,9 +345,9 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "reshape": _reshape,
     "held": _held,
     "embedding": _embedding,
-    "expert_linear": _expert_linear,
-    "dispatch": _dispatch,
-    "combine": _combine,
+    "expert_linear": expert_linear,
+    "dispatch": dispatch,
+    "combine": combine,
     "cumsum": _scan,
     "put_rows": _put_rows,
     "take_rows": _take_rows,

@@ -22,7 +22,8 @@ class Action:
     """One direction of a conversion on a local tensor. kind: as in passes.conversions.
 
     dim, blocks: the dim that is gathered or cut. For "all_to_all" the dim that is cut;
-    to_dim, to_blocks: the dim that is put together.
+    to_dim, to_blocks: the dim that is put together. For "exchange", of rows, sent and received: as
+    many to each rank, and from there.
     """
 
     kind: str
@@ -30,11 +31,15 @@ class Action:
     blocks: int = 1
     to_dim: int = 0
     to_blocks: int = 1
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
     def in_flight_shape(self, shape: torch.Size, size: int) -> tuple[int, ...]:
         """Shape of what `launch` returns for a tensor of `shape`."""
         if self.kind == "all_gather":
             return (size, *shape)
+        if self.kind == "exchange":
+            return (sum(self.received), *shape[1:])
         if self.kind in ("reduce_scatter", "slice", "all_to_all"):
             cut = (*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :])
             return (size, *cut) if self.kind == "all_to_all" else cut
@@ -59,6 +64,9 @@ class Action:
             case "all_to_all":
                 parts = shard_tensors.stacked_parts(x, self.dim, self.blocks, size)
                 return mesh.start_all_to_all(parts, (axis,))
+            case "exchange":
+                sent, received = list(self.sent), list(self.received)
+                return mesh.start_exchange(x.contiguous(), (axis,), sent, received)
         raise AssertionError(f"{self.kind} is not split in start and wait")
 
     def finish(self, mesh: RankMesh, in_flight: Tensor) -> Tensor:
@@ -66,7 +74,7 @@ class Action:
         match self.kind:
             case "none" | "slice":
                 return in_flight.view_as(in_flight)
-            case "all_reduce" | "reduce_scatter":
+            case "all_reduce" | "reduce_scatter" | "exchange":
                 return mesh.wait(in_flight).view_as(in_flight)
             case "all_gather":
                 return shard_tensors.merged_parts(mesh.wait(in_flight), self.dim, self.blocks)
@@ -77,6 +85,13 @@ class Action:
 
 Actions = tuple[Action, Action]
 """Forward and backward."""
+
+
+def row_actions(sent: tuple[int, ...], received: tuple[int, ...]) -> Actions:
+    """sent[j] rows, in order, go to rank j of an axis, received[j] come from there; backward their
+    gradients the other way."""
+    there = Action("exchange", sent=sent, received=received)
+    return there, Action("exchange", sent=received, received=sent)
 
 
 class Start(torch.autograd.Function):

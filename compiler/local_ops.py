@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import meshfold.expert_ops  # noqa: F401  defines the op
 from meshfold.batch_norm import batch_norm
 from meshfold.collectives import Axes, RankMesh, all_reduced
 from meshfold.expert_exchange import combine, dispatch
@@ -68,23 +67,14 @@ def embedding(
     return found.masked_fill(~held.unsqueeze(-1), 0.0)
 
 
-def expert_linear(
-    mesh: RankMesh,
-    x: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    transposed: bool,
-    num_experts: int,
-    digits: Digits,
+def own_experts(
+    mesh: RankMesh, ids: Tensor, num_experts: int, num_held: int, digits: Digits
 ) -> Tensor:
-    """Products of rows with the experts that this rank holds: zero for the rows of others. Shapes
-    as of meshfold.expert_ops.expert_linear, weight and bias of the local experts; to be summed over
-    the axes of `digits`."""
+    """The numbers that experts ids [t] have among the `num_held` that this rank holds; num_held for
+    those of others, whose rows meshfold.expert_ops.expert_linear makes zero: its result is to be
+    summed over the axes of `digits`."""
     held, experts = digits_of(ids, num_experts, places_of(mesh, digits))
-    own = torch.where(held, experts, weight.shape[0])
-    made: Tensor = _expert_linear(x, weight, own, bias, transposed)
-    return made
+    return torch.where(held, experts, num_held)
 
 
 def cross_entropy(
@@ -261,14 +251,12 @@ def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
     return x * mask / (1.0 - probability) if probability < 1.0 else x * 0.0
 
 
-_expert_linear = torch.ops.meshfold.expert_linear.default
-
 LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "mean": divide_by_ranks,
     "reshape": reshape,
     "held": held,
     "embedding": embedding,
-    "expert_linear": expert_linear,
+    "expert_linear": own_experts,
     "dispatch": dispatch,
     "combine": combine,
     "cumsum": cumsum,

@@ -148,8 +148,7 @@ def notes_of(mesh: RankMesh) -> Iterator[list[Note]]:
     order in which they were started."""
     begin = time.perf_counter()
     started: list[_Started] = []
-    is_inside = False
-    """A pass is an exchange, which is not timed once more."""
+    is_inside = False  # a pass is an exchange, which is not timed once more
     ended: dict[int, tuple[float, float]] = {}
     in_flight: dict[int, int] = {}
     """Storage of the result -> number."""
@@ -161,14 +160,11 @@ def notes_of(mesh: RankMesh) -> Iterator[list[Note]]:
                 return start(x, axes, *rest)
             now = time.perf_counter() - begin
             queued, is_inside = len(in_flight), True
-            try:
-                result = start(x, axes, *rest)
-            finally:
-                is_inside = False
+            result = start(x, axes, *rest)
+            is_inside = False
             axes = (axes,) if isinstance(axes, str) else axes
             in_flight[result.untyped_storage().data_ptr()] = len(started)
-            number = mesh.num_rounds if kind == "shift" else -1
-            started.append(_Started(kind, axes, now, queued, number))
+            started.append(_Started(kind, axes, now, queued, mesh.num_rounds))
             return result
 
         return call
@@ -200,7 +196,7 @@ def notes_of(mesh: RankMesh) -> Iterator[list[Note]]:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """number: of the round that a pass is part of, else -1."""
+    """number: of the round that was begun last, which a pass is part of."""
 
     kind: str
     axes: Axes
@@ -219,11 +215,11 @@ def _notes(started: Sequence[_Started], ended: Mapping[int, tuple[float, float]]
         asked_s, end_s = ended[k]
         seconds = asked_s - one.start_s, end_s - one.start_s
         note = Note(one.kind, one.axes, one.start_s, *seconds, one.queued)
-        if one.number in of_round:
+        if one.kind == "shift" and one.number in of_round:
             place = of_round[one.number]
             notes[place] = _together(notes[place], note)
             continue
-        if one.number >= 0:
+        if one.kind == "shift":
             of_round[one.number] = len(notes)
         notes.append(note)
     return notes

@@ -49,9 +49,9 @@ def with_parts(plan: Plan, folded: FoldedGraph, pinned: int | None) -> Plan:
     for region in filter(waiting.__contains__, by_time(best)):
         for parts in _possible(best, problem, region):
             found = with_program_events(_with(best, region, parts), folded, costs)
-            if not is_better(found, best):
-                break
-            best = found
+            # Where two parts do not pay four may: more hides, and weights are read as often again.
+            if is_better(found, best):
+                best = found
     return best
 
 

@@ -31,14 +31,19 @@ class PiecePrices:
         self.costs = costs
         self.op_times: list[OpTime] = []
         self._inside: list[tuple[tuple[Transfer, bool], ...]] = []
-        """Per op its collectives, and whether each is of the backward."""
-        for op, of_axes in zip(ops.ops, rules, strict=True):
+        """Per op the collectives that it waits for at once, and whether each is of the backward."""
+        self._flying: dict[tuple[int, bool], Transfer] = {}
+        """By op and direction those that have a start and a wait: rows on their way to experts."""
+        for k, (op, of_axes) in enumerate(zip(ops.ops, rules, strict=True)):
             self.op_times.append(op_time(ops, op, of_axes, costs.mesh, costs))
             found = []
             if any(rule.comm for rule in of_axes):
                 for c in OpTimer(ops, op, costs.mesh, costs).inside(of_axes):
                     made = collective(c.kind, c.num_bytes, (c.axis,), costs, c.seconds)
-                    found.append((made, c.is_backward))
+                    if c.flies:
+                        self._flying[k, c.is_backward] = made
+                    else:
+                        found.append((made, c.is_backward))
             self._inside.append(tuple(found))
 
     def works(self, pieces: Pieces, piece: Piece, direction: int) -> Iterator[Work]:
@@ -66,8 +71,9 @@ class PiecePrices:
         return sum(seconds if c is None else c.seconds for seconds, c, _ in works)
 
     def conversion(self, piece: Collective, direction: int) -> Work:
-        """What a conversion does in a direction."""
-        assert not isinstance(piece.origin, int), "a collective is part of a conversion"
+        """What a conversion, or an op whose rows travel, does in a direction."""
+        if isinstance(piece.origin, int):
+            return 0.0, self._flying.get((piece.origin, bool(direction))), piece.origin
         _, step = piece.origin
         action = self._action(piece.origin, direction)
         if action.kind not in COLLECTIVES:

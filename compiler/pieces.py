@@ -1,10 +1,10 @@
 """A region's graph cut into pieces: what runs between its collectives, and these themselves.
 
-A conversion that communicates is two pieces, its start and its wait. All other nodes that have the
-same waits before them, those for buckets included, and the same starts behind them are one piece:
-whatever order the collectives come in, nothing is gained by parting them. No piece needs another
-one that needs it: what is before a piece only grows along the graph, what is behind it only
-shrinks.
+A conversion that communicates is two pieces, its start and its wait, and so are rows on their way
+to experts, or back. All other nodes that have the same waits before them, those for buckets
+included, and the same starts behind them are one piece: whatever order the collectives come in,
+nothing is gained by parting them. No piece needs another one that needs it: what is before a piece
+only grows along the graph, what is behind it only shrinks.
 
 Each piece is a graph of its own, run under autograd by meshfold.scheduled_region, so its backward
 can be called for by itself.
@@ -116,8 +116,11 @@ def _collective(node: Any, numbers: Mapping[fx.Node, int]) -> Collective:
     _, source, axis, *args = node.args
     start = node if kind == "start" else source
     partner = -1 if kind == "start" else numbers[start]
-    names = (source.name,), (node.name,)
-    return Collective(kind, *names, axis, STARTS[start.target](*args), node.meta[ORIGIN], partner)
+    make = STARTS[start.target]
+    routes = [arg.name for arg in args if isinstance(arg, fx.Node)]
+    inputs = (source.name, *(routes if kind == "start" else ()))
+    actions = make if routes else make(*args)
+    return Collective(kind, inputs, (node.name,), axis, actions, node.meta[ORIGIN], partner)
 
 
 class _Writer:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from meshfold.collectives import RankMesh
 from meshfold.errors import MeshfoldError
+from meshfold.kept_counts import KeptCounts
 from meshfold.training_step import BucketUse, TrainingStep
 
 
@@ -33,7 +34,7 @@ class _StopRecomputation(BaseException):
 
 class Rerun:
     """What a second run of a region needs of the first: the values that arrived, in `arrived`,
-    random numbers and autocast as they were."""
+    random numbers and autocast as they were, and the counts that ranks exchanged."""
 
     def __init__(self, mesh: RankMesh, arrived: Sequence[Tensor]) -> None:
         self.arrived = [x.detach().requires_grad_(x.requires_grad) for x in arrived]
@@ -41,6 +42,16 @@ class Rerun:
         self._rng = mesh.rng
         self._autocast = _autocast_state(mesh.device.type)
         self._versions = [x._version for x in arrived]
+        self._counts = KeptCounts()
+
+    @contextlib.contextmanager
+    def keeping_counts(self) -> Iterator[None]:
+        """While open, the first run."""
+        before, self._mesh.counts = self._mesh.counts, self._counts
+        try:
+            yield
+        finally:
+            self._mesh.counts = before
 
     @contextlib.contextmanager
     def running(self) -> Iterator[list[Tensor]]:
@@ -53,8 +64,10 @@ class Rerun:
             )
         mesh, now = self._mesh, self._mesh.rng
         mesh.rng = self._rng
+        self._counts.start_again()
+        autocast = torch.autocast(mesh.device.type, **self._autocast)
         try:
-            with torch.enable_grad(), torch.autocast(mesh.device.type, **self._autocast):
+            with self.keeping_counts(), torch.enable_grad(), autocast:
                 yield self.arrived
         finally:
             mesh.rng = now
@@ -86,7 +99,8 @@ class Recomputation:
     def keeping_numbers(self, arrived: Sequence[Tensor]) -> Iterator[None]:
         """While open the region runs, from what arrived, and autograd keeps numbers."""
         self._rerun = Rerun(self._step.mesh, arrived)
-        with torch.autograd.graph.saved_tensors_hooks(self._number, self._tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._number, self._tensor)
+        with self._rerun.keeping_counts(), hooks:
             yield
         if self._num_kept:
             for use in self._uses:

@@ -16,7 +16,7 @@ passes/list_schedule.py with the cost model's seconds, which are the same on all
 `>3` where it starts a collective and `<3` where it waits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -24,6 +24,7 @@ from typing import Literal
 from torch import fx
 
 from meshfold.exchange import Actions
+from meshfold.expert_exchange import Route
 from meshfold.passes.conversions import Step
 
 Origin = int | tuple[int, Step]
@@ -45,17 +46,23 @@ class Piece:
 
 @dataclass(frozen=True)
 class Collective:
-    """The start or the wait of a conversion on `axis`. inputs, outputs: one name each, as of a
-    Piece; between them what is in flight has the start's name, forward and backward. origin: the
-    conversion; partner: of a wait the number of its start, else -1."""
+    """The start or the wait of a conversion on `axis`, or of rows that travel to their experts.
+    inputs, outputs: one name each, as of a Piece; between them what is in flight has the start's
+    name, forward and backward. A start whose actions depend on a route reads it as well, as its
+    second input. origin: the conversion, or the op; partner: of a wait the number of its start,
+    else -1."""
 
     kind: Literal["start", "wait"]
-    inputs: tuple[str]
+    inputs: tuple[str, ...]
     outputs: tuple[str]
     axis: str
-    actions: Actions
+    actions: Actions | Callable[[Route], Actions]
     origin: Origin
     partner: int = -1
+
+    def actions_on(self, *route: Route) -> Actions:
+        """Both directions, of what was read beside the value that is sent."""
+        return self.actions(*route) if callable(self.actions) else self.actions
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from meshfold.errors import MeshfoldError
+from meshfold.exchange import Actions
 from meshfold.program import RegionProgram
 from meshfold.recomputation import Recomputation, start_nothing
-from meshfold.region_schedule import Collective, Piece, RegionSchedule
+from meshfold.region_schedule import Piece, RegionSchedule
 from meshfold.training_step import SECOND_BACKWARD, BucketUse, TrainingStep
 from meshfold.weight_work import WeightWork
 
@@ -58,8 +59,10 @@ class ScheduledRegion:
         self.arguments = region, step, instance, number, floats
         self.values: dict[str, Any] = {}
         """Tensors, none of which autograd follows."""
-        self.flying: list[Collective] = []
-        """Starts that no wait has come for."""
+        self.flying: list[int] = []
+        """Numbers of the starts that no wait has come for."""
+        self.actions: dict[int, Actions] = {}
+        """What a start and its wait do, by number of the start."""
         self.trained: set[str] = set()
         """Names of values with a gradient."""
         self.gradients: dict[str, Tensor] = {}
@@ -100,8 +103,9 @@ class ScheduledRegion:
 
     def _finish_collectives(self) -> None:
         """Wait for what is in flight when a second run is stopped."""
-        for piece in self.flying:
-            piece.actions[0].finish(self.step.mesh, self.values[piece.outputs[0]])
+        for number in self.flying:
+            in_flight = self.values[self.pieces.pieces[number].outputs[0]]
+            self.actions[number][0].finish(self.step.mesh, in_flight)
 
     def _run_forward(self, direct: Sequence[Tensor]) -> list[Tensor]:
         named = dict(zip(self.direct_names, direct, strict=True))
@@ -135,16 +139,16 @@ class ScheduledRegion:
         if piece.kind == "ops":
             self._run_ops(number, piece)
             return
-        (source,), (target,) = piece.inputs, piece.outputs
-        there, _ = piece.actions
+        (source, *route), (target,) = piece.inputs, piece.outputs
         mesh, x = self.step.mesh, self.values[source]
         with torch.no_grad():
             if piece.kind == "start":
-                self.values[target] = there.launch(mesh, x, piece.axis)
-                self.flying.append(piece)
+                self.actions[number] = piece.actions_on(*(self.values[name] for name in route))
+                self.values[target] = self.actions[number][0].launch(mesh, x, piece.axis)
+                self.flying.append(number)
             else:
-                self.values[target] = there.finish(mesh, x)
-                self.flying = [p for p in self.flying if p.outputs != piece.inputs]
+                self.values[target] = self.actions[piece.partner][0].finish(mesh, x)
+                self.flying.remove(piece.partner)
         if source in self.trained:
             self.trained.add(target)
 
@@ -205,16 +209,16 @@ class ScheduledRegion:
         if piece.kind == "ops":
             self._back_ops(number)
             return
-        (source,), (target,) = piece.inputs, piece.outputs
+        source, (target,) = piece.inputs[0], piece.outputs
         gradient = self.gradients.pop(target, None)
         if gradient is None:
             return
-        _, back = piece.actions
         mesh = self.step.mesh
         if piece.kind == "wait":
+            back = self.actions[piece.partner][1]
             self.gradients[source] = back.launch(mesh, gradient, piece.axis)
         else:
-            self._add(source, back.finish(mesh, gradient))
+            self._add(source, self.actions[number][1].finish(mesh, gradient))
 
     def _back_ops(self, number: int) -> None:
         kept = self.kept.get(number)

@@ -4,7 +4,7 @@ What the stage before waits for is the gradient of its outputs. Half of the work
 the product that makes the gradient of its weight, can wait (Qi et al., Zero Bubble Pipeline
 Parallelism, ICLR 2024). In the graphs of such a schedule
 
-    linear, addmm, mm with a weight   become ops whose backward makes the gradient of the input and
+    linear, addmm, mm, expert_linear  become ops whose backward makes the gradient of the input and
                                       leaves that of the weight in the step's WeightWork
     parameters                        are read through taps (meshfold.weight_work): a gradient that
                                       arrives at one waits
@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
+from meshfold import expert_ops
 from meshfold.collectives import RankMesh
 from meshfold.opgraph import OpGraph, SlotKind
 from meshfold.program import PLACE
@@ -47,6 +48,21 @@ def mm(mesh: RankMesh, x: Tensor, weight: Tensor) -> Tensor:
     if mesh.weight_work is None:
         return torch.mm(x, weight)
     return _Linear.apply(x, weight, None, False, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def expert_linear(
+    mesh: RankMesh,
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    """As meshfold.expert_ops.expert_linear."""
+    if mesh.weight_work is None:
+        made: Tensor = expert_ops.expert_linear(x, weight, ids, bias, transposed)
+        return made
+    return _ExpertLinear.apply(x, weight, ids, bias, transposed, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
@@ -79,10 +95,52 @@ class _Linear(torch.autograd.Function):
         return to_x, None, rows.sum(0) if needs_bias else None, None, None
 
 
+class _ExpertLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+        work: WeightWork,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, ids)
+        ctx.work, ctx.transposed = work, transposed
+        ctx.weight = get_gradient_edge(weight) if weight.requires_grad else None
+        made: Tensor = expert_ops.expert_linear(x, weight, ids, bias, transposed)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ids = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
+        transposed = ctx.transposed
+        if needs_weight and ctx.weight is not None:
+            # W needs the shape of the weights alone, and does not hold them.
+            alike = weight.new_empty(()).expand(weight.shape)
+            wanted = [False, True, False]
+            ctx.work.leave(
+                ctx.weight,
+                lambda: expert_ops.expert_linear_backward(
+                    gradient, x, alike, ids, transposed, wanted
+                )[0],
+            )
+        found = iter(
+            expert_ops.expert_linear_backward(
+                gradient, x, weight, ids, transposed, [needs_x, False, needs_bias]
+            )
+        )
+        to_x = next(found) if needs_x else None
+        return to_x, None, None, next(found) if needs_bias else None, None, None
+
+
 _SPLIT: dict[Any, tuple[Callable[..., Tensor], int]] = {
     torch.ops.aten.linear.default: (linear, 1),
     torch.ops.aten.addmm.default: (addmm, 2),
     torch.ops.aten.mm.default: (mm, 1),
+    torch.ops.meshfold.expert_linear.default: (expert_linear, 1),
 }
 """torch op -> what stands for it, and which argument is the weight."""
 

@@ -30,7 +30,7 @@ from meshfold.cost_models.equations import dims_of
 from meshfold.opgraph import ITEM_BYTES, Op, OpGraph, Value
 
 # Positions of the two factors among the operands.
-_MATMUL_FACTORS = {
+MATMUL_FACTORS = {
     "mm": (0, 1),
     "bmm": (0, 1),
     "matmul": (0, 1),
@@ -64,7 +64,7 @@ _POOLS = tuple(
     for indices in ("", "_with_indices")
 )
 
-PRODUCTS = frozenset((*_MATMUL_FACTORS, "gather_linears", "einsum", *_ATTENTION, *_CONVOLUTIONS))
+PRODUCTS = frozenset((*MATMUL_FACTORS, "gather_linears", "einsum", *_ATTENTION, *_CONVOLUTIONS))
 """Ops with many flops per byte (names as op_name gives them): what they make is dear to make again.
 All other ops are bound by memory."""
 
@@ -163,7 +163,7 @@ def _memory_bound(graph: OpGraph, op: Op) -> Work:
 
 
 def _matmul(graph: OpGraph, op: Op) -> Work:
-    first, second = _MATMUL_FACTORS[op_name(op.target)]
+    first, second = MATMUL_FACTORS[op_name(op.target)]
     operands, results = _operands(graph, op), _results(graph, op)
     # Every element of the result is a dot product over the last dim of the left factor.
     left, right = operands[first], operands[second]
@@ -283,7 +283,7 @@ def _cross_entropy(graph: OpGraph, op: Op) -> Work:
 
 
 _COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], Work]], ...] = (
-    (tuple(_MATMUL_FACTORS), _matmul),
+    (tuple(MATMUL_FACTORS), _matmul),
     (("gather_linears",), _several_products),
     (("einsum",), _einsum),
     (_ATTENTION, _attention),

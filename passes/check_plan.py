@@ -26,8 +26,8 @@ from meshfold.passes.residence import (
 from meshfold.passes.rules import (
     AxisRule,
     region_rules,
-    rule_inside,
     rules_beside,
+    rules_inside,
     typing_of,
 )
 from meshfold.passes.rules_experts import TRAVELS
@@ -172,7 +172,7 @@ def typed_rules(
         for axis, wanted in enumerate(typing.rules):
             found = {rule.name: rule for rule in table[k][axis]}
             if wanted not in found:
-                found |= _rules_inside(graph, k, table[k], mesh, axis)
+                found |= rules_inside(graph, k, table[k], mesh.sizes, axis)
             if wanted not in found:
                 rules_of_axis = tuple(found.values())
                 found |= {
@@ -202,19 +202,6 @@ def typed_rules(
             _check_layout(where, graph.values[v].shape, layout, mesh)
         chosen.append(tuple(rules))
     return chosen
-
-
-def _rules_inside(
-    graph: OpGraph, op_index: int, per_axis: Sequence[Sequence[AxisRule]], mesh: Mesh, axis: int
-) -> dict[str, AxisRule]:
-    """By name the rules of one axis that go on with a rule of another inside of its shards."""
-    inside = (
-        rule_inside(graph, op_index, rule, mesh.sizes[outer], mesh.sizes[axis])
-        for outer, rules in enumerate(per_axis)
-        for rule in rules
-        if outer != axis
-    )
-    return {rule.name: rule for rule in inside if rule is not None}
 
 
 def _rules_at_experts(

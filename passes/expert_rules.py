@@ -4,10 +4,15 @@ On such an axis every op goes on with what dp does, inside of its shards. Betwee
 combine rows are not where the batch puts them but with their experts (the type Experts), and there
 the rule of an op is the one that takes Experts for Shard(0):
 
-    dispatch        Shard(0,g)                 -> Experts(g)    exchange of counts, then of rows
+    dispatch        Shard(0,g)                 -> Experts(g)    exchange of counts, then of rows;
+                                                                where ids travel, nothing: counts
+                                                                per expert say them
     expert_linear   Experts(g), weight Shard(0) -> Experts(g)
     row by row      Experts(g)                 -> Experts(g)
-    combine         Experts(g), ids Shard(0,g) -> Shard(0,g)    exchange of counts, then of rows
+    combine         Experts(g), ids Shard(0,g) -> Shard(0,g)    exchange of rows
+
+Counts are exchanged once per ids, by the first op that reads them, and waited for where they are;
+rows are on their way while other ops run, if a schedule has any.
 
 All of these in a region or none: no conversion leads to Experts or away from it. How many rows a
 rank has there depends on the routing, so that no other axis may cut them (whole_rows).
@@ -33,6 +38,8 @@ from meshfold.spmd import Experts, Shard, SpmdType
 
 _WEIGHT, _BIAS = 1, 3
 """Operands of expert_linear with a row per expert."""
+_NUM_EXPERTS = 2
+"""Argument of dispatch and combine."""
 
 
 def shared_experts(folded: FoldedGraph) -> frozenset[int]:
@@ -157,9 +164,16 @@ def _tables(op: Op) -> list[int]:
 
 def _exchanges(graph: OpGraph, op: Op, size: int) -> tuple[RuleComm, ...]:
     """Counts, then rows, as many as the busiest rank gets; in backward the gradient of the rows."""
-    rows = graph.values[op.operands[0]]
+    v, ids = op.operands
+    rows = graph.values[v]
     num_bytes = int(rows.num_bytes * EXPERT_LOAD) // size
-    counts = RuleComm("all_to_all", size * ITEM_BYTES["int64"])
-    there = RuleComm("all_to_all", num_bytes)
-    back = RuleComm("all_to_all", num_bytes, is_backward=True)
-    return (counts, there, back) if rows.requires_grad else (counts, there)
+    num_experts = op.args[_NUM_EXPERTS]
+    assert isinstance(num_experts, int)
+    counts = RuleComm("all_to_all", num_experts * ITEM_BYTES["int64"], is_kept=True)
+    there = RuleComm("all_to_all", num_bytes, flies=True)
+    back = RuleComm("all_to_all", num_bytes, is_backward=True, flies=True)
+    travels = [graph.ops[k] for k in graph.users[ids] if graph.ops[k].target in TRAVELS]
+    found = [counts] if travels[0] is op else []
+    found += [there] if v != ids else []
+    found += [back] if rows.requires_grad else []
+    return tuple(found)

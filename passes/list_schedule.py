@@ -6,10 +6,12 @@ Greedy, at the time that a simulation with the cost model gives:
     2. of the kernels that need nothing any more, those run that have most behind them, collectives
        included; a collective is waited for when it is done, or when nothing else is left to run
     3. waits then sink to the first task that needs them
+    4. what nobody waits for (gradients of weights) is put off to a later wait, where that is
+       better: the first collective that it could hide may be shorter than the next
 
-so what nobody waits for (gradients of weights) fills the time in which collectives are on their
-way. Such a task holds memory until it runs; at most `bound_bytes` are held so: with a smaller bound
-more of it runs at once, with none each runs where it would without a schedule.
+so that fills the time in which collectives are on their way. Such a task holds memory until it
+runs; at most `bound_bytes` are held so: with a smaller bound more of it runs at once, with none
+each runs where it would without a schedule.
 
 Collectives that belong to other regions (gathers of the next one's parameters, reductions of
 gradients) go where they are least in the way of the region's own, on the same link: every place is
@@ -21,6 +23,7 @@ find the same order.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ def list_order(tasks: Sequence[Task], bound_bytes: int) -> tuple[int, ...]:
     given = tuple(range(len(tasks)))
     fixed = [t for t in given if not tasks[t].floats]
     listed = _sunk(tasks, _Lister(tasks, fixed, bound_bytes).order())
+    listed = _put_off(tasks, listed, bound_bytes)
     found = [_placed(tasks, order) for order in (tuple(fixed), listed)]
     return min((given, *found), key=lambda order: _course(tasks, order))
 
@@ -157,6 +161,36 @@ def _sunk(tasks: Sequence[Task], order: Sequence[int]) -> tuple[int, ...]:
         del found[at]
         found.insert(users[0] - 1 if users else len(found), t)
     return tuple(found)
+
+
+def _put_off(tasks: Sequence[Task], order: Sequence[int], bound_bytes: int) -> tuple[int, ...]:
+    """`order` with every task that holds memory before the wait, or at the end, where it costs
+    least, the earliest such place; no more is held than before, or than `bound_bytes`."""
+    found = tuple(order)
+    bound_bytes = max(bound_bytes, _most_held(tasks, found))
+    for t in [t for t in order if tasks[t].held_bytes]:
+        first = found.index(t)
+        rest = (*found[:first], *found[first + 1 :])
+        users = [k for k, u in enumerate(rest) if t in tasks[u].needs]
+        last = min([len(rest), *users])
+        waits = [k for k in range(first, last) if tasks[rest[k]].start >= 0]
+        places = [(*rest[:k], t, *rest[k:]) for k in (*waits, last)]
+        allowed = [p for p in places if _most_held(tasks, p) <= bound_bytes]
+        found = min([found, *allowed], key=lambda order: _course(tasks, order))
+    return found
+
+
+def _most_held(tasks: Sequence[Task], order: Sequence[int]) -> int:
+    """The most bytes of tasks that could have run, while others run or are waited for; starts take
+    no time."""
+    place = {t: k for k, t in enumerate(order)}
+    added = [0] * (len(order) + 1)
+    for t in order:
+        if tasks[t].held_bytes:
+            added[max((place[n] + 1 for n in tasks[t].needs), default=0)] += tasks[t].held_bytes
+            added[place[t]] -= tasks[t].held_bytes
+    pairs = zip(order, accumulate(added), strict=False)
+    return max((held for t, held in pairs if not tasks[t].link), default=0)
 
 
 def _placed(tasks: Sequence[Task], order: Sequence[int]) -> tuple[int, ...]:

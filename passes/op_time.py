@@ -41,12 +41,13 @@ _QUERY, _KEY, _VALUE, _RESULT = 0, 1, 2, -1
 @dataclass(frozen=True, slots=True)
 class OpTime:
     """Seconds of one op on one rank: kernels forward and backward, and the collectives inside its
-    rule by axis number, forward and backward."""
+    rule by axis number, forward and backward, and what of the forward ones a second run repeats."""
 
     forward_s: float
     backward_s: float
     communication_s: tuple[float, ...]
     backward_communication_s: tuple[float, ...]
+    again_communication_s: tuple[float, ...]
 
     @property
     def total_s(self) -> float:
@@ -57,13 +58,16 @@ class OpTime:
 @dataclass(frozen=True, slots=True)
 class InsideCollective:
     """A collective inside an op's rule on axis number `axis`, in one direction; all passes of keys
-    and values that go round as one: num_bytes of one pass, seconds beyond the kernels."""
+    and values that go round as one: num_bytes of one pass, seconds beyond the kernels. flies,
+    is_kept: as of RuleComm."""
 
     kind: str
     axis: int
     num_bytes: int
     seconds: float
     is_backward: bool
+    flies: bool
+    is_kept: bool
 
 
 class OpTimer:
@@ -96,16 +100,16 @@ class OpTimer:
         if not any(rule.comm for rule in rules):
             # Rows that stay are not put in another order.
             forward_s, backward_s = (0.0, 0.0) if self._only_moves else kernels
-            return OpTime(forward_s, backward_s, self._nothing, self._nothing)
+            return OpTime(forward_s, backward_s, *(self._nothing,) * 3)
         inside = self.inside(rules)
-        there, back = (
-            tuple(
-                sum(c.seconds for c in inside if (c.axis, c.is_backward) == (axis, is_backward))
-                for axis in range(len(rules))
-            )
-            for is_backward in (False, True)
+        there = [c for c in inside if not c.is_backward]
+        back = [c for c in inside if c.is_backward]
+        again = [c for c in there if not c.is_kept]
+        by_axis = (
+            tuple(sum(c.seconds for c in of if c.axis == axis) for axis in range(len(rules)))
+            for of in (there, back, again)
         )
-        return OpTime(*kernels, there, back)
+        return OpTime(*kernels, *by_axis)
 
     def _parts(self, rules: Sequence[AxisRule]) -> float:
         """How many times the work of the busiest rank makes the op's."""
@@ -177,7 +181,9 @@ class OpTimer:
             kept = 1 if comm.is_whole else split[axis]
             num_bytes = comm.num_bytes * kept // math.prod(split)
             seconds = self.costs.collective_s(kind, num_bytes, (axis,))
-        return InsideCollective(kind, axis, num_bytes, seconds, comm.is_backward)
+        return InsideCollective(
+            kind, axis, num_bytes, seconds, comm.is_backward, comm.flies, comm.is_kept
+        )
 
     def _around_s(
         self,

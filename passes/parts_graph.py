@@ -15,7 +15,7 @@ from meshfold.opgraph import Arg, Op, OpGraph, Ref, SlotKind
 from meshfold.passes.batch_typing import rebound
 from meshfold.passes.localize import localize
 from meshfold.passes.region_price import layouts_of_values
-from meshfold.passes.rules import region_rules
+from meshfold.passes.rules import AxisRule, region_rules, rules_inside
 from meshfold.passes.rules_random import draw_of
 from meshfold.spmd import Layout, SpmdType, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
@@ -70,7 +70,7 @@ class _Cut:
     def _of_part(self, t: SpmdType, size: int) -> SpmdType:
         if not (t.is_shard and t.dim == self.type.dim):
             return t
-        if t.unit or t.kind != "S":
+        if t.padded:
             raise UncutError("the dim that is cut is padded")
         if t.blocks >= self.type.blocks * self.count:
             return replace(t, blocks=t.blocks // self.parts)
@@ -290,16 +290,25 @@ class PartsWriter:
         """The typings with the names of their rules: blocks are part of a name."""
         table = region_rules(graph, self.sizes)
         for k, typing in enumerate(self.typings):
-            names = []
-            for axis, rules in enumerate(table[k]):
-                before = typing.rules[axis] if typing.rules else ""
-                types = (
-                    tuple(layout[axis] for layout in typing.inputs),
-                    tuple(layout[axis] for layout in typing.outputs),
-                )
-                found = [r.name for r in rules if (r.inputs, r.outputs) == types]
-                alike = [n for n in found if n.partition("/")[0] == before.partition("/")[0]]
-                names.append((alike or found or [before])[0])
-                if not names[-1]:
-                    raise UncutError(f"no rule of {graph.ops[k].target} splits it")
+            names = (self._rule(graph, k, table[k], axis) for axis in range(len(self.sizes)))
             yield replace(typing, rules=tuple(names))
+
+    def _rule(
+        self, graph: OpGraph, k: int, per_axis: Sequence[Sequence[AxisRule]], axis: int
+    ) -> str:
+        """The name of the rule of op `k` on an axis. per_axis: those of the table."""
+        typing = self.typings[k]
+        types = (
+            tuple(layout[axis] for layout in typing.inputs),
+            tuple(layout[axis] for layout in typing.outputs),
+        )
+        before = typing.rules[axis] if typing.rules else ""
+        found = [r.name for r in per_axis[axis] if (r.inputs, r.outputs) == types]
+        if not (found or before):
+            # Two axes cut one dim: the table has what either does alone.
+            inside = rules_inside(graph, k, per_axis, self.sizes, axis).values()
+            found = [r.name for r in inside if (r.inputs, r.outputs) == types]
+        alike = [n for n in found if n.partition("/")[0] == before.partition("/")[0]]
+        if not (found or before):
+            raise UncutError(f"no rule of {graph.ops[k].target} splits it")
+        return (alike or found or [before])[0]

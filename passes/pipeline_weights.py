@@ -10,14 +10,14 @@ Bubble Pipeline Parallelism, ICLR 2024, section 2).
 
 from collections.abc import Sequence
 
-from meshfold.cost_models.compute import VIEWS, op_name, op_work
+from meshfold.cost_models.compute import MATMUL_FACTORS, VIEWS, op_name, op_work
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Op, OpGraph, SlotKind
 from meshfold.passes.op_time import op_time
 from meshfold.passes.rules import AxisRule
 
-SPLIT = frozenset({"linear", "addmm", "mm"})
+SPLIT = frozenset({"linear", "addmm", "mm", "expert_linear"})
 """Ops whose backward runs in two parts (meshfold.weight_gradients)."""
 
 
@@ -55,6 +55,6 @@ def _weight_share(graph: OpGraph, op: Op, weights: set[int]) -> float:
     work = op_work(graph, op)
     if not work.backward_flops:
         return 0.0
-    factors = [v for v in op.operands if len(graph.values[v].shape) > 1]
+    factors = [op.operands[k] for k in MATMUL_FACTORS[op_name(op.target)]]
     made = sum(v in weights for v in factors) * work.flops
     return min(1.0, made / work.backward_flops)

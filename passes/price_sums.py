@@ -89,6 +89,6 @@ class PriceSums:
             self.backward_s += seconds
         if is_again:
             self.again_compute_s += time.forward_s
-            for axis, seconds in enumerate(time.communication_s):
+            for axis, seconds in enumerate(time.again_communication_s):
                 self.again_by_axis_s[axis] += seconds
                 self.again_s += seconds

@@ -19,7 +19,7 @@ from meshfold.cost_models.memory import LocalProgram, RegionTrace, trace_region
 from meshfold.opgraph import OpGraph
 from meshfold.passes.conversions import COLLECTIVES, Step, step_actions
 from meshfold.passes.local_program import LocalProgramBuilder, Probe
-from meshfold.passes.op_time import OpTimer
+from meshfold.passes.op_time import InsideCollective, OpTimer
 from meshfold.passes.parameter_buckets import BucketKey, bucket_key, changed_axes
 from meshfold.passes.parameter_prices import cast_s, local_bytes, stored_bytes
 from meshfold.passes.region_price import RegionPricer
@@ -232,19 +232,20 @@ class _Writer:
 
     def _again(self) -> Iterator[Event]:
         for k in sorted(self.trace.again):
-            yield from _events(self._there(k), self.trace.again_bytes)
+            yield from _events(self._there(k, is_again=True), self.trace.again_bytes)
 
     def _opened(self, k: int) -> list[int]:
         return [b for b, at in enumerate(self.opened_at) if at == k]
 
-    def _there(self, k: int) -> Iterator[_Piece]:
-        """The forward of a step."""
+    def _there(self, k: int, *, is_again: bool = False) -> Iterator[_Piece]:
+        """The forward of a step; the first one, or one that runs again."""
         origin = self.builder.origins[k]
         if not isinstance(origin, int):
             yield self._conversion(origin, 0)
             return
         yield self.pricer.op_times[origin].forward_s, None
-        yield from self._inside(origin, is_backward=False)
+        inside = self._inside(origin, is_backward=False)
+        yield from (self._inline(c) for c in inside if not (is_again and c.is_kept))
 
     def _back(self, k: int) -> Iterator[_Piece]:
         """The backward of a step."""
@@ -252,7 +253,7 @@ class _Writer:
         if not isinstance(origin, int):
             yield self._conversion(origin, 1)
             return
-        yield from self._inside(origin, is_backward=True)
+        yield from (self._inline(c) for c in self._inside(origin, is_backward=True))
         yield self.pricer.op_times[origin].backward_s, None
 
     def _conversion(self, origin: tuple[int, Step], direction: int) -> _Piece:
@@ -264,15 +265,16 @@ class _Writer:
         made = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
         return 0.0, made
 
-    def _inside(self, k: int, *, is_backward: bool) -> Iterator[_Piece]:
+    def _inside(self, k: int, *, is_backward: bool) -> Iterator[InsideCollective]:
         """The collectives inside the rule of an op."""
         rules = self.pricer.rules[k]
         if not any(rule.comm for rule in rules):
             return
         timer = OpTimer(self.graph, self.graph.ops[k], self.mesh, self.costs)
-        for c in timer.inside(rules):
-            if c.is_backward == is_backward:
-                yield 0.0, collective(c.kind, c.num_bytes, (c.axis,), self.costs, c.seconds)
+        yield from (c for c in timer.inside(rules) if c.is_backward == is_backward)
+
+    def _inline(self, c: InsideCollective) -> _Piece:
+        return 0.0, collective(c.kind, c.num_bytes, (c.axis,), self.costs, c.seconds)
 
 
 def _events(pieces: Iterable[_Piece], inside_bytes: int) -> Iterator[Event]:

@@ -32,12 +32,16 @@ SHIFT = "shift"
 @dataclass(frozen=True, slots=True)
 class RuleComm:
     """A collective inside an op, in its forward or its backward. num_bytes: local payload, before
-    other axes divide it; where it `is_whole`, before its own does, too."""
+    other axes divide it; where it `is_whole`, before its own does, too. flies: it is started and
+    waited for, other ops may run meanwhile. is_kept: a second run of the forward reads what the
+    first got."""
 
     collective: str
     num_bytes: int
     is_backward: bool = False
     is_whole: bool = False
+    flies: bool = False
+    is_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)

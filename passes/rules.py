@@ -133,6 +133,24 @@ def rule_inside(
     return next(_label_rule(graph, op, spec, label, inside, shards), None) if shards else None
 
 
+def rules_inside(
+    graph: OpGraph,
+    op_index: int,
+    per_axis: Sequence[Sequence[AxisRule]],
+    sizes: Sequence[int],
+    axis: int,
+) -> dict[str, AxisRule]:
+    """By name the rules of one axis that go on with a rule of another inside of its shards.
+    per_axis: the rules of the op that the table has on every axis of a mesh of `sizes`."""
+    inside = (
+        rule_inside(graph, op_index, rule, sizes[outer], sizes[axis])
+        for outer, rules in enumerate(per_axis)
+        for rule in rules
+        if outer != axis
+    )
+    return {rule.name: rule for rule in inside if rule is not None}
+
+
 def rules_beside(graph: OpGraph, op_index: int, rule: AxisRule, size: int) -> tuple[AxisRule, ...]:
     """The rules that cut what `rule` cuts, and more, on an axis of `size` ranks. No other op asks
     for their shards, and region_rules does without them: they are for an axis of context."""

@@ -47,7 +47,7 @@ MOST_ROWS = 1.25
 def _travels(op: BoundOp, indices: tuple[int, ...], rows: Value, local: str) -> Special:
     """How many go, which, and the rows themselves; in backward their gradient."""
     num_rows = rows.shape[0] * ITEM_BYTES["int64"]
-    counts = RuleComm("all_to_all", ITEM_BYTES["int64"])
+    counts = RuleComm("all_to_all", ITEM_BYTES["int64"], is_kept=True)
     asked = RuleComm("all_to_all", int(MOST_ROWS * num_rows) * len(indices), is_whole=True)
     moved = RuleComm("all_to_all", int(MOST_ROWS * rows.num_bytes), is_whole=True)
     back = RuleComm("all_to_all", moved.num_bytes, is_backward=True, is_whole=True)

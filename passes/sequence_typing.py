@@ -1,6 +1,7 @@
 """The sequence followed through the op rules on a free axis: what can run row by row.
 
     norms, products with weights, what is element by element     rows of a part alone
+    experts, and the way to them and back                        rows of a part alone
     attention, and whatever else needs all rows                  whole, its operands put together
 
 Ops are met in order; one stays cut where a rule reads what is cut as it is, needs no communication
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from meshfold.opgraph import OpGraph, SlotKind
 from meshfold.passes.rules import AxisRule, region_rules, rule_locals
+from meshfold.passes.rules_experts import TRAVELS
 from meshfold.spmd import INVARIANT, Layout, Shard, SpmdType
 from meshfold.strategy import OpTyping, RegionTyping
 
@@ -72,7 +74,10 @@ def _typed(graph: OpGraph, k: int, rules: Sequence[AxisRule], types: list[SpmdTy
 
 
 def _is_plain(graph: OpGraph, k: int, typing: OpTyping) -> bool:
-    """Whether the torch op does for a part of the rows: nothing in it knows where they are."""
+    """Whether the op does for a part of the rows: nothing in it knows where they are. Rows travel
+    to their experts whoever goes with them."""
+    if graph.ops[k].target in TRAVELS:
+        return True
     return all(local == "plain" for local in rule_locals(graph, k, typing))
 
 

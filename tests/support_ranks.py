@@ -107,7 +107,7 @@ class ThreadMesh(RankMesh):
         return self._start("exchange", x, axes, combine, tuple(x.shape[1:]))
 
     def wait(self, in_flight: Tensor) -> Tensor:
-        pointer = in_flight.data_ptr()
+        pointer = in_flight.untyped_storage().data_ptr()
         if pointer not in self._in_flight:
             raise AssertionError("waited for a tensor that is not in flight")
         empty, result = self._in_flight.pop(pointer)
@@ -130,8 +130,10 @@ class ThreadMesh(RankMesh):
         self.log.append((kind, axes))
         signature = (kind, axes, tuple(x.shape) if shape is None else shape, x.dtype)
         result = combine(self._meet(signature, x, axes), self._position(axes)[1])
-        empty = torch.full_like(result, _unread(result.dtype))
-        self._in_flight[empty.data_ptr()] = (empty, result)
+        # No rows have an address of their own, too.
+        room = torch.full((result.numel() + 1,), _unread(result.dtype), dtype=result.dtype)
+        empty = room[:-1].view(result.shape)
+        self._in_flight[empty.untyped_storage().data_ptr()] = (empty, result)
         return empty
 
     def _meet(self, signature: Any, x: Tensor, axes: Axes) -> list[Tensor]:

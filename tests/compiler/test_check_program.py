@@ -96,14 +96,15 @@ def test_passes_run_in_order_and_are_checked() -> None:
     assert [(one.number, one.name) for one in ran] == [
         (1, "emit"),
         (2, "parts"),
-        (3, "schedule"),
-        (4, "merge"),
+        (3, "ring"),
+        (4, "schedule"),
+        (5, "merge"),
     ]
     assert ran[-1].program is program and all(one.seconds > 0 for one in ran)
     assert all(region.schedule is None for region in ran[0].program.regions)
     eager: list[PassRun] = []
     emit(captured_family("llama").graph, replace(plan, mode="eager"), eager.append)
-    assert [one.name for one in eager] == ["emit", "merge"]
+    assert [one.name for one in eager] == ["emit", "ring", "merge"]
 
     def breaks(made: EmittedProgram | None, _: Subject) -> EmittedProgram:
         assert made is not None

@@ -8,7 +8,18 @@ from torch import Tensor
 
 from meshfold.collectives import RankMesh
 from meshfold.cost_models.op_probe import ProbeKey, dense_spec
-from meshfold.expert_exchange import combine, dispatch
+from meshfold.expert_exchange import (
+    as_before,
+    by_expert,
+    combine,
+    dispatch,
+    routed,
+    start_combine,
+    start_dispatch,
+    wait_combine,
+    wait_dispatch,
+)
+from meshfold.kept_counts import KeptCounts
 from meshfold.opgraph import Ref
 from meshfold.probe import OpProber
 
@@ -42,9 +53,11 @@ def test_rows_meet_the_rank_of_their_expert_and_come_back(routing: str) -> None:
     results = run_on_simulated_ranks(mesh_of(4), body)
     for rank, (there, experts, back, gradient) in enumerate(results):
         assert set((experts // 2).tolist()) <= {rank}
-        # In order of arrival: by sender, then as the sender had them.
-        wanted = [rows_of(r)[ids[r] // 2 == rank] for r in range(4)]
-        assert torch.equal(there, torch.cat(wanted))
+        # In order of arrival: by sender, then by expert, then as the sender had them.
+        orders = [ids[r].argsort(stable=True) for r in range(4)]
+        wanted = [order[ids[r][order] // 2 == rank] for r, order in enumerate(orders)]
+        assert torch.equal(there, torch.cat([rows_of(r)[rows] for r, rows in enumerate(wanted)]))
+        assert torch.equal(experts, torch.cat([ids[r][rows] for r, rows in enumerate(wanted)]))
         factor = (ids[rank] // 2 + 1).unsqueeze(1)
         assert torch.equal(back, rows_of(rank) * factor)
         assert torch.equal(gradient, (rows_of(0) + 1) * factor)
@@ -60,6 +73,62 @@ def test_counts_are_exchanged_first_and_not_again_in_backward() -> None:
         return [kind for kind, _ in mesh.log]
 
     assert run_on_simulated_ranks(mesh_of(4), body) == [["all_to_all", "exchange", "exchange"]] * 4
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_counts_say_which_expert_every_row_wants(routing: str) -> None:
+    def body(mesh: RankMesh) -> tuple[Tensor, Tensor]:
+        own = torch.tensor(ROUTINGS[routing][mesh.rank])
+        return routed(mesh, own, NUM_EXPERTS, "dp").experts, dispatch(
+            mesh, own, own, NUM_EXPERTS, "dp"
+        )
+
+    for known, arrived in run_on_simulated_ranks(mesh_of(4), body):
+        assert torch.equal(known, arrived)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_two_exchanges_are_in_flight_at_once_in_both_directions(routing: str) -> None:
+    """Of two parts of the rows, each with a route of its own."""
+
+    def body(mesh: RankMesh) -> tuple[Tensor, Tensor, list[str]]:
+        assert isinstance(mesh, ThreadMesh)
+        own = torch.tensor(ROUTINGS[routing][mesh.rank])
+        x = rows_of(mesh.rank).requires_grad_()
+        with torch.enable_grad():
+            parts = list(zip(x.split(2), own.split(2), strict=True))
+            routes = [routed(mesh, ids, NUM_EXPERTS, "dp") for _, ids in parts]
+            leaving = [by_expert(part, r) for (part, _), r in zip(parts, routes, strict=True)]
+            there = [
+                start_dispatch(mesh, rows, "dp", r) for rows, r in zip(leaving, routes, strict=True)
+            ]
+            come = [wait_dispatch(mesh, f, "dp", r) for f, r in zip(there, routes, strict=True)]
+            back = [
+                start_combine(mesh, rows * 3, "dp", r) for rows, r in zip(come, routes, strict=True)
+            ]
+            home = [wait_combine(mesh, f, "dp", r) for f, r in zip(back, routes, strict=True)]
+            y = torch.cat([as_before(rows, r) for rows, r in zip(home, routes, strict=True)])
+            (gradient,) = torch.autograd.grad(y, x, rows_of(1))
+        return y.detach(), gradient, [kind for kind, _ in mesh.log]
+
+    for rank, (y, gradient, log) in enumerate(run_on_simulated_ranks(mesh_of(4), body)):
+        assert torch.equal(y, rows_of(rank) * 3) and torch.equal(gradient, rows_of(1) * 3)
+        assert log == ["all_to_all"] * 3 + ["exchange"] * 12
+
+
+def test_counts_of_a_first_run_are_those_of_the_second() -> None:
+    def body(mesh: RankMesh) -> tuple[bool, list[str]]:
+        assert isinstance(mesh, ThreadMesh)
+        own = torch.tensor(ROUTINGS["mixed"][mesh.rank])
+        mesh.counts = KeptCounts()
+        first = routed(mesh, own, NUM_EXPERTS, "dp")
+        mesh.counts.start_again()
+        second = routed(mesh, own, NUM_EXPERTS, "dp")
+        mesh.counts = None
+        same = torch.equal(first.experts, second.experts) and first.sent == second.sent
+        return same and first.received == second.received, [kind for kind, _ in mesh.log]
+
+    assert run_on_simulated_ranks(mesh_of(4), body) == [(True, ["all_to_all"])] * 4
 
 
 def test_simulated_ranks_notice_counts_that_disagree() -> None:

@@ -1,22 +1,29 @@
 """Programs whose ranks share the experts: tokens travel to them and back, and every loss and
 gradient is that of one process, whatever the routing."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
+from pool import Pools
 from support_models import BATCH, tiny_model
 from support_programs import errors_of_a_step
+from support_schedules import PINS, captured_family, plan_text, planned
+from support_schedules import emitted as scheduled
 from support_switch import tiny_switch
 from torch import Tensor, nn
 
 from meshfold.capture import Captured, capture
+from meshfold.convert_ops import STARTS
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.meshes import build_mesh
+from meshfold.emission_passes import emit
 from meshfold.emit import emit_typed
+from meshfold.expert_exchange import routed, start_combine, start_dispatch
 from meshfold.passes.uniform_search import MeshSearch
 from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
-from meshfold.strategy import Degrees
+from meshfold.program import EmittedProgram, RegionProgram
+from meshfold.strategy import Degrees, Parts
 
 
 @cache
@@ -85,3 +92,89 @@ def test_experts_that_are_modules_of_their_own_are_shared_as_well(
     for errors in errors_of_a_step(*captured("switch"), program):
         worst = max(errors, key=errors.__getitem__)
         assert errors[worst] <= 1e-12, worst
+
+
+# Scheduled, and in parts.
+
+
+def layer(program: EmittedProgram) -> RegionProgram:
+    """The region with the experts."""
+    return next(r for r in program.regions if "expert_linear" in str(r.graph.code))
+
+
+def in_rows(pins: str, count: int) -> EmittedProgram:
+    """Layers in parts of their sequence."""
+    plan = planned("mixtral", pins)
+    first, *others = plan.regions
+    cut = (replace(r, parts=Parts(count, "sequence")) for r in others)
+    return emit(captured_family("mixtral").graph, replace(plan, regions=(first, *cut)))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_part_has_one_route_and_its_rows_travel_there_and_back(parts: int) -> None:
+    found = [n.target for n in layer(scheduled("mixtral", "ep", parts=parts)).graph.graph.nodes]
+    for function in (routed, start_dispatch, start_combine):
+        assert found.count(function) == parts
+    assert sum(f in STARTS for f in found) == 2 * parts
+
+
+def test_rows_of_one_part_travel_while_experts_compute_on_another() -> None:
+    """In both directions, and without parts in neither: all else waits for them."""
+    for parts in (1, 2):
+        schedule = layer(scheduled("mixtral", "ep", parts=parts)).schedule
+        assert schedule is not None
+        pieces = schedule.pieces.pieces
+        experts = {
+            k
+            for k, piece in enumerate(pieces)
+            if piece.kind == "ops" and "expert_linear" in str(piece.graph.code)
+        }
+        for moves, kind, first in (
+            (schedule.forward, "F", "start"),
+            (schedule.backward, "B", "wait"),
+        ):
+            flying, beside = 0, 0
+            for move in moves:
+                if move.kind == kind and pieces[move.number].kind != "ops":
+                    flying += 1 if pieces[move.number].kind == first else -1
+                elif move.kind == kind and move.number in experts:
+                    beside += flying > 0
+            assert (beside > 0) == (parts > 1)
+
+
+@pytest.mark.parametrize(
+    ("pins", "count"),
+    [
+        ("ep4", 2),
+        pytest.param("ep", 4, marks=pytest.mark.slow),
+        pytest.param("ep x tp", 4, marks=pytest.mark.slow),
+        pytest.param("zero3 x ep", 2, marks=pytest.mark.slow),
+        pytest.param("zero3 x ep, again", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_of_a_sequence_go_to_experts_in_parts(pins: str, count: int) -> None:
+    """A rank may have one sample."""
+    model, batch = tiny_model("mixtral")
+    program = in_rows(pins, count)
+    found = [n.target for n in layer(program).graph.graph.nodes]
+    assert found.count(start_dispatch) == count
+    with float64_everywhere():
+        errors = errors_of_a_step(model, batch, captured_family("mixtral"), program)
+    assert max(max(of.values()) for of in errors) <= 1e-12
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("pins", "parts"),
+    [
+        pytest.param("ep", 2, marks=pytest.mark.slow),
+        pytest.param("ep4", 1, marks=pytest.mark.slow),
+        pytest.param("zero3 x ep, again", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_on_processes(pools: Pools, pins: str, parts: int) -> None:
+    arguments = "mixtral", captured_family("mixtral"), plan_text("mixtral", pins, parts=parts)
+    found = pools.run(PINS[pins][0], "support_emit:compare_step", *arguments)
+    for loss_error, gradient_error, name, uneven in found:
+        assert loss_error <= 1e-12 and gradient_error <= 1e-12, name
+        assert not uneven

@@ -118,7 +118,7 @@ def test_every_collective_of_the_layers_is_one_per_part() -> None:
 def test_parts_are_a_pass_of_their_own() -> None:
     ran: list[PassRun] = []
     emit(captured_family("llama").graph, planned("llama", "tp+sp", parts=2), ran.append)
-    assert [one.name for one in ran] == ["emit", "parts", "schedule", "merge"]
+    assert [one.name for one in ran] == ["emit", "parts", "ring", "schedule", "merge"]
     before, after = (one.program.text() for one in ran[:2])
     assert "unbind" in after and "unbind" not in before
 

@@ -241,7 +241,7 @@ def test_plans_keep_the_ring_and_its_figures() -> None:
 def test_the_ring_is_a_pass_of_its_own() -> None:
     ran: list[PassRun] = []
     emit(captured_family("llama").graph, planned("llama", "tp+sp", "scheduled", 2), ran.append)
-    assert [one.name for one in ran] == ["emit", "parts", "ring", "schedule"]
+    assert [one.name for one in ran] == ["emit", "parts", "ring", "schedule", "merge"]
     assert "gather_linears" in ran[2].program.text() and "gather" not in ran[1].name
 
 

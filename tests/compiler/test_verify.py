@@ -11,12 +11,14 @@ from support_models import tiny_model
 
 from meshfold.api import find_plan
 from meshfold.collective_order import Call
+from meshfold.departure import _is_known, _Seen
 from meshfold.errors import MeshfoldError
 from meshfold.models import BuiltModel
 from meshfold.options import CompileOptions
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_to_json
 from meshfold.precision import float64_everywhere
+from meshfold.spmd import PARTIAL, Experts, Shard
 from meshfold.verify import _Compared, _eager_step, _report, verify, without_dropout
 from meshfold.verify_report import Difference, VerifyReport
 
@@ -79,6 +81,13 @@ def test_ranks_compare_the_same_numbers(pools: Pools, plan: Plan) -> None:
     results = pools.run(2, "support_verify:compare", plan_to_json(plan), model)
     assert results[0].eager_loss == results[1].eager_loss
     assert _report(plan, results).passed
+
+
+def test_rows_at_their_experts_are_not_those_of_the_whole() -> None:
+    """As many as the routing says, in order of arrival."""
+    row = torch.zeros(3, 2)
+    for layout, known in ((Shard(0), True), (Experts(), False), (PARTIAL, False)):
+        assert _is_known(_Seen((0, 0), (layout,), row, True), "P") == known
 
 
 def test_a_model_without_values_is_refused(plan: Plan) -> None:

@@ -11,6 +11,7 @@ from meshfold.api import bind
 from meshfold.capture import capture
 from meshfold.cost_models.compute import op_name
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.expert_ops import expert_linear
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Dependence, Op, OpGraph, Ref, Slot, SlotKind, Value
 from meshfold.options import CompileOptions
@@ -52,6 +53,30 @@ def test_w_makes_what_b_left(op: str) -> None:
     for parameter, gradient in zip((weight, bias), gradients[1:], strict=True):
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, gradient, rtol=1e-13)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_w_makes_the_weights_of_experts(transposed: bool, has_bias: bool) -> None:
+    """Some rows belong to no expert, one expert has none."""
+    mesh, work = SingleMesh(Mesh(()), torch.device("cpu")), WeightWork()
+    mesh.weight_work = work
+    ids = torch.tensor([3, 0, 0, 4, 2, 0])
+    x = draw(6, 4).requires_grad_()
+    weight = nn.Parameter(draw(4, 4, 3) if transposed else draw(4, 3, 4))
+    bias = nn.Parameter(draw(4, 3)) if has_bias else None
+    b = None if bias is None else work.tap(bias)
+    y = weight_gradients.expert_linear(mesh, x, work.tap(weight), ids, b, transposed)
+    expected = expert_linear(x, weight, ids, bias, transposed)
+    assert torch.equal(y, expected)
+    trained = (x, weight) if bias is None else (x, weight, bias)
+    gradients = torch.autograd.grad(expected.square().sum(), trained)
+    y.square().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, gradients[0])
+    assert weight.grad is None
+    work.run()
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, gradient)
 
 
 class Layers(nn.Module):

@@ -38,6 +38,24 @@ def test_gradients_of_weights_run_while_a_collective_is_on_its_way() -> None:
     assert span_s(BACKWARD, range(5)) == 12
 
 
+def test_the_longest_collective_gets_what_there_is_to_hide_it() -> None:
+    """A short collective comes first, on another link."""
+    tasks = (
+        Task(seconds=4),  # 0: experts
+        Task((0,), seconds=6, held_bytes=10),  # 1: their weights
+        Task((0,), link="node", transfer_s=1),  # 2
+        Task((2,), start=2),  # 3
+        Task((3,), link="cluster", transfer_s=6),  # 4: rows come home
+        Task((4,), start=4),  # 5
+        Task((5,), seconds=1),  # 6
+    )
+    order = list_order(tasks, bound_bytes=10)
+    assert order == (0, 2, 3, 4, 1, 5, 6)
+    assert span_s(tasks, order) == 4 + 1 + 6 + 1
+    # Nothing may be held: behind the short one.
+    assert span_s(tasks, list_order(tasks, bound_bytes=0)) == 4 + 6 + 6 + 1
+
+
 def test_a_smaller_bound_puts_off_less_step_by_step() -> None:
     """Three pieces, each with weights; the bound decides how many wait."""
     tasks = [Task()]

@@ -13,7 +13,7 @@ from meshfold.passes.pipeline_weights import weight_gradients_s
 from meshfold.passes.rules import region_rules
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_oss"])
 def test_half_of_the_backward_of_each_product_with_a_weight(family):
     model, batch = tiny_model(family)
     folded = capture(model, batch).graph
@@ -30,4 +30,5 @@ def test_half_of_the_backward_of_each_product_with_a_weight(family):
 
 
 def _products(graph):
-    return [k for k, op in enumerate(graph.ops) if op_name(op.target) in ("linear", "addmm", "mm")]
+    products = ("linear", "addmm", "mm", "expert_linear")
+    return [k for k, op in enumerate(graph.ops) if op_name(op.target) in products]
