@@ -131,8 +131,8 @@ class ThreadMesh(RankMesh):
         signature = (kind, axes, tuple(x.shape) if shape is None else shape, x.dtype)
         result = combine(self._meet(signature, x, axes), self._position(axes)[1])
         # No rows have an address of their own, too.
-        room = torch.full((result.numel() + 1,), _unread(result.dtype), dtype=result.dtype)
-        empty = room[:-1].view(result.shape)
+        room = torch.full((max(result.numel(), 1),), _unread(result.dtype), dtype=result.dtype)
+        empty = room[: result.numel()].view(result.shape)
         self._in_flight[empty.untyped_storage().data_ptr()] = (empty, result)
         return empty
 

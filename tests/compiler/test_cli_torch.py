@@ -20,6 +20,7 @@ from meshfold.plan_io import load_plan, save_plan
 from meshfold.plan_schema import plan_schema
 from meshfold.verify_report import Difference, VerifyReport
 
+PASSES = ("emit", "parts", "ring", "schedule", "merge")
 MODEL = "support_factories:regression"
 BRANCH_LINE = inspect.getsourcelines(Branching.forward)[1] + 2
 """Of the Python branch that cannot be captured."""
@@ -81,10 +82,10 @@ def test_graph_writes_down_what_each_pass_made(
     folder = tmp_path / "passes"
     assert run(["graph", "s.json", "--model", MODEL, "--passes", str(folder)]) == 0
     out = capsys.readouterr().out
-    files = ["1-emit.txt", "2-parts.txt", "3-schedule.txt", "4-merge.txt"]
+    files = [f"{k}-{name}.txt" for k, name in enumerate(PASSES, 1)]
     assert sorted(path.name for path in folder.iterdir()) == files
-    emitted, _, _, scheduled = ((folder / name).read_text() for name in files)
-    assert scheduled.startswith("pass 4, merge: ") and scheduled.endswith(out)
+    emitted, *_, scheduled = ((folder / name).read_text() for name in files)
+    assert scheduled.startswith("pass 5, merge: ") and scheduled.endswith(out)
     assert "backward: A" in scheduled and "backward: A" not in emitted
     assert run(["graph", "s.json", "--model", MODEL, "--passes", "s.json"]) == 2
     assert "--passes s.json: is a file; name a folder" in capsys.readouterr().err

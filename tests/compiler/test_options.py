@@ -36,6 +36,7 @@ def test_the_option_surface_is_frozen() -> None:
         "schedule",
         "chunks",
         "parts",
+        "ring",
         "merge",
         "merge_gathers",
     )

@@ -121,7 +121,7 @@ def test_reductions_of_whole_gradients_keep_no_buffer() -> None:
 
 def test_a_merged_reduction_starts_with_its_last_member() -> None:
     both = MergedReduction(((1, 0), (0, 0)), replace(SCATTER, num_bytes=200, seconds=4.0))
-    course = simulate(two_layers(merged=(both,)), slowdown=1.0)
+    course = simulate(two_layers(merged=(both,), slowdown=1.0))
     spans = [(t.collective.kind, t.instance, t.start_s, t.end_s) for t in course.transfers]
     assert spans[2:] == [("all_gather", 0, 10.0, 12.0), ("reduce_scatter", 0, 20.0, 24.0)]
     # The buffer of both is there from the first member on.
@@ -142,7 +142,7 @@ def test_merged_whole_gradients_are_held_as_gradients_one_by_one() -> None:
     reduced = BucketEvents(None, one, 0, 200, 200, saved=False)
     layer = RegionEvents("B", (Event("compute", 4.0),), LAYER.backward[1:], (reduced,))
     both = MergedReduction(((1, 0), (0, 0)), one)
-    memory = simulate(two_layers(layer, merged=(both,)), slowdown=1.0).memory
+    memory = simulate(two_layers(layer, merged=(both,), slowdown=1.0)).memory
     # The member to come has its place already; the one that came is a gradient, held as such.
     assert (13.0, 1000 + 7 + 20 + 400 + 200) in memory
     assert (13.0, 1000 + 50 + 30 + 200) in memory

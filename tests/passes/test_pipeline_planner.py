@@ -200,8 +200,8 @@ def test_experts_are_shared_inside_a_stage():
     rows_bytes = int(tokens * top * hidden * 4 * EXPERT_LOAD) // 2
     there_s = costs.collective_s("all_to_all", rows_bytes, (1,))
     counts_s = costs.collective_s("all_to_all", 2 * 8, (1,))
-    # At least dispatch and combine of the rows, each there and back, with counts once each.
-    assert graph.communication_s["ep"] > 4 * there_s + 2 * counts_s
+    # At least dispatch and combine of the rows, each there and back, with counts once.
+    assert graph.communication_s["ep"] > 4 * there_s + counts_s
     of_stages = [
         sum(
             r.communication_s["ep"] * run.count
