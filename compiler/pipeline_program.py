@@ -152,8 +152,7 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
     stages = tuple(merged(stage, plan) for stage in stages)
     _check_tied(stages)
     if plan.mode == "scheduled":
-        # Between forward and backward others run: nothing may be held longer than in eager mode.
-        stages = tuple(scheduled(stage, costs, 0) for stage in stages)
+        stages = tuple(scheduled(stage, costs, _left(plan, s)) for s, stage in enumerate(stages))
     for stage in stages:
         check_program(stage, "schedule" if plan.mode == "scheduled" else "emit")
     if schedule.splits_backward:
@@ -163,6 +162,13 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
     counts = loss_counts(folded) if parts > 1 else ()
     cuts = graphs.input_cuts() if parts > 1 else {}
     return EmittedPipeline(folded, plan.mesh, schedule, cut, stages, cuts, counts)
+
+
+def _left(plan: Plan, stage: int) -> int:
+    """Bytes that the plan leaves on the device of a stage. Gradients of weights wait no longer than
+    their region's backward, in which no other action runs."""
+    figures = plan.stages[stage].figures
+    return max(0, plan.memory.capacity - figures.peak_bytes) if figures else 0
 
 
 def _schedule(plan: Plan) -> Schedule:

@@ -8,9 +8,13 @@ import pytest
 from pool import Pools
 from support_pipeline import captured_model, planned, recut
 
+from meshfold import pipeline_program
+from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.schedules import Schedule, ScheduleKind
 from meshfold.pipeline_program import EmittedPipeline, emit_plan
 from meshfold.plan_io import plan_to_json
+from meshfold.program import EmittedProgram
+from meshfold.schedule_program import scheduled
 
 pytestmark = pytest.mark.multiprocess
 
@@ -45,3 +49,24 @@ def test_scheduled_stages_compute_what_one_process_does(
         for outcome in outcomes:
             assert max(outcome.loss_error, outcome.gradient_error) < EXACT
             assert outcome.parameter_error < 1e-11
+
+
+def test_gradients_of_weights_wait_as_far_as_a_device_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pins = {"pp": 2, "tp": 2, "sp": 1, "microbatches": MICROBATCHES, "recompute": "none"}
+    plan = replace(planned("llama", 6, 4, tuple(pins.items())), mode="scheduled")
+    peaks = [stage.figures.peak_bytes for stage in plan.stages if stage.figures is not None]
+    bounds: list[int] = []
+
+    def noted(program: EmittedProgram, costs: CostModel, bound_bytes: int) -> EmittedProgram:
+        bounds.append(bound_bytes)
+        return scheduled(program, costs, bound_bytes)
+
+    monkeypatch.setattr(pipeline_program, "scheduled", noted)
+    emit_plan(captured_model("llama", 6).graph, plan)
+    assert bounds == [plan.memory.capacity - peak for peak in peaks]
+    bounds.clear()
+    full = replace(plan, memory=replace(plan.memory, capacity=peaks[1]))
+    emit_plan(captured_model("llama", 6).graph, full)
+    assert peaks[0] > peaks[1] and bounds == [0, 0]
