@@ -32,7 +32,7 @@ from meshfold.ring_attention import ring_attention
 from meshfold.ring_products import gather_linears, linear_scatter
 from meshfold.sharded_rows import put_rows, take_rows
 from meshfold.sharded_scan import cumsum
-from meshfold.spmd import local_shape
+from meshfold.spmd import Layout, local_shape
 from meshfold.strategy import OpTyping
 from meshfold.torch_ops import torch_target
 
@@ -297,29 +297,26 @@ def _attention(context: OpContext) -> list[fx.Node]:
     ]
 
 
-def _ring_axis(context: OpContext) -> tuple[int, str]:
-    """Number and name of the axis on which rows come round."""
-    names = [name.partition("/")[0] for name in context.typing.rules]
-    return names.index(RING), context.mesh.names[names.index(RING)]
+def _in_ring(
+    context: OpContext, function: Callable[..., Any], names: Sequence[str], layout: Layout
+) -> fx.Node:
+    """A call with rows that come or go round on the axis on which `layout` shards them."""
+    named = context.named()
+    number = [name.partition("/")[0] for name in context.typing.rules].index(RING)
+    rows = layout[number]
+    place = rows.dim, rows.blocks, named["transposed"], context.mesh.names[number]
+    return context.call(function, context.mesh_node, *(named[name] for name in names), *place)
 
 
 def _gather_linears(context: OpContext) -> list[fx.Node]:
-    named = context.named()
-    number, axis = _ring_axis(context)
-    rows = context.typing.inputs[0][number]
-    tensors = (named[name] for name in ("x", "weights", "biases"))
-    place = rows.dim, rows.blocks, named["transposed"], axis
-    made = context.call(gather_linears, context.mesh_node, *tensors, *place)
+    names = ("x", "weights", "biases")
+    made = _in_ring(context, gather_linears, names, context.typing.inputs[0])
     return [context.call(operator.getitem, made, k) for k in range(len(context.op.outputs))]
 
 
 def _linear_scatter(context: OpContext) -> list[fx.Node]:
-    named = context.named()
-    number, axis = _ring_axis(context)
-    rows = context.typing.outputs[0][number]
-    tensors = (named[name] for name in ("x", "weight", "bias"))
-    place = rows.dim, rows.blocks, named["transposed"], axis
-    return [context.call(linear_scatter, context.mesh_node, *tensors, *place)]
+    names = ("x", "weight", "bias")
+    return [_in_ring(context, linear_scatter, names, context.typing.outputs[0])]
 
 
 def _ring_attention(
