@@ -148,10 +148,11 @@ class Assembly:
 
     def whole(self, stacked: torch.Tensor) -> torch.Tensor:
         """Stacked shards (num_shards, shard_numel), rows may be strided -> the whole tensor.
-        One copy, none where `is_view` and the rows are adjacent. Padding is left out, so that a dim
-        behind the first that has some makes the result strided."""
+        One copy, none where `is_view` and the rows are adjacent: its places in memory are the same
+        whatever else is in a buffer with it. Padding is left out, so that a dim behind the first
+        that has some makes the result strided."""
         view, order = self._digits
-        whole = stacked.view(view).permute(order).reshape(self._filled_shape)
+        whole = stacked.view(view).permute(order).reshape(self._filled_shape).contiguous()
         for dim, blocks in self._padded_dims:
             whole = cropped_blocks(whole, dim, blocks, self.whole_shape[dim])
         return whole

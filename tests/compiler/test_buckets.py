@@ -88,3 +88,15 @@ def test_a_bucket_of_one_member_in_rows_needs_no_copy() -> None:
     assert whole.shape == (8, 4) and whole.data_ptr() == flat.data_ptr()
     shard = torch.ones(4, 4)
     assert buffers.pack_shards([shard]).data_ptr() == shard.data_ptr()
+
+
+def test_where_a_member_is_in_memory_does_not_depend_on_what_is_beside_it() -> None:
+    """One row per shard could be a view of a shared buffer. What autograd notes of a parameter in
+    the forward is read in one that is gathered with others, or alone, in the backward."""
+    alone = BucketBuffers(
+        Bucket((0,), "float32", True, (member(0, (2, 3, 4), "S0,I", "R,I"),)), MESH.sizes
+    )
+    shared = torch.arange(40.0).view(2, -1)
+    (whole,) = alone.unpack_whole(shared[:, 5:17])
+    assert torch.equal(whole, shared[:, 5:17].reshape(2, 3, 4))
+    assert whole.is_contiguous() and whole.storage_offset() == 0
