@@ -19,7 +19,7 @@ from meshfold.passes.conversions import conversion_cost
 from meshfold.passes.op_time import op_time
 from meshfold.passes.parts_graph import UncutError
 from meshfold.passes.region_parts import PartsProblem
-from meshfold.passes.ring_graph import in_ring_order, ring_groups
+from meshfold.passes.ring_graph import RingGroup, in_ring_order, ring_groups
 from meshfold.passes.rules_ring import RING_RULES
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
@@ -77,33 +77,35 @@ class _RingProblem:
 
     def possible(self, region: int, parts: Parts) -> tuple[int, ...]:
         """Numbers of the groups of a region in parts that can be in a ring together."""
-        graph, typing = self._written(region, parts)
-        groups = ring_groups(graph, typing, self.plan.mesh)
-        try:
-            in_ring_order(graph, typing, self.plan.mesh, groups)
-        except UncutError:
-            return ()
-        return tuple(range(len(groups)))
+        found = self._together(region, parts)
+        return tuple(range(len(found[0]))) if found else ()
 
     def paying(self, region: int, parts: Parts) -> tuple[int, ...]:
         """Those that are faster than their collective and products one after the other."""
-        numbers = self.possible(region, parts)
-        if not numbers:
+        together = self._together(region, parts)
+        if together is None:
             return ()
-        mesh, costs = self.plan.mesh, self.costs
+        groups, in_ring = together
         graph, typing = self._written(region, parts)
-        groups = ring_groups(graph, typing, mesh)
         apart_s = self._seconds(graph, typing)
-        together = in_ring_order(graph, typing, mesh, groups)
-        in_ring = zip(together[0].ops, self._seconds(*together), strict=True)
-        ring_s = (seconds for op, seconds in in_ring if op.target in RING_RULES)
+        pairs = zip(in_ring[0].ops, self._seconds(*in_ring), strict=True)
+        ring_s = (seconds for op, seconds in pairs if op.target in RING_RULES)
         found = []
-        for number in sorted(numbers, key=lambda k: groups[k].at):
+        for number in sorted(range(len(groups)), key=lambda k: groups[k].at):
             group, value = groups[number], graph.values[groups[number].value]
-            moved_s = conversion_cost(value, *group.edge, mesh, costs).total_s
+            moved_s = conversion_cost(value, *group.edge, self.plan.mesh, self.costs).total_s
             if next(ring_s) < moved_s + sum(apart_s[k] for k in group.ops):
                 found.append(number)
         return tuple(sorted(found))
+
+    def _together(self, region: int, parts: Parts) -> tuple[tuple[RingGroup, ...], Written] | None:
+        """The groups of a region in parts, and what it is with all of them in a ring, if it can."""
+        written, mesh = self._written(region, parts), self.plan.mesh
+        groups = ring_groups(*written, mesh)
+        try:
+            return (groups, in_ring_order(*written, mesh, groups)) if groups else None
+        except UncutError:
+            return None
 
     def _written(self, region: int, parts: Parts) -> Written:
         typing = self.plan.regions[region].typing

@@ -1,7 +1,7 @@
 """The batch followed through the op rules on a free axis: one rank per sample, moments in time.
 
 What cuts a batch without communication (microbatches, passes/pipeline_microbatch.py; parts of a
-region, passes/sample_parts.py) reads here which dim of every value is the batch, if any.
+region, passes/region_parts.py) reads here which dim of every value is the batch, if any.
 """
 
 from collections.abc import Iterable, Iterator

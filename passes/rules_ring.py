@@ -40,26 +40,22 @@ def ring_name(places: Sequence[int]) -> str:
 
 def _gather_linears(op: BoundOp) -> OpLabels:
     rows, dim, parts = _rows(op)
-    weights, biases = op.positions("weights"), op.positions("biases")
-    of_weights = dict(zip(weights, parts[1:], strict=True))
+    of_rows, *of_weights = parts
     # A weight without a bias has none in the list.
     given = op.get("biases")
     assert isinstance(given, tuple)
-    with_bias = [p for p, bias in zip(parts[1:], given, strict=True) if bias is not None]
-    width = len(weights) + len(biases)
-    inputs: tuple[Dims, ...] = ((*rows, None), *((None, None),) * len(weights))
-    inputs += ((None,),) * len(biases)
-    outputs = ((*rows, None),) * len(weights)
+    with_bias = [p for p, bias in zip(of_weights, given, strict=True) if bias is not None]
+    inputs: tuple[Dims, ...] = ((*rows, None), *((None, None),) * len(of_weights))
+    inputs += ((None,),) * len(with_bias)
     here: tuple[Dims, ...] = (
-        (*_only(rows, dim, parts[0]), None),
-        *(_weight(op, p, of_output=True) for p in of_weights.values()),
+        (*_only(rows, dim, of_rows), None),
+        *(_weight(op, p, of_output=True) for p in of_weights),
         *((p,) for p in with_bias),
-        *((*(None,) * len(rows), p) for p in parts[1:]),
+        *((*(None,) * len(rows), p) for p in of_weights),
     )
-    assert len(inputs) == 1 + width
     return OpLabels(
         inputs,
-        outputs,
+        ((*rows, None),) * len(of_weights),
         special=MappingProxyType({RING: Special(local="gather_linears", comm=_comm(op, "x"))}),
         apart=MappingProxyType({RING: here}),
     )
