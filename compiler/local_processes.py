@@ -47,12 +47,14 @@ def run_local(
     on_report: Callable[[int, Any], None] | None = None,
     num_threads: int = 1,
     quiet: bool = False,
+    grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Results by rank of `function(report, *arguments)`.
 
     on_report(rank, value) is called here for every report. num_threads: of torch, per process.
     quiet: without the warnings that every process would repeat.
-    Raises LocalProcessError when a process raises or dies; the others are ended.
+    Raises LocalProcessError when a process raises or dies; the others are ended once nothing
+    has come from them for grace_s.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="meshfold-") as folder:
@@ -67,7 +69,7 @@ def run_local(
                 theirs.close()
                 processes.append(process)
                 connections.append(ours)
-            return _collect(connections, on_report)
+            return _collect(connections, on_report, grace_s)
         finally:
             for connection in connections:
                 connection.close()
@@ -79,13 +81,13 @@ def run_local(
 
 
 def _collect(
-    connections: list[Connection], on_report: Callable[[int, Any], None] | None
+    connections: list[Connection], on_report: Callable[[int, Any], None] | None, grace_s: float
 ) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, tuple[float, str, str]] = {}
     pending = {connection: rank for rank, connection in enumerate(connections)}
     while pending:
-        ready = wait(list(pending), GRACE_S if failures else None)
+        ready = wait(list(pending), grace_s if failures else None)
         if not ready:
             break
         for connection in ready:
