@@ -13,8 +13,10 @@ the network (2).
               rate:   min(b1, k * b2): the ring enters and leaves every node over the k ports of its
                       ranks there, and both levels work at the same time (measured: 86 GB/s bus
                       bandwidth of 100 GB/s of network on 2 x 8 A100, NVIDIA/nccl-tests#175)
-    tree      all-reduce: the same volume, latency 2 ((k - 1) a1 + ceil(log2 m) a2): a chain in each
-              node and two complementary binary trees over the nodes (Sanders, Speck, Traeff 2009)
+    tree      all-reduce: latency 2 ((k - 1) a1 + ceil(log2 m) a2): a chain in each node and two
+              complementary binary trees over the nodes (Sanders, Speck, Traeff 2009); every link
+              carries 2 s at 0.92 of its rate, but between 2 nodes s: each is the root of one tree
+              and a leaf of the other (NVIDIA/nccl#946: "2x less traffic on the network")
     switch    all-reduce inside a node of a switch that reduces (NVLS): start + s / reduce_rate *
               ramp; independent of n, which the published H200 and B200 rates confirm
     pairwise  all-to-all: s (k - 1) / n at b1 and s (n - k) / n at b2, both at once; every rank
@@ -32,6 +34,9 @@ from meshfold.cluster import LinkSpec
 from meshfold.cost_models.topology import GroupShape
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
+
+TREE_EFFICIENCY = 0.92
+"""Of a link's rate under the tree algorithm: busBw of NCCL_ALGO_TREE, src/graph/tuning.cc."""
 
 _RING_PASSES: Mapping[str, int] = MappingProxyType(
     {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -91,27 +96,34 @@ def _ring_s(
 ) -> float:
     in_node = group.num_ranks - group.num_nodes
     latency_s = passes * (in_node * link.latency_s + (group.num_nodes - 1) * network.latency_s)
-    return latency_s + _volume_s(passes, num_bytes, group, link, network)
+    volume = passes * num_bytes * (group.num_ranks - 1) / group.num_ranks
+    return latency_s + _volume_s(num_bytes, (volume, volume), group, link, network)
 
 
 def _tree_s(num_bytes: float, group: GroupShape, link: LinkSpec, network: LinkSpec) -> float:
     depth = math.ceil(math.log2(group.num_nodes))
     latency_s = 2 * ((group.max_per_node - 1) * link.latency_s + depth * network.latency_s)
-    return latency_s + _volume_s(2, num_bytes, group, link, network)
+    both_ways = 2 * num_bytes / TREE_EFFICIENCY
+    between = both_ways / 2 if group.num_nodes == 2 else both_ways
+    return latency_s + _volume_s(num_bytes, (both_ways, between), group, link, network)
 
 
 def _volume_s(
-    passes: int, num_bytes: float, group: GroupShape, link: LinkSpec, network: LinkSpec
+    num_bytes: float,
+    volumes: tuple[float, float],
+    group: GroupShape,
+    link: LinkSpec,
+    network: LinkSpec,
 ) -> float:
-    """Start and transfer of `passes` times s (n - 1) / n bytes through the tighter level."""
-    volume = passes * num_bytes * (group.num_ranks - 1) / group.num_ranks
+    """Start and transfer, both levels at the same time. volumes: bytes through the port of a rank
+    in its node, and through the ports of a node together; num_bytes: for the ramp."""
     levels: list[tuple[LinkSpec, float]] = []
     if group.max_per_node > 1:
-        levels.append((link, link_rate_bytes_per_s(link, group.max_per_node)))
+        levels.append((link, volumes[0] / link_rate_bytes_per_s(link, group.max_per_node)))
     if group.crosses_nodes:
-        levels.append((network, group.min_per_node * network.bytes_per_s))
+        levels.append((network, volumes[1] / (group.min_per_node * network.bytes_per_s)))
     start_s = max(level.start_s for level, _ in levels)
-    return start_s + max(volume / rate * _ramp(level, num_bytes) for level, rate in levels)
+    return start_s + max(seconds * _ramp(level, num_bytes) for level, seconds in levels)
 
 
 def _switch_s(num_bytes: float, link: LinkSpec) -> float:

@@ -19,6 +19,7 @@ LINK = LinkSpec("link", 100.0, 1.0, "test", start_s=0.5)
 NETWORK = LinkSpec("network", 10.0, 5.0, "test", start_s=2.0)
 NODE = GroupShape(num_ranks=4, num_nodes=1, max_per_node=4, min_per_node=4)
 CROSS = GroupShape(num_ranks=8, num_nodes=2, max_per_node=4, min_per_node=4)
+WIDE = GroupShape(num_ranks=16, num_nodes=4, max_per_node=4, min_per_node=4)
 RAIL = GroupShape(num_ranks=4, num_nodes=4, max_per_node=1, min_per_node=1)
 
 
@@ -33,8 +34,13 @@ RAIL = GroupShape(num_ranks=4, num_nodes=4, max_per_node=1, min_per_node=1)
         ("all_to_all", NODE, 0.5 + 3 + 6),
         # 6 hops in nodes, 1 between; 800 * 7/8 through 4 ports of 10
         ("all_gather", CROSS, 2 + (6 + 5) + 700 / 40),
-        # tree: chains of 3, one level of 2 nodes, up and down; ring would wait 22
-        ("all_reduce", CROSS, 2 + 2 * (3 + 5) + 1400 / 40),
+        # tree: chains of 3, one level of 2 nodes, up and down; between them 800 bytes, in a node
+        # 1600 at 100; the ring would wait 22 and take 1400 / 40
+        ("all_reduce", CROSS, 2 + 2 * (3 + 5) + 800 / (0.92 * 40)),
+        # tree: 2 levels of 4 nodes, 1600 bytes everywhere; the ring 2 + 2 * (12 + 15) + 1500 / 40
+        ("all_reduce", WIDE, 2 + 2 * (3 + 2 * 5) + 1600 / (0.92 * 40)),
+        # ring: as many steps as the tree, fewer bytes
+        ("all_reduce", RAIL, 2 + 6 * 5 + 1200 / 10),
         # 3 near peers take 300 bytes, 4 far ones 400 through one port
         ("all_to_all", CROSS, 2 + (3 + 4 * 5) + 400 / 10),
         # 800 to the next rank; between nodes through one port
@@ -89,8 +95,10 @@ MEASURED = [
     ("dgx-a100-80", 1, (1, 8), "all_reduce", MIB, 19.78, 0.25),
     ("dgx-a100-80", 1, (4, 2), "all_reduce", GIB, 197.3, 0.15),
     ("dgx-a100-80", 1, (2, 4), "all_reduce", 64 * MIB, 185.1, 0.15),
-    # NVIDIA/nccl-tests#175: 2 nodes, 4 ports of 200 Gb/s for 8 GPUs; ours have 8, so twice that
-    ("dgx-a100-80", 2, (1, 16), "all_reduce", 8 * GIB, 2 * 86, 0.15),
+    # NVIDIA/nccl#812: DGX A100s, 8 ports of 200 Gb/s each, the tree on 2 nodes
+    ("dgx-a100-80", 2, (1, 16), "all_reduce", 8 * GIB, 192, 0.05),
+    # NVIDIA/nccl-tests#175: 4 ports of 200 Gb/s for 8 GPUs; ours have 8, so twice that in a ring
+    ("dgx-a100-80", 4, (1, 32), "all_reduce", 8 * GIB, 2 * 86, 0.15),
     # NVIDIA/dgxc-benchmarking nccl README, NVLS
     ("dgx-h100", 1, (1, 8), "all_reduce", 16 * GIB, 479.9, 0.05),
     ("dgx-h100", 1, (1, 8), "all_reduce", GIB, 466.3, 0.05),
