@@ -45,9 +45,29 @@ class Cuts:
 
 def cut_in_pieces(graph: fx.Graph, cuts: Cuts | None = None) -> Pieces:
     """The pieces of a region's graph as meshfold.emit writes it."""
-    cuts = cuts or Cuts()
-    nodes = [n for n in graph.nodes if n.op == "call_function" and not _is_bucket(n)]
-    groups = _grouped(nodes, cuts)
+    return _written(graph, _grouped(_nodes(graph), cuts or Cuts()))
+
+
+def cut_in_runs(
+    graph: fx.Graph, cuts: Cuts, runs: Sequence[Sequence[int]]
+) -> tuple[Pieces, tuple[int, ...]]:
+    """The pieces as cut_in_pieces has them, those of each run as one; and per piece its number
+    among these."""
+    groups = _grouped(_nodes(graph), cuts)
+    first = {k: run[0] for run in runs for k in run}
+    together: dict[int, list[fx.Node]] = {}
+    for k, group in enumerate(groups):
+        together.setdefault(first.get(k, k), []).extend(group)
+    ordered = _in_order(list(together.values()))
+    numbers = {node: k for k, group in enumerate(ordered) for node in group}
+    return _written(graph, ordered), tuple(numbers[group[0]] for group in groups)
+
+
+def _nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "call_function" and not _is_bucket(n)]
+
+
+def _written(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> Pieces:
     numbers = {node: k for k, group in enumerate(groups) for node in group}
     pieces = tuple(
         _Writer(k, group, numbers).write()

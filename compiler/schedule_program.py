@@ -19,10 +19,14 @@ from meshfold.passes.list_schedule import Task, list_order
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.passes.part_borders import joined, taken_apart
 from meshfold.piece_prices import PiecePrices
-from meshfold.pieces import Cuts, cut_in_pieces
+from meshfold.piece_runs import moves_of, period_of, renumbered, runs_of
+from meshfold.pieces import Cuts, cut_in_pieces, cut_in_runs
 from meshfold.program import ORIGIN, PLACE, EmittedProgram, RegionProgram
 from meshfold.region_schedule import Collective, Move, Piece, RegionSchedule
 from meshfold.weight_gradients import split_backward
+
+Moves = tuple[tuple[Move, ...], int]
+"""Those of a direction, and how many are its tail."""
 
 GRAIN = 1 / 12
 """Of the longest collective, of a region in line: pieces are not cut shorter. Fitted to Llama-3-8B
@@ -90,8 +94,9 @@ class _Scheduler:
         in_parts = line is not None
         taken = taken_apart(self.ops, region.typing) if in_parts else {}
         handed = joined(self.ops, region.typing) if in_parts else {}
-        cuts = [cut.ops for cut in (*taken.values(), *handed.values())]
-        self.pieces = cut_in_pieces(region.graph.graph, self._cuts(cuts) if in_parts else None)
+        apart = [cut.ops for cut in (*taken.values(), *handed.values())]
+        self.cuts = self._cuts(apart) if in_parts else Cuts()
+        self.pieces = cut_in_pieces(region.graph.graph, self.cuts)
         self.taken = {v: self._piece_of(cut.ops) for v, cut in taken.items()}
         self.handed = {n: self._piece_of(cut.ops) for n, cut in handed.items()}
         self.makers = self.pieces.makers()
@@ -102,13 +107,16 @@ class _Scheduler:
         collectives = [p for p in self.pieces.pieces if p.kind != "ops"]
         if any(self.prices.conversion(piece, 1)[1] for piece in collectives):
             self._split_weights()
-        (forward, forward_tail), (backward, backward_tail) = self._forward(), self._backward()
+        forward, backward = self._forward(), self._backward()
+        if self.line:
+            forward, backward = self._in_runs(forward, backward)
+        (forward_moves, forward_tail), (backward_moves, backward_tail) = forward, backward
         return RegionSchedule(
             self.pieces,
             {k: seconds for k, (seconds, _) in self.late.items()},
             {k: held_bytes for k, (_, held_bytes) in self.late.items()},
-            forward,
-            backward,
+            forward_moves,
+            backward_moves,
             self.taken,
             self.handed,
             self.line,
@@ -123,6 +131,20 @@ class _Scheduler:
         transfers = [self.prices.conversion(p, 0)[1] for p in whole if p.kind == "start"]
         longest_s = max((t.seconds for t in transfers if t is not None), default=math.inf)
         return Cuts(tuple(apart), seconds, GRAIN * longest_s if self.line else math.inf)
+
+    def _in_runs(self, forward: Moves, backward: Moves) -> tuple[Moves, Moves]:
+        """The same with pieces that stay together as one."""
+        periods = period_of(*forward), period_of(*backward)
+        apart = {*self.taken.values(), *self.handed.values()}
+        runs = runs_of(self.pieces, *periods, apart)
+        self.pieces, numbers = cut_in_runs(self.region.graph.graph, self.cuts, runs)
+        self.taken = {v: numbers[k] for v, k in self.taken.items()}
+        self.handed = {n: numbers[k] for n, k in self.handed.items()}
+        if self.late:
+            self.late = {}
+            self._split_weights()
+        there, back = (moves_of(renumbered(period, numbers)) for period in periods)
+        return there, back
 
     def _piece_of(self, ops: frozenset[int]) -> int:
         pieces = enumerate(self.pieces.pieces)
@@ -153,7 +175,7 @@ class _Scheduler:
 
     # Forward.
 
-    def _forward(self) -> tuple[tuple[Move, ...], int]:
+    def _forward(self) -> Moves:
         """The moves, and how many of them are its tail."""
         moves: list[Move] = []
         tasks: list[Task] = []
@@ -201,7 +223,7 @@ class _Scheduler:
 
     def _ordered(
         self, moves: Sequence[Move], tasks: list[Task], at: Mapping[int, int], border: Border
-    ) -> tuple[tuple[Move, ...], int]:
+    ) -> Moves:
         """The moves of a direction as they are run, and how many of them are its tail."""
         if not self.line:
             return tuple(moves[t] for t in list_order(tasks, self.bound_bytes)), 0
@@ -222,7 +244,7 @@ class _Scheduler:
 
     # Backward.
 
-    def _backward(self) -> tuple[tuple[Move, ...], int]:
+    def _backward(self) -> Moves:
         moves, tasks = [Move("A")], [Task()]
         at: dict[int, int] = {}
         last: dict[int, int] = {}
