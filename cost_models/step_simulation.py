@@ -10,7 +10,8 @@
 at its moment, what is alive inside the instance, gathered parameters from the start of their gather
 to their release, and buckets from the start of their reduction until the link is done with them.
 Merged reductions start with the last of their members; their buffer is there from the first on.
-That of a merged gather stays until the last of its members has been copied out of it.
+That of a merged gather stays until the last of its members has been copied out of it. An all-reduce
+in phases (meshfold.hierarchy) has the part that crosses nodes beside the gradients themselves.
 """
 
 from collections import defaultdict
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.events import ComputeSpan, Streams, Transfer
+from meshfold.cost_models.reduction_streams import Phased, ReductionStreams
 from meshfold.merging import Place
 from meshfold.step_events import (
     BucketEvents,
@@ -115,9 +117,10 @@ class _Run:
         """Of buffers that the last of their members is being copied out of."""
         self.result_bytes = 0
         """Of reductions that began in the backward at hand; then they are held gradients."""
-        self.flying: list[tuple[Transfer | None, int]] = []
+        self.flying: list[tuple[Transfer | Phased | None, int]] = []
         """Buffers of gradients, and the reductions that read them longer than one backward."""
-        self.reductions: list[Transfer] = []
+        self.reductions: list[Transfer | Phased] = []
+        self.reducing = ReductionStreams(self.streams)
         self.merged = {
             place: merged for merged in map(_Merged, events.merged) for place in merged.of.places
         }
@@ -152,9 +155,9 @@ class _Run:
 
     def end(self) -> None:
         for reduction in self.reductions:
-            self.streams.wait(reduction)
-        for late in [self.streams.start(c) for c in self.events.late]:
-            self.streams.wait(late)
+            self.reducing.finish(reduction)
+        for late in [self.reducing.start(c) for c in self.events.late]:
+            self.reducing.finish(late)
         self._release(list(self.whole))
         self.flying = []
         self._note(2 * len(self.regions), 0)
@@ -283,8 +286,11 @@ class _Run:
     def _start_reduction(self, of: Collective, use: _Use) -> Transfer | None:
         """What reads the buffer of gradients longer than the backward at hand, if anything: what is
         not scattered is the gradient itself, and held as such from the next moment."""
-        reduction = self.streams.start(of, use.instance)
+        reduction = self.reducing.start(of, use.instance)
         self.reductions.append(reduction)
+        if isinstance(reduction, Phased):
+            self.flying.append((reduction, reduction.extra_bytes))
+            return None
         return reduction if of.kind == "reduce_scatter" else None
 
     def _pack(self, merged: "_Merged", use: _Use) -> None:
