@@ -19,7 +19,7 @@ from meshfold.piece_prices import PiecePrices
 from meshfold.pieces import cut_in_pieces
 from meshfold.program import ORIGIN, PLACE, EmittedProgram, RegionProgram
 from meshfold.region_schedule import Collective, Move, Piece, RegionSchedule
-from meshfold.weight_gradients import split_backward
+from meshfold.weight_gradients import split_backward, weight_of
 
 
 def scheduled(program: EmittedProgram, costs: CostModel, bound_bytes: int) -> EmittedProgram:
@@ -72,12 +72,17 @@ class _Scheduler:
         )
 
     def _split_weights(self) -> None:
-        for k, piece in enumerate(self.pieces.pieces):
+        made: set[int] = set()
+        """Weights that a W before has made a gradient of."""
+        for k, piece in reversed(tuple(enumerate(self.pieces.pieces))):
             products = split_backward(piece.graph, self.ops) if piece.kind == "ops" else []
             if not products:
                 continue
             # Of a product's backward half makes the gradient of its weight.
             seconds = sum(self.prices.op_times[n.meta[ORIGIN]].backward_s / 2 for n in products)
+            for weight in (weight_of(n).meta[PLACE] for n in products):
+                seconds += self.prices.added_s(*weight) if weight[0] in made else 0.0
+                made.add(weight[0])
             self.late[k] = seconds, sum(map(self._held_bytes, products))
 
     def _held_bytes(self, product: fx.Node) -> int:
