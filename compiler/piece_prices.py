@@ -71,7 +71,8 @@ class PiecePrices:
         return sum(seconds if c is None else c.seconds for seconds, c, _ in works)
 
     def conversion(self, piece: Collective, direction: int) -> Work:
-        """What a conversion, or an op whose rows travel, does in a direction."""
+        """What a conversion, or an op whose rows travel, does in a direction: the collective, and
+        the copies before its start or after its wait."""
         if isinstance(piece.origin, int):
             return 0.0, self._flying.get((piece.origin, bool(direction))), piece.origin
         _, step = piece.origin
@@ -79,7 +80,8 @@ class PiecePrices:
         if action.kind not in COLLECTIVES:
             return action.seconds, None, piece.origin
         made = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
-        return 0.0, made, piece.origin
+        starts = (piece.kind == "start") == (direction == 0)
+        return action.before_s if starts else action.after_s, made, piece.origin
 
     def _action(self, origin: tuple[int, Step], direction: int) -> StepAction:
         v, step = origin
