@@ -25,6 +25,9 @@ from meshfold.mesh import Mesh, MeshAxis
 
 IN_NODE, ACROSS_NODES = "in-node", "across-nodes"
 PHASES = 3
+MOST_PIECES = 16
+"""Of one all-reduce: more hide nothing more, and thousands of small collectives at a time have
+crashed gloo."""
 
 Axes = tuple[str, ...]
 T = TypeVar("T")
@@ -106,7 +109,7 @@ class Cut:
 @dataclass(frozen=True)
 class Hierarchy:
     """Which all-reduces of gradients run in phases: those of piece_bytes or more, in pieces of so
-    many at least, over groups that have levels."""
+    many at least, MOST_PIECES at most, over groups that have levels."""
 
     levels: NodeLevels
     piece_bytes: int
@@ -125,7 +128,9 @@ class Hierarchy:
     def cut(self, axes: Axes, num_bytes: int) -> Cut | None:
         """How an all-reduce runs; None if whole."""
         sizes = self.levels.sizes(axes) if num_bytes >= self.piece_bytes else None
-        return None if sizes is None else Cut(*sizes, num_bytes // self.piece_bytes)
+        if sizes is None:
+            return None
+        return Cut(*sizes, min(MOST_PIECES, num_bytes // self.piece_bytes))
 
 
 def node_levels(cluster: ClusterSpec, mesh: Mesh) -> NodeLevels:

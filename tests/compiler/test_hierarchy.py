@@ -24,7 +24,15 @@ from meshfold.collectives import RankMesh
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.cost_models.step_simulation import simulate
 from meshfold.errors import OptionError
-from meshfold.hierarchy import ACROSS_NODES, IN_NODE, Hierarchy, NodeLevels, Turns, node_levels
+from meshfold.hierarchy import (
+    ACROSS_NODES,
+    IN_NODE,
+    MOST_PIECES,
+    Hierarchy,
+    NodeLevels,
+    Turns,
+    node_levels,
+)
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.options import CompileOptions, Mode
 from meshfold.pipeline_program import emit_plan
@@ -247,6 +255,13 @@ def test_a_plan_says_what_runs_in_phases() -> None:
     assert "group dp x across-nodes: 2 ranks 1, 3" in text
     assert "in phases, by nodes of 2, in pieces of 1000 bytes" in text
     assert "phases" not in emit_plan(captured_family("llama").graph, whole).text(3)
+
+
+def test_there_are_no_more_pieces_than_help() -> None:
+    hierarchy = Hierarchy(NodeLevels(NODES, 4), 100)
+    found = [hierarchy.cut(("dp",), n) for n in (99, 100, 399, 100 * MOST_PIECES, 10**9)]
+    assert [c and c.pieces for c in found] == [None, 1, 3, MOST_PIECES, MOST_PIECES]
+    assert hierarchy.cut(("tp",), 10**9) is None
 
 
 def test_a_pin_that_has_no_use_is_refused() -> None:
