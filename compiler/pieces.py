@@ -6,12 +6,18 @@ included, and the same starts behind them are one piece: whatever order the coll
 nothing is gained by parting them. No piece needs another one that needs it: what is before a piece
 only grows along the graph, what is behind it only shrinks.
 
+Of a region that runs in parts, what takes a value apart, and what joins one, are pieces of their
+own: between regions in line they do not run. Its other pieces are cut shorter, so that a part that
+has come need not wait until long kernels of another are over.
+
 Each piece is a graph of its own, run under autograd by meshfold.scheduled_region, so its backward
 can be called for by itself.
 """
 
+import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Any, Literal
@@ -27,10 +33,41 @@ from meshfold.region_schedule import Collective, Piece, Pieces
 _MESH = "mesh"
 
 
-def cut_in_pieces(graph: fx.Graph) -> Pieces:
+@dataclass(frozen=True)
+class Cuts:
+    """Where pieces end that would go on. apart: ops that are a piece, by set; seconds: of every op
+    forward; grain_s: the shortest that a piece is cut to."""
+
+    apart: tuple[frozenset[int], ...] = ()
+    seconds: tuple[float, ...] = ()
+    grain_s: float = math.inf
+
+
+def cut_in_pieces(graph: fx.Graph, cuts: Cuts | None = None) -> Pieces:
     """The pieces of a region's graph as meshfold.emit writes it."""
-    nodes = [n for n in graph.nodes if n.op == "call_function" and not _is_bucket(n)]
-    groups = _grouped(nodes)
+    return _written(graph, _grouped(_nodes(graph), cuts or Cuts()))
+
+
+def cut_in_runs(
+    graph: fx.Graph, cuts: Cuts, runs: Sequence[Sequence[int]]
+) -> tuple[Pieces, tuple[int, ...]]:
+    """The pieces as cut_in_pieces has them, those of each run as one; and per piece its number
+    among these."""
+    groups = _grouped(_nodes(graph), cuts)
+    first = {k: run[0] for run in runs for k in run}
+    together: dict[int, list[fx.Node]] = {}
+    for k, group in enumerate(groups):
+        together.setdefault(first.get(k, k), []).extend(group)
+    ordered = _in_order(list(together.values()))
+    numbers = {node: k for k, group in enumerate(ordered) for node in group}
+    return _written(graph, ordered), tuple(numbers[group[0]] for group in groups)
+
+
+def _nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "call_function" and not _is_bucket(n)]
+
+
+def _written(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> Pieces:
     numbers = {node: k for k, group in enumerate(groups) for node in group}
     pieces = tuple(
         _Writer(k, group, numbers).write()
@@ -52,6 +89,11 @@ def _kind(node: fx.Node) -> Literal["ops", "start", "wait"]:
     return "start" if node.target in STARTS else "wait" if node.target in WAITS else "ops"
 
 
+def _origin(node: fx.Node) -> Any:
+    """What a node is part of, if that is known."""
+    return node.meta.get(ORIGIN)
+
+
 def _is_bucket(node: fx.Node) -> bool:
     """Whether a node opens a bucket, takes a member out of one, or starts what is ahead."""
     functions = (wait_bucket, replicate_bucket)
@@ -66,7 +108,7 @@ def _bucket_of(opened: Any) -> int:
     return int(opened.args[0].name.removeprefix("bucket_"))
 
 
-def _grouped(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+def _grouped(nodes: Sequence[fx.Node], cuts: Cuts) -> list[list[fx.Node]]:
     """The nodes of each piece, pieces in an order in which they can run: of those that can, the one
     whose first node comes first."""
     bits = {n: 1 << k for k, n in enumerate(n for n in nodes if _kind(n) != "ops")}
@@ -90,8 +132,31 @@ def _grouped(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
         source = n.args[0] if n.target is operator.getitem else None
         own_key = before[n], behind[n], bits.get(n, 0)
         keys[n] = keys.get(source, own_key) if isinstance(source, fx.Node) else own_key
+        # What takes a value apart needs no other piece, and none needs what joins one.
+        keys[n] = next(
+            ((-1, -1, k) for k, ops in enumerate(cuts.apart) if _origin(n) in ops), keys[n]
+        )
         groups.setdefault(keys[n], []).append(n)
-    return _in_order(list(groups.values()))
+    whole = Cuts()
+    pieces = ((group, whole if key[0] < 0 else cuts) for key, group in groups.items())
+    return _in_order([part for group, to in pieces for part in _cut(group, to)])
+
+
+def _cut(group: Sequence[fx.Node], cuts: Cuts) -> Iterator[list[fx.Node]]:
+    """A group as `cuts` has it; what the nodes of an op are part of stays together."""
+    part: list[fx.Node] = []
+    seconds, last = 0.0, None
+    for n in group:
+        origin = _origin(n)
+        if origin != last:
+            if part and seconds >= cuts.grain_s:
+                yield part
+                part, seconds = [], 0.0
+            seconds += cuts.seconds[origin] if isinstance(origin, int) and cuts.seconds else 0.0
+            last = origin
+        part.append(n)
+    if part:
+        yield part
 
 
 def _in_order(groups: list[list[fx.Node]]) -> list[list[fx.Node]]:

@@ -63,6 +63,13 @@ class RegionProgram:
     """How it runs in `scheduled` mode, if otherwise than in eager mode."""
 
     @property
+    def direct_names(self) -> tuple[str, ...]:
+        """The placeholders of the slots passed directly."""
+        names = tuple(n.name for n in self.graph.graph.nodes if n.op == "placeholder")
+        first = names.index("instance") + 1 + len(self.buckets)
+        return names[first : first + len(self.direct)]
+
+    @property
     def makes_parameters(self) -> bool:
         """Whether parameters are gathered or cast for it."""
         return any(b.is_made for b in self.buckets)

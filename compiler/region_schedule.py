@@ -3,12 +3,18 @@
     forward   O b   wait for bucket b, its parameters are whole
               F p   run piece p: ops, a collective's start, or its wait
               G     start the gathers of the next region that gathers
+              T     the next move of the tail of the region before, if one is left
     backward  A     own gathers are waited for, what later regions hold is let go
               B p   the backward of piece p; of a wait it starts the dual collective, of a start it
                     waits for it
               W p   gradients of the weights of piece p, which its B left
               R b   start the reduction of bucket b
               G     start the gathers of the region before
+              T     the next move of the tail of the region behind, if one is left
+
+Between regions in line (passes/line_schedule.py) the last moves of one direction, its tail, run
+within the next region; what takes parts apart or joins them does not run between them
+(meshfold.handed_parts).
 
 Of the ops of a piece, its B makes what the collectives before it wait for; products that make
 gradients of weights are W, and fill the time while collectives are on their way. Found by
@@ -16,8 +22,8 @@ passes/list_schedule.py with the cost model's seconds, which are the same on all
 `>3` where it starts a collective and `<3` where it waits.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -86,12 +92,12 @@ class Pieces:
         return {name: k for k, piece in enumerate(self.pieces) for name in piece.outputs}
 
 
-MoveKind = Literal["O", "F", "G", "A", "B", "W", "R"]
+MoveKind = Literal["O", "F", "G", "T", "A", "B", "W", "R"]
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """See the module docstring. number: of a piece or bucket, -1 for G and A."""
+    """See the module docstring. number: of a piece or bucket, -1 for G, T and A."""
 
     kind: MoveKind
     number: int = -1
@@ -100,13 +106,41 @@ class Move:
 @dataclass(frozen=True)
 class RegionSchedule:
     """How a region is run in `scheduled` mode. late_s, held_bytes: by number of the pieces with a
-    W, its seconds, and what is held for it."""
+    W, its seconds, and what is held for it. taken, handed: the pieces that take a slot apart, and
+    that join an output, by number of these. line: of those, slots and the outputs that they are
+    between equal regions in line; then the last moves of a direction, as many as its tail has, may
+    be left to the next region.
+    """
 
     pieces: Pieces
     late_s: Mapping[int, float]
     held_bytes: Mapping[int, int]
     forward: tuple[Move, ...]
     backward: tuple[Move, ...]
+    taken: Mapping[int, int] = field(default_factory=dict)
+    handed: Mapping[int, int] = field(default_factory=dict)
+    line: Mapping[int, int] = field(default_factory=dict)
+    forward_tail: int = 0
+    backward_tail: int = 0
+
+    def forward_end(self, parts_out: Collection[int]) -> int:
+        """How many moves run before the next region begins, which takes these outputs in parts."""
+        is_left = bool(self.line) and set(self.line.values()).issubset(parts_out)
+        return len(self.forward) - (self.forward_tail if is_left else 0)
+
+    def backward_end(self, parts_in: Collection[int]) -> int:
+        """The same backward, where these slots have come in parts."""
+        is_left = bool(self.line) and set(self.line).issubset(parts_in)
+        return len(self.backward) - (self.backward_tail if is_left else 0)
+
+    @cached_property
+    def last_readers(self) -> Mapping[str, int]:
+        """By name of a value the last move of the backward that adds to its gradient."""
+        last: dict[str, int] = {}
+        for k, move in enumerate(self.backward):
+            if move.kind in "BW":
+                last |= dict.fromkeys(self.pieces.pieces[move.number].inputs, k)
+        return last
 
     @cached_property
     def dead(self) -> tuple[tuple[str, ...], ...]:
@@ -127,10 +161,18 @@ class RegionSchedule:
 
     def lines(self) -> list[str]:
         """Both orders as text."""
-        return [f"{name}: {' '.join(map(self._word, moves))}" for name, moves in self._directions()]
+        return [
+            f"{name}: {' '.join(self._words(moves, tail))}"
+            for name, moves, tail in (
+                ("forward", self.forward, self.forward_tail),
+                ("backward", self.backward, self.backward_tail),
+            )
+        ]
 
-    def _directions(self) -> list[tuple[str, tuple[Move, ...]]]:
-        return [("forward", self.forward), ("backward", self.backward)]
+    def _words(self, moves: tuple[Move, ...], tail: int) -> list[str]:
+        """A bar before the tail."""
+        words = list(map(self._word, moves))
+        return [*words[:-tail], "|", *words[-tail:]] if tail else words
 
     def _word(self, move: Move) -> str:
         if move.number < 0:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
+from meshfold.handed_parts import borders_of
+from meshfold.line_region import LineRegion
 from meshfold.opgraph import Source, SourceKind
 from meshfold.program import EmittedProgram, RegionProgram, Step
 from meshfold.recomputation import Recomputation, start_nothing
-from meshfold.scheduled_region import ScheduledRegion
 from meshfold.shards import shard_of
 from meshfold.shared_step import SharedStep
 from meshfold.spmd import Layout
@@ -42,6 +43,7 @@ class ProgramRunner:
         sizes = program.mesh.sizes
         self._buffers = [[BucketBuffers(b, sizes) for b in r.buckets] for r in program.regions]
         self.last_uses = _last_uses(program)
+        self.borders = borders_of(program)
         self.mutated = _mutated_buffers(program)
         self._makes = any(r.makes_parameters for r in program.regions)
         self._waits_at_once = waits_at_once
@@ -132,11 +134,15 @@ class _Forward:
         self.arrived = arrived
         self.values: dict[tuple[int, int], Tensor] = {}
         self.updates: list[tuple[Tensor, Tensor]] = []
+        self.last: LineRegion | None = None
+        """The last instance, if it hands parts on."""
 
     def act(self, action: Step) -> None:
         match action.action:
             case "G":
                 self.step.start_gathers(action.instance)
+            case "X" if self.last is not None:
+                self.last.release()
             case "X":
                 self.step.release(action.instance)
             case "F":
@@ -171,8 +177,12 @@ class _Forward:
                     direct[v] = direct[v].clone()
         number = self.program.numbers[k]
         if self.step.is_recording and self.runner.is_scheduled(region):
-            scheduled = ScheduledRegion(region, self.step, k, number, instance.floats, ahead)
+            borders = self.runner.borders[k]
+            scheduled = LineRegion(
+                region, self.step, k, number, instance.floats, ahead, borders, self.last
+            )
             made = scheduled.run(list(direct.values()))
+            self.last = scheduled if borders.handed else None
         elif region.recompute == "full" and self.step.is_recording:
             graph, mesh = region.graph, self.runner.mesh
 

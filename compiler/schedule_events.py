@@ -12,6 +12,7 @@ from dataclasses import replace
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.step_simulation import simulate
 from meshfold.emission_passes import emit
+from meshfold.handed_parts import Borders, borders_of
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.conversions import Step
 from meshfold.passes.local_program import Probe
@@ -41,19 +42,31 @@ def with_program_events(
     costs = costs or CostModel(plan.cluster, plan.mesh)
     probe = probe or OpProber()
     program = emit(folded, plan, costs=costs)
-    written = []
-    prices = region_prices(program, costs)
-    for events, region, price in zip(plan.events.regions, program.regions, prices, strict=True):
+    written: list[RegionEvents] = []
+    instances = [0] * len(program.programs)
+    borders_by_instance = borders_of(program)
+    for number, price in enumerate(region_prices(program, costs)):
+        region = program.regions[number]
+        like = [k for k, p in enumerate(program.programs) if p == number]
+        events = plan.events.regions[plan.events.instances[like[0]]]
         floats = next(i.floats for i in program.folded.instances if i.region == region.region)
         if plan.regions[region.region].ring:
             pricer = RegionPricer(region.ops, region.typing, price.rules, plan.mesh, costs)
             arguments = events.name, region.typing, region.slots, pricer, probe, floats
             events = region_events(*arguments).events
+        at: dict[Borders, int] = {}
+        for k in like:
+            borders = borders_by_instance[k]
+            if borders not in at:
+                at[borders] = len(written)
+                written.append(events)
+            instances[k] = at[borders]
         if region.schedule is not None:
             inside = bytes_inside(region.typing, region.slots, price.ops, costs, probe, floats)
-            events = _Writer(events, region, price, inside).write()
-        written.append(events)
-    step = merged_events(replace(plan.events, regions=tuple(written)), sizes_of(plan), costs)
+            for borders, place in at.items():
+                written[place] = _Writer(events, region, price, inside, borders).write()
+    found = replace(plan.events, regions=tuple(written), instances=tuple(instances))
+    step = merged_events(found, sizes_of(plan), costs)
     return replace(plan, events=step, simulated=simulate(step).step)
 
 
@@ -61,7 +74,12 @@ class _Writer:
     """inside: bytes alive by op or step of a conversion, as passes.region_events.bytes_inside."""
 
     def __init__(
-        self, events: RegionEvents, region: RegionProgram, prices: PiecePrices, inside: Inside
+        self,
+        events: RegionEvents,
+        region: RegionProgram,
+        prices: PiecePrices,
+        inside: Inside,
+        borders: Borders,
     ) -> None:
         assert region.schedule is not None and events.name == region.name
         self.events = events
@@ -69,6 +87,10 @@ class _Writer:
         self.schedule: RegionSchedule = region.schedule
         self.prices = prices
         self.inside = inside
+        self.borders = borders
+        self.taken = borders.taken_names(self.schedule)
+        self.handed = borders.handed_names(self.schedule)
+        self.idle = borders.idle(self.schedule)
         self.held: dict[int, int] = {}
         """Bytes held for W's whose B has run, but for the last one: these are alive in eager mode
         as well."""
@@ -80,8 +102,14 @@ class _Writer:
 
     def _forward(self) -> Iterator[Event]:
         known = {(e.action, e.number): e.inside_bytes for e in self.events.forward}
-        for move in self.schedule.forward:
+        end = self.schedule.forward_end(self.borders.handed)
+        read: set[str] = set()
+        for k, move in enumerate(self.schedule.forward):
+            if k >= end:
+                yield Event("leave")
             match move.kind:
+                case "T":
+                    yield Event("next")
                 case "O":
                     inside = known["open", move.number]
                     cast_s = self.prices.cast_s(self.region.buckets[move.number])
@@ -89,8 +117,14 @@ class _Writer:
                     yield Event("open", inside_bytes=inside, number=move.number)
                 case "G":
                     yield Event("ahead", inside_bytes=known["ahead", -1])
-                case "F":
+                case "F" if move.number not in self.idle:
+                    piece = self.schedule.pieces.pieces[move.number]
+                    new = [name for name in piece.inputs if name in self.taken and name not in read]
+                    read |= set(new)
+                    yield from (Event("take", number=self.taken.index(name)) for name in new)
                     yield from self._piece(move.number, 0)
+                    given = [name for name in piece.outputs if name in self.handed]
+                    yield from (Event("give", number=self.handed.index(name)) for name in given)
 
     def _backward(self) -> Iterator[Event]:
         before = self.events.backward[0].inside_bytes if self.events.backward else 0
@@ -102,15 +136,25 @@ class _Writer:
         if self.events.again:
             now = self.events.again[0].inside_bytes
             yield Event("again", inside_bytes=now)
-        for move in self.schedule.backward:
+        end = self.schedule.backward_end(self.borders.slots)
+        last = [self.schedule.last_readers.get(name, 0) for name in self.taken]
+        for k, move in enumerate(self.schedule.backward):
+            if k >= end:
+                yield Event("leave")
             for event in self._move(move.kind, move.number):
                 # Starts for other regions, and W's, stand where the last piece was.
                 now = event.inside_bytes or now
                 yield replace(event, inside_bytes=now + sum(self.held.values()))
+            yield from (Event("give", number=p) for p, at in enumerate(last) if at == k)
 
     def _move(self, kind: str, number: int) -> Iterator[Event]:
         match kind:
-            case "B":
+            case "T":
+                yield Event("next")
+            case "B" if number not in self.idle:
+                made = self.schedule.pieces.pieces[number].outputs
+                for name in (name for name in made if name in self.handed):
+                    yield Event("take", number=self.handed.index(name))
                 if self.schedule.pieces.pieces[number].kind == "ops":
                     self.held |= self.last_held
                     self.last_held = {}

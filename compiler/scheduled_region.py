@@ -1,5 +1,5 @@
 """Running a region as its schedule says: one node of autograd's graph, both directions a list of
-moves.
+moves. Of regions in line see meshfold.line_region.
 
     forward    every piece runs under autograd of its own: what it reads are new leaves
     backward   per piece, torch.autograd.grad from what it made to what it read
@@ -13,7 +13,7 @@ With full recomputation (meshfold.recomputation) autograd keeps numbers instead 
 first comes back the pieces run again, in the order of the forward, up to the last that is needed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,22 +110,28 @@ class ScheduledRegion:
             self.actions[number][0].finish(self.step.mesh, in_flight)
 
     def _run_forward(self, direct: Sequence[Tensor]) -> list[Tensor]:
-        named = dict(zip(self.direct_names, direct, strict=True))
-        self.trained = {name for name, x in named.items() if x.requires_grad}
-        self.values = {**self.constants, **{name: x.detach() for name, x in named.items()}}
-        for move, dead in zip(self.schedule.forward, self.schedule.dead, strict=True):
-            match move.kind:
-                case "O":
-                    self._open(move.number)
-                case "G":
-                    self.ahead()
-                case "F":
-                    self._run(move.number)
-            for name in dead:
-                del self.values[name]
+        self._enter(dict(zip(self.direct_names, direct, strict=True)))
+        for k in range(len(self.schedule.forward)):
+            self._move_forward(k)
         results = [self.values[name] for name in self.pieces.results]
         self.values = {}
         return results
+
+    def _enter(self, named: Mapping[str, Tensor]) -> None:
+        self.trained = {name for name, x in named.items() if x.requires_grad}
+        self.values = {**self.constants, **{name: x.detach() for name, x in named.items()}}
+
+    def _move_forward(self, k: int) -> None:
+        move = self.schedule.forward[k]
+        match move.kind:
+            case "O":
+                self._open(move.number)
+            case "G":
+                self.ahead()
+            case "F":
+                self._run(move.number)
+        for name in self.schedule.dead[k]:
+            self.values.pop(name, None)
 
     def _open(self, bucket: int) -> None:
         use = self.uses[bucket]
@@ -189,17 +195,21 @@ class ScheduledRegion:
         self.step.arrive(self.instance, prefetches=False)
         for name, gradient in zip(self.pieces.results, gradients, strict=True):
             self._add(name, gradient)
-        for move in self.schedule.backward:
-            match move.kind:
-                case "B":
-                    self._back(move.number)
-                case "W":
-                    self._make_weights(move.number)
-                case "R":
-                    self._reduce(move.number)
-                case "G":
-                    self.step.prefetch_before(self.instance)
+        for k in range(len(self.schedule.backward)):
+            self._move_backward(k)
         return [self.gradients.pop(name, None) for name in self.direct_names]
+
+    def _move_backward(self, k: int) -> None:
+        move = self.schedule.backward[k]
+        match move.kind:
+            case "B":
+                self._back(move.number)
+            case "W":
+                self._make_weights(move.number)
+            case "R":
+                self._reduce(move.number)
+            case "G":
+                self.step.prefetch_before(self.instance)
 
     def _add(self, name: str, gradient: Tensor | None) -> None:
         if gradient is not None:

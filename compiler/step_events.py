@@ -16,6 +16,13 @@ A region has a list of events per direction, in the order in which the runtime i
     start n     a collective, n of its region and direction, that is waited for by    collective
     wait n
     reduce b    backward: the reduction of the gradients of bucket b starts
+    leave       what stands here and behind is the region's tail, up to the next `leave` one move of
+                it: the next region in this direction runs it
+    next        the next move of the tail of the region before in this direction, if one is left
+    give p      part p of what is handed on over the border to the next region is there
+    take p      part p from the region before is read: its tail runs until it is there
+
+A tail is over when the region that runs it is, and before that starts gathers ahead.
 
 In the file, an event is one line, its last word the bytes alive inside the region meanwhile:
 
@@ -45,9 +52,13 @@ Action = Literal[
     "start",
     "wait",
     "reduce",
+    "leave",
+    "next",
+    "give",
+    "take",
 ]
-_NUMBERED_ACTIONS = ("open", "reduce", "wait")
-_BARE_ACTIONS = ("ahead", "arrive", "settle", "before", "again")
+_NUMBERED_ACTIONS = ("open", "reduce", "wait", "give", "take")
+_BARE_ACTIONS = ("ahead", "arrive", "settle", "before", "again", "leave", "next")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,7 @@ class Collective:
 class Event:
     """See the module docstring. inside_bytes: the most that is alive inside the instance while it
     lasts, made there and not yet freed. number: of open and reduce the bucket's, of start and wait
-    their own.
+    their own, of give and take the part's.
     """
 
     action: Action
@@ -306,8 +317,8 @@ def read_event(line: str) -> Event:
     if action in _NUMBERED_ACTIONS and rest.isdigit():
         return Event(action, inside_bytes=int(inside), number=int(rest))
     raise ValueError(
-        f"{line!r} is no event; open, reduce and wait have a number, {', '.join(_BARE_ACTIONS)} "
-        "none"
+        f"{line!r} is no event; {', '.join(_NUMBERED_ACTIONS)} have a number, "
+        f"{', '.join(_BARE_ACTIONS)} none"
     )
 
 

@@ -196,6 +196,8 @@ class TrainingStep:
         self.is_recording = torch.is_grad_enabled()
         self._whole: dict[int, tuple[BucketUse, int]] = {}
         self._at = -1
+        self._busy = -1
+        """The instance behind, while it is not over."""
         self._is_done = False
 
     def enter(self) -> None:
@@ -279,14 +281,16 @@ class TrainingStep:
         self._is_done = True
         self._release_from(0)
 
-    def arrive(self, instance: int, *, prefetches: bool = True) -> None:
-        """Backward has come to `instance`: everything later is done, what comes next starts."""
+    def arrive(self, instance: int, *, prefetches: bool = True, is_begun: bool = False) -> None:
+        """Backward has come to `instance`: everything later is done, what comes next starts.
+        is_begun: the instance behind is not over, see leave_instance."""
         if self._is_done:
             raise MeshfoldError(SECOND_BACKWARD)
-        if instance == self._at:
+        if instance in (self._at, self._busy):
             return
         self._at = instance
-        self._release_from(instance + 1)
+        self._busy = instance + 1 if is_begun else -1
+        self._release_from(instance + 1 + is_begun)
         saved = [u for u in self.uses[instance] if u.is_saved]
         for use in saved:
             use.start_gather()
@@ -294,6 +298,11 @@ class TrainingStep:
             use.members()
         if prefetches:
             self.prefetch_before(instance)
+
+    def leave_instance(self) -> None:
+        """The instance behind is over."""
+        self._release_from(self._at + 1)
+        self._busy = -1
 
     def _release_from(self, first: int) -> None:
         """Nobody needs the parameters of these instances again."""

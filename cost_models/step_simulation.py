@@ -6,7 +6,8 @@
     end        reductions are waited for in the order in which they started, then late ones, then
                the optimizer runs
 
-(meshfold.emit.schedule, meshfold.training_step.) Memory at an event is what is fixed, what is held
+(meshfold.emit.schedule, meshfold.training_step.) What an instance leaves to the next one, its tail,
+runs where that has it. Memory at an event is what is fixed, what is held
 at its moment, what is alive inside the instance, gathered parameters from the start of their gather
 to their release, and buckets from the start of their reduction until the link is done with them.
 Merged reductions start with the last of their members; their buffer is there from the first on.
@@ -14,12 +15,12 @@ That of a merged gather stays until the last of its members has been copied out 
 in phases (meshfold.hierarchy) has the part that crosses nodes beside the gradients themselves.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshfold.cost_models.events import ComputeSpan, Streams, Transfer
+from meshfold.cost_models.events import ComputeSpan, Streams, Transfer, overlap_rows
 from meshfold.cost_models.reduction_streams import Phased, ReductionStreams
+from meshfold.cost_models.tails import Tail, cut_tail, together
 from meshfold.merging import Place
 from meshfold.step_events import (
     BucketEvents,
@@ -27,7 +28,6 @@ from meshfold.step_events import (
     Event,
     MergedGather,
     MergedReduction,
-    OverlapRow,
     RegionEvents,
     SimulatedStep,
     StepEvents,
@@ -58,7 +58,7 @@ def simulate(events: StepEvents) -> Simulation:
         # Rounding of sums may leave a little less than nothing.
         contention_s=max(0.0, contention_s),
         exposed_s=streams.exposed_s,
-        overlap=_overlap(streams.transfers),
+        overlap=overlap_rows(streams.transfers),
         peak_bytes=peak_bytes,
         peak_s=peak_s,
     )
@@ -128,8 +128,12 @@ class _Run:
         self.is_backward = False
         self.waiting_bytes = 0
         """Of buffers of merged reductions whose last member is still to come."""
-        self.started: dict[int, Transfer] = {}
-        """Collectives of the instance at hand on their way, by number."""
+        self.started: dict[tuple[int, int], Transfer] = {}
+        """Collectives on their way, by instance and number."""
+        self.tail = Tail(-1)
+        """What the instance before has left."""
+        self.own = Tail(-1)
+        """Of the instance at hand."""
 
     # The three parts of a step.
 
@@ -137,10 +141,8 @@ class _Run:
         for i in self.first:
             self._start_gathers(self.uses[i])
         for i, region in enumerate(self.regions):
-            for event in region.forward:
-                self._act(i, event, moment=i)
-            if i in self.following and not region.stays:
-                self._release(self.uses[i])
+            self._run(i, region.forward, moment=i)
+        self.tail = Tail(-1)
 
     def backward(self) -> None:
         self.is_backward = True
@@ -149,8 +151,7 @@ class _Run:
         count = len(self.regions)
         self._start_saved_before(count)
         for i in reversed(range(count)):
-            for event in self.regions[i].backward:
-                self._act(i, event, moment=2 * count - 1 - i)
+            self._run(i, self.regions[i].backward, moment=2 * count - 1 - i)
             self._forget_packed()
 
     def end(self) -> None:
@@ -164,6 +165,42 @@ class _Run:
         self.streams.compute(self.events.optimizer_s, is_backward=True)
 
     # Events.
+
+    def _run(self, i: int, events: Sequence[Event], moment: int) -> None:
+        """An instance, but for its tail, and the tail of the one before to its end."""
+        body, self.own = cut_tail(i, events, moment)
+        for event in body:
+            self._act(i, event, moment)
+        self._finish_tail()
+        self.tail = self.own
+        if not (self.tail.is_left or self.is_backward):
+            self._leave(i)
+
+    def _advance_tail(self) -> None:
+        """The next move of what the instance before has left."""
+        tail = self.tail
+        if tail.is_left:
+            results, flying = self.result_bytes, list(self.flying)
+            for event in tail.moves[0]:
+                self._act(tail.instance, event, tail.moment)
+            tail.moves.popleft()
+            # Its gradients are held at the moment of the instance at hand.
+            self.result_bytes = results
+            new = self.flying[len(flying) :]
+            self.flying = [*flying, *((t, n) for t, n in new if t is not None)]
+            if not tail.is_left:
+                self._leave(tail.instance)
+
+    def _finish_tail(self) -> None:
+        while self.tail.is_left:
+            self._advance_tail()
+
+    def _leave(self, i: int) -> None:
+        """An instance is over; its parameters are released as at the end of its body."""
+        if self.is_backward:
+            self._release([u for u in self.whole if u.instance > self.own.instance])
+        elif i in self.following and not self.regions[i].stays:
+            self._release(self.uses[i])
 
     def _act(self, i: int, event: Event, moment: int) -> None:
         streams, is_backward = self.streams, moment >= len(self.regions)
@@ -181,15 +218,16 @@ class _Run:
                 self._wait_for(use)
                 self._note(moment, event.inside_bytes)
             case "ahead":
+                self._finish_tail()
                 if i in self.following:
                     self._start_gathers(self.uses[self.following[i]])
                     self._note(moment, event.inside_bytes)
             case "start":
                 assert event.collective is not None
-                self.started[event.number] = streams.start(event.collective, i)
+                self.started[i, event.number] = streams.start(event.collective, i)
                 self._note(moment, event.inside_bytes)
             case "wait":
-                streams.wait(self.started.pop(event.number))
+                streams.wait(self.started.pop((i, event.number)))
             case "arrive" | "settle":
                 self._arrive(i)
                 if event.action == "arrive":
@@ -199,13 +237,22 @@ class _Run:
                 for one in self.regions[i].again:
                     self._act(i, one, moment)
             case "before":
+                self._finish_tail()
                 self._start_saved_before(i)
                 self._note(moment, event.inside_bytes)
             case "reduce":
                 self._reduce(self.uses[i][event.number], event, moment)
+            case "next":
+                self._advance_tail()
+            case "give":
+                (self.own if i == self.own.instance else self.tail).given.add(event.number)
+            case "take" if i == self.own.instance:
+                while self.tail.is_left and event.number not in self.tail.given:
+                    self._advance_tail()
 
     def _arrive(self, i: int) -> None:
-        self._release([u for u in self.whole if u.instance > i])
+        busy = self.tail.instance if self.tail.is_left else i
+        self._release([u for u in self.whole if u.instance > busy])
         own = [u for u in self.uses[i] if u.bucket.saved]
         self._start_gathers(own)
         for use in own:
@@ -322,25 +369,15 @@ class _Run:
 
     def _note(self, moment: int, inside_bytes: int) -> None:
         flying = sum(n for t, n in self.flying if t is None or not t.is_done)
+        if self.tail.is_left:
+            of = self.tail if moment == self.tail.moment else self.own
+            of.inside_bytes = inside_bytes
+            inside_bytes = self.tail.inside_bytes + self.own.inside_bytes
+            moment = together((self.tail, self.own))
+        else:
+            self.own.inside_bytes = inside_bytes
         total = self.events.fixed_bytes + self.events.held_bytes[moment] + inside_bytes
         total += self.whole_bytes + flying + self.result_bytes + self.waiting_bytes
         self.memory.append((self.streams.now_s, total))
         self.whole_bytes -= self.emptied_bytes
         self.emptied_bytes = 0
-
-
-def _overlap(transfers: Sequence[Transfer]) -> tuple[OverlapRow, ...]:
-    """By kind and axes, in order of first use."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        groups[transfer.collective.kind, transfer.collective.axes].append(transfer)
-    return tuple(
-        OverlapRow(
-            kind,
-            axes,
-            len(members),
-            sum(t.hidden_s for t in members),
-            sum(t.exposed_s for t in members),
-        )
-        for (kind, axes), members in groups.items()
-    )

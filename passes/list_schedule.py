@@ -21,6 +21,7 @@ find the same order.
 (List scheduling: Graham, Bounds on multiprocessing timing anomalies, 1969.)
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -28,8 +29,9 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """needs: numbers of the tasks before it. seconds: of kernels. A start has a link, and the
-    seconds of its collective there; a wait names its start in `start`. held_bytes: alive from when
+    """needs: numbers of the tasks before it. seconds: of kernels; of a start
+    before it, of a wait behind it. A start has a link, and the seconds of its collective there; a
+    wait names its start in `start`. held_bytes: alive from when
     `needs` have run until it has. floats: a start that may be put off, for another region; is_due:
     what it brings is needed as soon as the region is over."""
 
@@ -50,10 +52,18 @@ def list_order(tasks: Sequence[Task], bound_bytes: int) -> tuple[int, ...]:
     """
     given = tuple(range(len(tasks)))
     fixed = [t for t in given if not tasks[t].floats]
-    listed = _sunk(tasks, _Lister(tasks, fixed, bound_bytes).order())
-    listed = _put_off(tasks, listed, bound_bytes)
+    listed = listed_order(tasks, fixed, bound_bytes)
     found = [_placed(tasks, order) for order in (tuple(fixed), listed)]
     return min((given, *found), key=lambda order: _course(tasks, order))
+
+
+def listed_order(
+    tasks: Sequence[Task], fixed: Sequence[int], bound_bytes: int, *, feeds_links: bool = False
+) -> tuple[int, ...]:
+    """Steps 1 to 4, for the tasks `fixed`. feeds_links: in step 2, of the kernels those that have
+    least before the next collective can start, and only then most behind them."""
+    listed = _sunk(tasks, _Lister(tasks, fixed, bound_bytes, feeds_links=feeds_links).order())
+    return _put_off(tasks, listed, bound_bytes)
 
 
 def span_s(tasks: Sequence[Task], order: Sequence[int]) -> float:
@@ -67,19 +77,18 @@ def _course(tasks: Sequence[Task], order: Sequence[int]) -> tuple[float, float, 
     now_s, free_s, ends_s = 0.0, dict[str, float](), dict[int, float]()
     for t in order:
         task = tasks[t]
+        if task.start >= 0:
+            now_s = max(now_s, ends_s[task.start])
+        now_s += task.seconds
         if task.link:
             ends_s[t] = max(now_s, free_s.get(task.link, 0.0)) + task.transfer_s
             free_s[task.link] = ends_s[t]
-        elif task.start >= 0:
-            now_s = max(now_s, ends_s[task.start])
-        else:
-            now_s += task.seconds
     due = [end_s for t, end_s in ends_s.items() if tasks[t].is_due]
     last_s = max([now_s, *ends_s.values()])
-    return _rounded(max([now_s, *due])), _rounded(now_s), _rounded(last_s)
+    return rounded_s(max([now_s, *due])), rounded_s(now_s), rounded_s(last_s)
 
 
-def _rounded(seconds: float) -> float:
+def rounded_s(seconds: float) -> float:
     """So that the order of additions decides nothing."""
     return float(f"{seconds:.9e}")
 
@@ -87,11 +96,19 @@ def _rounded(seconds: float) -> float:
 class _Lister:
     """The greedy part, over the tasks `fixed`."""
 
-    def __init__(self, tasks: Sequence[Task], fixed: Sequence[int], bound_bytes: int) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], fixed: Sequence[int], bound_bytes: int, *, feeds_links: bool
+    ) -> None:
         self.tasks = tasks
         self.left = list(fixed)
         self.bound_bytes = bound_bytes
+        self.users: dict[int, list[int]] = {t: [] for t in fixed}
+        for t in fixed:
+            for n in tasks[t].needs:
+                if n in self.users:
+                    self.users[n].append(t)
         self.behind_s = self._behind()
+        self.feeds_s = self._before_starts() if feeds_links else dict.fromkeys(fixed, 0.0)
         self.done: set[int] = set()
         self.now_s = 0.0
         self.free_s: dict[str, float] = {}
@@ -111,11 +128,19 @@ class _Lister:
         """Per task the longest way from its beginning to the end."""
         behind: dict[int, float] = {}
         for t in reversed(self.left):
-            users = [u for u in self.left if t in self.tasks[u].needs]
             task = self.tasks[t]
             own_s = task.seconds + task.transfer_s
-            behind[t] = own_s + max((behind[u] for u in users), default=0.0)
+            behind[t] = own_s + max((behind[u] for u in self.users[t]), default=0.0)
         return behind
+
+    def _before_starts(self) -> dict[int, float]:
+        """Per task the least seconds of kernels from its beginning to a start."""
+        before: dict[int, float] = {}
+        for t in reversed(self.left):
+            task = self.tasks[t]
+            next_s = min((before[u] for u in self.users[t]), default=math.inf)
+            before[t] = 0.0 if task.link else rounded_s(task.seconds + next_s)
+        return before
 
     def _next(self) -> int:
         ready = [t for t in self.left if self.done.issuperset(self.tasks[t].needs)]
@@ -128,26 +153,24 @@ class _Lister:
         arrived = [t for t in waits if self.ends_s[self.tasks[t].start] <= self.now_s]
         if not kernels and not arrived:
             return min(waits, key=lambda t: (self.ends_s[self.tasks[t].start], t))
-        best = min([*kernels, *arrived], key=lambda t: (-self.behind_s[t], t))
+        best = min([*kernels, *arrived], key=lambda t: (self.feeds_s[t], -self.behind_s[t], t))
         held_bytes = sum(self.tasks[t].held_bytes for t in held) + self._adds(best)
         return held[0] if held and held_bytes > self.bound_bytes else best
 
     def _adds(self, t: int) -> int:
         """Bytes that are held when t has run and were not before."""
         now = self.done | {t}
-        freed = [
-            u for u in self.left if t in self.tasks[u].needs and now.issuperset(self.tasks[u].needs)
-        ]
+        freed = [u for u in self.users[t] if now.issuperset(self.tasks[u].needs)]
         return sum(self.tasks[u].held_bytes for u in freed) - self.tasks[t].held_bytes
 
     def _run(self, t: int) -> None:
         task = self.tasks[t]
+        if task.start >= 0:
+            self.now_s = max(self.now_s, self.ends_s[task.start])
+        self.now_s += task.seconds
         if task.link:
             self.ends_s[t] = max(self.now_s, self.free_s.get(task.link, 0.0)) + task.transfer_s
             self.free_s[task.link] = self.ends_s[t]
-        elif task.start >= 0:
-            self.now_s = max(self.now_s, self.ends_s[task.start])
-        self.now_s += task.seconds
 
 
 def _sunk(tasks: Sequence[Task], order: Sequence[int]) -> tuple[int, ...]:
@@ -167,7 +190,7 @@ def _put_off(tasks: Sequence[Task], order: Sequence[int], bound_bytes: int) -> t
     """`order` with every task that holds memory before the wait, or at the end, where it costs
     least, the earliest such place; no more is held than before, or than `bound_bytes`."""
     found = tuple(order)
-    bound_bytes = max(bound_bytes, _most_held(tasks, found))
+    bound_bytes = max(bound_bytes, most_held_bytes(tasks, found))
     for t in [t for t in order if tasks[t].held_bytes]:
         first = found.index(t)
         rest = (*found[:first], *found[first + 1 :])
@@ -175,12 +198,12 @@ def _put_off(tasks: Sequence[Task], order: Sequence[int], bound_bytes: int) -> t
         last = min([len(rest), *users])
         waits = [k for k in range(first, last) if tasks[rest[k]].start >= 0]
         places = [(*rest[:k], t, *rest[k:]) for k in (*waits, last)]
-        allowed = [p for p in places if _most_held(tasks, p) <= bound_bytes]
+        allowed = [p for p in places if most_held_bytes(tasks, p) <= bound_bytes]
         found = min([found, *allowed], key=lambda order: _course(tasks, order))
     return found
 
 
-def _most_held(tasks: Sequence[Task], order: Sequence[int]) -> int:
+def most_held_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
     """The most bytes of tasks that could have run, while others run or are waited for; starts take
     no time."""
     place = {t: k for k, t in enumerate(order)}

@@ -10,6 +10,7 @@ from torch import fx
 
 from meshfold.bucket_ops import replicate_bucket, start_ahead, wait_bucket
 from meshfold.convert_ops import STARTS, WAITS
+from meshfold.pieces import Cuts, cut_in_pieces
 from meshfold.program import RegionProgram
 from meshfold.region_schedule import RegionSchedule
 
@@ -96,3 +97,22 @@ def test_the_order_is_part_of_what_ranks_compare() -> None:
     other = replace(program.regions[1], schedule=replace(found, backward=moves))
     changed = replace(program, regions=(program.regions[0], other, *program.regions[2:]))
     assert changed.digest != program.digest
+
+
+def test_pieces_of_regions_in_line_are_short_and_borders_are_pieces_of_their_own() -> None:
+    for line in (r for r in emitted("llama", "tp+sp", parts=2).regions if r.schedule is not None):
+        schedule = line.schedule
+        assert schedule is not None
+        for k in (*schedule.taken.values(), *schedule.handed.values()):
+            piece = schedule.pieces.pieces[k]
+            assert piece.kind == "ops" and len(piece.origins) == 4
+    region = emitted("llama", "tp+sp", parts=2).regions[1]
+    whole = cut_in_pieces(region.graph.graph)
+    seconds = tuple(1.0 for _ in region.ops.ops)
+    shorter = cut_in_pieces(region.graph.graph, Cuts((), seconds, 3.0))
+    sizes = [len(p.origins) for p in shorter.pieces if p.kind == "ops"]
+    assert max(len(p.origins) for p in whole.pieces if p.kind == "ops") > 6
+    assert len(sizes) > len([p for p in whole.pieces if p.kind == "ops"])
+    nodes = [functions(p.graph.graph) for p in (*whole.pieces, *shorter.pieces) if p.kind == "ops"]
+    half = len(nodes) - len(sizes)
+    assert sum(nodes[:half], Counter()) == sum(nodes[half:], Counter())

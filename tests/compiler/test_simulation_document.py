@@ -68,7 +68,11 @@ Edit = Callable[[dict[str, Any]], None]
             "open 0",
             "'open 0' is no event; open, red",
         ),
-        (("events", "regions", 1, "forward", 0), "ahead 1 0", "is no event; open, reduce and wait"),
+        (
+            ("events", "regions", 1, "forward", 0),
+            "ahead 1 0",
+            "is no event; open, reduce, wait, give, take",
+        ),
         (("events", "regions", 1, "forward", 0), "start x 1", "a start has a number"),
         (("events", "regions", 1, "forward", 0), "wait 2 0", "region B: wait 2 has no start"),
         (("events", "regions", 1, "forward", 0), "compute", "its last word is a number of bytes"),
