@@ -111,7 +111,8 @@ def plan_captured(
     )
     plan = with_parts(plan, captured.graph, options.parts_pin)
     plan = with_ring(plan, captured.graph, options)
-    return with_merging(plan, MergeSizes(options.merge_pin, options.merge_gathers_pin))
+    pinned = MergeSizes(options.merge_pin, options.merge_gathers_pin, options.hierarchy_pin)
+    return with_merging(plan, pinned)
 
 
 def _resolve(text: str) -> ClusterSpec:
@@ -191,7 +192,7 @@ def _rank_mesh(
     # NCCL joins the devices that the processes have made current, gloo their CPUs.
     is_cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    return ProcessMesh(plan.mesh, device, program.axis_sets())
+    return ProcessMesh(plan.mesh, device, program.axis_sets(), program.levels)
 
 
 def _is_in_job() -> bool:

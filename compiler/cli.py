@@ -103,7 +103,8 @@ def check_output(path: Path | None) -> None:
     help="Fix dp, ep, cp, tp, zero, sp, recompute, offload, pp, microbatches, schedule (1f1b, "
     "gpipe, interleaved, zero_bubble, interleaved_zero_bubble, zbv, dualpipev), chunks, parts (of "
     "layers, in mode scheduled), ring (0 or 1: products that take rows as they come round), merge "
-    "and merge_gathers (25MB: up to which collectives are merged; 0: none), or how a parameter "
+    "and merge_gathers (25MB: up to which collectives are merged; 0: none), hierarchy (25MB: "
+    "pieces in which all-reduces of gradients run in phases, by node; 0: none), or how a parameter "
     "is stored: layout:NAME=replicate, dp, tp:DIM or tp:DIM,dp, * in NAME for any part (DIM+ if "
     "padded); repeatable.",
 )

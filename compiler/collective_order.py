@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from meshfold.collectives import Axes, RankMesh
-from meshfold.mesh import Mesh
+from meshfold.hierarchy import NodeLevels
 from meshfold.torch_ops import dtype_name
 
 STARTS = (
@@ -63,12 +63,12 @@ def collectives_of(mesh: RankMesh) -> Iterator[list[Call]]:
             delattr(mesh, f"start_{kind}")
 
 
-def disorder(mesh: Mesh, logs: Sequence[Sequence[Call]]) -> str:
+def disorder(levels: NodeLevels, logs: Sequence[Sequence[Call]]) -> str:
     """What two ranks of a group do differently first, in one line; empty if nothing. logs: by
     rank."""
     for axes in dict.fromkeys(call.axes for log in logs for call in log):
         own = [[call for call in log if call.axes == axes] for log in logs]
-        for first, *others in mesh.groups(axes):
+        for first, *others in levels.groups(axes):
             for rank in others:
                 found = _difference(first, own[first], rank, own[rank])
                 if found:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfold.hierarchy import NodeLevels
 from meshfold.kept_counts import KeptCounts
 from meshfold.mesh import Mesh
 from meshfold.symmetric_memory import enable
@@ -28,7 +29,8 @@ class RankMesh(ABC):
 
     Every start returns a tensor in flight at once: its shape and dtype are those of the result, its
     contents are not to be read before wait. The ranks of a group must start the same collectives in
-    the same order. `axes` names one axis or several; several act as one group, in mesh order.
+    the same order. `axes` names one axis or several; several act as one group, in mesh order, or a
+    level of that group (meshfold.hierarchy).
 
     rng: (seed, step) of the counter-based generator; the runtime sets it before every step.
     microbatch: number of the one that runs; cuts_own_parts: microbatches are cut out of what every
@@ -40,8 +42,11 @@ class RankMesh(ABC):
     meshfold.recomputation.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int, device: torch.device, levels: NodeLevels | None = None
+    ) -> None:
         self.mesh = mesh
+        self.levels = levels or NodeLevels(mesh, 0)
         self.rank = rank
         self.device = device
         self.coords = mesh.coords(rank)
@@ -55,7 +60,8 @@ class RankMesh(ABC):
 
     def size(self, axes: Axes) -> int:
         """Ranks in the group of `axes`."""
-        return math.prod(self.mesh.sizes[self.mesh.index(name)] for name in axes)
+        mesh, names = self.levels.resolved(axes)
+        return math.prod(mesh.sizes[mesh.index(name)] for name in names)
 
     def coord(self, axis: str) -> int:
         """Coordinate of this rank on `axis`."""
@@ -121,18 +127,22 @@ class ProcessMesh(RankMesh):
     """
 
     def __init__(
-        self, mesh: Mesh, device: torch.device, axis_sets: Sequence[Axes] | None = None
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        axis_sets: Sequence[Axes] | None = None,
+        levels: NodeLevels | None = None,
     ) -> None:
         if dist.get_world_size() != mesh.num_ranks:
             raise ValueError(
                 f"the mesh {mesh} has {mesh.num_ranks} ranks, the job {dist.get_world_size()}"
             )
-        super().__init__(mesh, dist.get_rank(), device)
+        super().__init__(mesh, dist.get_rank(), device, levels)
         self._groups: dict[Axes, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
         self._shared: set[str] = set()
         for axes in axis_sets if axis_sets is not None else [(name,) for name in mesh.names]:
-            for ranks in mesh.groups(axes):
+            for ranks in self.levels.groups(axes):
                 if (group := self.new_group(ranks)) is not None:
                     self._groups[axes] = group
 

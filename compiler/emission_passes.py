@@ -4,7 +4,8 @@
     parts       regions that run in parts, anew                     meshfold.passes.region_parts
     ring        products that take rows as they come round, anew    meshfold.passes.ring_graph
     schedule    pieces in an order found with the cost model        meshfold.schedule_program
-    merge       gathers and reductions that run as one              meshfold.merging
+    merge       gathers and reductions that run as one,             meshfold.merging
+                all-reduces that run in phases                      meshfold.hierarchy
 
 They start from the captured graph with its regions split as the plan does (passes/variants.py).
 After each one the program is checked (meshfold.check_program). `watch` sees every pass with its
@@ -19,6 +20,7 @@ from functools import cached_property
 from meshfold.check_program import check_program
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.emit import Written, check_runs, emit_typed
+from meshfold.hierarchy import Hierarchy, node_levels
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.region_parts import PartsProblem, parted
 from meshfold.passes.ring_graph import in_planned_ring
@@ -113,9 +115,16 @@ def _merge(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
 
 
 def merged(program: EmittedProgram, plan: Plan) -> EmittedProgram:
-    """`program` with collectives merged as the plan says."""
-    gathers = plan.merge_gather_bytes
-    return replace(program, merge_bytes=plan.merge_bytes, merge_gather_bytes=gathers)
+    """`program` with collectives merged, and in phases, as the plan says."""
+    hierarchy = None
+    if plan.hierarchy_bytes:
+        hierarchy = Hierarchy(node_levels(plan.cluster, plan.mesh), plan.hierarchy_bytes)
+    return replace(
+        program,
+        merge_bytes=plan.merge_bytes,
+        merge_gather_bytes=plan.merge_gather_bytes,
+        hierarchy=hierarchy,
+    )
 
 
 PASSES: tuple[EmissionPass, ...] = (

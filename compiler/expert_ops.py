@@ -60,12 +60,36 @@ def expert_linear_backward(
         if dx is not None:
             dx[rows] = g @ _matrix(weight, expert, transposed).T
         if dw is not None:
-            # In place: a product of its own would be as large as the weights of an expert.
             left, right = (x[rows], g) if transposed else (g, x[rows])
             torch.mm(left.T, right, out=dw[expert])
         if db is not None:
             torch.sum(g, 0, out=db[expert])
     return made
+
+
+def weight_gradient(
+    gradient: Tensor,
+    x: Tensor,
+    shape: torch.Size,
+    ids: Tensor,
+    transposed: bool,
+    into: Tensor | None = None,
+) -> Tensor:
+    """dw alone, of weights of `shape`, for what needs no graph of it; added to `into`, if given."""
+    dw = gradient.new_empty(shape) if into is None else into
+    left_out = set(range(shape[0] if into is None else 0))
+    for expert, rows in _rows_by_expert(ids, shape[0]):
+        g = gradient[rows]
+        left, right = (x[rows], g) if transposed else (g, x[rows])
+        # In place: a product of its own would be as large as the weights of an expert.
+        if into is None:
+            torch.mm(left.T, right, out=dw[expert])
+        else:
+            dw[expert].addmm_(left.T, right)
+        left_out.discard(expert)
+    for expert in left_out:
+        dw[expert].zero_()
+    return dw
 
 
 @expert_linear_backward.register_fake

@@ -27,7 +27,7 @@ from meshfold.local_processes import Report, run_local
 from meshfold.models import build_for_plan
 from meshfold.plan import Plan
 from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.step_timeline import simulated_course
+from meshfold.step_timeline import axes_width, simulated_course
 from meshfold.units import seconds_text
 from meshfold.verify import captured_as_planned
 from meshfold.verify_twin import MAX_PROCESSES
@@ -295,11 +295,12 @@ def overlap_text(found: MeasuredOverlap) -> str:
     groups: dict[tuple[str, Axes], list[Compared]] = defaultdict(list)
     for c in found.collectives:
         groups[c.kind, c.axes].append(c)
+    wide = axes_width(axes for _, axes in groups)
     lines = [
         f"one step on {found.world_size} local processes: {seconds_text(found.step_s)}, predicted "
         f"{seconds_text(found.predicted_s)} (forward and backward)",
-        f"{'':<32}{'predicted':^20}{'measured':^20}",
-        f"{'collective':<16}{'over':<10}{'n':>6}{'hidden':>10}{'exposed':>10}{'hidden':>10}"
+        f"{'':<{wide + 22}}{'predicted':^20}{'measured':^20}",
+        f"{'collective':<16}{'over':<{wide}}{'n':>6}{'hidden':>10}{'exposed':>10}{'hidden':>10}"
         f"{'exposed':>10}  hidden of n",
     ]
     for (kind, axes), members in groups.items():
@@ -311,7 +312,7 @@ def overlap_text(found: MeasuredOverlap) -> str:
         )
         name = kind.replace("_", "-")
         lines.append(
-            f"{name:<16}{' x '.join(axes):<10}{len(members):>6}"
+            f"{name:<16}{' x '.join(axes):<{wide}}{len(members):>6}"
             + "".join(f"{seconds_text(s):>10}" for s in sums)
             + f"{sum(c.is_hidden for c in members):>6}"
         )

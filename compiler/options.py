@@ -46,15 +46,16 @@ PIN_NAMES = (
     "ring",
     "merge",
     "merge_gathers",
+    "hierarchy",
 )
 """What can be pinned: data, expert, context and tensor parallel degrees, ZeRO level, whether
 activations between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is
 offloaded, devices that a pipeline goes over, parts in which a rank runs its share of the batch, the
 order they run in, stages per device (more than one under interleaved schedules, zbv and dualpipev
 only), in how many parts of its samples a region runs in mode scheduled, whether products take rows
-of other ranks as they come round (0 or 1), and up to which size reductions of gradients, and
-gathers of parameters, are merged ("25MB"; 0: none are). Beside these a parameter's layout,
-`layout:NAME`."""
+of other ranks as they come round (0 or 1), up to which size reductions of gradients, and gathers of
+parameters, are merged ("25MB"; 0: none are), and in pieces of which size all-reduces of
+gradients run in phases, by node (0: none do). Beside these a parameter's layout, `layout:NAME`."""
 
 _WORDS = {
     "recompute": get_args(Recompute),
@@ -66,6 +67,7 @@ _WORDS = {
 PARTS = "parts"
 RING = "ring"
 MERGE, MERGE_GATHERS = "merge", "merge_gathers"
+HIERARCHY = "hierarchy"
 LAYOUT = "layout:"
 """What the name of a pin starts with that is about a parameter's layout."""
 
@@ -151,7 +153,7 @@ class CompileOptions:
     @property
     def strategy_pins(self) -> dict[str, PinValue]:
         """Pins about strategies."""
-        others = (LAYOUT, PARTS, RING, MERGE, MERGE_GATHERS)
+        others = (LAYOUT, PARTS, RING, MERGE, MERGE_GATHERS, HIERARCHY)
         return {k: v for k, v in self.pins.items() if not k.startswith(others)}
 
     @property
@@ -176,6 +178,11 @@ class CompileOptions:
         """Bytes up to which gathers of parameters are to be merged."""
         return self._bytes_pin(MERGE_GATHERS)
 
+    @property
+    def hierarchy_pin(self) -> int | None:
+        """Bytes of the pieces in which all-reduces of gradients are to run in phases."""
+        return self._bytes_pin(HIERARCHY)
+
     def _bytes_pin(self, name: str) -> int | None:
         value = self.pins.get(name)
         return value if value is None or isinstance(value, int) else parse_bytes(value)
@@ -198,9 +205,9 @@ def _check_pin(name: str, value: PinValue) -> None:
         raise OptionError(
             f"pin {name!r} is unknown; pins are {', '.join(PIN_NAMES)} and {LAYOUT}PARAMETER"
         )
-    if name in (MERGE, MERGE_GATHERS):
+    if name in (MERGE, MERGE_GATHERS, HIERARCHY):
         if value != 0 and not (isinstance(value, str) and is_bytes(value)):
-            raise OptionError(f"pin {name}={value}: write a size, as 25MB, or 0 to merge nothing")
+            raise OptionError(f"pin {name}={value}: write a size, as 25MB, or 0 for none at all")
         return
     if name in _WORDS:
         if value not in _WORDS[name]:

@@ -11,11 +11,11 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import ITEM_BYTES, OpGraph
 from meshfold.passes.conversions import COLLECTIVES, Step, StepAction, step_actions
 from meshfold.passes.op_time import OpTime, OpTimer, op_time
-from meshfold.passes.parameter_prices import cast_s
+from meshfold.passes.parameter_prices import cast_s, local_bytes
 from meshfold.passes.region_events import collective
 from meshfold.passes.rules import AxisRule
 from meshfold.region_schedule import Collective, Origin, Piece, Pieces
-from meshfold.spmd import local_shape, padded_shape
+from meshfold.spmd import Layout, local_shape, padded_shape
 from meshfold.step_events import Collective as Transfer
 
 Work = tuple[float, Transfer | None, Origin]
@@ -71,7 +71,8 @@ class PiecePrices:
         return sum(seconds if c is None else c.seconds for seconds, c, _ in works)
 
     def conversion(self, piece: Collective, direction: int) -> Work:
-        """What a conversion, or an op whose rows travel, does in a direction."""
+        """What a conversion, or an op whose rows travel, does in a direction: the collective, and
+        the copies before its start or after its wait."""
         if isinstance(piece.origin, int):
             return 0.0, self._flying.get((piece.origin, bool(direction))), piece.origin
         _, step = piece.origin
@@ -79,7 +80,8 @@ class PiecePrices:
         if action.kind not in COLLECTIVES:
             return action.seconds, None, piece.origin
         made = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
-        return 0.0, made, piece.origin
+        starts = (piece.kind == "start") == (direction == 0)
+        return action.before_s if starts else action.after_s, made, piece.origin
 
     def _action(self, origin: tuple[int, Step], direction: int) -> StepAction:
         v, step = origin
@@ -94,6 +96,13 @@ class PiecePrices:
                 math.prod(local_shape(whole, member.used, sizes)) * ITEM_BYTES[bucket.dtype]
             )
         return self.costs.collective_s(kind, num_bytes, axes)
+
+    def added_s(self, v: int, layout: Layout) -> float:
+        """Seconds that the gradient of weight v takes longer because it is added to another one,
+        which the product reads."""
+        value = self.ops.values[v]
+        num_bytes = local_bytes(value, layout, self.costs.mesh.sizes)
+        return self.costs.compute_s(0.0, num_bytes, value.dtype) - self.costs.launch_s
 
     def cast_s(self, bucket: Bucket) -> float:
         """Seconds to cast the members of a bucket to what ops read."""

@@ -21,6 +21,7 @@ from meshfold.cost_models.schedules import Schedule
 from meshfold.emission_passes import Watch, emit, merged
 from meshfold.emit import check_outputs, check_runs, emit_typed
 from meshfold.errors import OptionError, PlanMismatchError
+from meshfold.hierarchy import NodeLevels
 from meshfold.mesh import PIPELINE_AXIS, Mesh
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.loss_counts import LossCount, loss_counts
@@ -71,6 +72,11 @@ class EmittedPipeline:
         return {name: layout for stage in self.stages for name, layout in stage.stored.items()}
 
     @property
+    def levels(self) -> NodeLevels:
+        """As of a step in one pass."""
+        return self.stages[0].levels
+
+    @property
     def whole(self) -> Layout:
         """Invariant on every axis."""
         return self.stages[0].whole
@@ -98,7 +104,7 @@ class EmittedPipeline:
 
     def text(self, rank: int = 0) -> str:
         """The programs as `rank` runs them. Raises ValueError if the mesh has no such rank."""
-        lines = [*rank_text(self.mesh, rank, self.axis_sets())]
+        lines = [*rank_text(self.levels, rank, self.axis_sets())]
         device = self.device_of(self.mesh.coords(rank))
         lines.append(f"schedule {self.schedule}, device {device}")
         lines.append(f"  {actions_text(self.actions).splitlines()[device]}")

@@ -260,6 +260,9 @@ class Plan:
     """Up to which reductions of gradients are merged (meshfold.merging); 0 for none."""
     merge_gather_bytes: int = 0
     """Up to which gathers of parameters are."""
+    hierarchy_bytes: int = 0
+    """Of the pieces in which all-reduces of gradients run in phases (meshfold.hierarchy); 0 where
+    none do."""
     simulated: SimulatedStep | None = None
     """The step as simulated from its events; time has what the search added up."""
     events: StepEvents | None = None

@@ -43,6 +43,9 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifferences:
         Difference("schedule", first.schedule, second.schedule),
         Difference("reductions merged", *(_up_to(p.merge_bytes) for p in (first, second))),
         Difference("gathers merged", *(_up_to(p.merge_gather_bytes) for p in (first, second))),
+        Difference(
+            "all-reduces in phases", *(_in_pieces(p.hierarchy_bytes) for p in (first, second))
+        ),
         Difference("runs", _runs(first), _runs(second)),
     ]
     regions = {r.name: r for r in second.regions}
@@ -83,6 +86,10 @@ def _model(plan: Plan) -> str:
 
 def _up_to(num_bytes: int) -> str:
     return f"up to {bytes_text(num_bytes)}" if num_bytes else "none"
+
+
+def _in_pieces(num_bytes: int) -> str:
+    return f"in pieces of {bytes_text(num_bytes)}" if num_bytes else "none"
 
 
 def _runs(plan: Plan) -> str:

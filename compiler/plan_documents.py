@@ -86,6 +86,7 @@ def plan_document(plan: Plan) -> PlanDocument:
         schedule=plan.schedule,
         merge_bytes=plan.merge_bytes,
         merge_gather_bytes=plan.merge_gather_bytes,
+        hierarchy_bytes=plan.hierarchy_bytes,
         stages=tuple(StageDocument(**asdict(stage)) for stage in plan.stages),
         regions=tuple(_region_document(region) for region in plan.regions),
         cluster=cluster_model(plan.cluster),
@@ -221,6 +222,7 @@ def plan_from_document(document: PlanDocument) -> Plan:
         schedule=document.schedule,
         merge_bytes=document.merge_bytes,
         merge_gather_bytes=document.merge_gather_bytes,
+        hierarchy_bytes=document.hierarchy_bytes,
         simulated=step,
         events=events,
     )

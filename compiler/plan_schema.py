@@ -243,6 +243,10 @@ class PlanDocument(Document):
     merge_gather_bytes: Bytes = Field(
         default=0, description="Up to which gathers of parameters are merged; 0 for none"
     )
+    hierarchy_bytes: Bytes = Field(
+        default=0,
+        description="Of pieces in which all-reduces of gradients run in phases, by node; 0: none",
+    )
     stages: tuple[StageDocument, ...]
     regions: tuple[RegionDocument, ...]
     cluster: ClusterModel

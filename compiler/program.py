@@ -18,6 +18,7 @@ from typing import Literal
 from torch import fx
 
 from meshfold.buckets import Bucket, BucketBuffers
+from meshfold.hierarchy import ACROSS_NODES, IN_NODE, Hierarchy, NodeLevels
 from meshfold.merging import Mergeable, Place, merged_places
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind
@@ -106,6 +107,8 @@ class EmittedProgram:
     """Up to which reductions of gradients are merged."""
     merge_gather_bytes: int = 0
     """Up to which gathers of parameters are merged."""
+    hierarchy: Hierarchy | None = None
+    """Which all-reduces of gradients run in phases; None for none."""
 
     def region_of(self, instance: int) -> RegionProgram:
         return self.regions[self.programs[instance]]
@@ -113,6 +116,11 @@ class EmittedProgram:
     def parts_of(self, _: tuple[int, ...]) -> tuple["EmittedProgram", ...]:
         """The programs that a rank runs: this one."""
         return (self,)
+
+    @property
+    def levels(self) -> NodeLevels:
+        """Of the mesh; one, where nothing runs in phases."""
+        return NodeLevels(self.mesh, 0) if self.hierarchy is None else self.hierarchy.levels
 
     @property
     def whole(self) -> Layout:
@@ -165,12 +173,15 @@ class EmittedProgram:
         for region in self.regions:
             for bucket in region.buckets:
                 sets.add(tuple(names[k] for k in bucket.gather))
-                sets.update(tuple(names[k] for k in m.reduce) for m in bucket.members)
+                reduced = {tuple(names[k] for k in m.reduce) for m in bucket.members} - {()}
+                sets |= reduced
+                for axes in filter(self.levels.sizes, reduced):
+                    sets |= {(*axes, IN_NODE), (*axes, ACROSS_NODES)}
         return tuple(sorted(sets - {()}))
 
     def text(self, rank: int = 0) -> str:
         """The program as `rank` runs it. Raises ValueError if the mesh has no such rank."""
-        return "\n".join([*rank_text(self.mesh, rank, self.axis_sets()), *self.body()])
+        return "\n".join([*rank_text(self.levels, rank, self.axis_sets()), *self.body()])
 
     def body(self) -> Iterator[str]:
         """What all ranks run, line by line."""
@@ -182,6 +193,8 @@ class EmittedProgram:
             for places in groups:
                 names = " ".join(f"{k}.{number}" for k, number in places)
                 yield f"  {what} together, instance.bucket: {names}"
+        if self.hierarchy is not None:
+            yield f"  {self.hierarchy}"
         for k, region in enumerate(self.regions):
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"

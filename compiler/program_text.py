@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from meshfold.buckets import Bucket
+from meshfold.hierarchy import NodeLevels
 from meshfold.mesh import Mesh
 from meshfold.spmd import layout_text
 
@@ -14,13 +15,17 @@ TYPE = "meshfold_type"
 """Key of fx.Node.meta: text of the value's layout, dtype and local shape."""
 
 
-def rank_text(mesh: Mesh, rank: int, axis_sets: tuple[tuple[str, ...], ...]) -> Iterator[str]:
+def rank_text(
+    levels: NodeLevels, rank: int, axis_sets: tuple[tuple[str, ...], ...]
+) -> Iterator[str]:
     """Who `rank` is and whom it talks to. Raises ValueError if the mesh has no such rank."""
+    mesh = levels.mesh
     coords = mesh.coords(rank)
     place = ", ".join(f"{name} {c}" for name, c in zip(mesh.names, coords, strict=True))
     yield f"rank {rank} of {mesh.num_ranks} ({place or 'alone'}) on {mesh}"
     for axes in axis_sets:
-        ranks = group_of(mesh, coords, axes)
+        among, names = levels.resolved(axes)
+        ranks = group_of(among, among.coords(rank), names)
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
         yield f"  group {' x '.join(axes)}: {len(ranks)} ranks {shown}"
 

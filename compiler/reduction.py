@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from meshfold.all_reduces import AllReduces, Started
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import Axes, RankMesh
 from meshfold.shared_step import Key, SharedStep
@@ -23,6 +24,7 @@ class Reducing:
     mesh: RankMesh
     shared: SharedStep
     waits_at_once: bool
+    all_reduces: AllReduces
 
 
 class Reduction:
@@ -47,7 +49,7 @@ class Reduction:
         self._axes: Axes = tuple(names[k] for k in bucket.gather or bucket.reduce)
         self._flat: Tensor | None = None
         self._packed: set[Key] = set()
-        self._in_flight: Tensor | None = None
+        self._in_flight: Tensor | Started | None = None
         self._result: Tensor | None = None
         """Gradients of the shards of all members, with nothing left to communicate."""
 
@@ -72,9 +74,7 @@ class Reduction:
     def finish(self, key: Key) -> list[Tensor] | None:
         """Gradients of a member's shards, after this collective; None if there were none, or while
         they wait for a later microbatch. Once for each member."""
-        if self._in_flight is not None:
-            self._result = self._of.mesh.wait(self._in_flight)
-            self._in_flight = None
+        self._wait()
         buffers, flat = self._members.pop(key), self._result
         if not self._members:
             self._result = None
@@ -95,9 +95,18 @@ class Reduction:
         total = self._of.shared.add(self._key, flat) if self._is_late else flat
         if total is None:
             return
-        mesh = self._of.mesh
-        start = mesh.start_reduce_scatter if self._scatters else mesh.start_all_reduce_in_place
-        self._in_flight = start(total, self._axes)
+        if self._scatters:
+            self._in_flight = self._of.mesh.start_reduce_scatter(total, self._axes)
+        else:
+            self._in_flight = self._of.all_reduces.start(total, self._axes)
         if self._of.waits_at_once:
-            self._result = mesh.wait(self._in_flight)
-            self._in_flight = None
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._in_flight is None:
+            return
+        if isinstance(self._in_flight, Tensor):
+            self._result = self._of.mesh.wait(self._in_flight)
+        else:
+            self._result = self._of.all_reduces.finish(self._in_flight)
+        self._in_flight = None

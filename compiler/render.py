@@ -99,6 +99,10 @@ def _headline(plan: Plan) -> RenderableType:
         for name, num_bytes in sizes.items()
         if num_bytes
     ]
+    phased = []
+    if plan.hierarchy_bytes:
+        size = bytes_text(plan.hierarchy_bytes)
+        phased = [("all-reduces", f"in pieces of {size}: in nodes, across, in nodes")]
     rows = [
         ("model", f"{model.name}, {count_text(model.num_parameters)} parameters"),
         ("", f"{model.num_ops:,} ops, {model.num_distinct_ops:,} distinct"),
@@ -106,6 +110,7 @@ def _headline(plan: Plan) -> RenderableType:
         *precision,
         *mode,
         *merged,
+        *phased,
         ("cluster", f"{cluster.name}: {devices}"),
         ("mesh", f"{plan.mesh}" + (f" ({links})" if links else "")),
         ("strategy", plan.strategy.label + (f" (pinned: {pins})" if pins else "")),

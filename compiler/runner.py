@@ -66,7 +66,12 @@ class ProgramRunner:
         border of a pipeline stage, by name. shared: by the microbatches of a step. Updates of
         buffers are applied after the last region.
         """
-        step = TrainingStep(self.mesh, shared, waits_at_once=self._waits_at_once)
+        step = TrainingStep(
+            self.mesh,
+            shared,
+            waits_at_once=self._waits_at_once,
+            hierarchy=self.program.hierarchy,
+        )
         step.uses = [
             self._bucket_uses(step, k, parameters) for k in range(len(self.program.programs))
         ]

@@ -193,3 +193,4 @@ class _Writer:
                 yield Event("start", inside_bytes=inside, number=start, collective=transfer)
         elif transfer is not None:
             yield Event("wait", inside_bytes=inside, number=start)
+            yield Event("compute", seconds, inside)

@@ -23,7 +23,7 @@ from meshfold.piece_runs import moves_of, period_of, renumbered, runs_of
 from meshfold.pieces import Cuts, cut_in_pieces, cut_in_runs
 from meshfold.program import ORIGIN, PLACE, EmittedProgram, RegionProgram
 from meshfold.region_schedule import Collective, Move, Piece, RegionSchedule
-from meshfold.weight_gradients import split_backward
+from meshfold.weight_gradients import split_backward, weight_of
 
 Moves = tuple[tuple[Move, ...], int]
 """Those of a direction, and how many are its tail."""
@@ -160,12 +160,17 @@ class _Scheduler:
         return next(k for k, p in pieces if p.kind == "ops" and not ops.isdisjoint(p.origins))
 
     def _split_weights(self) -> None:
-        for k, piece in enumerate(self.pieces.pieces):
+        made: set[int] = set()
+        """Weights that a W before has made a gradient of."""
+        for k, piece in reversed(tuple(enumerate(self.pieces.pieces))):
             products = split_backward(piece.graph, self.ops) if piece.kind == "ops" else []
             if not products:
                 continue
             # Of a product's backward half makes the gradient of its weight.
             seconds = sum(self.prices.op_times[n.meta[ORIGIN]].backward_s / 2 for n in products)
+            for weight in (weight_of(n).meta[PLACE] for n in products):
+                seconds += self.prices.added_s(*weight) if weight[0] in made else 0.0
+                made.add(weight[0])
             self.late[k] = seconds, sum(map(self._held_bytes, products))
 
     def _held_bytes(self, product: fx.Node) -> int:
@@ -331,9 +336,11 @@ class _Scheduler:
         if (piece.kind == "start") == (direction == 0):
             if transfer is None:
                 return Task(needs, seconds)
-            return Task(needs, 0.0, transfer.link, transfer.seconds)
+            return Task(needs, seconds, transfer.link, transfer.seconds)
+        if transfer is None:
+            return Task(needs)
         other = piece.partner if direction == 0 else self._wait_of(piece)
-        return Task(needs) if transfer is None else Task(needs, start=at[other])
+        return Task(needs, seconds, start=at[other])
 
     def _wait_of(self, start: Collective) -> int:
         waits = enumerate(self.pieces.pieces)

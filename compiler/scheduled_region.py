@@ -66,6 +66,8 @@ class ScheduledRegion:
         self.trained: set[str] = set()
         """Names of values with a gradient."""
         self.gradients: dict[str, Tensor] = {}
+        self.owned: set[str] = set()
+        """Names of those that a W made: tensors that nobody else holds."""
         self.kept: dict[int, _Kept] = {}
 
     def run(self, direct: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -251,8 +253,16 @@ class ScheduledRegion:
 
     def _make_weights(self, number: int) -> None:
         kept = self.kept.pop(number, None)
-        if kept is not None and kept.work is not None:
-            self._hand_on(kept, kept.work.gradients([edge for _, edge in kept.entries]))
+        if kept is None or kept.work is None:
+            return
+        names = [name for name, _ in kept.entries]
+        # Tensors that B's made may be those of others, too.
+        before = [self.gradients.pop(n, None) if n in self.owned else None for n in names]
+        made = kept.work.gradients([edge for _, edge in kept.entries], before)
+        for name, gradient in zip(names, made, strict=True):
+            self._add(name, gradient)
+            if gradient is not None:
+                self.owned.add(name)
 
     def _hand_on(self, kept: "_Kept", gradients: Sequence[Tensor | None]) -> None:
         for (name, _), gradient in zip(kept.entries, gradients, strict=True):

@@ -33,10 +33,11 @@ In the file, an event is one line, its last word the bytes alive inside the regi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from meshfold.cluster import OVERLAP_SLOWDOWN
+from meshfold.hierarchy import PHASES
 from meshfold.merging import Place
 
 Action = Literal[
@@ -63,13 +64,17 @@ _BARE_ACTIONS = ("ahead", "arrive", "settle", "before", "again", "leave", "next"
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A collective of one rank. axes: of the mesh, acting as one group; link: the slowest level
-    that it crosses; num_bytes: as CostModel.collective_s takes them; seconds: alone on the link."""
+    that it crosses; num_bytes: as CostModel.collective_s takes them; seconds: alone on the link.
+    phases, pieces: what each of its pieces runs as instead (meshfold.hierarchy); seconds are those
+    of all together."""
 
     kind: str
     axes: tuple[str, ...]
     link: str
     num_bytes: int
     seconds: float
+    phases: tuple["Collective", ...] = ()
+    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +243,34 @@ class SimulatedStep:
         return hidden_s / total_s if total_s else 1.0
 
 
+_AS, _TIMES, _THEN = " = ", " x ", " + "
+
+
 def write_collective(c: Collective) -> str:
-    return f"{c.kind} {','.join(c.axes)} {c.link} {c.num_bytes} {c.seconds!r}"
+    """One line; of two pieces in phases `all_reduce ... = 2 x reduce_scatter ... + all_reduce ... +
+    all_gather ...`."""
+    whole = f"{c.kind} {','.join(c.axes)} {c.link} {c.num_bytes} {c.seconds!r}"
+    if not c.phases:
+        return whole
+    return f"{whole}{_AS}{c.pieces}{_TIMES}{_THEN.join(map(write_collective, c.phases))}"
 
 
 def read_collective(text: str) -> Collective:
     """Inverse of write_collective. Raises ValueError."""
+    whole, is_phased, phases = text.partition(_AS)
+    found = _read_whole(whole)
+    if not is_phased:
+        return found
+    pieces, _, phases = phases.partition(_TIMES)
+    parts = phases.split(_THEN)
+    if found.kind != "all_reduce" or len(parts) != PHASES or not pieces.isdigit() or pieces == "0":
+        raise ValueError(
+            f"{text!r}: write 'all_reduce ... = PIECES x' and {PHASES} phases, joined by +"
+        )
+    return replace(found, phases=tuple(map(_read_whole, parts)), pieces=int(pieces))
+
+
+def _read_whole(text: str) -> Collective:
     words = text.split(" ")
     if len(words) < 5:
         raise ValueError(f"{text!r} is no collective; write 'kind axes link bytes seconds'")

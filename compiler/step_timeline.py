@@ -108,14 +108,20 @@ def overlap_lines(rows: Sequence[OverlapRow]) -> list[str]:
     """The table of what is hidden and what is exposed."""
     if not rows:
         return ["no collectives"]
-    lines = [f"{'collective':<16}{'over':<10}{'n':>6}{'hidden':>10}{'exposed':>10}"]
+    wide = axes_width(row.axes for row in rows)
+    lines = [f"{'collective':<16}{'over':<{wide}}{'n':>6}{'hidden':>10}{'exposed':>10}"]
     for row in rows:
         name = row.kind.replace("_", "-")
         lines.append(
-            f"{name:<16}{' x '.join(row.axes):<10}{row.count:>6}"
+            f"{name:<16}{' x '.join(row.axes):<{wide}}{row.count:>6}"
             f"{seconds_text(row.hidden_s):>10}{seconds_text(row.exposed_s):>10}"
         )
     return lines
+
+
+def axes_width(groups: Iterable[tuple[str, ...]]) -> int:
+    """Of a column of groups of axes."""
+    return max([10, *(len(" x ".join(axes)) + 2 for axes in groups)])
 
 
 def _compute_marks(course: Simulation) -> Iterable[tuple[float, float, str]]:

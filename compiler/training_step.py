@@ -25,10 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.all_reduces import AllReduces
 from meshfold.buckets import BucketBuffers
 from meshfold.collectives import RankMesh
 from meshfold.errors import MeshfoldError
 from meshfold.gather import Gather, Gathered
+from meshfold.hierarchy import Hierarchy
 from meshfold.reduction import Reducing, Reduction
 from meshfold.shared_step import SharedStep
 from meshfold.torch_ops import torch_dtype
@@ -175,13 +177,20 @@ class BucketUse:
 class TrainingStep:
     """State of one forward and backward. `uses[k]` are the buckets of instance k. shared: by
     the microbatches of a step. waits_at_once: nothing is gathered ahead, and reductions are waited
-    for where they start: what overlap is measured against."""
+    for where they start: what overlap is measured against. hierarchy: which run in phases."""
 
-    def __init__(self, mesh: RankMesh, shared: SharedStep, *, waits_at_once: bool = False) -> None:
+    def __init__(
+        self,
+        mesh: RankMesh,
+        shared: SharedStep,
+        *,
+        waits_at_once: bool = False,
+        hierarchy: Hierarchy | None = None,
+    ) -> None:
         self.mesh = mesh
         self.shared = shared
         self.waits_at_once = waits_at_once
-        self.reducing = Reducing(mesh, shared, waits_at_once)
+        self.reducing = Reducing(mesh, shared, waits_at_once, AllReduces(mesh, hierarchy))
         self.uses: list[list[BucketUse]] = []
         self.is_backward = False
         self.is_recording = torch.is_grad_enabled()
@@ -364,14 +373,14 @@ def _finish_all(step: TrainingStep, uses: Sequence[BucketUse]) -> list[list[Tens
                 if total is not None:
                     second.setdefault((member.reduce, total.dtype), []).append((parts, m))
     started = []
+    all_reduces = step.reducing.all_reduces
     for (axes, _), places in second.items():
         shards = [shard for parts, m in places if (shard := parts[m]) is not None]
         flat = torch.cat([shard.reshape(-1) for shard in shards])
         names = tuple(mesh.mesh.names[k] for k in axes)
-        in_flight = mesh.start_all_reduce_in_place(flat, names)
-        started.append((places, [shard.shape for shard in shards], in_flight))
-    for places, shapes, in_flight in started:
-        pieces = torch.split(mesh.wait(in_flight), [s.numel() for s in shapes])
+        started.append((places, [shard.shape for shard in shards], all_reduces.start(flat, names)))
+    for places, shapes, sums in started:
+        pieces = torch.split(all_reduces.finish(sums), [s.numel() for s in shapes])
         for (parts, m), shape, piece in zip(places, shapes, pieces, strict=True):
             parts[m] = piece.view(shape)
     return gradients

@@ -24,6 +24,7 @@ from meshfold.capture import Captured, capture
 from meshfold.collective_order import Call, collectives_of, disorder
 from meshfold.departure import first_departure
 from meshfold.errors import MeshfoldError
+from meshfold.hierarchy import node_levels
 from meshfold.local_processes import Report, run_local
 from meshfold.models import BuiltModel, build_for_plan, is_configuration
 from meshfold.passes.exact import exact
@@ -262,7 +263,7 @@ def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
         optimizer=OPTIMIZER_NAMES[plan.optimizer],
         departure=first.departure,
         num_collectives=len(first.collectives),
-        disorder=disorder(plan.mesh, [r.collectives for r in results]),
+        disorder=disorder(node_levels(plan.cluster, plan.mesh), [r.collectives for r in results]),
     )
 
 

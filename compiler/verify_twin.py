@@ -213,6 +213,8 @@ def _planned(
 def _not_shown(plan: Plan, twin: Plan, captured: Captured, small: Captured) -> Iterator[str]:
     """What the twin does not prove."""
     labels = dict.fromkeys(r.strategy.label for r in plan.regions)
+    if plan.hierarchy_bytes:
+        yield "left out: all-reduces in phases; the processes of this machine are one node"
     if len(labels) > 1:
         yield f"left out: the mix of {len(labels)} strategies; all layers do {twin.strategy.label}"
     lost = sorted(_targets(captured) - _targets(small))

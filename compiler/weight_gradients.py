@@ -89,8 +89,12 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])
         if needs_weight and ctx.weight is not None:
-            inputs, is_rows = x.reshape(-1, x.shape[-1]), ctx.is_rows
-            ctx.work.leave(ctx.weight, lambda: rows.t() @ inputs if is_rows else inputs.t() @ rows)
+            inputs = x.reshape(-1, x.shape[-1])
+            left, right = (rows.t(), inputs) if ctx.is_rows else (inputs.t(), rows)
+            ctx.work.leave(
+                ctx.weight,
+                lambda into: left @ right if into is None else into.addmm_(left, right),
+            )
         to_x = gradient @ (weight if ctx.is_rows else weight.t()) if needs_x else None
         return to_x, None, rows.sum(0) if needs_bias else None, None, None
 
@@ -119,13 +123,10 @@ class _ExpertLinear(torch.autograd.Function):
         transposed = ctx.transposed
         if needs_weight and ctx.weight is not None:
             # W needs the shape of the weights alone, and does not hold them.
-            alike = weight.new_empty(()).expand(weight.shape)
-            wanted = [False, True, False]
+            shape = weight.shape
             ctx.work.leave(
                 ctx.weight,
-                lambda: expert_ops.expert_linear_backward(
-                    gradient, x, alike, ids, transposed, wanted
-                )[0],
+                lambda into: expert_ops.weight_gradient(gradient, x, shape, ids, transposed, into),
             )
         found = iter(
             expert_ops.expert_linear_backward(
@@ -170,6 +171,14 @@ def split_backward(module: fx.GraphModule, ops: OpGraph) -> list[fx.Node]:
         found.append(split)
     module.recompile()
     return found
+
+
+def weight_of(product: fx.Node) -> fx.Node:
+    """What a product that split_backward has returned leaves the gradient of."""
+    position = next(at for function, at in _SPLIT.values() if function is product.target)
+    weight = product.args[1 + position]
+    assert isinstance(weight, fx.Node)
+    return weight
 
 
 def _is_weight(node: Any, ops: OpGraph) -> bool:

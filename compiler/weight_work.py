@@ -13,7 +13,7 @@ class WeightWork:
     parameters: gathered ones are released in between."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[GradientEdge, Callable[[], Tensor]]] = []
+        self._left: list[tuple[GradientEdge, Callable[[Tensor | None], Tensor]]] = []
         self._tapped: list[GradientEdge] = []
         self._gradients: list[Tensor | None] = []
 
@@ -28,8 +28,8 @@ class WeightWork:
         anchor = parameter.new_empty(0, requires_grad=True)
         return _Tap.apply(anchor, parameter.detach(), self, number)  # type: ignore[no-any-return, no-untyped-call]
 
-    def leave(self, weight: GradientEdge, gradient: Callable[[], Tensor]) -> None:
-        """Make the gradient of a weight later."""
+    def leave(self, weight: GradientEdge, gradient: Callable[[Tensor | None], Tensor]) -> None:
+        """Make the gradient of a weight later: a new tensor, or added to one that is given up."""
         self._left.append((weight, gradient))
 
     def arrive(self, number: int, gradient: Tensor) -> None:
@@ -37,27 +37,34 @@ class WeightWork:
         before = self._gradients[number]
         self._gradients[number] = gradient if before is None else before + gradient
 
-    def gradients(self, places: Sequence[GradientEdge]) -> list[Tensor | None]:
-        """What was left, as gradients at `places` of autograd's graph; None for nothing."""
+    def gradients(
+        self, places: Sequence[GradientEdge], before: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """What was left, as gradients at `places` of autograd's graph, and those of `before`,
+        which are given up; None for nothing. Products are added in place."""
         numbers = {(place.node, place.output_nr): k for k, place in enumerate(places)}
-        found: list[Tensor | None] = [None] * len(places)
+        found = list(before)
         for weight, gradient in self._left:
-            made, k = gradient(), numbers.get((weight.node, weight.output_nr))
-            parts = (
-                torch.autograd.grad([weight], places, [made], allow_unused=True)
-                if k is None
-                else [made if j == k else None for j in range(len(places))]
-            )
+            k = numbers.get((weight.node, weight.output_nr))
+            with torch.no_grad():
+                made = gradient(None if k is None else found[k])
+            if k is not None:
+                found[k] = made
+                continue
+            parts = torch.autograd.grad([weight], places, [made], allow_unused=True)
             for j, part in enumerate(parts):
-                before = found[j]
-                found[j] = part if before is None else before if part is None else before + part
+                if part is not None:
+                    known = found[j]
+                    found[j] = part if known is None else known.add_(part)
         self._left.clear()
         return found
 
     def run(self) -> None:
         """W: all gradients of parameters go to `.grad`."""
         for weight, gradient in self._left:
-            torch.autograd.backward(weight, gradient())
+            with torch.no_grad():
+                made = gradient(None)
+            torch.autograd.backward(weight, made)
         self._left.clear()
         pairs = zip(self._tapped, self._gradients, strict=True)
         found = [(parameter, g) for parameter, g in pairs if g is not None]

@@ -16,10 +16,11 @@ work keeps both T and T + R smaller or equal for every link (k <= 2 is what the 
 one run is contended and the other is not).
 """
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshfold.step_events import Collective
+from meshfold.step_events import Collective, OverlapRow
 
 
 @dataclass(slots=True)
@@ -131,3 +132,20 @@ class Streams:
                 self.spans.pop()
                 span = ComputeSpan(span.instance, span.is_backward, before.start_s, span.end_s)
         self.spans.append(span)
+
+
+def overlap_rows(transfers: Sequence[Transfer]) -> tuple[OverlapRow, ...]:
+    """What is hidden and what exposed, by kind and axes, in order of first use."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        groups[transfer.collective.kind, transfer.collective.axes].append(transfer)
+    return tuple(
+        OverlapRow(
+            kind,
+            axes,
+            len(members),
+            sum(t.hidden_s for t in members),
+            sum(t.exposed_s for t in members),
+        )
+        for (kind, axes), members in groups.items()
+    )

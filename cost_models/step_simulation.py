@@ -11,14 +11,15 @@ runs where that has it. Memory at an event is what is fixed, what is held
 at its moment, what is alive inside the instance, gathered parameters from the start of their gather
 to their release, and buckets from the start of their reduction until the link is done with them.
 Merged reductions start with the last of their members; their buffer is there from the first on.
-That of a merged gather stays until the last of its members has been copied out of it.
+That of a merged gather stays until the last of its members has been copied out of it. An all-reduce
+in phases (meshfold.hierarchy) has the part that crosses nodes beside the gradients themselves.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshfold.cost_models.events import ComputeSpan, Streams, Transfer
+from meshfold.cost_models.events import ComputeSpan, Streams, Transfer, overlap_rows
+from meshfold.cost_models.reduction_streams import Phased, ReductionStreams
 from meshfold.cost_models.tails import Tail, cut_tail, together
 from meshfold.merging import Place
 from meshfold.step_events import (
@@ -27,7 +28,6 @@ from meshfold.step_events import (
     Event,
     MergedGather,
     MergedReduction,
-    OverlapRow,
     RegionEvents,
     SimulatedStep,
     StepEvents,
@@ -58,7 +58,7 @@ def simulate(events: StepEvents) -> Simulation:
         # Rounding of sums may leave a little less than nothing.
         contention_s=max(0.0, contention_s),
         exposed_s=streams.exposed_s,
-        overlap=_overlap(streams.transfers),
+        overlap=overlap_rows(streams.transfers),
         peak_bytes=peak_bytes,
         peak_s=peak_s,
     )
@@ -117,9 +117,10 @@ class _Run:
         """Of buffers that the last of their members is being copied out of."""
         self.result_bytes = 0
         """Of reductions that began in the backward at hand; then they are held gradients."""
-        self.flying: list[tuple[Transfer | None, int]] = []
+        self.flying: list[tuple[Transfer | Phased | None, int]] = []
         """Buffers of gradients, and the reductions that read them longer than one backward."""
-        self.reductions: list[Transfer] = []
+        self.reductions: list[Transfer | Phased] = []
+        self.reducing = ReductionStreams(self.streams)
         self.merged = {
             place: merged for merged in map(_Merged, events.merged) for place in merged.of.places
         }
@@ -155,9 +156,9 @@ class _Run:
 
     def end(self) -> None:
         for reduction in self.reductions:
-            self.streams.wait(reduction)
-        for late in [self.streams.start(c) for c in self.events.late]:
-            self.streams.wait(late)
+            self.reducing.finish(reduction)
+        for late in [self.reducing.start(c) for c in self.events.late]:
+            self.reducing.finish(late)
         self._release(list(self.whole))
         self.flying = []
         self._note(2 * len(self.regions), 0)
@@ -332,8 +333,11 @@ class _Run:
     def _start_reduction(self, of: Collective, use: _Use) -> Transfer | None:
         """What reads the buffer of gradients longer than the backward at hand, if anything: what is
         not scattered is the gradient itself, and held as such from the next moment."""
-        reduction = self.streams.start(of, use.instance)
+        reduction = self.reducing.start(of, use.instance)
         self.reductions.append(reduction)
+        if isinstance(reduction, Phased):
+            self.flying.append((reduction, reduction.extra_bytes))
+            return None
         return reduction if of.kind == "reduce_scatter" else None
 
     def _pack(self, merged: "_Merged", use: _Use) -> None:
@@ -377,20 +381,3 @@ class _Run:
         self.memory.append((self.streams.now_s, total))
         self.whole_bytes -= self.emptied_bytes
         self.emptied_bytes = 0
-
-
-def _overlap(transfers: Sequence[Transfer]) -> tuple[OverlapRow, ...]:
-    """By kind and axes, in order of first use."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        groups[transfer.collective.kind, transfer.collective.axes].append(transfer)
-    return tuple(
-        OverlapRow(
-            kind,
-            axes,
-            len(members),
-            sum(t.hidden_s for t in members),
-            sum(t.exposed_s for t in members),
-        )
-        for (kind, axes), members in groups.items()
-    )

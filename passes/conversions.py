@@ -25,7 +25,7 @@ from typing import Protocol
 
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
-from meshfold.spmd import INVARIANT, Layout, SpmdType, is_legal
+from meshfold.spmd import INVARIANT, Layout, SpmdType, is_legal, local_blocks, local_shape
 
 
 class ConversionCosts(Protocol):
@@ -94,11 +94,15 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class StepAction:
     """What a step does one way: a name of AxisConversion, bytes as CostModel.collective_s takes
-    them (0 for what is local), seconds."""
+    them (0 for what is local), seconds. before_s, after_s: of copies around a collective, which
+    takes shards of a dim behind others apart, or puts them together. The simulator charges them,
+    the search does not: whether there is one depends on how other axes shard the dims before."""
 
     kind: str
     num_bytes: int
     seconds: float
+    before_s: float = 0.0
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,15 +222,31 @@ def step_actions(
 ) -> tuple[StepAction, StepAction]:
     """What one step does forward and backward."""
     ends = _ends(value, step, mesh)
-    there, back = (
-        StepAction(
-            kind,
-            _collective_bytes(step, kind, ends, mesh) if kind in COLLECTIVES else 0,
-            _action_s(value, step, kind, ends, mesh, costs),
+    there_kind, back_kind = _kinds(value, step, mesh)
+
+    def action(kind: str, source: SpmdType, target: SpmdType) -> StepAction:
+        seconds = _action_s(value, step, kind, ends, mesh, costs)
+        if kind not in COLLECTIVES:
+            return StepAction(kind, 0, seconds)
+        num_bytes = _collective_bytes(step, kind, ends, mesh)
+        copy_s = costs.compute_s(0.0, 2 * num_bytes, value.dtype)
+        takes_apart = kind in ("reduce_scatter", "all_to_all") and _is_inner(
+            value, step, target, mesh
         )
-        for kind in _kinds(value, step, mesh)
-    )
-    return there, back
+        puts_together = kind in ("all_gather", "all_to_all") and _is_inner(
+            value, step, source, mesh
+        )
+        return StepAction(kind, num_bytes, seconds, takes_apart * copy_s, puts_together * copy_s)
+
+    # The gradient goes from the target's type, or its dual, to the source's.
+    return action(there_kind, step.source, step.target), action(back_kind, step.target, step.source)
+
+
+def _is_inner(value: Value, step: Step, shard: SpmdType, mesh: Mesh) -> bool:
+    """Whether parts of a dim that step.axis shards so are not one piece of memory each."""
+    whole = local_shape(value.shape, _with(step.before, step.axis, INVARIANT), mesh.sizes)
+    blocks = local_blocks(_with(step.before, step.axis, shard), mesh.sizes, step.axis)
+    return math.prod(whole[: shard.dim]) * blocks > 1
 
 
 def plan_conversions(

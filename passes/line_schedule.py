@@ -206,9 +206,9 @@ class _Line:
     # What a period is worth.
 
     @cached_property
-    def _rows(self) -> list[tuple[int, float, int]]:
-        """Per task its link by number, -1 for none; its seconds there, or of kernels; and how many
-        tasks further in line what it waits for is started, 0 for none."""
+    def _rows(self) -> list[tuple[int, float, float, int]]:
+        """Per task its link by number, -1 for none, its seconds there, those of its kernels, and
+        how many tasks further in line what it waits for is started, 0 for none."""
         links = sorted({task.link for task in self.tasks} - {""})
         rows = []
         for t, task in enumerate(self.tasks):
@@ -216,7 +216,7 @@ class _Line:
             if t == self.border.awaits and self.border.ahead >= 0:
                 start = self.border.ahead - self.count
             link = links.index(task.link) if task.link else -1
-            rows.append((link, task.transfer_s if task.link else task.seconds, start - t))
+            rows.append((link, task.transfer_s, task.seconds, start - t))
         return rows
 
     def seconds(self, period: Period) -> float:
@@ -229,14 +229,13 @@ class _Line:
             for t, is_left in period:
                 if copy == (0 if is_left else COPIES):
                     continue
-                link, seconds, start = rows[t]
+                link, transfer_s, seconds, start = rows[t]
                 at = (copy - is_left + 1) * count + t
-                if link >= 0:
-                    ends_s[at] = free_s[link] = max(now_s, free_s[link]) + seconds
-                    continue
                 if start and ends_s[at + start] > now_s:
                     now_s = ends_s[at + start]
                 now_s += seconds
+                if link >= 0:
+                    ends_s[at] = free_s[link] = max(now_s, free_s[link]) + transfer_s
         return rounded_s(max(now_s, *free_s))
 
     def held_bytes(self, period: Period) -> int:

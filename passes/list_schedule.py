@@ -29,10 +29,11 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """needs: numbers of the tasks before it. seconds: of kernels. A start has a link, and the
-    seconds of its collective there; a wait names its start in `start`. held_bytes: alive from when
-    `needs` have run until it has. floats: a start that may be put off, for another region; is_due:
-    what it brings is needed as soon as the region is over."""
+    """needs: numbers of the tasks before it. seconds: of kernels; of a start before it, of a wait
+    behind it. A start has a link, and the seconds of its collective there; a wait names its start
+    in `start`. held_bytes: alive from when `needs` have run until it has. floats: a start that may
+    be put off, for another region; is_due: what it brings is needed as soon as the region is over.
+    """
 
     needs: tuple[int, ...] = ()
     seconds: float = 0.0
@@ -76,13 +77,12 @@ def _course(tasks: Sequence[Task], order: Sequence[int]) -> tuple[float, float, 
     now_s, free_s, ends_s = 0.0, dict[str, float](), dict[int, float]()
     for t in order:
         task = tasks[t]
+        if task.start >= 0:
+            now_s = max(now_s, ends_s[task.start])
+        now_s += task.seconds
         if task.link:
             ends_s[t] = max(now_s, free_s.get(task.link, 0.0)) + task.transfer_s
             free_s[task.link] = ends_s[t]
-        elif task.start >= 0:
-            now_s = max(now_s, ends_s[task.start])
-        else:
-            now_s += task.seconds
     due = [end_s for t, end_s in ends_s.items() if tasks[t].is_due]
     last_s = max([now_s, *ends_s.values()])
     return rounded_s(max([now_s, *due])), rounded_s(now_s), rounded_s(last_s)
@@ -139,7 +139,7 @@ class _Lister:
         for t in reversed(self.left):
             task = self.tasks[t]
             next_s = min((before[u] for u in self.users[t]), default=math.inf)
-            before[t] = 0.0 if task.link else rounded_s(task.seconds + next_s)
+            before[t] = rounded_s(task.seconds + (0.0 if task.link else next_s))
         return before
 
     def _next(self) -> int:
@@ -165,12 +165,12 @@ class _Lister:
 
     def _run(self, t: int) -> None:
         task = self.tasks[t]
+        if task.start >= 0:
+            self.now_s = max(self.now_s, self.ends_s[task.start])
+        self.now_s += task.seconds
         if task.link:
             self.ends_s[t] = max(self.now_s, self.free_s.get(task.link, 0.0)) + task.transfer_s
             self.free_s[task.link] = self.ends_s[t]
-        elif task.start >= 0:
-            self.now_s = max(self.now_s, self.ends_s[task.start])
-        self.now_s += task.seconds
 
 
 def _sunk(tasks: Sequence[Task], order: Sequence[int]) -> tuple[int, ...]:

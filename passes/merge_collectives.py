@@ -1,5 +1,6 @@
 """Up to which size reductions of gradients, and gathers of parameters, are merged
-(meshfold.merging): chosen by simulation.
+(meshfold.merging), and in pieces of which all-reduces run in phases (meshfold.hierarchy): chosen by
+simulation.
 
 A collective pays its start and its latencies however small it is, and small ones do not reach the
 rate of their link. A merged reduction starts later, so that less compute is left to hide it, and
@@ -7,7 +8,8 @@ its buffer is held longer; a merged gather makes more layers whole at once. What
 the whole step, so the step is simulated with sizes from small to everything, each four times the
 one before, as long as that saves links some of their time: reductions first, then gathers beside
 them. The fastest that fits is taken; the smaller one where they are as fast, none where there is
-nothing to gain.
+nothing to gain. Then all-reduces are tried in phases, in pieces of several sizes
+(passes/phased_events.py), and with the best of them again what is merged.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +17,10 @@ from dataclasses import dataclass, replace
 
 from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.step_simulation import simulate
+from meshfold.errors import OptionError
 from meshfold.merging import Mergeable, Place, merged_places
+from meshfold.options import HIERARCHY
+from meshfold.passes.phased_events import hierarchy_of, phased_events, piece_sizes
 from meshfold.passes.region_events import collective
 from meshfold.plan import Plan
 from meshfold.step_events import BucketEvents, Collective, MergedGather, MergedReduction, StepEvents
@@ -33,18 +38,68 @@ less and less to hide behind, are not tried."""
 
 @dataclass(frozen=True, slots=True)
 class MergeSizes:
-    """Bytes up to which reductions and gathers are merged. Of pins: None where the search is to
-    choose."""
+    """Bytes up to which reductions and gathers are merged, and of the pieces in which all-reduces
+    run in phases (0: none do). Of pins: None where the search is to choose."""
 
     reductions: int | None = None
     gathers: int | None = None
+    phased: int | None = None
 
 
 def with_merging(plan: Plan, pinned: MergeSizes, costs: CostModel | None = None) -> Plan:
-    """`plan` with the sizes up to which collectives are merged, and the events and the simulated
-    step that they make. costs: of the plan's cluster and mesh, if at hand."""
-    start = MergeSizes(pinned.reductions or 0, pinned.gathers or 0)
+    """`plan` with the sizes of MergeSizes, and the events and the simulated step that they make.
+    costs: of the plan's cluster and mesh, if at hand.
+
+    Raises OptionError where phases are pinned on groups that have no levels.
+    """
     costs = costs or CostModel(plan.cluster, plan.mesh)
+    if pinned.phased and not hierarchy_of(costs, 1).has_levels:
+        raise OptionError(_no_levels(plan))
+    best = _merged(plan, replace(pinned, phased=pinned.phased or 0), costs)
+    if pinned.phased is not None or best.events is None:
+        return best
+    # Phases fill both links where reductions are many, so less may have to be merged, too.
+    merges = {best.merge_bytes, pinned.reductions or 0}
+    tried = [
+        merged_to(best, MergeSizes(most, best.merge_gather_bytes, size), costs)
+        for size in piece_sizes(best.events, costs)
+        for most in sorted(merges)
+    ]
+    if not tried:
+        return best
+    phased = min(tried, key=_step_s).hierarchy_bytes
+    again = _merged(plan, replace(pinned, phased=phased), costs)
+    return _fastest_of([best, *tried, again])
+
+
+def _fastest_of(plans: Sequence[Plan]) -> Plan:
+    """The first, or what is clearly faster and fits."""
+    assert plans[0].simulated is not None
+    most_bytes = max(plans[0].memory.capacity, plans[0].simulated.peak_bytes)
+    best = plans[0]
+    for plan in plans[1:]:
+        assert plan.simulated is not None
+        gains = _step_s(plan) < _step_s(best) * (1 - LEAST_GAIN)
+        if gains and plan.simulated.peak_bytes <= most_bytes:
+            best = plan
+    return best
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.simulated is not None
+    return plan.simulated.step_s
+
+
+def _no_levels(plan: Plan) -> str:
+    return (
+        f"pin {HIERARCHY}: the ranks of {plan.mesh} do not lie on several nodes of "
+        f"{plan.cluster.name}, several on each and alike; leave it out"
+    )
+
+
+def _merged(plan: Plan, pinned: MergeSizes, costs: CostModel) -> Plan:
+    """As with_merging, with `phased` given."""
+    start = replace(pinned, reductions=pinned.reductions or 0, gathers=pinned.gathers or 0)
     best = merged_to(plan, start, costs)
     if best.events is None:
         return best
@@ -106,6 +161,7 @@ def _with(plan: Plan, sizes: MergeSizes, events: StepEvents | None) -> Plan:
         plan,
         merge_bytes=sizes.reductions or 0,
         merge_gather_bytes=sizes.gathers or 0,
+        hierarchy_bytes=sizes.phased or 0,
         events=events,
         simulated=plan.simulated if events is None else simulate(events).step,
     )
@@ -113,11 +169,11 @@ def _with(plan: Plan, sizes: MergeSizes, events: StepEvents | None) -> Plan:
 
 def sizes_of(plan: Plan) -> MergeSizes:
     """Those of a plan."""
-    return MergeSizes(plan.merge_bytes, plan.merge_gather_bytes)
+    return MergeSizes(plan.merge_bytes, plan.merge_gather_bytes, plan.hierarchy_bytes)
 
 
 def merged_events(events: StepEvents, sizes: MergeSizes, costs: CostModel) -> StepEvents:
-    """The same step with collectives merged up to these sizes."""
+    """The same step with collectives merged up to these sizes, and in phases, in pieces of that."""
     reduced = merged_places(reductions_of(events), sizes.reductions or 0)
     gathered = merged_places(gathers_of(events), sizes.gathers or 0)
     makes = [k for k, r in enumerate(events.instances) if events.regions[r].makes]
@@ -134,7 +190,8 @@ def merged_events(events: StepEvents, sizes: MergeSizes, costs: CostModel) -> St
         saved = [p for p in places if _bucket(events, p).saved and p[0] != makes[-1]]
         again = _priced((_bucket(events, p).gather for p in saved), costs)
         gathers.append(MergedGather(places, of, again))
-    return replace(events, merged=tuple(merged), gathers=tuple(gathers))
+    events = replace(events, merged=tuple(merged), gathers=tuple(gathers))
+    return phased_events(events, sizes.phased or 0, costs)
 
 
 def _own_s(events: StepEvents, place: Place, *, gathers: bool = False) -> float:

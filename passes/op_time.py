@@ -217,9 +217,8 @@ class OpTimer:
         kernels_s = self._kernels_s(self._parts(rules), shards)[is_backward]
         weights_s = kernels_s / 2 if is_backward else 0.0
         comes_round = (self._target == GATHER_LINEARS) != is_backward
-        # Summands are read, and sums read and written. What puts shards together is charged
-        # neither here nor where a gather does so.
-        moved = 0 if comes_round else 3 * num_bytes
+        # Rows that come are put in their place, summands read, and sums read and written.
+        moved = (2 if comes_round else 3) * num_bytes
         chunk_s = (kernels_s - weights_s) / n + self.costs.compute_s(0, moved, self.dtype)
         pass_s = self.costs.collective_s(SHIFT, num_bytes, (axis,))
         if comes_round or not is_backward:

@@ -241,7 +241,7 @@ class _Writer:
         """The forward of a step; the first one, or one that runs again."""
         origin = self.builder.origins[k]
         if not isinstance(origin, int):
-            yield self._conversion(origin, 0)
+            yield from self._conversion(origin, 0)
             return
         yield self.pricer.op_times[origin].forward_s, None
         inside = self._inside(origin, is_backward=False)
@@ -251,19 +251,20 @@ class _Writer:
         """The backward of a step."""
         origin = self.builder.origins[k]
         if not isinstance(origin, int):
-            yield self._conversion(origin, 1)
+            yield from self._conversion(origin, 1)
             return
         yield from (self._inline(c) for c in self._inside(origin, is_backward=True))
         yield self.pricer.op_times[origin].backward_s, None
 
-    def _conversion(self, origin: tuple[int, Step], direction: int) -> _Piece:
+    def _conversion(self, origin: tuple[int, Step], direction: int) -> Iterator[_Piece]:
         """A step of a conversion, forward (0) or backward (1)."""
         v, step = origin
         action = step_actions(self.graph.values[v], step, self.mesh, self.costs)[direction]
         if action.kind not in COLLECTIVES:
-            return action.seconds, None
+            yield action.seconds, None
+            return
         made = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
-        return 0.0, made
+        yield from ((action.before_s, None), (0.0, made), (action.after_s, None))
 
     def _inside(self, k: int, *, is_backward: bool) -> Iterator[InsideCollective]:
         """The collectives inside the rule of an op."""

@@ -177,7 +177,7 @@ class EmittedStep:
         program: EmittedProgram,
         batch: Mapping[str, torch.Tensor],
     ) -> None:
-        mesh = EchoMesh(program.mesh, 0, torch.device("cpu"))
+        mesh = EchoMesh(program.mesh, 0, torch.device("cpu"), program.levels)
         self.parameters = {
             p.name: nn.Parameter(local_part(program, p.name, model.get_parameter(p.name), mesh))
             for p in captured.graph.parameters

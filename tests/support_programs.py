@@ -101,7 +101,7 @@ def on_ranks(
         with torch.enable_grad():
             return body(Rank(mesh, parameters, buffers, runner, BatchReader([program], mesh, {})))
 
-    return run_on_simulated_ranks(program.mesh, run)
+    return run_on_simulated_ranks(program.mesh, run, program.levels.node_ranks)
 
 
 def local_part(program: EmittedProgram, name: str, whole: Tensor, mesh: RankMesh) -> Tensor:

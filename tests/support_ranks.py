@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshfold.collectives import Axes, RankMesh
+from meshfold.hierarchy import NodeLevels
 from meshfold.mesh import Mesh
 
 T = TypeVar("T")
@@ -43,8 +44,9 @@ class _Group:
 
 
 class _World:
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, node_ranks: int) -> None:
         self.mesh = mesh
+        self.levels = NodeLevels(mesh, node_ranks)
         self.lock = threading.Lock()
         self.groups: dict[tuple[int, ...], _Group] = {}
         self.aborted = False
@@ -66,7 +68,7 @@ class ThreadMesh(RankMesh):
     """A rank of a simulated mesh. `log` lists (kind, axes) of the collectives it started."""
 
     def __init__(self, world: _World, rank: int) -> None:
-        super().__init__(world.mesh, rank, torch.device("cpu"))
+        super().__init__(world.mesh, rank, torch.device("cpu"), world.levels)
         self.log: list[tuple[str, Axes]] = []
         self._world = world
         self._in_flight: dict[int, tuple[Tensor, Tensor]] = {}
@@ -142,7 +144,7 @@ class ThreadMesh(RankMesh):
 
     def _position(self, axes: Axes) -> tuple[tuple[int, ...], int]:
         """The group of this rank on `axes`, and its place there."""
-        ranks = next(g for g in self.mesh.groups(axes) if self.rank in g)
+        ranks = next(g for g in self.levels.groups(axes) if self.rank in g)
         return tuple(ranks), ranks.index(self.rank)
 
 
@@ -153,9 +155,10 @@ def _unread(dtype: torch.dtype) -> float:
     return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def run_on_simulated_ranks(mesh: Mesh, fn: Callable[[RankMesh], T]) -> list[T]:
-    """fn on every rank at once; the results in rank order. Raises the first rank's exception."""
-    world = _World(mesh)
+def run_on_simulated_ranks(mesh: Mesh, fn: Callable[[RankMesh], T], node_ranks: int = 0) -> list[T]:
+    """fn on every rank at once; the results in rank order. node_ranks: as of NodeLevels. Raises the
+    first rank's exception."""
+    world = _World(mesh, node_ranks)
     results: list[Any] = [None] * mesh.num_ranks
     failures: list[BaseException | None] = [None] * mesh.num_ranks
 

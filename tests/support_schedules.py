@@ -9,6 +9,7 @@ from support_models import tiny_model
 
 from meshfold.api import plan_captured
 from meshfold.capture import Captured, capture
+from meshfold.cluster import ClusterSpec
 from meshfold.cost_models.devices import resolve_cluster
 from meshfold.options import CompileOptions, Mode
 from meshfold.pipeline_program import emit_plan
@@ -40,6 +41,14 @@ def captured_family(family: str) -> Captured:
     model, batch = tiny_model(family)
     with float64_everywhere():
         return capture(model, batch)
+
+
+def nodes_of_two(num_ranks: int) -> ClusterSpec:
+    """This machine, as nodes of two devices each."""
+    spec = resolve_cluster("local-cpu", num_ranks)
+    (group,) = spec.groups
+    group = replace(group, num_nodes=num_ranks // 2, devices_per_node=2)
+    return replace(spec, groups=(group,))
 
 
 @cache

@@ -21,6 +21,7 @@ DATA = {
     "meshfold.cluster_io",
     "meshfold.documents",
     "meshfold.errors",
+    "meshfold.hierarchy",
     "meshfold.merging",
     "meshfold.mesh",
     "meshfold.opgraph",

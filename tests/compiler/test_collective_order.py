@@ -5,6 +5,7 @@ from dataclasses import replace
 from support_programs import Rank, capture, emit_uniform, on_ranks, stack_model
 
 from meshfold.collective_order import Call, collectives_of, disorder
+from meshfold.hierarchy import NodeLevels
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.strategy import UniformStrategy
 
@@ -30,25 +31,25 @@ def test_a_step_starts_the_same_on_all_ranks() -> None:
     logs = on_ranks(model, captured, program, calls)
     assert {call.kind for call in logs[0]} >= {"all_gather", "reduce_scatter"}
     assert {call.axes for call in logs[0]} >= {("dp",), ("tp",)}
-    assert disorder(program.mesh, logs) == ""
+    assert disorder(program.levels, logs) == ""
 
 
 def test_ranks_of_other_groups_may_differ() -> None:
     other = replace(GATHER, shape=(16,))
     # Ranks 0 and 2, 1 and 3 are dp groups.
-    assert disorder(MESH, [[GATHER], [other], [GATHER], [other]]) == ""
+    assert disorder(NodeLevels(MESH, 0), [[GATHER], [other], [GATHER], [other]]) == ""
 
 
 def test_the_first_difference_is_named() -> None:
     other = replace(GATHER, shape=(16,))
     logs = [[SUM, GATHER, GATHER], [SUM], [SUM, GATHER, other], [SUM]]
-    assert disorder(MESH, logs) == (
+    assert disorder(NodeLevels(MESH, 0), logs) == (
         "as number 1 over dp, rank 0 starts all_gather of float32[8] over dp, "
         "rank 2 all_gather of float32[16] over dp"
     )
 
 
 def test_a_missing_one_is_named() -> None:
-    assert disorder(MESH, [[SUM], [SUM, SUM], [SUM], [SUM]]) == (
+    assert disorder(NodeLevels(MESH, 0), [[SUM], [SUM, SUM], [SUM], [SUM]]) == (
         "rank 1 starts all_reduce of float32[4, 8] over tp, rank 0 does not"
     )

@@ -10,6 +10,7 @@ from support_events import eager
 from support_factories import regression
 from support_memory import EmittedStep
 from support_plans import example_plan, example_step
+from support_schedules import nodes_of_two
 
 from meshfold import cli_torch
 from meshfold.api import find_plan
@@ -17,6 +18,7 @@ from meshfold.cli import run
 from meshfold.cost_models.events import Transfer
 from meshfold.cost_models.step_simulation import simulate
 from meshfold.errors import MeshfoldError, OptionError
+from meshfold.hierarchy import ACROSS_NODES
 from meshfold.measured_overlap import (
     Compared,
     MeasuredOverlap,
@@ -135,6 +137,20 @@ def test_a_real_run_has_the_collectives_that_were_predicted(pools: Pools, plan: 
     assert unmatched == 0 and len(found) == len(course.transfers) > 0
     # Waiting is part of the step.
     assert 0 < sum(c.exposed_s for c in found) <= 1.5 * step_s
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_phases_of_reductions_are_found_again(pools: Pools) -> None:
+    model, inputs = regression()
+    options = CompileOptions(pins={"dp": 4, "zero": 0, "hierarchy": "64B"})
+    plan = find_plan(model, nodes_of_two(4), inputs, options=options)
+    _, logs = pools.run(4, "support_overlap:measured", plan_to_json(plan), MODEL)[0]
+    assert plan.events is not None
+    course = simulate(plan.events)
+    found, unmatched = compare(course.transfers, logs)
+    assert unmatched == 0 and len(found) == len(course.transfers)
+    assert ("dp", ACROSS_NODES) in {c.axes for c in found}
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

@@ -39,6 +39,7 @@ def test_the_option_surface_is_frozen() -> None:
         "ring",
         "merge",
         "merge_gathers",
+        "hierarchy",
     )
 
 
@@ -63,7 +64,7 @@ def test_the_option_surface_is_frozen() -> None:
             "pin schedule=dual: write gpipe or 1f1b or interleaved or zero_bubble",
         ),
         ({"pins": {"chunks": 0}}, "pin chunks=0: a degree is 1 or more"),
-        ({"pins": {"merge": 25}}, "pin merge=25: write a size, as 25MB, or 0 to merge nothing"),
+        ({"pins": {"merge": 25}}, "pin merge=25: write a size, as 25MB, or 0 for none at all"),
         ({"pins": {"merge": "much"}}, "pin merge=much: write a size"),
         ({"pins": {"sp": 2}}, "pin sp=2: write sp=1 or sp=0"),
         ({"memory_bytes": 0}, "memory must be positive, got 0 bytes"),

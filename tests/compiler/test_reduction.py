@@ -17,6 +17,7 @@ from support_ranks import run_on_simulated_ranks
 from support_schedules import PINS, captured_family, planned
 from torch import Tensor
 
+from meshfold.all_reduces import AllReduces
 from meshfold.api import plan_captured
 from meshfold.buckets import Bucket, BucketBuffers, BucketMember
 from meshfold.capture import capture
@@ -140,7 +141,7 @@ def test_a_member_without_gradients_is_not_waited_for() -> None:
     stored, used = parse_layout("S0"), parse_layout("R")
 
     def run(rank: RankMesh) -> list[list[float] | None]:
-        reducing = Reducing(rank, SharedStep(), waits_at_once=False)
+        reducing = Reducing(rank, SharedStep(), False, AllReduces(rank))
         members = tuple(BucketMember(0, "w", (4,), stored, used, ()) for _ in range(1))
         buffers = [BucketBuffers(Bucket((0,), "float32", True, members), (2,)) for _ in range(3)]
         keys = [(2, 0), (1, 0), (0, 0)]

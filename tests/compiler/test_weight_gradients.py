@@ -4,6 +4,7 @@ import pytest
 import torch
 from support_pipeline import captured_model, planned, recut
 from torch import Tensor, fx, nn
+from torch.autograd.graph import get_gradient_edge
 
 import meshfold
 from meshfold import weight_gradients
@@ -77,6 +78,36 @@ def test_w_makes_the_weights_of_experts(transposed: bool, has_bias: bool) -> Non
     work.run()
     for parameter, gradient in zip(trained, gradients, strict=True):
         assert parameter.grad is not None and torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("op", ["linear", "mm", "expert_linear"])
+def test_what_comes_later_is_added_in_place(op: str) -> None:
+    mesh = SingleMesh(Mesh(()), torch.device("cpu"))
+    weight = nn.Parameter(draw(2, 3, 4) if op == "expert_linear" else draw(3, 4))
+    ids = torch.tensor([0, 2, 0, 0, 1])  # one of nobody
+    given = {
+        "linear": lambda x, w: (x, w),
+        "mm": lambda x, w: (x, w.t()),
+        "expert_linear": lambda x, w: (x, w, ids),
+    }[op]
+    total: Tensor | None = None
+    expected = torch.zeros_like(weight)
+    for _ in range(3):
+        mesh.weight_work = work = WeightWork()
+        x = draw(5, 4).requires_grad_()
+        place = weight.view_as(weight)
+        edge = get_gradient_edge(place)
+        y = getattr(weight_gradients, op)(mesh, *given(x, place))
+        gradient = torch.ones_like(y)
+        torch.autograd.grad(y, [x], [gradient])
+        (made,) = work.gradients([edge], [total])
+        assert made is not None and not made.requires_grad
+        assert total is None or made is total
+        total = made
+        mesh.weight_work = None
+        again = getattr(weight_gradients, op)(mesh, *given(x, weight))
+        expected += torch.autograd.grad(again, [weight], [gradient])[0]
+    assert total is not None and torch.allclose(total, expected, rtol=1e-13)
 
 
 class Layers(nn.Module):

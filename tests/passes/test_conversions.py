@@ -20,6 +20,7 @@ from meshfold.passes.conversions import (
     conversion_steps,
     exchange_is_even,
     plan_conversions,
+    step_actions,
 )
 from meshfold.spmd import (
     INVARIANT,
@@ -94,6 +95,40 @@ def test_prices_by_hand(
     assert (cost.forward_s, cost.backward_s) == pytest.approx((forward_s, backward_s))
     assert (cost.forward, cost.backward) == (forward, backward)
     assert cost.by_axis_s == pytest.approx((cost.total_s,))
+
+
+INNER = [
+    # X is [8, 16]; parts of dim 0 are pieces of memory, those of dim 1 are not.
+    ("P", "S0", (0, 0), (0, 0)),
+    ("P", "S1", (1, 0), (0, 1)),
+    ("S0", "R", (0, 0), (0, 0)),
+    ("S1", "R", (0, 1), (1, 0)),
+    ("S1", "I", (0, 1), (0, 0)),
+    ("I", "S1", (0, 0), (0, 1)),
+    ("S0", "S1", (1, 0), (0, 1)),
+    ("S1", "S0", (0, 1), (1, 0)),
+    ("I", "R", (0, 0), (0, 0)),
+]
+
+
+@pytest.mark.parametrize("case", INNER, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_parts_of_inner_dims_are_copied(
+    case: tuple[str, str, tuple[int, int], tuple[int, int]],
+) -> None:
+    source, target, *expected = case
+    step = Step(0, *parse_layout(source), *parse_layout(target), parse_layout(source))
+    for action, copies in zip(step_actions(X, step, mesh_of(2), COSTS), expected, strict=True):
+        copy_s = COSTS.compute_s(0.0, 2 * action.num_bytes, "float32")
+        assert (action.before_s, action.after_s) == tuple(n * copy_s for n in copies)
+
+
+def test_one_row_on_every_rank_is_not_copied() -> None:
+    """Eight ranks of the other axis have one of the eight rows each: dim 1 is one piece there."""
+    before = parse_layout("S0,S1")
+    step = Step(1, before[1], REPLICATE, before)
+    for ranks, is_copied in ((8, False), (4, True)):
+        there, back = step_actions(X, step, mesh_of(ranks, 2), COSTS)
+        assert bool(there.after_s) == bool(back.before_s) == is_copied
 
 
 def test_bytes_are_what_the_other_axes_leave() -> None:
