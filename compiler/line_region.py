@@ -173,6 +173,7 @@ class LineRegion(ScheduledRegion):
             self.backward_at += 1
             self._move_backward(self.backward_at - 1)
             if self.is_over:
+                assert self.taken.keys() >= self.gradients.keys(), "gradients are made too late"
                 self.step.leave_instance()
 
     def _finish_behind(self) -> None:

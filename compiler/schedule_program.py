@@ -72,8 +72,13 @@ def schedule_region(
     region: RegionProgram, prices: PiecePrices, bound_bytes: int, line: Mapping[int, int] | None
 ) -> RegionSchedule:
     """The schedule of an emitted region. bound_bytes: what may be held for W's; line: what it takes
-    in parts from its like, None of one that does not run in parts."""
-    return _Scheduler(region, prices, bound_bytes, line).schedule()
+    in parts from its like, None of one that does not run in parts. One in line has the pieces with
+    which the line is faster."""
+    schedulers = [_Scheduler(region, prices, bound_bytes, line)]
+    if line:
+        schedulers.append(_Scheduler(region, prices, bound_bytes, line, grain=GRAIN))
+    found = [(one.schedule(), one.seconds) for one in schedulers]
+    return min(found, key=lambda pair: pair[1])[0]
 
 
 class _Scheduler:
@@ -83,6 +88,7 @@ class _Scheduler:
         prices: PiecePrices,
         bound_bytes: int,
         line: Mapping[int, int] | None,
+        grain: float = math.inf,
     ) -> None:
         self.prices = prices
         self.ops: OpGraph = prices.ops
@@ -91,6 +97,9 @@ class _Scheduler:
         self.buckets = region.buckets
         self.bound_bytes = bound_bytes
         self.line = line or {}
+        self.grain = grain
+        self.seconds = 0.0
+        """Of regions in line, both directions, as LineOrder has them."""
         in_parts = line is not None
         taken = taken_apart(self.ops, region.typing) if in_parts else {}
         handed = joined(self.ops, region.typing) if in_parts else {}
@@ -125,12 +134,12 @@ class _Scheduler:
         )
 
     def _cuts(self, apart: Sequence[frozenset[int]]) -> Cuts:
-        """A region in line has shorter pieces, so that a part that has come is soon sent on."""
+        """With a grain pieces are shorter, so that a part that has come is soon sent on."""
         seconds = tuple(time.forward_s for time in self.prices.op_times)
         whole = cut_in_pieces(self.region.graph.graph).pieces
         transfers = [self.prices.conversion(p, 0)[1] for p in whole if p.kind == "start"]
         longest_s = max((t.seconds for t in transfers if t is not None), default=math.inf)
-        return Cuts(tuple(apart), seconds, GRAIN * longest_s if self.line else math.inf)
+        return Cuts(tuple(apart), seconds, self.grain * longest_s)
 
     def _in_runs(self, forward: Moves, backward: Moves) -> tuple[Moves, Moves]:
         """The same with pieces that stay together as one."""
@@ -239,6 +248,7 @@ class _Scheduler:
             # It does not run between them.
             tasks[at[k]] = replace(tasks[at[k]], seconds=0.0)
         found = line_order(tasks, border, self.bound_bytes)
+        self.seconds += found.seconds
         order = (Move("T") if t == NEXT else moves[t] for t in found.order)
         return tuple(order), found.tail
 

@@ -9,8 +9,8 @@ has left, its *tail*. It names no neighbour, and one period serves the whole lin
     1. several equal regions, one behind the other, are list-scheduled as one (list_schedule.py), by
        two rules; where one of them begins, the tasks of the one before that are still to come are
        the tail, and what runs until the next one begins is a period
-    2. task by task, in its order, each goes where the line is fastest for it, to the tail or out of
-       it, as long as anything is gained
+    2. in the faster of these, task by task in its order, each goes where the line is fastest for
+       it, to the tail or out of it, as long as anything is gained
     3. the best is taken if the line is faster with it than with every region for itself
 
 Tail tasks hold what gradients of weights wait for like others, within the same bound.
@@ -20,7 +20,7 @@ DAC 1993.)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from meshfold.passes.list_schedule import (
@@ -56,10 +56,12 @@ class Border:
 
 @dataclass(frozen=True)
 class LineOrder:
-    """order: tasks, and NEXT. tail: how many of the last ones the next region runs."""
+    """order: tasks, and NEXT. tail: how many of the last ones the next region runs. seconds: of
+    COPIES regions in line."""
 
     order: tuple[int, ...]
     tail: int = 0
+    seconds: float = field(default=0.0, compare=False)
 
 
 def line_order(tasks: Sequence[Task], border: Border, bound_bytes: int) -> LineOrder:
@@ -67,16 +69,15 @@ def line_order(tasks: Sequence[Task], border: Border, bound_bytes: int) -> LineO
     line = _Line(tasks, border)
     alone = tuple((t, False) for t in list_order(tasks, bound_bytes))
     bound_bytes = max(bound_bytes, line.held_bytes(alone))
-    found = [alone]
-    for feeds_links in (False, True):
-        period = line.listed(bound_bytes, feeds_links=feeds_links)
-        if period is not None and line.held_bytes(period) <= bound_bytes:
-            found.append(line.improved(period, bound_bytes))
-    best = min(found, key=line.seconds)
+    listed = [line.listed(bound_bytes, feeds_links=feeds) for feeds in (False, True)]
+    fitting = [p for p in listed if p is not None and line.held_bytes(p) <= bound_bytes]
+    found = [line.improved(min(fitting, key=line.seconds), bound_bytes)] if fitting else []
+    best = min([alone, *found], key=line.seconds)
     tail = tuple(t for t, is_left in best if is_left)
     own = [t for t, is_left in best if not is_left]
     begins = [NEXT if is_left else t for t, is_left in best]
-    return LineOrder((*begins, *tail), len(tail)) if tail else LineOrder(tuple(own))
+    order = (*begins, *tail) if tail else tuple(own)
+    return LineOrder(order, len(tail), line.seconds(best))
 
 
 class _Line:
@@ -204,25 +205,38 @@ class _Line:
 
     # What a period is worth.
 
+    @cached_property
+    def _rows(self) -> list[tuple[int, float, float, int]]:
+        """Per task its link by number, -1 for none, its seconds there, those of its kernels, and
+        how many tasks further in line what it waits for is started, 0 for none."""
+        links = sorted({task.link for task in self.tasks} - {""})
+        rows = []
+        for t, task in enumerate(self.tasks):
+            start = task.start if task.start >= 0 else t
+            if t == self.border.awaits and self.border.ahead >= 0:
+                start = self.border.ahead - self.count
+            link = links.index(task.link) if task.link else -1
+            rows.append((link, task.transfer_s, task.seconds, start - t))
+        return rows
+
     def seconds(self, period: Period) -> float:
         """Until all copies have run and everything has come."""
-        now_s, free_s = 0.0, dict[str, float]()
-        ends_s: list[dict[int, float]] = [{} for _ in range(COPIES)]
+        rows, count = self._rows, self.count
+        now_s, free_s = 0.0, [0.0] * len(rows)
+        # Before the first copy one that has come.
+        ends_s = [0.0] * (count * (COPIES + 1))
         for copy in range(COPIES + 1):
             for t, is_left in period:
-                of = copy - is_left
-                if not 0 <= of < COPIES:
+                if copy == (0 if is_left else COPIES):
                     continue
-                task = self.tasks[t]
-                if task.start >= 0:
-                    now_s = max(now_s, ends_s[of][task.start])
-                elif t == self.border.awaits and of:
-                    now_s = max(now_s, ends_s[of - 1].get(self.border.ahead, 0.0))
-                now_s += task.seconds
-                if task.link:
-                    ends_s[of][t] = max(now_s, free_s.get(task.link, 0.0)) + task.transfer_s
-                    free_s[task.link] = ends_s[of][t]
-        return rounded_s(max([now_s, *free_s.values()]))
+                link, transfer_s, seconds, start = rows[t]
+                at = (copy - is_left + 1) * count + t
+                if start and ends_s[at + start] > now_s:
+                    now_s = ends_s[at + start]
+                now_s += seconds
+                if link >= 0:
+                    ends_s[at] = free_s[link] = max(now_s, free_s[link]) + transfer_s
+        return rounded_s(max(now_s, *free_s))
 
     def held_bytes(self, period: Period) -> int:
         """The most that is held for gradients of weights at a time."""

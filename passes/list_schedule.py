@@ -29,11 +29,11 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """needs: numbers of the tasks before it. seconds: of kernels; of a start
-    before it, of a wait behind it. A start has a link, and the seconds of its collective there; a
-    wait names its start in `start`. held_bytes: alive from when
-    `needs` have run until it has. floats: a start that may be put off, for another region; is_due:
-    what it brings is needed as soon as the region is over."""
+    """needs: numbers of the tasks before it. seconds: of kernels; of a start before it, of a wait
+    behind it. A start has a link, and the seconds of its collective there; a wait names its start
+    in `start`. held_bytes: alive from when `needs` have run until it has. floats: a start that may
+    be put off, for another region; is_due: what it brings is needed as soon as the region is over.
+    """
 
     needs: tuple[int, ...] = ()
     seconds: float = 0.0
@@ -139,7 +139,7 @@ class _Lister:
         for t in reversed(self.left):
             task = self.tasks[t]
             next_s = min((before[u] for u in self.users[t]), default=math.inf)
-            before[t] = 0.0 if task.link else rounded_s(task.seconds + next_s)
+            before[t] = rounded_s(task.seconds + (0.0 if task.link else next_s))
         return before
 
     def _next(self) -> int:

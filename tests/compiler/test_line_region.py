@@ -124,17 +124,28 @@ def test_a_part_that_is_asked_for_comes(change: Change, pins: str) -> None:
 
 
 def lossy(schedule: RegionSchedule) -> RegionSchedule:
-    """The tail of the backward, but for its last gradients of weights."""
-    ends = len(schedule.backward) - schedule.backward_tail
-    tail = tuple(move for move in schedule.backward[ends:] if move.kind != "W")
-    return replace(schedule, backward=schedule.backward[:ends] + tail, backward_tail=len(tail))
+    """A tail that begins behind the last gradients of weights but one, and lacks the last."""
+    moves = schedule.backward
+    k = max(k for k, move in enumerate(moves) if move.kind == "W")
+    tail = len(moves) - k - 1
+    return replace(schedule, backward=moves[:k] + moves[k + 1 :], backward_tail=tail)
+
+
+def whole(schedule: RegionSchedule) -> RegionSchedule:
+    """The same tail, which lacks nothing."""
+    cut = lossy(schedule)
+    return replace(schedule, backward_tail=cut.backward_tail + 1)
 
 
 def test_compare_step_would_see_a_tail_that_is_cut() -> None:
-    program = program_of("llama", "zero3 x tp+sp")
-    schedule = next(r.schedule for r in program.regions if r.schedule and r.schedule.line)
-    assert any(m.kind == "W" for m in schedule.backward[-schedule.backward_tail :])
     assert errors("llama", changed(lossy, "zero3 x tp+sp")) > 1e-3
+    assert errors("llama", changed(whole, "zero3 x tp+sp")) < EXACT
+
+
+def test_gradients_that_leave_with_a_region_are_not_made_in_its_tail() -> None:
+    """Without data parallel ranks no gradient is reduced: all leave with the region itself."""
+    with pytest.raises(AssertionError, match="made too late"):
+        errors("llama", changed(whole, "tp+sp"))
 
 
 def test_a_part_that_is_never_made_is_no_number() -> None:
