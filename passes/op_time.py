@@ -10,8 +10,9 @@ p, g, pg those of a pass of keys and values, of gradients, of both,
 
 and what that is beyond w counts as communication.
 
-Rows of products that come round, or go round (rules_ring), likewise, a chunk c being the product of
-the rows of one rank, added up if they go round, p its pass, d all gradients of weights, and
+Rows of products that come round, or go round (rules_ring), likewise: a chunk c is the product of
+the rows of one rank, with what adds them up if they go round, or puts them in place if they come; p
+is its pass, d all gradients of weights, and
 
     x | y = max(x, y) + (k - 1) min(x, y)       beside each other, slower by k
 
