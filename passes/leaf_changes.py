@@ -1,17 +1,17 @@
-"""A program of least memory, changed region by region by its exact figures.
+"""A program of least memory, changed leaf by leaf by its exact figures.
 
 Solutions of a chain are as good as its estimate of memory, a sum; the exact peak is a maximum over
 moments. At the edge of what fits that decides: what the estimate calls larger may have the same
 peak.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from meshfold.passes.leaf_costs import Leaf
 from meshfold.passes.priced import Priced, order_of
 
 Price = Callable[[Sequence[Leaf]], Priced]
-"""Exact figures of the program that gives every region one leaf."""
+"""Exact figures of the program with a leaf for every region, or for every instance."""
 
 
 MOST_CHANGES = 256
@@ -36,27 +36,45 @@ def made_smaller(
 
 def made_faster(
     choices: Sequence[Sequence[Leaf]],
-    counts: Mapping[int, int],
-    least: list[Leaf],
+    regions: Sequence[int],
     best: Priced,
+    assignment: Sequence[Leaf],
     price: Price,
 ) -> Priced:
-    """The program of `least`, which fits, with leaves changed while it still fits and is faster,
-    what gains most first, as far as MOST_CHANGES go. counts: instances of every region."""
-    tried = 0
+    """The program of `assignment`, which fits, with leaves changed while it still fits and is
+    faster, what gains most first, as far as MOST_CHANGES go. Of instances of a region under one
+    leaf all change, or the first, or the last. regions: of every instance; choices: leaves per
+    region; best: the figures of `assignment`."""
+    now, tried = list(assignment), 0
     while tried < MOST_CHANGES:
-        gains = [
-            (counts[region] * (least[region].time_s - leaf.time_s), region, k)
-            for region, leaves in enumerate(choices)
-            for k, leaf in enumerate(leaves)
-        ]
-        for gain_s, region, k in sorted(gains, key=lambda gain: (-gain[0], *gain[1:])):
+        before = best
+        for gain_s, where, leaf in _gains(choices, regions, now):
             if gain_s <= 0 or tried == MOST_CHANGES:
                 return best
             tried += 1
-            other = [*least[:region], choices[region][k], *least[region + 1 :]]
+            other = list(now)
+            for instance in where:
+                other[instance] = leaf
             priced = price(other)
             if priced.memory.fits and order_of(priced) < order_of(best):
-                least, best = other, priced
+                now, best = other, priced
                 break
+        if best is before:
+            return best
     return best
+
+
+def _gains(
+    choices: Sequence[Sequence[Leaf]], regions: Sequence[int], now: Sequence[Leaf]
+) -> list[tuple[float, tuple[int, ...], Leaf]]:
+    """(seconds, instances, their new leaf), what gains most first."""
+    alike: dict[tuple[int, Hashable], list[int]] = {}
+    for instance, (region, leaf) in enumerate(zip(regions, now, strict=True)):
+        alike.setdefault((region, leaf.key), []).append(instance)
+    found = [
+        (len(where) * (now[where[0]].time_s - leaf.time_s), where, leaf)
+        for (region, _), of in alike.items()
+        for where in dict.fromkeys((tuple(of), (of[0],), (of[-1],)))
+        for leaf in choices[region]
+    ]
+    return sorted(found, key=lambda gain: -gain[0])

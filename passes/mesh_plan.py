@@ -337,7 +337,9 @@ class MeshPlanner:
             guess = self.capacity_bytes - (priced.memory.peak - found.memory_bytes)
             budget = budgets.next(guess, is_known)
         if best is smallest and best.memory.fits:
-            best = made_faster(chain.leaves, self.search.counts, least, best, self._price_of)
+            regions = [i.region for i in self.folded.instances]
+            assignment = [least[r] for r in regions]
+            best = made_faster(chain.leaves, regions, best, assignment, self.price)
         return replace(closed, best_s=best.time.step_s if best.memory.fits else math.inf)
 
     def _least_of(self, chain: LeafChain) -> tuple[list[Leaf], Priced]:
