@@ -94,7 +94,9 @@ class Leaf:
         """How people read it; unique among the leaves of a region that may stand together."""
         part = len(self.sharded)
         if 0 < part < self.num_shardable:
-            return f"{self.strategy.label} for {part} of {self.num_shardable} parameters"
+            level = f"zero{self.strategy.zero}"
+            only = f"{level} for {part} of {self.num_shardable} parameters"
+            return self.strategy.label.replace(level, only)
         return self.strategy.label
 
     @property
