@@ -18,9 +18,8 @@ from itertools import accumulate
 
 import torch
 
-from meshfold.mesh import Mesh
 from meshfold.shards import Assembly
-from meshfold.spmd import REPLICATE, Layout
+from meshfold.spmd import Layout
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,6 @@ class Bucket:
         """Axes of the first gradient collective of a bucket without a gather, () for none."""
         assert not self.gather
         return self.members[0].reduce
-
-
-def used_layout(stored: Layout, demand: Layout, mesh: Mesh) -> Layout:
-    """What the bucket makes of a parameter in layout `stored` for an op that reads `demand`: the
-    axes that go to Replicate from Invariant or Shard are done. The rest is converted in the graph.
-    """
-    return tuple(
-        REPLICATE if d == REPLICATE and s.kind in ("I", "S") and n > 1 else s
-        for s, d, n in zip(stored, demand, mesh.sizes, strict=True)
-    )
 
 
 class BucketBuffers:

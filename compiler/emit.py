@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from meshfold.bucket_ops import replicate_bucket, start_ahead, wait_bucket
-from meshfold.buckets import Bucket, BucketMember, used_layout
+from meshfold.buckets import Bucket, BucketMember
 from meshfold.convert_ops import emit_step
 from meshfold.emit_op import emit_op
 from meshfold.errors import PlanMismatchError
@@ -31,7 +31,12 @@ from meshfold.mesh import Mesh
 from meshfold.opgraph import FoldedGraph, OpGraph, SlotKind, Source, SourceKind
 from meshfold.passes.conversions import ConversionCosts, conversion_steps, plan_conversions
 from meshfold.passes.conversions import Step as ConversionStep
-from meshfold.passes.parameter_buckets import BucketKey, bucket_key, changed_axes
+from meshfold.passes.parameter_buckets import (
+    BucketKey,
+    bucket_key,
+    changed_axes,
+    used_layout,
+)
 from meshfold.plan import Plan
 from meshfold.program import ORIGIN, PLACE, EmittedProgram, RegionProgram, Step
 from meshfold.program_text import TYPE

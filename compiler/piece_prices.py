@@ -11,7 +11,8 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.opgraph import ITEM_BYTES, OpGraph
 from meshfold.passes.conversions import COLLECTIVES, Step, StepAction, step_actions
 from meshfold.passes.op_time import OpTime, OpTimer, op_time
-from meshfold.passes.parameter_prices import cast_s, local_bytes
+from meshfold.passes.parameter_buckets import bucket_copies
+from meshfold.passes.parameter_prices import BucketCopies, local_bytes
 from meshfold.passes.region_events import collective
 from meshfold.passes.rules import AxisRule
 from meshfold.region_schedule import Collective, Origin, Piece, Pieces
@@ -104,8 +105,7 @@ class PiecePrices:
         num_bytes = local_bytes(value, layout, self.costs.mesh.sizes)
         return self.costs.compute_s(0.0, num_bytes, value.dtype) - self.costs.launch_s
 
-    def cast_s(self, bucket: Bucket) -> float:
-        """Seconds to cast the members of a bucket to what ops read."""
-        values = [(self.ops.values[m.slot], m.stored) for m in bucket.members]
-        mesh, costs = self.costs.mesh, self.costs
-        return sum(cast_s(value, stored, mesh, costs) for value, stored in values if value.master)
+    def copies(self, bucket: Bucket) -> BucketCopies:
+        """Seconds of the copies around the collectives of a bucket."""
+        members = [(self.ops.values[m.slot], m.stored) for m in bucket.members]
+        return bucket_copies(members, bucket.gather, self.costs.mesh, self.costs)

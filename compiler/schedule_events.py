@@ -112,9 +112,10 @@ class _Writer:
                     yield Event("next")
                 case "O":
                     inside = known["open", move.number]
-                    cast_s = self.prices.cast_s(self.region.buckets[move.number])
-                    yield Event("compute", cast_s, inside)
+                    copies = self.prices.copies(self.region.buckets[move.number])
+                    yield Event("compute", copies.packed_s, inside)
                     yield Event("open", inside_bytes=inside, number=move.number)
+                    yield Event("compute", copies.taken_s, inside)
                 case "G":
                     yield Event("ahead", inside_bytes=known["ahead", -1])
                 case "F" if move.number not in self.idle:
@@ -129,10 +130,11 @@ class _Writer:
     def _backward(self) -> Iterator[Event]:
         before = self.events.backward[0].inside_bytes if self.events.backward else 0
         pairs = zip(self.region.buckets, self.events.buckets, strict=True)
-        cast_s = sum(self.prices.cast_s(b) for b, known in pairs if known.saved)
+        saved = [self.prices.copies(b) for b, known in pairs if known.saved]
         now = before
-        for event in (Event("compute", cast_s), Event("settle")):
-            yield replace(event, inside_bytes=before)
+        yield Event("compute", sum(c.packed_s for c in saved), before)
+        yield Event("settle", inside_bytes=before)
+        yield Event("compute", sum(c.taken_s for c in saved), before)
         if self.events.again:
             now = self.events.again[0].inside_bytes
             yield Event("again", inside_bytes=now)
@@ -166,6 +168,7 @@ class _Writer:
                 for held in (self.held, self.last_held):
                     held.pop(number, None)
             case "R":
+                yield Event("compute", self.prices.copies(self.region.buckets[number]).reduced_s)
                 yield Event("reduce", number=number)
             case "G":
                 yield Event("before")

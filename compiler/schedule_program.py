@@ -200,7 +200,8 @@ class _Scheduler:
                 if b not in opened:
                     opened[b] = len(tasks)
                     moves.append(Move("O", b))
-                    tasks.append(Task(seconds=self.prices.cast_s(self.buckets[b])))
+                    copies = self.prices.copies(self.buckets[b])
+                    tasks.append(Task(seconds=copies.packed_s + copies.taken_s))
             needs = {at[self.makers[name]] for name in piece.inputs if name in self.makers}
             needs |= {opened[b] for b in self._read_buckets(piece)}
             at[k] = len(tasks)
@@ -260,7 +261,7 @@ class _Scheduler:
     # Backward.
 
     def _backward(self) -> Moves:
-        moves, tasks = [Move("A")], [Task()]
+        moves, tasks = [Move("A")], [Task(seconds=self._regathered_s())]
         at: dict[int, int] = {}
         last: dict[int, int] = {}
         """What makes the gradients of a piece's inputs, the last of it."""
@@ -300,6 +301,11 @@ class _Scheduler:
         ]
         border = Border(tuple(handed), frozenset(early), len(tasks) - 1 if is_ahead else -1, 0)
         return self._ordered(moves, tasks, at, border)
+
+    def _regathered_s(self) -> float:
+        """Copies around what is gathered, or cast, once more."""
+        made = [b for b in self.buckets if b.is_made and not self.region.keeps_gathered]
+        return sum(c.packed_s + c.taken_s for c in map(self.prices.copies, made))
 
     def _direct_readers(self) -> set[int]:
         """Pieces with gradients of what is passed directly and not in parts: these leave with the
@@ -358,8 +364,9 @@ class _Scheduler:
 
     def _reduction(self, bucket: Bucket, needs: tuple[int, ...]) -> Task:
         axes = bucket.gather or bucket.reduce
+        copied_s = self.prices.copies(bucket).reduced_s
         if not axes:
-            return Task(needs)
+            return Task(needs, copied_s)
         kind = "reduce_scatter" if bucket.gather else "all_reduce"
         seconds = self.prices.bucket_s(kind, bucket, axes)
-        return Task(needs, 0.0, self.costs.group_link(axes).name, seconds, floats=True)
+        return Task(needs, copied_s, self.costs.group_link(axes).name, seconds, floats=True)

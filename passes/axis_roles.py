@@ -77,6 +77,11 @@ class SearchCosts:
             return sum(self.costs.collective_s(half, num_bytes, axes) for half in halves)
         return self.costs.collective_s(kind, num_bytes, axes)
 
+    @property
+    def launch_s(self) -> float:
+        """Of what compute_s has."""
+        return 0.0
+
     def compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
         """Seconds of work inside a rank."""
         return max(0.0, self.costs.compute_s(flops, num_bytes, dtype) - self.costs.launch_s)

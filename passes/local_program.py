@@ -25,9 +25,10 @@ from meshfold.passes.conversions import (
 )
 from meshfold.passes.exact import ATTENTION
 from meshfold.passes.localize import localize
-from meshfold.passes.parameter_prices import is_bucketed, local_bytes, stored_bytes
+from meshfold.passes.parameter_buckets import used_layout
+from meshfold.passes.parameter_prices import local_bytes, stored_bytes
 from meshfold.passes.rules_attention import RING_ATTENTION, ring_call
-from meshfold.spmd import REPLICATE, Layout, local_shape
+from meshfold.spmd import Layout, local_shape
 from meshfold.strategy import OpTyping, RegionTyping
 
 Probe = Callable[[ProbeKey], OpProbe]
@@ -137,18 +138,11 @@ class LocalProgramBuilder:
             return
         by_use: dict[Layout, list[Layout]] = {}
         for demand in demands:
-            by_use.setdefault(self._used_layout(native, demand), []).append(demand)
+            by_use.setdefault(used_layout(native, demand, self.mesh), []).append(demand)
         for used, wanted in by_use.items():
             if used != native or self.graph.values[v].master:
                 self.uses[v, used] = self.tensors[v, used] = self._outside(v, used)
             self._plan_tree(v, used, wanted)
-
-    def _used_layout(self, stored: Layout, demand: Layout) -> Layout:
-        """What the runtime makes of a parameter for an op that reads `demand`."""
-        return tuple(
-            REPLICATE if is_bucketed(s, d) and n > 1 else s
-            for s, d, n in zip(stored, demand, self.mesh.sizes, strict=True)
-        )
 
     def _plan_tree(self, v: int, native: Layout, demands: list[Layout]) -> None:
         edges = plan_conversions(self.graph.values[v], native, demands, self.mesh, self.costs)

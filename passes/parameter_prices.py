@@ -12,6 +12,14 @@ On DATA and CONTEXT axes (passes/axis_roles.py) parameters are used whole, so th
 R; on every other axis a stored shard is used as it is. Bucketed collectives carry many parameters
 at once: a parameter is charged its share of the bytes, without start-up latency, and nothing where
 the degree decides (EXPERT axes, too).
+
+A bucket is a flat buffer for a collective, and its members are copied into and out of it:
+
+    before a gather     shards cast to what ops read, where they are kept in another dtype; several
+                        are put one after the other
+    after it            every member out of the parts that all ranks sent, unless it lies there as
+                        it is: the only one, cut along its first dim
+    before a reduction  every gradient into the buffer, cast to what parameters are kept in
 """
 
 import math
@@ -69,15 +77,60 @@ def is_bucketed(source: SpmdType, target: SpmdType) -> bool:
     return target.kind == "R" and source.kind in ("I", "S")
 
 
-def cast_s(value: Value, stored: Layout, mesh: Mesh, costs: CostModel) -> float:
+def cast_s(value: Value, stored: Layout, mesh: Mesh, costs: CostModel | SearchCosts) -> float:
     """Seconds to cast a rank's part of a parameter to what ops read, among others."""
     moved = sum(size(value, stored, mesh.sizes) for size in (local_bytes, stored_bytes))
     return costs.compute_s(0.0, moved, value.dtype) - costs.launch_s
 
 
-_Way = tuple[tuple[Step, bool, bool], ...]
-"""Per step: the step, whether the role of its axis makes what is bucketed free, whether a parameter
-may not have the layout after it."""
+@dataclass(frozen=True, slots=True)
+class BucketCopies:
+    """Seconds of kernels on one rank: before each gather (or cast) of a bucket, after each gather,
+    and before the reduction of its gradients."""
+
+    packed_s: float = 0.0
+    taken_s: float = 0.0
+    reduced_s: float = 0.0
+
+    def __add__(self, other: "BucketCopies") -> "BucketCopies":
+        return BucketCopies(
+            self.packed_s + other.packed_s,
+            self.taken_s + other.taken_s,
+            self.reduced_s + other.reduced_s,
+        )
+
+
+def member_copies(
+    value: Value,
+    stored: Layout,
+    gather: Sequence[int],
+    mesh: Mesh,
+    costs: CostModel | SearchCosts,
+) -> BucketCopies:
+    """Of a parameter that is one of several in a bucket. gather: axes that it is gathered over."""
+    here, kept = (size(value, stored, mesh.sizes) for size in (local_bytes, stored_bytes))
+    shards = math.prod(mesh.sizes[k] for k in gather)
+    packed_s = taken_s = reduced_s = 0.0
+    if value.master:
+        packed_s += cast_s(value, stored, mesh, costs)
+    if gather:
+        # One kernel for all of a bucket.
+        packed_s += costs.compute_s(0.0, 2 * here, value.dtype) - costs.launch_s
+        taken_s = costs.compute_s(0.0, 2 * shards * here, value.dtype)
+    if value.requires_grad:
+        reduced_s = costs.compute_s(0.0, shards * (here + kept), value.dtype)
+    return BucketCopies(packed_s, taken_s, reduced_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From a stored layout. steps: with each, whether the role of its axis makes what is bucketed
+    free, and whether a parameter may not have the layout after it. is_reduced: whether the gradient
+    is reduced in a bucket that is not free."""
+
+    stored: Layout
+    steps: tuple[tuple[Step, bool, bool], ...]
+    is_reduced: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,13 +181,16 @@ class ParameterPrices:
         if way is None:
             return math.inf
         total = 0.0
-        for step, is_free, may_conflict in way:
+        for step, is_free, may_conflict in way.steps:
             if may_conflict and not is_legal(value.shape, step.after, self.mesh.sizes):
                 return math.inf
             if is_bucketed(step.source, step.target):
-                total += 0.0 if is_free else self._bucketed_s(value, step)
+                total += 0.0 if is_free else self._reduced_s(value, step)
             else:
                 total += step_s(value, step, self.mesh, self.costs)
+        if way.is_reduced:
+            # Without launches, as collectives are without latency: buckets are there in any case.
+            total += member_copies(value, way.stored, (), self.mesh, self.costs).reduced_s
         return total
 
     def _way(self, stored: Layout, used: Layout) -> _Way | None:
@@ -151,21 +207,23 @@ class ParameterPrices:
             may_conflict = sum(t.is_shard for t in now) > 1
             is_free = not self.costs.roles[axis].charges_reductions
             way.append((step, is_free, may_conflict))
-        return tuple(way)
+        is_reduced = any(
+            is_bucketed(step.source, step.target) and not is_free for step, is_free, _ in way
+        )
+        return _Way(stored, tuple(way), is_reduced)
 
     def _allowed(self, axis: int, source: SpmdType, target: SpmdType) -> bool:
         if self.costs.roles[axis].uses_parameters_whole:
             return target.kind in ("I", "R")
         return source == target or (source.kind == "I" and not target.padded)
 
-    def _bucketed_s(self, value: Value, step: Step) -> float:
-        axis, after, gathered = step.axis, step.after, step.source.is_shard
-        whole = local_bytes(value, after, self.mesh.sizes)
-        total = 2 * self._share_s("all_gather", whole, axis) if gathered else 0.0
-        if value.requires_grad:
-            kind = "reduce_scatter" if gathered else "all_reduce"
-            total += self._share_s(kind, stored_bytes(value, after, self.mesh.sizes), axis)
-        return total
+    def _reduced_s(self, value: Value, step: Step) -> float:
+        """Of its gradient; on no axis that is charged are parameters gathered."""
+        assert not step.source.is_shard
+        if not value.requires_grad:
+            return 0.0
+        num_bytes = stored_bytes(value, step.after, self.mesh.sizes)
+        return self._share_s("all_reduce", num_bytes, step.axis)
 
     def _share_s(self, kind: str, num_bytes: int, axis: int) -> float:
         """A share of a full bucket's time, by bytes."""

@@ -13,7 +13,8 @@ part, shared). Data parallelism and ZeRO are arithmetic on top (layer_figures):
 What is gathered and reduced when is said in passes/pipeline_parameters.py: d_shard beside every
 backward, d_whole beside the last one, g_once beside the first forward. The first layer of a stage
 has nothing to hide its reduction and its gather behind; so that a step stays a sum over layers,
-each is charged its share of one layer in L / p (first).
+each is charged its share of one layer in L / p (first). Copies into and out of the buffers of
+gathers and reductions are kernels: of f and b, around g_once of the sync.
 
 A parameter that several layers read is held by each (the embedding and the head of a language model
 are on different stages), and its gradients are added up over the holders once (d_tied). Gradients
@@ -30,7 +31,12 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
 from meshfold.cost_models.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.mesh import Mesh
-from meshfold.passes.pipeline_parameters import Axes, Parameter, ParameterSums
+from meshfold.passes.pipeline_parameters import (
+    Axes,
+    Parameter,
+    ParameterSums,
+    parameter_copies,
+)
 from meshfold.passes.region_price import RegionPrice
 from meshfold.passes.step_time import optimizer_s
 from meshfold.strategy import Recompute, UniformStrategy
@@ -130,7 +136,9 @@ def layer_figures(
     """The figures of a layer of `table` under `strategy`."""
     price, memory = table.prices[strategy.recompute], table.memories[strategy.recompute]
     sums = ParameterSums(table.parameters, strategy.zero, around.mesh)
-    forward_s, backward_s = _forward_s(price), _backward_s(price)
+    copies = parameter_copies(table.parameters, strategy.zero, around.mesh, around.costs)
+    forward_s = _forward_s(price) + copies.forward_s
+    backward_s = _backward_s(price) + copies.backward_s
     gather_s = _seconds("all_gather", sums.gathered, around)
     shard_reduce_s = _seconds("reduce_scatter", sums.scattered, around)
     gather_once_s = _seconds("all_gather", sums.gathered_once, around)
@@ -143,8 +151,8 @@ def layer_figures(
     update_bytes = FOREACH_FACTOR[around.optimizer] * sums.updated
     return LayerFigures(
         strategy=strategy,
-        compute_forward_s=price.forward_s,
-        compute_backward_s=price.backward_s,
+        compute_forward_s=price.forward_s + copies.forward_s,
+        compute_backward_s=price.backward_s + copies.backward_s,
         forward_s=max(forward_s, gather_s),
         backward_s=max(backward_s, gather_s + shard_reduce_s),
         weight_s=table.weight_s,
@@ -152,7 +160,7 @@ def layer_figures(
         shard_reduce_s=shard_reduce_s,
         graph_s=price.communication_s,
         once_s=gather_once_s + reduce_s,
-        exposed_s=late_s + around.first_share * first_s,
+        exposed_s=late_s + copies.once_s + around.first_share * first_s,
         tied_s=sum(around.over_holders(size, holders) for size, holders in sums.tied),
         optimizer_s=whole_s - around.costs.launch_s if sums.updated else 0.0,
         parameter_bytes=sums.stored,

@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshfold.cost_models.cost_model import CostModel
 from meshfold.cost_models.memory import RegionMemory
 from meshfold.mesh import Mesh
 from meshfold.opgraph import OpGraph, SlotKind, Value
 from meshfold.passes.data_parallel import sharded_layout
-from meshfold.passes.parameter_prices import local_bytes, widening
+from meshfold.passes.parameter_prices import BucketCopies, local_bytes, member_copies, widening
 from meshfold.passes.region_price import layouts_of_values
 from meshfold.spmd import INVARIANT, Layout
 from meshfold.strategy import RegionTyping
@@ -60,6 +61,60 @@ def parameters_of(
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class _Placed:
+    """A parameter under one ZeRO level. whole, layout: in a step and between steps; cut: the axes
+    between them, in the order of the mesh; rest: those that its gradient is all-reduced over."""
+
+    whole: Layout
+    layout: Layout
+    cut: Axes
+    rest: Axes
+
+
+def _place(parameter: Parameter, zero: int, mesh: Mesh) -> _Placed:
+    data = ("dp",) if mesh.names[:1] == ("dp",) else ()
+    whole = (*(INVARIANT for _ in data), *parameter.layout)
+    is_whole = parameter.num_holders > 1 or not zero
+    layout = whole if is_whole else sharded_layout(parameter.value, whole, mesh)
+    cut = tuple(n for n, a, b in zip(mesh.names, whole, layout, strict=True) if a != b)
+    rest = tuple(name for name in (*data, *parameter.summed) if name not in cut)
+    return _Placed(whole, layout, cut, rest)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCopies:
+    """Seconds of copies into and out of buckets (passes/parameter_prices.py) beyond those of a
+    program without dp: with every forward and backward of a microbatch, and once per step."""
+
+    forward_s: float
+    backward_s: float
+    once_s: float
+
+
+def parameter_copies(
+    parameters: Sequence[Parameter], zero: int, mesh: Mesh, costs: CostModel
+) -> ParameterCopies:
+    """Of the parameters of a region. mesh: as for ParameterSums."""
+    forward_s = backward_s = once_s = 0.0
+    for parameter in parameters:
+        value, placed = parameter.value, _place(parameter, zero, mesh)
+        before = copies = BucketCopies()
+        if parameter.summed or value.master:
+            before = member_copies(value, placed.whole, (), mesh, costs)
+        if placed.cut or placed.rest or value.master:
+            gather = [mesh.names.index(name) for name in placed.cut]
+            copies = member_copies(value, placed.layout, gather, mesh, costs)
+        gathered_s = copies.packed_s + copies.taken_s
+        backward_s += max(0.0, copies.reduced_s - before.reduced_s)
+        if placed.cut and zero < 3:
+            once_s += gathered_s
+        else:
+            forward_s += max(0.0, gathered_s - before.packed_s)
+            backward_s += max(0.0, gathered_s - before.packed_s)
+    return ParameterCopies(forward_s, backward_s, once_s)
+
+
 class ParameterSums:
     """Sums over the parameters of a region under one ZeRO level. mesh: the axes dp, ep, cp and
     tp that have several ranks.
@@ -81,12 +136,9 @@ class ParameterSums:
             self._add(parameter, zero, mesh)
 
     def _add(self, parameter: Parameter, zero: int, mesh: Mesh) -> None:
-        value, is_tied = parameter.value, parameter.num_holders > 1
-        data = ("dp",) if mesh.names[:1] == ("dp",) else ()
-        whole = (*(INVARIANT for _ in data), *parameter.layout)
-        layout = whole if is_tied or not zero else sharded_layout(value, whole, mesh)
-        used, part = (local_bytes(value, x, mesh.sizes) for x in (whole, layout))
-        cut = tuple(n for n, a, b in zip(mesh.names, whole, layout, strict=True) if a != b)
+        value, placed = parameter.value, _place(parameter, zero, mesh)
+        used, part = (local_bytes(value, x, mesh.sizes) for x in (placed.whole, placed.layout))
+        cut, rest = placed.cut, placed.rest
         wide = widening(value)
         self.stored += wide * part
         if cut and zero == 3:
@@ -101,10 +153,9 @@ class ParameterSums:
         self.updated += wide * part
         if cut:
             (self.scattered_once if zero == 1 else self.scattered)[cut] += wide * used
-        rest = tuple(name for name in (*data, *parameter.summed) if name not in cut)
         if rest:
             self.reduced[rest] += wide * part
-        if is_tied:
+        if parameter.num_holders > 1:
             self.tied.append((wide * used, parameter.num_holders))
 
     def passing_bytes(self, memory: RegionMemory) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from meshfold.mesh import Mesh
 from meshfold.passes.conversions import ConversionCost
 from meshfold.passes.op_time import OpTime
+from meshfold.passes.parameter_prices import BucketCopies
 from meshfold.plan import ConversionRecord
 
 
@@ -21,6 +22,8 @@ class PriceSums:
     backward_s: float = 0.0
     again_compute_s: float = 0.0
     again_s: float = 0.0
+    gathered_s: float = 0.0
+    reduced_s: float = 0.0
     communication_s: list[float] = field(init=False)
     again_by_axis_s: list[float] = field(init=False)
     bucket_bytes: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)
@@ -48,6 +51,8 @@ class PriceSums:
         self.backward_s += other.backward_s
         self.again_compute_s += other.again_compute_s
         self.again_s += other.again_s
+        self.gathered_s += other.gathered_s
+        self.reduced_s += other.reduced_s
         for axis in range(len(self.mesh.axes)):
             self.communication_s[axis] += other.communication_s[axis]
             self.again_by_axis_s[axis] += other.again_by_axis_s[axis]
@@ -65,11 +70,11 @@ class PriceSums:
         for axis, seconds in enumerate(cost.by_axis_s):
             self.communication_s[axis] += seconds
 
-    def add_cast(self, seconds: float) -> None:
-        """A parameter cast to what ops read, for the forward and again for the backward."""
+    def add_copies(self, copies: BucketCopies) -> None:
+        """Of a parameter around a gather, or cast, and before a reduction."""
         self.has_seconds = True
-        self.forward_s += seconds
-        self.backward_s += seconds
+        self.gathered_s += copies.packed_s + copies.taken_s
+        self.reduced_s += copies.reduced_s
 
     def add_again(self, cost: ConversionCost) -> None:
         """The forward of a conversion that runs again."""

@@ -20,8 +20,13 @@ from meshfold.opgraph import OpGraph
 from meshfold.passes.conversions import COLLECTIVES, Step, step_actions
 from meshfold.passes.local_program import LocalProgramBuilder, Probe
 from meshfold.passes.op_time import InsideCollective, OpTimer
-from meshfold.passes.parameter_buckets import BucketKey, bucket_key, changed_axes
-from meshfold.passes.parameter_prices import cast_s, local_bytes, stored_bytes
+from meshfold.passes.parameter_buckets import (
+    BucketKey,
+    bucket_copies,
+    bucket_key,
+    changed_axes,
+)
+from meshfold.passes.parameter_prices import local_bytes, stored_bytes
 from meshfold.passes.region_price import RegionPricer
 from meshfold.spmd import Layout
 from meshfold.step_events import BucketEvents, Collective, Event, RegionEvents
@@ -113,6 +118,15 @@ class _Writer:
             self.builder.uses[use]: b for b, (_, uses) in enumerate(self.groups) for use in uses
         }
         self.opened_at = self._opened_at()
+        self.copies = [
+            bucket_copies(
+                [(self.graph.values[v], arriving[v]) for v, _ in uses],
+                key[0],
+                self.mesh,
+                self.costs,
+            )
+            for key, uses in self.groups
+        ]
 
     def write(self) -> PricedRegion:
         late: dict[tuple[tuple[int, ...], str], int] = {}
@@ -183,14 +197,6 @@ class _Writer:
             read_dtype=pairs[0][0].dtype,
         )
 
-    def _cast_s(self, b: int) -> float:
-        """Seconds to cast the shards of a bucket to what ops read."""
-        return sum(
-            cast_s(self.graph.values[v], self.arriving[v], self.mesh, self.costs)
-            for v, _ in self.groups[b][1]
-            if self.graph.values[v].master
-        )
-
     # The two walks.
 
     def _forward(self) -> Iterator[Event]:
@@ -198,8 +204,9 @@ class _Writer:
         for k in range(len(self.program.steps) + 1):
             inside = self.trace.forward_bytes[min(k, len(self.program.steps) - 1)]
             for b in self._opened(k):
-                yield from _compute(self._cast_s(b), inside)
+                yield from _compute(self.copies[b].packed_s, inside)
                 yield Event("open", inside_bytes=inside, number=b)
+                yield from _compute(self.copies[b].taken_s, inside)
                 if self._is_made(b) and not is_ahead:
                     yield Event("ahead", inside_bytes=inside)
                     is_ahead = True
@@ -218,9 +225,10 @@ class _Writer:
             )
             if is_first_read and not has_arrived:
                 has_arrived = True
-                for b in range(len(self.groups)):
-                    yield from _compute(self._cast_s(b) * self._is_saved(b), before)
+                saved = [self.copies[b] for b in range(len(self.groups)) if self._is_saved(b)]
+                yield from _compute(sum(c.packed_s for c in saved), before)
                 yield Event("arrive", inside_bytes=before)
+                yield from _compute(sum(c.taken_s for c in saved), before)
             if is_step and k == self.trace.again_at:
                 yield Event("again", inside_bytes=self.trace.again_bytes)
             if is_step:
@@ -228,6 +236,7 @@ class _Writer:
                 before = self.trace.after_bytes[k]
             for b in self._opened(k):
                 if self.groups[b][0][3]:
+                    yield from _compute(self.copies[b].reduced_s, before)
                     yield Event("reduce", inside_bytes=before, number=b)
 
     def _again(self) -> Iterator[Event]:

@@ -1,11 +1,13 @@
 """The price of a typed region, from the conversions that will be emitted.
 
-    forward_s, backward_s   sum over ops of the roofline time on local sizes, launches included
+    forward_s, backward_s   sum over ops of the roofline time on local sizes, launches included, and
+                            copies of parameters and gradients (passes/parameter_prices.py)
     graph_forward_s,        in-graph conversions (passes.conversions.plan_conversions per value, one
     graph_backward_s        per demanded layout), local ones too, and collectives inside rules
     communication_s[axis]   the same by axis, both directions
     gather_s, reduce_s      parameter gathers and gradient reductions: one collective per region,
                             axis and kind, since the runtime sends them in buckets
+    regathered_s            of backward_s, copies around a second gather, or cast
 
 Recomputation adds to the backward what runs again (passes/again.py), ops and conversions; no
 gather, since the backward gathers a region's parameters for itself in any case.
@@ -31,7 +33,13 @@ from meshfold.passes.conversions import (
     steps_cost,
 )
 from meshfold.passes.op_time import OpTime, OpTimer
-from meshfold.passes.parameter_prices import cast_s, is_bucketed, local_bytes, stored_bytes
+from meshfold.passes.parameter_buckets import bucket_key, used_layout
+from meshfold.passes.parameter_prices import (
+    is_bucketed,
+    local_bytes,
+    member_copies,
+    stored_bytes,
+)
 from meshfold.passes.price_sums import PriceSums
 from meshfold.passes.rules import AxisRule
 from meshfold.plan import ConversionRecord
@@ -64,9 +72,10 @@ _NOTHING_AGAIN, _NO_TRAFFIC = AgainPrice(), HostTraffic()
 @dataclass(frozen=True)
 class RegionPrice:
     """Module docstring says what each time is. gather_s and reduce_s map an axis name to one pass:
-    a gather is done num_gathers times, in forward and again in backward or not. again: what
-    recomputation costs, included in the other times or not: selective where the region recomputes
-    so, else full. host: set by who knows what is offloaded (passes/residence.py)."""
+    a gather is done num_gathers times, in forward and again in backward or not: backward_s is then
+    without regathered_s. again: what recomputation costs, included in the other times or not:
+    selective where the region recomputes so, else full. host: set by who knows what is offloaded
+    (passes/residence.py)."""
 
     forward_s: float
     backward_s: float
@@ -79,16 +88,20 @@ class RegionPrice:
     again: AgainPrice = _NOTHING_AGAIN
     host: HostTraffic = _NO_TRAFFIC
     num_gathers: int = 2
+    regathered_s: float = 0.0
 
     def under(self, recomputes: bool, num_gathers: int, host: HostTraffic) -> "RegionPrice":
-        """This price, which is without recomputation: with what runs again added to the backward,
-        or not, so many gathers, and what goes to the host."""
+        """This price, which is of two gathers and without recomputation: with what runs again added
+        to the backward, or not, so many gathers, and what goes to the host."""
         # Every leaf of every region asks: dataclasses.replace takes several times as long.
         again = self.again if recomputes else _NOTHING_AGAIN
         added = again.communication_s
+        backward_s = self.backward_s + again.compute_s
+        if num_gathers == 1:
+            backward_s -= self.regathered_s
         return RegionPrice(
             self.forward_s,
-            self.backward_s + again.compute_s,
+            backward_s,
             self.graph_forward_s,
             self.graph_backward_s + again.graph_s,
             {a: s + added[a] for a, s in self.communication_s.items()}
@@ -100,6 +113,7 @@ class RegionPrice:
             self.again,
             host,
             num_gathers,
+            self.regathered_s,
         )
 
     @property
@@ -206,8 +220,6 @@ class RegionPricer:
         sums = PriceSums(self.mesh)
         graph, value = self.graph, self.graph.values[v]
         is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
-        if is_parameter and value.master:
-            sums.add_cast(cast_s(value, native, self.mesh, self.costs))
         edges = plan_conversions(value, native, self._demands[v], self.mesh, self.costs)
         again = self._again.starts(v, value, edges, self.mesh, self.costs)
         for edge in edges:
@@ -220,7 +232,19 @@ class RegionPricer:
                 sums.add_again(cost)
             elif start is not None:
                 sums.add_again(conversion_cost(value, start, edge[1], self.mesh, self.costs))
+        if is_parameter:
+            self._add_copies(v, native, sums)
         return sums
+
+    def _add_copies(self, v: int, native: Layout, sums: PriceSums) -> None:
+        """Of every bucket that a parameter is in."""
+        value = self.graph.values[v]
+        keys = (
+            bucket_key(native, used_layout(native, d, self.mesh), value) for d in self._demands[v]
+        )
+        for key in dict.fromkeys(keys):
+            if key is not None:
+                sums.add_copies(member_copies(value, native, key[0], self.mesh, self.costs))
 
 
 def price_region(
@@ -333,8 +357,8 @@ def _finish(forward_s: float, backward_s: float, sums: PriceSums, costs: CostMod
         seconds = gather_s if kind == "all_gather" else reduce_s
         seconds[names[axes[0]]] += costs.collective_s(kind, num_bytes, axes)
     return RegionPrice(
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=forward_s + sums.gathered_s,
+        backward_s=backward_s + sums.gathered_s + sums.reduced_s,
         graph_forward_s=sums.forward_s,
         graph_backward_s=sums.backward_s,
         communication_s=dict(zip(names, sums.communication_s, strict=True)),
@@ -346,4 +370,5 @@ def _finish(forward_s: float, backward_s: float, sums: PriceSums, costs: CostMod
             sums.again_s,
             dict(zip(names, sums.again_by_axis_s, strict=True)),
         ),
+        regathered_s=sums.gathered_s,
     )

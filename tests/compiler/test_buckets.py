@@ -2,7 +2,7 @@
 
 import torch
 
-from meshfold.buckets import Bucket, BucketBuffers, BucketMember, used_layout
+from meshfold.buckets import Bucket, BucketBuffers, BucketMember
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.passes.parameter_buckets import changed_axes
 from meshfold.shards import shard_of
@@ -14,29 +14,6 @@ MESH = Mesh((MeshAxis("dp", 2), MeshAxis("tp", 2)))
 def member(slot: int, shape: tuple[int, ...], stored: str, used: str) -> BucketMember:
     before, after = parse_layout(stored), parse_layout(used)
     return BucketMember(slot, f"p{slot}", shape, before, after, changed_axes(before, after)[1])
-
-
-def test_only_changes_to_replicate_are_done_in_buckets() -> None:
-    cases = {
-        ("S0,S1", "R,S1"): "R,S1",  # ZeRO-3 over a row shard
-        ("I,I", "R,R"): "R,R",  # gradient all-reduce
-        ("S0,I", "R,S1"): "R,I",  # the slice is done in the graph
-        ("I,S0", "R,I"): "R,S0",  # so is a gather to Invariant
-        ("S0,I", "I,I"): "S0,I",
-    }
-    for (stored, demand), used in cases.items():
-        found = used_layout(parse_layout(stored), parse_layout(demand), MESH)
-        assert found == parse_layout(used)
-
-
-def test_axes_of_one_rank_change_nothing() -> None:
-    alone = Mesh((MeshAxis("dp", 1), MeshAxis("tp", 2)))
-    assert used_layout(parse_layout("I,I"), parse_layout("R,R"), alone) == parse_layout("I,R")
-
-
-def test_changed_axes_tells_gathers_from_reductions() -> None:
-    assert changed_axes(parse_layout("S0,I"), parse_layout("R,R")) == ((0,), (1,))
-    assert changed_axes(parse_layout("I,I"), parse_layout("R,R")) == ((), (0, 1))
 
 
 def local(x: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:

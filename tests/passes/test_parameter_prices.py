@@ -10,9 +10,11 @@ from meshfold.opgraph import Value
 from meshfold.passes.axis_roles import AxisRole, SearchCosts
 from meshfold.passes.parameter_prices import (
     BUCKET_BYTES,
+    BucketCopies,
     ParameterPrices,
     is_bucketed,
     local_bytes,
+    member_copies,
 )
 from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
 
@@ -39,13 +41,36 @@ def test_bucketed_kinds():
     assert not is_bucketed(INVARIANT, Shard(0)) and not is_bucketed(Shard(0), INVARIANT)
 
 
+def memory_s(num_bytes: float) -> float:
+    """Seconds of so many bytes read and written, no launch."""
+    _, costs, _ = costs_on(1, 2)
+    return num_bytes / (costs.device.memory_bytes_per_s * costs.device.memory_efficiency)
+
+
 def test_reduction_pays_its_share_of_a_bucket():
     found = prices_on(AxisRole.ANY)
     _, costs, _ = costs_on(1, 2)
-    share = 64 * 32 * 4 / BUCKET_BYTES
-    expected = share * costs.collective_s("all_reduce", BUCKET_BYTES, (0,))
+    num_bytes = 64 * 32 * 4
+    expected = num_bytes / BUCKET_BYTES * costs.collective_s("all_reduce", BUCKET_BYTES, (0,))
+    expected += memory_s(2 * num_bytes)
     assert price(found, WEIGHT, INVARIANT, REPLICATE) == pytest.approx(expected)
     assert price(found, FROZEN, INVARIANT, REPLICATE) == 0
+
+
+def test_copies_of_a_member_by_hand():
+    """A weight of 2,048 elements, kept in float32 and read in bfloat16, gathered over two ranks."""
+    mesh, costs, _ = costs_on(2, 1)
+    weight = Value((64, 32), "bfloat16", True, master="float32")
+    layout = tuple(Shard(0) if axis.name == "dp" else INVARIANT for axis in mesh.axes)
+    found = member_copies(weight, layout, (0,), mesh, costs)
+    here, whole = 1024, 2048
+    assert found.packed_s == pytest.approx(memory_s(here * (4 + 2)) + memory_s(here * 2 * 2))
+    assert found.taken_s == pytest.approx(costs.launch_s + memory_s(whole * 2 * 2))
+    assert found.reduced_s == pytest.approx(costs.launch_s + memory_s(whole * (2 + 4)))
+    reduced = member_copies(WEIGHT, (INVARIANT,) * len(mesh.axes), (), mesh, costs)
+    assert (reduced.packed_s, reduced.taken_s) == (0, 0)
+    assert reduced.reduced_s == pytest.approx(costs.launch_s + memory_s(whole * (4 + 4)))
+    assert member_copies(FROZEN, (INVARIANT,) * len(mesh.axes), (), mesh, costs) == BucketCopies()
 
 
 def test_shards_are_used_as_they_are():

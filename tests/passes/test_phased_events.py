@@ -103,7 +103,7 @@ def planned(cluster: str, **pins: Any) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "pays"), [("a10gx2", True), ("a10gx3", True), ("dgx-h100x4", False)]
+    ("cluster", "pays"), [("a10gx2", True), ("a10gx3", True), ("dgx-h100x8", False)]
 )
 def test_phases_are_taken_where_they_are_faster(cluster: str, pays: bool) -> None:
     plain, found = planned(cluster, hierarchy=0), planned(cluster)

@@ -225,9 +225,13 @@ def test_levels_of_zero_trade_memory_for_communication():
         assert any(f"zero {zero}: " in note and words in note for note in found[-1].notes)
         assert plan_from_json(plan_to_json(found[-1])) == found[-1]
     whole, first, second, third = (p.memory for p in found)
-    assert whole.parameters > first.parameters and whole.optimizer > first.optimizer
-    assert first.gradients > second.gradients and first.optimizer == second.optimizer
-    assert second.gathered_parameters > third.gathered_parameters
+    # Stages may be cut elsewhere under another level: each figure is relative to the parameters.
+    assert (whole.gradients, whole.optimizer) == (whole.parameters, 2 * whole.parameters)
+    assert (first.gradients, first.optimizer) == (2 * first.parameters, 2 * first.parameters)
+    for memory in (second, third):
+        assert (memory.gradients, memory.optimizer) == (memory.parameters, 2 * memory.parameters)
+    assert first.gathered_parameters == 2 * first.parameters
+    assert second.gathered_parameters == 2 * second.parameters > third.gathered_parameters
     none_s, first_s, second_s, third_s = (p.time.communication_s["dp"] for p in found)
     assert none_s < first_s < second_s < third_s
 

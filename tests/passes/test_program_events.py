@@ -37,6 +37,7 @@ def test_collectives_are_those_of_a_real_step_in_their_order(
 @pytest.mark.parametrize("strategy", [DP, ZERO2, ZERO3, SEQUENCE], ids=label)
 def test_seconds_are_those_of_the_prices(strategy: UniformStrategy) -> None:
     case = eager("llama", strategy)
+    layer = Counter(case.events.instances).most_common(1)[0][0]
     for number, region in enumerate(case.events.regions):
         price = case.prices[number]
         for events, compute_s, graph_s in (
@@ -53,12 +54,19 @@ def test_seconds_are_those_of_the_prices(strategy: UniformStrategy) -> None:
                 count.get(c.kind, 0) * costs.compute_s(0.0, 2 * c.num_bytes, "float64")
                 for c in collectives
             )
-            assert total_s == pytest.approx(compute_s + graph_s + copies_s)
+            expected_s = compute_s + graph_s + copies_s
+            if number == layer or not price.regathered_s:
+                assert total_s == pytest.approx(expected_s)
+            # The embedding is alone in its bucket, and its backward does not read it.
+            assert total_s <= expected_s * (1 + 1e-9)
             assert bool(copies_s) == strategy.sequence_parallel
+    assert (case.prices[layer].regathered_s > 0) == (strategy.zero > 1)
 
 
 def test_recomputation_runs_the_forward_again() -> None:
-    plain, again = (eager("llama", s) for s in (UniformStrategy(dp=2, tp=2, zero=3), RECOMPUTED))
+    # Under ZeRO 3 what runs again also reads parameters that the backward alone does not.
+    whole = replace(RECOMPUTED, zero=0)
+    plain, again = (eager("llama", s) for s in (replace(whole, recompute="none"), whole))
     added_s = again.time.backward_s - plain.time.backward_s
     compute_s = [
         simulate(replace(case.events, slowdown=1.0)).step.compute_s for case in (plain, again)
