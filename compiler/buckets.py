@@ -20,6 +20,7 @@ import torch
 
 from meshfold.shards import Assembly
 from meshfold.spmd import Layout
+from meshfold.torch_ops import torch_dtype
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,15 @@ class BucketMember:
 class Bucket:
     """`gather`: the axes (indices, mesh order) that all members are gathered over, () for a bucket
     whose gradients are only all-reduced, or only cast; its members then share `reduce`, too. dtype:
-    in which ops read the members; master: in which they are kept, if another (see Value)."""
+    in which ops read the members; master: in which they are kept, if another (see Value). is_alone:
+    one member, which is never gathered or reduced with those of other buckets."""
 
     gather: tuple[int, ...]
     dtype: str
     requires_grad: bool
     members: tuple[BucketMember, ...]
     master: str = ""
+    is_alone: bool = False
 
     @property
     def is_made(self) -> bool:
@@ -106,6 +109,17 @@ class BucketBuffers:
                 rows[:, start:end].zero_()
             else:
                 assembly.write_stacked(gradient, rows[:, start:end])
+
+    def as_whole(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The gradient of the only member as a flat buffer of whole tensors, if it lies in memory
+        as one does; else None."""
+        (assembly, *more), (gradient, *_) = self.assemblies, gradients
+        master = self.bucket.master or self.bucket.dtype
+        if more or gradient is None or not (self.bucket.gather and assembly.is_view):
+            return None
+        if gradient.dtype != torch_dtype(master) or not gradient.is_contiguous():
+            return None
+        return gradient.view(-1) if gradient.numel() == self.whole_numel else None
 
     def unpack_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Flat buffer of shards -> views of it in the members' shard shapes."""

@@ -189,7 +189,7 @@ class _RegionEmitter:
         self.direct = {v for v, s in enumerate(self.ops.slots) if s.kind is not SlotKind.PARAMETER}
         for v, demands in enumerate(self.demands):
             self._plan_value(v, demands)
-        self.buckets = _group(list(self.uses.values()), self.ops)
+        self.buckets = _group(list(self.uses.values()), self.ops, self.mesh, self.costs)
         self.is_ahead_started = False
 
     def emit(self, name: str, number: int, num_floats: int) -> RegionProgram:
@@ -244,7 +244,8 @@ class _RegionEmitter:
         for demand in demands:
             by_use.setdefault(used_layout(native, demand, self.mesh), []).append(demand)
         for used, wanted in by_use.items():
-            if bucket_key(native, used, self.ops.values[v]) is not None:
+            value = self.ops.values[v]
+            if bucket_key(v, value, native, used, self.mesh, self.costs) is not None:
                 _, reduce = changed_axes(native, used)
                 name, shape = self.ops.slots[v].name, self.ops.values[v].shape
                 self.uses[v, used] = BucketMember(v, name, shape, native, used, reduce)
@@ -355,14 +356,17 @@ class _RegionEmitter:
         node.meta.setdefault(TYPE, f"{types}{value.dtype}[{shape}]")
 
 
-def _group(uses: Sequence[BucketMember], ops: OpGraph) -> tuple[Bucket, ...]:
-    """Members that are gathered over the same axes, or only reduced over the same, together."""
+def _group(
+    uses: Sequence[BucketMember], ops: OpGraph, mesh: Mesh, costs: ConversionCosts
+) -> tuple[Bucket, ...]:
+    """Members that are gathered over the same axes, or only reduced over the same, together, but
+    for large ones (meshfold.passes.parameter_buckets)."""
     groups: dict[BucketKey, list[BucketMember]] = {}
     for use in uses:
-        key = bucket_key(use.stored, use.used, ops.values[use.slot])
+        key = bucket_key(use.slot, ops.values[use.slot], use.stored, use.used, mesh, costs)
         assert key is not None, "members have something to gather, to reduce or to cast"
         groups.setdefault(key, []).append(use)
     return tuple(
-        Bucket(gather, dtype, requires_grad, tuple(members), master)
-        for (gather, _, dtype, requires_grad, master), members in groups.items()
+        Bucket(gather, dtype, requires_grad, tuple(members), master, alone >= 0)
+        for (gather, _, dtype, requires_grad, master, alone), members in groups.items()
     )

@@ -141,7 +141,7 @@ class EmittedProgram:
         for k in range(len(self.programs)):
             region = self.region_of(k)
             for number, bucket in enumerate(region.buckets):
-                if bucket.gather:
+                if bucket.gather and not bucket.is_alone:
                     key = bucket.gather, bucket.dtype, region.keeps_gathered
                     num_bytes = BucketBuffers(bucket, self.mesh.sizes).whole_numel
                     yield Mergeable((k, number), key, num_bytes * ITEM_BYTES[bucket.dtype])
@@ -151,7 +151,7 @@ class EmittedProgram:
             region = self.region_of(k)
             for number, bucket in enumerate(region.buckets):
                 axes = bucket.gather or bucket.reduce
-                if axes and bucket.requires_grad:
+                if axes and bucket.requires_grad and not bucket.is_alone:
                     is_late = not bucket.gather or region.whole_gradients
                     dtype = bucket.master or bucket.dtype
                     key = bool(bucket.gather), axes, dtype, is_late

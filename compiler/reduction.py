@@ -56,6 +56,13 @@ class Reduction:
     def pack(self, key: Key, gradients: Sequence[Tensor | None], like: Tensor) -> None:
         """Take the gradients of a member as used (None: zero); with those of the last one the
         collective starts, or they are left to a later microbatch."""
+        if len(self._members) == 1 and (not self._is_late or self._of.shared.is_only(self._key)):
+            # Only read, by the collective: autograd may have it elsewhere, too.
+            whole = self._members[key].as_whole(gradients)
+            if whole is not None:
+                self._packed.add(key)
+                self._start(whole)
+                return
         if self._flat is None:
             self._flat = like.new_empty(self._num_shards * self._shard_numel)
         self._members[key].write_gradients(gradients, self._columns(self._flat, key))

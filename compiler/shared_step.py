@@ -33,6 +33,10 @@ class SharedStep:
         self._sums[key] = total
         return None
 
+    def is_only(self, key: Key) -> bool:
+        """Whether the microbatch at hand makes the whole gradient."""
+        return self.is_last and key not in self._sums
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing waits to be reduced."""

@@ -58,6 +58,7 @@ class BucketEventsDocument(Document):
     saved: bool = Field(description="The backward reads the gathered parameters")
     dtype: str = Field(default="", description="Of the gradients; empty where it is not known")
     read_dtype: str = Field(default="", description="In which ops read the parameters")
+    is_alone: bool = Field(default=False, description="One parameter, never with others")
 
 
 class MergedDocument(Document):
@@ -169,6 +170,7 @@ def _region_document(region: RegionEvents) -> RegionEventsDocument:
                 saved=b.saved,
                 dtype=b.dtype,
                 read_dtype=b.read_dtype,
+                is_alone=b.is_alone,
             )
             for b in region.buckets
         ),
@@ -235,6 +237,7 @@ def _region(document: RegionEventsDocument, path: str) -> RegionEvents:
             b.saved,
             b.dtype,
             b.read_dtype,
+            b.is_alone,
         )
         for k, b in enumerate(document.buckets)
     )

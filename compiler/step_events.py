@@ -96,7 +96,8 @@ class BucketEvents:
     """Parameters gathered, and gradients reduced, together. None: no such collective. whole_bytes:
     of what is made of the shards (gathered, or cast), flat_bytes: of the gradients while they are
     reduced, result_bytes: of what comes out. saved: the backward reads the gathered members.
-    dtype: of the gradients, read_dtype: as ops read the parameters; empty where not known."""
+    dtype: of the gradients, read_dtype: as ops read the parameters; empty where not known.
+    is_alone: one parameter, never with others, whose gradient is what is reduced."""
 
     gather: Collective | None
     reduce: Collective | None
@@ -106,6 +107,12 @@ class BucketEvents:
     saved: bool
     dtype: str = ""
     read_dtype: str = ""
+    is_alone: bool = False
+
+    @property
+    def reduces_gradient(self) -> bool:
+        """Whether no buffer is made for the reduction: it reads the gradient itself."""
+        return self.is_alone and self.dtype == self.read_dtype
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ class ParameterUse:
     kept in), "reduced" (gradient all-reduced in a bucket, perhaps cast), "gathered" (all-gathered,
     perhaps cast, gradient reduce-scattered). `slot` is the tensor of the local program that stands
     for it. name: of a parameter with other uses, too; empty for one that is used here alone.
-    copy_bytes: of a copy in the dtype that ops read, where nothing is gathered."""
+    copy_bytes: of a copy in the dtype that ops read, where nothing is gathered. is_alone: in its
+    bucket, where the gradient itself is the buffer."""
 
     slot: int
     stored_bytes: int
@@ -65,6 +66,7 @@ class ParameterUse:
     how: How
     name: str = ""
     copy_bytes: int = 0
+    is_alone: bool = False
 
     @property
     def stays_bytes(self) -> int:
@@ -197,7 +199,7 @@ class _ParameterSums:
         alone = [u for u in trained if not u.name]
         self.gathered = sum(u.used_bytes for u in uses if u.how == "gathered")
         self.copied = sum(u.copy_bytes for u in uses)
-        self.flat = sum(u.flat_bytes for u in bucketed)
+        self.flat = sum(u.flat_bytes for u in bucketed if not u.is_alone)
         self.result = sum(u.stored_bytes for u in bucketed if u.how != "cast")
         self.stays = sum(u.stays_bytes for u in alone)
         self.in_flight = sum(u.in_flight_bytes for u in alone)
@@ -258,7 +260,7 @@ class _Timeline:
             sums = self.sums[i]
             inside = memory.reduction_bytes + passing[t]
             buckets = flying[t] + sums.flat + sums.result
-            if sums.flat:
+            if sums.flat or sums.result:
                 behind += staying[t]
                 found.append(_Moment(gradients[t], activations[t], behind, buckets, inside))
         return found

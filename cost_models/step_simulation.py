@@ -119,6 +119,8 @@ class _Run:
         """Of reductions that began in the backward at hand; then they are held gradients."""
         self.flying: list[tuple[Transfer | Phased | None, int]] = []
         """Buffers of gradients, and the reductions that read them longer than one backward."""
+        self.leaving: list[tuple[Transfer | Phased | None, int]] = []
+        """As flying, of gradients that are inside the backward at hand."""
         self.reductions: list[Transfer | Phased] = []
         self.reducing = ReductionStreams(self.streams)
         self.merged = {
@@ -326,7 +328,8 @@ class _Run:
             reduction = None
             if bucket.reduce is not None:
                 reduction = self._start_reduction(bucket.reduce, use)
-            self.flying.append((reduction, bucket.flat_bytes))
+            of = self.leaving if bucket.reduces_gradient else self.flying
+            of.append((reduction, bucket.flat_bytes))
         self.result_bytes += bucket.result_bytes
         self._note(moment, event.inside_bytes)
 
@@ -365,7 +368,9 @@ class _Run:
     def _forget_packed(self) -> None:
         """A backward is over: results count as gradients, buffers stay while a link reads them."""
         self.result_bytes = 0
-        self.flying = [(t, n) for t, n in self.flying if t is not None and not t.is_done]
+        flying = (*self.flying, *self.leaving)
+        self.flying = [(t, n) for t, n in flying if t is not None and not t.is_done]
+        self.leaving = []
 
     def _note(self, moment: int, inside_bytes: int) -> None:
         flying = sum(n for t, n in self.flying if t is None or not t.is_done)

@@ -31,6 +31,9 @@ from meshfold.spmd import INVARIANT, Layout, SpmdType, is_legal, local_blocks, l
 class ConversionCosts(Protocol):
     """What pricing a conversion needs of a cost model (cost_models.cost_model.CostModel)."""
 
+    @property
+    def launch_s(self) -> float: ...
+
     def collective_s(self, kind: str, num_bytes: int, axes: tuple[int, ...]) -> float: ...
 
     def compute_s(self, flops: float, num_bytes: float, dtype: str) -> float: ...

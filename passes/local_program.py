@@ -25,7 +25,7 @@ from meshfold.passes.conversions import (
 )
 from meshfold.passes.exact import ATTENTION
 from meshfold.passes.localize import localize
-from meshfold.passes.parameter_buckets import used_layout
+from meshfold.passes.parameter_buckets import changed_axes, has_own_bucket, used_layout
 from meshfold.passes.parameter_prices import local_bytes, stored_bytes
 from meshfold.passes.rules_attention import RING_ATTENTION, ring_call
 from meshfold.spmd import Layout, local_shape
@@ -106,10 +106,17 @@ class LocalProgramBuilder:
                 how: How = "gathered" if shards > 1 else "reduced" if is_reduced else "cast"
                 use = ParameterUse(t, stored, shards * here, shards * stored, stored, how)
                 is_copy = bool(value.master) and shards == 1
-                found.append((v, replace(use, copy_bytes=here if is_copy else 0)))
+                is_alone = not value.master and self._is_alone(v, layout)
+                copied = here if is_copy else 0
+                found.append((v, replace(use, copy_bytes=copied, is_alone=is_alone)))
             if not runtime:
                 found.append((v, ParameterUse(v, stored, here, stored, stored, "direct")))
         return tuple(found)
+
+    def _is_alone(self, v: int, used: Layout) -> bool:
+        gather, _ = changed_axes(self.arriving[v], used)
+        value = self.graph.values[v]
+        return has_own_bucket(value, self.arriving[v], gather, self.mesh, self.costs)
 
     def _num_gathered(self, stored: Layout, used: Layout) -> int:
         """Shards that are put together."""

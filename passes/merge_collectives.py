@@ -222,7 +222,7 @@ def reductions_of(events: StepEvents) -> Iterator[Mergeable]:
     """Those of buckets, in the order of the backward."""
     for k in reversed(range(len(events.instances))):
         for number, bucket in enumerate(events.regions[events.instances[k]].buckets):
-            if bucket.reduce is not None and bucket.dtype:
+            if bucket.reduce is not None and bucket.dtype and not bucket.is_alone:
                 key = bucket.reduce.kind, bucket.reduce.axes, bucket.dtype
                 yield Mergeable((k, number), key, bucket.reduce.num_bytes)
 
@@ -232,7 +232,7 @@ def gathers_of(events: StepEvents) -> Iterator[Mergeable]:
     for k, r in enumerate(events.instances):
         region = events.regions[r]
         for number, bucket in enumerate(region.buckets):
-            if bucket.gather is not None and bucket.read_dtype:
+            if bucket.gather is not None and bucket.read_dtype and not bucket.is_alone:
                 key = bucket.gather.axes, bucket.read_dtype, region.stays
                 yield Mergeable((k, number), key, bucket.gather.num_bytes)
 

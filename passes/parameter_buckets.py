@@ -3,30 +3,66 @@ same, of one dtype. The emitter makes buckets so, and the simulator counts their
 
 from collections.abc import Sequence
 
-from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import Value
+from meshfold.passes.conversions import ConversionCosts
 from meshfold.passes.parameter_prices import BucketCopies, cast_s, is_bucketed, member_copies
 from meshfold.spmd import REPLICATE, Layout
 
-BucketKey = tuple[tuple[int, ...], tuple[int, ...], str, bool, str]
+BucketKey = tuple[tuple[int, ...], tuple[int, ...], str, bool, str, int]
+
+
+def has_own_bucket(
+    value: Value, stored: Layout, gather: Sequence[int], mesh: Mesh, costs: ConversionCosts
+) -> bool:
+    """Whether a parameter is gathered, and its gradient scattered, alone: the parts of all ranks
+    are then the parameter as ops read it, and the gradient is what is reduced. That saves copies
+    into and out of a buffer that it would share, and costs the start and the latencies of
+    collectives of its own."""
+    if not (gather and _lies_whole(stored, gather, mesh.sizes)):
+        return False
+    shared = member_copies(value, stored, gather, mesh, costs)
+    alone = _copies_alone(value, stored, gather, mesh, costs)
+    kinds = ("all_gather", "all_gather", "reduce_scatter")[: 3 if value.requires_grad else 2]
+    added_s = sum(costs.collective_s(kind, 1, tuple(gather)) for kind in kinds)
+    return 2 * (shared - alone).gathered_s + (shared - alone).reduced_s > added_s
+
+
+def parameter_copies(
+    value: Value, stored: Layout, gather: Sequence[int], mesh: Mesh, costs: ConversionCosts
+) -> BucketCopies:
+    """Of one parameter, in a bucket of its own or one that it shares."""
+    if has_own_bucket(value, stored, gather, mesh, costs):
+        return _copies_alone(value, stored, gather, mesh, costs)
+    return member_copies(value, stored, gather, mesh, costs)
 
 
 def bucket_copies(
-    members: Sequence[tuple[Value, Layout]], gather: Sequence[int], mesh: Mesh, costs: CostModel
+    members: Sequence[tuple[Value, Layout]],
+    gather: Sequence[int],
+    mesh: Mesh,
+    costs: ConversionCosts,
 ) -> BucketCopies:
     """Of a whole bucket. members: parameters, and how they are stored."""
+    if len(members) == 1:
+        ((value, stored),) = members
+        return _copies_alone(value, stored, gather, mesh, costs)
     found = BucketCopies()
     for value, stored in members:
         found += member_copies(value, stored, gather, mesh, costs)
-    if len(members) > 1 or not gather:
-        return found
-    ((value, stored),) = members
-    return BucketCopies(
-        cast_s(value, stored, mesh, costs) if value.master else 0.0,
-        0.0 if _lies_whole(stored, gather, mesh.sizes) else found.taken_s,
-        found.reduced_s,
-    )
+    return found
+
+
+def _copies_alone(
+    value: Value, stored: Layout, gather: Sequence[int], mesh: Mesh, costs: ConversionCosts
+) -> BucketCopies:
+    """Of the only member of a bucket: nothing to pack, and what lies whole is not copied but where
+    its gradient is cast. What is all-reduced is, since that writes into it."""
+    found = member_copies(value, stored, gather, mesh, costs)
+    cast = cast_s(value, stored, mesh, costs) if value.master else 0.0
+    if not (gather and _lies_whole(stored, gather, mesh.sizes)):
+        return BucketCopies(cast, found.taken_s, found.reduced_s)
+    return BucketCopies(cast, 0.0, found.reduced_s if value.master else 0.0)
 
 
 def _lies_whole(stored: Layout, gather: Sequence[int], sizes: Sequence[int]) -> bool:
@@ -58,10 +94,15 @@ def used_layout(stored: Layout, demand: Layout, mesh: Mesh) -> Layout:
     )
 
 
-def bucket_key(stored: Layout, used: Layout, value: Value) -> BucketKey | None:
+def bucket_key(
+    v: int, value: Value, stored: Layout, used: Layout, mesh: Mesh, costs: ConversionCosts
+) -> BucketKey | None:
     """What members of one bucket have in common: (axes gathered, axes of the first reduction where
-    nothing is gathered, dtype, whether trained, master dtype). None: no bucket is needed."""
+    nothing is gathered, dtype, whether trained, master dtype, number of the slot where it is alone
+    in its bucket, else -1). None: no bucket is needed. v: the slot of the parameter."""
     gather, reduce = changed_axes(stored, used)
     if not (gather or (reduce and value.requires_grad) or value.master):
         return None
-    return gather, () if gather else reduce, value.dtype, value.requires_grad, value.master
+    alone = v if has_own_bucket(value, stored, gather, mesh, costs) else -1
+    trained = value.requires_grad
+    return gather, () if gather else reduce, value.dtype, trained, value.master, alone

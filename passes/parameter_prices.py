@@ -29,11 +29,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshfold.cost_models.cost_model import CostModel
 from meshfold.mesh import Mesh
 from meshfold.opgraph import ITEM_BYTES, Value
 from meshfold.passes.axis_roles import SearchCosts
-from meshfold.passes.conversions import Step, step_s
+from meshfold.passes.conversions import ConversionCosts, Step, step_s
 from meshfold.passes.elimination import Table
 from meshfold.spmd import Layout, SpmdType, is_legal, local_shape
 
@@ -77,7 +76,7 @@ def is_bucketed(source: SpmdType, target: SpmdType) -> bool:
     return target.kind == "R" and source.kind in ("I", "S")
 
 
-def cast_s(value: Value, stored: Layout, mesh: Mesh, costs: CostModel | SearchCosts) -> float:
+def cast_s(value: Value, stored: Layout, mesh: Mesh, costs: ConversionCosts) -> float:
     """Seconds to cast a rank's part of a parameter to what ops read, among others."""
     moved = sum(size(value, stored, mesh.sizes) for size in (local_bytes, stored_bytes))
     return costs.compute_s(0.0, moved, value.dtype) - costs.launch_s
@@ -92,11 +91,23 @@ class BucketCopies:
     taken_s: float = 0.0
     reduced_s: float = 0.0
 
+    @property
+    def gathered_s(self) -> float:
+        """Around one gather."""
+        return self.packed_s + self.taken_s
+
     def __add__(self, other: "BucketCopies") -> "BucketCopies":
         return BucketCopies(
             self.packed_s + other.packed_s,
             self.taken_s + other.taken_s,
             self.reduced_s + other.reduced_s,
+        )
+
+    def __sub__(self, other: "BucketCopies") -> "BucketCopies":
+        return BucketCopies(
+            self.packed_s - other.packed_s,
+            self.taken_s - other.taken_s,
+            self.reduced_s - other.reduced_s,
         )
 
 
@@ -105,7 +116,7 @@ def member_copies(
     stored: Layout,
     gather: Sequence[int],
     mesh: Mesh,
-    costs: CostModel | SearchCosts,
+    costs: ConversionCosts,
 ) -> BucketCopies:
     """Of a parameter that is one of several in a bucket. gather: axes that it is gathered over."""
     here, kept = (size(value, stored, mesh.sizes) for size in (local_bytes, stored_bytes))

@@ -35,7 +35,7 @@ from meshfold.passes.pipeline_parameters import (
     Axes,
     Parameter,
     ParameterSums,
-    parameter_copies,
+    copies_of,
 )
 from meshfold.passes.region_price import RegionPrice
 from meshfold.passes.step_time import optimizer_s
@@ -136,7 +136,7 @@ def layer_figures(
     """The figures of a layer of `table` under `strategy`."""
     price, memory = table.prices[strategy.recompute], table.memories[strategy.recompute]
     sums = ParameterSums(table.parameters, strategy.zero, around.mesh)
-    copies = parameter_copies(table.parameters, strategy.zero, around.mesh, around.costs)
+    copies = copies_of(table.parameters, strategy.zero, around.mesh, around.costs)
     forward_s = _forward_s(price) + copies.forward_s
     backward_s = _backward_s(price) + copies.backward_s
     gather_s = _seconds("all_gather", sums.gathered, around)

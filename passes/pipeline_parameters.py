@@ -21,6 +21,7 @@ from meshfold.cost_models.memory import RegionMemory
 from meshfold.mesh import Mesh
 from meshfold.opgraph import OpGraph, SlotKind, Value
 from meshfold.passes.data_parallel import sharded_layout
+from meshfold.passes.parameter_buckets import parameter_copies
 from meshfold.passes.parameter_prices import BucketCopies, local_bytes, member_copies, widening
 from meshfold.passes.region_price import layouts_of_values
 from meshfold.spmd import INVARIANT, Layout
@@ -83,7 +84,7 @@ def _place(parameter: Parameter, zero: int, mesh: Mesh) -> _Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterCopies:
+class LayerCopies:
     """Seconds of copies into and out of buckets (passes/parameter_prices.py) beyond those of a
     program without dp: with every forward and backward of a microbatch, and once per step."""
 
@@ -92,9 +93,9 @@ class ParameterCopies:
     once_s: float
 
 
-def parameter_copies(
+def copies_of(
     parameters: Sequence[Parameter], zero: int, mesh: Mesh, costs: CostModel
-) -> ParameterCopies:
+) -> LayerCopies:
     """Of the parameters of a region. mesh: as for ParameterSums."""
     forward_s = backward_s = once_s = 0.0
     for parameter in parameters:
@@ -104,15 +105,16 @@ def parameter_copies(
             before = member_copies(value, placed.whole, (), mesh, costs)
         if placed.cut or placed.rest or value.master:
             gather = [mesh.names.index(name) for name in placed.cut]
-            copies = member_copies(value, placed.layout, gather, mesh, costs)
-        gathered_s = copies.packed_s + copies.taken_s
+            # Gradients that are added up over microbatches are copied: autograd may share them.
+            price = member_copies if zero == 1 else parameter_copies
+            copies = price(value, placed.layout, gather, mesh, costs)
         backward_s += max(0.0, copies.reduced_s - before.reduced_s)
         if placed.cut and zero < 3:
-            once_s += gathered_s
+            once_s += copies.gathered_s
         else:
-            forward_s += max(0.0, gathered_s - before.packed_s)
-            backward_s += max(0.0, gathered_s - before.packed_s)
-    return ParameterCopies(forward_s, backward_s, once_s)
+            forward_s += max(0.0, copies.gathered_s - before.packed_s)
+            backward_s += max(0.0, copies.gathered_s - before.packed_s)
+    return LayerCopies(forward_s, backward_s, once_s)
 
 
 class ParameterSums:

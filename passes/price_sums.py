@@ -26,8 +26,9 @@ class PriceSums:
     reduced_s: float = 0.0
     communication_s: list[float] = field(init=False)
     again_by_axis_s: list[float] = field(init=False)
-    bucket_bytes: dict[tuple[tuple[int, ...], str], int] = field(default_factory=dict)
-    """By the axes of a collective, which act as one group, and its kind."""
+    bucket_bytes: dict[tuple[tuple[int, ...], str, int], int] = field(default_factory=dict)
+    """By the axes of a collective, which act as one group, its kind, and who is alone in a bucket
+    (passes/parameter_buckets.py)."""
     records: list[tuple[int, ConversionRecord]] = field(default_factory=list)
     """(number of the value, record)."""
     has_seconds: bool = False
@@ -41,8 +42,8 @@ class PriceSums:
         """Add everything of `other`."""
         if other.has_seconds:
             self._merge_seconds(other)
-        for (axes, kind), num_bytes in other.bucket_bytes.items():
-            self.bucket(axes, kind, num_bytes)
+        for key, num_bytes in other.bucket_bytes.items():
+            self.bucket(*key, num_bytes)
         self.records += other.records
 
     def _merge_seconds(self, other: "PriceSums") -> None:
@@ -57,9 +58,9 @@ class PriceSums:
             self.communication_s[axis] += other.communication_s[axis]
             self.again_by_axis_s[axis] += other.again_by_axis_s[axis]
 
-    def bucket(self, axes: tuple[int, ...], kind: str, num_bytes: int) -> None:
-        """Parameters or gradients that go into a bucket of these axes."""
-        key = (axes, kind)
+    def bucket(self, axes: tuple[int, ...], kind: str, alone: int, num_bytes: int) -> None:
+        """Parameters or gradients that go into a bucket of these axes; alone: see bucket_key."""
+        key = (axes, kind, alone)
         self.bucket_bytes[key] = self.bucket_bytes.get(key, 0) + num_bytes
 
     def add(self, cost: ConversionCost) -> None:
@@ -73,7 +74,7 @@ class PriceSums:
     def add_copies(self, copies: BucketCopies) -> None:
         """Of a parameter around a gather, or cast, and before a reduction."""
         self.has_seconds = True
-        self.gathered_s += copies.packed_s + copies.taken_s
+        self.gathered_s += copies.gathered_s
         self.reduced_s += copies.reduced_s
 
     def add_again(self, cost: ConversionCost) -> None:

@@ -110,7 +110,7 @@ class _Writer:
         self.trace: RegionTrace = trace_region(self.program)
         groups: dict[BucketKey, list[tuple[int, Layout]]] = {}
         for v, used in self.builder.uses:
-            key = bucket_key(arriving[v], used, self.graph.values[v])
+            key = bucket_key(v, self.graph.values[v], arriving[v], used, self.mesh, self.costs)
             if key is not None:
                 groups.setdefault(key, []).append((v, used))
         self.groups = list(groups.items())
@@ -162,7 +162,7 @@ class _Writer:
         return first
 
     def _is_made(self, b: int) -> bool:
-        gather, _, _, _, master = self.groups[b][0]
+        gather, _, _, _, master, _ = self.groups[b][0]
         return bool(gather or master)
 
     def _is_saved(self, b: int) -> bool:
@@ -175,7 +175,7 @@ class _Writer:
         return any(members & needs for needs in self.trace.needs)
 
     def _bucket(self, b: int) -> BucketEvents:
-        (gather, reduce, _, is_trained, master), uses = self.groups[b]
+        (gather, reduce, _, is_trained, master, alone), uses = self.groups[b]
         sizes, costs = self.mesh.sizes, self.costs
         shards = math.prod(sizes[k] for k in gather)
         pairs = [(self.graph.values[v], self.arriving[v]) for v, _ in uses]
@@ -195,6 +195,7 @@ class _Writer:
             saved=self._is_saved(b),
             dtype=pairs[0][0].stored_dtype,
             read_dtype=pairs[0][0].dtype,
+            is_alone=alone >= 0,
         )
 
     # The two walks.

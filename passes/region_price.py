@@ -33,11 +33,15 @@ from meshfold.passes.conversions import (
     steps_cost,
 )
 from meshfold.passes.op_time import OpTime, OpTimer
-from meshfold.passes.parameter_buckets import bucket_key, used_layout
+from meshfold.passes.parameter_buckets import (
+    bucket_key,
+    has_own_bucket,
+    parameter_copies,
+    used_layout,
+)
 from meshfold.passes.parameter_prices import (
     is_bucketed,
     local_bytes,
-    member_copies,
     stored_bytes,
 )
 from meshfold.passes.price_sums import PriceSums
@@ -238,13 +242,11 @@ class RegionPricer:
 
     def _add_copies(self, v: int, native: Layout, sums: PriceSums) -> None:
         """Of every bucket that a parameter is in."""
-        value = self.graph.values[v]
-        keys = (
-            bucket_key(native, used_layout(native, d, self.mesh), value) for d in self._demands[v]
-        )
-        for key in dict.fromkeys(keys):
+        value, mesh, costs = self.graph.values[v], self.mesh, self.costs
+        for used in dict.fromkeys(used_layout(native, d, mesh) for d in self._demands[v]):
+            key = bucket_key(v, value, native, used, mesh, costs)
             if key is not None:
-                sums.add_copies(member_copies(value, native, key[0], self.mesh, self.costs))
+                sums.add_copies(parameter_copies(value, native, key[0], mesh, costs))
 
 
 def price_region(
@@ -322,11 +324,12 @@ def _price_parameter(
     if gathered:
         axes = tuple(sorted(gathered))
         shards = math.prod(mesh.sizes[k] for k in axes)
-        sums.bucket(axes, "all_gather", shards * here)
+        alone = v if has_own_bucket(value, edge[0], axes, mesh, costs) else -1
+        sums.bucket(axes, "all_gather", alone, shards * here)
         if value.requires_grad:
-            sums.bucket(axes, "reduce_scatter", shards * kept)
+            sums.bucket(axes, "reduce_scatter", alone, shards * kept)
     if reduced and value.requires_grad:
-        sums.bucket(tuple(sorted(reduced)), "all_reduce", kept)
+        sums.bucket(tuple(sorted(reduced)), "all_reduce", -1, kept)
     _record(graph, v, "parameter", edge, steps_cost(value, steps, mesh, costs), sums)
 
 
@@ -352,7 +355,7 @@ def _record(
 def _finish(forward_s: float, backward_s: float, sums: PriceSums, costs: CostModel) -> RegionPrice:
     names = sums.mesh.names
     gather_s, reduce_s = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-    for (axes, kind), num_bytes in sorted(sums.bucket_bytes.items()):
+    for (axes, kind, _), num_bytes in sorted(sums.bucket_bytes.items()):
         # The outermost axis has the slowest links of the group.
         seconds = gather_s if kind == "all_gather" else reduce_s
         seconds[names[axes[0]]] += costs.collective_s(kind, num_bytes, axes)

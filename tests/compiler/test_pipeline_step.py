@@ -181,6 +181,17 @@ def test_uneven_stages_that_the_search_chose(pools: Pools) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_parameters_alone_in_their_buckets(pools: Pools, zero: int) -> None:
+    """As all are where collectives take no time to start."""
+    plan = planned("llama", 6, 4, pinned({"pp": 2, "dp": 2, "zero": zero}), start_up=False)
+    arguments = ("llama", 6, captured_model("llama", 6), [plan_to_json(plan)])
+    for (outcome,) in pools.run(4, "support_pipeline:run_pipelines", *arguments):
+        assert max(outcome.loss_error, outcome.gradient_error) < TOLERANCE
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
 def test_gradients_of_one_device_add_up_over_microbatches(pools: Pools) -> None:
     base = planned("gpt2", 2, 1, pinned({}))
     assert base.schedule == "1f1b(1 x 4)"

@@ -9,10 +9,17 @@ from support_graphs import costs_on
 
 from meshfold.mesh import Mesh, MeshAxis
 from meshfold.opgraph import Value
-from meshfold.passes.parameter_buckets import bucket_copies, changed_axes, used_layout
+from meshfold.passes.parameter_buckets import (
+    bucket_copies,
+    bucket_key,
+    changed_axes,
+    has_own_bucket,
+    parameter_copies,
+    used_layout,
+)
 from meshfold.passes.parameter_prices import BucketCopies, member_copies
 from meshfold.shards import Assembly
-from meshfold.spmd import INVARIANT, Shard, is_legal, parse_layout
+from meshfold.spmd import INVARIANT, REPLICATE, Shard, is_legal, parse_layout
 
 MESH = Mesh((MeshAxis("dp", 2), MeshAxis("tp", 2)))
 WEIGHT = Value((64, 32), "float32", True)
@@ -54,13 +61,38 @@ def test_copies_of_a_bucket_are_those_of_its_members() -> None:
 def test_the_only_member_is_not_packed() -> None:
     mesh, costs, _ = costs_on(2, 2)
     rows, columns = (Shard(0), INVARIANT), (Shard(1), INVARIANT)
-    reduced_s = member_copies(WEIGHT, rows, (0,), mesh, costs).reduced_s
-    assert bucket_copies([(WEIGHT, rows)], (0,), mesh, costs) == BucketCopies(0, 0, reduced_s)
+    assert bucket_copies([(WEIGHT, rows)], (0,), mesh, costs) == BucketCopies()
     cut = bucket_copies([(WEIGHT, columns)], (0,), mesh, costs)
     assert cut.packed_s == 0
     assert cut.taken_s == member_copies(WEIGHT, columns, (0,), mesh, costs).taken_s > 0
     master = replace(WEIGHT, dtype="bfloat16", master="float32")
-    assert bucket_copies([(master, rows)], (0,), mesh, costs).packed_s > 0
+    cast = bucket_copies([(master, rows)], (0,), mesh, costs)
+    assert cast.packed_s > 0 and not cast.taken_s
+    assert cast.reduced_s == member_copies(master, rows, (0,), mesh, costs).reduced_s > 0
+
+
+def test_large_parameters_have_buckets_of_their_own() -> None:
+    """Where copies take longer than the start of two gathers and a reduction."""
+    mesh, costs, _ = costs_on(2, 2)
+    stored, used = (Shard(0), INVARIANT), (REPLICATE, INVARIANT)
+    starts_s = sum(
+        costs.collective_s(kind, 1, (0,)) for kind in ("all_gather", "all_gather", "reduce_scatter")
+    )
+    rows = 2
+    while not has_own_bucket(replace(WEIGHT, shape=(rows, 4096)), stored, (0,), mesh, costs):
+        rows *= 2
+    for size, is_alone in ((rows // 2, False), (rows, True), (4 * rows, True)):
+        weight = replace(WEIGHT, shape=(size, 4096))
+        copies = member_copies(weight, stored, (0,), mesh, costs)
+        saved_s = 2 * copies.gathered_s + copies.reduced_s
+        assert (saved_s > starts_s) == is_alone
+        key = bucket_key(7, weight, stored, used, mesh, costs)
+        assert key is not None and key[-1] == (7 if is_alone else -1)
+        alone = bucket_copies([(weight, stored)], (0,), mesh, costs)
+        found = parameter_copies(weight, stored, (0,), mesh, costs)
+        assert found == (alone if is_alone else copies)
+    columns = (Shard(1), INVARIANT)
+    assert not has_own_bucket(replace(WEIGHT, shape=(4 * rows, 4096)), columns, (0,), mesh, costs)
 
 
 TYPES = st.sampled_from([INVARIANT, Shard(0), Shard(1), Shard(0, 2), Shard(1, 2)])
