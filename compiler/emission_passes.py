@@ -22,6 +22,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.emit import Written, check_runs, emit_typed
 from meshfold.hierarchy import Hierarchy, node_levels
 from meshfold.opgraph import FoldedGraph
+from meshfold.passes.line_schedule import LineOrders
 from meshfold.passes.region_parts import PartsProblem, parted
 from meshfold.passes.ring_graph import in_planned_ring
 from meshfold.passes.variants import planned_graph
@@ -46,11 +47,12 @@ class PassRun:
 @dataclass(frozen=True)
 class Subject:
     """What is emitted. split: the captured graph with its regions as the plan has them; costs: of
-    the plan's cluster and mesh."""
+    the plan's cluster and mesh; known: orders that schedules of other plans have found."""
 
     split: FoldedGraph
     plan: Plan
     costs: CostModel
+    known: LineOrders | None = None
 
     @property
     def typings(self) -> list[RegionTyping]:
@@ -106,7 +108,8 @@ def _ring(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
 def _schedule(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     """What gradients of weights may hold longer than without is what the plan leaves of memory."""
     assert program is not None, "there is something to schedule"
-    return scheduled(program, of.costs, max(0, of.plan.memory.capacity - of.plan.memory.peak))
+    left_bytes = max(0, of.plan.memory.capacity - of.plan.memory.peak)
+    return scheduled(program, of.costs, left_bytes, of.known)
 
 
 def _merge(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
@@ -142,16 +145,17 @@ def emit(
     watch: Watch | None = None,
     passes: Sequence[EmissionPass] = PASSES,
     costs: CostModel | None = None,
+    known: LineOrders | None = None,
 ) -> EmittedProgram:
     """The program of every rank of `plan.mesh`, of a plan that runs every batch in one pass.
-    costs: of its cluster and mesh, if at hand.
+    costs: of its cluster and mesh, if at hand; known: see Subject.
 
     Raises PlanMismatchError if the plan's regions are not those of `folded`, or if it uses what can
     be planned but not run; PassError where a pass breaks what must hold.
     """
     check_runs(plan)
     split = planned_graph(folded, plan)
-    subject = Subject(split, plan, costs or CostModel(plan.cluster, plan.mesh))
+    subject = Subject(split, plan, costs or CostModel(plan.cluster, plan.mesh), known)
     program: EmittedProgram | None = None
     ran = [one for one in passes if one.mode in ("", plan.mode)]
     for number, one in enumerate(ran, 1):

@@ -13,10 +13,12 @@ from meshfold.emission_passes import emit
 from meshfold.errors import OptionError
 from meshfold.opgraph import FoldedGraph
 from meshfold.options import PARTS
+from meshfold.passes.line_schedule import LineOrders
 from meshfold.passes.parts_graph import UncutError
 from meshfold.passes.region_parts import PartsProblem
 from meshfold.passes.variants import planned_graph
 from meshfold.plan import Plan
+from meshfold.probe import OpProber
 from meshfold.schedule_events import with_program_events
 from meshfold.strategy import Parts, PartsOf
 
@@ -38,17 +40,19 @@ def with_parts(plan: Plan, folded: FoldedGraph, pinned: int | None) -> Plan:
             "out"
         )
     costs = CostModel(plan.cluster, plan.mesh)
-    best = with_program_events(plan, folded, costs)
+    probe, known = OpProber(), LineOrders()
+    best = with_program_events(plan, folded, costs, probe, known)
     if best.mode != "scheduled" or best.events is None or pinned == 1:
         return best
     problem = PartsProblem(planned_graph(folded, plan), plan)
     if pinned is not None:
-        return with_program_events(_pinned(best, problem, pinned), folded, costs)
-    program = emit(folded, plan, costs=costs)
+        return with_program_events(_pinned(best, problem, pinned), folded, costs, probe, known)
+    program = emit(folded, plan, costs=costs, known=known)
     waiting = {r.region for r in program.regions if r.schedule is not None}
     for region in filter(waiting.__contains__, by_time(best)):
         for parts in _possible(best, problem, region):
-            found = with_program_events(_with(best, region, parts), folded, costs)
+            tried = _with(best, region, parts)
+            found = with_program_events(tried, folded, costs, probe, known)
             # Where two parts do not pay four may: more hides, and weights are read as often again.
             if is_better(found, best):
                 best = found

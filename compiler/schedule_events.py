@@ -15,6 +15,7 @@ from meshfold.emission_passes import emit
 from meshfold.handed_parts import Borders, borders_of
 from meshfold.opgraph import FoldedGraph
 from meshfold.passes.conversions import Step
+from meshfold.passes.line_schedule import LineOrders
 from meshfold.passes.local_program import Probe
 from meshfold.passes.merge_collectives import merged_events, sizes_of
 from meshfold.passes.region_events import bytes_inside, merged, region_events
@@ -31,17 +32,21 @@ Inside = Mapping[int | tuple[int, Step], tuple[int, int]]
 
 
 def with_program_events(
-    plan: Plan, folded: FoldedGraph, costs: CostModel | None = None, probe: Probe | None = None
+    plan: Plan,
+    folded: FoldedGraph,
+    costs: CostModel | None = None,
+    probe: Probe | None = None,
+    known: LineOrders | None = None,
 ) -> Plan:
     """`plan` with the events and the simulated step of the program that it is emitted as, where
     these are others than those it was searched with. folded: the captured model; costs: of the
-    plan's cluster and mesh, and probe, if at hand."""
+    plan's cluster and mesh, and probe, if at hand; known: as for emit."""
     has_ring = any(region.ring for region in plan.regions)
     if plan.events is None or not (plan.mode == "scheduled" or has_ring):
         return plan
     costs = costs or CostModel(plan.cluster, plan.mesh)
     probe = probe or OpProber()
-    program = emit(folded, plan, costs=costs)
+    program = emit(folded, plan, costs=costs, known=known)
     written: list[RegionEvents] = []
     instances = [0] * len(program.programs)
     borders_by_instance = borders_of(program)

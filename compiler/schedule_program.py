@@ -14,7 +14,7 @@ from meshfold.cost_models.cost_model import CostModel
 from meshfold.handed_parts import borders_of, communicates, is_in_parts
 from meshfold.opgraph import OpGraph, SlotKind
 from meshfold.passes.check_plan import typed_rules
-from meshfold.passes.line_schedule import NEXT, Border, line_order
+from meshfold.passes.line_schedule import NEXT, Border, LineOrders, line_order
 from meshfold.passes.list_schedule import Task, list_order
 from meshfold.passes.parameter_prices import local_bytes
 from meshfold.passes.part_borders import joined, taken_apart
@@ -34,16 +34,20 @@ with tp8+sp: with a half a layer's forward takes 2.60 ms, with this 2.37, and no
 ones."""
 
 
-def scheduled(program: EmittedProgram, costs: CostModel, bound_bytes: int) -> EmittedProgram:
+def scheduled(
+    program: EmittedProgram, costs: CostModel, bound_bytes: int, known: LineOrders | None = None
+) -> EmittedProgram:
     """`program` with a schedule for every region that communicates inside; what gathers and reduces
-    its parameters alone does that in eager mode just so. bound_bytes: what may be held for W's.
+    its parameters alone does that in eager mode just so. bound_bytes: what may be held for W's;
+    known: orders of lines that were found before.
     """
+    known = {} if known is None else known
     regions = []
     lines = _lines(program)
     pairs = zip(program.regions, region_prices(program, costs), strict=True)
     for k, (region, prices) in enumerate(pairs):
         if communicates(region):
-            schedule = schedule_region(region, prices, bound_bytes, lines.get(k))
+            schedule = schedule_region(region, prices, bound_bytes, lines.get(k), known)
             region = replace(region, schedule=schedule)
         regions.append(region)
     return replace(program, regions=tuple(regions))
@@ -69,14 +73,18 @@ def region_prices(program: EmittedProgram, costs: CostModel) -> Iterator[PiecePr
 
 
 def schedule_region(
-    region: RegionProgram, prices: PiecePrices, bound_bytes: int, line: Mapping[int, int] | None
+    region: RegionProgram,
+    prices: PiecePrices,
+    bound_bytes: int,
+    line: Mapping[int, int] | None,
+    known: LineOrders,
 ) -> RegionSchedule:
     """The schedule of an emitted region. bound_bytes: what may be held for W's; line: what it takes
     in parts from its like, None of one that does not run in parts. One in line has the pieces with
     which the line is faster."""
-    schedulers = [_Scheduler(region, prices, bound_bytes, line)]
+    schedulers = [_Scheduler(region, prices, bound_bytes, line, known)]
     if line:
-        schedulers.append(_Scheduler(region, prices, bound_bytes, line, grain=GRAIN))
+        schedulers.append(_Scheduler(region, prices, bound_bytes, line, known, grain=GRAIN))
     found = [(one.schedule(), one.seconds) for one in schedulers]
     return min(found, key=lambda pair: pair[1])[0]
 
@@ -88,8 +96,10 @@ class _Scheduler:
         prices: PiecePrices,
         bound_bytes: int,
         line: Mapping[int, int] | None,
+        known: LineOrders,
         grain: float = math.inf,
     ) -> None:
+        self.known = known
         self.prices = prices
         self.ops: OpGraph = prices.ops
         self.costs = prices.costs
@@ -248,7 +258,7 @@ class _Scheduler:
         ):
             # It does not run between them.
             tasks[at[k]] = replace(tasks[at[k]], seconds=0.0)
-        found = line_order(tasks, border, self.bound_bytes)
+        found = line_order(tasks, border, self.bound_bytes, self.known)
         self.seconds += found.seconds
         order = (Move("T") if t == NEXT else moves[t] for t in found.order)
         return tuple(order), found.tail

@@ -64,8 +64,25 @@ class LineOrder:
     seconds: float = field(default=0.0, compare=False)
 
 
-def line_order(tasks: Sequence[Task], border: Border, bound_bytes: int) -> LineOrder:
-    """The order of `tasks`, which stand as passes.list_schedule.list_order wants them."""
+LineOrders = dict[tuple[tuple[Task, ...], Border, int], LineOrder]
+"""What was found, by everything that it depends on: who tries parts of one region after those of
+another asks for the same lines again."""
+
+
+def line_order(
+    tasks: Sequence[Task], border: Border, bound_bytes: int, known: LineOrders | None = None
+) -> LineOrder:
+    """The order of `tasks`, which stand as passes.list_schedule.list_order wants them. known: what
+    was found before, to which this is added."""
+    key = tuple(tasks), border, bound_bytes
+    if known is None:
+        return _line_order(*key)
+    if key not in known:
+        known[key] = _line_order(*key)
+    return known[key]
+
+
+def _line_order(tasks: Sequence[Task], border: Border, bound_bytes: int) -> LineOrder:
     line = _Line(tasks, border)
     alone = tuple((t, False) for t in list_order(tasks, bound_bytes))
     bound_bytes = max(bound_bytes, line.held_bytes(alone))

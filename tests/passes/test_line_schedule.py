@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.passes.line_schedule import NEXT, Border, LineOrder, line_order
+from meshfold.passes.line_schedule import NEXT, Border, LineOrder, LineOrders, line_order
 from meshfold.passes.list_schedule import Task, list_order, span_s
 
 TWO_PARTS = (
@@ -56,6 +56,17 @@ def test_the_last_collective_hides_behind_the_next_region() -> None:
     found = line_order(TWO_PARTS, Border(HANDED), 0)
     assert found.tail and found.order.count(NEXT) == found.tail
     assert seconds_in_line(TWO_PARTS, found, 10) == 21
+
+
+def test_what_is_known_is_not_looked_for_again() -> None:
+    known: LineOrders = {}
+    found = line_order(TWO_PARTS, Border(HANDED), 0, known)
+    assert found == line_order(TWO_PARTS, Border(HANDED), 0)
+    assert line_order(list(TWO_PARTS), Border(HANDED), 0, known) is found
+    # Another bound, and another border, are other questions.
+    line_order(TWO_PARTS, Border(HANDED), 1, known)
+    line_order(TWO_PARTS, Border(HANDED, frozenset({2})), 0, known)
+    assert len(known) == 3
 
 
 def test_what_is_wanted_elsewhere_is_not_left() -> None:
