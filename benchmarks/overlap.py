@@ -15,10 +15,10 @@ without the optimizer, and counts from a barrier to the last rank. Medians and r
                          column and row parallel linears by hand
     no communication     one process's part of the batch under the model alone
 
-gloo moves bytes with the cores that compute, so it hides little. With --wire a collective of
-meshfold also takes as long as a serial link of so many MB/s would, which needs no core: what there
-is to hide then shows; the others are left out, and plans are made for such a link. Losses are
-compared first.
+gloo moves bytes with the cores that compute, so it hides little. With --wire collectives of
+meshfold run over a serial link of so many MB/s that needs no core (benchmarks/emulated_link.py):
+what there is to hide then shows; the others are left out, and plans are made for such a link.
+Losses are compared first.
 
 Last comes how often the simulator has the order right: of all pairs of meshfold's programs whose
 medians differ by more than a tenth, the share that it has in the measured order. Plans are made for
@@ -31,13 +31,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
-from machine import this_machine
+from emulated_link import EmulatedLink
+from machine import Sample, this_machine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,7 +57,6 @@ from transformers import (
 
 import meshfold
 from meshfold.cluster import OVERLAP_SLOWDOWN, ClusterSpec
-from meshfold.collectives import Axes
 from meshfold.local_processes import Report, run_local
 from meshfold.options import CompileOptions
 from meshfold.program import EmittedProgram
@@ -65,6 +64,8 @@ from meshfold.runner import ProgramRunner
 from meshfold.runtime import CompiledModel
 
 SAMPLES, SEQUENCE, VOCABULARY = 4, 64, 1024
+SMALL_WIDTH = 32
+"""Of the model whose kernels are hardly more than their starts."""
 WARM_UP = 2
 CLOSE = 1e-3
 """Of losses in float32; the mean over ranks of equal parts is the mean of all."""
@@ -134,7 +135,7 @@ def meshfold_programs(
     model: nn.Module,
     batch: dict[str, Tensor],
     cluster: ClusterSpec,
-    wire: float,
+    link: EmulatedLink | None,
     pins: dict[str, int],
     in_parts: bool,
 ) -> Programs:
@@ -151,8 +152,9 @@ def meshfold_programs(
     simulated_s: dict[str, float] = {}
     for name, of in options.items():
         made = meshfold.compile(copy.deepcopy(model), cluster, batch, options=of)
-        if wire:
-            slow_down(made, wire)
+        if link is not None:
+            assert made.rank_mesh is not None
+            link.connect(made.rank_mesh)
         steps[name] = loss_step(made, batch)
         assert made.plan.simulated is not None
         simulated_s[name] = made.plan.simulated.step_s - made.plan.time.optimizer_s
@@ -161,12 +163,10 @@ def meshfold_programs(
     return Programs(steps, simulated_s)
 
 
-def wired(cluster: ClusterSpec, wire: float) -> ClusterSpec:
-    """The cluster with a link of so many bytes per second, if any, that disturbs no core."""
-    if not wire:
-        return cluster
+def linked(cluster: ClusterSpec, emulated: EmulatedLink) -> ClusterSpec:
+    """The cluster with this link, which disturbs no core."""
     (group,) = cluster.groups
-    link = replace(group.link, bytes_per_s=wire)
+    link = replace(group.link, bytes_per_s=emulated.bytes_per_s, start_s=emulated.start_s)
     device = replace(group.device, overlap_slowdown=OVERLAP_SLOWDOWN)
     return replace(cluster, groups=(replace(group, link=link, device=device),))
 
@@ -184,43 +184,6 @@ def waiting_step(made: CompiledModel, batch: dict[str, Tensor]) -> Step:
         return loss.detach()
 
     return step
-
-
-def slow_down(compiled: CompiledModel, bytes_per_s: float) -> None:
-    """Let every collective of a model take as long as a serial link of so many bytes per second
-    takes for it, at least; waiting for that needs no core."""
-    mesh = compiled.rank_mesh
-    assert mesh is not None
-    free_s, done_s = 0.0, dict[int, float]()
-
-    def start(plain: Callable[..., Tensor], factor: float, x: Tensor, *arguments: Any) -> Tensor:
-        nonlocal free_s
-        seconds = factor * x.numel() * x.element_size() / bytes_per_s
-        in_flight = plain(x, *arguments)
-        free_s = max(free_s, time.perf_counter()) + seconds
-        done_s[in_flight.data_ptr()] = free_s
-        return in_flight
-
-    def exchange(
-        plain: Callable[..., Tensor], x: Tensor, axes: Axes, sent: list[int], received: list[int]
-    ) -> Tensor:
-        own = sent[mesh.coord(axes[0])]
-        return start(plain, 1 - own / max(sum(sent), 1), x, axes, sent, received)
-
-    def wait(plain: Callable[..., Tensor], in_flight: Tensor) -> Tensor:
-        at_s = done_s.pop(in_flight.data_ptr(), 0.0)
-        time.sleep(max(0.0, at_s - time.perf_counter()))
-        return plain(in_flight)
-
-    others = dist.get_world_size() - 1
-    share = others / (others + 1)
-    factors = {"all_reduce": 2 * share, "all_reduce_in_place": 2 * share, "all_gather": others}
-    factors |= {"reduce_scatter": share, "all_to_all": share}
-    for kind, factor in factors.items():
-        name = f"start_{kind}"
-        setattr(mesh, name, partial(start, getattr(mesh, name), factor))
-    mesh.start_exchange = partial(exchange, mesh.start_exchange)  # type: ignore[method-assign]
-    mesh.wait = partial(wait, mesh.wait)  # type: ignore[method-assign]
 
 
 def variants(layers: int, width: int, wire: float) -> Programs:
@@ -246,13 +209,17 @@ def variants(layers: int, width: int, wire: float) -> Programs:
         parallelize_module(layer, mesh, styles)
 
     alone = loss_step(copy.deepcopy(model), part)
-    cluster = wired(this_machine(model, part, alone), wire)
+    small = build_model(layers, SMALL_WIDTH)
+    cluster = this_machine(Sample(model, part, alone), Sample(small, part, loss_step(small, part)))
+    link = EmulatedLink(wire) if wire else None
+    if link is not None:
+        cluster = linked(cluster, link)
     found: dict[str, Step] = {}
     simulated_s: dict[str, float] = {}
     for kind, pins in KINDS.items():
         pins = {k: size if v < 0 else v for k, v in pins.items()}
         of_kind = with_experts if "ep" in pins else model
-        programs = meshfold_programs(of_kind, batch, cluster, wire, pins, kind in IN_PARTS)
+        programs = meshfold_programs(of_kind, batch, cluster, link, pins, kind in IN_PARTS)
         found |= {f"{kind}: {name}": step for name, step in programs.steps.items()}
         simulated_s |= {f"{kind}: {name}": x for name, x in programs.simulated_s.items()}
     if not wire:
