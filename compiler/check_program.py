@@ -14,6 +14,7 @@ from meshfold.errors import PassError
 from meshfold.program import PLACE, EmittedProgram, RegionProgram
 from meshfold.region_schedule import RegionSchedule
 from meshfold.spmd import is_legal, layout_text
+from meshfold.weight_gradients import late_names
 
 Check = Callable[[EmittedProgram, RegionProgram], None]
 
@@ -64,6 +65,15 @@ def _check_schedule(schedule: RegionSchedule, known: set[str]) -> None:
     late = {m.number: k for k, m in enumerate(schedule.backward) if m.kind == "W"}
     assert late.keys() == schedule.late_s.keys(), "weights"
     assert all(place[k] < at for k, at in late.items()), "weights before their backward"
+    reduced = {m.number: k for k, m in enumerate(schedule.backward) if m.kind == "R"}
+    for k, at in late.items():
+        for name in late_names(pieces.pieces[k]):
+            if name in makers:
+                asked = place[makers[name]]
+                assert at < asked, f"the backward of piece {makers[name]} needs the weights of {k}"
+            elif name in pieces.members:
+                bucket, _ = pieces.members[name]
+                assert at < reduced[bucket], f"bucket {bucket} needs the weights of piece {k}"
 
 
 def _check_types(program: EmittedProgram, region: RegionProgram) -> None:

@@ -149,10 +149,12 @@ class LineRegion(ScheduledRegion):
         if self.before is not None:
             self.before.behind, self.before = self, None
         token = torch.empty(0, device=self.step.mesh.device)
-        return [
+        found = [
             token if n in self.come else self.gradients.pop(name, None)
             for n, name in enumerate(self.direct_names)
         ]
+        self._check_over()
+        return found
 
     def _move_backward(self, k: int) -> None:
         kind = self.schedule.backward[k].kind
@@ -173,8 +175,14 @@ class LineRegion(ScheduledRegion):
             self.backward_at += 1
             self._move_backward(self.backward_at - 1)
             if self.is_over:
-                assert self.taken.keys() >= self.gradients.keys(), "gradients are made too late"
+                self._check_over()
                 self.step.leave_instance()
+
+    def _check_over(self) -> None:
+        """Of a backward that is over only gradients of parts that came are left."""
+        assert not self.is_over or self.taken.keys() >= self.gradients.keys(), (
+            f"gradients are made too late: {sorted(self.gradients)}"
+        )
 
     def _finish_behind(self) -> None:
         while self.behind is not None and not self.behind.is_over:

@@ -4,7 +4,7 @@ Costs are the plan's, so they are the same on all ranks.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -23,7 +23,7 @@ from meshfold.piece_runs import moves_of, period_of, renumbered, runs_of
 from meshfold.pieces import Cuts, cut_in_pieces, cut_in_runs
 from meshfold.program import ORIGIN, PLACE, EmittedProgram, RegionProgram
 from meshfold.region_schedule import Collective, Move, Piece, RegionSchedule
-from meshfold.weight_gradients import split_backward, weight_of
+from meshfold.weight_gradients import late_names, split_backward, weight_of
 
 Moves = tuple[tuple[Move, ...], int]
 """Those of a direction, and how many are its tail."""
@@ -275,13 +275,13 @@ class _Scheduler:
         at: dict[int, int] = {}
         last: dict[int, int] = {}
         """What makes the gradients of a piece's inputs, the last of it."""
-        users = self._users()
+        users, late = self._users(), self._late_users()
         for k in reversed(range(len(self.pieces.pieces))):
             piece = self.pieces.pieces[k]
-            needs = (0, *sorted(at[u] for u in users[k]))
+            needs = {0, *(at[u] for u in users[k]), *(last[u] for u in late[k])}
             last[k] = at[k] = len(tasks)
             moves.append(Move("B", k))
-            tasks.append(self._task(piece, 1, needs, at))
+            tasks.append(self._task(piece, 1, tuple(sorted(needs)), at))
             if k in self.late:
                 seconds, held_bytes = self.late[k]
                 tasks[-1] = replace(tasks[-1], seconds=max(0.0, tasks[-1].seconds - seconds))
@@ -329,9 +329,17 @@ class _Scheduler:
 
     def _users(self) -> list[set[int]]:
         """Per piece those that read what it makes."""
+        return self._readers(lambda piece: piece.inputs)
+
+    def _late_users(self) -> list[set[int]]:
+        """Per piece those whose W makes gradients of what it makes: of a weight that is converted,
+        or a view."""
+        return self._readers(late_names)
+
+    def _readers(self, names: Callable[[Piece | Collective], Iterable[str]]) -> list[set[int]]:
         users: list[set[int]] = [set() for _ in self.pieces.pieces]
         for k, piece in enumerate(self.pieces.pieces):
-            for name in piece.inputs:
+            for name in names(piece):
                 if name in self.makers:
                     users[self.makers[name]].add(k)
         return users

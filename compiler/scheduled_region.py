@@ -197,7 +197,9 @@ class ScheduledRegion:
             self._add(name, gradient)
         for k in range(len(self.schedule.backward)):
             self._move_backward(k)
-        return [self.gradients.pop(name, None) for name in self.direct_names]
+        found = [self.gradients.pop(name, None) for name in self.direct_names]
+        assert not self.gradients, f"gradients are made too late: {sorted(self.gradients)}"
+        return found
 
     def _move_backward(self, k: int) -> None:
         move = self.schedule.backward[k]

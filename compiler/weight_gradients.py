@@ -26,6 +26,7 @@ from meshfold import expert_ops
 from meshfold.collectives import RankMesh
 from meshfold.opgraph import OpGraph, SlotKind
 from meshfold.program import PLACE
+from meshfold.region_schedule import Collective, Piece
 from meshfold.weight_work import WeightWork
 
 
@@ -179,6 +180,25 @@ def weight_of(product: fx.Node) -> fx.Node:
     weight = product.args[1 + position]
     assert isinstance(weight, fx.Node)
     return weight
+
+
+def late_names(piece: Piece | Collective) -> set[str]:
+    """Of what a piece reads, once split_backward has changed its graph, the names whose gradients
+    its W makes: the weights of its products, or what these are views of."""
+    if piece.kind != "ops":
+        return set()
+    functions = {function for function, _ in _SPLIT.values()}
+    nodes = piece.graph.graph.nodes
+    left = [weight_of(node) for node in nodes if node.target in functions]
+    found: set[fx.Node] = set()
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    placeholders = (node for node in nodes if node.op == "placeholder")
+    pairs = zip(piece.inputs, placeholders, strict=True)
+    return {name for name, node in pairs if node in found}
 
 
 def _is_weight(node: Any, ops: OpGraph) -> bool:
