@@ -367,6 +367,6 @@ def _group(
         assert key is not None, "members have something to gather, to reduce or to cast"
         groups.setdefault(key, []).append(use)
     return tuple(
-        Bucket(gather, dtype, requires_grad, tuple(members), master, alone >= 0)
+        Bucket(gather, dtype, requires_grad, tuple(members), master, alone is not None)
         for (gather, _, dtype, requires_grad, master, alone), members in groups.items()
     )

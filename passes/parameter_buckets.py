@@ -9,7 +9,9 @@ from meshfold.passes.conversions import ConversionCosts
 from meshfold.passes.parameter_prices import BucketCopies, cast_s, is_bucketed, member_copies
 from meshfold.spmd import REPLICATE, Layout
 
-BucketKey = tuple[tuple[int, ...], tuple[int, ...], str, bool, str, int]
+Alone = tuple[int, Layout]
+"""Slot and used layout of a parameter that has a bucket of its own: read in two, it has two."""
+BucketKey = tuple[tuple[int, ...], tuple[int, ...], str, bool, str, Alone | None]
 
 
 def has_own_bucket(
@@ -98,11 +100,11 @@ def bucket_key(
     v: int, value: Value, stored: Layout, used: Layout, mesh: Mesh, costs: ConversionCosts
 ) -> BucketKey | None:
     """What members of one bucket have in common: (axes gathered, axes of the first reduction where
-    nothing is gathered, dtype, whether trained, master dtype, number of the slot where it is alone
-    in its bucket, else -1). None: no bucket is needed. v: the slot of the parameter."""
+    nothing is gathered, dtype, whether trained, master dtype, who it is where it is alone in its
+    bucket). None: no bucket is needed. v: the slot of the parameter."""
     gather, reduce = changed_axes(stored, used)
     if not (gather or (reduce and value.requires_grad) or value.master):
         return None
-    alone = v if has_own_bucket(value, stored, gather, mesh, costs) else -1
+    alone = (v, used) if has_own_bucket(value, stored, gather, mesh, costs) else None
     trained = value.requires_grad
     return gather, () if gather else reduce, value.dtype, trained, value.master, alone

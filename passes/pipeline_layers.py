@@ -23,7 +23,7 @@ larger of both would count; charged is what it needs beyond one microbatch's. Se
 one rank.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -139,11 +139,17 @@ def layer_figures(
     copies = copies_of(table.parameters, strategy.zero, around.mesh, around.costs)
     forward_s = _forward_s(price) + copies.forward_s
     backward_s = _backward_s(price) + copies.backward_s
-    gather_s = _seconds("all_gather", sums.gathered, around)
-    shard_reduce_s = _seconds("reduce_scatter", sums.scattered, around)
-    gather_once_s = _seconds("all_gather", sums.gathered_once, around)
-    reduce_s = _seconds("reduce_scatter", sums.scattered_once, around)
-    reduce_s += _seconds("all_reduce", sums.reduced, around)
+    gather_s, shard_reduce_s, gather_once_s, reduce_s, whole_reduce_s = (
+        _seconds(kind, bytes_by_group, around, copies.alone)
+        for kind, bytes_by_group in (
+            ("all_gather", sums.gathered),
+            ("reduce_scatter", sums.scattered),
+            ("all_gather", sums.gathered_once),
+            ("reduce_scatter", sums.scattered_once),
+            ("all_reduce", sums.reduced),
+        )
+    )
+    reduce_s += whole_reduce_s
     whole_s = optimizer_s(sums.updated, around.costs, around.optimizer)
     late_s = max(0.0, reduce_s - backward_s) + max(0.0, gather_once_s - forward_s)
     first_s = reduce_s + gather_once_s - late_s + gather_s + shard_reduce_s
@@ -174,8 +180,19 @@ def layer_figures(
     )
 
 
-def _seconds(kind: str, bytes_by_group: Mapping[Axes, int], around: Surroundings) -> float:
-    return sum(around.over(kind, size, axes) for axes, size in sorted(bytes_by_group.items()))
+def _seconds(
+    kind: str,
+    bytes_by_group: Mapping[Axes, int],
+    around: Surroundings,
+    alone: Mapping[tuple[str, Axes], Sequence[int]],
+) -> float:
+    """Of one bucket per group, and those of parameters that are `alone`, whose bytes count among
+    the group's."""
+    total = 0.0
+    for axes, size in sorted(bytes_by_group.items()):
+        own = alone.get((kind, axes), ())
+        total += sum(around.over(kind, each, axes) for each in (*own, size - sum(own)) if each)
+    return total
 
 
 def _forward_s(price: RegionPrice) -> float:

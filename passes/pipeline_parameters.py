@@ -12,8 +12,8 @@ whole, since devices that hold it must hold the same. Expert weights are shards 
 are cut on dp alone. All figures are of one rank.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.cost_model import CostModel
@@ -21,7 +21,7 @@ from meshfold.cost_models.memory import RegionMemory
 from meshfold.mesh import Mesh
 from meshfold.opgraph import OpGraph, SlotKind, Value
 from meshfold.passes.data_parallel import sharded_layout
-from meshfold.passes.parameter_buckets import parameter_copies
+from meshfold.passes.parameter_buckets import has_own_bucket, parameter_copies
 from meshfold.passes.parameter_prices import BucketCopies, local_bytes, member_copies, widening
 from meshfold.passes.region_price import layouts_of_values
 from meshfold.spmd import INVARIANT, Layout
@@ -83,38 +83,56 @@ def _place(parameter: Parameter, zero: int, mesh: Mesh) -> _Placed:
     return _Placed(whole, layout, cut, rest)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerCopies:
     """Seconds of copies into and out of buckets (passes/parameter_prices.py) beyond those of a
-    program without dp: with every forward and backward of a microbatch, and once per step."""
+    program without dp: with every forward and backward of a microbatch, and once per step. alone:
+    by kind of collective and group of ranks the bytes of each parameter with a bucket of its own.
+    """
 
     forward_s: float
     backward_s: float
     once_s: float
+    alone: Mapping[tuple[str, Axes], Sequence[int]]
 
 
 def copies_of(
     parameters: Sequence[Parameter], zero: int, mesh: Mesh, costs: CostModel
 ) -> LayerCopies:
-    """Of the parameters of a region. mesh: as for ParameterSums."""
+    """Of the parameters of a region. mesh: as for ParameterSums; costs: of a mesh with its axes,
+    and others."""
     forward_s = backward_s = once_s = 0.0
+    alone = defaultdict[tuple[str, Axes], list[int]](list)
     for parameter in parameters:
         value, placed = parameter.value, _place(parameter, zero, mesh)
-        before = copies = BucketCopies()
+        whole, layout = (_on(costs.mesh, mesh, x) for x in (placed.whole, placed.layout))
+        gather = [costs.mesh.index(name) for name in placed.cut]
+        before, (gathered, reduced) = BucketCopies(), (BucketCopies(), BucketCopies())
         if parameter.summed or value.master:
-            before = member_copies(value, placed.whole, (), mesh, costs)
+            before = member_copies(value, whole, (), costs.mesh, costs)
         if placed.cut or placed.rest or value.master:
-            gather = [mesh.names.index(name) for name in placed.cut]
-            # Gradients that are added up over microbatches are copied: autograd may share them.
-            price = member_copies if zero == 1 else parameter_copies
-            copies = price(value, placed.layout, gather, mesh, costs)
-        backward_s += max(0.0, copies.reduced_s - before.reduced_s)
-        if placed.cut and zero < 3:
-            once_s += copies.gathered_s
-        else:
-            forward_s += max(0.0, copies.gathered_s - before.packed_s)
-            backward_s += max(0.0, copies.gathered_s - before.packed_s)
-    return LayerCopies(forward_s, backward_s, once_s)
+            gathered = reduced = parameter_copies(value, layout, gather, costs.mesh, costs)
+            if zero == 1:
+                # Gradients that are added up over microbatches are copied: autograd may share them.
+                reduced = member_copies(value, layout, gather, costs.mesh, costs)
+        if has_own_bucket(value, layout, gather, costs.mesh, costs):
+            used = local_bytes(value, whole, costs.mesh.sizes)
+            alone["all_gather", placed.cut].append(used)
+            if value.requires_grad:
+                alone["reduce_scatter", placed.cut].append(widening(value) * used)
+        backward_s += reduced.reduced_s - before.reduced_s
+        is_once = bool(placed.cut) and zero < 3
+        once_s += gathered.gathered_s if is_once else 0.0
+        again_s = (0.0 if is_once else gathered.gathered_s) - before.packed_s
+        forward_s += again_s
+        backward_s += again_s
+    return LayerCopies(forward_s, backward_s, once_s, alone)
+
+
+def _on(mesh: Mesh, own: Mesh, layout: Layout) -> Layout:
+    """A layout on `own` on a mesh that has its axes, and others."""
+    types = dict(zip(own.names, layout, strict=True))
+    return tuple(types.get(name, INVARIANT) for name in mesh.names)
 
 
 class ParameterSums:

@@ -1,7 +1,7 @@
 """Sums behind the price of a region (passes/region_price.py): seconds, buckets, records.
 
 Ops and values are summed once each and put together for every choice of stored layouts. Most
-parameters go through buckets alone, so that putting together adds up bytes, not seconds.
+parameters have buckets and their copies, and nothing else that takes seconds.
 """
 
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from meshfold.mesh import Mesh
 from meshfold.passes.conversions import ConversionCost
 from meshfold.passes.op_time import OpTime
+from meshfold.passes.parameter_buckets import Alone
 from meshfold.passes.parameter_prices import BucketCopies
 from meshfold.plan import ConversionRecord
 
@@ -26,13 +27,13 @@ class PriceSums:
     reduced_s: float = 0.0
     communication_s: list[float] = field(init=False)
     again_by_axis_s: list[float] = field(init=False)
-    bucket_bytes: dict[tuple[tuple[int, ...], str, int], int] = field(default_factory=dict)
+    bucket_bytes: dict[tuple[tuple[int, ...], str, Alone | None], int] = field(default_factory=dict)
     """By the axes of a collective, which act as one group, its kind, and who is alone in a bucket
     (passes/parameter_buckets.py)."""
     records: list[tuple[int, ConversionRecord]] = field(default_factory=list)
     """(number of the value, record)."""
     has_seconds: bool = False
-    """Whether there is more than buckets and records: few parameters have more."""
+    """Whether there is more than buckets, their copies and records: few parameters have more."""
 
     def __post_init__(self) -> None:
         self.communication_s = [0.0] * len(self.mesh.axes)
@@ -40,6 +41,8 @@ class PriceSums:
 
     def merge(self, other: "PriceSums") -> None:
         """Add everything of `other`."""
+        self.gathered_s += other.gathered_s
+        self.reduced_s += other.reduced_s
         if other.has_seconds:
             self._merge_seconds(other)
         for key, num_bytes in other.bucket_bytes.items():
@@ -52,13 +55,11 @@ class PriceSums:
         self.backward_s += other.backward_s
         self.again_compute_s += other.again_compute_s
         self.again_s += other.again_s
-        self.gathered_s += other.gathered_s
-        self.reduced_s += other.reduced_s
         for axis in range(len(self.mesh.axes)):
             self.communication_s[axis] += other.communication_s[axis]
             self.again_by_axis_s[axis] += other.again_by_axis_s[axis]
 
-    def bucket(self, axes: tuple[int, ...], kind: str, alone: int, num_bytes: int) -> None:
+    def bucket(self, axes: tuple[int, ...], kind: str, alone: Alone | None, num_bytes: int) -> None:
         """Parameters or gradients that go into a bucket of these axes; alone: see bucket_key."""
         key = (axes, kind, alone)
         self.bucket_bytes[key] = self.bucket_bytes.get(key, 0) + num_bytes
@@ -73,7 +74,6 @@ class PriceSums:
 
     def add_copies(self, copies: BucketCopies) -> None:
         """Of a parameter around a gather, or cast, and before a reduction."""
-        self.has_seconds = True
         self.gathered_s += copies.gathered_s
         self.reduced_s += copies.reduced_s
 

@@ -195,7 +195,7 @@ class _Writer:
             saved=self._is_saved(b),
             dtype=pairs[0][0].stored_dtype,
             read_dtype=pairs[0][0].dtype,
-            is_alone=alone >= 0,
+            is_alone=alone is not None,
         )
 
     # The two walks.

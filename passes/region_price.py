@@ -324,12 +324,13 @@ def _price_parameter(
     if gathered:
         axes = tuple(sorted(gathered))
         shards = math.prod(mesh.sizes[k] for k in axes)
-        alone = v if has_own_bucket(value, edge[0], axes, mesh, costs) else -1
+        is_alone = has_own_bucket(value, edge[0], axes, mesh, costs)
+        alone = (v, used_layout(*edge, mesh)) if is_alone else None
         sums.bucket(axes, "all_gather", alone, shards * here)
         if value.requires_grad:
             sums.bucket(axes, "reduce_scatter", alone, shards * kept)
     if reduced and value.requires_grad:
-        sums.bucket(tuple(sorted(reduced)), "all_reduce", -1, kept)
+        sums.bucket(tuple(sorted(reduced)), "all_reduce", None, kept)
     _record(graph, v, "parameter", edge, steps_cost(value, steps, mesh, costs), sums)
 
 
@@ -355,7 +356,8 @@ def _record(
 def _finish(forward_s: float, backward_s: float, sums: PriceSums, costs: CostModel) -> RegionPrice:
     names = sums.mesh.names
     gather_s, reduce_s = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-    for (axes, kind, _), num_bytes in sorted(sums.bucket_bytes.items()):
+    buckets = [(axes, kind, size) for (axes, kind, _), size in sums.bucket_bytes.items()]
+    for axes, kind, num_bytes in sorted(buckets):
         # The outermost axis has the slowest links of the group.
         seconds = gather_s if kind == "all_gather" else reduce_s
         seconds[names[axes[0]]] += costs.collective_s(kind, num_bytes, axes)

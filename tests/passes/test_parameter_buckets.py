@@ -87,12 +87,23 @@ def test_large_parameters_have_buckets_of_their_own() -> None:
         saved_s = 2 * copies.gathered_s + copies.reduced_s
         assert (saved_s > starts_s) == is_alone
         key = bucket_key(7, weight, stored, used, mesh, costs)
-        assert key is not None and key[-1] == (7 if is_alone else -1)
+        assert key is not None and key[-1] == ((7, used) if is_alone else None)
         alone = bucket_copies([(weight, stored)], (0,), mesh, costs)
         found = parameter_copies(weight, stored, (0,), mesh, costs)
         assert found == (alone if is_alone else copies)
     columns = (Shard(1), INVARIANT)
     assert not has_own_bucket(replace(WEIGHT, shape=(4 * rows, 4096)), columns, (0,), mesh, costs)
+
+
+def test_a_parameter_that_is_read_in_two_layouts_has_two_buckets() -> None:
+    mesh, costs, _ = costs_on(2, 2)
+    weight = replace(WEIGHT, shape=(4096, 4096))
+    stored = (Shard(0), INVARIANT)
+    found = {
+        bucket_key(0, weight, stored, used_layout(stored, demand, mesh), mesh, costs)
+        for demand in ((REPLICATE, INVARIANT), (REPLICATE, REPLICATE))
+    }
+    assert len(found) == 2 and None not in {key and key[-1] for key in found}
 
 
 TYPES = st.sampled_from([INVARIANT, Shard(0), Shard(1), Shard(0, 2), Shard(1, 2)])
