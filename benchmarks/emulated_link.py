@@ -143,24 +143,32 @@ class EmulatedLink:
         if result.numel():
             self._in_flight[result.data_ptr()] = number, fill
         else:
-            self._waited.add(number)
+            self._end(number)
         return result
 
     def _room(self, num_bytes: int) -> int:
-        """Where so many bytes go in the own buffer."""
+        """Where so many bytes go in the own buffer, which is used round and round. Raises
+        ValueError for more than it has room for beside what is in flight."""
         begin = -(-(self._held[-1][2] if self._held else 0) // ALIGNMENT) * ALIGNMENT
         if begin + num_bytes > BUFFER_BYTES:
+            # What lies behind is older than what lies at the buffer's start.
+            while self._held and self._held[0][1] > self._held[-1][1]:
+                self._let_go()
             begin = 0
-        if num_bytes > BUFFER_BYTES:
-            raise ValueError(f"a collective of {num_bytes} bytes, the buffer has {BUFFER_BYTES}")
         while self._held and (
-            len(self._held) == NUM_ROWS
-            or self._held[0][1] < begin + num_bytes
-            and begin < self._held[0][2]
+            len(self._held) == NUM_ROWS or begin <= self._held[0][1] < begin + num_bytes
         ):
-            number = self._held.popleft()[0]
-            _until(lambda number=number: all(over[0] > number for over in self._over))
+            self._let_go()
+        if begin + num_bytes > BUFFER_BYTES:
+            raise ValueError(f"a collective of {num_bytes} bytes, the buffer has {BUFFER_BYTES}")
         return begin
+
+    def _let_go(self) -> None:
+        """Of the oldest in the own buffer, once all ranks have read it."""
+        number = self._held.popleft()[0]
+        if number >= self._over[self._rank][0]:
+            raise ValueError(f"more in flight than the {BUFFER_BYTES} bytes of the buffer")
+        _until(lambda: all(over[0] > number for over in self._over))
 
     def _wait(self, in_flight: Tensor) -> Tensor:
         found = self._in_flight.pop(in_flight.data_ptr(), None) if in_flight.numel() else None
@@ -175,12 +183,16 @@ class EmulatedLink:
             return self._buffers[rank][begin:].view(in_flight.dtype)
 
         fill(part)
+        self._end(number)
+        return in_flight
+
+    def _end(self, number: int) -> None:
+        """This rank has read a collective; the others see up to which one it has."""
         self._waited.add(number)
         over = self._over[self._rank]
         while over[0] in self._waited:
             self._waited.remove(int(over[0]))
             over[0] += 1
-        return in_flight
 
     def _see(self, number: int) -> None:
         """Follow the link until the end of a collective is known: it begins when the last rank has
