@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from meshfold.capture import capture
-from meshfold.models import build_model
+from meshfold.capture.pipeline import capture
+from meshfold.models.from_argument import build_model
 
 CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
 DEFAULT = ("llama-3-405b", "gpt3-175b")

@@ -25,7 +25,7 @@ SHOWN = 5
 def timed(*arguments: str) -> tuple[float, float]:
     """(wall, CPU) seconds of one command."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    command = [sys.executable, "-c", "from meshfold.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from meshfold.cli.main import main; main()", *arguments]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     wall_s, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -10,13 +10,13 @@ runtime keeps per bucket are part of what is measured.
 import time
 from pathlib import Path
 
-from meshfold.buckets import BucketBuffers
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.emit import emit_typed
-from meshfold.models import build_model
-from meshfold.passes.uniform_search import MeshSearch
+from meshfold.capture.pipeline import capture
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.models.from_argument import build_model
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.zero.parameter_group import BucketBuffers
 
 CONFIG = Path(__file__).parent.parent / "examples" / "configs" / "llama-3-405b.json"
 DP, TP = 2048, 8

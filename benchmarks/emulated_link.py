@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshfold.collectives import Axes, RankMesh
+from meshfold.distributed.rank_mesh import Axes, RankMesh
 
 BUFFER_BYTES = 1 << 27
 ALIGNMENT = 64

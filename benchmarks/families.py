@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 import meshfold
 from meshfold.api import bind, plan_captured
-from meshfold.capture import Captured, capture
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import MeshfoldError
-from meshfold.local_processes import Report, run_local
-from meshfold.options import Mode
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.runtime import CompiledModel
-from meshfold.shards import shard_of
+from meshfold.ir.options import Mode
+from meshfold.ir.plan import Plan
+from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.sharding.layout import shard_of
+from meshfold.training.compiled_model import CompiledModel
+from meshfold.validation.float64_mode import float64_everywhere
 
 NUM_PROCESSES = 4
 NUM_STEPS = 3

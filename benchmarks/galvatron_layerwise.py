@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from galvatron_cases import Document, Found, LayerwisePlan, layer_type_numbers
 
-from meshfold.passes.run_core import CoreResult, MaxOfForms, Part
-from meshfold.passes.run_dual import FloatArray, IntArray, lower_hull, sum_hulls
+from meshfold.passes.run.core import CoreResult, MaxOfForms, Part
+from meshfold.passes.run.hull import FloatArray, IntArray, lower_hull, sum_hulls
 from meshfold.passes.run_forms import solve_forms
 
 NODE_CAP = 20_000

@@ -19,9 +19,9 @@ from galvatron_cases import (
     vldb_strategies,
 )
 
-from meshfold.passes.run_dual import lp_values
-from meshfold.passes.run_problem import LayerType, Run, RunPlan, RunProblem
-from meshfold.passes.run_search import solve_runs
+from meshfold.passes.run.hull import lp_values
+from meshfold.passes.run.problem import LayerType, Run, RunPlan, RunProblem
+from meshfold.passes.run.search import solve_runs
 
 RELATIVE_TIE = 1e-12
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshfold
-from meshfold.cluster import ClusterSpec
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.options import CompileOptions
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.options import CompileOptions
 
 REPEATS = 7
 SMALL_NUMEL, LARGE_NUMEL = 4096, 4_000_000

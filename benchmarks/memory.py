@@ -33,13 +33,13 @@ from support_memory import (
 from support_recompute import recomputed
 from torch import nn
 
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import cluster
-from meshfold.emit import emit_typed
-from meshfold.mesh import Mesh
-from meshfold.passes.region_memory import step_memory
-from meshfold.probe import OpProber
-from meshfold.program import EmittedProgram
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import cluster
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import Mesh
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.memory.region import step_memory
 
 MIB = 2**20
 

@@ -56,12 +56,12 @@ from transformers import (
 )
 
 import meshfold
-from meshfold.cluster import OVERLAP_SLOWDOWN, ClusterSpec
-from meshfold.local_processes import Report, run_local
-from meshfold.options import CompileOptions
-from meshfold.program import EmittedProgram
-from meshfold.runner import ProgramRunner
-from meshfold.runtime import CompiledModel
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.distributed.local_processes import Report, run_local
+from meshfold.ir.cluster import OVERLAP_SLOWDOWN, ClusterSpec
+from meshfold.ir.options import CompileOptions
+from meshfold.runtime.runner import ProgramRunner
+from meshfold.training.compiled_model import CompiledModel
 
 SAMPLES, SEQUENCE, VOCABULARY = 4, 64, 1024
 SMALL_WIDTH = 32

@@ -24,15 +24,15 @@ from pathlib import Path
 import click
 from distinct import TOKENS, distinct_model
 
-from meshfold.capture import capture
-from meshfold.cluster import ClusterSpec
-from meshfold.cost_models.devices import cluster as preset
-from meshfold.models import build_model
-from meshfold.opgraph import FoldedGraph
-from meshfold.options import CompileOptions
-from meshfold.passes.planner import find_plan_for
-from meshfold.plan import Plan
-from meshfold.probe import OpProber
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import cluster as preset
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.models.from_argument import build_model
+from meshfold.passes.planner.find import find_plan_for
 from meshfold.units import bytes_text, seconds_text
 
 CONFIGS = Path(__file__).parent.parent / "examples" / "configs"

@@ -17,12 +17,12 @@ import torch
 import transformers
 from torch import nn
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import FoldedGraph
-from meshfold.passes.parameter_prices import Prices
-from meshfold.passes.uniform_search import MeshSearch
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.passes.region.parameter_tables import Prices
+from meshfold.passes.region.typing import MeshSearch
 
 LAYERS = 3
 BATCH = 64

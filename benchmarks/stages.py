@@ -16,10 +16,10 @@ import time
 import click
 import numpy as np
 
-from meshfold.cost_models.schedules import Schedule
+from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import InfeasibleError
-from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
-from meshfold.passes.stage_search import cut_step_s, default_schedules, search_stages
+from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
+from meshfold.passes.stages.search import cut_step_s, default_schedules, search_stages
 
 NUM_STRATEGIES = 22
 STATE_BYTES, ACTIVATION_BYTES = 2_000_000_000, 800_000_000

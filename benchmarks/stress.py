@@ -16,8 +16,8 @@ import torch
 from overlap import build_model
 
 import meshfold
-from meshfold.local_processes import Report, run_local
-from meshfold.options import CompileOptions
+from meshfold.distributed.local_processes import Report, run_local
+from meshfold.ir.options import CompileOptions
 
 LAYERS, WIDTH = 2, 64
 STRATEGIES = (

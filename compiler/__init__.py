@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "ClusterSpec": "meshfold.cluster",
-    "CompileOptions": "meshfold.options",
-    "CompiledModel": "meshfold.runtime",
+    "ClusterSpec": "meshfold.ir.cluster",
+    "CompileOptions": "meshfold.ir.options",
+    "CompiledModel": "meshfold.training.compiled_model",
     "CaptureError": "meshfold.errors",
     "ClusterSpecError": "meshfold.errors",
     "InfeasibleError": "meshfold.errors",
@@ -22,13 +22,13 @@ _EXPORTS = {
     "PlanMismatchError": "meshfold.errors",
     "StageLostError": "meshfold.errors",
     "UnsupportedOpError": "meshfold.errors",
-    "Plan": "meshfold.plan",
+    "Plan": "meshfold.ir.plan",
     "compile": "meshfold.api",
     "find_plan": "meshfold.api",
-    "load_checkpoint": "meshfold.checkpoint",
-    "save_checkpoint": "meshfold.checkpoint",
-    "load_plan": "meshfold.plan_io",
-    "save_plan": "meshfold.plan_io",
+    "load_checkpoint": "meshfold.training.checkpoint",
+    "save_checkpoint": "meshfold.training.checkpoint",
+    "load_plan": "meshfold.plan_file.io",
+    "save_plan": "meshfold.plan_file.io",
 }
 __all__ = [
     "CaptureError",
@@ -54,8 +54,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from meshfold.api import compile, find_plan
-    from meshfold.checkpoint import load_checkpoint, save_checkpoint
-    from meshfold.cluster import ClusterSpec
     from meshfold.errors import (
         CaptureError,
         ClusterSpecError,
@@ -67,10 +65,12 @@ if TYPE_CHECKING:
         StageLostError,
         UnsupportedOpError,
     )
-    from meshfold.options import CompileOptions
-    from meshfold.plan import Plan
-    from meshfold.plan_io import load_plan, save_plan
-    from meshfold.runtime import CompiledModel
+    from meshfold.ir.cluster import ClusterSpec
+    from meshfold.ir.options import CompileOptions
+    from meshfold.ir.plan import Plan
+    from meshfold.plan_file.io import load_plan, save_plan
+    from meshfold.training.checkpoint import load_checkpoint, save_checkpoint
+    from meshfold.training.compiled_model import CompiledModel
 
 
 def __getattr__(name: str) -> Any:

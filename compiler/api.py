@@ -14,25 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshfold.batches import flatten
-from meshfold.capture import Captured, capture
-from meshfold.cluster import ClusterSpec
-from meshfold.collectives import ProcessMesh, RankMesh
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
 from meshfold.errors import CaptureError, OptionError, PlanMismatchError
-from meshfold.options import CompileOptions
-from meshfold.parts_choice import with_parts
-from meshfold.passes.fold_assemble import fingerprint
-from meshfold.passes.merge_collectives import MergeSizes, with_merging
-from meshfold.passes.planner import Progress, find_plan_for
-from meshfold.pipeline_program import EmittedPipeline, emit_plan
-from meshfold.plan import Plan
-from meshfold.plan_io import load_plan
-from meshfold.probe import OpProber
-from meshfold.program import EmittedProgram
-from meshfold.ring_choice import with_ring
-from meshfold.runtime import CompiledModel
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.events.bucketing import MergeSizes, with_merging
+from meshfold.passes.fold.assemble import fingerprint
+from meshfold.passes.planner.find import Progress, find_plan_for
+from meshfold.plan_file.io import load_plan
+from meshfold.refine.collective_matmul import with_ring
+from meshfold.refine.micro_chunks import with_parts
+from meshfold.runtime.batches import flatten
 from meshfold.single_mesh import SingleMesh
+from meshfold.training.compiled_model import CompiledModel
 
 
 def find_plan(

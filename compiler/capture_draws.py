@@ -2,9 +2,9 @@
 
 import torch
 
-from meshfold.capture_program import Program, RawOp
-from meshfold.passes.rules_random import RANDOM_OPS
-from meshfold.torch_ops import torch_target
+from meshfold.capture.trace.raw_program import Program, RawOp
+from meshfold.ops.registry import torch_target
+from meshfold.passes.rules.ops.random import RANDOM_OPS
 
 
 def notes_of_draws(program: Program) -> tuple[str, ...]:

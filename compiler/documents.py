@@ -1,4 +1,4 @@
-"""What every part of a plan file is made of (meshfold.plan_schema)."""
+"""What every part of a plan file is made of (meshfold.plan_file.schema)."""
 
 from typing import Annotated
 

@@ -8,11 +8,11 @@ nor the taking apart runs (passes/part_borders.py). Both regions run in pieces
 from collections import Counter
 from dataclasses import dataclass
 
-from meshfold.convert_ops import STARTS
-from meshfold.opgraph import SourceKind
-from meshfold.passes.part_borders import PartsCut, joined, taken_apart
-from meshfold.program import EmittedProgram, RegionProgram
-from meshfold.region_schedule import RegionSchedule
+from meshfold.codegen.program.emitted import EmittedProgram, RegionProgram
+from meshfold.codegen.program.region_schedule import RegionSchedule
+from meshfold.ir.op_graph import SourceKind
+from meshfold.ops.conversions import STARTS
+from meshfold.passes.chained_chunks.boundary_values import PartsCut, joined, taken_apart
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ whose backwards do, the other way round, become one again.
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from meshfold.region_schedule import Move, Pieces
+from meshfold.codegen.program.region_schedule import Move, Pieces
 
 Place = tuple[Move, bool]
 """A move, and whether it is in the tail. In order they are a period of passes.line_schedule."""

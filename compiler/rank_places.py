@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from meshfold.collectives import RankMesh
-from meshfold.mesh import DATA_AXIS
-from meshfold.shard_tensors import Places, digits_of, held_indices
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ir.mesh import DATA_AXIS
+from meshfold.sharding.slicing import Places, digits_of, held_indices
 
 Digits = tuple[tuple[str, int, int], ...]
 """(axis name, blocks, unit) of every axis that shards a dim; unit as in the type: 0 but where it is

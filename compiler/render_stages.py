@@ -3,8 +3,8 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshfold.plan import Plan, RunPlan, StagePlan
-from meshfold.render_parts import indented, section, table_of
+from meshfold.ir.plan import Plan, RunPlan, StagePlan
+from meshfold.report.tables import indented, section, table_of
 from meshfold.units import bytes_text, seconds_text
 
 

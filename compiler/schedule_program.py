@@ -1,4 +1,4 @@
-"""Scheduling an emitted program: per region the order of its pieces (meshfold.region_schedule).
+"""Scheduling an emitted program: per region the order of its pieces (meshfold.codegen.program.region_schedule).
 
 Costs are the plan's, so they are the same on all ranks.
 """
@@ -9,21 +9,21 @@ from dataclasses import replace
 
 from torch import fx
 
-from meshfold.buckets import Bucket
-from meshfold.cost_models.cost_model import CostModel
+from meshfold.codegen.program.emitted import ORIGIN, PLACE, EmittedProgram, RegionProgram
+from meshfold.codegen.program.region_schedule import Collective, Move, Piece, RegionSchedule
+from meshfold.codegen.schedule.segment_costs import PiecePrices
+from meshfold.codegen.schedule.segments import Cuts, cut_in_pieces, cut_in_runs
+from meshfold.codegen.schedule.split_backward import late_names, split_backward, weight_of
+from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.handed_parts import borders_of, communicates, is_in_parts
-from meshfold.opgraph import OpGraph, SlotKind
-from meshfold.passes.check_plan import typed_rules
-from meshfold.passes.line_schedule import NEXT, Border, LineOrders, line_order
-from meshfold.passes.list_schedule import Task, list_order
-from meshfold.passes.parameter_prices import local_bytes
-from meshfold.passes.part_borders import joined, taken_apart
-from meshfold.piece_prices import PiecePrices
+from meshfold.ir.op_graph import OpGraph, SlotKind
+from meshfold.passes.chained_chunks.boundary_values import joined, taken_apart
+from meshfold.passes.chained_chunks.software_pipeline import NEXT, Border, LineOrders, line_order
+from meshfold.passes.planner.check import typed_rules
+from meshfold.passes.region.parameter_tables import local_bytes
+from meshfold.passes.schedule.list_schedule import Task, list_order
 from meshfold.piece_runs import moves_of, period_of, renumbered, runs_of
-from meshfold.pieces import Cuts, cut_in_pieces, cut_in_runs
-from meshfold.program import ORIGIN, PLACE, EmittedProgram, RegionProgram
-from meshfold.region_schedule import Collective, Move, Piece, RegionSchedule
-from meshfold.weight_gradients import late_names, split_backward, weight_of
+from meshfold.zero.parameter_group import Bucket
 
 Moves = tuple[tuple[Move, ...], int]
 """Those of a direction, and how many are its tail."""

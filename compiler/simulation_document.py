@@ -1,6 +1,6 @@
 """A simulated step in the plan file: its figures, and the events that it follows from.
 
-Events are lines (meshfold.step_events); instances, and the change of what is held from moment to
+Events are lines (meshfold.ir.step_events); instances, and the change of what is held from moment to
 moment, are runs: [what, how often in a row].
 """
 
@@ -12,11 +12,11 @@ from typing import TypeVar
 
 from pydantic import Field
 
-from meshfold.cluster import OVERLAP_SLOWDOWN
 from meshfold.documents import Bytes, Count, Document, Positive, Seconds
 from meshfold.errors import PlanFormatError
-from meshfold.merging import Place
-from meshfold.step_events import (
+from meshfold.ir.bucketing import Place
+from meshfold.ir.cluster import OVERLAP_SLOWDOWN
+from meshfold.ir.step_events import (
     BucketEvents,
     Collective,
     Event,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from meshfold.collectives import Axes, RankMesh
-from meshfold.mesh import Mesh
+from meshfold.distributed.rank_mesh import Axes, RankMesh
+from meshfold.ir.mesh import Mesh
 
 
 class SingleMesh(RankMesh):

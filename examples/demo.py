@@ -16,11 +16,11 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshfold
-from meshfold.cli_torch import report_view
-from meshfold.local_processes import Report, run_local
-from meshfold.render import summary_view
+from meshfold.cli.torch_commands import report_view
+from meshfold.distributed.local_processes import Report, run_local
+from meshfold.report.plan import summary_view
 from meshfold.units import count_text, parse_bytes
-from meshfold.verify import verify
+from meshfold.validation.verify import verify
 
 WORLD_SIZE = 4
 BATCH, SEQUENCE, VOCABULARY = 8, 64, 1024

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from meshfold.cluster import ClusterSpec
-from meshfold.passes.mesh_plan import MeshPlanner
-from meshfold.passes.priced import Priced, order_of
-from meshfold.plan import Candidate
-from meshfold.strategy import UniformStrategy
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.plan import Candidate
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.priced import Priced, order_of
 from meshfold.units import bytes_text
 
 NUM_UNIFORM = 8

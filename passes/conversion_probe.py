@@ -3,14 +3,14 @@
 import math
 from collections.abc import Sequence
 
-from meshfold.cost_models.op_probe import (
+from meshfold.cost_models.memory.op_memory import (
     NEW_STORAGE,
     NO_GRADIENT,
     OpProbe,
     ProbedOutput,
     TensorSpec,
 )
-from meshfold.passes.conversions import Step, axis_conversion
+from meshfold.passes.price.conversions import Step, axis_conversion
 
 
 def conversion_probe(

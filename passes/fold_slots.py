@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshfold.opgraph import FoldedGraph, Source, SourceKind
+from meshfold.ir.op_graph import FoldedGraph, Source, SourceKind
 
 
 class SlotFlow(StrEnum):

@@ -10,13 +10,13 @@ repeated: with
                 `last` itself, unless it keeps nothing but operands: those are noted before it runs
     not         all ops behind, conversions of outputs: the collective that ends a row-parallel pair
 
-The memory model and the price both read the prefix from here; meshfold.recomputation, which runs
+The memory model and the price both read the prefix from here; meshfold.runtime.recomputation, which runs
 it, asks autograd itself. Ops that the tables do not list count as if they kept a result.
 """
 
 from dataclasses import dataclass
 
-from meshfold.opgraph import OpGraph
+from meshfold.ir.op_graph import OpGraph
 
 KEEPS_NOTHING = frozenset(
     f"aten.{name}"

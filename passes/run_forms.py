@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshfold.passes.run_core import (
+from meshfold.passes.run.core import (
     RELATIVE_TIE,
     CoreResult,
     MaxOfForms,
@@ -27,7 +27,7 @@ from meshfold.passes.run_core import (
     Support,
     close_core,
 )
-from meshfold.passes.run_dual import FloatArray, IntArray, lower_hull, relaxed_point
+from meshfold.passes.run.hull import FloatArray, IntArray, lower_hull, relaxed_point
 
 MAX_MIXES = 8
 MAX_LINE_STEPS = 40

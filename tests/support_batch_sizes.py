@@ -8,9 +8,9 @@ from support_models import tiny_model
 from torch import Tensor
 
 import meshfold
-from meshfold.options import CompileOptions, PinValue
-from meshfold.precision import float64_everywhere
-from meshfold.shards import shard_of
+from meshfold.ir.options import CompileOptions, PinValue
+from meshfold.sharding.layout import shard_of
+from meshfold.validation.float64_mode import float64_everywhere
 
 
 def errors(

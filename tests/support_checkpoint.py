@@ -16,8 +16,8 @@ from support_programs import stack_model
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import meshfold
-from meshfold.options import CompileOptions, PinValue
-from meshfold.runtime import CompiledModel
+from meshfold.ir.options import CompileOptions, PinValue
+from meshfold.training.compiled_model import CompiledModel
 
 
 def trained(

@@ -6,12 +6,12 @@ import torch
 from support_layouts import FlatCosts, cut, gradient_layout
 from torch import Tensor
 
-from meshfold.collectives import ProcessMesh
-from meshfold.convert_ops import apply_step
-from meshfold.mesh import Mesh
-from meshfold.opgraph import Value
-from meshfold.passes.conversions import conversion_steps
-from meshfold.spmd import Layout
+from meshfold.distributed.rank_mesh import ProcessMesh
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import Value
+from meshfold.ir.spmd import Layout
+from meshfold.ops.conversions import apply_step
+from meshfold.passes.price.conversions import conversion_steps
 
 CPU = torch.device("cpu")
 

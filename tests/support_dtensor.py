@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshfold.opgraph import Arg, Ref, Symbol
-from meshfold.spmd import SpmdType
-from meshfold.strategy import OpTyping
-from meshfold.torch_ops import torch_constant, torch_target
+from meshfold.ir.op_graph import Arg, Ref, Symbol
+from meshfold.ir.spmd import SpmdType
+from meshfold.ir.strategy import OpTyping
+from meshfold.ops.registry import torch_constant, torch_target
 
 NUM_RANKS = 2
 

@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 
 import meshfold
 from meshfold.api import bind
-from meshfold.capture import Captured
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.capture.pipeline import Captured
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import MeshfoldError
-from meshfold.plan_io import plan_from_json
-from meshfold.precision import float64_everywhere
-from meshfold.runtime import CompiledModel
-from meshfold.shards import shard_of
+from meshfold.plan_file.io import plan_from_json
+from meshfold.sharding.layout import shard_of
+from meshfold.training.compiled_model import CompiledModel
+from meshfold.validation.float64_mode import float64_everywhere
 
 
 @lru_cache(maxsize=1)

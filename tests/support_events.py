@@ -7,24 +7,24 @@ from support_memory import EmittedStep
 from support_models import tiny_model
 from torch import Tensor, nn
 
-from meshfold.capture import Captured, capture
-from meshfold.collective_order import collectives_of
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.cost_models.step_simulation import simulate
-from meshfold.emit import emit_typed
-from meshfold.opgraph import ITEM_BYTES
-from meshfold.options import Precision
-from meshfold.passes.program_events import program_events
-from meshfold.passes.region_memory import step_memory
-from meshfold.passes.region_price import RegionPrice, RegionPricer
-from meshfold.passes.step_time import estimate_step
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.plan import MemoryEstimate, TimeEstimate
-from meshfold.probe import OpProber
-from meshfold.program import EmittedProgram
-from meshfold.step_events import StepEvents
-from meshfold.strategy import UniformStrategy
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.ir.op_graph import ITEM_BYTES
+from meshfold.ir.options import Precision
+from meshfold.ir.plan import MemoryEstimate, TimeEstimate
+from meshfold.ir.step_events import StepEvents
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.events.program import program_events
+from meshfold.passes.memory.region import step_memory
+from meshfold.passes.price.region import RegionPrice, RegionPricer
+from meshfold.passes.price.step import estimate_step
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.validation.collective_order import collectives_of
 
 PROBER = OpProber()
 DP = UniformStrategy(dp=4)

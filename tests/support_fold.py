@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from meshfold.opgraph import (
+from meshfold.ir.op_graph import (
     Arg,
     BufferInfo,
     Dependence,

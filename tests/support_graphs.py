@@ -1,11 +1,11 @@
 """Hand-written op graphs for the tests of the search. No torch."""
 
-from meshfold.cluster import ClusterSpec
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.mesh import Mesh
-from meshfold.opgraph import (
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import (
     Arg,
     Dependence,
     FoldedGraph,

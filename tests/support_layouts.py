@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshfold.mesh import Mesh
-from meshfold.spmd import INVARIANT, PARTIAL, Layout, Shard, SpmdType, local_shape, padded_shape
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, Shard, SpmdType, local_shape, padded_shape
 
 Coords = tuple[int, ...]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import meshfold
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.hardware.devices import resolve_cluster
 
 ROWS, WIDTH, CLASSES = 8, 8, 12
 

@@ -8,15 +8,15 @@ import torch
 from support_programs import local_part
 from torch import nn
 
-from meshfold.batches import BatchReader
-from meshfold.capture import Captured, capture
-from meshfold.collectives import Axes, RankMesh
-from meshfold.interpret import run_op
-from meshfold.opgraph import FoldedGraph, SourceKind
-from meshfold.probe import StorageCounter, storage_id
-from meshfold.program import EmittedProgram
-from meshfold.runner import ProgramRunner
-from meshfold.strategy import OpTyping, RegionTyping
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.distributed.rank_mesh import Axes, RankMesh
+from meshfold.ir.op_graph import FoldedGraph, SourceKind
+from meshfold.ir.strategy import OpTyping, RegionTyping
+from meshfold.memory_probe.prober import StorageCounter, storage_id
+from meshfold.ops.reference_interpreter import run_op
+from meshfold.runtime.batches import BatchReader
+from meshfold.runtime.runner import ProgramRunner
 
 
 def plain_typings(folded: FoldedGraph) -> list[RegionTyping]:

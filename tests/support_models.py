@@ -193,7 +193,7 @@ def tiny_model(
     """A model of `family` with `layers` layers (T5: per stack) and keyword arguments for it.
 
     The loss of an HF model is `.loss` of what it returns; it upcasts logits to float32, see
-    meshfold.precision.float64_everywhere for exact comparisons.
+    meshfold.validation.float64_mode.float64_everywhere for exact comparisons.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):

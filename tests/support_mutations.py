@@ -20,11 +20,8 @@ from dataclasses import dataclass, field, replace
 from support_ops import BLOCKS, SingleOp, check_typings, mesh_of
 from support_samples import Sample
 
-from meshfold.opgraph import Value
-from meshfold.passes.rules_experts import EXPERT_LINEAR, TRAVELS
-from meshfold.passes.rules_index import ROWS
-from meshfold.passes.rules_ring import GATHER_LINEARS, RING, RING_RULES
-from meshfold.spmd import (
+from meshfold.ir.op_graph import Value
+from meshfold.ir.spmd import (
     INVARIANT,
     PARTIAL,
     REPLICATE,
@@ -32,7 +29,10 @@ from meshfold.spmd import (
     SpmdType,
     local_shape,
 )
-from meshfold.strategy import OpTyping
+from meshfold.ir.strategy import OpTyping
+from meshfold.passes.rules.ops.collective_matmul import GATHER_LINEARS, RING, RING_RULES
+from meshfold.passes.rules.ops.experts import EXPERT_LINEAR, TRAVELS
+from meshfold.passes.rules.ops.index import ROWS
 
 SIZE = 2
 Types = tuple[SpmdType, ...]

@@ -10,14 +10,14 @@ from support_layouts import assert_close, cut, gradient_layout, put_together
 from support_ranks import run_on_simulated_ranks
 from torch import Tensor, fx
 
-from meshfold.collectives import RankMesh
-from meshfold.emit_op import emit_op
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.opgraph import Arg, Op, OpGraph, Ref, Slot, SlotKind, Value
-from meshfold.passes.rule_shards import Divisions
-from meshfold.passes.rules import AxisRule, is_legal_typing, rules_of_op, typing_of
-from meshfold.strategy import OpTyping
-from meshfold.torch_ops import dtype_name, symbol, torch_target
+from meshfold.codegen.emit.op import emit_op
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.op_graph import Arg, Op, OpGraph, Ref, Slot, SlotKind, Value
+from meshfold.ir.strategy import OpTyping
+from meshfold.ops.registry import dtype_name, symbol, torch_target
+from meshfold.passes.rules.ops.shards import Divisions
+from meshfold.passes.rules.table import AxisRule, is_legal_typing, rules_of_op, typing_of
 
 BLOCKS = (1, 2, 3, 4)
 

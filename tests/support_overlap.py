@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshfold.measured_overlap import _run
+from meshfold.validation.measure_overlap import _run
 
 
 def measured(plan_text: str, model_argument: str) -> Any:

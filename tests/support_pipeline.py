@@ -22,20 +22,20 @@ from torch import Tensor, nn
 
 import meshfold
 from meshfold.api import bind
-from meshfold.capture import Captured, capture
-from meshfold.cluster import ClusterSpec
-from meshfold.collective_order import collectives_of
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.schedules import Schedule
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import StageLostError
-from meshfold.options import CompileOptions
-from meshfold.passes.planner import find_plan_for
-from meshfold.pipeline_step import PipelineRunner
-from meshfold.plan import Plan, RunPlan, StagePlan
-from meshfold.plan_io import plan_from_json
-from meshfold.precision import float64_everywhere
-from meshfold.probe import OpProber, StorageCounter
-from meshfold.runtime import CompiledModel
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan, RunPlan, StagePlan
+from meshfold.memory_probe.prober import OpProber, StorageCounter
+from meshfold.passes.planner.find import find_plan_for
+from meshfold.plan_file.io import plan_from_json
+from meshfold.runtime.pipeline_runner import PipelineRunner
+from meshfold.training.compiled_model import CompiledModel
+from meshfold.validation.collective_order import collectives_of
+from meshfold.validation.float64_mode import float64_everywhere
 
 ROWS = 2 * BATCH
 

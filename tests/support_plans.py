@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from meshfold.cost_models.step_simulation import simulate
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.plan import (
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.ir.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.plan import (
     Alternative,
     Candidate,
     ConversionRecord,
@@ -20,9 +20,9 @@ from meshfold.plan import (
     StagePlan,
     TimeEstimate,
 )
-from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
-from meshfold.step_events import BucketEvents, Collective, Event, RegionEvents, StepEvents
-from meshfold.strategy import OpTyping, RegionTyping, UniformStrategy
+from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
+from meshfold.ir.step_events import BucketEvents, Collective, Event, RegionEvents, StepEvents
+from meshfold.ir.strategy import OpTyping, RegionTyping, UniformStrategy
 
 GIB = 2**30
 MESH = Mesh((MeshAxis("dp", 2, "network"), MeshAxis("tp", 4, "nvlink")))

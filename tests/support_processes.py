@@ -5,8 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from meshfold.distributed.local_processes import Report
 from meshfold.errors import OptionError
-from meshfold.local_processes import Report
 
 
 def summed(report: Report, start: int) -> float:

@@ -9,19 +9,19 @@ import torch
 from support_ranks import run_on_simulated_ranks
 from torch import Tensor, nn
 
-from meshfold.batches import BatchReader
-from meshfold.capture import Captured, capture
-from meshfold.collectives import RankMesh
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.emit import emit_typed
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
-from meshfold.runner import ProgramRunner
-from meshfold.shards import shard_of
-from meshfold.strategy import UniformStrategy
-from meshfold.torch_ops import torch_dtype
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.ops.registry import torch_dtype
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.runtime.batches import BatchReader
+from meshfold.runtime.runner import ProgramRunner
+from meshfold.sharding.layout import shard_of
+from meshfold.validation.float64_mode import float64_everywhere
 
 
 class Stack(nn.Module):

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from meshfold.collectives import Axes, RankMesh
-from meshfold.hierarchy import NodeLevels
-from meshfold.mesh import Mesh
+from meshfold.distributed.rank_mesh import Axes, RankMesh
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.node_groups import NodeLevels
 
 T = TypeVar("T")
 Combine = Callable[[list[Tensor], int], Tensor]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshfold.cli import run
+from meshfold.cli.main import run
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

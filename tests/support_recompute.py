@@ -8,12 +8,12 @@ from typing import Any
 from support_models import tiny_model
 from torch import Tensor, nn
 
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.emit import emit_typed
-from meshfold.opgraph import FoldedGraph
-from meshfold.program import EmittedProgram
-from meshfold.strategy import RegionTyping
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.strategy import RegionTyping
 
 PROBABILITY = 0.25
 

@@ -7,13 +7,13 @@ from support_layouts import cut, gradient_layout
 from support_ops import SingleOp
 from torch import Tensor
 
-from meshfold.cluster import ClusterSpec
-from meshfold.collectives import ProcessMesh
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.mesh import Mesh
-from meshfold.passes.rules_attention import RING
-from meshfold.program import EmittedProgram
-from meshfold.strategy import OpTyping
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.distributed.rank_mesh import ProcessMesh
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.strategy import OpTyping
+from meshfold.passes.rules.ops.attention import RING
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 

@@ -6,9 +6,9 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from meshfold.passes.run_chain import close_conversions
-from meshfold.passes.run_core import MaxOfForms, Part
-from meshfold.passes.run_problem import LayerType, Run, RunProblem
+from meshfold.passes.run.chain import close_conversions
+from meshfold.passes.run.core import MaxOfForms, Part
+from meshfold.passes.run.problem import LayerType, Run, RunProblem
 
 
 @st.composite

@@ -13,7 +13,7 @@ from support_ring_samples import RING
 from support_tensors import few, flags, halves, one, permuted, places, real, special, steps, whole
 from torch import Tensor
 
-from meshfold.passes.rules_pointwise import BINARY, UNARY
+from meshfold.passes.rules.ops.pointwise import BINARY, UNARY
 
 
 def _binary(name: str) -> Sample:

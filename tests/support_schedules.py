@@ -8,15 +8,15 @@ from typing import Any
 from support_models import tiny_model
 
 from meshfold.api import plan_captured
-from meshfold.capture import Captured, capture
-from meshfold.cluster import ClusterSpec
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.options import CompileOptions, Mode
-from meshfold.pipeline_program import emit_plan
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.options import CompileOptions, Mode
+from meshfold.ir.plan import Plan
+from meshfold.plan_file.io import plan_to_json
+from meshfold.validation.float64_mode import float64_everywhere
 
 PINS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "dp": (2, {"dp": 2, "zero": 0}),

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from meshfold.cost_models.pipeline import StageTimes, device_ends_s
-from meshfold.cost_models.schedules import Schedule, ScheduleKind, held_by_chunk
-from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
+from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
+from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind, held_by_chunk
+from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
 
 
 def layer_costs(name, draws, num_strategies=3, *, sync=False, transient=False, scale=1.0):

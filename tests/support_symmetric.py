@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 
-from meshfold.collectives import ProcessMesh
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.ring_products import gather_linears, linear_scatter
+from meshfold.distributed.rank_mesh import ProcessMesh
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ops.collective_matmul import gather_linears, linear_scatter
 
 ROWS, WIDTH, OUT = 8, 6, 4
 Results = list[list[Tensor]]

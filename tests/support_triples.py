@@ -23,20 +23,20 @@ from support_programs import Rank, errors_of_a_step, on_ranks, one_process
 from torch import Tensor, nn
 
 from meshfold.api import bind, plan_captured
-from meshfold.capture import Captured, capture
-from meshfold.cluster import ClusterSpec
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.emission_passes import emit
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.pass_pipeline import emit
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import MeshfoldError, PassError
-from meshfold.local_processes import Report, run_local
-from meshfold.options import CompileOptions, PinValue
-from meshfold.passes.parts_graph import UncutError
-from meshfold.passes.region_parts import PartsProblem
-from meshfold.passes.variants import planned_graph
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.strategy import Parts, PartsOf
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.options import CompileOptions, PinValue
+from meshfold.ir.plan import Plan
+from meshfold.ir.strategy import Parts, PartsOf
+from meshfold.passes.graph.variants import planned_graph
+from meshfold.passes.split.chunk_graph import UncutError
+from meshfold.passes.split.micro_chunks import PartsProblem
+from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.validation.float64_mode import float64_everywhere
 
 TOLERANCE = 1e-10
 """Of the loss and every entry of every gradient."""

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from meshfold import verify
-from meshfold.program import PLACE
-from meshfold.runtime import CompiledModel
+from meshfold.codegen.program.emitted import PLACE
+from meshfold.training.compiled_model import CompiledModel
+from meshfold.validation import verify
 
 
 def compare(plan_text: str, model: str) -> Any:

@@ -20,11 +20,11 @@ from support_models import families, tiny_model
 
 import meshfold
 from meshfold.api import plan_captured
-from meshfold.capture import Captured, capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_to_json
-from meshfold.precision import float64_everywhere
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.ir.plan import Plan
+from meshfold.plan_file.io import plan_to_json
+from meshfold.validation.float64_mode import float64_everywhere
 
 pytestmark = pytest.mark.multiprocess
 

@@ -17,28 +17,28 @@ PACKAGES = {
 
 DATA = {
     "meshfold",
-    "meshfold.cluster",
-    "meshfold.cluster_io",
+    "meshfold.ir.cluster",
+    "meshfold.plan_file.cluster_file",
     "meshfold.documents",
     "meshfold.errors",
-    "meshfold.hierarchy",
-    "meshfold.merging",
-    "meshfold.mesh",
-    "meshfold.opgraph",
-    "meshfold.options",
-    "meshfold.plan",
-    "meshfold.plan_io",
-    "meshfold.plan_documents",
-    "meshfold.plan_schema",
-    "meshfold.plan_text",
+    "meshfold.ir.node_groups",
+    "meshfold.ir.bucketing",
+    "meshfold.ir.mesh",
+    "meshfold.ir.op_graph",
+    "meshfold.ir.options",
+    "meshfold.ir.plan",
+    "meshfold.plan_file.io",
+    "meshfold.plan_file.documents",
+    "meshfold.plan_file.schema",
+    "meshfold.plan_file.text",
     "meshfold.simulation_document",
-    "meshfold.spmd",
-    "meshfold.step_events",
-    "meshfold.strategy",
+    "meshfold.ir.spmd",
+    "meshfold.ir.step_events",
+    "meshfold.ir.strategy",
     "meshfold.units",
 }
-FACE_WITHOUT_TORCH = {"meshfold.cli", "meshfold.cli_command", "meshfold.render"}
-FACE = FACE_WITHOUT_TORCH | {"meshfold.cli_torch"}
+FACE_WITHOUT_TORCH = {"meshfold.cli.main", "meshfold.cli.command", "meshfold.report.plan"}
+FACE = FACE_WITHOUT_TORCH | {"meshfold.cli.torch_commands"}
 
 
 def modules() -> dict[str, Path]:

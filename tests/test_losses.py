@@ -5,13 +5,13 @@ import pytest
 from pool import Pools
 from support_losses import LOSSES, ROWS, trained_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError
-from meshfold.options import CompileOptions
-from meshfold.passes.planner import find_plan_for
-from meshfold.plan import Plan
-from meshfold.probe import OpProber
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.planner.find import find_plan_for
 
 EXACT = 1e-12
 UNEVEN = {

@@ -56,8 +56,8 @@ def test_the_wheel_holds_meshfold_only_and_works_alone(tmp_path: Path) -> None:
     assert set(names) == wanted
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     code = (
-        "import meshfold; from meshfold.cost_models.devices import resolve_cluster; "
-        "from meshfold.cli import run; resolve_cluster('dgx-h100'); run(['--version']); "
+        "import meshfold; from meshfold.cost_models.hardware.devices import resolve_cluster; "
+        "from meshfold.cli.main import run; resolve_cluster('dgx-h100'); run(['--version']); "
         "print(meshfold.__file__)"
     )
     done = subprocess.run(

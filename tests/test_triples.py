@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from support_triples import compared, draw_triple, outcome_of
 
-from meshfold.options import CompileOptions
+from meshfold.ir.options import CompileOptions
 
 QUICK = 6
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import meshfold
 from meshfold.api import batch_size_of
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import CaptureError, PlanMismatchError
-from meshfold.plan_io import plan_to_json, save_plan
+from meshfold.plan_file.io import plan_to_json, save_plan
 
 TWO = resolve_cluster("local-cpu", 2)
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshfold import attention_blocks
-from meshfold.attention_blocks import (
+from meshfold.ops import blockwise_attention as attention_blocks
+from meshfold.ops.blockwise_attention import (
     Attention,
     KeyHeads,
     Piece,
@@ -20,7 +20,7 @@ from meshfold.attention_blocks import (
     piece_backward,
     piece_forward,
 )
-from meshfold.ring_attention import pieces_of
+from meshfold.ops.ring_attention import pieces_of
 
 HEADS, WIDTH, SCALE = 4, 8, 0.6
 

@@ -11,15 +11,15 @@ from support_vision import images, small_resnet
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshfold.batch_norm import batch_norm
-from meshfold.capture import Captured
-from meshfold.collectives import RankMesh
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.emit import emit_typed
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.program import EmittedProgram
-from meshfold.strategy import UniformStrategy
+from meshfold.capture.pipeline import Captured
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.ops.batch_norm import batch_norm
 
 LEARNING_RATE = 0.1
 BATCH = 4

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import meshfold
 from meshfold.errors import OptionError
-from meshfold.options import CompileOptions, PinValue
-from meshfold.precision import float64_everywhere
+from meshfold.ir.options import CompileOptions, PinValue
+from meshfold.validation.float64_mode import float64_everywhere
 
 
 def test_other_batches_and_sequences_on_one_device() -> None:

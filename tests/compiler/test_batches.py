@@ -7,10 +7,10 @@ import torch
 from support_programs import Rank, capture, emit_uniform, on_ranks, stack_model
 from torch import Tensor, nn
 
-from meshfold.batches import flatten
 from meshfold.errors import OptionError
-from meshfold.spmd import INVARIANT
-from meshfold.strategy import UniformStrategy
+from meshfold.ir.spmd import INVARIANT
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.runtime.batches import flatten
 
 DP = UniformStrategy(dp=2)
 

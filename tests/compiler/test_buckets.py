@@ -2,11 +2,11 @@
 
 import torch
 
-from meshfold.buckets import Bucket, BucketBuffers, BucketMember
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.passes.parameter_buckets import changed_axes
-from meshfold.shards import shard_of
-from meshfold.spmd import REPLICATE, Layout, parse_layout
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.spmd import REPLICATE, Layout, parse_layout
+from meshfold.passes.price.parameter_groups import changed_axes
+from meshfold.sharding.layout import shard_of
+from meshfold.zero.parameter_group import Bucket, BucketBuffers, BucketMember
 
 MESH = Mesh((MeshAxis("dp", 2), MeshAxis("tp", 2)))
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.call_arguments import NotPlainError, Slot, comparable, pack, unpack
+from meshfold.capture.dedup.arguments import NotPlainError, Slot, comparable, pack, unpack
 
 A, B = torch.zeros(2), torch.ones(3)
 Pair = namedtuple("Pair", ["left", "right"])

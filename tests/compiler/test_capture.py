@@ -11,11 +11,11 @@ import support_models
 import torch
 from torch import nn
 
-from meshfold.capture import Captured, capture
+from meshfold.capture.pipeline import Captured, capture
 from meshfold.errors import CaptureError, OptionError
-from meshfold.interpret import run_graph
-from meshfold.opgraph import Dependence, SourceKind
-from meshfold.precision import float64_everywhere
+from meshfold.ir.op_graph import Dependence, SourceKind
+from meshfold.ops.reference_interpreter import run_graph
+from meshfold.validation.float64_mode import float64_everywhere
 
 X = {"x": torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4)}
 

@@ -24,11 +24,11 @@ from support_stacks import (
     wider,
 )
 
-from meshfold.call_ops import CALLS
-from meshfold.capture import capture
-from meshfold.capture_twin import fake_twin
-from meshfold.opgraph import FoldedGraph
-from meshfold.passes.fold_assemble import expand
+from meshfold.capture.dedup.graph_ops import CALLS
+from meshfold.capture.pipeline import capture
+from meshfold.capture.trace.fake_model import fake_twin
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.passes.fold.assemble import expand
 
 
 def without_notes(graph: FoldedGraph) -> FoldedGraph:

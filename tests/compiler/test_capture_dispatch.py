@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.capture import Captured, capture
-from meshfold.interpret import run_graph
-from meshfold.opgraph import Op
-from meshfold.passes.rules_experts import COMBINE, DISPATCH, EXPERT_LINEAR
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.ir.op_graph import Op
+from meshfold.ops.reference_interpreter import run_graph
+from meshfold.passes.rules.ops.experts import COMBINE, DISPATCH, EXPERT_LINEAR
 
 ROWS, WIDTH, EXPERTS = 6, 4, 3
 

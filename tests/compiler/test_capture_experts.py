@@ -7,11 +7,11 @@ import torch
 from support_models import tiny_model
 from torch import Tensor, nn
 
-from meshfold.capture import Captured, capture
-from meshfold.capture_experts import EXPERT_LINEAR
-from meshfold.interpret import run_graph
-from meshfold.opgraph import Op
-from meshfold.precision import float64_everywhere
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.capture.rewrites.expert_linear import EXPERT_LINEAR
+from meshfold.ir.op_graph import Op
+from meshfold.ops.reference_interpreter import run_graph
+from meshfold.validation.float64_mode import float64_everywhere
 
 ROWS, WIDTH, OUT, EXPERTS = 6, 4, 5, 3
 

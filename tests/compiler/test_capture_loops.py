@@ -9,11 +9,11 @@ from support_switch import tiny_switch
 from torch import Tensor, nn
 from transformers.models.switch_transformers import modeling_switch_transformers
 
-from meshfold.capture import Captured, capture
-from meshfold.capture_experts import EXPERT_LINEAR
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.capture.rewrites.expert_linear import EXPERT_LINEAR
 from meshfold.errors import CaptureError
-from meshfold.interpret import run_graph
-from meshfold.precision import float64_everywhere
+from meshfold.ops.reference_interpreter import run_graph
+from meshfold.validation.float64_mode import float64_everywhere
 
 Experts = modeling_switch_transformers.SwitchTransformersExperts
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from support_models import tiny_model
 from torch import Tensor, nn
 
-from meshfold import capture_masks
-from meshfold.capture import Captured, capture
-from meshfold.capture_masks import ATTENTION, Pattern
-from meshfold.interpret import run_graph
-from meshfold.opgraph import Op
-from meshfold.precision import float64_everywhere
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.capture.pipeline.rewrites import causal_masks as capture_masks
+from meshfold.capture.rewrites.causal_masks import ATTENTION, Pattern
+from meshfold.ir.op_graph import Op
+from meshfold.ops.reference_interpreter import run_graph
+from meshfold.validation.float64_mode import float64_everywhere
 
 BATCH, HEADS, ROWS, WIDTH = 2, 3, 6, 4
 Make = Callable[[Tensor], Tensor]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshfold.capture import capture
+from meshfold.capture.pipeline import capture
 from meshfold.errors import CaptureError
 
 X = {"x": torch.linspace(-1, 1, 8).reshape(2, 4)}

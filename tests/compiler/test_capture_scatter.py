@@ -7,14 +7,14 @@ import torch
 from support_programs import errors_of_a_step
 from torch import Tensor, nn
 
-from meshfold.capture import Captured, capture
-from meshfold.capture_scatter import SCATTER
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.emit import emit_typed
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.precision import float64_everywhere
-from meshfold.strategy import Degrees
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.capture.rewrites.masked_scatter import SCATTER
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.strategy import Degrees
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.validation.float64_mode import float64_everywhere
 
 BATCH, TOKENS, WIDTH, IMAGES, PATCHES = 8, 12, 16, 8, 4
 IMAGE = 0

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.capture import capture
-from meshfold.capture_steps import MOST_STEPS
+from meshfold.capture.pipeline import capture
+from meshfold.capture.rewrites.refusals import MOST_STEPS
 from meshfold.errors import CaptureError
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from support_schedules import captured_family, emitted, planned
 
-from meshfold.check_program import check_program
-from meshfold.convert_ops import WAITS
-from meshfold.emission_passes import PASSES, EmissionPass, PassRun, Subject, emit
+from meshfold.codegen.emit.check_program import check_program
+from meshfold.codegen.emit.pass_pipeline import PASSES, EmissionPass, PassRun, Subject, emit
+from meshfold.codegen.program.emitted import PLACE, EmittedProgram
+from meshfold.codegen.program.region_schedule import RegionSchedule
 from meshfold.errors import PassError
-from meshfold.program import PLACE, EmittedProgram
-from meshfold.region_schedule import RegionSchedule
-from meshfold.spmd import Shard
+from meshfold.ir.spmd import Shard
+from meshfold.ops.conversions import WAITS
 
 pytestmark = pytest.mark.xdist_group("schedules")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support_plans import example_plan
 
-from meshfold.cli import cli, run
-from meshfold.plan_io import plan_to_json, save_plan
+from meshfold.cli.main import cli, run
+from meshfold.plan_file.io import plan_to_json, save_plan
 
 COMMANDS = ("check", "diff", "explain", "graph", "plan", "show", "timeline", "verify")
 
@@ -145,7 +145,7 @@ def test_debug_adds_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_show_does_not_import_torch(plan_file: str) -> None:
     code = (
-        "import sys; from meshfold.cli import run; "
+        "import sys; from meshfold.cli.main import run; "
         f"assert run(['show', {plan_file!r}]) == 0; "
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
@@ -155,7 +155,13 @@ def test_show_does_not_import_torch(plan_file: str) -> None:
 def test_a_reader_that_leaves_early_is_no_crash(plan_file: str) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-c", "from meshfold.cli import main; main()", "show", plan_file]
+    command = [
+        sys.executable,
+        "-c",
+        "from meshfold.cli.main import main; main()",
+        "show",
+        plan_file,
+    ]
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (1, "")

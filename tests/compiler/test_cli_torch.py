@@ -9,16 +9,16 @@ import pytest
 import torch
 from support_factories import Branching, regression
 
-from meshfold import cli_torch
 from meshfold.api import find_plan
-from meshfold.cli import run
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cli.main import run
+from meshfold.cli.main import torch_commands as cli_torch
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import InfeasibleError
-from meshfold.options import CompileOptions
-from meshfold.plan import Plan
-from meshfold.plan_io import load_plan, save_plan
-from meshfold.plan_schema import plan_schema
-from meshfold.verify_report import Difference, VerifyReport
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.plan_file.io import load_plan, save_plan
+from meshfold.plan_file.schema import plan_schema
+from meshfold.validation.report import Difference, VerifyReport
 
 PASSES = ("emit", "parts", "ring", "schedule", "merge")
 MODEL = "support_factories:regression"

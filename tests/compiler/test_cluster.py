@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from meshfold.cluster import ClusterSpec, LinkSpec, NodeGroup
-from meshfold.cost_models.devices import cluster
+from meshfold.cost_models.hardware.devices import cluster
 from meshfold.errors import ClusterSpecError
+from meshfold.ir.cluster import ClusterSpec, LinkSpec, NodeGroup
 
 GOOD = cluster("dgx-h100x2")
 GROUP = GOOD.groups[0]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from meshfold.cluster_io import cluster_from_json, cluster_to_json, load_cluster
-from meshfold.cost_models.devices import cluster, presets
+from meshfold.cost_models.hardware.devices import cluster, presets
 from meshfold.errors import ClusterSpecError
+from meshfold.plan_file.cluster_file import cluster_from_json, cluster_to_json, load_cluster
 
 
 @pytest.mark.parametrize("name", presets())

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from support_programs import Rank, capture, emit_uniform, on_ranks, stack_model
 
-from meshfold.collective_order import Call, collectives_of, disorder
-from meshfold.hierarchy import NodeLevels
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.strategy import UniformStrategy
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.node_groups import NodeLevels
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.validation.collective_order import Call, collectives_of, disorder
 
 MESH = Mesh((MeshAxis("dp", 2), MeshAxis("tp", 2)))
 GATHER = Call("all_gather", ("dp",), "float32", (8,))

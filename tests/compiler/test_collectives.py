@@ -9,7 +9,7 @@ from support_collectives import samples
 from support_layouts import assert_close, gradient_layout, put_together
 from support_ops import mesh_of
 
-from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
+from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
 
 pytestmark = pytest.mark.multiprocess
 

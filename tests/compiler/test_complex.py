@@ -5,7 +5,7 @@ import torch
 from support_programs import capture, emit_uniform, errors_of_a_step
 from torch import Tensor, nn
 
-from meshfold.strategy import UniformStrategy
+from meshfold.ir.strategy import UniformStrategy
 
 
 class Rotated(nn.Module):

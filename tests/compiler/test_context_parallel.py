@@ -9,15 +9,15 @@ from support_models import tiny_model
 from support_programs import errors_of_a_step
 from torch import Tensor, nn
 
-from meshfold.capture import Captured, capture
-from meshfold.cluster import ClusterSpec
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.emit import emit_typed
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
-from meshfold.strategy import Degrees
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.strategy import Degrees
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.validation.float64_mode import float64_everywhere
 
 
 def without_latency(num_devices: int) -> ClusterSpec:

@@ -8,12 +8,10 @@ from support_layouts import FlatCosts, cut, gradient_layout, put_together
 from support_ranks import CollectiveMismatchError, run_on_simulated_ranks
 from torch import Tensor, fx
 
-from meshfold.collectives import RankMesh
-from meshfold.convert_ops import apply_step, emit_step, start_all_reduce, wait_all_reduce
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.opgraph import Value
-from meshfold.passes.conversions import CONVERSIONS, Step, conversion_steps, has_conversion
-from meshfold.spmd import (
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.op_graph import Value
+from meshfold.ir.spmd import (
     INVARIANT,
     PARTIAL,
     REPLICATE,
@@ -24,6 +22,8 @@ from meshfold.spmd import (
     is_legal,
     layout_text,
 )
+from meshfold.ops.conversions import apply_step, emit_step, start_all_reduce, wait_all_reduce
+from meshfold.passes.price.conversions import CONVERSIONS, Step, conversion_steps, has_conversion
 
 COSTS = FlatCosts()
 ONE_AXIS: tuple[SpmdType, ...] = (

@@ -10,16 +10,16 @@ from support_programs import errors_of_a_step
 from torch import Tensor, nn
 
 from meshfold.api import plan_captured
-from meshfold.capture import capture
-from meshfold.check_program import check_program
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.capture.pipeline import capture
+from meshfold.codegen.emit.check_program import check_program
+from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.codegen.program.region_schedule import Move
+from meshfold.codegen.schedule.split_backward import late_names
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import PassError
-from meshfold.options import CompileOptions
-from meshfold.pipeline_program import emit_plan
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
-from meshfold.region_schedule import Move
-from meshfold.weight_gradients import late_names
+from meshfold.ir.options import CompileOptions
+from meshfold.validation.float64_mode import float64_everywhere
 
 pytestmark = pytest.mark.xdist_group("schedules")
 

@@ -12,17 +12,17 @@ from support_plans import BLOCK, example_plan
 from support_programs import Rank, capture, emit_uniform, gradients, local_part, on_ranks
 from support_programs import stack_model as stack
 
-from meshfold.capture import Captured
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.emission_passes import emit
-from meshfold.emit import emit_typed, schedule
+from meshfold.capture.pipeline import Captured
+from meshfold.codegen.emit.pass_pipeline import emit
+from meshfold.codegen.emit.region import emit_typed, schedule
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.codegen.program.text import group_of
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.errors import PlanMismatchError
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
-from meshfold.program_text import group_of
-from meshfold.spmd import INVARIANT, Shard
-from meshfold.strategy import UniformStrategy
+from meshfold.ir.spmd import INVARIANT, Shard
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.validation.float64_mode import float64_everywhere
 
 TP = UniformStrategy(tp=2)
 TP_SP = UniformStrategy(tp=2, sequence_parallel=True)

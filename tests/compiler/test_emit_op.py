@@ -9,10 +9,10 @@ from support_ops import SingleOp, mesh_of
 from support_tensors import flags, real, whole
 from torch import fx
 
-from meshfold.emit_op import emit_op, needs_site
+from meshfold.codegen.emit.op import emit_op, needs_site
 from meshfold.errors import UnsupportedOpError
-from meshfold.opgraph import Arg, Hole, Op, OpGraph, Ref, Slot, SlotKind, Symbol, Value
-from meshfold.passes.rules import region_rules, typing_of
+from meshfold.ir.op_graph import Arg, Hole, Op, OpGraph, Ref, Slot, SlotKind, Symbol, Value
+from meshfold.passes.rules.table import region_rules, typing_of
 
 
 def nodes_of(op: SingleOp, *rules: str) -> list[fx.Node]:

@@ -6,9 +6,12 @@ from support_ops import mesh_of
 from support_ranks import CollectiveMismatchError, ThreadMesh, run_on_simulated_ranks
 from torch import Tensor
 
-from meshfold.collectives import RankMesh
-from meshfold.cost_models.op_probe import ProbeKey, dense_spec
-from meshfold.expert_exchange import (
+from meshfold.cost_models.memory.op_memory import ProbeKey, dense_spec
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.distributed.replayed_counts import KeptCounts
+from meshfold.ir.op_graph import Ref
+from meshfold.memory_probe.prober import OpProber
+from meshfold.ops.expert_dispatch import (
     as_before,
     by_expert,
     combine,
@@ -19,9 +22,6 @@ from meshfold.expert_exchange import (
     wait_combine,
     wait_dispatch,
 )
-from meshfold.kept_counts import KeptCounts
-from meshfold.opgraph import Ref
-from meshfold.probe import OpProber
 
 NUM_EXPERTS, ROWS = 8, 5
 

@@ -5,10 +5,10 @@ import torch
 from support_tensors import real, whole
 from torch import Tensor
 
-from meshfold.cost_models.op_probe import ProbeKey, TensorSpec, dense_spec
-from meshfold.expert_ops import expert_linear
-from meshfold.opgraph import Ref
-from meshfold.probe import OpProber
+from meshfold.cost_models.memory.op_memory import ProbeKey, TensorSpec, dense_spec
+from meshfold.ir.op_graph import Ref
+from meshfold.memory_probe.prober import OpProber
+from meshfold.ops.expert_linear import expert_linear
 
 NUM_EXPERTS = 3
 

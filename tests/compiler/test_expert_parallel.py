@@ -13,17 +13,17 @@ from support_schedules import emitted as scheduled
 from support_switch import tiny_switch
 from torch import Tensor, nn
 
-from meshfold.capture import Captured, capture
-from meshfold.convert_ops import STARTS
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.emission_passes import emit
-from meshfold.emit import emit_typed
-from meshfold.expert_exchange import routed, start_combine, start_dispatch
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram, RegionProgram
-from meshfold.strategy import Degrees, Parts
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.pass_pipeline import emit
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram, RegionProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.strategy import Degrees, Parts
+from meshfold.ops.conversions import STARTS
+from meshfold.ops.expert_dispatch import routed, start_combine, start_dispatch
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.validation.float64_mode import float64_everywhere
 
 
 @cache

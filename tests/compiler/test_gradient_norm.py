@@ -10,11 +10,11 @@ from support_programs import Rank, emit_uniform, gradients, on_ranks, stack_mode
 from torch import Tensor, nn
 
 import meshfold
-from meshfold.capture import Captured, capture
+from meshfold.capture.pipeline import Captured, capture
 from meshfold.errors import MeshfoldError, OptionError
-from meshfold.gradient_norm import cuts_of, total_norm
-from meshfold.precision import float64_everywhere
-from meshfold.strategy import UniformStrategy
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.training.gradient_norm import cuts_of, total_norm
+from meshfold.validation.float64_mode import float64_everywhere
 
 STRATEGIES = [
     UniformStrategy(),

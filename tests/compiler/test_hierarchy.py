@@ -17,14 +17,15 @@ from support_programs import errors_of_a_step
 from support_ranks import run_on_simulated_ranks
 from support_schedules import captured_family, nodes_of_two
 
-from meshfold.all_reduces import AllReduces
 from meshfold.api import plan_captured
-from meshfold.collective_order import collectives_of
-from meshfold.collectives import RankMesh
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.step_simulation import simulate
+from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.errors import OptionError
-from meshfold.hierarchy import (
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.node_groups import (
     ACROSS_NODES,
     IN_NODE,
     MOST_PIECES,
@@ -33,14 +34,13 @@ from meshfold.hierarchy import (
     Turns,
     node_levels,
 )
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.options import CompileOptions, Mode
-from meshfold.pipeline_program import emit_plan
-from meshfold.plan import Plan
-from meshfold.plan_diff import compare_plans
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
+from meshfold.ir.options import CompileOptions, Mode
+from meshfold.ir.plan import Plan
+from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.report.plan_diff import compare_plans
+from meshfold.validation.collective_order import collectives_of
+from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.zero.hierarchical_all_reduce import AllReduces
 
 EXACT = 1e-12
 

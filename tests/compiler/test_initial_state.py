@@ -10,7 +10,7 @@ from support_models import FAMILIES, tiny_model
 from torch import Tensor, nn
 
 from meshfold.errors import MeshfoldError
-from meshfold.initial_state import initial_values
+from meshfold.training.initialization import initial_values
 
 CPU = torch.device("cpu")
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from meshfold.interpret import run_graph
-from meshfold.opgraph import (
+from meshfold.ir.op_graph import (
     FoldedGraph,
     Hole,
     Instance,
@@ -18,6 +17,7 @@ from meshfold.opgraph import (
     SourceKind,
     Value,
 )
+from meshfold.ops.reference_interpreter import run_graph
 
 V = Value((2,), "float32", True)
 

@@ -14,17 +14,17 @@ from support_programs import Rank, errors_of_a_step, on_ranks
 from support_schedules import PINS, captured_family, emitted, planned
 
 from meshfold.api import plan_captured
-from meshfold.capture import Captured, capture
-from meshfold.collective_order import collectives_of
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.step_simulation import simulate
-from meshfold.emission_passes import emit
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.pass_pipeline import emit
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.codegen.program.region_schedule import Move, RegionSchedule
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.simulation.step import simulate
 from meshfold.handed_parts import borders_of
-from meshfold.options import CompileOptions
-from meshfold.plan import Plan
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
-from meshfold.region_schedule import Move, RegionSchedule
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.validation.collective_order import collectives_of
+from meshfold.validation.float64_mode import float64_everywhere
 
 pytestmark = pytest.mark.xdist_group("schedules")
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshfold.cost_models.op_probe import OpProbe, ProbeKey, TensorSpec, dense_spec
-from meshfold.linear_probe import linear_at_size, linear_samples
-from meshfold.opgraph import Ref
-from meshfold.probe import OpProber
+from meshfold.cost_models.memory.op_memory import OpProbe, ProbeKey, TensorSpec, dense_spec
+from meshfold.ir.op_graph import Ref
+from meshfold.memory_probe.linear import linear_at_size, linear_samples
+from meshfold.memory_probe.prober import OpProber
 
 PROBER = OpProber()
 

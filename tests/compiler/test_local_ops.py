@@ -8,8 +8,9 @@ from support_tensors import real, whole
 from torch import Tensor
 from torch.nn import functional
 
-from meshfold import emit_op, local_ops
-from meshfold.collectives import RankMesh
+from meshfold.codegen.emit import op as emit_op
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ops import local_implementations as local_ops
 
 X = real(4, 12)
 DIGITS = ((("dp", 1, 0),), (("tp", 2, 0),))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from support_processes import fails_on_one, summed
 
-from meshfold.local_processes import LocalProcessError, run_local
+from meshfold.distributed.local_processes import LocalProcessError, run_local
 
 pytestmark = pytest.mark.multiprocess
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import meshfold
-from meshfold.capture import Captured, capture
+from meshfold.capture.pipeline import Captured, capture
 from meshfold.errors import OptionError
-from meshfold.opgraph import FoldedGraph, SlotKind, SourceKind, Value
-from meshfold.options import COMPUTE_DTYPES, CompileOptions, Precision
-from meshfold.strategy import UniformStrategy
-from meshfold.torch_ops import torch_dtype
+from meshfold.ir.op_graph import FoldedGraph, SlotKind, SourceKind, Value
+from meshfold.ir.options import COMPUTE_DTYPES, CompileOptions, Precision
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.ops.registry import torch_dtype
 
 WIDE = [
     UniformStrategy(dp=2),

@@ -12,14 +12,19 @@ from support_memory import EmittedStep
 from support_plans import example_plan, example_step
 from support_schedules import nodes_of_two
 
-from meshfold import cli_torch
 from meshfold.api import find_plan
-from meshfold.cli import run
-from meshfold.cost_models.events import Transfer
-from meshfold.cost_models.step_simulation import simulate
+from meshfold.cli.main import run
+from meshfold.cli.main import torch_commands as cli_torch
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.cost_models.simulation.streams import Transfer
 from meshfold.errors import MeshfoldError, OptionError
-from meshfold.hierarchy import ACROSS_NODES
-from meshfold.measured_overlap import (
+from meshfold.ir.node_groups import ACROSS_NODES
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.ir.step_events import Collective
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.plan_file.io import plan_to_json, save_plan
+from meshfold.validation.measure_overlap import (
     Compared,
     MeasuredOverlap,
     Note,
@@ -29,11 +34,6 @@ from meshfold.measured_overlap import (
     overlap_json,
     overlap_text,
 )
-from meshfold.options import CompileOptions
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_to_json, save_plan
-from meshfold.step_events import Collective
-from meshfold.strategy import UniformStrategy
 
 MODEL = "support_factories:regression"
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.merging import Mergeable, merged_places
+from meshfold.ir.bucketing import Mergeable, merged_places
 
 
 def reductions(*sizes: tuple[str, int]) -> list[Mergeable]:

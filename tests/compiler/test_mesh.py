@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.mesh import Mesh, MeshAxis
+from meshfold.ir.mesh import Mesh, MeshAxis
 
 meshes = st.lists(st.integers(1, 4), max_size=3).map(
     lambda sizes: Mesh(tuple(MeshAxis(f"a{k}", n) for k, n in enumerate(sizes)))

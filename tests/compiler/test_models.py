@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.capture import capture
+from meshfold.capture.pipeline import capture
 from meshfold.errors import OptionError
-from meshfold.models import build_model
+from meshfold.models.from_argument import build_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 TINY = {

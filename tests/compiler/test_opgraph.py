@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support_graphs import folded_stack
 
-from meshfold.opgraph import (
+from meshfold.ir.op_graph import (
     FoldedGraph,
     Instance,
     Op,

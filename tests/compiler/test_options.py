@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from meshfold.errors import OptionError
-from meshfold.options import PIN_NAMES, CompileOptions
+from meshfold.ir.options import PIN_NAMES, CompileOptions
 
 
 def test_the_option_surface_is_frozen() -> None:

@@ -13,18 +13,18 @@ from support_programs import errors_of_a_step
 from support_schedules import captured_family
 
 from meshfold.api import plan_captured
-from meshfold.buckets import Bucket, BucketBuffers, BucketMember
-from meshfold.cluster import ClusterSpec
-from meshfold.collective_order import collectives_of
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.step_simulation import simulate
-from meshfold.options import CompileOptions, Mode
-from meshfold.pipeline_program import emit_plan
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
-from meshfold.spmd import INVARIANT, REPLICATE, Layout, Shard
+from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.options import CompileOptions, Mode
+from meshfold.ir.plan import Plan
+from meshfold.ir.spmd import INVARIANT, REPLICATE, Layout, Shard
+from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.validation.collective_order import collectives_of
+from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.zero.parameter_group import Bucket, BucketBuffers, BucketMember
 
 EXACT = 1e-12
 

@@ -6,9 +6,9 @@ import pytest
 from support_schedules import emitted
 from torch import fx
 
+from meshfold.codegen.program.region_schedule import Move, Piece, Pieces
+from meshfold.codegen.schedule.segments import Cuts, cut_in_pieces, cut_in_runs
 from meshfold.piece_runs import Place, moves_of, period_of, renumbered, runs_of
-from meshfold.pieces import Cuts, cut_in_pieces, cut_in_runs
-from meshfold.region_schedule import Move, Piece, Pieces
 
 pytestmark = pytest.mark.xdist_group("schedules")
 

@@ -8,11 +8,11 @@ from support_models import families
 from support_schedules import PINS, emitted
 from torch import fx
 
-from meshfold.bucket_ops import replicate_bucket, start_ahead, wait_bucket
-from meshfold.convert_ops import STARTS, WAITS
-from meshfold.pieces import Cuts, cut_in_pieces
-from meshfold.program import RegionProgram
-from meshfold.region_schedule import RegionSchedule
+from meshfold.codegen.program.emitted import RegionProgram
+from meshfold.codegen.program.region_schedule import RegionSchedule
+from meshfold.codegen.schedule.segments import Cuts, cut_in_pieces
+from meshfold.ops.conversions import STARTS, WAITS
+from meshfold.zero.graph_ops import replicate_bucket, start_ahead, wait_bucket
 
 pytestmark = pytest.mark.xdist_group("schedules")
 

@@ -9,12 +9,12 @@ from pool import Pools
 from support_pipeline import captured_model, lose_a_stage, planned, recut
 
 import meshfold
-from meshfold.cost_models.schedules import V_ORDERS, Schedule, ScheduleKind
+from meshfold.cost_models.pipeline.schedules import V_ORDERS, Schedule, ScheduleKind
+from meshfold.distributed.local_processes import LocalProcessError, run_local
 from meshfold.errors import OptionError
-from meshfold.local_processes import LocalProcessError, run_local
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_to_json
-from meshfold.runner import ProgramRunner
+from meshfold.ir.plan import Plan
+from meshfold.plan_file.io import plan_to_json
+from meshfold.runtime.runner import ProgramRunner
 
 TOLERANCE = 1e-12
 MICROBATCHES = 4

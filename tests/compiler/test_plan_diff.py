@@ -8,12 +8,12 @@ import pytest
 from click.testing import CliRunner
 from support_plans import BLOCK, GIB, MEMORY, example_plan, simulated_plan
 
-from meshfold.cli import cli, run
-from meshfold.plan import Plan
-from meshfold.plan_diff import compare_plans
-from meshfold.plan_io import save_plan
-from meshfold.spmd import INVARIANT
-from meshfold.strategy import UniformStrategy
+from meshfold.cli.main import cli, run
+from meshfold.ir.plan import Plan
+from meshfold.ir.spmd import INVARIANT
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.plan_file.io import save_plan
+from meshfold.report.plan_diff import compare_plans
 
 
 def other_plan() -> Plan:

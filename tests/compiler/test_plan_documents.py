@@ -8,8 +8,8 @@ import pytest
 from support_plans import example_plan
 
 from meshfold.errors import PlanFormatError
-from meshfold.plan_documents import plan_document, plan_from_document
-from meshfold.plan_io import plan_from_json, plan_to_json
+from meshfold.plan_file.documents import plan_document, plan_from_document
+from meshfold.plan_file.io import plan_from_json, plan_to_json
 
 Edit = Callable[[dict[str, Any]], None]
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support_plans import BLOCK, example_plan
 
-from meshfold import plan_io
 from meshfold.errors import PlanFormatError
-from meshfold.mesh import Mesh
-from meshfold.plan import MemoryEstimate, Plan, StagePlan, TimeEstimate
-from meshfold.plan_io import load_plan, plan_from_json, plan_to_json, save_plan
-from meshfold.strategy import RegionTyping, UniformStrategy
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.plan import MemoryEstimate, Plan, StagePlan, TimeEstimate
+from meshfold.ir.strategy import RegionTyping, UniformStrategy
+from meshfold.plan_file import io as plan_io
+from meshfold.plan_file.io import load_plan, plan_from_json, plan_to_json, save_plan
 
 COUNT = st.integers(0, 2**53)
 SECONDS = st.floats(0, 1e9)

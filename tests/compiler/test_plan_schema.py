@@ -7,12 +7,12 @@ import jsonschema
 import pytest
 from support_plans import example_plan
 
-from meshfold.plan_io import plan_to_json
-from meshfold.plan_schema import plan_schema, schema_text
+from meshfold.plan_file.io import plan_to_json
+from meshfold.plan_file.schema import plan_schema, schema_text
 
 
 def test_the_published_schema_is_current() -> None:
-    published = files("meshfold").joinpath("plan.schema.json").read_text(encoding="utf-8")
+    published = files("meshfold.plan_file").joinpath("plan.schema.json").read_text(encoding="utf-8")
     assert published == schema_text(), "run 'make schema'"
 
 

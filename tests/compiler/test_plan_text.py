@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.plan_text import (
+from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
+from meshfold.ir.strategy import OpTyping
+from meshfold.plan_file.text import (
     json_text,
     read_layout,
     read_op,
@@ -16,8 +18,6 @@ from meshfold.plan_text import (
     write_op,
     write_slot,
 )
-from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
-from meshfold.strategy import OpTyping
 
 TYPES = st.one_of(
     st.sampled_from([INVARIANT, REPLICATE, PARTIAL]),

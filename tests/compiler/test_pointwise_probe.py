@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshfold.cost_models.op_probe import OpProbe, ProbeKey, TensorSpec, dense_spec
-from meshfold.opgraph import Arg, Ref, Symbol
-from meshfold.pointwise_probe import at_size, pointwise_sample
-from meshfold.probe import OpProber
+from meshfold.cost_models.memory.op_memory import OpProbe, ProbeKey, TensorSpec, dense_spec
+from meshfold.ir.op_graph import Arg, Ref, Symbol
+from meshfold.memory_probe.pointwise import at_size, pointwise_sample
+from meshfold.memory_probe.prober import OpProber
 
 PROBER = OpProber()
 

@@ -5,7 +5,7 @@ import support_models
 import torch
 from torch import nn
 
-from meshfold.precision import float64_everywhere
+from meshfold.validation.float64_mode import float64_everywhere
 
 X = torch.ones(3, dtype=torch.float64)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from support_samples import SAMPLES
 
-import meshfold.probe
-from meshfold.cost_models.op_probe import (
+import meshfold.memory_probe.prober
+from meshfold.cost_models.memory.op_memory import (
     NEW_STORAGE,
     NO_GRADIENT,
     OpProbe,
@@ -14,8 +14,8 @@ from meshfold.cost_models.op_probe import (
     dense_spec,
 )
 from meshfold.errors import UnsupportedOpError
-from meshfold.opgraph import Arg, Ref, Symbol
-from meshfold.probe import OpProber, StorageCounter
+from meshfold.ir.op_graph import Arg, Ref, Symbol
+from meshfold.memory_probe.prober import OpProber, StorageCounter
 
 PROBER = OpProber()
 
@@ -182,7 +182,9 @@ def _sample_keys() -> list[ProbeKey]:
 def test_meta_tensors_answer_as_fake_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = _sample_keys()
     fast = list(map(OpProber(), keys))
-    monkeypatch.setattr(meshfold.probe, "DEVICE_OPS", frozenset(key.target for key in keys))
+    monkeypatch.setattr(
+        meshfold.memory_probe.prober, "DEVICE_OPS", frozenset(key.target for key in keys)
+    )
     assert fast == list(map(OpProber(), keys))
 
 
@@ -191,7 +193,7 @@ def test_of_keys_that_go_round_a_rank_keeps_its_own() -> None:
     spec = dense_spec((1, 2, 64, 8), "bfloat16", True)
     whole = dense_spec((1, 2, 256, 8), "bfloat16", True)
     call = (Ref(0), Ref(1), Ref(2), None, True, 4)
-    found = OpProber()(ProbeKey("meshfold.ring_attention.default", call, (), (spec,) * 3))
+    found = OpProber()(ProbeKey("meshfold.ops.ring_attention.default", call, (), (spec,) * 3))
     assert (found.saved_operands, found.saved_outputs) == ((0, 1, 2), (0,))
     assert found.saved_bytes == 2 * 64 * 4
     # Two of keys and values, the sums in 32 bits; never all keys.

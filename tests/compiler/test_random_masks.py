@@ -2,7 +2,7 @@
 
 import torch
 
-from meshfold.random_masks import kept, stream_key
+from meshfold.ops.counter_rng import kept, stream_key
 
 INDEX = torch.arange(200_000)
 

@@ -10,7 +10,7 @@ from support_ops import mesh_of
 from support_ranks import run_on_simulated_ranks
 
 from meshfold.rank_places import Digits, key_heads_of, places_of_microbatch
-from meshfold.shard_tensors import held_indices, part
+from meshfold.sharding.slicing import held_indices, part
 
 DP, TP = 2, 3
 

@@ -15,13 +15,13 @@ from support_programs import stack_model as stack
 from support_recompute import dropping_model, emit_recomputed
 from torch import Tensor, fx, nn
 
-from meshfold.capture import Captured
+from meshfold.capture.pipeline import Captured
+from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.errors import MeshfoldError
+from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.recompute import run_again
-from meshfold.passes.rules_experts import TRAVELS
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
-from meshfold.strategy import UniformStrategy
+from meshfold.passes.rules.ops.experts import TRAVELS
+from meshfold.validation.float64_mode import float64_everywhere
 
 # One worker captures each family once.
 pytestmark = pytest.mark.xdist_group("recomputation")

@@ -17,25 +17,25 @@ from support_ranks import run_on_simulated_ranks
 from support_schedules import PINS, captured_family, planned
 from torch import Tensor
 
-from meshfold.all_reduces import AllReduces
 from meshfold.api import plan_captured
-from meshfold.buckets import Bucket, BucketBuffers, BucketMember
-from meshfold.capture import capture
-from meshfold.collectives import RankMesh
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
-from meshfold.cost_models.step_simulation import simulate
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.options import CompileOptions, Mode
-from meshfold.passes.merge_collectives import MergeSizes, merged_events, merged_to
-from meshfold.pipeline_program import emit_plan
-from meshfold.plan_io import plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
-from meshfold.reduction import Reducing, Reduction
-from meshfold.shared_step import SharedStep
-from meshfold.spmd import parse_layout
-from meshfold.strategy import UniformStrategy
+from meshfold.capture.pipeline import capture
+from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.options import CompileOptions, Mode
+from meshfold.ir.spmd import parse_layout
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.passes.events.bucketing import MergeSizes, merged_events, merged_to
+from meshfold.plan_file.io import plan_to_json
+from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.zero.gradient_reduction import Reducing, Reduction
+from meshfold.zero.hierarchical_all_reduce import AllReduces
+from meshfold.zero.microbatch_state import SharedStep
+from meshfold.zero.parameter_group import Bucket, BucketBuffers, BucketMember
 
 SOME, EVERYTHING = 100_000, 1 << 40
 EXACT = 1e-12

@@ -12,23 +12,23 @@ from support_programs import errors_of_a_step, stack_model
 from support_schedules import PINS, captured_family, emitted, plan_text, planned
 
 from meshfold.api import plan_captured
-from meshfold.capture import Captured, capture
-from meshfold.convert_ops import STARTS
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.emission_passes import PassRun, emit
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.pass_pipeline import PassRun, emit
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError, PlanMismatchError
-from meshfold.models import build_model
-from meshfold.options import CompileOptions
-from meshfold.parts_choice import with_parts
-from meshfold.passes.parts_graph import UncutError
-from meshfold.passes.region_parts import PartsProblem
-from meshfold.passes.variants import planned_graph
-from meshfold.plan import Plan
-from meshfold.plan_diff import compare_plans
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
-from meshfold.strategy import Parts
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.ir.strategy import Parts
+from meshfold.models.from_argument import build_model
+from meshfold.ops.conversions import STARTS
+from meshfold.passes.graph.variants import planned_graph
+from meshfold.passes.split.chunk_graph import UncutError
+from meshfold.passes.split.micro_chunks import PartsProblem
+from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.refine.micro_chunks import with_parts
+from meshfold.report.plan_diff import compare_plans
+from meshfold.validation.float64_mode import float64_everywhere
 
 pytestmark = pytest.mark.xdist_group("schedules")
 

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console, RenderableType
 from support_plans import example_plan
 
-from meshfold.mesh import Mesh
-from meshfold.plan import TimeEstimate
-from meshfold.render import Waterfall, plan_view, summary_view
-from meshfold.render_search import explain_view
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.plan import TimeEstimate
+from meshfold.report.plan import Waterfall, plan_view, summary_view
+from meshfold.report.search import explain_view
 
 
 def page(view: RenderableType, width: int = 80, encoding: str = "utf-8") -> list[str]:

@@ -18,21 +18,21 @@ from support_ring import ATTENTION, ring_operands, ring_typing, rings_of, slow_d
 from support_tensors import real
 from torch import Tensor, nn
 
-from meshfold import ring_attention as ring
 from meshfold.api import find_plan
-from meshfold.capture import Captured, capture
-from meshfold.collectives import Axes, RankMesh
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.emit import emit_typed
-from meshfold.options import CompileOptions
-from meshfold.passes.region_memory import step_memory
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.plan_io import plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.probe import OpProber
-from meshfold.program import EmittedProgram
-from meshfold.strategy import Degrees
-from meshfold.verify import _report
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.distributed.rank_mesh import Axes, RankMesh
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.strategy import Degrees
+from meshfold.memory_probe.prober import OpProber
+from meshfold.ops import ring_attention as ring
+from meshfold.passes.memory.region import step_memory
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.plan_file.io import plan_to_json
+from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.validation.verify import _report
 
 EXACT = 1e-12
 

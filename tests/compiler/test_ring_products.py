@@ -18,25 +18,25 @@ from support_schedules import PINS, captured_family
 from torch import Tensor
 
 from meshfold.api import plan_captured
-from meshfold.capture import Captured, capture
-from meshfold.collectives import ProcessMesh
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.emission_passes import PassRun, emit
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.pass_pipeline import PassRun, emit
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.distributed.rank_mesh import ProcessMesh
 from meshfold.errors import OptionError, PlanMismatchError
-from meshfold.measured_overlap import notes_of
-from meshfold.models import build_model
-from meshfold.options import CompileOptions, Mode
-from meshfold.passes.check_plan import price_plan
-from meshfold.passes.rules_ring import GATHER_LINEARS, LINEAR_SCATTER
-from meshfold.plan import Plan
-from meshfold.plan_diff import compare_plans
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.probe import OpProber
-from meshfold.program import EmittedProgram
-from meshfold.ring_products import gather_linears, linear_scatter
-from meshfold.schedule_events import with_program_events
-from meshfold.shared_memory import ring_axes, share_memory
+from meshfold.ir.options import CompileOptions, Mode
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.models.from_argument import build_model
+from meshfold.ops.collective_matmul import gather_linears, linear_scatter
+from meshfold.passes.planner.check import price_plan
+from meshfold.passes.rules.ops.collective_matmul import GATHER_LINEARS, LINEAR_SCATTER
+from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.refine.program_events import with_program_events
+from meshfold.report.plan_diff import compare_plans
+from meshfold.training.use_symmetric_memory import ring_axes, share_memory
+from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.validation.measure_overlap import notes_of
 
 pytestmark = pytest.mark.xdist_group("schedules")
 

@@ -11,9 +11,9 @@ from support_programs import stack_model
 from torch import Tensor, nn
 
 import meshfold
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import MeshfoldError, OptionError
-from meshfold.runtime import CompiledModel
+from meshfold.training.compiled_model import CompiledModel
 
 ONE = resolve_cluster("local-cpu", 1)
 

@@ -7,15 +7,15 @@ import pytest
 from support_models import tiny_model
 
 from meshfold.api import plan_captured
-from meshfold.capture import Captured, capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.events import Transfer
-from meshfold.cost_models.step_simulation import Simulation, simulate
-from meshfold.options import CompileOptions
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.schedule_events import with_program_events
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.simulation.step import Simulation, simulate
+from meshfold.cost_models.simulation.streams import Transfer
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.refine.program_events import with_program_events
+from meshfold.validation.float64_mode import float64_everywhere
 
 pytestmark = pytest.mark.xdist_group("schedules")
 

@@ -8,12 +8,12 @@ import pytest
 from pool import Pools
 from support_pipeline import captured_model, planned, recut
 
-from meshfold import pipeline_program
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
-from meshfold.pipeline_program import EmittedPipeline, emit_plan
-from meshfold.plan_io import plan_to_json
-from meshfold.program import EmittedProgram
+from meshfold.codegen.emit import pipeline as pipeline_program
+from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
+from meshfold.plan_file.io import plan_to_json
 from meshfold.schedule_program import scheduled
 
 pytestmark = pytest.mark.multiprocess

@@ -14,14 +14,14 @@ from support_recompute import dropping_model
 from support_schedules import PINS, captured_family, emitted, plan_text, planned
 
 from meshfold.api import plan_captured
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.capture.pipeline import capture
+from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import MeshfoldError, OptionError
-from meshfold.options import CompileOptions
-from meshfold.passes.exact import without_dropout
-from meshfold.pipeline_program import emit_plan
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
+from meshfold.ir.options import CompileOptions
+from meshfold.passes.graph.without_dropout import without_dropout
+from meshfold.validation.float64_mode import float64_everywhere
 
 pytestmark = pytest.mark.xdist_group("schedules")
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from support_layouts import cut
 from support_ops import mesh_of
 
-from meshfold.shard_tensors import (
+from meshfold.ir.spmd import Layout, Shard, is_legal
+from meshfold.sharding.slicing import (
     digits_of,
     held_indices,
     held_rows,
@@ -18,7 +19,6 @@ from meshfold.shard_tensors import (
     stacked_parts,
     zero_padded,
 )
-from meshfold.spmd import Layout, Shard, is_legal
 
 GENERATOR = torch.Generator()
 X = torch.arange(2 * 72 * 3, dtype=torch.float64).reshape(2, 72, 3)

@@ -6,10 +6,10 @@ from support_ops import mesh_of
 from support_ranks import ThreadMesh, run_on_simulated_ranks
 from torch import Tensor
 
-from meshfold.collectives import RankMesh
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ops.distributed_index import put_rows, take_rows
 from meshfold.rank_places import Digits, places_of
-from meshfold.shard_tensors import held_indices
-from meshfold.sharded_rows import put_rows, take_rows
+from meshfold.sharding.slicing import held_indices
 
 SIZE, ROWS, WIDTH = 24, 40, 3
 DIGITS: dict[str, Digits] = {

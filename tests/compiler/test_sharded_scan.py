@@ -6,10 +6,10 @@ from support_ops import mesh_of
 from support_ranks import run_on_simulated_ranks
 from torch import Tensor
 
-from meshfold.collectives import RankMesh
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.rank_places import Digits, places_of
-from meshfold.shard_tensors import held_indices
-from meshfold.sharded_scan import cumsum
+from meshfold.sharding.slicing import held_indices
 
 SIZE = 24
 DIGITS: dict[str, Digits] = {

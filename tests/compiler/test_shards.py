@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support_layouts import cut
 
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.shards import Assembly, cropped, held_shape, shard_of
-from meshfold.spmd import (
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.spmd import (
     INVARIANT,
     REPLICATE,
     Layout,
@@ -22,6 +21,7 @@ from meshfold.spmd import (
     local_shape,
     parse_layout,
 )
+from meshfold.sharding.layout import Assembly, cropped, held_shape, shard_of
 
 SHAPE = (24, 12)
 TYPES = [INVARIANT, *(Shard(d, b) for d in (0, 1) for b in (1, 2, 3, 6))]

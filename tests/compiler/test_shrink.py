@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.models import build_model, configuration_fields
-from meshfold.shrink import changed, shrink
+from meshfold.models.from_argument import build_model, configuration_fields
+from meshfold.models.shrink_config import changed, shrink
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 DEFAULTS = (

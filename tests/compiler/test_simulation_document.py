@@ -8,8 +8,8 @@ import pytest
 from support_plans import simulated_plan
 
 from meshfold.errors import PlanFormatError
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.step_events import from_run_lengths, read_event, run_lengths, write_event
+from meshfold.ir.step_events import from_run_lengths, read_event, run_lengths, write_event
+from meshfold.plan_file.io import plan_from_json, plan_to_json
 
 
 def test_a_simulated_plan_survives_its_file() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.spmd import (
+from meshfold.ir.spmd import (
     INVARIANT,
     PARTIAL,
     REPLICATE,

@@ -5,13 +5,13 @@ import torch
 from support_ranks import run_on_simulated_ranks
 from torch.distributed.tensor import Replicate, Shard
 
-from meshfold.collectives import RankMesh
-from meshfold.dtensors import checkpoint_layout, drop_axes, placements_of
+from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.errors import OptionError
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.shards import shard_of
-from meshfold.spmd import is_legal, parse_layout
-from meshfold.states import StateExchange, StoredTensor
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.spmd import is_legal, parse_layout
+from meshfold.sharding.layout import shard_of
+from meshfold.torch_compat.dtensor import checkpoint_layout, drop_axes, placements_of
+from meshfold.training.state_dict import StateExchange, StoredTensor
 
 MESH = Mesh((MeshAxis("dp", 2), MeshAxis("tp", 2)))
 

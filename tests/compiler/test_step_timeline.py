@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from support_plans import example_plan, example_step
 
-from meshfold.cli import run
-from meshfold.cost_models.step_simulation import simulate
+from meshfold.cli.main import run
+from meshfold.cost_models.simulation.step import simulate
 from meshfold.errors import OptionError
-from meshfold.plan import Plan
-from meshfold.plan_io import save_plan
-from meshfold.step_timeline import timeline_of
-from meshfold.timeline import COLUMNS
+from meshfold.ir.plan import Plan
+from meshfold.plan_file.io import save_plan
+from meshfold.report.pipeline_timeline import COLUMNS
+from meshfold.report.step_timeline import timeline_of
 
 
 def simulated_plan() -> Plan:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshfold.strategy import RegionTyping, UniformStrategy
+from meshfold.ir.strategy import RegionTyping, UniformStrategy
 
 
 def test_recompute_is_one_of_three_words() -> None:

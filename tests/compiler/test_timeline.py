@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 from support_plans import example_plan
 
-from meshfold.cli import run
-from meshfold.cost_models.actions import Action, Pass
-from meshfold.cost_models.schedules import Schedule
+from meshfold.cli.main import run
+from meshfold.cost_models.pipeline.actions import Action, Pass
+from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import MeshfoldError, OptionError
-from meshfold.measured_timeline import measured_spans
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.plan import Plan, StageFigures, StagePlan
-from meshfold.plan_io import load_plan, save_plan
-from meshfold.timeline import (
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.plan import Plan, StageFigures, StagePlan
+from meshfold.plan_file.io import load_plan, save_plan
+from meshfold.report.pipeline_timeline import (
     both_text,
     bubble_share,
     predicted_spans,
@@ -24,6 +23,7 @@ from meshfold.timeline import (
     spans_text,
     trace_json,
 )
+from meshfold.validation.measure_pipeline import measured_spans
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshfold.errors import UnsupportedOpError
-from meshfold.torch_ops import dtype_name, symbol, torch_constant, torch_dtype, torch_target
+from meshfold.ops.registry import dtype_name, symbol, torch_constant, torch_dtype, torch_target
 
 
 def test_targets() -> None:

@@ -19,11 +19,11 @@ from support_programs import (
 from support_recompute import emit_recomputed
 from torch import Tensor, nn
 
-from meshfold.buckets import BucketBuffers
+from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.errors import MeshfoldError
-from meshfold.program import EmittedProgram
-from meshfold.strategy import UniformStrategy
-from meshfold.training_step import BucketUse
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.zero.parameter_group import BucketBuffers
+from meshfold.zero.step import BucketUse
 
 ZERO3 = UniformStrategy(dp=2, zero=3)
 DP = UniformStrategy(dp=2)

@@ -10,17 +10,17 @@ from support_factories import classes, regression, switch
 from support_models import tiny_model
 
 from meshfold.api import find_plan
-from meshfold.collective_order import Call
-from meshfold.departure import _is_known, _Seen
 from meshfold.errors import MeshfoldError
-from meshfold.models import BuiltModel
-from meshfold.options import CompileOptions
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.spmd import PARTIAL, Experts, Shard
-from meshfold.verify import _Compared, _eager_step, _report, verify, without_dropout
-from meshfold.verify_report import Difference, VerifyReport
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.ir.spmd import PARTIAL, Experts, Shard
+from meshfold.models.from_argument import BuiltModel
+from meshfold.plan_file.io import plan_to_json
+from meshfold.validation.collective_order import Call
+from meshfold.validation.first_divergence import _is_known, _Seen
+from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.validation.report import Difference, VerifyReport
+from meshfold.validation.verify import _Compared, _eager_step, _report, verify, without_dropout
 
 MODEL = "support_factories:regression"
 

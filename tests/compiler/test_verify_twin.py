@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from pool import Pools
 
-from meshfold import verify_twin
 from meshfold.api import plan_captured
-from meshfold.capture import Captured, capture
-from meshfold.cli import run
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.cli.main import run
 from meshfold.errors import MeshfoldError
-from meshfold.models import build_for_plan, build_model
-from meshfold.options import CompileOptions, PinValue
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_to_json
-from meshfold.strategy import UniformStrategy
-from meshfold.verify import _report
-from meshfold.verify_twin import Twin, _small_degrees, needs_twin, small_twin
+from meshfold.ir.options import CompileOptions, PinValue
+from meshfold.ir.plan import Plan
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.models.from_argument import build_for_plan, build_model
+from meshfold.plan_file.io import plan_to_json
+from meshfold.validation import scaled_down as verify_twin
+from meshfold.validation.scaled_down import Twin, _small_degrees, needs_twin, small_twin
+from meshfold.validation.verify import _report
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 TINY = str(CONFIGS / "llama-tiny.json")

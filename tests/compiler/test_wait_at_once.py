@@ -7,8 +7,8 @@ import torch
 from support_events import eager
 from support_memory import EmittedStep
 
-from meshfold.runner import ProgramRunner
-from meshfold.strategy import UniformStrategy
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.runtime.runner import ProgramRunner
 
 
 def step_of(strategy: UniformStrategy, *, waits_at_once: bool) -> tuple[list[torch.Tensor], int]:

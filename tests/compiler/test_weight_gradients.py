@@ -7,20 +7,20 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 
 import meshfold
-from meshfold import weight_gradients
 from meshfold.api import bind
-from meshfold.capture import capture
-from meshfold.cost_models.compute import op_name
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
-from meshfold.expert_ops import expert_linear
-from meshfold.mesh import Mesh
-from meshfold.opgraph import Dependence, Op, OpGraph, Ref, Slot, SlotKind, Value
-from meshfold.options import CompileOptions
-from meshfold.passes.pipeline_weights import SPLIT
-from meshfold.pipeline_program import EmittedPipeline, emit_plan
-from meshfold.program import PLACE
+from meshfold.capture.pipeline import capture
+from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
+from meshfold.codegen.program.emitted import PLACE
+from meshfold.codegen.schedule import split_backward as weight_gradients
+from meshfold.cost_models.op_costs.compute import op_name
+from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
+from meshfold.distributed.deferred_weight_grads import WeightWork
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import Dependence, Op, OpGraph, Ref, Slot, SlotKind, Value
+from meshfold.ir.options import CompileOptions
+from meshfold.ops.expert_linear import expert_linear
+from meshfold.passes.price.weight_gradients import SPLIT
 from meshfold.single_mesh import SingleMesh
-from meshfold.weight_work import WeightWork
 
 
 def draw(*shape: int) -> Tensor:

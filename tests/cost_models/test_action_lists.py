@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshfold.cost_models.action_lists import actions_text, check_actions, parse_actions
-from meshfold.cost_models.schedules import V_ORDERS, Schedule, ScheduleKind
+from meshfold.cost_models.pipeline.action_checks import actions_text, check_actions, parse_actions
+from meshfold.cost_models.pipeline.schedules import V_ORDERS, Schedule, ScheduleKind
 from meshfold.errors import OptionError
 
 CHUNKS = {

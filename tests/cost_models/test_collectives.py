@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.cluster import LinkSpec
-from meshfold.cost_models.collectives import KINDS, collective_s, link_rate_bytes_per_s
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import cluster, presets
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.cost_models.topology import GroupShape
+from meshfold.cost_models.hardware.devices import cluster, presets
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.hardware.topology import GroupShape
+from meshfold.cost_models.op_costs.collective_time import KINDS, collective_s, link_rate_bytes_per_s
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.cluster import LinkSpec
 
 MIB = 2**20
 GIB = 2**30

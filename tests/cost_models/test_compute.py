@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshfold.cost_models.compute import Work, op_name, op_work
-from meshfold.opgraph import Arg, Op, OpGraph, Ref, Slot, SlotKind, Value
+from meshfold.cost_models.op_costs.compute import Work, op_name, op_work
+from meshfold.ir.op_graph import Arg, Op, OpGraph, Ref, Slot, SlotKind, Value
 
 F32 = 4
 

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.meshes import build_mesh
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.errors import ClusterSpecError
-from meshfold.mesh import Mesh, MeshAxis
+from meshfold.ir.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.ir.mesh import Mesh, MeshAxis
 
 SLOW = DeviceSpec("slow", 1000, 50.0, {"float32": 10.0, "bfloat16": 40.0}, 0.5, 0.8, 2.0, 0, "test")
 FAST = DeviceSpec("fast", 2000, 90.0, {"float32": 20.0}, 0.5, 0.8, 1.0, 10, "test")

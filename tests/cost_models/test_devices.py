@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.cluster import OVERLAP_SLOWDOWN, ClusterSpec
-from meshfold.cluster_io import cluster_to_json
-from meshfold.cost_models.devices import cluster, presets, resolve_cluster, subset
+from meshfold.cost_models.hardware.devices import cluster, presets, resolve_cluster, subset
 from meshfold.errors import ClusterSpecError
+from meshfold.ir.cluster import OVERLAP_SLOWDOWN, ClusterSpec
+from meshfold.plan_file.cluster_file import cluster_to_json
 
 NAMES = [
     "dgx-a100-40",
@@ -33,7 +33,9 @@ def test_every_preset_is_a_valid_cluster() -> None:
 
 
 def test_every_figure_has_a_source() -> None:
-    text = resources.files("meshfold.cost_models").joinpath("presets.json").read_text("utf-8")
+    text = (
+        resources.files("meshfold.cost_models.hardware").joinpath("presets.json").read_text("utf-8")
+    )
     data = json.loads(text)
     for table in ("devices", "links"):
         for name, figures in data[table].items():

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.cost_models.events import Streams
-from meshfold.step_events import Collective
+from meshfold.cost_models.simulation.streams import Streams
+from meshfold.ir.step_events import Collective
 
 NODE, NETWORK = "node", "network"
 

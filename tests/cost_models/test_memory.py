@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from meshfold.cost_models.memory import LocalProgram, RegionMemory, simulate_region
-from meshfold.cost_models.op_probe import (
+from meshfold.cost_models.memory.live_ranges import LocalProgram, RegionMemory, simulate_region
+from meshfold.cost_models.memory.op_memory import (
     NEW_STORAGE,
     NO_GRADIENT,
     OpProbe,
@@ -11,7 +11,7 @@ from meshfold.cost_models.op_probe import (
     TensorSpec,
     dense_spec,
 )
-from meshfold.cost_models.rebuild import LocalStep
+from meshfold.cost_models.memory.recomputation import LocalStep
 
 # Tensors of `size` bytes: uint8 in name only, so that the numbers below are bytes.
 

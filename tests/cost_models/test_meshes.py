@@ -2,10 +2,10 @@
 
 import pytest
 
-from meshfold.cost_models.devices import cluster
-from meshfold.cost_models.meshes import build_mesh
+from meshfold.cost_models.hardware.devices import cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.errors import ClusterSpecError
-from meshfold.mesh import Mesh, MeshAxis
+from meshfold.ir.mesh import Mesh, MeshAxis
 
 
 def test_one_device_is_a_mesh_of_no_axes() -> None:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshfold.cost_models.actions import Action
-from meshfold.cost_models.pipeline import (
+from meshfold.cost_models.pipeline.actions import Action
+from meshfold.cost_models.pipeline.makespan import (
     StageTimes,
     critical_path,
     device_ends_s,
@@ -16,8 +16,8 @@ from meshfold.cost_models.pipeline import (
     makespan_upper_bound_s,
     simulate_actions,
 )
-from meshfold.cost_models.pipeline_rounds import interleaved_ends_s
-from meshfold.cost_models.schedules import V_ORDERS, Schedule, ScheduleKind
+from meshfold.cost_models.pipeline.schedules import V_ORDERS, Schedule, ScheduleKind
+from meshfold.cost_models.pipeline.vector_makespan import interleaved_ends_s
 
 
 @st.composite

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from meshfold.cost_models.memory import LocalProgram, simulate_region
-from meshfold.cost_models.op_probe import NEW_STORAGE, OpProbe, ProbedOutput, TensorSpec
-from meshfold.cost_models.rebuild import LocalStep, plan_rebuild
+from meshfold.cost_models.memory.live_ranges import LocalProgram, simulate_region
+from meshfold.cost_models.memory.op_memory import NEW_STORAGE, OpProbe, ProbedOutput, TensorSpec
+from meshfold.cost_models.memory.recomputation import LocalStep, plan_rebuild
 
 
 def spec(size: int) -> TensorSpec:

@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
-from meshfold.cost_models.actions import Action, Pass
-from meshfold.cost_models.schedules import (
+from meshfold.cost_models.pipeline.actions import Action, Pass
+from meshfold.cost_models.pipeline.schedules import (
     V_ORDERS,
     Schedule,
     ScheduleKind,
@@ -15,7 +15,7 @@ from meshfold.cost_models.schedules import (
     measured_in_flight,
 )
 from meshfold.errors import OptionError
-from meshfold.options import ScheduleName
+from meshfold.ir.options import ScheduleName
 
 
 def all_schedules(max_devices=6, max_microbatches=14):

@@ -5,11 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.cost_models.devices import cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.cost_models.pipeline import StageTimes, makespan_s
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
-from meshfold.cost_models.stages import bubble_factor, hop_link, hop_s, split_bubble_factor
+from meshfold.cost_models.hardware.devices import cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.pipeline.bubble_bounds import (
+    bubble_factor,
+    hop_link,
+    hop_s,
+    split_bubble_factor,
+)
+from meshfold.cost_models.pipeline.makespan import StageTimes, makespan_s
+from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 
 SECONDS = st.floats(0.01, 10.0)
 

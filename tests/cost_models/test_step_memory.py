@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.cost_models.memory import RegionMemory
-from meshfold.cost_models.step_memory import (
+from meshfold.cost_models.memory.live_ranges import RegionMemory
+from meshfold.cost_models.memory.step_memory import (
     InstanceMemory,
     ParameterUse,
     States,
     Value,
     compose_step,
 )
-from meshfold.plan import MemoryEstimate
+from meshfold.ir.plan import MemoryEstimate
 
 NO_STATES = States(parameters=0, trained=0, buffers=0, inputs=0)
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshfold.cost_models.step_simulation import simulate
-from meshfold.step_events import (
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.ir.step_events import (
     BucketEvents,
     Collective,
     Event,

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from meshfold.cost_models.step_simulation import simulate
-from meshfold.cost_models.tails import cut_tail
-from meshfold.step_events import BucketEvents, Collective, Event, RegionEvents, StepEvents
+from meshfold.cost_models.simulation.chained_run import cut_tail
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.ir.step_events import BucketEvents, Collective, Event, RegionEvents, StepEvents
 
 SEND = Collective("reduce_scatter", ("tp",), "nvlink", 8, 2.0)
 GATHER = Collective("all_gather", ("dp",), "ib", 8, 1.0)

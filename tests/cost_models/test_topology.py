@@ -5,9 +5,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
-from meshfold.cost_models.topology import GroupShape, group_shape, slowest_link
-from meshfold.mesh import Mesh, MeshAxis
+from meshfold.cost_models.hardware.topology import GroupShape, group_shape, slowest_link
+from meshfold.ir.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.ir.mesh import Mesh, MeshAxis
 
 DEVICE = DeviceSpec("d", 1000, 50.0, {"float32": 10.0}, 0.5, 0.8, 2.0, 0, "test")
 LINK = LinkSpec("link", 100.0, 1.0, "test")

@@ -8,19 +8,19 @@ from support_graphs import GraphBuilder, costs_on, mlp
 from support_models import BATCH, HEADS, HIDDEN, SEQUENCE, tiny_model
 from support_recompute import layer_regions
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import OpGraph
-from meshfold.passes.again import Again, full_again, selective_again
-from meshfold.passes.conversions import conversion_cost
-from meshfold.passes.region_memory import memory_of_region
-from meshfold.passes.region_price import layouts_of_values, price_region
-from meshfold.passes.rules import AxisRule, region_rules, typing_of
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.probe import OpProber
-from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
-from meshfold.strategy import RegionTyping, UniformStrategy
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import OpGraph
+from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
+from meshfold.ir.strategy import RegionTyping, UniformStrategy
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.memory.region import memory_of_region
+from meshfold.passes.price.conversions import conversion_cost
+from meshfold.passes.price.recompute import Again, full_again, selective_again
+from meshfold.passes.price.region import layouts_of_values, price_region
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.passes.rules.table import AxisRule, region_rules, typing_of
 
 I, R, P, S0 = (INVARIANT,), (REPLICATE,), (PARTIAL,), (Shard(0),)  # noqa: E741  letters of the types
 Rules = list[tuple[AxisRule, ...]]

@@ -3,14 +3,14 @@
 import pytest
 from support_graphs import folded_stack
 
-from meshfold.opgraph import Dependence, Value
-from meshfold.passes.boundaries import (
+from meshfold.ir.op_graph import Dependence, Value
+from meshfold.ir.spmd import INVARIANT, Shard
+from meshfold.passes.graph.boundaries import (
     batch_type,
     find_boundaries,
     num_instances,
     sequence_type,
 )
-from meshfold.spmd import INVARIANT, Shard
 
 HIDDEN = Value((4, 8, 16), "float32", True)
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support_fold import GraphBuilder
 
-from meshfold.opgraph import OpGraph, Ref, SlotKind, Value
-from meshfold.passes.canonical import Segment, canonical_segment, flat_index
+from meshfold.ir.op_graph import OpGraph, Ref, SlotKind, Value
+from meshfold.passes.fold.canonical_form import Segment, canonical_segment, flat_index
 
 Draw = Callable[[st.SearchStrategy], object]
 

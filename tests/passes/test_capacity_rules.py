@@ -7,15 +7,15 @@ import torch
 from support_experts import BATCH, EXPERTS, SEQUENCE, WIDTH, capacity_model
 from torch import Tensor, nn
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import FoldedGraph, OpGraph
-from meshfold.passes.capacity_rules import capacity_rules, expert_products
-from meshfold.passes.expert_rules import shared_experts
-from meshfold.passes.rules import AxisRule, region_rules
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.spmd import Shard
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import FoldedGraph, OpGraph
+from meshfold.ir.spmd import Shard
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.passes.rules.expert_axis import shared_experts
+from meshfold.passes.rules.expert_capacity import capacity_rules, expert_products
+from meshfold.passes.rules.table import AxisRule, region_rules
 
 
 @cache

@@ -6,17 +6,17 @@ import pytest
 from support_models import BATCH, tiny_model, with_padding
 from support_ring import slow_devices
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import PlanMismatchError
-from meshfold.options import CompileOptions
-from meshfold.passes.check_plan import price_plan
-from meshfold.passes.planner import find_plan_for
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.probe import OpProber
-from meshfold.spmd import INVARIANT, REPLICATE, PaddedShard, Shard
-from meshfold.strategy import Degrees
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.ir.spmd import INVARIANT, REPLICATE, PaddedShard, Shard
+from meshfold.ir.strategy import Degrees
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.planner.check import price_plan
+from meshfold.passes.planner.find import find_plan_for
+from meshfold.plan_file.io import plan_from_json, plan_to_json
 
 MODEL, INPUTS = tiny_model("llama", layers=3)
 GRAPH = capture(MODEL, INPUTS).graph

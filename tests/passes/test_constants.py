@@ -7,16 +7,16 @@ import torch
 from support_models import BATCH, tiny_model
 from support_programs import Rank, emit_uniform, local_part, on_ranks
 
-from meshfold.capture import Captured, capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import Dependence, OpGraph
-from meshfold.passes.parameter_prices import local_bytes
-from meshfold.passes.rule_domains import is_constant_op
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.precision import float64_everywhere
-from meshfold.spmd import Layout
-from meshfold.strategy import RegionTyping, UniformStrategy
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import Dependence, OpGraph
+from meshfold.ir.spmd import Layout
+from meshfold.ir.strategy import RegionTyping, UniformStrategy
+from meshfold.passes.region.parameter_tables import local_bytes
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.passes.rules.joint import is_constant_op
+from meshfold.validation.float64_mode import float64_everywhere
 
 
 @cache

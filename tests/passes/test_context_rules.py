@@ -7,17 +7,17 @@ import torch
 from support_models import BATCH, meta_llama, tiny_model
 from torch import Tensor, nn
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import FoldedGraph, SlotKind
-from meshfold.passes import context_rules
-from meshfold.passes.context_rules import ShardOf, moved_inside
-from meshfold.passes.parameter_prices import Prices
-from meshfold.passes.region_search import RegionProblem
-from meshfold.passes.rules import region_rules
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.spmd import Shard, SpmdType
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import FoldedGraph, SlotKind
+from meshfold.ir.spmd import Shard, SpmdType
+from meshfold.passes.region.parameter_tables import Prices
+from meshfold.passes.region.search import RegionProblem
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.passes.rules.context_axis import ShardOf, moved_inside
+from meshfold.passes.rules.table import context_axis as context_rules
+from meshfold.passes.rules.table import region_rules
 
 
 @cache

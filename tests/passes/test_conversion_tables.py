@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from support_graphs import costs_on
 
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.mesh import Mesh
-from meshfold.opgraph import Value
-from meshfold.passes.axis_roles import UNDONE_SHARD_S, AxisRole, SearchCosts
-from meshfold.passes.conversion_tables import ConversionTables
-from meshfold.passes.conversions import conversion_cost
-from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, is_legal
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import Value
+from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, is_legal
+from meshfold.passes.price.conversions import conversion_cost
+from meshfold.passes.region.conversion_tables import ConversionTables
+from meshfold.passes.region.roles import UNDONE_SHARD_S, AxisRole, SearchCosts
 
 KINDS = (INVARIANT, REPLICATE, PARTIAL)
 

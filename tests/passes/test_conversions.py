@@ -9,9 +9,19 @@ from hypothesis import strategies as st
 from support_layouts import FlatCosts
 from support_ops import mesh_of
 
-from meshfold.mesh import Mesh
-from meshfold.opgraph import Value
-from meshfold.passes.conversions import (
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import Value
+from meshfold.ir.spmd import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATE,
+    Layout,
+    Shard,
+    SpmdType,
+    is_legal,
+    parse_layout,
+)
+from meshfold.passes.price.conversions import (
     COLLECTIVES,
     CONVERSIONS,
     Step,
@@ -21,16 +31,6 @@ from meshfold.passes.conversions import (
     exchange_is_even,
     plan_conversions,
     step_actions,
-)
-from meshfold.spmd import (
-    INVARIANT,
-    PARTIAL,
-    REPLICATE,
-    Layout,
-    Shard,
-    SpmdType,
-    is_legal,
-    parse_layout,
 )
 
 COSTS = FlatCosts()

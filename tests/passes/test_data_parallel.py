@@ -5,11 +5,8 @@ from dataclasses import replace
 import pytest
 from support_graphs import GraphBuilder, costs_on, folded_stack, mlp
 
-from meshfold.opgraph import Dependence, Value
-from meshfold.passes.boundaries import find_boundaries
-from meshfold.passes.data_parallel import batch_problem, follow_batch, stored_options, zero3_layout
-from meshfold.passes.rules import region_rules
-from meshfold.spmd import (
+from meshfold.ir.op_graph import Dependence, Value
+from meshfold.ir.spmd import (
     INVARIANT,
     REPLICATE,
     PaddedShard,
@@ -18,6 +15,14 @@ from meshfold.spmd import (
     layout_text,
     parse_layout,
 )
+from meshfold.passes.graph.boundaries import find_boundaries
+from meshfold.passes.region.data_parallel import (
+    batch_problem,
+    follow_batch,
+    stored_options,
+    zero3_layout,
+)
+from meshfold.passes.rules.table import region_rules
 
 
 def follow(batch_size: int, num_ranks: int = 2):

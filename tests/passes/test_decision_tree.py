@@ -3,7 +3,8 @@
 import pytest
 
 from meshfold.errors import OptionError
-from meshfold.passes.decision_tree import (
+from meshfold.ir.strategy import Degrees, UniformStrategy
+from meshfold.passes.one_pass.tree import (
     BATCH,
     CONTEXT,
     EXPERTS,
@@ -18,7 +19,6 @@ from meshfold.passes.decision_tree import (
     Tree,
     grow_tree,
 )
-from meshfold.strategy import Degrees, UniformStrategy
 
 
 def tree(num_devices: int, batch_size: int = 8, per_node: int = 8, **situation) -> Tree:

@@ -9,18 +9,18 @@ from support_vision import ResNet, images, resnet50, small_resnet
 from torch import Tensor
 
 from meshfold.api import find_plan, plan_captured
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.options import CompileOptions
-from meshfold.passes.check_plan import price_plan
-from meshfold.passes.mesh_plan import MeshPlanner
-from meshfold.passes.step_time import estimate_step
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.probe import OpProber
-from meshfold.strategy import UniformStrategy
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.planner.check import price_plan
+from meshfold.passes.price.step import estimate_step
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.plan_file.io import plan_from_json, plan_to_json
 
 CLASSES = 100_000
 

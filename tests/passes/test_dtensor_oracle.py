@@ -9,7 +9,7 @@ from support_ops import SingleOp
 from support_samples import RING, SAMPLES, Sample
 from support_tensors import real
 
-from meshfold.strategy import OpTyping
+from meshfold.ir.strategy import OpTyping
 
 ENDLESS = "scaled_dot_product_attention"
 """Of its decomposition DTensor tries all placements, which takes hours."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshfold.passes.elimination import (
+from meshfold.passes.region.elimination import (
     EliminationPlan,
     EliminationPlans,
     Factor,

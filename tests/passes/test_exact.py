@@ -1,6 +1,6 @@
 """The exact program: same ops, float64, no dropout."""
 
-from meshfold.opgraph import (
+from meshfold.ir.op_graph import (
     BufferInfo,
     FoldedGraph,
     Hole,
@@ -19,7 +19,7 @@ from meshfold.opgraph import (
     Symbol,
     Value,
 )
-from meshfold.passes.exact import ATTENTION, exact
+from meshfold.passes.graph.without_dropout import ATTENTION, exact
 
 
 def program(

@@ -6,24 +6,24 @@ from functools import cache
 import pytest
 from support_models import BATCH, SEQUENCE, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import FoldedGraph, OpGraph, Region
-from meshfold.passes.axis_roles import AxisRole
-from meshfold.passes.conversions import axis_conversion
-from meshfold.passes.expert_rules import (
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import FoldedGraph, OpGraph, Region
+from meshfold.ir.spmd import INVARIANT, REPLICATE, Experts, Shard
+from meshfold.passes.price.conversions import axis_conversion
+from meshfold.passes.price.op_time import op_time
+from meshfold.passes.region.roles import AxisRole
+from meshfold.passes.region.space import SearchSpace
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.passes.rules.expert_axis import (
     expert_rules,
     shared_experts,
     travelled_rule,
     travelling,
 )
-from meshfold.passes.op_time import op_time
-from meshfold.passes.rules import AxisRule, region_rules
-from meshfold.passes.rules_experts import COMBINE, DISPATCH, EXPERT_LINEAR, EXPERT_LOAD
-from meshfold.passes.search_space import SearchSpace
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.spmd import INVARIANT, REPLICATE, Experts, Shard
+from meshfold.passes.rules.ops.experts import COMBINE, DISPATCH, EXPERT_LINEAR, EXPERT_LOAD
+from meshfold.passes.rules.table import AxisRule, region_rules
 
 ROWS = BATCH * SEQUENCE * 2
 

@@ -7,20 +7,21 @@ from types import SimpleNamespace
 import pytest
 from support_models import BATCH, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.cost_models.step_simulation import simulate
-from meshfold.options import CompileOptions
-from meshfold.passes import finalists, planner
-from meshfold.passes.check_plan import price_plan
-from meshfold.passes.finalists import rank_finalists, simulated_times
-from meshfold.passes.mesh_plan import MeshPlanner
-from meshfold.passes.planner import find_plan_for
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.plan import Plan
-from meshfold.probe import OpProber
-from meshfold.strategy import UniformStrategy
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.one_pass import shortlist as finalists
+from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.shortlist import rank_finalists, simulated_times
+from meshfold.passes.planner.check import price_plan
+from meshfold.passes.planner.find import find as planner
+from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.region.typing import MeshSearch
 
 PROBER = OpProber()
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from support_fold import GraphBuilder, mlp_stack
 
-from meshfold.opgraph import FoldedGraph, Hole, Ref, SlotKind, SourceKind
-from meshfold.passes.fold import fold
-from meshfold.passes.fold_assemble import expand, fingerprint, region_name
+from meshfold.ir.op_graph import FoldedGraph, Hole, Ref, SlotKind, SourceKind
+from meshfold.passes.fold.assemble import expand, fingerprint, region_name
+from meshfold.passes.fold.find_regions import fold
 
 
 def runs(graph: FoldedGraph) -> list[tuple[str, int]]:

@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support_fold import mlp_stack
 
-from meshfold.passes.canonical import flat_index
-from meshfold.passes.fold import fold
-from meshfold.passes.fold_assemble import expand
-from meshfold.passes.fold_layers import LEAST_PART, LONG_OPS, layer_cuts
+from meshfold.passes.fold.assemble import expand
+from meshfold.passes.fold.canonical_form import flat_index
+from meshfold.passes.fold.find_regions import fold
+from meshfold.passes.fold.layers import LEAST_PART, LONG_OPS, layer_cuts
 
 OPS_PER_LAYER = 5
 

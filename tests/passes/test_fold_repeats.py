@@ -3,11 +3,11 @@
 import pytest
 from support_fold import GraphBuilder
 
-from meshfold.opgraph import FoldedGraph, Ref
-from meshfold.passes.canonical import flat_index
-from meshfold.passes.fold import fold
-from meshfold.passes.fold_assemble import expand
-from meshfold.passes.fold_repeats import repeat_cuts
+from meshfold.ir.op_graph import FoldedGraph, Ref
+from meshfold.passes.fold.assemble import expand
+from meshfold.passes.fold.canonical_form import flat_index
+from meshfold.passes.fold.find_regions import fold
+from meshfold.passes.fold.repeats import repeat_cuts
 
 LAYER = ("relu", "exp", "sin", "cos", "tanh", "neg", "abs", "sqrt", "log", "erf")
 

@@ -3,8 +3,8 @@
 import pytest
 from support_fold import GraphBuilder, mlp_stack
 
-from meshfold.opgraph import FoldedGraph, Ref
-from meshfold.passes.fold import fold
+from meshfold.ir.op_graph import FoldedGraph, Ref
+from meshfold.passes.fold.find_regions import fold
 from meshfold.passes.fold_slots import SlotClass, SlotFlow, slot_classes
 
 

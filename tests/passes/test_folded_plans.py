@@ -5,15 +5,15 @@ from functools import cache
 import pytest
 from support_models import BATCH, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import InfeasibleError
-from meshfold.opgraph import FoldedGraph
-from meshfold.options import CompileOptions
-from meshfold.passes.planner import find_plan_for
-from meshfold.passes.variants import split_regions
-from meshfold.plan import Plan
-from meshfold.probe import OpProber
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.graph.variants import split_regions
+from meshfold.passes.planner.find import find_plan_for
 
 PROBER = OpProber()
 PINS = {"dp": 2, "tp": 2, "sp": 1}

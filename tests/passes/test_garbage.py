@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshfold.passes.garbage import collector_paused
+from meshfold.gc_pause import collector_paused
 
 
 @pytest.fixture(autouse=True)

@@ -5,18 +5,18 @@ from functools import cache
 import pytest
 from support_models import BATCH, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.errors import OptionError
-from meshfold.opgraph import FoldedGraph
-from meshfold.options import CompileOptions, LayoutPin
-from meshfold.passes.layout_pins import UnkeptPinError, pinned_slots
-from meshfold.passes.planner import find_plan_for
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.plan import Plan
-from meshfold.probe import OpProber
-from meshfold.spmd import SpmdType
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions, LayoutPin
+from meshfold.ir.plan import Plan
+from meshfold.ir.spmd import SpmdType
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.region.pins import UnkeptPinError, pinned_slots
+from meshfold.passes.region.typing import MeshSearch
 
 PROBER = OpProber()
 UP = "model.layers.*.mlp.up_proj.weight"

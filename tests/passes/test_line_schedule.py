@@ -3,8 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.passes.line_schedule import NEXT, Border, LineOrder, LineOrders, line_order
-from meshfold.passes.list_schedule import Task, list_order, span_s
+from meshfold.passes.chained_chunks.software_pipeline import (
+    NEXT,
+    Border,
+    LineOrder,
+    LineOrders,
+    line_order,
+)
+from meshfold.passes.schedule.list_schedule import Task, list_order, span_s
 
 TWO_PARTS = (
     Task(seconds=1),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.passes.list_schedule import Task, list_order, span_s
+from meshfold.passes.schedule.list_schedule import Task, list_order, span_s
 
 
 def most_held_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:

@@ -6,9 +6,9 @@ import pytest
 from support_ops import SingleOp
 from support_tensors import real
 
-from meshfold.opgraph import Arg, Ref
-from meshfold.passes.localize import localize
-from meshfold.passes.rules import typing_of
+from meshfold.ir.op_graph import Arg, Ref
+from meshfold.passes.rules.localize import localize
+from meshfold.passes.rules.table import typing_of
 
 CASES: list[tuple[SingleOp, str, tuple[Arg, ...]]] = [
     (SingleOp("aten.view.default", real(4, 6, 24), [24, -1]), "d0", (Ref(0), (12, 24))),

@@ -11,14 +11,15 @@ from support_schedules import captured_family
 from support_schedules import planned as planned_in
 
 import meshfold
-from meshfold.collective_order import collectives_of
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.step_simulation import simulate
+from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.simulation.step import simulate
 from meshfold.errors import OptionError
-from meshfold.options import CompileOptions
-from meshfold.passes.check_plan import price_plan
-from meshfold.passes.merge_collectives import (
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.events.bucketing import (
     LEAST_GAIN,
     MergeSizes,
     _sizes,
@@ -28,12 +29,11 @@ from meshfold.passes.merge_collectives import (
     reductions_of,
     with_merging,
 )
-from meshfold.pipeline_program import emit_plan
-from meshfold.plan import Plan
-from meshfold.plan_diff import compare_plans
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.precision import float64_everywhere
-from meshfold.probe import OpProber
+from meshfold.passes.planner.check import price_plan
+from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.report.plan_diff import compare_plans
+from meshfold.validation.collective_order import collectives_of
+from meshfold.validation.float64_mode import float64_everywhere
 
 SOME, EVERYTHING = 91_000, 1 << 40
 

@@ -6,18 +6,18 @@ from functools import cache
 import pytest
 from support_models import BATCH, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import FoldedGraph, SlotKind
-from meshfold.options import CompileOptions
-from meshfold.passes.decision_tree import leaves_on
-from meshfold.passes.mesh_bounds import Room, least_step_s
-from meshfold.passes.mesh_plan import MeshPlanner
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.probe import OpProber
-from meshfold.strategy import Degrees
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.op_graph import FoldedGraph, SlotKind
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.strategy import Degrees
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.one_pass.bounds import Room, least_step_s
+from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.tree import leaves_on
+from meshfold.passes.region.typing import MeshSearch
 
 PROBER = OpProber()
 CLUSTER = resolve_cluster("dgx-v100", 8)

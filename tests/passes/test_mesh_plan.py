@@ -7,22 +7,22 @@ from functools import cache, partial
 import pytest
 from support_models import BATCH, families, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import FoldedGraph
-from meshfold.options import CompileOptions
-from meshfold.passes.decision_tree import leaves_on
-from meshfold.passes.leaf_chain import LeafChain
-from meshfold.passes.mesh_plan import MeshPlanner
-from meshfold.passes.parameter_prices import stored_bytes
-from meshfold.passes.priced import order_of
-from meshfold.passes.region_memory import Simulations, memory_of_region
-from meshfold.passes.region_price import price_region
-from meshfold.passes.residence import slot_facts
-from meshfold.passes.uniform_search import MODE_CHOICES, MeshSearch
-from meshfold.probe import OpProber
-from meshfold.strategy import Degrees
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.strategy import Degrees
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.memory.region import Simulations, memory_of_region
+from meshfold.passes.memory.zero import slot_facts
+from meshfold.passes.one_pass.chain import LeafChain
+from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.priced import order_of
+from meshfold.passes.one_pass.tree import leaves_on
+from meshfold.passes.price.region import price_region
+from meshfold.passes.region.parameter_tables import stored_bytes
+from meshfold.passes.region.typing import MODE_CHOICES, MeshSearch
 
 PROBER = OpProber()
 

@@ -5,21 +5,21 @@ from functools import cache
 import pytest
 from support_models import BATCH, families, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import FoldedGraph
-from meshfold.options import CompileOptions
-from meshfold.passes.boundaries import num_instances
-from meshfold.passes.decision_tree import leaves_on
-from meshfold.passes.layout_pins import pinned_slots
-from meshfold.passes.mesh_bounds import least_compute_s
-from meshfold.passes.mesh_plan import MeshPlanner
-from meshfold.passes.mesh_race import Contender
-from meshfold.passes.uniform_search import MODE_CHOICES, MeshSearch
-from meshfold.probe import OpProber
-from meshfold.strategy import Degrees
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.strategy import Degrees
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.graph.boundaries import num_instances
+from meshfold.passes.one_pass.bounds import least_compute_s
+from meshfold.passes.one_pass.candidate_mesh import Contender
+from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.tree import leaves_on
+from meshfold.passes.region.pins import pinned_slots
+from meshfold.passes.region.typing import MODE_CHOICES, MeshSearch
 
 CLUSTER = resolve_cluster("dgx-v100", 8)
 MESHES = [Degrees(8, 1, 1), Degrees(2, 1, 4), Degrees(1, 1, 8), Degrees(2, 2, 2)]

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshfold.cost_models.pipeline import even_makespan_s
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.cost_models.pipeline.makespan import even_makespan_s
+from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import InfeasibleError
 from meshfold.passes.mesh_degrees import Divides, Multiply, legal_degrees
-from meshfold.passes.mesh_search import BoundRule, Solution, best_first
+from meshfold.passes.pipeline.best_first import BoundRule, Solution, best_first
 
 
 @st.composite

@@ -9,13 +9,13 @@ import torch
 from support_stacks import UNet
 from support_vision import images, small_resnet
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import FoldedGraph
-from meshfold.passes.mode_changes import ModeChanges, Typings, mode_changes, passes_on
-from meshfold.passes.step_time import border_s
-from meshfold.passes.uniform_search import MeshSearch
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.passes.one_pass.mode_changes import ModeChanges, Typings, mode_changes, passes_on
+from meshfold.passes.price.step import border_s
+from meshfold.passes.region.typing import MeshSearch
 
 BATCH = 4
 

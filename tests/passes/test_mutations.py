@@ -6,7 +6,7 @@ from support_ops import SingleOp
 from support_samples import EXPERTS, LOSS, NORMALIZATION, RANDOM, RING, SAMPLES, Sample
 from support_tensors import real
 
-from meshfold.spmd import PARTIAL, Shard
+from meshfold.ir.spmd import PARTIAL, Shard
 
 
 def test_a_sample_of_all_mutants_is_caught() -> None:

@@ -5,13 +5,13 @@ from support_graphs import costs_on, mlp
 from support_ops import SingleOp
 from support_tensors import real
 
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.opgraph import Op, OpGraph, Ref, Slot, SlotKind, Value
-from meshfold.passes.exact import ATTENTION
-from meshfold.passes.op_time import OpTime, OpTimers, OpWorks, op_time
-from meshfold.passes.rules import region_rules, rules_beside
-from meshfold.passes.rules_experts import EXPERT_LOAD
-from meshfold.passes.rules_ring import GATHER_LINEARS, LINEAR_SCATTER
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.op_graph import Op, OpGraph, Ref, Slot, SlotKind, Value
+from meshfold.passes.graph.without_dropout import ATTENTION
+from meshfold.passes.price.op_time import OpTime, OpTimers, OpWorks, op_time
+from meshfold.passes.rules.ops.collective_matmul import GATHER_LINEARS, LINEAR_SCATTER
+from meshfold.passes.rules.ops.experts import EXPERT_LOAD
+from meshfold.passes.rules.table import region_rules, rules_beside
 
 
 def test_work_is_divided_by_the_axes_that_split_it() -> None:

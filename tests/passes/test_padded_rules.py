@@ -10,8 +10,8 @@ import pytest
 import torch
 from support_ops import SingleOp, check_typings, mesh_of
 
-from meshfold.passes.rule_shards import PADDED, Divisions
-from meshfold.spmd import PaddedShard
+from meshfold.ir.spmd import PaddedShard
+from meshfold.passes.rules.ops.shards import PADDED, Divisions
 
 CLASSES = 7
 _ATTENTION = "aten.scaled_dot_product_attention.default"

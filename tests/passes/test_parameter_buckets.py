@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support_graphs import costs_on
 
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.opgraph import Value
-from meshfold.passes.parameter_buckets import (
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.op_graph import Value
+from meshfold.ir.spmd import INVARIANT, REPLICATE, Shard, is_legal, parse_layout
+from meshfold.passes.price.parameter_groups import (
     bucket_copies,
     bucket_key,
     changed_axes,
@@ -17,9 +18,8 @@ from meshfold.passes.parameter_buckets import (
     parameter_copies,
     used_layout,
 )
-from meshfold.passes.parameter_prices import BucketCopies, member_copies
-from meshfold.shards import Assembly
-from meshfold.spmd import INVARIANT, REPLICATE, Shard, is_legal, parse_layout
+from meshfold.passes.region.parameter_tables import BucketCopies, member_copies
+from meshfold.sharding.layout import Assembly
 
 MESH = Mesh((MeshAxis("dp", 2), MeshAxis("tp", 2)))
 WEIGHT = Value((64, 32), "float32", True)

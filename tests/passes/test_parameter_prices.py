@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from support_graphs import costs_on
 
-from meshfold.opgraph import Value
-from meshfold.passes.axis_roles import AxisRole, SearchCosts
-from meshfold.passes.parameter_prices import (
+from meshfold.ir.op_graph import Value
+from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
+from meshfold.passes.region.parameter_tables import (
     BUCKET_BYTES,
     BucketCopies,
     ParameterPrices,
@@ -16,7 +16,7 @@ from meshfold.passes.parameter_prices import (
     local_bytes,
     member_copies,
 )
-from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
+from meshfold.passes.region.roles import AxisRole, SearchCosts
 
 WEIGHT = Value((64, 32), "float32", True)
 FROZEN = Value((64, 32), "float32", False)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from support_schedules import emitted
 
-from meshfold.opgraph import OpGraph
-from meshfold.passes.part_borders import joined, taken_apart
-from meshfold.strategy import RegionTyping
+from meshfold.ir.op_graph import OpGraph
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.chained_chunks.boundary_values import joined, taken_apart
 
 pytestmark = pytest.mark.xdist_group("schedules")
 

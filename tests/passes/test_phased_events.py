@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from support_programs import Stack
 
 import meshfold
-from meshfold.cluster import ClusterSpec, LinkSpec, NodeGroup
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.events import Streams
-from meshfold.cost_models.reduction_streams import ReductionStreams
-from meshfold.cost_models.step_simulation import simulate
-from meshfold.hierarchy import ACROSS_NODES, IN_NODE, Cut
-from meshfold.mesh import Mesh, MeshAxis
-from meshfold.options import CompileOptions
-from meshfold.passes.merge_collectives import MergeSizes, with_merging
-from meshfold.passes.phased_events import in_phases, phased_events, piece_sizes
-from meshfold.plan import Plan
-from meshfold.step_events import Collective, read_collective, write_collective
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.simulation.hierarchical_all_reduce import ReductionStreams
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.cost_models.simulation.streams import Streams
+from meshfold.ir.cluster import ClusterSpec, LinkSpec, NodeGroup
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.node_groups import ACROSS_NODES, IN_NODE, Cut
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.ir.step_events import Collective, read_collective, write_collective
+from meshfold.passes.events.bucketing import MergeSizes, with_merging
+from meshfold.passes.events.hierarchical import in_phases, phased_events, piece_sizes
 
 # Round figures: 100 bytes per second and 1 s per step in a node, 10 and 5 over the network.
 LINK = LinkSpec("link", 100.0, 1.0, "test", start_s=0.5)

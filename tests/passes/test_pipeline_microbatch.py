@@ -5,15 +5,15 @@ import torch
 from support_models import BATCH, families, tiny_model
 from torch import nn
 
-from meshfold.capture import capture
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.errors import OptionError
-from meshfold.opgraph import Op, Symbol
-from meshfold.passes.loss_counts import COUNT
-from meshfold.passes.pipeline_microbatch import MicrobatchGraphs
-from meshfold.passes.uniform_search import MeshSearch
+from meshfold.ir.op_graph import Op, Symbol
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.passes.split.loss_counts import COUNT
+from meshfold.passes.split.microbatch import MicrobatchGraphs
 
 CLUSTER = resolve_cluster("local-cpu", 4)
 

@@ -4,16 +4,16 @@ from typing import cast
 
 import pytest
 
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.mesh import Mesh
-from meshfold.opgraph import Value
-from meshfold.passes.parameter_buckets import has_own_bucket, parameter_copies
-from meshfold.passes.parameter_prices import member_copies
-from meshfold.passes.pipeline_layers import Surroundings, _seconds
-from meshfold.passes.pipeline_parameters import LayerCopies, Parameter, ParameterSums, copies_of
-from meshfold.spmd import INVARIANT, Shard
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import Value
+from meshfold.ir.spmd import INVARIANT, Shard
+from meshfold.passes.pipeline.layers import Surroundings, _seconds
+from meshfold.passes.pipeline.parameters import LayerCopies, Parameter, ParameterSums, copies_of
+from meshfold.passes.price.parameter_groups import has_own_bucket, parameter_copies
+from meshfold.passes.region.parameter_tables import member_copies
 
 SIZES = [(256, 4096), (1024, 4096), (3072, 4096), (4096, 4096), (14336, 4096)]
 MESHES = [(2, 8), (8, 8), (4, 4)]

@@ -9,28 +9,28 @@ import numpy as np
 import pytest
 from support_models import BATCH, HIDDEN, SEQUENCE, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cluster import ClusterSpec
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.pipeline import StageTimes, device_ends_s
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.capture.pipeline import capture
+from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
+from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
-from meshfold.opgraph import FoldedGraph
-from meshfold.options import CompileOptions
-from meshfold.passes.check_plan import price_plan
-from meshfold.passes.decision_tree import NODE, Situation
-from meshfold.passes.pipeline_problem import PipelineProblems
-from meshfold.passes.pipeline_search import search_pipelines
-from meshfold.passes.pipeline_tree import LAYERS, grow_pipelines
-from meshfold.passes.pipeline_uniform import even_cuts
-from meshfold.passes.planner import find_plan_for
-from meshfold.passes.rules_experts import EXPERT_LOAD
-from meshfold.pipeline_program import EmittedPipeline, emit_plan
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.probe import OpProber
-from meshfold.strategy import UniformStrategy
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.one_pass.tree import NODE, Situation
+from meshfold.passes.pipeline.problem import PipelineProblems
+from meshfold.passes.pipeline.search import search_pipelines
+from meshfold.passes.pipeline.tree import LAYERS, grow_pipelines
+from meshfold.passes.planner.baselines import even_cuts
+from meshfold.passes.planner.check import price_plan
+from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.rules.ops.experts import EXPERT_LOAD
+from meshfold.plan_file.io import plan_from_json, plan_to_json
 
 PROBER = OpProber()
 

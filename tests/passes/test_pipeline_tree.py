@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from meshfold.passes.decision_tree import CONTEXT, Situation
-from meshfold.passes.pipeline_tree import PipelineTree, grow_pipelines
+from meshfold.passes.one_pass.tree import CONTEXT, Situation
+from meshfold.passes.pipeline.tree import PipelineTree, grow_pipelines
 
 
 def pipelines(batch_size: int, **other: Any) -> PipelineTree:

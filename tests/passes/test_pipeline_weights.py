@@ -3,14 +3,14 @@
 import pytest
 from support_models import tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.compute import op_name
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.passes.op_time import op_time
-from meshfold.passes.pipeline_weights import weight_gradients_s
-from meshfold.passes.rules import region_rules
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.compute import op_name
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.passes.price.op_time import op_time
+from meshfold.passes.price.weight_gradients import weight_gradients_s
+from meshfold.passes.rules.table import region_rules
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_oss"])

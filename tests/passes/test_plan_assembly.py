@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshfold.passes.plan_assembly import why_lost
-from meshfold.plan import Alternative
+from meshfold.ir.plan import Alternative
+from meshfold.passes.planner.assembly import why_lost
 
 TAKEN = Alternative("taken", 2e-3, 5_000_000, "")
 

@@ -6,18 +6,18 @@ from functools import cache
 import pytest
 from support_models import BATCH, meta_llama, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.emission_passes import emit
+from meshfold.capture.pipeline import capture
+from meshfold.codegen.emit.pass_pipeline import emit
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
-from meshfold.opgraph import FoldedGraph
-from meshfold.options import CompileOptions
-from meshfold.passes.check_plan import price_plan
-from meshfold.passes.decision_tree import CONTEXT, EXPERTS, NODE, NOTHING_KEPT, PLANNED
-from meshfold.passes.planner import BOUND, UNSHARDED, find_plan_for
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_from_json, plan_to_json
-from meshfold.probe import OpProber
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.one_pass.tree import CONTEXT, EXPERTS, NODE, NOTHING_KEPT, PLANNED
+from meshfold.passes.planner.check import price_plan
+from meshfold.passes.planner.find import BOUND, UNSHARDED, find_plan_for
+from meshfold.plan_file.io import plan_from_json, plan_to_json
 
 PROBER = OpProber()
 

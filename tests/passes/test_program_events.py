@@ -19,8 +19,8 @@ from support_events import (
 )
 from support_models import families
 
-from meshfold.cost_models.step_simulation import simulate
-from meshfold.strategy import UniformStrategy
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.ir.strategy import UniformStrategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=label)

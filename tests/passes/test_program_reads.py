@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from support_graphs import folded_stack
 
-from meshfold.opgraph import ParameterInfo, SourceKind
-from meshfold.passes.program_reads import program_reads
-from meshfold.passes.variants import split_regions
+from meshfold.ir.op_graph import ParameterInfo, SourceKind
+from meshfold.passes.graph.reads import program_reads
+from meshfold.passes.graph.variants import split_regions
 
 
 def test_every_source_is_read_first_once() -> None:

@@ -9,7 +9,7 @@ from support_memory import EchoMesh
 from support_ops import mesh_of, whole_typing
 from support_samples import SAMPLES, Sample
 
-from meshfold.opgraph import OpGraph, Ref
+from meshfold.ir.op_graph import OpGraph, Ref
 from meshfold.passes.recompute import KEEPS_NOTHING, KEEPS_OPERANDS, RunAgain, run_again
 
 LISTED = [s for s in SAMPLES if f"aten.{s[0]}" in KEEPS_NOTHING | KEEPS_OPERANDS]

@@ -20,14 +20,15 @@ from support_programs import emit_uniform
 from support_recompute import emit_recomputed
 from torch import nn
 
-from meshfold.capture import Captured, capture
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.cost_models.step_memory import compose_step
-from meshfold.emit import emit_typed
-from meshfold.mesh import Mesh
-from meshfold.opgraph import (
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.memory.step_memory import compose_step
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import (
     Dependence,
     FoldedGraph,
     InputInfo,
@@ -44,14 +45,13 @@ from meshfold.opgraph import (
     SourceKind,
     Value,
 )
-from meshfold.passes.region_memory import program_memory, step_memory
-from meshfold.passes.residence import program_states
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.plan import MemoryEstimate
-from meshfold.probe import OpProber
-from meshfold.program import EmittedProgram
-from meshfold.spmd import Layout, parse_layout
-from meshfold.strategy import OpTyping, RegionTyping, UniformStrategy
+from meshfold.ir.plan import MemoryEstimate
+from meshfold.ir.spmd import Layout, parse_layout
+from meshfold.ir.strategy import OpTyping, RegionTyping, UniformStrategy
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.memory.region import program_memory, step_memory
+from meshfold.passes.memory.zero import program_states
+from meshfold.passes.region.typing import MeshSearch
 
 Captures = Callable[[str], tuple[nn.Module, dict[str, torch.Tensor], Captured]]
 

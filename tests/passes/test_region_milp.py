@@ -10,14 +10,14 @@ from scipy.optimize import LinearConstraint, milp
 from support_models import BATCH, tiny_model
 from support_vision import images, small_resnet
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import FoldedGraph
-from meshfold.passes.elimination import Factor
-from meshfold.passes.parameter_prices import Prices
-from meshfold.passes.region_search import RegionProblem
-from meshfold.passes.uniform_search import MeshSearch
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.passes.region.elimination import Factor
+from meshfold.passes.region.parameter_tables import Prices
+from meshfold.passes.region.search import RegionProblem
+from meshfold.passes.region.typing import MeshSearch
 
 SCALE = 1e6
 """HiGHS has absolute tolerances: microseconds are numbers around one."""

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from support_graphs import GraphBuilder, costs_on, mlp
 
-from meshfold.opgraph import OpGraph
-from meshfold.passes.conversions import conversion_cost
-from meshfold.passes.op_time import op_time
-from meshfold.passes.region_price import layouts_of_values, price_region, value_name
-from meshfold.passes.rules import AxisRule, region_rules, typing_of
-from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
-from meshfold.strategy import RegionTyping
+from meshfold.ir.op_graph import OpGraph
+from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Shard
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.price.conversions import conversion_cost
+from meshfold.passes.price.op_time import op_time
+from meshfold.passes.price.region import layouts_of_values, price_region, value_name
+from meshfold.passes.rules.table import AxisRule, region_rules, typing_of
 
 I = INVARIANT  # noqa: E741  the letter of the type
 

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_graphs import GraphBuilder, costs_on, mlp, three_heads
 
-from meshfold.opgraph import OpGraph, SlotKind
-from meshfold.passes.axis_roles import AxisRole
-from meshfold.passes.conversions import conversion_cost, plan_conversions
-from meshfold.passes.op_time import op_time
-from meshfold.passes.parameter_prices import Prices
-from meshfold.passes.region_search import SearchTables, prepare_region, solve_region
-from meshfold.passes.rule_domains import Legality, op_domains
-from meshfold.passes.rules import region_rules
-from meshfold.spmd import INVARIANT, Layout, Shard
+from meshfold.ir.op_graph import OpGraph, SlotKind
+from meshfold.ir.spmd import INVARIANT, Layout, Shard
+from meshfold.passes.price.conversions import conversion_cost, plan_conversions
+from meshfold.passes.price.op_time import op_time
+from meshfold.passes.region.parameter_tables import Prices
+from meshfold.passes.region.roles import AxisRole
+from meshfold.passes.region.search import SearchTables, prepare_region, solve_region
+from meshfold.passes.rules.joint import Legality, op_domains
+from meshfold.passes.rules.table import region_rules
 
 I = INVARIANT  # noqa: E741  the letter of the type
 

@@ -10,26 +10,26 @@ from support_models import BATCH, tiny_model
 from support_triples import draw_triple
 
 from meshfold.api import plan_captured
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.emission_passes import emit
-from meshfold.opgraph import FoldedGraph
-from meshfold.options import CompileOptions
-from meshfold.passes.decision_tree import leaves_on
-from meshfold.passes.leaf_costs import Leaf
-from meshfold.passes.mesh_plan import MeshPlanner
-from meshfold.passes.priced import order_of
-from meshfold.passes.residence import (
+from meshfold.capture.pipeline import capture
+from meshfold.codegen.emit.pass_pipeline import emit
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.strategy import Degrees, UniformStrategy
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.memory.zero import (
     data_shards,
     host_traffic,
     program_shards,
     program_states,
     slot_facts,
 )
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.probe import OpProber
-from meshfold.strategy import Degrees, UniformStrategy
+from meshfold.passes.one_pass.candidates import Leaf
+from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.priced import order_of
+from meshfold.passes.one_pass.tree import leaves_on
+from meshfold.passes.region.typing import MeshSearch
 
 PROBER = OpProber()
 HOST_BYTES_PER_S = 15.75e9  # of dgx-v100, each way

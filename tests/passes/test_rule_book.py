@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_models import families, tiny_model
 
-from meshfold.capture import capture
-from meshfold.opgraph import OpGraph
-from meshfold.passes.rule_book import RuleBook
-from meshfold.passes.rule_shards import Divisions
-from meshfold.passes.rules import region_rules
+from meshfold.capture.pipeline import capture
+from meshfold.ir.op_graph import OpGraph
+from meshfold.passes.rules.book import RuleBook
+from meshfold.passes.rules.ops.shards import Divisions
+from meshfold.passes.rules.table import region_rules
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 16, 32)
 

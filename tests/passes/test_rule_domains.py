@@ -4,10 +4,10 @@ import itertools
 
 from support_graphs import GraphBuilder, mlp
 
-from meshfold.opgraph import Dependence
-from meshfold.passes.rule_domains import Legality, is_constant_op, op_domains
-from meshfold.passes.rules import region_rules
-from meshfold.spmd import INVARIANT, Shard, is_legal
+from meshfold.ir.op_graph import Dependence
+from meshfold.ir.spmd import INVARIANT, Shard, is_legal
+from meshfold.passes.rules.joint import Legality, is_constant_op, op_domains
+from meshfold.passes.rules.table import region_rules
 
 
 def test_domain_is_the_legal_product():

@@ -25,9 +25,12 @@ from support_samples import (
 )
 from support_tensors import flags, real, whole
 
-from meshfold.local_ops import LOCAL_OPS
-from meshfold.opgraph import Dependence, Hole, Op, OpGraph, Ref, Slot, SlotKind, Value
-from meshfold.passes.rules import (
+from meshfold.ir.op_graph import Dependence, Hole, Op, OpGraph, Ref, Slot, SlotKind, Value
+from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Shard, SpmdType, is_legal
+from meshfold.ir.strategy import OpTyping
+from meshfold.ops.local_implementations import LOCAL_OPS
+from meshfold.passes.rules.ops.shape import view_labels
+from meshfold.passes.rules.table import (
     OP_RULES,
     is_legal_typing,
     op_labels,
@@ -36,9 +39,6 @@ from meshfold.passes.rules import (
     shard_candidates,
     typing_of,
 )
-from meshfold.passes.rules_shape import view_labels
-from meshfold.spmd import INVARIANT, PARTIAL, REPLICATE, Shard, SpmdType, is_legal
-from meshfold.strategy import OpTyping
 
 
 def name_of(sample: Sample) -> str:

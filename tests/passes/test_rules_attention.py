@@ -5,8 +5,8 @@ from typing import Any
 from support_ops import SingleOp
 from support_tensors import real
 
-from meshfold.passes.rules import AxisRule, region_rules, rule_inside, rules_beside
-from meshfold.spmd import Shard
+from meshfold.ir.spmd import Shard
+from meshfold.passes.rules.table import AxisRule, region_rules, rule_inside, rules_beside
 
 
 def attention(rows: int, keys: int, **kwargs: Any) -> SingleOp:

@@ -10,10 +10,20 @@ from support_models import families, tiny_model
 from support_ops import SingleOp, check_typings, mesh_of
 from torch import Tensor
 
-from meshfold.capture import capture
-from meshfold.opgraph import Arg, Dependence, FoldedGraph, Hole, Instance, Op, OpGraph, Ref, Symbol
-from meshfold.passes.rules import op_labels, region_rules, typing_of
-from meshfold.torch_ops import torch_constant, torch_dtype
+from meshfold.capture.pipeline import capture
+from meshfold.ir.op_graph import (
+    Arg,
+    Dependence,
+    FoldedGraph,
+    Hole,
+    Instance,
+    Op,
+    OpGraph,
+    Ref,
+    Symbol,
+)
+from meshfold.ops.registry import torch_constant, torch_dtype
+from meshfold.passes.rules.table import op_labels, region_rules, typing_of
 
 
 @cache

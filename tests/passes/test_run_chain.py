@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from support_runs import brute_force_s, run_problems
 
-from meshfold.passes.run_chain import best_relaxation, close_conversions, prepare, price_walk
-from meshfold.passes.run_problem import LayerType, Run, RunProblem
+from meshfold.passes.run.chain import best_relaxation, close_conversions, prepare, price_walk
+from meshfold.passes.run.problem import LayerType, Run, RunProblem
 
 
 def test_conversions_close_under_composition_in_both_directions() -> None:

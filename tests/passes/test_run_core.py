@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from support_runs import brute_force_parts, part_lists
 
-from meshfold.passes import run_core
-from meshfold.passes.run_core import SUM_OF_TIMES, CoreResult, MaxOfForms, Part, Support, close_core
-from meshfold.passes.run_dual import lower_hull
+from meshfold.passes.run import core as run_core
+from meshfold.passes.run.core import SUM_OF_TIMES, CoreResult, MaxOfForms, Part, Support, close_core
+from meshfold.passes.run.hull import lower_hull
 
 
 def close(parts: list[Part], budget_bytes: int, node_cap: int = 10**6) -> CoreResult:

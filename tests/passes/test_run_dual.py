@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 from support_runs import random_type
 
-from meshfold.passes.run_dual import (
+from meshfold.passes.run.hull import (
     lower_hull,
     lp_values,
     relaxed_point,

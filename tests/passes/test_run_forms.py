@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_runs import brute_force_parts, part_lists
 
-from meshfold.passes import run_core
-from meshfold.passes.run_core import MaxOfForms, Part
+from meshfold.passes.run import core as run_core
+from meshfold.passes.run.core import MaxOfForms, Part
 from meshfold.passes.run_forms import best_support, solve_forms
 
 CELLS = st.integers(0, 4)

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from support_runs import brute_force_s, random_type, run_problems, tight_problem
 
-from meshfold.passes import run_search
-from meshfold.passes.run_problem import NothingFits, Run, RunProblem
-from meshfold.passes.run_search import solve_runs
+from meshfold.passes.run import search as run_search
+from meshfold.passes.run.problem import NothingFits, Run, RunProblem
+from meshfold.passes.run.search import solve_runs
 
 
 @settings(max_examples=200)

@@ -1,6 +1,6 @@
 import numpy as np
 
-from meshfold.passes.run_merge import Exchanges, Filling, merge_exchanges
+from meshfold.passes.run.merge import Exchanges, Filling, merge_exchanges
 
 FILLING = Filling(
     counts=np.array([4]),

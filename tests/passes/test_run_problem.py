@@ -3,7 +3,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from meshfold.passes.run_problem import Block, LayerType, Run, RunPlan, RunProblem
+from meshfold.passes.run.problem import Block, LayerType, Run, RunPlan, RunProblem
 
 
 def layer(memory: np.ndarray | None = None, **changes: object) -> LayerType:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 from support_runs import brute_force_s, random_type, run_problems, tight_problem
 
-from meshfold.passes.run_chain import close_conversions
-from meshfold.passes.run_problem import LayerType, NothingFits, Run, RunPlan, RunProblem
-from meshfold.passes.run_search import price_blocks, solve_runs
+from meshfold.passes.run.chain import close_conversions
+from meshfold.passes.run.problem import LayerType, NothingFits, Run, RunPlan, RunProblem
+from meshfold.passes.run.search import price_blocks, solve_runs
 
 
 def solved(problem: RunProblem) -> RunPlan:

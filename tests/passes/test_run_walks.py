@@ -3,9 +3,9 @@ import itertools
 import numpy as np
 from support_runs import random_type, tight_problem
 
-from meshfold.passes.run_chain import best_relaxation, prepare
-from meshfold.passes.run_problem import Run
-from meshfold.passes.run_walks import layout_walks
+from meshfold.passes.run.chain import best_relaxation, prepare
+from meshfold.passes.run.problem import Run
+from meshfold.passes.run.walks import layout_walks
 
 
 def test_all_walks_come_once_by_increasing_bound() -> None:

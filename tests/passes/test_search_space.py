@@ -5,14 +5,14 @@ from functools import cache
 import pytest
 from support_models import BATCH, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.cost_model import CostModel
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import FoldedGraph, SlotKind
-from meshfold.passes.axis_roles import AxisRole
-from meshfold.passes.search_space import SearchSpace, Shared
-from meshfold.spmd import layout_text
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.op_graph import FoldedGraph, SlotKind
+from meshfold.ir.spmd import layout_text
+from meshfold.passes.region.roles import AxisRole
+from meshfold.passes.region.space import SearchSpace, Shared
 
 
 @cache

@@ -12,12 +12,12 @@ from support_stages import (
     seeds,
 )
 
-from meshfold.cost_models.actions import Pass
-from meshfold.cost_models.pipeline import StageTimes, simulate_actions
-from meshfold.cost_models.schedules import Schedule, ScheduleKind
+from meshfold.cost_models.pipeline.actions import Pass
+from meshfold.cost_models.pipeline.makespan import StageTimes, simulate_actions
+from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import InfeasibleError, OptionError
-from meshfold.passes.stage_problem import LayerCosts, LayerRun, StageProblem
-from meshfold.passes.stage_search import default_schedules, search_stages
+from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
+from meshfold.passes.stages.search import default_schedules, search_stages
 
 ROUNDING = 1e-9
 

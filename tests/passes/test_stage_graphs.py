@@ -6,13 +6,13 @@ from functools import cache
 import pytest
 from support_models import BATCH, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import Dependence, FoldedGraph, SourceKind
-from meshfold.passes.stage_graphs import StageGraph, stage_graphs
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.strategy import RegionTyping
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import Dependence, FoldedGraph, SourceKind
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.passes.split.stage_graphs import StageGraph, stage_graphs
 
 
 @cache

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from support_stages import all_cuts, allowed_schedules, best_of_cut_s, random_problem, seeds
 
-from meshfold.passes.run_search import solve_runs
-from meshfold.passes.stage_cells import StageCells
-from meshfold.passes.stage_paths import cut_bound_s
+from meshfold.passes.run.search import solve_runs
+from meshfold.passes.stages.paths import cut_bound_s
+from meshfold.passes.stages.solved import StageCells
 
 
 @settings(max_examples=150)

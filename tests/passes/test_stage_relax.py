@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_stages import layer_costs, random_problem, seeds
 
-from meshfold.passes.run_dual import lp_values
-from meshfold.passes.run_search import solve_runs
-from meshfold.passes.stage_cells import StageCells
-from meshfold.passes.stage_problem import LayerRun, StageProblem
-from meshfold.passes.stage_relax import least_overrun, relaxed_s, transient_groups
+from meshfold.passes.run.hull import lp_values
+from meshfold.passes.run.search import solve_runs
+from meshfold.passes.stages.problem import LayerRun, StageProblem
+from meshfold.passes.stages.relaxation import least_overrun, relaxed_s, transient_groups
+from meshfold.passes.stages.solved import StageCells
 
 
 @settings(max_examples=100)

@@ -4,9 +4,9 @@ from typing import get_args
 
 import pytest
 
-from meshfold.cost_models.schedules import ScheduleKind
-from meshfold.options import ScheduleName
-from meshfold.passes.stage_schedules import offered_schedules
+from meshfold.cost_models.pipeline.schedules import ScheduleKind
+from meshfold.ir.options import ScheduleName
+from meshfold.passes.stages.schedules import offered_schedules
 
 
 def test_pins_name_the_kinds_there_are():

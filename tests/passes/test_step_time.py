@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from support_graphs import costs_on, folded_stack
 
-from meshfold.passes.conversions import conversion_cost
-from meshfold.passes.region_price import RegionPrice
-from meshfold.passes.step_time import OPTIMIZER_PASSES, border_s, estimate_step
-from meshfold.spmd import INVARIANT, Shard
-from meshfold.strategy import RegionTyping
+from meshfold.ir.spmd import INVARIANT, Shard
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.price.conversions import conversion_cost
+from meshfold.passes.price.region import RegionPrice
+from meshfold.passes.price.step import OPTIMIZER_PASSES, border_s, estimate_step
 
 PRICE = RegionPrice(
     forward_s=1.0,

@@ -6,16 +6,16 @@ import transformers
 from support_graphs import costs_on
 from support_models import tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.opgraph import FoldedGraph
-from meshfold.options import CompileOptions
-from meshfold.passes.op_time import op_time
-from meshfold.passes.planner import find_plan_for
-from meshfold.passes.rule_shards import UNITS, Divisions
-from meshfold.passes.rules import region_rules
-from meshfold.plan import Plan
-from meshfold.probe import OpProber
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.price.op_time import op_time
+from meshfold.passes.rules.ops.shards import UNITS, Divisions
+from meshfold.passes.rules.table import region_rules
 
 SEQUENCE = 1024
 

@@ -6,14 +6,14 @@ from functools import cache
 import pytest
 from support_models import BATCH, FAMILIES, families, tiny_model
 
-from meshfold.capture import capture
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.opgraph import FoldedGraph, SlotKind, SourceKind
-from meshfold.passes.parameter_prices import Prices
-from meshfold.passes.rules import is_legal_typing
-from meshfold.passes.uniform_search import PRICE_LADDER, MeshSearch, ProgramTyping
-from meshfold.spmd import INVARIANT, Shard, is_legal
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import FoldedGraph, SlotKind, SourceKind
+from meshfold.ir.spmd import INVARIANT, Shard, is_legal
+from meshfold.passes.region.parameter_tables import Prices
+from meshfold.passes.region.typing import PRICE_LADDER, MeshSearch, ProgramTyping
+from meshfold.passes.rules.table import is_legal_typing
 
 LAYERED = tuple(f for f in FAMILIES if f != "t5")
 """Families whose two layers fold into one region. T5's layers differ: the first has the bias."""

@@ -12,16 +12,16 @@ from support_programs import Rank, capture, local_part, on_ranks
 from support_vision import images, small_resnet
 from torch import Tensor
 
-from meshfold.cost_models.devices import resolve_cluster
-from meshfold.cost_models.meshes import build_mesh
-from meshfold.emit import emit_typed
-from meshfold.opgraph import FoldedGraph
-from meshfold.passes.fold import fold
-from meshfold.passes.uniform_search import MeshSearch
-from meshfold.passes.variants import split_regions
-from meshfold.precision import float64_everywhere
-from meshfold.program import EmittedProgram
-from meshfold.strategy import RegionTyping
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.fold.find_regions import fold
+from meshfold.passes.graph.variants import split_regions
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.validation.float64_mode import float64_everywhere
 
 TENSOR, SEQUENCE = {"sequence_parallel": False}, {"sequence_parallel": True}
 PLAIN, SHARDED, AGAIN = "zero0, sp", "zero3", "zero3, recompute full"

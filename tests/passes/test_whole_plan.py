@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_models import tiny_model
 
-from meshfold.capture import capture
-from meshfold.cluster import ClusterSpec
-from meshfold.cost_models.devices import resolve_cluster
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import InfeasibleError
-from meshfold.opgraph import FoldedGraph
-from meshfold.options import CompileOptions
-from meshfold.passes import planner
-from meshfold.passes.decision_tree import Tree
-from meshfold.passes.planner import find_plan_for
-from meshfold.plan import Plan
-from meshfold.plan_io import plan_to_json
-from meshfold.probe import OpProber
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.one_pass.tree import Tree
+from meshfold.passes.planner.find import find as planner
+from meshfold.passes.planner.find import find_plan_for
+from meshfold.plan_file.io import plan_to_json
 
 PROBER = OpProber()
 FAMILIES = ("llama", "gpt2")

@@ -1,0 +1,126 @@
+"""Capture: an unmodified model and example inputs become a folded op graph.
+
+    model --fake_twin--> twin --export_twin--> exported --read_program--> program
+          --plain_masks, share_scatters, join_experts, with_dispatch--> program
+          --number--> flat graph --fold--> folded graph
+
+Forward only; no weights are needed or allocated, so the model may be on the meta device. The first
+layer of the compiler that runs the user's code, and the last.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshfold.capture.dedup.expand import expand_calls
+from meshfold.capture.dedup.modules import Child, find_children, wrapped
+from meshfold.capture.dedup.tracer import CallPlan, CallTracer, plan_calls, strip
+from meshfold.capture.rewrites.causal_masks import plain_masks
+from meshfold.capture.rewrites.expert_dispatch import with_dispatch
+from meshfold.capture.rewrites.expert_linear import join_experts
+from meshfold.capture.rewrites.masked_scatter import share_scatters
+from meshfold.capture.rewrites.refusals import refuse_steps
+from meshfold.capture.trace.export import Exported, RetraceError, export_twin
+from meshfold.capture.trace.fake_model import (
+    ExampleInputs,
+    Names,
+    Twin,
+    fake_twin,
+    flatten_inputs,
+    model_names,
+)
+from meshfold.capture.trace.lower import read_program
+from meshfold.capture.trace.raw_program import Program, number
+from meshfold.capture_draws import notes_of_draws
+from meshfold.errors import CaptureError
+from meshfold.gc_pause import collector_paused
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import Precision
+from meshfold.passes.fold.find_regions import fold
+
+
+@dataclass(frozen=True)
+class Captured:
+    """graph: the folded program; with a loss, only what the loss needs.
+    constants: values of CONSTANT sources by name, small CPU tensors.
+    model_outputs: path of every tensor the model returned, those that were dropped too."""
+
+    graph: FoldedGraph
+    constants: Mapping[str, torch.Tensor]
+    model_outputs: tuple[str, ...]
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any],
+    *,
+    full_capture: bool = False,
+    precision: Precision = "model",
+) -> Captured:
+    """Capture `model(**example_inputs)`.
+
+    example_inputs are keyword arguments; tensors, nested in dicts, lists and tuples too, become
+    inputs (only their shapes and dtypes are read), anything else a constant of the capture.
+    full_capture traces every layer, where otherwise layers proven equal are traced once.
+    precision: what it is to compute in (meshfold.capture.trace.mixed_precision).
+    The model is used as it is: train or eval mode, dtype, ties. It is not changed.
+
+    Raises CaptureError, naming op and source line, if the model cannot be captured, and
+    OptionError if example_inputs holds no tensor.
+    """
+    with collector_paused():
+        return _capture(model, example_inputs, full_capture, precision)
+
+
+def _capture(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any],
+    full_capture: bool,
+    precision: Precision,
+) -> Captured:
+    names = model_names(model, precision)
+    twin = fake_twin(model, precision)
+    inputs = flatten_inputs(example_inputs, twin.mode, precision)
+    children = [] if full_capture else find_children(twin.module)
+    try:
+        return _trace(twin, inputs, names, children)
+    except RetraceError as error:
+        fresh = fake_twin(model, precision)
+        inputs = flatten_inputs(example_inputs, fresh.mode, precision)
+        fresh = replace(fresh, notes=(*fresh.notes, f"every layer was traced in full: {error}"))
+        return _trace(fresh, inputs, names, [])
+
+
+def _trace(twin: Twin, inputs: ExampleInputs, names: Names, children: Sequence[Child]) -> Captured:
+    """Trace the twin, with call nodes for those of `children` that equal one traced before.
+
+    Raises RetraceError if a proof of that fails, or anything else with call nodes in play: an error
+    of the model itself shows again, with its line, when everything is traced.
+    """
+    plan = plan_calls(twin, inputs, children) if children else CallPlan()
+    notes = (*twin.notes, *plan.refusals)
+    if not plan.has_stubs:
+        exported = export_twin(twin, inputs)
+        program = read_program(exported, names, inputs.infos)
+        return _fold(program, names, inputs, exported, notes)
+    strip(children, plan.decisions)
+    tracer = CallTracer(plan.decisions)
+    try:
+        with wrapped(children, tracer):
+            exported = export_twin(twin, inputs, tracer.marked)
+        program = expand_calls(read_program(exported, names, inputs.infos), names)
+    except CaptureError as error:
+        raise RetraceError(str(error)) from error
+    return _fold(program, names, inputs, exported, notes)
+
+
+def _fold(
+    program: Program, names: Names, inputs: ExampleInputs, exported: Exported, notes: Sequence[str]
+) -> Captured:
+    refuse_steps(program)
+    routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
+    flat = number(routed, names, inputs.infos, (*notes, *notes_of_draws(program)))
+    return Captured(fold(flat.graph, flat.stacks), dict(program.constants), exported.model_outputs)

@@ -1,0 +1,1 @@
+"""Patterns of captured programs become shardable ops, or are refused."""

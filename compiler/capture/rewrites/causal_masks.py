@@ -1,0 +1,220 @@
+"""Masks that say nothing but "causal", or nothing at all, leave the program.
+
+Hugging Face hands attention a mask [batch, 1, rows, keys] of flags even where nobody asked for one:
+made of positions, from nothing that is in the batch. Where such a mask equals the lower triangle,
+attention is causal by itself: fused kernels skip half of the work, a ring skips blocks, and no mask
+is kept. Where all flags are set, there is none.
+
+What a mask holds is proven, from its constants up:
+
+    small values     computed, every number of them
+    large flags      known as a pattern, ALL or CAUSAL; by ops that keep one, and by comparisons of
+                     a column of numbers with a row of them:  keys[t] <= rows[s]  is CAUSAL if keys
+                     never fall and rows[i] has exactly the keys up to i on its side
+
+Anything else (a window, a border between documents, a mask from the batch, or from a buffer, which
+may change) is not known, and the mask stays as it is.
+"""
+
+import math
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.capture.trace.raw_program import Key, Operand, Program, RawArg, RawOp
+from meshfold.errors import UnsupportedOpError
+from meshfold.ir.op_graph import Source, SourceKind, Symbol, Value
+from meshfold.ops.registry import torch_constant, torch_target
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+LARGEST = 2**22
+"""Numbers of a value that is computed."""
+
+
+class Pattern(Enum):
+    """Flags of the last two dims, the same for all others."""
+
+    ALL = "all"
+    CAUSAL = "causal"
+
+
+Known = Tensor | Pattern
+
+_KEEPS = frozenset(
+    f"aten.{name}.default" for name in ("expand", "unsqueeze", "clone", "alias", "detach")
+)
+"""Ops that repeat flags, if the last two dims stay."""
+
+_AND = frozenset({"aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and.default"})
+_MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
+_COMPARES = {f"aten.{name}.Tensor": name for name in _MIRRORED}
+
+
+def plain_masks(program: Program) -> Program:
+    """`program` whose attention has no mask that is_causal, or nothing, says as well."""
+    masks = {m.key: None for op in program.ops if (m := _mask(op)) is not None}
+    if not masks:
+        return program
+    known = _known(program, list(masks))
+    ops = [_without_mask(op, program, known) for op in program.ops]
+    return replace(program, ops=ops)
+
+
+def _mask(op: RawOp) -> Operand | None:
+    """The mask of an attention that has one."""
+    found = _named(op).get("attn_mask") if op.target == ATTENTION else None
+    return found if isinstance(found, Operand) else None
+
+
+def _named(op: RawOp) -> dict[str, RawArg]:
+    return dict(zip(_PARAMETERS, op.args, strict=False)) | dict(op.kwargs)
+
+
+def _without_mask(op: RawOp, program: Program, known: dict[Key, Known]) -> RawOp:
+    mask = _mask(op)
+    if mask is None or program.values[mask.key].dtype != "bool":
+        return op
+    given = _named(op)
+    rows, keys = (program.values[given[name].key].shape[-2] for name in ("query", "key"))
+    # One flag for all keys, or rows, is broadcast: no triangle of this attention.
+    is_square = rows == keys and program.values[mask.key].shape[-2:] == (rows, keys)
+    pattern = _pattern(known.get(mask.key))
+    if pattern is Pattern.CAUSAL and not is_square:
+        return op
+    if pattern is None or given.get("is_causal", False):
+        return op
+    rest = {k: v for k, v in given.items() if k not in ("query", "key", "value", "attn_mask")}
+    if pattern is Pattern.CAUSAL:
+        rest["is_causal"] = True
+    return replace(op, args=op.args[:3], kwargs=tuple(rest.items()))
+
+
+def _known(program: Program, wanted: list[Key]) -> dict[Key, Known]:
+    """What is known of these values and of all that they are made of."""
+    known: dict[Key, Known] = {
+        Source(SourceKind.CONSTANT, name): tensor for name, tensor in program.constants.items()
+    }
+    makers = _makers(program, wanted)
+    last = {key: k for k, op in enumerate(makers) for key in op.operands}
+    for k, op in enumerate(makers):
+        if len(op.outputs) == 1 and all(key in known for key in op.operands):
+            (result,) = op.outputs
+            found = _made(op, program, program.values[result], known)
+            if found is not None:
+                known[result] = found
+        for key in set(op.operands).difference(wanted):
+            if last[key] == k:  # nobody asks again: lines of a large batch need not pile up
+                known.pop(key, None)
+    return known
+
+
+def _makers(program: Program, wanted: list[Key]) -> list[RawOp]:
+    """The ops that `wanted` are made by, in order."""
+    needed = set(wanted)
+    makers = []
+    for op in reversed(program.ops):
+        if not needed.isdisjoint(op.outputs):
+            makers.append(op)
+            needed.update(op.operands)
+    return makers[::-1]
+
+
+def _made(op: RawOp, program: Program, result: Value, known: dict[Key, Known]) -> Known | None:
+    operands = [known[key] for key in op.operands]
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    if math.prod(result.shape) <= LARGEST and len(tensors) == len(operands):
+        return _computed(op, known)
+    if op.target in _KEEPS:
+        (source,) = op.operands
+        same = program.values[source].shape[-2:] == result.shape[-2:]
+        return _pattern(operands[0]) if same else None
+    if op.target in _AND:
+        return _both(*map(_pattern, operands))
+    if op.target in _COMPARES and len(tensors) == 2:
+        return _compared(_COMPARES[op.target], *tensors)
+    return None
+
+
+def _computed(op: RawOp, known: dict[Key, Known]) -> Tensor | None:
+    """The numbers that an op makes of known ones, unless it draws them."""
+    try:
+        function: Any = torch_target(op.target)
+    except UnsupportedOpError:
+        return None
+    if torch.Tag.nondeterministic_seeded in function.tags:
+        return None
+
+    def real(arg: RawArg) -> Any:
+        if isinstance(arg, Operand):
+            return known[arg.key]
+        if isinstance(arg, Symbol):
+            return torch_constant(arg, torch.device("cpu"))
+        return [real(a) for a in arg] if isinstance(arg, tuple) else arg
+
+    with torch.no_grad():
+        made = function(*map(real, op.args), **{name: real(a) for name, a in op.kwargs})
+    return made if isinstance(made, Tensor) else None
+
+
+def _pattern(known: Known | None) -> Pattern | None:
+    """What flags say."""
+    if not isinstance(known, Tensor):
+        return known
+    if known.dtype != torch.bool:
+        return None
+    if bool(known.all()):
+        return Pattern.ALL
+    if known.dim() < 2 or known.shape[-1] != known.shape[-2]:
+        return None
+    size = known.shape[-1]
+    triangle = torch.ones(size, size, dtype=torch.bool).tril()
+    return Pattern.CAUSAL if bool((known == triangle).all()) else None
+
+
+def _both(left: Pattern | None, right: Pattern | None) -> Pattern | None:
+    """Where both flags are set."""
+    if left is None or right is None:
+        return None
+    return Pattern.ALL if left is right is Pattern.ALL else Pattern.CAUSAL
+
+
+def _compared(name: str, left: Tensor, right: Tensor) -> Pattern | None:
+    """Of left compared with right, which are broadcast to large flags."""
+    ends = [(x.min(), x.max()) for x in (left, right)]
+    compare = getattr(torch, name)
+    if all(bool(compare(a, b)) for a in ends[0] for b in ends[1]):
+        # Between its ends a comparison that holds at all of them holds; equal ends are all equal.
+        return Pattern.ALL
+    if left.dim() < 2 or right.dim() < 2:
+        return None
+    if left.shape[-2] == 1 and right.shape[-1] == 1:
+        return _triangle(name, keys=left, rows=right)
+    if right.shape[-2] == 1 and left.shape[-1] == 1:
+        return _triangle(_MIRRORED[name], keys=right, rows=left)
+    return None
+
+
+def _triangle(name: str, *, keys: Tensor, rows: Tensor) -> Pattern | None:
+    """Whether keys [..., 1, t] compared with rows [..., s, 1] are CAUSAL; the same for all dims in
+    front."""
+    line, column = (_only_one(x) for x in (keys.squeeze(-2), rows.squeeze(-1)))
+    if name not in ("le", "lt") or line is None or column is None:
+        return None
+    if line.shape != column.shape or line.dtype != column.dtype:
+        return None
+    if bool((line[1:] < line[:-1]).any()):
+        return None
+    counts = torch.searchsorted(line.contiguous(), column.contiguous(), right=name == "le")
+    wanted = torch.arange(1, len(line) + 1)
+    return Pattern.CAUSAL if torch.equal(counts, wanted) else None
+
+
+def _only_one(lines: Tensor) -> Tensor | None:
+    """The last dim where all others repeat it."""
+    flat = lines.reshape(-1, lines.shape[-1])
+    return flat[0] if bool((flat == flat[:1]).all()) else None

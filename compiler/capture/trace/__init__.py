@@ -1,0 +1,1 @@
+"""A fake copy of the model, torch.export, and its graph lowered to plain data."""

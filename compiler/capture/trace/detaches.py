@@ -1,0 +1,112 @@
+"""Write every gradient cut of an exported program as a `detach` op, before run_decompositions.
+
+run_decompositions drops no_grad blocks and `detach_` without a word, and the values would be right
+and the gradients wrong. A no_grad block becomes its ops, in line, with a `detach` on each float
+result. (In line also because ops of a block otherwise lose the modules that called them.) `detach_`
+becomes `detach`, and later readers of the same tensor read the detached one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshfold.errors import CaptureError
+from meshfold.torch_compat.source_lines import line_in
+
+_BLOCK = "wrap_with_set_grad_enabled"
+_CUTS = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+
+
+def keep_gradient_cuts(module: fx.GraphModule) -> None:
+    """Rewrite the graph of `module` in place. Raises CaptureError for a cut that has no `detach`
+    form: a tensor with a gradient changed in place inside no_grad."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and str(node.target) == _BLOCK:
+            _inline_block(module, node)
+    position = {node: k for k, node in enumerate(graph.nodes)}
+    for node, here in position.items():
+        if node.target is torch.ops.aten.detach_.default:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            cut = _detached(graph, source, node)
+            node.replace_all_uses_with(cut)
+            later = {user for user in source.users if position.get(user, -1) > here}
+            source.replace_all_uses_with(cut, later.__contains__)
+            graph.erase_node(node)
+
+
+def _inline_block(module: fx.GraphModule, node: fx.Node) -> None:
+    """Replace the call of a block by the ops of the block."""
+    args: tuple[Any, ...] = node.args
+    enables_gradient, getter, *operands = args
+    block = module.get_submodule(str(getter.target))
+    assert isinstance(block, fx.GraphModule)
+    keep_gradient_cuts(block)
+    outer: dict[fx.Node, fx.Node] = {}
+    results: Any = ()
+    values = iter(operands)
+    for inner in block.graph.nodes:
+        if inner.op == "placeholder":
+            outer[inner] = next(values)
+        elif inner.op == "output":
+            results = inner.args[0]
+        else:
+            if not enables_gradient:
+                _refuse_change_of_outer_value(inner, outer)
+            with module.graph.inserting_before(node):
+                outer[inner] = module.graph.node_copy(inner, outer.__getitem__)
+    for item in list(node.users):
+        result = results[item.args[1]]
+        value = outer[result]
+        # A value that only passes through a block keeps its gradient.
+        made_inside = result.op != "placeholder"
+        if made_inside and not enables_gradient and item.meta["val"].is_floating_point():
+            value = _detached(module.graph, value, node)
+        item.replace_all_uses_with(value)
+        module.graph.erase_node(item)
+    module.graph.erase_node(node)
+    if not getter.users:
+        module.graph.erase_node(getter)
+
+
+def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> None:
+    """In-place on a tensor with a gradient inside no_grad: its gradient skips the change, which a
+    graph of pure ops cannot say."""
+    if not (isinstance(op.target, torch._ops.OpOverload) and op.target._schema.is_mutable):
+        return
+    base: Any = op.args[0]
+    while isinstance(base, fx.Node) and base.op == "call_function":
+        base = base.args[0] if base.args else None
+    if base in outer and _carries_gradient(outer[base]):
+        raise CaptureError(
+            f"{op.target} changes a tensor inside torch.no_grad whose gradient is used; "
+            "write it out of place",
+            op=str(op.target),
+            source=line_in(op.meta.get("stack_trace") or ""),
+        )
+
+
+def _carries_gradient(value: fx.Node) -> bool:
+    """Whether `value` depends on a parameter that requires a gradient, by no cut."""
+    seen, stack = {value}, [value]
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder" and node.meta["val"].requires_grad:
+            return True
+        is_block = str(node.target) == _BLOCK
+        if node.target in _CUTS or (is_block and not node.args[0]):
+            continue
+        new = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(new)
+        stack += new
+    return False
+
+
+def _detached(graph: fx.Graph, value: fx.Node, after: fx.Node) -> fx.Node:
+    with graph.inserting_after(after):
+        cut = graph.call_function(torch.ops.aten.detach.default, (value,))
+    cut.meta = dict(value.meta)
+    return cut

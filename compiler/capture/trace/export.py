@@ -1,0 +1,325 @@
+"""Trace the fake twin with torch.export, keeping what a plain export would lose or hide.
+
+torch.export(strict=False), then `run_decompositions({})`: the empty table keeps linear, attention,
+norms and losses whole and makes in-place ops pure. Three things need care:
+
+gradient cuts     run_decompositions drops no_grad blocks and detach_ without a word; explicit
+                  `detach` ops go in before it (meshfold.capture.trace.detaches).
+hidden state      a branch on a tensor's value, a draw from Python's or numpy's generator and a
+                  custom autograd.Function would each be baked in or lost: refused, with the line.
+loss only         when the model returns a loss, nothing else is kept.
+"""
+
+import inspect
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from meshfold.capture.trace.detaches import keep_gradient_cuts
+from meshfold.capture.trace.fake_model import ExampleInputs, Twin
+from meshfold.errors import CaptureError
+from meshfold.torch_compat.fake_tensors import casts_of_nothing, lazy_graphs
+from meshfold.torch_compat.source_lines import is_user_file, line_in, user_line
+
+SOURCE = "meshfold_source"
+MODEL = "model"
+"""Attribute of the traced wrapper that holds the twin, so the first part of every name."""
+
+
+class RetraceError(Exception):
+    """A shortcut of the tracing does not hold: trace again without. The text says why."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """`outputs` names the tensors that the program returns, `model_outputs` all that the model
+    returned. `program` is in decomposed form; its ops carry "file:line" as meta custom[SOURCE]."""
+
+    program: ExportedProgram
+    outputs: tuple[str, ...]
+    model_outputs: tuple[str, ...]
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses branches on values, and remembers which call failed for the error message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = ""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__bool__:
+            raise CaptureError(
+                "a Python branch depends on the value of a tensor, which a graph cannot hold; "
+                "write it with torch.where, or decide it outside the model",
+                op="Tensor.__bool__",
+                source=user_line(traceback.walk_stack(inspect.currentframe())),
+            )
+        try:
+            result = func(*args, **(kwargs or {}))
+        except Exception:
+            self.failed = self.failed or function_name(func)
+            raise
+        refuse_dynamic(result, func)
+        return result
+
+
+def function_name(func: Any) -> str:
+    """ "torch.Tensor.nonzero" for the function that user code called."""
+    return resolve_name(func) or str(getattr(func, "__name__", func))
+
+
+def refuse_dynamic(result: Any, func: Any) -> None:
+    """Refuse a number or a shape that depends on the values of a tensor."""
+    for part in result if isinstance(result, (tuple, list)) else (result,):
+        sizes = part.shape if isinstance(part, torch.Tensor) else (part,)
+        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+            name = function_name(func)
+            raise CaptureError(
+                f"{name} gives a shape or a number that depends on values, which a graph cannot "
+                "hold; use an op with a fixed shape (torch.where, a mask)",
+                op=name,
+                source=user_line(traceback.walk_stack(inspect.currentframe())),
+            )
+
+
+class _Traced(nn.Module):
+    """The twin with tensors in and tensors out, for torch.export."""
+
+    def __init__(
+        self, twin: nn.Module, inputs: ExampleInputs, watch: _Watch, marked: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self.model = twin
+        self.inputs = inputs
+        self.watch = watch
+        self.report = _Report(marked)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with self.watch:
+            returned = self.model(**self.inputs.rebuild(tensors))
+        named = name_outputs(returned)
+        if not named:
+            raise CaptureError("the model returns no tensor", op=type(self.model).__name__)
+        refuse_lost_gradients(named.values(), set(self.model.parameters()))
+        kept = loss_of(named)
+        self.report.names, self.report.all_names = tuple(kept), tuple(named)
+        return *kept.values(), *self.report.marked
+
+
+class _Report:
+    """What the wrapper saw. A plain object: export forbids new attributes on the module itself."""
+
+    def __init__(self, marked: Sequence[torch.Tensor]) -> None:
+        self.marked = marked
+        self.names: tuple[str, ...] = ()
+        self.all_names: tuple[str, ...] = ()
+
+
+def name_outputs(returned: Any) -> dict[str, torch.Tensor]:
+    """Tensors of what a model returned by path, "" for a bare tensor; None is left out."""
+    named: dict[str, torch.Tensor] = {}
+
+    def visit(value: Any, path: str) -> None:
+        if isinstance(value, torch.Tensor):
+            named[path] = value
+        elif isinstance(value, Mapping):
+            for key, child in value.items():
+                visit(child, f"{path}.{key}" if path else str(key))
+        elif isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+            for key, child in enumerate(value):
+                visit(child, f"{path}.{key}" if path else str(key))
+        elif hasattr(value, "__dict__") or hasattr(value, "_fields"):
+            fields = value._asdict() if hasattr(value, "_asdict") else vars(value)
+            visit(dict(fields), path)
+
+    visit(returned, "")
+    return named
+
+
+def loss_of(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The loss alone if there is one: "loss", a bare scalar, or the first of a tuple if scalar."""
+    for name in ("loss", "", "0"):
+        tensor = named.get(name)
+        if tensor is not None and tensor.ndim == 0 and tensor.is_floating_point():
+            return {name: tensor}
+    return dict(named)
+
+
+def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Parameter]) -> None:
+    """Refuse what a graph would lose: the backward of a custom autograd.Function, which traces as
+    its forward only, and the gradient of a parameter that is not registered."""
+    stack: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            raise CaptureError(
+                f"{name} is a torch.autograd.Function, whose own backward a captured graph loses; "
+                "write it with ordinary ops (x + (f(x) - x).detach() for a straight-through)",
+                op=name,
+                source=_definition(type(node)),
+            )
+        # Only the node that accumulates into a leaf has a variable.
+        if hasattr(node, "variable") and node.variable not in known:
+            shape = tuple(node.variable.shape)
+            raise CaptureError(
+                f"a tensor of shape {shape} requires a gradient but is no registered parameter, "
+                "so it would be frozen; register it (nn.ParameterList for a list)",
+                op="nn.Parameter",
+            )
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+
+
+def _definition(backward: type[torch.autograd.function.BackwardCFunction]) -> str:
+    """ "file:line" of the function that a node of the backward belongs to, "" without source."""
+    function: type = vars(backward).get("_forward_cls") or backward
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+    except (OSError, TypeError):
+        return ""
+
+
+def export_twin(twin: Twin, inputs: ExampleInputs, marked: Sequence[torch.Tensor] = ()) -> Exported:
+    """Trace the twin. `marked` is read after the model ran: tensors to keep besides its outputs.
+
+    Raises CaptureError with op and source line.
+    """
+    watch = _Watch()
+    traced = _Traced(twin.module, inputs, watch, marked)
+
+    def rerun() -> None:
+        with twin.mode:
+            traced(*inputs.tensors)
+
+    with (
+        _quiet(),
+        lazy_graphs(),
+        casts_of_nothing(),
+        torch.enable_grad(),
+        explain_failure(watch),
+        _refuse_hidden_draws(rerun),
+    ):
+        program = torch.export.export(traced, inputs.tensors, strict=False)
+        _stamp_sources(program.graph_module)
+        keep_gradient_cuts(program.graph_module)
+        program = program.run_decompositions({})
+    return Exported(program, traced.report.names, traced.report.all_names)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what torch.export says of its own use of pytrees, and of tensors that a module keeps
+    as attributes: the twin is thrown away."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*assigned during export.*")
+        yield
+
+
+@contextmanager
+def explain_failure(watch: _Watch) -> Iterator[None]:
+    """Turn whatever goes wrong while tracing into a CaptureError with op and user line."""
+    try:
+        yield
+    except (CaptureError, RetraceError):
+        raise
+    except Exception as error:
+        op = watch.failed or "the model"
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CaptureError(
+            f"{op} cannot be captured: {reason}; {_repair(reason)}",
+            op=op,
+            source=user_line(reversed([*traceback.walk_tb(error.__traceback__)])),
+        ) from error
+
+
+def _repair(reason: str) -> str:
+    """What to do next."""
+    if "'NoneType' object" in reason:
+        # As LongT5 and Switch Transformers make their mask of padding.
+        return (
+            "something is None here that the model may make by itself only where nothing is "
+            "traced; pass it in example_inputs (an attention_mask, say), or run the model once "
+            "without meshfold to see whether it works at all"
+        )
+    return (
+        "write it with ops of fixed shape, or keep it out of the model (a loss can be computed "
+        "from the logits)"
+    )
+
+
+@contextmanager
+def _refuse_hidden_draws(rerun: Callable[[], object]) -> Iterator[None]:
+    """Refuse draws from Python's or numpy's generator: they would become constants."""
+    before = _generator_states()
+    yield
+    if _generator_states() != before:
+        raise CaptureError(
+            "the model draws random numbers outside torch, which would be frozen into the graph; "
+            "draw with torch, or pass them in as an input",
+            op="random",
+            source=_first_draw(rerun),
+        )
+
+
+def _generator_states() -> tuple[object, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), *rest
+
+
+def _first_draw(rerun: Callable[[], object]) -> str:
+    """Run once more, line by line, up to the line that changes a generator."""
+    found = ""
+    state = _generator_states()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal found, state
+        if event == "call":
+            return trace if is_user_file(frame.f_code.co_filename) else None
+        if not found and lines.get(frame) and _generator_states() != state:
+            found = f"{frame.f_code.co_filename}:{lines[frame]}"
+        lines[frame] = frame.f_lineno
+        return trace
+
+    lines: dict[FrameType, int] = {}
+    tracer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        rerun()
+    finally:
+        sys.settrace(tracer)
+    return found
+
+
+def _stamp_sources(module: fx.GraphModule) -> None:
+    """Keep each op's line where run_decompositions keeps it, blocks included."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            source = line_in(node.meta.get("stack_trace") or "")
+            node.meta["custom"] = {**node.meta.get("custom", {}), SOURCE: source}
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            _stamp_sources(child)

@@ -1,0 +1,197 @@
+"""The fake twin: a copy of the user's model on fake tensors, and names for what it holds.
+
+The copy is a deepcopy whose memo already holds a fake for every parameter and buffer. So ties stay
+ties, no storage is allocated whatever the model's size, and the user's model is not touched.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshfold.capture.trace.expert_loops import without_loops
+from meshfold.capture.trace.mixed_precision import MASTER_DTYPE, narrow_dtype, parameter_casts
+from meshfold.errors import CaptureError, OptionError
+from meshfold.ir.op_graph import BufferInfo, InputInfo, ParameterInfo, Source, SourceKind
+from meshfold.ir.options import Precision
+from meshfold.ops.registry import dtype_name
+from meshfold.torch_compat.fake_tensors import FakeTensorMode, fake_like, fake_mode
+
+
+@dataclass(frozen=True)
+class Names:
+    """Parameters and buffers of a model under their canonical names, the first of each tensor.
+
+    `sources` maps every name, aliases too, to where the value comes from. `masters` are the
+    parameters that ops read in a narrower dtype than they are kept in.
+    """
+
+    parameters: tuple[ParameterInfo, ...]
+    buffers: tuple[BufferInfo, ...]
+    sources: Mapping[str, Source]
+    masters: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Twin:
+    """`module` runs under `mode`. `notes` tell what differs from the user's model."""
+
+    module: nn.Module
+    mode: FakeTensorMode
+    notes: tuple[str, ...]
+
+
+def model_names(model: nn.Module, precision: Precision = "model") -> Names:
+    """Canonical names by identity of the tensors: a tied tensor is one, under its first name.
+
+    Under a narrow precision trained parameters that it casts are kept in float32, frozen ones as
+    they are read.
+    """
+    casts = parameter_casts(model, precision)
+    groups: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    parameters_first: Iterable[tuple[str, torch.Tensor]] = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    for name, tensor in parameters_first:
+        groups.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    parameters: list[ParameterInfo] = []
+    buffers: list[BufferInfo] = []
+    sources: dict[str, Source] = {}
+    masters: set[str] = set()
+    for key, (name, *aliases) in groups.items():
+        tensor = tensors[key]
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        if isinstance(tensor, nn.Parameter):
+            kind = SourceKind.PARAMETER
+            if key in casts:
+                read = dtype_name(casts[key])
+                dtype = MASTER_DTYPE if tensor.requires_grad else read
+                if dtype != read:
+                    masters.add(name)
+            info = ParameterInfo(name, shape, dtype, tensor.requires_grad, tuple(aliases))
+            parameters.append(info)
+        else:
+            kind = SourceKind.BUFFER
+            persistent = any(_is_persistent(model, n) for n in (name, *aliases))
+            buffers.append(BufferInfo(name, shape, dtype, persistent, tuple(aliases)))
+        sources.update(dict.fromkeys((name, *aliases), Source(kind, name)))
+    return Names(tuple(parameters), tuple(buffers), sources, frozenset(masters))
+
+
+def _is_persistent(model: nn.Module, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    return leaf not in model.get_submodule(owner)._non_persistent_buffers_set
+
+
+def fake_twin(model: nn.Module, precision: Precision = "model") -> Twin:
+    """A fake copy of `model`, real or on the meta device, ready to be traced in `precision`.
+
+    Raises CaptureError if the model cannot be copied.
+    """
+    mode = fake_mode()
+    casts = parameter_casts(model, precision)
+    memo: dict[int, Any] = {
+        id(t): fake_like(t, mode, casts.get(id(t), t.dtype))
+        for t in (*model.parameters(), *model.buffers())
+    }
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied: {error}; keep what deepcopy refuses "
+            "(locks, handles, open files) out of the model",
+            op=type(model).__name__,
+        ) from error
+    return Twin(twin, mode, _settle(twin))
+
+
+def _settle(twin: Any) -> tuple[str, ...]:
+    """Set the twin, and its own Hugging Face configuration, to variants that a graph can hold."""
+    notes = [*without_loops(twin)]
+    if not hasattr(twin, "config"):
+        return tuple(notes)
+    config = twin.config
+    if hasattr(config, "use_cache") and config.use_cache:
+        config.use_cache = False
+        notes.append("use_cache is off in the graph: a training step keeps no key/value cache")
+    # The other ways to run experts have shapes that depend on values, or kernels for some dtypes.
+    if hasattr(twin, "_can_set_experts_implementation") and twin._can_set_experts_implementation():
+        chosen = config._experts_implementation
+        if chosen != "batched_mm":
+            config._experts_implementation = "batched_mm"
+            notes.append(f"experts are captured as batched_mm; the model's own choice is {chosen}")
+    return tuple(notes)
+
+
+@dataclass(frozen=True)
+class ExampleInputs:
+    """Example inputs as a flat list of tensors. `rebuild(tensors)` gives the keyword arguments,
+    with everything that is no tensor kept as a constant of the capture."""
+
+    infos: tuple[InputInfo, ...]
+    tensors: tuple[torch.Tensor, ...]
+    rebuild: Callable[[Sequence[torch.Tensor]], dict[str, Any]]
+
+
+def flatten_inputs(
+    example_inputs: Mapping[str, Any], mode: FakeTensorMode, precision: Precision = "model"
+) -> ExampleInputs:
+    """Name every tensor of nested dicts, lists and tuples by its path ("images.0").
+
+    Floats come in the dtype of `precision`. A tensor that is passed twice counts as two inputs.
+    Raises OptionError if there is none.
+    """
+    infos: list[InputInfo] = []
+    tensors: list[torch.Tensor] = []
+
+    def strip(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            dtype = narrow_dtype(value.dtype, precision)
+            infos.append(InputInfo(path, tuple(value.shape), dtype_name(dtype)))
+            tensors.append(fake_like(value.detach(), mode, dtype))
+            return _Leaf(len(tensors) - 1)
+        return map_children(value, lambda v, key: strip(v, f"{path}.{key}"))
+
+    skeleton = {key: strip(value, key) for key, value in example_inputs.items()}
+    if not tensors:
+        raise OptionError("example_inputs holds no tensor; pass a batch as keyword arguments")
+
+    def rebuild(values: Sequence[torch.Tensor]) -> dict[str, Any]:
+        def fill(value: Any) -> Any:
+            if isinstance(value, _Leaf):
+                return values[value.index]
+            return map_children(value, lambda v, _: fill(v))
+
+        return {key: fill(value) for key, value in skeleton.items()}
+
+    return ExampleInputs(tuple(infos), tuple(tensors), rebuild)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    index: int
+
+
+def has_children(value: object) -> bool:
+    """Whether map_children goes into `value`."""
+    return type(value) in (dict, list, tuple) or (
+        isinstance(value, tuple) and hasattr(value, "_fields")
+    )
+
+
+def map_children(value: Any, function: Callable[[Any, str], Any]) -> Any:
+    """Apply `function(child, key)` to the children of a dict, list or tuple (named ones too);
+    anything else is returned as it is."""
+    if type(value) is dict:
+        return {k: function(v, str(k)) for k, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(function(v, k) for k, v in zip(value._fields, value, strict=True)))
+    if type(value) in (list, tuple):
+        return type(value)(function(v, str(k)) for k, v in enumerate(value))
+    return value

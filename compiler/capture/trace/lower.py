@@ -1,0 +1,263 @@
+"""Read an exported program into a Program: plain data, ops by name, values by key.
+
+Settled on the way: tied names become one, equal constants become one (named by their value),
+asserts go, getitem is folded, sizes written as -1 and open slices become numbers, and ops that
+change nothing go.
+"""
+
+import hashlib
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+
+from meshfold.capture.trace.export import MODEL, SOURCE, Exported
+from meshfold.capture.trace.fake_model import Names
+from meshfold.capture.trace.raw_program import Key, Operand, Program, RawArg, RawOp
+from meshfold.errors import CaptureError
+from meshfold.ir.op_graph import InputInfo, Source, SourceKind, Value
+from meshfold.ops.registry import dtype_name, symbol
+from meshfold.torch_compat.fake_tensors import is_fake
+
+_aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+CAST = "aten._to_copy.default"
+_SIZED = (*_VIEWS, _aten.reshape.default, _aten.expand.default)
+FULL = "aten.full.default"
+_FRESH = {
+    _aten.new_zeros.default: 0,
+    _aten.new_empty.default: 0,
+    _aten.new_ones.default: 1,
+    _aten.new_full.default: None,
+}
+"""Ops that make a constant beside a tensor; the number it is full of, None where it is given."""
+_SAME_IF_SAME_SHAPE = (*_SIZED, _aten.alias.default, _aten.slice.Tensor)
+
+
+def read_program(exported: Exported, names: Names, inputs: tuple[InputInfo, ...]) -> Program:
+    """Raises CaptureError for an op that returns something else than tensors of fixed shape."""
+    reader = _Reader(exported, names, inputs)
+    for node in exported.program.graph.nodes:
+        reader.read(node)
+    return reader.program
+
+
+class _Reader:
+    def __init__(self, exported: Exported, names: Names, inputs: tuple[InputInfo, ...]) -> None:
+        self.program = Program()
+        self.names = names
+        self.exported = exported
+        signature = exported.program.graph_signature
+        self.specs = {spec.arg.name: spec for spec in signature.input_specs}
+        self.inputs = iter(inputs)
+        self.keys: dict[fx.Node, tuple[Key | None, ...]] = {}
+
+    def read(self, node: fx.Node) -> None:
+        args: tuple[Any, ...] = node.args
+        if node.op == "placeholder":
+            self._read_placeholder(node)
+        elif node.op == "output":
+            self._read_outputs(node)
+        elif node.target is operator.getitem:
+            self.keys[node] = (self.keys[args[0]][args[1]],)
+        elif node.op == "call_function" and not _is_assert(node):
+            same = unchanged_operand(node)
+            self.keys[node] = self.keys[same] if same is not None else self._read_op(node)
+
+    def _read_placeholder(self, node: fx.Node) -> None:
+        spec = self.specs[node.name]
+        source = self._source(spec)
+        self.keys[node] = (source,)
+        self.program.values[source] = tensor_value(node.meta["val"], node)
+
+    def _source(self, spec: InputSpec) -> Source:
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            return self.names.sources[str(spec.target).removeprefix(MODEL + ".")]
+        if spec.kind is InputKind.USER_INPUT:
+            return Source(SourceKind.INPUT, next(self.inputs).name)
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            tensor = self.exported.program.constants[str(spec.target)]
+            return self._constant(tensor, str(spec.target))
+        raise CaptureError(
+            f"the graph takes {spec.kind.name.lower()} {spec.target}, which is no tensor; "
+            "make it a buffer or an argument",
+            op=str(spec.target),
+        )
+
+    def _constant(self, tensor: torch.Tensor, target: str) -> Source:
+        label = target.removeprefix(MODEL + ".")
+        if tensor.is_meta or is_fake(tensor):
+            raise CaptureError(
+                f"{label} is a tensor without values that is no registered buffer; "
+                "register it, or build the model on a real device",
+                op=label,
+            )
+        name = constant_name(tensor)
+        self.program.constants[name] = tensor.detach().cpu()
+        return Source(SourceKind.CONSTANT, name)
+
+    def _read_op(self, node: fx.Node) -> tuple[Key | None, ...]:
+        results = node.meta["val"]
+        several = isinstance(results, (tuple, list))
+        keys: list[Key | None] = []
+        for k, result in enumerate(results if several else (results,)):
+            key = f"{node.name}#{k}" if several else node.name
+            keys.append(key if result is not None else None)
+            if result is not None:
+                self.program.values[key] = tensor_value(result, node)
+        target, args, kwargs = settled(node)
+        op = RawOp(
+            target,
+            tuple(map(self._arg, args)),
+            tuple((k, self._arg(v)) for k, v in kwargs.items() if k != "pin_memory"),
+            tuple(k for k in keys if isinstance(k, str)),
+            module_stack(node),
+            source_line(node),
+        )
+        self.program.ops.append(op)
+        return tuple(keys)
+
+    def _arg(self, value: Any) -> RawArg:
+        if isinstance(value, fx.Node):
+            key = self.keys[value][0]
+            assert key is not None, value
+            return Operand(key)
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._arg, value))
+        if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+            return symbol(value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise CaptureError(f"an argument of type {type(value).__name__} cannot be kept: {value}")
+
+    def _read_outputs(self, node: fx.Node) -> None:
+        names = iter(self.exported.outputs)
+        values: tuple[Any, ...] = node.args
+        specs = self.exported.program.graph_signature.output_specs
+        for spec, value in zip(specs, values[0], strict=True):
+            key = self.keys[value][0]
+            assert key is not None
+            if spec.kind is OutputKind.BUFFER_MUTATION:
+                target = self.names.sources[str(spec.target).removeprefix(MODEL + ".")]
+                self.program.mutations.append((target.name, key))
+            elif spec.kind is OutputKind.USER_OUTPUT:
+                name = next(names, None)
+                if name is not None:  # what follows keeps bodies of calls alive
+                    self.program.outputs.append((name, key))
+            else:
+                raise CaptureError(
+                    f"the model writes to {spec.target}; only buffers may change in a step",
+                    op=str(spec.target),
+                )
+
+
+def tensor_value(result: object, node: fx.Node) -> Value:
+    if not isinstance(result, torch.Tensor):
+        raise CaptureError(
+            f"{node.target} returns a {type(result).__name__} where the graph can hold tensors "
+            "only; keep it a tensor",
+            op=str(node.target),
+            source=source_line(node),
+        )
+    return Value(tuple(result.shape), dtype_name(result.dtype))
+
+
+def constant_name(tensor: torch.Tensor) -> str:
+    """A name made of the value: equal constants get one name, in every layer and every run."""
+    data = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode())
+    digest.update(bytes(data.flatten().view(torch.uint8).tolist()))
+    return f"constant_{digest.hexdigest()[:16]}"
+
+
+def module_stack(node: fx.Node) -> tuple[str, ...]:
+    """Scopes of the modules whose call made this op, outermost first, without the wrapper's. The
+    second call of a module has "@1" behind it, the third "@2"."""
+    stack = []
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        if path.startswith(MODEL + "."):
+            _, at, count = key.rpartition("@")
+            stack.append(path.removeprefix(MODEL + ".") + (at + count if at else ""))
+    return tuple(stack)
+
+
+def source_line(node: fx.Node) -> str:
+    """ "file:line" of the user's code, "" if unknown."""
+    return str((node.meta.get("custom") or {}).get(SOURCE, ""))
+
+
+def _is_assert(node: fx.Node) -> bool:
+    return str(node.target).startswith("aten._assert")
+
+
+def unchanged_operand(node: fx.Node) -> fx.Node | None:
+    """The operand that this op returns unchanged, None if it changes something."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return None
+    if node.target is _aten.native_dropout.default:
+        _, p, train = node.args
+        drops = p != 0 and train is not False
+        mask_is_read = any(user.args[1] == 1 for user in node.users)
+        return None if drops or mask_is_read else source
+    before, after = source.meta["val"], node.meta["val"]
+    if node.target in _SAME_IF_SAME_SHAPE:
+        return source if before.shape == after.shape else None
+    if node.target is _aten.type_as.default:
+        return source if before.dtype == after.dtype else None
+    if node.target is _aten.copy.default and not _is_written(node):
+        copied: Any = node.args[1]
+        taken = copied.meta["val"]
+        return copied if (taken.shape, taken.dtype) == (after.shape, after.dtype) else None
+    if node.target is _aten._to_copy.default and "memory_format" not in node.kwargs:
+        return source if before.dtype == after.dtype else None
+    return None
+
+
+def settled(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """(op, arguments, keyword arguments) of a call as the graph keeps them. -1 sizes and open or
+    negative slice bounds become numbers, and four kinds of ops become others:
+
+    views      reshape: whether a view is possible depends on strides, and a kernel need not give
+               the strides that its fake promised
+    type_as    a cast: of its second operand only the dtype counts
+    copy       of its first operand only shape and dtype count: a cast or an expansion of the second
+               (copy has no derivative)
+    new_zeros  and the like: a constant, which reads nothing of what it is called on
+    """
+    target, args, kwargs = str(node.target), tuple(node.args), dict(node.kwargs)
+    result = node.meta["val"]
+    if node.target is _aten.type_as.default:
+        return CAST, args[:1], {"dtype": result.dtype}
+    if node.target is _aten.copy.default and not _is_written(node):
+        source: Any = args[1]
+        if source.meta["val"].shape == result.shape:
+            return CAST, (source,), {"dtype": result.dtype}
+        if source.meta["val"].dtype == result.dtype:
+            return "aten.expand.default", (source, tuple(result.shape)), {}
+    if node.target in _FRESH:
+        filled = _FRESH[node.target]
+        number = args[2] if filled is None else filled
+        device = torch.device("cpu")  # stands for the rank's
+        return FULL, (tuple(result.shape), number), {"dtype": result.dtype, "device": device}
+    if node.target in _SIZED:
+        name = "aten.reshape.default" if node.target in _VIEWS else target
+        return name, (args[0], tuple(result.shape), *args[2:]), kwargs
+    if node.target is _aten.slice.Tensor:
+        return target, _slice_arguments(args), kwargs
+    return target, args, kwargs
+
+
+def _slice_arguments(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    defaults: tuple[Any, ...] = (None, 0, None, None, 1)
+    source, dim, start, end, step = (*given, *defaults[len(given) :])
+    shape = source.meta["val"].shape
+    start, end, step = slice(start, end, step).indices(shape[dim])
+    return source, dim % len(shape), start, end, step
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether the result leaves the graph: a buffer that takes it needs a tensor of its own."""
+    return any(user.op == "output" for user in node.users)

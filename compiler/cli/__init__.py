@@ -1,0 +1,1 @@
+"""The commands; torch is imported in torch_commands only."""

@@ -1,0 +1,381 @@
+"""The command line: plan, show, explain, diff, check, graph, verify, timeline.
+
+Exit codes: 0 done, 1 expected failure (nothing fits, plan and model differ, numbers differ),
+2 usage or a bad file. A failure is one line on stderr and leaves no file behind; --debug adds the
+traceback. Results go to stdout, progress to stderr and only to a terminal.
+
+This module imports no torch: `show`, `explain`, `diff` and `--help` answer at once. What runs a
+model is in meshfold.cli.torch_commands, loaded by name when a command needs it.
+"""
+
+import importlib
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import click
+from rich.console import Console
+from rich.status import Status
+
+from meshfold import __version__
+from meshfold.cli.command import Command, Failure
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.errors import OptionError
+from meshfold.ir.options import CompileOptions, Mode, PinValue, Precision
+from meshfold.ir.plan import Plan
+from meshfold.plan_file.io import load_plan, plan_to_json, save_plan
+from meshfold.report.plan import plan_view, summary_view
+from meshfold.report.plan_diff import compare_plans, diff_view, differences_json
+from meshfold.report.search import explain_view
+from meshfold.units import bytes_text, parse_bytes
+
+INTERRUPTED = 130
+
+
+def torch_commands() -> Any:
+    """meshfold.cli.torch_commands, which takes a second or two to load."""
+    return importlib.import_module("meshfold.cli.torch_commands")
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Plan how a PyTorch model trains on a cluster, look at the plan, prove it."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def parse_pins(texts: tuple[str, ...]) -> dict[str, PinValue]:
+    """ "tp=2", "recompute=full" -> {"tp": 2, "recompute": "full"}. Raises OptionError."""
+    pins: dict[str, PinValue] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not value:
+            raise OptionError(f"--pin {text}: write name=value, for example tp=2")
+        if name in pins:
+            raise OptionError(f"--pin {text}: {name} is pinned twice")
+        pins[name] = int(value) if value.lstrip("-").isdigit() else value
+    return pins
+
+
+def check_output(path: Path | None) -> None:
+    """Refuses a path that cannot be written, before a long search rather than after it."""
+    if path is not None and path.is_dir():
+        raise OptionError(f"-o {path}: is a folder; name a file")
+    if path is not None and not path.parent.is_dir():
+        raise OptionError(f"-o {path}: no folder {path.parent}; make it first")
+
+
+@cli.command(cls=Command)
+@click.argument("model")
+@click.option("--cluster", "-c", required=True, help="Preset (dgx-h100x16, local-cpux4) or file.")
+@click.option("--devices", type=int, help="Use that many of the cluster's devices.")
+@click.option(
+    "--batch",
+    type=int,
+    help="Global batch size. [default: one sample per device, or per node where that does not fit]",
+)
+@click.option("--seq", type=int, help="Sequence length. [default: the model's, at most 2048]")
+@click.option(
+    "--precision",
+    type=click.Choice(get_args(Precision)),
+    default="model",
+    show_default=True,
+    help="What ops compute in: the model's own dtypes, or 16 bits with parameters, reductions of "
+    "gradients and optimizer states in float32.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(get_args(Mode)),
+    default="eager",
+    show_default=True,
+    help="How a rank's program runs: as written, or scheduled, collectives behind compute also "
+    "inside of layers.",
+)
+@click.option("--memory", help="Budget per device, 16GB or 16GiB. [default: the device's]")
+@click.option(
+    "--pin",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Fix dp, ep, cp, tp, zero, sp, recompute, offload, pp, microbatches, schedule (1f1b, "
+    "gpipe, interleaved, zero_bubble, interleaved_zero_bubble, zbv, dualpipev), chunks, parts (of "
+    "layers, in mode scheduled), ring (0 or 1: products that take rows as they come round), merge "
+    "and merge_gathers (25MB: up to which collectives are merged; 0: none), hierarchy (25MB: "
+    "pieces in which all-reduces of gradients run in phases, by node; 0: none), or how a parameter "
+    "is stored: layout:NAME=replicate, dp, tp:DIM or tp:DIM,dp, * in NAME for any part (DIM+ if "
+    "padded); repeatable.",
+)
+@click.option(
+    "--allow",
+    type=click.Choice(["pipelines", "planned"]),
+    help="pipelines: let pipelines compete, which train by train_step. planned: also what can be "
+    "planned, not run yet: selective recomputation, offload.",
+)
+@click.option(
+    "--without-cut",
+    multiple=True,
+    metavar="RULE",
+    help="Search without a pruning that 'show' names; repeatable.",
+)
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="The plan file to write.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+def plan(
+    model: str,
+    cluster: str,
+    devices: int | None,
+    batch: int | None,
+    seq: int | None,
+    precision: Precision,
+    mode: Mode,
+    memory: str | None,
+    pin: tuple[str, ...],
+    allow: str | None,
+    without_cut: tuple[str, ...],
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Find the best plan for MODEL on a cluster and write it to a file.
+
+    MODEL is package.module:factory, where factory() returns (model, example_inputs), or a Hugging
+    Face configuration file.
+
+    \b
+    Example:
+      meshfold plan examples/configs/llama-3-8b.json --cluster dgx-h100x2 \\
+          --batch 32 --pin tp=8 -o plan.json
+    """
+    if output is None and not as_json:
+        raise OptionError("nothing to write to; name a file with -o, or say --json")
+    check_output(output)
+    options = CompileOptions(
+        memory_bytes=parse_bytes(memory) if memory is not None else None,
+        pins=parse_pins(pin),
+        precision=precision,
+        mode=mode,
+        allow_pipelines=allow == "pipelines",
+        allow_planned=allow == "planned",
+        without_cuts=without_cut,
+    )
+    spec = resolve_cluster(cluster, devices)
+    with _progress(f"capturing {model}") as status:
+
+        def tell(done: int, total: int, label: str) -> None:
+            status.update(f"planning for {spec.num_devices} devices: {done} of {total}, {label}")
+
+        made = torch_commands().make_plan(
+            model, spec, options, batch=batch, sequence=seq, progress=tell
+        )
+    _give(made, output, as_json=as_json)
+
+
+def _give(made: Plan, output: Path | None, *, as_json: bool) -> None:
+    """Write a plan and show it, or print it as JSON."""
+    if output is not None:
+        save_plan(made, output)
+    if as_json:
+        click.echo(plan_to_json(made), nl=False)
+    else:
+        Console().print(summary_view(made))
+        click.echo(f"\nwritten to {output}; 'meshfold show {output}' has the details")
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the checked plan as JSON.")
+def show(plan_file: Path, as_json: bool) -> None:
+    """Show PLAN_FILE: strategy, predicted step time and memory, baselines, regions, layouts.
+
+    \b
+    Example:
+      meshfold show plan.json
+      meshfold show plan.json --json | jq .memory
+    """
+    loaded = load_plan(plan_file)
+    if as_json:
+        click.echo(plan_to_json(loaded), nl=False)
+    else:
+        Console().print(plan_view(loaded))
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("regions", nargs=-1)
+def explain(plan_file: Path, regions: tuple[str, ...]) -> None:
+    """Say why PLAN_FILE does what it does: per region (all, or those named) the strategy taken and
+    the best that lost, with the reason; then the other meshes and what cut them.
+
+    \b
+    Example:
+      meshfold explain plan.json B
+    """
+    loaded = load_plan(plan_file)
+    known = {region.name: region for region in loaded.regions}
+    unknown = [name for name in regions if name not in known]
+    if unknown:
+        raise OptionError(f"no region {unknown[0]} in {plan_file}; it has {', '.join(known)}")
+    wanted = tuple(known[name] for name in regions or known)
+    Console().print(explain_view(loaded, wanted))
+
+
+@cli.command(cls=Command)
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON.")
+def diff(first: Path, second: Path, as_json: bool) -> None:
+    """Compare two plans: what they choose, what that costs, layer by layer. Exit code 1 when they
+    choose differently.
+
+    \b
+    Example:
+      meshfold diff before.json after.json
+    """
+    found = compare_plans(load_plan(first), load_plan(second))
+    if as_json:
+        click.echo(differences_json(found), nl=False)
+    else:
+        Console().print(diff_view(found))
+    if found.choices:
+        raise Failure(f"{first} and {second} choose differently", 1)
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="The MODEL that the plan is for.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write it with new figures.")
+@click.option("--json", "as_json", is_flag=True, help="Print the priced plan as JSON.")
+def check(plan_file: Path, model: str, output: Path | None, as_json: bool) -> None:
+    """Price PLAN_FILE anew, as after editing it by hand: every type is held against the rules, step
+    time and peak memory are computed again. Exit code 1 when it does not fit.
+
+    \b
+    Example:
+      meshfold check edited.json --model examples/configs/llama-3-8b.json -o priced.json
+    """
+    check_output(output)
+    loaded = load_plan(plan_file)
+    with _progress(f"pricing {plan_file}"):
+        priced = torch_commands().check_plan(loaded, model)
+    if output is not None:
+        save_plan(priced, output)
+    if as_json:
+        click.echo(plan_to_json(priced), nl=False)
+    else:
+        Console().print(diff_view(compare_plans(loaded, priced)))
+    memory = priced.memory
+    if not memory.fits:
+        missing = bytes_text(memory.peak - memory.capacity)
+        raise Failure(f"{plan_file} does not fit: {missing} are missing", 1)
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="The MODEL that the plan was made for.")
+@click.option("--rank", type=int, default=0, show_default=True, help="Whose program to print.")
+@click.option("--passes", type=click.Path(path_type=Path), help="A folder for what passes made.")
+def graph(plan_file: Path, model: str, rank: int, passes: Path | None) -> None:
+    """Print the program of one rank: its graph with every collective, started and waited for.
+
+    With --passes also write the program behind each pass to a folder, numbered, with its seconds.
+
+    \b
+    Example:
+      meshfold graph plan.json --model examples/configs/llama-3-8b.json --rank 3
+    """
+    loaded = load_plan(plan_file)
+    if not 0 <= rank < loaded.world_size:
+        raise OptionError(f"--rank {rank}: the plan has ranks 0 to {loaded.world_size - 1}")
+    with _progress(f"writing the program of rank {rank} of {loaded.world_size}"):
+        text = torch_commands().program_text(loaded, model, rank, passes)
+    click.echo(text)
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.option("--model", required=True, help="The MODEL that the plan was made for.")
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
+def verify(plan_file: Path, model: str, as_json: bool) -> None:
+    """Prove PLAN_FILE: run it on local processes and compare with the model in one process.
+
+    Loss, every gradient, and parameters after steps of the optimizer are compared in float64, on
+    the batch the plan was made for, with dropout switched off; and the collectives of all ranks.
+    For more than this machine takes, a small twin is run. Exit code 1 when they differ.
+
+    \b
+    Example:
+      meshfold verify plan.json --model my_package.models:small_llama
+    """
+    loaded, commands = load_plan(plan_file), torch_commands()
+    with _progress(f"running {loaded.world_size} processes and the model alone"):
+        report = commands.verify_plan(loaded, model)
+    if as_json:
+        click.echo(commands.report_json(report), nl=False)
+    else:
+        Console().print(commands.report_view(report))
+    if not report.passed:
+        raise Failure(report.verdict, 1)
+
+
+@cli.command(cls=Command)
+@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace (Perfetto).")
+@click.option("--json", "as_json", is_flag=True, help="Print what runs when as JSON.")
+@click.option("--measured", is_flag=True, help="Run it on local processes; needs --model.")
+@click.option("--model", help="The MODEL that the plan was made for.")
+def timeline(
+    plan_file: Path, trace: Path | None, as_json: bool, measured: bool, model: str | None
+) -> None:
+    """Show what PLAN_FILE runs when: compute, collectives and memory, or a pipeline's microbatches.
+
+    \b
+    Example:
+      meshfold timeline plan.json --measured --model examples/configs/llama-tiny.json
+    """
+    check_output(trace)
+    plan = load_plan(plan_file)
+    if measured:
+        with _progress("running the plan on local processes"):
+            shown = torch_commands().measured_timeline(plan, model, trace)
+    else:  # loads numpy, which no other command needs
+        shown = importlib.import_module("meshfold.report.step_timeline").timeline_of(plan)
+    if trace is not None:
+        trace.write_text(shown.trace)
+    click.echo(shown.json if as_json else shown.text, nl=False)
+
+
+def _progress(text: str) -> Status:
+    """A spinner on stderr while something long runs; nothing where stderr is no terminal."""
+    return Console(stderr=True).status(text)
+
+
+def run(args: list[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    try:
+        code = cli.main(args=args, prog_name="meshfold", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "meshfold"
+        click.echo(f"{where}: {error.format_message()} See '{where} --help'.", err=True)
+        return error.exit_code
+    except Failure as error:
+        click.echo(f"meshfold: {error}", err=True)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("meshfold: interrupted", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our stdout has gone, as in `meshfold show plan.json | head`.
+        sys.stdout = None  # nothing to flush at exit
+        return 1
+
+
+def main() -> NoReturn:
+    """The `meshfold` command."""
+    if "--debug" not in sys.argv:
+        # One line on stderr is the contract; libraries below are chatty.
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+    sys.exit(run())

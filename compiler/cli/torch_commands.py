@@ -1,0 +1,154 @@
+"""What the command line runs that needs torch: plan, graph, verify. See meshfold.cli.main."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshfold.api import find_plan
+from meshfold.codegen.emit.pass_pipeline import PassRun
+from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.errors import InfeasibleError, OptionError
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.models.from_argument import build_for_plan, build_model
+from meshfold.passes.planner.check import price_plan
+from meshfold.passes.planner.find import Progress
+from meshfold.plan_file.io import write_whole
+from meshfold.refine.program_events import with_program_events
+from meshfold.report.pipeline_timeline import both_text, predicted_spans, spans_json, trace_json
+from meshfold.report.step_timeline import Timeline
+from meshfold.units import seconds_text
+from meshfold.validation.measure_overlap import measure_overlap, overlap_json, overlap_text
+from meshfold.validation.measure_pipeline import measured_spans
+from meshfold.validation.report import NUM_STEPS, Difference, VerifyReport
+from meshfold.validation.verify import captured_as_planned, verify
+
+NUM_WORST = 5
+
+
+def make_plan(
+    model: str,
+    cluster: ClusterSpec,
+    options: CompileOptions,
+    *,
+    batch: int | None,
+    sequence: int | None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The plan for MODEL. Its batch defaults to one sample per device, and to one per node where
+    that does not fit, with a note."""
+
+    def plan_for(default_batch: int) -> Plan:
+        built = build_model(model, batch=batch, sequence=sequence, default_batch=default_batch)
+        return find_plan(
+            built.model, cluster, built.example_inputs, options=options, progress=progress
+        )
+
+    try:
+        return plan_for(cluster.num_devices)
+    except InfeasibleError:
+        if batch is not None or ":" in model or cluster.num_nodes == 1:
+            raise
+    plan = plan_for(cluster.num_nodes)
+    note = (
+        f"a batch of one sample per device does not fit; this plan is for one per node, as "
+        f"--batch {cluster.num_nodes} would make it"
+    )
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def program_text(plan: Plan, model: str, rank: int, passes: Path | None = None) -> str:
+    """The program of `rank`. passes: a folder for the program behind every pass. Raises OptionError
+    for passes of a plan with stages, and for a file in place of the folder."""
+    if passes is not None and plan.schedule:
+        raise OptionError(f"{plan.strategy.label}: --passes is for plans in one pass; leave it out")
+    if passes is not None and passes.exists() and not passes.is_dir():
+        raise OptionError(f"--passes {passes}: is a file; name a folder")
+    captured = captured_as_planned(plan, build_for_plan(model, plan))
+    ran: list[PassRun] = []
+    program = emit_plan(captured.graph, plan, ran.append)
+    if passes is not None:
+        passes.mkdir(parents=True, exist_ok=True)
+        for one in ran:
+            head = f"pass {one.number}, {one.name}: {seconds_text(one.seconds)}"
+            text = f"{head}\n{one.program.text(rank)}\n"
+            write_whole(passes / f"{one.number}-{one.name}.txt", text)
+    return program.text(rank)
+
+
+def check_plan(plan: Plan, model: str) -> Plan:
+    """`plan` with its figures computed again."""
+    captured = captured_as_planned(plan, build_for_plan(model, plan))
+    priced = price_plan(captured.graph, plan, OpProber())
+    return with_program_events(priced, captured.graph)
+
+
+def verify_plan(plan: Plan, model: str) -> VerifyReport:
+    return verify(plan, model)
+
+
+def measured_timeline(plan: Plan, model: str | None, trace: Path | None) -> Timeline:
+    """What runs when, as predicted and as measured on local processes: the microbatches of a
+    pipeline, else what hides. Raises OptionError without a model, and for a trace of the latter."""
+    if model is None:
+        raise OptionError("--measured runs the model; say which with --model")
+    if plan.schedule:
+        spans = predicted_spans(plan), measured_spans(plan, model)
+        return Timeline(both_text(*spans), spans_json(*spans), trace_json(*spans))
+    if trace is not None:
+        raise OptionError("--trace is of the prediction; leave out --measured, or --trace")
+    found = measure_overlap(plan, model)
+    return Timeline(overlap_text(found), overlap_json(found), "")
+
+
+def report_json(report: VerifyReport) -> str:
+    """The report as JSON, ending in a newline."""
+    facts = asdict(report) | {"passed": report.passed, "verdict": report.verdict}
+    return json.dumps(facts, indent=2) + "\n"
+
+
+def report_view(report: VerifyReport) -> RenderableType:
+    """The worst parameters as a table."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("", overflow="fold")
+    for name in ("one process", f"{report.world_size} processes", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row(
+        "loss", f"{report.eager_loss:.12g}", f"{report.loss:.12g}", f"{report.loss_difference:.1e}"
+    )
+    worst = [_worst_view(f"worst of {len(report.gradients)} gradients", report.gradients, report)]
+    if report.parameters:
+        title = f"worst parameters after {NUM_STEPS} steps of {report.optimizer}"
+        worst.append(_worst_view(title, report.parameters, report))
+    style = "bold green" if report.passed else "bold red"
+    headline = Text(f"{report.strategy} on {report.world_size} local processes, float64\n")
+    verdict = Text(f"\n{report.verdict}", style=style)
+    order = Text(f"\n{report.num_collectives} collectives a step, in one order on all ranks")
+    twin = [Text("a small twin of model and plan, not the real size:")] if report.shrunk else []
+    twin += [Text(f"  {change}") for change in report.shrunk] + [Text()] * bool(report.shrunk)
+    parts = (*twin, headline, table, *(part for view in worst for part in (Text(), view)))
+    return Group(*parts, order, verdict) if report.passed else Group(*parts)
+
+
+def _worst_view(title: str, compared: Sequence[Difference], report: VerifyReport) -> RenderableType:
+    view = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    view.add_column(title, overflow="fold")
+    for name in ("largest entry", "difference", "relative"):
+        view.add_column(name, justify="right", no_wrap=True)
+    for c in compared[:NUM_WORST]:
+        bad = not c.relative <= report.tolerance
+        view.add_row(
+            c.name,
+            f"{c.largest:.3g}",
+            f"{c.difference:.1e}",
+            f"{c.relative:.1e}",
+            style="bold red" if bad else "",
+        )
+    return view

@@ -1,0 +1,1 @@
+"""Typed graphs become fx graphs with collectives; every pass is checked."""

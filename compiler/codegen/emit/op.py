@@ -1,0 +1,359 @@
+"""Emission of one op: the torch op on local shapes, or a local implementation that its rules ask
+for.
+
+    AxisRule.local    emitted as
+    "plain"           the torch op, sizes localized
+    "mean"            the torch op, then divide_by_ranks for the axes that shard a reduced dim
+    others            the function of meshfold.ops.local_implementations, which takes all axes at once; where its
+                      work is not needed (attention without dropout, say) the torch op
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshfold.codegen.emit.experts import combine, dispatch, expert_linear
+from meshfold.codegen.emit.op_context import OpContext, global_arguments
+from meshfold.errors import UnsupportedOpError
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import Draw, OpGraph
+from meshfold.ir.spmd import Layout, local_shape
+from meshfold.ir.strategy import OpTyping
+from meshfold.ops import local_implementations as local_ops
+from meshfold.ops.batch_norm import batch_norm, batch_norm_without_running
+from meshfold.ops.collective_matmul import gather_linears, linear_scatter
+from meshfold.ops.distributed_cumsum import cumsum
+from meshfold.ops.distributed_index import put_rows, take_rows
+from meshfold.ops.registry import torch_target
+from meshfold.ops.ring_attention import ring_attention
+from meshfold.passes.rules.localize import localize
+from meshfold.passes.rules.ops.collective_matmul import RING
+from meshfold.passes.rules.ops.random import RANDOM_OPS, may_draw
+from meshfold.passes.rules.table import op_labels, rule_locals, summed_axes
+from meshfold.rank_places import Digits
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def emit_op(
+    graph: fx.Graph,
+    mesh_node: fx.Node,
+    op_graph: OpGraph,
+    op_index: int,
+    typing: OpTyping,
+    operand_nodes: Sequence[fx.Node],
+    mesh: Mesh,
+    site: fx.Node | int,
+    float_nodes: Sequence[fx.Node] = (),
+) -> list[fx.Node]:
+    """Appends the op to `graph`; returns one node per output.
+
+    Arguments as in OpContext. Raises UnsupportedOpError for an op that draws random numbers in a
+    way that ranks would not agree on, or that this torch does not have.
+    """
+    context = OpContext(
+        graph, mesh_node, op_graph, op_index, typing, operand_nodes, mesh, site, float_nodes
+    )
+    wanted = {local for local in rule_locals(op_graph, op_index, typing) if local != "plain"}
+    if not wanted:
+        return _plain(context)
+    (local,) = wanted
+    return _EMITTERS[local](context)
+
+
+def needs_site(op_graph: OpGraph) -> bool:
+    """Whether a region draws random numbers, so that its instances need different sites."""
+    return any(may_draw(global_arguments(op)) for op in op_graph.ops if op.target in RANDOM_OPS)
+
+
+def _plain(context: OpContext) -> list[fx.Node]:
+    """The torch op on local shapes."""
+    function: Any = torch_target(context.op.target)
+    arguments = global_arguments(context.op) if context.op.target in RANDOM_OPS else {}
+    if torch.Tag.nondeterministic_seeded in function.tags and (
+        not arguments or may_draw(arguments)
+    ):
+        raise UnsupportedOpError(
+            f"{context.op.target} draws random numbers, which ranks would not agree on; switch it "
+            "off in the model's configuration, or draw outside the model and pass the numbers in",
+            op=context.op.target,
+            source=context.op.source,
+        )
+    op = context.op
+    args, kwargs = localize(context.op_graph, context.op_index, context.typing, context.mesh.sizes)
+    nodes = iter(context.operands)
+    real_args = [context.realize(a, nodes) for a in args]
+    real_kwargs = {name: context.realize(a, nodes) for name, a in kwargs}
+    made = context.call(function, *real_args, **real_kwargs)
+    if not _returns_many(function):
+        return [made]
+    return [context.call(operator.getitem, made, k) for k in range(len(op.outputs))]
+
+
+def _returns_many(function: Any) -> bool:
+    """Whether a torch op returns a list or several tensors."""
+    returns = function._schema.returns
+    return len(returns) > 1 or str(returns[0].type) != "Tensor"
+
+
+def _mean(context: OpContext) -> list[fx.Node]:
+    (made,) = _plain(context)
+    shared = summed_axes(context.op_graph, context.op_index, context.typing)
+    axes = tuple(context.mesh.names[k] for k in shared)
+    return [context.call(local_ops.divide_by_ranks, context.mesh_node, made, axes)]
+
+
+def _reshape(context: OpContext) -> list[fx.Node]:
+    whole = context.op_graph.values[context.op.outputs[0]].shape
+    shape = local_shape(whole, context.typing.outputs[0], context.mesh.sizes)
+    return [context.call(local_ops.reshape, context.mesh_node, context.operands[0], shape)]
+
+
+def _held(context: OpContext) -> list[fx.Node]:
+    """The torch op on what ranks hold of the dims that it sums and that are padded."""
+    labels = op_labels(context.op_graph, context.op)
+    assert labels is not None
+    operands = list(context.operands)
+    for k, (layout, dims) in enumerate(zip(context.typing.inputs, labels.inputs, strict=True)):
+        for t in layout:
+            if t.padded and (dims[t.dim] or ("",))[0] in labels.drops_padding:
+                size = context.op_graph.values[context.op.operands[k]].shape[t.dim]
+                digits = context.digits(layout, t.dim)
+                operands[k] = context.call(
+                    local_ops.held, context.mesh_node, operands[k], t.dim, size, digits
+                )
+    return _plain(replace(context, operands=operands))
+
+
+def _embedding(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    weight = context.op_graph.values[context.op.operands[0]]
+    layout = context.typing.inputs[0]
+    return [
+        context.call(
+            local_ops.embedding,
+            context.mesh_node,
+            named["weight"],
+            named["indices"],
+            named.get("padding_idx", -1),
+            weight.shape[0],
+            context.digits(layout, 0),
+        )
+    ]
+
+
+def _scan(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    x = context.op_graph.values[context.op.operands[0]]
+    dim = named["dim"] % max(len(x.shape), 1)
+    digits = context.digits(context.typing.inputs[0], dim) if x.shape else ()
+    if not digits:
+        return _plain(context)
+    size = x.shape[dim]
+    dtype = named.get("dtype")
+    return [context.call(cumsum, context.mesh_node, named["self"], dim, dtype, size, digits)]
+
+
+def _put_rows(context: OpContext) -> list[fx.Node]:
+    """Rows added to, or put into, those of a tensor that is sharded by rows."""
+    into = context.typing.inputs[0]
+    digits = context.digits(into, 0)
+    if not digits:
+        return _plain(context)
+    named = context.named()
+    if context.op.target == "aten.index_add.default":
+        indices, rows, adds = [named["index"]], named["source"], True
+        scale = named.get("alpha", 1)
+    else:
+        indices, rows, adds = named["indices"], named["values"], named.get("accumulate", False)
+        scale = 1
+    size = context.op_graph.values[context.op.operands[0]].shape[0]
+    x = named["self"]
+    return [context.call(put_rows, context.mesh_node, x, indices, rows, adds, scale, size, digits)]
+
+
+def _take_rows(context: OpContext) -> list[fx.Node]:
+    """Rows of a tensor that is sharded by rows."""
+    digits = context.digits(context.typing.inputs[0], 0)
+    if not digits:
+        return _plain(context)
+    named = context.named()
+    indices = named["indices"] if "indices" in named else [named["index"]]
+    size = context.op_graph.values[context.op.operands[0]].shape[0]
+    return [context.call(take_rows, context.mesh_node, named["self"], indices, size, digits)]
+
+
+def _cross_entropy(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    logits = context.op_graph.values[context.op.operands[0]]
+    rows = summed_axes(context.op_graph, context.op_index, context.typing)
+    return [
+        context.call(
+            local_ops.cross_entropy,
+            context.mesh_node,
+            named["self"],
+            named["target"],
+            named.get("weight"),
+            _REDUCTIONS[named.get("reduction", 1)],
+            named.get("ignore_index", -100),
+            named.get("label_smoothing", 0.0),
+            logits.shape[1],
+            context.digits(context.typing.inputs[0], 1),
+            tuple(context.mesh.names[k] for k in rows),
+        )
+    ]
+
+
+def _nll_loss(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    rows = summed_axes(context.op_graph, context.op_index, context.typing)
+    return [
+        context.call(
+            local_ops.nll_loss,
+            context.mesh_node,
+            named["self"],
+            named["target"],
+            named.get("weight"),
+            named.get("ignore_index", -100),
+            tuple(context.mesh.names[k] for k in rows),
+        )
+    ]
+
+
+def _drawn(context: OpContext) -> tuple[tuple[fx.Node | int, int], tuple[int, int, int]]:
+    """Which mask a random op draws, and how microbatches cut it: (site, cut) of local_ops."""
+    draw = context.op.draw or Draw(context.op_index)
+    return (context.site, draw.number), (draw.dim, draw.blocks, draw.parts)
+
+
+def _dropout(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    if not may_draw(named):
+        return _plain(context)
+    op, layout = context.op, context.typing.outputs[0]
+    shape = context.op_graph.values[op.outputs[0]].shape
+    site, cut = _drawn(context)
+    digits = context.all_digits(layout, len(shape))
+    several = len(op.outputs) > 1
+    function = local_ops.native_dropout if several else local_ops.dropout
+    made = context.call(
+        function, context.mesh_node, named["input"], named["p"], site, shape, digits, cut
+    )
+    return [context.call(operator.getitem, made, k) for k in range(2)] if several else [made]
+
+
+def _batch_norm(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    x = context.typing.inputs[0]
+    axes = tuple(axis for axis, *_ in context.digits(x, 0))
+    tensors = [named[name] for name in ("input", "weight", "bias")]
+    statistics: list[Any] = []
+    function: Callable[..., Any] = batch_norm_without_running
+    if "running_mean" in named:
+        function = batch_norm
+        statistics = [named[name] for name in ("running_mean", "running_var", "momentum")]
+    made = context.call(function, context.mesh_node, *tensors, *statistics, named["eps"], axes)
+    return [context.call(operator.getitem, made, k) for k in range(len(context.op.outputs))]
+
+
+def _attention(context: OpContext) -> list[fx.Node]:
+    op, typing = context.op, context.typing
+    named = context.named()
+    query, key = (context.op_graph.values[v].shape for v in op.operands[:2])
+    query_layout, key_layout = typing.inputs[:2]
+    heads = len(query) - 3
+    num_key_heads = key[heads] if heads > 0 else 1
+    key_digits = context.digits(key_layout, heads) if heads > 0 else ()
+    if ring := context.digits(key_layout, len(key) - 2):
+        return [_ring_attention(context, named, ring, (num_key_heads, key_digits))]
+    query_digits = context.digits(query_layout, heads) if heads > 0 else ()
+    # Units of query heads are those of a key head.
+    picks_heads = [d[:2] for d in query_digits] != [d[:2] for d in key_digits]
+    causal_part = named.get("is_causal", False) and context.digits(query_layout, len(query) - 2)
+    if not (may_draw(named) or (picks_heads and num_key_heads > 1) or causal_part):
+        return _plain(context)
+    scores = (*query[:-1], key[-2])
+    site, cut = _drawn(context)
+    return [
+        context.call(
+            local_ops.attention,
+            context.mesh_node,
+            *(named[name] for name in ("query", "key", "value")),
+            named.get("attn_mask"),
+            is_causal=named.get("is_causal", False),
+            scale=named.get("scale"),
+            probability=named.get("dropout_p", 0.0),
+            site=site,
+            shape=scores,
+            # Key positions are whole: the last dim of the scores has no digits.
+            digits=(*context.all_digits(typing.outputs[0], len(query) - 1), ()),
+            cut=cut,
+            key_heads=(num_key_heads, key_digits),
+        )
+    ]
+
+
+def _in_ring(
+    context: OpContext, function: Callable[..., Any], names: Sequence[str], layout: Layout
+) -> fx.Node:
+    """A call with rows that come or go round on the axis on which `layout` shards them."""
+    named = context.named()
+    number = [name.partition("/")[0] for name in context.typing.rules].index(RING)
+    rows = layout[number]
+    place = rows.dim, rows.blocks, named["transposed"], context.mesh.names[number]
+    return context.call(function, context.mesh_node, *(named[name] for name in names), *place)
+
+
+def _gather_linears(context: OpContext) -> list[fx.Node]:
+    names = ("x", "weights", "biases")
+    made = _in_ring(context, gather_linears, names, context.typing.inputs[0])
+    return [context.call(operator.getitem, made, k) for k in range(len(context.op.outputs))]
+
+
+def _linear_scatter(context: OpContext) -> list[fx.Node]:
+    names = ("x", "weight", "bias")
+    return [_in_ring(context, linear_scatter, names, context.typing.outputs[0])]
+
+
+def _ring_attention(
+    context: OpContext, named: dict[str, Any], key_rows: Digits, key_heads: tuple[int, Digits]
+) -> fx.Node:
+    query, key = (context.op_graph.values[v].shape for v in context.op.operands[:2])
+    return context.call(
+        ring_attention,
+        context.mesh_node,
+        *(named[name] for name in ("query", "key", "value")),
+        named.get("attn_mask"),
+        is_causal=named.get("is_causal", False),
+        scale=named.get("scale"),
+        shape=(*query[:-1], key[-2]),
+        digits=(*context.all_digits(context.typing.outputs[0], len(query) - 1), ()),
+        key_digits=key_rows,
+        key_heads=key_heads,
+    )
+
+
+_EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
+    "mean": _mean,
+    "reshape": _reshape,
+    "held": _held,
+    "embedding": _embedding,
+    "expert_linear": expert_linear,
+    "dispatch": dispatch,
+    "combine": combine,
+    "cumsum": _scan,
+    "put_rows": _put_rows,
+    "take_rows": _take_rows,
+    "cross_entropy": _cross_entropy,
+    "nll_loss": _nll_loss,
+    "dropout": _dropout,
+    "batch_norm": _batch_norm,
+    "attention": _attention,
+    "gather_linears": _gather_linears,
+    "linear_scatter": _linear_scatter,
+}
+"""By AxisRule.local; the same keys as local_ops.LOCAL_OPS."""

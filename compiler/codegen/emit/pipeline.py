@@ -1,0 +1,208 @@
+"""The emitted pipeline: the program of every stage, and in which order devices run them.
+
+    captured graph --cut the batch--> graph of one microbatch   (passes/pipeline_microbatch.py)
+                   --split as planned--> typed regions          (passes/variants.py)
+                   --cut at the stages--> a program per stage   (passes/stage_graphs.py, emit.py)
+
+All ranks emit all stages, so that `digest` covers the whole pipeline; a rank runs the stages of its
+device, its coordinate on the axis pp. meshfold.runtime.pipeline_runner runs them.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshfold.codegen.emit.check_program import check_program
+from meshfold.codegen.emit.pass_pipeline import Watch, emit, merged
+from meshfold.codegen.emit.region import check_outputs, check_runs, emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.codegen.program.text import rank_text
+from meshfold.codegen.schedule.split_backward import split_backward
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.pipeline.action_checks import actions_text, check_actions
+from meshfold.cost_models.pipeline.actions import ActionLists
+from meshfold.cost_models.pipeline.schedules import Schedule
+from meshfold.errors import OptionError, PlanMismatchError
+from meshfold.ir.mesh import PIPELINE_AXIS, Mesh
+from meshfold.ir.node_groups import NodeLevels
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.plan import Plan
+from meshfold.ir.spmd import Layout
+from meshfold.passes.graph.variants import planned_graph
+from meshfold.passes.split.loss_counts import LossCount, loss_counts
+from meshfold.passes.split.microbatch import MicrobatchGraphs
+from meshfold.passes.split.stage_graphs import StageGraph, stage_graphs
+from meshfold.schedule_program import scheduled
+
+
+@dataclass(frozen=True)
+class EmittedPipeline:
+    """A pipeline of `mesh`. folded: the whole batch's graph, as captured. graphs, stages: per stage
+    its graph and its program. input_cuts: per input its layout over the microbatches. counts: the
+    means over targets of `folded`."""
+
+    folded: FoldedGraph
+    mesh: Mesh
+    schedule: Schedule
+    graphs: tuple[StageGraph, ...]
+    stages: tuple[EmittedProgram, ...]
+    input_cuts: Mapping[str, Layout]
+    counts: tuple[LossCount, ...]
+
+    @cached_property
+    def actions(self) -> ActionLists:
+        """What each device runs, in order; checked to come to its end."""
+        actions = self.schedule.actions()
+        check_actions(actions, self.schedule)
+        return actions
+
+    def device_of(self, coords: tuple[int, ...]) -> int:
+        """The device of the pipeline that a rank belongs to."""
+        names = self.mesh.names
+        return coords[names.index(PIPELINE_AXIS)] if PIPELINE_AXIS in names else 0
+
+    def parts_of(self, coords: tuple[int, ...]) -> tuple[EmittedProgram, ...]:
+        """The programs that a rank runs."""
+        return tuple(self.stages[s] for s in self.schedule.stages_of(self.device_of(coords)))
+
+    @cached_property
+    def stored(self) -> Mapping[str, Layout]:
+        """Layout in which each parameter lives between steps, on the ranks of its stages."""
+        return {name: layout for stage in self.stages for name, layout in stage.stored.items()}
+
+    @property
+    def levels(self) -> NodeLevels:
+        """As of a step in one pass."""
+        return self.stages[0].levels
+
+    @property
+    def whole(self) -> Layout:
+        """Invariant on every axis."""
+        return self.stages[0].whole
+
+    @cached_property
+    def holders(self) -> Mapping[str, tuple[int, ...]]:
+        """The devices that hold each parameter and buffer, ascending, by name."""
+        found: dict[str, set[int]] = {}
+        for s, stage in enumerate(self.stages):
+            names = [p.name for p in stage.folded.parameters]
+            names += [b.name for b in stage.folded.buffers]
+            for name in names:
+                found.setdefault(name, set()).add(self.schedule.device_of(s))
+        return {name: tuple(sorted(devices)) for name, devices in found.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of everything that all ranks must agree on."""
+        parts = [str(self.schedule), *(stage.digest for stage in self.stages), *self._borders()]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def axis_sets(self) -> tuple[tuple[str, ...], ...]:
+        """The sets of axes that the program communicates over as one group, in a fixed order."""
+        return tuple(sorted({axes for stage in self.stages for axes in stage.axis_sets()}))
+
+    def text(self, rank: int = 0) -> str:
+        """The programs as `rank` runs them. Raises ValueError if the mesh has no such rank."""
+        lines = [*rank_text(self.levels, rank, self.axis_sets())]
+        device = self.device_of(self.mesh.coords(rank))
+        lines.append(f"schedule {self.schedule}, device {device}")
+        lines.append(f"  {actions_text(self.actions).splitlines()[device]}")
+        borders = list(self._borders())
+        for s in self.schedule.stages_of(device):
+            lines += [borders[s], *self.stages[s].body()]
+        return "\n".join(lines)
+
+    def _borders(self) -> Iterator[str]:
+        for s, graph in enumerate(self.graphs):
+            arrives, leaves = (
+                ", ".join(b.name for b in values) or "nothing"
+                for values in (graph.arrives, graph.leaves)
+            )
+            yield f"stage {s}: takes over {arrives}, hands on {leaves}"
+
+
+def emit_plan(
+    folded: FoldedGraph, plan: Plan, watch: Watch | None = None
+) -> EmittedProgram | EmittedPipeline:
+    """The program of every rank of `plan.mesh`. watch: sees the passes of a step in one pass.
+
+    Raises PlanMismatchError if the plan's regions or stages are not those of `folded`, or if it
+    uses what can be planned but not run; OptionError where the batch cannot be cut.
+    """
+    return emit_pipeline(folded, plan) if plan.schedule else emit(folded, plan, watch)
+
+
+def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
+    """As emit_plan, of a plan with stages or microbatches."""
+    check_runs(plan)
+    schedule = _schedule(plan)
+    parts = schedule.num_microbatches
+    graphs = MicrobatchGraphs(folded, plan.cluster, plan.model.batch_size)
+    split = planned_graph(graphs.graph(parts), plan)
+    typings = [region.typing for region in plan.regions]
+    check_outputs(split, typings)
+    costs = CostModel(plan.cluster, plan.mesh)
+    cut = stage_graphs(split, typings, [stage.runs[0].first for stage in plan.stages])
+    stages = tuple(
+        emit_typed(
+            stage.folded,
+            stage.typings,
+            plan.mesh,
+            costs,
+            stage.numbers,
+            {border.name: border.layout for border in stage.arrives},
+        )
+        for stage in cut
+    )
+    stages = tuple(merged(stage, plan) for stage in stages)
+    _check_tied(stages)
+    if plan.mode == "scheduled":
+        stages = tuple(scheduled(stage, costs, _left(plan, s)) for s, stage in enumerate(stages))
+    for stage in stages:
+        check_program(stage, "schedule" if plan.mode == "scheduled" else "emit")
+    if schedule.splits_backward:
+        for stage in stages:
+            for region in stage.regions:
+                split_backward(region.graph, stage.folded.regions[region.region].graph)
+    counts = loss_counts(folded) if parts > 1 else ()
+    cuts = graphs.input_cuts() if parts > 1 else {}
+    return EmittedPipeline(folded, plan.mesh, schedule, cut, stages, cuts, counts)
+
+
+def _left(plan: Plan, stage: int) -> int:
+    """Bytes that the plan leaves on the device of a stage. Gradients of weights wait no longer than
+    their region's backward, in which no other action runs."""
+    figures = plan.stages[stage].figures
+    return max(0, plan.memory.capacity - figures.peak_bytes) if figures else 0
+
+
+def _schedule(plan: Plan) -> Schedule:
+    """The plan's schedule, held against its stages, mesh and batch."""
+    try:
+        schedule = Schedule.parse(plan.schedule)
+    except OptionError as error:
+        raise PlanMismatchError(f"the plan's schedule: {error}") from error
+    names = plan.mesh.names
+    devices = plan.mesh.sizes[names.index(PIPELINE_AXIS)] if PIPELINE_AXIS in names else 1
+    if (schedule.num_devices, schedule.num_stages) != (devices, len(plan.stages)):
+        raise PlanMismatchError(
+            f"the plan has {len(plan.stages)} stages on {devices} devices, its schedule {schedule} "
+            f"{schedule.num_stages} on {schedule.num_devices}; plan again"
+        )
+    empty = next((s for s, stage in enumerate(plan.stages) if not stage.runs), None)
+    if empty is not None:
+        raise PlanMismatchError(f"stage {empty} of the plan has no layer; plan again")
+    return schedule
+
+
+def _check_tied(stages: tuple[EmittedProgram, ...]) -> None:
+    """A parameter of several stages is stored alike in all of them."""
+    stored: dict[str, Layout] = {}
+    for s, stage in enumerate(stages):
+        for name, layout in stage.stored.items():
+            if stored.setdefault(name, layout) != layout:
+                raise PlanMismatchError(
+                    f"the plan stores {name} in another layout in stage {s} than in an earlier "
+                    "one; a tied parameter has one stored layout"
+                )

@@ -1,0 +1,372 @@
+"""Emission: a folded graph and a plan's types -> the program of a rank.
+
+For every distinct (region, layouts of the values that arrive) one graph is written:
+
+    for each op, in order:
+        each operand in the layout the op's rule reads       _RegionEmitter.value
+            a parameter first comes out of its bucket        _RegionEmitter._open_bucket
+            a conversion is a start node and a wait node     _RegionEmitter._convert
+        the op on local shapes                               meshfold.codegen.emit.op
+    each output and mutated buffer in the layout it leaves in
+
+The search prices the same typing through the same tables (passes/rules.py, passes/conversions.py),
+so what is priced is what is emitted. Ranks differ in coordinates only, which the graph reads from
+its `mesh` placeholder: one emission serves all ranks.
+"""
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+from meshfold.codegen.emit.op import emit_op
+from meshfold.codegen.program.emitted import ORIGIN, PLACE, EmittedProgram, RegionProgram, Step
+from meshfold.codegen.program.text import TYPE
+from meshfold.errors import PlanMismatchError
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, Source, SourceKind
+from meshfold.ir.plan import Plan
+from meshfold.ir.spmd import INVARIANT, Layout, layout_text, local_shape
+from meshfold.ir.strategy import OpTyping, RegionTyping
+from meshfold.ops.conversions import emit_step
+from meshfold.passes.price.conversions import ConversionCosts, conversion_steps, plan_conversions
+from meshfold.passes.price.conversions import Step as ConversionStep
+from meshfold.passes.price.parameter_groups import (
+    BucketKey,
+    bucket_key,
+    changed_axes,
+    used_layout,
+)
+from meshfold.zero.graph_ops import replicate_bucket, start_ahead, wait_bucket
+from meshfold.zero.parameter_group import Bucket, BucketMember
+
+Written = tuple[OpGraph, RegionTyping]
+"""What a region is emitted as."""
+
+
+def check_runs(plan: Plan) -> None:
+    """Raises PlanMismatchError, naming the region, for what can be planned but not run."""
+    planned = next((r for r in plan.regions if not r.strategy.runs), None)
+    if planned is not None:
+        raise PlanMismatchError(
+            f"region {planned.name} is planned as {planned.strategy.label}, which cannot run yet; "
+            "plan again, without --allow planned"
+        )
+
+
+def emit_typed(
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    mesh: Mesh,
+    costs: ConversionCosts,
+    numbers: Sequence[int] = (),
+    borders: Mapping[str, Layout] = MappingProxyType({}),
+    written: Mapping[int, Written] = MappingProxyType({}),
+) -> EmittedProgram:
+    """The program for `typings`, one per region. costs decide the order of conversion steps.
+
+    numbers, borders: of a pipeline stage the numbers of its instances in the whole program, and the
+    layouts of what arrives at its border. Its steps may have others between forward and backward,
+    so it releases everything. written: regions with another graph and typing, by number.
+    """
+    assert all(t.recompute != "selective" for t in typings), "emit refuses what cannot run yet"
+    made: dict[tuple[int, tuple[Layout, ...]], int] = {}
+    regions: list[RegionProgram] = []
+    programs: list[int] = []
+    arriving = _arriving(folded, typings, borders)
+    for instance, layouts in zip(folded.instances, arriving, strict=True):
+        number = instance.region
+        if (number, layouts) not in made:
+            variant = sum(r.region == number for r in regions)
+            name = folded.regions[number].name + (f".{variant}" if variant else "")
+            given = folded.regions[number].graph, typings[number]
+            emitter = _RegionEmitter(*written.get(number, given), layouts, mesh, costs)
+            made[number, layouts] = len(regions)
+            regions.append(emitter.emit(name, number, len(instance.floats)))
+        programs.append(made[number, layouts])
+    if not numbers:
+        check_outputs(folded, typings)
+    makes = [regions[p].makes_parameters for p in programs]
+    steps = schedule(makes, releases_all=bool(numbers))
+    return EmittedProgram(
+        folded,
+        mesh,
+        tuple(typings),
+        tuple(regions),
+        tuple(programs),
+        steps,
+        _stored(folded, typings, len(mesh.axes)),
+        tuple(numbers) or tuple(range(len(programs))),
+    )
+
+
+def check_outputs(folded: FoldedGraph, typings: Sequence[RegionTyping]) -> None:
+    """Raises PlanMismatchError unless what the model returns is the same on all ranks."""
+    for output in folded.outputs:
+        if output.source.kind is not SourceKind.VALUE:
+            continue
+        typing = typings[folded.instances[output.source.instance].region]
+        layout = typing.outputs[output.source.output]
+        if any(t != INVARIANT for t in layout):
+            raise PlanMismatchError(
+                f"the plan leaves the model's output {output.name!r} as {layout_text(layout)}; it "
+                "must leave Invariant on all axes"
+            )
+
+
+def schedule(makes: Sequence[bool], *, releases_all: bool = False) -> tuple[Step, ...]:
+    """G, F and X steps for instances that make parameters (gather or cast) or do not: every gather
+    one such instance ahead. The last one is released only where its backward does not come next."""
+    making = [k for k, is_making in enumerate(makes) if is_making]
+    following = dict(zip(making, making[1:], strict=False))
+    steps = [Step("G", making[0])] if making else []
+    for k in range(len(makes)):
+        steps.append(Step("F", k, following.get(k, -1)))
+        if k in following or (releases_all and makes[k]):
+            steps.append(Step("X", k))
+    return tuple(steps)
+
+
+def _arriving(
+    folded: FoldedGraph, typings: Sequence[RegionTyping], borders: Mapping[str, Layout]
+) -> Sequence[tuple[Layout, ...]]:
+    """Per instance the layout in which each slot's value arrives: what its producer gives."""
+
+    def arrival(source: Source, declared: Layout) -> Layout:
+        if source.kind is SourceKind.VALUE:
+            return typings[folded.instances[source.instance].region].outputs[source.output]
+        return borders[source.name] if source.kind is SourceKind.BORDER else declared
+
+    return [
+        tuple(map(arrival, instance.sources, typings[instance.region].slots))
+        for instance in folded.instances
+    ]
+
+
+def _stored(
+    folded: FoldedGraph, typings: Sequence[RegionTyping], num_axes: int
+) -> dict[str, Layout]:
+    """Stored layout per parameter; Invariant for one that nothing reads."""
+    stored: dict[str, Layout] = {}
+    for instance in folded.instances:
+        layouts = typings[instance.region].slots
+        for source, layout in zip(instance.sources, layouts, strict=True):
+            if source.kind is not SourceKind.PARAMETER:
+                continue
+            if stored.setdefault(source.name, layout) != layout:
+                raise PlanMismatchError(
+                    f"the plan stores {source.name} as {layout_text(stored[source.name])} and as "
+                    f"{layout_text(layout)}; a tied parameter has one stored layout"
+                )
+    whole = (INVARIANT,) * num_axes
+    return {p.name: stored.get(p.name, whole) for p in folded.parameters}
+
+
+class _RegionEmitter:
+    """Writes the graph of one region whose values arrive in the layouts `arriving`."""
+
+    def __init__(
+        self,
+        ops: OpGraph,
+        typing: RegionTyping,
+        arriving: tuple[Layout, ...],
+        mesh: Mesh,
+        costs: ConversionCosts,
+    ) -> None:
+        self.ops = ops
+        self.typing = typing
+        self.arriving = arriving
+        self.mesh = mesh
+        self.graph = fx.Graph()
+        self.nodes: dict[tuple[int, Layout], fx.Node] = {}
+        self.costs = costs
+        self.demands = self._demands()
+        self.parents: dict[tuple[int, Layout], Layout] = {}
+        self.uses: dict[tuple[int, Layout], BucketMember] = {}
+        self.direct = {v for v, s in enumerate(self.ops.slots) if s.kind is not SlotKind.PARAMETER}
+        for v, demands in enumerate(self.demands):
+            self._plan_value(v, demands)
+        self.buckets = _group(list(self.uses.values()), self.ops, self.mesh, self.costs)
+        self.is_ahead_started = False
+
+    def emit(self, name: str, number: int, num_floats: int) -> RegionProgram:
+        """The finished program of region number `number`."""
+        direct = self._placeholders(num_floats)
+        for k, typing in enumerate(self.typing.ops):
+            self._op(k, typing)
+        outputs = [
+            self.value(v, layout)
+            for v, layout in zip(self.ops.outputs, self.typing.outputs, strict=True)
+        ]
+        mutated = [self.value(v, self.arriving[slot]) for slot, v in self.ops.mutations]
+        self.graph.output((*outputs, *mutated))
+        graph = fx.GraphModule(torch.nn.Module(), self.graph, class_name=f"Region{name}")
+        return RegionProgram(
+            name,
+            number,
+            self.ops,
+            self.typing,
+            self.arriving,
+            self.typing.outputs,
+            self.buckets,
+            direct,
+            graph,
+            self.typing.recompute,
+            self.typing.keeps_gathered,
+            self.typing.whole_gradients,
+        )
+
+    # What is wanted, before any node is written.
+
+    def _demands(self) -> list[list[Layout]]:
+        """Per value the layouts that ops, outputs and mutated buffers want, in order."""
+        demands: list[list[Layout]] = [[] for _ in self.ops.values]
+        for op, typing in zip(self.ops.ops, self.typing.ops, strict=True):
+            for v, layout in zip(op.operands, typing.inputs, strict=True):
+                demands[v].append(layout)
+        for v, layout in zip(self.ops.outputs, self.typing.outputs, strict=True):
+            demands[v].append(layout)
+        for slot, v in self.ops.mutations:
+            demands[v].append(self.arriving[slot])
+        return demands
+
+    def _plan_value(self, v: int, demands: list[Layout]) -> None:
+        """Fill `parents` (the conversion tree) and, for a parameter, `uses`."""
+        native = self._native(v)
+        is_slot = v < len(self.ops.slots)
+        if not (is_slot and self.ops.slots[v].kind is SlotKind.PARAMETER):
+            self._plan_tree(v, native, demands)
+            return
+        by_use: dict[Layout, list[Layout]] = {}
+        for demand in demands:
+            by_use.setdefault(used_layout(native, demand, self.mesh), []).append(demand)
+        for used, wanted in by_use.items():
+            value = self.ops.values[v]
+            if bucket_key(v, value, native, used, self.mesh, self.costs) is not None:
+                _, reduce = changed_axes(native, used)
+                name, shape = self.ops.slots[v].name, self.ops.values[v].shape
+                self.uses[v, used] = BucketMember(v, name, shape, native, used, reduce)
+            else:
+                self.direct.add(v)
+                if used != native:
+                    self.parents[v, used] = native
+            self._plan_tree(v, used, wanted)
+
+    def _plan_tree(self, v: int, native: Layout, demands: list[Layout]) -> None:
+        edges = plan_conversions(self.ops.values[v], native, demands, self.mesh, self.costs)
+        self.parents.update({(v, target): source for source, target in edges})
+
+    def _native(self, v: int) -> Layout:
+        if v < len(self.ops.slots):
+            return self.arriving[v]
+        k = self.ops.producers[v]
+        return self.typing.ops[k].outputs[self.ops.ops[k].outputs.index(v)]
+
+    # Nodes, in the order in which they run.
+
+    def _placeholders(self, num_floats: int) -> tuple[int, ...]:
+        """Write the placeholders, see RegionProgram; returns the slots passed directly."""
+        self.mesh_node = self.graph.placeholder("mesh")
+        self.ahead = self.graph.placeholder("ahead")
+        self.instance = self.graph.placeholder("instance")
+        self.in_flight = [self.graph.placeholder(f"bucket_{k}") for k in range(len(self.buckets))]
+        direct = tuple(sorted(self.direct))
+        for v in direct:
+            self._bind(v, self.arriving[v], self.graph.placeholder(self._label(v)))
+        self.holes = [self.graph.placeholder(f"float_{k}") for k in range(num_floats)]
+        return direct
+
+    def _label(self, v: int) -> str:
+        """A slot's name as a Python name."""
+        return re.sub(r"\W", "_", self.ops.slots[v].name) or f"value_{v}"
+
+    def _op(self, k: int, typing: OpTyping) -> None:
+        op = self.ops.ops[k]
+        operands = [
+            self.value(v, layout) for v, layout in zip(op.operands, typing.inputs, strict=True)
+        ]
+        before = next(reversed(self.graph.nodes))
+        made = emit_op(
+            self.graph,
+            self.mesh_node,
+            self.ops,
+            k,
+            typing,
+            operands,
+            self.mesh,
+            self.instance,
+            self.holes,
+        )
+        for v, layout, node in zip(op.outputs, typing.outputs, made, strict=True):
+            self._bind(v, layout, node)
+        self._note_origin(before, k)
+
+    def _note_origin(self, before: fx.Node, origin: int | tuple[int, ConversionStep]) -> None:
+        """What all nodes behind `before` are part of."""
+        for node in reversed(self.graph.nodes):
+            if node is before:
+                return
+            node.meta[ORIGIN] = origin
+
+    def value(self, v: int, layout: Layout) -> fx.Node:
+        """The node of value `v` in `layout`, converted where it is not there yet."""
+        if (v, layout) not in self.nodes:
+            if (v, layout) in self.uses:
+                self._open_bucket(v, layout)
+            else:
+                self._convert(v, self.parents[v, layout], layout)
+        return self.nodes[v, layout]
+
+    def _convert(self, v: int, source: Layout, target: Layout) -> None:
+        node = self.value(v, source)
+        value = self.ops.values[v]
+        for step in conversion_steps(value, source, target, self.mesh, self.costs):
+            before = next(reversed(self.graph.nodes))
+            node = emit_step(self.graph, self.mesh_node, node, step, self.mesh, value)
+            self._note_origin(before, (v, step))
+        self._bind(v, target, node)
+
+    def _open_bucket(self, v: int, layout: Layout) -> None:
+        """First use of a bucket: wait for it, then let the next gathers start."""
+        number, bucket = next(
+            (k, b) for k, b in enumerate(self.buckets) if self.uses[v, layout] in b.members
+        )
+        function = wait_bucket if bucket.is_made else replicate_bucket
+        opened = self.graph.call_function(function, (self.in_flight[number],))
+        for k, member in enumerate(bucket.members):
+            node = self.graph.create_node(
+                "call_function", operator.getitem, (opened, k), name=self._label(member.slot)
+            )
+            self._bind(member.slot, member.used, node)
+        if bucket.is_made and not self.is_ahead_started:
+            # Not before: then three regions would be in memory, one of them in flight.
+            self.graph.call_function(start_ahead, (self.ahead,))
+            self.is_ahead_started = True
+
+    def _bind(self, v: int, layout: Layout, node: fx.Node) -> None:
+        self.nodes[v, layout] = node
+        value = self.ops.values[v]
+        shape = ", ".join(map(str, local_shape(value.shape, layout, self.mesh.sizes)))
+        types = layout_text(layout) + " " if layout else ""
+        # A conversion may be free, and then its node the same.
+        node.meta.setdefault(PLACE, (v, layout))
+        node.meta.setdefault(TYPE, f"{types}{value.dtype}[{shape}]")
+
+
+def _group(
+    uses: Sequence[BucketMember], ops: OpGraph, mesh: Mesh, costs: ConversionCosts
+) -> tuple[Bucket, ...]:
+    """Members that are gathered over the same axes, or only reduced over the same, together, but
+    for large ones (meshfold.passes.price.parameter_groups)."""
+    groups: dict[BucketKey, list[BucketMember]] = {}
+    for use in uses:
+        key = bucket_key(use.slot, ops.values[use.slot], use.stored, use.used, mesh, costs)
+        assert key is not None, "members have something to gather, to reduce or to cast"
+        groups.setdefault(key, []).append(use)
+    return tuple(
+        Bucket(gather, dtype, requires_grad, tuple(members), master, alone is not None)
+        for (gather, _, dtype, requires_grad, master, alone), members in groups.items()
+    )

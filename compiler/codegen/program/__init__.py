@@ -1,0 +1,1 @@
+"""The emitted program as data and as text."""

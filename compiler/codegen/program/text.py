@@ -1,0 +1,99 @@
+"""Emitted programs as text: what `meshfold graph` prints, and what the program's digest covers."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.node_groups import NodeLevels
+from meshfold.ir.spmd import layout_text
+from meshfold.zero.parameter_group import Bucket
+
+TYPE = "meshfold_type"
+"""Key of fx.Node.meta: text of the value's layout, dtype and local shape."""
+
+
+def rank_text(
+    levels: NodeLevels, rank: int, axis_sets: tuple[tuple[str, ...], ...]
+) -> Iterator[str]:
+    """Who `rank` is and whom it talks to. Raises ValueError if the mesh has no such rank."""
+    mesh = levels.mesh
+    coords = mesh.coords(rank)
+    place = ", ".join(f"{name} {c}" for name, c in zip(mesh.names, coords, strict=True))
+    yield f"rank {rank} of {mesh.num_ranks} ({place or 'alone'}) on {mesh}"
+    for axes in axis_sets:
+        among, names = levels.resolved(axes)
+        ranks = group_of(among, among.coords(rank), names)
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        yield f"  group {' x '.join(axes)}: {len(ranks)} ranks {shown}"
+
+
+def group_of(mesh: Mesh, coords: tuple[int, ...], axes: tuple[str, ...]) -> list[int]:
+    """The ranks that differ from `coords` on `axes` only, in mesh order."""
+    ranks = [0]
+    for axis, c in zip(mesh.axes, coords, strict=True):
+        choices = range(axis.size) if axis.name in axes else (c,)
+        ranks = [r * axis.size + x for r in ranks for x in choices]
+    return ranks
+
+
+def bucket_text(number: int, bucket: Bucket, mesh: Mesh) -> Iterator[str]:
+    """What is gathered and reduced together."""
+    names = [mesh.names[k] for k in bucket.gather]
+    if bucket.gather:
+        axes = " x ".join(names)
+        backward = f"reduce-scatter {axes}"
+        head = f"all-gather {axes}"
+    else:
+        reduce = " x ".join(mesh.names[k] for k in bucket.reduce)
+        backward = f"all-reduce {reduce}" if reduce else "cast"
+        head = "cast" if bucket.master else "no gather"
+    if not bucket.requires_grad:
+        backward = "-"
+    kept = f", kept and reduced in {bucket.master}" if bucket.master else ""
+    yield f"bucket_{number}: {head}; backward {backward}; {bucket.dtype}{kept}"
+    for m in bucket.members:
+        shape = ", ".join(map(str, m.shape))
+        then = ""
+        if bucket.gather and m.reduce and bucket.requires_grad:
+            then = f", then all-reduce {' x '.join(mesh.names[k] for k in m.reduce)}"
+        yield f"  {m.name} [{shape}]: {layout_text(m.stored)} -> {layout_text(m.used)}{then}"
+
+
+def graph_lines(graph: fx.Graph) -> Iterator[str]:
+    """One line per node: name = op(arguments)  # layout dtype[local shape]."""
+    placeholders = [_typed(n.name, n) for n in graph.nodes if n.op == "placeholder"]
+    yield f"graph({', '.join(n for n, _ in placeholders)})"
+    for name, kind in placeholders:
+        if kind:
+            yield f"  {name}  # {kind}"
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args = [_arg(a) for a in node.args]
+            args += [f"{k}={_arg(v)}" for k, v in node.kwargs.items()]
+            name, kind = _typed(node.name, node)
+            line = f"  {name} = {target_name(node.target)}({', '.join(args)})"
+            yield f"{line}  # {kind}" if kind else line
+        elif node.op == "output":
+            yield f"  return {_arg(node.args[0])}"
+
+
+def target_name(target: str | Callable[..., Any]) -> str:
+    """ "aten.linear" for a torch op, the function's own name otherwise."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    return target if isinstance(target, str) else target.__name__
+
+
+def _typed(name: str, node: fx.Node) -> tuple[str, str]:
+    return name, node.meta.get(TYPE, "")
+
+
+def _arg(arg: Any) -> str:
+    if isinstance(arg, fx.Node):
+        return arg.name
+    if isinstance(arg, (tuple, list)):
+        return f"({', '.join(map(_arg, arg))}{',' if len(arg) == 1 else ''})"
+    return str(arg)

@@ -1,0 +1,223 @@
+"""A region's graph cut into pieces: what runs between its collectives, and these themselves.
+
+A conversion that communicates is two pieces, its start and its wait, and so are rows on their way
+to experts, or back. All other nodes that have the same waits before them, those for buckets
+included, and the same starts behind them are one piece: whatever order the collectives come in,
+nothing is gained by parting them. No piece needs another one that needs it: what is before a piece
+only grows along the graph, what is behind it only shrinks.
+
+Of a region that runs in parts, what takes a value apart, and what joins one, are pieces of their
+own: between regions in line they do not run. Its other pieces are cut shorter, so that a part that
+has come need not wait until long kernels of another are over.
+
+Each piece is a graph of its own, run under autograd by meshfold.codegen.schedule.segmented_region, so its backward
+can be called for by itself.
+"""
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from meshfold.codegen.program.emitted import ORIGIN
+from meshfold.codegen.program.region_schedule import Collective, Piece, Pieces
+from meshfold.ops.conversions import STARTS, WAITS
+from meshfold.zero.graph_ops import replicate_bucket, start_ahead, wait_bucket
+
+_MESH = "mesh"
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where pieces end that would go on. apart: ops that are a piece, by set; seconds: of every op
+    forward; grain_s: the shortest that a piece is cut to."""
+
+    apart: tuple[frozenset[int], ...] = ()
+    seconds: tuple[float, ...] = ()
+    grain_s: float = math.inf
+
+
+def cut_in_pieces(graph: fx.Graph, cuts: Cuts | None = None) -> Pieces:
+    """The pieces of a region's graph as meshfold.codegen.emit.region writes it."""
+    return _written(graph, _grouped(_nodes(graph), cuts or Cuts()))
+
+
+def cut_in_runs(
+    graph: fx.Graph, cuts: Cuts, runs: Sequence[Sequence[int]]
+) -> tuple[Pieces, tuple[int, ...]]:
+    """The pieces as cut_in_pieces has them, those of each run as one; and per piece its number
+    among these."""
+    groups = _grouped(_nodes(graph), cuts)
+    first = {k: run[0] for run in runs for k in run}
+    together: dict[int, list[fx.Node]] = {}
+    for k, group in enumerate(groups):
+        together.setdefault(first.get(k, k), []).extend(group)
+    ordered = _in_order(list(together.values()))
+    numbers = {node: k for k, group in enumerate(ordered) for node in group}
+    return _written(graph, ordered), tuple(numbers[group[0]] for group in groups)
+
+
+def _nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "call_function" and not _is_bucket(n)]
+
+
+def _written(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> Pieces:
+    numbers = {node: k for k, group in enumerate(groups) for node in group}
+    pieces = tuple(
+        _Writer(k, group, numbers).write()
+        if _kind(group[0]) == "ops"
+        else _collective(group[0], numbers)
+        for k, group in enumerate(groups)
+    )
+    returned: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+    members = {
+        n.name: (_bucket_of(n.args[0]), n.args[1])
+        for n in graph.nodes
+        if n.target is operator.getitem and _is_bucket(n)
+    }
+    placeholders = tuple(n.name for n in graph.nodes if n.op == "placeholder")
+    return Pieces(pieces, members, tuple(n.name for n in returned), placeholders)
+
+
+def _kind(node: fx.Node) -> Literal["ops", "start", "wait"]:
+    return "start" if node.target in STARTS else "wait" if node.target in WAITS else "ops"
+
+
+def _origin(node: fx.Node) -> Any:
+    """What a node is part of, if that is known."""
+    return node.meta.get(ORIGIN)
+
+
+def _is_bucket(node: fx.Node) -> bool:
+    """Whether a node opens a bucket, takes a member out of one, or starts what is ahead."""
+    functions = (wait_bucket, replicate_bucket)
+    if node.target in (*functions, start_ahead):
+        return True
+    source = node.args[0] if node.args else None
+    return isinstance(source, fx.Node) and source.target in functions
+
+
+def _bucket_of(opened: Any) -> int:
+    """Number of the bucket that a node opens."""
+    return int(opened.args[0].name.removeprefix("bucket_"))
+
+
+def _grouped(nodes: Sequence[fx.Node], cuts: Cuts) -> list[list[fx.Node]]:
+    """The nodes of each piece, pieces in an order in which they can run: of those that can, the one
+    whose first node comes first."""
+    bits = {n: 1 << k for k, n in enumerate(n for n in nodes if _kind(n) != "ops")}
+    before = {
+        user: 1 << len(bits) + _bucket_of(opened)
+        for opened in (nodes[0].graph.nodes if nodes else ())
+        if opened.target in (wait_bucket, replicate_bucket)
+        for user in opened.users
+    }
+    for n in nodes:
+        own = bits[n] if n.target in WAITS else 0
+        before[n] = reduce(or_, (before.get(m, 0) for m in n.all_input_nodes), own)
+    behind: dict[fx.Node, int] = {}
+    for n in reversed(nodes):
+        own = bits[n] if n.target in STARTS else 0
+        behind[n] = reduce(or_, (behind.get(m, 0) for m in n.users), own)
+    groups: dict[tuple[int, int, int], list[fx.Node]] = {}
+    keys: dict[fx.Node, tuple[int, int, int]] = {}
+    for n in nodes:
+        # What several results are taken out of does not leave its piece.
+        source = n.args[0] if n.target is operator.getitem else None
+        own_key = before[n], behind[n], bits.get(n, 0)
+        keys[n] = keys.get(source, own_key) if isinstance(source, fx.Node) else own_key
+        # What takes a value apart needs no other piece, and none needs what joins one.
+        keys[n] = next(
+            ((-1, -1, k) for k, ops in enumerate(cuts.apart) if _origin(n) in ops), keys[n]
+        )
+        groups.setdefault(keys[n], []).append(n)
+    whole = Cuts()
+    pieces = ((group, whole if key[0] < 0 else cuts) for key, group in groups.items())
+    return _in_order([part for group, to in pieces for part in _cut(group, to)])
+
+
+def _cut(group: Sequence[fx.Node], cuts: Cuts) -> Iterator[list[fx.Node]]:
+    """A group as `cuts` has it; what the nodes of an op are part of stays together."""
+    part: list[fx.Node] = []
+    seconds, last = 0.0, None
+    for n in group:
+        origin = _origin(n)
+        if origin != last:
+            if part and seconds >= cuts.grain_s:
+                yield part
+                part, seconds = [], 0.0
+            seconds += cuts.seconds[origin] if isinstance(origin, int) and cuts.seconds else 0.0
+            last = origin
+        part.append(n)
+    if part:
+        yield part
+
+
+def _in_order(groups: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    number = {node: k for k, group in enumerate(groups) for node in group}
+    needs = [
+        {number[m] for n in group for m in n.all_input_nodes if number.get(m, k) != k}
+        for k, group in enumerate(groups)
+    ]
+    done: dict[int, None] = {}
+    left = list(range(len(groups)))
+    while left:
+        ready = next(k for k in left if needs[k].issubset(done))
+        left.remove(ready)
+        done[ready] = None
+    return [groups[k] for k in done]
+
+
+def _collective(node: Any, numbers: Mapping[fx.Node, int]) -> Collective:
+    """The piece of a start or a wait."""
+    kind = _kind(node)
+    assert kind != "ops"
+    _, source, axis, *args = node.args
+    start = node if kind == "start" else source
+    partner = -1 if kind == "start" else numbers[start]
+    make = STARTS[start.target]
+    routes = [arg.name for arg in args if isinstance(arg, fx.Node)]
+    inputs = (source.name, *(routes if kind == "start" else ()))
+    actions = make if routes else make(*args)
+    return Collective(kind, inputs, (node.name,), axis, actions, node.meta[ORIGIN], partner)
+
+
+class _Writer:
+    """Writes piece `number`, the nodes `group` of a region's graph. numbers: the piece of every
+    node."""
+
+    def __init__(self, number: int, group: Sequence[fx.Node], numbers: Mapping[fx.Node, int]):
+        self.number = number
+        self.group = group
+        self.numbers = numbers
+        self.graph = fx.Graph()
+        self.inputs = [_MESH]
+        self.copies: dict[fx.Node, Any] = {}
+        self.mesh = self.graph.placeholder(_MESH)
+
+    def write(self) -> Piece:
+        for m in dict.fromkeys(m for n in self.group for m in n.all_input_nodes):
+            if self.numbers.get(m) != self.number:
+                self.copies[m] = self._read(m)
+        for n in self.group:
+            self.copies[n] = self.graph.node_copy(n, self.copies.__getitem__)
+        read = [n for n in self.group if any(self.numbers.get(u) != self.number for u in n.users)]
+        self.graph.output(tuple(self.copies[n] for n in read))
+        module = fx.GraphModule(torch.nn.Module(), self.graph, class_name=f"Piece{self.number}")
+        origins = dict.fromkeys(n.meta[ORIGIN] for n in self.group if ORIGIN in n.meta)
+        return Piece(tuple(self.inputs), tuple(n.name for n in read), module, tuple(origins))
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        """What stands for a value that comes from outside."""
+        if node.name == _MESH:
+            return self.mesh
+        self.inputs.append(node.name)
+        placeholder = self.graph.placeholder(node.name)
+        placeholder.meta = dict(node.meta)
+        return placeholder

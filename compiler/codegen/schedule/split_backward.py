@@ -1,0 +1,213 @@
+"""Backward in two parts: gradients of inputs now (B), those of weights later (W).
+
+What the stage before waits for is the gradient of its outputs. Half of the work of a linear layer,
+the product that makes the gradient of its weight, can wait (Qi et al., Zero Bubble Pipeline
+Parallelism, ICLR 2024). In the graphs of such a schedule
+
+    linear, addmm, mm, expert_linear  become ops whose backward makes the gradient of the input and
+                                      leaves that of the weight in the step's WeightWork
+    parameters                        are read through taps (meshfold.distributed.deferred_weight_grads): a gradient that
+                                      arrives at one waits
+
+so B ends at the taps and W goes on behind them: it makes what was left, and autograd takes all
+gradients through the buckets (meshfold.zero.step) to `.grad`. Nothing else is computed twice or
+late: gradients of norms, biases and embeddings are made in B, they are small.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
+
+from meshfold.codegen.program.emitted import PLACE
+from meshfold.codegen.program.region_schedule import Collective, Piece
+from meshfold.distributed.deferred_weight_grads import WeightWork
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ir.op_graph import OpGraph, SlotKind
+from meshfold.ops import expert_linear as expert_ops
+
+
+def linear(mesh: RankMesh, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., k], weight [n, k], bias [n] -> [..., n]."""
+    if mesh.weight_work is None:
+        return functional.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, True, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def addmm(mesh: RankMesh, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """bias [n], x [rows, k], weight [k, n] -> [rows, n]."""
+    if mesh.weight_work is None:
+        return torch.addmm(bias, x, weight)
+    return _Linear.apply(x, weight, bias, False, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def mm(mesh: RankMesh, x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, k], weight [k, n] -> [rows, n]."""
+    if mesh.weight_work is None:
+        return torch.mm(x, weight)
+    return _Linear.apply(x, weight, None, False, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def expert_linear(
+    mesh: RankMesh,
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    """As meshfold.ops.expert_linear.expert_linear."""
+    if mesh.weight_work is None:
+        made: Tensor = expert_ops.expert_linear(x, weight, ids, bias, transposed)
+        return made
+    return _ExpertLinear.apply(x, weight, ids, bias, transposed, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    """is_rows: the weight is [n, k], else [k, n]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        is_rows: bool,
+        work: WeightWork,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.work, ctx.is_rows = work, is_rows
+        # Its values are for B, its place in autograd's graph is for W.
+        ctx.weight = get_gradient_edge(weight) if weight.requires_grad else None
+        return functional.linear(x, weight if is_rows else weight.t(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if needs_weight and ctx.weight is not None:
+            inputs = x.reshape(-1, x.shape[-1])
+            left, right = (rows.t(), inputs) if ctx.is_rows else (inputs.t(), rows)
+            ctx.work.leave(
+                ctx.weight,
+                lambda into: left @ right if into is None else into.addmm_(left, right),
+            )
+        to_x = gradient @ (weight if ctx.is_rows else weight.t()) if needs_x else None
+        return to_x, None, rows.sum(0) if needs_bias else None, None, None
+
+
+class _ExpertLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+        work: WeightWork,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, ids)
+        ctx.work, ctx.transposed = work, transposed
+        ctx.weight = get_gradient_edge(weight) if weight.requires_grad else None
+        made: Tensor = expert_ops.expert_linear(x, weight, ids, bias, transposed)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ids = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
+        transposed = ctx.transposed
+        if needs_weight and ctx.weight is not None:
+            # W needs the shape of the weights alone, and does not hold them.
+            shape = weight.shape
+            ctx.work.leave(
+                ctx.weight,
+                lambda into: expert_ops.weight_gradient(gradient, x, shape, ids, transposed, into),
+            )
+        found = iter(
+            expert_ops.expert_linear_backward(
+                gradient, x, weight, ids, transposed, [needs_x, False, needs_bias]
+            )
+        )
+        to_x = next(found) if needs_x else None
+        return to_x, None, None, next(found) if needs_bias else None, None, None
+
+
+_SPLIT: dict[Any, tuple[Callable[..., Tensor], int]] = {
+    torch.ops.aten.linear.default: (linear, 1),
+    torch.ops.aten.addmm.default: (addmm, 2),
+    torch.ops.aten.mm.default: (mm, 1),
+    torch.ops.meshfold.expert_linear.default: (expert_linear, 1),
+}
+"""torch op -> what stands for it, and which argument is the weight."""
+
+
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in ("t.default", "transpose.int", "permute.default", "view.default", "reshape.default")
+)
+
+
+def split_backward(module: fx.GraphModule, ops: OpGraph) -> list[fx.Node]:
+    """Let a graph of a region, whose ops are `ops`, leave gradients of weights for later. Its first
+    placeholder is the mesh. Returns the products that now do."""
+    graph, found = module.graph, []
+    mesh_node = next(iter(graph.nodes))
+    for node in list(graph.nodes):
+        if node.target not in _SPLIT or node.kwargs:
+            continue
+        function, position = _SPLIT[node.target]
+        if not _is_weight(node.args[position], ops):
+            continue
+        with graph.inserting_before(node):
+            split = graph.call_function(function, (mesh_node, *node.args))
+        split.meta = dict(node.meta)
+        node.replace_all_uses_with(split)
+        graph.erase_node(node)
+        found.append(split)
+    module.recompile()
+    return found
+
+
+def weight_of(product: fx.Node) -> fx.Node:
+    """What a product that split_backward has returned leaves the gradient of."""
+    position = next(at for function, at in _SPLIT.values() if function is product.target)
+    weight = product.args[1 + position]
+    assert isinstance(weight, fx.Node)
+    return weight
+
+
+def late_names(piece: Piece | Collective) -> set[str]:
+    """Of what a piece reads, once split_backward has changed its graph, the names whose gradients
+    its W makes: the weights of its products, or what these are views of."""
+    if piece.kind != "ops":
+        return set()
+    functions = {function for function, _ in _SPLIT.values()}
+    nodes = piece.graph.graph.nodes
+    left = [weight_of(node) for node in nodes if node.target in functions]
+    found: set[fx.Node] = set()
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    placeholders = (node for node in nodes if node.op == "placeholder")
+    pairs = zip(piece.inputs, placeholders, strict=True)
+    return {name for name, node in pairs if node in found}
+
+
+def _is_weight(node: Any, ops: OpGraph) -> bool:
+    """Whether a value is a trained parameter or a view of one. Other ops keep tensors for their
+    backward, which autograd visits in B and lets go: W could not run it again."""
+    if not isinstance(node, fx.Node) or PLACE not in node.meta:
+        return False
+    v = node.meta[PLACE][0]
+    while (k := ops.producers[v]) >= 0 and ops.ops[k].target in _VIEWS:
+        v = ops.ops[k].operands[0]
+    is_parameter = v < len(ops.slots) and ops.slots[v].kind is SlotKind.PARAMETER
+    return is_parameter and ops.values[v].requires_grad

@@ -1,0 +1,1 @@
+"""Collectives of one rank, start and wait; local gloo processes."""

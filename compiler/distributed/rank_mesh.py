@@ -1,0 +1,205 @@
+"""Collectives between the ranks of a mesh, split into start and wait.
+
+RankMesh is what an emitted graph sees of the machine: its first placeholder. ProcessMesh realises
+it on torch.distributed process groups; this is the one file that touches
+torch.ops._c10d_functional. The raw ops carry an autograd formula that doubles gradients of
+Partial -> Invariant, so they are only called from the forward and backward of the functions in
+meshfold.ops.async_autograd, where autograd does not record.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshfold.distributed.deferred_weight_grads import WeightWork
+from meshfold.distributed.replayed_counts import KeptCounts
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.node_groups import NodeLevels
+from meshfold.torch_compat.symmetric_memory import enable
+
+Axes = tuple[str, ...]
+
+
+class RankMesh(ABC):
+    """The mesh as one rank sees it.
+
+    Every start returns a tensor in flight at once: its shape and dtype are those of the result, its
+    contents are not to be read before wait. The ranks of a group must start the same collectives in
+    the same order. `axes` names one axis or several; several act as one group, in mesh order, or a
+    level of that group (meshfold.ir.node_groups).
+
+    rng: (seed, step) of the counter-based generator; the runtime sets it before every step.
+    microbatch: number of the one that runs; cuts_own_parts: microbatches are cut out of what every
+    rank got of the batch, not out of the global one; targets: by (instance, op of the whole
+    program), how many targets of the step a loss divides by; weight_work: where gradients of
+    weights wait, of a schedule that splits the backward. All are set by meshfold.runtime.pipeline_runner.
+    num_rounds: how often ops have begun to pass something round; they count themselves.
+    counts: of a region that runs twice, what was exchanged in the first run; set by
+    meshfold.runtime.recomputation.
+    """
+
+    def __init__(
+        self, mesh: Mesh, rank: int, device: torch.device, levels: NodeLevels | None = None
+    ) -> None:
+        self.mesh = mesh
+        self.levels = levels or NodeLevels(mesh, 0)
+        self.rank = rank
+        self.device = device
+        self.coords = mesh.coords(rank)
+        self.rng = (0, 0)
+        self.microbatch = 0
+        self.cuts_own_parts = False
+        self.targets: dict[tuple[int, int], int] = {}
+        self.weight_work: WeightWork | None = None
+        self.num_rounds = 0
+        self.counts: KeptCounts | None = None
+
+    def size(self, axes: Axes) -> int:
+        """Ranks in the group of `axes`."""
+        mesh, names = self.levels.resolved(axes)
+        return math.prod(mesh.sizes[mesh.index(name)] for name in names)
+
+    def coord(self, axis: str) -> int:
+        """Coordinate of this rank on `axis`."""
+        return self.coords[self.mesh.index(axis)]
+
+    @abstractmethod
+    def start_all_reduce(self, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
+        """Sum (or "max") of x over the group; x is left as it is."""
+
+    def start_all_reduce_in_place(self, x: Tensor, axes: Axes) -> Tensor:
+        """Sum of x over the group; x is given up, and its memory may be the result's."""
+        return self.start_all_reduce(x, axes)
+
+    @abstractmethod
+    def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
+        """Every rank's contiguous x, concatenated on dim 0."""
+
+    @abstractmethod
+    def start_reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
+        """Sum of contiguous x over the group, of which rank i gets part i of dim 0."""
+
+    @abstractmethod
+    def start_all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
+        """Part j of dim 0 of contiguous x goes to rank j, parts received are in rank order."""
+
+    @abstractmethod
+    def start_exchange(self, x: Tensor, axes: Axes, sent: list[int], received: list[int]) -> Tensor:
+        """sent[j] rows of contiguous x go to rank j, one rank after the other; received[j] come
+        from there, in rank order. An all-to-all of uneven parts."""
+
+    def shared_group(self, axis: str) -> str:
+        """Name of the process group of `axis` if its ranks read each other's memory
+        (meshfold.torch_compat.symmetric_memory), else empty."""
+        return ""
+
+    def start_shift(self, x: Tensor, axis: str) -> Tensor:
+        """Numbers x [n] go to the next rank of the axis, from the last to the first; those of the
+        one before come. An exchange with two neighbours."""
+        size, own = self.size((axis,)), self.coord(axis)
+        sent, received = [0] * size, [0] * size
+        sent[(own + 1) % size] = received[(own - 1) % size] = x.shape[0]
+        return self.start_exchange(x, (axis,), sent, received)
+
+    @abstractmethod
+    def wait(self, in_flight: Tensor) -> Tensor:
+        """The result. Called once per start."""
+
+
+def all_reduced(mesh: RankMesh, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
+    """Sum (or "max") of x over the ranks of `axes`, one axis after the other."""
+    for axis in axes:
+        x = mesh.wait(mesh.start_all_reduce(x, (axis,), reduction))
+    return x
+
+
+class ProcessMesh(RankMesh):
+    """A RankMesh over the default process group: rank and device are those of this process.
+
+    Creates one process group per group of ranks that `axis_sets` describes (default: every axis
+    alone), in the same order on all ranks.
+
+    Raises ValueError if the mesh and the default process group differ in size.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        axis_sets: Sequence[Axes] | None = None,
+        levels: NodeLevels | None = None,
+    ) -> None:
+        if dist.get_world_size() != mesh.num_ranks:
+            raise ValueError(
+                f"the mesh {mesh} has {mesh.num_ranks} ranks, the job {dist.get_world_size()}"
+            )
+        super().__init__(mesh, dist.get_rank(), device, levels)
+        self._groups: dict[Axes, dist.ProcessGroup] = {}
+        self._made: list[dist.ProcessGroup] = []
+        self._shared: set[str] = set()
+        for axes in axis_sets if axis_sets is not None else [(name,) for name in mesh.names]:
+            for ranks in self.levels.groups(axes):
+                if (group := self.new_group(ranks)) is not None:
+                    self._groups[axes] = group
+
+    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A process group of these ranks until `close`; None on the others. Called on all ranks, in
+        one order."""
+        group = dist.new_group(list(ranks))
+        if self.rank not in ranks:
+            return None
+        assert isinstance(group, dist.ProcessGroup)
+        self._made.append(group)
+        return group
+
+    def share_memory(self, axes: Sequence[str]) -> None:
+        """Let the ranks of each of these axes read each other's memory. Called on all ranks."""
+        for axis in axes:
+            enable(self._groups[axis,].group_name)
+            self._shared.add(axis)
+
+    def shared_group(self, axis: str) -> str:
+        return self._groups[axis,].group_name if axis in self._shared else ""
+
+    def close(self) -> None:
+        """End all groups, and their threads. Called on all ranks; nothing may be in flight."""
+        self._groups.clear()
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
+    def group(self, axes: Axes) -> dist.ProcessGroup:
+        """The process group of this rank on `axes`. Raises KeyError if none was created."""
+        return self._groups[axes]
+
+    def start_all_reduce(self, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
+        return _functional.all_reduce(x, reduction, self._groups[axes].group_name)  # type: ignore[no-any-return]
+
+    def start_all_reduce_in_place(self, x: Tensor, axes: Axes) -> Tensor:
+        return _functional.all_reduce_(x, "sum", self._groups[axes].group_name)  # type: ignore[no-any-return]
+
+    def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
+        group = self._groups[axes]
+        return _functional.all_gather_into_tensor(x, group.size(), group.group_name)  # type: ignore[no-any-return]
+
+    def start_reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
+        group = self._groups[axes]
+        return _functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)  # type: ignore[no-any-return]
+
+    def start_all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
+        group = self._groups[axes]
+        parts = [x.shape[0] // group.size()] * group.size()
+        return _functional.all_to_all_single(x, parts, parts, group.group_name)  # type: ignore[no-any-return]
+
+    def start_exchange(self, x: Tensor, axes: Axes, sent: list[int], received: list[int]) -> Tensor:
+        name = self._groups[axes].group_name
+        return _functional.all_to_all_single(x, received, sent, name)  # type: ignore[no-any-return]
+
+    def wait(self, in_flight: Tensor) -> Tensor:
+        return _functional.wait_tensor(in_flight)  # type: ignore[no-any-return]
+
+
+_functional = torch.ops._c10d_functional

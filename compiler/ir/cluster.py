@@ -1,0 +1,197 @@
+"""ClusterSpec: node groups and links. Data and checks only; presets and JSON are in
+meshfold.cost_models.hardware.devices and meshfold.plan_file.cluster_file.
+
+All figures are in bytes, seconds, bytes per second and flops per second. A ClusterSpec checks
+everything below it when it is made, so that each message can give the whole field path.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshfold.errors import ClusterSpecError
+
+OVERLAP_SLOWDOWN = 1.1256
+"""Where nothing better is known, see DeviceSpec. Ported: PKU-DAIR/Hetu-Galvatron
+overlap_coefficient.json, measured on A100-class devices; about 1.3 is told of TITAN RTX."""
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One accelerator. peak_flops_per_s: dense peak by dtype name ("bfloat16", "float16",
+    "float32", "float64"); "float32" must be there and stands in for a dtype that is not.
+    matmul_efficiency: fraction of peak a large GEMM reaches. memory_efficiency: fraction of memory
+    bandwidth a large copy reaches. launch_s: time to start one kernel. reserve_bytes: framework,
+    context, communicators, fragmentation. source: where the figures come from. host_bytes_per_s:
+    what the link to the host's memory carries in each direction, 0 if unknown. overlap_slowdown:
+    by which both are slower while compute and a collective run beside each other, from 1 (neither
+    takes anything from the other) to 2 (nothing is gained)."""
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    peak_flops_per_s: Mapping[str, float]
+    matmul_efficiency: float
+    memory_efficiency: float
+    launch_s: float
+    reserve_bytes: int
+    source: str
+    host_bytes_per_s: float = 0.0
+    overlap_slowdown: float = OVERLAP_SLOWDOWN
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """A level of the network. bytes_per_s is per device and direction, what one device can send
+    while all its peers do the same; latency_s is per message step, start_s per collective.
+
+    ramp_bytes: message size at which a collective reaches half of bytes_per_s; the formula is in
+    cost_models/collectives.py. reduce_bytes_per_s: tensor bytes per second of an all-reduce done
+    by the switch (NVLS), 0 for a link without. bytes_per_s_by_ranks: measured (ranks, bytes_per_s)
+    where a small group gets another rate than the whole node, as on point-to-point links."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    source: str
+    start_s: float = 0.0
+    ramp_bytes: float = 0.0
+    reduce_bytes_per_s: float = 0.0
+    bytes_per_s_by_ranks: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """`num_nodes` equal nodes of `devices_per_node` devices; `link` joins devices in a node."""
+
+    device: DeviceSpec
+    num_nodes: int
+    devices_per_node: int
+    link: LinkSpec
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Node groups joined by `network`. Ranks fill nodes in order: group by group, node by node.
+
+    Raises ClusterSpecError, the message starting with the path of the wrong field.
+    """
+
+    name: str
+    groups: tuple[NodeGroup, ...]
+    network: LinkSpec
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(g.num_nodes for g in self.groups)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(g.num_devices for g in self.groups)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the smallest device: a plan gives every device the same work."""
+        return min(g.device.memory_bytes for g in self.groups)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Reserve of the device that needs most."""
+        return max(g.device.reserve_bytes for g in self.groups)
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """The slowest link between a device and its host; 0 if one of them is unknown."""
+        return min(g.device.host_bytes_per_s for g in self.groups)
+
+    @property
+    def overlap_slowdown(self) -> float:
+        """Of the device that loses most."""
+        return max(g.device.overlap_slowdown for g in self.groups)
+
+    def __post_init__(self) -> None:
+        _check_text("name", self.name)
+        if not self.groups:
+            raise ClusterSpecError("groups: a cluster needs at least one node group")
+        for k, group in enumerate(self.groups):
+            path = f"groups[{k}]"
+            _check_count(f"{path}.num_nodes", group.num_nodes)
+            _check_count(f"{path}.devices_per_node", group.devices_per_node)
+            _check_device(f"{path}.device", group.device)
+            _check_link(f"{path}.link", group.link)
+            if group.link.name == self.network.name:
+                raise ClusterSpecError(
+                    f"{path}.link.name: {group.link.name!r} is also the network's name; "
+                    "give the links inside a node a name of their own"
+                )
+        _check_link("network", self.network)
+
+
+def _check_device(path: str, device: DeviceSpec) -> None:
+    _check_text(f"{path}.name", device.name)
+    _check_text(f"{path}.source", device.source)
+    _check_count(f"{path}.memory_bytes", device.memory_bytes)
+    _check_positive(f"{path}.memory_bytes_per_s", device.memory_bytes_per_s)
+    _check_fraction(f"{path}.matmul_efficiency", device.matmul_efficiency)
+    _check_fraction(f"{path}.memory_efficiency", device.memory_efficiency)
+    _check_not_negative(f"{path}.launch_s", device.launch_s)
+    _check_not_negative(f"{path}.reserve_bytes", device.reserve_bytes)
+    _check_not_negative(f"{path}.host_bytes_per_s", device.host_bytes_per_s)
+    if not 1 <= device.overlap_slowdown <= 2:
+        raise ClusterSpecError(
+            f"{path}.overlap_slowdown: must be from 1 (compute and collectives do not disturb each "
+            f"other) to 2 (nothing is gained by overlap), got {device.overlap_slowdown}"
+        )
+    if device.reserve_bytes >= device.memory_bytes:
+        raise ClusterSpecError(
+            f"{path}.reserve_bytes: {device.reserve_bytes} leaves nothing of "
+            f"{device.memory_bytes} bytes of memory"
+        )
+    if "float32" not in device.peak_flops_per_s:
+        raise ClusterSpecError(f"{path}.peak_flops_per_s: the float32 figure is missing")
+    for dtype, flops_per_s in device.peak_flops_per_s.items():
+        _check_positive(f"{path}.peak_flops_per_s.{dtype}", flops_per_s)
+
+
+def _check_link(path: str, link: LinkSpec) -> None:
+    _check_text(f"{path}.name", link.name)
+    _check_text(f"{path}.source", link.source)
+    _check_positive(f"{path}.bytes_per_s", link.bytes_per_s)
+    for field in ("latency_s", "start_s", "ramp_bytes", "reduce_bytes_per_s"):
+        _check_not_negative(f"{path}.{field}", getattr(link, field))
+    before = 1
+    for k, (ranks, bytes_per_s) in enumerate(link.bytes_per_s_by_ranks):
+        where = f"{path}.bytes_per_s_by_ranks[{k}]"
+        if ranks <= before:
+            raise ClusterSpecError(f"{where}: ranks must rise and start at 2, got {ranks}")
+        _check_positive(where, bytes_per_s)
+        before = ranks
+
+
+def _check_text(path: str, text: str) -> None:
+    if not text.strip():
+        raise ClusterSpecError(f"{path}: must not be empty")
+
+
+def _check_count(path: str, number: int) -> None:
+    if number < 1:
+        raise ClusterSpecError(f"{path}: must be 1 or more, got {number}")
+
+
+def _check_positive(path: str, number: float) -> None:
+    if not (math.isfinite(number) and number > 0):
+        raise ClusterSpecError(f"{path}: must be positive, got {number}")
+
+
+def _check_not_negative(path: str, number: float) -> None:
+    if not (math.isfinite(number) and number >= 0):
+        raise ClusterSpecError(f"{path}: must be 0 or more, got {number}")
+
+
+def _check_fraction(path: str, number: float) -> None:
+    if not 0 < number <= 1:
+        raise ClusterSpecError(f"{path}: must be above 0 and at most 1, got {number}")

@@ -1,0 +1,1 @@
+"""What one op keeps and allocates, found by running it without storage."""

@@ -1,0 +1,244 @@
+"""Probe an op's memory by running it, forward and backward, on tensors without storage.
+
+Autograd's own saved-tensor hooks say what is kept, storage identity says what is a view, and a
+counter of the storages that ops make says what else is alive. Nothing is allocated, and no table of
+ops has to be maintained. Meta tensors answer several times faster than fake ones, but what picks a
+kernel by device takes another one for them: DEVICE_OPS are run on fakes, which live on the CPU.
+What a CUDA-only kernel keeps may differ (it is the fused attention kernels that do: a few bytes of
+random state).
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshfold.ops.collective_matmul  # noqa: F401  defines the ops
+import meshfold.ops.ring_attention  # noqa: F401  defines the op
+from meshfold.cost_models.memory.op_memory import (
+    NEW_STORAGE,
+    NO_GRADIENT,
+    OpProbe,
+    ProbedOutput,
+    ProbeKey,
+    TensorSpec,
+)
+from meshfold.ir.op_graph import Arg, Hole, Ref, Symbol
+from meshfold.memory_probe.linear import linear_at_size, linear_samples
+from meshfold.memory_probe.pointwise import at_size, pointwise_sample
+from meshfold.ops.registry import dtype_name, torch_constant, torch_dtype, torch_target
+from meshfold.torch_compat.fake_tensors import fake_mode
+
+DEVICE_OPS = frozenset(
+    {
+        "aten.scaled_dot_product_attention.default",
+        "meshfold.ops.ring_attention.default",
+        "aten.mish.default",
+        "aten._native_batch_norm_legit_no_training.default",
+    }
+)
+
+
+class OpProber:
+    """Answers ProbeKeys; every distinct key is run once, a pointwise op once and a linear layer
+    twice for all sizes."""
+
+    def __init__(self) -> None:
+        self._known: dict[ProbeKey, OpProbe] = {}
+        self._is_linear: dict[ProbeKey, bool] = {}
+        """Whether the first sample of a linear layer tells what the second is."""
+        self._num_probes = 0
+        self._mode = fake_mode()
+
+    def __call__(self, key: ProbeKey) -> OpProbe:
+        """Raises UnsupportedOpError if this torch has no such op."""
+        if key not in self._known:
+            self._known[key] = self._from_samples(key) or self._probe(key)
+        return self._known[key]
+
+    @property
+    def num_probes(self) -> int:
+        """Distinct ops run so far."""
+        return self._num_probes
+
+    def _from_samples(self, key: ProbeKey) -> OpProbe | None:
+        """The answer to `key` from that to the same call at another size, if it tells."""
+        if (sample := pointwise_sample(key)) is not None:
+            return at_size(self(sample), key)
+        if (samples := linear_samples(key)) is None:
+            return None
+        first, second = samples
+        if first not in self._is_linear:
+            self._is_linear[first] = linear_at_size(self(first), second) == self(second)
+        return linear_at_size(self(first), key) if self._is_linear[first] else None
+
+    def _probe(self, key: ProbeKey) -> OpProbe:
+        self._num_probes += 1
+        if key.target not in DEVICE_OPS:
+            return _run(key, torch.device("meta"))
+        with self._mode:
+            return _run(key, torch.device("cpu"))
+
+
+def _run(key: ProbeKey, device: torch.device) -> OpProbe:
+    run = _Run(key, device)
+    run.forward()
+    run.backward()
+    return run.result()
+
+
+def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    dtype = torch_dtype(spec.dtype)
+    tensor = torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=device)
+    return tensor.requires_grad_(spec.requires_grad)
+
+
+class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the storages made by the ops run inside, now and at the worst moment. Works on fake
+    and on real tensors; storages of `known` tensors are not counted."""
+
+    def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self._seen = {storage_id(t) for t in known}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor)
+        return out
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_id(tensor)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.current_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        weakref.finalize(storage, self._forget, key, storage.nbytes()).atexit = False
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self.current_bytes -= num_bytes
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same for tensors on one storage, while any of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Run:
+    """One op on operands without storage: run it, then ask what it holds."""
+
+    def __init__(self, key: ProbeKey, device: torch.device) -> None:
+        self.key = key
+        self.device = device
+        self.operands = [_empty(spec, device) for spec in key.operands]
+        self.outputs: list[torch.Tensor] = []
+        self.kept: dict[int, torch.Tensor] = {}
+        """What autograd keeps, one tensor per storage, by storage id."""
+        self.forward_peak_bytes = 0
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.operands)
+        self.incoming: list[torch.Tensor | None] = []
+        self.backward_scratch_bytes = 0
+
+    def forward(self) -> None:
+        counter = StorageCounter(self.operands)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t), counter:
+            args = [self._real(a) for a in self.key.args]
+            kwargs = {name: self._real(a) for name, a in self.key.kwargs}
+            result = torch_target(self.key.target)(*args, **kwargs)
+        parts = [result] if isinstance(result, torch.Tensor) else list(result)
+        self.outputs = [t for t in parts if isinstance(t, torch.Tensor)]
+        self.forward_peak_bytes = counter.peak_bytes
+
+    def backward(self) -> None:
+        wanted = [k for k, t in enumerate(self.operands) if t.requires_grad]
+        made = [t for t in self.outputs if t.requires_grad]
+        self.incoming = [torch.empty_like(t) if t.requires_grad else None for t in self.outputs]
+        if not (wanted and made):
+            return
+        given = [g for g in self.incoming if g is not None]
+        counter = StorageCounter([*self.operands, *self.outputs, *self.kept.values(), *given])
+        with counter:
+            found = torch.autograd.grad(
+                made, [self.operands[k] for k in wanted], given, allow_unused=True
+            )
+        for k, gradient in zip(wanted, found, strict=True):
+            self.gradients[k] = gradient
+        fresh = self._fresh()
+        self.backward_scratch_bytes = max(0, counter.peak_bytes - sum(fresh.values()))
+
+    def result(self) -> OpProbe:
+        operand_ids = [storage_id(t) for t in self.operands]
+        output_ids = [storage_id(t) for t in self.outputs]
+        outputs = tuple(
+            self._output(t, operand_ids, output_ids[:j]) for j, t in enumerate(self.outputs)
+        )
+        internal = sum(
+            t.untyped_storage().nbytes()
+            for s, t in self.kept.items()
+            if s not in operand_ids and s not in output_ids
+        )
+        made_bytes = sum(o.num_bytes for o in outputs) + internal
+        incoming_ids = [storage_id(g) if g is not None else 0 for g in self.incoming]
+        fresh = self._fresh()
+        sources = [*incoming_ids, *fresh]
+        return OpProbe(
+            outputs=outputs,
+            saved_operands=tuple(k for k, s in enumerate(operand_ids) if s in self.kept),
+            saved_outputs=tuple(
+                j
+                for j, s in enumerate(output_ids)
+                if s in self.kept and outputs[j].storage == NEW_STORAGE
+            ),
+            saved_bytes=internal,
+            forward_scratch_bytes=max(0, self.forward_peak_bytes - made_bytes),
+            gradients=tuple(
+                NO_GRADIENT if g is None else sources.index(storage_id(g)) for g in self.gradients
+            ),
+            fresh_gradient_bytes=tuple(fresh.values()),
+            backward_scratch_bytes=self.backward_scratch_bytes,
+        )
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Detached: an output that is kept would hold its own graph alive.
+        detached = tensor.detach()
+        self.kept[storage_id(tensor)] = detached
+        return detached
+
+    def _real(self, arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return self.operands[arg.index]
+        if isinstance(arg, Symbol):
+            return torch_constant(arg, self.device)
+        assert not isinstance(arg, Hole), "a probe key has values, not holes"
+        return [self._real(a) for a in arg] if isinstance(arg, tuple) else arg
+
+    def _output(
+        self, tensor: torch.Tensor, operand_ids: list[int], earlier: list[int]
+    ) -> ProbedOutput:
+        spec = TensorSpec(
+            tuple(tensor.shape), tensor.stride(), dtype_name(tensor.dtype), tensor.requires_grad
+        )
+        own = storage_id(tensor)
+        if own in operand_ids:
+            return ProbedOutput(spec, operand_ids.index(own), 0)
+        size = 0 if own in earlier else tensor.untyped_storage().nbytes()
+        return ProbedOutput(spec, NEW_STORAGE, size)
+
+    def _fresh(self) -> dict[int, int]:
+        """Storages of gradients that are no incoming one: id -> bytes."""
+        given = {storage_id(g) for g in self.incoming if g is not None}
+        return {
+            storage_id(g): g.untyped_storage().nbytes()
+            for g in self.gradients
+            if g is not None and storage_id(g) not in given
+        }

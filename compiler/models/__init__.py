@@ -1,0 +1,1 @@
+"""The MODEL argument of commands, and shrunk configurations."""

@@ -1,0 +1,63 @@
+"""Cumulative sums along a dim that is sharded.
+
+A rank sums along the runs it holds, [.., runs, width, ..]; what all runs add up to is known to all,
+
+    out[run, i] = sum of x[run, :i + 1] + sum of the totals of the runs before
+
+and of the backward the same holds from the end.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.distributed.rank_mesh import RankMesh, all_reduced
+from meshfold.rank_places import Digits, places_of
+from meshfold.sharding.slicing import held_indices
+
+
+def cumsum(
+    mesh: RankMesh, x: Tensor, dim: int, dtype: torch.dtype | None, size: int, digits: Digits
+) -> Tensor:
+    """This rank's part of the cumulative sum along `dim`, of `size` on the whole tensor and sharded
+    by `digits`."""
+    if dtype is not None:
+        x = x.to(dtype)
+    elif not (x.is_floating_point() or x.is_complex()):
+        x = x.to(torch.int64)
+    made: Tensor = _Scan.apply(mesh, x, dim, size, digits)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mesh: RankMesh, x: Tensor, dim: int, size: int, digits: Digits) -> Tensor:
+        ctx.given = mesh, dim, size, digits
+        return _scanned(mesh, x, dim, size, digits, from_end=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        mesh, dim, size, digits = ctx.given
+        back = _scanned(mesh, gradient, dim, size, digits, from_end=True)
+        return None, back, None, None, None
+
+
+def _scanned(
+    mesh: RankMesh, x: Tensor, dim: int, size: int, digits: Digits, *, from_end: bool
+) -> Tensor:
+    places = places_of(mesh, digits)
+    width = min(size // (blocks * num_ranks) for blocks, num_ranks, *_ in places)
+    mine = held_indices(size, places, mesh.device)[::width] // width
+    runs = torch.unflatten(x, dim, (len(mine), width))
+    summed = _summed(runs, dim + 1, from_end)
+    own = runs.sum(dim + 1)
+    totals = own.new_zeros((*own.shape[:dim], size // width, *own.shape[dim + 1 :]))
+    totals = totals.index_copy(dim, mine, own)
+    totals = all_reduced(mesh, totals, tuple(axis for axis, *_ in digits))
+    before = (_summed(totals, dim, from_end) - totals).index_select(dim, mine)
+    return (summed + before.unsqueeze(dim + 1)).flatten(dim, dim + 1)
+
+
+def _summed(x: Tensor, dim: int, from_end: bool) -> Tensor:
+    return x.flip(dim).cumsum(dim).flip(dim) if from_end else x.cumsum(dim)

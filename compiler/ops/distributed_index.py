@@ -1,0 +1,94 @@
+"""Rows read from, and written to, a tensor whose rows are shards, by ranks that each have some of
+the indices: what is asked for, or given, travels between ranks and nothing is gathered.
+
+    put    buffer[index[i]] = or += rows[i]      index and rows are shards of i,
+    take   rows[i] = buffer[index[i]]            buffer is one of its own rows
+
+On every axis that shards the buffer, indices go to the rank whose rows they mean, axis by axis, and
+rows with them (put) or back (take). How many arrive depends on the indices. In backward rows go the
+other way, with the counts that the forward found.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ops.expert_dispatch import exchanged, exchanged_counts
+from meshfold.rank_places import Digits, places_of
+from meshfold.sharding.slicing import digits_of
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """Rows on their way over one axis: in the order of the ranks they go to, as many to each."""
+
+    axis: str
+    order: Tensor
+    sent: list[int]
+    received: list[int]
+
+    def there(self, mesh: RankMesh, rows: Tensor) -> Tensor:
+        """The rows that come here."""
+        rows = rows.index_select(0, self.order)
+        return exchanged(mesh, rows, self.axis, self.sent, self.received)
+
+    def back(self, mesh: RankMesh, rows: Tensor) -> Tensor:
+        """What came here returns, into the order it had."""
+        rows = exchanged(mesh, rows, self.axis, self.received, self.sent)
+        return rows.index_select(0, self.order.argsort())
+
+
+def put_rows(
+    mesh: RankMesh,
+    buffer: Tensor,
+    indices: Sequence[Tensor],
+    rows: Tensor,
+    adds: bool,
+    scale: float,
+    size: int,
+    digits: Digits,
+) -> Tensor:
+    """buffer [m, ...] with rows [i, ...] at `indices` (each [i], of the first dims), put there or,
+    times `scale`, added. size, digits: of dim 0 of the whole buffer; indices are of the whole."""
+    path, places = _path(mesh, indices, size, digits)
+    for hop in path:
+        rows = hop.there(mesh, rows)
+    return buffer.index_put(places, rows if scale == 1 else rows * scale, adds)
+
+
+def take_rows(
+    mesh: RankMesh, buffer: Tensor, indices: Sequence[Tensor], size: int, digits: Digits
+) -> Tensor:
+    """buffer[indices]: rows [i, ...] of a buffer [m, ...]. Arguments as of put_rows."""
+    path, places = _path(mesh, indices, size, digits)
+    rows = buffer[places]
+    for hop in reversed(path):
+        rows = hop.back(mesh, rows)
+    return rows
+
+
+def _path(
+    mesh: RankMesh, indices: Sequence[Tensor], size: int, digits: Digits
+) -> tuple[list[_Hop], tuple[Tensor, ...]]:
+    """The way to the rows that indices mean, and where those are that arrive: local indices."""
+    travelling = torch.stack([index.to(torch.int64) for index in indices], dim=1)
+    travelling[:, 0] += size * (travelling[:, 0] < 0)
+    path = []
+    for axis, blocks, _ in digits:
+        num_ranks = mesh.size((axis,))
+        first = travelling[:, 0]
+        owner = first // (size // (blocks * num_ranks)) % num_ranks
+        # What means no row would go to a rank that is not there.
+        owner = torch.where((first >= 0) & (first < size), owner, num_ranks)
+        *sent, beyond = torch.bincount(owner, minlength=num_ranks + 1).tolist()
+        if beyond:
+            raise IndexError(f"{beyond} indices are beyond the {size} rows that they index")
+        received = exchanged_counts(mesh, torch.tensor(sent, device=first.device), axis)
+        hop = _Hop(axis, owner.argsort(stable=True), sent, received.tolist())
+        travelling = hop.there(mesh, travelling)
+        path.append(hop)
+    _, first = digits_of(travelling[:, 0], size, places_of(mesh, digits))
+    return path, (first, *travelling[:, 1:].unbind(1))

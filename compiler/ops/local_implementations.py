@@ -1,0 +1,272 @@
+"""Local implementations for rules whose op is not simply the same op on smaller tensors.
+
+Each takes the RankMesh first and names axes by their symbolic names. A sharded dim is described by
+its digits: ((axis, blocks), ...), blocks as in the type Shard(dim, blocks) of that axis on the
+whole tensor. One function serves every combination of axes: with two axes that ask for something
+special, each appears in the arguments (cross_entropy with classes on one, rows on the other).
+
+LOCAL_OPS is keyed by AxisRule.local; meshfold.codegen.emit.op fills in the arguments.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshfold.distributed.rank_mesh import Axes, RankMesh, all_reduced
+from meshfold.ops.batch_norm import batch_norm
+from meshfold.ops.collective_matmul import gather_linears, linear_scatter
+from meshfold.ops.counter_rng import kept, stream_key
+from meshfold.ops.distributed_cumsum import cumsum
+from meshfold.ops.distributed_index import put_rows, take_rows
+from meshfold.ops.expert_dispatch import combine, dispatch
+from meshfold.ops.vocab_parallel_cross_entropy import sharded_cross_entropy
+from meshfold.rank_places import Digits, key_heads_of, places_of, places_of_microbatch
+from meshfold.sharding.slicing import (
+    cropped_blocks,
+    digits_of,
+    held_indices,
+    held_rows,
+    local_row,
+)
+
+
+def divide_by_ranks(mesh: RankMesh, x: Tensor, axes: Axes) -> Tensor:
+    """A mean over the local part of a dim -> this rank's share of the mean over the whole dim, when
+    `axes` shard it evenly."""
+    return x / mesh.size(axes)
+
+
+def reshape(mesh: RankMesh, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """x in the local `shape`: a squeeze must not take a dim whose local part has size 1."""
+    return x.reshape(shape)
+
+
+def held(mesh: RankMesh, x: Tensor, dim: int, size: int, digits: Digits) -> Tensor:
+    """x without what is beyond the end of a padded dim, of `size` on the whole tensor: rows that
+    are nothing must not get a gradient of a product that sums over them. x itself where a rank
+    holds nothing but rows."""
+    blocks = digits[0][1]
+    rows = blocks * held_rows(size, places_of(mesh, digits))
+    return cropped_blocks(x, dim, blocks, rows)
+
+
+def embedding(
+    mesh: RankMesh, weight: Tensor, ids: Tensor, padding_idx: int, num_rows: int, digits: Digits
+) -> Tensor:
+    """Rows of a table [num_rows, o] of which this rank holds some: zero where it does not hold the
+    row. ids [...] -> [..., o], to be summed over the axes of `digits`. padding_idx: a global row
+    that gets no gradient, -1 for none."""
+    places = places_of(mesh, digits)
+    held, rows = digits_of(ids, num_rows, places)
+    skip = local_row(padding_idx, num_rows, places) if padding_idx >= 0 else None
+    found = functional.embedding(rows, weight, padding_idx=skip)
+    return found.masked_fill(~held.unsqueeze(-1), 0.0)
+
+
+def own_experts(
+    mesh: RankMesh, ids: Tensor, num_experts: int, num_held: int, digits: Digits
+) -> Tensor:
+    """The numbers that experts ids [t] have among the `num_held` that this rank holds; num_held for
+    those of others, whose rows meshfold.ops.expert_linear.expert_linear makes zero: its result is to be
+    summed over the axes of `digits`."""
+    held, experts = digits_of(ids, num_experts, places_of(mesh, digits))
+    return torch.where(held, experts, num_held)
+
+
+def cross_entropy(
+    mesh: RankMesh,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    num_classes: int,
+    class_digits: Digits,
+    row_axes: Axes,
+) -> Tensor:
+    """Cross entropy of logits [rows, v, ...], target [rows, ...] and weights of classes [v], whole.
+
+    class_digits: axes that shard v; the result is the same on them. row_axes: axes that shard rows;
+    the result is a pending sum over them. reduction: "mean" (over the targets of all ranks that are
+    not ignored, by their weights), "sum" or "none".
+    """
+    if class_digits:
+        losses = sharded_cross_entropy(
+            mesh, logits, target, weight, ignore_index, label_smoothing, num_classes, class_digits
+        )
+        if reduction == "none":
+            return losses
+        total = losses.sum()
+    else:
+        total = functional.cross_entropy(
+            logits,
+            target,
+            weight,
+            reduction="sum",
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+        )
+    return _mean_of_targets(mesh, total, target, weight, reduction, ignore_index, row_axes)
+
+
+def nll_loss(
+    mesh: RankMesh,
+    logarithms: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    row_axes: Axes,
+) -> Tensor:
+    """Mean over the targets of all ranks of negative log likelihoods, as cross_entropy takes it;
+    classes are whole."""
+    total = functional.nll_loss(
+        logarithms, target, weight, reduction="sum", ignore_index=ignore_index
+    )
+    return _mean_of_targets(mesh, total, target, weight, "mean", ignore_index, row_axes)
+
+
+def _mean_of_targets(
+    mesh: RankMesh,
+    total: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    row_axes: Axes,
+) -> Tensor:
+    if reduction == "sum":
+        return total
+    counts = target != ignore_index
+    if weight is not None:
+        counts = weight[torch.where(counts, target, 0)] * counts
+    return total / all_reduced(mesh, counts.sum().to(total.dtype), row_axes)
+
+
+def targets_of_step(mesh: RankMesh, instance: int, op: int) -> int:
+    """How many targets of all microbatches a loss of the whole program does not ignore."""
+    return mesh.targets[instance, op]
+
+
+def dropout(
+    mesh: RankMesh,
+    x: Tensor,
+    probability: float,
+    site: tuple[int, int],
+    shape: tuple[int, ...],
+    digits: tuple[Digits, ...],
+    cut: tuple[int, int, int],
+) -> Tensor:
+    """x with elements dropped with `probability`, the others scaled up to keep the mean.
+
+    site: (instance, op), so that no two ops of a step share a mask. shape: of the tensor on all
+    ranks together; digits: per dim. cut: (dim, blocks, parts), the microbatches of the batch of
+    which this is one.
+    """
+    return _scaled(x, dropout_mask(mesh, probability, site, shape, digits, cut), probability)
+
+
+def native_dropout(
+    mesh: RankMesh,
+    x: Tensor,
+    probability: float,
+    site: tuple[int, int],
+    shape: tuple[int, ...],
+    digits: tuple[Digits, ...],
+    cut: tuple[int, int, int],
+) -> tuple[Tensor, Tensor]:
+    """As dropout; also the mask of what was kept."""
+    mask = dropout_mask(mesh, probability, site, shape, digits, cut)
+    return _scaled(x, mask, probability), mask
+
+
+def dropout_mask(
+    mesh: RankMesh,
+    probability: float,
+    site: tuple[int, int],
+    shape: tuple[int, ...],
+    digits: tuple[Digits, ...],
+    cut: tuple[int, int, int],
+) -> Tensor:
+    """This rank's part, in this microbatch, of the mask of what a dropout of the whole keeps."""
+    dim, blocks, parts = cut
+    whole = [size * parts if d == dim else size for d, size in enumerate(shape)]
+    index = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for d, size in enumerate(whole):
+        places = places_of(mesh, digits[d])
+        if d == dim and parts > 1:
+            places = places_of_microbatch(mesh, digits[d], blocks, parts)
+        held = held_indices(size, places, mesh.device)
+        index = index.unsqueeze(-1) + held * math.prod(whole[d + 1 :])
+    return kept(index, stream_key(*mesh.rng, *site), 1.0 - probability)
+
+
+def attention(
+    mesh: RankMesh,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    probability: float,
+    site: tuple[int, int],
+    shape: tuple[int, ...],
+    digits: tuple[Digits, ...],
+    cut: tuple[int, int, int],
+    key_heads: tuple[int, Digits],
+) -> Tensor:
+    """Attention on some batches, heads and query rows.
+
+    query [..., h, s, e], key and value [..., g, t, e], mask broadcast to [..., h, s, t], all local.
+    shape, digits: of the scores [..., h, s, t] on all ranks; cut: as in dropout. key_heads:
+    number of key heads in all, and how they are sharded. probability: of dropping a weight.
+    """
+    count, key_digits = key_heads
+    if len(shape) > 3 and shape[-3] != count:
+        place = key_heads_of(mesh, shape[-3], digits[-3], count, key_digits)
+        key, value = key.index_select(-3, place), value.index_select(-3, place)
+    if is_causal:
+        rows = held_indices(shape[-2], places_of(mesh, digits[-2]), mesh.device)
+        mask = rows.unsqueeze(1) >= torch.arange(shape[-1], device=mesh.device)
+    if probability == 0.0:
+        return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
+    if mask is not None and mask.dtype == torch.bool:
+        lowest = torch.finfo(scores.dtype).min
+        # A row without any key gives zeros, not NaN.
+        weights = scores.masked_fill(~mask, lowest).softmax(-1).masked_fill(~mask, 0.0)
+    else:
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+    drop = dropout_mask(mesh, probability, site, shape, digits, cut)
+    return _scaled(weights, drop, probability) @ value
+
+
+def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
+    return x * mask / (1.0 - probability) if probability < 1.0 else x * 0.0
+
+
+LOCAL_OPS: dict[str, Callable[..., Any]] = {
+    "mean": divide_by_ranks,
+    "reshape": reshape,
+    "held": held,
+    "embedding": embedding,
+    "expert_linear": own_experts,
+    "dispatch": dispatch,
+    "combine": combine,
+    "cumsum": cumsum,
+    "put_rows": put_rows,
+    "take_rows": take_rows,
+    "cross_entropy": cross_entropy,
+    "nll_loss": nll_loss,
+    "dropout": dropout,
+    "batch_norm": batch_norm,
+    "attention": attention,
+    "gather_linears": gather_linears,
+    "linear_scatter": linear_scatter,
+}

@@ -1,0 +1,277 @@
+"""Ring attention: every rank keeps its query rows, keys and values go round (Liu et al. 2023,
+arXiv:2310.01889).
+
+On an axis of n ranks, each with its part of the rows of query, key and value:
+
+    forward     compute with the keys and values here, meanwhile pass them to the next rank; n
+                times, n - 1 of them with a pass
+    backward    the same once more. The gradients of keys and values travel one step behind them,
+                every rank adds its summand, and after n passes they are at home
+
+Nothing but a rank's own rows is kept for the backward: query, key, value, result and log-sum-exp.
+With a causal mask a rank leaves out what its rows do not see; the last rank leaves out nothing, and
+the step takes as long as it does. The rows are not dealt out in another order to even that out.
+
+Over several axes the ranks are visited like the digits of a number, the last axis fastest.
+Collectives are the same on all ranks, whatever a rank computes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.distributed.rank_mesh import Axes, RankMesh
+from meshfold.ops.blockwise_attention import (
+    Attention,
+    KeyHeads,
+    Kind,
+    Piece,
+    add_piece,
+    in_parts,
+    is_fused,
+    nothing_yet,
+    piece_backward,
+    piece_forward,
+    wide,
+)
+from meshfold.rank_places import Digits, key_heads_of, places_of
+from meshfold.sharding.slicing import Places, held_runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """One op on one rank. mesh: None for a probe of memory, to which nothing comes; axes: that keys
+    go round on; visits: the pieces at each; passes: between a visit and the next, the axes on which
+    keys are passed on.
+    """
+
+    mesh: RankMesh | None
+    axes: Axes
+    visits: tuple[tuple[Piece, ...], ...]
+    passes: tuple[Axes, ...]
+    attention: Attention
+
+
+def ring_attention(
+    mesh: RankMesh,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    shape: tuple[int, ...],
+    digits: tuple[Digits, ...],
+    key_digits: Digits,
+    key_heads: tuple[int, Digits],
+) -> Tensor:
+    """Attention of some batches, heads and query rows, of whose keys each rank has some.
+
+    query [..., h, s, e], key and value [..., g, t, e] and mask, which broadcasts to [..., h, s, all
+    keys], are local. shape, digits, key_heads: as in meshfold.ops.local_implementations.attention. key_digits: of
+    the rows of key and value, which axes cut that cut the query's, too. Raises ValueError if key
+    and value have different rows.
+    """
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} have different rows")
+    axes = tuple(axis for axis, *_ in key_digits)
+    sizes = tuple(mesh.size((axis,)) for axis in axes)
+    fused = is_fused(query, key, value, mask)
+    rows = in_parts(held_runs(shape[-2], places_of(mesh, digits[-2])), fused)
+    visits = []
+    for number in range(math.prod(sizes)):
+        away = zip(key_digits, sizes, _digits_of(number, sizes), strict=True)
+        places: Places = tuple(
+            (blocks, size, (mesh.coord(axis) - steps) % size, unit)
+            for (axis, blocks, unit), size, steps in away
+        )
+        visits.append(pieces_of(rows, in_parts(held_runs(shape[-1], places), fused), is_causal))
+    attention = Attention(
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        _key_heads(mesh, shape, digits, key_heads, query, key),
+        fused,
+    )
+    ring = _Ring(mesh, axes, tuple(visits), _passes(axes, sizes), attention)
+    made: Tensor = _RingAttention.apply(ring, query, key, value, mask)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _key_heads(
+    mesh: RankMesh,
+    shape: tuple[int, ...],
+    digits: tuple[Digits, ...],
+    key_heads: tuple[int, Digits],
+    query: Tensor,
+    key: Tensor,
+) -> KeyHeads:
+    count, key_digits = key_heads
+    if len(shape) < 4 or shape[-3] == count:
+        return 1
+    # Units of query heads are those of a key head.
+    if [d[:2] for d in digits[-3]] == [d[:2] for d in key_digits]:
+        return query.shape[-3] // key.shape[-3]
+    return key_heads_of(mesh, shape[-3], digits[-3], count, key_digits)
+
+
+def pieces_of(
+    rows: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], is_causal: bool
+) -> tuple[Piece, ...]:
+    """The pieces in which rows see keys, both ranges of global positions."""
+    found = []
+    first_row = 0
+    for row, num_rows in rows:
+        first_key = 0
+        for key, num_keys in keys:
+            local = (first_row, num_rows), (first_key, num_keys), (row, key)
+            if not is_causal or key + num_keys <= row + 1:
+                found.append(Piece(*local, "all"))
+            elif (row, num_rows) == (key, num_keys):
+                found.append(Piece(*local, "diagonal"))
+            elif key < row + num_rows:
+                found.append(Piece(*local, "cut"))
+            first_key += num_keys
+        first_row += num_rows
+    return tuple(found)
+
+
+def _passes(axes: Axes, sizes: Sequence[int]) -> tuple[Axes, ...]:
+    """Between visits the axes whose digit changes: the last always, others as those behind are
+    through."""
+    behind = [math.prod(sizes[k + 1 :]) for k in range(len(sizes))]
+    return tuple(
+        tuple(axis for axis, n in zip(axes, behind, strict=True) if visit % n == 0)
+        for visit in range(1, math.prod(sizes))
+    )
+
+
+def _digits_of(visit: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """How often keys have been passed on along every axis, before a visit."""
+    return tuple(visit // math.prod(sizes[k + 1 :]) for k in range(len(sizes)))
+
+
+class _RingAttention(torch.autograd.Function):
+    """See the module docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        total = nothing_yet(query, value.shape[-1])
+        flat = _begun(ring, key, value)
+        for visit, pieces in enumerate(ring.visits):
+            on_its_way = _pass_on(ring, flat, visit)
+            here = _unpacked(flat, key, value)
+            for piece in pieces:
+                add_piece(total, piece_forward(ring.attention, query, *here, mask, piece), piece)
+            if on_its_way is not None:
+                flat = _waited(ring, on_its_way)
+        out = total[0].to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, out, total[1])
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ring: _Ring = ctx.ring
+        query, key, value, mask, *made = ctx.saved_tensors
+        into_query = torch.zeros_like(query, dtype=wide(query.dtype))
+        into_mask = None
+        if ctx.needs_input_grad[4]:
+            into_mask = torch.zeros_like(mask, dtype=wide(mask.dtype))
+        flat = _begun(ring, key, value)
+        # What is sent, which stays until it has left, and what comes.
+        behind: tuple[Tensor, Tensor] | None = None
+        for visit, pieces in enumerate(ring.visits):
+            on_its_way = _pass_on(ring, flat, visit)
+            here = _unpacked(flat, key, value)
+            summand = torch.zeros_like(flat, dtype=wide(flat.dtype))
+            into = (into_query, *_unpacked(summand, key, value), into_mask)
+            for piece in pieces:
+                operands = (query, *here, mask)
+                piece_backward(ring.attention, operands, (made[0], made[1]), gradient, into, piece)
+            if behind is not None:
+                summand += _waited(ring, behind[1])
+            if on_its_way is not None:
+                flat = _waited(ring, on_its_way)
+            is_last = visit == len(ring.passes)
+            # One more pass on every axis, and they are where they began.
+            axes = ring.axes if is_last else ring.passes[visit]
+            behind = summand, _passed(ring, summand, axes)
+        assert behind is not None
+        dkey, dvalue = _unpacked(_waited(ring, behind[1]), key, value)
+        gradients = (into_query, query), (dkey, key), (dvalue, value), (into_mask, mask)
+        return None, *(None if g is None else g.to(x.dtype) for g, x in gradients)
+
+
+def _begun(ring: _Ring, key: Tensor, value: Tensor) -> Tensor:
+    """A round begins: both in one row of numbers, so that one message carries them."""
+    if ring.mesh is not None:
+        ring.mesh.num_rounds += 1
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+
+def _unpacked(flat: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Views, shaped as these."""
+    count = key.numel()
+    return flat[:count].view(key.shape), flat[count:].view(value.shape)
+
+
+def _pass_on(ring: _Ring, flat: Tensor, visit: int) -> Tensor | None:
+    """Start the pass that follows a visit."""
+    return _passed(ring, flat, ring.passes[visit]) if visit < len(ring.passes) else None
+
+
+def _passed(ring: _Ring, x: Tensor, axes: Axes) -> Tensor:
+    """x goes to the next rank along each axis, one after the other; the last pass is in flight."""
+    if ring.mesh is None:
+        return torch.empty_like(x)
+    *first, last = axes
+    for axis in first:
+        x = ring.mesh.wait(ring.mesh.start_shift(x, axis))
+    return ring.mesh.start_shift(x, last)
+
+
+def _waited(ring: _Ring, in_flight: Tensor) -> Tensor:
+    return in_flight if ring.mesh is None else ring.mesh.wait(in_flight)
+
+
+def _probed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    num_ranks: int,
+) -> Tensor:
+    """What a probe of memory runs: local tensors, of an axis of `num_ranks`. One piece of a visit
+    tells: they follow each other, and the first is the largest.
+    """
+    num_rows, num_keys = query.shape[-2], key.shape[-2]
+    fused = is_fused(query, key, value, mask)
+    rows = in_parts([(num_keys * num_ranks, num_rows)], fused)
+    visits = [
+        pieces_of(rows[:1], in_parts([(number * num_keys, num_keys)], fused)[:1], is_causal=False)
+        for number in range(num_ranks)
+    ]
+    if is_causal:
+        own: Kind = "diagonal" if num_rows == num_keys else "cut"
+        visits[0] = tuple(replace(piece, kind=own) for piece in visits[0])
+    grouped = query.dim() > 3 and query.shape[-3] // key.shape[-3]
+    attention = Attention(1.0, grouped or 1, fused)
+    passes = _passes(("cp",), (num_ranks,))
+    ring = _Ring(None, ("cp",), tuple(visits), passes, attention)
+    made: Tensor = _RingAttention.apply(ring, query, key, value, mask)  # type: ignore[no-untyped-call]
+    return made
+
+
+torch.library.define(
+    "meshfold::ring_attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, int num_ranks)"
+    " -> Tensor",
+)
+torch.library.impl("meshfold::ring_attention", "CompositeImplicitAutograd", _probed)

@@ -1,0 +1,106 @@
+"""The plan file: load_plan, save_plan, plan_from_json, plan_to_json. No torch.
+
+Reading checks in this order: readable, JSON, version, schema (meshfold.plan_file.schema), consistency
+(meshfold.plan_file.documents); the first fault is told in one line with its JSON path. Writing gives
+equal bytes for equal plans and replaces the file in one step.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from meshfold.errors import PlanFormatError
+from meshfold.ir.plan import PLAN_VERSION, Plan
+from meshfold.plan_file.documents import plan_document, plan_from_document
+from meshfold.plan_file.schema import PlanDocument
+from meshfold.plan_file.text import json_text
+
+REMEDY = "make the plan anew with 'meshfold plan'"
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The text of plan.json, ending in a newline."""
+    return json_text(plan_document(plan).model_dump())
+
+
+def plan_from_json(text: str) -> Plan:
+    """The plan in `text`. Raises PlanFormatError: JSON path, found and expected."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise PlanFormatError(f"not JSON ({error}); {REMEDY}") from error
+    _check_version(data)
+    try:
+        # From text again: strict mode takes JSON arrays for tuples in text only.
+        document = PlanDocument.model_validate_json(text)
+    except ValidationError as error:
+        raise PlanFormatError(_first_fault(error)) from error
+    return plan_from_document(document)
+
+
+def _check_version(data: object) -> None:
+    if not isinstance(data, dict) or "version" not in data:
+        raise PlanFormatError(f"version: missing, so this is no plan file; {REMEDY}")
+    found = data["version"]
+    if type(found) is not int or found != PLAN_VERSION:
+        raise PlanFormatError(
+            f"version: found {found!r}, this meshfold reads {PLAN_VERSION}; {REMEDY}"
+        )
+
+
+def _first_fault(error: ValidationError) -> str:
+    faults = error.errors(include_url=False)
+    first = faults[0]
+    what = {
+        "missing": "missing field",
+        "extra_forbidden": "unknown field",
+    }.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
+    found = ""
+    if first["type"] not in ("missing", "extra_forbidden"):
+        text = json.dumps(first["input"], default=str)
+        found = f", found {text if len(text) <= 40 else text[:37] + '...'}"
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return f"{_json_path(first['loc'])}: {what}{found}{more}; {REMEDY}"
+
+
+def _json_path(location: Sequence[str | int]) -> str:
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in location)
+    return path.removeprefix(".") or "plan"
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Reads a plan file. Raises PlanFormatError, which names the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise PlanFormatError(f"{os.fspath(path)}: cannot be read ({reason})") from error
+    try:
+        return plan_from_json(text)
+    except PlanFormatError as error:
+        raise PlanFormatError(f"{os.fspath(path)}: {error}") from error
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes a plan file: whole or not at all. Raises OSError."""
+    write_whole(Path(path), plan_to_json(plan))
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Writes a file of text: whole or not at all. Raises OSError."""
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+        # mkstemp makes the file private; this is as open as any other file of the user.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,1 @@
+"""Choices of a plan that need the emitted, simulated program."""

@@ -1,0 +1,1 @@
+"""Plans and steps as text, JSON and traces. No torch."""

@@ -1,0 +1,331 @@
+"""A plan as text for people: what `meshfold show` prints. rich only, no torch.
+
+plan_view gives the whole page, summary_view its top (what `meshfold plan` prints). Everything is
+made for 80 columns and uses more when there is more; without colour nothing is lost.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from meshfold.ir.plan import Candidate, Plan, RegionPlan
+from meshfold.ir.step_events import SimulatedStep
+from meshfold.plan_file.text import write_layout
+from meshfold.render_stages import stages_view
+from meshfold.report.search import proof_text, search_view
+from meshfold.report.tables import indented, section, table_of
+from meshfold.units import bytes_text, count_text, seconds_text
+
+COLOURS = ("cyan", "blue", "magenta", "green", "yellow", "bright_blue", "red", "white")
+NOTHING = "-"
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """Labelled parts of a total, one line each, every bar starting where the one before ended.
+
+    `capacity`, where given, is the full width; else `sum(parts)` is.
+    """
+
+    parts: tuple[tuple[str, float, str], ...]
+    """(label, amount, amount as text)"""
+    capacity: float = 0.0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        labels = max(len(label) for label, _, _ in self.parts)
+        figures = max(len(text) for _, _, text in self.parts)
+        width = max(10, min(options.max_width - labels - figures - 6, 72))
+        total = sum(amount for _, amount, _ in self.parts)
+        full = max(total, self.capacity) or 1.0
+        block = "#" if options.ascii_only else "█"
+        start = 0.0
+        for k, (label, amount, text) in enumerate(self.parts):
+            first, last = round(start / full * width), round((start + amount) / full * width)
+            start += amount
+            yield Segment(f"  {label:<{labels}}  {text:>{figures}}  {' ' * first}")
+            bar = block * (last - first) if last > first or not amount else "|"
+            yield Segment(bar, Style.parse(COLOURS[k % len(COLOURS)]))
+            yield Segment.line()
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """The whole page."""
+    return Group(
+        summary_view(plan),
+        section("Search", search_view(plan)),
+        section("Regions", _regions_table(plan)),
+        section(f"Parameters  (types per axis: {_axes(plan)})", _parameters_table(plan)),
+        section(f"Conversions that cost  (types per axis: {_axes(plan)})", _conversions(plan)),
+        *_fallbacks(plan.regions),
+        Text("\nI same everywhere · R same, gradient pending · S<dim> sharded · P pending sum"),
+    )
+
+
+def summary_view(plan: Plan) -> RenderableType:
+    """Headline, step time, memory, baselines, notes."""
+    return Group(
+        _headline(plan),
+        *_mix(plan),
+        section(f"Step time {seconds_text(plan.time.step_s)}", _time(plan)),
+        section(_memory_title(plan), _memory(plan)),
+        *stages_view(plan),
+        section("Against the baselines", _baselines_table(plan)),
+        *_notes(plan),
+    )
+
+
+def _axes(plan: Plan) -> str:
+    return ", ".join(plan.mesh.names) or "none"
+
+
+def _headline(plan: Plan) -> RenderableType:
+    model, cluster = plan.model, plan.cluster
+    devices = " + ".join(
+        f"{g.num_nodes} x {g.devices_per_node} {g.device.name}" for g in cluster.groups
+    )
+    links = ", ".join(f"{a.name} over {a.link}" for a in plan.mesh.axes if a.link)
+    pins = ", ".join(f"{name}={value}" for name, value in sorted(plan.pins.items()))
+    wide = "parameters, gradients and optimizer states in float32"
+    precision = [] if plan.precision == "model" else [("precision", f"{plan.precision}, {wide}")]
+    mode = [("mode", plan.mode)] if plan.mode != "eager" else []
+    sizes = {"reductions": plan.merge_bytes, "gathers": plan.merge_gather_bytes}
+    merged = [
+        (name, f"merged up to {bytes_text(num_bytes)}")
+        for name, num_bytes in sizes.items()
+        if num_bytes
+    ]
+    phased = []
+    if plan.hierarchy_bytes:
+        size = bytes_text(plan.hierarchy_bytes)
+        phased = [("all-reduces", f"in pieces of {size}: in nodes, across, in nodes")]
+    rows = [
+        ("model", f"{model.name}, {count_text(model.num_parameters)} parameters"),
+        ("", f"{model.num_ops:,} ops, {model.num_distinct_ops:,} distinct"),
+        ("batch", ", ".join(f"{n} {'x'.join(map(str, s))} {d}" for n, s, d in model.inputs)),
+        *precision,
+        *mode,
+        *merged,
+        *phased,
+        ("cluster", f"{cluster.name}: {devices}"),
+        ("mesh", f"{plan.mesh}" + (f" ({links})" if links else "")),
+        ("strategy", plan.strategy.label + (f" (pinned: {pins})" if pins else "")),
+    ]
+    grid = Table.grid(padding=(0, 2))
+    for label, text in rows:
+        style = "bold green" if label == "strategy" else ""
+        grid.add_row(Text(label, style="dim"), Text(text, style=style))
+    return grid
+
+
+def _mix(plan: Plan) -> list[RenderableType]:
+    """What every region does, where they differ."""
+    if len({region.choice.name for region in plan.regions}) < 2:
+        return []
+    table = table_of("", "n", "first instance", "strategy", right=("n",), fold=("strategy",))
+    for region in plan.regions:
+        scope = region.example_scope or "the whole model"
+        table.add_row(region.name, str(region.num_instances), scope, region.choice.name)
+    return [section("Strategies by region", indented(table))]
+
+
+def _time(plan: Plan) -> RenderableType:
+    time = plan.time
+    parts = [
+        ("forward", time.forward_s),
+        ("backward", time.backward_s),
+        ("exposed communication", time.exposed_communication_s),
+        ("optimizer", time.optimizer_s),
+    ]
+    if time.bubble_s:
+        parts.append(("bubble", time.bubble_s))
+    bars = Waterfall(tuple((label, s, seconds_text(s)) for label, s in parts))
+    lines = []
+    before = _by_axis(time.communication_s)
+    if before != NOTHING:
+        lines.append(f"communication before overlap: {before}")
+    if plan.simulated is not None and plan.simulated.overlap:
+        lines.append(_simulated(plan.simulated))
+    return Group(bars, *(Text(f"  {line}", style="dim") for line in lines))
+
+
+def _simulated(step: SimulatedStep) -> str:
+    """The step as simulated, in one line."""
+    return (
+        f"simulated: {seconds_text(step.step_s)}, {100 * step.hidden_share:.0f} % of communication "
+        f"hidden, {seconds_text(step.exposed_s)} exposed"
+    )
+
+
+def _memory_title(plan: Plan) -> str:
+    memory = plan.memory
+    share = f", {100 * memory.peak / memory.capacity:.0f} %" if memory.capacity else ""
+    return f"Peak memory {bytes_text(memory.peak)} of {bytes_text(memory.capacity)}{share}"
+
+
+def _memory(plan: Plan) -> RenderableType:
+    memory = plan.memory
+    parts = (
+        ("parameters", memory.parameters),
+        ("gradients", memory.gradients),
+        ("optimizer states", memory.optimizer),
+        ("activations", memory.activations),
+        ("gathered parameters", memory.gathered_parameters),
+        ("buckets", memory.buckets),
+        ("transient", memory.transient),
+        ("reserve", memory.reserve),
+        ("free", max(0, memory.capacity - memory.peak)),
+    )
+    bars = tuple((label, amount, bytes_text(amount)) for label, amount in parts[:-1])
+    free = parts[-1]
+    return Group(
+        Waterfall(bars, memory.capacity),
+        Text(f"  {free[0]:<19}  {bytes_text(free[1]):>{max(len(t) for _, _, t in bars)}}"),
+    )
+
+
+def _baselines_table(plan: Plan) -> RenderableType:
+    figures = ("step", "x", "peak memory")
+    table = table_of("", "strategy", *figures, "", right=figures, fold=("", "strategy"))
+    table.add_row(
+        "this plan",
+        plan.strategy.label,
+        seconds_text(plan.time.step_s),
+        "1.00",
+        bytes_text(plan.memory.peak),
+        "fits" if plan.memory.fits else "",
+        style="bold green",
+    )
+    for candidate in plan.baselines:
+        table.add_row(*_baseline_row(candidate, plan), style="" if candidate.fits else "dim")
+    return Group(indented(table), indented(Text(proof_text(plan), style="dim")))
+
+
+def _baseline_row(candidate: Candidate, plan: Plan) -> Sequence[str]:
+    slower = candidate.step_s / plan.time.step_s if plan.time.step_s else 0.0
+    return (
+        candidate.name,
+        candidate.strategy.label,
+        seconds_text(candidate.step_s),
+        f"{slower:.2f}",
+        bytes_text(candidate.peak_bytes),
+        "fits" if candidate.fits else "OOM",
+    )
+
+
+def _by_axis(communication_s: Mapping[str, float]) -> str:
+    return (
+        ", ".join(f"{axis} {seconds_text(s)}" for axis, s in communication_s.items() if s)
+        or NOTHING
+    )
+
+
+def _regions_table(plan: Plan) -> RenderableType:
+    table = table_of(
+        "",
+        "n",
+        "first instance",
+        "forward",
+        "backward",
+        "communication",
+        "saved",
+        right=("n", "forward", "backward", "saved"),
+        fold=("first instance", "communication"),
+    )
+    for region in plan.regions:
+        table.add_row(
+            region.name,
+            str(region.num_instances),
+            _where(region),
+            seconds_text(region.forward_s),
+            seconds_text(region.backward_s),
+            _by_axis(region.communication_s),
+            bytes_text(region.saved_bytes),
+        )
+    note = "  n instances; times and bytes per instance and rank; saved for the backward"
+    return Group(indented(table), Text(note, style="dim"))
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _where(region: RegionPlan) -> str:
+    chosen = {"recompute": region.typing.recompute, "offload": region.strategy.offload}
+    words = [f", {name} {word}" for name, word in chosen.items() if word != "none"]
+    words += [f", in {region.parts}"] if region.parts.count > 1 else []
+    words += [f", products {_numbers(region.ring)} in a ring"] if region.ring else []
+    return (region.example_scope or "the whole model") + "".join(words)
+
+
+def _parameters_table(plan: Plan) -> RenderableType:
+    table = table_of(
+        "",
+        "parameter",
+        "shape",
+        "stored",
+        "used",
+        "per rank",
+        right=("per rank",),
+        fold=("parameter",),
+    )
+    for region in plan.regions:
+        for k, parameter in enumerate(region.parameters):
+            table.add_row(
+                "" if k else region.name,
+                parameter.name,
+                " x ".join(map(str, parameter.shape)),
+                write_layout(parameter.stored),
+                write_layout(parameter.used),
+                bytes_text(parameter.num_bytes),
+            )
+    return indented(table)
+
+
+def _conversions(plan: Plan) -> RenderableType:
+    texts = ("", "value", "from", "to", "forward", "backward")
+    table = table_of(*texts, "bytes", "time", right=("bytes", "time"), fold=("value",))
+    for region in plan.regions:
+        activations = [r for r in region.conversions if r.kind == "activation"]
+        rows = [(r.value, write_layout(r.source), write_layout(r.target), [r]) for r in activations]
+        parameters = [r for r in region.conversions if r.kind == "parameter"]
+        if parameters:
+            # Their layouts are in the table of parameters.
+            count = f"{len(parameters)} parameter" + "s" * (len(parameters) > 1)
+            rows.append((count, "", "", parameters))
+        for k, (value, source, target, records) in enumerate(rows):
+            table.add_row(
+                "" if k else region.name,
+                value,
+                source,
+                target,
+                _collectives(name for r in records for name in r.forward),
+                _collectives(name for r in records for name in r.backward),
+                bytes_text(sum(r.num_bytes for r in records)),
+                seconds_text(sum(r.forward_s + r.backward_s for r in records)),
+            )
+    return indented(table) if table.row_count else Text("  none")
+
+
+def _collectives(names: Iterable[str]) -> str:
+    """Each once, one per line."""
+    found = dict.fromkeys(name.replace("_", "-") for name in names)
+    return "\n".join(name for name in found if name != NOTHING) or NOTHING
+
+
+def _fallbacks(regions: Sequence[RegionPlan]) -> list[RenderableType]:
+    lines = [f"  {region.name}  {op}" for region in regions for op in region.fallback_ops]
+    if not lines:
+        return []
+    title = "Ops without a rule: they run whole on every rank"
+    return [section(title, Text("\n".join(lines), style="yellow"))]
+
+
+def _notes(plan: Plan) -> list[RenderableType]:
+    if not plan.notes:
+        return []
+    return [section("Notes", Text("\n".join(f"  {note}" for note in plan.notes)))]

@@ -1,0 +1,77 @@
+"""What the search did and proved, as text: a part of `show`, and all of `explain`."""
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshfold.ir.plan import Plan, RegionPlan
+from meshfold.report.tables import indented, section, table_of
+from meshfold.units import bytes_text, seconds_text
+
+
+def proof_text(plan: Plan) -> str:
+    """One sentence: how good the plan is known to be."""
+    bound_s = plan.search.lower_bound_s
+    if bound_s <= 0:
+        return "no lower bound"
+    text = (
+        f"no plan of this search is faster than {seconds_text(bound_s)}: "
+        f"optimality gap {100 * plan.gap:.2f} %"
+    )
+    costs = plan.time.step_s / plan.search.unlimited_s - 1 if plan.search.unlimited_s else 0.0
+    if costs > 5e-4:
+        text += f"; the memory limit costs {100 * costs:.1f} %"
+    return text
+
+
+def search_view(plan: Plan) -> RenderableType:
+    """Leaves, cuts, programs priced, bound and meshes."""
+    search = plan.search
+    tree = table_of("", "leaves", right=("leaves",), fold=("",))
+    tree.add_row("decision tree", f"{search.num_leaves:,}")
+    for rule, count in search.cuts.items():
+        tree.add_row(f"cut: {rule}", f"-{count:,}")
+    left = search.num_leaves - sum(search.cuts.values())
+    tree.add_row("left", f"{left:,}")
+    facts = [
+        f"{search.num_candidates} programs priced exactly, "
+        f"{search.num_infeasible} of them did not fit",
+        proof_text(plan),
+        f"before the mix was closed: {100 * search.gap_before:.2f} %"
+        + ("; a search stopped at its limit" if search.capped else ""),
+    ]
+    meshes = table_of("mesh", "bound", "best", "", right=("bound", "best"), fold=("",))
+    for outcome in search.meshes:
+        best = seconds_text(outcome.step_s) if outcome.step_s is not None else "-"
+        meshes.add_row(outcome.mesh, seconds_text(outcome.lower_bound_s), best, outcome.reason)
+    return Group(
+        indented(tree), indented(Text("\n".join(facts), style="dim")), Text(), indented(meshes)
+    )
+
+
+def explain_view(plan: Plan, regions: tuple[RegionPlan, ...]) -> RenderableType:
+    """Per region the strategy taken and the best that lost, each with the reason."""
+    parts: list[RenderableType] = [Text(f"{plan.model.name} on {plan.cluster.name}: {plan.mesh}")]
+    for region in regions:
+        title = (
+            f"Region {region.name}  {region.num_instances} x "
+            f"{region.example_scope or 'the whole model'}"
+        )
+        parts.append(section(title, _choices(region)))
+    parts.append(section("Other meshes", search_view(plan)))
+    return Group(*parts)
+
+
+def _choices(region: RegionPlan) -> RenderableType:
+    table = table_of(
+        "strategy", "time", "holds", "", right=("time", "holds"), fold=("strategy", "")
+    )
+    for row in (region.choice, *region.alternatives):
+        table.add_row(
+            row.name,
+            seconds_text(row.time_s),
+            bytes_text(row.held_bytes),
+            row.reason,
+            style="bold green" if row is region.choice else "",
+        )
+    note = "  time of one instance, exposed communication and optimizer included; per rank"
+    return Group(indented(table), Text(note, style="dim"))

@@ -1,0 +1,1 @@
+"""Executes an emitted program, in one pass or as a pipeline."""

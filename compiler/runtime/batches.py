@@ -1,0 +1,208 @@
+"""The batch of a step: keyword arguments in, the local tensors that the program reads out.
+
+Every rank may pass the global batch, of which the program takes its part, or only its own part
+along the data-parallel axis; the shapes tell which.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.capture.trace.fake_model import map_children
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.errors import OptionError
+from meshfold.ir.mesh import DATA_AXIS
+from meshfold.ir.op_graph import InputInfo, SourceKind
+from meshfold.ir.spmd import INVARIANT, Layout, Shard, local_shape
+from meshfold.ops.registry import dtype_name, torch_dtype
+from meshfold.sharding.layout import shard_of
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the tensors of a batch, by input name."""
+
+_FIRST_DIM = Shard(0)
+
+
+class BatchReader:
+    """Checks batches against the inputs of a program, or of the programs of all stages. fixed: the
+    arguments that are no tensors, which the program was captured with. casts: floats of any width
+    are cast to what it takes."""
+
+    def __init__(
+        self,
+        programs: Sequence[EmittedProgram],
+        mesh: RankMesh,
+        fixed: Mapping[str, Any],
+        *,
+        casts: bool = False,
+    ) -> None:
+        self.mesh = mesh
+        self.casts = casts
+        self.fixed = fixed
+        self.infos = {info.name: info for info in programs[0].folded.inputs}
+        names = mesh.mesh.names
+        self.axis = names.index(DATA_AXIS) if DATA_AXIS in names else -1
+        self.parts: set[str] = set()
+        """Inputs of which the last batch of the program's own size had this rank's part."""
+        self.sharded = {name for name, layouts in _layouts(programs) if self._is_split(layouts)}
+
+    def read(self, batch: Mapping[str, Any]) -> "LocalBatch":
+        """The tensors of `batch`. Raises OptionError for one that does not fit the program."""
+        leaves = dict(flatten(batch))
+        tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
+        for name, value in leaves.items():
+            if name not in tensors and (name not in self.fixed or self.fixed[name] != value):
+                raise OptionError(
+                    f"argument {name}={value!r} was not captured with this value; compile again "
+                    "with it in example_inputs"
+                )
+        if tensors.keys() != self.infos.keys():
+            raise OptionError(
+                f"the batch has tensors {', '.join(sorted(tensors)) or 'none'}; the program was "
+                f"captured with {', '.join(sorted(self.infos))}"
+            )
+        local = {name: self._is_local(name, value) for name, value in tensors.items()}
+        dtypes = {name: torch_dtype(info.dtype) for name, info in self.infos.items()}
+        placed = {n: value.to(self.mesh.device, dtypes[n]) for n, value in tensors.items()}
+        return LocalBatch(self.mesh, self.axis, placed, local)
+
+    def other_shapes(self, batch: Mapping[str, Any]) -> Shapes | None:
+        """Global shapes of a batch of another size than the program takes; None for one that it
+        takes, or that `read` refuses. A tensor is this rank's part if it was in the last batch of
+        the program's own size, else of the global batch."""
+        tensors = {k: v for k, v in flatten(batch) if isinstance(v, Tensor)}
+        if any(n not in self.infos or v.dim() != self._rank(n) for n, v in tensors.items()):
+            return None
+        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        if all(shape in (self.infos[n].shape, self._part(n)) for n, shape in shapes.items()):
+            self.parts = {n for n, shape in shapes.items() if shape != self.infos[n].shape}
+            return None
+        ranks = self.mesh.mesh.sizes[self.axis] if self.parts else 1
+        return {
+            n: (shape[0] * ranks, *shape[1:]) if n in self.parts else shape
+            for n, shape in shapes.items()
+        }
+
+    def _rank(self, name: str) -> int:
+        return len(self.infos[name].shape)
+
+    def _part(self, name: str) -> tuple[int, ...] | None:
+        """Shape of this rank's part of an input, if it has one."""
+        if name not in self.sharded:
+            return None
+        sizes = (self.mesh.mesh.sizes[self.axis],)
+        return local_shape(self.infos[name].shape, (_FIRST_DIM,), sizes)
+
+    def _is_split(self, layouts: Sequence[Layout]) -> bool:
+        return self.axis >= 0 and any(x[self.axis] == _FIRST_DIM for x in layouts)
+
+    def _is_local(self, name: str, value: Tensor) -> bool:
+        info: InputInfo = self.infos[name]
+        is_cast = self.casts and value.is_floating_point() and "float" in info.dtype
+        if dtype_name(value.dtype) != info.dtype and not is_cast:
+            raise OptionError(
+                f"{name} has dtype {dtype_name(value.dtype)}; the program was captured with "
+                f"{info.dtype}"
+            )
+        shape = tuple(value.shape)
+        if shape == info.shape:
+            return False
+        shapes = f"{list(info.shape)}"
+        mine = self._part(name)
+        if mine is not None:
+            if shape == mine:
+                return True
+            shapes += f" for the global batch or {list(mine)} for one rank's part"
+        raise OptionError(f"{name} has shape {list(shape)}; the program takes {shapes}")
+
+
+class LocalBatch:
+    """The tensors of one batch, by input name; `is_local` says which are this rank's part."""
+
+    def __init__(
+        self, mesh: RankMesh, axis: int, tensors: Mapping[str, Tensor], is_local: Mapping[str, bool]
+    ) -> None:
+        self._mesh = mesh
+        self._axis = axis
+        self._tensors = dict(tensors)
+        self._is_local = dict(is_local)
+
+    def whole_where_needed(self, cuts: Mapping[str, Layout]) -> "LocalBatch":
+        """This batch, put together on every rank unless all inputs or none are this rank's part.
+
+        Microbatches of a rank's part and of the whole hold other samples of it: all inputs are cut
+        the one way or the other. One that is not cut into microbatches is whole.
+        """
+        if any(self._is_local.values()) and not all(
+            cut[0].is_shard and self._is_local[name] for name, cut in cuts.items()
+        ):
+            whole = (INVARIANT,) * len(self._mesh.mesh.axes)
+            for name in sorted(cuts):
+                self(name, whole)
+        return self
+
+    def is_own_part(self, cuts: Mapping[str, Layout]) -> bool:
+        """Whether microbatches are cut out of this rank's part of the batch: see
+        whole_where_needed."""
+        return any(self._is_local[name] for name in cuts)
+
+    def part(self, cuts: Mapping[str, Layout], parts: int, number: int) -> "LocalBatch":
+        """Microbatch `number`. cuts: per input its layout over `parts` microbatches."""
+        tensors = {
+            name: shard_of(x, cuts[name], (parts,), (number,)) if name in cuts else x
+            for name, x in self._tensors.items()
+        }
+        return LocalBatch(self._mesh, self._axis, tensors, self._is_local)
+
+    def __call__(self, name: str, layout: Layout) -> Tensor:
+        """The local tensor of an input in `layout`."""
+        sizes, coords = self._mesh.mesh.sizes, self._mesh.coords
+        x = self._tensors[name]
+        if not self._is_local[name]:
+            return shard_of(x, layout, sizes, coords)
+        if layout[self._axis] == _FIRST_DIM:
+            return shard_of(x, layout, sizes, coords, done=self._axis)
+        # Somebody wants all of it: put the parts together, once.
+        parts = self._mesh.start_all_gather(x.contiguous(), (DATA_AXIS,))
+        self._tensors[name] = self._mesh.wait(parts)
+        self._is_local[name] = False
+        return shard_of(self._tensors[name], layout, sizes, coords)
+
+
+def flatten(batch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of nested dicts, lists and tuples, named as capture names inputs."""
+    found: list[tuple[str, Any]] = []
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor) or not isinstance(value, (dict, list, tuple)):
+            found.append((path, value))
+        return map_children(value, lambda v, key: walk(v, f"{path}.{key}"))
+
+    for key, value in batch.items():
+        walk(value, key)
+    yield from found
+
+
+def with_shapes(batch: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """The batch with tensors of these shapes in place of its own, without storage."""
+
+    def new(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty(shapes[path], dtype=value.dtype, device="meta")
+        return map_children(value, lambda v, key: new(v, f"{path}.{key}"))
+
+    return {key: new(value, key) for key, value in batch.items()}
+
+
+def _layouts(programs: Sequence[EmittedProgram]) -> Iterator[tuple[str, list[Layout]]]:
+    """Per input the layouts in which regions read it."""
+    layouts: dict[str, list[Layout]] = {}
+    for program in programs:
+        for k, instance in enumerate(program.folded.instances):
+            for source, layout in zip(instance.sources, program.region_of(k).slots, strict=True):
+                if source.kind is SourceKind.INPUT:
+                    layouts.setdefault(source.name, []).append(layout)
+    yield from layouts.items()

@@ -1,0 +1,1 @@
+"""How tensors are sharded and put together, and which indices are local to a rank."""

@@ -1,0 +1,1 @@
+"""The only files that touch torch's private modules, and names of torch objects."""

@@ -1,0 +1,1 @@
+"""CompiledModel and its state: what a training loop holds."""

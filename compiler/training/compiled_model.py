@@ -1,0 +1,393 @@
+"""CompiledModel: what meshfold.compile returns, an nn.Module that an ordinary training loop drives.
+
+    loss = compiled.train_step(batch)        any plan: forward and backward of the batch
+    optimizer.step()
+
+    loss = compiled(**batch)                 a plan that runs the batch in one pass
+    loss.backward()
+
+It holds this rank's shards as parameters under the original names; tied names are one parameter.
+"""
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+
+from meshfold.capture.pipeline import Captured
+from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
+from meshfold.errors import MeshfoldError, OptionError
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.plan import Plan
+from meshfold.ops.registry import torch_dtype
+from meshfold.passes.graph.without_dropout import without_dropout
+from meshfold.runtime.pipeline_runner import PipelineRunner
+from meshfold.runtime.runner import ProgramRunner
+from meshfold.sharding.layout import shard_of
+from meshfold.training.batch_sizes import Form, OtherSizes, form_of
+from meshfold.training.gradient_norm import cuts_of, is_counted, total_norm
+from meshfold.training.initialization import initial_values
+from meshfold.training.local_state import full_tensors, held_tensors, stored_tensors
+from meshfold.training.state_dict import StateExchange
+from meshfold.training.use_symmetric_memory import share_memory
+
+TIMEOUT_S = 600.0
+
+
+class CompiledModel(nn.Module):
+    """A model under a plan.
+
+    plan, program: what was chosen and what was emitted, for any cluster size. rank_mesh: this rank
+    among the processes, or None when there are none; then there are no parameters and forward
+    raises. fixed: the arguments of the captured call that are no tensors.
+
+    Parameters are local shards. state_dict gives DTensors and load_state_dict takes DTensors or
+    full tensors, see meshfold.training.state_dict; both are called on all ranks together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        captured: Captured,
+        program: EmittedProgram | EmittedPipeline,
+        rank_mesh: RankMesh | None,
+        fixed: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.plan = plan
+        self.program = program
+        self.rank_mesh = rank_mesh
+        self.num_steps = 0
+        """Forward passes so far. Dropout draws from (plan seed, num_steps): restore it, too, when
+        training goes on from a checkpoint."""
+        self._is_closed = False
+        self._canonical: dict[str, str] = {}
+        self._modes = CapturedMode(model, captured.graph)
+        self._runners: dict[tuple[int, bool], ProgramRunner | PipelineRunner] = {}
+        """By the program's id and self.training."""
+        self.training = model.training
+        if rank_mesh is None:
+            return
+        self._held = held_tensors(program.parts_of(rank_mesh.coords))
+        self._states = StateExchange(rank_mesh, stored_tensors(program))
+        self._form = form_of(plan, captured, program, rank_mesh, fixed)
+        self._others = OtherSizes(model, self._form, rank_mesh, fixed)
+        self._adopt(model, self._initial_state(model, rank_mesh))
+
+    def forward(self, **batch: Any) -> Tensor:
+        """The model's loss (or its only output) for the global batch or this rank's part of it.
+
+        A batch of another size than the captured one, as the last of an epoch, gets a program of
+        its own (meshfold.training.batch_sizes); all ranks pass the same sizes, parts if they passed parts
+        before. Raises OptionError for a batch that does not fit the captured inputs or that the
+        plan cannot cut, and for a plan with stages or microbatches, whose forward and backward take
+        turns.
+        """
+        self._check_processes()
+        form = self._form_for(batch)
+        runner = self.runner(form)
+        if isinstance(runner, PipelineRunner):
+            raise OptionError(
+                f"{self.plan.strategy.label}: forward and backward of microbatches take turns, "
+                "there is no forward alone; call train_step(batch)"
+            )
+        return self._run(form, runner, batch)
+
+    def train_step(self, batch: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S) -> Tensor:
+        """Forward and backward of a batch (the global one, or this rank's part) under any plan.
+
+        Gradients of the whole batch are added to `.grad`, ready for the optimizer. Returns the loss
+        (0-dim, detached), the same on all ranks. timeout_s: how long a stage waits for another one.
+
+        Raises OptionError for a batch that does not fit the captured inputs, StageLostError when
+        another stage dies or hangs. A pipeline's step that raises leaves `.grad` and num_steps as
+        they were.
+        """
+        self._check_processes()
+        form = self._form_for(batch)
+        runner = self.runner(form)
+        if not isinstance(runner, PipelineRunner):
+            self._check_loss()
+            with torch.enable_grad():
+                loss = self._run(form, runner, batch)
+                torch.autograd.backward(loss)
+            return loss.detach()
+        inputs = form.reader.read(batch)
+        step = self._next_step()
+        parameters, buffers = (
+            self._tensors(named) for named in (self.named_parameters, self.named_buffers)
+        )
+        try:
+            with torch.enable_grad():
+                return runner.run(parameters, buffers, inputs, timeout_s)
+        except BaseException:
+            # Again means again: with the same dropout.
+            self.num_steps = step
+            raise
+
+    def _check_loss(self) -> None:
+        output = self.program.folded.outputs[0]
+        if output.shape:
+            raise OptionError(
+                f"the model returns a tensor of shape {list(output.shape)}, and a step needs a "
+                "loss of no dims; pass labels, or wrap the model so that it returns its loss"
+            )
+
+    def _check_processes(self) -> None:
+        if self._is_closed:
+            raise MeshfoldError("this model was closed; compile it again to run it")
+        if self.rank_mesh is None:
+            raise MeshfoldError(
+                f"this plan runs on {self.plan.world_size} processes and there is no process "
+                f"group; start it with torchrun --nproc-per-node {self.plan.world_size} and call "
+                "torch.distributed.init_process_group() before meshfold.compile"
+            )
+
+    def _next_step(self) -> int:
+        """Count a step; random ops draw from (seed, number)."""
+        assert self.rank_mesh is not None
+        step = self.num_steps
+        self.rank_mesh.rng = (self.plan.seed, step)
+        self.num_steps += 1
+        return step
+
+    def run_with(self, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
+        """As forward, on another runner of this program. Raises OptionError as forward does."""
+        return self._run(self._form, runner, batch)
+
+    def _form_for(self, batch: Mapping[str, Any]) -> Form:
+        """What runs batches of this size."""
+        shapes = self._form.reader.other_shapes(batch)
+        return self._form if shapes is None else self._others.form(batch, shapes)
+
+    def _run(self, form: Form, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
+        assert self.rank_mesh is not None
+        inputs = form.reader.read(batch)
+        self._next_step()
+        return runner.run(
+            self._tensors(self.named_parameters), self._tensors(self.named_buffers), inputs
+        )
+
+    def train(self, mode: bool = True) -> "CompiledModel":
+        """Switch dropout on or off. Raises OptionError where the captured program cannot follow."""
+        self._modes.check(mode)
+        return super().train(mode)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale gradients so that the norm of all of them, of the whole model, is at most
+        `max_norm`; returns the norm before, the same on all ranks.
+
+        In place of torch.nn.utils.clip_grad_norm_, which sees this rank's shards alone. Called on
+        all ranks together, after backward. Raises OptionError for an order that is not above 0,
+        RuntimeError for a norm that is no number, if so asked.
+        """
+        if norm_type <= 0:
+            raise OptionError(f"norm_type {norm_type}: a norm is of order above 0, inf included")
+        self._check_processes()
+        assert self.rank_mesh is not None
+        coords = self.rank_mesh.coords
+        held = {self._canonical[n]: p for n, p in self.named_parameters()}
+        gradients = {
+            name: p.grad
+            for name, p in held.items()
+            if p.grad is not None and is_counted(self.program, name, coords)
+        }
+        norm = total_norm(gradients, cuts_of(self.program), self.rank_mesh, norm_type)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}; look for what diverges, or lower the "
+                "loss scale"
+            )
+        clip_grads_with_norm_(held.values(), max_norm, norm)
+        return norm
+
+    def use_symmetric_memory(self) -> None:
+        """See meshfold.training.use_symmetric_memory. Called on all ranks, before a step. Raises OptionError."""
+        share_memory(self.program, self.rank_mesh)
+
+    def close(self) -> None:
+        """Give the process groups back, with the threads and buffers that they hold: for programs
+        that compile many models. Called on all ranks together; forward raises afterwards."""
+        if isinstance(self.rank_mesh, ProcessMesh):
+            self.rank_mesh.close()
+            del self._states, self._form, self._others
+        self.rank_mesh = None
+        self._is_closed = True
+        self._runners.clear()
+        gc.collect()  # threads of a group end when nobody holds it, not even a cycle of DeviceMesh
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """state_dict with full plain tensors, on every rank."""
+        local = super().state_dict()
+        if isinstance(self.program, EmittedPipeline) and self.rank_mesh is not None:
+            held = {self._canonical[name]: x for name, x in local.items()}
+            whole = full_tensors(self.program, self.rank_mesh, self._states, held)
+            return {n: whole[c] for n, c in self._canonical.items() if c in whole}
+        return {
+            name: self._states.full(self._canonical[name], value) for name, value in local.items()
+        }
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As nn.Module.state_dict, with DTensors for local shards."""
+        state = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        if self.rank_mesh is not None and not kwargs.get("keep_vars", False):
+            for name, canonical in self._canonical.items():
+                if prefix + name in state:
+                    state[prefix + name] = self._states.outside(canonical, state[prefix + name])
+        return state
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """Of the parameter `name`, all shards together."""
+        return self._states.tensors[self._canonical[name]].shape
+
+    def saved_form(self, name: str, local: Tensor) -> Tensor:
+        """What state_dict would hold of a tensor that is cut like the parameter `name`."""
+        return self._states.outside(self._canonical[name], local)
+
+    def local_form(self, name: str, value: Tensor) -> Tensor:
+        """Inverse of saved_form."""
+        return self._states.inside(self._canonical[name], value)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As nn.Module.load_state_dict, from DTensors or full plain tensors.
+
+        Raises OptionError for a tensor of another shape, and for `assign`.
+        """
+        if assign:
+            raise OptionError("assign=True would replace local shards; load without it")
+        held = {*self._held.parameters, *self._held.buffers}
+        local = {
+            name: self._states.inside(self._canonical[name], value)
+            if name in self._canonical
+            else value
+            for name, value in state_dict.items()
+            # Of other stages this rank holds nothing.
+            if self._canonical.get(name, name) in held or name not in self._canonical
+        }
+        return super().load_state_dict(local, strict)
+
+    # Building.
+
+    def runner(self, form: Form | None = None) -> ProgramRunner | PipelineRunner:
+        """What runs the program of `form` (default: that of the plan's batch) in the present
+        mode."""
+        assert self.rank_mesh is not None
+        form = form or self._form
+        key = id(form.program), self.training
+        if key not in self._runners:
+            program = form.program
+            if self._modes.is_training and not self.training:
+                program = emit_plan(without_dropout(program.folded), form.plan)
+            constants = form.captured.constants
+            self._runners[key] = (
+                PipelineRunner(program, self.rank_mesh, constants)
+                if isinstance(program, EmittedPipeline)
+                else ProgramRunner(program, self.rank_mesh, constants)
+            )
+        return self._runners[key]
+
+    def _initial_state(self, model: nn.Module, mesh: RankMesh) -> dict[str, Tensor]:
+        """Local parts of parameters and of the buffers that somebody needs, by canonical name."""
+        local: dict[str, Tensor] = {}
+        held = self._held
+        dtypes = {name: torch_dtype(p.dtype) for name, p in held.parameters.items()}
+        needed = list(dtypes)
+        needed += [b.name for b in held.buffers.values() if b.persistent or b.name in held.read]
+        for name, value in initial_values(model, needed, seed=self.plan.seed, device=mesh.device):
+            layout = self._states.tensors[name].layout
+            part = shard_of(value, layout, mesh.mesh.sizes, mesh.coords)
+            dtype = dtypes.get(name, part.dtype)
+            local[name] = part.to(mesh.device, dtype, copy=True).contiguous()
+        return local
+
+    def _adopt(self, model: nn.Module, local: Mapping[str, Tensor]) -> None:
+        """Register local parts in the module tree of the original, in its order."""
+        folded = self.program.folded
+        names = [(p.name, p.aliases) for p in folded.parameters]
+        names += [(b.name, b.aliases) for b in folded.buffers]
+        for name, aliases in names:
+            self._canonical.update(dict.fromkeys((name, *aliases), name))
+        parameters = {
+            p.name: nn.Parameter(local[p.name], requires_grad=p.requires_grad)
+            for p in self._held.parameters.values()
+        }
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            if self._canonical[name] in parameters:
+                owner, leaf = self._owner(name)
+                owner.register_parameter(leaf, parameters[self._canonical[name]])
+        persistent = {b.name: b.persistent for b in self._held.buffers.values()}
+        for name, _ in model.named_buffers(remove_duplicate=False):
+            canonical = self._canonical[name]
+            if canonical in local:
+                owner, leaf = self._owner(name)
+                owner.register_buffer(leaf, local[canonical], persistent=persistent[canonical])
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """The module that holds the tensor called `name`, made if needed, and its name in there."""
+        *path, leaf = name.split(".")
+        module: nn.Module = self
+        for part in path:
+            if part not in module._modules:
+                if hasattr(module, part):
+                    raise MeshfoldError(
+                        f"the model calls a submodule {part!r}, which is an attribute of "
+                        "CompiledModel; rename it in the model"
+                    )
+                module.add_module(part, nn.Module())
+            module = module._modules[part]  # type: ignore[assignment]
+        return module, leaf
+
+    def _tensors(self, named: Any) -> dict[str, Tensor]:
+        """Live tensors by canonical name: the user may have moved or replaced them."""
+        return {self._canonical[name]: value for name, value in named()}
+
+
+class CapturedMode:
+    """Which of train and eval mode a captured program can run in."""
+
+    def __init__(self, model: nn.Module, graph: FoldedGraph) -> None:
+        self.is_training = model.training
+        self._updates_buffers = any(region.graph.mutations for region in graph.regions)
+        self._depends_on_mode = any(map(_depends_on_mode, model.modules()))
+
+    def check(self, is_training: bool) -> None:
+        """Raises OptionError if the program cannot run in this mode."""
+        if is_training == self.is_training:
+            return
+        if is_training and self._depends_on_mode:
+            raise OptionError(
+                "the model was captured in eval mode, without dropout; call model.train() before "
+                "meshfold.compile"
+            )
+        if not is_training and self._updates_buffers:
+            raise OptionError(
+                "the model was captured in train mode and updates buffers (running statistics); "
+                "compile model.eval() for evaluation"
+            )
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    """Whether a module drops values or keeps statistics in train mode."""
+    if isinstance(module, _STATISTICS):
+        return True
+    # nn.Dropout has `p`; Hugging Face layers keep probabilities as `dropout`, `attention_dropout`.
+    is_dropout = isinstance(module, _DROPOUTS)
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or (is_dropout and name == "p"))
+        for name, value in vars(module).items()
+    )

@@ -1,0 +1,72 @@
+"""The norm of all gradients of a model whose ranks hold shards.
+
+    local sum of |g|^p per set of axes over which ranks hold different parts
+        -> summed over these axes: every part is counted once, what is whole on an axis once
+        -> the root of the sum over all sets: the same on all ranks
+
+One all-reduce per axis, of one number per set. In a pipeline the stages are parts, too; a parameter
+that several stages hold counts on the first.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from meshfold.codegen.emit.pipeline import EmittedPipeline
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.distributed.rank_mesh import RankMesh, all_reduced
+from meshfold.ir.mesh import PIPELINE_AXIS
+
+Cuts = Mapping[str, frozenset[str]]
+"""By name of a parameter the axes over which ranks hold different parts."""
+
+
+def cuts_of(program: EmittedProgram | EmittedPipeline) -> Cuts:
+    """Of every parameter of the model, those of other stages included."""
+    mesh = program.mesh
+    named = list(zip(mesh.names, mesh.sizes, strict=True))
+    stages = {PIPELINE_AXIS} if isinstance(program, EmittedPipeline) else set()
+    return {
+        p.name: frozenset(
+            name
+            for (name, size), kind in zip(named, program.stored[p.name], strict=True)
+            if size > 1 and (kind.is_shard or name in stages)
+        )
+        for p in program.folded.parameters
+    }
+
+
+def is_counted(
+    program: EmittedProgram | EmittedPipeline, name: str, coords: tuple[int, ...]
+) -> bool:
+    """Whether a rank counts its part of a parameter, or leaves it to an earlier stage."""
+    if not isinstance(program, EmittedPipeline):
+        return True
+    return program.holders[name][0] == program.device_of(coords)
+
+
+def total_norm(
+    gradients: Mapping[str, Tensor], cuts: Cuts, mesh: RankMesh, norm_type: float
+) -> Tensor:
+    """The norm of the gradients of the whole model, a 0-dim tensor in float32 or wider.
+
+    gradients: the parts that this rank counts, by name. cuts: the same on all ranks.
+    """
+    is_max = math.isinf(norm_type)
+    order = sorted(set(cuts.values()), key=sorted)
+    values = torch.zeros(len(order), dtype=torch.float64, device=mesh.device)
+    for name, gradient in gradients.items():
+        k = order.index(cuts[name])
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=wide)
+        values[k] = torch.maximum(values[k], norm) if is_max else values[k] + norm**norm_type
+    for axis in mesh.mesh.names:
+        is_cut = [axis in cut for cut in order]
+        if any(is_cut):
+            reduced = all_reduced(mesh, values, (axis,), "max" if is_max else "sum")
+            values = torch.where(torch.tensor(is_cut, device=values.device), reduced, values)
+    if not order:
+        return torch.zeros((), device=mesh.device)
+    return values.max() if is_max else values.sum() ** (1.0 / norm_type)

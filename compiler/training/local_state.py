@@ -1,0 +1,68 @@
+"""Which parameters and buffers a rank holds: of a pipeline those of its stages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshfold.codegen.emit.pipeline import EmittedPipeline
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
+from meshfold.ir.mesh import PIPELINE_AXIS
+from meshfold.ir.op_graph import BufferInfo, ParameterInfo, SourceKind
+from meshfold.ops.registry import torch_dtype
+from meshfold.training.state_dict import StateExchange, StoredTensor
+
+
+@dataclass(frozen=True)
+class HeldTensors:
+    """By canonical name. read: the buffers that some op reads."""
+
+    parameters: Mapping[str, ParameterInfo]
+    buffers: Mapping[str, BufferInfo]
+    read: frozenset[str]
+
+
+def held_tensors(parts: Sequence[EmittedProgram]) -> HeldTensors:
+    """What the programs of a rank need."""
+    graphs = [part.folded for part in parts]
+    sources = (s for graph in graphs for i in graph.instances for s in i.sources)
+    return HeldTensors(
+        {p.name: p for graph in graphs for p in graph.parameters},
+        {b.name: b for graph in graphs for b in graph.buffers},
+        frozenset(s.name for s in sources if s.kind is SourceKind.BUFFER),
+    )
+
+
+def stored_tensors(program: EmittedProgram | EmittedPipeline) -> dict[str, StoredTensor]:
+    """Shape and layout of every parameter and buffer of the model, by canonical name."""
+    folded = program.folded
+    stored = {p.name: StoredTensor(p.shape, program.stored[p.name]) for p in folded.parameters}
+    stored.update({b.name: StoredTensor(b.shape, program.whole) for b in folded.buffers})
+    return stored
+
+
+def full_tensors(
+    pipeline: EmittedPipeline, mesh: RankMesh, states: StateExchange, local: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer of the model whole, on every rank.
+
+    local: what this rank holds, by canonical name. Called on all ranks together.
+    """
+    tensors = [*pipeline.folded.parameters]
+    saved = [(t.name, t.shape, t.dtype) for t in tensors]
+    saved += [(b.name, b.shape, b.dtype) for b in pipeline.folded.buffers if b.persistent]
+    found = {}
+    for name, shape, dtype in saved:
+        if name in local:
+            value = states.full(name, local[name]).detach().contiguous()
+        else:
+            value = torch.empty(shape, dtype=torch_dtype(dtype), device=mesh.device)
+        if isinstance(mesh, ProcessMesh) and pipeline.schedule.num_devices > 1:
+            group = mesh.group((PIPELINE_AXIS,))
+            ranks = dist.get_process_group_ranks(group)
+            dist.broadcast(value, ranks[pipeline.holders[name][0]], group=group)
+        found[name] = value
+    return found

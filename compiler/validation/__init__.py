@@ -1,0 +1,1 @@
+"""Is the program right (verify), and does it run as predicted (measure)."""

@@ -1,0 +1,108 @@
+"""What verify found: differences of losses, gradients and trained parameters, and the verdict."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+TOLERANCE = 1e-10
+"""Right programs differ by 1e-13 and less, wrong ones by 1e-3 and more."""
+NUM_STEPS = 3
+"""Steps of the plan's optimizer before parameters are compared."""
+SMALL_SHARE = 1e-3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A gradient, or a parameter after NUM_STEPS steps: its largest entry, and the largest of the
+    difference, over all shards."""
+
+    name: str
+    largest: float
+    difference: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """gradients, parameters: worst first. eager_loss: of the model in one process. optimizer: whose
+    steps the parameters took. departure: of a program that differs, where it does first.
+    num_collectives: that a rank starts in a step; disorder: where two ranks of a group start
+    different ones (meshfold.validation.collective_order). shrunk: where a small twin ran instead of the plan,
+    what was made smaller and what it does not show."""
+
+    world_size: int
+    strategy: str
+    eager_loss: float
+    loss: float
+    gradients: tuple[Difference, ...]
+    parameters: tuple[Difference, ...] = ()
+    optimizer: str = ""
+    departure: str = ""
+    num_collectives: int = 0
+    disorder: str = ""
+    shrunk: tuple[str, ...] = ()
+    tolerance: float = TOLERANCE
+
+    @property
+    def loss_difference(self) -> float:
+        """Relative to the loss, or absolute for a loss below 1."""
+        return abs(self.loss - self.eager_loss) / max(1.0, abs(self.eager_loss))
+
+    @property
+    def passed(self) -> bool:
+        compared = (*self.gradients, *self.parameters)
+        return not self.disorder and all(
+            d <= self.tolerance for d in (self.loss_difference, *(c.relative for c in compared))
+        )
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if self.passed:
+            what = f"loss and {len(self.gradients)} gradients"
+            if self.parameters:
+                steps = f"{NUM_STEPS} steps of {self.optimizer}"
+                what = f"loss, {len(self.gradients)} gradients and parameters after {steps}"
+            where = ", on a small twin of model and plan" if self.shrunk else ""
+            return f"{what} agree to {self.tolerance:.0e}{where}"
+        if self.disorder:
+            return (
+                f"ranks start different collectives: {self.disorder}; report it with the plan file"
+            )
+        where = f"; {self.departure}" if self.departure else ""
+        return f"{self._worst()}{where}; report it with the plan file"
+
+    def _worst(self) -> str:
+        """What differs most."""
+        for kind, compared in (("gradients", self.gradients), ("parameters", self.parameters)):
+            wrong = sum(not c.relative <= self.tolerance for c in compared)
+            if wrong:
+                after = f" after {NUM_STEPS} steps" if kind == "parameters" else ""
+                return (
+                    f"{wrong} of {len(compared)} {kind} differ{after}, worst {compared[0].name} by "
+                    f"{compared[0].relative:.1e} (tolerance {self.tolerance:.0e})"
+                )
+        return f"the losses differ, {self.loss!r} against {self.eager_loss!r}"
+
+
+Sizes = Mapping[str, tuple[float, float]]
+"""By name the largest entry of a tensor and of its difference here."""
+
+
+def differences(by_rank: Sequence[Sizes]) -> tuple[Difference, ...]:
+    """The worst of all ranks per name, worst first. A difference is relative to the largest entry
+    of its tensor, or to a thousandth of the largest entry of any, whichever is more: what is zero
+    but for rounding is not compared with itself. A rank has the names of its stages."""
+    first = {name: size for sizes in by_rank for name, size in sizes.items()}
+    floor = SMALL_SHARE * max((size for size, _ in first.values()), default=0.0)
+    found = []
+    for name, (size, _) in first.items():
+        worst = max((sizes[name][1] for sizes in by_rank if name in sizes), key=badness)
+        scale = max(size, floor)
+        found.append(Difference(name, size, worst, worst / scale if scale else worst))
+    return tuple(sorted(found, key=lambda d: (-badness(d.relative), d.name)))
+
+
+def badness(difference: float) -> float:
+    """Its size; NaN is worse than anything."""
+    return math.inf if math.isnan(difference) else abs(difference)

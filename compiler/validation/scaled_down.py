@@ -1,0 +1,234 @@
+"""A small twin of a model and its plan, for local processes, where the real size does not fit.
+
+    configuration --shrink--> twin's configuration --plan with pins--> twin's plan
+    pp4 x dp8 x tp2, zero3, 32 microbatches        pp2 x dp2 x tp2, zero3, 4 microbatches
+
+Every axis with several ranks has two, and the search is pinned to what the plan does: degrees, ZeRO
+level, sequence parallel, recomputation, schedule, layouts of parameters. What became smaller is
+said, and what the twin does not show. A factory is called as it is: only mesh and batch shrink.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from meshfold.api import plan_captured
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.cost_models.pipeline.schedules import Schedule
+from meshfold.errors import MeshfoldError, OptionError
+from meshfold.ir.options import LAYOUT, PARTS, RING, CompileOptions, PinValue
+from meshfold.ir.plan import Plan
+from meshfold.models.from_argument import (
+    BuiltModel,
+    accepted_sizes,
+    build_model,
+    configuration_fields,
+    is_configuration,
+    sequence_length,
+)
+from meshfold.models.shrink_config import Change, changed, shrink
+from meshfold.passes.region.pins import pinned_slots
+
+MAX_PROCESSES = 8
+SEQUENCE = 16
+ROWS = 2
+"""Samples of a rank's microbatch."""
+MICROBATCHES = 4
+DROPPED_FIRST = ("dp", "cp", "ep", "tp", "pp")
+"""Axes, in the order in which they are left out where two ranks on each are too many processes."""
+SHARE_OF_MEMORY = 0.5
+"""Of this machine, that verify may take."""
+FLOAT64_BYTES = 8
+WIDENING = 4
+"""Bytes of float64 for one of a 16-bit number; too many for a model in float32."""
+STATES = 4
+"""Parameters, gradients, and two moments of AdamW."""
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A plan for a small model; changes: what is smaller than in reality, and what is left out."""
+
+    plan: Plan
+    model: str
+    changes: tuple[str, ...]
+
+
+def needs_twin(plan: Plan) -> bool:
+    """Whether the plan has more processes, or its model more bytes, than this machine takes."""
+    return plan.world_size > MAX_PROCESSES or needed_bytes(plan) > _room_bytes()
+
+
+def _room_bytes() -> int:
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(SHARE_OF_MEMORY * memory_bytes)
+
+
+def needed_bytes(plan: Plan) -> int:
+    """About what all processes of verify hold in float64: their part of the program, and the whole
+    model with the whole batch, which every one of them runs, too."""
+    memory = plan.memory
+    part = WIDENING * (memory.peak - memory.reserve)
+    batch = WIDENING * memory.activations * plan.world_size
+    return plan.world_size * (part + batch + STATES * FLOAT64_BYTES * plan.model.num_parameters)
+
+
+@contextmanager
+def small_twin(plan: Plan, model: str, captured: Captured) -> Iterator[Twin]:
+    """The twin of a plan for MODEL, whose captured program is given. A configuration of it lies in
+    a folder that is gone afterwards.
+
+    Raises MeshfoldError where there is none, with what to do instead.
+    """
+    degrees = _small_degrees(plan)
+    with tempfile.TemporaryDirectory(prefix="meshfold-") as folder:
+        try:
+            if is_configuration(model):
+                built, name, changes = _from_configuration(plan, model, degrees, Path(folder))
+            else:
+                built, name, changes = _from_factory(plan, model, degrees)
+            small = capture(built.model, built.example_inputs, precision=plan.precision)
+            twin, left_out = _planned(plan, small, degrees)
+        except MeshfoldError as error:
+            raise MeshfoldError(
+                f"no small twin of {model} for local processes: {error}; plan a smaller version "
+                "of the model with the same degrees for local-cpux8 or less and verify that"
+            ) from error
+        before, after = plan.strategy.label, twin.strategy.label
+        facts = [f"mesh {_mesh_text(plan)} -> {_mesh_text(twin)}", f"plan {before} -> {after}"]
+        inputs = _inputs_text(plan), _inputs_text(twin)
+        facts += [] if inputs[0] == inputs[1] else [f"inputs {inputs[0]} -> {inputs[1]}"]
+        facts += map(str, changes)
+        facts += [*left_out, *_not_shown(plan, twin, captured, small)]
+        yield Twin(twin, name, tuple(facts))
+
+
+def _small_degrees(plan: Plan) -> dict[str, int]:
+    strategy = plan.strategy
+    new = {name: min(getattr(strategy, name), 2) for name in DROPPED_FIRST}
+    for name in DROPPED_FIRST:
+        if prod(new.values()) > MAX_PROCESSES:
+            new[name] = 1
+    return new
+
+
+def _batch(plan: Plan, degrees: Mapping[str, int]) -> int:
+    """Of the twin: as many samples a microbatch of a rank as there are, ROWS at most."""
+    strategy = plan.strategy
+    parts = strategy.degrees.batch_ranks * strategy.microbatches
+    rows = min(ROWS, max(1, plan.model.batch_size // parts))
+    return degrees["dp"] * degrees["ep"] * _microbatches(plan) * rows
+
+
+def _microbatches(plan: Plan) -> int:
+    """An even number, as interleaved stages on two devices need, or 1."""
+    wanted = min(plan.strategy.microbatches, MICROBATCHES)
+    return wanted if wanted == 1 else wanted // 2 * 2
+
+
+def _from_configuration(
+    plan: Plan, model: str, degrees: Mapping[str, int], folder: Path
+) -> tuple[BuiltModel, str, tuple[Change, ...]]:
+    fields, with_defaults = configuration_fields(Path(model))
+    length = sequence_length(plan)
+    new_length = None if length is None else min(length, SEQUENCE)
+    changes = shrink(with_defaults, sequence=length, new_sequence=SEQUENCE)
+    path = folder / Path(model).name
+    path.write_text(json.dumps(changed(fields, changes)), encoding="utf-8")
+    built = build_model(str(path), batch=_batch(plan, degrees), sequence=new_length)
+    return built, str(path), changes
+
+
+def _from_factory(
+    plan: Plan, model: str, degrees: Mapping[str, int]
+) -> tuple[BuiltModel, str, tuple[Change, ...]]:
+    """The factory's own model. Raises OptionError where that does not fit."""
+    whole = prod(degrees.values()) * 2 * STATES * FLOAT64_BYTES * plan.model.num_parameters
+    if whole > _room_bytes():
+        raise OptionError(
+            f"a factory's model cannot be shrunk, and this machine has no room for "
+            f"{plan.model.num_parameters:,} parameters in float64 in every process"
+        )
+    sizes = {"batch": _batch(plan, degrees), "seq": sequence_length(plan)}
+    sizes = {name: size for name, size in sizes.items() if name in accepted_sizes(model)}
+    built = build_model(model, batch=sizes.get("batch"), sequence=sizes.get("seq"))
+    return built, model, ()
+
+
+def _planned(
+    plan: Plan, captured: Captured, degrees: Mapping[str, int]
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of the twin, and what of the real one it leaves out."""
+    strategy = plan.strategy
+    pins: dict[str, PinValue] = {**degrees, "zero": strategy.zero, "recompute": strategy.recompute}
+    if prod(degrees[name] for name in ("dp", "ep", "cp")) == 1:
+        del pins["zero"]
+    if degrees["tp"] > 1 and not strategy.batch_on_tp:
+        pins["sp"] = int(strategy.sequence_parallel)
+    if _microbatches(plan) > 1:
+        pins["microbatches"] = _microbatches(plan)
+    if plan.schedule and degrees["pp"] > 1:
+        schedule = Schedule.parse(plan.schedule)
+        pins |= {"schedule": str(schedule.kind), "chunks": min(schedule.num_chunks, 2)}
+    in_parts = any(region.parts.count > 1 for region in plan.regions)
+    if plan.mode == "scheduled":
+        pins[PARTS] = 2 if in_parts else 1
+    in_ring = any(region.ring for region in plan.regions)
+    pins[RING] = int(in_ring)
+    left_out = []
+    options = CompileOptions(pins=dict(plan.pins), mode=plan.mode)
+    for pin in options.layout_pins:
+        try:
+            pinned_slots(captured.graph, (pin,))
+        except OptionError:
+            left_out.append(f"left out: pin {pin}, of parameters that the twin has not")
+        else:
+            pins[f"{LAYOUT}{pin.pattern}"] = pin.value
+    options = CompileOptions(
+        pins=pins,
+        optimizer=plan.optimizer,
+        seed=plan.seed,
+        precision=plan.precision,
+        mode=plan.mode,
+    )
+    cluster = f"local-cpux{prod(degrees.values())}"
+    try:
+        return plan_captured(captured, plan.model.name, cluster, options), tuple(left_out)
+    except OptionError:
+        if not in_parts and not in_ring:
+            raise
+    # Few layers are one region with the loss, which no part alone can make; and products of small
+    # sizes may be sharded otherwise.
+    left_out += ["left out: layers in parts of their samples"] * in_parts
+    left_out += ["left out: products in a ring"] * in_ring
+    options = replace(options, pins={**pins, PARTS: 1, RING: 0})
+    return plan_captured(captured, plan.model.name, cluster, options), tuple(left_out)
+
+
+def _not_shown(plan: Plan, twin: Plan, captured: Captured, small: Captured) -> Iterator[str]:
+    """What the twin does not prove."""
+    labels = dict.fromkeys(r.strategy.label for r in plan.regions)
+    if plan.hierarchy_bytes:
+        yield "left out: all-reduces in phases; the processes of this machine are one node"
+    if len(labels) > 1:
+        yield f"left out: the mix of {len(labels)} strategies; all layers do {twin.strategy.label}"
+    lost = sorted(_targets(captured) - _targets(small))
+    if lost:
+        yield f"left out: {', '.join(lost)}, ops that only the real size has"
+
+
+def _targets(captured: Captured) -> set[str]:
+    return {op.target for region in captured.graph.regions for op in region.graph.ops}
+
+
+def _mesh_text(plan: Plan) -> str:
+    return " x ".join(f"{axis.name}{axis.size}" for axis in plan.mesh.axes if axis.size > 1) or "1"
+
+
+def _inputs_text(plan: Plan) -> str:
+    return ", ".join(f"{name} {'x'.join(map(str, s))}" for name, s, _ in plan.model.inputs)

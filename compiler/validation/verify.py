@@ -1,0 +1,306 @@
+"""Does a plan compute what the model computes? Local processes against the model in one process.
+
+    captured, as planned --exact--> float64, no dropout --emit with the plan--> gloo processes
+    the unmodified model in float64, dropout off ----------------------------> one process
+
+Every process runs both on the same batch and compares the loss and its shard of every gradient,
+then of every parameter after some steps of the plan's optimizer (meshfold.validation.report).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshfold.api import bind, check_fingerprint
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.distributed.local_processes import Report, run_local
+from meshfold.errors import MeshfoldError
+from meshfold.ir.node_groups import node_levels
+from meshfold.ir.plan import Plan
+from meshfold.models.from_argument import BuiltModel, build_for_plan, is_configuration
+from meshfold.passes.fold.assemble import fingerprint
+from meshfold.passes.graph.without_dropout import exact
+from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.runtime.batches import flatten
+from meshfold.sharding.layout import shard_of
+from meshfold.training.compiled_model import CompiledModel
+from meshfold.validation.collective_order import Call, collectives_of, disorder
+from meshfold.validation.first_divergence import first_departure
+from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.validation.report import (
+    NUM_STEPS,
+    TOLERANCE,
+    Sizes,
+    VerifyReport,
+    badness,
+    differences,
+)
+from meshfold.validation.scaled_down import needs_twin, small_twin
+
+EPS = 1e-5
+"""Of AdamW: a gradient that is zero but for rounding moves its parameter by rounding / EPS."""
+LEARNING_RATE = 1e-2
+OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD"}
+
+
+def verify(plan: Plan, model_argument: str) -> VerifyReport:
+    """Runs the comparison. `model_argument` is the MODEL of the command line.
+
+    A plan for more than this machine takes is verified on a small twin (meshfold.validation.scaled_down),
+    which the report says.
+
+    Raises PlanMismatchError if the plan is for another model, MeshfoldError if it has no twin,
+    LocalProcessError if a process fails.
+    """
+    built = build_for_plan(model_argument, plan)
+    captured = captured_as_planned(plan, built)
+    if not is_configuration(model_argument) and any(p.is_meta for p in built.model.parameters()):
+        raise MeshfoldError(
+            f"{model_argument}: the model is on the meta device, and verify runs it; "
+            "let the factory build it on the CPU"
+        )
+    if not needs_twin(plan):
+        return _run(plan, model_argument)
+    with small_twin(plan, model_argument, captured) as twin:
+        return replace(_run(twin.plan, twin.model), shrunk=twin.changes)
+
+
+def _run(plan: Plan, model_argument: str) -> VerifyReport:
+    results = run_local(plan.world_size, _compare, plan_to_json(plan), model_argument, quiet=True)
+    return _report(plan, results)
+
+
+def captured_as_planned(plan: Plan, built: BuiltModel) -> Captured:
+    """The captured model. Raises PlanMismatchError if it is not the one that was planned."""
+    captured = capture(built.model, built.example_inputs, precision=plan.precision)
+    check_fingerprint(plan, captured)
+    return captured
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What one process found."""
+
+    eager_loss: float
+    loss: float
+    gradients: Sizes
+    parameters: Sizes
+    collectives: tuple[Call, ...]
+    departure: str = ""
+
+
+def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
+    plan = plan_from_json(plan_text)
+    built = build_for_plan(model_argument, plan, device="cpu")
+    captured = _exact(captured_as_planned(plan, built))
+    built = BuiltModel(built.model.double(), _double(built.example_inputs))
+    _take_from_first_rank(built)
+    output = captured.graph.outputs[0].name
+    compiled = bind(built.model, _planned_for(plan, captured), captured, built.example_inputs)
+    assert compiled.rank_mesh is not None
+    with collectives_of(compiled.rank_mesh) as calls:
+        eager_loss, loss = _eager_step(built, output), _compiled_step(compiled, built)
+    _zeros_for_none(built.model, compiled)
+    gradients = _sizes(compiled, built.model, _gradient)
+    optimizers = [_optimizer(plan, m) for m in (built.model, compiled)]
+    for step in range(NUM_STEPS):
+        if step:
+            _eager_step(built, output)
+            _compiled_step(compiled, built)
+            _zeros_for_none(built.model, compiled)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = _sizes(compiled, built.model, torch.Tensor.detach)
+    losses = eager_loss.sum().item(), loss.sum().item()
+    compared = _Compared(*losses, gradients, parameters, tuple(calls))
+    everyone: list[_Compared] = [compared] * plan.world_size
+    dist.all_gather_object(everyone, compared)
+    # Departures are looked for along a forward pass, which a pipeline has none of.
+    if _report(plan, everyone).passed or plan.schedule:
+        return compared
+    return replace(compared, departure=_departure(plan, built, captured))
+
+
+def _departure(plan: Plan, built: BuiltModel, captured: Captured) -> str:
+    """The op behind the difference, of programs that keep what they would make again."""
+    regions = [replace(r, typing=replace(r.typing, recompute="none")) for r in plan.regions]
+    kept = replace(_planned_for(plan, captured), regions=tuple(regions))
+    with float64_everywhere(), without_dropout():
+        return first_departure(
+            bind(built.model, kept, captured, built.example_inputs),
+            captured.constants,
+            dict(built.model.named_parameters()),
+            dict(built.model.named_buffers()),
+            built.example_inputs,
+            TOLERANCE,
+        )
+
+
+def _compiled_step(compiled: CompiledModel, built: BuiltModel) -> Tensor:
+    """Forward and backward of the emitted program; gradients are left in `.grad`."""
+    # The graph names the dtype of most new tensors, not of those that had the default one.
+    with float64_everywhere():
+        if compiled.plan.schedule:
+            return compiled.train_step(built.example_inputs)
+        loss: Tensor = compiled(**built.example_inputs)
+        torch.autograd.backward(loss.sum())
+    return loss.detach()
+
+
+def _optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
+    """The plan's, with settings under which rounding stays rounding."""
+    if plan.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
+
+
+def _sizes(
+    compiled: CompiledModel, model: nn.Module, part: Callable[[nn.Parameter], Tensor]
+) -> Sizes:
+    """Of `part` of every parameter, the model's against this rank's."""
+    assert compiled.rank_mesh is not None
+    whole, local = dict(model.named_parameters()), dict(compiled.named_parameters())
+    sizes, coords = compiled.program.mesh.sizes, compiled.rank_mesh.coords
+    found = {}
+    for name, layout in compiled.program.stored.items():
+        if name not in local:
+            continue
+        right = part(whole[name])
+        expected = shard_of(right, layout, sizes, coords)
+        found[name] = (_largest(right), _largest(part(local[name]) - expected))
+    return found
+
+
+def _take_from_first_rank(built: BuiltModel) -> None:
+    """A factory may draw from generators that nobody seeded: all ranks use rank 0's numbers."""
+    inputs = (value for _, value in flatten(built.example_inputs) if isinstance(value, Tensor))
+    with torch.no_grad():
+        for tensor in (*built.model.parameters(), *built.model.buffers(), *inputs):
+            value = tensor.contiguous()
+            dist.broadcast(value, src=0)
+            tensor.copy_(value)
+
+
+def _exact(captured: Captured) -> Captured:
+    constants = {name: _wide(value) for name, value in captured.constants.items()}
+    return replace(captured, graph=exact(captured.graph), constants=constants)
+
+
+def _planned_for(plan: Plan, captured: Captured) -> Plan:
+    """`plan` as if it had been made for the exact program, whose typing is the same."""
+    graph = captured.graph
+    inputs = tuple((i.name, i.shape, i.dtype) for i in graph.inputs)
+    return replace(plan, model=replace(plan.model, fingerprint=fingerprint(graph), inputs=inputs))
+
+
+def _double(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def change(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _wide(value)
+        if isinstance(value, Mapping):
+            return {k: change(v) for k, v in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(change, value))
+        return value
+
+    return {name: change(value) for name, value in inputs.items()}
+
+
+def _wide(value: Tensor) -> Tensor:
+    """A copy, in float64 if a float."""
+    return value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+
+
+def _eager_step(built: BuiltModel, output: str) -> Tensor:
+    """Forward and backward of the model itself; gradients are left in `.grad`."""
+    _loop_over_experts(built.model)
+    with float64_everywhere(), without_dropout():
+        value: Any = built.model(**built.example_inputs)
+        for key in filter(None, output.split(".")):
+            value = value[int(key)] if isinstance(value, list | tuple) else value[key]
+        assert isinstance(value, Tensor), output
+        torch.autograd.backward(value.sum())
+    return value.detach()
+
+
+def _loop_over_experts(model: Any) -> None:
+    """What Hugging Face runs experts with by itself, grouped_mm, has no float64 kernel; a loop over
+    them means the same."""
+    if (
+        hasattr(model, "_can_set_experts_implementation")
+        and model._can_set_experts_implementation()
+    ):
+        model.config._experts_implementation = "eager"
+
+
+def _zeros_for_none(model: nn.Module, compiled: nn.Module) -> None:
+    """Gradients of zeros where a model by itself leaves None and its graph does not, as of an
+    expert that no row chose: AdamW decays the one and skips the other."""
+    local = dict(compiled.named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None and name in local and local[name].grad is not None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
+    first = results[0]
+    return VerifyReport(
+        world_size=plan.world_size,
+        strategy=plan.strategy.label,
+        eager_loss=first.eager_loss,
+        loss=max((r.loss for r in results), key=lambda x: badness(x - first.eager_loss)),
+        gradients=differences([r.gradients for r in results]),
+        parameters=differences([r.parameters for r in results]),
+        optimizer=OPTIMIZER_NAMES[plan.optimizer],
+        departure=first.departure,
+        num_collectives=len(first.collectives),
+        disorder=disorder(node_levels(plan.cluster, plan.mesh), [r.collectives for r in results]),
+    )
+
+
+class _NoDropout(TorchFunctionMode):
+    # Position and name of the probability.
+    _FUNCTIONS = {
+        F.dropout: (1, "p"),
+        F.dropout1d: (1, "p"),
+        F.dropout2d: (1, "p"),
+        F.dropout3d: (1, "p"),
+        F.alpha_dropout: (1, "p"),
+        F.feature_alpha_dropout: (1, "p"),
+        torch.dropout: (1, "p"),
+        F.scaled_dot_product_attention: (4, "dropout_p"),
+    }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._FUNCTIONS:
+            position, name = self._FUNCTIONS[func]
+            args = [0.0 if k == position else a for k, a in enumerate(args)]
+            if len(args) <= position:
+                kwargs[name] = 0.0
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Within it, every dropout of torch drops nothing; train mode stays train mode otherwise."""
+    with _NoDropout():
+        yield

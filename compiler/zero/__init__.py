@@ -1,0 +1,1 @@
+"""The ZeRO engine: parameters gathered ahead of use, gradients reduced in groups."""

@@ -1,0 +1,190 @@
+"""Devices and clusters by name. The figures and where each comes from are in presets.json.
+
+resolve_cluster("dgx-h100x16")          16 nodes of 8 H100
+resolve_cluster("local-cpux4")          4 processes on this machine
+resolve_cluster("my_cluster.json", 16)  16 devices of a described cluster
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from meshfold.errors import ClusterSpecError
+from meshfold.ir.cluster import OVERLAP_SLOWDOWN, ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.plan_file.cluster_file import load_cluster
+
+_COUNTED = re.compile(r"^(?P<name>.+)x(?P<count>-?\d+)$")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A cluster by name. `one_node`: more devices mean more processes on one node, not nodes."""
+
+    name: str
+    group: NodeGroup
+    network: LinkSpec
+    one_node: bool
+
+    def cluster(self, count: int) -> ClusterSpec:
+        """`count` nodes, or processes where the preset is one node."""
+        if self.one_node:
+            group = replace(self.group, devices_per_node=count)
+        else:
+            group = replace(self.group, num_nodes=count)
+        name = self.name if count == 1 else f"{self.name}x{count}"
+        return ClusterSpec(name, (group,), self.network)
+
+
+@cache
+def presets() -> Mapping[str, Preset]:
+    """All presets by name."""
+    text = (
+        resources.files("meshfold.cost_models.hardware").joinpath("presets.json").read_text("utf-8")
+    )
+    data = json.loads(text)
+    devices = {name: _device(name, figures) for name, figures in data["devices"].items()}
+    links = {name: _link(name, figures) for name, figures in data["links"].items()}
+    return MappingProxyType(
+        {
+            name: Preset(
+                name=name,
+                group=NodeGroup(
+                    devices[row["device"]], 1, row["devices_per_node"], links[row["link"]]
+                ),
+                network=links[row["network"]],
+                one_node=row.get("one_node", False),
+            )
+            for name, row in data["presets"].items()
+        }
+    )
+
+
+def cluster(text: str) -> ClusterSpec:
+    """The preset `text`, with "xN" behind it for N nodes (local-cpu: N processes).
+
+    Raises ClusterSpecError for an unknown name, naming the nearest, and for N below 1.
+    """
+    preset, count = _parse(text)
+    return preset.cluster(1 if count is None else count)
+
+
+def resolve_cluster(text: str, num_devices: int | None = None) -> ClusterSpec:
+    """The cluster that a person means by `text`: a preset, with or without "xN", or the path of a
+    JSON file. `num_devices` takes that many of its devices: part of one node, or whole nodes; a
+    preset without "xN" grows to them.
+
+    Raises ClusterSpecError for an unknown preset (naming the nearest), a bad file, zero or
+    negative devices, more devices than there are, or a number that is not whole nodes.
+    """
+    if num_devices is not None and num_devices < 1:
+        raise ClusterSpecError(f"devices: must be 1 or more, got {num_devices}")
+    if text.endswith(".json") or "/" in text:
+        described = load_cluster(Path(text))
+        return described if num_devices is None else subset(described, num_devices)
+    preset, count = _parse(text)
+    if num_devices is None:
+        return preset.cluster(1 if count is None else count)
+    if count is None:
+        per_node = preset.group.devices_per_node
+        count = num_devices if preset.one_node else -(-num_devices // per_node)
+    return subset(preset.cluster(count), num_devices)
+
+
+def subset(spec: ClusterSpec, num_devices: int) -> ClusterSpec:
+    """The first `num_devices` devices of `spec`: part of one node, or whole nodes.
+
+    Raises ClusterSpecError otherwise.
+    """
+    if num_devices < 1:
+        raise ClusterSpecError(f"devices: must be 1 or more, got {num_devices}")
+    if num_devices > spec.num_devices:
+        raise ClusterSpecError(
+            f"devices: {num_devices} asked for, cluster {spec.name} has {spec.num_devices}"
+        )
+    if num_devices == spec.num_devices:
+        return spec
+    groups: list[NodeGroup] = []
+    left = num_devices
+    for group in spec.groups:
+        nodes, part = divmod(min(left, group.num_devices), group.devices_per_node)
+        if nodes == 0 and not groups:
+            return replace(spec, groups=(replace(group, num_nodes=1, devices_per_node=part),))
+        if part:
+            below, above = num_devices - part, num_devices - part + group.devices_per_node
+            raise ClusterSpecError(
+                f"devices: {num_devices} are no whole nodes of {group.devices_per_node} devices "
+                f"({spec.name}); take {below} or {above}"
+            )
+        groups.append(replace(group, num_nodes=nodes))
+        left -= nodes * group.devices_per_node
+        if not left:
+            break
+    return replace(spec, groups=tuple(groups))
+
+
+def _parse(text: str) -> tuple[Preset, int | None]:
+    known = presets()
+    if text in known:
+        return known[text], None
+    match = _COUNTED.match(text)
+    name = match["name"] if match else text
+    if name not in known or match is None:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"presets are {', '.join(known)}"
+        raise ClusterSpecError(f"cluster: unknown preset {text!r}; {hint}")
+    count = int(match["count"])
+    if count < 1:
+        raise ClusterSpecError(f"cluster: {text!r} asks for {count} nodes; write x1 or more")
+    return known[name], count
+
+
+def _device(name: str, figures: Mapping[str, Any]) -> DeviceSpec:
+    value = {key: figure[0] for key, figure in figures.items()}
+    return DeviceSpec(
+        name=name,
+        memory_bytes=round(value["memory_gib"] * 2**30),
+        memory_bytes_per_s=value["memory_gb_per_s"] * 1e9,
+        peak_flops_per_s={d: tflops * 1e12 for d, tflops in value["peak_tflops"].items()},
+        matmul_efficiency=value["matmul_efficiency"],
+        memory_efficiency=value["memory_efficiency"],
+        launch_s=_seconds(value["launch_us"]),
+        reserve_bytes=round(value["reserve_gib"] * 2**30),
+        source=_sources(figures),
+        host_bytes_per_s=value.get("host_gb_per_s", 0) * 1e9,
+        overlap_slowdown=value.get("overlap_slowdown", OVERLAP_SLOWDOWN),
+    )
+
+
+def _link(name: str, figures: Mapping[str, Any]) -> LinkSpec:
+    value = {key: figure[0] for key, figure in figures.items()}
+    by_ranks = value.get("gb_per_s_by_ranks", ())
+    return LinkSpec(
+        name=name,
+        bytes_per_s=value["gb_per_s"] * 1e9,
+        latency_s=_seconds(value["latency_us"]),
+        source=_sources(figures),
+        start_s=_seconds(value.get("start_us", 0)),
+        ramp_bytes=float(value.get("ramp_kib", 0) * 2**10),
+        reduce_bytes_per_s=value.get("reduce_gb_per_s", 0) * 1e9,
+        bytes_per_s_by_ranks=tuple((ranks, gb_per_s * 1e9) for ranks, gb_per_s in by_ranks),
+    )
+
+
+def _seconds(microseconds: float) -> float:
+    # Rounded to picoseconds, so that 1.9 us is written as 1.9e-06 in a plan.
+    return round(microseconds * 1e-6, 12)
+
+
+def _sources(figures: Mapping[str, Any]) -> str:
+    """ "memory_gb_per_s, peak_tflops: X; launch_us: Y": one line, figures of a source together."""
+    keys_by_source: dict[str, list[str]] = {}
+    for key, (_, source) in figures.items():
+        keys_by_source.setdefault(source, []).append(key)
+    return "; ".join(f"{', '.join(keys)}: {source}" for source, keys in keys_by_source.items())

@@ -1,0 +1,1 @@
+"""Bytes over time: of one op, of a region, and of a whole step."""

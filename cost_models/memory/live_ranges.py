@@ -1,0 +1,339 @@
+"""Live ranges of one region's local program: a forward, then its backward in reverse.
+
+A step's tensors live on storages; a storage is freed when nothing refers to it any more:
+
+    1. forward: a value goes after its last use, unless autograd keeps it or it leaves the region
+    2. backward in reverse order: after a step ran, what it kept and its incoming gradients go; the
+       gradient of a view or an add lives in the incoming one's storage
+    3. a second gradient for a value is added into the older buffer if nothing else refers to that,
+       else into the newer one, else into a third
+    4. gradients of slots stay to the end of the region: they leave it
+    5. with recomputation the forward keeps the slots, and under selective recomputation results of
+       some steps; when the backward first needs something from inside, what is missing is made
+       again (cost_models/rebuild.py), beside the gradients that are there by then; then as above
+
+(Rules and their measured errors: PyTorch's engine, torch/csrc/autograd/input_buffer.cpp; held
+against the CPU allocator's events in tests/compiler/test_memory_real.py.)
+
+Storages that come from outside through slots are not counted here: whoever made them counts them.
+Sizes are bytes of one rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshfold.cost_models.memory.op_memory import NEW_STORAGE, NO_GRADIENT, TensorSpec
+from meshfold.cost_models.memory.recomputation import LocalStep, Rebuild, keeps, plan_rebuild
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """What one rank runs for a region. Tensors 0..num_slots-1 come from outside; `specs` are those
+    of all tensors, `outputs` what leaves. Gradients of `bucketed` tensors (from outside) are
+    reduced together, as soon as the backward of the first step that reads one is done. recomputes:
+    what no step that stays made is made again in the backward."""
+
+    num_slots: int
+    specs: tuple[TensorSpec, ...]
+    steps: tuple[LocalStep, ...]
+    outputs: tuple[int, ...]
+    bucketed: frozenset[int] = frozenset()
+    recomputes: bool = False
+
+
+@dataclass(frozen=True)
+class RegionMemory:
+    """Memory of one instance of a region.
+
+    saved_bytes: kept for the backward, made inside and not leaving the region.
+    saved_slots: slots whose storage the backward needs.
+    output_roots: whose storage each output lives on: output j's (j, its own or an earlier one), or
+        that of slot k (-1 - k).
+    output_bytes: bytes of each output's storage if it is its own, else 0.
+    saved_outputs: whether this region's own backward needs the output's storage.
+    forward_peak_bytes: worst moment of the forward, everything made inside and not yet freed.
+    backward_peak_bytes: worst moment of the backward: what is kept or computed again, gradients
+        coming in, made, and leaving; storages of slots and outputs not included.
+    reduction_bytes: alive when the gradients of bucketed tensors are all there, these included.
+    slot_gradient_bytes: of each slot, 0 where there is none.
+    """
+
+    saved_bytes: int
+    saved_slots: frozenset[int]
+    output_roots: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+    saved_outputs: tuple[bool, ...]
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    reduction_bytes: int
+    slot_gradient_bytes: tuple[int, ...]
+
+
+class _Heap:
+    """Storages by number, counted references, bytes alive now and at the worst moment."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.owners: list[int] = []
+        self.current_bytes = 0
+        self.peak_bytes = 0
+
+    def allocate(self, num_bytes: int) -> int:
+        """A new storage with one owner."""
+        self.sizes.append(num_bytes)
+        self.owners.append(1)
+        self.current_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        return len(self.sizes) - 1
+
+    def retain(self, storage: int) -> None:
+        self.owners[storage] += 1
+
+    def release(self, storage: int) -> None:
+        self.owners[storage] -= 1
+        if self.owners[storage] == 0:
+            self.current_bytes -= self.sizes[storage]
+
+    def resize(self, storage: int, num_bytes: int) -> None:
+        self.current_bytes += num_bytes - self.sizes[storage]
+        self.sizes[storage] = num_bytes
+
+    def touch(self, scratch_bytes: int) -> None:
+        """Note a moment with `scratch_bytes` more than what is counted."""
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes + scratch_bytes)
+
+    def take_peak(self) -> int:
+        """The worst moment since this was asked before, that of now included."""
+        peak_bytes, self.peak_bytes = self.peak_bytes, self.current_bytes
+        return peak_bytes
+
+
+@dataclass(frozen=True)
+class RegionTrace:
+    """The same over time, per step of the local program. forward_bytes, backward_bytes: at its
+    worst moment; after_bytes: when its backward is done; all counted as in RegionMemory.
+    needs: slots whose storage autograd keeps for its backward. again_at: the step before whose
+    backward the steps `again` run a second time, -1 for none; again_bytes: the worst of that."""
+
+    memory: RegionMemory
+    forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    after_bytes: tuple[int, ...]
+    needs: tuple[frozenset[int], ...]
+    again: frozenset[int]
+    again_at: int
+    again_bytes: int
+
+
+def simulate_region(program: LocalProgram) -> RegionMemory:
+    """Memory of one instance of `program`. Linear in its steps."""
+    return _Simulation(program).run()
+
+
+def trace_region(program: LocalProgram) -> RegionTrace:
+    """Memory of one instance over time. Linear in its steps."""
+    simulation = _Simulation(program)
+    memory = simulation.run()
+    rebuild = simulation.rebuild
+    return RegionTrace(
+        memory,
+        tuple(simulation.forward_bytes),
+        tuple(simulation.backward_bytes),
+        tuple(simulation.after_bytes),
+        tuple(simulation.needs),
+        rebuild.again if rebuild is not None and simulation.again_at >= 0 else frozenset(),
+        simulation.again_at,
+        simulation.again_bytes,
+    )
+
+
+class _Simulation:
+    def __init__(self, program: LocalProgram) -> None:
+        self.program = program
+        self.heap = _Heap()
+        # Storages of slots are somebody else's: size 0 here, and an owner that never lets go.
+        self.storage = [self.heap.allocate(0) for _ in range(program.num_slots)]
+        self.storage += [-1] * (len(program.specs) - program.num_slots)
+        self.last_use = _last_uses(program)
+        self.rebuild: Rebuild | None = None
+        if program.recomputes and any(keeps(s.probe) for s in program.steps):
+            self.rebuild = plan_rebuild(program.steps, program.num_slots)
+        self.kept: list[list[int]] = [[] for _ in program.steps]
+        self.gradient: list[int] = [-1] * len(program.specs)
+        self.reduction_bytes = 0
+        self.forward_bytes: list[int] = []
+        self.backward_bytes = [0] * len(program.steps)
+        self.after_bytes = [0] * len(program.steps)
+        self.needs: list[frozenset[int]] = []
+        self.again_at = -1
+        self.again_bytes = 0
+
+    def run(self) -> RegionMemory:
+        self._forward()
+        heap, num_slots = self.heap, self.program.num_slots
+        slots = self.storage[:num_slots]
+        outputs = [self.storage[t] for t in self.program.outputs]
+        kept = {s for storages in self.kept for s in storages}
+        if self.rebuild is not None:
+            kept.update(self.storage[t] for t in self.rebuild.held)
+        roots = tuple(-1 - slots.index(s) if s in slots else outputs.index(s) for s in outputs)
+        output_bytes = tuple(
+            heap.sizes[s] if root == j else 0
+            for j, (s, root) in enumerate(zip(outputs, roots, strict=True))
+        )
+        # From here on the outputs' storages are counted by who composes the step.
+        for s in set(outputs):
+            heap.resize(s, 0)
+        heap.peak_bytes = saved_bytes = heap.current_bytes
+        self._backward()
+        gradients = [heap.sizes[g] if g >= 0 else 0 for g in self.gradient[:num_slots]]
+        return RegionMemory(
+            saved_bytes=saved_bytes,
+            saved_slots=frozenset(k for k, s in enumerate(slots) if s in kept),
+            output_roots=roots,
+            output_bytes=output_bytes,
+            saved_outputs=tuple(s in kept for s in outputs),
+            forward_peak_bytes=max(self.forward_bytes, default=0),
+            backward_peak_bytes=max(
+                saved_bytes, self.again_bytes, *self.backward_bytes, heap.peak_bytes
+            ),
+            reduction_bytes=self.reduction_bytes,
+            slot_gradient_bytes=tuple(gradients),
+        )
+
+    # Forward.
+
+    def _forward(self) -> None:
+        for k, step in enumerate(self.program.steps):
+            kept = self._run_forward(step)
+            if self.rebuild is not None:
+                kept = self._hold(step, kept, self.rebuild)
+            self.kept[k] = kept
+            self.needs.append(frozenset(s for s in kept if s < self.program.num_slots))
+            self.forward_bytes.append(self.heap.take_peak())
+            self._release_dead(step, k)
+
+    def _hold(self, step: LocalStep, kept: list[int], rebuild: Rebuild) -> list[int]:
+        """Of what autograd would keep of a step, drop what is made again; the values that are held
+        for that get an owner."""
+        inside = kept[-1:] if step.stays and step.probe.saved_bytes else []
+        self._release_all(kept[: len(kept) - len(inside)])
+        for t in step.outputs:
+            if t in rebuild.held:
+                self.heap.retain(self.storage[t])
+        return inside
+
+    def _run_again(self, rebuild: Rebuild) -> None:
+        """Make what is missing, note what the backward needs, and drop the rest."""
+        steps = self.program.steps
+        for k, step in enumerate(steps):
+            if k in rebuild.again:
+                self.kept[k] = self._run_forward(step)
+            elif keeps(step.probe):
+                noted = self._kept_values(step)
+                for s in noted:
+                    self.heap.retain(s)
+                self.kept[k] += noted
+            self._release_all([self.storage[t] for t in rebuild.released[k]])
+        self._release_all([self.storage[t] for t in rebuild.released[-1]])
+
+    def _run_forward(self, step: LocalStep) -> list[int]:
+        """Make the step's results; returns the storages that autograd keeps, retained."""
+        heap, probe = self.heap, step.probe
+        made_bytes = sum(o.num_bytes for o in probe.outputs) + probe.saved_bytes
+        heap.touch(made_bytes + probe.forward_scratch_bytes)
+        for t, output in zip(step.outputs, probe.outputs, strict=True):
+            if output.storage == NEW_STORAGE:
+                self.storage[t] = heap.allocate(output.num_bytes)
+            else:
+                self.storage[t] = self.storage[step.operands[output.storage]]
+                heap.retain(self.storage[t])
+        kept = self._kept_values(step)
+        for s in kept:
+            heap.retain(s)
+        if probe.saved_bytes:
+            kept.append(heap.allocate(probe.saved_bytes))
+        return kept
+
+    def _kept_values(self, step: LocalStep) -> list[int]:
+        """Storages of operands and results that autograd keeps."""
+        kept = [self.storage[step.operands[k]] for k in step.probe.saved_operands]
+        return kept + [self.storage[step.outputs[j]] for j in step.probe.saved_outputs]
+
+    def _release_dead(self, step: LocalStep, k: int) -> None:
+        """Release the values of step k that nobody reads later."""
+        values = dict.fromkeys((*step.operands, *step.outputs))
+        dead = [t for t in values if self.last_use[t] <= k and t >= self.program.num_slots]
+        self._release_all([self.storage[t] for t in dead])
+
+    def _release_all(self, storages: Sequence[int]) -> None:
+        for s in storages:
+            self.heap.release(s)
+
+    # Backward.
+
+    def _backward(self) -> None:
+        for t in self.program.outputs:
+            if self.program.specs[t].requires_grad:
+                self._receive(t, self.heap.allocate(self.program.specs[t].num_bytes))
+        missing = self.rebuild
+        for k in reversed(range(len(self.program.steps))):
+            step = self.program.steps[k]
+            if any(self.gradient[t] >= 0 for t in step.outputs):
+                if missing is not None and keeps(step.probe):
+                    self._run_again(missing)
+                    missing = None
+                    self.again_at, self.again_bytes = k, self.heap.take_peak()
+                self._run_backward(step)
+            self.backward_bytes[k] = self.heap.take_peak()
+            self._release_all(self.kept[k])
+            self.after_bytes[k] = self.heap.current_bytes
+            if not self.program.bucketed.isdisjoint(step.operands):
+                # The last time this happens counts: the first step that reads one.
+                self.reduction_bytes = self.heap.current_bytes
+
+    def _run_backward(self, step: LocalStep) -> None:
+        heap, probe = self.heap, step.probe
+        incoming = [self.gradient[t] for t in step.outputs]
+        heap.touch(sum(probe.fresh_gradient_bytes) + probe.backward_scratch_bytes)
+        fresh = [heap.allocate(size) for size in probe.fresh_gradient_bytes]
+        sources = [*incoming, *fresh]
+        given = []
+        for t, source in zip(step.operands, probe.gradients, strict=False):
+            if source != NO_GRADIENT and sources[source] >= 0:
+                heap.retain(sources[source])
+                given.append((t, sources[source]))
+        for s in fresh:
+            heap.release(s)
+        for t, s in zip(step.outputs, incoming, strict=True):
+            if s >= 0:
+                heap.release(s)
+                self.gradient[t] = -1
+        for t, s in given:
+            self._receive(t, s)
+
+    def _receive(self, t: int, newer: int) -> None:
+        """Add the gradient on storage `newer`, whose reference is handed over, to tensor t's."""
+        heap, older = self.heap, self.gradient[t]
+        if older < 0:
+            self.gradient[t] = newer
+        elif heap.owners[older] == 1:
+            heap.release(newer)
+        elif heap.owners[newer] == 1:
+            heap.release(older)
+            self.gradient[t] = newer
+        else:
+            self.gradient[t] = heap.allocate(self.program.specs[t].num_bytes)
+            heap.release(older)
+            heap.release(newer)
+
+
+def _last_uses(program: LocalProgram) -> list[int]:
+    """Per tensor the last step that reads or makes it; past the end for an output."""
+    last = [-1] * len(program.specs)
+    for k, step in enumerate(program.steps):
+        for t in (*step.operands, *step.outputs):
+            last[t] = k
+    for t in program.outputs:
+        last[t] = len(program.steps)
+    return last

@@ -1,0 +1,1 @@
+"""Seconds of one kernel and of one collective."""

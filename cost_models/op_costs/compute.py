@@ -1,0 +1,296 @@
+"""Work of one op: floating point operations and bytes of memory traffic, forward and backward.
+
+On *global* shapes; a rule that splits its op divides by the axis size. Backward work follows from
+which operands need a gradient. Times come from CostModel.compute_s.
+
+    GEMM family   flops 2 m n k; each gradient (of either factor) is one more GEMM of 2 m n k;
+                  expert_linear as one GEMM of all rows, that reads the weights of all experts;
+                  einsum 2 * the product of all its letters, as often as it has gaps
+    attention     2 GEMMs forward, 5 backward (the scores are recomputed): 2 b h sq sk (d + dv)
+                  forward, 2.5 times that backward (Dao et al., FlashAttention, NeurIPS 2022,
+                  appendix B); a causal op does half of the square
+    convolution   2 * outputs * (input channels / groups) * kernel elements, as a GEMM otherwise;
+                  transposed 2 * inputs * (output channels / groups) * kernel elements
+    batch norm    on the statistics of the batch reads x twice, backward x and the gradient twice
+    pooling       a maximum writes where it was found (int64); backward reads that and not x
+    views         nothing forward; backward of slicing and splitting fills the whole gradient,
+                  of expand sums it
+    other         memory-bound: every operand read and every result written once; backward reads
+                  the gradients of the results and the operands, writes the operands' gradients
+
+Pure counting: there are no fitted constants here. Ops outside the tables are charged as
+memory-bound and marked `estimated`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshfold.cost_models.op_costs.einsum import dims_of
+from meshfold.ir.op_graph import ITEM_BYTES, Op, OpGraph, Value
+
+# Positions of the two factors among the operands.
+MATMUL_FACTORS = {
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "matmul": (0, 1),
+    "linear": (0, 1),
+    "addmm": (1, 2),
+    "baddbmm": (1, 2),
+    "_grouped_mm": (0, 1),
+    "expert_linear": (0, 1),
+    "linear_scatter": (0, 1),
+}
+
+_ATTENTION = (
+    "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+_CONVOLUTIONS = (
+    "convolution",
+    *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
+)
+
+_TRAINED_BATCH_NORMS = ("_native_batch_norm_legit_functional", "_native_batch_norm_legit")
+
+_POOLS = tuple(
+    f"{kind}{n}d{indices}"
+    for kind in ("max_pool", "adaptive_max_pool", "avg_pool", "adaptive_avg_pool")
+    for n in (1, 2, 3)
+    for indices in ("", "_with_indices")
+)
+
+PRODUCTS = frozenset((*MATMUL_FACTORS, "gather_linears", "einsum", *_ATTENTION, *_CONVOLUTIONS))
+"""Ops with many flops per byte (names as op_name gives them): what they make is dear to make again.
+All other ops are bound by memory."""
+
+VIEWS = frozenset(
+    """alias broadcast_tensors detach expand expand_as flatten lift_fresh movedim narrow numpy_T
+    permute reshape squeeze swapaxes t transpose unflatten unsqueeze view view_as _unsafe_view
+    select slice split split_with_sizes chunk unbind diagonal""".split()
+)
+"""Ops that move no bytes (reshape and flatten may copy a strided operand; not charged)."""
+
+_PART_VIEWS = frozenset("select slice narrow split split_with_sizes chunk unbind diagonal".split())
+
+_MEMORY_BOUND = frozenset(
+    """add sub mul div neg abs sign exp log log1p rsqrt sqrt reciprocal pow square sin cos tanh
+    sigmoid silu gelu relu softplus elu leaky_relu hardswish mish erf clamp clamp_min clamp_max
+    minimum maximum where masked_fill softmax _softmax log_softmax _log_softmax layer_norm
+    native_layer_norm rms_norm _fused_rms_norm group_norm batch_norm instance_norm
+    _native_batch_norm_legit_no_training dropout native_dropout hardtanh hardsigmoid
+    upsample_nearest2d upsample_bilinear2d pixel_shuffle
+    bernoulli rand_like randn_like clone contiguous copy _to_copy to cat stack repeat
+    repeat_interleave sum mean var std amax amin max min argmax argmin any all cumsum topk sort
+    argsort nonzero one_hot scatter scatter_add index_add index_put index_copy index_fill
+    eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
+    bitwise_not remainder fmod floor_divide floor ceil round isin isnan isinf tril triu arange full
+    full_like zeros zeros_like ones ones_like empty empty_like new_zeros new_ones new_full
+    new_empty new_empty_strided scalar_tensor cross_entropy_loss nll_loss nll_loss_forward mse_loss
+    l1_loss smooth_l1_loss huber_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss
+    poisson_nll_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits nll_loss_nd
+    cosine_embedding_loss triplet_margin_loss cosine_similarity pairwise_distance roll flip
+    pad constant_pad_nd histc bincount diff __and__ __or__ __xor__
+    fill select_scatter slice_scatter masked_scatter log_sigmoid _weight_norm
+    dispatch combine""".split()
+)
+
+_LOOKUPS = frozenset("embedding gather index index_select take_along_dim".split())
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one op does: flops and bytes of memory traffic, each for forward and backward.
+    `estimated`: the op is in no table and is charged as memory-bound."""
+
+    flops: float
+    num_bytes: float
+    backward_flops: float
+    backward_bytes: float
+    estimated: bool = False
+
+
+def op_name(target: str) -> str:
+    """ "linear" for "aten.linear.default": the op without its namespace and overload."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 2 else parts[-1]
+
+
+def op_work(graph: OpGraph, op: Op) -> Work:
+    """Work of `op` on the global shapes of `graph`."""
+    name = op_name(op.target)
+    if op.target.startswith(("aten.", "meshfold.")):
+        for names, counter in _COUNTERS:
+            if name in names:
+                return counter(graph, op)
+    traffic = _memory_bound(graph, op)
+    known = name in _MEMORY_BOUND or name.rstrip("_") in _MEMORY_BOUND
+    if known:
+        return traffic
+    return Work(0, traffic.num_bytes, 0, traffic.backward_bytes, estimated=True)
+
+
+def _operands(graph: OpGraph, op: Op) -> list[Value]:
+    return [graph.values[v] for v in op.operands]
+
+
+def _results(graph: OpGraph, op: Op) -> list[Value]:
+    return [graph.values[v] for v in op.outputs]
+
+
+def _total_bytes(values: Sequence[Value]) -> int:
+    return sum(v.num_bytes for v in values)
+
+
+def _traffic(graph: OpGraph, op: Op) -> tuple[int, int]:
+    """Bytes read and written forward; bytes read and written backward."""
+    operands, results = _operands(graph, op), _results(graph, op)
+    forward = _total_bytes(operands) + _total_bytes(results)
+    wanted = [v for v in operands if v.requires_grad]
+    if not wanted:
+        return forward, 0
+    incoming = _total_bytes([v for v in results if v.is_float])
+    return forward, incoming + _total_bytes(operands) + _total_bytes(wanted)
+
+
+def _memory_bound(graph: OpGraph, op: Op) -> Work:
+    forward, backward = _traffic(graph, op)
+    return Work(0, forward, 0, backward)
+
+
+def _matmul(graph: OpGraph, op: Op) -> Work:
+    first, second = MATMUL_FACTORS[op_name(op.target)]
+    operands, results = _operands(graph, op), _results(graph, op)
+    # Every element of the result is a dot product over the last dim of the left factor.
+    left, right = operands[first], operands[second]
+    flops = 2 * math.prod(results[0].shape) * left.shape[-1]
+    forward, backward = _traffic(graph, op)
+    return Work(flops, forward, flops * (left.requires_grad + right.requires_grad), backward)
+
+
+def _several_products(graph: OpGraph, op: Op) -> Work:
+    """Of the same rows with several weights."""
+    x, *weights = _operands(graph, op)[: 1 + len(op.outputs)]
+    rows = 2 * math.prod(x.shape)
+    each = [rows * out.shape[-1] for out in _results(graph, op)]
+    forward, backward = _traffic(graph, op)
+    back = sum(
+        flops * (x.requires_grad + weight.requires_grad)
+        for flops, weight in zip(each, weights, strict=True)
+    )
+    return Work(sum(each), forward, back, backward)
+
+
+def _einsum(graph: OpGraph, op: Op) -> Work:
+    """Each letter counts once: of two operands it is their GEMM. Of more, as if each joined the
+    result at its full size."""
+    operands = _operands(graph, op)
+    forward, backward = _traffic(graph, op)
+    equation = op.args[0]
+    assert isinstance(equation, str)
+    letters = dims_of(equation, [v.shape for v in operands])
+    if letters is None:
+        return Work(0, forward, 0, backward, estimated=True)
+    sizes: dict[str, int] = {}
+    for term, value in zip(letters, operands, strict=False):
+        for letter, size in zip(term, value.shape, strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    flops = 2 * math.prod(sizes.values()) * max(len(operands) - 1, 0)
+    return Work(flops, forward, flops * sum(v.requires_grad for v in operands), backward)
+
+
+def _attention(graph: OpGraph, op: Op) -> Work:
+    query, key, value = _operands(graph, op)[:3]
+    rows = math.prod(query.shape[:-1])  # batch x heads x query length
+    square = rows * key.shape[-2] / (2 if _is_causal(op) else 1)
+    flops = 2 * square * (query.shape[-1] + value.shape[-1])
+    forward, backward = _traffic(graph, op)
+    return Work(flops, forward, 2.5 * flops if backward else 0, backward)
+
+
+def _is_causal(op: Op) -> bool:
+    """Argument `is_causal` of any of the attention ops: by keyword, else the first plain bool (it
+    comes before every other flag in all overloads)."""
+    named = dict(op.kwargs)
+    if "is_causal" in named:
+        return named["is_causal"] is True
+    bools = [a for a in op.args if isinstance(a, bool)]
+    return bool(bools) and bools[0]
+
+
+def _convolution(graph: OpGraph, op: Op) -> Work:
+    operands, results = _operands(graph, op), _results(graph, op)
+    image, weight = operands[:2]
+    # weight: (output channels, input channels / groups, *kernel): its dims after the first are the
+    # dot product behind each result. Transposed, they are what each input element is spread over.
+    name = op_name(op.target)
+    is_flagged = name == "convolution" and len(op.args) > 6 and op.args[6] is True
+    transposed = is_flagged or name.startswith("conv_transpose")
+    points = image.shape if transposed else results[0].shape
+    flops = 2 * math.prod(points) * math.prod(weight.shape[1:])
+    forward, backward = _traffic(graph, op)
+    return Work(flops, forward, flops * (image.requires_grad + weight.requires_grad), backward)
+
+
+def _view(graph: OpGraph, op: Op) -> Work:
+    operands = _operands(graph, op)
+    if not operands or not operands[0].requires_grad:
+        return Work(0, 0, 0, 0)
+    whole, parts = operands[0].num_bytes, _total_bytes(_results(graph, op))
+    name = op_name(op.target)
+    if name in _PART_VIEWS:
+        return Work(0, 0, 0, whole + parts)
+    if name in ("expand", "expand_as") and parts > whole:
+        return Work(0, 0, 0, whole + parts)
+    return Work(0, 0, 0, 0)
+
+
+def _lookup(graph: OpGraph, op: Op) -> Work:
+    """Reads only the rows asked for; the gradient of the table is dense: zeros, then added to."""
+    operands, results = _operands(graph, op), _results(graph, op)
+    table = operands[0]
+    moved = 2 * _total_bytes(results) + _total_bytes(operands[1:])
+    backward = table.num_bytes + moved if table.requires_grad else 0
+    return Work(0, moved, 0, backward)
+
+
+def _trained_batch_norm(graph: OpGraph, op: Op) -> Work:
+    """Statistics, then the result; backward two sums, then the gradient of x."""
+    forward, backward = _traffic(graph, op)
+    x_bytes, y_bytes = _operands(graph, op)[0].num_bytes, _results(graph, op)[0].num_bytes
+    return Work(0, forward + x_bytes, 0, backward + x_bytes + y_bytes if backward else 0)
+
+
+def _pool(graph: OpGraph, op: Op) -> Work:
+    """Reads x, writes the result, for a maximum with indices; backward spreads the gradient."""
+    x, y = _operands(graph, op)[0], _results(graph, op)[0]
+    is_max = "max" in op_name(op.target)
+    indices = math.prod(y.shape) * ITEM_BYTES["int64"] if is_max else 0
+    backward = y.num_bytes + indices + x.num_bytes if x.requires_grad else 0
+    return Work(0, x.num_bytes + y.num_bytes + indices, 0, backward)
+
+
+def _cross_entropy(graph: OpGraph, op: Op) -> Work:
+    """log_softmax (read logits, write as much), then a pick from it; backward reads the saved
+    log_softmax and writes the gradient of the logits."""
+    logits = _operands(graph, op)[0]
+    moved = 2 * logits.num_bytes
+    return Work(0, moved, 0, moved if logits.requires_grad else 0)
+
+
+_COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], Work]], ...] = (
+    (tuple(MATMUL_FACTORS), _matmul),
+    (("gather_linears",), _several_products),
+    (("einsum",), _einsum),
+    (_ATTENTION, _attention),
+    (_CONVOLUTIONS, _convolution),
+    (_TRAINED_BATCH_NORMS, _trained_batch_norm),
+    (_POOLS, _pool),
+    (VIEWS, _view),
+    (_LOOKUPS, _lookup),
+    (("cross_entropy_loss",), _cross_entropy),
+)

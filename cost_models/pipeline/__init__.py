@@ -1,0 +1,1 @@
+"""Pipeline schedules as lists of actions, and how long each takes."""

@@ -1,0 +1,1 @@
+"""Discrete events of one step: a compute stream and one stream per link level."""

@@ -1,0 +1,103 @@
+"""The events of a whole program (meshfold.ir.step_events): regions written once, then strung together.
+
+What passes/region_memory.py knows of memory between instances comes along, so that the simulator's
+peak is that of the memory model, at a moment of the step.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from meshfold.cost_models.memory.step_memory import STATE_FACTOR, held_over_time
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.op_graph import FoldedGraph, SourceKind
+from meshfold.ir.spmd import Layout
+from meshfold.ir.step_events import StepEvents
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.events.region import PricedRegion, collective, region_events
+from meshfold.passes.graph.reads import ProgramReads, program_reads
+from meshfold.passes.memory.local_program import Probe
+from meshfold.passes.memory.region import Simulations, program_memory
+from meshfold.passes.memory.zero import program_states
+from meshfold.passes.price.region import RegionPricer
+
+
+def program_events(
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    pricers: Sequence[RegionPricer],
+    costs: CostModel,
+    probe: Probe,
+    *,
+    optimizer: str,
+    optimizer_s: float,
+    known: Simulations | None = None,
+    reads: ProgramReads | None = None,
+) -> StepEvents:
+    """The events of a step in one pass. typings, pricers: per region. optimizer_s: seconds of its
+    update. known, reads: as for passes.region_memory.step_memory."""
+    reads = reads or program_reads(folded)
+    written, numbers = _written(folded, typings, pricers, probe, reads)
+    states = program_states(folded, typings, costs.mesh, None, reads)
+    memory = program_memory(
+        folded, typings, costs.mesh, probe, costs=costs, known=known, reads=reads
+    )
+    outputs = [
+        (o.source.instance, o.source.output)
+        for o in folded.outputs
+        if o.source.kind is SourceKind.VALUE
+    ]
+    return StepEvents(
+        regions=tuple(region.events for region in written),
+        instances=tuple(numbers),
+        late=tuple(
+            collective("all_reduce", num_bytes, axes, costs)
+            for (axes, _), num_bytes in _late(written, numbers).items()
+        ),
+        optimizer_s=optimizer_s,
+        held_bytes=held_over_time(memory, outputs, states, optimizer),
+        fixed_bytes=states.parameters
+        + states.buffers
+        + states.inputs
+        + STATE_FACTOR[optimizer] * states.trained
+        + costs.cluster.reserve_bytes,
+        slowdown=costs.cluster.overlap_slowdown,
+    )
+
+
+def _written(
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    pricers: Sequence[RegionPricer],
+    probe: Probe,
+    reads: ProgramReads,
+) -> tuple[list[PricedRegion], list[int]]:
+    """(events per region and layouts that arrive, number of them per instance)."""
+    regions: dict[tuple[int, tuple[Layout, ...]], int] = {}
+    written: list[PricedRegion] = []
+    numbers = []
+    for instance, of in zip(folded.instances, reads.instances, strict=True):
+        r = instance.region
+        layouts = list(typings[r].slots)
+        for slot, (maker, output) in of.values.items():
+            layouts[slot] = typings[folded.instances[maker].region].outputs[output]
+        key = r, tuple(layouts)
+        if key not in regions:
+            variant = sum(region == r for region, _ in regions)
+            regions[key] = len(written)
+            name = folded.regions[r].name + (f".{variant}" if variant else "")
+            written.append(
+                region_events(name, typings[r], key[1], pricers[r], probe, instance.floats)
+            )
+        numbers.append(regions[key])
+    return written, numbers
+
+
+def _late(
+    written: Sequence[PricedRegion], numbers: Sequence[int]
+) -> Counter[tuple[tuple[int, ...], str]]:
+    """(axes, dtype) -> bytes of gradients that all instances leave to the end."""
+    late: Counter[tuple[tuple[int, ...], str]] = Counter()
+    for number, count in Counter(numbers).items():
+        for where, num_bytes in written[number].late.items():
+            late[where] += count * num_bytes
+    return late

@@ -1,0 +1,321 @@
+"""The events of one region (meshfold.ir.step_events): its local program, priced and traced.
+
+    local program         passes/local_program.py     ops and steps of conversions, as emitted
+    seconds               RegionPricer.op_times, passes/conversions.py
+    bytes alive inside    cost_models/memory.py
+    buckets               passes/parameter_buckets.py
+
+Forward and backward are one walk over the local program each, the backward in reverse: autograd
+runs nodes in falling order of creation. A bucket is opened before the first step that reads a
+member, so its gradients are complete after the backward of that step.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshfold.cost_models.memory.live_ranges import LocalProgram, RegionTrace, trace_region
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.op_graph import OpGraph
+from meshfold.ir.spmd import Layout
+from meshfold.ir.step_events import BucketEvents, Collective, Event, RegionEvents
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.memory.local_program import LocalProgramBuilder, Probe
+from meshfold.passes.price.conversions import COLLECTIVES, Step, step_actions
+from meshfold.passes.price.op_time import InsideCollective, OpTimer
+from meshfold.passes.price.parameter_groups import (
+    BucketKey,
+    bucket_copies,
+    bucket_key,
+    changed_axes,
+)
+from meshfold.passes.price.region import RegionPricer
+from meshfold.passes.region.parameter_tables import local_bytes, stored_bytes
+
+Late = Mapping[tuple[tuple[int, ...], str], int]
+"""(axes, dtype) -> bytes of gradients that one instance leaves to be all-reduced at the end."""
+
+_Piece = tuple[float, Collective | None]
+"""Kernels of so many seconds, or a collective."""
+
+
+@dataclass(frozen=True)
+class PricedRegion:
+    """The events of one instance of a region, and what it leaves to the end of the step."""
+
+    events: RegionEvents
+    late: Late
+
+
+def collective(
+    kind: str, num_bytes: int, axes: Sequence[int], costs: CostModel, seconds: float | None = None
+) -> Collective:
+    """A collective over mesh axes by number. seconds: if known."""
+    if seconds is None:
+        seconds = costs.collective_s(kind, num_bytes, axes)
+    names = tuple(costs.mesh.names[k] for k in axes)
+    return Collective(kind, names, costs.group_link(axes).name, num_bytes, seconds)
+
+
+def region_events(
+    name: str,
+    typing: RegionTyping,
+    arriving: tuple[Layout, ...],
+    pricer: RegionPricer,
+    probe: Probe,
+    floats: Sequence[float],
+) -> PricedRegion:
+    """The events of one instance whose values arrive as `arriving`. pricer: of the same ops under
+    the same rules; floats: its bindings."""
+    return _Writer(name, typing, arriving, pricer, probe, floats).write()
+
+
+def bytes_inside(
+    typing: RegionTyping,
+    arriving: tuple[Layout, ...],
+    graph: OpGraph,
+    costs: CostModel,
+    probe: Probe,
+    floats: Sequence[float],
+) -> dict[int | tuple[int, Step], tuple[int, int]]:
+    """Bytes alive inside an instance at the worst moment of each op and each step of a conversion,
+    forward and backward, in the order of the graph. Arguments as of region_events."""
+    builder = LocalProgramBuilder(graph, typing, arriving, costs.mesh, costs, probe, floats)
+    trace = trace_region(builder.build())
+    pairs = zip(trace.forward_bytes, trace.backward_bytes, strict=True)
+    return dict(zip(builder.origins, pairs, strict=True))
+
+
+class _Writer:
+    def __init__(
+        self,
+        name: str,
+        typing: RegionTyping,
+        arriving: tuple[Layout, ...],
+        pricer: RegionPricer,
+        probe: Probe,
+        floats: Sequence[float],
+    ) -> None:
+        self.name = name
+        self.typing = typing
+        self.pricer = pricer
+        self.costs = pricer.costs
+        self.mesh = pricer.mesh
+        self.graph = pricer.graph
+        self.arriving = arriving
+        self.builder = LocalProgramBuilder(
+            self.graph, typing, arriving, self.mesh, self.costs, probe, floats
+        )
+        self.program: LocalProgram = self.builder.build()
+        self.trace: RegionTrace = trace_region(self.program)
+        groups: dict[BucketKey, list[tuple[int, Layout]]] = {}
+        for v, used in self.builder.uses:
+            key = bucket_key(v, self.graph.values[v], arriving[v], used, self.mesh, self.costs)
+            if key is not None:
+                groups.setdefault(key, []).append((v, used))
+        self.groups = list(groups.items())
+        self.bucket_of = {
+            self.builder.uses[use]: b for b, (_, uses) in enumerate(self.groups) for use in uses
+        }
+        self.opened_at = self._opened_at()
+        self.copies = [
+            bucket_copies(
+                [(self.graph.values[v], arriving[v]) for v, _ in uses],
+                key[0],
+                self.mesh,
+                self.costs,
+            )
+            for key, uses in self.groups
+        ]
+
+    def write(self) -> PricedRegion:
+        late: dict[tuple[tuple[int, ...], str], int] = {}
+        for key, uses in self.groups:
+            if not (key[0] and key[3]):
+                continue
+            for v, used in uses:
+                _, reduce = changed_axes(self.arriving[v], used)
+                if reduce:
+                    value = self.graph.values[v]
+                    kept = stored_bytes(value, self.arriving[v], self.mesh.sizes)
+                    where = reduce, value.stored_dtype
+                    late[where] = late.get(where, 0) + kept
+        events = RegionEvents(
+            self.name,
+            tuple(merged(self._forward())),
+            tuple(merged(self._backward())),
+            tuple(self._bucket(b) for b in range(len(self.groups))),
+            self.typing.keeps_gathered,
+            tuple(merged(self._again())),
+        )
+        return PricedRegion(events, late)
+
+    # Buckets.
+
+    def _opened_at(self) -> list[int]:
+        """Per bucket the first step that reads a member; past the end if none does."""
+        first = [len(self.program.steps)] * len(self.groups)
+        for k in reversed(range(len(self.program.steps))):
+            for t in self.program.steps[k].operands:
+                if t in self.bucket_of:
+                    first[self.bucket_of[t]] = k
+        return first
+
+    def _is_made(self, b: int) -> bool:
+        gather, _, _, _, master, _ = self.groups[b][0]
+        return bool(gather or master)
+
+    def _is_saved(self, b: int) -> bool:
+        """Whether the backward reads what was gathered."""
+        if not self._is_made(b) or self.typing.keeps_gathered:
+            return False
+        if self.trace.again_at >= 0:
+            return True
+        members = {self.builder.uses[use] for use in self.groups[b][1]}
+        return any(members & needs for needs in self.trace.needs)
+
+    def _bucket(self, b: int) -> BucketEvents:
+        (gather, reduce, _, is_trained, master, alone), uses = self.groups[b]
+        sizes, costs = self.mesh.sizes, self.costs
+        shards = math.prod(sizes[k] for k in gather)
+        pairs = [(self.graph.values[v], self.arriving[v]) for v, _ in uses]
+        here = sum(local_bytes(value, stored, sizes) for value, stored in pairs)
+        kept = sum(stored_bytes(value, stored, sizes) for value, stored in pairs)
+        reduction = None
+        if is_trained and gather:
+            reduction = collective("reduce_scatter", shards * kept, gather, costs)
+        elif is_trained and reduce:
+            reduction = collective("all_reduce", kept, reduce, costs)
+        return BucketEvents(
+            gather=collective("all_gather", shards * here, gather, costs) if gather else None,
+            reduce=reduction,
+            whole_bytes=shards * here if gather or master else 0,
+            flat_bytes=shards * kept if is_trained else 0,
+            result_bytes=kept if reduction is not None else 0,
+            saved=self._is_saved(b),
+            dtype=pairs[0][0].stored_dtype,
+            read_dtype=pairs[0][0].dtype,
+            is_alone=alone is not None,
+        )
+
+    # The two walks.
+
+    def _forward(self) -> Iterator[Event]:
+        is_ahead = False
+        for k in range(len(self.program.steps) + 1):
+            inside = self.trace.forward_bytes[min(k, len(self.program.steps) - 1)]
+            for b in self._opened(k):
+                yield from _compute(self.copies[b].packed_s, inside)
+                yield Event("open", inside_bytes=inside, number=b)
+                yield from _compute(self.copies[b].taken_s, inside)
+                if self._is_made(b) and not is_ahead:
+                    yield Event("ahead", inside_bytes=inside)
+                    is_ahead = True
+            if k < len(self.program.steps):
+                yield from _events(self._there(k), inside)
+
+    def _backward(self) -> Iterator[Event]:
+        has_arrived = not any(map(self._is_saved, range(len(self.groups))))
+        made = {t for t, b in self.bucket_of.items() if self._is_made(b)}
+        before = self.trace.memory.saved_bytes
+        for k in reversed(range(-1, len(self.program.steps) + 1)):
+            is_step = 0 <= k < len(self.program.steps)
+            inside = self.trace.backward_bytes[k] if is_step else before
+            is_first_read = is_step and (
+                k == self.trace.again_at or not made.isdisjoint(self.trace.needs[k])
+            )
+            if is_first_read and not has_arrived:
+                has_arrived = True
+                saved = [self.copies[b] for b in range(len(self.groups)) if self._is_saved(b)]
+                yield from _compute(sum(c.packed_s for c in saved), before)
+                yield Event("arrive", inside_bytes=before)
+                yield from _compute(sum(c.taken_s for c in saved), before)
+            if is_step and k == self.trace.again_at:
+                yield Event("again", inside_bytes=self.trace.again_bytes)
+            if is_step:
+                yield from _events(self._back(k), inside)
+                before = self.trace.after_bytes[k]
+            for b in self._opened(k):
+                if self.groups[b][0][3]:
+                    yield from _compute(self.copies[b].reduced_s, before)
+                    yield Event("reduce", inside_bytes=before, number=b)
+
+    def _again(self) -> Iterator[Event]:
+        for k in sorted(self.trace.again):
+            yield from _events(self._there(k, is_again=True), self.trace.again_bytes)
+
+    def _opened(self, k: int) -> list[int]:
+        return [b for b, at in enumerate(self.opened_at) if at == k]
+
+    def _there(self, k: int, *, is_again: bool = False) -> Iterator[_Piece]:
+        """The forward of a step; the first one, or one that runs again."""
+        origin = self.builder.origins[k]
+        if not isinstance(origin, int):
+            yield from self._conversion(origin, 0)
+            return
+        yield self.pricer.op_times[origin].forward_s, None
+        inside = self._inside(origin, is_backward=False)
+        yield from (self._inline(c) for c in inside if not (is_again and c.is_kept))
+
+    def _back(self, k: int) -> Iterator[_Piece]:
+        """The backward of a step."""
+        origin = self.builder.origins[k]
+        if not isinstance(origin, int):
+            yield from self._conversion(origin, 1)
+            return
+        yield from (self._inline(c) for c in self._inside(origin, is_backward=True))
+        yield self.pricer.op_times[origin].backward_s, None
+
+    def _conversion(self, origin: tuple[int, Step], direction: int) -> Iterator[_Piece]:
+        """A step of a conversion, forward (0) or backward (1)."""
+        v, step = origin
+        action = step_actions(self.graph.values[v], step, self.mesh, self.costs)[direction]
+        if action.kind not in COLLECTIVES:
+            yield action.seconds, None
+            return
+        made = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
+        yield from ((action.before_s, None), (0.0, made), (action.after_s, None))
+
+    def _inside(self, k: int, *, is_backward: bool) -> Iterator[InsideCollective]:
+        """The collectives inside the rule of an op."""
+        rules = self.pricer.rules[k]
+        if not any(rule.comm for rule in rules):
+            return
+        timer = OpTimer(self.graph, self.graph.ops[k], self.mesh, self.costs)
+        yield from (c for c in timer.inside(rules) if c.is_backward == is_backward)
+
+    def _inline(self, c: InsideCollective) -> _Piece:
+        return 0.0, collective(c.kind, c.num_bytes, (c.axis,), self.costs, c.seconds)
+
+
+def _events(pieces: Iterable[_Piece], inside_bytes: int) -> Iterator[Event]:
+    for seconds, of in pieces:
+        if of is None:
+            yield from _compute(seconds, inside_bytes)
+        else:
+            yield Event("inline", inside_bytes=inside_bytes, collective=of)
+
+
+def _compute(seconds: float, inside_bytes: int) -> Iterator[Event]:
+    if seconds or inside_bytes:
+        yield Event("compute", seconds, inside_bytes)
+
+
+def merged(events: Iterable[Event]) -> Iterator[Event]:
+    """Kernels that follow each other are one event, at its worst moment."""
+    open_event: Event | None = None
+    for event in events:
+        if event.action == "compute" and open_event is not None:
+            open_event = replace(
+                open_event,
+                seconds=open_event.seconds + event.seconds,
+                inside_bytes=max(open_event.inside_bytes, event.inside_bytes),
+            )
+            continue
+        if open_event is not None:
+            yield open_event
+        open_event = event if event.action == "compute" else None
+        if open_event is None:
+            yield event
+    if open_event is not None:
+        yield open_event

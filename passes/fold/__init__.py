@@ -1,0 +1,1 @@
+"""Finds the regions that repeat and writes the program as their instances."""

@@ -1,0 +1,1 @@
+"""Facts of a folded or typed graph: who reads what, boundaries, variants. No prices."""

@@ -1,0 +1,101 @@
+"""What the instances of a program read: worked out once, splitting regions changes none of it.
+
+Exact figures of a program are sums over its instances (passes/step_time.py, passes/residence.py) or
+one walk over them (cost_models/step_memory.py). The search asks for program after program with the
+same instances under other regions, so what depends on sources alone is kept here.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshfold.ir.op_graph import FoldedGraph, ParameterInfo, Source, SourceKind
+
+
+@dataclass(frozen=True)
+class FirstReads:
+    """Slots of one instance that read what no slot before has read, the values of other instances
+    left out. trained: those parameters that have a gradient; buffers: constants, too."""
+
+    parameters: tuple[int, ...]
+    trained: tuple[int, ...]
+    buffers: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The sources of one instance. values: slot -> (instance, output) that made it. tied: slot ->
+    name of a parameter that other slots or instances read, too."""
+
+    values: Mapping[int, tuple[int, int]]
+    tied: Mapping[int, str]
+    first: FirstReads
+
+
+class Crossing(NamedTuple):
+    """Output number `output` of region `maker` goes to slot `slot` of region `reader`."""
+
+    reader: int
+    slot: int
+    maker: int
+    output: int
+
+
+@dataclass(frozen=True)
+class ProgramReads:
+    """The reads of every instance, and the parameters that none reads."""
+
+    instances: tuple[Reads, ...]
+    unread: tuple[ParameterInfo, ...]
+
+    def count_first(self, folded: FoldedGraph) -> Counter[tuple[int, FirstReads]]:
+        """(region, what is read there first) -> number of instances. folded: the graph of these
+        reads, or one that it was split into."""
+        pairs = zip(folded.instances, self.instances, strict=True)
+        return Counter((instance.region, of.first) for instance, of in pairs)
+
+    def count_crossings(self, folded: FoldedGraph) -> Counter[Crossing]:
+        """How often each value goes from region to region. folded: as for count_first."""
+        regions = [instance.region for instance in folded.instances]
+        return Counter(
+            Crossing(reader, slot, regions[maker], output)
+            for reader, of in zip(regions, self.instances, strict=True)
+            for slot, (maker, output) in of.values.items()
+        )
+
+
+def program_reads(folded: FoldedGraph) -> ProgramReads:
+    """The reads of a program."""
+    trained = {p.name for p in folded.parameters if p.requires_grad}
+    readers = Counter(
+        source.name
+        for instance in folded.instances
+        for source in instance.sources
+        if source.kind is SourceKind.PARAMETER
+    )
+    known: set[Source] = set()
+    found = []
+    for instance in folded.instances:
+        values, tied = {}, {}
+        first: dict[SourceKind, list[int]] = {kind: [] for kind in SourceKind}
+        for slot, source in enumerate(instance.sources):
+            if source.kind is SourceKind.VALUE:
+                values[slot] = source.instance, source.output
+                continue
+            if source.kind is SourceKind.PARAMETER and readers[source.name] > 1:
+                tied[slot] = source.name
+            if source not in known:
+                known.add(source)
+                first[source.kind].append(slot)
+        parameters = first[SourceKind.PARAMETER]
+        first_reads = FirstReads(
+            tuple(parameters),
+            tuple(i for i in parameters if instance.sources[i].name in trained),
+            (*first[SourceKind.BUFFER], *first[SourceKind.CONSTANT]),
+            tuple(first[SourceKind.INPUT]),
+        )
+        found.append(Reads(values, tied, first_reads))
+    unread = tuple(p for p in folded.parameters if not readers[p.name])
+    return ProgramReads(tuple(found), unread)

@@ -1,0 +1,88 @@
+"""Instances of one region that do different things become instances of different regions.
+
+    split_regions   the search's choices per instance  -> a folded graph with one region per choice
+    planned_graph   a plan's runs                      -> the same, when the plan is read back
+
+The graphs are shared, only names and numbers change: region "B" whose instances take two choices
+becomes "B1" and "B2". Everything behind the search (prices, memory, emission) works on the split
+graph and knows one typing per region.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from meshfold.errors import PlanMismatchError
+from meshfold.ir.op_graph import FoldedGraph, Instance, OpGraph, Region
+from meshfold.ir.plan import Plan
+
+
+def split_regions(folded: FoldedGraph, choices: Sequence[Hashable]) -> FoldedGraph:
+    """`folded` with one region per (region, choice), in order of first instance. choices: one per
+    instance. Regions whose instances agree keep their name."""
+    pairs = [(i.region, choice) for i, choice in zip(folded.instances, choices, strict=True)]
+    numbers = {pair: k for k, pair in enumerate(dict.fromkeys(pairs))}
+    of_region: dict[int, list[int]] = {}
+    for (region, _), number in numbers.items():
+        of_region.setdefault(region, []).append(number)
+    regions: dict[int, Region] = {}
+    for region, members in of_region.items():
+        original = folded.regions[region]
+        for k, number in enumerate(members):
+            suffix = str(k + 1) if len(members) > 1 else ""
+            regions[number] = Region(original.name + suffix, original.graph)
+    return replace(
+        folded,
+        regions=tuple(regions[k] for k in range(len(regions))),
+        instances=tuple(
+            Instance(numbers[pair], instance.scope, instance.sources, instance.floats)
+            for instance, pair in zip(folded.instances, pairs, strict=True)
+        ),
+    )
+
+
+def planned_graph(folded: FoldedGraph, plan: Plan) -> FoldedGraph:
+    """`folded` split as `plan` has it; region k of the result is plan.regions[k].
+
+    Raises PlanMismatchError when the plan's runs do not cover the instances of `folded`, each once
+    and in order, or give a region to layers of another form.
+    """
+    number = {region.name: k for k, region in enumerate(plan.regions)}
+    choices = _choices(plan, number, len(folded.instances))
+    graphs: dict[int, OpGraph] = {}
+    for k, instance in zip(choices, folded.instances, strict=True):
+        graph = graphs.setdefault(k, folded.regions[instance.region].graph)
+        if graph is not folded.regions[instance.region].graph:
+            raise _other_model(f"region {plan.regions[k].name} stands for different layers")
+    regions = []
+    for k, planned in enumerate(plan.regions):
+        if k not in graphs:
+            raise _other_model(f"no layer runs region {planned.name}")
+        typing = planned.typing
+        if (len(graphs[k].ops), len(graphs[k].slots)) != (len(typing.ops), len(typing.slots)):
+            raise _other_model(f"region {planned.name} has another graph")
+        regions.append(Region(planned.name, graphs[k]))
+    return replace(
+        folded,
+        regions=tuple(regions),
+        instances=tuple(
+            replace(instance, region=k)
+            for k, instance in zip(choices, folded.instances, strict=True)
+        ),
+    )
+
+
+def _choices(plan: Plan, number: dict[str, int], num_instances: int) -> list[int]:
+    """The plan's region of every instance, in order."""
+    choices: list[int] = []
+    for stage in plan.stages:
+        for run in stage.runs:
+            if run.first != len(choices):
+                raise _other_model(f"its runs place layer {len(choices)} elsewhere or not at all")
+            choices += [number[run.region]] * run.count
+    if len(choices) != num_instances:
+        raise _other_model(f"it places {len(choices)} of {num_instances} layers")
+    return choices
+
+
+def _other_model(why: str) -> PlanMismatchError:
+    return PlanMismatchError(f"the plan is not for this model: {why}; plan this model again")

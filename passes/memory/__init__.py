@@ -1,0 +1,1 @@
+"""Bytes of a typed program: what each rank keeps, and the peak of a step."""

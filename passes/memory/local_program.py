@@ -1,0 +1,247 @@
+"""The local program of a region: what one rank runs, as the emitter writes it.
+
+Ops on local shapes with local constants, conversions step by step, and the tensors that the runtime
+makes of parameters (gathered ones, buckets). Types, conversion trees and constants come from the
+tables that the emitter uses; the live ranges of the result are those of cost_models/memory.py.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from meshfold.cost_models.memory.live_ranges import LocalProgram
+from meshfold.cost_models.memory.op_memory import OpProbe, ProbeKey, TensorSpec, dense_spec
+from meshfold.cost_models.memory.recomputation import LocalStep
+from meshfold.cost_models.memory.step_memory import How, ParameterUse
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import Arg, Hole, OpGraph, Ref, SlotKind
+from meshfold.ir.spmd import Layout, local_shape
+from meshfold.ir.strategy import OpTyping, RegionTyping
+from meshfold.passes.conversion_probe import conversion_probe
+from meshfold.passes.graph.without_dropout import ATTENTION
+from meshfold.passes.price.conversions import (
+    ConversionCosts,
+    Step,
+    conversion_steps,
+    plan_conversions,
+)
+from meshfold.passes.price.parameter_groups import changed_axes, has_own_bucket, used_layout
+from meshfold.passes.price.recompute import op_stays, step_stays
+from meshfold.passes.region.parameter_tables import local_bytes, stored_bytes
+from meshfold.passes.rules.localize import localize
+from meshfold.passes.rules.ops.attention import RING_ATTENTION, ring_call
+
+Probe = Callable[[ProbeKey], OpProbe]
+
+
+class LocalProgramBuilder:
+    """Writes the local program of one region whose values arrive in the layouts `arriving`."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        typing: RegionTyping,
+        arriving: tuple[Layout, ...],
+        mesh: Mesh,
+        costs: ConversionCosts,
+        probe: Probe,
+        floats: Sequence[float],
+    ) -> None:
+        self.graph = graph
+        self.typing = typing
+        self.arriving = arriving
+        self.mesh = mesh
+        self.costs = costs
+        self.probe = probe
+        self.floats = floats
+        self.is_selective = typing.recompute == "selective"
+        self.specs: list[TensorSpec] = []
+        self.steps: list[LocalStep] = []
+        self.origins: list[int | tuple[int, Step]] = []
+        """What each step is: the number of an op, or (value, a step of its conversion)."""
+        self.tensors: dict[tuple[int, Layout], int] = {}
+        self.parents: dict[tuple[int, Layout], Layout] = {}
+        self.uses: dict[tuple[int, Layout], int] = {}
+        """Tensors that the runtime makes of parameters: (slot, used layout) -> tensor."""
+
+    def build(self) -> LocalProgram:
+        """The finished program."""
+        for v, layout in enumerate(self.arriving):
+            self.tensors[v, layout] = self._outside(v, layout)
+        for v, demands in enumerate(self._demands()):
+            self._plan_value(v, demands)
+        num_slots = len(self.specs)
+        for k, typing in enumerate(self.typing.ops):
+            self._op(k, typing)
+        outputs = tuple(
+            self._tensor(v, layout)
+            for v, layout in zip(self.graph.outputs, self.typing.outputs, strict=True)
+        )
+        for slot, v in self.graph.mutations:
+            self._tensor(v, self.arriving[slot])
+        bucketed = frozenset(self.uses.values())
+        return LocalProgram(
+            num_slots,
+            tuple(self.specs),
+            tuple(self.steps),
+            outputs,
+            bucketed,
+            recomputes=self.typing.recompute != "none",
+        )
+
+    def parameter_uses(self) -> tuple[tuple[int, ParameterUse], ...]:
+        """(slot, use) of every parameter slot."""
+        found = []
+        for v, slot in enumerate(self.graph.slots):
+            if slot.kind is not SlotKind.PARAMETER:
+                continue
+            value = self.graph.values[v]
+            here = local_bytes(value, self.arriving[v], self.mesh.sizes)
+            stored = stored_bytes(value, self.arriving[v], self.mesh.sizes)
+            runtime = [(layout, t) for (w, layout), t in self.uses.items() if w == v]
+            for layout, t in runtime:
+                # What is gathered keeps the padding of its shards.
+                shards = self._num_gathered(self.arriving[v], layout)
+                is_reduced = layout != self.arriving[v]
+                how: How = "gathered" if shards > 1 else "reduced" if is_reduced else "cast"
+                use = ParameterUse(t, stored, shards * here, shards * stored, stored, how)
+                is_copy = bool(value.master) and shards == 1
+                is_alone = not value.master and self._is_alone(v, layout)
+                copied = here if is_copy else 0
+                found.append((v, replace(use, copy_bytes=copied, is_alone=is_alone)))
+            if not runtime:
+                found.append((v, ParameterUse(v, stored, here, stored, stored, "direct")))
+        return tuple(found)
+
+    def _is_alone(self, v: int, used: Layout) -> bool:
+        gather, _ = changed_axes(self.arriving[v], used)
+        value = self.graph.values[v]
+        return has_own_bucket(value, self.arriving[v], gather, self.mesh, self.costs)
+
+    def _num_gathered(self, stored: Layout, used: Layout) -> int:
+        """Shards that are put together."""
+        pairs = zip(stored, used, self.mesh.sizes, strict=True)
+        return math.prod(n for s, u, n in pairs if s.is_shard and not u.is_shard)
+
+    # What is wanted.
+
+    def _demands(self) -> list[list[Layout]]:
+        demands: list[list[Layout]] = [[] for _ in self.graph.values]
+        for op, typing in zip(self.graph.ops, self.typing.ops, strict=True):
+            for v, layout in zip(op.operands, typing.inputs, strict=True):
+                demands[v].append(layout)
+        for v, layout in zip(self.graph.outputs, self.typing.outputs, strict=True):
+            demands[v].append(layout)
+        for slot, v in self.graph.mutations:
+            demands[v].append(self.arriving[slot])
+        return demands
+
+    def _plan_value(self, v: int, demands: list[Layout]) -> None:
+        """Fill `parents` (the conversion tree) and, for a parameter, `uses`."""
+        native = self._native(v)
+        is_slot = v < len(self.graph.slots)
+        if not (is_slot and self.graph.slots[v].kind is SlotKind.PARAMETER):
+            self._plan_tree(v, native, demands)
+            return
+        by_use: dict[Layout, list[Layout]] = {}
+        for demand in demands:
+            by_use.setdefault(used_layout(native, demand, self.mesh), []).append(demand)
+        for used, wanted in by_use.items():
+            if used != native or self.graph.values[v].master:
+                self.uses[v, used] = self.tensors[v, used] = self._outside(v, used)
+            self._plan_tree(v, used, wanted)
+
+    def _plan_tree(self, v: int, native: Layout, demands: list[Layout]) -> None:
+        edges = plan_conversions(self.graph.values[v], native, demands, self.mesh, self.costs)
+        self.parents.update({(v, target): source for source, target in edges})
+
+    def _native(self, v: int) -> Layout:
+        if v < len(self.graph.slots):
+            return self.arriving[v]
+        k = self.graph.producers[v]
+        return self.typing.ops[k].outputs[self.graph.ops[k].outputs.index(v)]
+
+    # Tensors and steps, in the order in which they are made.
+
+    def _outside(self, v: int, layout: Layout) -> int:
+        value = self.graph.values[v]
+        shape = local_shape(value.shape, layout, self.mesh.sizes)
+        return self._add(dense_spec(shape, value.dtype, value.requires_grad))
+
+    def _add(self, spec: TensorSpec) -> int:
+        self.specs.append(spec)
+        return len(self.specs) - 1
+
+    def _op(self, k: int, typing: OpTyping) -> None:
+        op = self.graph.ops[k]
+        operands = tuple(
+            self._tensor(v, layout) for v, layout in zip(op.operands, typing.inputs, strict=True)
+        )
+        args, kwargs = localize(self.graph, k, typing, self.mesh.sizes)
+        count = iter(range(len(operands)))
+        key = ProbeKey(
+            op.target,
+            tuple(self._bound(a, count) for a in args),
+            tuple((name, self._bound(a, count)) for name, a in kwargs),
+            _with_picked_heads(op.target, tuple(self.specs[t] for t in operands)),
+        )
+        if (call := ring_call(op, typing.rules, self.mesh.sizes)) is not None:
+            key = ProbeKey(RING_ATTENTION, call, (), key.operands)
+        answer = self.probe(key)
+        outputs = tuple(self._add(o.spec) for o in answer.outputs)
+        stays = self.is_selective and op_stays(op)
+        self.steps.append(LocalStep(operands, outputs, answer, stays))
+        self.origins.append(k)
+        for v, layout, t in zip(op.outputs, typing.outputs, outputs, strict=True):
+            self.tensors[v, layout] = t
+
+    def _bound(self, arg: Arg, count: Iterator[int]) -> Arg:
+        """References by operand position, holes filled."""
+        if isinstance(arg, Ref):
+            return Ref(next(count))
+        if isinstance(arg, Hole):
+            return self.floats[arg.index]
+        return tuple(self._bound(a, count) for a in arg) if isinstance(arg, tuple) else arg
+
+    def _tensor(self, v: int, layout: Layout) -> int:
+        if (v, layout) not in self.tensors:
+            source = self.parents[v, layout]
+            t = self._tensor(v, source)
+            value = self.graph.values[v]
+            for step in conversion_steps(value, source, layout, self.mesh, self.costs):
+                t = self._convert(t, step)
+                self.origins.append((v, step))
+            self.tensors[v, layout] = t
+        return self.tensors[v, layout]
+
+    def _convert(self, t: int, step: Step) -> int:
+        """One step of a conversion on tensor t."""
+        sizes = self.mesh.sizes
+        before = self.specs[t]
+        shape = list(before.shape)
+        if step.source.is_shard:
+            shape[step.source.dim] *= sizes[step.axis]
+        if step.target.is_shard:
+            shape = [*local_shape(shape, (step.target,), (sizes[step.axis],))]
+        after = dense_spec(tuple(shape), before.dtype, before.requires_grad)
+        new = self._add(after)
+        probe = conversion_probe(step, sizes, before, after)
+        stays = self.is_selective and step_stays(step, self.mesh)
+        self.steps.append(LocalStep((t,), (new,), probe, stays))
+        return new
+
+
+def _with_picked_heads(target: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Operands of attention as the kernel gets them: a rank whose query heads are no multiple of
+    the key heads picks a key and a value head for each of them (meshfold.ops.local_implementations.attention)."""
+    if target != ATTENTION or len(specs[0].shape) < 4:
+        return specs
+    query, key, value, *mask = specs
+    heads = query.shape[-3]
+    if heads % key.shape[-3] == 0:
+        return specs
+    picked = (
+        dense_spec((*x.shape[:-3], heads, *x.shape[-2:]), x.dtype, x.requires_grad)
+        for x in (key, value)
+    )
+    return (query, *picked, *mask)

@@ -1,0 +1,283 @@
+"""What one instance of a region costs under every leaf of the decision tree, on one mesh.
+
+The region search (passes/uniform_search.py) has typed the ops; below it a leaf decides which
+parameters are stored as shards on dp, what of the forward runs again and what is in the host's
+memory (passes/residence.py). Nothing of that changes the types of ops, so a leaf is priced from the
+region's price and memory by arithmetic:
+
+    time_s      max(f + c, g, k) + max(b + c, g + d, k, u) + optimizer   (passes/step_time.py)
+    held        parameters and optimizer states, and gradients where they outlive the activations
+    kept        activations for the backward, values handed to the next instance included
+    stepping    what the optimizer makes of these parameters while it steps
+    passing     beside that while the instance runs: gathered parameters, buckets, temporaries
+
+ZeRO-3 is decided parameter by parameter (OSDP, Jiang et al. 2023): gathers and reductions of a
+region share buckets, so every byte sharded costs alike and the leaves in between shard the largest
+parameters first. A parameter that several instances read has one layout: all such parameters are
+sharded together or not at all, and a leaf says which (ties).
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshfold.cost_models.memory.live_ranges import RegionMemory
+from meshfold.cost_models.memory.step_memory import FOREACH_FACTOR, STATE_FACTOR
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.op_graph import OpGraph
+from meshfold.ir.options import LayoutPin
+from meshfold.ir.spmd import Layout
+from meshfold.ir.strategy import RegionTyping, UniformStrategy
+from meshfold.passes.memory.zero import (
+    SlotFacts,
+    host_traffic,
+)
+from meshfold.passes.price.region import RegionPrice, RegionPricer, layouts_of_values
+from meshfold.passes.price.step import ends_s, instance_s, optimizer_s
+from meshfold.passes.region.parameter_tables import local_bytes, stored_bytes
+
+MemoryOf = Callable[[RegionTyping], RegionMemory]
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """One region under one strategy: the module docstring says what each figure is. All are of one
+    instance and rank, in seconds and bytes.
+
+    sharded: parameter slots stored as shards on dp beyond what the ops read. ties: whether tied
+    parameters are among them; None for a region without. is_partial: of the others some are
+    sharded and some are not.
+    """
+
+    strategy: UniformStrategy
+    sharded: tuple[int, ...]
+    num_shardable: int
+    ties: bool | None
+    is_partial: bool
+    typing: RegionTyping
+    price: RegionPrice
+    memory: RegionMemory
+    time_s: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    stepping_bytes: int
+    gathered_bytes: int
+    passing_bytes: int
+
+    @property
+    def beside_s(self) -> float:
+        """Seconds of work that may hide beside other work: what runs again, what goes to the host
+        and comes back."""
+        moved_s = 2 * (self.price.host.kept_s + self.price.host.gradients_s)
+        if self.strategy.recompute == "none":
+            return moved_s
+        return moved_s + self.price.again.compute_s + self.price.again.graph_s
+
+    @property
+    def kept_bytes(self) -> int:
+        """Activations inside, and gathered parameters, that stay on the device for the backward."""
+        inside = 0 if self.strategy.offload == "activations" else self.memory.saved_bytes
+        return inside + (self.gathered_bytes if self.typing.keeps_gathered else 0)
+
+    @property
+    def ends_s(self) -> float:
+        return ends_s(self.price)
+
+    @property
+    def key(self) -> tuple[UniformStrategy, tuple[int, ...]]:
+        """Unique among all leaves of a region."""
+        return self.strategy, self.sharded
+
+    @cached_property
+    def name(self) -> str:
+        """How people read it; unique among the leaves of a region that may stand together."""
+        part = len(self.sharded)
+        if 0 < part < self.num_shardable:
+            level = f"zero{self.strategy.zero}"
+            only = f"{level} for {part} of {self.num_shardable} parameters"
+            return self.strategy.label.replace(level, only)
+        return self.strategy.label
+
+    @property
+    def states_bytes(self) -> int:
+        return self.parameter_bytes + self.optimizer_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """States, and the larger of activations and what there is while the optimizer steps."""
+        return self.states_bytes + max(self.kept_bytes, self.gradient_bytes + self.stepping_bytes)
+
+
+@dataclass(frozen=True)
+class RegionChoices:
+    """A region as the leaves see it: its typing with every parameter whole on dp, prices for any
+    stored layouts, the memory of a typing, its parameters, those that can be shards on dp and as
+    what, and those with a layout that the user fixed."""
+
+    graph: OpGraph
+    typing: RegionTyping
+    pricer: RegionPricer
+    memory_of: MemoryOf
+    slots: SlotFacts
+    shards: Mapping[int, Layout]
+    pinned: Mapping[int, LayoutPin]
+
+
+def region_leaves(
+    region: RegionChoices,
+    strategies: Sequence[UniformStrategy],
+    costs: CostModel,
+    optimizer: str,
+) -> list[Leaf]:
+    """The leaves of a region for strategies that differ below the role of tp."""
+    parameters = _Parameters(region, costs, optimizer)
+    memories: dict[RegionTyping, RegionMemory] = {}
+    leaves = []
+    for recompute, offload in dict.fromkeys((s.recompute, s.offload) for s in strategies):
+        typing = replace(region.typing, recompute=recompute)
+        if typing not in memories:
+            memories[typing] = region.memory_of(typing)
+        alike = [s for s in strategies if (s.recompute, s.offload) == (recompute, offload)]
+        levels = {s.zero: s for s in alike}
+        for level, sharded in parameters.choices(set(levels)):
+            leaves.append(parameters.leaf(levels[level], sharded, typing, memories[typing]))
+    return leaves
+
+
+def most_sharded(leaves: Sequence[Leaf]) -> dict[UniformStrategy, Leaf]:
+    """Per strategy the leaf with most parameters sharded, of equal ones the first."""
+    found: dict[UniformStrategy, Leaf] = {}
+    for leaf in leaves:
+        known = found.setdefault(leaf.strategy, leaf)
+        if len(leaf.sharded) > len(known.sharded):
+            found[leaf.strategy] = leaf
+    return found
+
+
+class _Parameters:
+    """The parameters of one region on the data parallel axis."""
+
+    def __init__(self, region: RegionChoices, costs: CostModel, optimizer: str) -> None:
+        self.region = region
+        self.costs = costs
+        self.optimizer = optimizer
+        self.mesh = costs.mesh
+        graph = region.graph
+        pinned = region.pinned
+        kept = {i for i, pin in pinned.items() if pin.value == "replicate"}
+        self.shards = {i: layout for i, layout in region.shards.items() if i not in kept}
+        self._wanted = {i for i, pin in pinned.items() if pin.on_dp}
+        demands = layouts_of_values(graph, region.typing)
+        sizes = self.mesh.sizes
+        self._used_bytes = {
+            i: local_bytes(graph.values[i], demands[i][0], sizes) for i in self.shards
+        }
+        """Local bytes of a parameter as ops read it."""
+        whole = dict(enumerate(region.typing.slots))
+        self._whole = self._states(region.slots.first, whole)
+        self._saved: dict[int, tuple[int, int]] = {}
+        """Per parameter what its shards take off that."""
+        for i, layout in self.shards.items():
+            before, after = self._states((i,), whole), self._states((i,), {i: layout})
+            self._saved[i] = before[0] - after[0], before[1] - after[1]
+        self._tied = region.slots.tied & self.shards.keys()
+
+    def choices(self, levels: set[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """The (ZeRO level, sharded slots) worth a leaf: none, the largest few, all; tied ones
+        together. Every byte sharded costs alike, so sets in between differ in size alone."""
+        wanted = self._wanted
+        if wanted - self.shards.keys():
+            return []
+        everything = tuple(sorted(self.shards))
+        found: list[tuple[int, tuple[int, ...]]] = [(0, ())] if 0 in levels and not wanted else []
+        found += [
+            (level, everything)
+            for level in (1, 2)
+            if level in levels and (everything or levels == {level})
+        ]
+        if 3 not in levels:
+            return found
+        if levels == {3}:
+            return [(3, everything)]
+        tied = self._tied
+        free = self.shards.keys() - tied - wanted
+        by_size = sorted(free, key=lambda i: (-self._used_bytes[i], i))
+        together = [wanted | tied] if wanted & tied or not tied else [wanted, wanted | tied]
+        for also in together:
+            for k in range(len(by_size) + 1):
+                sharded = tuple(sorted({*by_size[:k], *also}))
+                found += [(3, sharded)] if sharded else []
+        return found
+
+    def leaf(
+        self,
+        strategy: UniformStrategy,
+        sharded: tuple[int, ...],
+        typing: RegionTyping,
+        memory: RegionMemory,
+    ) -> Leaf:
+        """The figures of one leaf."""
+        slots = list(typing.slots)
+        stored, updated = self._whole
+        for i in sharded:
+            slots[i] = self.shards[i]
+            stored, updated = stored - self._saved[i][0], updated - self._saved[i][1]
+        is_here, keeps = strategy.offload != "optimizer", strategy.keeps_gathered
+        price = self.region.pricer.price(
+            slots,
+            typing.recompute,
+            keeps_gathered=keeps,
+            host=host_traffic(strategy.offload, memory, updated, self.costs),
+        )
+        tied = self._tied
+        num_free = sum(i not in tied for i in sharded)
+        return Leaf(
+            strategy=strategy,
+            sharded=sharded,
+            num_shardable=len(self.shards),
+            ties=num_free < len(sharded) if tied else None,
+            is_partial=0 < num_free < len(self.shards) - len(tied),
+            typing=RegionTyping(tuple(slots), typing.ops, typing.outputs, typing.recompute, keeps),
+            price=price,
+            memory=memory,
+            time_s=instance_s(price) + self._optimizer_s(updated, is_here),
+            parameter_bytes=stored,
+            gradient_bytes=updated * is_here,
+            optimizer_bytes=STATE_FACTOR[self.optimizer] * updated * is_here,
+            stepping_bytes=FOREACH_FACTOR[self.optimizer] * updated * is_here,
+            gathered_bytes=sum([self._used_bytes[i] for i in sharded]),
+            passing_bytes=self._passing_bytes(memory, sharded, strategy),
+        )
+
+    def _states(self, slots: Collection[int], layouts: Mapping[int, Layout]) -> tuple[int, int]:
+        """Local bytes of those of these parameters whose states are counted here, and of those
+        of them that are updated."""
+        values, sizes = self.region.graph.values, self.mesh.sizes
+        counted = self.region.slots.first.intersection(slots)
+        stored = {i: stored_bytes(values[i], layouts[i], sizes) for i in counted}
+        updated = sum(size for i, size in stored.items() if values[i].requires_grad)
+        return sum(stored.values()), updated
+
+    def _optimizer_s(self, num_bytes: int, is_here: bool) -> float:
+        """A share of the optimizer's one pass, without its launch, or of the way back."""
+        if not is_here:
+            return self.costs.host_s(num_bytes)
+        whole_s = optimizer_s(num_bytes, self.costs, self.optimizer)
+        return whole_s - self.costs.launch_s if num_bytes else 0.0
+
+    def _passing_bytes(
+        self, memory: RegionMemory, sharded: tuple[int, ...], strategy: UniformStrategy
+    ) -> int:
+        """The worst of forward and backward: what is made inside, two regions' gathered
+        parameters where they do not stay, buckets that are reduced, a neighbour's activations on
+        the way."""
+        gathered = 0 if strategy.keeps_gathered else sum([self._used_bytes[i] for i in sharded])
+        backward, moving = memory.backward_peak_bytes, 0
+        if strategy.offload == "activations":
+            moving = memory.saved_bytes
+        else:
+            backward -= memory.saved_bytes
+        return (
+            max(memory.forward_peak_bytes, backward, memory.reduction_bytes) + moving + 2 * gathered
+        )

@@ -1,0 +1,390 @@
+"""The best plan on one mesh: strategies per layer, mixed where memory decides, with a lower bound.
+
+    region typings (passes/uniform_search.py)  -> leaves per region (passes/leaf_costs.py)
+        -> chain of runs under the memory budget (passes/run_search.py) -> strategies per layer
+        -> exact step time and peak memory of that program (step_time.py, region_memory.py)
+
+Time is a sum over instances, so the chain is exact in it. Peak memory is not: it is a maximum over
+moments. The chain works with a sum (passes/leaf_chain.py) and its budget is bisected until the
+program of a solution just fits (MeshPlanner._close). The lower bound relaxes that chain, with what
+every program holds and conversions for free: it holds for every choice of leaves on this mesh.
+"""
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+
+from meshfold.cost_models.memory.live_ranges import RegionMemory
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.spmd import Layout
+from meshfold.ir.strategy import RegionTyping, TpMode, UniformStrategy
+from meshfold.passes.graph.reads import ProgramReads, program_reads
+from meshfold.passes.graph.variants import split_regions
+from meshfold.passes.memory.region import (
+    Probe,
+    Simulations,
+    memory_of_region,
+    step_memory,
+)
+from meshfold.passes.memory.zero import SlotFacts, program_shards, program_states, slot_facts
+from meshfold.passes.memory_budgets import Budgets
+from meshfold.passes.one_pass.candidates import Leaf, RegionChoices, most_sharded, region_leaves
+from meshfold.passes.one_pass.chain import LeafChain
+from meshfold.passes.one_pass.mode_changes import ModeChanges, mode_changes
+from meshfold.passes.one_pass.priced import ClosedChain, MeshPlan, Priced, order_of
+from meshfold.passes.price.parameters import made_faster, made_smaller
+from meshfold.passes.price.step import estimate_step
+from meshfold.passes.region.pins import UnkeptPinError
+from meshfold.passes.region.typing import MODE_CHOICES, MeshSearch, ProgramTyping
+
+NEARLY = 1.05
+"""Of the capacity: a program of least memory that needs no more is worth changing."""
+
+TOLERANCE = 2e-4
+"""Of step time, between a program that fits and a faster one that does not: close enough."""
+
+STEPS = 1024
+"""The first step is twice this part of a device's memory: layers hold more."""
+
+MOST_ROUNDS = 10
+"""Solutions tried for the largest estimate whose program fits; three or four are usual."""
+
+
+class MeshPlanner:
+    """Leaves and chain of one folded program on one mesh. reads: of the program, if at hand."""
+
+    def __init__(
+        self,
+        folded: FoldedGraph,
+        cluster: ClusterSpec,
+        search: MeshSearch,
+        strategies: Sequence[UniformStrategy],
+        options: CompileOptions,
+        probe: Probe,
+        reads: ProgramReads | None = None,
+    ) -> None:
+        self.folded = folded
+        self.mesh = search.mesh
+        self.strategies = strategies
+        self.options = options
+        self.probe = probe
+        self.search = search
+        self.costs: CostModel = search.costs
+        self.reads = reads or program_reads(folded)
+        self.reserve_bytes = max(group.device.reserve_bytes for group in cluster.groups)
+        smallest = min(group.device.memory_bytes for group in cluster.groups)
+        self.capacity_bytes = options.memory_bytes or smallest
+        modes = dict.fromkeys(s.tp_mode for s in strategies)
+        self.programs: dict[TpMode, ProgramTyping] = {}
+        for mode in modes:
+            # A mode in which a pinned layout cannot be kept has no program.
+            with suppress(UnkeptPinError):
+                self.programs[mode] = self.search.solve(zero=0, **MODE_CHOICES[mode])
+        self._priced: dict[tuple[Hashable, ...], Priced] = {}
+        self.simulations = Simulations()
+
+    @property
+    def fallback_ops(self) -> tuple[tuple[str, ...], ...]:
+        """Per region of the folded graph."""
+        return self.search.fallback_ops
+
+    @property
+    def sharded_fraction(self) -> float:
+        """How much of the shardable weights the tp axis shards, in the best of its modes."""
+        return max(program.sharded_fraction for program in self.programs.values())
+
+    @property
+    def has_leaves(self) -> bool:
+        """Whether some strategy stores every parameter as the user fixed it."""
+        return not self.search.space.pinned or all(self.leaves)
+
+    @cached_property
+    def fastest_s(self) -> float:
+        """A lower bound without memory: every region at its fastest, conversions free. Compute
+        and communication of ops only, so that no leaf needs to be priced."""
+        counts = self.search.counts
+        return sum(
+            n * min(program.prices[r].ops_s for program in self.programs.values())
+            for r, n in counts.items()
+        )
+
+    @cached_property
+    def leaves(self) -> list[list[Leaf]]:
+        """Per region."""
+        return [self._leaves(r) for r in range(len(self.folded.regions))]
+
+    def uniform(self, strategy: UniformStrategy) -> Priced:
+        """The program in which every region takes the leaf of `strategy`, wholly sharded if any."""
+        leaves = self._uniform_leaves(strategy)
+        return self.price([leaves[i.region] for i in self.folded.instances])
+
+    def price(self, assignment: Sequence[Leaf]) -> Priced:
+        """Exact figures when instance i runs under assignment[i]."""
+        key = tuple(leaf.key for leaf in assignment)
+        if key not in self._priced:
+            self._priced[key] = self._price(assignment)
+        return self._priced[key]
+
+    def uniform_by_time(self) -> list[UniformStrategy]:
+        """The strategies of this planner by the time they take if all regions take them."""
+        times: dict[UniformStrategy, float] = {}
+        for strategy in self.strategies:
+            if not self._is_everywhere(strategy):
+                continue
+            times[strategy] = sum(
+                self.search.counts[r] * leaf.time_s
+                for r, leaf in enumerate(self._uniform_leaves(strategy))
+            )
+        return sorted(times, key=lambda s: (times[s], s.label))
+
+    def uniform_bytes(self, strategy: UniformStrategy) -> int:
+        """What the states and the insides of all layers hold under one strategy, at least."""
+        return self.fixed_bytes + sum(
+            self.search.counts[r] * (leaf.states_bytes + leaf.kept_bytes)
+            for r, leaf in enumerate(self._uniform_leaves(strategy))
+        )
+
+    def plan(self, incumbent_s: float = math.inf) -> MeshPlan:
+        """The best program on this mesh and the bound on all of them. incumbent_s: step time of a
+        program that is there already; chains that cannot beat it are bounded only."""
+        before = len(self._priced)
+        closed = []
+        for chain in sorted(self.chains, key=lambda chain: chain.bound_s):
+            closed.append(self._close(chain, incumbent_s))
+            incumbent_s = min(incumbent_s, closed[-1].best_s)
+        programs = list(self._priced.values())[before:]
+        fitting = [p for p in programs if p.memory.fits]
+        launch_s = self.costs.launch_s
+        return MeshPlan(
+            best=min(fitting, key=order_of) if fitting else None,
+            smallest=None if math.isfinite(incumbent_s) else self._smallest(),
+            lower_bound_s=min(c.bound_s for c in closed) + launch_s,
+            gap_before=max(c.gap_before for c in closed),
+            unlimited_s=min(c.unlimited_s for c in closed) + launch_s,
+            capped=any(c.capped for c in closed),
+            num_priced=len(programs),
+            num_infeasible=len(programs) - len(fitting),
+        )
+
+    # Leaves.
+
+    def _is_everywhere(self, strategy: UniformStrategy) -> bool:
+        """Whether every region has a leaf for it; where the user fixed layouts, some have none."""
+        plain = replace(strategy, zero=0)
+        return all(strategy in of or plain in of for of in self._most_sharded)
+
+    def _uniform_leaves(self, strategy: UniformStrategy) -> list[Leaf]:
+        """Per region the leaf of `strategy` with most parameters sharded; where nothing can be
+        sharded, its leaf without ZeRO."""
+        plain = replace(strategy, zero=0)
+        return [of[strategy] if strategy in of else of[plain] for of in self._most_sharded]
+
+    @cached_property
+    def _most_sharded(self) -> list[dict[UniformStrategy, Leaf]]:
+        return [most_sharded(leaves) for leaves in self.leaves]
+
+    def _leaves(self, region: int) -> list[Leaf]:
+        found: list[Leaf] = []
+        graph = self.folded.regions[region].graph
+        facts = self._facts[region]
+        for mode, program in self.programs.items():
+            solution = self.search.solution(region, **MODE_CHOICES[mode])
+            choices = RegionChoices(
+                graph,
+                program.typings[region],
+                solution.pricer,
+                lambda typing: self._memory_of(region, typing),
+                facts,
+                self._shards[mode][region],
+                {i: pin for (r, i), pin in self.search.space.pinned.items() if r == region},
+            )
+            members = [s for s in self.strategies if s.tp_mode == mode]
+            found += region_leaves(choices, members, self.costs, self.options.optimizer)
+        return found
+
+    def _memory_of(self, region: int, typing: RegionTyping) -> RegionMemory:
+        graph = self.folded.regions[region].graph
+        return memory_of_region(
+            graph,
+            typing,
+            self.mesh,
+            self.probe,
+            costs=self.costs,
+            floats=self._floats[region],
+            known=self.simulations,
+        )
+
+    @cached_property
+    def _floats(self) -> dict[int, tuple[float, ...]]:
+        """Per region the bindings of its first instance."""
+        return {i.region: i.floats for i in reversed(self.folded.instances)}
+
+    @cached_property
+    def _facts(self) -> list[SlotFacts]:
+        return slot_facts(self.folded)
+
+    @cached_property
+    def _shards(self) -> dict[TpMode, list[dict[int, Layout]]]:
+        return {
+            mode: program_shards(self.folded, program.typings, self.mesh)
+            for mode, program in self.programs.items()
+        }
+
+    # The chain.
+
+    @cached_property
+    def chains(self) -> tuple[LeafChain, ...]:
+        """What can be solved on this mesh."""
+        return tuple(self._chains())
+
+    @cached_property
+    def bound_s(self) -> float:
+        """No program of this mesh that fits takes less; where none fits, fastest_s."""
+        bound_s = min(chain.bound_s for chain in self.chains) + self.costs.launch_s
+        return bound_s if math.isfinite(bound_s) else self.fastest_s
+
+    @property
+    def unlimited_s(self) -> float:
+        """Step time of the best program if memory were unlimited, before it is priced exactly."""
+        found = [chain.solve(None) for chain in self.chains]
+        return min(x.time_s for x in found if x is not None) + self.costs.launch_s
+
+    def _chains(self) -> Iterator[LeafChain]:
+        """Leaves that may stand together: one layout per tied parameter."""
+        ties = {leaf.ties for leaves in self.leaves for leaf in leaves} - {None}
+        modes: list[tuple[TpMode, ...]] = [(mode,) for mode in self.programs]
+        if len(modes) > 1 and self._modes_agree():
+            modes = [tuple(self.programs)]
+        for allowed in modes:
+            for tie in sorted(ties, key=bool) or [None]:
+                leaves = [
+                    [
+                        leaf
+                        for leaf in of_region
+                        if leaf.strategy.tp_mode in allowed
+                        and (leaf.ties is None or leaf.ties == tie)
+                    ]
+                    for of_region in self.leaves
+                ]
+                if all(leaves):
+                    yield self._chain(leaves)
+
+    def _chain(self, leaves: Sequence[Sequence[Leaf]]) -> LeafChain:
+        return LeafChain(self.folded, leaves, self.fixed_bytes, self.changes, self.capacity_bytes)
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """Framework, buffers, constants and the batch."""
+        (program, *_) = self.programs.values()
+        states = program_states(self.folded, program.typings, self.mesh)
+        return self.reserve_bytes + states.buffers + states.inputs
+
+    def _modes_agree(self) -> bool:
+        """Whether tied parameters are stored alike in all modes, whole and as shards."""
+        modes = self.programs.items()
+        return all(
+            len({(p.typings[r].slots[i], self._shards[m][r].get(i)) for m, p in modes}) == 1
+            for r, facts in enumerate(self._facts)
+            for i in facts.tied
+        )
+
+    @cached_property
+    def changes(self) -> ModeChanges:
+        """What it costs where neighbours differ in mode."""
+        typings = {mode: program.typings for mode, program in self.programs.items()}
+        return mode_changes(self.folded, typings, self.costs, self.reads)
+
+    def _close(self, chain: LeafChain, incumbent_s: float) -> ClosedChain:
+        """Solve a chain for the largest estimate whose program fits; programs are in _priced."""
+        bound_s = chain.bound_s
+        unlimited = chain.solve(None)
+        assert unlimited is not None
+        closed = ClosedChain(bound_s, math.inf, 0.0, unlimited.time_s, False)
+        if math.isinf(bound_s) or bound_s + self.costs.launch_s >= incumbent_s:
+            return closed
+        fastest = self.price(chain.assignment(unlimited))
+        if fastest.memory.fits:
+            return replace(closed, best_s=fastest.time.step_s, gap_before=unlimited.gap_before)
+        least, smallest = self._least_of(chain)
+        best = smallest
+        budgets = Budgets(
+            chain.held_bytes(least), unlimited.memory_bytes - 1, self.capacity_bytes // STEPS
+        )
+        too_fast_s = fastest.time.step_s
+        budget = budgets.clipped(self.capacity_bytes - chain.least_passing_bytes)
+        for _ in range(MOST_ROUNDS if budgets.are_left else 0):
+            found = chain.solve(budget)
+            assert found is not None, "what is smallest fits"
+            closed = replace(
+                closed,
+                gap_before=max(closed.gap_before, found.gap_before),
+                capped=closed.capped or found.capped,
+            )
+            priced = self.price(chain.assignment(found))
+            is_known = priced is best
+            if priced.memory.fits:
+                budgets.low, best = budget, min(best, priced, key=order_of)
+            else:
+                budgets.lower_high(found.memory_bytes - 1)
+                too_fast_s = max(too_fast_s, priced.time.step_s)
+            if not budgets.are_left or best.time.step_s <= too_fast_s * (1 + TOLERANCE):
+                break
+            guess = self.capacity_bytes - (priced.memory.peak - found.memory_bytes)
+            budget = budgets.next(guess, is_known)
+        if best is smallest and best.memory.fits:
+            regions = [i.region for i in self.folded.instances]
+            assignment = [least[r] for r in regions]
+            best = made_faster(chain.leaves, regions, best, assignment, self.price)
+        return replace(closed, best_s=best.time.step_s if best.memory.fits else math.inf)
+
+    def _least_of(self, chain: LeafChain) -> tuple[list[Leaf], Priced]:
+        """The program of a chain with the least memory. Where the estimates' does not fit, but
+        nearly, regions change their leaf one by one while that makes the exact peak smaller."""
+        least, best = min(self._smallest_of(chain), key=lambda pair: pair[1].memory.peak)
+        if best.memory.peak > NEARLY * self.capacity_bytes:
+            return least, best
+        return made_smaller(chain.leaves, least, best, self._price_of)
+
+    def _smallest_of(self, chain: LeafChain) -> list[tuple[list[Leaf], Priced]]:
+        """Programs of a chain one of which has the least memory, with their exact figures."""
+        return [(least, self._price_of(least)) for least in chain.smallest()]
+
+    def _price_of(self, leaves: Sequence[Leaf]) -> Priced:
+        """Exact figures of the program that gives every region one leaf."""
+        return self.price([leaves[i.region] for i in self.folded.instances])
+
+    def _smallest(self) -> Priced:
+        """The program with the least memory among the simplest: every layer at its least."""
+        candidates = [p for chain in self.chains for _, p in self._smallest_of(chain)]
+        return min(candidates, key=lambda p: (p.memory.peak, p.strategy.label))
+
+    # Exact figures.
+
+    def _price(self, assignment: Sequence[Leaf]) -> Priced:
+        split = split_regions(self.folded, [leaf.key for leaf in assignment])
+        leaf_of = {i.region: leaf for i, leaf in zip(split.instances, assignment, strict=True)}
+        leaves = tuple(leaf_of[r] for r in range(len(split.regions)))
+        typings = [leaf.typing for leaf in leaves]
+        prices = [leaf.price for leaf in leaves]
+        offloads = [leaf.strategy.offload for leaf in leaves]
+        memory, saved_bytes = step_memory(
+            split,
+            typings,
+            self.mesh,
+            self.probe,
+            costs=self.costs,
+            optimizer=self.options.optimizer,
+            reserve_bytes=self.reserve_bytes,
+            capacity_bytes=self.capacity_bytes,
+            known=self.simulations,
+            offloads=offloads,
+            reads=self.reads,
+        )
+        optimizer = self.options.optimizer
+        time = estimate_step(split, typings, prices, self.costs, optimizer, offloads, self.reads)
+        return Priced(self.mesh, split, leaves, tuple(prices), time, memory, saved_bytes)

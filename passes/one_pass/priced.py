@@ -1,0 +1,102 @@
+"""A program with exact figures, and what the search found on one mesh."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from meshfold.errors import InfeasibleError
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.plan import MemoryEstimate, TimeEstimate
+from meshfold.ir.strategy import RegionTyping, UniformStrategy
+from meshfold.passes.one_pass.candidates import Leaf
+from meshfold.passes.price.region import RegionPrice
+from meshfold.units import bytes_text
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A program with exact figures. leaves: per region of `split`, the folded graph in which
+    layers that differ are regions of their own; saved_bytes likewise."""
+
+    mesh: Mesh
+    split: FoldedGraph
+    leaves: tuple[Leaf, ...]
+    prices: tuple[RegionPrice, ...]
+    time: TimeEstimate
+    memory: MemoryEstimate
+    saved_bytes: tuple[int, ...]
+
+    @property
+    def typings(self) -> tuple[RegionTyping, ...]:
+        return tuple(leaf.typing for leaf in self.leaves)
+
+    @cached_property
+    def strategy(self) -> UniformStrategy:
+        """What most ops do."""
+        weights: Counter[UniformStrategy] = Counter()
+        for instance in self.split.instances:
+            num_ops = len(self.split.regions[instance.region].graph.ops)
+            weights[self.leaves[instance.region].strategy] += num_ops
+        return max(weights, key=lambda s: (weights[s], s.label))
+
+
+@dataclass(frozen=True)
+class ClosedChain:
+    """What a chain found and proved: bound_s and unlimited_s are without the optimizer's launch,
+    best_s is the step time of the best program that fits."""
+
+    bound_s: float
+    best_s: float
+    gap_before: float
+    unlimited_s: float
+    capped: bool
+
+
+@dataclass(frozen=True, eq=False)
+class MeshPlan:
+    """The outcome on one mesh. best: the fastest program found that fits; smallest: the one with
+    the least memory, if none fits and there is no other. lower_bound_s: no program of these leaves
+    that fits is faster. gap_before: how far rounding the relaxation would have been off.
+    unlimited_s: step time if memory were unlimited. num_priced: programs whose
+    exact figures were taken, num_infeasible of them did not fit."""
+
+    best: Priced | None
+    smallest: Priced | None
+    lower_bound_s: float
+    gap_before: float
+    unlimited_s: float
+    capped: bool
+    num_priced: int
+    num_infeasible: int
+
+
+def order_of(priced: Priced) -> tuple[float, int, int, str]:
+    """Sort key: the better first. Time to seven digits, then fewer regions to emit."""
+    step_s = float(f"{priced.time.step_s:.6e}")
+    return step_s, len(priced.split.regions), priced.memory.peak, priced.strategy.label
+
+
+def nothing_fits(smallest: Sequence[Priced], num_devices: int) -> InfeasibleError:
+    """What to say when even the programs with the least memory do not fit."""
+    best = min(smallest, key=lambda p: (p.memory.peak, p.strategy.label))
+    memory, label = best.memory, best.strategy.label
+    component, size = _largest_component(memory)
+    missing = memory.peak - memory.capacity
+    return InfeasibleError(
+        f"nothing fits in {bytes_text(memory.capacity)} per device on {num_devices} devices: the "
+        f"best candidate, {label}, needs {bytes_text(memory.peak)}, most of it {component} "
+        f"({bytes_text(size)}); {bytes_text(missing)} are missing; use more devices, more memory "
+        "or a smaller batch",
+        binding_constraint=component,
+        best_candidate=label,
+        required_bytes=memory.peak,
+        available_bytes=memory.capacity,
+    )
+
+
+def _largest_component(memory: MemoryEstimate) -> tuple[str, int]:
+    sizes = {f.name: getattr(memory, f.name) for f in fields(memory) if f.name != "capacity"}
+    name = max(sizes, key=lambda n: (sizes[n], n))
+    return name.replace("_", " "), sizes[name]

@@ -1,0 +1,88 @@
+"""The last choice of a search: the best programs of its meshes, ranked by a simulated step.
+
+The search adds up costs, each instance's own communication hidden behind its own compute. That is
+what its bounds need. The simulator puts collectives where the runtime issues them, on links that
+they share, beside compute that they slow down; meshes that are close by the sum may change places.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshfold.cost_models.simulation.step import simulate
+from meshfold.ir.step_events import SimulatedStep, StepEvents
+from meshfold.passes.events.program import program_events
+from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.priced import MeshPlan, Priced, order_of
+from meshfold.passes.region.typing import MODE_CHOICES
+
+CLOSE = 1.1
+"""Times the best additive step time: contention may take a tenth of a step."""
+MOST = 3
+"""Finalists, the best by the sum first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Finalist:
+    """The best program of a mesh. events, step: if it can run, its events and the step that they
+    make."""
+
+    priced: Priced
+    planner: MeshPlanner
+    events: StepEvents | None = None
+    step: SimulatedStep | None = None
+
+
+def rank_finalists(plans: Mapping[MeshPlanner, MeshPlan]) -> list[Finalist]:
+    """The best first; not empty if a plan has a best program. By simulated time to four digits,
+    then as by the sum. Where one cannot run, and so not be simulated, by the sum alone."""
+    found = [
+        Finalist(plan.best, planner) for planner, plan in plans.items() if plan.best is not None
+    ]
+    found.sort(key=lambda f: order_of(f.priced))
+    least_s = min((f.priced.time.step_s for f in found), default=0.0)
+    close = [f for f in found if f.priced.time.step_s <= CLOSE * least_s][:MOST]
+    if not all(_runs(f.priced) for f in close):
+        return [*map(simulated, close[:1]), *close[1:]]
+    ranked = [simulated(f) for f in close]
+    return sorted(ranked, key=lambda f: float(f"{_step_s(f):.3e}"))
+
+
+def simulated(finalist: Finalist) -> Finalist:
+    """With its events and its step, if it can run."""
+    priced, planner = finalist.priced, finalist.planner
+    if not _runs(priced):
+        return finalist
+    origin = {
+        new.region: old.region
+        for new, old in zip(priced.split.instances, planner.folded.instances, strict=True)
+    }
+    pricers = [
+        planner.search.solution(origin[r], **MODE_CHOICES[leaf.strategy.tp_mode]).pricer
+        for r, leaf in enumerate(priced.leaves)
+    ]
+    events = program_events(
+        priced.split,
+        priced.typings,
+        pricers,
+        planner.costs,
+        planner.probe,
+        optimizer=planner.options.optimizer,
+        optimizer_s=priced.time.optimizer_s,
+        known=planner.simulations,
+        reads=planner.reads,
+    )
+    return Finalist(priced, planner, events, simulate(events).step)
+
+
+def _runs(priced: Priced) -> bool:
+    return all(leaf.strategy.runs for leaf in priced.leaves)
+
+
+def _step_s(finalist: Finalist) -> float:
+    assert finalist.step is not None
+    return finalist.step.step_s
+
+
+def simulated_times(finalists: Sequence[Finalist]) -> dict[MeshPlanner, float]:
+    """By mesh, of those that were simulated."""
+    return {f.planner: f.step.step_s for f in finalists if f.step is not None}

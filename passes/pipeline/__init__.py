@@ -1,0 +1,1 @@
+"""The best plan with stages and microbatches: best-first over pipeline degrees."""

@@ -1,0 +1,197 @@
+"""The parameters of one layer of a pipeline: what is stored, gathered and reduced, in bytes.
+
+    ZeRO  between steps  in a step                     gradients                    optimizer states
+    0     whole          whole                         whole, reduced once          whole
+    1     shards         gathered once, then whole     whole, reduced once          shards
+    2     shards         gathered once, then whole     shards, every microbatch     shards
+    3     shards         gathered for every forward    shards, every microbatch     shards
+                         and backward
+
+`once` is once per step, for all of its microbatches. A parameter that several layers read is stored
+whole, since devices that hold it must hold the same. Expert weights are shards on ep already and
+are cut on dp alone. All figures are of one rank.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshfold.cost_models.memory.live_ranges import RegionMemory
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import OpGraph, SlotKind, Value
+from meshfold.ir.spmd import INVARIANT, Layout
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.price.parameter_groups import has_own_bucket, parameter_copies
+from meshfold.passes.price.region import layouts_of_values
+from meshfold.passes.region.data_parallel import sharded_layout
+from meshfold.passes.region.parameter_tables import (
+    BucketCopies,
+    local_bytes,
+    member_copies,
+    widening,
+)
+
+PIPELINE_ZERO_LEVELS = (0, 1, 2, 3)
+
+Axes = tuple[str, ...]
+"""Names of the axes of one group of ranks."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter slot: its value and layout on the mesh without dp, the axes of that mesh on
+    which its gradient is a pending sum, and how many layers of the program read it."""
+
+    value: Value
+    layout: Layout
+    summed: Axes
+    num_holders: int
+
+
+def parameters_of(
+    graph: OpGraph, typing: RegionTyping, mesh: Mesh, num_holders: Sequence[int]
+) -> tuple[Parameter, ...]:
+    """The parameter slots of a region typed on `mesh`. num_holders: per slot."""
+    wanted = layouts_of_values(graph, typing)
+    found = []
+    for i, slot in enumerate(graph.slots):
+        if slot.kind is SlotKind.PARAMETER:
+            stored, demands = wanted[i]
+            summed = tuple(
+                name
+                for k, name in enumerate(mesh.names)
+                if stored[k] == INVARIANT and any(layout[k].kind == "R" for layout in demands)
+            )
+            found.append(Parameter(graph.values[i], stored, summed, num_holders[i]))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A parameter under one ZeRO level. whole, layout: in a step and between steps; cut: the axes
+    between them, in the order of the mesh; rest: those that its gradient is all-reduced over."""
+
+    whole: Layout
+    layout: Layout
+    cut: Axes
+    rest: Axes
+
+
+def _place(parameter: Parameter, zero: int, mesh: Mesh) -> _Placed:
+    data = ("dp",) if mesh.names[:1] == ("dp",) else ()
+    whole = (*(INVARIANT for _ in data), *parameter.layout)
+    is_whole = parameter.num_holders > 1 or not zero
+    layout = whole if is_whole else sharded_layout(parameter.value, whole, mesh)
+    cut = tuple(n for n, a, b in zip(mesh.names, whole, layout, strict=True) if a != b)
+    rest = tuple(name for name in (*data, *parameter.summed) if name not in cut)
+    return _Placed(whole, layout, cut, rest)
+
+
+@dataclass(frozen=True)
+class LayerCopies:
+    """Seconds of copies into and out of buckets (passes/parameter_prices.py) beyond those of a
+    program without dp: with every forward and backward of a microbatch, and once per step. alone:
+    by kind of collective and group of ranks the bytes of each parameter with a bucket of its own.
+    """
+
+    forward_s: float
+    backward_s: float
+    once_s: float
+    alone: Mapping[tuple[str, Axes], Sequence[int]]
+
+
+def copies_of(
+    parameters: Sequence[Parameter], zero: int, mesh: Mesh, costs: CostModel
+) -> LayerCopies:
+    """Of the parameters of a region. mesh: as for ParameterSums; costs: of a mesh with its axes,
+    and others."""
+    forward_s = backward_s = once_s = 0.0
+    alone = defaultdict[tuple[str, Axes], list[int]](list)
+    for parameter in parameters:
+        value, placed = parameter.value, _place(parameter, zero, mesh)
+        whole, layout = (_on(costs.mesh, mesh, x) for x in (placed.whole, placed.layout))
+        gather = [costs.mesh.index(name) for name in placed.cut]
+        before, (gathered, reduced) = BucketCopies(), (BucketCopies(), BucketCopies())
+        if parameter.summed or value.master:
+            before = member_copies(value, whole, (), costs.mesh, costs)
+        if placed.cut or placed.rest or value.master:
+            gathered = reduced = parameter_copies(value, layout, gather, costs.mesh, costs)
+            if zero == 1:
+                # Gradients that are added up over microbatches are copied: autograd may share them.
+                reduced = member_copies(value, layout, gather, costs.mesh, costs)
+        if has_own_bucket(value, layout, gather, costs.mesh, costs):
+            used = local_bytes(value, whole, costs.mesh.sizes)
+            alone["all_gather", placed.cut].append(used)
+            if value.requires_grad:
+                alone["reduce_scatter", placed.cut].append(widening(value) * used)
+        backward_s += reduced.reduced_s - before.reduced_s
+        is_once = bool(placed.cut) and zero < 3
+        once_s += gathered.gathered_s if is_once else 0.0
+        again_s = (0.0 if is_once else gathered.gathered_s) - before.packed_s
+        forward_s += again_s
+        backward_s += again_s
+    return LayerCopies(forward_s, backward_s, once_s, alone)
+
+
+def _on(mesh: Mesh, own: Mesh, layout: Layout) -> Layout:
+    """A layout on `own` on a mesh that has its axes, and others."""
+    types = dict(zip(own.names, layout, strict=True))
+    return tuple(types.get(name, INVARIANT) for name in mesh.names)
+
+
+class ParameterSums:
+    """Sums over the parameters of a region under one ZeRO level. mesh: the axes dp, ep, cp and
+    tp that have several ranks.
+
+    stored, gradients, updated (parameters whose optimizer states are here); kept: gathered once and
+    whole in a step; by group of ranks: gathered_once, gathered (twice per microbatch), scattered
+    (gradients, per microbatch), scattered_once, reduced (all-reduced once); tied: (bytes, holders).
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], zero: int, mesh: Mesh) -> None:
+        self.stored = self.gradients = self.results = self.updated = self.kept = 0
+        self.gathered_once: Counter[Axes] = Counter()
+        self.gathered: Counter[Axes] = Counter()
+        self.scattered: Counter[Axes] = Counter()
+        self.scattered_once: Counter[Axes] = Counter()
+        self.reduced: Counter[Axes] = Counter()
+        self.tied: list[tuple[int, int]] = []
+        for parameter in parameters:
+            self._add(parameter, zero, mesh)
+
+    def _add(self, parameter: Parameter, zero: int, mesh: Mesh) -> None:
+        value, placed = parameter.value, _place(parameter, zero, mesh)
+        used, part = (local_bytes(value, x, mesh.sizes) for x in (placed.whole, placed.layout))
+        cut, rest = placed.cut, placed.rest
+        wide = widening(value)
+        self.stored += wide * part
+        if cut and zero == 3:
+            self.gathered[cut] += used
+        elif cut:
+            self.gathered_once[cut] += used
+            self.kept += used
+        if not value.requires_grad:
+            return
+        self.gradients += wide * (used if zero == 1 else part)
+        self.results += wide * part
+        self.updated += wide * part
+        if cut:
+            (self.scattered_once if zero == 1 else self.scattered)[cut] += wide * used
+        if rest:
+            self.reduced[rest] += wide * part
+        if parameter.num_holders > 1:
+            self.tied.append((wide * used, parameter.num_holders))
+
+    def passing_bytes(self, memory: RegionMemory) -> int:
+        """The worst of forward, backward and reduction: temporaries, two layers' gathered
+        parameters, a reduction in flight, flat buffers and results of the layer's own."""
+        inside = memory.backward_peak_bytes - memory.saved_bytes
+        gathered, scattered = self.gathered.total(), self.scattered.total()
+        buckets = scattered + self.scattered_once.total() + self.reduced.total()
+        result = self.results if buckets else 0
+        return max(
+            memory.forward_peak_bytes + 2 * gathered + self.gathered_once.total(),
+            inside + 2 * gathered + scattered,
+            sum(memory.slot_gradient_bytes) + gathered + buckets + result,
+        )

@@ -1,0 +1,204 @@
+"""The best pipeline of one model: stages and strategies per layer on every choice of degrees.
+
+    tree of degrees (pipeline_tree.py), a bound for each
+        -> lowest bound first, until it reaches the best plan found (mesh_search.best_first),
+           bounds in three tiers, each dearer and higher than the one before:
+
+    peak rate, kernels   pipeline_bounds.py
+    stages               the bound of the stage search before its gap is closed (stage_search.py)
+
+The last one comes with a plan, so that the best one is known early; only degrees whose bound is
+still below it are searched to the end. The plan without a pipeline takes part as a candidate that
+is solved already: both kinds share one incumbent and one lower bound.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
+from meshfold.errors import InfeasibleError
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.passes.pipeline.best_first import BoundRule, MeshSearchResult, Solution, best_first
+from meshfold.passes.pipeline.bounds import KERNELS, PEAK_RATE, kernels_bound_s, peak_rate_bounds_s
+from meshfold.passes.pipeline.layers import LayerFigures
+from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
+from meshfold.passes.pipeline.tree import PipelineTree
+from meshfold.passes.stages.answer import PipelinePlan
+from meshfold.passes.stages.search import search_faster_stages
+
+STAGES = "stages above the best plan"
+
+TOLERANCE = 1e-3
+"""Degrees that cannot be better by more than this share are left out; the gap says so."""
+
+MAX_PARTS = 120
+"""Parts of cuts bounded apart, per schedule, where a gap is closed."""
+
+
+@dataclass(frozen=True, eq=False)
+class PricedPipeline:
+    """Stages with exact figures. layers: per layer of the chain its figures; device_s: per device
+    of the pipeline from the start to the end of its last work; step_s: the latest of them."""
+
+    problem: PipelineProblem
+    plan: PipelinePlan
+    layers: tuple[LayerFigures, ...]
+    device_s: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        return max(self.device_s)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineOutcome:
+    """best: None where the plan without a pipeline is faster, or nothing fits. lower_bound_s: no
+    plan of any candidate, the one without a pipeline included, is faster. searched: (degrees,
+    bound, step) of the candidates whose stages were searched; step None where no plan is faster."""
+
+    best: PricedPipeline | None
+    lower_bound_s: float
+    cuts: dict[str, int]
+    searched: tuple[tuple[UniformStrategy, float, float | None], ...]
+
+    @property
+    def num_priced(self) -> int:
+        """Candidates for which a plan was found."""
+        return sum(step_s is not None for _, _, step_s in self.searched)
+
+    @property
+    def num_infeasible(self) -> int:
+        """Candidates that fit nowhere."""
+        return sum(math.isinf(bound_s) for _, bound_s, _ in self.searched)
+
+
+def search_pipelines(
+    problems: PipelineProblems,
+    tree: PipelineTree,
+    *,
+    step_s: float = np.inf,
+    lower_bound_s: float = np.inf,
+) -> PipelineOutcome:
+    """The best pipeline that beats `step_s`, the step of the best plan without one, whose own lower
+    bound is `lower_bound_s` (both infinite where there is none)."""
+    race = _Race(problems, tree, step_s, lower_bound_s)
+    result = race.run()
+    searched = tuple(race.searched[i] for i in sorted(race.searched))
+    if result is None:
+        return PipelineOutcome(None, np.inf, {}, searched)
+    return PipelineOutcome(result.solution.plan, result.lower_bound_s, race.cuts(), searched)
+
+
+class _Race:
+    """Candidates in order of their bounds; the last one is the plan without a pipeline."""
+
+    def __init__(
+        self, problems: PipelineProblems, tree: PipelineTree, step_s: float, lower_bound_s: float
+    ) -> None:
+        self.problems = problems
+        self.tree = tree
+        self.degrees = tree.candidates
+        self.without = Solution[PricedPipeline | None](step_s, lower_bound_s, None)
+        self.incumbent_s = step_s
+        self.found: dict[int, PricedPipeline] = {}
+        self.tiers = dict.fromkeys(range(len(self.degrees)), PEAK_RATE)
+        """By number of the candidate: the last bound that was asked for, until it is solved."""
+        self.searched: dict[int, tuple[UniformStrategy, float, float | None]] = {}
+        """By number of the candidate: degrees, lower bound, step."""
+
+    def cuts(self) -> dict[str, int]:
+        """Leaves left out, by rule."""
+        cuts: Counter[str] = Counter()
+        for index, rule in self.tiers.items():
+            cuts[rule] += len(self.tree.strategies_of(self.degrees[index]))
+        return dict(cuts)
+
+    def run(self) -> MeshSearchResult[PricedPipeline | None] | None:
+        """The winner; None when nothing fits."""
+        candidates = [_key(d) for d in self.degrees]
+        bounds = peak_rate_bounds_s(self.problems, self.tree)
+        if np.isfinite(self.incumbent_s):
+            candidates.append((0,) * len(candidates[0]))
+            bounds = np.append(bounds, self.without.lower_bound_s)
+        refine = [BoundRule(KERNELS, self._kernels_s), BoundRule(STAGES, self._stages_s)]
+        try:
+            return best_first(
+                candidates, (PEAK_RATE, bounds), self._solve, refine=refine, tolerance=TOLERANCE
+            )
+        except InfeasibleError:
+            return None
+
+    def _kernels_s(self, index: int) -> float:
+        if index == len(self.degrees):
+            return 0.0
+        self.tiers[index] = KERNELS
+        return kernels_bound_s(self.problems, self.tree, self.degrees[index])
+
+    def _stages_s(self, index: int) -> float:
+        """Looks for a plan as well; after it the incumbent is the best of all."""
+        if index == len(self.degrees):
+            return 0.0
+        self.tiers[index] = STAGES
+        bound_s, step_s = self._search(index, max_parts=0)
+        self.searched[index] = self.degrees[index], bound_s, step_s
+        return bound_s
+
+    def _solve(self, index: int, limit_s: float) -> Solution[PricedPipeline | None] | None:
+        if index == len(self.degrees):
+            return self.without
+        del self.tiers[index]
+        bound_s, _ = self._search(index, max_parts=MAX_PARTS)
+        found = self.found.get(index)
+        if found is None:
+            return None
+        bound_s = min(found.step_s, max(bound_s, self.searched[index][1]))
+        self.searched[index] = self.degrees[index], bound_s, found.step_s
+        return Solution(found.step_s, bound_s, found)
+
+    def _search(self, index: int, max_parts: int) -> tuple[float, float | None]:
+        """(lower bound, step if there is a plan) of the stages under one choice of degrees."""
+        problem = self.problems.problem(self.tree.strategies_of(self.degrees[index]))
+        schedules = self.tree.schedules_of(self.degrees[index])
+        beat_s = self.incumbent_s
+        if index in self.found:
+            beat_s = np.inf
+        plan = search_faster_stages(
+            problem.chain, schedules, beat_s - problem.launch_s, max_parts=max_parts
+        )
+        if not isinstance(plan, PipelinePlan):
+            return plan + problem.launch_s, None
+        priced = priced_pipeline(problem, plan)
+        if index not in self.found or priced.step_s < self.found[index].step_s:
+            self.found[index] = priced
+        self.incumbent_s = min(self.incumbent_s, priced.step_s)
+        return plan.lower_bound_s + problem.launch_s, self.found[index].step_s
+
+
+def _key(degrees: UniformStrategy) -> tuple[int, ...]:
+    d = degrees
+    return d.pp, *d.degrees, d.microbatches, int(d.sequence_parallel)
+
+
+def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipeline:
+    """`plan` with the figures of its layers, and the launch of the optimizer that the chain leaves
+    out."""
+    layers: list[LayerFigures] = []
+    regions = [r for r, _, _ in problem.tables.folded.runs]
+    for stage in plan.stages:
+        for block in stage.blocks:
+            layers += [problem.figures[regions[block.run], block.strategy]] * block.count
+    cuts = [stage.first for stage in plan.stages[1:]]
+    times = StageTimes.build(
+        [stage.forward_s for stage in plan.stages],
+        [stage.backward_s for stage in plan.stages],
+        weight_s=[stage.weight_s for stage in plan.stages],
+        hop_s=problem.chain.hop_s[cuts],
+    )
+    p = problem.degrees.pp
+    ends_s = device_ends_s(plan.schedule, times).tolist()
+    once_s = [sum(plan.stages[s].sync_s for s in plan.schedule.stages_of(i)) for i in range(p)]
+    device_s = [end_s + late + problem.launch_s for end_s, late in zip(ends_s, once_s, strict=True)]
+    return PricedPipeline(problem, plan, tuple(layers), tuple(device_s))

@@ -1,0 +1,396 @@
+"""The plan of a folded program on a cluster, with the proof of how good it is.
+
+    decision tree (passes/decision_tree.py)   what is left of dp x ep x cp x tp, ZeRO, recomputation
+        -> meshes in order of their bound, which rises while their regions are typed one by one
+           (passes/mesh_race.py, passes/uniform_search.py)
+        -> the best program on each, strategies mixed by layer (passes/mesh_plan.py), until the
+           next bound reaches the best program found
+        -> Plan, with the lower bound, the cuts and the named baselines
+
+Ties are broken by (step time to seven digits, regions to emit, peak memory, label): same input,
+same plan.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.memory.step_memory import FOREACH_FACTOR, STATE_FACTOR
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.errors import InfeasibleError, OptionError
+from meshfold.gc_pause import collector_paused
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan, SearchStats
+from meshfold.ir.strategy import Degrees, UniformStrategy
+from meshfold.passes.baselines import baseline_rows, named_baselines
+from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_maps
+from meshfold.passes.graph.reads import program_reads
+from meshfold.passes.memory.region import Probe
+from meshfold.passes.one_pass.bounds import LeastCompute, Room, least_compute, least_step_s
+from meshfold.passes.one_pass.candidate_mesh import Contender
+from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.priced import Priced, nothing_fits, order_of
+from meshfold.passes.one_pass.record import MeshRecord, search_stats
+from meshfold.passes.one_pass.shortlist import Finalist, rank_finalists, simulated_times
+from meshfold.passes.one_pass.tree import NODE, PRUNINGS, Situation, Tree, grow_tree
+from meshfold.passes.planner.assembly import assemble_plan
+from meshfold.passes.planner.find_pipeline import (
+    excludes_pipelines,
+    is_pipeline_pinned,
+    plan_with_pipelines,
+)
+from meshfold.passes.region.pins import pinned_slots
+from meshfold.passes.region.space import Shared
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.passes.rules.expert_axis import shared_experts
+
+Progress = Callable[[int, int, str], None]
+"""Called with (meshes done, meshes in all, the mesh at hand)."""
+
+UNSHARDED = "tp shards no weights"
+LAYOUT_PIN = "pinned layout cannot be kept"
+BOUND = "bound of the mesh above the best plan"
+
+
+@collector_paused()
+def find_plan_for(
+    folded: FoldedGraph,
+    cluster: ClusterSpec,
+    options: CompileOptions,
+    *,
+    model_name: str,
+    batch_size: int,
+    probe: Probe,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan on all devices of `cluster` that fits the memory budget.
+
+    Pipelines compete where they are asked for, and are tried where nothing else fits: searching
+    them always takes five to nine times as long.
+
+    batch_size: global batch, the size of dim 0 of the inputs that are to be sharded. probe: what
+    the memory model asks about local ops. Raises OptionError for a pin or batch that cannot be
+    kept, InfeasibleError when nothing fits."""
+    _check_prunings(options.without_cuts)
+    needs_pipeline = is_pipeline_pinned(options.pins)
+    _check_pipeline_pins(options, needs_pipeline)
+    is_asked = options.allow_pipelines or options.allow_planned or needs_pipeline
+    one_pass_only = excludes_pipelines(options.pins) or bool(options.layout_pins)
+    plan: Plan | None = None
+    too_large: InfeasibleError | None = None
+    if not needs_pipeline:
+        try:
+            plan = _plan_in_one_pass(
+                folded, cluster, options, model_name, batch_size, probe, progress
+            )
+            if one_pass_only or not is_asked:
+                return plan
+        except InfeasibleError as error:
+            if one_pass_only:
+                raise
+            too_large = error
+    try:
+        return plan_with_pipelines(
+            folded,
+            cluster,
+            options,
+            plan,
+            model_name=model_name,
+            batch_size=batch_size,
+            probe=probe,
+        )
+    except (OptionError, InfeasibleError) as error:
+        if is_asked or too_large is None:
+            raise
+        raise too_large from error  # it says what is missing without a pipeline
+
+
+def _check_pipeline_pins(options: CompileOptions, needs_pipeline: bool) -> None:
+    if needs_pipeline and options.layout_pins:
+        raise OptionError(
+            f"pin {options.layout_pins[0]}: layouts cannot be pinned in a pipeline yet; leave it "
+            "out, or the pipeline"
+        )
+
+
+def _plan_in_one_pass(
+    folded: FoldedGraph,
+    cluster: ClusterSpec,
+    options: CompileOptions,
+    model_name: str,
+    batch_size: int,
+    probe: Probe,
+    progress: Progress | None,
+) -> Plan:
+    """The fastest plan that runs the batch of a rank in one pass."""
+    search = _Search(folded, cluster, options, batch_size, probe, progress)
+    found = search.best()
+    unpinned = search
+    if options.layout_pins:
+        free = replace(options, pins=options.strategy_pins)
+        unpinned = _Search(folded, cluster, free, batch_size, probe, None)
+    named = named_baselines(cluster)
+    rows = {
+        name: _planner_of(s, found, unpinned).uniform(s)
+        for name, s in named.items()
+        if batch_size % s.dp == 0
+    }
+    return assemble_plan(
+        folded,
+        cluster,
+        options,
+        found.best,
+        model_name=model_name,
+        batch_size=batch_size,
+        baselines=baseline_rows(rows, found.planners),
+        stats=found.stats,
+        notes=(
+            *found.notes,
+            *_planned_notes(found.best.priced),
+            *(
+                f"baseline {name} is not priced: a batch of {batch_size} does not divide over "
+                f"{s.dp} ranks"
+                for name, s in named.items()
+                if name not in rows
+            ),
+        ),
+    )
+
+
+def _check_prunings(names: Sequence[str]) -> None:
+    known = (*PRUNINGS, BOUND)
+    for name in names:
+        if name not in known:
+            raise OptionError(f"no pruning is called {name!r}; they are {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The winner, and everybody whose leaves were priced."""
+
+    best: Finalist
+    planners: tuple[MeshPlanner, ...]
+    stats: SearchStats
+    notes: tuple[str, ...]
+
+
+def _planner_of(strategy: UniformStrategy, found: _Found, search: "_Search") -> MeshPlanner:
+    """Who has priced the leaves of `strategy`, or a planner for it alone. Baselines keep no pinned
+    layouts."""
+    for planner in found.planners:
+        if strategy in planner.strategies and planner.search.space.pinned == search.pinned:
+            return planner
+    return search.mesh_planner(strategy.degrees, [strategy])
+
+
+class _Search:
+    """One search; region typings are shared by everything that asks for the same mesh."""
+
+    def __init__(
+        self,
+        folded: FoldedGraph,
+        cluster: ClusterSpec,
+        options: CompileOptions,
+        batch_size: int,
+        probe: Probe,
+        progress: Progress | None,
+    ) -> None:
+        self.folded = folded
+        self.cluster = cluster
+        self.options = options
+        self.batch_size = batch_size
+        self.probe = probe
+        self.progress = progress
+        self.pinned = pinned_slots(folded, options.layout_pins)
+        self._searches: dict[Degrees, MeshSearch] = {}
+        self._reads = program_reads(folded)
+        self._shared = Shared.of(folded)
+
+    def best(self) -> _Found:
+        """The fastest plan that fits; leaves that a pruning took come back when nothing fits."""
+        found = self._over(self._tree(self.options.without_cuts))
+        if isinstance(found, _Found):
+            return found
+        if NODE in self.options.without_cuts:
+            raise nothing_fits(found, self.cluster.num_devices)
+        wider = self._tree((*self.options.without_cuts, NODE))
+        again = self._over(wider) if len(wider.leaves) > len(self._tree(()).leaves) else found
+        if isinstance(again, _Found):
+            note = "nothing fits while tp stays inside a node: this plan's tp leaves it"
+            return replace(again, notes=(note,))
+        raise nothing_fits([*found, *again], self.cluster.num_devices)
+
+    def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
+        """A planner for these leaves of one mesh."""
+        search = self._search(degrees)
+        return MeshPlanner(
+            self.folded, self.cluster, search, strategies, self.options, self.probe, self._reads
+        )
+
+    def _search(self, degrees: Degrees) -> MeshSearch:
+        if degrees not in self._searches:
+            self._searches[degrees] = MeshSearch(
+                self.folded,
+                self.cluster,
+                self._mesh(degrees),
+                self.batch_size,
+                self._shared,
+                self.pinned,
+            )
+        return self._searches[degrees]
+
+    def _mesh(self, degrees: Degrees) -> Mesh:
+        return build_mesh(self.cluster, degrees.dp, degrees.tp, cp=degrees.cp, ep=degrees.ep)
+
+    def _tree(self, without: Sequence[str]) -> Tree:
+        cluster = self.cluster
+        situation = Situation(
+            num_devices=cluster.num_devices,
+            devices_per_node=min(group.devices_per_node for group in cluster.groups),
+            batch_size=self.batch_size,
+            pins=self.options.strategy_pins,
+            allow_planned=self.options.allow_planned,
+            switched_off=without,
+            host_bytes_per_s=cluster.host_bytes_per_s,
+            has_states=STATE_FACTOR[self.options.optimizer] > 0,
+            has_feature_maps=carries_feature_maps(self.folded),
+            sequences=carried_sequences(self.folded),
+            experts=shared_experts(self.folded),
+        )
+        return grow_tree(situation)
+
+    def _over(self, tree: Tree) -> "_Found | list[Priced]":
+        """The best of a tree, or per mesh the program with the least memory."""
+        by_mesh: dict[Degrees, list[UniformStrategy]] = {}
+        # In an order of our own, so that the order of the leaves decides nothing.
+        for leaf in sorted(tree.leaves, key=lambda s: (-s.dp, s.ep, s.cp, s.label)):
+            by_mesh.setdefault(leaf.degrees, []).append(leaf)
+        state = MeshRecord(Counter(tree.cuts))
+        for late in (False, True):
+            wave = {d: leaves for d, leaves in by_mesh.items() if (d.ep * d.cp > 1) == late}
+            self._race([self._contender(*item) for item in wave.items()], state, len(by_mesh))
+        if not state.planners and not state.skipped:
+            raise self._no_mesh(by_mesh, state.cuts)
+        if state.best is None:
+            return [p.smallest for p in state.plans.values() if p.smallest is not None]
+        ranked = rank_finalists(state.plans)
+        state.best = ranked[0].priced, ranked[0].planner
+        state.simulated_s = simulated_times(ranked)
+        return _Found(ranked[0], tuple(state.plans), search_stats(tree, state), ())
+
+    def _contender(self, degrees: Degrees, strategies: list[UniformStrategy]) -> Contender:
+        costs = CostModel(self.cluster, self._mesh(degrees))
+        return Contender(
+            self.folded,
+            costs,
+            degrees,
+            strategies,
+            self._bare_bound_s(degrees, costs),
+            lambda: self._search(degrees),
+            self._least_compute,
+        )
+
+    def _race(self, contenders: Sequence[Contender], state: MeshRecord, num_meshes: int) -> None:
+        """The mesh of the lowest bound goes on: its next region is typed, then it is planned; until
+        none can beat the best. Those whose tp axis shards no weights are left out."""
+        for contender in contenders:
+            # In their own order: what the first finds on its dp axis serves the others, too.
+            if not self._is_beaten(contender.bound_s, state):
+                contender.search()
+        queue = [(c.bound_s, c.mesh.sizes, k) for k, c in enumerate(contenders)]
+        heapq.heapify(queue)
+        skipped: dict[int, float] = {}
+        while queue:
+            bound_s, _, k = heapq.heappop(queue)
+            contender = contenders[k]
+            if self._is_beaten(bound_s, state):
+                state.cuts[BOUND] += len(contender.strategies)
+                if contender.planner is None:
+                    skipped[k] = bound_s
+                    self._tell(contender, state, num_meshes)
+            elif contender.planner is not None and contender.is_bounded:
+                self._plan(contender.planner, state)
+            elif contender.raise_bound() or self._is_typed(contender, state, num_meshes):
+                heapq.heappush(queue, (contender.bound_s, contender.mesh.sizes, k))
+        state.planners += [c.planner for c in contenders if c.planner is not None]
+        state.skipped += [(str(contenders[k].mesh), skipped[k]) for k in sorted(skipped)]
+
+    def _plan(self, planner: MeshPlanner, state: MeshRecord) -> None:
+        plan = state.plans[planner] = planner.plan(state.best_s)
+        if plan.best and (not state.best or order_of(plan.best) < order_of(state.best[0])):
+            state.best = plan.best, planner
+
+    def _is_beaten(self, bound_s: float, state: MeshRecord) -> bool:
+        return bound_s >= state.best_s and BOUND not in self.options.without_cuts
+
+    def _tell(self, contender: Contender, state: MeshRecord, num_meshes: int) -> None:
+        """Progress: one more mesh is typed, or left."""
+        state.num_done += 1
+        if self.progress is not None:
+            bare = UniformStrategy(**contender.degrees._asdict())
+            self.progress(state.num_done, num_meshes, bare.label)
+
+    def _is_typed(self, contender: Contender, state: MeshRecord, num_meshes: int) -> bool:
+        """Type all of a mesh; False if it cannot keep a pin or its tp axis shards no weights."""
+        self._tell(contender, state, num_meshes)
+        planner = self.mesh_planner(contender.degrees, contender.strategies)
+        if not planner.has_leaves:
+            state.cuts[LAYOUT_PIN] += len(contender.strategies)
+        elif planner.sharded_fraction > 0:
+            contender.planner = planner
+        else:
+            state.cuts[UNSHARDED] += len(contender.strategies)
+        return contender.planner is not None
+
+    def _bare_bound_s(self, degrees: Degrees, costs: CostModel) -> float:
+        """A bound on a mesh before its regions are typed; 0 if dp is not known from another."""
+        for known, search in self._searches.items():
+            if known.dp == degrees.dp and search.space.data and search.space.dp_axis is not None:
+                data, compute = search.space.data, self._least_compute
+                return least_step_s(self.folded, data, costs, self._room, compute)
+        return 0.0
+
+    @cached_property
+    def _least_compute(self) -> LeastCompute:
+        """Of any mesh: all have as many ranks."""
+        mesh = build_mesh(self.cluster, self.cluster.num_devices, 1)
+        return least_compute(self.folded, CostModel(self.cluster, mesh))
+
+    @property
+    def _room(self) -> Room:
+        """Whole parameters that a device can hold with their gradients and optimizer states; with
+        offload, parameters alone. What stays gathered has neither."""
+        optimizer = self.options.optimizer
+        factor = 2 + STATE_FACTOR[optimizer] + FOREACH_FACTOR[optimizer]
+        if self.options.allow_planned:
+            factor = 1
+        capacity_bytes = self.options.memory_bytes or self.cluster.memory_bytes
+        return Room(capacity_bytes / factor, capacity_bytes)
+
+    def _no_mesh(self, by_mesh: Mapping[Degrees, object], cuts: Counter[str]) -> OptionError:
+        if cuts[LAYOUT_PIN]:
+            pins = ", ".join(map(str, self.options.layout_pins))
+            return OptionError(
+                f"pin {pins}: no mesh of {self.cluster.num_devices} devices that the other pins "
+                "leave can store it so: no op reads that shard, or nothing divides"
+            )
+        degrees_text = ", ".join(f"tp={d}" for d in sorted({d.tp for d in by_mesh}))
+        return OptionError(
+            f"{'pin ' if 'tp' in self.options.pins else ''}{degrees_text}: no parameter of "
+            f"this model can be sharded over so many ranks"
+        )
+
+
+def _planned_notes(best: Priced) -> list[str]:
+    """A plan that uses what cannot run yet says so."""
+    names = dict.fromkeys(leaf.strategy.label for leaf in best.leaves if not leaf.strategy.runs)
+    notes = [f"{name}: planned, cannot run yet" for name in names]
+    if any(leaf.strategy.offload == "optimizer" for leaf in best.leaves):
+        notes.append("the host's own work on offloaded optimizer states is not in the step time")
+    return notes

@@ -1,0 +1,218 @@
+"""Lets pipelines compete with the best plan that runs every batch in one pass.
+
+    plan without a pipeline, if one fits -> incumbent and lower bound of the search over pipelines
+        (pipeline_search.py) -> whichever is faster, with the proof that covers both
+
+Beside it stands the best uniform 3D plan: every layer alike, layers divided evenly into stages,
+tp x pp x dp and microbatches as fit best, 1f1b with the least warm-up.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from meshfold.errors import InfeasibleError, OptionError
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions, PinValue
+from meshfold.ir.plan import Candidate, MeshOutcome, Plan, SearchStats
+from meshfold.passes.graph.boundaries import carried_sequences
+from meshfold.passes.memory.region import Probe
+from meshfold.passes.one_pass.tree import Situation
+from meshfold.passes.pipeline.problem import PipelineProblems
+from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
+from meshfold.passes.pipeline.tree import SCHEDULE_PINS, PipelineTree, grow_pipelines
+from meshfold.passes.planner.baselines import best_uniform_pipeline
+from meshfold.passes.planner.pipeline_assembly import assemble_pipeline
+from meshfold.passes.rules.expert_axis import shared_experts
+from meshfold.units import bytes_text
+
+
+def is_pipeline_pinned(pins: Mapping[str, PinValue]) -> bool:
+    """Whether pins ask for several stages or microbatches, or an order of them."""
+    return any(pins.get(name, 1) != 1 for name in ("pp", "microbatches", *SCHEDULE_PINS))
+
+
+def excludes_pipelines(pins: Mapping[str, PinValue]) -> bool:
+    """Whether pins ask for one stage and one microbatch."""
+    is_one = all(pins.get(name) == 1 for name in ("pp", "microbatches"))
+    return is_one and not is_pipeline_pinned(pins)
+
+
+def plan_with_pipelines(
+    folded: FoldedGraph,
+    cluster: ClusterSpec,
+    options: CompileOptions,
+    without: Plan | None,
+    *,
+    model_name: str,
+    batch_size: int,
+    probe: Probe,
+) -> Plan:
+    """The faster of `without`, the best plan in one pass, and the best pipeline.
+
+    Raises OptionError for pins that no pipeline keeps, InfeasibleError when no plan fits.
+    """
+    try:
+        tree = _tree(folded, cluster, options, batch_size)
+        problems = PipelineProblems(folded, cluster, options, batch_size, probe)
+    except OptionError as error:
+        if without is None:
+            raise
+        return replace(without, notes=(*without.notes, f"no pipeline: {error}"))
+    known = (
+        (np.inf, np.inf) if without is None else (without.time.step_s, without.search.lower_bound_s)
+    )
+    outcome = search_pipelines(problems, tree, step_s=known[0], lower_bound_s=known[1])
+    best = outcome.best
+    if best is None and without is None:
+        raise _infeasible(problems, tree)
+    baselines = _baselines(problems, tree, without if best else None)
+    stats = _stats(tree, outcome, without)
+    earlier = without.baselines if without else ()
+    if best is None:
+        assert without is not None
+        return replace(without, search=stats, baselines=(*earlier, *baselines))
+    return assemble_pipeline(
+        problems,
+        best,
+        model_name=model_name,
+        baselines=(*earlier, *baselines),
+        stats=stats,
+        notes=(*_notes(best), *_why(options, without, best)),
+    )
+
+
+def _tree(
+    folded: FoldedGraph, cluster: ClusterSpec, options: CompileOptions, batch_size: int
+) -> PipelineTree:
+    situation = Situation(
+        num_devices=cluster.num_devices,
+        devices_per_node=min(group.devices_per_node for group in cluster.groups),
+        batch_size=batch_size,
+        pins=options.strategy_pins,
+        allow_planned=options.allow_planned,
+        switched_off=options.without_cuts,
+        sequences=carried_sequences(folded),
+        experts=shared_experts(folded),
+    )
+    return grow_pipelines(situation, len(folded.instances))
+
+
+def _why(options: CompileOptions, without: Plan | None, best: PricedPipeline) -> Iterator[str]:
+    """What of the options led here, and what they do not change."""
+    if without is None and not is_pipeline_pinned(options.pins):
+        yield ALONE
+    if options.mode != "eager" and best.plan.schedule.splits_backward:
+        yield f"stages run eager, not {options.mode}: their schedule splits the backward itself"
+
+
+def _notes(best: PricedPipeline) -> tuple[str, ...]:
+    """How it trains; and a plan that uses what cannot run yet says so."""
+    planned = [x.strategy.label for x in best.layers if not x.strategy.runs]
+    notes = [f"{name}: planned, cannot run yet" for name in dict.fromkeys(planned)]
+    if not notes:
+        notes = ["forward and backward take turns: train by train_step(batch)"]
+    degrees = best.problem.degrees
+    if degrees.microbatches > 1 and degrees.degrees.zero_ranks > 1:
+        notes += [_HOW_OFTEN[zero] for zero in sorted({x.strategy.zero for x in best.layers})]
+    return tuple(notes)
+
+
+ALONE = "nothing fits while every batch runs in one pass"
+"""Why there is a pipeline that nobody pinned."""
+
+_HOW_OFTEN = (
+    "zero 0: gradients are reduced once per step",
+    "zero 1: parameters are gathered and gradients reduced once per step",
+    "zero 2: parameters are gathered once per step, gradients reduced with every microbatch",
+    "zero 3: parameters are gathered and gradients reduced with every microbatch",
+)
+"""By ZeRO level."""
+
+
+def _baselines(
+    problems: PipelineProblems, tree: PipelineTree, without: Plan | None
+) -> tuple[Candidate, ...]:
+    rows = []
+    if without is not None:
+        rows.append(
+            Candidate(
+                "best plan in one pass",
+                without.strategy,
+                without.time.step_s,
+                without.memory.peak,
+                without.memory.fits,
+            )
+        )
+    uniform = best_uniform_pipeline(problems, tree)
+    if uniform is not None:
+        rows.append(
+            Candidate("best uniform 3D", uniform.strategy, uniform.step_s, uniform.peak_bytes, True)
+        )
+    return tuple(rows)
+
+
+def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -> SearchStats:
+    """Of both searches together."""
+    best = outcome.best
+    earlier = without.search if without else SearchStats(0, 0, 0, lower_bound_s=float("inf"))
+    cuts = dict(earlier.cuts)
+    for name, count in tree.tree.cuts.items():
+        cuts[name] = cuts.get(name, 0) + count
+    for name, count in outcome.cuts.items():
+        cuts[name] = cuts.get(name, 0) + count
+    meshes = earlier.meshes
+    if best is not None:
+        assert without is None or without.time.step_s >= best.step_s
+        meshes = tuple(_overtaken(m, best.step_s) for m in meshes)
+    return replace(
+        earlier,
+        num_leaves=earlier.num_leaves + tree.tree.num_leaves,
+        num_candidates=earlier.num_candidates + outcome.num_priced + outcome.num_infeasible,
+        num_infeasible=earlier.num_infeasible + outcome.num_infeasible,
+        cuts=dict(sorted(cuts.items())),
+        lower_bound_s=min(outcome.lower_bound_s, earlier.lower_bound_s),
+        gap_before=best.plan.gap_before if best else earlier.gap_before,
+        unlimited_s=best.step_s if best else earlier.unlimited_s,
+        capped=earlier.capped or bool(best and best.plan.stats.capped),
+        meshes=(*meshes, *_outcomes(outcome)),
+    )
+
+
+def _overtaken(outcome: MeshOutcome, step_s: float) -> MeshOutcome:
+    """A mesh that the plan in one pass took, seen from a faster pipeline."""
+    if outcome.reason != "taken" or outcome.step_s is None:
+        return outcome
+    return replace(outcome, reason=f"{outcome.step_s / step_s:.2f} of this plan's time")
+
+
+def _outcomes(outcome: PipelineOutcome) -> list[MeshOutcome]:
+    """One row per choice of degrees whose stages were searched."""
+    best = outcome.best
+    found = []
+    for degrees, bound_s, step_s in outcome.searched:
+        if step_s is None:
+            reason = "has no plan that fits and is faster"
+        elif best is None:
+            reason = "slower than the plan in one pass"
+        elif degrees == best.problem.degrees:
+            reason = "taken"
+        else:
+            reason = f"{step_s / best.step_s:.2f} of this plan's time"
+        bound_s = bound_s if math.isfinite(bound_s) else 0.0
+        found.append(MeshOutcome(degrees.label, bound_s, step_s, reason))
+    return found
+
+
+def _infeasible(problems: PipelineProblems, tree: PipelineTree) -> InfeasibleError:
+    available = bytes_text(problems.capacity_bytes)
+    return InfeasibleError(
+        f"nothing fits in {available} per device on {problems.cluster.num_devices} devices, with "
+        f"or without a pipeline ({len(tree.candidates)} choices of pp x dp x ep x cp x tp and "
+        "microbatches); use more devices, more memory or a smaller batch",
+        binding_constraint="memory",
+        available_bytes=problems.capacity_bytes,
+    )

@@ -1,0 +1,287 @@
+"""Writes a pipeline down as a Plan: mesh, stages with their runs, figures of the worst stage.
+
+Layers were priced without the dp axis (pipeline_layers.py). What a file holds are types on every
+axis of the mesh, so the regions are typed once more here, on dp x ep x cp x tp for the graph of one
+microbatch; on the pp axis nothing is shared and every type is Invariant.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from meshfold import __version__
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.plan import (
+    Alternative,
+    Candidate,
+    ConversionRecord,
+    MemoryEstimate,
+    Plan,
+    RegionPlan,
+    RunPlan,
+    SearchStats,
+    StageFigures,
+    StagePlan,
+    TimeEstimate,
+)
+from meshfold.ir.spmd import INVARIANT, Layout
+from meshfold.ir.strategy import OpTyping, RegionTyping, UniformStrategy
+from meshfold.passes.fold.assemble import graph_fingerprint
+from meshfold.passes.graph.variants import split_regions
+from meshfold.passes.pipeline.layers import LayerFigures
+from meshfold.passes.pipeline.problem import PipelineProblems
+from meshfold.passes.pipeline.search import PricedPipeline
+from meshfold.passes.planner.assembly import model_info, why_lost
+from meshfold.passes.planner.check import placements
+from meshfold.passes.region.data_parallel import sharded_layout
+from meshfold.passes.region.typing import MeshSearch
+
+T = TypeVar("T")
+
+
+def assemble_pipeline(
+    problems: PipelineProblems,
+    found: PricedPipeline,
+    *,
+    model_name: str,
+    baselines: tuple[Candidate, ...],
+    stats: SearchStats,
+    notes: tuple[str, ...],
+) -> Plan:
+    """The plan of `found`."""
+    writer = _Writer(problems, found)
+    options = problems.options
+    return Plan(
+        model=model_info(problems.folded, model_name, problems.batch_size),
+        cluster=problems.cluster,
+        mesh=writer.mesh,
+        strategy=writer.most_used(),
+        pins=dict(options.pins),
+        optimizer=options.optimizer,
+        seed=options.seed,
+        precision=options.precision,
+        mode="eager" if found.plan.schedule.splits_backward else options.mode,
+        regions=tuple(writer.region(r) for r in range(len(writer.split.regions))),
+        stages=tuple(writer.stage(s) for s in range(len(found.plan.stages))),
+        memory=worst_memory(problems, found),
+        time=step_time(found),
+        baselines=baselines,
+        search=stats,
+        meshfold_version=__version__,
+        notes=(*problems.folded.notes, *notes),
+        schedule=str(found.plan.schedule),
+    )
+
+
+def step_time(found: PricedPipeline) -> TimeEstimate:
+    """The step by component, of the device that ends last."""
+    problem, m = found.problem, found.problem.degrees.microbatches
+    worst = max(range(len(found.device_s)), key=lambda i: (found.device_s[i], -i))
+    schedule = found.plan.schedule
+    numbers = schedule.stages_of(worst)
+    stages = [found.plan.stages[s] for s in numbers]
+    layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
+    forward_s = m * sum(x.compute_forward_s for x in layers)
+    backward_s = m * sum(x.compute_backward_s for x in layers)
+    busy_s = m * sum(stage.forward_s + stage.backward_s for stage in stages)
+    exposed_s = sum(x.exposed_s + x.tied_s for x in layers)
+    optimizer_s = sum(x.optimizer_s for x in layers) + problem.launch_s
+    exposed_s += max(0.0, busy_s - forward_s - backward_s)
+    hop_s = problem.chain.hop_s
+    borders = (border for s in numbers for border in (s, s + 1) if schedule.travels(border))
+    hops_s = m * sum(hop_s[found.plan.stages[border].first] for border in borders)
+    by_axis = {
+        name: m * sum(x.graph_s.get(name, 0.0) for x in layers) for name in problem.mesh.names
+    }
+    if "pp" in by_axis:
+        by_axis["pp"] = 2 * float(hops_s) + sum(x.tied_s for x in layers)
+    if data := _data_axis(problem.mesh):
+        by_axis[data] += sum(m * (2 * x.gather_s + x.shard_reduce_s) + x.once_s for x in layers)
+    work_s = forward_s + backward_s + exposed_s + optimizer_s
+    return TimeEstimate(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        exposed_communication_s=exposed_s,
+        optimizer_s=optimizer_s,
+        communication_s=by_axis,
+        bubble_s=max(0.0, found.step_s - work_s),
+    )
+
+
+def _data_axis(mesh: Mesh) -> str:
+    """The axis that gathers and reductions of parameters are put down to: the outermost of those
+    that cut the batch, or tp."""
+    return next((name for name in mesh.names if name != "pp"), "")
+
+
+def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEstimate:
+    """The device that needs most."""
+    problem, p = found.problem, found.problem.degrees.pp
+    needs = found.plan.memory_bytes
+    worst = max(range(p), key=lambda i: (needs[i], -i))
+    schedule = found.plan.schedule
+    numbers = schedule.stages_of(worst)
+    stages = [found.plan.stages[s] for s in numbers]
+    layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
+    largest = max(layers, key=lambda x: x.passing_bytes)
+    passing = min(largest.gathered_bytes, largest.passing_bytes)
+    activations = 0
+    for stage in stages:
+        inside = sum(x.activation_bytes for x in found.layers[stage.first : stage.end])
+        activations += stage.in_flight * (inside + int(problem.chain.held_bytes[stage.first]))
+    update = sum(x.update_bytes for x in layers)
+    return MemoryEstimate(
+        parameters=sum(x.parameter_bytes for x in layers),
+        gradients=sum(x.gradient_bytes for x in layers),
+        optimizer=sum(x.optimizer_bytes for x in layers),
+        activations=activations + problem.fixed_bytes - problems.reserve_bytes,
+        gathered_parameters=passing + sum(x.kept_bytes for x in layers),
+        buckets=0,
+        transient=largest.passing_bytes - passing + update,
+        reserve=problems.reserve_bytes,
+        capacity=problem.capacity_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What instances of one region of the split graph do."""
+
+    region: int
+    figures: LayerFigures
+
+
+class _Writer:
+    def __init__(self, problems: PipelineProblems, found: PricedPipeline) -> None:
+        degrees = found.problem.degrees
+        self.problems = problems
+        self.found = found
+        self.mesh = found.problem.mesh
+        self.inner = build_mesh(problems.cluster, **degrees.degrees._asdict())
+        self.folded: FoldedGraph = problems.microbatches.graph(degrees.microbatches)
+        names = [x.strategy.label for x in found.layers]
+        self.split = split_regions(self.folded, names)
+        pairs = zip(self.split.instances, self.folded.instances, found.layers, strict=True)
+        self.choices = {new.region: _Choice(old.region, x) for new, old, x in pairs}
+        size = problems.batch_size // degrees.microbatches
+        self.search = MeshSearch(self.folded, problems.cluster, self.inner, size)
+        sequence_parallel = degrees.sequence_parallel
+        self.program = self.search.solve(zero=0, sequence_parallel=sequence_parallel)
+
+    def most_used(self) -> UniformStrategy:
+        """What most ops do."""
+        weights: Counter[UniformStrategy] = Counter()
+        for instance in self.split.instances:
+            num_ops = len(self.split.regions[instance.region].graph.ops)
+            weights[self.choices[instance.region].figures.strategy] += num_ops
+        return max(weights, key=lambda s: (weights[s], s.label))
+
+    def stage(self, number: int) -> StagePlan:
+        """A stage's runs and figures."""
+        stage = self.found.plan.stages[number]
+        device = self.found.plan.schedule.device_of(number)
+        runs: list[RunPlan] = []
+        for k in range(stage.first, stage.end):
+            name = self.split.regions[self.split.instances[k].region].name
+            if runs and runs[-1].region == name:
+                runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+            else:
+                runs.append(RunPlan(name, k, 1))
+        figures = StageFigures(
+            forward_s=stage.forward_s,
+            backward_s=stage.backward_s,
+            sync_s=stage.sync_s,
+            end_s=self.found.device_s[device],
+            in_flight=stage.in_flight,
+            peak_bytes=self.found.plan.memory_bytes[device] + self.found.problem.fixed_bytes,
+        )
+        return StagePlan(tuple(runs), figures)
+
+    def region(self, r: int) -> RegionPlan:
+        """What one region of the split graph does."""
+        region, choice = self.split.regions[r], self.choices[r]
+        instances = [i for i in self.split.instances if i.region == r]
+        typing = self._typing(choice)
+        price = self.program.prices[choice.region]
+        taken = self._alternative(choice.figures, "taken")
+        return RegionPlan(
+            name=region.name,
+            fingerprint=graph_fingerprint(self.problems.folded.regions[choice.region].graph),
+            num_instances=len(instances),
+            example_scope=instances[0].scope,
+            typing=typing,
+            parameters=placements(region.graph, typing, self.mesh),
+            conversions=tuple(map(self._record, price.conversions)),
+            fallback_ops=self.search.fallback_ops[choice.region],
+            forward_s=choice.figures.compute_forward_s,
+            backward_s=choice.figures.compute_backward_s,
+            communication_s=self._communication_s(choice.figures),
+            saved_bytes=choice.figures.activation_bytes,
+            strategy=choice.figures.strategy,
+            choice=taken,
+            alternatives=self._alternatives(choice, taken),
+            op_targets=tuple(op.target for op in region.graph.ops),
+            slot_names=tuple(slot.name for slot in region.graph.slots),
+        )
+
+    def _communication_s(self, figures: LayerFigures) -> Mapping[str, float]:
+        """Of one microbatch; reductions once per step are the stage's sync_s."""
+        by_axis = {name: figures.graph_s.get(name, 0.0) for name in self.mesh.names}
+        if data := _data_axis(self.mesh):
+            by_axis[data] += 2 * figures.gather_s + figures.shard_reduce_s
+        return by_axis
+
+    def _alternative(self, figures: LayerFigures, reason: str) -> Alternative:
+        m = self.found.problem.degrees.microbatches
+        return Alternative(
+            figures.strategy.label,
+            m * (figures.forward_s + figures.backward_s) + figures.sync_s,
+            figures.state_bytes + figures.activation_bytes,
+            reason,
+        )
+
+    def _alternatives(self, choice: _Choice, taken: Alternative) -> tuple[Alternative, ...]:
+        others = [
+            self._alternative(x, "")
+            for (region, _), x in self.found.problem.figures.items()
+            if region == choice.region and x.strategy != choice.figures.strategy
+        ]
+        ordered = sorted(others, key=lambda a: (a.time_s, a.held_bytes, a.name))
+        return tuple(replace(a, reason=why_lost(a, taken)) for a in ordered)
+
+    # Types on the whole mesh.
+
+    def _typing(self, choice: _Choice) -> RegionTyping:
+        typing = self.program.typings[choice.region]
+        slots = list(typing.slots)
+        if choice.figures.strategy.zero:
+            graph = self.folded.regions[choice.region].graph
+            for i in self.problems.untied_parameters(choice.region):
+                slots[i] = sharded_layout(graph.values[i], slots[i], self.inner)
+        return RegionTyping(
+            slots=self._whole(slots),
+            ops=tuple(
+                OpTyping(
+                    (*self._prefix("I"), *op.rules), self._whole(op.inputs), self._whole(op.outputs)
+                )
+                for op in typing.ops
+            ),
+            outputs=self._whole(typing.outputs),
+            recompute=choice.figures.strategy.recompute,
+            keeps_gathered=choice.figures.strategy.keeps_gathered,
+            whole_gradients=choice.figures.strategy.whole_gradients,
+        )
+
+    def _whole(self, layouts: Sequence[Layout]) -> tuple[Layout, ...]:
+        return tuple((*self._prefix(INVARIANT), *layout) for layout in layouts)
+
+    def _prefix(self, entry: T) -> tuple[T, ...]:
+        """What stands for the pp axis, if there is one."""
+        return (entry,) if self.mesh.names[:1] == ("pp",) else ()
+
+    def _record(self, record: ConversionRecord) -> ConversionRecord:
+        source, target = self._whole((record.source, record.target))
+        return replace(record, source=source, target=target)

@@ -1,0 +1,1 @@
+"""Seconds of a typed program: conversions, ops, parameter traffic, regions, steps."""

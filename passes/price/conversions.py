@@ -1,0 +1,390 @@
+"""Conversions: the one table of layout changes, and what a change of layout costs.
+
+On one axis every pair of types has one direct conversion (CONVERSIONS). On several axes a change of
+layout is one step per axis, in the cheapest order whose layouts in between are all legal:
+
+    cost(s -> t) = min over orders of  sum_k step(s_k -> t_k | the other axes as converted so far)
+
+Two shards of one dim that trade places have no such order; then one axis first goes to Invariant.
+
+A value wanted in several layouts is converted along the cheapest tree: with D the wanted layouts
+and s the native one, over subsets A of D,
+
+    best(A) = min over t in A and u in (A - t) + s of  best(A - t) + cost(u -> t)
+
+(every tree grows by one leaf at a time, so this is exact; 2^|D| |D|^2 steps, |D| is a handful).
+Times are seconds, sizes bytes per rank. Gradients: a value that needs none has a free backward, and
+its Invariant and Replicate are the same.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import Value
+from meshfold.ir.spmd import INVARIANT, Layout, SpmdType, is_legal, local_blocks, local_shape
+
+
+class ConversionCosts(Protocol):
+    """What pricing a conversion needs of a cost model (cost_models.cost_model.CostModel)."""
+
+    @property
+    def launch_s(self) -> float: ...
+
+    def collective_s(self, kind: str, num_bytes: int, axes: tuple[int, ...]) -> float: ...
+
+    def compute_s(self, flops: float, num_bytes: float, dtype: str) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AxisConversion:
+    """What one step does to the value (forward) and to its gradient (backward).
+
+    Collectives: "all_reduce", "all_gather", "reduce_scatter", "all_to_all". Local: "slice" (keep
+    the own part), "zero_pad" (the own part among zeros), "mask" (coordinate 0 keeps the value, the
+    others hold zeros), "none".
+    """
+
+    forward: str
+    backward: str
+
+
+CONVERSIONS: dict[tuple[str, str], AxisConversion] = {
+    ("I", "R"): AxisConversion("none", "all_reduce"),
+    ("I", "S"): AxisConversion("slice", "all_gather"),
+    ("I", "P"): AxisConversion("mask", "none"),
+    ("R", "I"): AxisConversion("none", "mask"),
+    ("R", "S"): AxisConversion("slice", "zero_pad"),
+    ("R", "P"): AxisConversion("mask", "mask"),
+    ("P", "I"): AxisConversion("all_reduce", "none"),
+    ("P", "R"): AxisConversion("all_reduce", "all_reduce"),
+    ("P", "S"): AxisConversion("reduce_scatter", "all_gather"),
+    ("S", "R"): AxisConversion("all_gather", "reduce_scatter"),
+    ("S", "I"): AxisConversion("all_gather", "slice"),
+    ("S", "P"): AxisConversion("zero_pad", "slice"),
+    ("S", "S"): AxisConversion("all_to_all", "all_to_all"),
+}
+
+COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+
+_Tree = tuple[int, int, tuple[tuple[int, int], ...]]
+"""(picoseconds, edges that do not start at the native layout, edges)."""
+
+_NO_WAY = 10**24
+"""Picoseconds of a conversion that there is not."""
+
+_SHARD_OVERLAP = AxisConversion("all_gather", "all_gather")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a conversion: `axis` goes from `source` to `target`, starting from the full
+    layout `before`."""
+
+    axis: int
+    source: SpmdType
+    target: SpmdType
+    before: Layout
+
+    @property
+    def after(self) -> Layout:
+        return _with(self.before, self.axis, self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class StepAction:
+    """What a step does one way: a name of AxisConversion, bytes as CostModel.collective_s takes
+    them (0 for what is local), seconds. before_s, after_s: of copies around a collective, which
+    takes shards of a dim behind others apart, or puts them together. The simulator charges them,
+    the search does not: whether there is one depends on how other axes shard the dims before."""
+
+    kind: str
+    num_bytes: int
+    seconds: float
+    before_s: float = 0.0
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionCost:
+    """Price of a conversion. by_axis_s: forward plus backward per axis, forward_by_axis_s the first
+    alone. forward and backward name the collectives in order of execution; num_bytes is the local
+    payload of the forward collectives together, of the backward ones if there are none forward."""
+
+    forward_s: float
+    backward_s: float
+    by_axis_s: tuple[float, ...]
+    forward_by_axis_s: tuple[float, ...]
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    num_bytes: int
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+def exchange_is_even(source: SpmdType, target: SpmdType, axis_size: int) -> bool:
+    """Whether every rank of an axis sends as much to every other when a shard moves.
+
+    True between dims. On one dim the two shards are digits of its index (meshfold.ir.spmd): parts are
+    even when the digits do not overlap.
+    """
+    low, high = sorted((source.blocks, target.blocks))
+    return source.dim != target.dim or high % (low * axis_size) == 0
+
+
+def has_conversion(source: SpmdType, target: SpmdType) -> bool:
+    """Whether there is one between two different types of one axis. Nothing but ops that keep it
+    reads padding, and a rank makes it of what is whole alone."""
+    return not source.padded and (not target.padded or source.kind in "IR")
+
+
+def axis_conversion(source: SpmdType, target: SpmdType, axis_size: int) -> AxisConversion:
+    """The conversion between two different types of one axis. Shards of one dim with overlapping
+    digits gather and slice, both ways."""
+    assert "E" not in (source.kind, target.kind), "rows at their experts come back by combine alone"
+    if source.is_shard and target.is_shard and not exchange_is_even(source, target, axis_size):
+        return _SHARD_OVERLAP
+    return CONVERSIONS[source.kind, target.kind]
+
+
+def conversion_steps(
+    value: Value, source: Layout, target: Layout, mesh: Mesh, costs: ConversionCosts
+) -> tuple[Step, ...]:
+    """The cheapest legal sequence of steps; empty if nothing changes.
+
+    Both layouts must be legal. Ties go to the order that converts the first axes first.
+    """
+    changed = [k for k, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
+    if len(changed) < 2:
+        return tuple(Step(k, source[k], target[k], source) for k in changed)
+    found = _cheapest(value, _orders(source, target, changed), mesh, costs)
+    if found is None:
+        # An axis on the way to another shard stops at Invariant and makes room.
+        found = _cheapest(value, _detours(source, target, changed), mesh, costs)
+    assert found is not None, "taking every axis to Invariant first is always legal"
+    return found
+
+
+def conversion_cost(
+    value: Value, source: Layout, target: Layout, mesh: Mesh, costs: ConversionCosts
+) -> ConversionCost:
+    """Price of the steps that conversion_steps gives."""
+    return steps_cost(value, conversion_steps(value, source, target, mesh, costs), mesh, costs)
+
+
+def steps_cost(
+    value: Value, steps: Sequence[Step], mesh: Mesh, costs: ConversionCosts
+) -> ConversionCost:
+    """Price of steps one after the other."""
+    forward_s = backward_s = 0.0
+    by_axis_s = [0.0] * len(mesh.axes)
+    forward_by_axis_s = [0.0] * len(mesh.axes)
+    forward: list[str] = []
+    backward: list[str] = []
+    forward_bytes = backward_bytes = 0
+    for step in steps:
+        kinds, ends = _kinds(value, step, mesh), _ends(value, step, mesh)
+        there_s, back_s = (_action_s(value, step, kind, ends, mesh, costs) for kind in kinds)
+        forward_s += there_s
+        backward_s += back_s
+        by_axis_s[step.axis] += there_s + back_s
+        forward_by_axis_s[step.axis] += there_s
+        num_bytes = max(ends)
+        if kinds[0] in COLLECTIVES:
+            forward.append(kinds[0])
+            forward_bytes += num_bytes
+        if kinds[1] in COLLECTIVES:
+            backward.insert(0, kinds[1])
+            backward_bytes += num_bytes
+    return ConversionCost(
+        forward_s,
+        backward_s,
+        tuple(by_axis_s),
+        tuple(forward_by_axis_s),
+        tuple(forward),
+        tuple(backward),
+        forward_bytes or backward_bytes,
+    )
+
+
+def step_s(value: Value, step: Step, mesh: Mesh, costs: ConversionCosts) -> float:
+    """Seconds of one step, forward plus backward."""
+    there, back = _kinds(value, step, mesh)
+    ends = _ends(value, step, mesh)
+    there_s = _action_s(value, step, there, ends, mesh, costs)
+    return there_s + _action_s(value, step, back, ends, mesh, costs)
+
+
+def step_actions(
+    value: Value, step: Step, mesh: Mesh, costs: ConversionCosts
+) -> tuple[StepAction, StepAction]:
+    """What one step does forward and backward."""
+    ends = _ends(value, step, mesh)
+    there_kind, back_kind = _kinds(value, step, mesh)
+
+    def action(kind: str, source: SpmdType, target: SpmdType) -> StepAction:
+        seconds = _action_s(value, step, kind, ends, mesh, costs)
+        if kind not in COLLECTIVES:
+            return StepAction(kind, 0, seconds)
+        num_bytes = _collective_bytes(step, kind, ends, mesh)
+        copy_s = costs.compute_s(0.0, 2 * num_bytes, value.dtype)
+        takes_apart = kind in ("reduce_scatter", "all_to_all") and _is_inner(
+            value, step, target, mesh
+        )
+        puts_together = kind in ("all_gather", "all_to_all") and _is_inner(
+            value, step, source, mesh
+        )
+        return StepAction(kind, num_bytes, seconds, takes_apart * copy_s, puts_together * copy_s)
+
+    # The gradient goes from the target's type, or its dual, to the source's.
+    return action(there_kind, step.source, step.target), action(back_kind, step.target, step.source)
+
+
+def _is_inner(value: Value, step: Step, shard: SpmdType, mesh: Mesh) -> bool:
+    """Whether parts of a dim that step.axis shards so are not one piece of memory each."""
+    whole = local_shape(value.shape, _with(step.before, step.axis, INVARIANT), mesh.sizes)
+    blocks = local_blocks(_with(step.before, step.axis, shard), mesh.sizes, step.axis)
+    return math.prod(whole[: shard.dim]) * blocks > 1
+
+
+def plan_conversions(
+    value: Value, native: Layout, demands: Sequence[Layout], mesh: Mesh, costs: ConversionCosts
+) -> tuple[tuple[Layout, Layout], ...]:
+    """The cheapest tree of conversions that gives every demanded layout from `native`.
+
+    Edges (from, to) in emission order: an edge's `from` is `native` or an earlier edge's `to`.
+    Deterministic: of equally cheap trees the one with the most conversions straight from native.
+    """
+    wanted = sorted({d for d in demands if d != native})
+    if len(wanted) < 2:
+        return tuple((native, target) for target in wanted)
+    nodes = [native, *wanted]
+    # Integer picoseconds: sums in another order must not differ in the last bit.
+    price = [
+        [
+            round(conversion_cost(value, u, t, mesh, costs).total_s * 1e12)
+            if all(a == b or has_conversion(a, b) for a, b in zip(u, t, strict=True))
+            else _NO_WAY
+            for t in nodes
+        ]
+        for u in nodes
+    ]
+    best: dict[int, _Tree] = {0: (0, 0, ())}
+    everything = range(1, len(nodes))
+    for members in range(1, 2 ** len(wanted)):
+        inside = [t for t in everything if members >> (t - 1) & 1]
+        options: list[_Tree] = []
+        for t in inside:
+            cost, indirect, edges = best[members & ~(1 << (t - 1))]
+            for u in [0, *(u for u in inside if u != t)]:
+                options.append((cost + price[u][t], indirect + (u > 0), (*edges, (u, t))))
+        best[members] = min(options)
+    return tuple((nodes[u], nodes[t]) for u, t in best[2 ** len(wanted) - 1][2])
+
+
+def _orders(source: Layout, target: Layout, changed: Sequence[int]) -> list[tuple[Step, ...]]:
+    moves = [(k, target[k]) for k in changed]
+    return [_steps(source, order) for order in itertools.permutations(moves)]
+
+
+def _detours(source: Layout, target: Layout, changed: Sequence[int]) -> list[tuple[Step, ...]]:
+    """Sequences in which some axes between two shards go to Invariant before anything else."""
+    able = [k for k in changed if source[k].is_shard and target[k].is_shard]
+    found = []
+    for count in range(1, len(able) + 1):
+        for early in itertools.combinations(able, count):
+            first = [(k, INVARIANT) for k in early]
+            for order in itertools.permutations([(k, target[k]) for k in changed]):
+                found.append(_steps(source, (*first, *order)))
+    return found
+
+
+def _steps(source: Layout, moves: Sequence[tuple[int, SpmdType]]) -> tuple[Step, ...]:
+    out = []
+    now = source
+    for axis, target in moves:
+        out.append(Step(axis, now[axis], target, now))
+        now = _with(now, axis, target)
+    return tuple(out)
+
+
+def _cheapest(
+    value: Value,
+    sequences: Sequence[tuple[Step, ...]],
+    mesh: Mesh,
+    costs: ConversionCosts,
+) -> tuple[Step, ...] | None:
+    legal = [
+        steps
+        for steps in sequences
+        if all(is_legal(value.shape, step.after, mesh.sizes) for step in steps)
+    ]
+    if len(legal) < 2:
+        return legal[0] if legal else None
+    return min(legal, key=lambda steps: _total_ps(value, steps, mesh, costs))
+
+
+def _total_ps(value: Value, steps: tuple[Step, ...], mesh: Mesh, costs: ConversionCosts) -> int:
+    seconds = math.fsum(
+        _action_s(value, step, kind, _ends(value, step, mesh), mesh, costs)
+        for step in steps
+        for kind in _kinds(value, step, mesh)
+    )
+    return round(seconds * 1e12)
+
+
+def _kinds(value: Value, step: Step, mesh: Mesh) -> tuple[str, str]:
+    """What the step does forward and backward, for this value."""
+    size = mesh.sizes[step.axis]
+    if size == 1:
+        return "none", "none"
+    conversion = axis_conversion(step.source, step.target, size)
+    return conversion.forward, conversion.backward if value.requires_grad else "none"
+
+
+def _action_s(
+    value: Value,
+    step: Step,
+    kind: str,
+    ends: tuple[int, int],
+    mesh: Mesh,
+    costs: ConversionCosts,
+) -> float:
+    """Seconds of what a step does one way. ends: local bytes before and after it."""
+    if kind == "none":
+        return 0.0
+    if kind in COLLECTIVES:
+        return costs.collective_s(kind, _collective_bytes(step, kind, ends, mesh), (step.axis,))
+    small, large = min(ends), max(ends)
+    moved = {"slice": 2 * small, "zero_pad": small + large, "mask": 2 * large}[kind]
+    if step.target.padded:  # filled up before
+        moved += 2 * large
+    return costs.compute_s(0.0, moved, value.dtype)
+
+
+def _collective_bytes(step: Step, kind: str, ends: tuple[int, int], mesh: Mesh) -> int:
+    """Gathered output, reduce-scatter input, all-reduced tensor: the larger end. An exchange keeps
+    the size; where shards overlap it gathers the whole dim."""
+    overlaps = step.source.is_shard and step.target.is_shard and kind == "all_gather"
+    return max(ends) * (mesh.sizes[step.axis] if overlaps else 1)
+
+
+def _ends(value: Value, step: Step, mesh: Mesh) -> tuple[int, int]:
+    """Local bytes before and after a step."""
+    shards = 1
+    for axis, (t, size) in enumerate(zip(step.before, mesh.sizes, strict=True)):
+        if t.is_shard and axis != step.axis:
+            shards *= size
+    size, num_bytes = mesh.sizes[step.axis], value.num_bytes
+    before = shards * size if step.source.is_shard else shards
+    after = shards * size if step.target.is_shard else shards
+    return num_bytes // before, num_bytes // after
+
+
+def _with(layout: Layout, axis: int, target: SpmdType) -> Layout:
+    return (*layout[:axis], target, *layout[axis + 1 :])

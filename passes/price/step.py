@@ -1,0 +1,150 @@
+"""Step time of a typed program: compute, exposed communication, optimizer.
+
+Instance i has forward compute f_i and backward compute b_i, in-graph communication c_i in each
+direction (exposed, it is in the data flow), parameter gather g_i and gradient reduction d_i. Where
+a region is recomputed, b_i and the backward's c_i include its second forward
+(passes/region_price.py); it waits for the same gather as the backward does. The runtime gathers
+while the region before runs and reduces gradients beside the backward of the regions before, on one
+communication stream. In a run of equal layers, what hides there is a layer's own:
+
+    forward   g_0 + sum_i max(f_i + c_i, g_i, k_i)
+    backward  sum_i max(b_i + c_i, g_i + d_i, k_i, u_i) + d_0 + u_0       (no g_i under ZeRO 1, 2)
+
+where k_i and u_i are what is kept and gradients on their way between device and host, if offloaded
+(passes/residence.py): the link to the host is beside the network, and carries both ways at once.
+The excess of each max over f_i or b_i is exposed. Each instance is charged with its own gather and
+reduction, so a step is a sum over instances, which the run search minimises (passes/mesh_plan.py).
+Where two neighbours disagree about the layout of a value, the consumer converts it (border_s). The
+optimizer is one memory-bound pass over the local states; what the host updates comes back after it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.plan import TimeEstimate
+from meshfold.ir.strategy import Offload, RegionTyping
+from meshfold.passes.graph.reads import Crossing, ProgramReads, program_reads
+from meshfold.passes.price.conversions import conversion_cost
+from meshfold.passes.price.region import HostTraffic, RegionPrice
+from meshfold.passes.region.parameter_tables import stored_bytes
+
+OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
+"""Reads and writes of parameter-sized tensors per step: AdamW reads parameter, gradient and two
+moments and writes parameter and moments; SGD without momentum reads two and writes one."""
+
+
+def estimate_step(
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    prices: Sequence[RegionPrice],
+    costs: CostModel,
+    optimizer: str,
+    offloads: Sequence[Offload] | None = None,
+    reads: ProgramReads | None = None,
+) -> TimeEstimate:
+    """Step time of all instances in order. typings, prices: per region, and offloads; None:
+    nothing on hosts. reads: of `folded` or of the graph that it
+    was split from, if at hand."""
+    reads = reads or program_reads(folded)
+    counts = Counter(instance.region for instance in folded.instances)
+    forward_s = sum(n * prices[r].forward_s for r, n in counts.items())
+    backward_s = sum(n * prices[r].backward_s for r, n in counts.items())
+    total_s = sum(n * instance_s(prices[r]) for r, n in counts.items())
+    if not costs.mesh.axes and all(prices[r].host == HostTraffic() for r in counts):
+        # Nothing to communicate: no rounding either.
+        total_s = forward_s + backward_s
+    total_s += sum(ends_s(prices[i.region]) for i in folded.instances[:1])
+    total_s += border_s(folded, typings, costs, reads)
+    communication_s = {
+        name: sum(n * prices[r].total_communication_s[name] for r, n in counts.items())
+        for name in costs.mesh.names
+    }
+    return TimeEstimate(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        exposed_communication_s=max(0.0, total_s - (forward_s + backward_s)),
+        optimizer_s=_optimizer_s(folded, typings, costs, optimizer, offloads, reads),
+        communication_s=communication_s,
+    )
+
+
+def instance_s(price: RegionPrice) -> float:
+    """Seconds of one instance in a run, without the optimizer."""
+    gather_s, reduce_s = sum(price.gather_s.values()), sum(price.reduce_s.values())
+    again_s = gather_s * (price.num_gathers - 1)
+    forward_s = price.forward_s + price.graph_forward_s
+    backward_s = price.backward_s + price.graph_backward_s
+    host = price.host
+    return max(forward_s, gather_s, host.kept_s) + max(
+        backward_s, again_s + reduce_s, host.kept_s, host.gradients_s
+    )
+
+
+def ends_s(price: RegionPrice) -> float:
+    """What the first instance adds: its gather, its reduction and its gradients on their way to the
+    host have nothing to hide behind."""
+    moved_s = sum(price.gather_s.values()) + sum(price.reduce_s.values())
+    return moved_s + price.host.gradients_s
+
+
+def border_s(
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    costs: CostModel,
+    reads: ProgramReads | None = None,
+) -> float:
+    """Conversions of values that leave their producer in another layout than the consumer takes.
+    reads: as for estimate_step."""
+    reads = reads or program_reads(folded)
+    return sum(
+        count
+        * crossing_s(folded, crossing, typings[crossing.maker], typings[crossing.reader], costs)
+        for crossing, count in reads.count_crossings(folded).items()
+    )
+
+
+def crossing_s(
+    folded: FoldedGraph,
+    crossing: Crossing,
+    making: RegionTyping,
+    reading: RegionTyping,
+    costs: CostModel,
+) -> float:
+    """Seconds of converting what crosses once. making, reading: typings of its two regions."""
+    left, taken = making.outputs[crossing.output], reading.slots[crossing.slot]
+    if left == taken:
+        return 0.0
+    value = folded.regions[crossing.reader].graph.values[crossing.slot]
+    return conversion_cost(value, left, taken, costs.mesh, costs).total_s
+
+
+def optimizer_s(state_bytes: float, costs: CostModel, optimizer: str) -> float:
+    """The optimizer's pass over `state_bytes` of local parameters."""
+    return costs.compute_s(0.0, OPTIMIZER_PASSES[optimizer] * state_bytes, "float32")
+
+
+def _optimizer_s(
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    costs: CostModel,
+    optimizer: str,
+    offloads: Sequence[Offload] | None,
+    reads: ProgramReads,
+) -> float:
+    """The device's pass, and the way back of what the host updates."""
+    here = elsewhere = 0
+    for (r, first), count in reads.count_first(folded).items():
+        for i in first.parameters:
+            value = folded.regions[r].graph.values[i]
+            num_bytes = count * stored_bytes(value, typings[r].slots[i], costs.mesh.sizes)
+            if offloads is None or offloads[r] != "optimizer":
+                here += num_bytes
+            elif value.requires_grad:
+                elsewhere += num_bytes
+    here_s = optimizer_s(here, costs, optimizer)
+    if not elsewhere:
+        return here_s
+    # The optimizer is started in any case.
+    return max(here_s, costs.launch_s) + costs.host_s(elsewhere)

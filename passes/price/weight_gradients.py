@@ -1,0 +1,60 @@
+"""How much of a region's backward only makes weight gradients: what zero_bubble puts off.
+
+Of a product with a parameter as one factor (SPLIT), the backward is two products of equal size: one
+gives the gradient of the other factor (B), one that of the parameter (W). W takes the share that
+its floating-point operations have in the backward of the op. Everything else stays in B: sums for
+biases and norms, memory-bound gradients of tables, attention, collectives, what runs again.
+A split like that is assumed to cost nothing: kernels of B and W are apart anyhow (Qi et al., Zero
+Bubble Pipeline Parallelism, ICLR 2024, section 2).
+"""
+
+from collections.abc import Sequence
+
+from meshfold.cost_models.op_costs.compute import MATMUL_FACTORS, VIEWS, op_name, op_work
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import Op, OpGraph, SlotKind
+from meshfold.passes.price.op_time import op_time
+from meshfold.passes.rules.table import AxisRule
+
+SPLIT = frozenset({"linear", "addmm", "mm", "expert_linear"})
+"""Ops whose backward runs in two parts (meshfold.codegen.schedule.split_backward)."""
+
+
+def weight_gradients_s(
+    graph: OpGraph, rules: Sequence[Sequence[AxisRule]], mesh: Mesh, costs: CostModel
+) -> float:
+    """Seconds per microbatch on one rank, at most the kernels of the backward. rules[o]: the axis
+    rules of op o."""
+    weights = _trained_weights(graph)
+    seconds = 0.0
+    for op, of_axes in zip(graph.ops, rules, strict=True):
+        share = _weight_share(graph, op, weights)
+        if share:
+            seconds += share * op_time(graph, op, of_axes, mesh, costs).backward_s
+    return seconds
+
+
+def _trained_weights(graph: OpGraph) -> set[int]:
+    """Values that are a trained parameter, or a view of one."""
+    found = {
+        i
+        for i, slot in enumerate(graph.slots)
+        if slot.kind is SlotKind.PARAMETER and graph.values[i].requires_grad
+    }
+    for op in graph.ops:
+        if op_name(op.target) in VIEWS and op.operands and op.operands[0] in found:
+            found.update(op.outputs)
+    return found
+
+
+def _weight_share(graph: OpGraph, op: Op, weights: set[int]) -> float:
+    """Of the backward of a product: each factor's gradient takes one product."""
+    if op_name(op.target) not in SPLIT or not any(v in weights for v in op.operands):
+        return 0.0
+    work = op_work(graph, op)
+    if not work.backward_flops:
+        return 0.0
+    factors = [op.operands[k] for k in MATMUL_FACTORS[op_name(op.target)]]
+    made = sum(v in weights for v in factors) * work.flops
+    return min(1.0, made / work.backward_flops)

@@ -1,0 +1,1 @@
+"""The cheapest typing of a region, by variable elimination."""

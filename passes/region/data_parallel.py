@@ -1,0 +1,202 @@
+"""What every region does on the data parallel axis: the batch is followed through the rules.
+
+Inputs start as shards of their batch dim. Regions are met in the order of their first instance,
+when the layouts of all their slots are known; each is solved on this axis alone, in the role DATA
+(passes/region_search.py, passes/axis_roles.py). The optimum then keeps the batch sharded as far as
+any rule carries it. The first producer of a value decides the layout of its class.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph, SlotKind, Value
+from meshfold.ir.spmd import INVARIANT, Layout, PaddedShard, Shard, SpmdType, is_legal
+from meshfold.passes.graph.boundaries import Boundaries, batch_type
+from meshfold.passes.price.op_time import OpTimers, OpWorks
+from meshfold.passes.region.parameter_tables import Prices
+from meshfold.passes.region.roles import AxisRole
+from meshfold.passes.region.search import RegionSolution, SearchTables, prepare_region
+from meshfold.passes.rules.joint import RuleTable, is_constant_op
+
+ZERO_AXES = ("dp", "ep", "cp")
+"""Where the batch or the sequence is cut."""
+
+MOST_PADDING = 1.25
+"""Of a parameter's shard, relative to its even share: with more, it stays whole."""
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """types[c]: type of boundary class c on the axis; solutions[r]: one-axis solution of region r
+    with parameters stored whole."""
+
+    types: tuple[SpmdType, ...]
+    solutions: tuple[RegionSolution, ...]
+
+    def rules(self, region: int) -> tuple[str, ...]:
+        """Name of the axis rule of every op of a region."""
+        return tuple(op.rules[0] for op in self.solutions[region].typing.ops)
+
+
+Followed = dict[Hashable, DataParallel]
+"""What was found, by batch_problem."""
+
+
+def batch_problem(
+    boundaries: Boundaries, axis_size: int, rules: Sequence[RuleTable], batch_size: int
+) -> Hashable:
+    """What follow_batch depends on: equal for two axis sizes over which the same inputs are cut and
+    every op has the same rules. In the role DATA the batch is kept sharded as far as rules carry
+    it, whatever that costs, so the solution of one size serves the other.
+
+    What is made of parameters alone is not cut with the batch: prices decide whether ranks share
+    the making of it. Where that crosses between regions (T5's position bias), the batch is followed
+    for each size; inside a region (a position embedding) the first size's choice stands for all.
+    """
+    inputs = tuple(
+        batch_type(boundaries.values[c], batch_size, axis_size) for c in sorted(boundaries.inputs)
+    )
+    types = tuple(
+        tuple((rule.name, rule.inputs, rule.outputs) for rule in per_axis[0])
+        for table in rules
+        for per_axis in table
+    )
+    is_priced = any(value.depends is Dependence.PARAMETER for value in boundaries.values)
+    return inputs, types, axis_size if is_priced else 0
+
+
+def follow_batch(
+    folded: FoldedGraph,
+    boundaries: Boundaries,
+    axis_size: int,
+    rules: Sequence[RuleTable],
+    costs: CostModel,
+    batch_size: int,
+    works: OpWorks | None = None,
+) -> DataParallel:
+    """Solve every region on the data parallel axis, axis 0 of the mesh of `costs`.
+
+    rules[r]: rule table of region r on that axis alone. works: if at hand.
+    """
+    mesh = Mesh(costs.mesh.axes[:1])
+    assert mesh.sizes == (axis_size,)
+    tables = SearchTables(mesh, costs, (AxisRole.DATA,), OpTimers(mesh, costs, works))
+    types: dict[int, SpmdType] = dict.fromkeys(boundaries.results, INVARIANT)
+    for c in sorted(boundaries.inputs - boundaries.results):
+        types[c] = batch_type(boundaries.values[c], batch_size, axis_size)
+    solutions: dict[int, RegionSolution] = {}
+    for instance in folded.instances:
+        r = instance.region
+        if r in solutions:
+            continue
+        graph = folded.regions[r].graph
+        slots = [[(INVARIANT if c is None else types[c],)] for c in boundaries.slots[r]]
+        outputs = [
+            [(types[c],)]
+            if c in types
+            else _leaving(graph, v, rules[r], batch_type(graph.values[v], batch_size, axis_size))
+            for c, v in zip(boundaries.outputs[r], graph.outputs, strict=True)
+        ]
+        problem = prepare_region(
+            graph,
+            mesh,
+            costs,
+            tables,
+            slot_layouts=slots,
+            output_layouts=outputs,
+            rules=rules[r],
+        )
+        solution = problem.solve(Prices())
+        assert solution is not None, "running everything Invariant is always possible"
+        solutions[r] = solution
+        for c, layout in zip(boundaries.outputs[r], solution.typing.outputs, strict=True):
+            types.setdefault(c, layout[0])
+    return DataParallel(
+        tuple(types[c] for c in range(len(boundaries.values))),
+        tuple(solutions[r] for r in range(len(folded.regions))),
+    )
+
+
+def _leaving(graph: OpGraph, v: int, rules: RuleTable, batch: SpmdType) -> list[Layout]:
+    """Layouts in which an output may leave: Invariant, or a shard that its producer can make. A
+    constant as large as the batch leaves as the batch is cut. batch: its type if it does."""
+    k = graph.producers[v]
+    if k < 0:
+        return [(INVARIANT,)]
+    position = graph.ops[k].outputs.index(v)
+    shards = {rule.outputs[position] for rule in rules[k][0] if rule.outputs[position].is_shard}
+    if is_constant_op(graph, k) and batch in shards:
+        return [(batch,)]
+    return [(INVARIANT,), *((t,) for t in sorted(shards))]
+
+
+def stored_options(graph: OpGraph, slot: int, rules: RuleTable, axis: int) -> list[SpmdType]:
+    """Types in which a parameter may be stored on an axis where it is never gathered: Invariant,
+    or a shard that a rule of one of its users reads as it is."""
+    assert graph.slots[slot].kind is SlotKind.PARAMETER
+    shards = {
+        rule.inputs[position]
+        for k in graph.users[slot]
+        for rule in rules[k][axis]
+        for position, v in enumerate(graph.ops[k].operands)
+        if v == slot and rule.inputs[position].is_shard
+    }
+    return [INVARIANT, *sorted(shards)]
+
+
+def zero_axes(mesh: Mesh) -> tuple[int, ...]:
+    """The axes that ZeRO shards over; on ep, only what is no expert's."""
+    return tuple(k for k, a in enumerate(mesh.axes) if a.name in ZERO_AXES and a.size > 1)
+
+
+def zero3_layout(value: Value, stored: Layout, sizes: Sequence[int], axes: Sequence[int]) -> Layout:
+    """`stored` with the parameter also sharded on the axes number `axes`, outermost first; on an
+    axis where that would pad by more than MOST_PADDING it stays as it is.
+
+    The first dim wins that all axes divide, on a dim that another axis shards the part inside of
+    it: the local tensor is then cut into contiguous equal parts. If none does, the axes are placed
+    one by one, and where no dim divides, the one that needs the least padding is padded.
+    """
+    inner = {t.dim: t.blocks * n for t, n in zip(stored, sizes, strict=True) if t.is_shard}
+    for dim in range(len(value.shape)):
+        for blocks in dict.fromkeys((inner.get(dim, 1), 1)):
+            layout = list(stored)
+            for axis in axes:
+                layout[axis] = Shard(dim, blocks)
+                blocks *= sizes[axis]
+            if is_legal(value.shape, tuple(layout), sizes):
+                return tuple(layout)
+    if len(axes) > 1:
+        for axis in axes:
+            stored = zero3_layout(value, stored, sizes, (axis,))
+        return stored
+    return _padded_layout(value, stored, sizes, axes[0]) if axes else stored
+
+
+def sharded_layout(value: Value, layout: Layout, mesh: Mesh) -> Layout:
+    """`layout` with the parameter also sharded on the axes of ZeRO, where it is whole on them."""
+    axes = [k for k in zero_axes(mesh) if layout[k] == INVARIANT]
+    return zero3_layout(value, layout, mesh.sizes, axes) if axes else layout
+
+
+def _padded_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int) -> Layout:
+    num_ranks = sizes[axis]
+    padding = {
+        dim: -(-size // num_ranks) * num_ranks / size
+        for dim, size in enumerate(value.shape)
+        if size and all(t.dim != dim for t in stored)
+    }
+    dim = min(padding, key=lambda d: (padding[d], d), default=-1)
+    if dim < 0 or padding[dim] > MOST_PADDING:
+        return stored
+    return (*stored[:axis], PaddedShard(dim), *stored[axis + 1 :])
+
+
+def kept_whole_note(name: str, num_ranks: int) -> str:
+    """What a plan says of a parameter that zero3_layout leaves as it is."""
+    return (
+        f"ZeRO keeps {name} whole: no dim divides over {num_ranks} ranks, and padding one would "
+        f"add more than {MOST_PADDING - 1:.0%}"
+    )

@@ -1,0 +1,274 @@
+"""The search inside one region: the cheapest typing of its ops, exactly, by elimination.
+
+Problem. A region is a straight-line program of ops over values. Choose for every op o a joint rule
+r_o (one axis rule per mesh axis), for every slot and output one of its allowed layouts, so that
+
+    sum_o  t_o(r_o)                            time of the op, forward and backward
+  + sum_v  tree_v(native(v), {demands(v)})     cheapest shared conversions of every value
+  + sum_p  w_p(stored, used) + price * bytes   conversions and memory price of every parameter
+
+is smallest. passes/region_factors.py writes this as tables over the r_o, passes/elimination.py
+minimises their sum; _solution reads the typing back and passes/region_price.py prices it again
+from the conversions that will be emitted. Nothing here knows what a layer is: pairs of column- and
+row-parallel products, sequence and vocabulary parallel come out of the rules and the prices.
+
+In: an OpGraph, a mesh, a cost model, the layouts its surroundings allow. Out: a RegionTyping.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import OpGraph
+from meshfold.ir.spmd import Layout
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.price.op_time import OpTimer, OpTimers
+from meshfold.passes.price.region import RegionPrice, RegionPricer
+from meshfold.passes.region.constants import shard_constants
+from meshfold.passes.region.conversion_tables import ConversionTables
+from meshfold.passes.region.elimination import (
+    Elimination,
+    EliminationPlans,
+    Factor,
+    Table,
+)
+from meshfold.passes.region.factors import FactorGraph, Port, build_factors
+from meshfold.passes.region.parameter_tables import ParameterPrices, Prices
+from meshfold.passes.region.roles import AxisRole, SearchCosts
+from meshfold.passes.rules.joint import OpDomain, RuleTable, op_domains
+from meshfold.passes.rules.table import AxisRule, region_rules, typing_of
+
+
+@dataclass(frozen=True)
+class RegionSolution:
+    """typing; rules: per op the axis rules it stands for; objective_s: the minimised sum, prices of
+    memory included.
+
+    num_variables, largest_domain, width and largest_table say how hard the elimination was.
+    """
+
+    typing: RegionTyping
+    rules: tuple[tuple[AxisRule, ...], ...]
+    objective_s: float
+    num_variables: int
+    largest_domain: int
+    width: int
+    largest_table: int
+    _problem: "RegionProblem" = field(compare=False, repr=False)
+
+    @cached_property
+    def pricer(self) -> RegionPricer:
+        """Exact prices of the typing, from the conversions that will be emitted, whatever the
+        stored layouts of parameters."""
+        p = self._problem
+        return RegionPricer(p.graph, self.typing, self.rules, p.mesh, p.costs, timers=p.timers)
+
+    @cached_property
+    def price(self) -> RegionPrice:
+        """The exact price of the typing."""
+        return self.pricer.price(self.typing.slots)
+
+
+@dataclass(frozen=True, eq=False)
+class RegionProblem:
+    """A region made ready to be solved at several prices. Build it with prepare_region."""
+
+    graph: OpGraph
+    mesh: Mesh
+    costs: CostModel
+    table: RuleTable
+    domains: tuple[OpDomain, ...]
+    timers: tuple[OpTimer, ...]
+    times: tuple[Table, ...]
+    factors: FactorGraph
+    plans: EliminationPlans
+
+    def solve(self, prices: Prices) -> RegionSolution | None:
+        """The optimum at these prices; None if no typing meets the allowed layouts."""
+        (found,) = self.optima([prices])
+        return None if found is None else found.solution()
+
+    def optima(self, prices: Sequence[Prices]) -> "list[Optimum | None]":
+        """What `solve` finds at each of these prices, found in one elimination: which of them is
+        meant is a variable more, that stays."""
+        domains, case = list(self.factors.domains), None
+        if len(prices) > 1:
+            case = len(domains)
+            domains.append(len(prices))
+        factors = self._tables(prices, case)
+        # Prices change entries of tables, not which variables they join.
+        plan = self.plans.of(domains, [factor.variables for factor in factors], case)
+        found = plan.run([factor.table for factor in factors])
+        # A table without parameters is the same in all cases.
+        totals = np.broadcast_to(found.table, (len(prices),)).tolist()
+        return [
+            Optimum(self, p, found, total_s, None if case is None else (k,))
+            if np.isfinite(total_s)
+            else None
+            for k, (p, total_s) in enumerate(zip(prices, totals, strict=True))
+        ]
+
+    def _tables(self, prices: Sequence[Prices], case: int | None = None) -> list[Factor]:
+        """All factors. case: the variable that numbers the prices, if there are several."""
+        tables = list(self.factors.factors)
+        for parameter in self.factors.parameters:
+            tables += parameter.tables(prices, case)
+        return tables
+
+    def with_stored(self, stored: Mapping[int, Layout]) -> "RegionProblem":
+        """The same problem with the stored layouts of these parameter slots decided."""
+        terms = tuple(
+            term.only(stored[term.slot]) if term.slot in stored else term
+            for term in self.factors.parameters
+        )
+        return replace(self, factors=replace(self.factors, parameters=terms))
+
+
+@dataclass(frozen=True, eq=False)
+class Optimum:
+    """The optimum of a region at some prices, read back as far as it is asked for. case: values of
+    the variables that the elimination kept."""
+
+    problem: RegionProblem
+    prices: Prices
+    found: Elimination
+    objective_s: float
+    case: tuple[int, ...] | None
+
+    @cached_property
+    def slots(self) -> tuple[Layout, ...]:
+        """The layouts in which slots arrive or are stored."""
+        factors, values = self.problem.factors, self._values
+        stored: dict[int, Layout] = {}
+        for term in factors.parameters:
+            if term.stored_variable is not None:
+                stored[term.slot] = term.stored[values[term.stored_variable]]
+            else:
+                stored[term.slot] = term.best_stored(values, self.prices)
+        return tuple(
+            stored[slot] if port is None else _read(port, values)
+            for slot, port in enumerate(factors.slots)
+        )
+
+    def solution(self) -> RegionSolution:
+        """All of it."""
+        problem, factors, values = self.problem, self.problem.factors, self._values
+        graph = problem.graph
+        choice = [0 if v is None else values[v] for v in factors.ops]
+        rules: list[tuple[AxisRule, ...]] = [
+            domain.rules[c] for domain, c in zip(problem.domains, choice, strict=True)
+        ]
+        typing = RegionTyping(
+            slots=self.slots,
+            ops=tuple(typing_of(graph, k, r) for k, r in enumerate(rules)),
+            outputs=tuple(_read(port, values) for port in factors.outputs),
+        )
+        typing, joint = shard_constants(graph, problem.table, typing, rules, problem.mesh.sizes)
+        return RegionSolution(
+            typing=typing,
+            rules=joint,
+            objective_s=self.objective_s,
+            num_variables=len(factors.domains),
+            largest_domain=max(factors.domains, default=1),
+            width=self.found.width,
+            largest_table=self.found.largest_table,
+            _problem=problem,
+        )
+
+    @cached_property
+    def _values(self) -> tuple[int, ...]:
+        return self.found.assignment(self.case)
+
+
+class SearchTables:
+    """What region problems on one mesh share: conversion and parameter prices already computed.
+
+    roles: one per axis; empty for ANY on all of them. timers: shared with other roles,
+    plans: with other meshes, too.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        costs: CostModel,
+        roles: tuple[AxisRole, ...] = (),
+        timers: OpTimers | None = None,
+        plans: EliminationPlans | None = None,
+    ) -> None:
+        self.timers = timers or OpTimers(mesh, costs)
+        self.plans = plans or EliminationPlans()
+        seen = SearchCosts(costs, roles or (AxisRole.ANY,) * len(mesh.axes))
+        self.conversions = ConversionTables(mesh, seen)
+        self.parameters = ParameterPrices(mesh, seen)
+
+
+def prepare_region(
+    graph: OpGraph,
+    mesh: Mesh,
+    costs: CostModel,
+    tables: SearchTables,
+    *,
+    slot_layouts: Sequence[Sequence[Layout]],
+    output_layouts: Sequence[Sequence[Layout]],
+    fixed_rules: Mapping[int, Sequence[Collection[str]]] | None = None,
+    rules: RuleTable | None = None,
+    like: RegionProblem | None = None,
+) -> RegionProblem:
+    """Build the tables of a region.
+
+    slot_layouts[i]: layouts in which slot i may arrive, for a parameter those it may be stored in.
+    output_layouts[k]: layouts in which output k may leave. fixed_rules: axis -> rule names per op,
+    for axes that are decided already, of most ops to one. rules: region_rules(graph, mesh.sizes) if
+    at hand. like: a problem that differs in layouts and roles alone: its domains and the times of
+    its ops serve.
+    """
+    rules = rules or region_rules(graph, mesh.sizes)
+    timers = tables.timers.of(graph)
+    if like is None:
+        domains = op_domains(graph, rules, tables.conversions.legal, fixed_rules)
+        times = [
+            np.array([timer.time(rules).total_s for rules in domain.rules])
+            for timer, domain in zip(timers, domains, strict=True)
+        ]
+    else:
+        domains, times = like.domains, list(like.times)
+    factors = build_factors(
+        graph,
+        domains,
+        times,
+        tables.conversions,
+        tables.parameters,
+        slot_layouts,
+        output_layouts,
+    )
+    return RegionProblem(
+        graph, mesh, costs, rules, domains, timers, tuple(times), factors, tables.plans
+    )
+
+
+def solve_region(
+    graph: OpGraph,
+    mesh: Mesh,
+    costs: CostModel,
+    *,
+    slot_layouts: Sequence[Sequence[Layout]],
+    output_layouts: Sequence[Sequence[Layout]],
+    prices: Prices,
+    roles: tuple[AxisRole, ...] = (),
+) -> RegionSolution | None:
+    """The cheapest typing of one region; None if the allowed layouts admit none. Arguments as of
+    SearchTables and prepare_region."""
+    tables = SearchTables(mesh, costs, roles)
+    problem = prepare_region(
+        graph, mesh, costs, tables, slot_layouts=slot_layouts, output_layouts=output_layouts
+    )
+    return problem.solve(prices)
+
+
+def _read(port: Port, values: Sequence[int]) -> Layout:
+    """The layout at a port under an assignment."""
+    return port.layouts[0 if port.variable is None else values[port.variable]]

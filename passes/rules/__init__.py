@@ -1,0 +1,1 @@
+"""The one rule table: how an op may be sharded on each mesh axis."""

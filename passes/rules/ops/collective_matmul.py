@@ -1,0 +1,111 @@
+"""Rules of products whose rows come round on an axis, or go round (meshfold.ops.collective_matmul).
+
+    gather_linears   x [..., k], weights [o, k], biases [o] -> [..., o] each
+    linear_scatter   x [..., k], weight [o, k], bias [o] -> [..., o]
+
+both with `transposed` for weights [k, o]. No captured graph has them: passes/ring_graph.py writes
+them where a product reads what an axis gathers, or makes what it reduces and scatters. On that axis
+the rule "ring" has rows in shards on one side, and on the other what the weights have. Other axes
+cut rows, or nothing. places: blocks of the rows, then of each weight.
+"""
+
+import math
+from collections.abc import Sequence
+from types import MappingProxyType
+
+from meshfold.passes.rules.ops.labels import (
+    SHIFT,
+    BoundOp,
+    Dims,
+    OpLabels,
+    Part,
+    RuleComm,
+    Special,
+    numbered,
+    part,
+    rule,
+)
+
+RING = "ring"
+GATHER_LINEARS = "meshfold.gather_linears.default"
+LINEAR_SCATTER = "meshfold.linear_scatter.default"
+_PARAMETERS = "dim places transposed num_ranks"
+
+
+def ring_name(places: Sequence[int]) -> str:
+    """The name of the rule with these blocks."""
+    place = math.lcm(*places)
+    return f"{RING}/{place}" if place > 1 else RING
+
+
+def _gather_linears(op: BoundOp) -> OpLabels:
+    rows, dim, parts = _rows(op)
+    of_rows, *of_weights = parts
+    # A weight without a bias has none in the list.
+    given = op.get("biases")
+    assert isinstance(given, tuple)
+    with_bias = [p for p, bias in zip(of_weights, given, strict=True) if bias is not None]
+    inputs: tuple[Dims, ...] = ((*rows, None), *((None, None),) * len(of_weights))
+    inputs += ((None,),) * len(with_bias)
+    here: tuple[Dims, ...] = (
+        (*_only(rows, dim, of_rows), None),
+        *(_weight(op, p, of_output=True) for p in of_weights),
+        *((p,) for p in with_bias),
+        *((*(None,) * len(rows), p) for p in of_weights),
+    )
+    return OpLabels(
+        inputs,
+        ((*rows, None),) * len(of_weights),
+        special=MappingProxyType({RING: Special(local="gather_linears", comm=_comm(op, "x"))}),
+        apart=MappingProxyType({RING: here}),
+    )
+
+
+def _linear_scatter(op: BoundOp) -> OpLabels:
+    rows, dim, (of_rows, of_weight) = _rows(op)
+    biases = op.positions("bias")
+    inputs: tuple[Dims, ...] = ((*rows, None), (None, None), *((None,),) * len(biases))
+    here: tuple[Dims, ...] = (
+        (*(None,) * len(rows), of_weight),
+        _weight(op, of_weight, of_output=False),
+        *((None,),) * len(biases),
+        (*_only(rows, dim, of_rows), None),
+    )
+    comm = _comm(op, "")
+    return OpLabels(
+        inputs,
+        ((*rows, None),),
+        summed=frozenset({RING}),
+        added=frozenset(biases),
+        special=MappingProxyType({RING: Special(local="linear_scatter", comm=comm)}),
+        apart=MappingProxyType({RING: here}),
+    )
+
+
+def _rows(op: BoundOp) -> tuple[Dims, int, tuple[Part, ...]]:
+    """Labels of the rows, the dim that is sharded, and the shards of rows and of each weight."""
+    places = op.integers("places")
+    place = math.lcm(*places)
+    parts = tuple(part(RING, place // blocks) for blocks in places)
+    return numbered(op.value("x").shape[:-1]), op.integer("dim"), parts
+
+
+def _only(rows: Dims, dim: int, shard: Part) -> Dims:
+    return tuple(shard if d == dim else None for d in range(len(rows)))
+
+
+def _weight(op: BoundOp, shard: Part, *, of_output: bool) -> Dims:
+    """Of a weight that is sharded by outputs, or by inputs."""
+    return (shard, None) if of_output != bool(op.get("transposed")) else (None, shard)
+
+
+def _comm(op: BoundOp, name: str) -> tuple[RuleComm, ...]:
+    """Rows on their way, as a whole: those of x, or of the result; in backward their gradients."""
+    num_bytes = (op.value(name) if name else op.outputs[0]).num_bytes
+    return RuleComm(SHIFT, num_bytes), RuleComm(SHIFT, num_bytes, is_backward=True)
+
+
+RING_RULES = {
+    GATHER_LINEARS: rule(f"x weights biases {_PARAMETERS}", _gather_linears),
+    LINEAR_SCATTER: rule(f"x weight bias {_PARAMETERS}", _linear_scatter),
+}

@@ -1,0 +1,163 @@
+"""Rules of contractions: what is kept is a label, what is contracted is a summed label k.
+
+A bias is added to the sum, so where k is sharded it is Partial: one rank adds it.
+"""
+
+from types import MappingProxyType
+
+from meshfold.cost_models.op_costs.einsum import dims_of
+from meshfold.passes.rules.ops.labels import (
+    BoundOp,
+    Dims,
+    OpLabels,
+    broadcast_dims,
+    numbered,
+    part,
+    rule,
+)
+
+_K = frozenset({"k"})
+
+
+def _linear(op: BoundOp) -> OpLabels | None:
+    """x [..., k], weight [o, k] or [k], bias [o]"""
+    batch = numbered(op.value("input").shape[:-1])
+    if len(op.value("weight").shape) != 2:
+        return None
+    inputs: list[Dims] = [(*batch, part("k")), (part("o"), part("k"))]
+    inputs += [(part("o"),)] * len(op.positions("bias"))
+    return OpLabels(
+        tuple(inputs),
+        ((*batch, part("o")),),
+        summed=_K,
+        added=frozenset(op.positions("bias")),
+        keeps_padding=frozenset({"o"}),
+        drops_padding=_K,
+    )
+
+
+def _addmm(op: BoundOp) -> OpLabels:
+    """bias broadcast to [m, o], a [m, k], b [k, o]"""
+    out: Dims = (part("d0"), part("o"))
+    bias = broadcast_dims(op.value("self").shape, op.outputs[0].shape, out)
+    inputs = (bias, (part("d0"), part("k")), (part("k"), part("o")))
+    return OpLabels(
+        inputs,
+        (out,),
+        summed=_K,
+        added=frozenset({0}),
+        keeps_padding=frozenset({"o"}),
+        drops_padding=_K,
+    )
+
+
+def _baddbmm(op: BoundOp) -> OpLabels:
+    """bias broadcast to [b, m, o], a [b, m, k], b [b, k, o]"""
+    out: Dims = (part("d0"), part("d1"), part("o"))
+    bias = broadcast_dims(op.value("self").shape, op.outputs[0].shape, out)
+    inputs = (bias, (part("d0"), part("d1"), part("k")), (part("d0"), part("k"), part("o")))
+    return OpLabels(inputs, (out,), summed=_K, added=frozenset({0}))
+
+
+def _matmul(op: BoundOp) -> OpLabels:
+    """a [..., m, k] or [k], b [..., k, o] or [k]; leading dims broadcast. Also mm and bmm. Between
+    two tensors of four dims, the second is one of heads."""
+    a, b = (v.shape for v in op.values)
+    shape = op.outputs[0].shape
+    kept = int(len(a) > 1) + int(len(b) > 1)
+    batch = numbered(shape[: len(shape) - kept])
+    left, right = a[:-2], b[:-2]
+    row: Dims = (part("m"),) if len(a) > 1 else ()
+    column: Dims = (part("o"),) if len(b) > 1 else ()
+    full = shape[: len(batch)]
+    inputs = (
+        (*broadcast_dims(left, full, batch), *row, part("k")),
+        (*broadcast_dims(right, full, batch), part("k"), *column),
+    )
+    return OpLabels(
+        inputs,
+        ((*batch, *row, *column),),
+        summed=_K,
+        heads=frozenset({"d1"}) if len(a) == len(b) == 4 else frozenset(),
+        keeps_padding=frozenset({"o", *(label for label, _ in filter(None, batch))}),
+        drops_padding=_K,
+    )
+
+
+def _convolution(op: BoundOp) -> OpLabels | None:
+    """x [n, k, ...], weight [o, k, ...], bias [o] -> [n, o, ...]; spatial dims whole. With groups
+    x [n, g, ...], weight [g, ., ...], bias [g] -> [n, g, ...], whole groups on a rank."""
+    return _convolved(op, transposed=False)
+
+
+def _transposed_convolution(op: BoundOp) -> OpLabels | None:
+    """As a convolution, but weight [k, o, ...], with groups still [g, ., ...]."""
+    return _convolved(op, transposed=True)
+
+
+def _convolved(op: BoundOp, *, transposed: bool) -> OpLabels | None:
+    x, weight = op.value("input").shape, op.value("weight").shape
+    if len(x) != len(weight):
+        return None
+    spatial: Dims = (None,) * (len(x) - 2)
+    groups = op.integer("groups", 1)
+    if groups > 1:
+        k = o = part("g")
+        channels: Dims = (part("g"), None)
+    else:
+        k, o = part("k"), part("o")
+        channels = (k, o) if transposed else (o, k)
+    inputs: list[Dims] = [(part("d0"), k, *spatial), (*channels, *spatial)]
+    inputs += [(o,)] * len(op.positions("bias"))
+    return OpLabels(
+        tuple(inputs),
+        ((part("d0"), o, *spatial),),
+        summed=_K,
+        added=frozenset(op.positions("bias")),
+        units=MappingProxyType({"g": groups}),
+    )
+
+
+def _einsum(op: BoundOp) -> OpLabels | None:
+    """The letters are the labels; those that the result lacks are summed. A dim of 1 under a letter
+    of more is broadcast."""
+    equation = op.get("equation")
+    assert isinstance(equation, str)
+    letters = dims_of(equation, [v.shape for v in op.values])
+    if letters is None:
+        return None
+    sizes: dict[str, int] = {}
+    for term, value in zip(letters, op.values, strict=False):
+        for letter, size in zip(term, value.shape, strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    shapes = [v.shape for v in (*op.values, *op.outputs)]
+    *inputs, output = (
+        tuple(
+            part(letter) if size == sizes[letter] else None
+            for letter, size in zip(term, shape, strict=True)
+        )
+        for term, shape in zip(letters, shapes, strict=True)
+    )
+    return OpLabels(tuple(inputs), (output,), summed=frozenset(sizes) - frozenset(letters[-1]))
+
+
+_CONVOLUTION = "input weight bias stride padding dilation groups"
+_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
+
+CONTRACTION_RULES = {
+    "aten.linear.default": rule("input weight bias", _linear),
+    "aten.addmm.default": rule("self mat1 mat2 beta alpha", _addmm),
+    "aten.baddbmm.default": rule("self batch1 batch2 beta alpha", _baddbmm),
+    "aten.mm.default": rule("self mat2", _matmul),
+    "aten.bmm.default": rule("self mat2", _matmul),
+    "aten.matmul.default": rule("self other", _matmul),
+    "aten.einsum.default": rule("equation tensors path", _einsum),
+    **{
+        f"aten.conv{n}d.{overload}": rule(_CONVOLUTION, _convolution)
+        for n in (1, 2, 3)
+        for overload in ("default", "padding")
+    },
+    "aten.conv_transpose1d.default": rule(_TRANSPOSED, _transposed_convolution),
+    "aten.conv_transpose2d.input": rule(_TRANSPOSED, _transposed_convolution),
+    "aten.conv_transpose3d.input": rule(_TRANSPOSED, _transposed_convolution),
+}

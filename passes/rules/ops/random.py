@@ -1,0 +1,40 @@
+"""Rules of random ops. Their local implementation draws by global index (meshfold.ops.local_implementations), so
+any sharding sees the same numbers, and on equal ranks they are linear."""
+
+from collections.abc import Mapping
+
+from meshfold.ir.op_graph import Arg, Draw, Op
+from meshfold.passes.rules.ops.labels import BoundOp, OpLabels, numbered, rule
+
+
+def _dropout(op: BoundOp) -> OpLabels:
+    labels = numbered(op.value("input").shape)
+    # The mask that native_dropout returns beside the values is no pending sum.
+    linear = (frozenset({0}),) if len(op.outputs) == 1 else ()
+    return OpLabels(
+        (labels,),
+        (labels,) * len(op.outputs),
+        linear=linear,
+        keeps_padding=frozenset(label for label, _ in filter(None, labels)),
+        local="dropout",
+    )
+
+
+def may_draw(arguments: Mapping[str, Arg]) -> bool:
+    """Whether a random op may drop anything: its probability is not known to be 0. arguments: by
+    name."""
+    probability = arguments.get("dropout_p", arguments.get("p", 0.0))
+    return arguments.get("train", True) is not False and probability != 0.0
+
+
+def draw_of(op: Op, number: int) -> Draw | None:
+    """What op `number` of a graph draws, for a graph that is cut out of it; None if nothing."""
+    return op.draw or Draw(number) if op.target in RANDOM_OPS else None
+
+
+RANDOM_RULES = {
+    "aten.dropout.default": rule("input p train", _dropout),
+    "aten.native_dropout.default": rule("input p train", _dropout),
+}
+RANDOM_OPS = frozenset({*RANDOM_RULES, "aten.scaled_dot_product_attention.default"})
+"""Ops that draw random numbers only where their arguments say so."""

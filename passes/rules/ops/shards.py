@@ -1,0 +1,230 @@
+"""Which shards the ops of a region ask for on one axis, from the labels on their dims.
+
+(dim, blocks) candidates of every value grow from blocks = 1 along labels until nothing changes,
+forwards and backwards over the whole region: a split into q, k, v asks for three blocks of the
+weight in front of it.
+
+What does not divide is filled up, where an op asks for a padded shard: embeddings and losses over
+classes for one of a vocabulary (OpLabels.pads), attention for one of heads (OpLabels.heads). It
+grows along ops that do not mix what is beyond the end with the rest (OpLabels.keeps_padding), or
+leave it out (OpLabels.drops_padding). Units that stay whole go with it: 25 heads of 64 are, in a
+fused projection to q, k and v, 3 blocks of 25 units of 64 rows.
+"""
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+from meshfold.ir.op_graph import Op, OpGraph
+from meshfold.ir.spmd import PaddedShard, Shard, SpmdType
+from meshfold.passes.rules.ops.labels import Dims, OpLabels
+
+PADDED = 0
+"""As a number of blocks: one block of single rows, of which every rank holds some, padded."""
+
+UNITS = -1
+"""As a number of blocks: one block of units, padded; ranks may hold none."""
+
+MOST_FILLING = 2
+"""Units over which an axis has this many times as many places are not cut."""
+
+Place = tuple[int, int]
+"""Of a shard in the index of a label: (blocks, units). Units per block, where they are padded; 0 of
+a shard that divides."""
+
+
+class Divisions:
+    """What divides over an axis of `size` ranks, with all answers given so far: the one way in
+    which rules depend on a size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._answers: dict[tuple[int, int], bool] = {}
+
+    def __call__(self, extent: int, blocks: int) -> bool:
+        """Whether `blocks` equal blocks of an extent divide over the axis. PADDED: whether it does
+        not divide, and every rank holds some of it once it is filled up. UNITS: whether it does not
+        divide, and most places are filled."""
+        key = extent, blocks
+        found = self._answers.get(key)
+        if found is None:
+            found = self._answers[key] = _divides(extent, blocks, self.size)
+        return found
+
+    def agree_with(self, size: int) -> bool:
+        """Whether another size, on an axis that is one, gives all of these answers."""
+        if 1 in (size, self.size):
+            return size == self.size
+        return all(
+            _divides(extent, blocks, size) == answer
+            for (extent, blocks), answer in self._answers.items()
+        )
+
+
+def _divides(extent: int, blocks: int, size: int) -> bool:
+    if blocks == PADDED:
+        return extent % size != 0 and -(-extent // size) * (size - 1) < extent
+    if blocks == UNITS:
+        filled = -(-extent // size) * size
+        return 1 < extent < filled <= MOST_FILLING * extent
+    return extent % (blocks * size) == 0
+
+
+Candidate = tuple[int, int, int]
+"""(dim, blocks, units) of a shard, units as of a place."""
+
+Candidates = tuple[frozenset[Candidate], ...]
+"""Per value of the graph: its shards on one axis."""
+
+Shards = tuple[SpmdType | None, ...]
+"""Shards of operands, then outputs; None: does not carry the label."""
+
+Shardings = dict[tuple[str, Place], Shards | None]
+"""By (label, place); None: some tensor cannot be sharded there."""
+
+
+def grown_shardings(
+    graph: OpGraph, labels: Sequence[OpLabels | None], divisions: Divisions
+) -> tuple[Candidates, list[Shardings]]:
+    """Candidates of every value, and per op the shards they lead to."""
+    found: list[set[Candidate]] = [
+        {(d, 1, 0) for d, extent in enumerate(value.shape) if extent and divisions(extent, 1)}
+        for value in graph.values
+    ]
+    for op, spec in zip(graph.ops, labels, strict=True):
+        if spec is not None and (spec.pads or spec.heads):
+            _seed_padding(graph, op, spec, divisions, found)
+    shardings: list[Shardings] = [{} for _ in graph.ops]
+    waiting = set() if divisions.size == 1 else {k for k, spec in enumerate(labels) if spec}
+    while waiting:
+        for k in sorted(waiting):
+            waiting.discard(k)
+            op, spec = graph.ops[k], labels[k]
+            assert spec is not None
+            for shards in new_shardings(graph, op, spec, divisions, found, shardings[k]):
+                for v, t in zip((*op.operands, *op.outputs), shards, strict=True):
+                    if t is None:
+                        continue
+                    units = graph.values[v].shape[t.dim] // (t.blocks * t.unit) if t.padded else 0
+                    candidate = t.dim, t.blocks, units
+                    if candidate not in found[v]:
+                        found[v].add(candidate)
+                        near = (*graph.users[v], graph.producers[v])
+                        waiting.update(j for j in near if j >= 0 and labels[j])
+    return tuple(map(frozenset, found)), shardings
+
+
+def _seed_padding(
+    graph: OpGraph,
+    op: Op,
+    spec: OpLabels,
+    divisions: Divisions,
+    found: Sequence[set[Candidate]],
+) -> None:
+    """Adds the dims that an op itself may have padded."""
+    for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True):
+        for d, carried in enumerate(dims):
+            extent = graph.values[v].shape[d]
+            if carried is None or carried[0] not in spec.pads | spec.heads:
+                continue
+            if divisions(extent, PADDED if carried[0] in spec.pads else UNITS):
+                found[v].add((d, 1, extent))
+
+
+def new_shardings(
+    graph: OpGraph,
+    op: Op,
+    spec: OpLabels,
+    divisions: Divisions,
+    candidates: Sequence[AbstractSet[Candidate]],
+    known: Shardings,
+) -> list[Shards]:
+    """Adds to `known` every (label, place) that a candidate of some operand or output asks for;
+    returns the shards of those that were added and that all tensors can have."""
+    values = (*op.operands, *op.outputs)
+    wanted = {
+        (carried[0], (carried[1] * blocks, units))
+        for of_values in ((*spec.inputs, *spec.outputs), *spec.apart.values())
+        for v, dims in zip(values, of_values, strict=True)
+        for d, blocks, units in candidates[v]
+        if (carried := dims[d]) is not None
+    }
+    new = []
+    for label, place in sorted(wanted - known.keys()):
+        known[label, place] = shards = shards_at(graph, op, spec, label, place, divisions)
+        if shards is not None:
+            new.append(shards)
+    return new
+
+
+def shards_at(
+    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: Place, divisions: Divisions
+) -> Shards | None:
+    """Shards of operands, then outputs, with the label sharded `at` a place; None if one cannot."""
+    place, units = at
+    if units:
+        return _padded_at(graph, op, spec, label, at, divisions)
+    if not divisions(spec.units.get(label, 0), place):
+        return None
+    optional = spec.whole_if_odd.get(label, frozenset())
+    shards: list[SpmdType | None] = []
+    pairs = zip((*op.operands, *op.outputs), spec.dims_of(label), strict=True)
+    for k, (v, dims) in enumerate(pairs):
+        possible, shard = _shard_at(graph.values[v].shape, dims, label, place, divisions)
+        if not possible and k not in optional:
+            return None
+        shards.append(shard)
+    return tuple(shards)
+
+
+def _padded_at(
+    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: Place, divisions: Divisions
+) -> Shards | None:
+    """The same with a padded shard of the label."""
+    if label not in spec.pads | spec.heads | spec.keeps_padding | spec.drops_padding:
+        return None
+    is_plain = label in spec.pads
+    if not divisions(at[1], PADDED if is_plain else UNITS):
+        return None
+    optional = spec.whole_if_odd.get(label, frozenset())
+    shards: list[SpmdType | None] = []
+    pairs = zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
+    for k, (v, dims) in enumerate(pairs):
+        possible, shard = _padded_shard(graph.values[v].shape, dims, label, at)
+        possible = possible or k in optional
+        if not possible or (is_plain and shard and shard != PaddedShard(shard.dim)):
+            return None
+        shards.append(shard)
+    return tuple(shards)
+
+
+def _padded_shard(
+    shape: Sequence[int], dims: Dims, label: str, at: Place
+) -> tuple[bool, SpmdType | None]:
+    """(possible, shard) of a tensor: one dim holds the digit of the units whole, and the others
+    hold nothing of it."""
+    first, units = at
+    shard, carries = None, False
+    for d, carried in enumerate(dims):
+        if carried is None or carried[0] != label or shape[d] == 1:
+            continue
+        carries = True
+        prefix, end = carried[1], carried[1] * shape[d]
+        if shard is None and first % prefix == 0 and end % (first * units) == 0:
+            shard = PaddedShard(d, first // prefix, end // (first * units))
+        elif first % end and prefix % (first * units):
+            return False, None
+    return shard is not None or not carries, shard
+
+
+def _shard_at(
+    shape: Sequence[int], dims: Dims, label: str, place: int, divisions: Divisions
+) -> tuple[bool, SpmdType | None]:
+    """(possible, shard) of a tensor whose label is sharded at `place`."""
+    carries = False
+    for d, carried in enumerate(dims):
+        if carried is not None and carried[0] == label:
+            carries = True
+            blocks, rest = divmod(place, carried[1])
+            if rest == 0 and shape[d] and divisions(shape[d], blocks):
+                return True, Shard(d, blocks)
+    return not carries, None

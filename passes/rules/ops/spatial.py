@@ -1,0 +1,53 @@
+"""Rules of pooling and resizing: spatial dims, the last ones, are whole; batch and channels are
+free."""
+
+import re
+
+from meshfold.passes.rules.ops.labels import BoundOp, OpLabels, numbered, part, rule
+
+
+def _num_spatial(op: BoundOp) -> int:
+    """2 for "aten.max_pool2d.default"."""
+    found = re.search(r"(\d)d", op.target)
+    assert found, op.target
+    return int(found[1])
+
+
+def _pool(op: BoundOp) -> OpLabels:
+    """x [..., spatial dims]; all results alike."""
+    rank = len(op.values[0].shape)
+    labels = numbered(op.values[0].shape, but=range(rank - _num_spatial(op), rank))
+    return OpLabels((labels,), (labels,) * len(op.outputs))
+
+
+def _linear_pool(op: BoundOp) -> OpLabels:
+    """Means and interpolations."""
+    spec = _pool(op)
+    return OpLabels(spec.inputs, spec.outputs, linear=(frozenset({0}),))
+
+
+def _pixel_shuffle(op: BoundOp) -> OpLabels:
+    """x [..., c * r * r, h, w] -> [..., c, h * r, w * r]"""
+    batch = numbered(op.values[0].shape[:-3])
+    labels = (*batch, part("c"), None, None)
+    return OpLabels((labels,), (labels,), linear=(frozenset({0}),))
+
+
+_MAX = "self kernel_size stride padding dilation ceil_mode"
+_MEAN = "self kernel_size stride padding ceil_mode count_include_pad divisor_override"
+
+SPATIAL_RULES = {
+    **{f"aten.max_pool{n}d.default": rule(_MAX, _pool) for n in (1, 2, 3)},
+    **{f"aten.max_pool{n}d_with_indices.default": rule(_MAX, _pool) for n in (2, 3)},
+    **{f"aten.adaptive_max_pool{n}d.default": rule("self output_size", _pool) for n in (2, 3)},
+    **{f"aten.avg_pool{n}d.default": rule(_MEAN, _linear_pool) for n in (1, 2, 3)},
+    **{
+        f"aten.adaptive_avg_pool{n}d.default": rule("self output_size", _linear_pool)
+        for n in (1, 2, 3)
+    },
+    "aten.upsample_nearest2d.vec": rule("input output_size scale_factors", _linear_pool),
+    "aten.upsample_bilinear2d.vec": rule(
+        "input output_size align_corners scale_factors", _linear_pool
+    ),
+    "aten.pixel_shuffle.default": rule("self upscale_factor", _pixel_shuffle),
+}

@@ -1,0 +1,1 @@
+"""Cuts batch or sequence: microbatches, micro-chunks, rings of shards, graphs of stages."""

@@ -1,0 +1,119 @@
+"""How many targets of a batch count: what a mean over them divides by.
+
+Losses over classes take the mean over the targets that are not ignored, and microbatches may ignore
+unequal numbers: the mean of their means is not the mean of the batch. So microbatches add up sums,
+divided by the count of the whole batch. Targets follow from the inputs alone (labels, shifted), so
+the count is known before the first microbatch runs: `loss_counts` gives the ops that lead from the
+inputs to each target. A loss whose targets follow from parameters is refused by name.
+"""
+
+from dataclasses import dataclass, replace
+
+from meshfold.errors import OptionError
+from meshfold.ir.op_graph import Arg, FoldedGraph, Op, Ref, Source, SourceKind
+from meshfold.passes.rules.ops.loss import CROSS_ENTROPY, MEAN, NLL_LOSS, SUM
+from meshfold.passes.rules.table import OP_RULES
+
+COUNT = "count"
+"""Kind of the Symbol that stands for the count of a loss; its text is the number of the op."""
+COUNTED = (CROSS_ENTROPY, NLL_LOSS)
+"""Losses whose mean is over targets that count."""
+IGNORED = -100
+"""What they ignore unless it is told otherwise."""
+
+Place = tuple[int, int]
+"""(instance, op of its region)."""
+
+
+@dataclass(frozen=True)
+class LossCount:
+    """A loss with a mean over targets. target: (instance, value) of the targets; ops: what makes
+    them out of inputs and constants, in execution order."""
+
+    place: Place
+    target: tuple[int, int]
+    ignore_index: int
+    ops: tuple[Place, ...]
+
+
+def takes_mean(op: Op) -> bool:
+    """Whether an op is a loss that takes the mean over targets that count."""
+    return op.target in COUNTED and _arguments(op).get("reduction", MEAN) == MEAN
+
+
+def with_sum(op: Op) -> Op:
+    """The loss that sums where `op` takes the mean."""
+    arguments = {"weight": None, **_arguments(op), "reduction": SUM}
+    names = OP_RULES[op.target].parameters
+    given = tuple(arguments[name] for name in names[: names.index("reduction") + 1])
+    rest = tuple((n, arguments[n]) for n in names[len(given) :] if n in arguments)
+    return replace(op, args=given, kwargs=rest)
+
+
+def loss_counts(folded: FoldedGraph) -> tuple[LossCount, ...]:
+    """The means over targets of a program, in execution order.
+
+    Raises OptionError where targets follow from parameters, or classes have weights.
+    """
+    found = []
+    for k, instance in enumerate(folded.instances):
+        graph = folded.regions[instance.region].graph
+        for n, op in enumerate(graph.ops):
+            if not takes_mean(op):
+                continue
+            target = op.operands[1]
+            if not graph.values[target].is_float:
+                _check_unweighted(op)
+                ignored = _arguments(op).get("ignore_index", IGNORED)
+                assert isinstance(ignored, int)
+                ops = _Ancestors(folded, op).of(k, target)
+                found.append(LossCount((k, n), (k, target), ignored, ops))
+    return tuple(found)
+
+
+def _check_unweighted(op: Op) -> None:
+    if isinstance(_arguments(op).get("weight"), Ref):
+        raise OptionError(
+            f"the batch cannot be cut into microbatches: {op.target} "
+            f"({op.source or op.scope or 'the loss'}) takes a mean by the weights of classes, "
+            "which does not add up over microbatches; sum the losses, or plan one microbatch"
+        )
+
+
+def _arguments(op: Op) -> dict[str, Arg]:
+    return dict(zip(OP_RULES[op.target].parameters, op.args, strict=False)) | dict(op.kwargs)
+
+
+class _Ancestors:
+    """The ops behind a value."""
+
+    def __init__(self, folded: FoldedGraph, loss: Op) -> None:
+        self.folded = folded
+        self.loss = loss
+        self.places: set[Place] = set()
+
+    def of(self, instance: int, value: int) -> tuple[Place, ...]:
+        """In execution order."""
+        waiting = [(instance, value)]
+        while waiting:
+            k, v = waiting.pop()
+            graph = self.folded.regions[self.folded.instances[k].region].graph
+            producer = graph.producers[v]
+            if producer < 0:
+                waiting += self._behind(self.folded.instances[k].sources[v])
+            elif (k, producer) not in self.places:
+                self.places.add((k, producer))
+                waiting += [(k, operand) for operand in graph.ops[producer].operands]
+        return tuple(sorted(self.places))
+
+    def _behind(self, source: Source) -> list[tuple[int, int]]:
+        if source.kind is SourceKind.PARAMETER:
+            raise OptionError(
+                f"the batch cannot be cut into microbatches: the targets of {self.loss.target} "
+                f"({self.loss.source or self.loss.scope or 'the loss'}) follow from {source.name}, "
+                "so their count is not known before the step"
+            )
+        if source.kind is not SourceKind.VALUE:
+            return []
+        region = self.folded.regions[self.folded.instances[source.instance].region]
+        return [(source.instance, region.graph.outputs[source.output])]

@@ -1,0 +1,71 @@
+"""The batch followed through the op rules on a free axis: one rank per sample, moments in time.
+
+What cuts a batch without communication (microbatches, passes/pipeline_microbatch.py; parts of a
+region, passes/region_parts.py) reads here which dim of every value is the batch, if any.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.op_graph import Arg, FoldedGraph, Ref
+from meshfold.ir.spmd import PARTIAL, Layout
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.graph.boundaries import Boundaries, find_boundaries
+from meshfold.passes.region.data_parallel import follow_batch
+from meshfold.passes.region.roles import UNDONE_SHARD_S
+from meshfold.passes.rules.table import region_rules
+
+OVER_BATCH = {
+    "batch_norm": "takes statistics over the batch",
+    "cumsum": "adds up along the batch",
+    "put_rows": "moves rows over the batch",
+    "take_rows": "moves rows over the batch",
+}
+"""What local implementations do where the batch is cut, and ranks have to talk."""
+
+
+@dataclass(frozen=True)
+class _FreeAxis(CostModel):
+    """Prices on an axis whose ranks are moments in time: as many as there are samples. What all of
+    them gather or reduce is there already; what one would send to another is not."""
+
+    def __post_init__(self) -> None:
+        """No devices are counted."""
+
+    def collective_s(self, kind: str, num_bytes: float, axes: Iterable[int]) -> float:
+        """Nothing, or more than any other way takes."""
+        return UNDONE_SHARD_S if kind == "all_to_all" else 0.0
+
+
+@dataclass(frozen=True)
+class BatchTyping:
+    """typings[r]: what the free axis does in region r."""
+
+    boundaries: Boundaries
+    typings: tuple[RegionTyping, ...]
+
+
+def follow_samples(folded: FoldedGraph, cluster: ClusterSpec, batch_size: int) -> BatchTyping:
+    """Types of all regions on a free axis of one rank per sample. Types say which dims are cut
+    whatever the number of parts."""
+    mesh = Mesh((MeshAxis("microbatch", batch_size),))
+    boundaries = find_boundaries(folded)
+    rules = [region_rules(region.graph, mesh.sizes) for region in folded.regions]
+    costs = _FreeAxis(cluster, mesh)
+    data = follow_batch(folded, boundaries, batch_size, rules, costs, batch_size)
+    return BatchTyping(boundaries, tuple(solution.typing for solution in data.solutions))
+
+
+def is_part(layout: Layout) -> bool:
+    """Whether one microbatch alone does not have the whole value."""
+    return layout[0].is_shard or layout[0] == PARTIAL
+
+
+def rebound(arg: Arg, refs: Iterator[int]) -> Arg:
+    """`arg` with its references replaced in order."""
+    if isinstance(arg, Ref):
+        return Ref(next(refs))
+    return tuple(rebound(a, refs) for a in arg) if isinstance(arg, tuple) else arg

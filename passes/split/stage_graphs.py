@@ -1,0 +1,267 @@
+"""A typed program cut into the programs of its pipeline stages.
+
+    stage s    instances of its own, in order, behind copies of earlier ones that are cut down to
+               what does not depend on the batch (masks, rotary tables, position biases)
+    border s   what stage s takes over from stage s - 1: every value that is made before it, depends
+               on the batch and is read by it or behind it, in order
+
+Only values that depend on the batch cross a border. What a later stage reads is handed on from
+neighbour to neighbour, as it is priced (passes/pipeline_problem.py); gradients come back the same
+way. Model inputs cross nothing: every stage reads the batch. A parameter that several stages read
+is held by each of them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshfold.ir.op_graph import (
+    Arg,
+    Dependence,
+    FoldedGraph,
+    Instance,
+    OpGraph,
+    OutputInfo,
+    Ref,
+    Region,
+    Source,
+    SourceKind,
+    Value,
+)
+from meshfold.ir.spmd import Layout
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.rules.ops.random import draw_of
+
+
+@dataclass(frozen=True)
+class BorderValue:
+    """Output `output` of instance `instance` of the whole program, on its way between stages.
+    layout: that it is made in, and crosses in."""
+
+    instance: int
+    output: int
+    value: Value
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        return f"{self.instance}.{self.output}"
+
+    @property
+    def source(self) -> Source:
+        """How the stages that take it over read it."""
+        return Source(SourceKind.BORDER, self.name)
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """A stage as a program of its own, with one typing per region. numbers: which instance of the
+    whole program each one is, or is cut down from. arrives: its border; leaves: that of the next
+    stage. Outputs of `folded`: first what leaves, then what the model returns, in the last stage.
+    """
+
+    folded: FoldedGraph
+    typings: tuple[RegionTyping, ...]
+    numbers: tuple[int, ...]
+    arrives: tuple[BorderValue, ...]
+    leaves: tuple[BorderValue, ...]
+
+
+def stage_graphs(
+    folded: FoldedGraph, typings: Sequence[RegionTyping], first: Sequence[int]
+) -> tuple[StageGraph, ...]:
+    """The stages of `folded`. first: first instance of each stage, ascending from 0."""
+    ends = [*first[1:], len(folded.instances)]
+    borders = [*_borders(folded, typings, first), ()]
+    return tuple(
+        _Stage(folded, typings, range(begin, end), borders[s], borders[s + 1]).graph(
+            is_first=begin == 0, is_last=end == len(folded.instances)
+        )
+        for s, (begin, end) in enumerate(zip(first, ends, strict=True))
+    )
+
+
+def _borders(
+    folded: FoldedGraph, typings: Sequence[RegionTyping], first: Sequence[int]
+) -> list[tuple[BorderValue, ...]]:
+    """What crosses into each stage."""
+    last_reader: dict[tuple[int, int], int] = {}
+    for k, instance in enumerate(folded.instances):
+        for source in instance.sources:
+            if source.kind is SourceKind.VALUE:
+                last_reader[source.instance, source.output] = k
+    for result in folded.outputs:
+        if result.source.kind is SourceKind.VALUE:
+            last_reader[result.source.instance, result.source.output] = len(folded.instances)
+    crossing: list[list[BorderValue]] = [[] for _ in first]
+    for (maker, output), reader in sorted(last_reader.items()):
+        region = folded.instances[maker].region
+        graph = folded.regions[region].graph
+        value = graph.values[graph.outputs[output]]
+        if value.depends is Dependence.BATCH:
+            border = BorderValue(maker, output, value, typings[region].outputs[output])
+            for stage, begin in enumerate(first):
+                if maker < begin <= reader:
+                    crossing[stage].append(border)
+    return [tuple(values) for values in crossing]
+
+
+class _Stage:
+    """Writes the program of the instances `own`."""
+
+    def __init__(
+        self,
+        folded: FoldedGraph,
+        typings: Sequence[RegionTyping],
+        own: range,
+        arrives: tuple[BorderValue, ...],
+        leaves: tuple[BorderValue, ...],
+    ) -> None:
+        self.folded = folded
+        self.typings = typings
+        self.own = own
+        self.arrives = arrives
+        self.leaves = leaves
+        self.borders = {(b.instance, b.output): b for b in arrives}
+        self.again = self._made_again()
+        """Earlier instances, each with its outputs that this stage makes for itself."""
+        self.places = {k: n for n, k in enumerate([*sorted(self.again), *own])}
+        self.regions: list[Region] = []
+        self.region_typings: list[RegionTyping] = []
+        self._known: dict[tuple[int, tuple[int, ...] | None], int] = {}
+
+    def graph(self, *, is_first: bool, is_last: bool) -> StageGraph:
+        """The finished stage. The first one also holds what nobody reads."""
+        instances = [self._cut_down(k, tuple(sorted(self.again[k]))) for k in sorted(self.again)]
+        instances += [self._own(k) for k in self.own]
+        used = _read_by(instances)
+        if is_first:
+            names = {p.name for p in self.folded.parameters}
+            names |= {b.name for b in self.folded.buffers}
+            used |= names - _read_by(self.folded.instances)
+        outputs = [self._output(border) for border in self.leaves]
+        if is_last:
+            outputs += [replace(o, source=self._moved(o.source)) for o in self.folded.outputs]
+        cut = replace(
+            self.folded,
+            regions=tuple(self.regions),
+            instances=tuple(instances),
+            parameters=tuple(p for p in self.folded.parameters if p.name in used),
+            buffers=tuple(b for b in self.folded.buffers if b.name in used),
+            outputs=tuple(outputs),
+        )
+        typings, numbers = tuple(self.region_typings), tuple(self.places)
+        return StageGraph(cut, typings, numbers, self.arrives, self.leaves)
+
+    def _output(self, border: BorderValue) -> OutputInfo:
+        made = Source(SourceKind.VALUE, "", border.instance, border.output)
+        value = border.value
+        return OutputInfo(border.name, self._moved(made), value.shape, value.dtype)
+
+    def _made_again(self) -> dict[int, set[int]]:
+        """Per earlier instance the outputs that do not depend on the batch and are read here."""
+        wanted: dict[int, set[int]] = {}
+
+        def want(source: Source) -> None:
+            is_earlier = source.kind is SourceKind.VALUE and source.instance < self.own.start
+            if is_earlier and (source.instance, source.output) not in self.borders:
+                wanted.setdefault(source.instance, set()).add(source.output)
+
+        for k in self.own:
+            for source in self.folded.instances[k].sources:
+                want(source)
+        for k in reversed(range(self.own.start)):
+            if k in wanted:
+                instance = self.folded.instances[k]
+                graph = self.folded.regions[instance.region].graph
+                for slot in _needed(graph, wanted[k])[1]:
+                    want(instance.sources[slot])
+        return wanted
+
+    def _own(self, k: int) -> Instance:
+        instance = self.folded.instances[k]
+        region = self._region(instance.region, None)
+        return replace(instance, region=region, sources=tuple(map(self._moved, instance.sources)))
+
+    def _cut_down(self, k: int, outputs: tuple[int, ...]) -> Instance:
+        instance = self.folded.instances[k]
+        _, slots = _needed(self.folded.regions[instance.region].graph, outputs)
+        sources = tuple(self._moved(instance.sources[slot]) for slot in slots)
+        return replace(instance, region=self._region(instance.region, outputs), sources=sources)
+
+    def _region(self, number: int, outputs: tuple[int, ...] | None) -> int:
+        """The number here of a region, whole or cut down to some outputs."""
+        if (number, outputs) not in self._known:
+            self._known[number, outputs] = len(self.regions)
+            region, typing = self.folded.regions[number], self.typings[number]
+            if outputs is not None:
+                graph, typing = _cut_region(region.graph, typing, outputs)
+                region = Region(f"{region.name}_again", graph)
+            self.regions.append(region)
+            self.region_typings.append(typing)
+        return self._known[number, outputs]
+
+    def _moved(self, source: Source) -> Source:
+        """A source of the whole program as this stage reads it."""
+        if source.kind is not SourceKind.VALUE:
+            return source
+        key = source.instance, source.output
+        if key in self.borders:
+            return self.borders[key].source
+        output = source.output
+        if source.instance in self.again:
+            output = sorted(self.again[source.instance]).index(output)
+        return replace(source, instance=self.places[source.instance], output=output)
+
+
+def _read_by(instances: Iterable[Instance]) -> set[str]:
+    """Names of the parameters and buffers that instances read."""
+    kinds = (SourceKind.PARAMETER, SourceKind.BUFFER)
+    return {s.name for i in instances for s in i.sources if s.kind in kinds}
+
+
+def _needed(graph: OpGraph, outputs: Sequence[int] | set[int]) -> tuple[list[int], list[int]]:
+    """(ops, slots) that lead to some outputs, ascending."""
+    values = {graph.outputs[n] for n in outputs}
+    ops = []
+    for k in reversed(range(len(graph.ops))):
+        if values.intersection(graph.ops[k].outputs):
+            values.update(graph.ops[k].operands)
+            ops.append(k)
+    return ops[::-1], [i for i in range(len(graph.slots)) if i in values]
+
+
+def _cut_region(
+    graph: OpGraph, typing: RegionTyping, outputs: tuple[int, ...]
+) -> tuple[OpGraph, RegionTyping]:
+    """A region that makes some of its outputs and no more, and updates no buffer."""
+    ops, slots = _needed(graph, outputs)
+    order = [*slots, *(v for k in ops for v in graph.ops[k].outputs)]
+    number = {v: n for n, v in enumerate(order)}
+    cut = OpGraph(
+        slots=tuple(graph.slots[i] for i in slots),
+        values=tuple(graph.values[v] for v in order),
+        ops=tuple(
+            replace(
+                graph.ops[k],
+                args=tuple(_renumbered(a, number) for a in graph.ops[k].args),
+                kwargs=tuple((n, _renumbered(a, number)) for n, a in graph.ops[k].kwargs),
+                outputs=tuple(number[v] for v in graph.ops[k].outputs),
+                draw=draw_of(graph.ops[k], k),
+            )
+            for k in ops
+        ),
+        outputs=tuple(number[graph.outputs[n]] for n in outputs),
+    )
+    cut_typing = RegionTyping(
+        slots=tuple(typing.slots[i] for i in slots),
+        ops=tuple(typing.ops[k] for k in ops),
+        outputs=tuple(typing.outputs[n] for n in outputs),
+    )
+    return cut, cut_typing
+
+
+def _renumbered(arg: Arg, number: Mapping[int, int]) -> Arg:
+    """`arg` with its references renumbered."""
+    if isinstance(arg, Ref):
+        return Ref(number[arg.index])
+    return tuple(_renumbered(a, number) for a in arg) if isinstance(arg, tuple) else arg

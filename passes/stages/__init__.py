@@ -1,0 +1,1 @@
+"""Divisions a chain of layers into pipeline stages: numbers only."""

@@ -1,0 +1,193 @@
+"""The stage level's problem: a chain of layers to be cut into the stages of a pipeline.
+
+The chain is a sequence of runs of layer types in topological order; embedding, head and loss are
+runs like any other and count on the stage they fall on. Every layer takes one strategy of its
+type. A stage that holds the layers [a, b) with k microbatches in flight needs
+
+    sum of state_bytes + k * (sum of activation_bytes + held_bytes[a]) + max of transient_bytes
+
+and that must not exceed the memory of its device. Layers of a stage run at forward_s and backward_s
+per microbatch; sync_s is paid once per step, after the stage's last backward (gradient reduction
+that nothing hides). Plain data, no torch: tables come from the region search or from a profile.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from meshfold.errors import OptionError
+from meshfold.passes.run.hull import FloatArray, IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCosts:
+    """What one layer of a type costs under each strategy; build with `LayerCosts.build`.
+
+    Per microbatch: forward_s, backward_s, of which weight_s for weight gradients,
+    activation_bytes. Per step: sync_s, state_bytes (parameters, gradients, optimizer state),
+    transient_bytes (of which a stage pays the largest only). layouts: index of each strategy's
+    boundary layout. Strategies are kept in the order of their names, so that the order they came
+    in decides nothing.
+    """
+
+    name: str
+    strategies: tuple[str, ...]
+    forward_s: FloatArray
+    backward_s: FloatArray
+    weight_s: FloatArray
+    sync_s: FloatArray
+    state_bytes: IntArray
+    activation_bytes: IntArray
+    transient_bytes: IntArray
+    layouts: IntArray
+
+    @classmethod
+    def build(
+        cls,
+        name: str,
+        strategies: tuple[str, ...],
+        *,
+        forward_s: ArrayLike,
+        backward_s: ArrayLike,
+        state_bytes: ArrayLike,
+        activation_bytes: ArrayLike,
+        weight_s: ArrayLike = 0.0,
+        sync_s: ArrayLike = 0.0,
+        transient_bytes: ArrayLike = 0,
+        layouts: ArrayLike = 0,
+    ) -> "LayerCosts":
+        """Scalars count for every strategy. Raises OptionError for negative or fractional bytes,
+        negative or infinite times, and shapes that do not fit."""
+        if not strategies or len(set(strategies)) < len(strategies):
+            raise OptionError(f"layer {name}: strategies need unique names, at least one")
+        order = sorted(range(len(strategies)), key=lambda s: strategies[s])
+
+        def seconds(key: str, values: ArrayLike) -> FloatArray:
+            return _column(f"layer {name}: {key}", values, order)
+
+        def whole(key: str, values: ArrayLike) -> IntArray:
+            column = seconds(key, values)
+            if np.any(column != np.floor(column)):
+                raise OptionError(f"layer {name}: {key} must be whole numbers")
+            return column.astype(np.int64)
+
+        costs = cls(
+            name,
+            tuple(strategies[s] for s in order),
+            seconds("forward_s", forward_s),
+            seconds("backward_s", backward_s),
+            seconds("weight_s", weight_s),
+            seconds("sync_s", sync_s),
+            whole("state_bytes", state_bytes),
+            whole("activation_bytes", activation_bytes),
+            whole("transient_bytes", transient_bytes),
+            whole("layouts", layouts),
+        )
+        if np.any(costs.weight_s > costs.backward_s):
+            raise OptionError(f"layer {name}: weight_s is a part of backward_s, but longer")
+        return costs
+
+    @property
+    def total_s(self) -> FloatArray:
+        """Forward and backward of one microbatch."""
+        return self.forward_s + self.backward_s
+
+
+def _column(what: str, values: ArrayLike, order: list[int]) -> FloatArray:
+    """`values` for each strategy in `order`; a scalar counts for all."""
+    array = np.asarray(values, float)
+    if array.shape not in ((), (len(order),)):
+        raise OptionError(
+            f"{what} has shape {array.shape}, expected one value for each of {len(order)} "
+            "strategies"
+        )
+    if not np.all(np.isfinite(array)) or np.any(array < 0):
+        raise OptionError(f"{what} must be finite and not negative")
+    return np.broadcast_to(array, (len(order),))[order]
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """`count` >= 1 consecutive layers of one type."""
+
+    layer: LayerCosts
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class StageProblem:
+    """A chain of layers, its devices and links; build with `StageProblem.build`.
+
+    memory_bytes: budget of each device of the pipeline, shape (p,). hop_s: seconds that one
+    microbatch takes over a cut, each way, by the number of layers before it, shape (L + 1,), 0 at
+    both ends. held_bytes: per microbatch in flight, by the first layer of a stage, shape (L + 1,):
+    values from earlier stages that the stage keeps for its layers or hands on (an encoder's
+    output). conversion_s: between layouts of adjacent layers of one stage, or None.
+    """
+
+    runs: tuple[LayerRun, ...]
+    num_microbatches: int
+    memory_bytes: IntArray
+    hop_s: FloatArray
+    held_bytes: IntArray
+    conversion_s: FloatArray | None
+
+    @classmethod
+    def build(
+        cls,
+        runs: tuple[LayerRun, ...],
+        *,
+        num_stages: int,
+        num_microbatches: int,
+        memory_bytes: ArrayLike,
+        hop_s: ArrayLike = 0.0,
+        held_bytes: ArrayLike = 0,
+        conversion_s: FloatArray | None = None,
+    ) -> "StageProblem":
+        """Scalars count for every device, cut or first layer. hop_s: one value per cut (L - 1),
+        held_bytes: one per layer (L). Raises OptionError for what does not fit together."""
+        num_layers = sum(run.count for run in runs)
+        if not runs or min(run.count for run in runs) < 1:
+            raise OptionError("a chain needs runs of at least one layer each")
+        if num_microbatches < 1 or not 1 <= num_stages <= num_layers:
+            raise OptionError(
+                f"{num_layers} layers cannot be cut into {num_stages} stages of at least one layer "
+                f"for {num_microbatches} microbatches"
+            )
+        hops, held = np.zeros(num_layers + 1), np.zeros(num_layers + 1, np.int64)
+        try:
+            memory = np.broadcast_to(np.asarray(memory_bytes), (num_stages,)).astype(np.int64)
+            hops[1:-1] = np.broadcast_to(np.asarray(hop_s, float), (num_layers - 1,))
+            held[1:-1] = np.broadcast_to(np.asarray(held_bytes), (num_layers,))[1:]
+        except ValueError as error:
+            raise OptionError(
+                f"memory_bytes, hop_s and held_bytes are one value for each of {num_stages} "
+                f"devices, {num_layers - 1} cuts and {num_layers} layers ({error})"
+            ) from error
+        if np.any(hops < 0) or np.any(held < 0) or not np.all(np.isfinite(hops)):
+            raise OptionError("hop_s and held_bytes must be finite and not negative")
+        return cls(runs, num_microbatches, memory, hops, held, conversion_s)
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.memory_bytes)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First layer of each run, and the number of layers at the end."""
+        return (0, *np.cumsum([run.count for run in self.runs]).tolist())
+
+    @property
+    def num_layers(self) -> int:
+        return self.starts[-1]
+
+    def pieces(self, first: int, end: int) -> tuple[tuple[int, int], ...]:
+        """(run number, number of layers) of the layers [first, end), in order."""
+        found = []
+        for number, (start, stop) in enumerate(zip(self.starts, self.starts[1:], strict=False)):
+            count = min(end, stop) - max(first, start)
+            if count > 0:
+                found.append((number, count))
+        return tuple(found)

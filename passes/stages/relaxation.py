@@ -1,0 +1,144 @@
+"""Lower bounds on the time of every possible stage at once.
+
+A stage is the layers [a, a + c) with k microbatches in flight under M bytes. At any price x >= 0 of
+a byte, with phi_l(x) = min over strategies s of layer l of  t_s + x (state_s + k act_s),
+
+    T[a, c] = max_x  sum_{a <= l < a+c} phi_l(x) - x (M - k held[a])                 (relaxed_s)
+
+bounds the stage's time from below (Lagrange), and is the value of the linear relaxation once x runs
+through the slopes of the layer types' hulls (run_dual). With prefix sums over the chain that is one
+table operation for all a and c. Where transients differ, a stage's largest one is at most some
+threshold: the bound is the least over thresholds, each with the strategies and memory it leaves.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from meshfold.passes.run.hull import FloatArray, IntArray, lower_hull
+from meshfold.passes.stages.problem import LayerCosts, StageProblem
+
+MAX_PRICES = 48
+"""Prices tried per table; more of them only tighten the bound."""
+
+MAX_THRESHOLDS = 6
+"""Groups of transients told apart; more of them only tighten the bound."""
+
+
+def relaxed_s(
+    problem: StageProblem,
+    objectives_s: Sequence[FloatArray],
+    in_flight: int,
+    budget_bytes: int,
+    width: int,
+) -> FloatArray:
+    """T of the module docstring, shape (L + 1, width + 1): row a, column c layers.
+
+    objectives_s: per run, seconds of each strategy. Infinite where even the least memory does not
+    fit, beyond the end of the chain, and in column 0.
+    """
+    layers = [run.layer for run in problem.runs]
+    best = np.full((problem.num_layers + 1, width + 1), np.inf)
+    for threshold, least in transient_groups(layers):
+        allowed = [layer.transient_bytes <= threshold for layer in layers]
+        memory = [layer.state_bytes + in_flight * layer.activation_bytes for layer in layers]
+        room = budget_bytes - least - in_flight * problem.held_bytes
+        np.minimum(best, _bounds_s(problem, objectives_s, memory, allowed, room, width), out=best)
+    best[:, 0] = np.inf
+    return best
+
+
+def transient_groups(layers: Sequence[LayerCosts]) -> list[tuple[int, int]]:
+    """(largest, least) transient of groups of like transients, together covering all."""
+    values = np.unique(np.concatenate([layer.transient_bytes for layer in layers]))
+    groups = np.array_split(values, min(len(values), MAX_THRESHOLDS))
+    return [(int(group[-1]), int(group[0])) for group in groups]
+
+
+def _bounds_s(
+    problem: StageProblem,
+    objectives_s: Sequence[FloatArray],
+    memory: Sequence[IntArray],
+    allowed: Sequence[NDArray[np.bool_]],
+    room: IntArray,
+    width: int,
+) -> FloatArray:
+    """T over the allowed strategies, with `room` bytes for a stage by its first layer."""
+    counts = [run.count for run in problem.runs]
+    usable = np.array([bool(mask.any()) for mask in allowed])
+    tables = [
+        (s[mask], m[mask]) if ok else (np.zeros(1), np.zeros(1, np.int64))
+        for s, m, mask, ok in zip(objectives_s, memory, allowed, usable, strict=True)
+    ]
+    prices = _prices(tables)
+    value = np.array([(s + np.outer(prices, m)).min(axis=1) for s, m in tables])
+    prefix = _prefix_sums(np.repeat(value, counts, axis=0).T)
+    windows = sliding_window_view(_padded(prefix, width), width + 1, axis=1)
+    sums = windows - prefix[:, :, None] - (prices[:, None] * room)[:, :, None]
+    best = sums.max(axis=0)
+    least = _prefix_sums(np.repeat([[m.min() for _, m in tables]], counts, axis=1))
+    missing = _prefix_sums(np.repeat([(~usable).astype(float)], counts, axis=1))
+    for values, limit in ((least, room), (missing, np.zeros_like(room))):
+        used = sliding_window_view(_padded(values, width), width + 1, axis=1)[0]
+        best[used - values[0][:, None] > limit[:, None]] = np.inf
+    return np.asarray(np.maximum(best, 0.0))
+
+
+def _prices(tables: Sequence[tuple[FloatArray, IntArray]]) -> FloatArray:
+    """0 and the slopes of the hulls of all types, thinned evenly where there are many."""
+    slopes = [np.zeros(1)]
+    for seconds, memory in {id(s): (s, m) for s, m in tables}.values():
+        hull = lower_hull(seconds, memory)
+        slopes.append(-np.diff(hull.time_s) / np.diff(hull.memory_bytes))
+    prices = np.unique(np.concatenate(slopes))
+    if len(prices) > MAX_PRICES:
+        prices = prices[np.linspace(0, len(prices) - 1, MAX_PRICES).round().astype(int)]
+    return prices
+
+
+def _prefix_sums(per_layer: FloatArray) -> FloatArray:
+    """(rows, L) -> (rows, L + 1), sums over the layers before each position."""
+    sums = np.zeros((len(per_layer), per_layer.shape[1] + 1))
+    np.cumsum(per_layer, axis=1, out=sums[:, 1:])
+    return sums
+
+
+def _padded(prefix: FloatArray, width: int) -> FloatArray:
+    """`prefix` continued by infinity, so that windows beyond the end of the chain are infinite."""
+    return np.pad(prefix, ((0, 0), (0, width)), constant_values=np.inf)
+
+
+def least_overrun(
+    problem: StageProblem, in_flight: Sequence[int]
+) -> tuple[int, int, tuple[int, int]]:
+    """Where memory binds: (device, bytes its stage needs at least, its layers) of the cut whose
+    worst device is over its budget by the least bytes.
+
+    over[i+1][b] = min_a max(over[i][a], least bytes of [a, b) - budget of i).
+    """
+    layers = [run.layer for run in problem.runs]
+    counts = [run.count for run in problem.runs]
+    transient = min(int(layer.transient_bytes.min()) for layer in layers)
+    size = problem.num_layers + 1
+    over = np.full(size, np.inf)
+    over[0] = -np.inf
+    needs, choices = [], []
+    for k, budget in zip(in_flight, problem.memory_bytes.tolist(), strict=True):
+        least = [float((c.state_bytes + k * c.activation_bytes).min()) for c in layers]
+        prefix = _prefix_sums(np.repeat([least], counts, axis=1))[0]
+        need = prefix - prefix[:, None] + (k * problem.held_bytes + transient)[:, None]
+        need[np.tril_indices(size)] = np.inf
+        worst = np.maximum(over[:, None], need - budget)
+        choices.append(worst.argmin(axis=0))
+        needs.append(need)
+        over = worst.min(axis=0)
+    end, stages = size - 1, []
+    for i in reversed(range(len(needs))):
+        start = int(choices[i][end])
+        need_bytes = float(needs[i][start, end])
+        stages.append((need_bytes - int(problem.memory_bytes[i]), -i, int(need_bytes), start, end))
+        end = start
+    _, device, need_bytes_at, start, end = max(stages)
+    return -device, need_bytes_at, (start, end)

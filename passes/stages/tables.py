@@ -1,0 +1,113 @@
+"""Bounds on the time of all stages by (microbatches in flight, budget), raised by exact stages.
+
+Shared by all schedules of one search: a stage is the same under each that keeps as many
+microbatches in flight.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshfold.passes.run.hull import FloatArray
+from meshfold.passes.stages.bounds import Arcs, Indices
+from meshfold.passes.stages.problem import StageProblem
+from meshfold.passes.stages.relaxation import relaxed_s
+from meshfold.passes.stages.solved import Cell, StageCells
+
+Kind = tuple[int, int]
+"""(microbatches in flight, budget in bytes)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Seconds per microbatch by (first layer, number of layers), from below: without sync_s, and
+    with the stage's share of it, which is what exact cells minimise. One array where no layer has
+    any."""
+
+    total_s: FloatArray
+    objective_s: FloatArray
+
+
+class StageTables:
+    """Tables of stages of up to `width` layers, made when asked for."""
+
+    def __init__(self, problem: StageProblem, cells: StageCells) -> None:
+        self.problem, self.cells = problem, cells
+        self.has_sync = any(run.layer.sync_s.any() for run in problem.runs)
+        even = problem.num_layers / problem.num_devices
+        self.width = min(problem.num_layers, int(1.5 * even) + 2)
+        self._tables: dict[Kind, Table] = {}
+        self._exact: dict[tuple[Kind, int, int], float] = {}
+
+    def table(self, kind: Kind) -> Table:
+        """The table of stages with kind[0] microbatches in flight under kind[1] bytes."""
+        if kind not in self._tables:
+            costs = [run.layer for run in self.problem.runs]
+            objectives = [self.cells.objective_s(layer) for layer in costs]
+            full = relaxed_s(self.problem, objectives, *kind, self.width)
+            plain = full
+            if self.has_sync:
+                totals = [layer.total_s for layer in costs]
+                plain = relaxed_s(self.problem, totals, *kind, self.width)
+            self._tables[kind] = Table(plain, full)
+            for (of_kind, first, end), seconds in self._exact.items():
+                if of_kind == kind:
+                    self._raise(kind, first, end, seconds)
+        return self._tables[kind]
+
+    def widen(self) -> None:
+        """Twice as many layers per stage, up to all."""
+        self.width = min(self.problem.num_layers, 2 * self.width)
+        self._tables.clear()
+
+    def beyond_s(self, kind: Kind, first: int | None) -> float:
+        """No stage of more than `width` layers is faster, all of them or those from `first` on."""
+        last = self.problem.num_layers - self.width
+        column = self.table(kind).total_s[:last, self.width]
+        if first is not None:
+            column = column[first : first + 1]
+        return float(column.min(initial=np.inf))
+
+    def solve(self, kind: Kind, first: int, end: int) -> Cell | None:
+        """The exact stage; its time goes into the table."""
+        cell = self.cells.solve(first, end, *kind)
+        seconds = np.inf if cell is None else cell.lower_s
+        if (kind, first, end) not in self._exact:
+            self._exact[kind, first, end] = seconds
+            self._raise(kind, first, end, seconds)
+        return cell
+
+    def _raise(self, kind: Kind, first: int, end: int, seconds: float) -> None:
+        """Raises the bound of all stages that equal the layers [first, end)."""
+        table, count = self.table(kind), end - first
+        if count > self.width:
+            return
+        rows = np.array([first])
+        for start, stop in zip(self.problem.starts, self.problem.starts[1:], strict=False):
+            if start <= first and end <= stop:
+                inside = np.arange(start, stop - count + 1)
+                held = self.problem.held_bytes
+                rows = inside[held[inside] == held[first]]
+        raised = np.maximum(table.objective_s[rows, count], seconds)
+        table.objective_s[rows, count] = raised
+
+    def arcs(self, kind: Kind, device: int, most_s: float) -> Arcs:
+        """All stages below most_s that `device` may get: at least one layer is left for each other
+        device."""
+        num_layers, p = self.problem.num_layers, self.problem.num_devices
+        last = num_layers - (p - 1 - device)
+        rows = slice(0, 1) if device == 0 else slice(device, last)
+        values = self.table(kind).total_s[rows]
+        start, count = np.nonzero(values < most_s)
+        start += rows.start
+        end = start + count
+        legal = end == num_layers if device == p - 1 else end <= last
+        return self.priced(kind, start[legal], end[legal])
+
+    def priced(self, kind: Kind, start: Indices, end: Indices) -> Arcs:
+        """The arcs at their present bounds."""
+        table = self.table(kind)
+        full = table.objective_s[start, end - start]
+        if not self.has_sync:
+            return Arcs(start, end, full, None)
+        return Arcs(start, end, table.total_s[start, end - start], full)
