@@ -13,8 +13,8 @@ CODE := compiler passes cost_models tests examples benchmarks
 
 # The strict editable install links source files one by one, so the stamp carries a checksum of
 # their names: adding, moving or deleting a file links them anew.
-SOURCES := $(sort $(wildcard compiler/* passes/* cost_models/*))
-NAMES := $(shell echo $(filter %.py %.json %.typed,$(SOURCES)) | cksum | cut -d' ' -f1)
+SOURCES := find compiler passes cost_models -name '*.py' -o -name '*.json' -o -name '*.typed'
+NAMES := $(shell $(SOURCES) | LC_ALL=C sort | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/installed
 LINKED := $(VENV)/linked-$(NAMES)
 STRICT := --config-settings editable_mode=strict
@@ -47,12 +47,12 @@ format: install
 
 # The published schema of plan.json; a test holds the file against the code.
 schema: install
-	@$(BIN)/python -m meshfold.plan_schema > compiler/plan.schema.json.new
-	@mv compiler/plan.schema.json.new compiler/plan.schema.json
+	@$(BIN)/python -m meshfold.plan_file.schema > compiler/plan_file/plan.schema.json.new
+	@mv compiler/plan_file/plan.schema.json.new compiler/plan_file/plan.schema.json
 
-# The real output of the commands in README.md; a test holds it.
+# The real output of the commands in README.md and docs/, and the tables of folders; tests hold them.
 readme: install
-	@$(BIN)/python tests/support_readme.py
+	@PYTHONPATH=tests $(BIN)/python -m support.readme
 
 install: $(LINKED)
 

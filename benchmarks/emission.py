@@ -16,7 +16,7 @@ from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.models.from_argument import build_model
 from meshfold.passes.region.typing import MeshSearch
-from meshfold.zero.parameter_group import BucketBuffers
+from meshfold.zero.parameter_group import GroupBuffers
 
 CONFIG = Path(__file__).parent.parent / "examples" / "configs" / "llama-3-405b.json"
 DP, TP = 2048, 8
@@ -34,16 +34,16 @@ def main() -> None:
     start = time.perf_counter()
     cluster = resolve_cluster(f"dgx-h100x{DP * TP // 8}")
     search = MeshSearch(captured.graph, cluster, build_mesh(cluster, DP, TP), DP)
-    typings = search.solve(zero=3, sequence_parallel=True).typings
+    typings = search.solve(zero=3, mode="sequence").typings
     print(f"search              {time.perf_counter() - start:8.3f} s")
 
     emit_s, text_s = [], []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        program = emit_typed(captured.graph, typings, search.mesh, search.costs)
+        program = emit_typed(captured.graph, typings, search.costs)
         for region in program.regions:
-            for bucket in region.buckets:
-                BucketBuffers(bucket, program.mesh.sizes)
+            for bucket in region.groups:
+                GroupBuffers(bucket, program.mesh.sizes)
         emit_s.append(time.perf_counter() - start)
         start = time.perf_counter()
         text = program.text(RANK)

@@ -31,7 +31,7 @@ POLL_S = 2e-5
 PATIENCE_S = 60.0
 TRIALS = 41
 
-Parts = Callable[[int], Tensor]
+SliceOf = Callable[[int], Tensor]
 """What a rank sent here."""
 
 
@@ -64,7 +64,7 @@ class EmulatedLink:
         self._started = self._seen = 0
         self._free_ns = 0
         self._done_ns: dict[int, int] = {}
-        self._in_flight: dict[int, tuple[int, Callable[[Parts], None]]] = {}
+        self._in_flight: dict[int, tuple[int, Callable[[SliceOf], None]]] = {}
         self._waited: set[int] = set()
         self._held: deque[tuple[int, int, int]] = deque()
         """(collective, begin, end) in the own buffer, oldest first."""
@@ -72,15 +72,15 @@ class EmulatedLink:
 
     def connect(self, mesh: RankMesh) -> None:
         """Let collectives of a mesh of one axis, of all processes, use the link."""
+        methods = {"wait": self._wait, "start_all_reduce_in_place": self._all_reduce}
         for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange"):
-            setattr(mesh, f"start_{name}", getattr(self, f"_{name}"))
-        mesh.start_all_reduce_in_place = self._all_reduce  # type: ignore[method-assign]
-        mesh.wait = self._wait  # type: ignore[method-assign]
+            methods[f"start_{name}"] = getattr(self, f"_{name}")
+        vars(mesh).update(methods)
 
     def _all_reduce(self, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
         result = torch.empty_like(x, memory_format=torch.contiguous_format)
 
-        def fill(part: Parts) -> None:
+        def fill(part: SliceOf) -> None:
             _combine(result.view(-1), part, self._size, reduction)
 
         share = 2 * (self._size - 1) / self._size
@@ -89,7 +89,7 @@ class EmulatedLink:
     def _all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         result = x.new_empty((self._size * x.shape[0], *x.shape[1:]))
 
-        def fill(part: Parts) -> None:
+        def fill(part: SliceOf) -> None:
             for rank, target in enumerate(result.view(self._size, -1)):
                 target.copy_(part(rank)[: target.numel()])
 
@@ -99,7 +99,7 @@ class EmulatedLink:
         result = x.new_empty((x.shape[0] // self._size, *x.shape[1:]))
         begins = [rank * _bytes(result) for rank in range(self._size)]
 
-        def fill(part: Parts) -> None:
+        def fill(part: SliceOf) -> None:
             _combine(result.view(-1), part, self._size, "sum")
 
         return self._start(x, begins, (self._size - 1) * _bytes(result), result, fill)
@@ -115,7 +115,7 @@ class EmulatedLink:
         row_bytes = x[:1].numel() * x.element_size() if len(x) else 0
         begins = [sum(sent[:rank]) * row_bytes for rank in range(self._size)]
 
-        def fill(part: Parts) -> None:
+        def fill(part: SliceOf) -> None:
             for rank, target in enumerate(result.split(list(received))):
                 target.view(-1).copy_(part(rank)[: target.numel()])
 
@@ -128,7 +128,7 @@ class EmulatedLink:
         begins: Sequence[int],
         link_bytes: float,
         result: Tensor,
-        fill: Callable[[Parts], None],
+        fill: Callable[[SliceOf], None],
     ) -> Tensor:
         number, num_bytes = self._started, _bytes(x)
         begin = self._room(num_bytes)
@@ -227,7 +227,7 @@ def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _combine(result: Tensor, part: Parts, size: int, reduction: str) -> None:
+def _combine(result: Tensor, part: SliceOf, size: int, reduction: str) -> None:
     """In the order of ranks, the same everywhere."""
     together = torch.maximum if reduction == "max" else torch.add
     first, *others = (part(rank)[: result.numel()] for rank in range(size))

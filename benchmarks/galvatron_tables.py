@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from galvatron_cases import (
+from galvatron.cases import (
     CaseError,
     Document,
     Found,
@@ -41,9 +41,9 @@ from galvatron_cases import (
     judge_vldb,
     read_cases,
 )
-from galvatron_divisions import plan_uneven
-from galvatron_layerwise import plan_layerwise
-from galvatron_vldb import plan_vldb
+from galvatron.divisions import plan_uneven
+from galvatron.layerwise import plan_layerwise
+from galvatron.vldb import plan_vldb
 
 RELATIVE_ROUNDING = 1e-9
 """Of ratios and of sums of the same numbers."""

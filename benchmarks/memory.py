@@ -1,6 +1,6 @@
 """Predicted against measured memory of one training step on this machine's CPU.
 
-    PYTHONPATH=tests .venv/bin/python benchmarks/memory.py [--families gpt2,llama] [--dropout 0.1]
+    python benchmarks/memory.py [--families gpt2,llama] [--dropout 0.1]
         [--recompute]
 
 Each row captures a model with random weights, predicts its step in one process, and runs the
@@ -15,22 +15,27 @@ different places:
 With --recompute the layers keep nothing and run again in the backward, in an emitted program.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import transformers
-from support_memory import (
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # support/
+
+from support.models.recompute import recomputed
+from support.programs.memory import (
     EmittedStep,
     RealStep,
     allocator_peak_bytes,
     plain_typings,
     saved_bytes,
 )
-from support_recompute import recomputed
 from torch import nn
 
 from meshfold.codegen.emit.region import emit_typed
@@ -39,7 +44,7 @@ from meshfold.cost_models.hardware.devices import cluster
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
 from meshfold.memory_probe.prober import OpProber
-from meshfold.passes.memory.region import step_memory
+from meshfold.passes.memory.region import MemoryModel
 
 MIB = 2**20
 
@@ -198,12 +203,9 @@ def row(family: str, s: Shape, dropout: float, recompute: bool) -> str:
     if recompute:
         typings = recomputed(step.folded, tuple(typings), only_layers=True)
     start = time.perf_counter()
-    estimate, kept = step_memory(
+    estimate, kept = MemoryModel(costs, OpProber()).step(
         step.folded,
         typings,
-        mesh,
-        OpProber(),
-        costs=costs,
         optimizer="sgd",
         reserve_bytes=0,
         capacity_bytes=2**40,
@@ -212,7 +214,7 @@ def row(family: str, s: Shape, dropout: float, recompute: bool) -> str:
     inputs = sum(t.nbytes for t in batch.values())
     peak = estimate.gradients + estimate.activations + estimate.transient - inputs
     saved = sum(kept[i.region] for i in step.folded.instances)
-    real, worst = measured(model, step, emit_typed(step.folded, typings, mesh, costs), batch)
+    real, worst = measured(model, step, emit_typed(step.folded, typings, costs), batch)
     return (
         f"{family:8} {s.name:4} {saved / MIB:9.3f} {real / MIB:9.3f} {saved / real - 1:+8.2%}"
         f" {peak / MIB:9.3f} {worst / MIB:9.3f} {peak / worst - 1:+8.2%} {seconds:7.2f}"

@@ -1,27 +1,32 @@
 """Mutation score of the gate of the rule table: how many wrong rules it catches.
 
-    PYTHONPATH=tests .venv/bin/python benchmarks/mutations.py [FAMILY ...] [--every 1]
+    python benchmarks/mutations.py [FAMILY ...] [--every 1]
 
-Every type of every rule of every sample op (tests/support_samples.py) is changed to each other type
-that its tensor can have on an axis of two ranks, and the gate of tests/passes/test_rules.py checks
-the result. Survivors that are right (tests/support_mutations.py says which, and why) are counted
-apart. --every N takes each Nth mutant only. Prints a row per family of ops, and every other mutant
-that survives; exits 1 below 95 % caught. The whole takes about a quarter of an hour.
+Every type of every rule of every sample op (tests/support/graphs/samples.py) is changed to each
+other type that its tensor can have on an axis of two ranks, and the gate of
+tests/passes/rules/test_table.py checks the result. Survivors that are right
+(tests/support/graphs/mutations.py says which, and why) are counted apart. --every N takes each Nth
+mutant only. Prints a row per family of ops, and every other mutant that survives; exits 1 below 95
+% caught. The whole takes about a quarter of an hour.
 """
 
 import contextlib
 import io
 import sys
+from pathlib import Path
 
 import click
-import support_samples
 import torch
-from support_mutations import score
-from support_samples import Sample
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # support/
+
+from support.graphs import samples
+from support.graphs.mutations import score
+from support.graphs.samples import Sample
 
 LOWEST = 0.95
 FAMILIES: dict[str, tuple[Sample, ...]] = {
-    name.lower(): getattr(support_samples, name)
+    name.lower(): getattr(samples, name)
     for name in (
         *("POINTWISE", "CONTRACTION", "NORMALIZATION", "SPATIAL", "REDUCTION", "ATTENTION"),
         *("EXPERTS", "INDEX", "LOSS", "SHAPE", "RANDOM"),

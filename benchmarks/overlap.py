@@ -144,10 +144,12 @@ def meshfold_programs(
     options = {
         "scheduled": CompileOptions(pins=pins, mode="scheduled"),
         "eager": CompileOptions(pins=pins),
-        "one by one": CompileOptions(pins={**pins, "merge": 0}),
+        "one by one": CompileOptions(pins={**pins, "reduce_bucket_bytes": 0}),
     }
     for parts in PARTS if in_parts else ():
-        options[f"{parts} parts"] = CompileOptions(pins={**pins, "parts": parts}, mode="scheduled")
+        options[f"{parts} parts"] = CompileOptions(
+            pins={**pins, "micro_chunks": parts}, mode="scheduled"
+        )
     steps: dict[str, Step] = {}
     simulated_s: dict[str, float] = {}
     for name, of in options.items():

@@ -134,7 +134,7 @@ def measure(cases: tuple[Case, ...]) -> None:
         click.echo(
             f"{case.name:<24}{cluster.num_devices:>8,}{seconds_text(plan.time.step_s):>10}"
             f"{bytes_text(plan.memory.peak):>9}{100 * plan.gap:>7.2f}%"
-            f"{plan.search.num_candidates:>7}{cpu_s:>8.2f}  {plan.strategy.label}"
+            f"{plan.search.num_priced:>7}{cpu_s:>8.2f}  {plan.strategy.label}"
         )
     click.echo(f"last over first: {seconds[-1] / seconds[0]:.2f} x\n")
 

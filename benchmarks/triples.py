@@ -1,6 +1,6 @@
 """Random (model, cluster, options) triples: planned and run, or refused.
 
-    PYTHONPATH=tests .venv/bin/python benchmarks/triples.py [--count 500] [--seed 0] [--scheduled]
+    python benchmarks/triples.py [--count 500] [--seed 0] [--scheduled]
 
 Every triple is captured and planned. A plan is emitted and one step of it run on simulated ranks in
 float64; the loss and every gradient are held against one process. A refusal must be a MeshfoldError
@@ -12,10 +12,14 @@ in that mode, every region in a number of parts that is drawn, too.
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 
 import click
 import torch
-from support_triples import TOLERANCE, Outcome, draw_triple, outcome_of
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # support/
+
+from support.search.triples import TOLERANCE, Outcome, draw_triple, outcome_of
 
 
 @click.command()

@@ -7,7 +7,7 @@ import torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from meshfold._version import __version__ as __version__
 
 _EXPORTS = {
     "ClusterSpec": "meshfold.ir.cluster",

@@ -18,20 +18,17 @@ from meshfold.capture.pipeline import Captured, capture
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import resolve_cluster
-from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
+from meshfold.distributed.rank_mesh import RankMesh, process_mesh, single_mesh
 from meshfold.errors import CaptureError, OptionError, PlanMismatchError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.options import CompileOptions
-from meshfold.ir.plan import Plan
+from meshfold.ir.plan import ModelInput, Plan, model_inputs
 from meshfold.memory_probe.prober import OpProber
-from meshfold.passes.events.bucketing import MergeSizes, with_merging
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.planner.find import Progress, find_plan_for
 from meshfold.plan_file.io import load_plan
-from meshfold.refine.collective_matmul import with_ring
-from meshfold.refine.micro_chunks import with_parts
-from meshfold.runtime.batches import flatten
-from meshfold.single_mesh import SingleMesh
+from meshfold.refine.pipeline import refined
+from meshfold.torch_compat.pytree import named_leaves
 from meshfold.training.compiled_model import CompiledModel
 
 
@@ -109,10 +106,7 @@ def plan_captured(
         probe=OpProber(),
         progress=progress,
     )
-    plan = with_parts(plan, captured.graph, options.parts_pin)
-    plan = with_ring(plan, captured.graph, options)
-    pinned = MergeSizes(options.merge_pin, options.merge_gathers_pin, options.hierarchy_pin)
-    return with_merging(plan, pinned)
+    return refined(plan, captured.graph, options)
 
 
 def _resolve(text: str) -> ClusterSpec:
@@ -144,7 +138,7 @@ def batch_size_of(captured: Captured) -> int:
 def bind(
     model: nn.Module, plan: Plan, captured: Captured, example_inputs: Mapping[str, Any]
 ) -> CompiledModel:
-    """Emit the program of `plan` and, with processes, make this rank's part of the model.
+    """Emit the program of `plan` and, with processes, initialise this rank's shards of the model.
 
     Raises PlanMismatchError.
     """
@@ -152,14 +146,14 @@ def bind(
     check_fingerprint(plan, captured)
     program = emit_plan(captured.graph, plan)
     mesh = _rank_mesh(model, plan, program)
-    fixed = {k: v for k, v in flatten(example_inputs) if not isinstance(v, torch.Tensor)}
+    fixed = {k: v for k, v in named_leaves(dict(example_inputs)) if not isinstance(v, torch.Tensor)}
     return CompiledModel(model, plan, captured, program, mesh, fixed)
 
 
 def check_fingerprint(plan: Plan, captured: Captured) -> None:
     """Raises PlanMismatchError if the plan was made for another model or batch."""
     graph = captured.graph
-    inputs = tuple((i.name, i.shape, i.dtype) for i in graph.inputs)
+    inputs = model_inputs(graph)
     if plan.model.inputs != inputs:
         raise PlanMismatchError(
             f"the plan is for {plan.model.name} with inputs {_inputs_text(plan.model.inputs)}, "
@@ -173,7 +167,7 @@ def check_fingerprint(plan: Plan, captured: Captured) -> None:
         )
 
 
-def _inputs_text(inputs: tuple[tuple[str, tuple[int, ...], str], ...]) -> str:
+def _inputs_text(inputs: tuple[ModelInput, ...]) -> str:
     return ", ".join(f"{name} {dtype}{list(shape)}" for name, shape, dtype in inputs)
 
 
@@ -182,7 +176,7 @@ def _rank_mesh(
 ) -> RankMesh | None:
     """This process on the plan's mesh; None without a process group, except for one device."""
     if not _is_in_job():
-        return SingleMesh(plan.mesh, _device_of(model)) if plan.world_size == 1 else None
+        return single_mesh(plan.mesh, _device_of(model)) if plan.world_size == 1 else None
     if dist.get_world_size() != plan.world_size:
         raise PlanMismatchError(
             f"the plan is for {plan.world_size} processes, this job has {dist.get_world_size()}; "
@@ -192,7 +186,7 @@ def _rank_mesh(
     # NCCL joins the devices that the processes have made current, gloo their CPUs.
     is_cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    return ProcessMesh(plan.mesh, device, program.axis_sets(), program.levels)
+    return process_mesh(plan.mesh, device, program.axis_sets(), program.levels)
 
 
 def _is_in_job() -> bool:

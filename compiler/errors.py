@@ -9,7 +9,6 @@ MeshfoldError                       base; the CLI prints one line and exits 1
 ├── PlanFormatError(ValueError)     a plan file is unreadable or of another version; exit 2
 ├── PlanMismatchError               plan and model, or plan and processes, do not belong together
 ├── StageLostError                  another stage of a pipeline died or hangs (stage and action)
-├── VerificationError               emitted program and eager model differ
 └── PassError                       a pass of ours failed (pass and op)
 """
 
@@ -82,14 +81,8 @@ class StageLostError(MeshfoldError):
     """Another stage of a pipeline did not send what an action waited for."""
 
 
-class VerificationError(MeshfoldError):
-    """Emitted program and eager model give different numbers."""
-
-
 class PassError(MeshfoldError):
     """A pass failed: our bug. Raised `from` the cause; names the pass and, where known, the op."""
 
     def __init__(self, pass_name: str, op: str, message: str) -> None:
         super().__init__(f"pass {pass_name} failed at {op or 'the graph'}: {message}")
-        self.pass_name = pass_name
-        self.op = op

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-from pool import Pools
+from support.processes.pool import Pools
 
 # A deadline per example measures the machine; derandomized, a failure is there again next time.
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)

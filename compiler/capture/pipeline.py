@@ -1,6 +1,6 @@
 """Capture: an unmodified model and example inputs become a folded op graph.
 
-    model --fake_twin--> twin --export_twin--> exported --read_program--> program
+    model --fake_copy--> fake --export_fake--> exported --read_program--> program
           --plain_masks, share_scatters, join_experts, with_dispatch--> program
           --number--> flat graph --fold--> folded graph
 
@@ -22,19 +22,18 @@ from meshfold.capture.rewrites.causal_masks import plain_masks
 from meshfold.capture.rewrites.expert_dispatch import with_dispatch
 from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.masked_scatter import share_scatters
-from meshfold.capture.rewrites.refusals import refuse_steps
-from meshfold.capture.trace.export import Exported, RetraceError, export_twin
+from meshfold.capture.rewrites.refusals import notes_of_draws, refuse_steps
+from meshfold.capture.trace.export import Exported, RetraceError, export_fake
 from meshfold.capture.trace.fake_model import (
     ExampleInputs,
+    FakeCopy,
     Names,
-    Twin,
-    fake_twin,
+    fake_copy,
     flatten_inputs,
     model_names,
 )
 from meshfold.capture.trace.lower import read_program
-from meshfold.capture.trace.raw_program import Program, number
-from meshfold.capture_draws import notes_of_draws
+from meshfold.capture.trace.raw_program import RawProgram, number
 from meshfold.errors import CaptureError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.op_graph import FoldedGraph
@@ -82,35 +81,37 @@ def _capture(
     precision: Precision,
 ) -> Captured:
     names = model_names(model, precision)
-    twin = fake_twin(model, precision)
-    inputs = flatten_inputs(example_inputs, twin.mode, precision)
-    children = [] if full_capture else find_children(twin.module)
+    fake = fake_copy(model, precision)
+    inputs = flatten_inputs(example_inputs, fake.mode, precision)
+    children = [] if full_capture else find_children(fake.module)
     try:
-        return _trace(twin, inputs, names, children)
+        return _trace(fake, inputs, names, children)
     except RetraceError as error:
-        fresh = fake_twin(model, precision)
+        fresh = fake_copy(model, precision)
         inputs = flatten_inputs(example_inputs, fresh.mode, precision)
         fresh = replace(fresh, notes=(*fresh.notes, f"every layer was traced in full: {error}"))
         return _trace(fresh, inputs, names, [])
 
 
-def _trace(twin: Twin, inputs: ExampleInputs, names: Names, children: Sequence[Child]) -> Captured:
-    """Trace the twin, with call nodes for those of `children` that equal one traced before.
+def _trace(
+    fake: FakeCopy, inputs: ExampleInputs, names: Names, children: Sequence[Child]
+) -> Captured:
+    """Trace the fake copy, with call nodes for those of `children` that equal one traced before.
 
     Raises RetraceError if a proof of that fails, or anything else with call nodes in play: an error
     of the model itself shows again, with its line, when everything is traced.
     """
-    plan = plan_calls(twin, inputs, children) if children else CallPlan()
-    notes = (*twin.notes, *plan.refusals)
+    plan = plan_calls(fake, inputs, children) if children else CallPlan()
+    notes = (*fake.notes, *plan.refusals)
     if not plan.has_stubs:
-        exported = export_twin(twin, inputs)
+        exported = export_fake(fake, inputs)
         program = read_program(exported, names, inputs.infos)
         return _fold(program, names, inputs, exported, notes)
     strip(children, plan.decisions)
     tracer = CallTracer(plan.decisions)
     try:
         with wrapped(children, tracer):
-            exported = export_twin(twin, inputs, tracer.marked)
+            exported = export_fake(fake, inputs, tracer.marked)
         program = expand_calls(read_program(exported, names, inputs.infos), names)
     except CaptureError as error:
         raise RetraceError(str(error)) from error
@@ -118,7 +119,11 @@ def _trace(twin: Twin, inputs: ExampleInputs, names: Names, children: Sequence[C
 
 
 def _fold(
-    program: Program, names: Names, inputs: ExampleInputs, exported: Exported, notes: Sequence[str]
+    program: RawProgram,
+    names: Names,
+    inputs: ExampleInputs,
+    exported: Exported,
+    notes: Sequence[str],
 ) -> Captured:
     refuse_steps(program)
     routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))

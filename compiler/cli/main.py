@@ -19,11 +19,11 @@ import click
 from rich.console import Console
 from rich.status import Status
 
-from meshfold import __version__
+from meshfold._version import __version__
 from meshfold.cli.command import Command, Failure
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError
-from meshfold.ir.options import CompileOptions, Mode, PinValue, Precision
+from meshfold.ir.options import PINS, CompileOptions, Mode, PinValue, Precision
 from meshfold.ir.plan import Plan
 from meshfold.plan_file.io import load_plan, plan_to_json, save_plan
 from meshfold.report.plan import plan_view, summary_view
@@ -92,21 +92,18 @@ def check_output(path: Path | None) -> None:
     type=click.Choice(get_args(Mode)),
     default="eager",
     show_default=True,
-    help="How a rank's program runs: as written, or scheduled, collectives behind compute also "
-    "inside of layers.",
+    help="How a rank's program runs: as written, or scheduled, compute overlapping collectives "
+    "also inside of layers.",
 )
 @click.option("--memory", help="Budget per device, 16GB or 16GiB. [default: the device's]")
 @click.option(
     "--pin",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Fix dp, ep, cp, tp, zero, sp, recompute, offload, pp, microbatches, schedule (1f1b, "
-    "gpipe, interleaved, zero_bubble, interleaved_zero_bubble, zbv, dualpipev), chunks, parts (of "
-    "layers, in mode scheduled), ring (0 or 1: products that take rows as they come round), merge "
-    "and merge_gathers (25MB: up to which collectives are merged; 0: none), hierarchy (25MB: "
-    "pieces in which all-reduces of gradients run in phases, by node; 0: none), or how a parameter "
-    "is stored: layout:NAME=replicate, dp, tp:DIM or tp:DIM,dp, * in NAME for any part (DIM+ if "
-    "padded); repeatable.",
+    help="Fix a choice; repeatable. "
+    + "; ".join(f"{name}: {what}" for name, what in PINS.items())
+    + "; layout:NAME: how a parameter is stored (replicate, dp, tp:DIM or tp:DIM,dp; * in NAME "
+    "for any text; DIM+ if padded).",
 )
 @click.option(
     "--allow",
@@ -115,10 +112,10 @@ def check_output(path: Path | None) -> None:
     "planned, not run yet: selective recomputation, offload.",
 )
 @click.option(
-    "--without-cut",
+    "--without-rule",
     multiple=True,
     metavar="RULE",
-    help="Search without a pruning that 'show' names; repeatable.",
+    help="Search without a pruning rule that 'show' names; repeatable.",
 )
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="The plan file to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
@@ -133,7 +130,7 @@ def plan(
     memory: str | None,
     pin: tuple[str, ...],
     allow: str | None,
-    without_cut: tuple[str, ...],
+    without_rule: tuple[str, ...],
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -157,7 +154,7 @@ def plan(
         mode=mode,
         allow_pipelines=allow == "pipelines",
         allow_planned=allow == "planned",
-        without_cuts=without_cut,
+        without_rules=without_rule,
     )
     spec = resolve_cluster(cluster, devices)
     with _progress(f"capturing {model}") as status:
@@ -205,7 +202,7 @@ def show(plan_file: Path, as_json: bool) -> None:
 @click.argument("regions", nargs=-1)
 def explain(plan_file: Path, regions: tuple[str, ...]) -> None:
     """Say why PLAN_FILE does what it does: per region (all, or those named) the strategy taken and
-    the best that lost, with the reason; then the other meshes and what cut them.
+    the best that lost, with the reason; then the other meshes and what ruled them out.
 
     \b
     Example:
@@ -301,7 +298,7 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
 
     Loss, every gradient, and parameters after steps of the optimizer are compared in float64, on
     the batch the plan was made for, with dropout switched off; and the collectives of all ranks.
-    For more than this machine takes, a small twin is run. Exit code 1 when they differ.
+    Of a model that this machine cannot run, a scaled-down one is. Exit code 1 when they differ.
 
     \b
     Example:

@@ -131,9 +131,9 @@ def report_view(report: VerifyReport) -> RenderableType:
     headline = Text(f"{report.strategy} on {report.world_size} local processes, float64\n")
     verdict = Text(f"\n{report.verdict}", style=style)
     order = Text(f"\n{report.num_collectives} collectives a step, in one order on all ranks")
-    twin = [Text("a small twin of model and plan, not the real size:")] if report.shrunk else []
-    twin += [Text(f"  {change}") for change in report.shrunk] + [Text()] * bool(report.shrunk)
-    parts = (*twin, headline, table, *(part for view in worst for part in (Text(), view)))
+    small = [Text("a scaled-down model and plan, not the real size:")] if report.shrunk else []
+    small += [Text(f"  {change}") for change in report.shrunk] + [Text()] * bool(report.shrunk)
+    parts = (*small, headline, table, *(part for view in worst for part in (Text(), view)))
     return Group(*parts, order, verdict) if report.passed else Group(*parts)
 
 

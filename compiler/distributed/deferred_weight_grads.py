@@ -1,4 +1,5 @@
-"""What the backward of a microbatch leaves for later, see meshfold.codegen.schedule.split_backward."""
+"""Gradients of weights that the backward of a microbatch defers, see
+meshfold.codegen.schedule.split_backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,13 +8,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+Product = Callable[[Tensor | None], Tensor]
+"""Computes a gradient: a new tensor, or added to one that is given up."""
 
-class WeightWork:
-    """What the W of one stage and microbatch has to do. It holds places in autograd's graph, no
-    parameters: gathered ones are released in between."""
+
+class DeferredWeightGrads:
+    """The weight gradients (dW) of one stage and microbatch. It refers to edges of autograd's
+    graph, not to parameters: gathered ones are released in between."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[GradientEdge, Callable[[Tensor | None], Tensor]]] = []
+        self._products: list[tuple[GradientEdge, Product]] = []
         self._tapped: list[GradientEdge] = []
         self._gradients: list[Tensor | None] = []
 
@@ -28,9 +32,9 @@ class WeightWork:
         anchor = parameter.new_empty(0, requires_grad=True)
         return _Tap.apply(anchor, parameter.detach(), self, number)  # type: ignore[no-any-return, no-untyped-call]
 
-    def leave(self, weight: GradientEdge, gradient: Callable[[Tensor | None], Tensor]) -> None:
-        """Make the gradient of a weight later: a new tensor, or added to one that is given up."""
-        self._left.append((weight, gradient))
+    def defer(self, weight: GradientEdge, product: Product) -> None:
+        """Compute the gradient of a weight later."""
+        self._products.append((weight, product))
 
     def arrive(self, number: int, gradient: Tensor) -> None:
         """A gradient at a tap."""
@@ -38,34 +42,34 @@ class WeightWork:
         self._gradients[number] = gradient if before is None else before + gradient
 
     def gradients(
-        self, places: Sequence[GradientEdge], before: Sequence[Tensor | None]
+        self, edges: Sequence[GradientEdge], before: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """What was left, as gradients at `places` of autograd's graph, and those of `before`,
-        which are given up; None for nothing. Products are added in place."""
-        numbers = {(place.node, place.output_nr): k for k, place in enumerate(places)}
+        """The deferred gradients, as gradients at `edges` of autograd's graph, added to those of
+        `before`, which are given up; None for no gradient. Products are added in place."""
+        numbers = {(edge.node, edge.output_nr): k for k, edge in enumerate(edges)}
         found = list(before)
-        for weight, gradient in self._left:
+        for weight, product in self._products:
             k = numbers.get((weight.node, weight.output_nr))
             with torch.no_grad():
-                made = gradient(None if k is None else found[k])
+                gradient = product(None if k is None else found[k])
             if k is not None:
-                found[k] = made
+                found[k] = gradient
                 continue
-            parts = torch.autograd.grad([weight], places, [made], allow_unused=True)
-            for j, part in enumerate(parts):
-                if part is not None:
+            shares = torch.autograd.grad([weight], edges, [gradient], allow_unused=True)
+            for j, share in enumerate(shares):
+                if share is not None:
                     known = found[j]
-                    found[j] = part if known is None else known.add_(part)
-        self._left.clear()
+                    found[j] = share if known is None else known.add_(share)
+        self._products.clear()
         return found
 
     def run(self) -> None:
-        """W: all gradients of parameters go to `.grad`."""
-        for weight, gradient in self._left:
+        """The action dW: all gradients of parameters go to `.grad`."""
+        for weight, product in self._products:
             with torch.no_grad():
-                made = gradient(None)
-            torch.autograd.backward(weight, made)
-        self._left.clear()
+                gradient = product(None)
+            torch.autograd.backward(weight, gradient)
+        self._products.clear()
         pairs = zip(self._tapped, self._gradients, strict=True)
         found = [(parameter, g) for parameter, g in pairs if g is not None]
         if found:
@@ -77,14 +81,14 @@ class WeightWork:
 class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, parameter: Tensor, work: WeightWork, number: int
+        ctx: Any, anchor: Tensor, parameter: Tensor, deferred: DeferredWeightGrads, number: int
     ) -> Tensor:
-        ctx.work, ctx.number = work, number
+        ctx.deferred, ctx.number = deferred, number
         ctx.set_materialize_grads(False)
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
         if gradient is not None:
-            ctx.work.arrive(ctx.number, gradient)
+            ctx.deferred.arrive(ctx.number, gradient)
         return None, None, None, None

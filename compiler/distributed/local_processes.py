@@ -8,6 +8,7 @@ so the function belongs to a module that the processes can import.
 """
 
 import logging
+import math
 import multiprocessing
 import pickle
 import tempfile
@@ -15,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -33,7 +34,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 class LocalProcessError(MeshfoldError):
-    """A process failed. `detail` is its traceback."""
+    """A process failed. `detail` is its traceback, or exit code."""
 
     def __init__(self, message: str, detail: str = "") -> None:
         super().__init__(message)
@@ -45,107 +46,137 @@ def run_local(
     function: Callable[..., Any],
     *arguments: Any,
     on_report: Callable[[int, Any], None] | None = None,
-    num_threads: int = 1,
     quiet: bool = False,
     grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Results by rank of `function(report, *arguments)`.
 
-    on_report(rank, value) is called here for every report. num_threads: of torch, per process.
-    quiet: without the warnings that every process would repeat.
-    Raises LocalProcessError when a process raises or dies; the others are ended once nothing
-    has come from them for grace_s.
+    on_report(rank, value) is called here for every report. quiet: without the warnings that every
+    process would repeat. Raises LocalProcessError when a process raises or dies; the others are
+    ended once nothing has come from them for grace_s.
     """
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="meshfold-") as folder:
-        store = str(Path(folder) / "store")
-        processes, connections = [], []
+        job = world_size, str(Path(folder) / "store"), quiet, function, arguments
+        with closing(Processes(world_size, _serve, *job)) as processes:
+            return processes.collect(on_report, grace_s=grace_s)
+
+
+class Processes:
+    """Spawned processes by rank, a pipe to each: they run `serve(rank, connection, *arguments)`
+    and send ("report", value), ("done", result) or ("failed", what `failure` gives)."""
+
+    def __init__(self, world_size: int, serve: Callable[..., None], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connections: list[Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                job = _Job(rank, world_size, store, num_threads, quiet, function, arguments)
-                process = context.Process(target=_serve, args=(job, theirs), daemon=True)
+                self.connections.append(ours)
+                process = context.Process(
+                    target=serve, args=(rank, theirs, *arguments), daemon=True
+                )
                 process.start()
                 theirs.close()
-                processes.append(process)
-                connections.append(ours)
-            return _collect(connections, on_report, grace_s)
-        finally:
-            for connection in connections:
-                connection.close()
-            for process in processes:
-                process.join(GRACE_S)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                self._processes.append(process)
+        except BaseException:
+            self.close()
+            raise
+
+    def collect(
+        self,
+        on_report: Callable[[int, Any], None] | None = None,
+        *,
+        grace_s: float = GRACE_S,
+        timeout_s: float = math.inf,
+    ) -> list[Any]:
+        """One result from every process, by rank. Raises LocalProcessError for the first failure,
+        or for ranks that have not answered after timeout_s."""
+        results: dict[int, Any] = {}
+        failures: dict[int, tuple[float, str, str]] = {}
+        pending = {connection: rank for rank, connection in enumerate(self.connections)}
+        end_s = time.monotonic() + timeout_s
+        while pending:
+            left_s = min(grace_s if failures else math.inf, end_s - time.monotonic())
+            ready = wait(list(pending), None if left_s == math.inf else max(0.0, left_s))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = pending[connection]
+                kind, value = self._receive(connection, rank)
+                if kind == "report":
+                    if on_report is not None:
+                        on_report(rank, value)
+                    continue
+                del pending[connection]
+                (results if kind == "done" else failures)[rank] = value
+        if failures:
+            # The first to fail is the cause: the others lose their peer and fail for that.
+            rank = min(failures, key=lambda r: (failures[r][0], r))
+            _, message, detail = failures[rank]
+            raise LocalProcessError(f"rank {rank}: {message}", detail)
+        if pending:
+            silent = ", ".join(map(str, sorted(pending.values())))
+            raise LocalProcessError(f"no answer from rank {silent} in {timeout_s:g} s")
+        return [results[rank] for rank in range(len(self.connections))]
+
+    def _receive(self, connection: Connection, rank: int) -> tuple[str, Any]:
+        try:
+            message: tuple[str, Any] = connection.recv()
+        except EOFError:
+            # Killed or crashed: nobody else's failure ends a process silently.
+            self._processes[rank].join(GRACE_S)
+            code = self._processes[rank].exitcode
+            return "failed", (0.0, "the process ended", f"exit code {code}")
+        return message
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection in self.connections:
+            connection.close()
+        for process in self._processes:
+            process.join(GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
-def _collect(
-    connections: list[Connection], on_report: Callable[[int, Any], None] | None, grace_s: float
-) -> list[Any]:
-    results: dict[int, Any] = {}
-    failures: dict[int, tuple[float, str, str]] = {}
-    pending = {connection: rank for rank, connection in enumerate(connections)}
-    while pending:
-        ready = wait(list(pending), grace_s if failures else None)
-        if not ready:
-            break
-        for connection in ready:
-            assert isinstance(connection, Connection)
-            rank = pending[connection]
-            try:
-                kind, value = connection.recv()
-            except EOFError:
-                # Killed or crashed: nobody else's failure made it end without a word.
-                kind, value = "failed", (0.0, "the process ended", "")
-            if kind == "report":
-                if on_report is not None:
-                    on_report(rank, value)
-                continue
-            del pending[connection]
-            (results if kind == "done" else failures)[rank] = value
-    if failures:
-        # The first to fail is the cause: the others lose their peer and fail for that.
-        rank = min(failures, key=lambda r: (failures[r][0], r))
-        _, message, detail = failures[rank]
-        raise LocalProcessError(f"rank {rank}: {message}", detail)
-    return [results[rank] for rank in range(len(connections))]
+def join_group(rank: int, world_size: int, store: str, timeout: timedelta) -> None:
+    """Make this process a rank of the default group, over gloo. store: a file of all ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
+    )
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What one process is started with."""
-
-    rank: int
-    world_size: int
-    store: str
-    num_threads: int
-    quiet: bool
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+def failure(error: BaseException) -> tuple[str, tuple[float, str, str]]:
+    """The message for `error`, the exception being handled: when, in one line, its traceback."""
+    now = time.monotonic()  # one clock for all processes of a machine
+    line = " ".join(str(error).split()) or type(error).__name__
+    text = line if isinstance(error, MeshfoldError) else f"{type(error).__name__}: {line}"
+    return "failed", (now, text, traceback.format_exc())
 
 
-def _serve(job: _Job, connection: Connection) -> None:
-    if job.quiet:
+def _serve(
+    rank: int,
+    connection: Connection,
+    world_size: int,
+    store: str,
+    quiet: bool,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    if quiet:
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
     try:
-        torch.set_num_threads(job.num_threads)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{job.store}",
-            rank=job.rank,
-            world_size=job.world_size,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
-        result = job.function(lambda x: connection.send(("report", x)), *job.arguments)
+        join_group(rank, world_size, store, COLLECTIVE_TIMEOUT)
+        result = function(lambda x: connection.send(("report", x)), *arguments)
         pickle.dumps(result)
         connection.send(("done", result))
         dist.destroy_process_group()
     except KeyboardInterrupt:
         pass
     except Exception as error:
-        now = time.monotonic()  # one clock for all processes of a machine
-        line = " ".join(str(error).split()) or type(error).__name__
-        text = line if isinstance(error, MeshfoldError) else f"{type(error).__name__}: {line}"
-        connection.send(("failed", (now, text, traceback.format_exc())))
+        connection.send(failure(error))

@@ -1,7 +1,7 @@
 """Collectives between the ranks of a mesh, split into start and wait.
 
-RankMesh is what an emitted graph sees of the machine: its first placeholder. ProcessMesh realises
-it on torch.distributed process groups; this is the one file that touches
+RankMesh is what an emitted graph sees of the machine. ProcessMesh realises it on torch.distributed
+process groups, SingleMesh on one process; this is the one file that touches
 torch.ops._c10d_functional. The raw ops carry an autograd formula that doubles gradients of
 Partial -> Invariant, so they are only called from the forward and backward of the functions in
 meshfold.ops.async_autograd, where autograd does not record.
@@ -10,13 +10,13 @@ meshfold.ops.async_autograd, where autograd does not record.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshfold.distributed.deferred_weight_grads import WeightWork
-from meshfold.distributed.replayed_counts import KeptCounts
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.node_groups import NodeLevels
 from meshfold.torch_compat.symmetric_memory import enable
@@ -24,39 +24,27 @@ from meshfold.torch_compat.symmetric_memory import enable
 Axes = tuple[str, ...]
 
 
+@dataclass(frozen=True, eq=False)
 class RankMesh(ABC):
-    """The mesh as one rank sees it.
+    """The mesh as one rank sees it. Frozen: what changes within a step is in
+    meshfold.distributed.step_context.
 
     Every start returns a tensor in flight at once: its shape and dtype are those of the result, its
     contents are not to be read before wait. The ranks of a group must start the same collectives in
     the same order. `axes` names one axis or several; several act as one group, in mesh order, or a
     level of that group (meshfold.ir.node_groups).
-
-    rng: (seed, step) of the counter-based generator; the runtime sets it before every step.
-    microbatch: number of the one that runs; cuts_own_parts: microbatches are cut out of what every
-    rank got of the batch, not out of the global one; targets: by (instance, op of the whole
-    program), how many targets of the step a loss divides by; weight_work: where gradients of
-    weights wait, of a schedule that splits the backward. All are set by meshfold.runtime.pipeline_runner.
-    num_rounds: how often ops have begun to pass something round; they count themselves.
-    counts: of a region that runs twice, what was exchanged in the first run; set by
-    meshfold.runtime.recomputation.
     """
 
-    def __init__(
-        self, mesh: Mesh, rank: int, device: torch.device, levels: NodeLevels | None = None
-    ) -> None:
-        self.mesh = mesh
-        self.levels = levels or NodeLevels(mesh, 0)
-        self.rank = rank
-        self.device = device
-        self.coords = mesh.coords(rank)
-        self.rng = (0, 0)
-        self.microbatch = 0
-        self.cuts_own_parts = False
-        self.targets: dict[tuple[int, int], int] = {}
-        self.weight_work: WeightWork | None = None
-        self.num_rounds = 0
-        self.counts: KeptCounts | None = None
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    levels: NodeLevels
+    """The ranks of a node within an axis, for collectives in two levels."""
+
+    @cached_property
+    def coords(self) -> tuple[int, ...]:
+        """Coordinates of this rank, in mesh order."""
+        return self.mesh.coords(self.rank)
 
     def size(self, axes: Axes) -> int:
         """Ranks in the group of `axes`."""
@@ -81,21 +69,25 @@ class RankMesh(ABC):
 
     @abstractmethod
     def start_reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
-        """Sum of contiguous x over the group, of which rank i gets part i of dim 0."""
+        """Sum of contiguous x over the group, of which rank i gets shard i of dim 0."""
 
     @abstractmethod
     def start_all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        """Part j of dim 0 of contiguous x goes to rank j, parts received are in rank order."""
+        """Shard j of dim 0 of contiguous x goes to rank j, what is received is in rank order."""
 
     @abstractmethod
     def start_exchange(self, x: Tensor, axes: Axes, sent: list[int], received: list[int]) -> Tensor:
         """sent[j] rows of contiguous x go to rank j, one rank after the other; received[j] come
-        from there, in rank order. An all-to-all of uneven parts."""
+        from there, in rank order. An all-to-all of uneven shards."""
 
     def shared_group(self, axis: str) -> str:
         """Name of the process group of `axis` if its ranks read each other's memory
         (meshfold.torch_compat.symmetric_memory), else empty."""
         return ""
+
+    def begin_ring(self) -> None:  # noqa: B027  only watched
+        """Says that the shifts from here on, up to the next call, are of one ring: for what watches
+        collectives."""
 
     def start_shift(self, x: Tensor, axis: str) -> Tensor:
         """Numbers x [n] go to the next rank of the axis, from the last to the first; those of the
@@ -117,34 +109,39 @@ def all_reduced(mesh: RankMesh, x: Tensor, axes: Axes, reduction: str = "sum") -
     return x
 
 
+@dataclass(frozen=True, eq=False)
+class SingleMesh(RankMesh):
+    """A RankMesh of one rank. Every group is this rank alone, so a collective is a copy."""
+
+    def start_all_reduce(self, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
+        return x.clone()
+
+    def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
+        return x.clone()
+
+    def start_reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
+        return x.clone()
+
+    def start_all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
+        return x.clone()
+
+    def start_exchange(self, x: Tensor, axes: Axes, sent: list[int], received: list[int]) -> Tensor:
+        return x.clone()
+
+    def wait(self, in_flight: Tensor) -> Tensor:
+        return in_flight
+
+
+@dataclass(frozen=True, eq=False)
 class ProcessMesh(RankMesh):
-    """A RankMesh over the default process group: rank and device are those of this process.
+    """A RankMesh over the default process group, see process_mesh."""
 
-    Creates one process group per group of ranks that `axis_sets` describes (default: every axis
-    alone), in the same order on all ranks.
-
-    Raises ValueError if the mesh and the default process group differ in size.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        device: torch.device,
-        axis_sets: Sequence[Axes] | None = None,
-        levels: NodeLevels | None = None,
-    ) -> None:
-        if dist.get_world_size() != mesh.num_ranks:
-            raise ValueError(
-                f"the mesh {mesh} has {mesh.num_ranks} ranks, the job {dist.get_world_size()}"
-            )
-        super().__init__(mesh, dist.get_rank(), device, levels)
-        self._groups: dict[Axes, dist.ProcessGroup] = {}
-        self._made: list[dist.ProcessGroup] = []
-        self._shared: set[str] = set()
-        for axes in axis_sets if axis_sets is not None else [(name,) for name in mesh.names]:
-            for ranks in self.levels.groups(axes):
-                if (group := self.new_group(ranks)) is not None:
-                    self._groups[axes] = group
+    _groups: dict[Axes, dist.ProcessGroup] = field(default_factory=dict)
+    """This rank's group on each set of axes."""
+    _created: list[dist.ProcessGroup] = field(default_factory=list)
+    """All groups, to destroy at the end."""
+    _shared: set[str] = field(default_factory=set)
+    """Axes whose ranks read each other's memory."""
 
     def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """A process group of these ranks until `close`; None on the others. Called on all ranks, in
@@ -153,7 +150,7 @@ class ProcessMesh(RankMesh):
         if self.rank not in ranks:
             return None
         assert isinstance(group, dist.ProcessGroup)
-        self._made.append(group)
+        self._created.append(group)
         return group
 
     def share_memory(self, axes: Sequence[str]) -> None:
@@ -168,8 +165,8 @@ class ProcessMesh(RankMesh):
     def close(self) -> None:
         """End all groups, and their threads. Called on all ranks; nothing may be in flight."""
         self._groups.clear()
-        while self._made:
-            dist.destroy_process_group(self._made.pop())
+        while self._created:
+            dist.destroy_process_group(self._created.pop())
 
     def group(self, axes: Axes) -> dist.ProcessGroup:
         """The process group of this rank on `axes`. Raises KeyError if none was created."""
@@ -191,8 +188,8 @@ class ProcessMesh(RankMesh):
 
     def start_all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
         group = self._groups[axes]
-        parts = [x.shape[0] // group.size()] * group.size()
-        return _functional.all_to_all_single(x, parts, parts, group.group_name)  # type: ignore[no-any-return]
+        rows = [x.shape[0] // group.size()] * group.size()
+        return _functional.all_to_all_single(x, rows, rows, group.group_name)  # type: ignore[no-any-return]
 
     def start_exchange(self, x: Tensor, axes: Axes, sent: list[int], received: list[int]) -> Tensor:
         name = self._groups[axes].group_name
@@ -200,6 +197,37 @@ class ProcessMesh(RankMesh):
 
     def wait(self, in_flight: Tensor) -> Tensor:
         return _functional.wait_tensor(in_flight)  # type: ignore[no-any-return]
+
+
+def single_mesh(mesh: Mesh, device: torch.device) -> SingleMesh:
+    """The mesh of one rank."""
+    assert mesh.num_ranks == 1
+    return SingleMesh(mesh, 0, device, NodeLevels(mesh, 0))
+
+
+def process_mesh(
+    mesh: Mesh,
+    device: torch.device,
+    axis_sets: Sequence[Axes] | None = None,
+    levels: NodeLevels | None = None,
+) -> ProcessMesh:
+    """The mesh over the default process group: rank and device are those of this process.
+
+    Creates one process group per group of ranks that `axis_sets` describes (default: every axis
+    alone), in the same order on all ranks.
+
+    Raises ValueError if the mesh and the default process group differ in size.
+    """
+    if dist.get_world_size() != mesh.num_ranks:
+        raise ValueError(
+            f"the mesh {mesh} has {mesh.num_ranks} ranks, the job {dist.get_world_size()}"
+        )
+    made = ProcessMesh(mesh, dist.get_rank(), device, levels or NodeLevels(mesh, 0))
+    for axes in axis_sets if axis_sets is not None else [(name,) for name in mesh.names]:
+        for ranks in made.levels.groups(axes):
+            if (group := made.new_group(ranks)) is not None:
+                made._groups[axes] = group
+    return made
 
 
 _functional = torch.ops._c10d_functional

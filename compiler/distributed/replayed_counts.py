@@ -1,26 +1,35 @@
-"""What ranks told each other in the first run of a region that runs twice, see
-meshfold.runtime.recomputation: how many rows go where. The second run reads it here, and waits for nobody.
+"""Row counts that ranks exchange in a region with full recomputation
+(meshfold.runtime.recomputation): the first run records them, the second reads them and waits for
+nobody.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 
-class KeptCounts:
-    """The counts of one region in one step, in the order in which they were exchanged."""
+class RecordedCounts:
+    """The counts of a first run, in the order in which they are exchanged."""
 
     def __init__(self) -> None:
         self._counts: list[Tensor] = []
-        self._again: Iterator[Tensor] | None = None
 
-    def found(self, exchange: Callable[[], Tensor]) -> Tensor:
-        """The counts that come next, exchanged or, in the second run, kept."""
-        if self._again is not None:
-            return next(self._again)
+    def next(self, exchange: Callable[[], Tensor]) -> Tensor:
+        """The next counts, exchanged."""
         self._counts.append(exchange())
         return self._counts[-1]
 
-    def start_again(self) -> None:
-        """The second run begins."""
-        self._again = iter(self._counts)
+    def replayed(self) -> "ReplayedCounts":
+        """What a second run reads."""
+        return ReplayedCounts(self._counts)
+
+
+class ReplayedCounts:
+    """The counts of a second run: those of the first, in its order."""
+
+    def __init__(self, counts: Sequence[Tensor]) -> None:
+        self._counts = iter(counts)
+
+    def next(self, _: Callable[[], Tensor]) -> Tensor:
+        """The next counts, without an exchange."""
+        return next(self._counts)

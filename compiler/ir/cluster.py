@@ -2,12 +2,13 @@
 meshfold.cost_models.hardware.devices and meshfold.plan_file.cluster_file.
 
 All figures are in bytes, seconds, bytes per second and flops per second. A ClusterSpec checks
-everything below it when it is made, so that each message can give the whole field path.
+everything below it on construction, so that each message can give the whole field path.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshfold.errors import ClusterSpecError
 
@@ -18,46 +19,57 @@ overlap_coefficient.json, measured on A100-class devices; about 1.3 is told of T
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator. peak_flops_per_s: dense peak by dtype name ("bfloat16", "float16",
-    "float32", "float64"); "float32" must be there and stands in for a dtype that is not.
-    matmul_efficiency: fraction of peak a large GEMM reaches. memory_efficiency: fraction of memory
-    bandwidth a large copy reaches. launch_s: time to start one kernel. reserve_bytes: framework,
-    context, communicators, fragmentation. source: where the figures come from. host_bytes_per_s:
-    what the link to the host's memory carries in each direction, 0 if unknown. overlap_slowdown:
-    by which both are slower while compute and a collective run beside each other, from 1 (neither
-    takes anything from the other) to 2 (nothing is gained)."""
+    """One accelerator."""
 
     name: str
     memory_bytes: int
     memory_bytes_per_s: float
     peak_flops_per_s: Mapping[str, float]
+    """Dense peak by dtype name ("bfloat16", "float16", "float32", "float64"); "float32" must be
+    there and stands in for a dtype that is not."""
     matmul_efficiency: float
+    """Fraction of the peak that a large GEMM reaches."""
     memory_efficiency: float
+    """Fraction of the memory bandwidth that a large copy reaches."""
     launch_s: float
+    """Time to start one kernel."""
     reserve_bytes: int
+    """Framework, context, communicators, fragmentation."""
     source: str
+    """Where the figures come from."""
     host_bytes_per_s: float = 0.0
+    """What the link to the host's memory carries in each direction; 0 if unknown."""
     overlap_slowdown: float = OVERLAP_SLOWDOWN
+    """By which compute and a collective are slower while they overlap, from 1 (neither takes
+    anything from the other) to 2 (nothing is gained)."""
+
+
+class RankRate(NamedTuple):
+    """The measured rate of a small group."""
+
+    ranks: int
+    bytes_per_s: float
 
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """A level of the network. bytes_per_s is per device and direction, what one device can send
-    while all its peers do the same; latency_s is per message step, start_s per collective.
-
-    ramp_bytes: message size at which a collective reaches half of bytes_per_s; the formula is in
-    cost_models/collectives.py. reduce_bytes_per_s: tensor bytes per second of an all-reduce done
-    by the switch (NVLS), 0 for a link without. bytes_per_s_by_ranks: measured (ranks, bytes_per_s)
-    where a small group gets another rate than the whole node, as on point-to-point links."""
+    """A level of the network."""
 
     name: str
     bytes_per_s: float
+    """Per device and direction: what one device can send while all its peers do the same."""
     latency_s: float
+    """Per message step."""
     source: str
     start_s: float = 0.0
+    """Per collective."""
     ramp_bytes: float = 0.0
+    """Message size at which a collective reaches half of bytes_per_s; the formula is in
+    cost_models/op_costs/collective_time.py."""
     reduce_bytes_per_s: float = 0.0
-    bytes_per_s_by_ranks: tuple[tuple[int, float], ...] = ()
+    """Tensor bytes per second of an all-reduce done by the switch (NVLS); 0 for a link without."""
+    bytes_per_s_by_ranks: tuple[RankRate, ...] = ()
+    """Where a small group gets another rate than the whole node, as on point-to-point links."""
 
 
 @dataclass(frozen=True)

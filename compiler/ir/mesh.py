@@ -4,20 +4,24 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from meshfold.ir.limits import Positive
+
 PIPELINE_AXIS = "pp"
 """The axis whose ranks run different stages."""
 DATA_AXIS = "dp"
-"""The axis whose ranks may each bring their own part of the batch."""
+"""The axis whose ranks may each bring their own slice of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshAxis:
-    """One axis. `name` is what it serves ("dp", "tp", ...), `size` its ranks, `link` the name of
-    the slowest link of the cluster that a group of this axis crosses."""
+    """One axis."""
 
     name: str
-    size: int
+    """What it serves ("dp", "tp", ...)."""
+    size: Positive
+    """Its ranks."""
     link: str = ""
+    """Name of the slowest link of the cluster that a group of this axis crosses."""
 
 
 @dataclass(frozen=True, slots=True)

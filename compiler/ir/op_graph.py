@@ -72,8 +72,8 @@ ITEM_BYTES = {
 @dataclass(frozen=True, slots=True)
 class Value:
     """A tensor of the graph: global shape, dtype name ("float32"), whether a gradient flows.
-    master: of a parameter that ops read in `dtype`, the dtype in which it is kept between steps and
-    its gradient is reduced, where that is another one; else empty."""
+    master: of a parameter that ops read in `dtype`, the dtype in which it is stored between steps
+    and its gradient is reduced, where that is another one; else empty."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -88,7 +88,7 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the unsharded tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
@@ -115,13 +115,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a random op draws in a part of the program: its part of the mask of op `number` of the
-    whole graph, whose dim `dim` is cut into `parts` microbatches in every of `blocks` blocks."""
+    """What a random op draws for one microbatch: a slice of the mask that the op draws for the
+    full batch."""
 
     number: int
+    """Of the op in the graph of the full batch."""
     dim: int = 0
+    """The dim of the mask that is split into microbatches."""
     blocks: int = 1
-    parts: int = 1
+    """Equal blocks of that dim, each of which is split."""
+    microbatches: int = 1
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class Op:
     """One call. `target` is "aten.linear.default"; `outputs` are value indices, one per tensor
     the op returns (a list result is flattened, getitem is folded away). `scope` is the module path
     relative to the region and `source` "file:line": both for messages only, never compared. draw:
-    of a random op in a graph that was cut; without it the op draws what its own place says."""
+    of a random op in the graph of a microbatch; without it the op draws as its position says."""
 
     target: str
     args: tuple[Arg, ...]
@@ -141,7 +144,7 @@ class Op:
 
     @cached_property
     def operands(self) -> tuple[int, ...]:
-        """Value indices read, in argument order, repeats kept."""
+        """Value indices read, in argument order, repeats included."""
         return tuple(r.index for a in (*self.args, *(v for _, v in self.kwargs)) for r in _refs(a))
 
 
@@ -198,14 +201,14 @@ class SourceKind(StrEnum):
     CONSTANT = "constant"
     INPUT = "input"
     VALUE = "value"
-    BORDER = "border"
+    BOUNDARY = "boundary"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a slot's value comes from. PARAMETER, BUFFER, CONSTANT, INPUT: `name` is the canonical
-    full name. VALUE: output number `output` of instance number `instance`. BORDER, in a pipeline
-    stage: what the stage before hands over, see passes/stage_graphs.py."""
+    full name. VALUE: output number `output` of instance number `instance`. BOUNDARY, in a pipeline
+    stage: what the stage before hands over, see passes/split/stage_graphs.py."""
 
     kind: SourceKind
     name: str = ""
@@ -225,7 +228,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """A distinct parameter, in the dtype in which it is kept. `name` is its first name, `aliases`
+    """A distinct parameter, in the dtype in which it is stored. `name` is its first name, `aliases`
     every further name (tied). `used` is False for a parameter that no op reads."""
 
     name: str
@@ -257,7 +260,7 @@ class InputInfo:
 @dataclass(frozen=True, slots=True)
 class OutputInfo:
     """An output of the model: `name` its path in what the model returns ("loss"; "" for a bare
-    tensor), `source` where it is made."""
+    tensor), `source` where it is computed."""
 
     name: str
     source: Source

@@ -13,49 +13,71 @@ from meshfold.units import is_bytes, parse_bytes
 PinValue = int | str
 
 Precision = Literal["model", "bf16", "fp16"]
-"""What ops compute in: what the model's own dtypes say; or 16 bits, with parameters kept, gradients
-reduced and optimizer states in float32."""
+"""What ops compute in: what the model's own dtypes say; or 16 bits, with parameters, reductions of
+gradients and optimizer states in float32."""
 
 COMPUTE_DTYPES: Mapping[Precision, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
 """Names of the narrow dtypes."""
 
 Mode = Literal["eager", "scheduled"]
-"""How a rank's program runs: region graphs as written, with autograd's backward; or their pieces in
-an order found with the cost model, in which collectives have compute behind them."""
+"""How a rank's program runs: region graphs as written, with autograd's backward; or their segments
+in an order found with the cost model, in which compute overlaps collectives."""
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev"
 ]
-"""In which order the stages of a pipeline run their microbatches; meshfold.cost_models.pipeline.schedules
-says what each is."""
+"""The order in which the stages of a pipeline run their microbatches;
+meshfold.cost_models.pipeline.schedules says what each is."""
 
-PIN_NAMES = (
-    "dp",
-    "ep",
-    "cp",
-    "tp",
-    "zero",
-    "sp",
-    "recompute",
-    "offload",
-    "pp",
-    "microbatches",
-    "schedule",
-    "chunks",
-    "parts",
-    "ring",
-    "merge",
-    "merge_gathers",
-    "hierarchy",
+MICRO_CHUNKS = "micro_chunks"
+CHAINED_CHUNKS = "chained_chunks"
+COLLECTIVE_MATMUL = "collective_matmul"
+REDUCE_BUCKET, ALLGATHER_BUCKET = "reduce_bucket_bytes", "allgather_bucket_bytes"
+HIERARCHICAL_ALL_REDUCE = "hierarchical_all_reduce"
+VIRTUAL_STAGES = "virtual_stages"
+LAYOUT = "layout:"
+"""What the name of a pin starts with that is about a parameter's layout."""
+
+PINS: Mapping[str, str] = MappingProxyType(
+    {
+        "dp": "data parallel degree",
+        "ep": "expert parallel degree",
+        "cp": "context parallel degree",
+        "tp": "tensor parallel degree",
+        "zero": "ZeRO level",
+        "sp": "whether tp shards the sequence of activations between its ops (0 or 1)",
+        "recompute": "which activations are recomputed in the backward",
+        "offload": "what lives in the host's memory",
+        "pp": "devices that a pipeline goes over",
+        "microbatches": "in which a rank runs its share of the batch",
+        "schedule": "the order in which stages run microbatches",
+        VIRTUAL_STAGES: "stages per device; more than one under interleaved schedules, zbv and "
+        "dualpipev only",
+        MICRO_CHUNKS: "in which a region runs its batch, in mode scheduled",
+        CHAINED_CHUNKS: "whether micro-chunks cross the boundaries of layers (0 or 1)",
+        COLLECTIVE_MATMUL: "whether matrix products overlap with their own collective (0 or 1)",
+        REDUCE_BUCKET: "the largest bucket of reductions of gradients (25MB; 0: none)",
+        ALLGATHER_BUCKET: "the largest bucket of gathers of parameters (25MB; 0: none)",
+        HIERARCHICAL_ALL_REDUCE: "size of the pieces in which all-reduces of gradients run "
+        "hierarchically, by node (25MB; 0: none do)",
+    }
 )
-"""What can be pinned: data, expert, context and tensor parallel degrees, ZeRO level, whether
-activations between tensor-parallel ops are sequence-sharded (0 or 1), what is recomputed, what is
-offloaded, devices that a pipeline goes over, parts in which a rank runs its share of the batch, the
-order they run in, stages per device (more than one under interleaved schedules, zbv and dualpipev
-only), in how many parts of its samples a region runs in mode scheduled, whether products take rows
-of other ranks as they come round (0 or 1), up to which size reductions of gradients, and gathers of
-parameters, are merged ("25MB"; 0: none are), and in pieces of which size all-reduces of
-gradients run in phases, by node (0: none do). Beside these a parameter's layout, `layout:NAME`."""
+"""What can be pinned, and what it is. Besides these a parameter's layout, `layout:NAME`."""
+
+_FORMER_PINS = MappingProxyType(
+    {
+        "parts": MICRO_CHUNKS,
+        "ring": COLLECTIVE_MATMUL,
+        "merge": REDUCE_BUCKET,
+        "merge_gathers": ALLGATHER_BUCKET,
+        "hierarchy": HIERARCHICAL_ALL_REDUCE,
+        "chunks": VIRTUAL_STAGES,
+    }
+)
+"""Names of pins up to version 1 of the plan file, and those of today."""
+
+_SIZES = (REDUCE_BUCKET, ALLGATHER_BUCKET, HIERARCHICAL_ALL_REDUCE)
+"""Pins that are sizes."""
 
 _WORDS = {
     "recompute": get_args(Recompute),
@@ -64,21 +86,15 @@ _WORDS = {
 }
 """Pins that are words, and what they can be."""
 
-PARTS = "parts"
-RING = "ring"
-MERGE, MERGE_GATHERS = "merge", "merge_gathers"
-HIERARCHY = "hierarchy"
-LAYOUT = "layout:"
-"""What the name of a pin starts with that is about a parameter's layout."""
-
 
 @dataclass(frozen=True, slots=True)
 class LayoutPin:
-    """A parameter's stored layout, fixed. pattern: its name, with * for any part; value: as the
-    user wrote it (meshfold.passes.region.pins says what it can be)."""
+    """A parameter's stored layout, fixed. OptionError for a value that is no layout."""
 
     pattern: str
+    """The parameter's name, with * for any text."""
     value: str
+    """As the user wrote it (meshfold.passes.region.pins says what it can be)."""
 
     def __post_init__(self) -> None:
         if self.value not in ("replicate", "dp") and not _TP_LAYOUT.fullmatch(self.value):
@@ -112,25 +128,27 @@ _TP_LAYOUT = re.compile(r"tp:(\d+)(\+)?(,dp)?")
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """memory_bytes: budget per device (None: the device's own usable memory).
-    pins: choices that the search must keep. optimizer: what the memory model charges.
-    full_capture: trace every layer instead of proving equal ones equal.
-    seed: of the counter-based generator behind dropout. precision, mode: see Precision, Mode.
-    allow_pipelines: let pipelines compete without a pin; their models train by train_step alone.
-    allow_planned: offer what can be priced and planned, but not run yet, and pipelines.
-    without_cuts: prunings of the search (passes.decision_tree.PRUNINGS) to do without; for those
-    who doubt one."""
+    """What a user asks of a compilation. OptionError for a value that cannot be."""
 
     memory_bytes: int | None = None
+    """Budget per device; None: the device's own usable memory."""
     pins: Mapping[str, PinValue] = field(default_factory=dict)
+    """Choices that the search must keep, by the names of PINS."""
     optimizer: str = "adamw"
+    """What the memory model charges for."""
     full_capture: bool = False
+    """Trace every layer instead of proving equal ones equal."""
     seed: int = 0
+    """Of the counter-based generator behind dropout."""
     precision: Precision = "model"
     mode: Mode = "eager"
     allow_pipelines: bool = False
+    """Let pipelines compete without a pin; their models train by train_step alone."""
     allow_planned: bool = False
-    without_cuts: tuple[str, ...] = ()
+    """Offer what can be priced and planned, but not run yet, and pipelines."""
+    without_rules: tuple[str, ...] = ()
+    """Pruning rules of the search (passes.one_pass.tree.PRUNING_RULES) to do without, for those who
+    doubt one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pins", MappingProxyType(dict(self.pins)))
@@ -142,10 +160,10 @@ class CompileOptions:
             raise OptionError(f"optimizer {self.optimizer!r} is unknown; write adamw or sgd")
         if self.mode not in get_args(Mode):
             raise OptionError(f"mode {self.mode!r} is unknown; write eager or scheduled")
-        if self.mode == "eager" and self.pins.get(PARTS, 1) != 1:
+        if self.mode == "eager" and self.pins.get(MICRO_CHUNKS, 1) != 1:
             raise OptionError(
-                f"pin {PARTS}={self.pins[PARTS]}: regions run in parts in mode scheduled alone; "
-                "add --mode scheduled"
+                f"pin {MICRO_CHUNKS}={self.pins[MICRO_CHUNKS]}: regions run in micro-chunks in "
+                "mode scheduled alone; add --mode scheduled"
             )
         if self.precision not in get_args(Precision):
             raise OptionError(f"precision {self.precision!r} is unknown; write model, bf16 or fp16")
@@ -153,35 +171,35 @@ class CompileOptions:
     @property
     def strategy_pins(self) -> dict[str, PinValue]:
         """Pins about strategies."""
-        others = (LAYOUT, PARTS, RING, MERGE, MERGE_GATHERS, HIERARCHY)
+        others = (LAYOUT, MICRO_CHUNKS, CHAINED_CHUNKS, COLLECTIVE_MATMUL, *_SIZES)
         return {k: v for k, v in self.pins.items() if not k.startswith(others)}
 
     @property
-    def parts_pin(self) -> int | None:
-        """In how many parts regions are to run."""
-        value = self.pins.get(PARTS)
+    def micro_chunks_pin(self) -> int | None:
+        """Micro-chunks that regions are to run in."""
+        value = self.pins.get(MICRO_CHUNKS)
         return None if value is None else int(value)
 
     @property
-    def ring_pin(self) -> bool | None:
-        """Whether products are to take rows as they come round."""
-        value = self.pins.get(RING)
+    def collective_matmul_pin(self) -> bool | None:
+        """Whether matrix products are to overlap with their own collective."""
+        value = self.pins.get(COLLECTIVE_MATMUL)
         return None if value is None else bool(value)
 
     @property
-    def merge_pin(self) -> int | None:
-        """Bytes up to which reductions of gradients are to be merged."""
-        return self._bytes_pin(MERGE)
+    def reduce_bucket_pin(self) -> int | None:
+        """Bytes of the largest bucket of reductions of gradients."""
+        return self._bytes_pin(REDUCE_BUCKET)
 
     @property
-    def merge_gathers_pin(self) -> int | None:
-        """Bytes up to which gathers of parameters are to be merged."""
-        return self._bytes_pin(MERGE_GATHERS)
+    def allgather_bucket_pin(self) -> int | None:
+        """Bytes of the largest bucket of gathers of parameters."""
+        return self._bytes_pin(ALLGATHER_BUCKET)
 
     @property
-    def hierarchy_pin(self) -> int | None:
-        """Bytes of the pieces in which all-reduces of gradients are to run in phases."""
-        return self._bytes_pin(HIERARCHY)
+    def hierarchical_all_reduce_pin(self) -> int | None:
+        """Bytes of the pieces in which all-reduces of gradients are to run hierarchically."""
+        return self._bytes_pin(HIERARCHICAL_ALL_REDUCE)
 
     def _bytes_pin(self, name: str) -> int | None:
         value = self.pins.get(name)
@@ -201,11 +219,15 @@ def _check_pin(name: str, value: PinValue) -> None:
     if name.startswith(LAYOUT):
         LayoutPin(name.removeprefix(LAYOUT), str(value))
         return
-    if name not in PIN_NAMES:
+    if name in _FORMER_PINS:
         raise OptionError(
-            f"pin {name!r} is unknown; pins are {', '.join(PIN_NAMES)} and {LAYOUT}PARAMETER"
+            f"pin {name!r} is now {_FORMER_PINS[name]!r}; write --pin {_FORMER_PINS[name]}={value}"
         )
-    if name in (MERGE, MERGE_GATHERS, HIERARCHY):
+    if name not in PINS:
+        raise OptionError(
+            f"pin {name!r} is unknown; pins are {', '.join(PINS)} and {LAYOUT}PARAMETER"
+        )
+    if name in _SIZES:
         if value != 0 and not (isinstance(value, str) and is_bytes(value)):
             raise OptionError(f"pin {name}={value}: write a size, as 25MB, or 0 for none at all")
         return
@@ -215,9 +237,12 @@ def _check_pin(name: str, value: PinValue) -> None:
         return
     if not isinstance(value, int):
         raise OptionError(f"pin {name}={value}: write a number")
-    if name in ("dp", "ep", "cp", "tp", "pp", "microbatches", "chunks", PARTS) and value < 1:
+    if (
+        name in ("dp", "ep", "cp", "tp", "pp", "microbatches", VIRTUAL_STAGES, MICRO_CHUNKS)
+        and value < 1
+    ):
         raise OptionError(f"pin {name}={value}: a degree is 1 or more")
     if name == "zero" and value not in range(4):
         raise OptionError(f"pin zero={value}: ZeRO levels are 0, 1, 2 and 3")
-    if name in ("sp", RING) and value not in (0, 1):
+    if name in ("sp", COLLECTIVE_MATMUL, CHAINED_CHUNKS) and value not in (0, 1):
         raise OptionError(f"pin {name}={value}: write {name}=1 or {name}=0")

@@ -1,158 +1,189 @@
-"""The plan: what the search chose, why, and what it predicts. Frozen data; JSON is in plan_io.
-
-Layouts here are the types of meshfold.ir.spmd; in the file they are text ("S0,I").
+"""The plan: what the search chose, why, and what it predicts. Frozen data; meshfold.plan_file reads
+and writes it as JSON.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.limits import Bytes, Count, Positive, Seconds
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.options import Mode, Precision
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CHAINED_CHUNKS, Mode, Precision
 from meshfold.ir.spmd import Layout
 from meshfold.ir.step_events import SimulatedStep, StepEvents
-from meshfold.ir.strategy import Parts, RegionTyping, UniformStrategy
+from meshfold.ir.strategy import Chunking, RegionTyping, UniformStrategy
 
-PLAN_VERSION = 1
+PLAN_VERSION: Literal[2] = 2
+
+
+ConversionKind = Literal["activation", "parameter"]
+"""What is converted."""
+
+
+class ModelInput(NamedTuple):
+    """One input of a model, for a global batch."""
+
+    name: str
+    shape: tuple[Count, ...]
+    dtype: str
+
+
+def model_inputs(graph: FoldedGraph) -> tuple[ModelInput, ...]:
+    """The inputs of a captured model."""
+    return tuple(ModelInput(i.name, i.shape, i.dtype) for i in graph.inputs)
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Which model the plan is for. `fingerprint` is a hash over the folded graph."""
+    """The model that the plan is for."""
 
     name: str
     fingerprint: str
-    num_parameters: int
-    num_ops: int
-    num_distinct_ops: int
-    inputs: tuple[tuple[str, tuple[int, ...], str], ...]
-    """(name, global shape, dtype name) of every input."""
-    batch_size: int
+    """Hash over the folded graph; binds the plan to the model."""
+    num_parameters: Count
+    num_ops: Count
+    num_distinct_ops: Count
+    inputs: tuple[ModelInput, ...]
+    batch_size: Positive
 
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """One parameter slot of a region. `stored` is where the state lives between steps, `used` what
-    the ops read after the gather; `num_bytes` is the stored bytes per rank."""
+    """One parameter slot of a region."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     stored: Layout
+    """Layout between steps."""
     used: Layout
-    num_bytes: int
+    """Layout that the ops read, after the gather."""
+    num_bytes: Bytes
+    """Stored bytes per rank."""
 
 
 @dataclass(frozen=True)
 class ConversionRecord:
-    """A conversion that costs something. `forward` and `backward` are collective names ("-": none);
-    `num_bytes` is the local payload of one forward (else backward) collective."""
+    """A conversion between layouts that costs something."""
 
     value: str
-    kind: str  # "activation" or "parameter"
+    kind: ConversionKind
     source: Layout
     target: Layout
     forward: tuple[str, ...]
+    """Names of the collectives of the forward pass; "-" for none."""
     backward: tuple[str, ...]
-    num_bytes: int
-    forward_s: float
-    backward_s: float
+    """Names of the collectives of the backward pass; "-" for none."""
+    num_bytes: Bytes
+    """Local payload of one forward (else backward) collective."""
+    forward_s: Seconds
+    backward_s: Seconds
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A strategy that a region did not take. time_s: of one instance, exposed communication and
-    optimizer included; held_bytes: states and activations that one instance holds. `reason` says
-    why it lost."""
+    """A strategy of a region, as the search priced it."""
 
     name: str
-    time_s: float
-    held_bytes: int
+    time_s: Seconds
+    """Of one instance, exposed communication and optimizer included."""
+    resident_bytes: Bytes
+    """States and saved activations of one instance."""
     reason: str
+    """Why it lost."""
 
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """What one distinct region does. Times and bytes are per instance and per rank. choice: the
-    strategy and its own figures, as Alternative has them; alternatives: the best that lost."""
+    """What one distinct region does. Times and bytes are per instance and per rank."""
 
     name: str
     fingerprint: str
-    num_instances: int
+    num_instances: Positive
     example_scope: str
     typing: RegionTyping
     parameters: tuple[ParameterPlacement, ...]
     conversions: tuple[ConversionRecord, ...]
     fallback_ops: tuple[str, ...]
-    forward_s: float
-    backward_s: float
-    communication_s: Mapping[str, float]
+    """Ops without a rule, which every rank runs unsharded."""
+    forward_s: Seconds
+    backward_s: Seconds
+    communication_s: Mapping[str, Seconds]
     """Seconds of collectives per axis name, forward and backward, before overlap."""
-    saved_bytes: int
-    """Activations kept for the backward."""
+    saved_bytes: Bytes
+    """Activations saved for the backward."""
     strategy: UniformStrategy = UniformStrategy()
     choice: Alternative = Alternative("", 0.0, 0, "")
+    """The strategy in words, with its own costs."""
     alternatives: tuple[Alternative, ...] = ()
+    """The best that lost."""
     op_targets: tuple[str, ...] = ()
     """Names of typing.ops for people ("aten.linear.default"); may be left out."""
     slot_names: tuple[str, ...] = ()
     """Names of typing.slots for people; may be left out."""
-    parts: Parts = Parts()
-    ring: tuple[int, ...] = ()
-    """Groups of products that take rows of other ranks as they come round, by number among those
-    that can (passes.ring_graph)."""
+    chunking: Chunking = Chunking()
+    """Micro-chunks that it runs its batch in."""
+    collective_matmul: tuple[Count, ...] = ()
+    """Groups of matrix products that overlap with their collective, by number among those that can
+    (passes.split.collective_matmul)."""
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class RegionRun:
     """`count` consecutive instances of one region, the first being instance `first`."""
 
     region: str
-    first: int
-    count: int
+    first: Count
+    count: Positive
 
 
 @dataclass(frozen=True)
-class StageFigures:
-    """What one stage of a pipeline does. forward_s, backward_s: per microbatch, exposed
-    communication included; sync_s: once per step, after the last backward. in_flight: microbatches
-    whose activations are held at the worst moment of its device. Of the device, with all of its
-    stages where there are several: end_s, from the start of the step to the end of its last work;
-    peak_bytes."""
+class StageCosts:
+    """The costs of one stage of a pipeline."""
 
-    forward_s: float
-    backward_s: float
-    sync_s: float
-    end_s: float
-    in_flight: int
-    peak_bytes: int
+    forward_s: Seconds
+    """Per microbatch, exposed communication included."""
+    backward_s: Seconds
+    """Per microbatch, exposed communication included."""
+    sync_s: Seconds
+    """Once per step, after the last backward."""
+    end_s: Seconds
+    """Of the device: from the start of the step to the end of its last work."""
+    in_flight: Count
+    """Microbatches whose activations are saved at the worst moment of the device."""
+    peak_bytes: Bytes
+    """Of the device, with all of its stages where there are several."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage's runs, in order; figures where the batch is run in microbatches."""
+    """A stage's regions, in order."""
 
-    runs: tuple[RunPlan, ...]
-    figures: StageFigures | None = None
+    runs: tuple[RegionRun, ...]
+    costs: StageCosts | None = None
+    """None for a step without microbatches."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per device at the moment of the peak, by component; `capacity` is the budget."""
+    """Bytes per device at the moment of the peak, by component."""
 
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    gathered_parameters: int
-    buckets: int
-    transient: int
-    reserve: int
-    capacity: int
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    activations: Bytes
+    gathered_parameters: Bytes
+    buckets: Bytes
+    transient: Bytes
+    reserve: Bytes
+    capacity: Bytes
+    """The budget."""
 
     @property
-    def peak(self) -> int:
+    def peak(self) -> Bytes:
         return (
             self.parameters
             + self.gradients
@@ -171,102 +202,119 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds of one step. step_s = forward_s + backward_s + exposed_communication_s +
-    optimizer_s + bubble_s, where forward_s and backward_s are compute only. In a pipeline all are
-    of the stage that ends last, and bubble_s is what it waits for others."""
+    """Seconds of one step, by component. In a pipeline all are of the stage that ends last."""
 
-    forward_s: float
-    backward_s: float
-    exposed_communication_s: float
-    optimizer_s: float
-    communication_s: Mapping[str, float]
-    bubble_s: float = 0.0
+    forward_s: Seconds
+    """Compute only."""
+    backward_s: Seconds
+    """Compute only."""
+    exposed_communication_s: Seconds
+    optimizer_s: Seconds
+    communication_s: Mapping[str, Seconds]
+    """Per mesh axis, before overlap."""
+    bubble_s: Seconds = 0.0
+    """What the last stage to end waits for others."""
 
     @property
-    def step_s(self) -> float:
+    def step_s(self) -> Seconds:
         work_s = self.forward_s + self.backward_s + self.exposed_communication_s
         return work_s + self.optimizer_s + self.bubble_s
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PricedStrategy:
     """A strategy that was priced: a named baseline, or the best of the rest."""
 
     name: str
     strategy: UniformStrategy
-    step_s: float
-    peak_bytes: int
+    step_s: Seconds
+    peak_bytes: Bytes
     fits: bool
     note: str = ""
 
 
 @dataclass(frozen=True)
 class MeshOutcome:
-    """What the search found on one mesh: the fastest plan that fits (None: nothing fits, or the
-    bound alone ruled the mesh out), the bound, and why the mesh was not taken."""
+    """What the search found on one mesh."""
 
     mesh: str
-    lower_bound_s: float
-    step_s: float | None
+    lower_bound_s: Seconds
+    """No plan on this mesh is faster."""
+    step_s: Seconds | None
+    """Of the fastest plan that fits; None where nothing fits, or the bound ruled the mesh out."""
     reason: str
+    """Why the mesh was not taken."""
 
 
 @dataclass(frozen=True)
 class SearchStats:
-    """What the search looked at and what it proves.
+    """What the search looked at and what it proves."""
 
-    num_leaves: of the decision tree, cuts: how many of them each rule cut. num_candidates: programs
-    whose exact step time and peak memory were taken, num_infeasible of them did not fit.
-    lower_bound_s: no plan of this tree that fits is faster. gap_before: what rounding the
-    relaxation would have cost, relative. unlimited_s: step time of the best plan if memory were
-    unlimited. capped: a search stopped at its limit; the bound holds all the same.
-    """
-
-    num_leaves: int
-    num_candidates: int
-    num_infeasible: int
-    cuts: Mapping[str, int] = field(default_factory=dict)
-    lower_bound_s: float = 0.0
-    gap_before: float = 0.0
-    unlimited_s: float = 0.0
+    num_leaves: Count
+    """Leaves of the decision tree, before pruning."""
+    num_priced: Count
+    """Programs whose exact step time and peak memory were computed."""
+    num_infeasible: Count
+    """How many of these did not fit."""
+    pruned: Mapping[str, Count] = field(default_factory=dict)
+    """Strategy candidates that each pruning rule removed."""
+    lower_bound_s: Seconds = 0.0
+    """No plan of this tree that fits is faster."""
+    gap_before: Seconds = 0.0
+    """What rounding the relaxation would have cost, relative to the step time."""
+    unlimited_s: Seconds = 0.0
+    """Step time of the best plan if memory were unlimited."""
     capped: bool = False
+    """Whether a search stopped at its limit; the bound holds all the same."""
     meshes: tuple[MeshOutcome, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
+    """What the search chose, why, and what it predicts. In the order of the plan file: for people
+    first."""
+
+    version: Literal[2] = PLAN_VERSION
+    """Of the format of the plan file."""
+    meshfold_version: str
     model: ModelInfo
-    cluster: ClusterSpec
-    mesh: Mesh
     strategy: UniformStrategy
+    mesh: Mesh
+    """Axes, slowest-varying rank digit first."""
+    time: TimeEstimate
+    memory: MemoryEstimate
+    notes: tuple[str, ...] = ()
+    baselines: tuple[PricedStrategy, ...]
+    search: SearchStats
     pins: Mapping[str, int | str]
+    """Choices that the user fixed."""
     optimizer: str
     seed: int
-    regions: tuple[RegionPlan, ...]
-    stages: tuple[StagePlan, ...]
-    memory: MemoryEstimate
-    time: TimeEstimate
-    baselines: tuple[Candidate, ...]
-    search: SearchStats
-    meshfold_version: str
-    version: int = PLAN_VERSION
-    notes: tuple[str, ...] = ()
     precision: Precision = "model"
+    """What ops compute in; bf16 and fp16 keep parameters in float32."""
     mode: Mode = "eager"
     """How the program of a rank runs."""
     schedule: str = ""
-    """In which order stages run their microbatches; empty for a step in one pass."""
-    merge_bytes: int = 0
-    """Up to which reductions of gradients are merged (meshfold.ir.bucketing); 0 for none."""
-    merge_gather_bytes: int = 0
-    """Up to which gathers of parameters are."""
-    hierarchy_bytes: int = 0
-    """Of the pieces in which all-reduces of gradients run in phases (meshfold.ir.node_groups); 0 where
-    none do."""
+    """The order in which stages run their microbatches; empty for a step without microbatches."""
+    reduce_bucket_bytes: Bytes = 0
+    """The largest bucket in which reductions of gradients are coalesced; 0 for none."""
+    allgather_bucket_bytes: Bytes = 0
+    """The largest bucket in which gathers of parameters are coalesced; 0 for none."""
+    hierarchical_all_reduce_bytes: Bytes = 0
+    """Size of the pieces in which all-reduces of gradients run hierarchically, by node
+    (meshfold.ir.node_groups); 0 where none do."""
+    stages: tuple[StagePlan, ...]
+    regions: tuple[RegionPlan, ...]
+    cluster: ClusterSpec
     simulated: SimulatedStep | None = None
-    """The step as simulated from its events; time has what the search added up."""
+    """The step as simulated from its events; `time` is what the search added up."""
     events: StepEvents | None = None
-    """Of a step in one pass that can run."""
+    """Of a step without microbatches that can run."""
+
+    @property
+    def chained_chunks(self) -> bool:
+        """Whether micro-chunks may cross boundaries of layers (meshfold.codegen.chained_chunks)."""
+        return bool(self.pins.get(CHAINED_CHUNKS, 1))
 
     @property
     def world_size(self) -> int:

@@ -2,18 +2,19 @@
 
     Invariant   same on every rank of the axis, gradient same on every rank
     Replicate   same on every rank of the axis, gradient is a pending sum
-    Shard(d,g)  dim d is g equal blocks and each block is cut evenly over the axis; gradient alike
+    Shard(d,g)  dim d is g equal blocks, each block sharded evenly over the axis; gradient alike
     Partial     a pending sum over the axis; gradient same on every rank
     Experts(g)  rows of Shard(0,g), each on the rank that holds the weights of its expert: as many
                 as the routing says, on average as many as Shard(0,g); gradient alike. Only between
-                dispatch and combine (meshfold.ops.expert_dispatch): no conversion leads to it or from
+                dispatch and combine (meshfold.ops.expert_dispatch): no conversion leads to it or
+                from
 
-A *padded* Shard(d,g) cuts between units, of `unit` rows each: rows of a vocabulary are units of
-one, heads of attention units of their size. Every block is filled up to the next multiple of the
-axis, in units, before it is cut, and no other axis cuts dim d. Every rank holds as many rows, the
-last ranks some that mean nothing, or nothing else: zeros in a stored parameter and in its gradient,
-anything finite in what ops make of it. No conversion leads from it, and to it only one from what is
-whole; parameters are read as they are stored, or gathered whole (ZeRO).
+A *padded* Shard(d,g) has a granularity of `unit` rows: 1 for a vocabulary, the size of a head for
+attention. Every block is padded to the next multiple of the axis, in units, before it is sharded,
+and no other axis shards dim d. Every rank has as many rows; on the last ranks some, or all, are
+padding rows: zeros in a stored parameter and in its gradient, anything finite in what ops compute
+from it. No conversion leads from it, and to it only one from the unsharded value; parameters are
+read as they are stored, or gathered unsharded (ZeRO).
 
 (The types of JAX shard_map's varying axes and of torch spmd_types; blocks are ours.)
 
@@ -103,7 +104,7 @@ def Shard(dim: int, blocks: int = 1) -> SpmdType:  # noqa: N802  reads as a type
 
 
 def PaddedShard(dim: int, blocks: int = 1, unit: int = 1) -> SpmdType:  # noqa: N802  as above
-    """Shard(dim, blocks) of blocks of units that need not divide."""
+    """Shard(dim, blocks) with blocks of granules that need not divide."""
     return SpmdType("S", dim, blocks, unit)
 
 
@@ -126,7 +127,7 @@ def is_legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool
     """Whether a tensor of `shape` can have `layout` on axes of `sizes` ranks.
 
     Every sharded dim must divide, and digits of axes on one dim must not overlap; a padded dim is
-    cut by one axis, and divides into its blocks of units.
+    sharded by one axis, and divides into its blocks of granules.
     """
     for d, size in enumerate(shape):
         steps = [t.blocks * t.unit for t in layout if t.padded and t.dim == d]
@@ -172,7 +173,7 @@ def _filled_up(size: int, padded: SpmdType, num_ranks: int) -> int:
 def local_blocks(layout: Layout, sizes: Sequence[int], axis: int) -> int:
     """Blocks of `layout[axis]` as seen in the local tensor of the *other* axes.
 
-    Axes whose digit lies above this one have already cut the blocks: Shard(0,4) under a
+    Axes whose digit lies above this one have already split the blocks: Shard(0,4) under a
     Shard(0,1) over 4 ranks is one local block.
     """
     mine = layout[axis]

@@ -1,345 +1,264 @@
 """What one rank does in a step, as events: compute, collectives, and the moments of gathers and
-reductions. Folded: equal instances share one description. Layer 0: frozen data, and the one-line
-texts of a plan file.
+reductions. Folded: equal instances share one description. meshfold.plan_file.event_text writes an
+event as one line.
 
 A region has a list of events per direction, in the order in which the runtime issues them
 (meshfold.zero.step, meshfold.runtime.runner):
 
-    compute     kernels                                         seconds
-    inline      a collective that is waited for where it stands collective
-    open b      forward: wait for the gather of bucket b
-    ahead       forward: the gathers of the next instance that gathers start
-    arrive      backward: own gathers are waited for, later instances let go, the next one's start
-    settle      as arrive, but the next one's gathers start at
-    before      which stands where the schedule has it
-    again       backward: what full recomputation runs again
-    start n     a collective, n of its region and direction, that is waited for by    collective
+    compute            kernels; has seconds
+    inline             a collective that is waited for where it stands
+    unshard g          forward: wait for the gather of parameter group g
+    forward_prefetch   forward: the gathers of the next instance that gathers start
+    pre_backward       backward: wait for the own gathers, reshard later instances, start the
+                       gathers of the instance before
+    backward_unshard   as pre_backward, but the gathers of the instance before start at
+    backward_prefetch  which stands where the schedule has it
+    recompute          backward: what full recomputation runs of the forward
+    start n            a collective, number n of its region and direction, that is waited for by
     wait n
-    reduce b    backward: the reduction of the gradients of bucket b starts
-    leave       what stands here and behind is the region's tail, up to the next `leave` one move of
-                it: the next region in this direction runs it
-    next        the next move of the tail of the region before in this direction, if one is left
-    give p      part p of what is handed on over the border to the next region is there
-    take p      part p from the region before is read: its tail runs until it is there
+    reduce g           backward: the reduction of the gradients of parameter group g starts
+    epilogue           the events from here to the next `epilogue` (or the end) are one step of the
+                       region's epilogue, which the next region in this direction runs
+    run_epilogue       the next step of the epilogue of the region before, if one is left
+    produce c          chunk c of the chunked boundary value for the next region is computed
+    consume c          chunk c from the region before is read: its epilogue runs until it is there
 
-A tail is over when the region that runs it is, and before that starts gathers ahead.
-
-In the file, an event is one line, its last word the bytes alive inside the region meanwhile:
-
-    compute 0.00123 1048576
-    all_gather dp,ep nvlink4-switch 33554432 0.0002 1048576      kind, axes, link, bytes, seconds
-    start 3 all_gather tp nvlink4-switch 33554432 0.0002 1048576
-    open 0 1048576
+The epilogue of a region ends before the region that runs it does, and before that region starts
+gathers ahead.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from meshfold.ir.bucketing import Place
+from meshfold.ir.bucketing import GroupRef
 from meshfold.ir.cluster import OVERLAP_SLOWDOWN
-from meshfold.ir.node_groups import PHASES
+from meshfold.ir.limits import Bytes, Limits, Positive, Seconds
 
-Action = Literal[
+EventKind = Literal[
     "compute",
     "inline",
-    "open",
-    "ahead",
-    "arrive",
-    "settle",
-    "before",
-    "again",
+    "unshard",
+    "forward_prefetch",
+    "pre_backward",
+    "backward_unshard",
+    "backward_prefetch",
+    "recompute",
     "start",
     "wait",
     "reduce",
-    "leave",
-    "next",
-    "give",
-    "take",
+    "epilogue",
+    "run_epilogue",
+    "produce",
+    "consume",
 ]
-_NUMBERED_ACTIONS = ("open", "reduce", "wait", "give", "take")
-_BARE_ACTIONS = ("ahead", "arrive", "settle", "before", "again", "leave", "next")
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
-    """A collective of one rank. axes: of the mesh, acting as one group; link: the slowest level
-    that it crosses; num_bytes: as CostModel.collective_s takes them; seconds: alone on the link.
-    phases, pieces: what each of its pieces runs as instead (meshfold.ir.node_groups); seconds are those
-    of all together."""
+class CollectiveEvent:
+    """A collective of one rank."""
 
     kind: str
     axes: tuple[str, ...]
+    """Of the mesh, acting as one group."""
     link: str
-    num_bytes: int
+    """The slowest level that it crosses."""
+    num_bytes: Bytes
+    """As CostModel.collective_s takes them."""
     seconds: float
-    phases: tuple["Collective", ...] = ()
+    """Alone on the link; of a hierarchical one, of all steps together."""
+    steps: tuple["CollectiveEvent", ...] = ()
+    """The steps of each of its pieces, where it is hierarchical (meshfold.ir.node_groups)."""
     pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """See the module docstring. inside_bytes: the most that is alive inside the instance while it
-    lasts, made there and not yet freed. number: of open and reduce the bucket's, of start and wait
-    their own, of give and take the part's.
-    """
+    """One event of a region; see the module docstring."""
 
-    action: Action
+    kind: EventKind
     seconds: float = 0.0
     inside_bytes: int = 0
+    """The most that is alive inside the instance while it lasts, allocated there and not yet freed.
+    """
     number: int = -1
-    collective: Collective | None = None
+    """Of unshard and reduce the parameter group's, of start and wait their own, of produce and
+    consume the chunk's."""
+    collective: CollectiveEvent | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class BucketEvents:
-    """Parameters gathered, and gradients reduced, together. None: no such collective. whole_bytes:
-    of what is made of the shards (gathered, or cast), flat_bytes: of the gradients while they are
-    reduced, result_bytes: of what comes out. saved: the backward reads the gathered members.
-    dtype: of the gradients, read_dtype: as ops read the parameters; empty where not known.
-    is_alone: one parameter, never with others, whose gradient is what is reduced."""
+class ParameterGroupEvents:
+    """Parameters of one region that are gathered, and whose gradients are reduced, together."""
 
-    gather: Collective | None
-    reduce: Collective | None
-    whole_bytes: int
-    flat_bytes: int
-    result_bytes: int
+    gather: CollectiveEvent | None
+    reduce: CollectiveEvent | None
+    unsharded_bytes: Bytes
+    """Of what is computed from the shards (gathered, or cast)."""
+    flat_bytes: Bytes
+    """Of the gradients while they are reduced."""
+    result_bytes: Bytes
+    """Of the reduced gradients."""
     saved: bool
+    """Whether the backward reads the gathered parameters."""
     dtype: str = ""
+    """Of the gradients; empty where it is not known."""
     read_dtype: str = ""
-    is_alone: bool = False
+    """In which ops read the parameters; empty where it is not known."""
+    is_unbucketed: bool = False
+    """Whether it is one parameter that is never coalesced with others and whose gradient is what is
+    reduced."""
 
     @property
     def reduces_gradient(self) -> bool:
-        """Whether no buffer is made for the reduction: it reads the gradient itself."""
-        return self.is_alone and self.dtype == self.read_dtype
+        """Whether the reduction needs no buffer: it reads the gradient itself."""
+        return self.is_unbucketed and self.dtype == self.read_dtype
 
 
 @dataclass(frozen=True)
 class RegionEvents:
-    """One region whose values arrive in certain layouts. stays: what is gathered is kept from the
-    forward to the backward (ZeRO 1 and 2). again: what the event of that name stands for."""
+    """One region whose values arrive in certain layouts."""
 
     name: str
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
-    buckets: tuple[BucketEvents, ...] = ()
-    stays: bool = False
-    again: tuple[Event, ...] = ()
+    groups: tuple[ParameterGroupEvents, ...] = ()
+    reshard_after_forward: bool = True
+    """Whether gathered parameters are freed after the forward (ZeRO 3)."""
+    recomputed: tuple[Event, ...] = ()
+    """What the event `recompute` stands for: compute and inline collectives."""
 
     def __post_init__(self) -> None:
-        if any(event.action not in ("compute", "inline") for event in self.again):
-            raise ValueError(f"region {self.name}: again has compute and collectives alone")
+        if any(event.kind not in ("compute", "inline") for event in self.recomputed):
+            raise ValueError(f"region {self.name}: recomputed has compute and collectives alone")
         for events in (self.forward, self.backward):
             in_flight: set[int] = set()
             for event in events:
-                if event.action == "start":
+                if event.kind == "start":
                     in_flight.add(event.number)
-                elif event.action == "wait" and event.number not in in_flight:
+                elif event.kind == "wait" and event.number not in in_flight:
                     raise ValueError(f"region {self.name}: wait {event.number} has no start")
-                elif event.action == "wait":
+                elif event.kind == "wait":
                     in_flight.remove(event.number)
+                elif event.kind in ("unshard", "reduce") and event.number >= len(self.groups):
+                    raise ValueError(
+                        f"region {self.name}: {event.kind} {event.number} is of none of its "
+                        f"{len(self.groups)} parameter groups"
+                    )
 
     @property
-    def makes(self) -> bool:
+    def unshards(self) -> bool:
         """Whether parameters are gathered or cast for it."""
-        return any(b.whole_bytes for b in self.buckets)
+        return any(group.unsharded_bytes for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
-class MergedReduction:
-    """Reductions that run as one, `collective`, which starts when the last of them would have
-    (meshfold.ir.bucketing)."""
+class ReduceBucket:
+    """Reductions of several parameter groups in one collective, which starts when the last of them
+    would have (meshfold.ir.bucketing)."""
 
-    places: tuple[Place, ...]
-    collective: Collective
+    groups: tuple[GroupRef, ...]
+    collective: CollectiveEvent
 
 
 @dataclass(frozen=True, slots=True)
-class MergedGather:
-    """Gathers that run as one, `collective`, which starts where that of the first would; `again` is
-    that of those that the backward reads again, None if there are none."""
+class AllGatherBucket:
+    """Gathers of several parameter groups in one collective, which starts where that of the first
+    would."""
 
-    places: tuple[Place, ...]
-    collective: Collective
-    again: Collective | None = None
+    groups: tuple[GroupRef, ...]
+    collective: CollectiveEvent
+    regather: CollectiveEvent | None = None
+    """The gather of those that the backward gathers again; None if there are none."""
 
 
 @dataclass(frozen=True)
 class StepEvents:
-    """A step in one pass. instances: numbers of `regions`, in order of execution. late: collectives
-    behind all others (gradients of shards that other axes have summands of).
-
-    held_bytes: beside what is inside an instance, gathered or in a bucket, at the moments of the
-    forwards of all instances, then of their backwards, then of the optimizer. fixed_bytes: states,
-    batch, reserve. The optimizer's own is in held_bytes. slowdown: of compute and collectives
-    beside each other. merged, gathers: reductions and gathers in place of those of buckets.
-    """
+    """A step without microbatches."""
 
     regions: tuple[RegionEvents, ...]
     instances: tuple[int, ...]
-    late: tuple[Collective, ...]
-    optimizer_s: float
-    held_bytes: tuple[int, ...]
-    fixed_bytes: int
-    slowdown: float = OVERLAP_SLOWDOWN
-    merged: tuple[MergedReduction, ...] = ()
-    gathers: tuple[MergedGather, ...] = ()
+    """Numbers of `regions`, in order of execution."""
+    trailing: tuple[CollectiveEvent, ...]
+    """Collectives behind all others: gradients of shards that other axes have summands of."""
+    optimizer_s: Seconds
+    resident_bytes: tuple[int, ...]
+    """What is resident besides what is inside an instance, gathered or in a bucket: at the moments
+    of the forwards of all instances, then of their backwards, then of the optimizer (with what that
+    allocates)."""
+    fixed_bytes: Bytes
+    """States, batch, reserve."""
+    slowdown: Annotated[float, Limits(1, 2)] = OVERLAP_SLOWDOWN
+    """Of compute and collectives that overlap."""
+    reduce_buckets: tuple[ReduceBucket, ...] = ()
+    """In place of the reductions of the groups that they hold."""
+    allgather_buckets: tuple[AllGatherBucket, ...] = ()
+    """In place of the gathers of the groups that they hold."""
 
     def __post_init__(self) -> None:
         if any(not 0 <= r < len(self.regions) for r in self.instances):
             raise ValueError(f"instances: there are {len(self.regions)} regions")
-        if len(self.held_bytes) != 2 * len(self.instances) + 1:
+        if len(self.resident_bytes) != 2 * len(self.instances) + 1:
             raise ValueError(
-                f"held_bytes: {len(self.instances)} instances have "
-                f"{2 * len(self.instances) + 1} moments, not {len(self.held_bytes)}"
+                f"resident_bytes: {len(self.instances)} instances have "
+                f"{2 * len(self.instances) + 1} moments, not {len(self.resident_bytes)}"
             )
-        reduces, gathers = (m.places for m in self.merged), (m.places for m in self.gathers)
-        for name, found in (("merged", reduces), ("gathers", gathers)):
-            seen: set[Place] = set()
-            for place in (place for places in found for place in places):
-                if place in seen or not self._has(place, gathers=name == "gathers"):
-                    raise ValueError(f"{name}: {place} is twice there, or no bucket that does this")
-                seen.add(place)
+        self._check_buckets("reduce_buckets", [b.groups for b in self.reduce_buckets])
+        self._check_buckets("allgather_buckets", [b.groups for b in self.allgather_buckets])
 
-    def _has(self, place: Place, *, gathers: bool) -> bool:
-        """Whether there is such a bucket, and it gathers, or reduces."""
-        instance, number = place
+    def _check_buckets(self, name: str, buckets: Sequence[tuple[GroupRef, ...]]) -> None:
+        """Refuses a parameter group that does not exist, lacks the collective or is there twice."""
+        seen: set[GroupRef] = set()
+        for group in (group for groups in buckets for group in groups):
+            if group in seen or not self._has(group, gathers=name == "allgather_buckets"):
+                raise ValueError(f"{name}: {group} is there twice, or no group that does this")
+            seen.add(group)
+
+    def _has(self, group: GroupRef, *, gathers: bool) -> bool:
+        """Whether there is such a parameter group, and it gathers, or reduces."""
+        instance, number = group
         if not 0 <= instance < len(self.instances):
             return False
-        buckets = self.regions[self.instances[instance]].buckets
-        if not 0 <= number < len(buckets):
+        groups = self.regions[self.instances[instance]].groups
+        if not 0 <= number < len(groups):
             return False
-        return (buckets[number].gather if gathers else buckets[number].reduce) is not None
+        return (groups[number].gather if gathers else groups[number].reduce) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapRow:
-    """The collectives of one kind over the same axes, of a step: how many, and their seconds behind
-    compute and in its way."""
+    """The collectives of one kind over the same axes, of a step."""
 
     kind: str
     axes: tuple[str, ...]
-    count: int
-    hidden_s: float
-    exposed_s: float
+    count: Positive
+    hidden_s: Seconds
+    """Overlapped by compute."""
+    exposed_s: Seconds
+    """While compute waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A simulated step: compute alone, what compute loses to collectives beside it, what it waits
-    for them; step_s is their sum. peak_s: when memory is at its peak, from the start of the step.
-    """
+    """A simulated step; step_s is the sum of the first three."""
 
-    compute_s: float
-    contention_s: float
-    exposed_s: float
+    compute_s: Seconds
+    contention_s: Seconds
+    """What compute loses to collectives that overlap with it."""
+    exposed_s: Seconds
+    """What compute waits for collectives."""
     overlap: tuple[OverlapRow, ...]
-    peak_bytes: int
-    peak_s: float
+    peak_bytes: Bytes
+    peak_s: Seconds
+    """When memory is at its peak, from the start of the step."""
 
     @property
-    def step_s(self) -> float:
+    def step_s(self) -> Seconds:
         return self.compute_s + self.contention_s + self.exposed_s
 
     @property
-    def hidden_share(self) -> float:
+    def hidden_share(self) -> Seconds:
         """Of the seconds of all collectives; 1 where there are none."""
         hidden_s = sum(row.hidden_s for row in self.overlap)
         total_s = hidden_s + sum(row.exposed_s for row in self.overlap)
         return hidden_s / total_s if total_s else 1.0
-
-
-_AS, _TIMES, _THEN = " = ", " x ", " + "
-
-
-def write_collective(c: Collective) -> str:
-    """One line; of two pieces in phases `all_reduce ... = 2 x reduce_scatter ... + all_reduce ... +
-    all_gather ...`."""
-    whole = f"{c.kind} {','.join(c.axes)} {c.link} {c.num_bytes} {c.seconds!r}"
-    if not c.phases:
-        return whole
-    return f"{whole}{_AS}{c.pieces}{_TIMES}{_THEN.join(map(write_collective, c.phases))}"
-
-
-def read_collective(text: str) -> Collective:
-    """Inverse of write_collective. Raises ValueError."""
-    whole, is_phased, phases = text.partition(_AS)
-    found = _read_whole(whole)
-    if not is_phased:
-        return found
-    pieces, _, phases = phases.partition(_TIMES)
-    parts = phases.split(_THEN)
-    if found.kind != "all_reduce" or len(parts) != PHASES or not pieces.isdigit() or pieces == "0":
-        raise ValueError(
-            f"{text!r}: write 'all_reduce ... = PIECES x' and {PHASES} phases, joined by +"
-        )
-    return replace(found, phases=tuple(map(_read_whole, parts)), pieces=int(pieces))
-
-
-def _read_whole(text: str) -> Collective:
-    words = text.split(" ")
-    if len(words) < 5:
-        raise ValueError(f"{text!r} is no collective; write 'kind axes link bytes seconds'")
-    kind, axes, *link, num_bytes, seconds = words
-    found = Collective(kind, tuple(axes.split(",")), " ".join(link), int(num_bytes), float(seconds))
-    if found.seconds < 0 or found.num_bytes < 0:
-        raise ValueError(f"{text!r}: bytes and seconds are 0 or more")
-    return found
-
-
-def write_event(event: Event) -> str:
-    """One line of a plan file."""
-    if event.collective is not None:
-        start = f"start {event.number} " if event.action == "start" else ""
-        what = start + write_collective(event.collective)
-    elif event.action == "compute":
-        what = f"compute {event.seconds!r}"
-    else:
-        what = event.action + (f" {event.number}" if event.action in _NUMBERED_ACTIONS else "")
-    return f"{what} {event.inside_bytes}"
-
-
-def read_event(line: str) -> Event:
-    """Inverse of write_event. Raises ValueError."""
-    what, _, inside = line.rpartition(" ")
-    if not what or not inside.isdigit():
-        raise ValueError(f"{line!r} is no event; its last word is a number of bytes")
-    first, _, rest = what.partition(" ")
-    if first == "compute":
-        seconds = float(rest)
-        if not seconds >= 0:
-            raise ValueError(f"{line!r}: seconds are 0 or more")
-        return Event("compute", seconds, int(inside))
-    if first == "start":
-        number, _, text = rest.partition(" ")
-        if not number.isdigit():
-            raise ValueError(f"{line!r}: a start has a number and a collective")
-        return Event("start", 0.0, int(inside), int(number), read_collective(text))
-    if first not in get_args(Action):
-        return Event("inline", inside_bytes=int(inside), collective=read_collective(what))
-    action: Action = first  # type: ignore[assignment]  # is one of them
-    if action in _BARE_ACTIONS and not rest:
-        return Event(action, inside_bytes=int(inside))
-    if action in _NUMBERED_ACTIONS and rest.isdigit():
-        return Event(action, inside_bytes=int(inside), number=int(rest))
-    raise ValueError(
-        f"{line!r} is no event; {', '.join(_NUMBERED_ACTIONS)} have a number, "
-        f"{', '.join(_BARE_ACTIONS)} none"
-    )
-
-
-def run_lengths(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(number, how often in a row)."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and found[-1][0] == number:
-            found[-1] = number, found[-1][1] + 1
-        else:
-            found.append((number, 1))
-    return tuple(found)
-
-
-def from_run_lengths(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Inverse of run_lengths."""
-    return tuple(number for number, count in runs for _ in range(count))

@@ -1,30 +1,32 @@
 """A strategy: what one region does on every axis of the mesh, op by op.
 
-The typing is the whole truth: types of operands and results per op and axis, and the stored layout
-of each parameter. The search makes it, the plan stores it, the emitter obeys it.
+The typing says everything: types of operands and results per op and axis, and the stored layout of
+each parameter. The search computes it, the plan stores it, the emitter obeys it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
+from meshfold.ir.limits import Limits, Positive
 from meshfold.ir.spmd import Layout
 
 Recompute = Literal["none", "selective", "full"]
-"""What of a region's inside the backward finds: all that autograd keeps; what products, attention
-and collectives other than gathers made; or nothing. Under "full" only the values that arrive are
-held, and the forward of the region runs again in the backward. "selective" can be priced and
-planned, not run yet."""
+"""Which activations inside a region are recomputed in the backward: "none"; "selective", all but
+the outputs of matrix products, attention and collectives other than gathers; or "full", so that
+only the region's inputs are saved. "selective" can be priced and planned, not run yet."""
 
 Offload = Literal["none", "optimizer", "activations"]
 """What lives in the host's memory between uses: nothing; gradients and optimizer states, which the
-host updates; or what a region keeps inside for its backward. Can be planned, not run yet."""
+host updates; or the activations that a region saves for its backward. Offload can be planned, not
+run yet."""
 
 
 TpMode = Literal["tensor", "sequence", "data"]
-"""What a tp axis does in a region: shards its weights; and the sequence between them; or shards the
-batch inside of what dp leaves, with whole weights, beside regions that shard theirs."""
+"""What a tp axis shards in a region: "tensor", the weights; "sequence", also the activations
+between them; "data", the batch (after dp), with unsharded weights, while other regions shard
+theirs."""
 
 TP_MODES: tuple[TpMode, ...] = get_args(TpMode)
 
@@ -43,7 +45,7 @@ class Degrees(NamedTuple):
 
     @property
     def batch_ranks(self) -> int:
-        """Ranks that the batch is cut over."""
+        """Ranks that the batch is sharded over."""
         return self.dp * self.ep
 
     @property
@@ -54,36 +56,37 @@ class Degrees(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpTyping:
-    """Rules chosen for one op, one name per axis, and the layouts they mean.
-
-    inputs: one layout per entry of `op.operands`; outputs: one per entry of `op.outputs`.
-    """
+    """The rules chosen for one op, and the layouts that follow from them."""
 
     rules: tuple[str, ...]
+    """One name per axis."""
     inputs: tuple[Layout, ...]
+    """One layout per entry of `op.operands`."""
     outputs: tuple[Layout, ...]
+    """One layout per entry of `op.outputs`."""
 
 
 @dataclass(frozen=True)
 class RegionTyping:
-    """slots: layout in which each slot's value arrives (for a parameter: its stored layout);
-    ops: one typing per op; outputs: layout in which each region output leaves; recompute: see
-    Recompute; ValueError for another word. keeps_gathered: parameters that are gathered for the
-    forward stay for the backward, of all microbatches of a step (ZeRO 1 and 2), instead of being
-    gathered again. whole_gradients: gradients of gathered parameters are added up whole over the
-    microbatches and reduced once (ZeRO 1), instead of with every microbatch.
+    """The layouts of one region. ValueError where `recompute` is no word of Recompute.
 
     Wherever a value's layout (slot or producer) differs from what an op or an output demands, the
-    emitter inserts the conversion that `passes.conversions.plan_conversions` gives, one per
+    emitter inserts the conversion that `passes.price.conversions.plan_conversions` gives, one per
     (value, target layout).
     """
 
     slots: tuple[Layout, ...]
+    """The layout in which each slot's value arrives; for a parameter the stored layout."""
     ops: tuple[OpTyping, ...]
     outputs: tuple[Layout, ...]
+    """The layout in which each region output leaves."""
     recompute: Recompute = "none"
-    keeps_gathered: bool = False
-    whole_gradients: bool = False
+    reshard_after_forward: bool = True
+    """Whether parameters that were gathered for the forward are freed and gathered again for the
+    backward (ZeRO 3); else they stay gathered for all microbatches of a step (ZeRO 1 and 2)."""
+    accumulate_unsharded: bool = False
+    """Whether gradients of gathered parameters are accumulated unsharded over the microbatches and
+    reduced once (ZeRO 1), instead of reduced with every microbatch."""
 
     def __post_init__(self) -> None:
         if self.recompute not in get_args(Recompute):
@@ -92,51 +95,54 @@ class RegionTyping:
             )
 
 
-PartsOf = Literal["samples", "sequence"]
+ChunkDim = Literal["samples", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """In how many parts of what a region runs, where a schedule has it (passes.region_parts)."""
+class Chunking:
+    """The micro-chunks that a region runs its batch in, so that collectives of one overlap compute
+    of another (Domino, Wang et al. 2024; passes.split.micro_chunks)."""
 
-    count: int = 1
-    of: PartsOf = "samples"
+    count: Positive = 1
+    dim: ChunkDim = "samples"
+    """What is divided into micro-chunks."""
 
     def __str__(self) -> str:
-        return f"{self.count} parts of its {self.of}" if self.count > 1 else "one part"
+        return f"{self.count} micro-chunks of its {self.dim}" if self.count > 1 else "not chunked"
 
 
 @dataclass(frozen=True, slots=True)
 class UniformStrategy:
-    """One leaf of the decision tree, for a region or for a whole model: degrees, sequence parallel
-    on tp, ZeRO level on dp (0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and
-    parameters; in one pass 1 is run as 2: no gradient is whole for longer than its region), what is
-    recomputed, what is offloaded; pipeline stages, and parts that a rank's share of the batch is
-    run in; cp: ranks that share the sequence, with whole weights; ep: ranks that cut the batch as
-    dp does and share the experts.
+    """The strategy of a region or of a whole model, in the terms of the decision tree."""
 
-    `label` is how people read it: "pp8 x dp2 x tp4+sp, zero1, recompute full, 64 microbatches".
-    """
-
-    dp: int = 1
-    tp: int = 1
-    zero: int = 0
+    dp: Positive = 1
+    tp: Positive = 1
+    zero: Annotated[int, Limits(0, 3)] = 0
+    """ZeRO level on dp, ep and cp. 0: nothing is sharded, 1: optimizer states, 2: also gradients,
+    3: also parameters. A step without microbatches runs 1 as 2: no gradient is unsharded for longer
+    than its region."""
     sequence_parallel: bool = False
+    """Whether tp shards the sequence of activations between tensor-parallel ops."""
     recompute: Recompute = "none"
     offload: Offload = "none"
     batch_on_tp: bool = False
-    pp: int = 1
-    microbatches: int = 1
-    cp: int = 1
-    ep: int = 1
+    """Whether tp shards the batch (after dp) instead of the weights."""
+    pp: Positive = 1
+    """Devices that the pipeline goes over."""
+    microbatches: Positive = 1
+    cp: Positive = 1
+    """Ranks that share the sequence, with unsharded weights."""
+    ep: Positive = 1
+    """Ranks that shard the batch as dp does and share the experts."""
 
     @property
     def label(self) -> str:
+        """How people read it: "pp8 x dp2 x tp4+sp, zero1, recompute full, 64 microbatches"."""
         sizes = (("pp", self.pp), ("dp", self.dp), ("ep", self.ep), ("cp", self.cp))
-        parts = [f"{name}{size}" for name, size in sizes if size > 1]
+        degrees = [f"{name}{size}" for name, size in sizes if size > 1]
         if self.tp > 1:
-            parts.append(f"tp{self.tp}" + _TP_SUFFIX[self.tp_mode])
-        words = [" x ".join(parts) or "one device"]
+            degrees.append(f"tp{self.tp}" + _TP_SUFFIX[self.tp_mode])
+        words = [" x ".join(degrees) or "one device"]
         if self.zero and self.degrees.zero_ranks > 1:
             words.append(f"zero{self.zero}")
         if self.recompute != "none":
@@ -149,7 +155,7 @@ class UniformStrategy:
 
     @property
     def degrees(self) -> Degrees:
-        """The axes of its mesh."""
+        """The axes of the mesh of one stage."""
         return Degrees(self.dp, self.cp, self.tp, self.ep)
 
     @property
@@ -160,13 +166,14 @@ class UniformStrategy:
         return "sequence" if self.sequence_parallel else "tensor"
 
     @property
-    def keeps_gathered(self) -> bool:
-        """Whether parameters are whole between the forward and the backward of a region."""
-        return self.zero in (1, 2)
+    def reshard_after_forward(self) -> bool:
+        """Whether gathered parameters are freed between the forward and the backward of a region;
+        without ZeRO none are gathered."""
+        return self.zero not in (1, 2)
 
     @property
-    def whole_gradients(self) -> bool:
-        """Whether gradients of sharded parameters are whole between the microbatches of a step."""
+    def accumulate_unsharded(self) -> bool:
+        """Whether gradients of sharded parameters are unsharded between microbatches."""
         return self.zero == 1 and self.microbatches > 1
 
     @property

@@ -28,13 +28,14 @@ from meshfold.cost_models.memory.op_memory import (
 from meshfold.ir.op_graph import Arg, Hole, Ref, Symbol
 from meshfold.memory_probe.linear import linear_at_size, linear_samples
 from meshfold.memory_probe.pointwise import at_size, pointwise_sample
-from meshfold.ops.registry import dtype_name, torch_constant, torch_dtype, torch_target
+from meshfold.ops.registry import torch_target
+from meshfold.torch_compat.dtypes import dtype_name, torch_constant, torch_dtype
 from meshfold.torch_compat.fake_tensors import fake_mode
 
 DEVICE_OPS = frozenset(
     {
         "aten.scaled_dot_product_attention.default",
-        "meshfold.ops.ring_attention.default",
+        "meshfold.ring_attention.default",
         "aten.mish.default",
         "aten._native_batch_norm_legit_no_training.default",
     }
@@ -49,7 +50,6 @@ class OpProber:
         self._known: dict[ProbeKey, OpProbe] = {}
         self._is_linear: dict[ProbeKey, bool] = {}
         """Whether the first sample of a linear layer tells what the second is."""
-        self._num_probes = 0
         self._mode = fake_mode()
 
     def __call__(self, key: ProbeKey) -> OpProbe:
@@ -57,11 +57,6 @@ class OpProber:
         if key not in self._known:
             self._known[key] = self._from_samples(key) or self._probe(key)
         return self._known[key]
-
-    @property
-    def num_probes(self) -> int:
-        """Distinct ops run so far."""
-        return self._num_probes
 
     def _from_samples(self, key: ProbeKey) -> OpProbe | None:
         """The answer to `key` from that to the same call at another size, if it tells."""
@@ -75,7 +70,6 @@ class OpProber:
         return linear_at_size(self(first), key) if self._is_linear[first] else None
 
     def _probe(self, key: ProbeKey) -> OpProbe:
-        self._num_probes += 1
         if key.target not in DEVICE_OPS:
             return _run(key, torch.device("meta"))
         with self._mode:

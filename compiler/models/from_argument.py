@@ -59,19 +59,18 @@ def build_model(
     sequence: int | None = None,
     default_batch: int = 1,
     device: str = "meta",
-    seed: int = 0,
 ) -> BuiltModel:
     """The model that MODEL names, in train mode if from a configuration.
 
     batch, sequence: sizes of the example inputs; a configuration without them gets `default_batch`
     and the longest sequence up to SEQUENCE_LIMIT that the model takes. The global random state is
-    `seed` while the model and the inputs are made, and as before afterwards.
+    seeded with 0 while the model and the inputs are made, and as before afterwards.
     """
     for name, size in (("batch", batch), ("seq", sequence)):
         if size is not None and size < 1:
             raise OptionError(f"--{name} {size}: must be 1 or more")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         if is_configuration(argument):
             return _from_file(Path(argument), batch or default_batch, sequence, device)
         return _from_factory(argument, batch, sequence)
@@ -93,13 +92,13 @@ def is_configuration(argument: str) -> bool:
 
 
 def sequence_length(plan: Plan) -> int | None:
-    """Of the inputs that a plan was made for, if they are sequences."""
+    """The sequence length of the inputs that a plan was made for, if they are sequences."""
     lengths = [s[1] for _, s, dtype in plan.model.inputs if len(s) == 2 and "float" not in dtype]
     return lengths[0] if lengths else None
 
 
 def accepted_sizes(argument: str) -> tuple[str, ...]:
-    """Those of batch and seq that a factory has arguments for."""
+    """Which of batch and seq a factory has arguments for."""
     accepted = inspect.signature(_find_factory(argument)).parameters
     return tuple(name for name in ("batch", "seq") if name in accepted)
 

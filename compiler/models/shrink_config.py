@@ -22,11 +22,11 @@ HEAD_DIM = 8
 VOCABULARY = 512
 MOST_EXPERTS = 4
 MOST_CHANNELS = 64
-"""Of the widest stage of a model without heads."""
+"""Width of the widest stage of a model without heads."""
 MOST_PIXELS = 64
 WIDTH_STEP = 8
 PATCHES = 4
-"""Of an image, on a side."""
+"""Patches of an image, on a side."""
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads") + (
     "encoder_attention_heads",
@@ -41,7 +41,7 @@ _HEAD_DIMS = ("head_dim", "d_kv", "d_head", "kv_channels", "attention_head_size"
 )
 _ROTARY_DIMS = ("rotary_dim",)
 _OWN_WIDTHS = ("embed_dim", "hidden_size", "d_model", "n_embd", "emb_dim", "hidden_sizes", "dim")
-"""Of what goes from layer to layer. Of those in one configuration the first counts."""
+"""Fields with the width of what goes from layer to layer; the first that is there counts."""
 _WIDTHS = (
     *_OWN_WIDTHS,
     "embedding_size",
@@ -170,7 +170,7 @@ class _Sizes:
         self.kept = _kept_layers(fields, self.layers)
 
     def _factor(self, heads: int | None) -> float:
-        """By what widths are divided."""
+        """What widths are divided by."""
         if not self.width:
             return 1.0
         if not heads:
@@ -285,7 +285,7 @@ def _window(name: str, value: Any, sequence: int | None, new_sequence: int) -> A
 
 
 def _few(count: int, most: int) -> int:
-    """At most `most`, odd if `count` is."""
+    """`count`, but at most `most`, odd if `count` is."""
     return count if count <= most else most - count % 2
 
 
@@ -309,7 +309,7 @@ def _numbers(value: Any) -> list[int]:
 
 
 def _text(value: Any) -> str:
-    """As people read it: long lists by what is in them."""
+    """A value as text for people: long lists by what is in them."""
     if not isinstance(value, list | tuple) or len(value) <= MOST_LAYERS:
         return str(value)
     return f"{len(value)} entries"

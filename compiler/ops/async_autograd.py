@@ -1,4 +1,4 @@
-"""Both directions of a conversion on local tensors: the autograd functions behind convert_ops.
+"""Both directions of a conversion on local tensors: the autograd functions of conversions.py.
 
 An Action is one direction. Start begins the forward action and, in backward, finishes the backward
 one; Wait finishes the forward action and, in backward, begins the backward one. Local does both
@@ -19,7 +19,7 @@ InFlight = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One direction of a conversion on a local tensor. kind: as in passes.conversions.
+    """One direction of a conversion on a local tensor. kind: as in passes.price.conversions.
 
     dim, blocks: the dim that is gathered or cut. For "all_to_all" the dim that is cut;
     to_dim, to_blocks: the dim that is put together. For "exchange", of rows, sent and received: as
@@ -59,10 +59,10 @@ class Action:
             case "all_gather":
                 return mesh.start_all_gather(x.contiguous(), (axis,)).view(shape)
             case "reduce_scatter":
-                parts = shard_tensors.stacked_parts(x, self.dim, self.blocks, size)
+                parts = shard_tensors.stacked_shards(x, self.dim, self.blocks, size)
                 return mesh.start_reduce_scatter(parts.flatten(0, 1), (axis,)).view(shape)
             case "all_to_all":
-                parts = shard_tensors.stacked_parts(x, self.dim, self.blocks, size)
+                parts = shard_tensors.stacked_shards(x, self.dim, self.blocks, size)
                 return mesh.start_all_to_all(parts, (axis,))
             case "exchange":
                 sent, received = list(self.sent), list(self.received)
@@ -77,9 +77,11 @@ class Action:
             case "all_reduce" | "reduce_scatter" | "exchange":
                 return mesh.wait(in_flight).view_as(in_flight)
             case "all_gather":
-                return shard_tensors.merged_parts(mesh.wait(in_flight), self.dim, self.blocks)
+                return shard_tensors.unstacked_shards(mesh.wait(in_flight), self.dim, self.blocks)
             case "all_to_all":
-                return shard_tensors.merged_parts(mesh.wait(in_flight), self.to_dim, self.to_blocks)
+                return shard_tensors.unstacked_shards(
+                    mesh.wait(in_flight), self.to_dim, self.to_blocks
+                )
         raise AssertionError(f"{self.kind} is not split in start and wait")
 
 
@@ -181,7 +183,7 @@ def _local(mesh: RankMesh, x: Tensor, axis: str, action: Action) -> Tensor:
 
 def _own_part(x: Tensor, action: Action, size: int, coord: int) -> Tensor:
     """What a slice keeps of x, in a storage of its own. A view, as of rows, would keep all of x
-    alive for as long as the backward needs the part: of weights that are put together for experts,
+    alive for as long as the backward needs the shard: of weights that are put together for experts,
     those of all ranks."""
-    part = shard_tensors.part(x, action.dim, action.blocks, size, coord)
-    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+    shard = shard_tensors.shard(x, action.dim, action.blocks, size, coord)
+    return shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from meshfold.distributed.rank_mesh import Axes, RankMesh, all_reduced
+from meshfold.distributed.step_context import StepContext
 
 
 def batch_norm(
-    mesh: RankMesh,
+    context: StepContext,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -42,15 +43,15 @@ def batch_norm(
             x, weight, bias, *kept, True, momentum, eps
         )
         return made
-    y, mean, var, rstd = _normalized(mesh, x, weight, bias, eps, axes)
-    count = _count(mesh, x, axes)
+    y, mean, var, rstd = _normalized(context.mesh, x, weight, bias, eps, axes)
+    count = _count(context.mesh, x, axes)
     moved_mean = running_mean.lerp(mean.to(running_mean.dtype), momentum)
     sample_var = (var * (count / (count - 1))).to(running_var.dtype)
     return y, mean, rstd, moved_mean, running_var.lerp(sample_var, momentum)
 
 
 def batch_norm_without_running(
-    mesh: RankMesh,
+    context: StepContext,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -62,7 +63,7 @@ def batch_norm_without_running(
         made: tuple[Tensor, Tensor, Tensor]
         made = _aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.0, eps)
         return made
-    y, mean, _, rstd = _normalized(mesh, x, weight, bias, eps, axes)
+    y, mean, _, rstd = _normalized(context.mesh, x, weight, bias, eps, axes)
     return y, mean, rstd
 
 

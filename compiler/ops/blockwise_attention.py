@@ -97,7 +97,7 @@ def nothing_yet(query: Tensor, width: int) -> Result:
     return made, made.new_full(query.shape[:-1], -torch.inf)
 
 
-def add_piece(total: Result, part: Result, piece: Piece) -> None:
+def add_block(total: Result, part: Result, piece: Piece) -> None:
     """Put the result of a piece together with those before, in place."""
     out, norm = (x.narrow(d, *piece.rows) for x, d in zip(total, (-2, -1), strict=True))
     both = torch.logaddexp(norm, part[1])
@@ -112,7 +112,7 @@ def finite(norm: Tensor) -> Tensor:
     return norm.masked_fill(norm == -torch.inf, 0.0)
 
 
-def piece_forward(
+def block_forward(
     of: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, piece: Piece
 ) -> Result:
     """Result of a piece of query [..., h, s, e], key [..., g, t, e], value [..., g, t, f]. mask
@@ -130,7 +130,7 @@ def piece_forward(
     return weights.to(v.dtype) @ v, norm
 
 
-def piece_backward(
+def block_backward(
     of: Attention,
     local: tuple[Tensor, Tensor, Tensor, Tensor | None],
     made: Result,
@@ -138,7 +138,7 @@ def piece_backward(
     into: tuple[Tensor, Tensor, Tensor, Tensor | None],
     piece: Piece,
 ) -> None:
-    """Add the gradients of a piece. local: operands as of piece_forward; made: of all pieces, in
+    """Add the gradients of a piece. local: operands as of block_forward; made: of all pieces, in
     the dtype of the operands; gradient: of that; into: of query, key, value, mask, in their shapes.
     """
     query, key, value, mask = local

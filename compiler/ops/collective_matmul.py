@@ -1,21 +1,21 @@
-"""Products beside the gather of their rows, or the scatter of their sums: shards come round one by
-one (Wang et al., Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023;
-Chang et al., FLUX, 2024).
+"""Collective matmul: products that overlap with the gather of their rows, or with the
+reduce-scatter of their sums, shard by shard (Wang et al., Overlap Communication with Dependent
+Computation via Decomposition, ASPLOS 2023; Chang et al., FLUX, 2024).
 
-On an axis of n ranks, each with its part of the rows and its part of the weights:
+On an axis of n ranks, each with its shard of the rows and of the weights:
 
-    gather_linears   every rank multiplies the rows that it has and meanwhile passes them on; its
-                     own come first. Rows are whole in the results. Backward: linear_scatter's
-                     forward for the gradient of x
-    linear_scatter   sums of rows go round, every rank adds its summand while the one before is on
-                     its way; those that stay here come last. Backward: gather_linears' forward for
-                     the gradient of x
+    all_gather_matmul      every rank multiplies the rows that it has and meanwhile passes them on,
+                           its own first. Rows are unsharded in the results. The gradient of x is
+                           computed as matmul_reduce_scatter's forward
+    matmul_reduce_scatter  sums of rows go round; every rank adds its summand while the one before
+                           is in flight, and its own rows come last. The gradient of x is computed
+                           as all_gather_matmul's forward
 
 Where ranks read each other's memory, torch's fused operators do the same without passes
-(meshfold.torch_compat.symmetric_memory), in the cases that they have: one block, no bias in a sum, and backward
-one product.
+(meshfold.torch_compat.symmetric_memory), in the cases that they have: one block, no bias in a sum,
+and backward one product.
 
-Gradients of weights are one product of whole rows each, of which gather_linears keeps those that
+Gradients of weights are one product of whole rows each, of which all_gather_matmul keeps those that
 came round, as a gather would. Collectives are the same on all ranks; where rows are put is not.
 """
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.distributed.step_context import StepContext
 from meshfold.torch_compat.symmetric_memory import gathered_products, scattered_product
 
 
@@ -101,7 +102,7 @@ class _Ring:
     def begin(self) -> None:
         """A round begins."""
         if self.mesh is not None:
-            self.mesh.num_rounds += 1
+            self.mesh.begin_ring()
 
     def come_round(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(owner, its rows), the own ones first; the next ones are on their way meanwhile."""
@@ -130,8 +131,8 @@ class _Ring:
         return total
 
 
-def gather_linears(
-    mesh: RankMesh,
+def all_gather_matmul(
+    context: StepContext,
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -145,12 +146,13 @@ def gather_linears(
     x [..., rows, ..., k], of which `dim` in `blocks` is sharded; weights [o, k], transposed [k, o];
     biases [o] or None -> [..., all rows, ..., o] each.
     """
+    mesh = context.mesh
     ring = _Ring(mesh, axis, mesh.size((axis,)), mesh.coord(axis), dim, blocks, transposed)
     return _gathered(ring, x, weights, biases)
 
 
-def linear_scatter(
-    mesh: RankMesh,
+def matmul_reduce_scatter(
+    context: StepContext,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -164,8 +166,9 @@ def linear_scatter(
     x [..., all rows, ..., k], weight [o, k], transposed [k, o], bias [o], a summand as the products
     are -> [..., rows, ..., o], `dim` sharded in `blocks`.
     """
+    mesh = context.mesh
     ring = _Ring(mesh, axis, mesh.size((axis,)), mesh.coord(axis), dim, blocks, transposed)
-    made: Tensor = _LinearScatter.apply(ring, x, weight, bias)  # type: ignore[no-untyped-call]
+    made: Tensor = _MatmulReduceScatter.apply(ring, x, weight, bias)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -196,11 +199,11 @@ def _gathered(
     ring: _Ring, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     made: tuple[Tensor, ...]
-    made = _GatherLinears.apply(ring, len(weights), x, *weights, *biases)  # type: ignore[no-untyped-call]
+    made = _AllGatherMatmul.apply(ring, len(weights), x, *weights, *biases)  # type: ignore[no-untyped-call]
     return made
 
 
-class _GatherLinears(torch.autograd.Function):
+class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: _Ring, count: int, x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         weights, biases = given[:count], given[count:]
@@ -259,7 +262,7 @@ class _GatherLinears(torch.autograd.Function):
         return None, None, of_x, *of_weights, *of_biases
 
 
-class _LinearScatter(torch.autograd.Function):
+class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: _Ring, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.ring = ring
@@ -309,13 +312,13 @@ def _probed_scatter(
     num_ranks: int,
 ) -> Tensor:
     ring = _Ring(None, "", num_ranks, 0, dim, places[0], transposed)
-    made: Tensor = _LinearScatter.apply(ring, x, weight, bias)  # type: ignore[no-untyped-call]
+    made: Tensor = _MatmulReduceScatter.apply(ring, x, weight, bias)  # type: ignore[no-untyped-call]
     return made
 
 
 for _name, _arguments, _result, _function in (
-    ("gather_linears", "Tensor[] weights, Tensor?[] biases", "Tensor[]", _probed_gather),
-    ("linear_scatter", "Tensor weight, Tensor? bias", "Tensor", _probed_scatter),
+    ("all_gather_matmul", "Tensor[] weights, Tensor?[] biases", "Tensor[]", _probed_gather),
+    ("matmul_reduce_scatter", "Tensor weight, Tensor? bias", "Tensor", _probed_scatter),
 ):
     torch.library.define(
         f"meshfold::{_name}",

@@ -11,7 +11,7 @@ through the token: a tensor without storage that has the shape of the dual colle
 Names of the functions tell the forward collective, x_actions both directions of it. wait_x takes
 what start_x returned, and the same other arguments: those of x_actions. `dim` and `blocks` are
 those of the local tensor (spmd.local_blocks), axes are symbolic names, and the first argument is
-the RankMesh.
+the StepContext.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.distributed.step_context import StepContext
+from meshfold.ir.conversion_step import Step, exchange_is_even
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Value
 from meshfold.ir.spmd import INVARIANT, Layout, Shard, local_blocks, padded_shape
@@ -34,7 +35,6 @@ from meshfold.ops.expert_dispatch import (
     wait_combine,
     wait_dispatch,
 )
-from meshfold.passes.price.conversions import Step, exchange_is_even
 from meshfold.sharding.slicing import filled_blocks
 
 
@@ -69,89 +69,89 @@ def all_to_all_actions(dim: int, blocks: int, to_dim: int, to_blocks: int) -> Ac
     return there, Action("all_to_all", to_dim, to_blocks, dim, blocks)
 
 
-def start_all_gather(mesh: RankMesh, x: Tensor, axis: str, *args: Any) -> InFlight:
-    return _start(mesh, x, axis, all_gather_actions(*args))
+def start_all_gather(context: StepContext, x: Tensor, axis: str, *args: Any) -> InFlight:
+    return _start(context, x, axis, all_gather_actions(*args))
 
 
-def wait_all_gather(mesh: RankMesh, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
-    return _wait(mesh, in_flight, axis, all_gather_actions(*args))
+def wait_all_gather(context: StepContext, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
+    return _wait(context, in_flight, axis, all_gather_actions(*args))
 
 
-def start_reduce_scatter(mesh: RankMesh, x: Tensor, axis: str, *args: Any) -> InFlight:
-    return _start(mesh, x, axis, reduce_scatter_actions(*args))
+def start_reduce_scatter(context: StepContext, x: Tensor, axis: str, *args: Any) -> InFlight:
+    return _start(context, x, axis, reduce_scatter_actions(*args))
 
 
-def wait_reduce_scatter(mesh: RankMesh, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
-    return _wait(mesh, in_flight, axis, reduce_scatter_actions(*args))
+def wait_reduce_scatter(context: StepContext, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
+    return _wait(context, in_flight, axis, reduce_scatter_actions(*args))
 
 
-def start_all_reduce(mesh: RankMesh, x: Tensor, axis: str, *args: Any) -> InFlight:
-    return _start(mesh, x, axis, all_reduce_actions(*args))
+def start_all_reduce(context: StepContext, x: Tensor, axis: str, *args: Any) -> InFlight:
+    return _start(context, x, axis, all_reduce_actions(*args))
 
 
-def wait_all_reduce(mesh: RankMesh, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
-    return _wait(mesh, in_flight, axis, all_reduce_actions(*args))
+def wait_all_reduce(context: StepContext, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
+    return _wait(context, in_flight, axis, all_reduce_actions(*args))
 
 
-def start_gradient_all_reduce(mesh: RankMesh, x: Tensor, axis: str) -> InFlight:
-    return _start(mesh, x, axis, gradient_all_reduce_actions())
+def start_gradient_all_reduce(context: StepContext, x: Tensor, axis: str) -> InFlight:
+    return _start(context, x, axis, gradient_all_reduce_actions())
 
 
-def wait_gradient_all_reduce(mesh: RankMesh, in_flight: InFlight, axis: str) -> Tensor:
-    return _wait(mesh, in_flight, axis, gradient_all_reduce_actions())
+def wait_gradient_all_reduce(context: StepContext, in_flight: InFlight, axis: str) -> Tensor:
+    return _wait(context, in_flight, axis, gradient_all_reduce_actions())
 
 
-def start_slice(mesh: RankMesh, x: Tensor, axis: str, *args: Any) -> InFlight:
-    return _start(mesh, x, axis, slice_actions(*args))
+def start_slice(context: StepContext, x: Tensor, axis: str, *args: Any) -> InFlight:
+    return _start(context, x, axis, slice_actions(*args))
 
 
-def wait_slice(mesh: RankMesh, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
-    return _wait(mesh, in_flight, axis, slice_actions(*args))
+def wait_slice(context: StepContext, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
+    return _wait(context, in_flight, axis, slice_actions(*args))
 
 
-def start_all_to_all(mesh: RankMesh, x: Tensor, axis: str, *args: Any) -> InFlight:
-    return _start(mesh, x, axis, all_to_all_actions(*args))
+def start_all_to_all(context: StepContext, x: Tensor, axis: str, *args: Any) -> InFlight:
+    return _start(context, x, axis, all_to_all_actions(*args))
 
 
-def wait_all_to_all(mesh: RankMesh, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
-    return _wait(mesh, in_flight, axis, all_to_all_actions(*args))
+def wait_all_to_all(context: StepContext, in_flight: InFlight, axis: str, *args: Any) -> Tensor:
+    return _wait(context, in_flight, axis, all_to_all_actions(*args))
 
 
-def local_slice(mesh: RankMesh, x: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
+def local_slice(context: StepContext, x: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
     """Replicate -> Shard: the own part forward, zero padding backward."""
     there, back = Action("slice", dim, blocks), Action("zero_pad", dim, blocks)
-    return Local.apply(mesh, x, axis, there, back)  # type: ignore[no-any-return, no-untyped-call]
+    return Local.apply(context.mesh, x, axis, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def fill_up(mesh: RankMesh, x: Tensor, axis: str, dim: int, blocks: int, size: int) -> Tensor:
+def fill_up(context: StepContext, x: Tensor, axis: str, dim: int, blocks: int, size: int) -> Tensor:
     """A whole dim with its blocks filled up with zeros to `size`, before a padded shard of it."""
     return filled_blocks(x, dim, blocks, size)
 
 
-def zero_pad(mesh: RankMesh, x: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
+def zero_pad(context: StepContext, x: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
     """Shard -> Partial: the own part among zeros forward, the own part backward."""
     there, back = Action("zero_pad", dim, blocks), Action("slice", dim, blocks)
-    return Local.apply(mesh, x, axis, there, back)  # type: ignore[no-any-return, no-untyped-call]
+    return Local.apply(context.mesh, x, axis, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def keep_on_first(mesh: RankMesh, x: Tensor, axis: str, backward: str) -> Tensor:
+def keep_on_first(context: StepContext, x: Tensor, axis: str, backward: str) -> Tensor:
     """Invariant (backward "none") or Replicate (backward "mask") -> Partial: coordinate 0 keeps the
     value, the others hold zeros."""
-    return Local.apply(mesh, x, axis, Action("mask"), Action(backward))  # type: ignore[no-any-return, no-untyped-call]
+    return Local.apply(context.mesh, x, axis, Action("mask"), Action(backward))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def keep_gradient_on_first(mesh: RankMesh, x: Tensor, axis: str) -> Tensor:
+def keep_gradient_on_first(context: StepContext, x: Tensor, axis: str) -> Tensor:
     """Replicate -> Invariant: nothing forward; backward coordinate 0 keeps the gradient, so that
     the pending sum counts it once."""
-    return Local.apply(mesh, x, axis, Action("none"), Action("mask"))  # type: ignore[no-any-return, no-untyped-call]
+    return Local.apply(context.mesh, x, axis, Action("none"), Action("mask"))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _start(mesh: RankMesh, x: Tensor, axis: str, actions: Actions) -> InFlight:
-    return Start.apply(mesh, x, axis, *actions)  # type: ignore[no-any-return, no-untyped-call]
+def _start(context: StepContext, x: Tensor, axis: str, actions: Actions) -> InFlight:
+    return Start.apply(context.mesh, x, axis, *actions)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _wait(mesh: RankMesh, in_flight: InFlight, axis: str, actions: Actions) -> Tensor:
-    return Wait.apply(mesh, *in_flight, axis, *actions)  # type: ignore[no-any-return, no-untyped-call]
+def _wait(context: StepContext, in_flight: InFlight, axis: str, actions: Actions) -> Tensor:
+    return Wait.apply(context.mesh, *in_flight, axis, *actions)  # type: ignore[no-any-return, no-untyped-call]
 
 
 STARTS: Mapping[Callable[..., Any], Callable[..., Actions]] = MappingProxyType(
@@ -167,7 +167,8 @@ STARTS: Mapping[Callable[..., Any], Callable[..., Actions]] = MappingProxyType(
     }
 )
 """Per start what it and its wait do in either direction, of its arguments behind the axis. Those of
-rows that travel to experts take a route, which is known when it runs (meshfold.ops.expert_dispatch)."""
+rows that travel to experts take a route, which is known when it runs
+(meshfold.ops.expert_dispatch)."""
 
 WAITS: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -185,7 +186,7 @@ WAITS: frozenset[Callable[..., Any]] = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """function(mesh, x, axis, *args): one node of an emitted graph."""
+    """function(context, x, axis, *args): one node of an emitted graph."""
 
     function: Callable[..., Any]
     axis: str
@@ -285,17 +286,9 @@ def _pair(
 
 
 def emit_step(
-    graph: fx.Graph, mesh_node: fx.Node, x: fx.Node, step: Step, mesh: Mesh, value: Value
+    graph: fx.Graph, context_node: fx.Node, x: fx.Node, step: Step, mesh: Mesh, value: Value
 ) -> fx.Node:
     """Appends the nodes of `step` on x to `graph`; returns the node of the converted value."""
     for call in step_calls(step, mesh, value):
-        x = graph.call_function(call.function, (mesh_node, x, call.axis, *call.args))
+        x = graph.call_function(call.function, (context_node, x, call.axis, *call.args))
     return x
-
-
-def apply_step(rank_mesh: RankMesh, x: Tensor, step: Step, value: Value) -> Tensor:
-    """Runs `step` at once on the local tensor x."""
-    result: Any = x
-    for call in step_calls(step, rank_mesh.mesh, value):
-        result = call.function(rank_mesh, result, call.axis, *call.args)
-    return result  # type: ignore[no-any-return]

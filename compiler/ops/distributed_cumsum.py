@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 
 from meshfold.distributed.rank_mesh import RankMesh, all_reduced
-from meshfold.rank_places import Digits, places_of
-from meshfold.sharding.slicing import held_indices
+from meshfold.distributed.step_context import StepContext
+from meshfold.sharding.indices import ShardDigits, shard_indices_of
+from meshfold.sharding.slicing import local_indices
 
 
 def cumsum(
-    mesh: RankMesh, x: Tensor, dim: int, dtype: torch.dtype | None, size: int, digits: Digits
+    context: StepContext,
+    x: Tensor,
+    dim: int,
+    dtype: torch.dtype | None,
+    size: int,
+    digits: ShardDigits,
 ) -> Tensor:
     """This rank's part of the cumulative sum along `dim`, of `size` on the whole tensor and sharded
     by `digits`."""
@@ -26,13 +32,15 @@ def cumsum(
         x = x.to(dtype)
     elif not (x.is_floating_point() or x.is_complex()):
         x = x.to(torch.int64)
-    made: Tensor = _Scan.apply(mesh, x, dim, size, digits)  # type: ignore[no-untyped-call]
+    made: Tensor = _Scan.apply(context.mesh, x, dim, size, digits)  # type: ignore[no-untyped-call]
     return made
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mesh: RankMesh, x: Tensor, dim: int, size: int, digits: Digits) -> Tensor:
+    def forward(
+        ctx: Any, mesh: RankMesh, x: Tensor, dim: int, size: int, digits: ShardDigits
+    ) -> Tensor:
         ctx.given = mesh, dim, size, digits
         return _scanned(mesh, x, dim, size, digits, from_end=False)
 
@@ -44,11 +52,11 @@ class _Scan(torch.autograd.Function):
 
 
 def _scanned(
-    mesh: RankMesh, x: Tensor, dim: int, size: int, digits: Digits, *, from_end: bool
+    mesh: RankMesh, x: Tensor, dim: int, size: int, digits: ShardDigits, *, from_end: bool
 ) -> Tensor:
-    places = places_of(mesh, digits)
+    places = shard_indices_of(mesh, digits)
     width = min(size // (blocks * num_ranks) for blocks, num_ranks, *_ in places)
-    mine = held_indices(size, places, mesh.device)[::width] // width
+    mine = local_indices(size, places, mesh.device)[::width] // width
     runs = torch.unflatten(x, dim, (len(mine), width))
     summed = _summed(runs, dim + 1, from_end)
     own = runs.sum(dim + 1)

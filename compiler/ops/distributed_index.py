@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.distributed.step_context import StepContext
 from meshfold.ops.expert_dispatch import exchanged, exchanged_counts
-from meshfold.rank_places import Digits, places_of
-from meshfold.sharding.slicing import digits_of
+from meshfold.sharding.indices import ShardDigits, shard_indices_of
+from meshfold.sharding.slicing import locate_indices
 
 
 @dataclass(frozen=True)
@@ -42,53 +43,53 @@ class _Hop:
 
 
 def put_rows(
-    mesh: RankMesh,
+    context: StepContext,
     buffer: Tensor,
     indices: Sequence[Tensor],
     rows: Tensor,
     adds: bool,
     scale: float,
     size: int,
-    digits: Digits,
+    digits: ShardDigits,
 ) -> Tensor:
     """buffer [m, ...] with rows [i, ...] at `indices` (each [i], of the first dims), put there or,
     times `scale`, added. size, digits: of dim 0 of the whole buffer; indices are of the whole."""
-    path, places = _path(mesh, indices, size, digits)
+    path, places = _path(context, indices, size, digits)
     for hop in path:
-        rows = hop.there(mesh, rows)
+        rows = hop.there(context.mesh, rows)
     return buffer.index_put(places, rows if scale == 1 else rows * scale, adds)
 
 
 def take_rows(
-    mesh: RankMesh, buffer: Tensor, indices: Sequence[Tensor], size: int, digits: Digits
+    context: StepContext, buffer: Tensor, indices: Sequence[Tensor], size: int, digits: ShardDigits
 ) -> Tensor:
     """buffer[indices]: rows [i, ...] of a buffer [m, ...]. Arguments as of put_rows."""
-    path, places = _path(mesh, indices, size, digits)
+    path, places = _path(context, indices, size, digits)
     rows = buffer[places]
     for hop in reversed(path):
-        rows = hop.back(mesh, rows)
+        rows = hop.back(context.mesh, rows)
     return rows
 
 
 def _path(
-    mesh: RankMesh, indices: Sequence[Tensor], size: int, digits: Digits
+    context: StepContext, indices: Sequence[Tensor], size: int, digits: ShardDigits
 ) -> tuple[list[_Hop], tuple[Tensor, ...]]:
     """The way to the rows that indices mean, and where those are that arrive: local indices."""
-    travelling = torch.stack([index.to(torch.int64) for index in indices], dim=1)
-    travelling[:, 0] += size * (travelling[:, 0] < 0)
+    moving = torch.stack([index.to(torch.int64) for index in indices], dim=1)
+    moving[:, 0] += size * (moving[:, 0] < 0)
     path = []
     for axis, blocks, _ in digits:
-        num_ranks = mesh.size((axis,))
-        first = travelling[:, 0]
+        num_ranks = context.mesh.size((axis,))
+        first = moving[:, 0]
         owner = first // (size // (blocks * num_ranks)) % num_ranks
         # What means no row would go to a rank that is not there.
         owner = torch.where((first >= 0) & (first < size), owner, num_ranks)
         *sent, beyond = torch.bincount(owner, minlength=num_ranks + 1).tolist()
         if beyond:
             raise IndexError(f"{beyond} indices are beyond the {size} rows that they index")
-        received = exchanged_counts(mesh, torch.tensor(sent, device=first.device), axis)
+        received = exchanged_counts(context, torch.tensor(sent, device=first.device), axis)
         hop = _Hop(axis, owner.argsort(stable=True), sent, received.tolist())
-        travelling = hop.there(mesh, travelling)
+        moving = hop.there(context.mesh, moving)
         path.append(hop)
-    _, first = digits_of(travelling[:, 0], size, places_of(mesh, digits))
-    return path, (first, *travelling[:, 1:].unbind(1))
+    _, first = locate_indices(moving[:, 0], size, shard_indices_of(context.mesh, digits))
+    return path, (first, *moving[:, 1:].unbind(1))

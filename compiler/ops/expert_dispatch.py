@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.distributed.step_context import StepContext
 from meshfold.ops.async_autograd import Actions, InFlight, Start, Wait, row_actions
 
 
@@ -61,12 +62,12 @@ class Route:
     experts: Tensor
 
 
-def routed(mesh: RankMesh, ids: Tensor, num_experts: int, axis: str) -> Route:
+def routed(context: StepContext, ids: Tensor, num_experts: int, axis: str) -> Route:
     """The route of rows with experts ids [t] on `axis`. Waits for the counts of the other ranks."""
-    size = mesh.size((axis,))
+    size = context.mesh.size((axis,))
     counts = torch.bincount(ids, minlength=num_experts)
-    come = exchanged_counts(mesh, counts, axis).view(size, num_experts // size)
-    first = mesh.coord(axis) * come.shape[1]
+    come = exchanged_counts(context, counts, axis).view(size, num_experts // size)
+    first = context.mesh.coord(axis) * come.shape[1]
     own = torch.arange(first, first + come.shape[1], dtype=ids.dtype, device=ids.device)
     experts = own.repeat(size).repeat_interleave(come.flatten())
     sent, received = counts.view(size, -1).sum(1), come.sum(1)
@@ -94,49 +95,50 @@ def combine_actions(route: Route) -> Actions:
     return row_actions(route.received, route.sent)
 
 
-def start_dispatch(mesh: RankMesh, x: Tensor, axis: str, route: Route) -> InFlight:
+def start_dispatch(context: StepContext, x: Tensor, axis: str, route: Route) -> InFlight:
     """Rows by expert start to the ranks that hold these."""
-    return Start.apply(mesh, x, axis, *dispatch_actions(route))  # type: ignore[no-any-return, no-untyped-call]
+    return Start.apply(context.mesh, x, axis, *dispatch_actions(route))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def wait_dispatch(mesh: RankMesh, in_flight: InFlight, axis: str, route: Route) -> Tensor:
+def wait_dispatch(context: StepContext, in_flight: InFlight, axis: str, route: Route) -> Tensor:
     """The rows that came here, as many as there are."""
-    return Wait.apply(mesh, *in_flight, axis, *dispatch_actions(route))  # type: ignore[no-any-return, no-untyped-call]
+    return Wait.apply(context.mesh, *in_flight, axis, *dispatch_actions(route))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def start_combine(mesh: RankMesh, x: Tensor, axis: str, route: Route) -> InFlight:
+def start_combine(context: StepContext, x: Tensor, axis: str, route: Route) -> InFlight:
     """What came here starts back."""
-    return Start.apply(mesh, x, axis, *combine_actions(route))  # type: ignore[no-any-return, no-untyped-call]
+    return Start.apply(context.mesh, x, axis, *combine_actions(route))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def wait_combine(mesh: RankMesh, in_flight: InFlight, axis: str, route: Route) -> Tensor:
+def wait_combine(context: StepContext, in_flight: InFlight, axis: str, route: Route) -> Tensor:
     """This rank's own rows, by expert."""
-    return Wait.apply(mesh, *in_flight, axis, *combine_actions(route))  # type: ignore[no-any-return, no-untyped-call]
+    return Wait.apply(context.mesh, *in_flight, axis, *combine_actions(route))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def dispatch(mesh: RankMesh, x: Tensor, ids: Tensor, num_experts: int, axis: str) -> Tensor:
+def dispatch(context: StepContext, x: Tensor, ids: Tensor, num_experts: int, axis: str) -> Tensor:
     """Rows of x [t, ...] go to the ranks of `axis` that hold experts ids [t], at once; returns the
     rows that came here."""
-    route = routed(mesh, ids, num_experts, axis)
-    return wait_dispatch(mesh, start_dispatch(mesh, by_expert(x, route), axis, route), axis, route)
+    route = routed(context, ids, num_experts, axis)
+    in_flight = start_dispatch(context, by_expert(x, route), axis, route)
+    return wait_dispatch(context, in_flight, axis, route)
 
 
-def combine(mesh: RankMesh, x: Tensor, ids: Tensor, num_experts: int, axis: str) -> Tensor:
+def combine(context: StepContext, x: Tensor, ids: Tensor, num_experts: int, axis: str) -> Tensor:
     """Inverse of dispatch: x holds what came here, ids [t] are those of this rank's own rows, which
     are returned."""
-    route = routed(mesh, ids, num_experts, axis)
-    back = wait_combine(mesh, start_combine(mesh, x, axis, route), axis, route)
+    route = routed(context, ids, num_experts, axis)
+    back = wait_combine(context, start_combine(context, x, axis, route), axis, route)
     return as_before(back, route)
 
 
-def exchanged_counts(mesh: RankMesh, counts: Tensor, axis: str) -> Tensor:
-    """Rows that come from every rank, given those that go there; what a first run of a region got,
-    where this is its second (RankMesh.counts)."""
+def exchanged_counts(context: StepContext, counts: Tensor, axis: str) -> Tensor:
+    """Rows that come from every rank, given those that go there; in the second run of
+    a region what the first got."""
 
     def exchange() -> Tensor:
-        return mesh.wait(mesh.start_all_to_all(counts, (axis,)))
+        return context.mesh.wait(context.mesh.start_all_to_all(counts, (axis,)))
 
-    return exchange() if mesh.counts is None else mesh.counts.found(exchange)
+    return exchange() if context.counts is None else context.counts.next(exchange)
 
 
 def exchanged(

@@ -1,4 +1,4 @@
-"""The op meshfold.expert_linear: a product of every row with the weights of its own expert.
+"""The op meshfold::expert_linear: a product of every row with the weights of its own expert.
 
     out[t] = w[ids[t]] @ x[t] + bias[ids[t]]
 
@@ -8,7 +8,8 @@ are never gathered per row. Backward (g: gradient of out, rows of expert e in or
     dx[t] = g[t] @ w[ids[t]]      dw[e] = sum over its rows of g[t] outer x[t]      db[e] = sum g[t]
 
 It keeps x, w and ids, and finds the rows of each expert again. An id that no expert has gives a row
-of zeros: a rank that holds some experts runs the same op on all rows (meshfold.ops.local_implementations).
+of zeros: a rank that holds some experts runs the same op on all rows
+(meshfold.ops.local_implementations).
 
 Both directions are torch ops, with shapes that do not depend on the routing, so that a graph can
 name them and a probe can run them on tensors without storage. Importing this defines them.

@@ -1,7 +1,7 @@
 """Local implementations for rules whose op is not simply the same op on smaller tensors.
 
-Each takes the RankMesh first and names axes by their symbolic names. A sharded dim is described by
-its digits: ((axis, blocks), ...), blocks as in the type Shard(dim, blocks) of that axis on the
+Each takes the StepContext first and names axes by their symbolic names. A sharded dim is described
+by its digits: ((axis, blocks), ...), blocks as in the type Shard(dim, blocks) of that axis on the
 whole tensor. One function serves every combination of axes: with two axes that ask for something
 special, each appears in the arguments (cross_entropy with classes on one, rows on the other).
 
@@ -17,68 +17,79 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshfold.distributed.rank_mesh import Axes, RankMesh, all_reduced
+from meshfold.distributed.step_context import StepContext
 from meshfold.ops.batch_norm import batch_norm
-from meshfold.ops.collective_matmul import gather_linears, linear_scatter
+from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from meshfold.ops.counter_rng import kept, stream_key
 from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.ops.distributed_index import put_rows, take_rows
 from meshfold.ops.expert_dispatch import combine, dispatch
 from meshfold.ops.vocab_parallel_cross_entropy import sharded_cross_entropy
-from meshfold.rank_places import Digits, key_heads_of, places_of, places_of_microbatch
+from meshfold.sharding.indices import (
+    ShardDigits,
+    key_heads_of,
+    shard_indices_of,
+    shard_indices_of_microbatch,
+)
 from meshfold.sharding.slicing import (
     cropped_blocks,
-    digits_of,
-    held_indices,
-    held_rows,
+    local_indices,
     local_row,
+    locate_indices,
+    num_valid_rows,
 )
 
 
-def divide_by_ranks(mesh: RankMesh, x: Tensor, axes: Axes) -> Tensor:
+def divide_by_ranks(context: StepContext, x: Tensor, axes: Axes) -> Tensor:
     """A mean over the local part of a dim -> this rank's share of the mean over the whole dim, when
     `axes` shard it evenly."""
-    return x / mesh.size(axes)
+    return x / context.mesh.size(axes)
 
 
-def reshape(mesh: RankMesh, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def reshape(context: StepContext, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """x in the local `shape`: a squeeze must not take a dim whose local part has size 1."""
     return x.reshape(shape)
 
 
-def held(mesh: RankMesh, x: Tensor, dim: int, size: int, digits: Digits) -> Tensor:
+def held(context: StepContext, x: Tensor, dim: int, size: int, digits: ShardDigits) -> Tensor:
     """x without what is beyond the end of a padded dim, of `size` on the whole tensor: rows that
     are nothing must not get a gradient of a product that sums over them. x itself where a rank
     holds nothing but rows."""
     blocks = digits[0][1]
-    rows = blocks * held_rows(size, places_of(mesh, digits))
+    rows = blocks * num_valid_rows(size, shard_indices_of(context.mesh, digits))
     return cropped_blocks(x, dim, blocks, rows)
 
 
 def embedding(
-    mesh: RankMesh, weight: Tensor, ids: Tensor, padding_idx: int, num_rows: int, digits: Digits
+    context: StepContext,
+    weight: Tensor,
+    ids: Tensor,
+    padding_idx: int,
+    num_rows: int,
+    digits: ShardDigits,
 ) -> Tensor:
     """Rows of a table [num_rows, o] of which this rank holds some: zero where it does not hold the
     row. ids [...] -> [..., o], to be summed over the axes of `digits`. padding_idx: a global row
     that gets no gradient, -1 for none."""
-    places = places_of(mesh, digits)
-    held, rows = digits_of(ids, num_rows, places)
+    places = shard_indices_of(context.mesh, digits)
+    held, rows = locate_indices(ids, num_rows, places)
     skip = local_row(padding_idx, num_rows, places) if padding_idx >= 0 else None
     found = functional.embedding(rows, weight, padding_idx=skip)
     return found.masked_fill(~held.unsqueeze(-1), 0.0)
 
 
-def own_experts(
-    mesh: RankMesh, ids: Tensor, num_experts: int, num_held: int, digits: Digits
+def local_experts(
+    context: StepContext, ids: Tensor, num_experts: int, num_held: int, digits: ShardDigits
 ) -> Tensor:
     """The numbers that experts ids [t] have among the `num_held` that this rank holds; num_held for
-    those of others, whose rows meshfold.ops.expert_linear.expert_linear makes zero: its result is to be
-    summed over the axes of `digits`."""
-    held, experts = digits_of(ids, num_experts, places_of(mesh, digits))
+    those of others, whose rows meshfold.ops.expert_linear.expert_linear makes zero: its result is
+    to be summed over the axes of `digits`."""
+    held, experts = locate_indices(ids, num_experts, shard_indices_of(context.mesh, digits))
     return torch.where(held, experts, num_held)
 
 
 def cross_entropy(
-    mesh: RankMesh,
+    context: StepContext,
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -86,7 +97,7 @@ def cross_entropy(
     ignore_index: int,
     label_smoothing: float,
     num_classes: int,
-    class_digits: Digits,
+    class_digits: ShardDigits,
     row_axes: Axes,
 ) -> Tensor:
     """Cross entropy of logits [rows, v, ...], target [rows, ...] and weights of classes [v], whole.
@@ -97,7 +108,14 @@ def cross_entropy(
     """
     if class_digits:
         losses = sharded_cross_entropy(
-            mesh, logits, target, weight, ignore_index, label_smoothing, num_classes, class_digits
+            context.mesh,
+            logits,
+            target,
+            weight,
+            ignore_index,
+            label_smoothing,
+            num_classes,
+            class_digits,
         )
         if reduction == "none":
             return losses
@@ -111,11 +129,11 @@ def cross_entropy(
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
         )
-    return _mean_of_targets(mesh, total, target, weight, reduction, ignore_index, row_axes)
+    return _mean_of_targets(context.mesh, total, target, weight, reduction, ignore_index, row_axes)
 
 
 def nll_loss(
-    mesh: RankMesh,
+    context: StepContext,
     logarithms: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -127,7 +145,7 @@ def nll_loss(
     total = functional.nll_loss(
         logarithms, target, weight, reduction="sum", ignore_index=ignore_index
     )
-    return _mean_of_targets(mesh, total, target, weight, "mean", ignore_index, row_axes)
+    return _mean_of_targets(context.mesh, total, target, weight, "mean", ignore_index, row_axes)
 
 
 def _mean_of_targets(
@@ -147,18 +165,18 @@ def _mean_of_targets(
     return total / all_reduced(mesh, counts.sum().to(total.dtype), row_axes)
 
 
-def targets_of_step(mesh: RankMesh, instance: int, op: int) -> int:
+def targets_of_step(context: StepContext, instance: int, op: int) -> int:
     """How many targets of all microbatches a loss of the whole program does not ignore."""
-    return mesh.targets[instance, op]
+    return context.targets[instance, op]
 
 
 def dropout(
-    mesh: RankMesh,
+    context: StepContext,
     x: Tensor,
     probability: float,
     site: tuple[int, int],
     shape: tuple[int, ...],
-    digits: tuple[Digits, ...],
+    digits: tuple[ShardDigits, ...],
     cut: tuple[int, int, int],
 ) -> Tensor:
     """x with elements dropped with `probability`, the others scaled up to keep the mean.
@@ -167,46 +185,46 @@ def dropout(
     ranks together; digits: per dim. cut: (dim, blocks, parts), the microbatches of the batch of
     which this is one.
     """
-    return _scaled(x, dropout_mask(mesh, probability, site, shape, digits, cut), probability)
+    return _scaled(x, dropout_mask(context, probability, site, shape, digits, cut), probability)
 
 
 def native_dropout(
-    mesh: RankMesh,
+    context: StepContext,
     x: Tensor,
     probability: float,
     site: tuple[int, int],
     shape: tuple[int, ...],
-    digits: tuple[Digits, ...],
+    digits: tuple[ShardDigits, ...],
     cut: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor]:
     """As dropout; also the mask of what was kept."""
-    mask = dropout_mask(mesh, probability, site, shape, digits, cut)
+    mask = dropout_mask(context, probability, site, shape, digits, cut)
     return _scaled(x, mask, probability), mask
 
 
 def dropout_mask(
-    mesh: RankMesh,
+    context: StepContext,
     probability: float,
     site: tuple[int, int],
     shape: tuple[int, ...],
-    digits: tuple[Digits, ...],
+    digits: tuple[ShardDigits, ...],
     cut: tuple[int, int, int],
 ) -> Tensor:
     """This rank's part, in this microbatch, of the mask of what a dropout of the whole keeps."""
     dim, blocks, parts = cut
     whole = [size * parts if d == dim else size for d, size in enumerate(shape)]
-    index = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    index = torch.zeros((), dtype=torch.int64, device=context.device)
     for d, size in enumerate(whole):
-        places = places_of(mesh, digits[d])
+        places = shard_indices_of(context.mesh, digits[d])
         if d == dim and parts > 1:
-            places = places_of_microbatch(mesh, digits[d], blocks, parts)
-        held = held_indices(size, places, mesh.device)
+            places = shard_indices_of_microbatch(context, digits[d], blocks, parts)
+        held = local_indices(size, places, context.device)
         index = index.unsqueeze(-1) + held * math.prod(whole[d + 1 :])
-    return kept(index, stream_key(*mesh.rng, *site), 1.0 - probability)
+    return kept(index, stream_key(*context.rng, *site), 1.0 - probability)
 
 
 def attention(
-    mesh: RankMesh,
+    context: StepContext,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -217,9 +235,9 @@ def attention(
     probability: float,
     site: tuple[int, int],
     shape: tuple[int, ...],
-    digits: tuple[Digits, ...],
+    digits: tuple[ShardDigits, ...],
     cut: tuple[int, int, int],
-    key_heads: tuple[int, Digits],
+    key_heads: tuple[int, ShardDigits],
 ) -> Tensor:
     """Attention on some batches, heads and query rows.
 
@@ -229,11 +247,11 @@ def attention(
     """
     count, key_digits = key_heads
     if len(shape) > 3 and shape[-3] != count:
-        place = key_heads_of(mesh, shape[-3], digits[-3], count, key_digits)
+        place = key_heads_of(context.mesh, shape[-3], digits[-3], count, key_digits)
         key, value = key.index_select(-3, place), value.index_select(-3, place)
     if is_causal:
-        rows = held_indices(shape[-2], places_of(mesh, digits[-2]), mesh.device)
-        mask = rows.unsqueeze(1) >= torch.arange(shape[-1], device=mesh.device)
+        rows = local_indices(shape[-2], shard_indices_of(context.mesh, digits[-2]), context.device)
+        mask = rows.unsqueeze(1) >= torch.arange(shape[-1], device=context.device)
     if probability == 0.0:
         return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
@@ -243,7 +261,7 @@ def attention(
         weights = scores.masked_fill(~mask, lowest).softmax(-1).masked_fill(~mask, 0.0)
     else:
         weights = (scores if mask is None else scores + mask).softmax(-1)
-    drop = dropout_mask(mesh, probability, site, shape, digits, cut)
+    drop = dropout_mask(context, probability, site, shape, digits, cut)
     return _scaled(weights, drop, probability) @ value
 
 
@@ -256,7 +274,7 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "reshape": reshape,
     "held": held,
     "embedding": embedding,
-    "expert_linear": own_experts,
+    "expert_linear": local_experts,
     "dispatch": dispatch,
     "combine": combine,
     "cumsum": cumsum,
@@ -267,6 +285,6 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "dropout": dropout,
     "batch_norm": batch_norm,
     "attention": attention,
-    "gather_linears": gather_linears,
-    "linear_scatter": linear_scatter,
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
 }

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from meshfold.ir.op_graph import Arg, FoldedGraph, Hole, Op, Ref, Source, SourceKind, Symbol
-from meshfold.ops.registry import torch_constant, torch_target
+from meshfold.ops.registry import torch_target
+from meshfold.torch_compat.dtypes import torch_constant
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -40,12 +41,12 @@ def run_graph(
         SourceKind.CONSTANT: constants,
         SourceKind.INPUT: inputs,
     }
-    made: list[tuple[torch.Tensor, ...]] = []
+    computed: list[tuple[torch.Tensor, ...]] = []
     updates: list[tuple[str, torch.Tensor]] = []
 
     def fetch(source: Source) -> torch.Tensor:
         if source.kind is SourceKind.VALUE:
-            return made[source.instance][source.output]
+            return computed[source.instance][source.output]
         return leaves[source.kind][source.name]
 
     device = next(iter(inputs.values())).device
@@ -58,7 +59,7 @@ def run_graph(
             if watch is not None:
                 for v in op.outputs:
                     watch(k, v, values[v])
-        made.append(tuple(values[v] for v in graph.outputs))
+        computed.append(tuple(values[v] for v in graph.outputs))
         updates += [(instance.sources[slot].name, values[v]) for slot, v in graph.mutations]
     outputs = {out.name: fetch(out.source) for out in folded.outputs}
     with torch.no_grad():

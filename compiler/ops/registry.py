@@ -16,7 +16,6 @@ import torch
 import meshfold.ops.expert_dispatch
 import meshfold.ops.expert_linear  # noqa: F401  both define ops of namespace meshfold
 from meshfold.errors import UnsupportedOpError
-from meshfold.ir.op_graph import Symbol
 
 
 def torch_target(name: str) -> Callable[..., Any]:
@@ -37,38 +36,3 @@ def torch_target(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise UnsupportedOpError(f"{name} names no op; write namespace.op.overload", op=name)
     return found  # type: ignore[no-any-return]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32" for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Inverse of dtype_name."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype), name
-    return found
-
-
-def symbol(value: torch.dtype | torch.device | torch.layout | torch.memory_format) -> Symbol:
-    """The name of a torch constant."""
-    kinds: dict[type, str] = {
-        torch.dtype: "dtype",
-        torch.layout: "layout",
-        torch.memory_format: "memory_format",
-    }
-    if isinstance(value, torch.device):
-        return Symbol("device", value.type)
-    return Symbol(kinds[type(value)], str(value).removeprefix("torch."))
-
-
-def torch_constant(named: Symbol, device: torch.device) -> Any:
-    """Inverse of symbol; every device is `device`, the one of the rank. Numbers of a microbatch are
-    those of the first of microbatches with one target each."""
-    if named.kind in _NUMBERS:
-        return _NUMBERS[named.kind]
-    return device if named.kind == "device" else getattr(torch, named.text)
-
-
-_NUMBERS = {"microbatch": 0, "count": 1}

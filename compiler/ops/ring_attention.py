@@ -25,21 +25,22 @@ import torch
 from torch import Tensor
 
 from meshfold.distributed.rank_mesh import Axes, RankMesh
+from meshfold.distributed.step_context import StepContext
 from meshfold.ops.blockwise_attention import (
     Attention,
     KeyHeads,
     Kind,
     Piece,
-    add_piece,
+    add_block,
+    block_backward,
+    block_forward,
     in_parts,
     is_fused,
     nothing_yet,
-    piece_backward,
-    piece_forward,
     wide,
 )
-from meshfold.rank_places import Digits, key_heads_of, places_of
-from meshfold.sharding.slicing import Places, held_runs
+from meshfold.sharding.indices import ShardDigits, key_heads_of, shard_indices_of
+from meshfold.sharding.slicing import ShardIndices, local_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _Ring:
 
 
 def ring_attention(
-    mesh: RankMesh,
+    context: StepContext,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -66,37 +67,37 @@ def ring_attention(
     is_causal: bool,
     scale: float | None,
     shape: tuple[int, ...],
-    digits: tuple[Digits, ...],
-    key_digits: Digits,
-    key_heads: tuple[int, Digits],
+    digits: tuple[ShardDigits, ...],
+    key_digits: ShardDigits,
+    key_heads: tuple[int, ShardDigits],
 ) -> Tensor:
     """Attention of some batches, heads and query rows, of whose keys each rank has some.
 
     query [..., h, s, e], key and value [..., g, t, e] and mask, which broadcasts to [..., h, s, all
-    keys], are local. shape, digits, key_heads: as in meshfold.ops.local_implementations.attention. key_digits: of
-    the rows of key and value, which axes cut that cut the query's, too. Raises ValueError if key
-    and value have different rows.
+    keys], are local. shape, digits, key_heads: as in meshfold.ops.local_implementations.attention.
+    key_digits: of the rows of key and value, which axes cut that cut the query's, too. Raises
+    ValueError if key and value have different rows.
     """
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} have different rows")
     axes = tuple(axis for axis, *_ in key_digits)
-    sizes = tuple(mesh.size((axis,)) for axis in axes)
+    sizes = tuple(context.mesh.size((axis,)) for axis in axes)
     fused = is_fused(query, key, value, mask)
-    rows = in_parts(held_runs(shape[-2], places_of(mesh, digits[-2])), fused)
+    rows = in_parts(local_runs(shape[-2], shard_indices_of(context.mesh, digits[-2])), fused)
     visits = []
     for number in range(math.prod(sizes)):
         away = zip(key_digits, sizes, _digits_of(number, sizes), strict=True)
-        places: Places = tuple(
-            (blocks, size, (mesh.coord(axis) - steps) % size, unit)
+        places: ShardIndices = tuple(
+            (blocks, size, (context.mesh.coord(axis) - steps) % size, unit)
             for (axis, blocks, unit), size, steps in away
         )
-        visits.append(pieces_of(rows, in_parts(held_runs(shape[-1], places), fused), is_causal))
+        visits.append(pieces_of(rows, in_parts(local_runs(shape[-1], places), fused), is_causal))
     attention = Attention(
         query.shape[-1] ** -0.5 if scale is None else scale,
-        _key_heads(mesh, shape, digits, key_heads, query, key),
+        _key_heads(context.mesh, shape, digits, key_heads, query, key),
         fused,
     )
-    ring = _Ring(mesh, axes, tuple(visits), _passes(axes, sizes), attention)
+    ring = _Ring(context.mesh, axes, tuple(visits), _passes(axes, sizes), attention)
     made: Tensor = _RingAttention.apply(ring, query, key, value, mask)  # type: ignore[no-untyped-call]
     return made
 
@@ -104,8 +105,8 @@ def ring_attention(
 def _key_heads(
     mesh: RankMesh,
     shape: tuple[int, ...],
-    digits: tuple[Digits, ...],
-    key_heads: tuple[int, Digits],
+    digits: tuple[ShardDigits, ...],
+    key_heads: tuple[int, ShardDigits],
     query: Tensor,
     key: Tensor,
 ) -> KeyHeads:
@@ -167,7 +168,7 @@ class _RingAttention(torch.autograd.Function):
             on_its_way = _pass_on(ring, flat, visit)
             here = _unpacked(flat, key, value)
             for piece in pieces:
-                add_piece(total, piece_forward(ring.attention, query, *here, mask, piece), piece)
+                add_block(total, block_forward(ring.attention, query, *here, mask, piece), piece)
             if on_its_way is not None:
                 flat = _waited(ring, on_its_way)
         out = total[0].to(query.dtype)
@@ -193,7 +194,7 @@ class _RingAttention(torch.autograd.Function):
             into = (into_query, *_unpacked(summand, key, value), into_mask)
             for piece in pieces:
                 operands = (query, *here, mask)
-                piece_backward(ring.attention, operands, (made[0], made[1]), gradient, into, piece)
+                block_backward(ring.attention, operands, (made[0], made[1]), gradient, into, piece)
             if behind is not None:
                 summand += _waited(ring, behind[1])
             if on_its_way is not None:
@@ -211,7 +212,7 @@ class _RingAttention(torch.autograd.Function):
 def _begun(ring: _Ring, key: Tensor, value: Tensor) -> Tensor:
     """A round begins: both in one row of numbers, so that one message carries them."""
     if ring.mesh is not None:
-        ring.mesh.num_rounds += 1
+        ring.mesh.begin_ring()
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from meshfold.distributed.rank_mesh import RankMesh, all_reduced
-from meshfold.rank_places import Digits, places_of
+from meshfold.sharding.indices import ShardDigits, shard_indices_of
 from meshfold.sharding.layout import filled
-from meshfold.sharding.slicing import digits_of, held_indices
+from meshfold.sharding.slicing import local_indices, locate_indices
 
 
 def sharded_cross_entropy(
@@ -19,7 +19,7 @@ def sharded_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
     num_classes: int,
-    digits: Digits,
+    digits: ShardDigits,
 ) -> Tensor:
     """Losses of rows: logits [rows, own classes, ...], target [rows, ...], weight [classes], whole.
     digits: of the axes that shard the classes, which may be padded."""
@@ -53,11 +53,11 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         smoothing: float,
         num_classes: int,
-        digits: Digits,
+        digits: ShardDigits,
     ) -> Tensor:
         axes = tuple(axis for axis, *_ in digits)
-        places = places_of(mesh, digits)
-        own = held_indices(num_classes, places, logits.device)
+        places = shard_indices_of(mesh, digits)
+        own = local_indices(num_classes, places, logits.device)
         own = own[own < num_classes]
         x = logits[:, : own.numel()]
         x = x if x.dtype.itemsize >= 4 else x.float()
@@ -65,7 +65,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         # An ignored target may be any number: it is given class 0 and masked out.
         counts = target != ignore_index
         target = torch.where(counts, target, 0)
-        held, column = digits_of(target, num_classes, places)
+        held, column = locate_indices(target, num_classes, places)
         column = column.clamp_max(own.numel() - 1)
         picked = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~held, 0.0)
         parts = [(x - largest.unsqueeze(1)).exp_().sum(1), picked]

@@ -1,30 +1,29 @@
 """The plan file: load_plan, save_plan, plan_from_json, plan_to_json. No torch.
 
-Reading checks in this order: readable, JSON, version, schema (meshfold.plan_file.schema), consistency
-(meshfold.plan_file.documents); the first fault is told in one line with its JSON path. Writing gives
-equal bytes for equal plans and replaces the file in one step.
+Reading checks in this order: readable, JSON, version, the records (meshfold.plan_file.documents);
+the first fault is told in one line with its JSON path.
+Writing gives equal bytes for equal plans and replaces the file in one step.
 """
 
 import json
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic_core import ValidationError
 
 from meshfold.errors import PlanFormatError
 from meshfold.ir.plan import PLAN_VERSION, Plan
 from meshfold.plan_file.documents import plan_document, plan_from_document
-from meshfold.plan_file.schema import PlanDocument
+from meshfold.plan_file.records import first_fault
 from meshfold.plan_file.text import json_text
 
-REMEDY = "make the plan anew with 'meshfold plan'"
+REMEDY = "plan it again with 'meshfold plan'"
 
 
 def plan_to_json(plan: Plan) -> str:
     """The text of plan.json, ending in a newline."""
-    return json_text(plan_document(plan).model_dump())
+    return json_text(plan_document(plan))
 
 
 def plan_from_json(text: str) -> Plan:
@@ -35,11 +34,9 @@ def plan_from_json(text: str) -> Plan:
         raise PlanFormatError(f"not JSON ({error}); {REMEDY}") from error
     _check_version(data)
     try:
-        # From text again: strict mode takes JSON arrays for tuples in text only.
-        document = PlanDocument.model_validate_json(text)
+        return plan_from_document(data)
     except ValidationError as error:
-        raise PlanFormatError(_first_fault(error)) from error
-    return plan_from_document(document)
+        raise PlanFormatError(f"{first_fault(error)}; {REMEDY}") from error
 
 
 def _check_version(data: object) -> None:
@@ -50,26 +47,6 @@ def _check_version(data: object) -> None:
         raise PlanFormatError(
             f"version: found {found!r}, this meshfold reads {PLAN_VERSION}; {REMEDY}"
         )
-
-
-def _first_fault(error: ValidationError) -> str:
-    faults = error.errors(include_url=False)
-    first = faults[0]
-    what = {
-        "missing": "missing field",
-        "extra_forbidden": "unknown field",
-    }.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
-    found = ""
-    if first["type"] not in ("missing", "extra_forbidden"):
-        text = json.dumps(first["input"], default=str)
-        found = f", found {text if len(text) <= 40 else text[:37] + '...'}"
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return f"{_json_path(first['loc'])}: {what}{found}{more}; {REMEDY}"
-
-
-def _json_path(location: Sequence[str | int]) -> str:
-    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in location)
-    return path.removeprefix(".") or "plan"
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

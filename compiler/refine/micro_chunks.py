@@ -1,7 +1,7 @@
-"""In how many parts the regions of a scheduled program run (passes.region_parts).
+"""In how many micro-chunks the regions of a scheduled program run (passes.split.micro_chunks).
 
-Every number of parts is emitted, scheduled and simulated, region by region, those first in which
-the step spends most; a number stays where the whole step is faster for it and still fits.
+Every number of micro-chunks is emitted, scheduled and simulated, region by region, those first in
+which the step spends most; a number is taken where the whole step is faster for it and still fits.
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from meshfold.codegen.emit.pass_pipeline import emit
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.errors import OptionError
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.options import PARTS
+from meshfold.ir.options import MICRO_CHUNKS
 from meshfold.ir.plan import Plan
-from meshfold.ir.strategy import Parts, PartsOf
+from meshfold.ir.strategy import ChunkDim, Chunking
 from meshfold.memory_probe.prober import OpProber
-from meshfold.passes.chained_chunks.software_pipeline import LineOrders
+from meshfold.passes.chained_chunks import ChainedOrders
 from meshfold.passes.graph.variants import planned_graph
-from meshfold.passes.split.chunk_graph import UncutError
-from meshfold.passes.split.micro_chunks import PartsProblem
+from meshfold.passes.split.chunk_graph import ChunkingError
+from meshfold.passes.split.micro_chunks import ChunkingProblem
 from meshfold.refine.program_events import with_program_events
 
 TRIED = (2, 4)
@@ -27,33 +27,33 @@ LEAST_GAIN = 0.002
 """Of the step; less is not worth graphs of twice the size."""
 
 
-def with_parts(plan: Plan, folded: FoldedGraph, pinned: int | None) -> Plan:
-    """`plan` in mode scheduled with the parts of every region, and with the events and the
-    simulated step of its schedule. folded: the captured model. pinned: number of parts to take
-    wherever it is possible.
+def with_micro_chunks(plan: Plan, folded: FoldedGraph, pinned: int | None) -> Plan:
+    """`plan` in mode scheduled with the micro-chunks of every region, and with the events and the
+    simulated step of its schedule. folded: the captured model.
+    pinned: how many to take wherever it is possible.
 
-    Raises OptionError where no region can run in as many parts as pinned.
+    Raises OptionError where no region can run in as many micro-chunks as pinned.
     """
     if pinned is not None and pinned > 1 and plan.schedule:
         raise OptionError(
-            f"pin {PARTS}={pinned}: stages of a pipeline do not run in parts; leave one of the two "
-            "out"
+            f"pin {MICRO_CHUNKS}={pinned}: stages of a pipeline do not run in micro-chunks; "
+            "leave one of the two out"
         )
     costs = CostModel(plan.cluster, plan.mesh)
-    probe, known = OpProber(), LineOrders()
+    probe, known = OpProber(), ChainedOrders()
     best = with_program_events(plan, folded, costs, probe, known)
     if best.mode != "scheduled" or best.events is None or pinned == 1:
         return best
-    problem = PartsProblem(planned_graph(folded, plan), plan)
+    problem = ChunkingProblem(planned_graph(folded, plan), plan)
     if pinned is not None:
         return with_program_events(_pinned(best, problem, pinned), folded, costs, probe, known)
     program = emit(folded, plan, costs=costs, known=known)
     waiting = {r.region for r in program.regions if r.schedule is not None}
     for region in filter(waiting.__contains__, by_time(best)):
-        for parts in _possible(best, problem, region):
-            tried = _with(best, region, parts)
+        for chunking in _possible(best, problem, region):
+            tried = _with(best, region, chunking)
             found = with_program_events(tried, folded, costs, probe, known)
-            # Where two parts do not pay four may: more hides, and weights are read as often again.
+            # Where two chunks do not pay four may: more hides, and weights are read as often again.
             if is_better(found, best):
                 best = found
     return best
@@ -71,39 +71,39 @@ def by_time(plan: Plan) -> list[int]:
     return sorted(range(len(spent)), key=lambda k: (-spent[k], k))
 
 
-def _possible(plan: Plan, problem: PartsProblem, region: int) -> Iterator[Parts]:
-    """In which parts a region can run: of its samples, where that is possible, else of its
-    sequence, which leaves attention whole."""
+def _possible(plan: Plan, problem: ChunkingProblem, region: int) -> Iterator[Chunking]:
+    """The micro-chunks in which a region can run: of its samples, where that is possible, else of
+    its sequence, which leaves attention unsplit."""
     found = False
-    for of in get_args(PartsOf):
+    for of in get_args(ChunkDim):
         for count in TRIED if not found else ():
             try:
-                problem.in_parts(region, plan.regions[region].typing, Parts(count, of))
-            except UncutError:
+                problem.chunked(region, plan.regions[region].typing, Chunking(count, of))
+            except ChunkingError:
                 break
             found = True
-            yield Parts(count, of)
+            yield Chunking(count, of)
 
 
-def _with(plan: Plan, region: int, parts: Parts) -> Plan:
+def _with(plan: Plan, region: int, chunking: Chunking) -> Plan:
     regions = list(plan.regions)
-    regions[region] = replace(regions[region], parts=parts)
+    regions[region] = replace(regions[region], chunking=chunking)
     return replace(plan, regions=tuple(regions))
 
 
-def _pinned(plan: Plan, problem: PartsProblem, count: int) -> Plan:
-    """Every region in as many parts that can run so."""
+def _pinned(plan: Plan, problem: ChunkingProblem, count: int) -> Plan:
+    """Every region in as many micro-chunks that can run so."""
     why = ""
     found = plan
     for region in by_time(plan):
-        for of in get_args(PartsOf):
+        for of in get_args(ChunkDim):
             try:
-                problem.in_parts(region, plan.regions[region].typing, Parts(count, of))
-            except UncutError as error:
+                problem.chunked(region, plan.regions[region].typing, Chunking(count, of))
+            except ChunkingError as error:
                 why = why or f"region {plan.regions[region].name}: {error}"
             else:
-                found = _with(found, region, Parts(count, of))
+                found = _with(found, region, Chunking(count, of))
                 break
     if found is plan:
-        raise OptionError(f"pin {PARTS}={count}: no region can run so ({why})")
+        raise OptionError(f"pin {MICRO_CHUNKS}={count}: no region can run so ({why})")
     return found

@@ -1,14 +1,14 @@
 """When the stages of a pipeline run which microbatch: text, JSON, trace.
 
-As the plan predicts, from the times of its stages (the travel between two stages is part of what a
-stage waits), or as measured (meshfold.validation.measure_pipeline).
+As the plan predicts, from the times of its stages (a stage's wait includes the transfer from
+another one), or as measured (meshfold.validation.measure_pipeline).
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from meshfold.cost_models.pipeline.actions import Action, Pass
+from meshfold.cost_models.pipeline.actions import Pass, StageAction
 from meshfold.cost_models.pipeline.makespan import StageTimes, action_spans
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import OptionError
@@ -35,7 +35,7 @@ class Span:
     end_s: float
 
     @classmethod
-    def of(cls, device: int, action: Action, start_s: float, end_s: float) -> "Span":
+    def of(cls, device: int, action: StageAction, start_s: float, end_s: float) -> "Span":
         """That of an action."""
         kind, microbatch = action.kind, action.microbatch
         return cls(device, action.stage, str(action), kind, microbatch, start_s, end_s)
@@ -47,7 +47,7 @@ class Span:
 
 def predicted_spans(plan: Plan) -> tuple[Span, ...]:
     """Every action of a step, by device and time. Raises OptionError for a plan without stages."""
-    figures = [stage.figures for stage in plan.stages if stage.figures is not None]
+    figures = [stage.costs for stage in plan.stages if stage.costs is not None]
     if not plan.schedule or len(figures) != len(plan.stages):
         raise OptionError(
             f"{plan.strategy.label}: the plan runs every batch in one pass, there are no stages to "
@@ -59,8 +59,8 @@ def predicted_spans(plan: Plan) -> tuple[Span, ...]:
     for device, actions in enumerate(action_spans(schedule.actions(), times)):
         found += [Span.of(device, *span) for span in actions]
         last = found[-1]
-        late_s = sum(figures[s].sync_s for s in schedule.stages_of(device))
-        found.append(Span(device, last.stage, UPDATE, "", 0, last.end_s, last.end_s + late_s))
+        sync_s = sum(figures[s].sync_s for s in schedule.stages_of(device))
+        found.append(Span(device, last.stage, UPDATE, "", 0, last.end_s, last.end_s + sync_s))
     return tuple(found)
 
 

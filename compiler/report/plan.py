@@ -13,10 +13,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from meshfold.ir.plan import Candidate, Plan, RegionPlan
+from meshfold.ir.plan import Plan, PricedStrategy, RegionPlan, RegionRun, StagePlan
 from meshfold.ir.step_events import SimulatedStep
 from meshfold.plan_file.text import write_layout
-from meshfold.render_stages import stages_view
 from meshfold.report.search import proof_text, search_view
 from meshfold.report.tables import indented, section, table_of
 from meshfold.units import bytes_text, count_text, seconds_text
@@ -73,7 +72,7 @@ def summary_view(plan: Plan) -> RenderableType:
         *_mix(plan),
         section(f"Step time {seconds_text(plan.time.step_s)}", _time(plan)),
         section(_memory_title(plan), _memory(plan)),
-        *stages_view(plan),
+        *_stages(plan),
         section("Against the baselines", _baselines_table(plan)),
         *_notes(plan),
     )
@@ -93,24 +92,24 @@ def _headline(plan: Plan) -> RenderableType:
     wide = "parameters, gradients and optimizer states in float32"
     precision = [] if plan.precision == "model" else [("precision", f"{plan.precision}, {wide}")]
     mode = [("mode", plan.mode)] if plan.mode != "eager" else []
-    sizes = {"reductions": plan.merge_bytes, "gathers": plan.merge_gather_bytes}
-    merged = [
-        (name, f"merged up to {bytes_text(num_bytes)}")
+    sizes = {"reductions": plan.reduce_bucket_bytes, "gathers": plan.allgather_bucket_bytes}
+    bucketed = [
+        (name, f"in buckets of up to {bytes_text(num_bytes)}")
         for name, num_bytes in sizes.items()
         if num_bytes
     ]
-    phased = []
-    if plan.hierarchy_bytes:
-        size = bytes_text(plan.hierarchy_bytes)
-        phased = [("all-reduces", f"in pieces of {size}: in nodes, across, in nodes")]
+    hierarchical = []
+    if plan.hierarchical_all_reduce_bytes:
+        size = bytes_text(plan.hierarchical_all_reduce_bytes)
+        hierarchical = [("all-reduces", f"hierarchical, in pieces of {size}")]
     rows = [
         ("model", f"{model.name}, {count_text(model.num_parameters)} parameters"),
         ("", f"{model.num_ops:,} ops, {model.num_distinct_ops:,} distinct"),
         ("batch", ", ".join(f"{n} {'x'.join(map(str, s))} {d}" for n, s, d in model.inputs)),
         *precision,
         *mode,
-        *merged,
-        *phased,
+        *bucketed,
+        *hierarchical,
         ("cluster", f"{cluster.name}: {devices}"),
         ("mesh", f"{plan.mesh}" + (f" ({links})" if links else "")),
         ("strategy", plan.strategy.label + (f" (pinned: {pins})" if pins else "")),
@@ -131,6 +130,36 @@ def _mix(plan: Plan) -> list[RenderableType]:
         scope = region.example_scope or "the whole model"
         table.add_row(region.name, str(region.num_instances), scope, region.choice.name)
     return [section("Strategies by region", indented(table))]
+
+
+def _stages(plan: Plan) -> list[RenderableType]:
+    """One row per stage; nothing for a step in one pass."""
+    if not plan.schedule:
+        return []
+    figures = ("n", "forward", "backward", "once", "ends at", "in flight", "peak")
+    table = table_of("", *figures, "runs", right=("", *figures), fold=("runs",))
+    for number, stage in enumerate(plan.stages):
+        table.add_row(str(number), *_stage_cells(stage), " ".join(map(_run_text, stage.runs)))
+    note = (
+        "n layers; forward and backward of one microbatch; once: reductions and optimizer, per "
+        "step; in flight: microbatches; peak memory"
+    )
+    title = f"Stages  ({plan.schedule})"
+    return [section(title, Group(indented(table), indented(Text(note, style="dim"))))]
+
+
+def _stage_cells(stage: StagePlan) -> list[str]:
+    layers = str(sum(run.count for run in stage.runs))
+    figures = stage.costs
+    if figures is None:
+        return [layers, "", "", "", "", "", ""]
+    seconds = (figures.forward_s, figures.backward_s, figures.sync_s, figures.end_s)
+    peak = bytes_text(figures.peak_bytes)
+    return [layers, *map(seconds_text, seconds), str(figures.in_flight), peak]
+
+
+def _run_text(run: RegionRun) -> str:
+    return run.region if run.count == 1 else f"{run.region}x{run.count}"
 
 
 def _time(plan: Plan) -> RenderableType:
@@ -205,7 +234,7 @@ def _baselines_table(plan: Plan) -> RenderableType:
     return Group(indented(table), indented(Text(proof_text(plan), style="dim")))
 
 
-def _baseline_row(candidate: Candidate, plan: Plan) -> Sequence[str]:
+def _baseline_row(candidate: PricedStrategy, plan: Plan) -> Sequence[str]:
     slower = candidate.step_s / plan.time.step_s if plan.time.step_s else 0.0
     return (
         candidate.name,
@@ -257,8 +286,9 @@ def _numbers(numbers: Sequence[int]) -> str:
 def _where(region: RegionPlan) -> str:
     chosen = {"recompute": region.typing.recompute, "offload": region.strategy.offload}
     words = [f", {name} {word}" for name, word in chosen.items() if word != "none"]
-    words += [f", in {region.parts}"] if region.parts.count > 1 else []
-    words += [f", products {_numbers(region.ring)} in a ring"] if region.ring else []
+    words += [f", in {region.chunking}"] if region.chunking.count > 1 else []
+    matmuls = region.collective_matmul
+    words += [f", collective matmuls {_numbers(matmuls)}"] if matmuls else []
     return (region.example_scope or "the whole model") + "".join(words)
 
 
@@ -321,7 +351,7 @@ def _fallbacks(regions: Sequence[RegionPlan]) -> list[RenderableType]:
     lines = [f"  {region.name}  {op}" for region in regions for op in region.fallback_ops]
     if not lines:
         return []
-    title = "Ops without a rule: they run whole on every rank"
+    title = "Ops without a rule: every rank runs them unsharded"
     return [section(title, Text("\n".join(lines), style="yellow"))]
 
 

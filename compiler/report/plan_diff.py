@@ -24,14 +24,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class PlanDifferences:
-    """choices: decisions that differ. figures: predictions beside each other, equal or not."""
+    """Two plans compared."""
 
     choices: tuple[Difference, ...]
+    """Decisions that differ."""
     figures: tuple[Difference, ...]
+    """Predictions of both, equal or not."""
 
 
 def compare_plans(first: Plan, second: Plan) -> PlanDifferences:
-    """What differs between two plans, from the whole down to the parameter."""
+    """What differs between two plans, from the model down to the parameter."""
     pairs = [
         Difference("model", _model(first), _model(second)),
         Difference("cluster", first.cluster.name, second.cluster.name),
@@ -41,10 +43,15 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifferences:
         Difference("mode", first.mode, second.mode),
         Difference("optimizer", first.optimizer, second.optimizer),
         Difference("schedule", first.schedule, second.schedule),
-        Difference("reductions merged", *(_up_to(p.merge_bytes) for p in (first, second))),
-        Difference("gathers merged", *(_up_to(p.merge_gather_bytes) for p in (first, second))),
         Difference(
-            "all-reduces in phases", *(_in_pieces(p.hierarchy_bytes) for p in (first, second))
+            "buckets of reductions", *(_up_to(p.reduce_bucket_bytes) for p in (first, second))
+        ),
+        Difference(
+            "buckets of gathers", *(_up_to(p.allgather_bucket_bytes) for p in (first, second))
+        ),
+        Difference(
+            "hierarchical all-reduces",
+            *(_in_pieces(p.hierarchical_all_reduce_bytes) for p in (first, second)),
         ),
         Difference("runs", _runs(first), _runs(second)),
     ]
@@ -64,13 +71,13 @@ def differences_json(found: PlanDifferences) -> str:
 
 def diff_view(found: PlanDifferences) -> RenderableType:
     """The comparison as tables."""
-    parts: list[RenderableType] = []
+    sections: list[RenderableType] = []
     if found.choices:
-        parts.append(section("Choices that differ", _table(found.choices)))
+        sections.append(section("Choices that differ", _table(found.choices)))
     else:
-        parts.append(Text("Both plans choose the same."))
-    parts.append(section("Figures", _table(found.figures)))
-    return Group(*parts)
+        sections.append(Text("Both plans choose the same."))
+    sections.append(section("Figures", _table(found.figures)))
+    return Group(*sections)
 
 
 def _table(rows: tuple[Difference, ...]) -> RenderableType:
@@ -105,8 +112,10 @@ def _region_pairs(first: RegionPlan, second: RegionPlan) -> list[Difference]:
     name = f"region {first.name}"
     pairs = [
         Difference(name, _chosen(first), _chosen(second)),
-        Difference(f"{name}, parts", str(first.parts), str(second.parts)),
-        Difference(f"{name}, ring", _numbers(first.ring), _numbers(second.ring)),
+        Difference(f"{name}, micro-chunks", str(first.chunking), str(second.chunking)),
+        Difference(
+            f"{name}, collective matmul", *(_numbers(r.collective_matmul) for r in (first, second))
+        ),
         *(
             Difference(f"{name}, op {k} {target}", ",".join(a.rules), ",".join(b.rules))
             for k, (target, a, b) in enumerate(

@@ -1,4 +1,4 @@
-"""What the search did and proved, as text: a part of `show`, and all of `explain`."""
+"""What the search did and proved, as text: a section of `show`, and all of `explain`."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -13,10 +13,15 @@ def proof_text(plan: Plan) -> str:
     bound_s = plan.search.lower_bound_s
     if bound_s <= 0:
         return "no lower bound"
-    text = (
-        f"no plan of this search is faster than {seconds_text(bound_s)}: "
-        f"optimality gap {100 * plan.gap:.2f} %"
-    )
+    claim = f"no plan of this search is faster than {seconds_text(bound_s)}"
+    step_s = bound_s if plan.simulated is None else plan.simulated.step_s
+    if plan.mode == "scheduled" or step_s < bound_s:
+        # The additive model hides nothing inside a layer, the simulated step may lie below it.
+        claim = (
+            f"in the additive model, which is without overlap inside layers, {claim}; this is no "
+            "bound of the simulated step"
+        )
+    text = f"{claim}: optimality gap {100 * plan.gap:.2f} %"
     costs = plan.time.step_s / plan.search.unlimited_s - 1 if plan.search.unlimited_s else 0.0
     if costs > 5e-4:
         text += f"; the memory limit costs {100 * costs:.1f} %"
@@ -24,17 +29,16 @@ def proof_text(plan: Plan) -> str:
 
 
 def search_view(plan: Plan) -> RenderableType:
-    """Leaves, cuts, programs priced, bound and meshes."""
+    """The decision tree and what rules pruned of it, programs priced, bound and meshes."""
     search = plan.search
     tree = table_of("", "leaves", right=("leaves",), fold=("",))
     tree.add_row("decision tree", f"{search.num_leaves:,}")
-    for rule, count in search.cuts.items():
-        tree.add_row(f"cut: {rule}", f"-{count:,}")
-    left = search.num_leaves - sum(search.cuts.values())
+    for rule, count in search.pruned.items():
+        tree.add_row(f"pruned: {rule}", f"-{count:,}")
+    left = search.num_leaves - sum(search.pruned.values())
     tree.add_row("left", f"{left:,}")
     facts = [
-        f"{search.num_candidates} programs priced exactly, "
-        f"{search.num_infeasible} of them did not fit",
+        f"{search.num_priced} programs priced exactly, {search.num_infeasible} of them did not fit",
         proof_text(plan),
         f"before the mix was closed: {100 * search.gap_before:.2f} %"
         + ("; a search stopped at its limit" if search.capped else ""),
@@ -50,26 +54,28 @@ def search_view(plan: Plan) -> RenderableType:
 
 def explain_view(plan: Plan, regions: tuple[RegionPlan, ...]) -> RenderableType:
     """Per region the strategy taken and the best that lost, each with the reason."""
-    parts: list[RenderableType] = [Text(f"{plan.model.name} on {plan.cluster.name}: {plan.mesh}")]
+    sections: list[RenderableType] = [
+        Text(f"{plan.model.name} on {plan.cluster.name}: {plan.mesh}")
+    ]
     for region in regions:
         title = (
             f"Region {region.name}  {region.num_instances} x "
             f"{region.example_scope or 'the whole model'}"
         )
-        parts.append(section(title, _choices(region)))
-    parts.append(section("Other meshes", search_view(plan)))
-    return Group(*parts)
+        sections.append(section(title, _choices(region)))
+    sections.append(section("Other meshes", search_view(plan)))
+    return Group(*sections)
 
 
 def _choices(region: RegionPlan) -> RenderableType:
     table = table_of(
-        "strategy", "time", "holds", "", right=("time", "holds"), fold=("strategy", "")
+        "strategy", "time", "resident", "", right=("time", "resident"), fold=("strategy", "")
     )
     for row in (region.choice, *region.alternatives):
         table.add_row(
             row.name,
             seconds_text(row.time_s),
-            bytes_text(row.held_bytes),
+            bytes_text(row.resident_bytes),
             row.reason,
             style="bold green" if row is region.choice else "",
         )

@@ -1,8 +1,8 @@
 """One step of a plan without a pipeline, as simulated: rows of text, JSON, a Chrome trace.
 
-compute   F forward, B backward (forwards that run again included), = optimizer, blank waiting
-links     g all-gather, s reduce-scatter, r all-reduce, t all-to-all: small while compute goes
-          on beside it, large where compute waits for most of it
+compute   F forward, B backward (recomputed forwards included), = optimizer, blank waiting
+links     g all-gather, s reduce-scatter, r all-reduce, t all-to-all: small while compute
+          overlaps it, large where compute waits for most of it
 memory    of its peak
 """
 
@@ -58,12 +58,16 @@ def timeline_of(plan: Plan) -> Timeline:
     if plan.schedule:
         spans = predicted_spans(plan)
         return Timeline(spans_text(spans), spans_json(spans), trace_json(spans))
-    course = simulated_course(plan)
+    simulation = simulated_timeline(plan)
     links = links_of(plan)
-    return Timeline(course_text(course, links), course_json(course), course_trace(course, links))
+    return Timeline(
+        timeline_text(simulation, links),
+        timeline_json(simulation),
+        timeline_trace(simulation, links),
+    )
 
 
-def simulated_course(plan: Plan) -> Simulation:
+def simulated_timeline(plan: Plan) -> Simulation:
     """The step, simulated again. Raises OptionError if the plan does not say what runs."""
     if plan.events is None:
         raise OptionError(
@@ -79,16 +83,16 @@ def links_of(plan: Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*inside, plan.cluster.network.name)))
 
 
-def course_text(course: Simulation, links: Sequence[str]) -> str:
+def timeline_text(simulation: Simulation, links: Sequence[str]) -> str:
     """One row per stream, then memory, figures, and a table by kind and axes."""
-    step = course.step
-    rows = [("compute", _row(_compute_marks(course), step.step_s, HALF))]
+    step = simulation.step
+    rows = [("compute", _row(_compute_marks(simulation), step.step_s, HALF))]
     for link in links:
-        members = [t for t in course.transfers if t.collective.link == link]
+        members = [t for t in simulation.transfers if t.collective.link == link]
         if members:
             marks = ((t.start_s, t.end_s, _letter(t)) for t in members)
             rows.append((link, _row(marks, step.step_s, QUARTER)))
-    rows.append(("memory", _memory_row(course.memory, step)))
+    rows.append(("memory", _memory_row(simulation.memory, step)))
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  |{row}|" for name, row in rows]
     lines += [LEGEND, "", _figures(step)]
@@ -124,8 +128,8 @@ def axes_width(groups: Iterable[tuple[str, ...]]) -> int:
     return max([10, *(len(" x ".join(axes)) + 2 for axes in groups)])
 
 
-def _compute_marks(course: Simulation) -> Iterable[tuple[float, float, str]]:
-    for span in course.spans:
+def _compute_marks(simulation: Simulation) -> Iterable[tuple[float, float, str]]:
+    for span in simulation.spans:
         mark = "=" if span.instance == OPTIMIZER else "B" if span.is_backward else "F"
         yield span.start_s, span.end_s, mark
 
@@ -166,14 +170,14 @@ def _memory_row(memory: Sequence[tuple[float, int]], step: SimulatedStep) -> str
     return "".join(LEVELS[min(7, 8 * n // max(step.peak_bytes, 1))] for n in cells)
 
 
-def course_json(course: Simulation) -> str:
+def timeline_json(simulation: Simulation) -> str:
     """Figures, spans and memory, ending in a newline."""
-    step = course.step
+    step = simulation.step
     document = {
         **asdict(step),
         "step_s": step.step_s,
         "hidden_share": step.hidden_share,
-        "compute": [asdict(span) for span in course.spans],
+        "compute": [asdict(span) for span in simulation.spans],
         "collectives": [
             {
                 **asdict(t.collective),
@@ -184,25 +188,25 @@ def course_json(course: Simulation) -> str:
                 "hidden_s": t.hidden_s,
                 "exposed_s": t.exposed_s,
             }
-            for t in course.transfers
+            for t in simulation.transfers
         ],
-        "memory": course.memory,
+        "memory": simulation.memory,
     }
     return json.dumps(document, indent=2) + "\n"
 
 
-def course_trace(course: Simulation, links: Sequence[str]) -> str:
+def timeline_trace(simulation: Simulation, links: Sequence[str]) -> str:
     """A Chrome trace: a thread per stream, and a counter of memory."""
     threads = ("compute", *links)
     events: list[dict[str, object]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": k, "args": {"name": name}}
         for k, name in enumerate(threads)
     ]
-    for span in course.spans:
+    for span in simulation.spans:
         direction = "backward" if span.is_backward else "forward"
         name = "optimizer" if span.instance == OPTIMIZER else f"{direction} {span.instance}"
         events.append(_span(name, direction, 0, span.start_s, span.end_s))
-    for t in course.transfers:
+    for t in simulation.transfers:
         c = t.collective
         name = f"{c.kind.replace('_', '-')} over {' x '.join(c.axes)}"
         event = _span(name, c.kind, threads.index(c.link), t.start_s, t.end_s)
@@ -216,7 +220,7 @@ def course_trace(course: Simulation, links: Sequence[str]) -> str:
             "ts": start_s * MICROSECONDS,
             "args": {"bytes": num_bytes},
         }
-        for start_s, num_bytes in course.memory
+        for start_s, num_bytes in simulation.memory
     ]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 

@@ -1,4 +1,4 @@
-"""Parts that every printed page is made of."""
+"""Sections and tables that every printed page has."""
 
 from collections.abc import Iterable
 

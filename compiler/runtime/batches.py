@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.capture.trace.fake_model import map_children
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.errors import OptionError
 from meshfold.ir.mesh import DATA_AXIS
 from meshfold.ir.op_graph import InputInfo, SourceKind
 from meshfold.ir.spmd import INVARIANT, Layout, Shard, local_shape
-from meshfold.ops.registry import dtype_name, torch_dtype
 from meshfold.sharding.layout import shard_of
+from meshfold.torch_compat.dtypes import dtype_name, torch_dtype
+from meshfold.torch_compat.pytree import map_named, named_leaves
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of the tensors of a batch, by input name."""
@@ -45,15 +45,15 @@ class BatchReader:
         self.infos = {info.name: info for info in programs[0].folded.inputs}
         names = mesh.mesh.names
         self.axis = names.index(DATA_AXIS) if DATA_AXIS in names else -1
-        self.parts: set[str] = set()
+        self.local_inputs: set[str] = set()
         """Inputs of which the last batch of the program's own size had this rank's part."""
         self.sharded = {name for name, layouts in _layouts(programs) if self._is_split(layouts)}
 
     def read(self, batch: Mapping[str, Any]) -> "LocalBatch":
         """The tensors of `batch`. Raises OptionError for one that does not fit the program."""
-        leaves = dict(flatten(batch))
-        tensors = {k: v for k, v in leaves.items() if isinstance(v, Tensor)}
-        for name, value in leaves.items():
+        arguments = dict(named_leaves(dict(batch)))
+        tensors = {k: v for k, v in arguments.items() if isinstance(v, Tensor)}
+        for name, value in arguments.items():
             if name not in tensors and (name not in self.fixed or self.fixed[name] != value):
                 raise OptionError(
                     f"argument {name}={value!r} was not captured with this value; compile again "
@@ -71,18 +71,18 @@ class BatchReader:
 
     def other_shapes(self, batch: Mapping[str, Any]) -> Shapes | None:
         """Global shapes of a batch of another size than the program takes; None for one that it
-        takes, or that `read` refuses. A tensor is this rank's part if it was in the last batch of
+        takes, or that `read` refuses. A tensor is this rank's slice if it was in the last batch of
         the program's own size, else of the global batch."""
-        tensors = {k: v for k, v in flatten(batch) if isinstance(v, Tensor)}
+        tensors = {k: v for k, v in named_leaves(dict(batch)) if isinstance(v, Tensor)}
         if any(n not in self.infos or v.dim() != self._rank(n) for n, v in tensors.items()):
             return None
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         if all(shape in (self.infos[n].shape, self._part(n)) for n, shape in shapes.items()):
-            self.parts = {n for n, shape in shapes.items() if shape != self.infos[n].shape}
+            self.local_inputs = {n for n, shape in shapes.items() if shape != self.infos[n].shape}
             return None
-        ranks = self.mesh.mesh.sizes[self.axis] if self.parts else 1
+        ranks = self.mesh.mesh.sizes[self.axis] if self.local_inputs else 1
         return {
-            n: (shape[0] * ranks, *shape[1:]) if n in self.parts else shape
+            n: (shape[0] * ranks, *shape[1:]) if n in self.local_inputs else shape
             for n, shape in shapes.items()
         }
 
@@ -90,7 +90,7 @@ class BatchReader:
         return len(self.infos[name].shape)
 
     def _part(self, name: str) -> tuple[int, ...] | None:
-        """Shape of this rank's part of an input, if it has one."""
+        """Shape of this rank's slice of an input, if it has one."""
         if name not in self.sharded:
             return None
         sizes = (self.mesh.mesh.sizes[self.axis],)
@@ -115,12 +115,12 @@ class BatchReader:
         if mine is not None:
             if shape == mine:
                 return True
-            shapes += f" for the global batch or {list(mine)} for one rank's part"
+            shapes += f" for the global batch or {list(mine)} for one rank's slice"
         raise OptionError(f"{name} has shape {list(shape)}; the program takes {shapes}")
 
 
 class LocalBatch:
-    """The tensors of one batch, by input name; `is_local` says which are this rank's part."""
+    """The tensors of one batch, by input name; `is_local` says which are this rank's slice."""
 
     def __init__(
         self, mesh: RankMesh, axis: int, tensors: Mapping[str, Tensor], is_local: Mapping[str, bool]
@@ -130,29 +130,29 @@ class LocalBatch:
         self._tensors = dict(tensors)
         self._is_local = dict(is_local)
 
-    def whole_where_needed(self, cuts: Mapping[str, Layout]) -> "LocalBatch":
-        """This batch, put together on every rank unless all inputs or none are this rank's part.
+    def gathered_where_needed(self, layouts: Mapping[str, Layout]) -> "LocalBatch":
+        """This batch, gathered on every rank unless all inputs or none are this rank's slice.
 
-        Microbatches of a rank's part and of the whole hold other samples of it: all inputs are cut
-        the one way or the other. One that is not cut into microbatches is whole.
+        Microbatches of a rank's slice have other samples than those of the global batch: all inputs
+        are split the one way or the other. One that is not split into microbatches is global.
         """
         if any(self._is_local.values()) and not all(
-            cut[0].is_shard and self._is_local[name] for name, cut in cuts.items()
+            layout[0].is_shard and self._is_local[name] for name, layout in layouts.items()
         ):
-            whole = (INVARIANT,) * len(self._mesh.mesh.axes)
-            for name in sorted(cuts):
-                self(name, whole)
+            unsharded = (INVARIANT,) * len(self._mesh.mesh.axes)
+            for name in sorted(layouts):
+                self(name, unsharded)
         return self
 
-    def is_own_part(self, cuts: Mapping[str, Layout]) -> bool:
-        """Whether microbatches are cut out of this rank's part of the batch: see
-        whole_where_needed."""
-        return any(self._is_local[name] for name in cuts)
+    def slices_own_batch(self, layouts: Mapping[str, Layout]) -> bool:
+        """Whether microbatches are slices of this rank's slice of the batch: see
+        gathered_where_needed."""
+        return any(self._is_local[name] for name in layouts)
 
-    def part(self, cuts: Mapping[str, Layout], parts: int, number: int) -> "LocalBatch":
-        """Microbatch `number`. cuts: per input its layout over `parts` microbatches."""
+    def microbatch(self, layouts: Mapping[str, Layout], count: int, number: int) -> "LocalBatch":
+        """Microbatch `number` of `count`. layouts: of each input over the microbatches."""
         tensors = {
-            name: shard_of(x, cuts[name], (parts,), (number,)) if name in cuts else x
+            name: shard_of(x, layouts[name], (count,), (number,)) if name in layouts else x
             for name, x in self._tensors.items()
         }
         return LocalBatch(self._mesh, self._axis, tensors, self._is_local)
@@ -165,36 +165,23 @@ class LocalBatch:
             return shard_of(x, layout, sizes, coords)
         if layout[self._axis] == _FIRST_DIM:
             return shard_of(x, layout, sizes, coords, done=self._axis)
-        # Somebody wants all of it: put the parts together, once.
-        parts = self._mesh.start_all_gather(x.contiguous(), (DATA_AXIS,))
-        self._tensors[name] = self._mesh.wait(parts)
+        # The global tensor is read: gather the slices, once.
+        local_inputs = self._mesh.start_all_gather(x.contiguous(), (DATA_AXIS,))
+        self._tensors[name] = self._mesh.wait(local_inputs)
         self._is_local[name] = False
         return shard_of(self._tensors[name], layout, sizes, coords)
-
-
-def flatten(batch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of nested dicts, lists and tuples, named as capture names inputs."""
-    found: list[tuple[str, Any]] = []
-
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, torch.Tensor) or not isinstance(value, (dict, list, tuple)):
-            found.append((path, value))
-        return map_children(value, lambda v, key: walk(v, f"{path}.{key}"))
-
-    for key, value in batch.items():
-        walk(value, key)
-    yield from found
 
 
 def with_shapes(batch: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
     """The batch with tensors of these shapes in place of its own, without storage."""
 
-    def new(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            return torch.empty(shapes[path], dtype=value.dtype, device="meta")
-        return map_children(value, lambda v, key: new(v, f"{path}.{key}"))
+    def new(path: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty(shapes[path], dtype=value.dtype, device="meta")
 
-    return {key: new(value, key) for key, value in batch.items()}
+    resized: dict[str, Any] = map_named(new, dict(batch))
+    return resized
 
 
 def _layouts(programs: Sequence[EmittedProgram]) -> Iterator[tuple[str, list[Layout]]]:

@@ -1,4 +1,4 @@
-"""The targets of a batch that count, see passes/loss_counts.py, evaluated before a step."""
+"""The targets of a batch that count, see passes/split/loss_counts.py, evaluated before a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,18 +20,18 @@ def count_targets(
     whole_input: Callable[[str], Tensor],
     device: torch.device,
 ) -> dict[Place, int]:
-    """Per loss of `counts` how many targets of the whole batch it does not ignore.
+    """Per loss of `counts` how many targets of the global batch it does not ignore.
 
-    folded: the program of the whole batch; constants, buffers: by name; whole_input: an input of
+    folded: the program of the global batch; constants, buffers: by name; whole_input: an input of
     the global batch by name.
     """
-    made: dict[tuple[int, int], Tensor] = {}
+    computed: dict[tuple[int, int], Tensor] = {}
     done: set[Place] = set()
 
     def value_of(k: int, v: int) -> Tensor:
-        if (k, v) not in made:
-            made[k, v] = fetch(folded.instances[k].sources[v])
-        return made[k, v]
+        if (k, v) not in computed:
+            computed[k, v] = fetch(folded.instances[k].sources[v])
+        return computed[k, v]
 
     def fetch(source: Source) -> Tensor:
         match source.kind:
@@ -54,7 +54,7 @@ def count_targets(
                 op = folded.regions[folded.instances[k].region].graph.ops[n]
                 operands = {v: value_of(k, v) for v in op.operands}
                 results = run_op(op, operands, folded.instances[k].floats, device)
-                made.update({(k, v): x for v, x in zip(op.outputs, results, strict=True)})
+                computed.update({(k, v): x for v, x in zip(op.outputs, results, strict=True)})
             targets = value_of(*count.target)
             found[count.place] = int((targets != count.ignore_index).sum())
     return found

@@ -1,7 +1,7 @@
 """One training step of a pipeline: a device runs its actions in order.
 
-    2F0   take over the border of stage 2 from stage 1, run the forward of microbatch 0, hand on
-    2B0   take over gradients from stage 3, run autograd's backward, hand the border's gradients on
+    2F0   receive the inputs of stage 2 from stage 1, run the forward of microbatch 0, send
+    2B0   receive gradients from stage 3, run autograd's backward, send those of its inputs
     2W0   make the gradients of weights that B left (meshfold.codegen.schedule.split_backward)
 
 Gradients add up in `.grad` over the microbatches. Once per step come: gathers of parameters that
@@ -13,7 +13,7 @@ to all. Microbatches on one device (gradient accumulation) go the same way, with
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -21,27 +21,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshfold.codegen.emit.pipeline import EmittedPipeline
-from meshfold.cost_models.pipeline.actions import Action, Pass
-from meshfold.distributed.deferred_weight_grads import WeightWork
+from meshfold.cost_models.pipeline.actions import Pass, StageAction
+from meshfold.distributed.deferred_weight_grads import DeferredWeightGrads
 from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
+from meshfold.distributed.step_context import StepContext
 from meshfold.ir.mesh import PIPELINE_AXIS
 from meshfold.ir.spmd import local_shape
-from meshfold.ops.registry import torch_dtype
-from meshfold.passes.split.stage_graphs import BorderValue
+from meshfold.passes.split.stage_graphs import StageBoundaryValue
 from meshfold.runtime.batches import LocalBatch
 from meshfold.runtime.loss_targets import count_targets
 from meshfold.runtime.runner import ProgramRunner, Tensors
 from meshfold.runtime.stage_p2p import Receipt, Shapes, StageLinks, wait_for
+from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.zero.microbatch_state import SharedStep
 
 
 class PipelineRunner:
     """Runs the stages of one rank of `pipeline`. constants: values of CONSTANT sources by name.
 
-    peak_in_flight: most (stage, microbatch) pairs of the last step whose activations were held.
+    peak_in_flight: most (stage, microbatch) pairs of the last step whose activations were saved.
     spans: what it ran when, waiting for messages left out (action, start, end; seconds of
     time.monotonic, on a device that works by itself those of the host).
-    Built on all ranks together: it makes process groups.
+    Built on all ranks together: it creates process groups.
     """
 
     def __init__(self, pipeline: EmittedPipeline, mesh: RankMesh, constants: Tensors) -> None:
@@ -56,31 +57,41 @@ class PipelineRunner:
         self.links: StageLinks | None = None
         self.tied: tuple[_Tied, ...] = ()
         if isinstance(mesh, ProcessMesh) and pipeline.schedule.num_devices > 1:
-            wraps = pipeline.schedule.num_chunks > 1
+            wraps = pipeline.schedule.num_virtual_stages > 1
             self.links = StageLinks(mesh, PIPELINE_AXIS, wraps=wraps)
             self.tied = _tied_groups(pipeline, mesh)
         self.peak_in_flight = 0
-        self.spans: list[tuple[Action, float, float]] = []
+        self.spans: list[tuple[StageAction, float, float]] = []
 
     def run(
-        self, parameters: Tensors, buffers: Tensors, batch: LocalBatch, timeout_s: float
+        self,
+        parameters: Tensors,
+        buffers: Tensors,
+        batch: LocalBatch,
+        *,
+        timeout_s: float,
+        rng: tuple[int, int] = (0, 0),
     ) -> Tensor:
         """Forward and backward of a batch; the loss, detached, the same on all ranks.
 
         parameters: by canonical name; their gradients are added to `.grad`. buffers: by canonical
-        name. Raises StageLostError when another stage does not answer for timeout_s. Whatever is
-        raised, `.grad` is as before.
+        name. rng: see StepContext. Raises StageLostError when another stage does not answer for
+        timeout_s. Whatever is raised, `.grad` is as before.
         """
-        pipeline, parts = self.pipeline, self.pipeline.schedule.num_microbatches
-        batch = batch.whole_where_needed(pipeline.input_cuts)
-        self.mesh.targets = self._targets(buffers, batch)
-        self.mesh.cuts_own_parts = batch.is_own_part(pipeline.input_cuts)
-        microbatches = [batch.part(pipeline.input_cuts, parts, j) for j in range(parts)]
-        # Those of tied parameters must not be added up twice, and a step that fails leaves none.
+        pipeline, count = self.pipeline, self.pipeline.schedule.num_microbatches
+        batch = batch.gathered_where_needed(pipeline.input_layouts)
+        context = StepContext(
+            self.mesh,
+            rng,
+            slices_own_batch=batch.slices_own_batch(pipeline.input_layouts),
+            targets=self._targets(buffers, batch),
+        )
+        microbatches = [batch.microbatch(pipeline.input_layouts, count, j) for j in range(count)]
+        # Gradients of tied parameters must not be added up twice; a step that fails leaves none.
         earlier = {name: p.grad for name, p in parameters.items()}
         for parameter in parameters.values():
             parameter.grad = None
-        running = _Running(self, parameters, buffers, microbatches, timeout_s)
+        running = _Running(self, context, (parameters, buffers), microbatches, timeout_s)
         try:
             loss = running.run(pipeline.actions[self.device])
             self.peak_in_flight, self.spans = running.peak_in_flight, running.spans
@@ -93,8 +104,6 @@ class PipelineRunner:
             for name, gradient in earlier.items():
                 parameters[name].grad = gradient
             raise
-        finally:
-            self.mesh.weight_work = None
         for name, gradient in earlier.items():
             now = parameters[name].grad
             if gradient is not None:
@@ -102,8 +111,8 @@ class PipelineRunner:
         return loss.to(_loss_dtype(pipeline))
 
     def _targets(self, buffers: Tensors, batch: LocalBatch) -> dict[tuple[int, int], int]:
-        # A copy: what is put together here stays apart in the microbatches.
-        batch = batch.part({}, 1, 0)
+        # A copy: what is gathered here stays local in the microbatches.
+        batch = batch.microbatch({}, 1, 0)
         own = {k for s in self.runners for k in self.pipeline.stages[s].numbers}
         return count_targets(
             self.pipeline.folded,
@@ -116,12 +125,14 @@ class PipelineRunner:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Of a microbatch: what arrived, the outputs that get gradients, what W has to do."""
+class _Saved:
+    """What a microbatch needs between its actions on one stage."""
 
     arrived: Mapping[str, Tensor]
+    """What came over the stage boundary."""
     trained: Sequence[Tensor]
-    work: WeightWork | None
+    """The outputs that get gradients."""
+    deferred: DeferredWeightGrads | None
 
 
 class _Running:
@@ -130,72 +141,73 @@ class _Running:
     def __init__(
         self,
         owner: PipelineRunner,
-        parameters: Tensors,
-        buffers: Tensors,
+        context: StepContext,
+        tensors: tuple[Tensors, Tensors],
         microbatches: Sequence[LocalBatch],
         timeout_s: float,
     ) -> None:
         self.owner = owner
         self.pipeline = owner.pipeline
         self.mesh = owner.mesh
-        self.tensors = parameters, buffers
+        self.context = context
+        self.tensors = tensors
         self.microbatches = microbatches
         self.timeout_s = timeout_s
         self.splits = self.pipeline.schedule.splits_backward
         self.shared = {s: SharedStep() for s in owner.runners}
-        self.held: dict[tuple[int, int], _Held] = {}
+        self.saved: dict[tuple[int, int], _Saved] = {}
         """From F to B, or to W where the schedule has it."""
         self.peak_in_flight = 0
-        self.spans: list[tuple[Action, float, float]] = []
+        self.spans: list[tuple[StageAction, float, float]] = []
         self.begun_s = 0.0
         """When the action that runs had what it takes over."""
-        self.receipts: dict[Action, Receipt] = {}
-        self.handed: dict[Action, list[Tensor]] = {}
+        self.receipts: dict[StageAction, Receipt] = {}
+        self.local_messages: dict[StageAction, list[Tensor]] = {}
         """Messages between two stages of this device, by what sends them."""
-        # A sum of many small parts: not in 16 bits.
+        # A sum of many small summands: not in 16 bits.
         wide = torch.promote_types(_loss_dtype(self.pipeline), torch.float32)
         self.loss = torch.zeros((), device=self.mesh.device, dtype=wide)
 
-    def run(self, actions: Sequence[Action]) -> Tensor:
+    def run(self, actions: Sequence[StageAction]) -> Tensor:
         """The loss, on the device of the last stage."""
         ends = Pass.WEIGHT_GRADIENT if self.splits else Pass.BACKWARD
         last = {a.stage: a for a in actions if a.kind is ends}
         for k, action in enumerate(actions):
             for near in actions[k : k + 2]:
                 self._expect(near)
-            self.mesh.microbatch = action.microbatch
             self.shared[action.stage].is_last = action == last[action.stage]
             self.begun_s = time.monotonic()
             self._RUN[action.kind](self, action)
             self.spans.append((action, self.begun_s, time.monotonic()))
-            self.peak_in_flight = max(self.peak_in_flight, len(self.held))
+            self.peak_in_flight = max(self.peak_in_flight, len(self.saved))
         assert all(shared.is_empty for shared in self.shared.values())
         if self.owner.links is not None:
             self.owner.links.finish(actions[-1], self.timeout_s)
         return self.loss
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: StageAction) -> None:
         stage, graph = action.stage, self.pipeline.graphs[action.stage]
-        self.mesh.weight_work = work = WeightWork() if self.splits else None
+        deferred = DeferredWeightGrads() if self.splits else None
+        context = replace(self.context, microbatch=action.microbatch, deferred=deferred)
         arrived = {}
         for border, value in zip(graph.arrives, self._take(action), strict=True):
             arrived[border.name] = value.requires_grad_(border.value.requires_grad)
-        outputs = self.owner.runners[stage].run_part(
-            *self.tensors, self.microbatches[action.microbatch], arrived, self.shared[stage]
+        batch = self.microbatches[action.microbatch]
+        outputs = self.owner.runners[stage].run_microbatch(
+            context, *self.tensors, batch, arrived, self.shared[stage]
         )
-        self._hand_on(action, outputs[: len(graph.leaves)])
+        self._send(action, outputs[: len(graph.leaves)])
         if stage + 1 == len(self.pipeline.stages):
             self.loss += outputs[-1].detach()
         trained = [x for x in outputs if x.requires_grad]
-        self.held[stage, action.microbatch] = _Held(arrived, trained, work)
+        self.saved[stage, action.microbatch] = _Saved(arrived, trained, deferred)
 
-    def _backward(self, action: Action) -> None:
-        place = action.stage, action.microbatch
-        held = self.held.pop(place)
-        arrived, trained = held.arrived, held.trained
-        if held.work is not None:
-            self.held[place] = _Held({}, [], held.work)
-        self.mesh.weight_work = held.work
+    def _backward(self, action: StageAction) -> None:
+        key = action.stage, action.microbatch
+        saved = self.saved.pop(key)
+        arrived, trained = saved.arrived, saved.trained
+        if saved.deferred is not None:
+            self.saved[key] = _Saved({}, [], saved.deferred)
         gradients = self._take(action)
         if action.stage + 1 == len(self.pipeline.stages):
             gradients = [torch.ones_like(x) for x in trained]
@@ -206,14 +218,14 @@ class _Running:
             for x in arrived.values()
             if x.requires_grad
         ]
-        self._hand_on(action, back)
+        self._send(action, back)
 
-    def _weight_gradients(self, action: Action) -> None:
-        work = self.held.pop((action.stage, action.microbatch)).work
-        assert work is not None
-        work.run()
+    def _weight_gradients(self, action: StageAction) -> None:
+        deferred = self.saved.pop((action.stage, action.microbatch)).deferred
+        assert deferred is not None
+        deferred.run()
 
-    _RUN: ClassVar[Mapping[Pass, Callable[["_Running", Action], None]]] = {
+    _RUN: ClassVar[Mapping[Pass, Callable[["_Running", StageAction], None]]] = {
         Pass.FORWARD: _forward,
         Pass.BACKWARD: _backward,
         Pass.WEIGHT_GRADIENT: _weight_gradients,
@@ -221,16 +233,16 @@ class _Running:
 
     # Messages.
 
-    def _source(self, action: Action) -> Action | None:
+    def _source(self, action: StageAction) -> StageAction | None:
         """The action that sends what `action` takes over."""
         stage = action.stage + (-1 if action.kind is Pass.FORWARD else 1)
         if action.kind is Pass.WEIGHT_GRADIENT:
             return None
         if not 0 <= stage < len(self.pipeline.stages):
             return None
-        return Action(stage, action.kind, action.microbatch)
+        return StageAction(stage, action.kind, action.microbatch)
 
-    def _expect(self, action: Action) -> None:
+    def _expect(self, action: StageAction) -> None:
         """Post the receive of what an action takes over."""
         source = self._source(action)
         if source is None or action in self.receipts or self._device(source) == self.owner.device:
@@ -241,40 +253,40 @@ class _Running:
             self._device(source), source, self._number(source), shapes
         )
 
-    def _take(self, action: Action) -> list[Tensor]:
+    def _take(self, action: StageAction) -> list[Tensor]:
         source = self._source(action)
         if source is None:
             return []
         if self._device(source) == self.owner.device:
-            return self.handed.pop(source)
+            return self.local_messages.pop(source)
         values = self.receipts.pop(action).wait(action, source, self.timeout_s)
         self.begun_s = time.monotonic()
         return values
 
-    def _hand_on(self, action: Action, values: Sequence[Tensor]) -> None:
+    def _send(self, action: StageAction, values: Sequence[Tensor]) -> None:
         """To the stage behind, or of a backward to the one before."""
         stage = action.stage + (1 if action.kind is Pass.FORWARD else -1)
         if not 0 <= stage < len(self.pipeline.stages):
             return
         device = self.pipeline.schedule.device_of(stage)
         if device == self.owner.device:
-            self.handed[action] = [x.detach() for x in values]
+            self.local_messages[action] = [x.detach() for x in values]
         else:
             assert self.owner.links is not None
             self.owner.links.send(device, action, self._number(action), values)
 
-    def _device(self, action: Action) -> int:
+    def _device(self, action: StageAction) -> int:
         return self.pipeline.schedule.device_of(action.stage)
 
-    def _number(self, action: Action) -> int:
+    def _number(self, action: StageAction) -> int:
         """Tells the messages of a step apart."""
         is_back = int(action.kind is Pass.BACKWARD)
         return (action.stage * len(self.microbatches) + action.microbatch) * 2 + is_back
 
-    def _shapes(self, action: Action) -> Shapes:
+    def _shapes(self, action: StageAction) -> Shapes:
         graph = self.pipeline.graphs[action.stage]
         is_forward = action.kind is Pass.FORWARD
-        values: Sequence[BorderValue] = graph.arrives if is_forward else graph.leaves
+        values: Sequence[StageBoundaryValue] = graph.arrives if is_forward else graph.leaves
         return [
             (local_shape(b.value.shape, b.layout, self.mesh.mesh.sizes), b.value.dtype)
             for b in values
@@ -284,7 +296,7 @@ class _Running:
 
 @dataclass(frozen=True)
 class _Tied:
-    """Parameters that the same devices hold, and this rank's group of them."""
+    """Parameters that the same devices store, and this rank's group of them."""
 
     names: tuple[str, ...]
     group: dist.ProcessGroup
@@ -302,14 +314,14 @@ class _Tied:
             flat = torch.cat([g.reshape(-1) for g in gradients])
             work = dist.all_reduce(flat, group=self.group, async_op=True)
             wait_for(work, timeout_s, who)
-            parts = torch.split(flat, [g.numel() for g in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            sums = torch.split(flat, [g.numel() for g in gradients])
+            for gradient, total in zip(gradients, sums, strict=True):
+                gradient.copy_(total.view_as(gradient))
 
 
 def _tied_groups(pipeline: EmittedPipeline, mesh: ProcessMesh) -> tuple[_Tied, ...]:
-    """Groups of this rank for trained parameters that several devices hold. Every rank makes every
-    group, in one order."""
+    """Groups of this rank for trained parameters that several devices store. Every rank creates
+    every group, in one order."""
     trained = {p.name for p in pipeline.folded.parameters if p.requires_grad and p.used}
     by_devices: dict[tuple[int, ...], list[str]] = {}
     for name, devices in pipeline.holders.items():

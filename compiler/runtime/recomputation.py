@@ -1,30 +1,32 @@
-"""Running a region so that autograd keeps only what arrives: its forward runs again in backward.
+"""Full recomputation of a region: autograd saves only what arrives, the backward runs its forward
+once more.
 
-    forward    run the graph; of every tensor that autograd wants to keep, it gets a number instead
-    backward   at the first number that comes back: run the graph again from what arrived, note the
-               tensors in the same order, stop at the last one; hand each out, once
+    forward    run the graph; for every tensor that autograd wants to save, it gets a number instead
+    backward   at the first number that comes back: run the graph a second time from what arrived,
+               note the tensors in the same order, stop at the last one; return each once
 
 The second run repeats the first on every rank alike, since nothing in it depends on when it runs:
 its collectives come in the same order (backward runs in the same order on all ranks), parameters
-are gathered again, dropout draws from the same (seed, step, site). It starts no gathers ahead, and
-its own autograd graph is dropped unused, so each bucket's gradients are reduced once. A start and
-its wait are neighbours in an eager graph and keep nothing: stopping leaves no collective in flight.
+are regathered, dropout draws from the same (seed, step, site). It starts no gathers ahead, and
+its own autograd graph is dropped unused, so each group's gradients are reduced once. A start and
+its wait are neighbours in an eager graph and save nothing: stopping leaves no collective in flight.
 
-torch.utils.checkpoint does the same with more parts (it loads torch._dynamo, and its hold on the
-inputs would go through the notes of meshfold.zero.step).
+torch.utils.checkpoint does the same with more machinery (it loads torch._dynamo, and the inputs it
+saves would go through the notes of meshfold.zero.step).
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshfold.distributed.rank_mesh import RankMesh
-from meshfold.distributed.replayed_counts import KeptCounts
+from meshfold.distributed.replayed_counts import RecordedCounts
+from meshfold.distributed.step_context import StepContext
 from meshfold.errors import MeshfoldError
-from meshfold.zero.step import BucketUse, TrainingStep
+from meshfold.zero.step import GroupUse, TrainingStep
 
 
 class _StopRecomputation(BaseException):
@@ -33,110 +35,99 @@ class _StopRecomputation(BaseException):
 
 
 class Rerun:
-    """What a second run of a region needs of the first: the values that arrived, in `arrived`,
-    random numbers and autocast as they were, and the counts that ranks exchanged."""
+    """What a second run of a region needs of the first: the tensors that arrived, in `arrived`,
+    autocast as it was, and the context of its step with the counts that ranks exchanged."""
 
-    def __init__(self, mesh: RankMesh, arrived: Sequence[Tensor]) -> None:
+    def __init__(self, context: StepContext, arrived: Sequence[Tensor]) -> None:
         self.arrived = [x.detach().requires_grad_(x.requires_grad) for x in arrived]
-        self._mesh = mesh
-        self._rng = mesh.rng
-        self._autocast = _autocast_state(mesh.device.type)
+        self._counts = RecordedCounts()
+        self.first = replace(context, counts=self._counts)
+        """The context of the first run."""
+        self._autocast = _autocast_state(context.device.type)
         self._versions = [x._version for x in arrived]
-        self._counts = KeptCounts()
 
     @contextlib.contextmanager
-    def keeping_counts(self) -> Iterator[None]:
-        """While open, the first run."""
-        before, self._mesh.counts = self._mesh.counts, self._counts
-        try:
-            yield
-        finally:
-            self._mesh.counts = before
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[list[Tensor]]:
-        """While open, everything is as in the forward. Raises MeshfoldError for a value that was
-        changed since."""
+    def running(self) -> Iterator[StepContext]:
+        """While open, autograd is as in the forward; gives the context of the second run. Raises
+        MeshfoldError for a tensor that was changed since."""
         if [x._version for x in self.arrived] != self._versions:
             raise MeshfoldError(
                 "a tensor that a recomputed region needs was changed in place between forward and "
                 "backward; update parameters and batches after backward"
             )
-        mesh, now = self._mesh, self._mesh.rng
-        mesh.rng = self._rng
-        self._counts.start_again()
-        autocast = torch.autocast(mesh.device.type, **self._autocast)
-        try:
-            with self.keeping_counts(), torch.enable_grad(), autocast:
-                yield self.arrived
-        finally:
-            mesh.rng = now
+        second = replace(self.first, counts=self._counts.replayed())
+        with torch.enable_grad(), torch.autocast(second.device.type, **self._autocast):
+            yield second
+
+
+Run = Callable[[StepContext, Sequence[Tensor]], Any]
+"""Runs a region on what arrived."""
 
 
 class Recomputation:
     """One instance of a region with full recomputation, during one step.
 
-    again: runs it a second time, from what arrived; uses: its buckets. Nothing here may refer to
-    what the region makes, so the values inside die with the forward.
+    recompute: runs it a second time; uses: its groups. Nothing here may refer to what the region
+    computes, so the values inside die with the forward.
     """
 
     def __init__(
         self,
         step: TrainingStep,
         instance: int,
-        again: Callable[[Sequence[Tensor]], Any],
-        uses: Sequence[BucketUse],
+        recompute: Run,
+        uses: Sequence[GroupUse],
     ) -> None:
         self._step = step
         self._instance = instance
-        self._run_again = again
+        self._run_recompute = recompute
         self._uses = uses
         self._rerun: Rerun | None = None
-        self._num_kept = 0
-        self._again: list[Tensor | None] | None = None
+        self._num_saved = 0
+        self._recomputed: list[Tensor | None] | None = None
 
     @contextlib.contextmanager
-    def keeping_numbers(self, arrived: Sequence[Tensor]) -> Iterator[None]:
-        """While open the region runs, from what arrived, and autograd keeps numbers."""
-        self._rerun = Rerun(self._step.mesh, arrived)
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._number, self._tensor)
-        with self._rerun.keeping_counts(), hooks:
-            yield
-        if self._num_kept:
+    def saving_numbers(self, arrived: Sequence[Tensor]) -> Iterator[StepContext]:
+        """While open the region runs, from what arrived, and autograd saves numbers. Gives the
+        context to run it in."""
+        self._rerun = Rerun(self._step.context, arrived)
+        with torch.autograd.graph.saved_tensors_hooks(self._number, self._tensor):
+            yield self._rerun.first
+        if self._num_saved:
             for use in self._uses:
-                use.will_be_read_again()
+                use.will_be_recomputed()
 
     def _number(self, _: Tensor) -> int:
-        self._num_kept += 1
-        return self._num_kept - 1
+        self._num_saved += 1
+        return self._num_saved - 1
 
     def _tensor(self, number: int) -> Tensor:
-        if self._again is None:
-            self._again = self._recompute()
-        tensor = self._again[number]
-        assert tensor is not None, "autograd asks for what it keeps once"
-        self._again[number] = None
+        if self._recomputed is None:
+            self._recomputed = self._recompute()
+        tensor = self._recomputed[number]
+        assert tensor is not None, "autograd asks for what it saves once"
+        self._recomputed[number] = None
         return tensor
 
     def _recompute(self) -> list[Tensor | None]:
-        """What autograd would have kept of the forward, in order."""
+        """What autograd would have saved of the forward, in order."""
         assert self._rerun is not None, "autograd asks after the forward"
         self._step.arrive(self._instance)
         found: list[Tensor | None] = []
 
         def note(tensor: Tensor) -> None:
-            # Detached, or an op that keeps its own result would hold itself alive.
+            # Detached, or an op that saves its own result would keep itself alive.
             found.append(tensor.detach())
-            if len(found) == self._num_kept:
+            if len(found) == self._num_saved:
                 raise _StopRecomputation
 
         hooks = torch.autograd.graph.saved_tensors_hooks(note, _never)
         try:
-            with self._rerun.running() as arrived, hooks:
-                self._run_again(arrived)
+            with self._rerun.running() as context, hooks:
+                self._run_recompute(context, self._rerun.arrived)
         except _StopRecomputation:
             pass
-        assert len(found) == self._num_kept, "the second run differs from the first"
+        assert len(found) == self._num_saved, "the second run differs from the first"
         return found
 
 

@@ -1,23 +1,30 @@
 """Running an emitted program: its steps over the local tensors of one rank."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from meshfold.codegen.chained_chunks.region import LineRegion
-from meshfold.codegen.program.emitted import EmittedProgram, RegionProgram, Step
+from meshfold.codegen.program.emitted import EmittedProgram, RegionInstance, Step
 from meshfold.distributed.rank_mesh import RankMesh
-from meshfold.handed_parts import borders_of
+from meshfold.distributed.step_context import StepContext
 from meshfold.ir.op_graph import Source, SourceKind
 from meshfold.ir.spmd import Layout
-from meshfold.runtime.recomputation import Recomputation, start_nothing
+from meshfold.runtime.chained_execution import ChainedExecution
+from meshfold.runtime.recomputation import start_nothing
+from meshfold.runtime.region_modes import (
+    ChainedRegion,
+    EagerRegion,
+    RegionCall,
+    RegionMode,
+    ScheduledRegion,
+)
 from meshfold.sharding.layout import shard_of
 from meshfold.zero.microbatch_state import SharedStep
-from meshfold.zero.parameter_group import BucketBuffers
-from meshfold.zero.step import BucketUse, TrainingStep
+from meshfold.zero.parameter_group import GroupBuffers
+from meshfold.zero.step import GroupUse, TrainingStep
 
 Tensors = Mapping[str, Tensor]
 
@@ -41,19 +48,31 @@ class ProgramRunner:
         self.mesh = mesh
         self.constants = {name: value.to(mesh.device) for name, value in constants.items()}
         sizes = program.mesh.sizes
-        self._buffers = [[BucketBuffers(b, sizes) for b in r.buckets] for r in program.regions]
+        self._buffers = [[GroupBuffers(b, sizes) for b in r.groups] for r in program.regions]
         self.last_uses = _last_uses(program)
-        self.borders = borders_of(program)
         self.mutated = _mutated_buffers(program)
-        self._makes = any(r.makes_parameters for r in program.regions)
+        self._materializes = any(r.materializes_parameters for r in program.regions)
         self._waits_at_once = waits_at_once
+        instances = [program.instance(k) for k in range(len(program.programs))]
+        self.training_modes = tuple(map(self.training_mode, instances))
+        self.inference_modes = tuple(EagerRegion(i, i.region.graph) for i in instances)
 
-    def run(self, parameters: Tensors, buffers: Tensors, inputs: LocalInputs) -> Tensor:
-        """One forward pass: the model's output, ready for backward. See run_part."""
-        return self.run_part(parameters, buffers, inputs, {}, SharedStep())[0]
-
-    def run_part(
+    def run(
         self,
+        parameters: Tensors,
+        buffers: Tensors,
+        inputs: LocalInputs,
+        *,
+        rng: tuple[int, int] = (0, 0),
+    ) -> Tensor:
+        """One forward pass: the model's output, ready for backward. rng: see StepContext; the rest
+        as in run_microbatch."""
+        context = StepContext(self.mesh, rng)
+        return self.run_microbatch(context, parameters, buffers, inputs, {}, SharedStep())[0]
+
+    def run_microbatch(
+        self,
+        context: StepContext,
         parameters: Tensors,
         buffers: Tensors,
         inputs: LocalInputs,
@@ -62,27 +81,27 @@ class ProgramRunner:
     ) -> list[Tensor]:
         """One forward pass of one microbatch: the outputs of the folded graph, ready for backward.
 
-        parameters: local shards by canonical name; buffers: whole. arrived: what came over the
-        border of a pipeline stage, by name. shared: by the microbatches of a step. Updates of
+        parameters: local shards by canonical name; buffers: unsharded. arrived: what came over
+        the boundary of a pipeline stage, by name. shared: by the microbatches of a step. Updates of
         buffers are applied after the last region.
         """
         step = TrainingStep(
-            self.mesh,
+            context,
             shared,
             waits_at_once=self._waits_at_once,
-            hierarchy=self.program.hierarchy,
+            hierarchical=self.program.hierarchical,
         )
         step.uses = [
-            self._bucket_uses(step, k, parameters) for k in range(len(self.program.programs))
+            self._group_uses(step, k, parameters) for k in range(len(self.program.programs))
         ]
-        for places in self.program.gathered_together:
-            BucketUse.gather_together([step.uses[k][number] for k, number in places])
-        for places in self.program.reduced_together if step.is_recording else ():
-            BucketUse.reduce_together([step.uses[k][number] for k, number in places])
+        for refs in self.program.gathered_together:
+            GroupUse.gather_together([step.uses[k][number] for k, number in refs])
+        for refs in self.program.reduced_together if step.is_recording else ():
+            GroupUse.reduce_together([step.uses[k][number] for k, number in refs])
         step.enter()
         forward = _Forward(self, step, parameters, buffers, inputs, arrived)
-        keeps_notes = self._makes and step.is_recording
-        with step.saved_tensors() if keeps_notes else contextlib.nullcontext():
+        saves_notes = self._materializes and step.is_recording
+        with step.saved_tensors() if saves_notes else contextlib.nullcontext():
             for action in self.program.steps:
                 forward.act(action)
         outputs = step.leave(forward.outputs())
@@ -91,26 +110,30 @@ class ProgramRunner:
         forward.update_buffers()
         return outputs
 
-    def call(self, instance: int, region: RegionProgram, arguments: Sequence[Any]) -> Any:
-        """Runs the graph of an instance; its results are those of the graph."""
-        return region.graph(*arguments)
+    def training_mode(self, instance: RegionInstance) -> RegionMode:
+        """How an instance runs in training."""
+        if instance.region.schedule is None or self._waits_at_once:
+            return EagerRegion(instance, instance.region.graph)
+        boundary = self.program.boundary_of(instance.index)
+        return (
+            ChainedRegion(instance, boundary) if boundary.is_crossed else ScheduledRegion(instance)
+        )
 
-    def is_scheduled(self, region: RegionProgram) -> bool:
-        """Whether a region's pieces run in the order of its schedule."""
-        return region.schedule is not None and not self._waits_at_once
-
-    def _bucket_uses(self, step: TrainingStep, k: int, parameters: Tensors) -> list[BucketUse]:
-        """The buckets of instance `k` in this step."""
-        uses = []
+    def _group_uses(self, step: TrainingStep, k: int, parameters: Tensors) -> list[GroupUse]:
+        """The groups of instance `k` in this step."""
         region = self.program.region_of(k)
-        keeps = region.keeps_gathered and step.is_recording
-        for number, buffers in enumerate(self._buffers[self.program.programs[k]]):
-            names = self.program.parameters_of(k, buffers.bucket)
-            shards = [parameters[name] for name in names]
-            is_late = region.whole_gradients
-            use = BucketUse(step, k, buffers, shards, number, stays=keeps, is_late=is_late)
-            uses.append(use)
-        return uses
+        return [
+            GroupUse(
+                step,
+                k,
+                buffers,
+                [parameters[name] for name in self.program.parameters_of(k, buffers.group)],
+                number,
+                reshard_after_forward=region.reshard_after_forward or not step.is_recording,
+                reduce_on_last_microbatch=region.accumulate_unsharded,
+            )
+            for number, buffers in enumerate(self._buffers[self.program.programs[k]])
+        ]
 
 
 class _Forward:
@@ -134,22 +157,23 @@ class _Forward:
         self.arrived = arrived
         self.values: dict[tuple[int, int], Tensor] = {}
         self.updates: list[tuple[Tensor, Tensor]] = []
-        self.last: LineRegion | None = None
-        """The last instance, if it hands parts on."""
+        self.modes = runner.training_modes if step.is_recording else runner.inference_modes
+        self.unfinished: dict[int, ChainedExecution] = {}
+        """Executions whose epilogue the next instance runs, by instance."""
 
     def act(self, action: Step) -> None:
         match action.action:
             case "G":
                 self.step.start_gathers(action.instance)
-            case "X" if self.last is not None:
-                self.last.release()
+            case "X" if action.instance in self.unfinished:
+                self.unfinished[action.instance].release()
             case "X":
                 self.step.release(action.instance)
             case "F":
                 self._run_instance(action)
 
     def outputs(self) -> list[Tensor]:
-        """What the model returns, the same on all ranks; of a stage also what it hands on."""
+        """What the model returns, the same on all ranks; of a stage also what it sends."""
         folded = self.program.folded
         return [self._fetch(output.source, self.program.whole) for output in folded.outputs]
 
@@ -162,43 +186,21 @@ class _Forward:
         k = action.instance
         region = self.program.region_of(k)
         instance = self.program.folded.instances[k]
-
-        def ahead() -> None:
-            if action.ahead >= 0:
-                self.step.start_gathers(action.ahead)
-
         arriving = {v: instance.sources[v] for v in region.direct}
         direct = {v: self._fetch(source, region.slots[v]) for v, source in arriving.items()}
-        uses = self.step.uses[k]
         if region.recompute == "full" and self.step.is_recording:
             # The second run needs buffers as they were; they are updated after the forward.
             for v, source in arriving.items():
                 if source.kind is SourceKind.BUFFER and source.name in self.runner.mutated:
                     direct[v] = direct[v].clone()
-        number = self.program.numbers[k]
-        if self.step.is_recording and self.runner.is_scheduled(region):
-            borders = self.runner.borders[k]
-            scheduled = LineRegion(
-                region, self.step, k, number, instance.floats, ahead, borders, self.last
-            )
-            made = scheduled.run(list(direct.values()))
-            self.last = scheduled if borders.handed else None
-        elif region.recompute == "full" and self.step.is_recording:
-            graph, mesh = region.graph, self.runner.mesh
-
-            def run(arrived: Sequence[Tensor], ahead: Callable[[], None] = start_nothing) -> Any:
-                return graph(mesh, ahead, number, *uses, *arrived, *instance.floats)
-
-            with Recomputation(self.step, k, run, uses).keeping_numbers([*direct.values()]):
-                made = run([*direct.values()], ahead)
-        else:
-            mesh = self.runner.mesh
-            arguments = (mesh, ahead, number, *uses, *direct.values(), *instance.floats)
-            made = self.runner.call(k, region, arguments)
+        gathers = action.ahead >= 0
+        ahead = partial(self.step.start_gathers, action.ahead) if gathers else start_nothing
+        call = RegionCall(self.step, [*direct.values()], ahead, self.unfinished)
+        results = self.modes[k].run(call)
         num_outputs = len(region.outputs)
-        self.values.update({(k, n): x for n, x in enumerate(made[:num_outputs])})
+        self.values.update({(k, n): x for n, x in enumerate(results[:num_outputs])})
         mutations = self.program.folded.regions[region.region].graph.mutations
-        for (slot, _), value in zip(mutations, made[num_outputs:], strict=True):
+        for (slot, _), value in zip(mutations, results[num_outputs:], strict=True):
             self.updates.append((self.buffers[instance.sources[slot].name], value))
         for key in self.runner.last_uses[k]:
             del self.values[key]
@@ -209,10 +211,10 @@ class _Forward:
             case SourceKind.VALUE:
                 return self.values[source.instance, source.output]
             case SourceKind.PARAMETER:
-                work = self.runner.mesh.weight_work
+                deferred = self.step.context.deferred
                 parameter = self.parameters[source.name]
-                return parameter if work is None else work.tap(parameter)
-            case SourceKind.BORDER:
+                return parameter if deferred is None else deferred.tap(parameter)
+            case SourceKind.BOUNDARY:
                 return self.arrived[source.name]
             case SourceKind.INPUT:
                 return self.inputs(source.name, layout)

@@ -1,11 +1,11 @@
 """Messages between the stages of a pipeline: activations forward, gradients backward.
 
-A message is one border of one microbatch: a tensor per value, to the neighbouring stage. A receive
-is posted before the action that needs it, one action ahead; a send is never waited for before the
-step ends. Messages carry tags, so that gloo matches them in any order. NCCL knows no tags and runs
-what two ranks exchange in one group in the order of posting: so each kind of pass has a group of
-its own per direction, and in it messages are posted for receiving in the order in which they are
-sent (cost_models/action_lists.py). Run under gloo only so far.
+A message is one stage boundary of one microbatch: a tensor per value, to the neighbouring stage. A
+receive is posted before the action that needs it, one action ahead; a send is never waited for
+before the step ends. Messages carry tags, so that gloo matches them in any order. NCCL knows no
+tags and runs what two ranks exchange in one group in the order of posting: so each kind of pass has
+a group of its own per direction, and in it messages are posted for receiving in the order in which
+they are sent (cost_models/pipeline/action_checks.py). Run under gloo only so far.
 
 A peer that died or hangs shows as a receive that fails or takes longer than the timeout. The error
 names the stage and the action that was waited for.
@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshfold.cost_models.pipeline.actions import Action, Pass
+from meshfold.cost_models.pipeline.actions import Pass, StageAction
 from meshfold.distributed.rank_mesh import ProcessMesh
 from meshfold.errors import StageLostError
-from meshfold.ops.registry import torch_dtype
+from meshfold.torch_compat.dtypes import torch_dtype
 
 MESSAGE_VALUES = 256
-"""Most values that cross one border: what keeps the tags of two messages apart."""
+"""Most values that cross one boundary: what keeps the tags of two messages apart."""
 
 _DIRECTIONS = (
     (Pass.FORWARD, True),
@@ -56,8 +56,8 @@ class StageLinks:
                     self._groups[kind, is_up] = group
         self._sent: list[tuple[Any, Tensor]] = []
 
-    def send(self, device: int, action: Action, number: int, values: Sequence[Tensor]) -> None:
-        """Start sending what an action made, message `number` of a step, to a device."""
+    def send(self, device: int, action: StageAction, number: int, values: Sequence[Tensor]) -> None:
+        """Start sending what an action computed, message `number` of a step, to a device."""
         group = self._groups[action.kind, self._own < device]
         self._sent = [(work, x) for work, x in self._sent if not work.is_completed()]
         for k, value in enumerate(values):
@@ -67,8 +67,8 @@ class StageLinks:
             work = dist.isend(flat, self._ranks[device], group=group, tag=tag)
             self._sent.append((work, flat))
 
-    def receive(self, device: int, action: Action, number: int, shapes: Shapes) -> "Receipt":
-        """Start receiving what an action makes, message `number` of a step, from a device."""
+    def receive(self, device: int, action: StageAction, number: int, shapes: Shapes) -> "Receipt":
+        """Start receiving what an action computes, message `number` of a step, from a device."""
         group = self._groups[action.kind, device < self._own]
         works = []
         for k, (shape, dtype) in enumerate(shapes):
@@ -78,7 +78,7 @@ class StageLinks:
             works.append((work, value))
         return Receipt(works, self._ranks[device])
 
-    def finish(self, action: Action, timeout_s: float) -> None:
+    def finish(self, action: StageAction, timeout_s: float) -> None:
         """Wait until everything is sent. action: the last one that was run."""
         for work, _ in self._sent:
             wait_for(
@@ -101,7 +101,7 @@ class Receipt:
         self._works = works
         self._rank = rank
 
-    def wait(self, action: Action, needed: Action, timeout_s: float) -> list[Tensor]:
+    def wait(self, action: StageAction, needed: StageAction, timeout_s: float) -> list[Tensor]:
         """The values. Raises StageLostError if they do not come."""
         who = (
             f"stage {action.stage} waited before {action} for {needed} of stage {needed.stage} "

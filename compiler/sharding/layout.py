@@ -1,5 +1,5 @@
-"""Local tensors of a layout: cutting a shard out of a global tensor, and putting gathered shards
-back together. Index arithmetic on digits (see meshfold.ir.spmd); no communication here.
+"""Local tensors of a layout: the shard of a global tensor, and the tensor of gathered
+shards. Index arithmetic on digits (see meshfold.ir.spmd); no communication here.
 
 A dim that k axes shard is a number in mixed radix, outermost digit first:
     i = (b0, r1, b1, r2, b2, ..., rk, m)
@@ -27,12 +27,12 @@ def shard_of(
     *,
     done: int = -1,
 ) -> torch.Tensor:
-    """The shard of global tensor `x` at mesh coordinates `coords`; I and R keep the whole.
+    """The shard of global tensor `x` at mesh coordinates `coords`; I and R keep all of it.
 
-    The layout must be legal for the global shape and hold no Partial. `done`: an axis on which `x`
-    is cut already, of type Shard(dim, 1). A view of `x` where possible.
+    The layout must be legal for the global shape and without Partial. `done`: an axis on which `x`
+    is sharded already, of type Shard(dim, 1). A view of `x` where possible.
     """
-    assert not any(t.kind == "P" for t in layout), "a Partial is no part of a tensor"
+    assert not any(t.kind == "P" for t in layout), "a Partial is no shard of a tensor"
     full = padded_shape(x.shape, layout, sizes)
     for t in layout:
         if t.padded:
@@ -41,8 +41,7 @@ def shard_of(
     for k in sorted(axes, key=lambda k: layout[k].blocks):
         dim, blocks = layout[k].dim, local_blocks(layout, sizes, k)
         digits = x.reshape(*x.shape[:dim], blocks, sizes[k], -1, *x.shape[dim + 1 :])
-        cut = digits.select(dim + 1, coords[k])
-        x = cut.flatten(dim, dim + 1)
+        x = digits.select(dim + 1, coords[k]).flatten(dim, dim + 1)
     return x
 
 
@@ -54,16 +53,16 @@ def filled(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return torch.nn.functional.pad(x, ends)
 
 
-def held_shape(
+def valid_shape(
     shape: Sequence[int], layout: Layout, sizes: Sequence[int], coords: Sequence[int]
 ) -> tuple[int, ...]:
-    """Local shape at `coords` without padding, which is in one block, of units of one row: a padded
-    dim may have fewer rows there, or none."""
-    held = list(local_shape(shape, layout, sizes))
+    """Local shape at `coords` without padding, which is in one block, granularity one row: a
+    padded dim may have fewer rows there, or none."""
+    valid = list(local_shape(shape, layout, sizes))
     for t, coord in zip(layout, coords, strict=True):
         if t.padded:
-            held[t.dim] = min(held[t.dim], max(0, shape[t.dim] - coord * held[t.dim]))
-    return tuple(held)
+            valid[t.dim] = min(valid[t.dim], max(0, shape[t.dim] - coord * valid[t.dim]))
+    return tuple(valid)
 
 
 def cropped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -96,7 +95,7 @@ class Assembly:
         return local_shape(self.shape, self.stored, self.sizes)
 
     @cached_property
-    def whole_shape(self) -> tuple[int, ...]:
+    def gathered_shape(self) -> tuple[int, ...]:
         """Local shape after the gather."""
         return local_shape(self.shape, self.stored, self._sizes_left)
 
@@ -117,7 +116,7 @@ class Assembly:
 
     @cached_property
     def _digits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(sizes of the stacked digits, order that makes the whole tensor of them)."""
+        """(sizes of the stacked digits, order in which they are the gathered tensor)."""
         view = [self.sizes[k] for k in self.gather]
         order: list[int] = []
         for d, size in enumerate(padded_shape(self.shape, self.stored, self.sizes)):
@@ -141,26 +140,26 @@ class Assembly:
 
     @property
     def is_view(self) -> bool:
-        """Whether the stacked shards lie in memory as the whole tensor does."""
+        """Whether the stacked shards lie in memory as the gathered tensor does."""
         view, order = self._digits
         moved = [d for d in order if view[d] > 1]
         return moved == sorted(moved)
 
-    def whole(self, stacked: torch.Tensor) -> torch.Tensor:
-        """Stacked shards (num_shards, shard_numel), rows may be strided -> the whole tensor.
-        One copy, none where `is_view` and the rows are adjacent: its places in memory are the same
-        whatever else is in a buffer with it. Padding is left out, so that a dim behind the first
+    def gathered(self, stacked: torch.Tensor) -> torch.Tensor:
+        """Stacked shards (num_shards, shard_numel), rows may be strided -> the gathered tensor.
+        One copy, none where `is_view` and the rows are adjacent: its strides are the same
+        whatever shares a buffer with it. Padding is left out, so that a dim behind the first
         that has some makes the result strided."""
         view, order = self._digits
-        whole = stacked.view(view).permute(order).reshape(self._filled_shape).contiguous()
+        gathered = stacked.view(view).permute(order).reshape(self._filled_shape).contiguous()
         for dim, blocks in self._padded_dims:
-            whole = cropped_blocks(whole, dim, blocks, self.whole_shape[dim])
-        return whole
+            gathered = cropped_blocks(gathered, dim, blocks, self.gathered_shape[dim])
+        return gathered
 
-    def write_stacked(self, whole: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the whole tensor into its stacked shards `out` (num_shards, shard_numel)."""
+    def write_stacked(self, gathered: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy the gathered tensor into its stacked shards `out` (num_shards, shard_numel)."""
         view, order = self._digits
-        full = whole
+        full = gathered
         for dim, blocks in self._padded_dims:
             full = filled_blocks(full, dim, blocks, self._filled_shape[dim])
         out.view(view).permute(order).copy_(full.reshape([view[d] for d in order]))

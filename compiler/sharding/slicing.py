@@ -1,7 +1,7 @@
-"""Parts of a tensor along one dim in blocks: cutting, stacking, merging. No communication.
+"""Shards of a tensor along one dim in blocks: slicing and stacking. No communication.
 
-A dim of `blocks` equal blocks, each cut in n equal parts, is seen as [blocks, n, rest]; part r is
-[:, r, :] (meshfold.ir.spmd).
+A dim of `blocks` equal blocks, each split into n equal shards, is viewed as [blocks, n, rest];
+shard r is [:, r, :] (meshfold.ir.spmd).
 """
 
 import math
@@ -10,35 +10,35 @@ import torch
 from torch import Tensor
 
 
-def part(x: Tensor, dim: int, blocks: int, num_parts: int, index: int) -> Tensor:
-    """Part `index`, contiguous: [..., size, ...] -> [..., size / num_parts, ...]."""
-    width = x.shape[dim] // num_parts
+def shard(x: Tensor, dim: int, blocks: int, num_shards: int, index: int) -> Tensor:
+    """Shard `index`, contiguous: [..., size, ...] -> [..., size / num_shards, ...]."""
+    width = x.shape[dim] // num_shards
     if blocks == 1:
         return x.narrow(dim, index * width, width).contiguous()
-    return _digits(x, dim, blocks, num_parts).select(dim + 1, index).flatten(dim, dim + 1)
+    return _digits(x, dim, blocks, num_shards).select(dim + 1, index).flatten(dim, dim + 1)
 
 
-def stacked_parts(x: Tensor, dim: int, blocks: int, num_parts: int) -> Tensor:
-    """All parts on a new dim 0, contiguous: [num_parts, ..., size / num_parts, ...]."""
-    parts = _digits(x, dim, blocks, num_parts).movedim(dim + 1, 0)
-    return parts.flatten(dim + 1, dim + 2).contiguous()
+def stacked_shards(x: Tensor, dim: int, blocks: int, num_shards: int) -> Tensor:
+    """All shards on a new dim 0, contiguous: [num_shards, ..., size / num_shards, ...]."""
+    shards = _digits(x, dim, blocks, num_shards).movedim(dim + 1, 0)
+    return shards.flatten(dim + 1, dim + 2).contiguous()
 
 
-def merged_parts(parts: Tensor, dim: int, blocks: int) -> Tensor:
-    """Inverse of stacked_parts."""
-    count, size = parts.shape[0], parts.shape[dim + 1]
-    digits = torch.unflatten(parts, dim + 1, (blocks, size // blocks)).movedim(0, dim + 1)
+def unstacked_shards(shards: Tensor, dim: int, blocks: int) -> Tensor:
+    """Inverse of stacked_shards."""
+    count, size = shards.shape[0], shards.shape[dim + 1]
+    digits = torch.unflatten(shards, dim + 1, (blocks, size // blocks)).movedim(0, dim + 1)
     assert digits.shape[dim + 1] == count
     return digits.flatten(dim, dim + 2)
 
 
-def zero_padded(x: Tensor, dim: int, blocks: int, num_parts: int, index: int) -> Tensor:
-    """The whole dim with x at part `index` and zeros elsewhere."""
+def zero_padded(x: Tensor, dim: int, blocks: int, num_shards: int, index: int) -> Tensor:
+    """The unsharded dim with x at shard `index` and zeros elsewhere."""
     size = x.shape[dim]
-    whole = x.new_zeros((*x.shape[:dim], size * num_parts, *x.shape[dim + 1 :]))
-    target = _digits(whole, dim, blocks, num_parts).select(dim + 1, index)
+    full = x.new_zeros((*x.shape[:dim], size * num_shards, *x.shape[dim + 1 :]))
+    target = _digits(full, dim, blocks, num_shards).select(dim + 1, index)
     target.copy_(torch.unflatten(x, dim, (blocks, size // blocks)))
-    return whole
+    return full
 
 
 def filled_blocks(x: Tensor, dim: int, blocks: int, size: int) -> Tensor:
@@ -48,8 +48,8 @@ def filled_blocks(x: Tensor, dim: int, blocks: int, size: int) -> Tensor:
     if not beyond:
         return x
     ends = (*(0, 0) * (x.dim() - 1 - dim), 0, beyond)
-    parts = torch.unflatten(x, dim, (blocks, width))
-    return torch.nn.functional.pad(parts, ends).flatten(dim, dim + 1)
+    in_blocks = torch.unflatten(x, dim, (blocks, width))
+    return torch.nn.functional.pad(in_blocks, ends).flatten(dim, dim + 1)
 
 
 def cropped_blocks(x: Tensor, dim: int, blocks: int, size: int) -> Tensor:
@@ -58,98 +58,99 @@ def cropped_blocks(x: Tensor, dim: int, blocks: int, size: int) -> Tensor:
         return x
     if blocks == 1:
         return x.narrow(dim, 0, size)
-    parts = torch.unflatten(x, dim, (blocks, x.shape[dim] // blocks))
-    return parts.narrow(dim + 1, 0, size // blocks).flatten(dim, dim + 1)
+    in_blocks = torch.unflatten(x, dim, (blocks, x.shape[dim] // blocks))
+    return in_blocks.narrow(dim + 1, 0, size // blocks).flatten(dim, dim + 1)
 
 
-Places = tuple[tuple[int, int, int, int], ...]
-"""(blocks, number of parts, own part, unit) of every axis that shards a dim; unit as in the type.
-One that is padded is alone. The index of what is beyond the end of the last block is beyond that of
-the dim; beyond the end of another it is that of a row of the next."""
+ShardIndices = tuple[tuple[int, int, int, int], ...]
+"""(blocks, number of shards, shard index, granularity) of every axis that shards a dim; the
+granularity as in the type. A padded axis is the only one. The index of a padding row of the last
+block is beyond the end of the dim; that of another block is that of a row of the next."""
 
 
-def _filled_size(size: int, places: Places) -> int:
+def _filled_size(size: int, indices: ShardIndices) -> int:
     """Size of the dim with padding."""
-    for blocks, num_parts, _, unit in places:
-        if unit:
-            step = blocks * unit * num_parts
+    for blocks, num_shards, _, granularity in indices:
+        if granularity:
+            step = blocks * granularity * num_shards
             return -(-size // step) * step
     return size
 
 
-def _widths(size: int, filled: int, places: Places) -> tuple[int, int]:
+def _widths(size: int, filled: int, indices: ShardIndices) -> tuple[int, int]:
     """Widths of the blocks behind whose end padding moves an index, without and with it: those of
     the padded axis where it has several."""
-    blocks = places[0][0] if filled > size else 1
+    blocks = indices[0][0] if filled > size else 1
     return (size // blocks, filled // blocks) if blocks > 1 else (max(filled, 1),) * 2
 
 
-def held_rows(size: int, places: Places) -> int:
-    """How many rows of every block of a dim of `size` are held here, on a dim of one axis."""
-    ((blocks, num_parts, own, _),) = places
-    part = _filled_size(size, places) // (blocks * num_parts)
-    return min(part, max(0, size // blocks - own * part))
+def num_valid_rows(size: int, indices: ShardIndices) -> int:
+    """How many rows of every block of a dim of `size` are local, padding left out, on a dim of one
+    axis."""
+    ((blocks, num_shards, shard_index, _),) = indices
+    shard_rows = _filled_size(size, indices) // (blocks * num_shards)
+    return min(shard_rows, max(0, size // blocks - shard_index * shard_rows))
 
 
-def digits_of(index: Tensor, size: int, places: Places) -> tuple[Tensor, Tensor]:
-    """Which of the global indices on a dim of `size` are held here, and where: (held, local index).
-    The local index of what is not held is valid but meaningless."""
-    filled = _filled_size(size, places)
-    width, wider = _widths(size, filled, places)
+def locate_indices(index: Tensor, size: int, indices: ShardIndices) -> tuple[Tensor, Tensor]:
+    """Which of the global indices on a dim of `size` are local, and where: (is local, local index).
+    The local index is valid in any case, but meaningless of others."""
+    filled = _filled_size(size, indices)
+    width, wider = _widths(size, filled, indices)
     if wider > width:
         index = index + index // width * (wider - width)
-    held = torch.ones_like(index, dtype=torch.bool)
+    is_local = torch.ones_like(index, dtype=torch.bool)
     local = index
-    # The axis with the fewest blocks holds the highest digit: taking it out leaves the lower ones
+    # The axis with the fewest blocks has the highest digit: removing it leaves the lower ones
     # in place.
-    for blocks, num_parts, own, _ in sorted(places):
-        below = filled // (blocks * num_parts)
-        held &= index // below % num_parts == own
-        local = local // (below * num_parts) * below + local % below
-    return held, local
+    for blocks, num_shards, shard_index, _ in sorted(indices):
+        below = filled // (blocks * num_shards)
+        is_local &= index // below % num_shards == shard_index
+        local = local // (below * num_shards) * below + local % below
+    return is_local, local
 
 
-def local_row(row: int, size: int, places: Places) -> int | None:
-    """As digits_of for one number; None if it is not held here."""
-    filled = _filled_size(size, places)
-    width, wider = _widths(size, filled, places)
+def local_row(row: int, size: int, indices: ShardIndices) -> int | None:
+    """Where one global index is, see locate_indices; None if it is not local."""
+    filled = _filled_size(size, indices)
+    width, wider = _widths(size, filled, indices)
     row += row // width * (wider - width)
     local = row
-    for blocks, num_parts, own, _ in sorted(places):
-        below = filled // (blocks * num_parts)
-        if row // below % num_parts != own:
+    for blocks, num_shards, shard_index, _ in sorted(indices):
+        below = filled // (blocks * num_shards)
+        if row // below % num_shards != shard_index:
             return None
-        local = local // (below * num_parts) * below + local % below
+        local = local // (below * num_shards) * below + local % below
     return local
 
 
-def held_indices(size: int, places: Places, device: torch.device) -> Tensor:
-    """Global indices of a dim of `size` that are held here, ascending; padding has indices, too."""
-    filled = _filled_size(size, places)
-    width, wider = _widths(size, filled, places)
-    index = torch.arange(filled // math.prod(n for _, n, _, _ in places), device=device)
-    # The reverse of digits_of, lowest digit first.
-    for blocks, num_parts, own, _ in sorted(places, reverse=True):
-        below = filled // (blocks * num_parts)
-        index = (index // below * num_parts + own) * below + index % below
+def local_indices(size: int, indices: ShardIndices, device: torch.device) -> Tensor:
+    """Global indices of a dim of `size` that are local, ascending; padding has indices, too."""
+    filled = _filled_size(size, indices)
+    width, wider = _widths(size, filled, indices)
+    index = torch.arange(filled // math.prod(n for _, n, _, _ in indices), device=device)
+    # The reverse of locate_indices, lowest digit first.
+    for blocks, num_shards, shard_index, _ in sorted(indices, reverse=True):
+        below = filled // (blocks * num_shards)
+        index = (index // below * num_shards + shard_index) * below + index % below
     return index - index // wider * (wider - width) if wider > width else index
 
 
-def held_runs(size: int, places: Places) -> tuple[tuple[int, int], ...]:
+def local_runs(size: int, indices: ShardIndices) -> tuple[tuple[int, int], ...]:
     """The same as ranges without gaps, of a dim without padding: (first global index, number)."""
-    count = size // math.prod(n for _, n, *_ in places)
-    unit = min((size // (blocks * n) for blocks, n, *_ in places), default=count)
+    count = size // math.prod(n for _, n, *_ in indices)
+    granularity = min((size // (blocks * n) for blocks, n, *_ in indices), default=count)
     runs: list[tuple[int, int]] = []
-    for index in range(0, count, max(unit, 1)):
-        for blocks, num_parts, own, _ in sorted(places, reverse=True):
-            below = size // (blocks * num_parts)
-            index = (index // below * num_parts + own) * below + index % below
+    for index in range(0, count, max(granularity, 1)):
+        for blocks, num_shards, shard_index, _ in sorted(indices, reverse=True):
+            below = size // (blocks * num_shards)
+            index = (index // below * num_shards + shard_index) * below + index % below
         if runs and sum(runs[-1]) == index:
-            runs[-1] = runs[-1][0], runs[-1][1] + unit
+            runs[-1] = runs[-1][0], runs[-1][1] + granularity
         else:
-            runs.append((index, unit))
+            runs.append((index, granularity))
     return tuple(runs)
 
 
-def _digits(x: Tensor, dim: int, blocks: int, num_parts: int) -> Tensor:
-    return torch.unflatten(x, dim, (blocks, num_parts, x.shape[dim] // (blocks * num_parts)))
+def _digits(x: Tensor, dim: int, blocks: int, num_shards: int) -> Tensor:
+    return torch.unflatten(x, dim, (blocks, num_shards, x.shape[dim] // (blocks * num_shards)))

@@ -19,7 +19,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from meshfold.errors import CaptureError
-from meshfold.ops.registry import dtype_name
+from meshfold.torch_compat.dtypes import dtype_name
 from meshfold.torch_compat.source_lines import user_line
 
 __all__ = [
@@ -77,7 +77,7 @@ def casts_of_nothing() -> Iterator[None]:
     """Let a model cast a module to the dtype that it has, as some do with their routers: by itself
     torch would swap parameters for equal ones, which it cannot while they are traced.
 
-    Raises CaptureError for a cast to another dtype, which would change what the twin is a twin of.
+    Raises CaptureError for a cast to another dtype, which would change what the model computes.
     """
     cast = nn.Module._apply
 

@@ -8,7 +8,11 @@ from types import FrameType
 
 import torch
 
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+import meshfold
+
+_LIBRARIES = tuple(
+    os.path.dirname(library.__file__ or "") + os.sep for library in (torch, meshfold)
+)
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 

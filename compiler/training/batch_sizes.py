@@ -7,13 +7,11 @@ for each size, since Python may do other things with another size; what it does 
 plan's types by the rule table, so a size that the plan cannot cut is refused before it runs.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshfold.capture.pipeline import Captured, capture
@@ -23,12 +21,13 @@ from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.plan import Plan
-from meshfold.ir.strategy import Parts
+from meshfold.ir.plan import Plan, model_inputs
+from meshfold.ir.strategy import Chunking
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.planner.check import check_types
 from meshfold.passes.split.microbatch import MicrobatchGraphs
 from meshfold.runtime.batches import BatchReader, Shapes, with_shapes
+from meshfold.torch_compat.skeletons import meta_copy
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class OtherSizes:
     def __init__(
         self, model: nn.Module, first: Form, mesh: RankMesh, fixed: Mapping[str, Any]
     ) -> None:
-        self._skeleton = _skeleton(model)
+        self._skeleton = meta_copy(model)
         self._first = first
         self._mesh = mesh
         self._fixed = fixed
@@ -101,21 +100,11 @@ class OtherSizes:
         return form_of(plan, captured, program, self._mesh, self._fixed)
 
 
-def _skeleton(model: nn.Module) -> nn.Module:
-    """A copy without storage, in the mode the model is in."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, memo)
-
-
 def _for_size(plan: Plan, captured: Captured) -> Plan:
     """The plan as if made for another batch. Raises OptionError where ranks and microbatches do not
     divide it."""
     graph = captured.graph
-    inputs = tuple((i.name, i.shape, i.dtype) for i in graph.inputs)
+    inputs = model_inputs(graph)
     name, shape = next((n, s) for n, s, _ in plan.model.inputs if s[:1] == (plan.model.batch_size,))
     batch_size = next(s[0] for n, s, _ in inputs if n == name)
     parts = plan.strategy.degrees.batch_ranks * plan.strategy.microbatches
@@ -125,7 +114,9 @@ def _for_size(plan: Plan, captured: Captured) -> Plan:
         )
     info = replace(plan.model, fingerprint=fingerprint(graph), inputs=inputs, batch_size=batch_size)
     # What was chosen for the one size may not divide the other.
-    regions = tuple(replace(region, parts=Parts(), ring=()) for region in plan.regions)
+    regions = tuple(
+        replace(region, chunking=Chunking(), collective_matmul=()) for region in plan.regions
+    )
     return replace(plan, model=info, regions=regions)
 
 

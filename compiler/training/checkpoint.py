@@ -1,6 +1,6 @@
 """Checkpoints of a CompiledModel and its optimizer, by torch.distributed.checkpoint.
 
-    save   every rank writes its part into FOLDER.partial; when all is there, FOLDER -> FOLDER.old,
+    save   every rank writes its shards to FOLDER.partial; when all is there, FOLDER -> FOLDER.old,
            FOLDER.partial -> FOLDER, and FOLDER.old is deleted
     load   into any plan of the model: other mesh, other stages, other number of processes
 
@@ -8,12 +8,12 @@ A rename is done or not done, so whenever a save dies the last good checkpoint i
 the two renames FOLDER.old, which load and the next save take for it.
 """
 
+import io
 import os
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,13 @@ from meshfold.errors import MeshfoldError, OptionError
 from meshfold.training.compiled_model import CompiledModel
 
 MODEL, STATE = "model.", "optimizer.state."
-GROUPS = "optimizer.param_groups"
+GROUPS = "optimizer.group_options"
+"""What an optimizer has for each of its groups of parameters (lr and the like), as the bytes of
+torch.save: torch.distributed.checkpoint takes lists and dicts apart, and would pickle a class of
+ours by the name of its module."""
+PICKLED_GROUPS = "optimizer.param_groups"
+"""The same in a checkpoint of version 0.1, as a pickled class: refused."""
 NUM_STEPS = "num_steps"
-
-
-@dataclass(frozen=True)
-class Groups:
-    """What an optimizer has for each of its groups of parameters (lr and the like), as one entry:
-    torch.distributed.checkpoint takes plain lists and dicts apart."""
-
-    options: tuple[dict[str, Any], ...]
 
 
 def save_checkpoint(
@@ -93,9 +90,13 @@ def load_checkpoint(
     state: dict[str, Any] = {MODEL + name: x for name, x in model.state_dict().items()}
     state[NUM_STEPS] = 0
     if optimizer is not None:
+        if PICKLED_GROUPS in saved:
+            raise OptionError(
+                f"{folder}: the optimizer was saved by an older version; load the model alone"
+            )
         if GROUPS not in saved:
             raise OptionError(f"{folder}: saved without an optimizer; load the model alone")
-        state[GROUPS] = Groups(())
+        state[GROUPS] = b""
         state |= dict(_room(model, optimizer, saved))
     with _alone_or_together() as alone:
         load(state, storage_reader=reader, no_dist=alone)
@@ -110,7 +111,9 @@ def load_checkpoint(
 def _optimizer_state(model: CompiledModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What is like its parameter is saved as the parameter is, by name."""
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    state: dict[str, Any] = {GROUPS: Groups(tuple(options))}
+    written = io.BytesIO()
+    torch.save(options, written)
+    state: dict[str, Any] = {GROUPS: written.getvalue()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             is_like = isinstance(value, Tensor) and value.shape == parameter.shape
@@ -146,7 +149,7 @@ def _restore(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
 ) -> None:
-    groups = state[GROUPS].options
+    groups = torch.load(io.BytesIO(state[GROUPS]), weights_only=False)
     if len(groups) != len(optimizer.param_groups):
         raise OptionError(
             f"{folder}: the optimizer was saved with {len(groups)} groups of parameters, this one "
@@ -166,7 +169,7 @@ def _restore(
 
 @contextmanager
 def _alone_or_together() -> Iterator[bool]:
-    """Whether this is the only process, of which torch need not warn."""
+    """Whether this is the only process; torch's warning about that is silenced."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield not dist.is_initialized()

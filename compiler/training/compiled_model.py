@@ -24,11 +24,11 @@ from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import Plan
-from meshfold.ops.registry import torch_dtype
 from meshfold.passes.graph.without_dropout import without_dropout
 from meshfold.runtime.pipeline_runner import PipelineRunner
 from meshfold.runtime.runner import ProgramRunner
 from meshfold.sharding.layout import shard_of
+from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.training.batch_sizes import Form, OtherSizes, form_of
 from meshfold.training.gradient_norm import cuts_of, is_counted, total_norm
 from meshfold.training.initialization import initial_values
@@ -74,7 +74,7 @@ class CompiledModel(nn.Module):
         self.training = model.training
         if rank_mesh is None:
             return
-        self._held = held_tensors(program.parts_of(rank_mesh.coords))
+        self._held = held_tensors(program.stage_programs(rank_mesh.coords))
         self._states = StateExchange(rank_mesh, stored_tensors(program))
         self._form = form_of(plan, captured, program, rank_mesh, fixed)
         self._others = OtherSizes(model, self._form, rank_mesh, fixed)
@@ -84,10 +84,10 @@ class CompiledModel(nn.Module):
         """The model's loss (or its only output) for the global batch or this rank's part of it.
 
         A batch of another size than the captured one, as the last of an epoch, gets a program of
-        its own (meshfold.training.batch_sizes); all ranks pass the same sizes, parts if they passed parts
-        before. Raises OptionError for a batch that does not fit the captured inputs or that the
-        plan cannot cut, and for a plan with stages or microbatches, whose forward and backward take
-        turns.
+        its own (meshfold.training.batch_sizes); all ranks pass the same sizes, parts if they passed
+        parts before. Raises OptionError for a batch that does not fit the captured inputs or that
+        the plan cannot cut, and for a plan with stages or microbatches, whose forward and backward
+        take turns.
         """
         self._check_processes()
         form = self._form_for(batch)
@@ -125,9 +125,11 @@ class CompiledModel(nn.Module):
         )
         try:
             with torch.enable_grad():
-                return runner.run(parameters, buffers, inputs, timeout_s)
+                return runner.run(
+                    parameters, buffers, inputs, timeout_s=timeout_s, rng=(self.plan.seed, step)
+                )
         except BaseException:
-            # Again means again: with the same dropout.
+            # A retry draws the same dropout masks.
             self.num_steps = step
             raise
 
@@ -151,11 +153,8 @@ class CompiledModel(nn.Module):
 
     def _next_step(self) -> int:
         """Count a step; random ops draw from (seed, number)."""
-        assert self.rank_mesh is not None
-        step = self.num_steps
-        self.rank_mesh.rng = (self.plan.seed, step)
         self.num_steps += 1
-        return step
+        return self.num_steps - 1
 
     def run_with(self, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
         """As forward, on another runner of this program. Raises OptionError as forward does."""
@@ -167,12 +166,11 @@ class CompiledModel(nn.Module):
         return self._form if shapes is None else self._others.form(batch, shapes)
 
     def _run(self, form: Form, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
-        assert self.rank_mesh is not None
         inputs = form.reader.read(batch)
-        self._next_step()
-        return runner.run(
-            self._tensors(self.named_parameters), self._tensors(self.named_buffers), inputs
+        parameters, buffers = (
+            self._tensors(named) for named in (self.named_parameters, self.named_buffers)
         )
+        return runner.run(parameters, buffers, inputs, rng=(self.plan.seed, self._next_step()))
 
     def train(self, mode: bool = True) -> "CompiledModel":
         """Switch dropout on or off. Raises OptionError where the captured program cannot follow."""
@@ -210,7 +208,9 @@ class CompiledModel(nn.Module):
         return norm
 
     def use_symmetric_memory(self) -> None:
-        """See meshfold.training.use_symmetric_memory. Called on all ranks, before a step. Raises OptionError."""
+        """Experimental: never measured on devices that read each other's memory. See
+        meshfold.training.use_symmetric_memory. Called on all ranks, before a step. Raises
+        OptionError."""
         share_memory(self.program, self.rank_mesh)
 
     def close(self) -> None:

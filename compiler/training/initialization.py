@@ -11,7 +11,6 @@ The random generator is seeded per call, by module name: every rank and every pl
 weights, and no more than one module's tensors are whole in memory at any time.
 """
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshfold.errors import MeshfoldError
+from meshfold.torch_compat.skeletons import empty_like, meta_copy
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ def initial_values(
             yield name, tensors[name].detach()
     missing = [name for name in needed if tensors[name].is_meta]
     if missing:
-        yield from _initialised(_meta_twin(model), missing, seed, device)
+        yield from _initialised(meta_copy(model), missing, seed, device)
 
 
 def _initialised(
-    twin: nn.Module, missing: Sequence[str], seed: int, device: torch.device
+    skeleton: nn.Module, missing: Sequence[str], seed: int, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    tensors = _named_tensors(twin)
-    writers = _writers(twin)
+    tensors = _named_tensors(skeleton)
+    writers = _writers(skeleton)
     written = _written(writers)
     # What one call finishes is made together.
     groups: dict[int, list[str]] = {}
@@ -67,7 +67,7 @@ def _initialised(
     for last in sorted(groups):
         names = groups[last]
         calls = sorted({number for name in names for number in written[id(tensors[name])]})
-        with _Materialized(twin, [tensors[name] for name in names], device) as values:
+        with _Materialized(skeleton, [tensors[name] for name in names], device) as values:
             with torch.random.fork_rng(_generators(device)), torch.no_grad():
                 for number in calls:
                     writer = writers[number]
@@ -97,8 +97,7 @@ class _Materialized:
     """While open, some meta tensors of a model are real, on a device, floats full of NaN."""
 
     def __init__(self, model: nn.Module, metas: Sequence[Tensor], device: torch.device) -> None:
-        self._metas = metas
-        self._values = [_empty_like(meta, device) for meta in metas]
+        self._values = [_untouched(meta, device) for meta in metas]
         wanted = {id(m): v for m, v in zip(metas, self._values, strict=True)}
         tables: list[dict[str, Any]] = []
         for module in model.modules():
@@ -120,21 +119,11 @@ class _Materialized:
             table[key] = meta
 
 
-def _empty_like(meta: Tensor, device: torch.device) -> Tensor:
-    value = torch.empty_like(meta, device=device, requires_grad=False)
+def _untouched(meta: Tensor, device: torch.device) -> Tensor:
+    value = empty_like(meta, device)
     if value.is_floating_point():
-        value.fill_(math.nan)
-    if isinstance(meta, nn.Parameter):
-        return nn.Parameter(value, requires_grad=meta.requires_grad)
+        value.detach().fill_(math.nan)
     return value
-
-
-def _meta_twin(model: nn.Module) -> nn.Module:
-    """A copy without values: the calls may write what they like."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        memo[id(tensor)] = _empty_like(tensor, torch.device("meta"))
-    return copy.deepcopy(model, memo)
 
 
 def _writers(model: nn.Module) -> list[_Writer]:

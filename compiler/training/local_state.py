@@ -12,7 +12,7 @@ from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
 from meshfold.ir.mesh import PIPELINE_AXIS
 from meshfold.ir.op_graph import BufferInfo, ParameterInfo, SourceKind
-from meshfold.ops.registry import torch_dtype
+from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.training.state_dict import StateExchange, StoredTensor
 
 

@@ -19,7 +19,7 @@ from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
 from meshfold.errors import OptionError
 from meshfold.ir.mesh import PIPELINE_AXIS
 from meshfold.ir.spmd import INVARIANT, Layout, local_shape
-from meshfold.sharding.layout import Assembly, cropped, filled, held_shape, shard_of
+from meshfold.sharding.layout import Assembly, cropped, filled, shard_of, valid_shape
 from meshfold.torch_compat.dtensor import as_dtensor, checkpoint_layout, drop_axes, is_placed
 
 
@@ -50,7 +50,7 @@ class StateExchange:
         saved = checkpoint_layout(stored.layout, sizes)
         part = self._reshard(local, stored.shape, stored.layout, saved)
         # DTensor has no padding: the last ranks hold fewer rows, or none.
-        part = cropped(part, held_shape(stored.shape, saved, sizes, self.mesh.coords))
+        part = cropped(part, valid_shape(stored.shape, saved, sizes, self.mesh.coords))
         return as_dtensor(part, stored.shape, *drop_axes(saved, sizes), self.device_mesh)
 
     def inside(self, name: str, value: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class StateExchange:
             if sizes[k] > 1:
                 flat = self.mesh.start_all_gather(x.reshape(-1), (names[k],))
                 stacked = self.mesh.wait(flat).view(sizes[k], -1)
-                x = Assembly(shape, now, sizes, (k,)).whole(stacked)
+                x = Assembly(shape, now, sizes, (k,)).gathered(stacked)
             now = (*now[:k], INVARIANT, *now[k + 1 :])
         return shard_of(x, target, sizes, self.mesh.coords).contiguous()
 

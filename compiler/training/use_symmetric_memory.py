@@ -1,10 +1,11 @@
-"""Letting ranks read each other's memory, for products in a ring (meshfold.torch_compat.symmetric_memory)."""
+"""Letting ranks read each other's memory, for products in a ring
+(meshfold.torch_compat.symmetric_memory)."""
 
 from meshfold.codegen.emit.pipeline import EmittedPipeline
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
 from meshfold.errors import OptionError
-from meshfold.passes.rules.ops.collective_matmul import RING, RING_RULES
+from meshfold.passes.rules.ops.collective_matmul import COLLECTIVE_MATMUL_RULES, RING
 
 
 def share_memory(program: EmittedProgram | EmittedPipeline, mesh: RankMesh | None) -> None:
@@ -28,7 +29,7 @@ def ring_axes(program: EmittedProgram) -> tuple[str, ...]:
         axis
         for region in program.regions
         for op, typing in zip(region.ops.ops, region.typing.ops, strict=True)
-        if op.target in RING_RULES
+        if op.target in COLLECTIVE_MATMUL_RULES
         for axis, name in zip(program.mesh.names, typing.rules, strict=True)
         if name.partition("/")[0] == RING
     }

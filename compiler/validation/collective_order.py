@@ -1,20 +1,21 @@
 """Do all ranks of a group start the same collectives in the same order?
 
 They must, or they wait for ever, or add up what does not belong together. The program of a rank
-names axes only and is the same on all ranks, so this holds by construction; here it is looked at
+names axes only and is the same on all ranks, so this holds by construction; here it is observed
 while the program runs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from meshfold.distributed.rank_mesh import Axes, RankMesh
 from meshfold.ir.node_groups import NodeLevels
-from meshfold.ops.registry import dtype_name
+from meshfold.torch_compat.dtypes import dtype_name
 
 STARTS = (
     "all_reduce",
@@ -28,9 +29,9 @@ STARTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class StartedCollective:
     """A collective that was started. shape: of what this rank gives; () for an exchange, whose
-    parts are as large as the routing says."""
+    splits are as large as the routing says."""
 
     kind: str
     axes: Axes
@@ -42,28 +43,36 @@ class Call:
 
 
 @contextmanager
-def collectives_of(mesh: RankMesh) -> Iterator[list[Call]]:
-    """Within it, the list grows by every collective that this rank starts."""
-    calls: list[Call] = []
+def collectives_of(mesh: RankMesh) -> Iterator[list[StartedCollective]]:
+    """A context in which the list grows by every collective that this rank starts."""
+    calls: list[StartedCollective] = []
 
     def logged(kind: str, start: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(x: Tensor, axes: Axes, *rest: Any) -> Tensor:
             shape = () if kind == "exchange" else tuple(x.shape)
-            calls.append(Call(kind, axes, dtype_name(x.dtype), shape))
+            calls.append(StartedCollective(kind, axes, dtype_name(x.dtype), shape))
             return start(x, axes, *rest)
 
         return call
 
-    for kind in STARTS:
-        setattr(mesh, f"start_{kind}", logged(kind, getattr(mesh, f"start_{kind}")))
-    try:
+    with replaced_methods(mesh, {f"start_{kind}": partial(logged, kind) for kind in STARTS}):
         yield calls
+
+
+@contextmanager
+def replaced_methods(
+    mesh: RankMesh, wrappers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
+) -> Iterator[None]:
+    """A context in which what each wrapper makes of the method of its name is called instead."""
+    vars(mesh).update({name: wrap(getattr(mesh, name)) for name, wrap in wrappers.items()})
+    try:
+        yield
     finally:
-        for kind in STARTS:
-            delattr(mesh, f"start_{kind}")
+        for name in wrappers:
+            del vars(mesh)[name]
 
 
-def disorder(levels: NodeLevels, logs: Sequence[Sequence[Call]]) -> str:
+def collective_mismatch(levels: NodeLevels, logs: Sequence[Sequence[StartedCollective]]) -> str:
     """What two ranks of a group do differently first, in one line; empty if nothing. logs: by
     rank."""
     for axes in dict.fromkeys(call.axes for log in logs for call in log):
@@ -76,7 +85,9 @@ def disorder(levels: NodeLevels, logs: Sequence[Sequence[Call]]) -> str:
     return ""
 
 
-def _difference(first: int, left: Sequence[Call], second: int, right: Sequence[Call]) -> str:
+def _difference(
+    first: int, left: Sequence[StartedCollective], second: int, right: Sequence[StartedCollective]
+) -> str:
     for k, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             axes = " x ".join(a.axes)

@@ -3,13 +3,13 @@
     the captured graph, op by op in one process     every value, and its gradient
     the emitted graphs, node by node on this rank   every value in its layout, and its gradient
 
-Forward values are compared in the order in which they are made, gradients in the reverse order.
-What is Partial on an axis is not known on one rank, nor is the gradient of what is Replicate there:
-these are passed over, and show at the next value that depends on them. Ranks agree on the earliest
-place that any of them found.
+Forward values are compared in the order of execution, gradients in the reverse order. One rank does
+not know a value that is Partial on an axis, nor the gradient of one that is Replicate there: these
+are skipped, and an error in them shows at the next value that depends on them. Ranks agree on the
+earliest difference that any of them found.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,31 +17,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from meshfold.codegen.program.emitted import PLACE, RegionProgram
+from meshfold.codegen.program.emitted import PLACE, RegionInstance, RegionProgram
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.spmd import INVARIANT, Layout
 from meshfold.ops.reference_interpreter import run_graph
-from meshfold.runtime.batches import flatten
+from meshfold.runtime.region_modes import EagerRegion, RegionMode
 from meshfold.runtime.runner import ProgramRunner
 from meshfold.sharding.layout import shard_of
+from meshfold.torch_compat.pytree import named_leaves
 from meshfold.training.compiled_model import CompiledModel
 
 Tensors = Mapping[str, Tensor]
-Value = tuple[int, int]
+ValueRef = tuple[int, int]
 """(instance, value of its region)."""
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A value on this rank. is_native: as its op made it, so that its gradient is the whole one."""
+class LocalValue:
+    """A value on this rank, with its gradient in `tensor.grad` after the backward."""
 
-    value: Value
+    value: ValueRef
     layout: Layout
     tensor: Tensor
     is_native: bool
+    """Whether it is as its op computed it, before any conversion: only then is its gradient
+    complete."""
 
 
-def first_departure(
+def first_divergence(
     compiled: CompiledModel,
     constants: Tensors,
     parameters: Tensors,
@@ -51,55 +54,54 @@ def first_departure(
 ) -> str:
     """One line, the same on all ranks: the op behind the first difference, or that there is none.
 
-    parameters, buffers: of the model in one process, whole. Called on all ranks together.
+    parameters, buffers: unsharded, of the model in one process. Called on all ranks together.
     """
     folded = compiled.program.folded
-    wholes = _whole_values(folded, constants, parameters, buffers, batch)
-    seen = _seen_values(compiled, constants, batch)
-    sizes, coords = compiled.program.mesh.sizes, _coords(compiled)
+    references = _reference_values(folded, constants, parameters, buffers, batch)
+    seen = _local_values(compiled, constants, batch)
+    values = [s for s in seen if _is_known(s, "P")]
+    gradients = [s for s in reversed(seen) if s.is_native and _is_known(s, "R")]
+    assert compiled.rank_mesh is not None
+    sizes, coords = compiled.program.mesh.sizes, compiled.rank_mesh.coords
 
-    def differs(whole: Tensor | None, mine: Tensor | None, layout: Layout) -> bool:
-        if whole is None or mine is None:
+    def differs(reference: Tensor | None, mine: Tensor | None, layout: Layout) -> bool:
+        if reference is None or mine is None:
             return False
-        expected = shard_of(whole, layout, sizes, coords)
+        expected = shard_of(reference, layout, sizes, coords)
         if any(t.padded for t in layout):
-            mine = mine * shard_of(torch.ones_like(whole), layout, sizes, coords)
-        scale = max(float(whole.abs().max()) if whole.numel() else 0.0, 1e-30)
+            mine = mine * shard_of(torch.ones_like(reference), layout, sizes, coords)
+        scale = max(float(reference.abs().max()) if reference.numel() else 0.0, 1e-30)
         error = (mine - expected).abs().max() if mine.numel() else torch.zeros(())
         return not float(error) <= tolerance * scale
 
     with torch.no_grad():
         forward = _earliest(
-            differs(wholes[s.value].detach(), s.tensor.detach(), s.layout)
-            for s in seen
-            if _is_known(s, "P")
+            differs(references[s.value].detach(), s.tensor.detach(), s.layout) for s in values
         )
         backward = _earliest(
-            differs(wholes[s.value].grad, s.tensor.grad, _of_gradient(s.layout))
-            for s in reversed(seen)
-            if s.is_native and _is_known(s, "R")
+            differs(references[s.value].grad, s.tensor.grad, _gradient_layout(s.layout))
+            for s in gradients
         )
     if forward is not None:
-        place = [s for s in seen if _is_known(s, "P")][forward]
-        return f"the first value that differs is {_made_by(folded, place.value)}"
+        return f"the first value that differs is {_producer(folded, values[forward].value)}"
     if backward is not None:
-        place = [s for s in reversed(seen) if s.is_native and _is_known(s, "R")][backward]
+        value = gradients[backward].value
         return (
             f"all values agree; the first gradient that differs is that of "
-            f"{_made_by(folded, place.value)}, read by {_read_by(folded, place.value)}"
+            f"{_producer(folded, value)}, read by {_readers(folded, value)}"
         )
     return "every value and gradient between ops agrees: look at the reduction of parameters"
 
 
-def _is_known(seen: _Seen, unknown: str) -> bool:
-    """Whether this rank has the part of the value that its layout says, in the order of the whole:
-    rows that are with their experts have another."""
+def _is_known(seen: LocalValue, unknown: str) -> bool:
+    """Whether this rank has the shard that the layout says, and not a pending sum (`unknown`) or
+    rows at their experts, which have another order."""
     kinds = {t.kind for t in seen.layout}
     return seen.tensor.is_floating_point() and kinds.isdisjoint((unknown, "E"))
 
 
-def _of_gradient(layout: Layout) -> Layout:
-    """That of a pending sum is the same everywhere."""
+def _gradient_layout(layout: Layout) -> Layout:
+    """The gradient of a pending sum is the same on all ranks."""
     return tuple(INVARIANT if t.kind == "P" else t for t in layout)
 
 
@@ -111,36 +113,31 @@ def _earliest(found: Iterable[bool]) -> int | None:
     return min((n for n in everyone if n is not None), default=None)
 
 
-def _coords(compiled: CompiledModel) -> Sequence[int]:
-    assert compiled.rank_mesh is not None
-    return compiled.rank_mesh.coords
-
-
 # One process.
 
 
-def _whole_values(
+def _reference_values(
     folded: FoldedGraph,
     constants: Tensors,
     parameters: Tensors,
     buffers: Tensors,
     batch: Mapping[str, Any],
-) -> dict[Value, Tensor]:
+) -> dict[ValueRef, Tensor]:
     """Every value of the program, its gradient in `.grad`."""
-    found: dict[Value, Tensor] = {}
+    found: dict[ValueRef, Tensor] = {}
 
     def watch(instance: int, value: int, tensor: Tensor) -> None:
-        found[instance, value] = _kept(tensor)
+        found[instance, value] = _with_gradient(tensor)
 
     leaves = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters.items()}
     copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    inputs = {n: x for n, x in flatten(batch) if isinstance(x, Tensor)}
+    inputs = {n: x for n, x in named_leaves(dict(batch)) if isinstance(x, Tensor)}
     outputs = run_graph(folded, leaves, copies, constants, inputs, watch)
     torch.autograd.backward(outputs[folded.outputs[0].name].sum())
     return found
 
 
-def _kept(tensor: Tensor) -> Tensor:
+def _with_gradient(tensor: Tensor) -> Tensor:
     if tensor.requires_grad and not tensor.is_leaf:
         tensor.retain_grad()
     return tensor
@@ -150,31 +147,35 @@ def _kept(tensor: Tensor) -> Tensor:
 
 
 class _WatchingRunner(ProgramRunner):
-    """Runs every region node by node and keeps what its nodes stand for."""
+    """A runner that records the value of every node that stands for one of the graph."""
 
     def __init__(self, *arguments: Any) -> None:
+        self.seen: list[LocalValue] = []
         super().__init__(*arguments)
-        self.seen: list[_Seen] = []
 
-    def is_scheduled(self, region: RegionProgram) -> bool:
-        """Node by node, in the order of the graph: pieces hold the same nodes."""
-        return False
-
-    def call(self, instance: int, region: RegionProgram, arguments: Sequence[Any]) -> Any:
-        number = self.program.folded.instances[instance].region
-        graph = self.program.folded.regions[number].graph
-        # Of a region in parts: what leaves it.
+    def training_mode(self, instance: RegionInstance) -> RegionMode:
+        """Node by node, in the order of the graph: segments have the same nodes."""
+        region = instance.region
+        if region.recompute == "full":
+            return EagerRegion(instance, region.graph)
+        graph = self.program.folded.regions[region.region].graph
+        # A chunked region is compared by its outputs alone.
         values = dict(zip(region.ops.outputs, graph.outputs, strict=True))
         if region.ops is graph:
             values = {v: v for v in range(len(graph.values))}
-        return _Watcher(region, instance, values, self.seen).run(*arguments)
+        watcher = _Watcher(region, instance.index, values, self.seen)
+        return EagerRegion(instance, watcher.run)
 
 
 class _Watcher(fx.Interpreter):
     """values: number in the model's graph of the values that are compared."""
 
     def __init__(
-        self, region: RegionProgram, instance: int, values: Mapping[int, int], seen: list[_Seen]
+        self,
+        region: RegionProgram,
+        instance: int,
+        values: Mapping[int, int],
+        seen: list[LocalValue],
     ) -> None:
         super().__init__(region.graph)
         self._instance = instance
@@ -183,41 +184,41 @@ class _Watcher(fx.Interpreter):
         self._known: set[int] = set()
 
     def run_node(self, n: fx.Node) -> Any:
-        made = super().run_node(n)
-        if PLACE in n.meta and n.op != "placeholder" and isinstance(made, Tensor):
+        result = super().run_node(n)
+        if PLACE in n.meta and n.op != "placeholder" and isinstance(result, Tensor):
             number, layout = n.meta[PLACE]
             if number not in self._values:
-                return made
+                return result
             value = self._values[number]
             is_native = value not in self._known
             self._known.add(value)
-            place = self._instance, value
-            self._seen.append(_Seen(place, layout, _kept(made), is_native))
-        return made
+            ref = self._instance, value
+            self._seen.append(LocalValue(ref, layout, _with_gradient(result), is_native))
+        return result
 
 
-def _seen_values(
+def _local_values(
     compiled: CompiledModel, constants: Tensors, batch: Mapping[str, Any]
-) -> list[_Seen]:
-    """What this rank makes of the values that ops make, in order, its gradients in `.grad`."""
+) -> list[LocalValue]:
+    """The results of ops on this rank, in order, their gradients in `.grad`."""
     program = compiled.program
     runner = _WatchingRunner(program, compiled.rank_mesh, constants)
     torch.autograd.backward(compiled.run_with(runner, batch).sum())
     slots = [len(program.folded.regions[i.region].graph.slots) for i in program.folded.instances]
-    # Parameters are compared elsewhere, and where they come out of a bucket they are used whole.
+    # Parameters are compared elsewhere, and a gathered one is unsharded where it is read.
     return [s for s in runner.seen if s.value[1] >= slots[s.value[0]]]
 
 
 # Names.
 
 
-def _made_by(folded: FoldedGraph, value: Value) -> str:
+def _producer(folded: FoldedGraph, value: ValueRef) -> str:
     k, v = value
     graph = folded.regions[folded.instances[k].region].graph
     return _op_name(folded, k, graph.producers[v])
 
 
-def _read_by(folded: FoldedGraph, value: Value) -> str:
+def _readers(folded: FoldedGraph, value: ValueRef) -> str:
     k, v = value
     graph = folded.regions[folded.instances[k].region].graph
     readers = [_op_name(folded, k, reader) for reader in graph.users[v]]

@@ -36,8 +36,8 @@ class _Float64Mode(TorchFunctionMode):
 
 @contextmanager
 def float64_everywhere() -> Iterator[None]:
-    """Within it, `.float()`, `.to(torch.float32)`, `dtype=torch.float32` and the like (float16 and
-    bfloat16 too) give float64, and new tensors are float64 unless told otherwise.
+    """A context in which `.float()`, `.to(torch.float32)`, `dtype=torch.float32` and the like
+    (float16 and bfloat16 too) give float64, and new tensors are float64 unless told otherwise.
 
     Tensors that already are in a narrower dtype stay so: convert the model and its inputs with
     `model.double()` first. The default dtype is the whole process's: not for threads side by side.

@@ -1,8 +1,8 @@
-"""Which collectives of a plan really hide: its program on local processes, beside the forecast.
+"""Which collectives of a plan really hide: its program on local processes, and the forecast.
 
 Every process notes when it starts each collective, when it comes to need the result, and when it
 has it. In between it has computed (hidden) or waited (exposed). The k-th collective of a kind over
-some axes is the k-th such one of the simulated step (cost_models/step_simulation.py); medians over
+some axes is the k-th such one of the simulated step (cost_models/simulation/step.py); medians over
 steps, of rank 0. One that was to hide and did not is named, with the reason that the notes give.
 """
 
@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,29 +27,32 @@ from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.plan import Plan
 from meshfold.models.from_argument import build_for_plan
 from meshfold.plan_file.io import plan_from_json, plan_to_json
-from meshfold.report.step_timeline import axes_width, simulated_course
+from meshfold.report.step_timeline import axes_width, simulated_timeline
 from meshfold.units import seconds_text
-from meshfold.validation.collective_order import STARTS
+from meshfold.validation.collective_order import STARTS, replaced_methods
 from meshfold.validation.scaled_down import MAX_PROCESSES
 from meshfold.validation.verify import captured_as_planned
 
 WARM_UP, STEPS = 2, 7
 NUM_NAMED = 8
 SHORT = 0.1
-"""Of the time in flight: started so late that there was nothing to hide behind."""
+"""Share of the time in flight: a lead below it leaves nothing to hide behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A collective of a step that ran. Seconds: when it was started, from the start of the step;
-    until its result was asked for; until it was there. queued: others then in flight."""
+    """A collective of a step that ran."""
 
     kind: str
     axes: Axes
     start_s: float
+    """When it was started, from the start of the step."""
     lead_s: float
+    """From its start until its result was asked for."""
     flight_s: float
+    """From its start until its result was there."""
     queued: int
+    """Other collectives in flight when it was started."""
 
     @property
     def exposed_s(self) -> float:
@@ -57,17 +61,19 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A collective as predicted and as measured. hidden: at most so long beside compute. reason: of
-    one that was to hide and did not."""
+    """A collective as predicted and as measured."""
 
     kind: str
     axes: Axes
     instance: int
+    """The layer that starts it."""
     predicted_hidden_s: float
     predicted_exposed_s: float
     hidden_s: float
+    """Time overlapped with compute, at the most."""
     exposed_s: float
     reason: str = ""
+    """Why it was exposed, if it was to hide; else empty."""
 
     @property
     def was_to_hide(self) -> bool:
@@ -80,13 +86,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class MeasuredOverlap:
-    """Of one step. unmatched: collectives that ran and were not predicted, or the reverse."""
+    """The collectives of one step, with their forecast."""
 
     world_size: int
     predicted_s: float
     step_s: float
     collectives: tuple[Compared, ...]
     unmatched: int
+    """Collectives that ran and were not predicted, or the reverse."""
 
     @property
     def failed(self) -> tuple[Compared, ...]:
@@ -112,14 +119,14 @@ def measure_overlap(plan: Plan, model_argument: str) -> MeasuredOverlap:
             f"{MAX_PROCESSES}; plan a smaller version of the model with the same degrees for "
             "local-cpux8 or less and measure that"
         )
-    course = simulated_course(plan)
+    simulation = simulated_timeline(plan)
     captured_as_planned(plan, build_for_plan(model_argument, plan))
     results = run_local(plan.world_size, _run, plan_to_json(plan), model_argument, quiet=True)
     step_s, notes = results[0]
-    compared, unmatched = compare(course.transfers, notes)
+    compared, unmatched = compare(simulation.transfers, notes)
     # The optimizer does not run here.
     assert plan.events is not None
-    predicted_s = course.step.step_s - plan.events.optimizer_s
+    predicted_s = simulation.step.step_s - plan.events.optimizer_s
     return MeasuredOverlap(plan.world_size, predicted_s, step_s, compared, unmatched)
 
 
@@ -144,10 +151,11 @@ def _run(_: Report, plan_text: str, model_argument: str) -> tuple[float, list[li
 
 @contextmanager
 def notes_of(mesh: RankMesh) -> Iterator[list[Note]]:
-    """Within it, every collective of this rank is timed; at its end the list has the notes, in the
-    order in which they were started."""
+    """A context in which every collective of this rank is timed; at its end the list has notes, in
+    the order in which they were started."""
     begin = time.perf_counter()
     started: list[_Started] = []
+    rings: list[int] = []
     is_inside = False  # a pass is an exchange, which is not timed once more
     ended: dict[int, tuple[float, float]] = {}
     in_flight: dict[int, int] = {}
@@ -164,39 +172,37 @@ def notes_of(mesh: RankMesh) -> Iterator[list[Note]]:
             is_inside = False
             axes = (axes,) if isinstance(axes, str) else axes
             in_flight[result.untyped_storage().data_ptr()] = len(started)
-            started.append(_Started(kind, axes, now, queued, mesh.num_rounds))
+            started.append(_Started(kind, axes, now, queued, len(rings)))
             return result
 
         return call
 
-    wait = mesh.wait
+    def timed_wait(wait: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def call(in_flight_result: Tensor) -> Tensor:
+            asked = time.perf_counter() - begin
+            result = wait(in_flight_result)
+            number = in_flight.pop(in_flight_result.untyped_storage().data_ptr(), None)
+            if number is not None:
+                ended[number] = asked, time.perf_counter() - begin
+            return result
 
-    def timed_wait(in_flight_result: Tensor) -> Tensor:
-        asked = time.perf_counter() - begin
-        result = wait(in_flight_result)
-        number = in_flight.pop(in_flight_result.untyped_storage().data_ptr(), None)
-        if number is not None:
-            ended[number] = asked, time.perf_counter() - begin
-        return result
+        return call
 
-    names = {kind: f"start_{kind}" for kind in (*STARTS, "shift")}
-    for kind, name in names.items():
-        plain = {"all_reduce_in_place": "all_reduce", "exchange": "all_to_all"}.get(kind, kind)
-        setattr(mesh, name, timed(plain, getattr(mesh, name)))
-    setattr(mesh, "wait", timed_wait)  # noqa: B010  as the others
+    plain = {"all_reduce_in_place": "all_reduce", "exchange": "all_to_all"}
+    kinds = (*STARTS, "shift")
+    starts = {f"start_{kind}": partial(timed, plain.get(kind, kind)) for kind in kinds}
     notes: list[Note] = []
-    try:
+    with replaced_methods(
+        mesh,
+        {**starts, "wait": timed_wait, "begin_ring": lambda _: lambda: rings.append(len(rings))},
+    ):
         yield notes
-    finally:
-        for name in names.values():
-            delattr(mesh, name)
-        delattr(mesh, "wait")
     notes += _notes(started, ended)
 
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """number: of the round that was begun last, which a pass is part of."""
+    """number: of the round that was begun last, which a pass belongs to."""
 
     kind: str
     axes: Axes
@@ -206,7 +212,8 @@ class _Started:
 
 
 def _notes(started: Sequence[_Started], ended: Mapping[int, tuple[float, float]]) -> list[Note]:
-    """Of what was waited for. ended: by place in `started`, when that was asked for and there."""
+    """Notes of what was waited for. ended: by index in `started`, when it was asked for and
+    there."""
     notes: list[Note] = []
     of_round: dict[int, int] = {}
     for k, one in enumerate(started):
@@ -216,8 +223,8 @@ def _notes(started: Sequence[_Started], ended: Mapping[int, tuple[float, float]]
         seconds = asked_s - one.start_s, end_s - one.start_s
         note = Note(one.kind, one.axes, one.start_s, *seconds, one.queued)
         if one.kind == "shift" and one.number in of_round:
-            place = of_round[one.number]
-            notes[place] = _together(notes[place], note)
+            first = of_round[one.number]
+            notes[first] = _together(notes[first], note)
             continue
         if one.kind == "shift":
             of_round[one.number] = len(notes)
@@ -234,7 +241,7 @@ def _together(first: Note, then: Note) -> Note:
 def compare(
     transfers: Sequence[Transfer], logs: Sequence[Sequence[Note]]
 ) -> tuple[tuple[Compared, ...], int]:
-    """(predicted collectives beside those of every step, how many have no counterpart)."""
+    """(predicted collectives with those of every step, how many have no counterpart)."""
     measured: dict[tuple[str, Axes], list[list[Note]]] = defaultdict(lambda: [[] for _ in logs])
     for k, log in enumerate(logs):
         for note in log:
@@ -257,7 +264,7 @@ def compare(
 def _compared(transfer: Transfer, steps: Sequence[Note]) -> Compared:
     lead_s = statistics.median(note.lead_s for note in steps)
     exposed_s = statistics.median(note.exposed_s for note in steps)
-    made = Compared(
+    found = Compared(
         transfer.collective.kind,
         transfer.collective.axes,
         transfer.instance,
@@ -266,22 +273,22 @@ def _compared(transfer: Transfer, steps: Sequence[Note]) -> Compared:
         lead_s,
         exposed_s,
     )
-    if not made.was_to_hide or made.is_hidden:
-        return made
+    if not found.was_to_hide or found.is_hidden:
+        return found
     queued = round(statistics.median(note.queued for note in steps))
-    return replace(made, reason=_reason(made, transfer, queued))
+    return replace(found, reason=_reason(found, transfer, queued))
 
 
-def _reason(made: Compared, transfer: Transfer, queued: int) -> str:
-    flight_s = made.hidden_s + made.exposed_s
-    if made.hidden_s < SHORT * flight_s:
-        return f"started only {seconds_text(made.hidden_s)} before it was needed"
+def _reason(found: Compared, transfer: Transfer, queued: int) -> str:
+    flight_s = found.hidden_s + found.exposed_s
+    if found.hidden_s < SHORT * flight_s:
+        return f"started only {seconds_text(found.hidden_s)} before it was needed"
     if queued:
         others = "another one" if queued == 1 else f"{queued} others"
         return f"queued behind {others} in flight"
     return (
         f"took {seconds_text(flight_s)}, predicted {seconds_text(transfer.collective.seconds)}, "
-        f"and there was {seconds_text(made.hidden_s)} of compute beside it"
+        f"and there was {seconds_text(found.hidden_s)} of compute to overlap with it"
     )
 
 

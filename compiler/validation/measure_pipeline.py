@@ -47,7 +47,7 @@ def measured_spans(plan: Plan, model_argument: str) -> tuple[Span, ...]:
 
 
 def _measure(_: Report, plan_text: str, model_argument: str) -> list[list[Span]]:
-    """Per step the spans of this rank; none where another one stands for its device."""
+    """The spans of this rank by step; none where another one stands for its device."""
     plan = plan_from_json(plan_text)
     built = build_for_plan(model_argument, plan, device="cpu")
     captured = captured_as_planned(plan, built)

@@ -24,23 +24,28 @@ class Difference:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """gradients, parameters: worst first. eager_loss: of the model in one process. optimizer: whose
-    steps the parameters took. departure: of a program that differs, where it does first.
-    num_collectives: that a rank starts in a step; disorder: where two ranks of a group start
-    different ones (meshfold.validation.collective_order). shrunk: where a small twin ran instead of the plan,
-    what was made smaller and what it does not show."""
+    """The comparison of a plan on local processes with its model in one process."""
 
     world_size: int
     strategy: str
     eager_loss: float
+    """Loss of the model in one process."""
     loss: float
+    """The loss that is furthest from it, over all ranks."""
     gradients: tuple[Difference, ...]
+    """Worst first."""
     parameters: tuple[Difference, ...] = ()
+    """After NUM_STEPS steps of `optimizer`; worst first."""
     optimizer: str = ""
-    departure: str = ""
+    first_divergence: str = ""
+    """The first op whose value or gradient differs; empty if the program is right."""
     num_collectives: int = 0
-    disorder: str = ""
+    """Collectives that a rank starts in a step."""
+    collective_mismatch: str = ""
+    """Where two ranks of a group start different collectives, empty if nowhere
+    (meshfold.validation.collective_order)."""
     shrunk: tuple[str, ...] = ()
+    """If a scaled-down model ran instead: what became smaller and what it does not show."""
     tolerance: float = TOLERANCE
 
     @property
@@ -51,7 +56,7 @@ class VerifyReport:
     @property
     def passed(self) -> bool:
         compared = (*self.gradients, *self.parameters)
-        return not self.disorder and all(
+        return not self.collective_mismatch and all(
             d <= self.tolerance for d in (self.loss_difference, *(c.relative for c in compared))
         )
 
@@ -63,13 +68,12 @@ class VerifyReport:
             if self.parameters:
                 steps = f"{NUM_STEPS} steps of {self.optimizer}"
                 what = f"loss, {len(self.gradients)} gradients and parameters after {steps}"
-            where = ", on a small twin of model and plan" if self.shrunk else ""
+            where = ", on a scaled-down model and plan" if self.shrunk else ""
             return f"{what} agree to {self.tolerance:.0e}{where}"
-        if self.disorder:
-            return (
-                f"ranks start different collectives: {self.disorder}; report it with the plan file"
-            )
-        where = f"; {self.departure}" if self.departure else ""
+        if self.collective_mismatch:
+            found = self.collective_mismatch
+            return f"ranks start different collectives: {found}; report it with the plan file"
+        where = f"; {self.first_divergence}" if self.first_divergence else ""
         return f"{self._worst()}{where}; report it with the plan file"
 
     def _worst(self) -> str:
@@ -86,7 +90,7 @@ class VerifyReport:
 
 
 Sizes = Mapping[str, tuple[float, float]]
-"""By name the largest entry of a tensor and of its difference here."""
+"""The largest entry of a tensor and of its difference on this rank, by name."""
 
 
 def differences(by_rank: Sequence[Sizes]) -> tuple[Difference, ...]:

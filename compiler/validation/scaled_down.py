@@ -1,11 +1,12 @@
-"""A small twin of a model and its plan, for local processes, where the real size does not fit.
+"""A scaled-down model and its plan, for local processes, where the real size does not fit.
 
-    configuration --shrink--> twin's configuration --plan with pins--> twin's plan
+    configuration --shrink--> its configuration --plan with pins--> its plan
     pp4 x dp8 x tp2, zero3, 32 microbatches        pp2 x dp2 x tp2, zero3, 4 microbatches
 
 Every axis with several ranks has two, and the search is pinned to what the plan does: degrees, ZeRO
 level, sequence parallel, recomputation, schedule, layouts of parameters. What became smaller is
-said, and what the twin does not show. A factory is called as it is: only mesh and batch shrink.
+said, and what the scaled-down model does not show. A factory is called as it is: only mesh and
+batch shrink.
 """
 
 import json
@@ -21,7 +22,14 @@ from meshfold.api import plan_captured
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import MeshfoldError, OptionError
-from meshfold.ir.options import LAYOUT, PARTS, RING, CompileOptions, PinValue
+from meshfold.ir.options import (
+    COLLECTIVE_MATMUL,
+    LAYOUT,
+    MICRO_CHUNKS,
+    VIRTUAL_STAGES,
+    CompileOptions,
+    PinValue,
+)
 from meshfold.ir.plan import Plan
 from meshfold.models.from_argument import (
     BuiltModel,
@@ -42,7 +50,7 @@ MICROBATCHES = 4
 DROPPED_FIRST = ("dp", "cp", "ep", "tp", "pp")
 """Axes, in the order in which they are left out where two ranks on each are too many processes."""
 SHARE_OF_MEMORY = 0.5
-"""Of this machine, that verify may take."""
+"""Share of this machine's memory that verify may take."""
 FLOAT64_BYTES = 8
 WIDENING = 4
 """Bytes of float64 for one of a 16-bit number; too many for a model in float32."""
@@ -51,15 +59,17 @@ STATES = 4
 
 
 @dataclass(frozen=True)
-class Twin:
-    """A plan for a small model; changes: what is smaller than in reality, and what is left out."""
+class ScaledDown:
+    """A plan for a scaled-down model."""
 
     plan: Plan
     model: str
+    """The MODEL argument that builds it."""
     changes: tuple[str, ...]
+    """What is smaller than in reality, and what is left out: a line each."""
 
 
-def needs_twin(plan: Plan) -> bool:
+def needs_scaling_down(plan: Plan) -> bool:
     """Whether the plan has more processes, or its model more bytes, than this machine takes."""
     return plan.world_size > MAX_PROCESSES or needed_bytes(plan) > _room_bytes()
 
@@ -70,18 +80,18 @@ def _room_bytes() -> int:
 
 
 def needed_bytes(plan: Plan) -> int:
-    """About what all processes of verify hold in float64: their part of the program, and the whole
-    model with the whole batch, which every one of them runs, too."""
+    """About what all processes of verify have in memory, in float64: the program of their rank, and
+    the unsharded model with the global batch, which every one of them runs, too."""
     memory = plan.memory
-    part = WIDENING * (memory.peak - memory.reserve)
+    rank = WIDENING * (memory.peak - memory.reserve)
     batch = WIDENING * memory.activations * plan.world_size
-    return plan.world_size * (part + batch + STATES * FLOAT64_BYTES * plan.model.num_parameters)
+    return plan.world_size * (rank + batch + STATES * FLOAT64_BYTES * plan.model.num_parameters)
 
 
 @contextmanager
-def small_twin(plan: Plan, model: str, captured: Captured) -> Iterator[Twin]:
-    """The twin of a plan for MODEL, whose captured program is given. A configuration of it lies in
-    a folder that is gone afterwards.
+def scaled_down(plan: Plan, model: str, captured: Captured) -> Iterator[ScaledDown]:
+    """A scaled-down plan and model for `plan` of MODEL, whose captured program is given. A
+    configuration is written to a folder that is gone afterwards.
 
     Raises MeshfoldError where there is none, with what to do instead.
     """
@@ -92,20 +102,20 @@ def small_twin(plan: Plan, model: str, captured: Captured) -> Iterator[Twin]:
                 built, name, changes = _from_configuration(plan, model, degrees, Path(folder))
             else:
                 built, name, changes = _from_factory(plan, model, degrees)
-            small = capture(built.model, built.example_inputs, precision=plan.precision)
-            twin, left_out = _planned(plan, small, degrees)
+            captured_small = capture(built.model, built.example_inputs, precision=plan.precision)
+            small, left_out = _planned(plan, captured_small, degrees)
         except MeshfoldError as error:
             raise MeshfoldError(
-                f"no small twin of {model} for local processes: {error}; plan a smaller version "
-                "of the model with the same degrees for local-cpux8 or less and verify that"
+                f"no scaled-down version of {model} for local processes: {error}; plan a smaller "
+                "model with the same degrees for local-cpux8 or less and verify that"
             ) from error
-        before, after = plan.strategy.label, twin.strategy.label
-        facts = [f"mesh {_mesh_text(plan)} -> {_mesh_text(twin)}", f"plan {before} -> {after}"]
-        inputs = _inputs_text(plan), _inputs_text(twin)
+        before, after = plan.strategy.label, small.strategy.label
+        facts = [f"mesh {_mesh_text(plan)} -> {_mesh_text(small)}", f"plan {before} -> {after}"]
+        inputs = _inputs_text(plan), _inputs_text(small)
         facts += [] if inputs[0] == inputs[1] else [f"inputs {inputs[0]} -> {inputs[1]}"]
         facts += map(str, changes)
-        facts += [*left_out, *_not_shown(plan, twin, captured, small)]
-        yield Twin(twin, name, tuple(facts))
+        facts += [*left_out, *_not_shown(plan, small, captured, captured_small)]
+        yield ScaledDown(small, name, tuple(facts))
 
 
 def _small_degrees(plan: Plan) -> dict[str, int]:
@@ -118,10 +128,10 @@ def _small_degrees(plan: Plan) -> dict[str, int]:
 
 
 def _batch(plan: Plan, degrees: Mapping[str, int]) -> int:
-    """Of the twin: as many samples a microbatch of a rank as there are, ROWS at most."""
+    """The scaled-down batch: as many samples a microbatch of a rank as there are, ROWS at most."""
     strategy = plan.strategy
-    parts = strategy.degrees.batch_ranks * strategy.microbatches
-    rows = min(ROWS, max(1, plan.model.batch_size // parts))
+    slices = strategy.degrees.batch_ranks * strategy.microbatches
+    rows = min(ROWS, max(1, plan.model.batch_size // slices))
     return degrees["dp"] * degrees["ep"] * _microbatches(plan) * rows
 
 
@@ -148,8 +158,8 @@ def _from_factory(
     plan: Plan, model: str, degrees: Mapping[str, int]
 ) -> tuple[BuiltModel, str, tuple[Change, ...]]:
     """The factory's own model. Raises OptionError where that does not fit."""
-    whole = prod(degrees.values()) * 2 * STATES * FLOAT64_BYTES * plan.model.num_parameters
-    if whole > _room_bytes():
+    num_bytes = prod(degrees.values()) * 2 * STATES * FLOAT64_BYTES * plan.model.num_parameters
+    if num_bytes > _room_bytes():
         raise OptionError(
             f"a factory's model cannot be shrunk, and this machine has no room for "
             f"{plan.model.num_parameters:,} parameters in float64 in every process"
@@ -163,7 +173,7 @@ def _from_factory(
 def _planned(
     plan: Plan, captured: Captured, degrees: Mapping[str, int]
 ) -> tuple[Plan, tuple[str, ...]]:
-    """The plan of the twin, and what of the real one it leaves out."""
+    """The plan of the scaled-down model, and what of the real one it leaves out."""
     strategy = plan.strategy
     pins: dict[str, PinValue] = {**degrees, "zero": strategy.zero, "recompute": strategy.recompute}
     if prod(degrees[name] for name in ("dp", "ep", "cp")) == 1:
@@ -174,19 +184,20 @@ def _planned(
         pins["microbatches"] = _microbatches(plan)
     if plan.schedule and degrees["pp"] > 1:
         schedule = Schedule.parse(plan.schedule)
-        pins |= {"schedule": str(schedule.kind), "chunks": min(schedule.num_chunks, 2)}
-    in_parts = any(region.parts.count > 1 for region in plan.regions)
+        pins["schedule"] = str(schedule.kind)
+        pins[VIRTUAL_STAGES] = min(schedule.num_virtual_stages, 2)
+    is_chunked = any(region.chunking.count > 1 for region in plan.regions)
     if plan.mode == "scheduled":
-        pins[PARTS] = 2 if in_parts else 1
-    in_ring = any(region.ring for region in plan.regions)
-    pins[RING] = int(in_ring)
+        pins[MICRO_CHUNKS] = 2 if is_chunked else 1
+    has_matmuls = any(region.collective_matmul for region in plan.regions)
+    pins[COLLECTIVE_MATMUL] = int(has_matmuls)
     left_out = []
     options = CompileOptions(pins=dict(plan.pins), mode=plan.mode)
     for pin in options.layout_pins:
         try:
             pinned_slots(captured.graph, (pin,))
         except OptionError:
-            left_out.append(f"left out: pin {pin}, of parameters that the twin has not")
+            left_out.append(f"left out: pin {pin}, of parameters that the scaled-down model lacks")
         else:
             pins[f"{LAYOUT}{pin.pattern}"] = pin.value
     options = CompileOptions(
@@ -200,24 +211,26 @@ def _planned(
     try:
         return plan_captured(captured, plan.model.name, cluster, options), tuple(left_out)
     except OptionError:
-        if not in_parts and not in_ring:
+        if not is_chunked and not has_matmuls:
             raise
-    # Few layers are one region with the loss, which no part alone can make; and products of small
-    # sizes may be sharded otherwise.
-    left_out += ["left out: layers in parts of their samples"] * in_parts
-    left_out += ["left out: products in a ring"] * in_ring
-    options = replace(options, pins={**pins, PARTS: 1, RING: 0})
+    # Few layers are one region with the loss, which no micro-chunk alone can compute; and products
+    # of small sizes may be sharded otherwise.
+    left_out += ["left out: micro-chunks of layers"] * is_chunked
+    left_out += ["left out: collective matmuls"] * has_matmuls
+    options = replace(options, pins={**pins, MICRO_CHUNKS: 1, COLLECTIVE_MATMUL: 0})
     return plan_captured(captured, plan.model.name, cluster, options), tuple(left_out)
 
 
-def _not_shown(plan: Plan, twin: Plan, captured: Captured, small: Captured) -> Iterator[str]:
-    """What the twin does not prove."""
+def _not_shown(
+    plan: Plan, small: Plan, captured: Captured, captured_small: Captured
+) -> Iterator[str]:
+    """What the scaled-down model does not prove."""
     labels = dict.fromkeys(r.strategy.label for r in plan.regions)
-    if plan.hierarchy_bytes:
-        yield "left out: all-reduces in phases; the processes of this machine are one node"
+    if plan.hierarchical_all_reduce_bytes:
+        yield "left out: hierarchical all-reduces; the processes of this machine are one node"
     if len(labels) > 1:
-        yield f"left out: the mix of {len(labels)} strategies; all layers do {twin.strategy.label}"
-    lost = sorted(_targets(captured) - _targets(small))
+        yield f"left out: the mix of {len(labels)} strategies; all layers do {small.strategy.label}"
+    lost = sorted(_targets(captured) - _targets(captured_small))
     if lost:
         yield f"left out: {', '.join(lost)}, ops that only the real size has"
 

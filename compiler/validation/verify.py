@@ -23,16 +23,20 @@ from meshfold.capture.pipeline import Captured, capture
 from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import MeshfoldError
 from meshfold.ir.node_groups import node_levels
-from meshfold.ir.plan import Plan
+from meshfold.ir.plan import Plan, model_inputs
 from meshfold.models.from_argument import BuiltModel, build_for_plan, is_configuration
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.graph.without_dropout import exact
 from meshfold.plan_file.io import plan_from_json, plan_to_json
-from meshfold.runtime.batches import flatten
 from meshfold.sharding.layout import shard_of
+from meshfold.torch_compat.pytree import flat, map_leaves
 from meshfold.training.compiled_model import CompiledModel
-from meshfold.validation.collective_order import Call, collectives_of, disorder
-from meshfold.validation.first_divergence import first_departure
+from meshfold.validation.collective_order import (
+    StartedCollective,
+    collective_mismatch,
+    collectives_of,
+)
+from meshfold.validation.first_divergence import first_divergence
 from meshfold.validation.float64_mode import float64_everywhere
 from meshfold.validation.report import (
     NUM_STEPS,
@@ -42,10 +46,10 @@ from meshfold.validation.report import (
     badness,
     differences,
 )
-from meshfold.validation.scaled_down import needs_twin, small_twin
+from meshfold.validation.scaled_down import needs_scaling_down, scaled_down
 
 EPS = 1e-5
-"""Of AdamW: a gradient that is zero but for rounding moves its parameter by rounding / EPS."""
+"""AdamW's: a gradient that is zero but for rounding moves its parameter by rounding / EPS."""
 LEARNING_RATE = 1e-2
 OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD"}
 
@@ -53,11 +57,11 @@ OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD"}
 def verify(plan: Plan, model_argument: str) -> VerifyReport:
     """Runs the comparison. `model_argument` is the MODEL of the command line.
 
-    A plan for more than this machine takes is verified on a small twin (meshfold.validation.scaled_down),
-    which the report says.
+    A plan for more than this machine takes is verified on a scaled-down model
+    (meshfold.validation.scaled_down), which the report says.
 
-    Raises PlanMismatchError if the plan is for another model, MeshfoldError if it has no twin,
-    LocalProcessError if a process fails.
+    Raises PlanMismatchError if the plan is for another model, MeshfoldError if it cannot be scaled
+    down, LocalProcessError if a process fails.
     """
     built = build_for_plan(model_argument, plan)
     captured = captured_as_planned(plan, built)
@@ -66,10 +70,10 @@ def verify(plan: Plan, model_argument: str) -> VerifyReport:
             f"{model_argument}: the model is on the meta device, and verify runs it; "
             "let the factory build it on the CPU"
         )
-    if not needs_twin(plan):
+    if not needs_scaling_down(plan):
         return _run(plan, model_argument)
-    with small_twin(plan, model_argument, captured) as twin:
-        return replace(_run(twin.plan, twin.model), shrunk=twin.changes)
+    with scaled_down(plan, model_argument, captured) as small:
+        return replace(_run(small.plan, small.model), shrunk=small.changes)
 
 
 def _run(plan: Plan, model_argument: str) -> VerifyReport:
@@ -92,8 +96,8 @@ class _Compared:
     loss: float
     gradients: Sizes
     parameters: Sizes
-    collectives: tuple[Call, ...]
-    departure: str = ""
+    collectives: tuple[StartedCollective, ...]
+    first_divergence: str = ""
 
 
 def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
@@ -123,19 +127,19 @@ def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
     compared = _Compared(*losses, gradients, parameters, tuple(calls))
     everyone: list[_Compared] = [compared] * plan.world_size
     dist.all_gather_object(everyone, compared)
-    # Departures are looked for along a forward pass, which a pipeline has none of.
+    # The first divergence is found along a forward pass, which a pipeline has none of.
     if _report(plan, everyone).passed or plan.schedule:
         return compared
-    return replace(compared, departure=_departure(plan, built, captured))
+    return replace(compared, first_divergence=_first_divergence(plan, built, captured))
 
 
-def _departure(plan: Plan, built: BuiltModel, captured: Captured) -> str:
-    """The op behind the difference, of programs that keep what they would make again."""
+def _first_divergence(plan: Plan, built: BuiltModel, captured: Captured) -> str:
+    """The op behind the difference, in programs without recomputation."""
     regions = [replace(r, typing=replace(r.typing, recompute="none")) for r in plan.regions]
-    kept = replace(_planned_for(plan, captured), regions=tuple(regions))
+    saving = replace(_planned_for(plan, captured), regions=tuple(regions))
     with float64_everywhere(), without_dropout():
-        return first_departure(
-            bind(built.model, kept, captured, built.example_inputs),
+        return first_divergence(
+            bind(built.model, saving, captured, built.example_inputs),
             captured.constants,
             dict(built.model.named_parameters()),
             dict(built.model.named_buffers()),
@@ -163,25 +167,26 @@ def _optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _sizes(
-    compiled: CompiledModel, model: nn.Module, part: Callable[[nn.Parameter], Tensor]
+    compiled: CompiledModel, model: nn.Module, tensor_of: Callable[[nn.Parameter], Tensor]
 ) -> Sizes:
-    """Of `part` of every parameter, the model's against this rank's."""
+    """Sizes of `tensor_of` every parameter, and of its difference between model and this rank."""
     assert compiled.rank_mesh is not None
-    whole, local = dict(model.named_parameters()), dict(compiled.named_parameters())
+    unsharded, local = dict(model.named_parameters()), dict(compiled.named_parameters())
     sizes, coords = compiled.program.mesh.sizes, compiled.rank_mesh.coords
     found = {}
     for name, layout in compiled.program.stored.items():
         if name not in local:
             continue
-        right = part(whole[name])
+        right = tensor_of(unsharded[name])
         expected = shard_of(right, layout, sizes, coords)
-        found[name] = (_largest(right), _largest(part(local[name]) - expected))
+        found[name] = (_largest(right), _largest(tensor_of(local[name]) - expected))
     return found
 
 
 def _take_from_first_rank(built: BuiltModel) -> None:
     """A factory may draw from generators that nobody seeded: all ranks use rank 0's numbers."""
-    inputs = (value for _, value in flatten(built.example_inputs) if isinstance(value, Tensor))
+    leaves, _ = flat(dict(built.example_inputs))
+    inputs = (leaf for leaf in leaves if isinstance(leaf, Tensor))
     with torch.no_grad():
         for tensor in (*built.model.parameters(), *built.model.buffers(), *inputs):
             value = tensor.contiguous()
@@ -195,23 +200,17 @@ def _exact(captured: Captured) -> Captured:
 
 
 def _planned_for(plan: Plan, captured: Captured) -> Plan:
-    """`plan` as if it had been made for the exact program, whose typing is the same."""
+    """`plan` as if it were for the exact program, whose typing is the same."""
     graph = captured.graph
-    inputs = tuple((i.name, i.shape, i.dtype) for i in graph.inputs)
+    inputs = model_inputs(graph)
     return replace(plan, model=replace(plan.model, fingerprint=fingerprint(graph), inputs=inputs))
 
 
 def _double(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    def change(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return _wide(value)
-        if isinstance(value, Mapping):
-            return {k: change(v) for k, v in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(change, value))
-        return value
-
-    return {name: change(value) for name, value in inputs.items()}
+    doubled: dict[str, Any] = map_leaves(
+        lambda x: _wide(x) if isinstance(x, Tensor) else x, dict(inputs)
+    )
+    return doubled
 
 
 def _wide(value: Tensor) -> Tensor:
@@ -268,9 +267,11 @@ def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
         gradients=differences([r.gradients for r in results]),
         parameters=differences([r.parameters for r in results]),
         optimizer=OPTIMIZER_NAMES[plan.optimizer],
-        departure=first.departure,
+        first_divergence=first.first_divergence,
         num_collectives=len(first.collectives),
-        disorder=disorder(node_levels(plan.cluster, plan.mesh), [r.collectives for r in results]),
+        collective_mismatch=collective_mismatch(
+            node_levels(plan.cluster, plan.mesh), [r.collectives for r in results]
+        ),
     )
 
 
@@ -301,6 +302,6 @@ class _NoDropout(TorchFunctionMode):
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Within it, every dropout of torch drops nothing; train mode stays train mode otherwise."""
+    """A context in which no dropout of torch drops; train mode stays train mode otherwise."""
     with _NoDropout():
         yield

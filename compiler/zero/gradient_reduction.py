@@ -1,20 +1,19 @@
-"""The reduction of gradients in one step: of one bucket, or of several that are merged.
+"""The reduction of gradients in one step: of one group, or of several in one bucket.
 
-Merged ones share a flat buffer: what the collective takes has a row per rank of the gather axes,
-and every member packs its gradients into its own columns, as a bucket does with its parameters. It
-is on its way as soon as the last member has packed.
+The groups of a bucket share a flat buffer (meshfold.zero.collective_buffers): every member packs
+its gradients into its own columns. The collective starts as soon as the last member has packed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from torch import Tensor
 
 from meshfold.distributed.rank_mesh import Axes, RankMesh
+from meshfold.zero.collective_buffers import CollectiveBuffer
 from meshfold.zero.hierarchical_all_reduce import AllReduces, Started
 from meshfold.zero.microbatch_state import Key, SharedStep
-from meshfold.zero.parameter_group import BucketBuffers
+from meshfold.zero.parameter_group import GroupBuffers
 
 
 @dataclass(frozen=True)
@@ -28,25 +27,26 @@ class Reducing:
 
 
 class Reduction:
-    """members: keys of the buckets, and what copies into their buffers; alike in axes and dtype.
-    is_late: with the last microbatch, else with every one."""
+    """members: keys of the groups, and what copies into their buffers; alike in axes and dtype.
+    on_last_microbatch: with the last microbatch, else with every one."""
 
     def __init__(
-        self, of: Reducing, members: Sequence[tuple[Key, BucketBuffers]], *, is_late: bool
+        self,
+        of: Reducing,
+        members: Sequence[tuple[Key, GroupBuffers]],
+        *,
+        on_last_microbatch: bool,
     ) -> None:
         self._of = of
         self._members = dict(members)
         self._key, first = members[0]
-        self._is_late = is_late
-        self._num_shards = first.num_shards
-        ends = list(accumulate(buffers.shard_numel for _, buffers in members))
-        ranges = zip([0, *ends[:-1]], ends, strict=True)
-        self._ranges = dict(zip(self._members, ranges, strict=True))
-        self._shard_numel = ends[-1]
+        self._on_last_microbatch = on_last_microbatch
+        shard_numels = [(key, buffers.shard_numel) for key, buffers in members]
+        self._buffer = CollectiveBuffer(first.num_shards, shard_numels)
         names = of.mesh.mesh.names
-        bucket = first.bucket
-        self._scatters = bool(bucket.gather)
-        self._axes: Axes = tuple(names[k] for k in bucket.gather or bucket.reduce)
+        group = first.group
+        self._scatters = bool(group.gather)
+        self._axes: Axes = tuple(names[k] for k in group.gather or group.reduce)
         self._flat: Tensor | None = None
         self._packed: set[Key] = set()
         self._in_flight: Tensor | Started | None = None
@@ -56,16 +56,18 @@ class Reduction:
     def pack(self, key: Key, gradients: Sequence[Tensor | None], like: Tensor) -> None:
         """Take the gradients of a member as used (None: zero); with those of the last one the
         collective starts, or they are left to a later microbatch."""
-        if len(self._members) == 1 and (not self._is_late or self._of.shared.is_only(self._key)):
+        if len(self._members) == 1 and (
+            not self._on_last_microbatch or self._of.shared.is_only(self._key)
+        ):
             # Only read, by the collective: autograd may have it elsewhere, too.
-            whole = self._members[key].as_whole(gradients)
+            whole = self._members[key].as_unsharded(gradients)
             if whole is not None:
                 self._packed.add(key)
                 self._start(whole)
                 return
         if self._flat is None:
-            self._flat = like.new_empty(self._num_shards * self._shard_numel)
-        self._members[key].write_gradients(gradients, self._columns(self._flat, key))
+            self._flat = like.new_empty(self._buffer.numel)
+        self._members[key].write_gradients(gradients, self._buffer.columns(self._flat, key))
         self._packed.add(key)
         if len(self._packed) == len(self._members):
             self._start(self._flat)
@@ -75,7 +77,7 @@ class Reduction:
         if self._flat is not None:
             for key in self._members:
                 if key not in self._packed:
-                    self._columns(self._flat, key).zero_()
+                    self._buffer.columns(self._flat, key).zero_()
             self._start(self._flat)
 
     def finish(self, key: Key) -> list[Tensor] | None:
@@ -87,19 +89,14 @@ class Reduction:
             self._result = None
         if flat is None or key not in self._packed:
             return None
-        start, end = self._ranges[key]
-        return buffers.unpack_shards(flat[start:end])
-
-    def _columns(self, flat: Tensor, key: Key) -> Tensor:
-        start, end = self._ranges[key]
-        return flat.view(self._num_shards, self._shard_numel)[:, start:end]
+        return buffers.unpack_shards(self._buffer.shards(flat, key))
 
     def _start(self, flat: Tensor) -> None:
         self._flat = None
         if not self._axes:
             self._result = flat
             return
-        total = self._of.shared.add(self._key, flat) if self._is_late else flat
+        total = self._of.shared.add(self._key, flat) if self._on_last_microbatch else flat
         if total is None:
             return
         if self._scatters:

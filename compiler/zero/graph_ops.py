@@ -1,7 +1,7 @@
-"""Graph ops that take parameters out of buckets (meshfold.zero.step), for autograd's backward.
+"""Graph ops that take parameters out of groups (meshfold.zero.step), for autograd's backward.
 
-UseBucket is created where its region first needs the bucket, after the whole previous region: so
-its backward, which starts the reduction of the bucket's gradients, comes right after the last
+UseGroup is created where its region first needs the group, after the whole previous region: so
+its backward, which starts the reduction of the group's gradients, comes right after the last
 gradient of its own region and before the previous region's backward.
 """
 
@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.zero.step import BucketUse
+from meshfold.zero.step import GroupUse
 
 
-def wait_bucket(use: BucketUse) -> tuple[Tensor, ...]:
-    """Graph op: a bucket in flight -> its parameters, whole. Backward starts the reduce-scatter."""
+def wait_group(use: GroupUse) -> tuple[Tensor, ...]:
+    """Graph op: a group in flight -> its parameters, unsharded. Backward starts the
+    reduce-scatter."""
     return _use(use)
 
 
-def replicate_bucket(use: BucketUse) -> tuple[Tensor, ...]:
+def replicate_group(use: GroupUse) -> tuple[Tensor, ...]:
     """Graph op: parameters Invariant -> Replicate. Backward starts the all-reduce."""
     return _use(use)
 
@@ -29,17 +30,17 @@ def start_ahead(ahead: Callable[[], None]) -> None:
     ahead()
 
 
-def _use(use: BucketUse) -> tuple[Tensor, ...]:
+def _use(use: GroupUse) -> tuple[Tensor, ...]:
     if use.token is None:
         return tuple(use.members())
-    members: tuple[Tensor, ...] = _UseBucket.apply(use, use.token)  # type: ignore[no-untyped-call]
-    work = use.weight_work
-    return members if work is None else tuple(map(work.tap, members))
+    members: tuple[Tensor, ...] = _UseGroup.apply(use, use.token)  # type: ignore[no-untyped-call]
+    deferred = use.deferred
+    return members if deferred is None else tuple(map(deferred.tap, members))
 
 
-class _UseBucket(torch.autograd.Function):
+class _UseGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, use: BucketUse, token: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, use: GroupUse, token: Tensor) -> tuple[Tensor, ...]:
         ctx.use = use
         ctx.set_materialize_grads(False)
         # Aliases: autograd writes itself into what is returned, and `use` keeps the originals.

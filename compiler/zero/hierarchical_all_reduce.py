@@ -1,4 +1,4 @@
-"""The all-reduces of gradients of one step: whole, or in phases (meshfold.ir.node_groups)."""
+"""The all-reduces of gradients of one step, some of them hierarchical (meshfold.ir.node_groups)."""
 
 from collections.abc import Generator
 
@@ -7,55 +7,56 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshfold.distributed.rank_mesh import Axes, RankMesh
-from meshfold.ir.node_groups import ACROSS_NODES, IN_NODE, Cut, Hierarchy, Turns
+from meshfold.hierarchical_all_reduce import HierarchicalAllReduce, HierarchicalSplit, Interleaver
+from meshfold.ir.node_groups import ACROSS_NODES, IN_NODE
 
-Phases = Generator[None, None, Tensor]
-Started = tuple[Tensor | None, Phases | None]
-"""What is in flight: a tensor, or phases."""
+Steps = Generator[None, None, Tensor]
+Started = tuple[Tensor | None, Steps | None]
+"""An all-reduce in flight: its tensor, or its steps where it is hierarchical."""
 
 
 class AllReduces:
-    """hierarchy: which run in phases; None for none."""
+    """The all-reduces of one step. hierarchical: which run so; None for none."""
 
-    def __init__(self, mesh: RankMesh, hierarchy: Hierarchy | None = None) -> None:
+    def __init__(self, mesh: RankMesh, hierarchical: HierarchicalAllReduce | None = None) -> None:
         self._mesh = mesh
-        self._hierarchy = hierarchy
-        self._turns: Turns[Tensor] = Turns()
+        self._hierarchical = hierarchical
+        self._interleaver: Interleaver[Tensor] = Interleaver()
 
     def start(self, flat: Tensor, axes: Axes) -> Started:
         """The sum over the group of flat [n], which is given up."""
-        cut = None
-        if self._hierarchy is not None:
-            cut = self._hierarchy.cut(axes, flat.numel() * flat.element_size())
-        if cut is None:
+        split = None
+        if self._hierarchical is not None:
+            split = self._hierarchical.split(axes, flat.numel() * flat.element_size())
+        if split is None:
             return self._mesh.start_all_reduce_in_place(flat, axes), None
-        phases = _in_phases(self._mesh, flat, axes, cut)
+        steps = _in_steps(self._mesh, flat, axes, split)
         del flat
-        self._turns.begin(phases)
-        return None, phases
+        self._interleaver.begin(steps)
+        return None, steps
 
     def finish(self, started: Started) -> Tensor:
         """The sum [n]. Once for each."""
-        in_flight, phases = started
-        if phases is not None:
-            return self._turns.finish(phases)
+        in_flight, steps = started
+        if steps is not None:
+            return self._interleaver.finish(steps)
         assert in_flight is not None
         return self._mesh.wait(in_flight)
 
 
-def _in_phases(mesh: RankMesh, flat: Tensor, axes: Axes, cut: Cut) -> Phases:
+def _in_steps(mesh: RankMesh, flat: Tensor, axes: Axes, split: HierarchicalSplit) -> Steps:
     """What does not divide into pieces and ranks is padded, by a copy; most sizes do divide."""
     numel = flat.numel()
-    padding = -numel % (cut.pieces * cut.ranks)
+    padding = -numel % (split.pieces * split.ranks)
     if padding:
         flat = F.pad(flat, (0, padding))
     in_node, across = (*axes, IN_NODE), (*axes, ACROSS_NODES)
-    flying = [mesh.start_reduce_scatter(piece, in_node) for piece in flat.chunk(cut.pieces)]
+    flying = [mesh.start_reduce_scatter(piece, in_node) for piece in flat.chunk(split.pieces)]
     del flat
     yield
-    flying = [mesh.start_all_reduce_in_place(mesh.wait(part), across) for part in flying]
+    flying = [mesh.start_all_reduce_in_place(mesh.wait(piece), across) for piece in flying]
     yield
-    flying = [mesh.start_all_gather(mesh.wait(part), in_node) for part in flying]
+    flying = [mesh.start_all_gather(mesh.wait(piece), in_node) for piece in flying]
     yield
     sums = [mesh.wait(piece) for piece in flying]
     return (sums[0] if len(sums) == 1 else torch.cat(sums))[:numel]

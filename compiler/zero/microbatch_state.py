@@ -1,26 +1,26 @@
 """What the microbatches of a step have in common in one stage.
 
-sums    gradients that are reduced once per step: of buckets that are only all-reduced, and of
-        gathered ones whose gradients are whole (ZeRO 1); flat, added up until the last
-        microbatch. Other gathered buckets (ZeRO 2 and 3) keep shards, so they are
+sums    gradients that are reduced once per step: of groups that are only all-reduced, and of
+        gathered ones whose gradients are accumulated unsharded (ZeRO 1); flat, added up until the
+        last microbatch. Other gathered groups (ZeRO 2 and 3) keep shards, so they are
         reduce-scattered with every microbatch; what these still owe to other axes waits here.
-whole   parameters that are gathered once per step (ZeRO 1 and 2), from the first forward to the
+unsharded   parameters that are gathered once per step (ZeRO 1 and 2), from the first forward to the
         last backward
 """
 
 from torch import Tensor
 
 Key = tuple[int, ...]
-"""(instance, bucket), and the member where only one is meant."""
+"""(instance, group), and the member where only one is meant."""
 
 
 class SharedStep:
     """is_last: the microbatch whose backward runs is the last one; of a step in one pass the only
-    one. whole: the members of each bucket that is gathered once."""
+    one. unsharded: the members of each group that is gathered once."""
 
     def __init__(self) -> None:
         self.is_last = True
-        self.whole: dict[Key, list[Tensor]] = {}
+        self.unsharded: dict[Key, list[Tensor]] = {}
         self._sums: dict[Key, Tensor] = {}
 
     def add(self, key: Key, gradient: Tensor) -> Tensor | None:
@@ -34,7 +34,7 @@ class SharedStep:
         return None
 
     def is_only(self, key: Key) -> bool:
-        """Whether the microbatch at hand makes the whole gradient."""
+        """Whether the microbatch at hand has the full gradient."""
         return self.is_last and key not in self._sums
 
     @property

@@ -1,40 +1,40 @@
-"""One forward pass and its backward: parameters gathered ahead, gradients reduced in buckets.
+"""One forward pass and its backward: parameters gathered ahead, gradients reduced in groups.
 
-    Enter -> tokens -> UseBucket (one per instance and bucket) -> region ops -> ... -> Leave
+    Enter -> tokens -> UseGroup (one per instance and group) -> region ops -> ... -> Leave
     forward    G0 | F0 [wait 0, G1, ops] X0 | F1 [wait 1, G2, ops] X1 | ... | Fn
     backward   G n-1 | Bn, reduce n | G n-2, B n-1, reduce n-1 | ... | wait all reductions, .grad
 
-Autograd runs the nodes of a graph in falling order of creation: UseBucket (meshfold.zero.graph_ops) is
-younger than the regions before its own, and Enter is the oldest node: its backward comes last,
+Autograd runs the nodes of a graph in falling order of creation: UseGroup (meshfold.zero.graph_ops)
+is younger than the regions before its own, and Enter is the oldest node: its backward comes last,
 waits for all reductions, adds up the uses of tied parameters and returns gradients of shards, which
 autograd accumulates itself. Tokens are empty tensors that carry nothing but this order. Reductions
-that are merged (meshfold.ir.bucketing) start with the last of their members.
+that share a bucket (meshfold.ir.bucketing) start with the last of their members.
 
-Gathered parameters are released after a region's forward. Autograd keeps a note instead (saved
-tensor hooks) and the backward gathers again, one region ahead: two regions are whole at most, and
-with merged gathers a region beside the buffers of two groups.
-The last region stays whole for its backward, and so do regions that keep what is gathered (ZeRO 1
-and 2), these for all microbatches of a step (meshfold.zero.microbatch_state). A region with full
-recomputation (meshfold.runtime.recomputation) keeps no notes; it gathers again in the same turn.
+Gathered parameters are released after a region's forward. Autograd saves a note instead (saved
+tensor hooks) and the backward regathers them, one region ahead: two regions are unsharded at most.
+The last region stays unsharded for its backward, and so do regions without resharding after forward
+(ZeRO 1 and 2), these for all microbatches of a step (meshfold.zero.microbatch_state). A region with
+full recomputation (meshfold.runtime.recomputation) saves no notes; it regathers in the same order.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshfold.distributed.deferred_weight_grads import WeightWork
-from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.distributed.deferred_weight_grads import DeferredWeightGrads
+from meshfold.distributed.step_context import StepContext
 from meshfold.errors import MeshfoldError
-from meshfold.ir.node_groups import Hierarchy
-from meshfold.ops.registry import torch_dtype
+from meshfold.hierarchical_all_reduce import HierarchicalAllReduce
+from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.zero.gradient_reduction import Reducing, Reduction
 from meshfold.zero.hierarchical_all_reduce import AllReduces
 from meshfold.zero.microbatch_state import SharedStep
 from meshfold.zero.parameter_gather import Gather, Gathered
-from meshfold.zero.parameter_group import BucketBuffers
+from meshfold.zero.parameter_group import GroupBuffers
 
 SECOND_BACKWARD = (
     "backward through a step that has already run backward: the gradients of a step are reduced "
@@ -42,27 +42,28 @@ SECOND_BACKWARD = (
 )
 
 
-class BucketUse:
-    """A bucket of one region instance during one pass. `token` is set by TrainingStep.enter. stays:
-    what is gathered is kept until the last backward of the step. is_late: gradients are reduced
-    with the last microbatch, else with every one."""
+class GroupUse:
+    """A parameter group of one region instance during one pass. `token` is set by
+    TrainingStep.enter. reshard_after_forward: else what is gathered is resident until the last
+    backward of the step. reduce_on_last_microbatch: gradients are reduced with the last microbatch,
+    else with every one."""
 
     def __init__(
         self,
         step: "TrainingStep",
         instance: int,
-        buffers: BucketBuffers,
+        buffers: GroupBuffers,
         shards: Sequence[Tensor],
         number: int = 0,
         *,
-        stays: bool = False,
-        is_late: bool = False,
+        reshard_after_forward: bool = True,
+        reduce_on_last_microbatch: bool = False,
     ) -> None:
         self.instance = instance
         self.key = (instance, number)
-        self.stays = stays and bool(buffers.bucket.gather)
-        self.is_late = is_late or not buffers.bucket.gather
-        self.bucket = buffers.bucket
+        self.reshard_after_forward = reshard_after_forward or not buffers.group.gather
+        self.reduce_on_last_microbatch = reduce_on_last_microbatch or not buffers.group.gather
+        self.group = buffers.group
         self.token: Tensor | None = None
         self.is_saved = False
         """Whether backward needs the gathered members again."""
@@ -70,17 +71,17 @@ class BucketUse:
         self._step = step
         self._buffers = buffers
         names = step.mesh.mesh.names
-        self._gather = tuple(names[k] for k in self.bucket.gather)
-        self._dtype = torch_dtype(self.bucket.dtype)
-        self._gathers_with: Sequence[BucketUse] = (self,)
+        self._gather = tuple(names[k] for k in self.group.gather)
+        self._dtype = torch_dtype(self.group.dtype)
+        self._gathers_with: Sequence[GroupUse] = (self,)
         self._gathering: Gather | None = None
-        self._whole: list[Tensor] | None = None
-        self._reduction = Reduction(step.reducing, [(self.key, buffers)], is_late=self.is_late)
+        self._unsharded: list[Tensor] | None = None
+        self._reduction = self._reduction_of([self])
 
     @property
-    def weight_work(self) -> WeightWork | None:
-        """Where gradients wait, of a schedule that splits the backward."""
-        return self._step.mesh.weight_work
+    def deferred(self) -> DeferredWeightGrads | None:
+        """Where gradients of weights wait, under a schedule that splits the backward."""
+        return self._step.context.deferred
 
     def start_gather(self) -> None:
         """Start the all-gather unless it is in flight or done."""
@@ -92,10 +93,10 @@ class BucketUse:
                 use._gathering = gather
 
     def _needs_gather(self) -> bool:
-        is_there = self._whole is not None or (self.stays and self.key in self._step.shared.whole)
+        is_there = self._unsharded is not None or self.key in self._step.shared.unsharded
         return bool(self._gather) and self._gathering is None and not is_there
 
-    def _joins(self, first: "BucketUse") -> bool:
+    def _joins(self, first: "GroupUse") -> bool:
         """Whether this is gathered together with `first`, which comes first: in the backward, if it
         is read again."""
         if self._step.is_backward:
@@ -106,16 +107,15 @@ class BucketUse:
 
     def members(self) -> list[Tensor]:
         """The members as the ops read them, waiting for the gather."""
-        if not self.bucket.is_made:
+        if not self.group.is_materialized:
             return self._narrow()
-        if self._whole is None:
-            self._whole = self._gathered() if self._gather else self._narrow()
-            self._step.note_whole(self, self._whole)
-        return self._whole
+        if self._unsharded is None:
+            self._unsharded = self._gathered() if self._gather else self._narrow()
+            self._step.note_unsharded(self, self._unsharded)
+        return self._unsharded
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor on the memory of a member is in its dtype, so that it can be told by
-        place."""
+        """Whether a tensor on the memory of a member is in its dtype: told by its offset then."""
         return tensor.dtype == self._dtype
 
     def _narrow(self) -> list[Tensor]:
@@ -123,27 +123,27 @@ class BucketUse:
         return [s.detach().to(self._dtype) for s in self.shards]
 
     def _gathered(self) -> list[Tensor]:
-        if self.stays and self.key in self._step.shared.whole:
-            return self._step.shared.whole[self.key]
+        if self.key in self._step.shared.unsharded:
+            return self._step.shared.unsharded[self.key]
         self.start_gather()
         assert self._gathering is not None
-        whole = self._gathering.take(self.key)
+        unsharded = self._gathering.take(self.key)
         self._gathering = None
-        if self.stays:
-            self._step.shared.whole[self.key] = whole
-        return whole
+        if not self.reshard_after_forward:
+            self._step.shared.unsharded[self.key] = unsharded
+        return unsharded
 
     def release(self) -> None:
-        """Forget the gathered members; those that stay, in the last microbatch."""
-        if self.stays and self._step.shared.is_last:
-            self._step.shared.whole.pop(self.key, None)
-        if self._whole is not None:
-            self._step.forget_whole(self._whole)
-            self._whole = None
+        """Forget the gathered members, if not resharded after forward in the last microbatch."""
+        if self._step.shared.is_last:
+            self._step.shared.unsharded.pop(self.key, None)
+        if self._unsharded is not None:
+            self._step.forget_unsharded(self._unsharded)
+            self._unsharded = None
 
-    def will_be_read_again(self) -> None:
-        """Backward reads the members outside the notes that autograd keeps: a region runs again."""
-        self.is_saved = self.bucket.is_made and not self.stays
+    def will_be_recomputed(self) -> None:
+        """Backward reads the members outside the notes of autograd: a region is recomputed."""
+        self.is_saved = self.group.is_materialized and self.reshard_after_forward
 
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
         """Hand the members' gradients to their reduction; the members are no longer needed."""
@@ -159,45 +159,50 @@ class BucketUse:
         return self._reduction.finish(self.key)
 
     @staticmethod
-    def gather_together(uses: Sequence["BucketUse"]) -> None:
-        """Gather the parameters of several buckets together, which are alike in axes and dtype."""
+    def gather_together(uses: Sequence["GroupUse"]) -> None:
+        """Gather the parameters of several groups together, which are alike in axes and dtype."""
         for use in uses:
             use._gathers_with = uses
 
     @staticmethod
-    def reduce_together(uses: Sequence["BucketUse"]) -> None:
-        """Reduce the gradients of several buckets together, which are alike in axes and dtype."""
-        first = uses[0]
-        members = [(use.key, use._buffers) for use in uses]
-        merged = Reduction(first._step.reducing, members, is_late=first.is_late)
+    def reduce_together(uses: Sequence["GroupUse"]) -> None:
+        """Reduce the gradients of several groups together, which are alike in axes and dtype."""
+        together = uses[0]._reduction_of(uses)
         for use in uses:
-            use._reduction = merged
+            use._reduction = together
+
+    def _reduction_of(self, uses: Sequence["GroupUse"]) -> Reduction:
+        members = [(use.key, use._buffers) for use in uses]
+        is_last = self.reduce_on_last_microbatch
+        return Reduction(self._step.reducing, members, on_last_microbatch=is_last)
 
 
 class TrainingStep:
-    """State of one forward and backward. `uses[k]` are the buckets of instance k. shared: by
+    """State of one forward and backward. `uses[k]` are the groups of instance k. shared: by
     the microbatches of a step. waits_at_once: nothing is gathered ahead, and reductions are waited
-    for where they start: what overlap is measured against. hierarchy: which run in phases."""
+    for where they start: what overlap is measured against. hierarchical: which all-reduces
+    run so."""
 
     def __init__(
         self,
-        mesh: RankMesh,
+        context: StepContext,
         shared: SharedStep,
         *,
         waits_at_once: bool = False,
-        hierarchy: Hierarchy | None = None,
+        hierarchical: HierarchicalAllReduce | None = None,
     ) -> None:
-        self.mesh = mesh
+        self.context = context
+        self.mesh = mesh = context.mesh
         self.shared = shared
         self.waits_at_once = waits_at_once
-        self.reducing = Reducing(mesh, shared, waits_at_once, AllReduces(mesh, hierarchy))
-        self.uses: list[list[BucketUse]] = []
+        self.reducing = Reducing(mesh, shared, waits_at_once, AllReduces(mesh, hierarchical))
+        self.uses: list[list[GroupUse]] = []
         self.is_backward = False
         self.is_recording = torch.is_grad_enabled()
-        self._whole: dict[int, tuple[BucketUse, int]] = {}
+        self._unsharded: dict[int, tuple[GroupUse, int]] = {}
         self._at = -1
         self._busy = -1
-        """The instance behind, while it is not over."""
+        """The following instance, until its backward is over."""
         self._is_done = False
 
     def enter(self) -> None:
@@ -210,52 +215,51 @@ class TrainingStep:
         for use, token in zip(trained, tokens, strict=True):
             use.token = token
 
-    def trained(self) -> list[BucketUse]:
-        return [u for uses in self.uses for u in uses if u.bucket.requires_grad]
+    def trained(self) -> list[GroupUse]:
+        return [u for u in chain.from_iterable(self.uses) if u.group.requires_grad]
 
     def leave(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Wrap the outputs: their backward is the first to run."""
-        trained = [x for x in outputs if x.requires_grad]
-        if not trained:
+        if not (trained := [x for x in outputs if x.requires_grad]):
             return list(outputs)
         wrapped = iter(_Leave.apply(self, *trained))  # type: ignore[no-untyped-call]
         return [next(wrapped) if x.requires_grad else x for x in outputs]
 
     def start_gathers(self, instance: int) -> None:
-        """G: start the gathers of an instance's buckets."""
+        """G: start the gathers of an instance's groups."""
         for use in () if self.waits_at_once else self.uses[instance]:
             use.start_gather()
 
     def release(self, instance: int) -> None:
-        """X: drop the gathered parameters of an instance, but those that stay."""
-        for use in self.uses[instance]:
-            if not use.stays:
-                use.release()
+        """X: drop the gathered parameters of an instance, but those without resharding after
+        forward."""
+        for use in (u for u in self.uses[instance] if u.reshard_after_forward):
+            use.release()
 
     # Saved tensors.
 
     def saved_tensors(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """While open, autograd keeps notes instead of gathered parameters."""
+        """While open, autograd saves notes instead of gathered parameters."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
-    def note_whole(self, use: BucketUse, members: Sequence[Tensor]) -> None:
-        """`members` are whole now; a saved tensor on their memory is theirs."""
+    def note_unsharded(self, use: GroupUse, members: Sequence[Tensor]) -> None:
+        """`members` are unsharded now; a saved tensor on their memory is theirs."""
         for k, member in enumerate(members):
-            self._whole[member.untyped_storage().data_ptr()] = (use, k)
+            self._unsharded[member.untyped_storage().data_ptr()] = (use, k)
 
-    def forget_whole(self, members: Sequence[Tensor]) -> None:
+    def forget_unsharded(self, members: Sequence[Tensor]) -> None:
         for member in members:
-            self._whole.pop(member.untyped_storage().data_ptr(), None)
+            self._unsharded.pop(member.untyped_storage().data_ptr(), None)
 
     def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        owner = self._whole.get(tensor.untyped_storage().data_ptr())
+        owner = self._unsharded.get(tensor.untyped_storage().data_ptr())
         # Detached, or an op that saves its own output would hold itself alive.
         if owner is None:
             return tensor.detach()
         use, member = owner
         if not use.owns(tensor):
             return tensor.detach()
-        use.is_saved = not use.stays
+        use.is_saved = use.reshard_after_forward
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
         def regather() -> Tensor:
@@ -271,10 +275,9 @@ class TrainingStep:
             raise MeshfoldError(SECOND_BACKWARD)
         self._at = len(self.uses)
         self.is_backward = True
-        for uses in self.uses:
-            for use in uses:
-                if not (use.is_saved or use.stays):
-                    use.release()
+        for use in chain.from_iterable(self.uses):
+            if use.reshard_after_forward and not use.is_saved:
+                use.release()
         self.prefetch_before(len(self.uses))
 
     def finish_backward(self) -> None:
@@ -305,13 +308,12 @@ class TrainingStep:
         self._busy = -1
 
     def _release_from(self, first: int) -> None:
-        """Nobody needs the parameters of these instances again."""
-        for uses in self.uses[first:]:
-            for use in uses:
-                use.release()
+        """Nobody needs the parameters of these instances any more."""
+        for use in chain.from_iterable(self.uses[first:]):
+            use.release()
 
     def prefetch_before(self, instance: int) -> None:
-        """Start the gathers of the nearest earlier instance that reads them again."""
+        """Start the gathers of the nearest earlier instance that regathers them."""
         for earlier in () if self.waits_at_once else reversed(range(instance)):
             saved = [u for u in self.uses[earlier] if u.is_saved]
             for use in saved:
@@ -327,7 +329,7 @@ def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, step: TrainingStep, uses: list[BucketUse], *shards: Tensor
+        ctx: Any, step: TrainingStep, uses: list[GroupUse], *shards: Tensor
     ) -> tuple[Tensor, ...]:
         # Weak: its uses hold tokens made here, in a cycle that no garbage collector sees.
         ctx.step = weakref.ref(step)
@@ -340,49 +342,47 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.shards)
         step: TrainingStep = ctx.step()
-        for use, parts in zip(step.trained(), _finish_all(step, step.trained()), strict=True):
-            for shard, part in zip(use.shards, parts or (), strict=parts is not None):
-                if part is None:
+        for use, found in zip(step.trained(), _finish_all(step, step.trained()), strict=True):
+            for shard, gradient in zip(use.shards, found or (), strict=found is not None):
+                if gradient is None:
                     continue
                 k = ctx.shards[id(shard)]
                 before = gradients[k]
-                gradients[k] = part if before is None else before + part
+                gradients[k] = gradient if before is None else before + gradient
         step.finish_backward()
         return None, None, *gradients
 
 
-def _finish_all(step: TrainingStep, uses: Sequence[BucketUse]) -> list[list[Tensor | None] | None]:
+def _finish_all(step: TrainingStep, uses: Sequence[GroupUse]) -> list[list[Tensor | None] | None]:
     """Wait for the reductions of all uses, in the order in which they were started. Members that
     are also Invariant -> Replicate on other axes than the gathered ones are all-reduced as shards,
     together per set of axes, with the last microbatch; before it they have no gradient."""
     mesh = step.mesh
     for use in reversed(uses):
         use.start_unfinished_reduction()
-    found = {id(u): u.finish_reduction() for u in reversed(uses)}
-    gradients: list[list[Tensor | None] | None] = [
-        None if parts is None else list(parts) for parts in (found[id(u)] for u in uses)
-    ]
+    finished = [u.finish_reduction() for u in reversed(uses)][::-1]
+    gradients: list[list[Tensor | None] | None] = [f if f is None else [*f] for f in finished]
     second: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[list[Tensor | None], int]]] = {}
-    for use, parts in zip(uses, gradients, strict=True):
-        if parts is None or not use.bucket.gather:
+    for use, of_use in zip(uses, gradients, strict=True):
+        if of_use is None or not use.group.gather:
             continue
-        for m, member in enumerate(use.bucket.members):
-            part = parts[m]
-            if member.reduce and part is not None:
-                parts[m] = total = step.shared.add((*use.key, m), part)
+        for m, member in enumerate(use.group.members):
+            gradient = of_use[m]
+            if member.reduce and gradient is not None:
+                of_use[m] = total = step.shared.add((*use.key, m), gradient)
                 if total is not None:
-                    second.setdefault((member.reduce, total.dtype), []).append((parts, m))
+                    second.setdefault((member.reduce, total.dtype), []).append((of_use, m))
     started = []
     all_reduces = step.reducing.all_reduces
-    for (axes, _), places in second.items():
-        shards = [shard for parts, m in places if (shard := parts[m]) is not None]
+    for (axes, _), owed in second.items():
+        shards = [shard for of_use, m in owed if (shard := of_use[m]) is not None]
         flat = torch.cat([shard.reshape(-1) for shard in shards])
         names = tuple(mesh.mesh.names[k] for k in axes)
-        started.append((places, [shard.shape for shard in shards], all_reduces.start(flat, names)))
-    for places, shapes, sums in started:
-        pieces = torch.split(all_reduces.finish(sums), [s.numel() for s in shapes])
-        for (parts, m), shape, piece in zip(places, shapes, pieces, strict=True):
-            parts[m] = piece.view(shape)
+        started.append((owed, [shard.shape for shard in shards], all_reduces.start(flat, names)))
+    for owed, shapes, sums in started:
+        summed = torch.split(all_reduces.finish(sums), [s.numel() for s in shapes])
+        for (of_use, m), shape, total in zip(owed, shapes, summed, strict=True):
+            of_use[m] = total.view(shape)
     return gradients
 
 

@@ -17,7 +17,14 @@ from types import MappingProxyType
 from typing import Any
 
 from meshfold.errors import ClusterSpecError
-from meshfold.ir.cluster import OVERLAP_SLOWDOWN, ClusterSpec, DeviceSpec, LinkSpec, NodeGroup
+from meshfold.ir.cluster import (
+    OVERLAP_SLOWDOWN,
+    ClusterSpec,
+    DeviceSpec,
+    LinkSpec,
+    NodeGroup,
+    RankRate,
+)
 from meshfold.plan_file.cluster_file import load_cluster
 
 _COUNTED = re.compile(r"^(?P<name>.+)x(?P<count>-?\d+)$")
@@ -173,7 +180,7 @@ def _link(name: str, figures: Mapping[str, Any]) -> LinkSpec:
         start_s=_seconds(value.get("start_us", 0)),
         ramp_bytes=float(value.get("ramp_kib", 0) * 2**10),
         reduce_bytes_per_s=value.get("reduce_gb_per_s", 0) * 1e9,
-        bytes_per_s_by_ranks=tuple((ranks, gb_per_s * 1e9) for ranks, gb_per_s in by_ranks),
+        bytes_per_s_by_ranks=tuple(RankRate(ranks, gb_per_s * 1e9) for ranks, gb_per_s in by_ranks),
     )
 
 

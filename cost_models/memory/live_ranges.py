@@ -3,17 +3,18 @@
 A step's tensors live on storages; a storage is freed when nothing refers to it any more:
 
     1. forward: a value goes after its last use, unless autograd keeps it or it leaves the region
-    2. backward in reverse order: after a step ran, what it kept and its incoming gradients go; the
+    2. backward in reverse order: after a step ran, what it saved and its incoming gradients go; the
        gradient of a view or an add lives in the incoming one's storage
     3. a second gradient for a value is added into the older buffer if nothing else refers to that,
        else into the newer one, else into a third
     4. gradients of slots stay to the end of the region: they leave it
-    5. with recomputation the forward keeps the slots, and under selective recomputation results of
-       some steps; when the backward first needs something from inside, what is missing is made
-       again (cost_models/rebuild.py), beside the gradients that are there by then; then as above
+    5. with recomputation the forward saves the slots, and under selective recomputation results of
+       some steps; when the backward first needs something from inside, what is missing is
+       recomputed (cost_models/memory/recomputation.py) while the gradients so far are alive; then
+       as above
 
 (Rules and their measured errors: PyTorch's engine, torch/csrc/autograd/input_buffer.cpp; held
-against the CPU allocator's events in tests/compiler/test_memory_real.py.)
+against the CPU allocator's events in tests/passes/memory/test_region.py.)
 
 Storages that come from outside through slots are not counted here: whoever made them counts them.
 Sizes are bytes of one rank.
@@ -23,38 +24,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.memory.op_memory import NEW_STORAGE, NO_GRADIENT, TensorSpec
-from meshfold.cost_models.memory.recomputation import LocalStep, Rebuild, keeps, plan_rebuild
+from meshfold.cost_models.memory.recomputation import (
+    LocalStep,
+    RecomputePlan,
+    keeps,
+    plan_recompute,
+)
 
 
 @dataclass(frozen=True)
 class LocalProgram:
-    """What one rank runs for a region. Tensors 0..num_slots-1 come from outside; `specs` are those
-    of all tensors, `outputs` what leaves. Gradients of `bucketed` tensors (from outside) are
-    reduced together, as soon as the backward of the first step that reads one is done. recomputes:
-    what no step that stays made is made again in the backward."""
+    """What one rank runs for a region."""
 
     num_slots: int
+    """Tensors 0..num_slots-1 come from outside."""
     specs: tuple[TensorSpec, ...]
     steps: tuple[LocalStep, ...]
     outputs: tuple[int, ...]
-    bucketed: frozenset[int] = frozenset()
+    grouped: frozenset[int] = frozenset()
+    """Tensors from outside whose gradients are reduced together, as soon as the backward of the
+    first step that reads one is done."""
     recomputes: bool = False
+    """Whether the results of steps that are not saved are recomputed in the backward."""
 
 
 @dataclass(frozen=True)
 class RegionMemory:
     """Memory of one instance of a region.
 
-    saved_bytes: kept for the backward, made inside and not leaving the region.
+    saved_bytes: saved for the backward, made inside and not leaving the region.
     saved_slots: slots whose storage the backward needs.
     output_roots: whose storage each output lives on: output j's (j, its own or an earlier one), or
         that of slot k (-1 - k).
     output_bytes: bytes of each output's storage if it is its own, else 0.
     saved_outputs: whether this region's own backward needs the output's storage.
     forward_peak_bytes: worst moment of the forward, everything made inside and not yet freed.
-    backward_peak_bytes: worst moment of the backward: what is kept or computed again, gradients
+    backward_peak_bytes: worst moment of the backward: what is saved or recomputed, gradients
         coming in, made, and leaving; storages of slots and outputs not included.
-    reduction_bytes: alive when the gradients of bucketed tensors are all there, these included.
+    reduction_bytes: alive when the gradients of grouped tensors are all there, these included.
     slot_gradient_bytes: of each slot, 0 where there is none.
     """
 
@@ -110,19 +117,23 @@ class _Heap:
 
 @dataclass(frozen=True)
 class RegionTrace:
-    """The same over time, per step of the local program. forward_bytes, backward_bytes: at its
-    worst moment; after_bytes: when its backward is done; all counted as in RegionMemory.
-    needs: slots whose storage autograd keeps for its backward. again_at: the step before whose
-    backward the steps `again` run a second time, -1 for none; again_bytes: the worst of that."""
+    """The same over time, per step of the local program; bytes are counted as in RegionMemory."""
 
     memory: RegionMemory
     forward_bytes: tuple[int, ...]
+    """At the worst moment of each step's forward."""
     backward_bytes: tuple[int, ...]
+    """At the worst moment of each step's backward."""
     after_bytes: tuple[int, ...]
+    """When each step's backward is done."""
     needs: tuple[frozenset[int], ...]
-    again: frozenset[int]
-    again_at: int
-    again_bytes: int
+    """Slots whose storage autograd keeps for each step's backward."""
+    recomputed: frozenset[int]
+    """Steps that run a second time."""
+    recompute_at: int
+    """The step before whose backward they run; -1 for none."""
+    recompute_bytes: int
+    """The worst moment of that."""
 
 
 def simulate_region(program: LocalProgram) -> RegionMemory:
@@ -134,16 +145,16 @@ def trace_region(program: LocalProgram) -> RegionTrace:
     """Memory of one instance over time. Linear in its steps."""
     simulation = _Simulation(program)
     memory = simulation.run()
-    rebuild = simulation.rebuild
+    recompute = simulation.recompute
     return RegionTrace(
         memory,
         tuple(simulation.forward_bytes),
         tuple(simulation.backward_bytes),
         tuple(simulation.after_bytes),
         tuple(simulation.needs),
-        rebuild.again if rebuild is not None and simulation.again_at >= 0 else frozenset(),
-        simulation.again_at,
-        simulation.again_bytes,
+        recompute.steps if recompute is not None and simulation.recompute_at >= 0 else frozenset(),
+        simulation.recompute_at,
+        simulation.recompute_bytes,
     )
 
 
@@ -151,37 +162,37 @@ class _Simulation:
     def __init__(self, program: LocalProgram) -> None:
         self.program = program
         self.heap = _Heap()
-        # Storages of slots are somebody else's: size 0 here, and an owner that never lets go.
+        # Storages of slots are counted elsewhere: size 0 here, and an owner that never releases.
         self.storage = [self.heap.allocate(0) for _ in range(program.num_slots)]
         self.storage += [-1] * (len(program.specs) - program.num_slots)
         self.last_use = _last_uses(program)
-        self.rebuild: Rebuild | None = None
+        self.recompute: RecomputePlan | None = None
         if program.recomputes and any(keeps(s.probe) for s in program.steps):
-            self.rebuild = plan_rebuild(program.steps, program.num_slots)
-        self.kept: list[list[int]] = [[] for _ in program.steps]
+            self.recompute = plan_recompute(program.steps, program.num_slots)
+        self.saved: list[list[int]] = [[] for _ in program.steps]
         self.gradient: list[int] = [-1] * len(program.specs)
         self.reduction_bytes = 0
         self.forward_bytes: list[int] = []
         self.backward_bytes = [0] * len(program.steps)
         self.after_bytes = [0] * len(program.steps)
         self.needs: list[frozenset[int]] = []
-        self.again_at = -1
-        self.again_bytes = 0
+        self.recompute_at = -1
+        self.recompute_bytes = 0
 
     def run(self) -> RegionMemory:
         self._forward()
         heap, num_slots = self.heap, self.program.num_slots
         slots = self.storage[:num_slots]
         outputs = [self.storage[t] for t in self.program.outputs]
-        kept = {s for storages in self.kept for s in storages}
-        if self.rebuild is not None:
-            kept.update(self.storage[t] for t in self.rebuild.held)
+        saved = {s for storages in self.saved for s in storages}
+        if self.recompute is not None:
+            saved.update(self.storage[t] for t in self.recompute.saved)
         roots = tuple(-1 - slots.index(s) if s in slots else outputs.index(s) for s in outputs)
         output_bytes = tuple(
             heap.sizes[s] if root == j else 0
             for j, (s, root) in enumerate(zip(outputs, roots, strict=True))
         )
-        # From here on the outputs' storages are counted by who composes the step.
+        # From here on compose_step counts the outputs' storages.
         for s in set(outputs):
             heap.resize(s, 0)
         heap.peak_bytes = saved_bytes = heap.current_bytes
@@ -189,13 +200,13 @@ class _Simulation:
         gradients = [heap.sizes[g] if g >= 0 else 0 for g in self.gradient[:num_slots]]
         return RegionMemory(
             saved_bytes=saved_bytes,
-            saved_slots=frozenset(k for k, s in enumerate(slots) if s in kept),
+            saved_slots=frozenset(k for k, s in enumerate(slots) if s in saved),
             output_roots=roots,
             output_bytes=output_bytes,
-            saved_outputs=tuple(s in kept for s in outputs),
+            saved_outputs=tuple(s in saved for s in outputs),
             forward_peak_bytes=max(self.forward_bytes, default=0),
             backward_peak_bytes=max(
-                saved_bytes, self.again_bytes, *self.backward_bytes, heap.peak_bytes
+                saved_bytes, self.recompute_bytes, *self.backward_bytes, heap.peak_bytes
             ),
             reduction_bytes=self.reduction_bytes,
             slot_gradient_bytes=tuple(gradients),
@@ -205,40 +216,40 @@ class _Simulation:
 
     def _forward(self) -> None:
         for k, step in enumerate(self.program.steps):
-            kept = self._run_forward(step)
-            if self.rebuild is not None:
-                kept = self._hold(step, kept, self.rebuild)
-            self.kept[k] = kept
-            self.needs.append(frozenset(s for s in kept if s < self.program.num_slots))
+            saved = self._run_forward(step)
+            if self.recompute is not None:
+                saved = self._save(step, saved, self.recompute)
+            self.saved[k] = saved
+            self.needs.append(frozenset(s for s in saved if s < self.program.num_slots))
             self.forward_bytes.append(self.heap.take_peak())
             self._release_dead(step, k)
 
-    def _hold(self, step: LocalStep, kept: list[int], rebuild: Rebuild) -> list[int]:
-        """Of what autograd would keep of a step, drop what is made again; the values that are held
-        for that get an owner."""
-        inside = kept[-1:] if step.stays and step.probe.saved_bytes else []
-        self._release_all(kept[: len(kept) - len(inside)])
+    def _save(self, step: LocalStep, saved: list[int], recompute: RecomputePlan) -> list[int]:
+        """Drop what autograd would keep of a step and is recomputed; the values that are saved for
+        that get an owner."""
+        inside = saved[-1:] if step.is_saved and step.probe.saved_bytes else []
+        self._release_all(saved[: len(saved) - len(inside)])
         for t in step.outputs:
-            if t in rebuild.held:
+            if t in recompute.saved:
                 self.heap.retain(self.storage[t])
         return inside
 
-    def _run_again(self, rebuild: Rebuild) -> None:
-        """Make what is missing, note what the backward needs, and drop the rest."""
+    def _recompute(self, recompute: RecomputePlan) -> None:
+        """Compute what is missing, note what the backward needs, and drop the rest."""
         steps = self.program.steps
         for k, step in enumerate(steps):
-            if k in rebuild.again:
-                self.kept[k] = self._run_forward(step)
+            if k in recompute.steps:
+                self.saved[k] = self._run_forward(step)
             elif keeps(step.probe):
-                noted = self._kept_values(step)
+                noted = self._saved_values(step)
                 for s in noted:
                     self.heap.retain(s)
-                self.kept[k] += noted
-            self._release_all([self.storage[t] for t in rebuild.released[k]])
-        self._release_all([self.storage[t] for t in rebuild.released[-1]])
+                self.saved[k] += noted
+            self._release_all([self.storage[t] for t in recompute.released[k]])
+        self._release_all([self.storage[t] for t in recompute.released[-1]])
 
     def _run_forward(self, step: LocalStep) -> list[int]:
-        """Make the step's results; returns the storages that autograd keeps, retained."""
+        """Make the step's results; returns the storages that autograd saves, retained."""
         heap, probe = self.heap, step.probe
         made_bytes = sum(o.num_bytes for o in probe.outputs) + probe.saved_bytes
         heap.touch(made_bytes + probe.forward_scratch_bytes)
@@ -248,17 +259,17 @@ class _Simulation:
             else:
                 self.storage[t] = self.storage[step.operands[output.storage]]
                 heap.retain(self.storage[t])
-        kept = self._kept_values(step)
-        for s in kept:
+        saved = self._saved_values(step)
+        for s in saved:
             heap.retain(s)
         if probe.saved_bytes:
-            kept.append(heap.allocate(probe.saved_bytes))
-        return kept
+            saved.append(heap.allocate(probe.saved_bytes))
+        return saved
 
-    def _kept_values(self, step: LocalStep) -> list[int]:
-        """Storages of operands and results that autograd keeps."""
-        kept = [self.storage[step.operands[k]] for k in step.probe.saved_operands]
-        return kept + [self.storage[step.outputs[j]] for j in step.probe.saved_outputs]
+    def _saved_values(self, step: LocalStep) -> list[int]:
+        """Storages of operands and results that autograd saves."""
+        saved = [self.storage[step.operands[k]] for k in step.probe.saved_operands]
+        return saved + [self.storage[step.outputs[j]] for j in step.probe.saved_outputs]
 
     def _release_dead(self, step: LocalStep, k: int) -> None:
         """Release the values of step k that nobody reads later."""
@@ -276,19 +287,19 @@ class _Simulation:
         for t in self.program.outputs:
             if self.program.specs[t].requires_grad:
                 self._receive(t, self.heap.allocate(self.program.specs[t].num_bytes))
-        missing = self.rebuild
+        missing = self.recompute
         for k in reversed(range(len(self.program.steps))):
             step = self.program.steps[k]
             if any(self.gradient[t] >= 0 for t in step.outputs):
                 if missing is not None and keeps(step.probe):
-                    self._run_again(missing)
+                    self._recompute(missing)
                     missing = None
-                    self.again_at, self.again_bytes = k, self.heap.take_peak()
+                    self.recompute_at, self.recompute_bytes = k, self.heap.take_peak()
                 self._run_backward(step)
             self.backward_bytes[k] = self.heap.take_peak()
-            self._release_all(self.kept[k])
+            self._release_all(self.saved[k])
             self.after_bytes[k] = self.heap.current_bytes
-            if not self.program.bucketed.isdisjoint(step.operands):
+            if not self.program.grouped.isdisjoint(step.operands):
                 # The last time this happens counts: the first step that reads one.
                 self.reduction_bytes = self.heap.current_bytes
 

@@ -1,4 +1,5 @@
-"""What memory one op takes, as data. meshfold.memory_probe.prober fills it in by running the op on fake tensors.
+"""What memory one op takes, as data. meshfold.memory_probe.prober fills it in by running the op on
+fake tensors.
 
 A probe is asked for by a ProbeKey, which names everything that memory can depend on: the op, its
 constants, and shape, strides, dtype and need for a gradient of every operand. Equal keys have equal

@@ -1,22 +1,22 @@
 """Peak memory of one training step, composed from the regions' own peaks.
 
 Instances run forward 0..n-1 and backward n-1..0, so there are 2 n moments, and with S_j what
-instance j keeps, F_i and B_i the worst moments inside i, and G_j gradients of parameters,
+instance j saves, F_i and B_i the worst moments inside i, and G_j gradients of parameters,
 
     forward i    sum_{j<i} S_j + F_i
     backward i   sum_{j<i} S_j + B_i + sum_{j>i} G_j           (B_i includes S_i)
     reduction i  sum_{j<i} S_j + R_i + buckets + sum_{j>i} G_j (R_i: when i's gradients are there)
     optimizer    states + G + what the optimizer itself needs; no activations
 
-The head is an instance like any other. Beside the S_j live, over ranges of moments:
+The head is an instance like any other. Also alive, over ranges of moments:
 
     values between instances   from their making to the last reader, or to the backward of the
-                               first instance that keeps them; one count per storage
+                               first instance that saves them; one count per storage
     their gradients            from the backward of the last reader to that of the maker
     gathered parameters        two instances' worth: the current one and the next in flight; those
-                               that stay, from their forward to their backward
-    buckets in flight          a reduce-scatter still reads its buffer while the next region runs;
-                               a gradient that leaves for the host is there as long
+                               not resharded, from their forward to their backward
+    buffers in flight          a reduce-scatter still reads its buffer while the next region runs;
+                               a gradient that leaves for the host lives as long
     offloaded activations      while the next instance runs forward, and while it runs backward
 
 All bytes are those of one rank. Gradients are fresh each step (set to None by zero_grad): they grow
@@ -40,7 +40,7 @@ FOREACH_FACTOR: Mapping[str, int] = MappingProxyType({"adamw": 1, "sgd": 0})
 """What torch's foreach implementation makes during step(), likewise: AdamW's denominators of all
 parameters at once (measured on torch 2.13; the fused one needs nothing)."""
 
-Value = tuple[int, int]
+InstanceOutput = tuple[int, int]
 """(instance, output)."""
 
 
@@ -49,27 +49,31 @@ How = Literal["direct", "reduced", "cast", "gathered"]
 
 @dataclass(frozen=True, slots=True)
 class ParameterUse:
-    """One parameter slot of an instance. `stored_bytes` between steps, `used_bytes` as the ops read
-    it, `flat_bytes` of its gradient in a bucket, `gradient_bytes` of it that stay on this rank.
-    how: "direct" (its gradient goes straight to .grad), "cast" (read in another dtype than it is
-    kept in), "reduced" (gradient all-reduced in a bucket, perhaps cast), "gathered" (all-gathered,
-    perhaps cast, gradient reduce-scattered). `slot` is the tensor of the local program that stands
-    for it. name: of a parameter with other uses, too; empty for one that is used here alone.
-    copy_bytes: of a copy in the dtype that ops read, where nothing is gathered. is_alone: in its
-    bucket, where the gradient itself is the buffer."""
+    """One parameter slot of an instance, in bytes of one rank."""
 
     slot: int
+    """The tensor of the local program that stands for it."""
     stored_bytes: int
+    """Between steps."""
     used_bytes: int
+    """As the ops read it."""
     flat_bytes: int
+    """Of its gradient in a buffer that is reduced."""
     gradient_bytes: int
+    """Of its gradient that stay on this rank."""
     how: How
+    """ "direct": its gradient goes straight to .grad; "cast": read in another dtype than it is
+    stored in; "reduced": gradient all-reduced in a group, perhaps cast; "gathered": all-gathered,
+    perhaps cast, gradient reduce-scattered."""
     name: str = ""
+    """Of a parameter that has other uses, too."""
     copy_bytes: int = 0
-    is_alone: bool = False
+    """Of a copy in the dtype that ops read, where nothing is gathered."""
+    is_unbucketed: bool = False
+    """Whether it has its own collective, whose buffer is the gradient itself."""
 
     @property
-    def stays_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Of the gradient, after its reduction."""
         return min(self.stored_bytes, self.gradient_bytes)
 
@@ -77,33 +81,35 @@ class ParameterUse:
     def in_flight_bytes(self) -> int:
         """What is alive one region longer: a gradient that leaves, the buffer of a
         reduce-scatter."""
-        leaving = self.stored_bytes - self.stays_bytes
+        leaving = self.stored_bytes - self.resident_bytes
         return leaving + (self.flat_bytes if self.how == "gathered" else 0)
 
 
 @dataclass(frozen=True)
 class InstanceMemory:
-    """An instance: memory of its region, its parameters, and where values of other instances that
-    it takes are made, by slot. is_offloaded: what it keeps inside goes to the host.
-    keeps_gathered: parameters that it gathers are whole from its forward to its backward. Instances
-    that differ in sources alone share the other objects."""
+    """An instance of a region. Instances that differ in sources alone share the other objects."""
 
     memory: RegionMemory
-    sources: Mapping[int, Value]
+    sources: Mapping[int, InstanceOutput]
+    """By slot, where values of other instances that it takes are computed."""
     parameters: tuple[ParameterUse, ...]
     is_offloaded: bool = False
-    keeps_gathered: bool = False
+    """Whether what it saves inside goes to the host."""
+    reshard_after_forward: bool = True
+    """Whether gathered parameters are released between forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes of one rank that are there all the time: parameters, those of them that it updates,
-    buffers and constants, and the batch."""
+    """Bytes of one rank that are resident all the time."""
 
     parameters: int
     trained: int
+    """Those parameters that this rank updates."""
     buffers: int
+    """Constants included."""
     inputs: int
+    """The batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +129,16 @@ class _Moment:
 
 def compose_step(
     instances: Sequence[InstanceMemory],
-    model_outputs: Sequence[Value],
+    model_outputs: Sequence[InstanceOutput],
     states: States,
     *,
     optimizer: str,
     reserve_bytes: int,
     capacity_bytes: int,
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
-    """(bytes by component at the worst moment, bytes that each instance keeps for its backward).
+    """(bytes by component at the worst moment, bytes that each instance saves for its backward).
 
-    model_outputs stay with the caller. optimizer: a key of STATE_FACTOR.
+    model_outputs are resident to the end. optimizer: a key of STATE_FACTOR.
     """
     timeline = _Timeline(instances, model_outputs)
     state_bytes = STATE_FACTOR[optimizer] * states.trained
@@ -151,23 +157,23 @@ def compose_step(
         reserve=reserve_bytes,
         capacity=capacity_bytes,
     )
-    return estimate, tuple(timeline.kept)
+    return estimate, tuple(timeline.saved)
 
 
-def held_over_time(
+def resident_over_time(
     instances: Sequence[InstanceMemory],
-    model_outputs: Sequence[Value],
+    model_outputs: Sequence[InstanceOutput],
     states: States,
     optimizer: str,
 ) -> tuple[int, ...]:
-    """Bytes of activations and gradients beside what is inside the instance that runs, at the
+    """Bytes of activations and gradients outside of the instance that runs, at the
     moments of all forwards, then of all backwards, then of the optimizer. What is gathered or in
     a bucket is left out. Arguments: as for compose_step."""
     timeline = _Timeline(instances, model_outputs)
     activations, gradients = timeline.activations.totals(), timeline.gradients.totals()
-    passing = timeline.value_gradients.totals()
+    value_gradients = timeline.value_gradients.totals()
     # In forward there are no gradients yet: those ranges begin behind it.
-    found = [sum(parts) for parts in zip(activations, gradients, passing, strict=True)]
+    found = [sum(parts) for parts in zip(activations, gradients, value_gradients, strict=True)]
     stepping = timeline.final_gradients + FOREACH_FACTOR[optimizer] * states.trained
     return (*found, stepping)
 
@@ -196,37 +202,37 @@ class _ParameterSums:
     def __init__(self, memory: RegionMemory, uses: Sequence[ParameterUse]) -> None:
         trained = [u for u in uses if memory.slot_gradient_bytes[u.slot]]
         bucketed = [u for u in trained if u.how != "direct"]
-        alone = [u for u in trained if not u.name]
+        untied = [u for u in trained if not u.name]
         self.gathered = sum(u.used_bytes for u in uses if u.how == "gathered")
         self.copied = sum(u.copy_bytes for u in uses)
-        self.flat = sum(u.flat_bytes for u in bucketed if not u.is_alone)
+        self.flat = sum(u.flat_bytes for u in bucketed if not u.is_unbucketed)
         self.result = sum(u.stored_bytes for u in bucketed if u.how != "cast")
-        self.stays = sum(u.stays_bytes for u in alone)
-        self.in_flight = sum(u.in_flight_bytes for u in alone)
+        self.resident = sum(u.resident_bytes for u in untied)
+        self.in_flight = sum(u.in_flight_bytes for u in untied)
         self.shared = [u for u in trained if u.name]
 
 
 class _Timeline:
-    """What lives beside the instance that runs, at each of the 2 n moments."""
+    """What is alive outside of the instance that runs, at each of the 2 n moments."""
 
     def __init__(
         self,
         instances: Sequence[InstanceMemory],
-        model_outputs: Sequence[Value],
+        model_outputs: Sequence[InstanceOutput],
     ) -> None:
         self.instances = instances
         self.sums = _sums_of(instances)
         self.last = 2 * len(instances) - 1
-        self.kept = [0 if i.is_offloaded else i.memory.saved_bytes for i in instances]
+        self.saved = [0 if i.is_offloaded else i.memory.saved_bytes for i in instances]
         self.activations = _Ranges(self.last + 1)
         self.value_gradients = _Ranges(self.last + 1)
         self.gradients = _Ranges(self.last + 1)
         self.in_flight = _Ranges(self.last + 1)
-        self.staying = _Ranges(self.last + 1)
+        self.unsharded = _Ranges(self.last + 1)
         for i, instance in enumerate(instances):
-            self._add_kept(i, instance)
-            if instance.keeps_gathered:
-                self.staying.add(i + 1, self.backward(i) - 1, self.sums[i].gathered)
+            self._add_saved(i, instance)
+            if not instance.reshard_after_forward:
+                self.unsharded.add(i + 1, self.backward(i) - 1, self.sums[i].gathered)
         self._add_values(model_outputs)
         self._add_value_gradients()
         self.final_gradients = self._add_parameter_gradients()
@@ -239,34 +245,34 @@ class _Timeline:
         """Every moment at its worst."""
         found = []
         gathered = [sums.gathered for sums in self.sums]
-        again = [
-            0 if instance.keeps_gathered else num_bytes
+        next_backward = [
+            num_bytes if instance.reshard_after_forward else 0
             for instance, num_bytes in zip(self.instances, gathered, strict=True)
         ]
-        next_gathered, previous_gathered = _before(gathered[::-1])[::-1], _before(again)
-        staying = self.staying.totals()
+        next_gathered, previous_gathered = _before(gathered[::-1])[::-1], _before(next_backward)
+        unsharded = self.unsharded.totals()
         activations, gradients = self.activations.totals(), self.gradients.totals()
-        passing, flying = self.value_gradients.totals(), self.in_flight.totals()
+        value_gradients, in_flight = self.value_gradients.totals(), self.in_flight.totals()
         for i, instance in enumerate(self.instances):
             memory, ahead = instance.memory, next_gathered[i]
-            here = gathered[i] + self.sums[i].copied + staying[i]
+            here = gathered[i] + self.sums[i].copied + unsharded[i]
             found.append(_Moment(0, activations[i], here + ahead, 0, memory.forward_peak_bytes))
             t = self.backward(i)
-            here += staying[t] - staying[i]
+            here += unsharded[t] - unsharded[i]
             behind = previous_gathered[i]
-            inside = memory.backward_peak_bytes - memory.saved_bytes + passing[t]
-            kept = activations[t] + memory.saved_bytes
-            found.append(_Moment(gradients[t], kept, here + behind, flying[t], inside))
+            inside = memory.backward_peak_bytes - memory.saved_bytes + value_gradients[t]
+            saved = activations[t] + memory.saved_bytes
+            found.append(_Moment(gradients[t], saved, here + behind, in_flight[t], inside))
             sums = self.sums[i]
-            inside = memory.reduction_bytes + passing[t]
-            buckets = flying[t] + sums.flat + sums.result
+            inside = memory.reduction_bytes + value_gradients[t]
+            buckets = in_flight[t] + sums.flat + sums.result
             if sums.flat or sums.result:
-                behind += staying[t]
+                behind += unsharded[t]
                 found.append(_Moment(gradients[t], activations[t], behind, buckets, inside))
         return found
 
-    def _add_kept(self, i: int, instance: InstanceMemory) -> None:
-        """What instance i keeps inside, between its forward and its backward. Offloaded, it leaves
+    def _add_saved(self, i: int, instance: InstanceMemory) -> None:
+        """What instance i saves inside, between its forward and its backward. Offloaded, it leaves
         while the next instance runs and comes back while that runs backward."""
         saved, until = instance.memory.saved_bytes, self.backward(i) - 1
         if instance.is_offloaded:
@@ -275,9 +281,9 @@ class _Timeline:
         else:
             self.activations.add(i + 1, until, saved)
 
-    def _add_values(self, model_outputs: Sequence[Value]) -> None:
+    def _add_values(self, model_outputs: Sequence[InstanceOutput]) -> None:
         """Storages of values that leave their instance."""
-        until: dict[Value, int] = {}
+        until: dict[InstanceOutput, int] = {}
         for i, instance in enumerate(self.instances):
             memory = instance.memory
             for k, source in instance.sources.items():
@@ -291,7 +297,7 @@ class _Timeline:
                     until[root] = max(until.get(root, 0), self.backward(i))
         for (maker, output), last in until.items():
             if last >= len(self.instances):
-                self.kept[maker] += self.instances[maker].memory.output_bytes[output]
+                self.saved[maker] += self.instances[maker].memory.output_bytes[output]
         for value in model_outputs:
             root = self._root(value)
             if root is not None:
@@ -300,7 +306,7 @@ class _Timeline:
             num_bytes = self.instances[maker].memory.output_bytes[output]
             self.activations.add(maker + 1, last, num_bytes)
 
-    def _root(self, value: Value | None) -> Value | None:
+    def _root(self, value: InstanceOutput | None) -> InstanceOutput | None:
         """The value that owns the storage of `value`; None for a storage from outside."""
         while value is not None:
             instance = self.instances[value[0]]
@@ -311,7 +317,7 @@ class _Timeline:
         return None
 
     def _add_value_gradients(self) -> None:
-        last_reader: dict[Value, tuple[int, int]] = {}
+        last_reader: dict[InstanceOutput, tuple[int, int]] = {}
         for i, instance in enumerate(self.instances):
             for k, source in instance.sources.items():
                 num_bytes = instance.memory.slot_gradient_bytes[k]
@@ -323,25 +329,25 @@ class _Timeline:
     def _add_parameter_gradients(self) -> int:
         """Gradients that stay, and reduce-scatters that are in flight one region longer. Returns
         the bytes of all .grad at the end: a parameter with several uses has one."""
-        alone = 0
+        total = 0
         final: dict[str, int] = {}
         for i in reversed(range(len(self.instances))):
             sums, t = self.sums[i], self.backward(i)
-            stays, in_flight = sums.stays, sums.in_flight
-            alone += sums.stays
+            resident, in_flight = sums.resident, sums.in_flight
+            total += sums.resident
             for use in sums.shared:
                 # Bucketed uses of one parameter are added up at the end, others at once.
                 if use.how != "direct" or use.name not in final:
-                    stays += use.stays_bytes
+                    resident += use.resident_bytes
                     in_flight += use.in_flight_bytes
-                final[use.name] = use.stays_bytes
-            self.gradients.add(t + 1, self.last, stays)
+                final[use.name] = use.resident_bytes
+            self.gradients.add(t + 1, self.last, resident)
             self.in_flight.add(t + 1, min(t + 1, self.last), in_flight)
-        return alone + sum(final.values())
+        return total + sum(final.values())
 
 
 def _sums_of(instances: Sequence[InstanceMemory]) -> list[_ParameterSums]:
-    """Per instance; those with the same objects share one."""
+    """The sums of each instance; those with the same objects share one."""
     known: dict[tuple[int, int], _ParameterSums] = {}
     found = []
     for instance in instances:
@@ -353,7 +359,7 @@ def _sums_of(instances: Sequence[InstanceMemory]) -> list[_ParameterSums]:
 
 
 def _before(gathered: Sequence[int]) -> list[int]:
-    """Per instance the bytes of the nearest earlier one that gathers."""
+    """Bytes of the nearest earlier instance that gathers, for each instance."""
     found, nearest = [], 0
     for num_bytes in gathered:
         found.append(nearest)

@@ -18,8 +18,7 @@ which operands need a gradient. Times come from CostModel.compute_s.
     other         memory-bound: every operand read and every result written once; backward reads
                   the gradients of the results and the operands, writes the operands' gradients
 
-Pure counting: there are no fitted constants here. Ops outside the tables are charged as
-memory-bound and marked `estimated`.
+Pure counting: there are no fitted constants here.
 """
 
 import math
@@ -39,7 +38,7 @@ MATMUL_FACTORS = {
     "baddbmm": (1, 2),
     "_grouped_mm": (0, 1),
     "expert_linear": (0, 1),
-    "linear_scatter": (0, 1),
+    "matmul_reduce_scatter": (0, 1),
 }
 
 _ATTENTION = (
@@ -64,7 +63,7 @@ _POOLS = tuple(
     for indices in ("", "_with_indices")
 )
 
-PRODUCTS = frozenset((*MATMUL_FACTORS, "gather_linears", "einsum", *_ATTENTION, *_CONVOLUTIONS))
+PRODUCTS = frozenset((*MATMUL_FACTORS, "all_gather_matmul", "einsum", *_ATTENTION, *_CONVOLUTIONS))
 """Ops with many flops per byte (names as op_name gives them): what they make is dear to make again.
 All other ops are bound by memory."""
 
@@ -77,41 +76,17 @@ VIEWS = frozenset(
 
 _PART_VIEWS = frozenset("select slice narrow split split_with_sizes chunk unbind diagonal".split())
 
-_MEMORY_BOUND = frozenset(
-    """add sub mul div neg abs sign exp log log1p rsqrt sqrt reciprocal pow square sin cos tanh
-    sigmoid silu gelu relu softplus elu leaky_relu hardswish mish erf clamp clamp_min clamp_max
-    minimum maximum where masked_fill softmax _softmax log_softmax _log_softmax layer_norm
-    native_layer_norm rms_norm _fused_rms_norm group_norm batch_norm instance_norm
-    _native_batch_norm_legit_no_training dropout native_dropout hardtanh hardsigmoid
-    upsample_nearest2d upsample_bilinear2d pixel_shuffle
-    bernoulli rand_like randn_like clone contiguous copy _to_copy to cat stack repeat
-    repeat_interleave sum mean var std amax amin max min argmax argmin any all cumsum topk sort
-    argsort nonzero one_hot scatter scatter_add index_add index_put index_copy index_fill
-    eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
-    bitwise_not remainder fmod floor_divide floor ceil round isin isnan isinf tril triu arange full
-    full_like zeros zeros_like ones ones_like empty empty_like new_zeros new_ones new_full
-    new_empty new_empty_strided scalar_tensor cross_entropy_loss nll_loss nll_loss_forward mse_loss
-    l1_loss smooth_l1_loss huber_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss
-    poisson_nll_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits nll_loss_nd
-    cosine_embedding_loss triplet_margin_loss cosine_similarity pairwise_distance roll flip
-    pad constant_pad_nd histc bincount diff __and__ __or__ __xor__
-    fill select_scatter slice_scatter masked_scatter log_sigmoid _weight_norm
-    dispatch combine""".split()
-)
-
 _LOOKUPS = frozenset("embedding gather index index_select take_along_dim".split())
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one op does: flops and bytes of memory traffic, each for forward and backward.
-    `estimated`: the op is in no table and is charged as memory-bound."""
+    """What one op does: flops and bytes of memory traffic, each for forward and backward."""
 
     flops: float
     num_bytes: float
     backward_flops: float
     backward_bytes: float
-    estimated: bool = False
 
 
 def op_name(target: str) -> str:
@@ -127,11 +102,7 @@ def op_work(graph: OpGraph, op: Op) -> Work:
         for names, counter in _COUNTERS:
             if name in names:
                 return counter(graph, op)
-    traffic = _memory_bound(graph, op)
-    known = name in _MEMORY_BOUND or name.rstrip("_") in _MEMORY_BOUND
-    if known:
-        return traffic
-    return Work(0, traffic.num_bytes, 0, traffic.backward_bytes, estimated=True)
+    return _memory_bound(graph, op)
 
 
 def _operands(graph: OpGraph, op: Op) -> list[Value]:
@@ -194,7 +165,7 @@ def _einsum(graph: OpGraph, op: Op) -> Work:
     assert isinstance(equation, str)
     letters = dims_of(equation, [v.shape for v in operands])
     if letters is None:
-        return Work(0, forward, 0, backward, estimated=True)
+        return Work(0, forward, 0, backward)
     sizes: dict[str, int] = {}
     for term, value in zip(letters, operands, strict=False):
         for letter, size in zip(term, value.shape, strict=True):
@@ -284,7 +255,7 @@ def _cross_entropy(graph: OpGraph, op: Op) -> Work:
 
 _COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], Work]], ...] = (
     (tuple(MATMUL_FACTORS), _matmul),
-    (("gather_linears",), _several_products),
+    (("all_gather_matmul",), _several_products),
     (("einsum",), _einsum),
     (_ATTENTION, _attention),
     (_CONVOLUTIONS, _convolution),

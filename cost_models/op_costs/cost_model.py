@@ -25,6 +25,8 @@ class CostModel:
 
     cluster: ClusterSpec
     mesh: Mesh
+    within: Mesh | None = None
+    """The mesh whose outermost axes `mesh` has, if there are more: it decides who is in a group."""
 
     def __post_init__(self) -> None:
         if self.mesh.num_ranks > self.cluster.num_devices:
@@ -51,7 +53,8 @@ class CostModel:
         """Shape of the worst group of every set of axes."""
         indices = range(len(self.mesh.axes))
         subsets = (s for count in range(1, len(indices) + 1) for s in combinations(indices, count))
-        return {axes: group_shape(self.cluster, self.mesh, axes) for axes in subsets}
+        mesh = self.within or self.mesh
+        return {axes: group_shape(self.cluster, mesh, axes) for axes in subsets}
 
     @cached_property
     def _collectives(self) -> dict[tuple[str, float, tuple[int, ...]], float]:

@@ -1,35 +1,16 @@
-"""Action lists as text, and the check that they can run.
-
-    0: 0F0 0F1 0B0 0B1        one line per device
-    1: 1F0 1B0 1F1 1B1
+"""The check that lists of actions can run.
 
 A device runs its actions in order. Lists can run when nobody waits for ever
-(cost_models/pipeline.py) and when between two devices messages are received in the order in which
-they are sent, which is what links with one queue per direction (NCCL) ask for.
+(cost_models/pipeline/makespan.py) and when between two devices messages are received in the order
+in which they are sent, which is what links with one queue per direction (NCCL) ask for.
 """
 
 from collections import Counter
 
-from meshfold.cost_models.pipeline.actions import Action, ActionLists, Pass
+from meshfold.cost_models.pipeline.actions import ActionLists, Pass, StageAction
 from meshfold.cost_models.pipeline.makespan import StageTimes, simulate_actions
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import OptionError
-
-
-def actions_text(actions: ActionLists) -> str:
-    """One line per device."""
-    return "".join(f"{k}: {' '.join(map(str, device))}\n" for k, device in enumerate(actions))
-
-
-def parse_actions(text: str) -> ActionLists:
-    """Inverse of actions_text. Raises ValueError for what it would not write."""
-    lists = []
-    for k, line in enumerate(text.splitlines()):
-        number, _, actions = line.partition(": ")
-        if number != str(k):
-            raise ValueError(f"line {k + 1} is of device {number!r}, expected {k}")
-        lists.append(tuple(map(Action.parse, actions.split())))
-    return tuple(lists)
 
 
 def check_actions(actions: ActionLists, schedule: Schedule) -> None:
@@ -52,11 +33,11 @@ def _check_complete(actions: ActionLists, schedule: Schedule) -> None:
     for stage in range(num_stages):
         for kind in kinds:
             for j in range(num_microbatches):
-                count = given[Action(stage, kind, j)]
+                count = given[StageAction(stage, kind, j)]
                 if count != 1:
                     raise OptionError(
-                        f"schedule: {Action(stage, kind, j)} occurs {count} times; every action "
-                        "of every stage and microbatch occurs once"
+                        f"schedule: {StageAction(stage, kind, j)} occurs {count} times; every "
+                        "action of every stage and microbatch occurs once"
                     )
     for k, device in enumerate(actions):
         for action in device:
@@ -66,10 +47,10 @@ def _check_complete(actions: ActionLists, schedule: Schedule) -> None:
 
 def _check_queues(actions: ActionLists, schedule: Schedule) -> None:
     """Per pair of devices and kind of pass: the order of sending is that of receiving. What a
-    device hands to itself waits in no queue."""
+    device passes to itself waits in no queue."""
     num_stages, device_of = schedule.num_stages, schedule.device_of
-    sent: dict[tuple[int, int, Pass], list[Action]] = {}
-    received: dict[tuple[int, int, Pass], list[Action]] = {}
+    sent: dict[tuple[int, int, Pass], list[StageAction]] = {}
+    received: dict[tuple[int, int, Pass], list[StageAction]] = {}
     for k, device in enumerate(actions):
         for action in device:
             step = {Pass.FORWARD: 1, Pass.BACKWARD: -1}.get(action.kind, 0)
@@ -78,7 +59,7 @@ def _check_queues(actions: ActionLists, schedule: Schedule) -> None:
                 sent.setdefault((k, device_of(to), action.kind), []).append(action)
             source = action.stage - step
             if step and 0 <= source < num_stages and device_of(source) != k:
-                message = Action(source, action.kind, action.microbatch)
+                message = StageAction(source, action.kind, action.microbatch)
                 received.setdefault((device_of(source), k, action.kind), []).append(message)
     for (source, to, _), messages in sent.items():
         expected = received[source, to, messages[0].kind]

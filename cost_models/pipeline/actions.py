@@ -1,6 +1,10 @@
-"""What a device of a pipeline does, action by action (orders: meshfold.cost_models.pipeline.schedules)."""
+"""What a device of a pipeline does, action by action, and its text (orders:
+meshfold.cost_models.pipeline.schedules).
 
-import re
+    0: 0F0 0F1 0B0 0B1        one line per device
+    1: 1F0 1B0 1F1 1B1
+"""
+
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,7 +18,7 @@ class Pass(StrEnum):
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Action:
+class StageAction:
     """One pass of a stage over a microbatch; str gives "2F0": stage 2, forward, microbatch 0."""
 
     stage: int
@@ -24,16 +28,11 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
-    @classmethod
-    def parse(cls, text: str) -> "Action":
-        """The action of a text form. Raises ValueError where it is none."""
-        found = re.fullmatch(r"(\d+)([FBW])(\d+)", text)
-        if found is None:
-            raise ValueError(
-                f"{text!r} is no action: expected stage, F, B or W, microbatch ('2F0')"
-            )
-        return cls(int(found[1]), Pass(found[2]), int(found[3]))
 
-
-ActionLists = tuple[tuple[Action, ...], ...]
+ActionLists = tuple[tuple[StageAction, ...], ...]
 """The actions of each device, in the order it runs them."""
+
+
+def actions_text(actions: ActionLists) -> str:
+    """One line per device."""
+    return "".join(f"{k}: {' '.join(map(str, device))}\n" for k, device in enumerate(actions))

@@ -1,7 +1,7 @@
 """Bounds on pipelines in closed form, and what a microbatch pays to cross from stage to stage.
 
 bubble_factor: with t_i seconds of one microbatch on stage i of p, T their sum, pre_i and U_i the
-sums before and behind i, m microbatches and w_i warm-up forwards (pipeline.py), for every stage i
+sums before and behind i, m microbatches and w_i warm-up forwards (makespan.py), for every stage i
 
     makespan >= T + U_i + (m - 1 - w_i) t_i      where m >= w_i + 2                       (a_i)
     makespan >= pre_i + m t_i                                                             (b_i)

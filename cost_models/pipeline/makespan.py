@@ -1,21 +1,12 @@
-"""Step time of a pipeline schedule: exact simulation, closed formulas, bounds on both sides.
+"""Step time of a pipeline schedule, exact.
 
-Notation: p devices, m microbatches, w_i warm-up forwards; F_i, B_i seconds of forward and backward
-of stage i per microbatch, t_i = F_i + B_i, c_i seconds between the stages i and i+1 each way.
-
-    makespan   the last pass ends, every pass after its inputs and its device's pass before it
-    A = sum t + (m-1) (max F + max B)  >=  makespan (c = 0)              (makespan_upper_bound_s)
-    D = max_i [ pre_i + m t_i + max(0, U_i - w_i F_i) + max(0, U_i - w_i B_i) ]  <=  makespan
-                                                                         (makespan_lower_bound_s)
-
-with pre_i the way of a microbatch through the stages before i and back, U_i that through the
-stages after i. D holds because stage i starts after pre_i's forwards and ends before its backwards;
-between F(0) and B(0) it waits U_i and has w_i forwards to do, between F(m-1) and B(m-1) w_i
-backwards. The two waits add up where they are disjoint (m >= w_i + 2); else the larger one counts.
+Notation as in meshfold.cost_models.pipeline.schedules; the makespan ends with the last pass, every
+pass after its inputs and its device's pass before it.
 
 `simulate_actions` runs any order of actions event by event; `device_ends_s` gives the same numbers
-for the schedules of meshfold.cost_models.pipeline.schedules by vectors over devices (pipeline_rounds).
-Transfers overlap compute and do not queue behind each other. Seconds throughout.
+for the schedules of meshfold.cost_models.pipeline.schedules by vectors over devices
+(vector_makespan.py). Transfers overlap compute and do not queue behind each other. Seconds
+throughout.
 """
 
 from collections.abc import Sequence
@@ -24,13 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshfold.cost_models.pipeline.actions import Action, Pass
-from meshfold.cost_models.pipeline.schedules import (
-    Schedule,
-    ScheduleKind,
-    backward_order,
-    forward_order,
-)
+from meshfold.cost_models.pipeline.actions import Pass, StageAction
+from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.cost_models.pipeline.vector_makespan import interleaved_ends_s, one_f_one_b_ends_s
 
 Seconds = NDArray[np.float64]
@@ -38,10 +24,10 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
-    """Seconds per microbatch of each stage (with chunks: stage s on device s mod p).
+    """Seconds per microbatch of each stage (with virtual stages: stage s on device s mod p).
 
-    backward_s: the whole backward; weight_s: the part of it that only makes weight gradients;
-    hop_s: from stage s to s+1 and back again, each way, one entry less than stages.
+    backward_s: all of the backward; weight_s: what of it only computes weight gradients;
+    hop_s: from stage s to s+1 and the same back, one entry less than stages.
     """
 
     forward_s: Seconds
@@ -69,7 +55,9 @@ class StageTimes:
         if min(float(a.min(initial=0.0)) for a in (forward, backward, weight, hop)) < 0:
             raise ValueError("times of stages must not be negative")
         if (weight > backward).any():
-            raise ValueError("the weight gradient is a part of the backward, but takes longer")
+            raise ValueError(
+                "the weight gradient takes longer than the backward, which includes it"
+            )
         return cls(forward, backward, weight, hop)
 
     @property
@@ -94,28 +82,25 @@ class StageTimes:
         )
 
     def between_devices(self, schedule: Schedule) -> "StageTimes":
-        """The same times where nothing travels from a stage to the next on its device: where the
+        """The same times where a transfer within a device takes no time: where the
         way of a V turns."""
-        hop = np.where([schedule.travels(s) for s in range(1, schedule.num_stages)], self.hop_s, 0)
+        hop = np.where(
+            [schedule.crosses_devices(s) for s in range(1, schedule.num_stages)], self.hop_s, 0
+        )
         return StageTimes(self.forward_s, self.backward_s, self.weight_s, hop)
-
-
-def makespan_s(schedule: Schedule, times: StageTimes) -> float:
-    """Seconds of one step: exact for the model of the module docstring."""
-    return float(device_ends_s(schedule, times).max())
 
 
 def device_ends_s(schedule: Schedule, times: StageTimes) -> Seconds:
     """When each device ends its last pass, shape (num_devices,)."""
-    parts = times.for_schedule(schedule)
-    f, b, hop = parts.forward_s, parts.backward_s, parts.hop_s
-    if schedule.num_chunks > 1 and schedule.splits_backward:
+    own = times.for_schedule(schedule)
+    f, b, hop = own.forward_s, own.backward_s, own.hop_s
+    if schedule.num_virtual_stages > 1 and schedule.splits_backward:
         return simulate_actions(schedule.actions(), times.between_devices(schedule))
     if schedule.kind is ScheduleKind.GPIPE:
         return _gpipe_ends_s(schedule.num_microbatches, f, b, hop)
-    if schedule.num_chunks > 1:
+    if schedule.num_virtual_stages > 1:
         return interleaved_ends_s(schedule, f, b, hop)
-    return one_f_one_b_ends_s(schedule, f, b, parts.weight_s, hop)
+    return one_f_one_b_ends_s(schedule, f, b, own.weight_s, hop)
 
 
 def _gpipe_ends_s(num_microbatches: int, f: Seconds, b: Seconds, hop: Seconds) -> Seconds:
@@ -128,8 +113,9 @@ def _gpipe_ends_s(num_microbatches: int, f: Seconds, b: Seconds, hop: Seconds) -
     return forwards_s + way_up + later * slowest_up
 
 
-def simulate_actions(actions: Sequence[Sequence[Action]], times: StageTimes) -> Seconds:
-    """When each device ends, given the actions of each in order (any order, any number of chunks).
+def simulate_actions(actions: Sequence[Sequence[StageAction]], times: StageTimes) -> Seconds:
+    """When each device ends, given the actions of each in order (any order, any number of virtual
+    stages).
 
     A W in the actions of a stage makes its B the input gradient. Raises ValueError for a deadlock,
     naming the action each stuck device waits with.
@@ -139,14 +125,14 @@ def simulate_actions(actions: Sequence[Sequence[Action]], times: StageTimes) -> 
 
 
 def action_spans(
-    actions: Sequence[Sequence[Action]], times: StageTimes
-) -> list[list[tuple[Action, float, float]]]:
+    actions: Sequence[Sequence[StageAction]], times: StageTimes
+) -> list[list[tuple[StageAction, float, float]]]:
     """(action, start, end) of every device, seconds from the start of the step. As
     simulate_actions."""
     timeline = _Timeline(actions, times)
     split = {a.stage for d in actions for a in d if a.kind is Pass.WEIGHT_GRADIENT}
 
-    def span(action: Action) -> tuple[Action, float, float]:
+    def span(action: StageAction) -> tuple[StageAction, float, float]:
         end_s = timeline.end_s(action)
         return action, end_s - _seconds(action, times, action.stage in split), end_s
 
@@ -154,14 +140,14 @@ def action_spans(
 
 
 def critical_path(
-    actions: Sequence[Sequence[Action]], times: StageTimes, extra_s: ArrayLike = 0.0
-) -> list[Action]:
+    actions: Sequence[Sequence[StageAction]], times: StageTimes, extra_s: ArrayLike = 0.0
+) -> list[StageAction]:
     """A chain of passes that decides when the last device ends (extra_s after its last pass): each
     starts when the one before has ended and its output has arrived. First to last."""
     timeline = _Timeline(actions, times)
     before = {b: a for device in actions for a, b in zip(device, device[1:], strict=False)}
-    late_s = np.broadcast_to(np.asarray(extra_s, float), (len(actions),))
-    finish_s = [timeline.end_s(d[-1]) + late for d, late in zip(actions, late_s, strict=True)]
+    after_s = np.broadcast_to(np.asarray(extra_s, float), (len(actions),))
+    finish_s = [timeline.end_s(d[-1]) + extra for d, extra in zip(actions, after_s, strict=True)]
     path = [actions[int(np.argmax(finish_s))][-1]]
     while True:
         action = path[-1]
@@ -177,13 +163,13 @@ class _Timeline:
     """When every action ends; by number, since a pipeline has many: (kind, stage, microbatch) in
     lexicographic order."""
 
-    def __init__(self, actions: Sequence[Sequence[Action]], times: StageTimes) -> None:
+    def __init__(self, actions: Sequence[Sequence[StageAction]], times: StageTimes) -> None:
         self._stages = len(times.forward_s)
         self._microbatches = 1 + max((a.microbatch for d in actions for a in d), default=0)
         self._ends_s = [-1.0] * (3 * self._stages * self._microbatches)
         split = {a.stage for d in actions for a in d if a.kind is Pass.WEIGHT_GRADIENT}
         seconds = {
-            (stage, kind): _seconds(Action(stage, kind, 0), times, stage in split)
+            (stage, kind): _seconds(StageAction(stage, kind, 0), times, stage in split)
             for stage in range(self._stages)
             for kind in Pass
         }
@@ -200,15 +186,15 @@ class _Timeline:
         if stuck:
             raise ValueError(f"the order of actions deadlocks: {', '.join(stuck)}")
 
-    def end_s(self, action: Action) -> float:
+    def end_s(self, action: StageAction) -> float:
         """When the action ends."""
         return self._ends_s[self._number(action)]
 
-    def _number(self, action: Action) -> int:
+    def _number(self, action: StageAction) -> int:
         kind = "FBW".index(action.kind)
         return (kind * self._stages + action.stage) * self._microbatches + action.microbatch
 
-    def _needs(self, action: Action, times: StageTimes) -> list[tuple[int, float]]:
+    def _needs(self, action: StageAction, times: StageTimes) -> list[tuple[int, float]]:
         return [(self._number(needed), latency) for needed, latency in _inputs(action, times)]
 
     def _run(self, orders: list[list[tuple[int, list[tuple[int, float]], float]]]) -> list[int]:
@@ -238,95 +224,25 @@ class _Timeline:
         return position
 
 
-def _inputs(action: Action, times: StageTimes) -> list[tuple[Action, float]]:
-    """The actions that must have ended before, with the seconds their output travels."""
+def _inputs(action: StageAction, times: StageTimes) -> list[tuple[StageAction, float]]:
+    """The actions that must have ended before, with the seconds of their transfer."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Pass.FORWARD:
         if stage == 0:
             return []
-        return [(Action(stage - 1, Pass.FORWARD, microbatch), float(times.hop_s[stage - 1]))]
+        return [(StageAction(stage - 1, Pass.FORWARD, microbatch), float(times.hop_s[stage - 1]))]
     if action.kind is Pass.WEIGHT_GRADIENT:
-        return [(Action(stage, Pass.BACKWARD, microbatch), 0.0)]
-    own = (Action(stage, Pass.FORWARD, microbatch), 0.0)
+        return [(StageAction(stage, Pass.BACKWARD, microbatch), 0.0)]
+    own = (StageAction(stage, Pass.FORWARD, microbatch), 0.0)
     if stage == len(times.forward_s) - 1:
         return [own]
-    return [own, (Action(stage + 1, Pass.BACKWARD, microbatch), float(times.hop_s[stage]))]
+    return [own, (StageAction(stage + 1, Pass.BACKWARD, microbatch), float(times.hop_s[stage]))]
 
 
-def _seconds(action: Action, times: StageTimes, split: bool) -> float:
+def _seconds(action: StageAction, times: StageTimes, split: bool) -> float:
     weight_s = float(times.weight_s[action.stage])
     if action.kind is Pass.FORWARD:
         return float(times.forward_s[action.stage])
     if action.kind is Pass.WEIGHT_GRADIENT:
         return weight_s
     return float(times.backward_s[action.stage]) - (weight_s if split else 0.0)
-
-
-def even_makespan_s(
-    schedule: Schedule, forward_s: float, backward_s: float, weight_s: float = 0.0
-) -> float:
-    """Seconds of one step when all stages are equal and transfers take no time: exact.
-
-    forward_s, backward_s (weight_s of it for W): per device and microbatch, all chunks together.
-    zero_bubble at the least warm-up is exact for W <= min(F, B) and m >= 2p - 1 only; ValueError
-    outside of that.
-    """
-    p, m, v = schedule.num_devices, schedule.num_microbatches, schedule.num_chunks
-    total_s = forward_s + backward_s
-    if not schedule.splits_backward:
-        return m * total_s + (p - 1) * total_s / v
-    if v > 1:
-        raise ValueError(f"no closed formula for {schedule}")
-    input_s = backward_s - weight_s
-    if weight_s > min(forward_s, input_s) or m < 2 * p - 1 or schedule.extra_warm_up:
-        raise ValueError(f"no closed formula for {schedule} with these times")
-    return m * total_s + (p - 1) * (forward_s + input_s - weight_s)
-
-
-def makespan_upper_bound_s(schedule: Schedule, times: StageTimes) -> float:
-    """A of the module docstring. Raises ValueError for transfers that take time and for schedules
-    other than 1f1b and gpipe, where it does not hold."""
-    plain = schedule.kind in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
-    if not plain or times.hop_s.any():
-        raise ValueError(f"no upper bound in closed form for {schedule} with these transfers")
-    slowest_s = float(times.forward_s.max() + times.backward_s.max())
-    return float(times.total_s.sum()) + (schedule.num_microbatches - 1) * slowest_s
-
-
-def makespan_lower_bound_s(schedule: Schedule, times: StageTimes) -> float:
-    """D of the module docstring, with transfers; where several chunks split their backward, only
-    that every device does its work."""
-    if schedule.kind is ScheduleKind.GPIPE:
-        return makespan_s(schedule, times)
-    if schedule.num_chunks > 1 and schedule.splits_backward:
-        devices = range(schedule.num_devices)
-        busy_s = [float(times.total_s[list(schedule.stages_of(i))].sum()) for i in devices]
-        return schedule.num_microbatches * max(busy_s)
-    parts = times.for_schedule(schedule)
-    return max(_device_bound_s(schedule, parts, i) for i in range(schedule.num_devices))
-
-
-def _device_bound_s(schedule: Schedule, parts: StageTimes, device: int) -> float:
-    """D of one device. With chunks it waits on the way from its first stage to its last one and
-    back; with split backward it may end before its last weight gradients or after them."""
-    f, b, hop = parts.forward_s, parts.backward_s, parts.hop_s
-    last = schedule.num_stages - schedule.num_devices + device
-    forwards, backwards = forward_order(schedule, device), backward_order(schedule, device)
-    warm = min(schedule.warm_up[device], len(forwards) - 1)
-    weight_s = float(parts.weight_s[device])
-    around_s = float(hop[device:].sum() + hop[last:].sum())
-    head_s = float(f[device + 1 :].sum() + b[last + 1 :].sum()) + around_s
-    tail_s = float(f[last + 1 :].sum() + b[device + 1 :].sum()) + around_s
-    head_work_s = sum(float(f[s]) for s, _ in forwards[1 : warm + 1])
-    tail_work_s = sum(float(b[s]) for s, _ in backwards[-1 - warm : -1]) + warm * weight_s
-    waits = (max(0.0, head_s - head_work_s), max(0.0, tail_s - tail_work_s))
-    wait_s = sum(waits) if len(forwards) - 1 > warm else max(waits)
-    stages = slice(device, None, schedule.num_devices)
-    busy_s = schedule.num_microbatches * float((f[stages] + b[stages]).sum())
-    way_s = float(f[:device].sum() + hop[:device].sum())
-    start_s = way_s + busy_s + wait_s
-    before_last = max(0, schedule.num_microbatches - 1 - schedule.weight_delay[device])
-    back_s = float(b[:device].sum() + hop[:device].sum() + parts.weight_s[0])
-    if device == 0:
-        return start_s + schedule.num_microbatches * weight_s
-    return start_s + max(schedule.num_microbatches * weight_s, before_last * weight_s + back_s)

@@ -1,19 +1,20 @@
 """Pipeline schedules: in which order each stage runs the passes of its microbatches.
 
 A stage of the model runs, per microbatch, a forward F and a backward B; where a schedule splits the
-backward, B is the input gradient (the part the stage before waits for) and W the weight gradient
+backward, B is the input gradient (which the stage before waits for) and W the weight gradient
 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024). With p devices, m microbatches and v
-chunks of the model per device there are p*v stages; stage s runs on device s mod p, but under zbv
+virtual stages per device there are p*v stages; stage s runs on device s mod p, but under zbv
 and dualpipev where the way turns at the last device: stages i and 2p-1-i are on device i.
 
     gpipe        all forwards, then all backwards (Huang et al., NeurIPS 2019)
     1f1b         w_i forwards to warm up, then forward and backward in turn (Narayanan et al., 2021)
-    interleaved  1f1b over v chunks per device (Narayanan et al., SC 2021)
+    interleaved  1f1b over v virtual stages per device (Narayanan et al., SC 2021)
     zero_bubble  1f1b with split backward, W delayed by i microbatches on device i (ZB-H1)
     interleaved_zero_bubble   interleaved with split backward, W delayed alike, p-1-i forwards less
                  to warm up
-    zbv          ZB-V: two chunks per device, the loss on the first one (Qi et al., section 6)
-    dualpipev    two chunks alike, a forward of one and a backward of the other in turn
+    zbv          ZB-V: two virtual stages per device, the loss on the first one (Qi et al.,
+                 section 6)
+    dualpipev    two virtual stages alike, a forward of one and a backward of the other in turn
                  (DeepSeek-AI 2024)
 
 1f1b and zero_bubble warm up with w_i = p-1-i forwards on device i, or up to twice as many: each
@@ -33,12 +34,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from meshfold.cost_models.pipeline.actions import Action, ActionLists, Pass
+from meshfold.cost_models.pipeline.actions import ActionLists, Pass, StageAction
 from meshfold.cost_models.pipeline.v_schedules import dualpipev_actions, far_stage, zbv_actions
 from meshfold.errors import OptionError
 
 _TEXT = re.compile(
-    r"(?P<kind>\w+)\((?P<p>\d+) x (?P<m>\d+)(, (?P<v>\d+) chunks)?(, warm-up \+(?P<extra>\d+))?\)"
+    r"(?P<kind>\w+)\((?P<p>\d+) x (?P<m>\d+)"
+    r"(, (?P<v>\d+) virtual stages)?(, warm-up \+(?P<extra>\d+))?\)"
 )
 _SIZES = (("p", 1), ("m", 1), ("v", 1), ("extra", 0))
 
@@ -59,12 +61,12 @@ V_ORDERS = MappingProxyType(
 """Kinds whose stages lie in a V, and what orders a device's actions."""
 _SPLIT = (ScheduleKind.ZERO_BUBBLE, ScheduleKind.INTERLEAVED_ZERO_BUBBLE, *V_ORDERS)
 _IN_ROUNDS = (ScheduleKind.INTERLEAVED, ScheduleKind.INTERLEAVED_ZERO_BUBBLE)
-"""Kinds that run groups of p microbatches through their chunks."""
+"""Kinds that run groups of p microbatches through their virtual stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule of `num_microbatches` over `num_devices`, `num_chunks` stages on each.
+    """A schedule of `num_microbatches` over `num_devices`, `num_virtual_stages` stages on each.
 
     extra_warm_up: forwards that 1f1b and zero_bubble run ahead of the p-1-i of device i; a device
     takes min(extra_warm_up, p-1-i). Raises OptionError for what does not exist.
@@ -73,20 +75,22 @@ class Schedule:
     kind: ScheduleKind
     num_devices: int
     num_microbatches: int
-    num_chunks: int = 1
+    num_virtual_stages: int = 1
     extra_warm_up: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.num_devices, self.num_microbatches, self.num_chunks) < 1:
-            raise OptionError(f"{self}: devices, microbatches and chunks must be at least 1")
+        if min(self.num_devices, self.num_microbatches, self.num_virtual_stages) < 1:
+            raise OptionError(
+                f"{self}: devices, microbatches and virtual stages must be at least 1"
+            )
         interleaved = self.kind in _IN_ROUNDS
         is_v = self.kind in V_ORDERS
-        if self.num_chunks > 1 and not (interleaved or is_v):
+        if self.num_virtual_stages > 1 and not (interleaved or is_v):
             raise OptionError(
-                f"{self}: only interleaved schedules, zbv and dualpipev have several chunks"
+                f"{self}: only interleaved schedules, zbv and dualpipev have several virtual stages"
             )
-        if is_v and self.num_chunks != 2:
-            raise OptionError(f"{self}: {self.kind} has 2 chunks per device")
+        if is_v and self.num_virtual_stages != 2:
+            raise OptionError(f"{self}: {self.kind} has 2 virtual stages per device")
         if interleaved and self.num_microbatches % self.num_devices:
             raise OptionError(
                 f"{self}: interleaved schedules need a multiple of {self.num_devices} microbatches"
@@ -99,9 +103,11 @@ class Schedule:
             )
 
     def __str__(self) -> str:
-        chunks = f", {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        per_device = (
+            f", {self.num_virtual_stages} virtual stages" if self.num_virtual_stages > 1 else ""
+        )
         extra = f", warm-up +{self.extra_warm_up}" if self.extra_warm_up else ""
-        return f"{self.kind}({self.num_devices} x {self.num_microbatches}{chunks}{extra})"
+        return f"{self.kind}({self.num_devices} x {self.num_microbatches}{per_device}{extra})"
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
@@ -116,7 +122,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        return self.num_devices * self.num_chunks
+        return self.num_devices * self.num_virtual_stages
 
     @property
     def splits_backward(self) -> bool:
@@ -130,18 +136,18 @@ class Schedule:
             return far_stage(p, stage)
         return stage % p
 
-    def travels(self, stage: int) -> bool:
+    def crosses_devices(self, stage: int) -> bool:
         """Whether what a stage takes over comes from another device; False behind the last one."""
         return 0 < stage < self.num_stages and self.device_of(stage - 1) != self.device_of(stage)
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """The stages of a device, one per chunk, ascending."""
+        """The stages of a device, ascending."""
         return tuple(s for s in range(self.num_stages) if self.device_of(s) == device)
 
     @property
     def warm_up(self) -> tuple[int, ...]:
         """Forwards that each device runs before its first forward-backward pair (w_i)."""
-        p, m, v = self.num_devices, self.num_microbatches, self.num_chunks
+        p, m, v = self.num_devices, self.num_microbatches, self.num_virtual_stages
         if self.kind is ScheduleKind.GPIPE:
             return (m,) * p
         if self.kind in V_ORDERS:
@@ -154,7 +160,7 @@ class Schedule:
 
     @property
     def weight_delay(self) -> tuple[int, ...]:
-        """Passes by which each device lets W fall behind B; zeros where W is part of B, or follows
+        """Passes by which each device lets W fall behind B; zeros where B includes W, or follows
         at no even distance (in a V)."""
         if self.kind in V_ORDERS:
             return (0,) * self.num_devices
@@ -162,10 +168,10 @@ class Schedule:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Peak number of (stage, microbatch) pairs whose activations each device holds."""
+        """Peak number of (stage, microbatch) pairs whose activations each device has in memory."""
         if self.kind in V_ORDERS:
             return measured_in_flight(self.actions())
-        total = self.num_microbatches * self.num_chunks
+        total = self.num_microbatches * self.num_virtual_stages
         pairs = zip(self.warm_up, self.weight_delay, strict=True)
         return tuple(min(total, warm + 1 + delay) for warm, delay in pairs)
 
@@ -180,69 +186,71 @@ class Schedule:
         )
 
 
-def _device_actions(schedule: Schedule, device: int, warm: int, delay: int) -> tuple[Action, ...]:
+def _device_actions(
+    schedule: Schedule, device: int, warm: int, delay: int
+) -> tuple[StageAction, ...]:
     """w forwards; then F(w+k), B(k), W(k - delay) for k = 0, 1, ... as far as each exists."""
     forwards, backwards = forward_order(schedule, device), backward_order(schedule, device)
-    actions = [Action(stage, Pass.FORWARD, j) for stage, j in forwards[:warm]]
+    actions = [StageAction(stage, Pass.FORWARD, j) for stage, j in forwards[:warm]]
     for k, (stage, microbatch) in enumerate(backwards):
         if warm + k < len(forwards):
-            actions.append(Action(forwards[warm + k][0], Pass.FORWARD, forwards[warm + k][1]))
-        actions.append(Action(stage, Pass.BACKWARD, microbatch))
+            actions.append(StageAction(forwards[warm + k][0], Pass.FORWARD, forwards[warm + k][1]))
+        actions.append(StageAction(stage, Pass.BACKWARD, microbatch))
         if schedule.splits_backward and k >= delay:
-            late_stage, late_microbatch = backwards[k - delay]
-            actions.append(Action(late_stage, Pass.WEIGHT_GRADIENT, late_microbatch))
+            deferred_stage, deferred_microbatch = backwards[k - delay]
+            actions.append(StageAction(deferred_stage, Pass.WEIGHT_GRADIENT, deferred_microbatch))
     if schedule.splits_backward:
-        late = backwards[max(0, len(backwards) - delay) :]
-        actions.extend(Action(stage, Pass.WEIGHT_GRADIENT, j) for stage, j in late)
+        deferred = backwards[max(0, len(backwards) - delay) :]
+        actions.extend(StageAction(stage, Pass.WEIGHT_GRADIENT, j) for stage, j in deferred)
     return tuple(actions)
 
 
-def _num_before_backward(actions: Sequence[Action]) -> int:
+def _num_before_backward(actions: Sequence[StageAction]) -> int:
     return next(k for k, action in enumerate(actions) if action.kind is Pass.BACKWARD)
 
 
 def forward_order(schedule: Schedule, device: int) -> list[tuple[int, int]]:
     """(stage, microbatch) of each forward of a device: groups of p microbatches go through its
-    chunks one after the other."""
-    p, v = schedule.num_devices, schedule.num_chunks
+    virtual stages one after the other."""
+    p, v = schedule.num_devices, schedule.num_virtual_stages
     if v == 1:
         return [(device, j) for j in range(schedule.num_microbatches)]
     return [
-        (device + p * chunk, group * p + j)
+        (device + p * k, group * p + j)
         for group in range(schedule.num_microbatches // p)
-        for chunk in range(v)
+        for k in range(v)
         for j in range(p)
     ]
 
 
 def backward_order(schedule: Schedule, device: int) -> list[tuple[int, int]]:
-    """(stage, microbatch) of each backward of a device: as forward_order, last chunk first."""
+    """(stage, microbatch) of each backward of a device: as forward_order, last stage first."""
     last = schedule.num_stages - schedule.num_devices + device
     return [(last - stage + device, j) for stage, j in forward_order(schedule, device)]
 
 
-def held_by_chunk(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Per device the numbers of microbatches that each of its chunks holds at one moment: all such
-    tuples but those that another one is no smaller than in any chunk.
+def resident_by_virtual_stage(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Per device the numbers of microbatches whose activations each of its virtual stages holds at
+    one moment: all such tuples but those that another one is no smaller than anywhere.
 
-    What a device needs is the largest over them of sum_c held_c * (bytes of chunk c).
+    What a device needs is the largest over them of sum_c n_c * (bytes of virtual stage c).
     """
-    if schedule.num_chunks == 1:
-        return tuple(((held,),) for held in schedule.in_flight)
+    if schedule.num_virtual_stages == 1:
+        return tuple(((n,),) for n in schedule.in_flight)
     p = schedule.num_devices
     ends = Pass.WEIGHT_GRADIENT if schedule.splits_backward else Pass.BACKWARD
     # A warm-up spans less than v + 2 groups of p microbatches; after it groups repeat.
-    groups = min(-(-schedule.num_microbatches // p), schedule.num_chunks + 4)
+    groups = min(-(-schedule.num_microbatches // p), schedule.num_virtual_stages + 4)
     short = replace(schedule, num_microbatches=min(schedule.num_microbatches, groups * p))
     found = []
     for device in short.actions():
-        held, seen = [0] * schedule.num_chunks, set()
+        in_flight, seen = [0] * schedule.num_virtual_stages, set()
         for action in device:
             if action.kind is Pass.FORWARD:
-                held[action.stage // p] += 1
-                seen.add(tuple(held))
+                in_flight[action.stage // p] += 1
+                seen.add(tuple(in_flight))
             elif action.kind is ends:
-                held[action.stage // p] -= 1
+                in_flight[action.stage // p] -= 1
         found.append(_largest(seen))
     return tuple(found)
 
@@ -250,29 +258,29 @@ def held_by_chunk(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]
 def _largest(seen: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Those that no other one is at least as large as in every entry, in order."""
     return tuple(
-        held
-        for held in sorted(seen)
-        if not any(o != held and all(a >= b for a, b in zip(o, held, strict=True)) for o in seen)
+        n
+        for n in sorted(seen)
+        if not any(o != n and all(a >= b for a, b in zip(o, n, strict=True)) for o in seen)
     )
 
 
-def measured_in_flight(actions: Sequence[Iterable[Action]]) -> tuple[int, ...]:
-    """Peak number of (stage, microbatch) pairs held by each device, counted along its order.
+def measured_in_flight(actions: Sequence[Iterable[StageAction]]) -> tuple[int, ...]:
+    """Peak number of (stage, microbatch) pairs in memory of each device, counted along its order.
 
-    A pair is held from its F to its W, or to its B where no W exists.
+    A pair counts from its F to its W, or to its B where no W exists.
     """
     peaks = []
     for device in actions:
         ordered = list(device)
         split = {(a.stage, a.microbatch) for a in ordered if a.kind is Pass.WEIGHT_GRADIENT}
-        held = peak = 0
+        in_flight = peak = 0
         for action in ordered:
             if action.kind is Pass.FORWARD:
-                held += 1
+                in_flight += 1
             elif action.kind is Pass.WEIGHT_GRADIENT or (action.stage, action.microbatch) not in (
                 split
             ):
-                held -= 1
-            peak = max(peak, held)
+                in_flight -= 1
+            peak = max(peak, in_flight)
         peaks.append(peak)
     return tuple(peaks)

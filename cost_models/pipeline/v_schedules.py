@@ -10,7 +10,7 @@ do not wait for one another, so that nobody waits for what does not come.
 
 from collections import Counter, deque
 
-from meshfold.cost_models.pipeline.actions import Action, Pass
+from meshfold.cost_models.pipeline.actions import Pass, StageAction
 
 
 def far_stage(num_devices: int, device: int) -> int:
@@ -22,9 +22,9 @@ class _Order:
     """Actions of one device so far; add("F") takes the stage's next microbatch."""
 
     def __init__(self) -> None:
-        self.actions: list[Action] = []
+        self.actions: list[StageAction] = []
         self._done: Counter[tuple[int, Pass]] = Counter()
-        self._late: deque[int] = deque()
+        self._deferred: deque[int] = deque()
 
     def num_waiting(self, stage: int) -> int:
         """How many B of a stage are ahead of its W."""
@@ -36,24 +36,24 @@ class _Order:
     def add(self, stage: int, letters: str, times: int = 1) -> None:
         for letter in letters * times:
             kind = Pass(letter)
-            self.actions.append(Action(stage, kind, self._done[stage, kind]))
+            self.actions.append(StageAction(stage, kind, self._done[stage, kind]))
             self._done[stage, kind] += 1
 
-    def add_late(self, stage: int) -> None:
+    def add_deferred(self, stage: int) -> None:
         """B, whose W waits."""
         self.add(stage, "B")
-        self._late.append(stage)
+        self._deferred.append(stage)
 
     def add_waiting(self, times: int = 1) -> None:
         """W of the oldest ones that wait, if any."""
-        for _ in range(min(times, len(self._late))):
-            self.add(self._late.popleft(), "W")
+        for _ in range(min(times, len(self._deferred))):
+            self.add(self._deferred.popleft(), "W")
 
-    def first(self, num_microbatches: int) -> tuple[Action, ...]:
+    def first(self, num_microbatches: int) -> tuple[StageAction, ...]:
         return tuple(a for a in self.actions if a.microbatch < num_microbatches)
 
 
-def zbv_actions(num_devices: int, num_microbatches: int, device: int) -> tuple[Action, ...]:
+def zbv_actions(num_devices: int, num_microbatches: int, device: int) -> tuple[StageAction, ...]:
     """Forwards warm up until B of the far stage, W fills what is left (Qi et al., ICLR 2024)."""
     p, near, far = num_devices, device, far_stage(num_devices, device)
     most = max(2 * p - 1, num_microbatches)
@@ -77,9 +77,11 @@ def zbv_actions(num_devices: int, num_microbatches: int, device: int) -> tuple[A
     return order.first(num_microbatches)
 
 
-def dualpipev_actions(num_devices: int, num_microbatches: int, device: int) -> tuple[Action, ...]:
-    """A forward of one stage beside a whole backward of the other (DeepSeek-AI 2024,
-    arXiv:2412.19437, cut into a V); B and W apart only where the V fills and empties. Forward and
+def dualpipev_actions(
+    num_devices: int, num_microbatches: int, device: int
+) -> tuple[StageAction, ...]:
+    """A forward of one stage with a full backward of the other (DeepSeek-AI 2024,
+    arXiv:2412.19437, in a V); B and W apart only where the V fills and empties. Forward and
     backward of a pair follow one another here: they are not interleaved op by op."""
     p, near, far = num_devices, device, far_stage(num_devices, device)
     most = max(2 * p, num_microbatches)
@@ -102,15 +104,15 @@ def dualpipev_actions(num_devices: int, num_microbatches: int, device: int) -> t
 
 
 def _empty_dual(order: _Order, p: int, device: int) -> None:
-    """The last backwards: the first half of the pairs whole, then W waits for gaps."""
+    """The last backwards: the first half of the pairs unsplit, then W waits for gaps."""
     near, far = device, far_stage(p, device)
-    whole = 2 * ((device + 1) // 2) + 1 - device % 2
+    num_unsplit = 2 * ((device + 1) // 2) + 1 - device % 2
     for k, stage in enumerate([far, near] * (device + 1)):
-        if k < whole:
+        if k < num_unsplit:
             order.add(stage, "BW")
         else:
-            order.add_late(stage)
+            order.add_deferred(stage)
     for _ in range(p - device - 1):
         order.add_waiting()
-        order.add_late(near)
+        order.add_deferred(near)
     order.add_waiting(device + 1)

@@ -39,8 +39,8 @@ def one_f_one_b_ends_s(
     flat = forward_ends.reshape(-1)
     # What device i reads in round 0: F(w_i) of device i-1, there in round w_i - w_(i-1).
     inputs = (depth + warm[1:] - warm[:-1]) * p + np.arange(p - 1)
-    climb = np.concatenate(([0.0], np.cumsum(b[:-1] + hop)))
-    reach = climb + b
+    ascent = np.concatenate(([0.0], np.cumsum(b[:-1] + hop)))
+    reach = ascent + b
     free = np.where(warm > 0, forward_ends[depth - 1], 0.0) if depth else np.zeros(p)
     past, arrival = free, np.zeros(p)
     first_steady = max(int(delay.max()), depth) + p
@@ -53,7 +53,7 @@ def one_f_one_b_ends_s(
             ends = np.where(k < m - warm, ends, free)
         forward_ends[depth + k] = ends
         chain = np.maximum.accumulate((ends + reach)[::-1])[::-1]
-        free = chain - climb
+        free = chain - ascent
         if schedule.splits_backward:
             free += np.where(k >= delay, weight, 0.0)
         if k % p == 0 and k < num_full - 1:
@@ -65,8 +65,8 @@ def one_f_one_b_ends_s(
                 forward_ends[k + 1 : depth + k + 1] = known
             past = free
         k += 1
-    late: Seconds = np.minimum(m, delay) * weight
-    return free + late
+    deferred: Seconds = np.minimum(m, delay) * weight
+    return free + deferred
 
 
 def _warm_up_ends_s(
@@ -75,10 +75,10 @@ def _warm_up_ends_s(
     """Table of forward ends, row depth + k for round k; the rows before are the last warm-up
     forwards. Forward j of device i ends at the way to it + j * (slowest forward on the way)."""
     table = np.zeros((num_rows, len(f)))
-    way = np.cumsum(f) + np.concatenate(([0.0], np.cumsum(hop)))
+    reached = np.cumsum(f) + np.concatenate(([0.0], np.cumsum(hop)))
     pace = np.maximum.accumulate(f)
     for row in range(depth):
-        table[row] = way + (warm + row - depth) * pace
+        table[row] = reached + (warm + row - depth) * pace
     return table
 
 
@@ -98,10 +98,10 @@ def _is_steady(forward_ends: Seconds, depth: int, k: int, growth: Seconds) -> bo
 def interleaved_ends_s(schedule: Schedule, f: Seconds, b: Seconds, hop: Seconds) -> Seconds:
     """Ends of the devices under the interleaved schedule with v > 1, shape (p,); of many pipelines
     at once, shape (p, n), where f, b and hop have a second dim of n."""
-    p, v = schedule.num_devices, schedule.num_chunks
+    p, v = schedule.num_devices, schedule.num_virtual_stages
     num_pairs = schedule.num_microbatches * v
     device = np.arange(p)
-    # Not cut at num_pairs: the depths keep their differences, which the slots rely on.
+    # Not clipped at num_pairs: the depths keep their differences, which the slots rely on.
     warm = 2 * (p - 1 - device) + (v - 1) * p
     nothing = np.zeros((1, *f.shape[1:]))
     into, out_of = np.concatenate((nothing, hop)), np.concatenate((hop, nothing))
@@ -133,7 +133,7 @@ def _backward_slot(
     out_of: Seconds,
 ) -> Seconds:
     """The backwards of one slot, into `backward_ends`; returns when the devices are free."""
-    p, v = schedule.num_devices, schedule.num_chunks
+    p, v = schedule.num_devices, schedule.num_virtual_stages
     device = np.arange(p)
     run = (step >= 0) & (step < schedule.num_microbatches * v)
     stage = (v - 1 - step % (p * v) // p) * p + device

@@ -1,42 +1,91 @@
-"""What an instance leaves to the next one in the simulated step (meshfold.ir.step_events)."""
+"""Chained regions in the simulated step: an instance runs the epilogue of the one before
+(meshfold.ir.step_events)."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from meshfold.ir.step_events import Event
 
 
 @dataclass
-class Tail:
-    """The last moves of an instance, run by the next one. moment: that of the instance; given:
-    numbers of the parts that it has handed on so far; inside_bytes: alive inside it now."""
+class Epilogue:
+    """What is left of an instance for the next one to run."""
 
     instance: int
     moment: int = 0
-    moves: deque[tuple[Event, ...]] = field(default_factory=deque)
-    given: set[int] = field(default_factory=set)
+    """The moment of the instance."""
+    steps: deque[tuple[Event, ...]] = field(default_factory=deque)
+    produced: set[int] = field(default_factory=set)
+    """Chunks of the boundary value that are computed so far."""
     inside_bytes: int = 0
-
-    @property
-    def is_left(self) -> bool:
-        """Whether a move is left, or runs."""
-        return bool(self.moves)
+    """Alive inside the instance now."""
 
 
-def cut_tail(instance: int, events: Sequence[Event], moment: int) -> tuple[tuple[Event, ...], Tail]:
-    """(what an instance runs itself, its tail)."""
+def split_epilogue(
+    instance: int, events: Sequence[Event], moment: int
+) -> tuple[tuple[Event, ...], Epilogue]:
+    """(what an instance runs itself, its epilogue)."""
     groups: list[list[Event]] = [[]]
     for event in events:
-        if event.action == "leave":
+        if event.kind == "epilogue":
             groups.append([])
         else:
             groups[-1].append(event)
-    body, *moves = map(tuple[Event, ...], groups)
-    return body, Tail(instance, moment, deque(moves))
+    body, *steps = map(tuple[Event, ...], groups)
+    return body, Epilogue(instance, moment, deque(steps))
 
 
-def together(tails: Iterable[Tail]) -> int:
-    """The moment of two instances that run beside each other: that of the earlier in the model.
-    What either has kept is inside of it."""
-    return min(tails, key=lambda tail: tail.instance).moment
+class ChainedRun:
+    """The instance that runs, and the epilogue of the one before. run_step: runs the next step of
+    an epilogue, which is taken from it afterwards; leave: called once an instance is over."""
+
+    def __init__(self, run_step: Callable[[Epilogue], None], leave: Callable[[int], None]) -> None:
+        self.run_step = run_step
+        self.leave = leave
+        self.before = self.own = Epilogue(-1)
+
+    def begin(self, instance: int, events: Sequence[Event], moment: int) -> tuple[Event, ...]:
+        """What the next instance runs itself."""
+        body, self.own = split_epilogue(instance, events, moment)
+        return body
+
+    def end(self) -> None:
+        """The instance is done but for its own epilogue."""
+        self.finish()
+        self.before = self.own
+
+    def advance(self) -> None:
+        """Run the next step of the epilogue, if one is left."""
+        epilogue = self.before
+        if epilogue.steps:
+            self.run_step(epilogue)
+            epilogue.steps.popleft()
+            if not epilogue.steps:
+                self.leave(epilogue.instance)
+
+    def finish(self) -> None:
+        while self.before.steps:
+            self.advance()
+
+    def produce(self, instance: int, chunk: int) -> None:
+        (self.own if instance == self.own.instance else self.before).produced.add(chunk)
+
+    def consume(self, instance: int, chunk: int) -> None:
+        """Run the epilogue until a chunk is there."""
+        while instance == self.own.instance and self.before.steps:
+            if chunk in self.before.produced:
+                return
+            self.advance()
+
+    def inside(self, moment: int, inside_bytes: int) -> tuple[int, int]:
+        """(moment, bytes alive inside instances then), where that of `moment` has inside_bytes. Of
+        two overlapped instances the moment is that of the earlier in the model: what either has
+        saved is inside of it."""
+        if not self.before.steps:
+            self.own.inside_bytes = inside_bytes
+            return moment, inside_bytes
+        both = self.before, self.own
+        (both[0] if moment == both[0].moment else both[1]).inside_bytes = inside_bytes
+        earlier = min(both, key=lambda epilogue: epilogue.instance)
+        return earlier.moment, sum(epilogue.inside_bytes for epilogue in both)

@@ -1,19 +1,19 @@
-"""Reductions of gradients on the streams of a simulated rank, whole or in phases
+"""Reductions of gradients on the streams of a simulated rank, some of them hierarchical
 (meshfold.ir.node_groups), as meshfold.zero.gradient_reduction runs them."""
 
 from collections.abc import Generator
 
 from meshfold.cost_models.simulation.streams import Streams, Transfer
-from meshfold.ir.node_groups import Turns
-from meshfold.ir.step_events import Collective
+from meshfold.hierarchical_all_reduce import Interleaver
+from meshfold.ir.step_events import CollectiveEvent
 
 
-class Phased:
-    """A reduction in phases. extra_bytes: of the part that goes through the network, beside the
-    gradients themselves."""
+class HierarchicalReduction:
+    """A hierarchical reduction. extra_bytes: of the shard that crosses nodes, besides the gradients
+    themselves."""
 
-    def __init__(self, of: Collective) -> None:
-        self.extra_bytes = of.pieces * of.phases[1].num_bytes
+    def __init__(self, of: CollectiveEvent) -> None:
+        self.extra_bytes = of.pieces * of.steps[1].num_bytes
         self._of = of
         self._last: Transfer | None = None
 
@@ -22,41 +22,38 @@ class Phased:
         return self._last is not None and self._last.is_done
 
     def run(self, streams: Streams, instance: int) -> Generator[None, None, None]:
-        first, *others = self._of.phases
+        first, *others = self._of.steps
         flying = [streams.start(first, instance) for _ in range(self._of.pieces)]
-        for phase in others:
+        for step in others:
             yield
-            flying = [_after(streams, piece, phase, instance) for piece in flying]
+            for k, piece in enumerate(flying):
+                streams.wait(piece)
+                flying[k] = streams.start(step, instance)
         self._last = flying[-1]
         yield
         for piece in flying:
             streams.wait(piece)
 
 
-def _after(streams: Streams, piece: Transfer, phase: Collective, instance: int) -> Transfer:
-    streams.wait(piece)
-    return streams.start(phase, instance)
-
-
 class ReductionStreams:
-    """All of a step."""
+    """All reductions of a step."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._turns: Turns[None] = Turns()
-        self._running: dict[Phased, Generator[None, None, None]] = {}
+        self._interleaver: Interleaver[None] = Interleaver()
+        self._running: dict[HierarchicalReduction, Generator[None, None, None]] = {}
 
-    def start(self, of: Collective, instance: int = -1) -> Transfer | Phased:
-        if not of.phases:
+    def start(self, of: CollectiveEvent, instance: int = -1) -> Transfer | HierarchicalReduction:
+        if not of.steps:
             return self._streams.start(of, instance)
-        one = Phased(of)
+        one = HierarchicalReduction(of)
         self._running[one] = one.run(self._streams, instance)
-        self._turns.begin(self._running[one])
+        self._interleaver.begin(self._running[one])
         return one
 
-    def finish(self, one: Transfer | Phased) -> None:
+    def finish(self, one: Transfer | HierarchicalReduction) -> None:
         """Wait until it is done."""
         if isinstance(one, Transfer):
             self._streams.wait(one)
         else:
-            self._turns.finish(self._running.pop(one))
+            self._interleaver.finish(self._running.pop(one))

@@ -1,33 +1,36 @@
 """A step simulated from its events, in the order in which the runtime issues them.
 
-    forward    G first | per instance: events; "ahead" starts the next one's gathers; X release
-    backward   per instance, last to first: events; "arrive" waits for own gathers, releases later
-               instances, starts the gathers of the nearest earlier one that reads them again
-    end        reductions are waited for in the order in which they started, then late ones, then
-               the optimizer runs
+    forward    G first | per instance: events; "forward_prefetch" starts the next one's gathers;
+               X release
+    backward   per instance, last to first: events; "pre_backward" waits for own gathers, releases
+               later instances, starts the gathers of the nearest earlier one that reads them again
+    end        reductions are waited for in the order in which they started, then trailing ones,
+               then the optimizer runs
 
-(meshfold.codegen.emit.region.schedule, meshfold.zero.step.) What an instance leaves to the next one, its tail,
-runs where that has it. Memory at an event is what is fixed, what is held
-at its moment, what is alive inside the instance, gathered parameters from the start of their gather
-to their release, and buckets from the start of their reduction until the link is done with them.
-Merged reductions start with the last of their members; their buffer is there from the first on.
-That of a merged gather stays until the last of its members has been copied out of it. An all-reduce
-in phases (meshfold.ir.node_groups) has the part that crosses nodes beside the gradients themselves.
+(meshfold.codegen.emit.region.schedule, meshfold.zero.step.) The next instance runs the epilogue of
+one (chained_run.py). Memory at an event is what is fixed, what is resident at its moment, what is
+alive inside the instance, gathered parameters from the start of their gather to their release, and
+gradients from the start of their reduction until the link is done with them. The reduction of a
+bucket starts with the last of its members; its buffer is allocated with the first. The buffer of a
+bucketed gather is freed once the last of its members has been copied out of it. A hierarchical
+all-reduce (meshfold.ir.node_groups) has the shard that crosses nodes besides the gradients.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshfold.cost_models.simulation.chained_run import Tail, cut_tail, together
-from meshfold.cost_models.simulation.hierarchical_all_reduce import Phased, ReductionStreams
+from meshfold.cost_models.simulation.chained_run import ChainedRun, Epilogue
+from meshfold.cost_models.simulation.hierarchical_all_reduce import (
+    HierarchicalReduction,
+    ReductionStreams,
+)
 from meshfold.cost_models.simulation.streams import ComputeSpan, Streams, Transfer, overlap_rows
-from meshfold.ir.bucketing import Place
 from meshfold.ir.step_events import (
-    BucketEvents,
-    Collective,
+    AllGatherBucket,
+    CollectiveEvent,
     Event,
-    MergedGather,
-    MergedReduction,
+    ParameterGroupEvents,
+    ReduceBucket,
     RegionEvents,
     SimulatedStep,
     StepEvents,
@@ -36,7 +39,7 @@ from meshfold.ir.step_events import (
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step with its course: what ran when, and (from, bytes alive) over time."""
+    """A simulated step with its timeline: what ran when, and (from, bytes alive) over time."""
 
     step: SimulatedStep
     spans: tuple[ComputeSpan, ...]
@@ -55,7 +58,7 @@ def simulate(events: StepEvents) -> Simulation:
     contention_s = streams.now_s - streams.compute_s - streams.exposed_s
     step = SimulatedStep(
         compute_s=streams.compute_s,
-        # Rounding of sums may leave a little less than nothing.
+        # Rounding of sums may leave a little less than zero.
         contention_s=max(0.0, contention_s),
         exposed_s=streams.exposed_s,
         overlap=overlap_rows(streams.transfers),
@@ -66,29 +69,29 @@ def simulate(events: StepEvents) -> Simulation:
 
 
 class _Use:
-    """A bucket of one instance during the step."""
+    """A parameter group of one instance during the step."""
 
-    def __init__(self, instance: int, number: int, bucket: BucketEvents) -> None:
+    def __init__(self, instance: int, number: int, group: ParameterGroupEvents) -> None:
         self.instance = instance
         self.number = number
-        self.bucket = bucket
+        self.group = group
         self.gather: Transfer | None = None
         self.buffer: _Buffer | None = None
-        """Of a merged gather, until this one's parameters come out of it."""
+        """The buffer of a bucketed gather, until this one's parameters are copied out of it."""
 
 
 @dataclass
 class _Buffer:
-    """Of a merged gather: its bytes, and how many buckets are still to come out of it."""
+    """The buffer of a bucketed gather. left: how many members are still to be copied out."""
 
     num_bytes: int
     left: int
 
 
-class _Merged:
-    """Reductions that run as one, during the step. packed: members whose gradients are there."""
+class _Bucket:
+    """Reductions in one collective. packed: members whose gradients are computed."""
 
-    def __init__(self, of: MergedReduction) -> None:
+    def __init__(self, of: ReduceBucket) -> None:
         self.of = of
         self.packed = 0
         self.flat_bytes = 0
@@ -100,42 +103,40 @@ class _Run:
         self.streams = Streams(events.slowdown)
         self.regions: list[RegionEvents] = [events.regions[r] for r in events.instances]
         self.uses = [
-            [_Use(i, number, b) for number, b in enumerate(r.buckets)]
+            [_Use(i, number, b) for number, b in enumerate(r.groups)]
             for i, r in enumerate(self.regions)
         ]
-        making = [i for i, r in enumerate(self.regions) if r.makes]
+        making = [i for i, r in enumerate(self.regions) if r.unshards]
         self.first = making[:1]
         self.following = dict(zip(making, making[1:], strict=False))
         self.saving = [
-            i for i, r in enumerate(self.regions) if not r.stays and any(b.saved for b in r.buckets)
+            i
+            for i, r in enumerate(self.regions)
+            if r.reshard_after_forward and any(b.saved for b in r.groups)
         ]
         self.memory: list[tuple[float, int]] = []
-        self.whole: dict[_Use, None] = {}
-        """Gathered or in flight: their memory is taken."""
-        self.whole_bytes = 0
+        self.unsharded: dict[_Use, None] = {}
+        """Gathered or in flight: their memory is allocated."""
+        self.unsharded_bytes = 0
         self.emptied_bytes = 0
-        """Of buffers that the last of their members is being copied out of."""
+        """Bytes of buffers that the last of their members is being copied out of."""
         self.result_bytes = 0
-        """Of reductions that began in the backward at hand; then they are held gradients."""
-        self.flying: list[tuple[Transfer | Phased | None, int]] = []
+        """Bytes of reductions that began in this backward; after it they are resident gradients."""
+        self.flying: list[tuple[Transfer | HierarchicalReduction | None, int]] = []
         """Buffers of gradients, and the reductions that read them longer than one backward."""
-        self.leaving: list[tuple[Transfer | Phased | None, int]] = []
-        """As flying, of gradients that are inside the backward at hand."""
-        self.reductions: list[Transfer | Phased] = []
+        self.leaving: list[tuple[Transfer | HierarchicalReduction | None, int]] = []
+        """The same for gradients that are inside this backward."""
+        self.reductions: list[Transfer | HierarchicalReduction] = []
         self.reducing = ReductionStreams(self.streams)
-        self.merged = {
-            place: merged for merged in map(_Merged, events.merged) for place in merged.of.places
-        }
-        self.gathers = {place: merged for merged in events.gathers for place in merged.places}
+        reduced, gathered = events.reduce_buckets, events.allgather_buckets
+        self.reduce_buckets = {g: b for b in map(_Bucket, reduced) for g in b.of.groups}
+        self.gathers = {group: bucket for bucket in gathered for group in bucket.groups}
         self.is_backward = False
         self.waiting_bytes = 0
-        """Of buffers of merged reductions whose last member is still to come."""
+        """Bytes of buffers of reductions whose last member is still to come."""
         self.started: dict[tuple[int, int], Transfer] = {}
         """Collectives on their way, by instance and number."""
-        self.tail = Tail(-1)
-        """What the instance before has left."""
-        self.own = Tail(-1)
-        """Of the instance at hand."""
+        self.chained = ChainedRun(self._run_epilogue_step, self._leave)
 
     # The three parts of a step.
 
@@ -144,12 +145,14 @@ class _Run:
             self._start_gathers(self.uses[i])
         for i, region in enumerate(self.regions):
             self._run(i, region.forward, moment=i)
-        self.tail = Tail(-1)
+        self.chained.before = Epilogue(-1)
 
     def backward(self) -> None:
         self.is_backward = True
         for uses, region in zip(self.uses, self.regions, strict=True):
-            self._release([u for u in uses if not (u.bucket.saved or region.stays)])
+            self._release(
+                [u for u in uses if not (u.group.saved or not region.reshard_after_forward)]
+            )
         count = len(self.regions)
         self._start_saved_before(count)
         for i in reversed(range(count)):
@@ -159,9 +162,9 @@ class _Run:
     def end(self) -> None:
         for reduction in self.reductions:
             self.reducing.finish(reduction)
-        for late in [self.reducing.start(c) for c in self.events.late]:
-            self.reducing.finish(late)
-        self._release(list(self.whole))
+        for trailing in [self.reducing.start(c) for c in self.events.trailing]:
+            self.reducing.finish(trailing)
+        self._release(list(self.unsharded))
         self.flying = []
         self._note(2 * len(self.regions), 0)
         self.streams.compute(self.events.optimizer_s, is_backward=True)
@@ -169,44 +172,32 @@ class _Run:
     # Events.
 
     def _run(self, i: int, events: Sequence[Event], moment: int) -> None:
-        """An instance, but for its tail, and the tail of the one before to its end."""
-        body, self.own = cut_tail(i, events, moment)
-        for event in body:
+        """An instance but for its epilogue, and the rest of the epilogue of the one before."""
+        for event in self.chained.begin(i, events, moment):
             self._act(i, event, moment)
-        self._finish_tail()
-        self.tail = self.own
-        if not (self.tail.is_left or self.is_backward):
+        self.chained.end()
+        if not (self.chained.before.steps or self.is_backward):
             self._leave(i)
 
-    def _advance_tail(self) -> None:
-        """The next move of what the instance before has left."""
-        tail = self.tail
-        if tail.is_left:
-            results, flying = self.result_bytes, list(self.flying)
-            for event in tail.moves[0]:
-                self._act(tail.instance, event, tail.moment)
-            tail.moves.popleft()
-            # Its gradients are held at the moment of the instance at hand.
-            self.result_bytes = results
-            new = self.flying[len(flying) :]
-            self.flying = [*flying, *((t, n) for t, n in new if t is not None)]
-            if not tail.is_left:
-                self._leave(tail.instance)
-
-    def _finish_tail(self) -> None:
-        while self.tail.is_left:
-            self._advance_tail()
+    def _run_epilogue_step(self, epilogue: Epilogue) -> None:
+        results, flying = self.result_bytes, list(self.flying)
+        for event in epilogue.steps[0]:
+            self._act(epilogue.instance, event, epilogue.moment)
+        # Its gradients are resident at the moment of the instance that runs it.
+        self.result_bytes = results
+        new = self.flying[len(flying) :]
+        self.flying = [*flying, *((t, n) for t, n in new if t is not None)]
 
     def _leave(self, i: int) -> None:
         """An instance is over; its parameters are released as at the end of its body."""
         if self.is_backward:
-            self._release([u for u in self.whole if u.instance > self.own.instance])
-        elif i in self.following and not self.regions[i].stays:
+            self._release([u for u in self.unsharded if u.instance > self.chained.own.instance])
+        elif i in self.following and self.regions[i].reshard_after_forward:
             self._release(self.uses[i])
 
     def _act(self, i: int, event: Event, moment: int) -> None:
         streams, is_backward = self.streams, moment >= len(self.regions)
-        match event.action:
+        match event.kind:
             case "compute":
                 self._note(moment, event.inside_bytes)
                 streams.compute(event.seconds, i, is_backward=is_backward)
@@ -214,13 +205,13 @@ class _Run:
                 assert event.collective is not None
                 self._note(moment, event.inside_bytes)
                 streams.wait(streams.start(event.collective, i))
-            case "open":
+            case "unshard":
                 use = self.uses[i][event.number]
                 self._start_gathers([use])
                 self._wait_for(use)
                 self._note(moment, event.inside_bytes)
-            case "ahead":
-                self._finish_tail()
+            case "forward_prefetch":
+                self.chained.finish()
                 if i in self.following:
                     self._start_gathers(self.uses[self.following[i]])
                     self._note(moment, event.inside_bytes)
@@ -230,32 +221,32 @@ class _Run:
                 self._note(moment, event.inside_bytes)
             case "wait":
                 streams.wait(self.started.pop((i, event.number)))
-            case "arrive" | "settle":
+            case "pre_backward" | "backward_unshard":
                 self._arrive(i)
-                if event.action == "arrive":
+                if event.kind == "pre_backward":
                     self._start_saved_before(i)
                 self._note(moment, event.inside_bytes)
-            case "again":
-                for one in self.regions[i].again:
+            case "recompute":
+                for one in self.regions[i].recomputed:
                     self._act(i, one, moment)
-            case "before":
-                self._finish_tail()
+            case "backward_prefetch":
+                self.chained.finish()
                 self._start_saved_before(i)
                 self._note(moment, event.inside_bytes)
             case "reduce":
                 self._reduce(self.uses[i][event.number], event, moment)
-            case "next":
-                self._advance_tail()
-            case "give":
-                (self.own if i == self.own.instance else self.tail).given.add(event.number)
-            case "take" if i == self.own.instance:
-                while self.tail.is_left and event.number not in self.tail.given:
-                    self._advance_tail()
+            case "run_epilogue":
+                self.chained.advance()
+            case "produce":
+                self.chained.produce(i, event.number)
+            case "consume":
+                self.chained.consume(i, event.number)
 
     def _arrive(self, i: int) -> None:
-        busy = self.tail.instance if self.tail.is_left else i
-        self._release([u for u in self.whole if u.instance > busy])
-        own = [u for u in self.uses[i] if u.bucket.saved]
+        before = self.chained.before
+        busy = before.instance if before.steps else i
+        self._release([u for u in self.unsharded if u.instance > busy])
+        own = [u for u in self.uses[i] if u.group.saved]
         self._start_gathers(own)
         for use in own:
             self._wait_for(use)
@@ -264,44 +255,44 @@ class _Run:
         while self.saving and self.saving[-1] >= i:
             self.saving.pop()
         if self.saving:
-            self._start_gathers([u for u in self.uses[self.saving[-1]] if u.bucket.saved])
+            self._start_gathers([u for u in self.uses[self.saving[-1]] if u.group.saved])
 
     def _start_gathers(self, uses: Sequence[_Use]) -> None:
         for use in uses:
-            if use not in self.whole:
-                merged = self.gathers.get((use.instance, use.number))
-                if merged is not None:
-                    self._start_merged_gather(merged, use)
+            if use not in self.unsharded:
+                bucket = self.gathers.get((use.instance, use.number))
+                if bucket is not None:
+                    self._start_bucketed_gather(bucket, use)
                     continue
-                self.whole[use] = None
-                self.whole_bytes += use.bucket.whole_bytes
-                if use.bucket.gather is not None:
-                    use.gather = self.streams.start(use.bucket.gather, use.instance)
+                self.unsharded[use] = None
+                self.unsharded_bytes += use.group.unsharded_bytes
+                if use.group.gather is not None:
+                    use.gather = self.streams.start(use.group.gather, use.instance)
 
-    def _start_merged_gather(self, merged: MergedGather, first: _Use) -> None:
-        """Backward: of those that are read again."""
-        members = [self.uses[instance][number] for instance, number in merged.places]
-        of: Collective | None = merged.collective
+    def _start_bucketed_gather(self, bucket: AllGatherBucket, first: _Use) -> None:
+        """The backward gathers what it reads a second time."""
+        members = [self.uses[instance][number] for instance, number in bucket.groups]
+        of: CollectiveEvent | None = bucket.collective
         if self.is_backward:
-            members = [use for use in members if use.bucket.saved and use not in self.whole]
-            of = merged.again
+            members = [use for use in members if use.group.saved and use not in self.unsharded]
+            of = bucket.regather
         assert of is not None
         transfer = self.streams.start(of, first.instance)
-        buffer = _Buffer(sum(use.bucket.whole_bytes for use in members), len(members))
-        self.whole_bytes += buffer.num_bytes
+        buffer = _Buffer(sum(use.group.unsharded_bytes for use in members), len(members))
+        self.unsharded_bytes += buffer.num_bytes
         for use in members:
-            self.whole[use] = None
+            self.unsharded[use] = None
             use.gather, use.buffer = transfer, buffer
 
     def _wait_for(self, use: _Use) -> None:
         if use.gather is not None:
             self.streams.wait(use.gather)
         if use.buffer is not None:
-            self.whole_bytes += use.bucket.whole_bytes
+            self.unsharded_bytes += use.group.unsharded_bytes
             self._leave_buffer(use)
 
     def _leave_buffer(self, use: _Use) -> None:
-        """The buffer of a merged gather goes with the last that comes out of it."""
+        """The buffer is freed with the last that is copied out of it."""
         assert use.buffer is not None
         use.buffer.left -= 1
         if not use.buffer.left:
@@ -310,60 +301,54 @@ class _Run:
 
     def _release(self, uses: Sequence[_Use]) -> None:
         for use in uses:
-            if use in self.whole:
-                del self.whole[use]
+            if use in self.unsharded:
+                del self.unsharded[use]
                 use.gather = None
                 if use.buffer is not None:
                     self._leave_buffer(use)
                 else:
-                    self.whole_bytes -= use.bucket.whole_bytes
+                    self.unsharded_bytes -= use.group.unsharded_bytes
 
     def _reduce(self, use: _Use, event: Event, moment: int) -> None:
         self._release([use])
-        bucket = use.bucket
-        merged = self.merged.get((use.instance, event.number))
-        if merged is not None:
-            self._pack(merged, use)
+        group = use.group
+        bucket = self.reduce_buckets.get((use.instance, event.number))
+        if bucket is not None:
+            self._pack(bucket, use)
         else:
-            reduction = None
-            if bucket.reduce is not None:
-                reduction = self._start_reduction(bucket.reduce, use)
-            of = self.leaving if bucket.reduces_gradient else self.flying
-            of.append((reduction, bucket.flat_bytes))
-        self.result_bytes += bucket.result_bytes
+            reduction = self._start_reduction(group.reduce, use) if group.reduce else None
+            of = self.leaving if group.reduces_gradient else self.flying
+            of.append((reduction, group.flat_bytes))
+        self.result_bytes += group.result_bytes
         self._note(moment, event.inside_bytes)
 
-    def _start_reduction(self, of: Collective, use: _Use) -> Transfer | None:
-        """What reads the buffer of gradients longer than the backward at hand, if anything: what is
-        not scattered is the gradient itself, and held as such from the next moment."""
+    def _start_reduction(self, of: CollectiveEvent, use: _Use) -> Transfer | None:
+        """What reads the buffer of gradients longer than this backward, if anything: what is not
+        scattered is the gradient itself, and resident as such from the next moment."""
         reduction = self.reducing.start(of, use.instance)
         self.reductions.append(reduction)
-        if isinstance(reduction, Phased):
+        if isinstance(reduction, HierarchicalReduction):
             self.flying.append((reduction, reduction.extra_bytes))
             return None
         return reduction if of.kind == "reduce_scatter" else None
 
-    def _pack(self, merged: "_Merged", use: _Use) -> None:
-        """The first of merged reductions makes the buffer of all, the last one starts it."""
-        of = merged.of.collective
-        if not merged.packed:
-            merged.flat_bytes = sum(self._flat_bytes(place) for place in merged.of.places)
-            self.waiting_bytes += merged.flat_bytes
-        merged.packed += 1
-        is_last = merged.packed == len(merged.of.places)
+    def _pack(self, bucket: _Bucket, use: _Use) -> None:
+        """The first member allocates the buffer of all, the last one starts the reduction."""
+        of, groups = bucket.of.collective, bucket.of.groups
+        if not bucket.packed:
+            bucket.flat_bytes = sum(self.uses[i][number].group.flat_bytes for i, number in groups)
+            self.waiting_bytes += bucket.flat_bytes
+        bucket.packed += 1
+        is_last = bucket.packed == len(groups)
         if of.kind != "reduce_scatter":
-            self.waiting_bytes -= use.bucket.flat_bytes
-            self.flying.append((None, use.bucket.flat_bytes))
+            self.waiting_bytes -= use.group.flat_bytes
+            self.flying.append((None, use.group.flat_bytes))
         elif is_last:
-            self.waiting_bytes -= merged.flat_bytes
+            self.waiting_bytes -= bucket.flat_bytes
         if is_last:
             reading = self._start_reduction(of, use)
             if reading is not None:
-                self.flying.append((reading, merged.flat_bytes))
-
-    def _flat_bytes(self, place: Place) -> int:
-        instance, number = place
-        return self.regions[instance].buckets[number].flat_bytes
+                self.flying.append((reading, bucket.flat_bytes))
 
     def _forget_packed(self) -> None:
         """A backward is over: results count as gradients, buffers stay while a link reads them."""
@@ -374,15 +359,9 @@ class _Run:
 
     def _note(self, moment: int, inside_bytes: int) -> None:
         flying = sum(n for t, n in self.flying if t is None or not t.is_done)
-        if self.tail.is_left:
-            of = self.tail if moment == self.tail.moment else self.own
-            of.inside_bytes = inside_bytes
-            inside_bytes = self.tail.inside_bytes + self.own.inside_bytes
-            moment = together((self.tail, self.own))
-        else:
-            self.own.inside_bytes = inside_bytes
-        total = self.events.fixed_bytes + self.events.held_bytes[moment] + inside_bytes
-        total += self.whole_bytes + flying + self.result_bytes + self.waiting_bytes
+        moment, inside_bytes = self.chained.inside(moment, inside_bytes)
+        total = self.events.fixed_bytes + self.events.resident_bytes[moment] + inside_bytes
+        total += self.unsharded_bytes + flying + self.result_bytes + self.waiting_bytes
         self.memory.append((self.streams.now_s, total))
-        self.whole_bytes -= self.emptied_bytes
+        self.unsharded_bytes -= self.emptied_bytes
         self.emptied_bytes = 0

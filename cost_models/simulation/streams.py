@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshfold.ir.step_events import Collective, OverlapRow
+from meshfold.ir.step_events import CollectiveEvent, OverlapRow
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Transfer:
     """A collective on its link. issued_s: when it was started by compute; start_s, end_s: when the
     link ran it; exposed_s: of that time, how long compute did nothing but wait."""
 
-    collective: Collective
+    collective: CollectiveEvent
     instance: int
     issued_s: float
     left_s: float
@@ -42,7 +42,7 @@ class Transfer:
 
     @property
     def hidden_s(self) -> float:
-        """On the link beside compute."""
+        """Overlapped by compute."""
         return max(0.0, self.end_s - self.start_s - self.exposed_s)
 
 
@@ -70,7 +70,7 @@ class Streams:
         self.spans: list[ComputeSpan] = []
         self._queues: dict[str, deque[Transfer]] = {}
 
-    def start(self, collective: Collective, instance: int = -1) -> Transfer:
+    def start(self, collective: CollectiveEvent, instance: int = -1) -> Transfer:
         """Issue a collective now."""
         transfer = Transfer(collective, instance, self.now_s, collective.seconds)
         self.transfers.append(transfer)
@@ -127,8 +127,7 @@ class Streams:
         """Kernels that follow each other are one span."""
         before = self.spans[-1] if self.spans else None
         if before is not None and before.end_s == span.start_s:
-            alike = (before.instance, before.is_backward) == (span.instance, span.is_backward)
-            if alike:
+            if (before.instance, before.is_backward) == (span.instance, span.is_backward):
                 self.spans.pop()
                 span = ComputeSpan(span.instance, span.is_backward, before.start_s, span.end_s)
         self.spans.append(span)
@@ -141,11 +140,7 @@ def overlap_rows(transfers: Sequence[Transfer]) -> tuple[OverlapRow, ...]:
         groups[transfer.collective.kind, transfer.collective.axes].append(transfer)
     return tuple(
         OverlapRow(
-            kind,
-            axes,
-            len(members),
-            sum(t.hidden_s for t in members),
-            sum(t.exposed_s for t in members),
+            *key, len(members), sum(t.hidden_s for t in members), sum(t.exposed_s for t in members)
         )
-        for (kind, axes), members in groups.items()
+        for key, members in groups.items()
     )

@@ -1,9 +1,10 @@
-"""Where a region in parts (passes/parts_graph.py) takes a value apart, or joins one at its end.
+"""Where a chunked region (meshfold.passes.split.chunk_graph) splits a value into chunks, or joins
+one at its end.
 
-    x -> unflatten, unbind, reshape -> x0, x1        a slot that nothing reads whole
+    x -> unflatten, unbind, reshape -> x0, x1        a slot that nothing reads unsplit
     y <- reshape, stack, reshape    <- y0, y1        an output that nothing reads here
 
-What one region joins and the next takes apart in the same way need not be whole in between.
+What one region joins and the next splits in the same way can stay in chunks in between.
 """
 
 from collections.abc import Iterable
@@ -18,42 +19,46 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class PartsOfValue:
-    """How a value is cut. whole, stacked: its shape, and that with parts as a dim, number `dim`;
-    layout, of_part: of the value, and of a part of this shape."""
+class ChunkLayout:
+    """How a value is split into chunks."""
 
-    whole: Shape
+    shape: Shape
+    """Of the value."""
     stacked: Shape
+    """Of the value with the chunks as a dim."""
     dim: int
-    part: Shape
+    """The number of that dim."""
+    chunk: Shape
+    """Of one chunk."""
     layout: Layout
-    of_part: Layout
+    """Of the value."""
+    chunk_layout: Layout
 
 
 @dataclass(frozen=True)
-class PartsCut:
-    """ops: what takes a value apart, or joins it."""
+class ChunkedValue:
+    """A value that is split or joined. ops: what does that."""
 
     ops: frozenset[int]
-    of: PartsOfValue
+    chunks: ChunkLayout
 
 
-def taken_apart(graph: OpGraph, typing: RegionTyping) -> dict[int, PartsCut]:
-    """The slots of a region that it takes apart, by number."""
+def split_slots(graph: OpGraph, typing: RegionTyping) -> dict[int, ChunkedValue]:
+    """The slots of a region that it splits, by number."""
     slots = [v for v, slot in enumerate(graph.slots) if slot.kind is not SlotKind.PARAMETER]
-    found = {v: _taken(graph, typing, v) for v in slots}
-    return {v: cut for v, cut in found.items() if cut is not None}
+    found = {v: _split(graph, typing, v) for v in slots}
+    return {v: value for v, value in found.items() if value is not None}
 
 
-def joined(graph: OpGraph, typing: RegionTyping) -> dict[int, PartsCut]:
+def joined_outputs(graph: OpGraph, typing: RegionTyping) -> dict[int, ChunkedValue]:
     """The outputs of a region that it joins, by number."""
     once = [n for n, v in enumerate(graph.outputs) if graph.outputs.count(v) == 1]
     found = {n: _joined(graph, typing, graph.outputs[n]) for n in once}
-    return {n: cut for n, cut in found.items() if cut is not None}
+    return {n: value for n, value in found.items() if value is not None}
 
 
-def _taken(graph: OpGraph, typing: RegionTyping, v: int) -> PartsCut | None:
-    if v in graph.outputs or v in (made for _, made in graph.mutations):
+def _split(graph: OpGraph, typing: RegionTyping, v: int) -> ChunkedValue | None:
+    if v in graph.outputs or v in (updated for _, updated in graph.mutations):
         return None
     first = _only(graph.users[v])
     if first is None or graph.ops[first].target != UNFLATTEN:
@@ -62,17 +67,17 @@ def _taken(graph: OpGraph, typing: RegionTyping, v: int) -> PartsCut | None:
     second = _only(graph.users[stacked])
     if second is None or graph.ops[second].target != UNBIND:
         return None
-    thirds = [_only(graph.users[piece]) for piece in graph.ops[second].outputs]
+    thirds = [_only(graph.users[chunk]) for chunk in graph.ops[second].outputs]
     if any(k is None or graph.ops[k].target != RESHAPE for k in thirds):
         return None
     reshapes = [k for k in thirds if k is not None]
     (dim,) = (arg for arg in graph.ops[second].args if isinstance(arg, int))
-    of = _of_value(graph, v, stacked, dim, graph.ops[reshapes[0]].outputs[0])
+    shapes = _shapes(graph, v, stacked, dim, graph.ops[reshapes[0]].outputs[0])
     layouts = typing.ops[first].inputs[0], typing.ops[reshapes[0]].outputs[0]
-    return PartsCut(frozenset((first, second, *reshapes)), PartsOfValue(*of, *layouts))
+    return ChunkedValue(frozenset((first, second, *reshapes)), ChunkLayout(*shapes, *layouts))
 
 
-def _joined(graph: OpGraph, typing: RegionTyping, v: int) -> PartsCut | None:
+def _joined(graph: OpGraph, typing: RegionTyping, v: int) -> ChunkedValue | None:
     last = graph.producers[v]
     if graph.users[v] or last < 0 or graph.ops[last].target != RESHAPE:
         return None
@@ -80,16 +85,16 @@ def _joined(graph: OpGraph, typing: RegionTyping, v: int) -> PartsCut | None:
     second = graph.producers[stacked]
     if second < 0 or graph.ops[second].target != STACK:
         return None
-    pieces = graph.ops[second].operands
-    reshapes = [graph.producers[piece] for piece in pieces]
+    chunks = graph.ops[second].operands
+    reshapes = [graph.producers[chunk] for chunk in chunks]
     if any(k < 0 or graph.ops[k].target != RESHAPE for k in reshapes):
         return None
-    if any(_only(graph.users[piece]) != second for piece in pieces):
+    if any(_only(graph.users[chunk]) != second for chunk in chunks):
         return None
     (dim,) = (arg for arg in graph.ops[second].args if isinstance(arg, int))
-    of = _of_value(graph, v, stacked, dim, graph.ops[reshapes[0]].operands[0])
+    shapes = _shapes(graph, v, stacked, dim, graph.ops[reshapes[0]].operands[0])
     layouts = typing.ops[last].outputs[0], typing.ops[reshapes[0]].inputs[0]
-    return PartsCut(frozenset((last, second, *reshapes)), PartsOfValue(*of, *layouts))
+    return ChunkedValue(frozenset((last, second, *reshapes)), ChunkLayout(*shapes, *layouts))
 
 
 def _only(users: Iterable[int]) -> int | None:
@@ -97,8 +102,8 @@ def _only(users: Iterable[int]) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-def _of_value(
-    graph: OpGraph, v: int, stacked: int, dim: int, part: int
+def _shapes(
+    graph: OpGraph, v: int, stacked: int, dim: int, chunk: int
 ) -> tuple[Shape, Shape, int, Shape]:
     values = graph.values
-    return values[v].shape, values[stacked].shape, dim, values[part].shape
+    return values[v].shape, values[stacked].shape, dim, values[chunk].shape

@@ -1,12 +1,13 @@
-"""The graph of a region in which products meet what an axis gathers or scatters shard by shard.
+"""The graph of a region with products as collective matmuls.
 
-    x: Shard -> Replicate -> products    becomes gather_linears: all products that read what was
+    x: Shard -> Replicate -> products    becomes all_gather_matmul: all products that read what was
                                          gathered, if nothing else reads it
-    product -> Partial -> Shard          becomes linear_scatter, if all read it as those shards
+    product -> Partial -> Shard          becomes matmul_reduce_scatter, if all read those shards
 
-where the weights are sharded by outputs, or by inputs, on that axis (passes/rules_ring.py). Nothing
-else of the region changes: what else reads or makes these values has the layouts that it had. A
-product is aten.linear, or aten.addmm between two views, as a Conv1D of Hugging Face is.
+where the weights are sharded by outputs, or by inputs, on that axis
+(passes/rules/ops/collective_matmul.py). Nothing else of the region changes: what else reads or
+makes these values has the layouts that it had. A product is aten.linear, or aten.addmm between two
+views, as a Conv1D of Hugging Face is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,17 +20,17 @@ from meshfold.ir.op_graph import Arg, Op, OpGraph, Ref
 from meshfold.ir.plan import RegionPlan
 from meshfold.ir.spmd import PARTIAL, REPLICATE, Layout, SpmdType
 from meshfold.ir.strategy import OpTyping, RegionTyping
-from meshfold.passes.planner.check import typed_rules
-from meshfold.passes.price.region import layouts_of_values
+from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.rules.ops.collective_matmul import (
-    GATHER_LINEARS,
-    LINEAR_SCATTER,
-    RING_RULES,
+    ALL_GATHER_MATMUL,
+    COLLECTIVE_MATMUL_RULES,
+    MATMUL_REDUCE_SCATTER,
     ring_name,
 )
 from meshfold.passes.rules.ops.random import draw_of
 from meshfold.passes.rules.table import region_rules
-from meshfold.passes.split.chunk_graph import UncutError
+from meshfold.passes.rules.typed import typed_rules
+from meshfold.passes.split.chunk_graph import ChunkingError
 from meshfold.passes.split.samples import rebound
 
 Written = tuple[OpGraph, RegionTyping]
@@ -55,7 +56,7 @@ class _Product:
 
 
 @dataclass(frozen=True)
-class RingGroup:
+class MatmulGroup:
     """Products that become one op. ops: their numbers in the region's graph, `at` the one in whose
     place `op` stands, typed as `typing`; axis: on which rows come round; value: what is gathered or
     scattered there, from one layout to the other."""
@@ -69,18 +70,18 @@ class RingGroup:
     edge: tuple[Layout, Layout]
 
 
-def ring_groups(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> tuple[RingGroup, ...]:
+def matmul_groups(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> tuple[MatmulGroup, ...]:
     """All groups of a region, in a fixed order."""
     return tuple(_Finder(graph, typing, mesh.sizes).groups())
 
 
-def in_ring_order(
-    graph: OpGraph, typing: RegionTyping, mesh: Mesh, groups: Sequence[RingGroup]
+def with_collective_matmuls(
+    graph: OpGraph, typing: RegionTyping, mesh: Mesh, groups: Sequence[MatmulGroup]
 ) -> Written:
     """A region with some of its groups as ring products: graph and typing; slots and outputs are
     the region's.
 
-    Raises UncutError where another axis cuts one as no rule does.
+    Raises ChunkingError where another axis cuts one as no rule does.
     """
     made = {group.at: group for group in groups}
     gone = {k for group in groups for k in group.ops} - made.keys()
@@ -96,22 +97,28 @@ def in_ring_order(
     try:
         typed_rules(*written, "", mesh)
     except PlanMismatchError as error:
-        raise UncutError(str(error).removeprefix("region , ")) from error
+        raise ChunkingError(str(error).removeprefix("region , ")) from error
     return written
 
 
-def in_planned_ring(
+def with_planned_matmuls(
     graph: OpGraph, typing: RegionTyping, region: RegionPlan, mesh: Mesh
 ) -> Written:
-    """As in_ring_order, for a region of a plan. Raises PlanMismatchError."""
-    groups = ring_groups(graph, typing, mesh)
+    """As with_collective_matmuls, for a region of a plan. Raises PlanMismatchError."""
+    groups = matmul_groups(graph, typing, mesh)
     try:
-        return in_ring_order(graph, typing, mesh, [groups[k] for k in region.ring])
-    except (IndexError, UncutError) as error:
-        why = str(error) if isinstance(error, UncutError) else f"it has {len(groups)} such products"
+        return with_collective_matmuls(
+            graph, typing, mesh, [groups[k] for k in region.collective_matmul]
+        )
+    except (IndexError, ChunkingError) as error:
+        why = (
+            str(error)
+            if isinstance(error, ChunkingError)
+            else f"it has {len(groups)} such products"
+        )
         raise PlanMismatchError(
-            f"region {region.name} is planned with products {list(region.ring)} in a ring, but "
-            f"{why}; plan again"
+            f"region {region.name} is planned with collective matmuls "
+            f"{list(region.collective_matmul)}, but {why}; plan again"
         ) from error
 
 
@@ -121,7 +128,7 @@ def _named(
     """Typings with the names of their rules, where an op took the place of others."""
     table = region_rules(graph, sizes)
     for k, (op, typing) in enumerate(zip(graph.ops, typings, strict=True)):
-        if op.target not in RING_RULES:
+        if op.target not in COLLECTIVE_MATMUL_RULES:
             yield typing
             continue
         names = []
@@ -144,10 +151,10 @@ class _Finder:
         self.native = [native for native, _ in layouts]
         self.demands = [demands for _, demands in layouts]
         self.products = list(self._products())
-        self.found: list[RingGroup] = []
+        self.found: list[MatmulGroup] = []
         self.taken: set[int] = set()
 
-    def groups(self) -> list[RingGroup]:
+    def groups(self) -> list[MatmulGroup]:
         by_x: dict[int, list[_Product]] = {}
         for product in self.products:
             by_x.setdefault(product.x, []).append(product)
@@ -261,7 +268,7 @@ class _Finder:
             tuple(out for *_, out in layouts),
         )
         edge = self.native[x], layouts[0][0]
-        self._add(at, GATHER_LINEARS, args, axis, x, edge, places, products, typing)
+        self._add(at, ALL_GATHER_MATMUL, args, axis, x, edge, places, products, typing)
 
     # Scatters.
 
@@ -292,7 +299,7 @@ class _Finder:
             Ref(product.bias) if product.bias >= 0 else None,
         )
         at, edge = product.ops[-1], (native, shards)
-        self._add(at, LINEAR_SCATTER, args, axis, out, edge, places, [product], typing)
+        self._add(at, MATMUL_REDUCE_SCATTER, args, axis, out, edge, places, [product], typing)
 
     # Both.
 
@@ -330,7 +337,7 @@ class _Finder:
         outputs = tuple(p.out for p in products)
         op = replace(old, target=target, args=args, kwargs=(), outputs=outputs)
         ops = tuple(k for p in products for k in p.ops)
-        self.found.append(RingGroup(ops, at, op, typing, axis, value, edge))
+        self.found.append(MatmulGroup(ops, at, op, typing, axis, value, edge))
         self.taken.update(ops)
 
 

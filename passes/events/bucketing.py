@@ -1,15 +1,14 @@
-"""Up to which size reductions of gradients, and gathers of parameters, are merged
-(meshfold.ir.bucketing), and in pieces of which all-reduces run in phases (meshfold.ir.node_groups): chosen by
-simulation.
+"""Sizes of buckets of reductions and gathers (meshfold.ir.bucketing), and of the pieces of
+hierarchical all-reduces (meshfold.ir.node_groups), chosen by simulation.
 
 A collective pays its start and its latencies however small it is, and small ones do not reach the
-rate of their link. A merged reduction starts later, so that less compute is left to hide it, and
-its buffer is held longer; a merged gather makes more layers whole at once. What is best depends on
-the whole step, so the step is simulated with sizes from small to everything, each four times the
-one before, as long as that saves links some of their time: reductions first, then gathers beside
-them. The fastest that fits is taken; the smaller one where they are as fast, none where there is
-nothing to gain. Then all-reduces are tried in phases, in pieces of several sizes
-(passes/phased_events.py), and with the best of them again what is merged.
+rate of their link. The reduction of a bucket starts later, so less compute is left to hide it, and
+its buffer is allocated longer; the gather of a bucket unshards more layers at once. So the step is
+simulated with sizes from small to everything, each four times the one before, as long as that saves
+links some of their time: reductions first, then gathers. The fastest that fits is taken; the
+smaller one where they are as fast, none where nothing is gained. Then hierarchical all-reduces are
+tried in pieces of several sizes (passes/events/hierarchical.py), and with the best of them the
+buckets once more.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,64 +17,67 @@ from dataclasses import dataclass, replace
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.simulation.step import simulate
 from meshfold.errors import OptionError
-from meshfold.ir.bucketing import Mergeable, Place, merged_places
-from meshfold.ir.options import HIERARCHY
+from meshfold.ir.bucketing import BucketMember, GroupRef, fill_buckets
+from meshfold.ir.options import HIERARCHICAL_ALL_REDUCE
 from meshfold.ir.plan import Plan
 from meshfold.ir.step_events import (
-    BucketEvents,
-    Collective,
-    MergedGather,
-    MergedReduction,
+    AllGatherBucket,
+    CollectiveEvent,
+    ParameterGroupEvents,
+    ReduceBucket,
     StepEvents,
 )
-from meshfold.passes.events.hierarchical import hierarchy_of, phased_events, piece_sizes
+from meshfold.passes.events.hierarchical import hierarchical_events, hierarchical_on, piece_sizes
 from meshfold.passes.events.region import collective
 
 FACTOR = 4
 LEAST_GAIN = 1e-4
-"""Of the step; less is nothing."""
+"""Share of the step; less is no gain."""
 PAYS = 0.005
-"""Of the seconds of all that can be merged: a size that saves less of them than the one before is
-where merging stops paying, and is not simulated."""
+"""Share of the seconds of all that can be coalesced: a size that saves less than this over the one
+before is not simulated."""
 CLEARLY, ENOUGH = 0.01, 2
-"""Sizes in a row with which the step is slower than the best by this share of it: larger ones, with
-less and less to hide behind, are not tried."""
+"""After so many sizes in a row with which the step is slower than the best by this share of it,
+larger ones are not tried."""
 
 
 @dataclass(frozen=True, slots=True)
-class MergeSizes:
-    """Bytes up to which reductions and gathers are merged, and of the pieces in which all-reduces
-    run in phases (0: none do). Of pins: None where the search is to choose."""
+class BucketSizes:
+    """Bytes of buckets of reductions and of gathers, and of the pieces of hierarchical all-reduces
+    (0: none). None of a pin: the search chooses."""
 
     reductions: int | None = None
     gathers: int | None = None
-    phased: int | None = None
+    hierarchical: int | None = None
 
 
-def with_merging(plan: Plan, pinned: MergeSizes, costs: CostModel | None = None) -> Plan:
-    """`plan` with the sizes of MergeSizes, and the events and the simulated step that they make.
+def with_buckets(plan: Plan, pinned: BucketSizes, costs: CostModel | None = None) -> Plan:
+    """`plan` with the sizes of its buckets, and the events and the simulated step of these.
     costs: of the plan's cluster and mesh, if at hand.
 
-    Raises OptionError where phases are pinned on groups that have no levels.
+    Raises OptionError where hierarchical all-reduces are pinned on groups that have no levels.
     """
     costs = costs or CostModel(plan.cluster, plan.mesh)
-    if pinned.phased and not hierarchy_of(costs, 1).has_levels:
-        raise OptionError(_no_levels(plan))
-    best = _merged(plan, replace(pinned, phased=pinned.phased or 0), costs)
-    if pinned.phased is not None or best.events is None:
+    if pinned.hierarchical and not hierarchical_on(costs, 1).has_levels:
+        raise OptionError(
+            f"pin {HIERARCHICAL_ALL_REDUCE}: the ranks of {plan.mesh} do not lie on several nodes "
+            f"of {plan.cluster.name}, several on each and alike; leave it out"
+        )
+    best = _bucketed(plan, replace(pinned, hierarchical=pinned.hierarchical or 0), costs)
+    if pinned.hierarchical is not None or best.events is None:
         return best
-    # Phases fill both links where reductions are many, so less may have to be merged, too.
-    merges = {best.merge_bytes, pinned.reductions or 0}
+    # The steps of many reductions fill both links, so less may have to be coalesced.
+    sizes = {best.reduce_bucket_bytes, pinned.reductions or 0}
     tried = [
-        merged_to(best, MergeSizes(most, best.merge_gather_bytes, size), costs)
+        with_bucket_sizes(best, BucketSizes(most, best.allgather_bucket_bytes, size), costs)
         for size in piece_sizes(best.events, costs)
-        for most in sorted(merges)
+        for most in sorted(sizes)
     ]
     if not tried:
         return best
-    phased = min(tried, key=_step_s).hierarchy_bytes
-    again = _merged(plan, replace(pinned, phased=phased), costs)
-    return _fastest_of([best, *tried, again])
+    hierarchical = min(tried, key=_step_s).hierarchical_all_reduce_bytes
+    rebucketed = _bucketed(plan, replace(pinned, hierarchical=hierarchical), costs)
+    return _fastest_of([best, *tried, rebucketed])
 
 
 def _fastest_of(plans: Sequence[Plan]) -> Plan:
@@ -96,48 +98,41 @@ def _step_s(plan: Plan) -> float:
     return plan.simulated.step_s
 
 
-def _no_levels(plan: Plan) -> str:
-    return (
-        f"pin {HIERARCHY}: the ranks of {plan.mesh} do not lie on several nodes of "
-        f"{plan.cluster.name}, several on each and alike; leave it out"
-    )
-
-
-def _merged(plan: Plan, pinned: MergeSizes, costs: CostModel) -> Plan:
-    """As with_merging, with `phased` given."""
+def _bucketed(plan: Plan, pinned: BucketSizes, costs: CostModel) -> Plan:
+    """The same as with_buckets, with `hierarchical` given."""
     start = replace(pinned, reductions=pinned.reductions or 0, gathers=pinned.gathers or 0)
-    best = merged_to(plan, start, costs)
+    best = with_bucket_sizes(plan, start, costs)
     if best.events is None:
         return best
     if pinned.reductions is None:
         found = list(reductions_of(best.events))
         sizes = [replace(start, reductions=size) for size in _sizes(found)]
-        own_s = sum(_own_s(best.events, one.place) for one in found)
+        own_s = sum(_own_s(best.events, one.group) for one in found)
         best = _fastest(best, own_s, sizes, costs)
     if pinned.gathers is None and best.events is not None:
-        start = replace(start, reductions=best.merge_bytes)
+        start = replace(start, reductions=best.reduce_bucket_bytes)
         found = list(gathers_of(best.events))
         sizes = [replace(start, gathers=size) for size in _sizes(found)]
-        own_s = sum(_own_s(best.events, one.place, gathers=True) for one in found)
+        own_s = sum(_own_s(best.events, one.group, gathers=True) for one in found)
         best = _fastest(best, own_s, sizes, costs)
     return best
 
 
-def _fastest(plan: Plan, own_s: float, sizes: Sequence[MergeSizes], costs: CostModel) -> Plan:
+def _fastest(plan: Plan, own_s: float, sizes: Sequence[BucketSizes], costs: CostModel) -> Plan:
     """The first of the fastest that fit, the plan as it is before all. own_s: seconds of what is to
-    be merged, one by one."""
+    be coalesced, one by one."""
     assert plan.events is not None and plan.simulated is not None
     best, least_s = plan, plan.simulated.step_s
     most_bytes = max(plan.memory.capacity, plan.simulated.peak_bytes)
-    tried = {(plan.events.merged, plan.events.gathers)}
+    tried = {(plan.events.reduce_buckets, plan.events.allgather_buckets)}
     least_saved_s = PAYS * own_s
     saved_s = _saved_s(plan.events)
     worse = 0
     for size in sizes:
-        events = merged_events(plan.events, size, costs)
-        if (events.merged, events.gathers) in tried:
+        events = bucketed_events(plan.events, size, costs)
+        if (events.reduce_buckets, events.allgather_buckets) in tried:
             continue
-        tried.add((events.merged, events.gathers))
+        tried.add((events.reduce_buckets, events.allgather_buckets))
         if _saved_s(events) - saved_s < least_saved_s:
             continue
         saved_s = _saved_s(events)
@@ -151,100 +146,98 @@ def _fastest(plan: Plan, own_s: float, sizes: Sequence[MergeSizes], costs: CostM
     return best
 
 
-def merged_to(plan: Plan, sizes: MergeSizes, costs: CostModel | None = None) -> Plan:
-    """`plan` with collectives merged up to these sizes."""
+def with_bucket_sizes(plan: Plan, sizes: BucketSizes, costs: CostModel | None = None) -> Plan:
+    """`plan` with buckets of these sizes."""
     if plan.events is None:
         return _with(plan, sizes, None)
     costs = costs or CostModel(plan.cluster, plan.mesh)
-    events = merged_events(plan.events, sizes, costs)
+    events = bucketed_events(plan.events, sizes, costs)
     if events == plan.events and sizes == sizes_of(plan):
         return plan
     return _with(plan, sizes, events)
 
 
-def _with(plan: Plan, sizes: MergeSizes, events: StepEvents | None) -> Plan:
+def _with(plan: Plan, sizes: BucketSizes, events: StepEvents | None) -> Plan:
     return replace(
         plan,
-        merge_bytes=sizes.reductions or 0,
-        merge_gather_bytes=sizes.gathers or 0,
-        hierarchy_bytes=sizes.phased or 0,
+        reduce_bucket_bytes=sizes.reductions or 0,
+        allgather_bucket_bytes=sizes.gathers or 0,
+        hierarchical_all_reduce_bytes=sizes.hierarchical or 0,
         events=events,
         simulated=plan.simulated if events is None else simulate(events).step,
     )
 
 
-def sizes_of(plan: Plan) -> MergeSizes:
-    """Those of a plan."""
-    return MergeSizes(plan.merge_bytes, plan.merge_gather_bytes, plan.hierarchy_bytes)
+def sizes_of(plan: Plan) -> BucketSizes:
+    """The sizes of the buckets of a plan."""
+    return BucketSizes(
+        plan.reduce_bucket_bytes, plan.allgather_bucket_bytes, plan.hierarchical_all_reduce_bytes
+    )
 
 
-def merged_events(events: StepEvents, sizes: MergeSizes, costs: CostModel) -> StepEvents:
-    """The same step with collectives merged up to these sizes, and in phases, in pieces of that."""
-    reduced = merged_places(reductions_of(events), sizes.reductions or 0)
-    gathered = merged_places(gathers_of(events), sizes.gathers or 0)
-    makes = [k for k, r in enumerate(events.instances) if events.regions[r].makes]
-    merged = []
-    for places in reduced:
-        of = _priced((_bucket(events, p).reduce for p in places), costs)
+def bucketed_events(events: StepEvents, sizes: BucketSizes, costs: CostModel) -> StepEvents:
+    """The same step with buckets of these sizes."""
+    reductions = []
+    for groups in fill_buckets(reductions_of(events), sizes.reductions or 0):
+        of = _priced((_group(events, group).reduce for group in groups), costs)
         assert of is not None
-        merged.append(MergedReduction(places, of))
+        reductions.append(ReduceBucket(groups, of))
+    last = max((k for k, r in enumerate(events.instances) if events.regions[r].unshards), default=0)
     gathers = []
-    for places in gathered:
-        of = _priced((_bucket(events, p).gather for p in places), costs)
+    for groups in fill_buckets(gathers_of(events), sizes.gathers or 0):
+        of = _priced((_group(events, group).gather for group in groups), costs)
         assert of is not None
-        # The last region stays whole for its backward.
-        saved = [p for p in places if _bucket(events, p).saved and p[0] != makes[-1]]
-        again = _priced((_bucket(events, p).gather for p in saved), costs)
-        gathers.append(MergedGather(places, of, again))
-    events = replace(events, merged=tuple(merged), gathers=tuple(gathers))
-    return phased_events(events, sizes.phased or 0, costs)
+        # The last region stays unsharded for its backward.
+        saved = [g for g in groups if _group(events, g).saved and g[0] != last]
+        regather = _priced((_group(events, group).gather for group in saved), costs)
+        gathers.append(AllGatherBucket(groups, of, regather))
+    events = replace(events, reduce_buckets=tuple(reductions), allgather_buckets=tuple(gathers))
+    return hierarchical_events(events, sizes.hierarchical or 0, costs)
 
 
-def _own_s(events: StepEvents, place: Place, *, gathers: bool = False) -> float:
-    """Seconds of one that is not merged."""
-    bucket = _bucket(events, place)
-    of = bucket.gather if gathers else bucket.reduce
+def _own_s(events: StepEvents, group: GroupRef, *, gathers: bool = False) -> float:
+    """Seconds of a collective that is not coalesced."""
+    found = _group(events, group)
+    of = found.gather if gathers else found.reduce
     return 0.0 if of is None else of.seconds
 
 
 def _saved_s(events: StepEvents) -> float:
-    """Seconds of links that merging saves; of gathers in the forward."""
-    reduced = sum(
-        sum(_own_s(events, place) for place in one.places) - one.collective.seconds
-        for one in events.merged
-    )
-    return reduced + sum(
-        sum(_own_s(events, place, gathers=True) for place in one.places) - one.collective.seconds
-        for one in events.gathers
-    )
+    """Seconds of links that buckets save; of gathers in the forward."""
+    saved_s = 0.0
+    for buckets, gathers in ((events.reduce_buckets, False), (events.allgather_buckets, True)):
+        for bucket in buckets:
+            own_s = sum(_own_s(events, group, gathers=gathers) for group in bucket.groups)
+            saved_s += own_s - bucket.collective.seconds
+    return saved_s
 
 
-def _bucket(events: StepEvents, place: Place) -> BucketEvents:
-    instance, number = place
-    return events.regions[events.instances[instance]].buckets[number]
+def _group(events: StepEvents, group: GroupRef) -> ParameterGroupEvents:
+    instance, number = group
+    return events.regions[events.instances[instance]].groups[number]
 
 
-def reductions_of(events: StepEvents) -> Iterator[Mergeable]:
-    """Those of buckets, in the order of the backward."""
+def reductions_of(events: StepEvents) -> Iterator[BucketMember]:
+    """Reductions that can be coalesced, in the order of the backward."""
     for k in reversed(range(len(events.instances))):
-        for number, bucket in enumerate(events.regions[events.instances[k]].buckets):
-            if bucket.reduce is not None and bucket.dtype and not bucket.is_alone:
-                key = bucket.reduce.kind, bucket.reduce.axes, bucket.dtype
-                yield Mergeable((k, number), key, bucket.reduce.num_bytes)
+        for number, group in enumerate(events.regions[events.instances[k]].groups):
+            if group.reduce is not None and group.dtype and not group.is_unbucketed:
+                key = group.reduce.kind, group.reduce.axes, group.dtype
+                yield BucketMember((k, number), key, group.reduce.num_bytes)
 
 
-def gathers_of(events: StepEvents) -> Iterator[Mergeable]:
-    """Those of buckets, in the order of the forward."""
+def gathers_of(events: StepEvents) -> Iterator[BucketMember]:
+    """Gathers that can be coalesced, in the order of the forward."""
     for k, r in enumerate(events.instances):
         region = events.regions[r]
-        for number, bucket in enumerate(region.buckets):
-            if bucket.gather is not None and bucket.read_dtype and not bucket.is_alone:
-                key = bucket.gather.axes, bucket.read_dtype, region.stays
-                yield Mergeable((k, number), key, bucket.gather.num_bytes)
+        for number, group in enumerate(region.groups):
+            if group.gather is not None and group.read_dtype and not group.is_unbucketed:
+                key = group.gather.axes, group.read_dtype, region.reshard_after_forward
+                yield BucketMember((k, number), key, group.gather.num_bytes)
 
 
-def _priced(members: Iterable[Collective | None], costs: CostModel) -> Collective | None:
-    """All in one; None for none."""
+def _priced(members: Iterable[CollectiveEvent | None], costs: CostModel) -> CollectiveEvent | None:
+    """One collective for all; None for none."""
     found = [member for member in members if member is not None]
     if not found:
         return None
@@ -252,8 +245,8 @@ def _priced(members: Iterable[Collective | None], costs: CostModel) -> Collectiv
     return collective(found[0].kind, sum(member.num_bytes for member in found), axes, costs)
 
 
-def _sizes(found: Sequence[Mergeable]) -> Iterator[int]:
-    """From two of the smallest to all."""
+def _sizes(found: Sequence[BucketMember]) -> Iterator[int]:
+    """Sizes to try, from two of the smallest to all."""
     if not found:
         return
     size, everything = 2 * min(r.num_bytes for r in found), sum(r.num_bytes for r in found)

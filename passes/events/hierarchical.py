@@ -1,7 +1,7 @@
-"""All-reduces of gradients in phases (meshfold.ir.node_groups): what they cost, and in which steps they
+"""Hierarchical all-reduces of gradients (meshfold.ir.node_groups): what they cost, and where they
 pay.
 
-    phase            bytes   group                           link
+    step            bytes   group                           link
     reduce-scatter   s       k ranks of a node               in a node
     all-reduce       s / k   m ranks, one per node, of       network, a port of its own for each of
                              which there are k groups        the k groups
@@ -19,29 +19,30 @@ from dataclasses import replace
 from meshfold.cost_models.hardware.topology import GroupShape
 from meshfold.cost_models.op_costs.collective_time import collective_s
 from meshfold.cost_models.op_costs.cost_model import CostModel
-from meshfold.ir.node_groups import ACROSS_NODES, IN_NODE, Cut, Hierarchy, node_levels
-from meshfold.ir.step_events import Collective, RegionEvents, StepEvents
+from meshfold.hierarchical_all_reduce import HierarchicalAllReduce, HierarchicalSplit
+from meshfold.ir.node_groups import ACROSS_NODES, IN_NODE, node_levels
+from meshfold.ir.step_events import CollectiveEvent, RegionEvents, StepEvents
 from meshfold.passes.events.region import collective
 
 FACTOR = 2
 """From one size of pieces to the next that is tried."""
 CLEARLY = 1.25
-"""Times slower, so that smaller pieces are no use beside compute either."""
+"""Times slower, so that smaller pieces are no use where compute overlaps either."""
 
 
-def hierarchy_of(costs: CostModel, piece_bytes: int) -> Hierarchy:
-    """On the mesh of `costs`."""
-    return Hierarchy(node_levels(costs.cluster, costs.mesh), piece_bytes)
+def hierarchical_on(costs: CostModel, piece_bytes: int) -> HierarchicalAllReduce:
+    """The hierarchical all-reduces on the mesh of `costs`."""
+    return HierarchicalAllReduce(node_levels(costs.cluster, costs.mesh), piece_bytes)
 
 
-def in_phases(of: Collective, cut: Cut, costs: CostModel) -> Collective:
-    """An all-reduce that is cut so."""
-    near = GroupShape(cut.ranks, 1, cut.ranks, cut.ranks)
-    far = GroupShape(cut.nodes, cut.nodes, 1, 1)
-    piece = -(-of.num_bytes // cut.pieces)
-    share = -(-piece // cut.ranks)
-    phases = tuple(
-        Collective(
+def in_steps(of: CollectiveEvent, split: HierarchicalSplit, costs: CostModel) -> CollectiveEvent:
+    """An all-reduce as a hierarchical one."""
+    near = GroupShape(split.ranks, 1, split.ranks, split.ranks)
+    far = GroupShape(split.nodes, split.nodes, 1, 1)
+    piece = -(-of.num_bytes // split.pieces)
+    share = -(-piece // split.ranks)
+    steps = tuple(
+        CollectiveEvent(
             kind,
             (*of.axes, level),
             (costs.cluster.network if shape.crosses_nodes else costs.node_link).name,
@@ -54,44 +55,46 @@ def in_phases(of: Collective, cut: Cut, costs: CostModel) -> Collective:
             ("all_gather", IN_NODE, piece, near),
         )
     )
-    seconds = [phase.seconds for phase in phases]
-    one_by_one_s = sum(seconds) + (cut.pieces - 1) * max(seconds)
-    in_node_s = cut.pieces * (seconds[0] + seconds[2])
-    return replace(of, seconds=max(one_by_one_s, in_node_s), phases=phases, pieces=cut.pieces)
+    seconds = [step.seconds for step in steps]
+    one_by_one_s = sum(seconds) + (split.pieces - 1) * max(seconds)
+    in_node_s = split.pieces * (seconds[0] + seconds[2])
+    return replace(of, seconds=max(one_by_one_s, in_node_s), steps=steps, pieces=split.pieces)
 
 
-def phased_events(events: StepEvents, piece_bytes: int, costs: CostModel) -> StepEvents:
-    """The same step with all-reduces of gradients in phases, in pieces of piece_bytes (see
-    Hierarchy); 0: none."""
-    hierarchy = hierarchy_of(costs, piece_bytes) if piece_bytes else None
+def hierarchical_events(events: StepEvents, piece_bytes: int, costs: CostModel) -> StepEvents:
+    """The same step with hierarchical all-reduces of gradients, in pieces of piece_bytes (see
+    HierarchicalAllReduce); 0: none."""
+    hierarchical = hierarchical_on(costs, piece_bytes) if piece_bytes else None
 
-    def changed(of: Collective) -> Collective:
+    def changed(of: CollectiveEvent) -> CollectiveEvent:
         if of.kind != "all_reduce":
             return of
-        cut = hierarchy.cut(of.axes, of.num_bytes) if hierarchy else None
-        if cut is not None:
-            return in_phases(of, cut, costs)
-        if of.phases:
+        split = hierarchical.split(of.axes, of.num_bytes) if hierarchical else None
+        if split is not None:
+            return in_steps(of, split, costs)
+        if of.steps:
             return collective(of.kind, of.num_bytes, [costs.mesh.index(a) for a in of.axes], costs)
         return of
 
     def of_region(region: RegionEvents) -> RegionEvents:
-        buckets = tuple(
-            b if b.reduce is None else replace(b, reduce=changed(b.reduce)) for b in region.buckets
+        groups = tuple(
+            g if g.reduce is None else replace(g, reduce=changed(g.reduce)) for g in region.groups
         )
-        return replace(region, buckets=buckets)
+        return replace(region, groups=groups)
 
     return replace(
         events,
         regions=tuple(map(of_region, events.regions)),
-        late=tuple(map(changed, events.late)),
-        merged=tuple(replace(m, collective=changed(m.collective)) for m in events.merged),
+        trailing=tuple(map(changed, events.trailing)),
+        reduce_buckets=tuple(
+            replace(m, collective=changed(m.collective)) for m in events.reduce_buckets
+        ),
     )
 
 
 def piece_sizes(events: StepEvents, costs: CostModel) -> Iterator[int]:
-    """Sizes of pieces to try: the largest all-reduce that can run in phases whole, and smaller ones
-    until that is clearly slower alone; none where none can."""
+    """Sizes of pieces to try: all of the largest all-reduce that can be hierarchical, and smaller
+    ones until it is clearly slower alone; none where none can."""
     levels = node_levels(costs.cluster, costs.mesh)
     able = [c for c in _all_reduces(events) if levels.sizes(c.axes) is not None]
     if not able:
@@ -99,22 +102,22 @@ def piece_sizes(events: StepEvents, costs: CostModel) -> Iterator[int]:
     largest = max(able, key=lambda c: c.num_bytes)
     size, least_s = largest.num_bytes, math.inf
     while size:
-        cut = Hierarchy(levels, size).cut(largest.axes, largest.num_bytes)
-        assert cut is not None
-        seconds = in_phases(largest, cut, costs).seconds
+        split = HierarchicalAllReduce(levels, size).split(largest.axes, largest.num_bytes)
+        assert split is not None
+        seconds = in_steps(largest, split, costs).seconds
         if seconds > CLEARLY * least_s:
             return
         yield size
         size, least_s = size // FACTOR, min(least_s, seconds)
 
 
-def _all_reduces(events: StepEvents) -> Iterator[Collective]:
-    """That run: merged ones instead of their members."""
-    yield from (m.collective for m in events.merged if m.collective.kind == "all_reduce")
-    yield from (c for c in events.late if c.kind == "all_reduce")
-    places = {place for m in events.merged for place in m.places}
+def _all_reduces(events: StepEvents) -> Iterator[CollectiveEvent]:
+    """All-reduces that run: buckets instead of their members."""
+    yield from (m.collective for m in events.reduce_buckets if m.collective.kind == "all_reduce")
+    yield from (c for c in events.trailing if c.kind == "all_reduce")
+    bucketed = {group for m in events.reduce_buckets for group in m.groups}
     for k, r in enumerate(events.instances):
-        for number, bucket in enumerate(events.regions[r].buckets):
-            of = bucket.reduce
-            if of is not None and of.kind == "all_reduce" and (k, number) not in places:
+        for number, group in enumerate(events.regions[r].groups):
+            of = group.reduce
+            if of is not None and of.kind == "all_reduce" and (k, number) not in bucketed:
                 yield of

@@ -1,13 +1,14 @@
-"""The events of a whole program (meshfold.ir.step_events): regions written once, then strung together.
+"""The events of a whole program (meshfold.ir.step_events): regions written once, then strung
+together.
 
-What passes/region_memory.py knows of memory between instances comes along, so that the simulator's
+What memory/region.py knows of memory between instances comes along, so that the simulator's
 peak is that of the memory model, at a moment of the step.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 
-from meshfold.cost_models.memory.step_memory import STATE_FACTOR, held_over_time
+from meshfold.cost_models.memory.step_memory import STATE_FACTOR, resident_over_time
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph, SourceKind
 from meshfold.ir.spmd import Layout
@@ -16,7 +17,7 @@ from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.events.region import PricedRegion, collective, region_events
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.memory.local_program import Probe
-from meshfold.passes.memory.region import Simulations, program_memory
+from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.price.region import RegionPricer
 
@@ -30,17 +31,16 @@ def program_events(
     *,
     optimizer: str,
     optimizer_s: float,
-    known: Simulations | None = None,
+    memory_model: MemoryModel | None = None,
     reads: ProgramReads | None = None,
 ) -> StepEvents:
     """The events of a step in one pass. typings, pricers: per region. optimizer_s: seconds of its
-    update. known, reads: as for passes.region_memory.step_memory."""
+    update. memory_model, reads: if at hand."""
     reads = reads or program_reads(folded)
     written, numbers = _written(folded, typings, pricers, probe, reads)
     states = program_states(folded, typings, costs.mesh, None, reads)
-    memory = program_memory(
-        folded, typings, costs.mesh, probe, costs=costs, known=known, reads=reads
-    )
+    memory_model = memory_model or MemoryModel(costs, probe)
+    memory = memory_model.instances(folded, typings, reads=reads)
     outputs = [
         (o.source.instance, o.source.output)
         for o in folded.outputs
@@ -49,12 +49,12 @@ def program_events(
     return StepEvents(
         regions=tuple(region.events for region in written),
         instances=tuple(numbers),
-        late=tuple(
+        trailing=tuple(
             collective("all_reduce", num_bytes, axes, costs)
             for (axes, _), num_bytes in _late(written, numbers).items()
         ),
         optimizer_s=optimizer_s,
-        held_bytes=held_over_time(memory, outputs, states, optimizer),
+        resident_bytes=resident_over_time(memory, outputs, states, optimizer),
         fixed_bytes=states.parameters
         + states.buffers
         + states.inputs

@@ -1,9 +1,10 @@
 """The events of one region (meshfold.ir.step_events): its local program, priced and traced.
 
-    local program         passes/local_program.py     ops and steps of conversions, as emitted
-    seconds               RegionPricer.op_times, passes/conversions.py
-    bytes alive inside    cost_models/memory.py
-    buckets               passes/parameter_buckets.py
+    local program         passes/memory/local_program.py     ops and steps of conversions, as
+                                                             emitted
+    seconds               RegionPricer.op_times, passes/price/conversions.py
+    bytes alive inside    cost_models/memory/live_ranges.py
+    buckets               passes/price/parameter_groups.py
 
 Forward and backward are one walk over the local program each, the backward in reverse: autograd
 runs nodes in falling order of creation. A bucket is opened before the first step that reads a
@@ -16,26 +17,27 @@ from dataclasses import dataclass, replace
 
 from meshfold.cost_models.memory.live_ranges import LocalProgram, RegionTrace, trace_region
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import OpGraph
 from meshfold.ir.spmd import Layout
-from meshfold.ir.step_events import BucketEvents, Collective, Event, RegionEvents
+from meshfold.ir.step_events import CollectiveEvent, Event, ParameterGroupEvents, RegionEvents
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.memory.local_program import LocalProgramBuilder, Probe
-from meshfold.passes.price.conversions import COLLECTIVES, Step, step_actions
+from meshfold.passes.price.conversions import COLLECTIVES, step_actions
 from meshfold.passes.price.op_time import InsideCollective, OpTimer
 from meshfold.passes.price.parameter_groups import (
-    BucketKey,
-    bucket_copies,
-    bucket_key,
+    ParameterGroupKey,
     changed_axes,
+    group_copies,
+    parameter_group_key,
 )
+from meshfold.passes.price.parameters import local_bytes, stored_bytes
 from meshfold.passes.price.region import RegionPricer
-from meshfold.passes.region.parameter_tables import local_bytes, stored_bytes
 
 Late = Mapping[tuple[tuple[int, ...], str], int]
 """(axes, dtype) -> bytes of gradients that one instance leaves to be all-reduced at the end."""
 
-_Piece = tuple[float, Collective | None]
+_Piece = tuple[float, CollectiveEvent | None]
 """Kernels of so many seconds, or a collective."""
 
 
@@ -49,12 +51,12 @@ class PricedRegion:
 
 def collective(
     kind: str, num_bytes: int, axes: Sequence[int], costs: CostModel, seconds: float | None = None
-) -> Collective:
+) -> CollectiveEvent:
     """A collective over mesh axes by number. seconds: if known."""
     if seconds is None:
         seconds = costs.collective_s(kind, num_bytes, axes)
     names = tuple(costs.mesh.names[k] for k in axes)
-    return Collective(kind, names, costs.group_link(axes).name, num_bytes, seconds)
+    return CollectiveEvent(kind, names, costs.group_link(axes).name, num_bytes, seconds)
 
 
 def region_events(
@@ -80,7 +82,7 @@ def bytes_inside(
 ) -> dict[int | tuple[int, Step], tuple[int, int]]:
     """Bytes alive inside an instance at the worst moment of each op and each step of a conversion,
     forward and backward, in the order of the graph. Arguments as of region_events."""
-    builder = LocalProgramBuilder(graph, typing, arriving, costs.mesh, costs, probe, floats)
+    builder = LocalProgramBuilder(graph, typing, arriving, costs, probe, floats)
     trace = trace_region(builder.build())
     pairs = zip(trace.forward_bytes, trace.backward_bytes, strict=True)
     return dict(zip(builder.origins, pairs, strict=True))
@@ -103,14 +105,12 @@ class _Writer:
         self.mesh = pricer.mesh
         self.graph = pricer.graph
         self.arriving = arriving
-        self.builder = LocalProgramBuilder(
-            self.graph, typing, arriving, self.mesh, self.costs, probe, floats
-        )
+        self.builder = LocalProgramBuilder(self.graph, typing, arriving, self.costs, probe, floats)
         self.program: LocalProgram = self.builder.build()
         self.trace: RegionTrace = trace_region(self.program)
-        groups: dict[BucketKey, list[tuple[int, Layout]]] = {}
+        groups: dict[ParameterGroupKey, list[tuple[int, Layout]]] = {}
         for v, used in self.builder.uses:
-            key = bucket_key(v, self.graph.values[v], arriving[v], used, self.mesh, self.costs)
+            key = parameter_group_key(v, self.graph.values[v], arriving[v], used, self.costs)
             if key is not None:
                 groups.setdefault(key, []).append((v, used))
         self.groups = list(groups.items())
@@ -119,10 +119,9 @@ class _Writer:
         }
         self.opened_at = self._opened_at()
         self.copies = [
-            bucket_copies(
+            group_copies(
                 [(self.graph.values[v], arriving[v]) for v, _ in uses],
-                key[0],
-                self.mesh,
+                key.gather,
                 self.costs,
             )
             for key, uses in self.groups
@@ -131,7 +130,7 @@ class _Writer:
     def write(self) -> PricedRegion:
         late: dict[tuple[tuple[int, ...], str], int] = {}
         for key, uses in self.groups:
-            if not (key[0] and key[3]):
+            if not (key.gather and key.requires_grad):
                 continue
             for v, used in uses:
                 _, reduce = changed_axes(self.arriving[v], used)
@@ -145,7 +144,7 @@ class _Writer:
             tuple(merged(self._forward())),
             tuple(merged(self._backward())),
             tuple(self._bucket(b) for b in range(len(self.groups))),
-            self.typing.keeps_gathered,
+            self.typing.reshard_after_forward,
             tuple(merged(self._again())),
         )
         return PricedRegion(events, late)
@@ -162,20 +161,21 @@ class _Writer:
         return first
 
     def _is_made(self, b: int) -> bool:
-        gather, _, _, _, master, _ = self.groups[b][0]
-        return bool(gather or master)
+        key, _ = self.groups[b]
+        return bool(key.gather or key.master)
 
     def _is_saved(self, b: int) -> bool:
         """Whether the backward reads what was gathered."""
-        if not self._is_made(b) or self.typing.keeps_gathered:
+        if not self._is_made(b) or not self.typing.reshard_after_forward:
             return False
-        if self.trace.again_at >= 0:
+        if self.trace.recompute_at >= 0:
             return True
         members = {self.builder.uses[use] for use in self.groups[b][1]}
         return any(members & needs for needs in self.trace.needs)
 
-    def _bucket(self, b: int) -> BucketEvents:
-        (gather, reduce, _, is_trained, master, alone), uses = self.groups[b]
+    def _bucket(self, b: int) -> ParameterGroupEvents:
+        key, uses = self.groups[b]
+        gather, is_trained = key.gather, key.requires_grad
         sizes, costs = self.mesh.sizes, self.costs
         shards = math.prod(sizes[k] for k in gather)
         pairs = [(self.graph.values[v], self.arriving[v]) for v, _ in uses]
@@ -184,18 +184,18 @@ class _Writer:
         reduction = None
         if is_trained and gather:
             reduction = collective("reduce_scatter", shards * kept, gather, costs)
-        elif is_trained and reduce:
-            reduction = collective("all_reduce", kept, reduce, costs)
-        return BucketEvents(
+        elif is_trained and key.reduce:
+            reduction = collective("all_reduce", kept, key.reduce, costs)
+        return ParameterGroupEvents(
             gather=collective("all_gather", shards * here, gather, costs) if gather else None,
             reduce=reduction,
-            whole_bytes=shards * here if gather or master else 0,
+            unsharded_bytes=shards * here if gather or key.master else 0,
             flat_bytes=shards * kept if is_trained else 0,
             result_bytes=kept if reduction is not None else 0,
             saved=self._is_saved(b),
             dtype=pairs[0][0].stored_dtype,
             read_dtype=pairs[0][0].dtype,
-            is_alone=alone is not None,
+            is_unbucketed=key.unbucketed is not None,
         )
 
     # The two walks.
@@ -206,10 +206,10 @@ class _Writer:
             inside = self.trace.forward_bytes[min(k, len(self.program.steps) - 1)]
             for b in self._opened(k):
                 yield from _compute(self.copies[b].packed_s, inside)
-                yield Event("open", inside_bytes=inside, number=b)
-                yield from _compute(self.copies[b].taken_s, inside)
+                yield Event("unshard", inside_bytes=inside, number=b)
+                yield from _compute(self.copies[b].unpacked_s, inside)
                 if self._is_made(b) and not is_ahead:
-                    yield Event("ahead", inside_bytes=inside)
+                    yield Event("forward_prefetch", inside_bytes=inside)
                     is_ahead = True
             if k < len(self.program.steps):
                 yield from _events(self._there(k), inside)
@@ -222,27 +222,27 @@ class _Writer:
             is_step = 0 <= k < len(self.program.steps)
             inside = self.trace.backward_bytes[k] if is_step else before
             is_first_read = is_step and (
-                k == self.trace.again_at or not made.isdisjoint(self.trace.needs[k])
+                k == self.trace.recompute_at or not made.isdisjoint(self.trace.needs[k])
             )
             if is_first_read and not has_arrived:
                 has_arrived = True
                 saved = [self.copies[b] for b in range(len(self.groups)) if self._is_saved(b)]
                 yield from _compute(sum(c.packed_s for c in saved), before)
-                yield Event("arrive", inside_bytes=before)
-                yield from _compute(sum(c.taken_s for c in saved), before)
-            if is_step and k == self.trace.again_at:
-                yield Event("again", inside_bytes=self.trace.again_bytes)
+                yield Event("pre_backward", inside_bytes=before)
+                yield from _compute(sum(c.unpacked_s for c in saved), before)
+            if is_step and k == self.trace.recompute_at:
+                yield Event("recompute", inside_bytes=self.trace.recompute_bytes)
             if is_step:
                 yield from _events(self._back(k), inside)
                 before = self.trace.after_bytes[k]
             for b in self._opened(k):
-                if self.groups[b][0][3]:
+                if self.groups[b][0].requires_grad:
                     yield from _compute(self.copies[b].reduced_s, before)
                     yield Event("reduce", inside_bytes=before, number=b)
 
     def _again(self) -> Iterator[Event]:
-        for k in sorted(self.trace.again):
-            yield from _events(self._there(k, is_again=True), self.trace.again_bytes)
+        for k in sorted(self.trace.recomputed):
+            yield from _events(self._there(k, is_again=True), self.trace.recompute_bytes)
 
     def _opened(self, k: int) -> list[int]:
         return [b for b, at in enumerate(self.opened_at) if at == k]
@@ -255,7 +255,7 @@ class _Writer:
             return
         yield self.pricer.op_times[origin].forward_s, None
         inside = self._inside(origin, is_backward=False)
-        yield from (self._inline(c) for c in inside if not (is_again and c.is_kept))
+        yield from (self._inline(c) for c in inside if not (is_again and c.is_saved))
 
     def _back(self, k: int) -> Iterator[_Piece]:
         """The backward of a step."""
@@ -269,7 +269,7 @@ class _Writer:
     def _conversion(self, origin: tuple[int, Step], direction: int) -> Iterator[_Piece]:
         """A step of a conversion, forward (0) or backward (1)."""
         v, step = origin
-        action = step_actions(self.graph.values[v], step, self.mesh, self.costs)[direction]
+        action = step_actions(self.graph.values[v], step, self.costs)[direction]
         if action.kind not in COLLECTIVES:
             yield action.seconds, None
             return
@@ -281,7 +281,7 @@ class _Writer:
         rules = self.pricer.rules[k]
         if not any(rule.comm for rule in rules):
             return
-        timer = OpTimer(self.graph, self.graph.ops[k], self.mesh, self.costs)
+        timer = OpTimer(self.graph, self.graph.ops[k], self.costs)
         yield from (c for c in timer.inside(rules) if c.is_backward == is_backward)
 
     def _inline(self, c: InsideCollective) -> _Piece:
@@ -305,7 +305,7 @@ def merged(events: Iterable[Event]) -> Iterator[Event]:
     """Kernels that follow each other are one event, at its worst moment."""
     open_event: Event | None = None
     for event in events:
-        if event.action == "compute" and open_event is not None:
+        if event.kind == "compute" and open_event is not None:
             open_event = replace(
                 open_event,
                 seconds=open_event.seconds + event.seconds,
@@ -314,7 +314,7 @@ def merged(events: Iterable[Event]) -> Iterator[Event]:
             continue
         if open_event is not None:
             yield open_event
-        open_event = event if event.action == "compute" else None
+        open_event = event if event.kind == "compute" else None
         if open_event is None:
             yield event
     if open_event is not None:

@@ -63,7 +63,7 @@ class FlatIndex:
     persistent: frozenset[str]
 
 
-class Cut(NamedTuple):
+class Span(NamedTuple):
     """Ops start..stop-1 as one segment. Glue is what is left between regions."""
 
     start: int
@@ -106,17 +106,17 @@ def canonical_segment(index: FlatIndex, start: int, stop: int) -> Segment:
     )
 
 
-def is_worth(index: FlatIndex, cut: Cut) -> bool:
+def is_worth(index: FlatIndex, span: Span) -> bool:
     """Whether a repeated segment is worth a region: MIN_REGION_OPS ops or more, and a parameter of
     two or more dims among them. Smaller ones (a norm, a table) are glue."""
-    if cut.stop - cut.start < MIN_REGION_OPS:
+    if span.stop - span.start < MIN_REGION_OPS:
         return False
     graph = index.graph
     return any(
         v < len(graph.slots)
         and graph.slots[v].kind is SlotKind.PARAMETER
         and len(graph.values[v].shape) > 1
-        for op in graph.ops[cut.start : cut.stop]
+        for op in graph.ops[span.start : span.stop]
         for v in op.operands
     )
 

@@ -1,19 +1,19 @@
 """Fold a flat graph: find the regions that repeat and write the program as instances of them.
 
-    flat ops --scope_cuts / repeat_cuts--> segments --assemble--> FoldedGraph
+    flat ops --scope_spans / repeat_spans--> segments --assemble--> FoldedGraph
 
 Two methods propose where to cut:
 
 scopes     ops are grouped by the module that called them. Groups with equal canonical form are
            instances of one region; a group that occurs once is opened one level deeper, unless it
            is a sibling of a region (the odd first layer of a stack stays one piece).
-repeats    scopes are ignored: tandem repeats of the sequence of ops (passes.fold_repeats).
+repeats    scopes are ignored: tandem repeats of the sequence of ops (passes.fold.repeats).
 
 Scopes give the cuts people expect, so repeats are tried where scopes leave more than half of the
 ops, and taken where they leave less than half of those. What is between regions is glue: regions
 with one instance, and so are groups too small to be worth a region.
 
-What repeats nowhere and is long is still cut into layers (passes.fold_layers), so that each can
+What repeats nowhere and is long is still cut into layers (passes.fold.layers), so that each can
 have a strategy of its own; a program where that is most of the ops says so in its notes.
 """
 
@@ -25,15 +25,15 @@ from dataclasses import replace
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.passes.fold.assemble import assemble
 from meshfold.passes.fold.canonical_form import (
-    Cut,
     FlatIndex,
     Segment,
+    Span,
     canonical_segment,
     flat_index,
     is_worth,
 )
-from meshfold.passes.fold.layers import LONG_OPS, layer_cuts
-from meshfold.passes.fold.repeats import repeat_cuts
+from meshfold.passes.fold.layers import LONG_OPS, layer_spans
+from meshfold.passes.fold.repeats import repeat_spans
 
 Stacks = Sequence[tuple[str, ...]]
 
@@ -44,15 +44,15 @@ def fold(flat: FoldedGraph, stacks: Stacks) -> FoldedGraph:
     persistent = frozenset(b.name for b in flat.buffers if b.persistent)
     index = flat_index(flat.regions[0].graph, persistent)
     num_ops = len(stacks)
-    segments = _segments(index, merge_glue(scope_cuts(index, stacks, 0, num_ops, 0)))
+    segments = _segments(index, merge_glue(scope_spans(index, stacks, 0, num_ops, 0)))
     if 2 * distinct_ops(segments) > num_ops:
-        repeats = _segments(index, repeat_cuts(index))
+        repeats = _segments(index, repeat_spans(index))
         if 2 * distinct_ops(repeats) < distinct_ops(segments):
             segments = repeats
     counts = Counter(s.form for s in segments)
     lone = [counts[s.form] == 1 for s in segments]
     pieces = [
-        _segments(index, layer_cuts(index, stacks, s.start, s.stop)) if is_lone else [s]
+        _segments(index, layer_spans(index, stacks, s.start, s.stop)) if is_lone else [s]
         for s, is_lone in zip(segments, lone, strict=True)
     ]
     return _with_note(assemble(flat, stacks, [s for of in pieces for s in of]))
@@ -70,17 +70,17 @@ def _with_note(folded: FoldedGraph) -> FoldedGraph:
     return replace(folded, notes=(*folded.notes, note))
 
 
-def _segments(index: FlatIndex, cuts: Sequence[Cut]) -> list[Segment]:
-    return [canonical_segment(index, cut.start, cut.stop) for cut in cuts]
+def _segments(index: FlatIndex, spans: Sequence[Span]) -> list[Segment]:
+    return [canonical_segment(index, span.start, span.stop) for span in spans]
 
 
-def merge_glue(cuts: Sequence[Cut]) -> list[Cut]:
+def merge_glue(spans: Sequence[Span]) -> list[Span]:
     """Neighbouring pieces of glue (an inner and an outer scope ending together) as one."""
-    merged: list[Cut] = []
-    for cut in cuts:
-        if cut.is_glue and merged and merged[-1].is_glue:
-            cut = Cut(merged.pop().start, cut.stop, is_glue=True)
-        merged.append(cut)
+    merged: list[Span] = []
+    for span in spans:
+        if span.is_glue and merged and merged[-1].is_glue:
+            span = Span(merged.pop().start, span.stop, is_glue=True)
+        merged.append(span)
     return merged
 
 
@@ -89,40 +89,40 @@ def distinct_ops(segments: Sequence[Segment]) -> int:
     return sum({s.form: s.stop - s.start for s in segments}.values())
 
 
-def scope_cuts(index: FlatIndex, stacks: Stacks, start: int, stop: int, depth: int) -> list[Cut]:
-    """Cut ops start..stop-1, all called under the same first `depth` scopes.
+def scope_spans(index: FlatIndex, stacks: Stacks, start: int, stop: int, depth: int) -> list[Span]:
+    """Span ops start..stop-1, all called under the same first `depth` scopes.
 
     A single cut means that nothing repeats. O(ops x depth of scopes).
     """
     groups = _groups(stacks, start, stop, depth)
     forms = _forms(index, groups)
     counts = Counter(forms.values())
-    repeated = {cut for cut, form in forms.items() if counts[form] > 1}
-    parents = {_parent(scope) for scope, cut in groups if cut in repeated}
-    opened = _openings(index, stacks, [cut for _, cut in groups if cut in repeated], forms, depth)
-    cuts: list[Cut] = []
+    repeated = {span for span, form in forms.items() if counts[form] > 1}
+    parents = {_parent(scope) for scope, span in groups if span in repeated}
+    opened = _openings(index, stacks, [s for _, s in groups if s in repeated], forms, depth)
+    spans: list[Span] = []
     glue_start = start
-    for scope, cut in groups:
-        inner = [cut]
-        if cut in repeated:
-            if forms[cut] in opened:
-                inner = scope_cuts(index, stacks, cut.start, cut.stop, depth + 1)
+    for scope, span in groups:
+        inner = [span]
+        if span in repeated:
+            if forms[span] in opened:
+                inner = scope_spans(index, stacks, span.start, span.stop, depth + 1)
         elif scope and _parent(scope) not in parents:
-            inner = scope_cuts(index, stacks, cut.start, cut.stop, depth + 1)
+            inner = scope_spans(index, stacks, span.start, span.stop, depth + 1)
             if len(inner) == 1:
                 continue
-        elif not scope or not is_worth(index, cut):
+        elif not scope or not is_worth(index, span):
             continue
-        if glue_start < cut.start:
-            cuts.append(Cut(glue_start, cut.start, is_glue=True))
-        cuts += inner
-        glue_start = cut.stop
+        if glue_start < span.start:
+            spans.append(Span(glue_start, span.start, is_glue=True))
+        spans += inner
+        glue_start = span.stop
     if glue_start < stop:
-        cuts.append(Cut(glue_start, stop, is_glue=True))
-    return cuts
+        spans.append(Span(glue_start, stop, is_glue=True))
+    return spans
 
 
-def _groups(stacks: Stacks, start: int, stop: int, depth: int) -> list[tuple[str, Cut]]:
+def _groups(stacks: Stacks, start: int, stop: int, depth: int) -> list[tuple[str, Span]]:
     """Stretches of ops with one scope at `depth`; "" for ops called by the parent itself."""
 
     def scope(k: int) -> str:
@@ -131,37 +131,37 @@ def _groups(stacks: Stacks, start: int, stop: int, depth: int) -> list[tuple[str
     groups = []
     for key, ops in itertools.groupby(range(start, stop), scope):
         members = list(ops)
-        groups.append((key, Cut(members[0], members[-1] + 1)))
+        groups.append((key, Span(members[0], members[-1] + 1)))
     return groups
 
 
-def _forms(index: FlatIndex, groups: Sequence[tuple[str, Cut]]) -> dict[Cut, object]:
+def _forms(index: FlatIndex, groups: Sequence[tuple[str, Span]]) -> dict[Span, object]:
     """Canonical forms of the groups that are worth a region and could be equal to another."""
-    worth = [cut for scope, cut in groups if scope and is_worth(index, cut)]
-    sizes = Counter(cut.stop - cut.start for cut in worth)
+    worth = [span for scope, span in groups if scope and is_worth(index, span)]
+    sizes = Counter(span.stop - span.start for span in worth)
     return {
-        cut: canonical_segment(index, cut.start, cut.stop).form
-        for cut in worth
-        if sizes[cut.stop - cut.start] > 1
+        span: canonical_segment(index, span.start, span.stop).form
+        for span in worth
+        if sizes[span.stop - span.start] > 1
     }
 
 
 def _openings(
     index: FlatIndex,
     stacks: Stacks,
-    repeated: Sequence[Cut],
-    forms: dict[Cut, object],
+    repeated: Sequence[Span],
+    forms: dict[Span, object],
     depth: int,
 ) -> set[object]:
     """Forms of repeated groups that are stacks themselves (one of two equal towers): opening them
     leaves less than half of their ops."""
-    firsts = {forms[cut]: cut for cut in reversed(repeated)}
+    firsts = {forms[span]: span for span in reversed(repeated)}
     opened = set()
-    for form, cut in firsts.items():
-        inner = scope_cuts(index, stacks, cut.start, cut.stop, depth + 1)
+    for form, span in firsts.items():
+        inner = scope_spans(index, stacks, span.start, span.stop, depth + 1)
         if len(inner) > 1:
             left = distinct_ops([canonical_segment(index, c.start, c.stop) for c in inner])
-            if 2 * left < cut.stop - cut.start:
+            if 2 * left < span.stop - span.start:
                 opened.add(form)
     return opened
 

@@ -1,4 +1,4 @@
-"""Cut a long stretch of ops that repeats nowhere into layers, so that each has its own strategy.
+"""Span a long stretch of ops that repeats nowhere into layers, so that each has its own strategy.
 
     by scopes     the modules that the innermost common module calls, where they are worth a region;
                   what is between them is glue. A layer that is long itself is cut again.
@@ -13,60 +13,60 @@ import itertools
 import os
 from collections.abc import Sequence
 
-from meshfold.passes.fold.canonical_form import Cut, FlatIndex, is_worth
+from meshfold.passes.fold.canonical_form import FlatIndex, Span, is_worth
 from meshfold.passes.fold.repeats import crossing
 
 LONG_OPS = 300
 """A stretch of more ops is cut: longer than a layer of most models, short enough that a strategy
 for all of it is not a loss."""
 
-LEAST_PART = 4
-"""A piece between narrow places has at least LONG_OPS / LEAST_PART ops."""
+LEAST_SHARE = 4
+"""A piece between narrow places has at least LONG_OPS / LEAST_SHARE ops."""
 
 
-def layer_cuts(
+def layer_spans(
     index: FlatIndex, stacks: Sequence[tuple[str, ...]], start: int, stop: int
-) -> list[Cut]:
+) -> list[Span]:
     """Ops start..stop-1 in one piece or several, in order. stacks[k]: scopes of op k."""
     if stop - start <= LONG_OPS:
-        return [Cut(start, stop)]
+        return [Span(start, stop)]
     pieces = _by_scopes(index, stacks, start, stop)
     if len(pieces) == 1:
         return _by_crossing(index, start, stop)
-    return [c for piece in pieces for c in layer_cuts(index, stacks, piece.start, piece.stop)]
+    return [c for piece in pieces for c in layer_spans(index, stacks, piece.start, piece.stop)]
 
 
 def _by_scopes(
     index: FlatIndex, stacks: Sequence[tuple[str, ...]], start: int, stop: int
-) -> list[Cut]:
+) -> list[Span]:
     """The modules called at the first depth where there are several, and the glue between."""
     depth = len(os.path.commonprefix([list(stack) for stack in stacks[start:stop]]))
-    cuts: list[Cut] = []
+    spans: list[Span] = []
     glue_start = start
     for scope, ops in itertools.groupby(
         range(start, stop), lambda k: stacks[k][depth] if len(stacks[k]) > depth else ""
     ):
         members = list(ops)
-        cut = Cut(members[0], members[-1] + 1)
-        if not scope or not is_worth(index, cut):
+        span = Span(members[0], members[-1] + 1)
+        if not scope or not is_worth(index, span):
             continue
-        if glue_start < cut.start:
-            cuts.append(Cut(glue_start, cut.start, is_glue=True))
-        cuts.append(cut)
-        glue_start = cut.stop
+        if glue_start < span.start:
+            spans.append(Span(glue_start, span.start, is_glue=True))
+        spans.append(span)
+        glue_start = span.stop
     if glue_start < stop:
-        cuts.append(Cut(glue_start, stop, is_glue=True))
-    return cuts
+        spans.append(Span(glue_start, stop, is_glue=True))
+    return spans
 
 
-def _by_crossing(index: FlatIndex, start: int, stop: int) -> list[Cut]:
-    """Pieces of LONG_OPS / LEAST_PART to LONG_OPS ops that end at the last of the narrowest
+def _by_crossing(index: FlatIndex, start: int, stop: int) -> list[Span]:
+    """Pieces of LONG_OPS / LEAST_SHARE to LONG_OPS ops that end at the last of the narrowest
     places."""
     values = crossing(index)
-    cuts = []
+    spans = []
     while stop - start > LONG_OPS:
-        ends = range(start + LONG_OPS // LEAST_PART, start + LONG_OPS + 1)
+        ends = range(start + LONG_OPS // LEAST_SHARE, start + LONG_OPS + 1)
         end = min(ends, key=lambda k: (values[k], -k))
-        cuts.append(Cut(start, end))
+        spans.append(Span(start, end))
         start = end
-    return [*cuts, Cut(start, stop)]
+    return [*spans, Span(start, stop)]

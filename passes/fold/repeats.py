@@ -1,4 +1,4 @@
-"""Cut a flat graph at tandem repeats of its sequence of ops, whatever modules called them.
+"""Span a flat graph at tandem repeats of its sequence of ops, whatever modules called them.
 
 For models whose code has no module per layer. Every op becomes a symbol (target, constants, shapes,
 kinds of operands). With s the sequence of symbols, positions where s[k] == s[k + p] for p or more k
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfold.ir.op_graph import Arg, Ref
-from meshfold.passes.fold.canonical_form import Cut, FlatIndex, canonical_segment, is_worth
+from meshfold.passes.fold.canonical_form import FlatIndex, Span, canonical_segment, is_worth
 
 MIN_PERIOD = 10
 """Shorter repeats are tables being built (rotary frequencies), not layers."""
@@ -31,11 +31,11 @@ MAX_TRIES = 50
 Symbols = npt.NDArray[np.int64]
 
 
-def repeat_cuts(index: FlatIndex) -> list[Cut]:
+def repeat_spans(index: FlatIndex) -> list[Span]:
     """Cuts of the whole graph; a single one if nothing repeats."""
     num_ops = len(index.graph.ops)
     if num_ops > MAX_OPS:
-        return [Cut(0, num_ops, is_glue=True)]
+        return [Span(0, num_ops, is_glue=True)]
     return _cuts(index, _symbols(index), 0, num_ops)
 
 
@@ -62,14 +62,14 @@ def _symbols(index: FlatIndex) -> Symbols:
     return np.array(symbols, dtype=np.int64)
 
 
-def _cuts(index: FlatIndex, symbols: Symbols, lo: int, hi: int) -> list[Cut]:
+def _cuts(index: FlatIndex, symbols: Symbols, lo: int, hi: int) -> list[Span]:
     for start, period, count in _repeats(index, symbols, lo, hi)[:MAX_TRIES]:
         instances = _equal_instances(index, start, period, count)
         if len(instances) > 1 and is_worth(index, instances[0]):
             left = _cuts(index, symbols, lo, instances[0].start)
             right = _cuts(index, symbols, instances[-1].stop, hi)
             return [*left, *instances, *right]
-    return [Cut(lo, hi, is_glue=True)] if lo < hi else []
+    return [Span(lo, hi, is_glue=True)] if lo < hi else []
 
 
 def _repeats(index: FlatIndex, symbols: Symbols, lo: int, hi: int) -> list[tuple[int, int, int]]:
@@ -108,9 +108,9 @@ def crossing(index: FlatIndex) -> list[int]:
     return list(itertools.accumulate(change))
 
 
-def _equal_instances(index: FlatIndex, start: int, period: int, count: int) -> list[Cut]:
+def _equal_instances(index: FlatIndex, start: int, period: int, count: int) -> list[Span]:
     """The longest stretch of instances with one canonical form."""
-    cuts = [Cut(start + k * period, start + (k + 1) * period) for k in range(count)]
+    cuts = [Span(start + k * period, start + (k + 1) * period) for k in range(count)]
     forms = [canonical_segment(index, cut.start, cut.stop).form for cut in cuts]
     stretches = [list(group) for _, group in itertools.groupby(range(count), forms.__getitem__)]
     return [cuts[k] for k in max(stretches, key=len)]

@@ -12,6 +12,8 @@ A run of equal layers links its output to its own slot, so what is carried along
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
+from networkx.utils import UnionFind
+
 from meshfold.ir.op_graph import Dependence, FoldedGraph, SourceKind, Value
 from meshfold.ir.spmd import INVARIANT, Shard, SpmdType
 
@@ -31,32 +33,16 @@ class Boundaries:
     results: frozenset[int]
 
 
-class _Classes:
-    """Union-find over hashable keys."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Hashable, Hashable] = {}
-
-    def find(self, key: Hashable) -> Hashable:
-        parent = self._parent.setdefault(key, key)
-        if parent != key:
-            parent = self._parent[key] = self.find(parent)
-        return parent
-
-    def join(self, a: Hashable, b: Hashable) -> None:
-        self._parent[self.find(a)] = self.find(b)
-
-
 def find_boundaries(folded: FoldedGraph) -> Boundaries:
     """The classes of a folded program, numbered by first appearance."""
-    classes = _Classes()
+    classes: UnionFind[Hashable] = UnionFind()
     for key, source in _links(folded):
-        classes.join(key, source)
+        classes.union(key, source)
     numbers: dict[Hashable, int] = {}
     values: list[Value] = []
 
     def number(key: Hashable, value: Value) -> int:
-        root = classes.find(key)
+        root = classes[key]
         if root not in numbers:
             numbers[root] = len(values)
             values.append(value)
@@ -75,7 +61,7 @@ def find_boundaries(folded: FoldedGraph) -> Boundaries:
         outputs.append(
             tuple(number(("out", r, k), graph.values[v]) for k, v in enumerate(graph.outputs))
         )
-    inputs = (numbers.get(classes.find(("input", i.name))) for i in folded.inputs)
+    inputs = (numbers.get(classes["input", i.name]) for i in folded.inputs)
     results = [
         outputs[folded.instances[o.source.instance].region][o.source.output]
         for o in folded.outputs

@@ -1,8 +1,8 @@
 """What the instances of a program read: worked out once, splitting regions changes none of it.
 
-Exact figures of a program are sums over its instances (passes/step_time.py, passes/residence.py) or
-one walk over them (cost_models/step_memory.py). The search asks for program after program with the
-same instances under other regions, so what depends on sources alone is kept here.
+Exact figures of a program are sums over its instances (passes/price/step.py, passes/memory/zero.py)
+or one walk over them (cost_models/memory/step_memory.py). The search asks for program after program
+with the same instances under other regions, so what depends on sources alone is kept here.
 """
 
 from collections import Counter

@@ -1,8 +1,9 @@
 """The local program of a region: what one rank runs, as the emitter writes it.
 
 Ops on local shapes with local constants, conversions step by step, and the tensors that the runtime
-makes of parameters (gathered ones, buckets). Types, conversion trees and constants come from the
-tables that the emitter uses; the live ranges of the result are those of cost_models/memory.py.
+makes of parameters (gathered ones, buffers of groups). Types, conversion trees and constants come
+from the tables that the emitter uses; the live ranges of the result are those of
+cost_models/memory/live_ranges.py.
 """
 
 import math
@@ -10,24 +11,32 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.memory.live_ranges import LocalProgram
-from meshfold.cost_models.memory.op_memory import OpProbe, ProbeKey, TensorSpec, dense_spec
+from meshfold.cost_models.memory.op_memory import (
+    NEW_STORAGE,
+    NO_GRADIENT,
+    OpProbe,
+    ProbedOutput,
+    ProbeKey,
+    TensorSpec,
+    dense_spec,
+)
 from meshfold.cost_models.memory.recomputation import LocalStep
 from meshfold.cost_models.memory.step_memory import How, ParameterUse
-from meshfold.ir.mesh import Mesh
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import Arg, Hole, OpGraph, Ref, SlotKind
 from meshfold.ir.spmd import Layout, local_shape
 from meshfold.ir.strategy import OpTyping, RegionTyping
-from meshfold.passes.conversion_probe import conversion_probe
+from meshfold.passes.graph.typed import wanted_layouts
 from meshfold.passes.graph.without_dropout import ATTENTION
 from meshfold.passes.price.conversions import (
-    ConversionCosts,
-    Step,
+    axis_conversion,
     conversion_steps,
     plan_conversions,
 )
-from meshfold.passes.price.parameter_groups import changed_axes, has_own_bucket, used_layout
-from meshfold.passes.price.recompute import op_stays, step_stays
-from meshfold.passes.region.parameter_tables import local_bytes, stored_bytes
+from meshfold.passes.price.parameter_groups import changed_axes, is_unbucketed, used_layout
+from meshfold.passes.price.parameters import local_bytes, stored_bytes
+from meshfold.passes.price.recompute import is_saved_op, is_saved_step
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.attention import RING_ATTENTION, ring_call
 
@@ -42,15 +51,14 @@ class LocalProgramBuilder:
         graph: OpGraph,
         typing: RegionTyping,
         arriving: tuple[Layout, ...],
-        mesh: Mesh,
-        costs: ConversionCosts,
+        costs: CostModel,
         probe: Probe,
         floats: Sequence[float],
     ) -> None:
         self.graph = graph
         self.typing = typing
         self.arriving = arriving
-        self.mesh = mesh
+        self.mesh = costs.mesh
         self.costs = costs
         self.probe = probe
         self.floats = floats
@@ -68,7 +76,7 @@ class LocalProgramBuilder:
         """The finished program."""
         for v, layout in enumerate(self.arriving):
             self.tensors[v, layout] = self._outside(v, layout)
-        for v, demands in enumerate(self._demands()):
+        for v, demands in enumerate(wanted_layouts(self.graph, self.typing, self.arriving)):
             self._plan_value(v, demands)
         num_slots = len(self.specs)
         for k, typing in enumerate(self.typing.ops):
@@ -100,23 +108,23 @@ class LocalProgramBuilder:
             stored = stored_bytes(value, self.arriving[v], self.mesh.sizes)
             runtime = [(layout, t) for (w, layout), t in self.uses.items() if w == v]
             for layout, t in runtime:
-                # What is gathered keeps the padding of its shards.
+                # What is gathered contains the padding of its shards.
                 shards = self._num_gathered(self.arriving[v], layout)
                 is_reduced = layout != self.arriving[v]
                 how: How = "gathered" if shards > 1 else "reduced" if is_reduced else "cast"
                 use = ParameterUse(t, stored, shards * here, shards * stored, stored, how)
                 is_copy = bool(value.master) and shards == 1
-                is_alone = not value.master and self._is_alone(v, layout)
+                is_unbucketed = not value.master and self._is_unbucketed(v, layout)
                 copied = here if is_copy else 0
-                found.append((v, replace(use, copy_bytes=copied, is_alone=is_alone)))
+                found.append((v, replace(use, copy_bytes=copied, is_unbucketed=is_unbucketed)))
             if not runtime:
                 found.append((v, ParameterUse(v, stored, here, stored, stored, "direct")))
         return tuple(found)
 
-    def _is_alone(self, v: int, used: Layout) -> bool:
+    def _is_unbucketed(self, v: int, used: Layout) -> bool:
         gather, _ = changed_axes(self.arriving[v], used)
         value = self.graph.values[v]
-        return has_own_bucket(value, self.arriving[v], gather, self.mesh, self.costs)
+        return is_unbucketed(value, self.arriving[v], gather, self.costs)
 
     def _num_gathered(self, stored: Layout, used: Layout) -> int:
         """Shards that are put together."""
@@ -124,17 +132,6 @@ class LocalProgramBuilder:
         return math.prod(n for s, u, n in pairs if s.is_shard and not u.is_shard)
 
     # What is wanted.
-
-    def _demands(self) -> list[list[Layout]]:
-        demands: list[list[Layout]] = [[] for _ in self.graph.values]
-        for op, typing in zip(self.graph.ops, self.typing.ops, strict=True):
-            for v, layout in zip(op.operands, typing.inputs, strict=True):
-                demands[v].append(layout)
-        for v, layout in zip(self.graph.outputs, self.typing.outputs, strict=True):
-            demands[v].append(layout)
-        for slot, v in self.graph.mutations:
-            demands[v].append(self.arriving[slot])
-        return demands
 
     def _plan_value(self, v: int, demands: list[Layout]) -> None:
         """Fill `parents` (the conversion tree) and, for a parameter, `uses`."""
@@ -152,7 +149,7 @@ class LocalProgramBuilder:
             self._plan_tree(v, used, wanted)
 
     def _plan_tree(self, v: int, native: Layout, demands: list[Layout]) -> None:
-        edges = plan_conversions(self.graph.values[v], native, demands, self.mesh, self.costs)
+        edges = plan_conversions(self.graph.values[v], native, demands, self.costs)
         self.parents.update({(v, target): source for source, target in edges})
 
     def _native(self, v: int) -> Layout:
@@ -189,8 +186,8 @@ class LocalProgramBuilder:
             key = ProbeKey(RING_ATTENTION, call, (), key.operands)
         answer = self.probe(key)
         outputs = tuple(self._add(o.spec) for o in answer.outputs)
-        stays = self.is_selective and op_stays(op)
-        self.steps.append(LocalStep(operands, outputs, answer, stays))
+        is_saved = self.is_selective and is_saved_op(op)
+        self.steps.append(LocalStep(operands, outputs, answer, is_saved))
         self.origins.append(k)
         for v, layout, t in zip(op.outputs, typing.outputs, outputs, strict=True):
             self.tensors[v, layout] = t
@@ -208,7 +205,7 @@ class LocalProgramBuilder:
             source = self.parents[v, layout]
             t = self._tensor(v, source)
             value = self.graph.values[v]
-            for step in conversion_steps(value, source, layout, self.mesh, self.costs):
+            for step in conversion_steps(value, source, layout, self.costs):
                 t = self._convert(t, step)
                 self.origins.append((v, step))
             self.tensors[v, layout] = t
@@ -226,14 +223,15 @@ class LocalProgramBuilder:
         after = dense_spec(tuple(shape), before.dtype, before.requires_grad)
         new = self._add(after)
         probe = conversion_probe(step, sizes, before, after)
-        stays = self.is_selective and step_stays(step, self.mesh)
-        self.steps.append(LocalStep((t,), (new,), probe, stays))
+        is_saved = self.is_selective and is_saved_step(step, self.mesh)
+        self.steps.append(LocalStep((t,), (new,), probe, is_saved))
         return new
 
 
 def _with_picked_heads(target: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """Operands of attention as the kernel gets them: a rank whose query heads are no multiple of
-    the key heads picks a key and a value head for each of them (meshfold.ops.local_implementations.attention)."""
+    the key heads picks a key and a value head for each of them
+    (meshfold.ops.local_implementations.attention)."""
     if target != ATTENTION or len(specs[0].shape) < 4:
         return specs
     query, key, value, *mask = specs
@@ -245,3 +243,35 @@ def _with_picked_heads(target: str, specs: tuple[TensorSpec, ...]) -> tuple[Tens
         for x in (key, value)
     )
     return (query, *picked, *mask)
+
+
+def conversion_probe(
+    step: Step, sizes: Sequence[int], before: TensorSpec, after: TensorSpec
+) -> OpProbe:
+    """The memory that one step of a conversion takes, known without running it. It saves nothing.
+    What communicates or slices makes a new tensor, and also a copy of the larger end where shards
+    of an inner dim are stacked, or where it is padded."""
+    size = sizes[step.axis]
+    there = back = "none"
+    if size > 1:
+        conversion = axis_conversion(step.source, step.target, size)
+        there, back = conversion.forward, conversion.backward
+    inner = any(
+        t.is_shard and (t.padded or t.blocks > 1 or math.prod(before.shape[: t.dim]) > 1)
+        for t in (step.source, step.target)
+    )
+    scratch = max(before.num_bytes, after.num_bytes) if inner else 0
+    stacked = {"all_gather", "reduce_scatter", "all_to_all"}
+    makes = there != "none"
+    output = ProbedOutput(after, NEW_STORAGE if makes else 0, after.num_bytes if makes else 0)
+    if not before.requires_grad:
+        gradients: tuple[int, ...] = (NO_GRADIENT,)
+    else:
+        gradients = (0,) if back == "none" else (1,)
+    return OpProbe(
+        outputs=(output,),
+        forward_scratch_bytes=scratch if there in stacked or step.target.padded else 0,
+        gradients=gradients,
+        fresh_gradient_bytes=(before.num_bytes,) if gradients == (1,) else (),
+        backward_scratch_bytes=scratch if back in stacked and gradients == (1,) else 0,
+    )

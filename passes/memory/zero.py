@@ -1,15 +1,16 @@
-"""Where the states and activations of a region live: on which ranks, on the device or on its host.
+"""Placement of the states and activations of a region: on which ranks, on the device or its host.
 
-    ZeRO 1, 2          parameters are stored as shards as under ZeRO 3, gathered once and whole from
-                       the forward of a region to its backward (Rajbhandari et al. 2020,
+    ZeRO 1, 2          parameters are stored as shards as under ZeRO 3, gathered once and unsharded
+                       from the forward of a region to its backward (Rajbhandari et al. 2020,
                        arXiv:1910.02054)
     offload optimizer  gradients go to the host when they are reduced, the host updates its states,
                        parameters come back (Ren et al. 2021, arXiv:2101.06840). What the host needs
-                       for its update is not priced: no figure of a host's memory is known
-    offload            what the region keeps inside for its backward goes to the host in forward and
-    activations        comes back in backward; values between regions stay
+                       for its update is not priced: the host's memory is not known
+    offload            what the region saves inside for its backward goes to the host in forward and
+    activations        comes back in backward; values between regions remain
 
-The link to the host carries both directions at once, each beside compute (passes/step_time.py).
+The link to the host carries both directions at once, both overlapped with compute
+(passes/price/step.py).
 """
 
 import math
@@ -20,46 +21,49 @@ from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.memory.step_memory import States
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.op_graph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind, SourceKind
-from meshfold.ir.spmd import REPLICATE, Layout
+from meshfold.ir.op_graph import (
+    ITEM_BYTES,
+    FoldedGraph,
+    OpGraph,
+    SlotKind,
+    Value,
+)
+from meshfold.ir.spmd import INVARIANT, REPLICATE, Layout, PaddedShard, Shard, is_legal
 from meshfold.ir.strategy import Offload, RegionTyping
 from meshfold.passes.graph.reads import ProgramReads, program_reads
-from meshfold.passes.price.region import HostTraffic, layouts_of_values
-from meshfold.passes.region.data_parallel import zero3_layout, zero_axes
-from meshfold.passes.region.parameter_tables import stored_bytes
+from meshfold.passes.graph.typed import layouts_of_values
+from meshfold.passes.price.parameters import stored_bytes
+from meshfold.passes.price.region import HostTraffic
 
 
 @dataclass(frozen=True)
 class SlotFacts:
-    """Which parameter slots of a region stand apart. tied: another slot or instance reads the same
-    parameter. first: this region is the first to read it, so its states are counted here."""
+    """Which parameter slots of a region are special."""
 
     tied: frozenset[int]
+    """Another slot or instance reads the same parameter."""
     first: frozenset[int]
-
-
-def data_shards(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, Layout]:
-    """Parameter slot -> its layout when also sharded on the axes of ZeRO, for those that can be:
-    some dim divides, or nearly, and the ops read it through a bucket."""
-    return _sharded(graph, typing, mesh, _gathered_axes(graph, typing, mesh))
+    """This region is the first to read the parameter, so its states are counted here."""
 
 
 def program_shards(
     folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh
 ) -> list[dict[int, Layout]]:
-    """data_shards per region; a parameter that several slots read is cut on the axes on which all
-    of them gather it, since it is stored once."""
+    """Per region: parameter slot -> its layout when also sharded on the axes of ZeRO, for
+    those that can be: some dim divides, or nearly, and the ops read it through a bucket. A
+    parameter that several slots read is sharded on the axes on which all of them gather it: it is
+    stored once."""
     pairs = list(zip((r.graph for r in folded.regions), typings, strict=True))
-    axes = [_gathered_axes(graph, typing, mesh) for graph, typing in pairs]
+    axes = [gathered_axes(graph, typing, mesh) for graph, typing in pairs]
     for group in folded.tied_slots:
         common = [k for k in zero_axes(mesh) if all(k in axes[r][i] for r, i in group)]
         for r, i in group:
             axes[r][i] = common
-    return [_sharded(*pair, mesh, of) for pair, of in zip(pairs, axes, strict=True)]
+    return [zero_layouts(*pair, mesh, of) for pair, of in zip(pairs, axes, strict=True)]
 
 
-def _gathered_axes(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, list[int]]:
-    """Parameter slot -> axes of ZeRO on which the ops want it whole."""
+def gathered_axes(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, list[int]]:
+    """Parameter slot -> axes of ZeRO on which the ops want it unsharded."""
     axes = zero_axes(mesh)
     wanted = layouts_of_values(graph, typing)
     return {
@@ -69,10 +73,10 @@ def _gathered_axes(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int
     }
 
 
-def _sharded(
+def zero_layouts(
     graph: OpGraph, typing: RegionTyping, mesh: Mesh, axes: Mapping[int, Sequence[int]]
 ) -> dict[int, Layout]:
-    """Slot -> layout, where cutting the parameter on the axes changes it."""
+    """Slot -> layout, where sharding the parameter on the axes changes it."""
     found = {}
     for i, of_slot in axes.items():
         layout = zero3_layout(graph.values[i], typing.slots[i], mesh.sizes, of_slot)
@@ -96,34 +100,22 @@ def host_traffic(
 ) -> HostTraffic:
     """What one instance sends over the link to the host."""
     if offload == "activations":
-        return HostTraffic(kept_s=costs.host_s(memory.saved_bytes))
+        return HostTraffic(saved_s=costs.host_s(memory.saved_bytes))
     if offload == "optimizer":
         return HostTraffic(gradients_s=costs.host_s(num_updated_bytes))
     return HostTraffic()
 
 
 def slot_facts(folded: FoldedGraph) -> list[SlotFacts]:
-    """Per region."""
-    users: dict[str, list[tuple[int, int]]] = {}
-    for k, instance in enumerate(folded.instances):
-        for i, source in enumerate(instance.sources):
-            if source.kind is SourceKind.PARAMETER:
-                users.setdefault(source.name, []).append((k, i))
-    tied: list[set[int]] = [set() for _ in folded.regions]
-    later: list[set[int]] = [set() for _ in folded.regions]
-    every: list[set[int]] = [set() for _ in folded.regions]
-    for places in users.values():
-        for n, (k, i) in enumerate(places):
-            region = folded.instances[k].region
-            every[region].add(i)
-            if len(places) > 1:
-                tied[region].add(i)
-            if n:
-                later[region].add(i)
-    return [
-        SlotFacts(frozenset(t), frozenset(e - late))
-        for t, e, late in zip(tied, every, later, strict=True)
-    ]
+    """The facts of every region."""
+    tied: list[frozenset[int]] = [frozenset()] * len(folded.regions)
+    first: list[frozenset[int] | None] = [None] * len(folded.regions)
+    for instance, of in zip(folded.instances, program_reads(folded).instances, strict=True):
+        r, before = instance.region, first[instance.region]
+        tied[r] |= of.tied.keys()
+        here = frozenset(of.first.parameters)
+        first[r] = here if before is None else before & here
+    return [SlotFacts(t, f or frozenset()) for t, f in zip(tied, first, strict=True)]
 
 
 def program_states(
@@ -133,8 +125,9 @@ def program_states(
     offloads: Sequence[Offload] | None = None,
     reads: ProgramReads | None = None,
 ) -> States:
-    """What is there all the time. A source that several instances read counts once; parameters
-    that no op reads are whole, and so are their states. offloads, reads: as for step_memory."""
+    """What is resident all the time. A source that several instances read counts once; parameters
+    that no op reads are unsharded, and so are their states. offloads, reads: as for
+    MemoryModel.step."""
     reads = reads or program_reads(folded)
     parameters = trained = buffers = inputs = 0
     for p in reads.unread:
@@ -156,3 +149,67 @@ def _slots_bytes(
 ) -> int:
     """Local bytes of these slots, `layouts` being those of all slots."""
     return sum(stored_bytes(graph.values[i], layouts[i], mesh.sizes) for i in slots)
+
+
+ZERO_AXES = ("dp", "ep", "cp")
+"""Axes that shard the batch or the sequence."""
+
+
+MOST_PADDING = 1.25
+"""Most bytes of a shard relative to the even share: with more, a parameter is not sharded."""
+
+
+def zero_axes(mesh: Mesh) -> tuple[int, ...]:
+    """The axes that ZeRO shards over; on ep, only parameters of no expert."""
+    return tuple(k for k, a in enumerate(mesh.axes) if a.name in ZERO_AXES and a.size > 1)
+
+
+def zero3_layout(value: Value, stored: Layout, sizes: Sequence[int], axes: Sequence[int]) -> Layout:
+    """`stored` with the parameter also sharded on the axes number `axes`, outermost first; on an
+    axis where that would pad by more than MOST_PADDING it stays as it is.
+
+    The first dim wins that all axes divide, on a dim that another axis shards the share inside of
+    it: the local tensor is then split into contiguous equal shards. If none does, the axes are
+    placed one by one, and where no dim divides, the one that needs the least padding is padded.
+    """
+    inner = {t.dim: t.blocks * n for t, n in zip(stored, sizes, strict=True) if t.is_shard}
+    for dim in range(len(value.shape)):
+        for blocks in dict.fromkeys((inner.get(dim, 1), 1)):
+            layout = list(stored)
+            for axis in axes:
+                layout[axis] = Shard(dim, blocks)
+                blocks *= sizes[axis]
+            if is_legal(value.shape, tuple(layout), sizes):
+                return tuple(layout)
+    if len(axes) > 1:
+        for axis in axes:
+            stored = zero3_layout(value, stored, sizes, (axis,))
+        return stored
+    return _padded_layout(value, stored, sizes, axes[0]) if axes else stored
+
+
+def sharded_layout(value: Value, layout: Layout, mesh: Mesh) -> Layout:
+    """`layout` with the parameter also sharded on the axes of ZeRO, where it is not yet."""
+    axes = [k for k in zero_axes(mesh) if layout[k] == INVARIANT]
+    return zero3_layout(value, layout, mesh.sizes, axes) if axes else layout
+
+
+def _padded_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int) -> Layout:
+    num_ranks = sizes[axis]
+    padding = {
+        dim: -(-size // num_ranks) * num_ranks / size
+        for dim, size in enumerate(value.shape)
+        if size and all(t.dim != dim for t in stored)
+    }
+    dim = min(padding, key=lambda d: (padding[d], d), default=-1)
+    if dim < 0 or padding[dim] > MOST_PADDING:
+        return stored
+    return (*stored[:axis], PaddedShard(dim), *stored[axis + 1 :])
+
+
+def unsharded_note(name: str, num_ranks: int) -> str:
+    """What a plan says of a parameter that zero3_layout leaves as it is."""
+    return (
+        f"ZeRO keeps {name} whole: no dim divides over {num_ranks} ranks, and padding one would "
+        f"add more than {MOST_PADDING - 1:.0%}"
+    )

@@ -1,21 +1,20 @@
 """A lower bound on every program of one mesh, before any of its regions is typed.
 
-Per instance, with the work and the tensors of its ops cut over all ranks, and its parameters
-either whole on dp, their gradients all-reduced, or sharded, gathered for use, once or again in
-backward, and their gradients reduce-scattered:
+Per instance, with the work and the tensors of its ops sharded over all ranks, and its parameters
+either unsharded on dp, their gradients all-reduced, or sharded, gathered for use, once or twice,
+also in backward, and their gradients reduce-scattered:
 
     forward_s + max(backward_s, all_reduce_s)
     forward_s + max(backward_s, reduce_scatter_s)
     forward_s + max(backward_s, gather_s + reduce_scatter_s)
 
-which is a part of instance_s (passes/step_time.py). Only as many parameters can be whole as memory
-holds with their gradients and states, or stay gathered as it holds without; those are taken where
-that saves most a byte. A sum of
-maxima is no less than the maximum of sums, and time is concave in bytes, so that parts of a region
-take no less than their share of it.
+which are terms of instance_s (passes/price/step.py). Only as many parameters can be unsharded as
+memory has room for with their gradients and states, or stay gathered as without; those are taken
+where that saves most a byte. A sum of maxima is no less than the maximum of sums, and time is
+concave in bytes, so that subsets of a region take no less than their share of it.
 
 Typing a mesh takes a search per region; this takes microseconds. It prunes meshes on which dp is
-what it is elsewhere while fewer ranks shard the weights, as context parallelism does beside tensor
+what it is elsewhere while fewer ranks shard the weights, as context parallelism with tensor
 parallelism.
 """
 
@@ -30,20 +29,21 @@ from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, SourceKind
 from meshfold.ir.spmd import REPLICATE
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.boundaries import num_instances
+from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.price.op_time import compute_dtype
-from meshfold.passes.price.region import layouts_of_values
+from meshfold.passes.price.parameters import stored_bytes
 from meshfold.passes.region.data_parallel import DataParallel
-from meshfold.passes.region.parameter_tables import stored_bytes
+from meshfold.passes.rules.ops.experts import DISPATCH_OPS
 
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """Of one instance: local bytes of the parameters that are whole or sharded on dp, as they are
-    kept and as they are gathered, and seconds of their collectives in backward."""
+    """One instance: local bytes of the parameters that need a reduction on dp, stored and gathered,
+    and seconds of their collectives in backward."""
 
-    kept_bytes: int
+    stored_bytes: int
     gathered_bytes: int
-    whole_s: float
+    unsharded_s: float
     gather_s: float
     scatter_s: float
 
@@ -54,25 +54,25 @@ class _Reduction:
     def saved_s(self, room: "Room") -> float:
         """What memory can save at most, were it all spent on parameters like these."""
         saved_s = 0.0
-        if self.kept_bytes:
-            rate = max(0.0, self.sharded_s - self.whole_s) / self.kept_bytes
-            saved_s = room.whole_bytes * rate if rate else 0.0
+        if self.stored_bytes:
+            rate = max(0.0, self.sharded_s - self.unsharded_s) / self.stored_bytes
+            saved_s = room.unsharded_bytes * rate if rate else 0.0
         if self.gathered_bytes and self.gather_s:
-            saved_s = max(saved_s, room.staying_bytes * self.gather_s / self.gathered_bytes)
+            saved_s = max(saved_s, room.gathered_bytes * self.gather_s / self.gathered_bytes)
         return saved_s
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Local parameters that a rank can hold at most, in bytes: whole on dp; or sharded and gathered
-    from forward to backward."""
+    """Local parameters that a rank can hold at most, in bytes: unsharded on dp; or sharded and
+    gathered from forward to backward."""
 
-    whole_bytes: float
-    staying_bytes: float
+    unsharded_bytes: float
+    gathered_bytes: float
 
 
 LeastCompute = Mapping[int, tuple[float, float]]
-"""Per region least_compute_s: the same on all meshes of as many ranks."""
+"""least_compute_s of each region: the same on all meshes of as many ranks."""
 
 
 def least_compute(folded: FoldedGraph, costs: CostModel) -> LeastCompute:
@@ -89,8 +89,8 @@ def least_step_s(
 ) -> float:
     """Seconds that no program on the mesh of `costs` is below.
 
-    data: what regions do on its dp axis, axis 0. room: what memory holds. compute: of `folded` and
-    as many ranks, if at hand.
+    data: what regions do on its dp axis, axis 0. room: what fits in memory. compute: of `folded`
+    and as many ranks, if at hand.
     """
     compute = compute or least_compute(folded, costs)
     forward_s = backward_s = least_s = sharded_s = saved_s = 0.0
@@ -100,10 +100,10 @@ def least_step_s(
         reduction = _reduction(graph, data.solutions[region].typing, costs)
         forward_s += count * forward
         backward_s += count * backward
-        least_s += count * min(reduction.whole_s, reduction.scatter_s)
+        least_s += count * min(reduction.unsharded_s, reduction.scatter_s)
         sharded_s += count * reduction.sharded_s
         saved_s = max(saved_s, reduction.saved_s(room))
-    # A parameter of several instances is held once and saves as often as it is read.
+    # A parameter of several instances is resident once and saves as often as it is read.
     reduced_s = max(least_s, sharded_s - _most_readers(folded) * saved_s if saved_s else sharded_s)
     return forward_s + max(backward_s, reduced_s)
 
@@ -117,21 +117,23 @@ def _most_readers(folded: FoldedGraph) -> int:
 
 def least_compute_s(graph: OpGraph, costs: CostModel) -> tuple[float, float]:
     """Forward and backward of one instance, no typing takes less: the work of every op and all its
-    tensors cut over all ranks."""
-    parts = costs.mesh.num_ranks
+    tensors sharded over all ranks. What puts rows in another order may have nothing to do."""
+    num_shards = costs.mesh.num_ranks
     forward_s = backward_s = 0.0
     for op in graph.ops:
+        if op.target in DISPATCH_OPS:
+            continue  # rows that stay are not put in another order
         work, dtype = op_work(graph, op), compute_dtype(graph, op)
-        forward_s += costs.compute_s(work.flops / parts, work.num_bytes / parts, dtype)
+        forward_s += costs.compute_s(work.flops / num_shards, work.num_bytes / num_shards, dtype)
         backward_s += costs.compute_s(
-            work.backward_flops / parts, work.backward_bytes / parts, dtype
+            work.backward_flops / num_shards, work.backward_bytes / num_shards, dtype
         )
     return forward_s, backward_s
 
 
 def _reduction(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> _Reduction:
-    """What the backward waits for: parameters that the ops read whole on dp, cut over tp, and over
-    ep, where only those of experts are."""
+    """What the backward waits for: parameters that the ops read unsharded on dp, sharded over tp,
+    and over ep, where only those of experts are."""
     mesh = costs.mesh
     demands = layouts_of_values(graph, typing)
     read = [
@@ -140,14 +142,14 @@ def _reduction(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> _Reduc
         if slot.kind is SlotKind.PARAMETER and graph.values[i].requires_grad
         if any(layout[0] == REPLICATE for layout in demands[i][1])
     ]
-    cutting = (n for name, n in zip(mesh.names, mesh.sizes, strict=True) if name in ("ep", "tp"))
-    parts = math.prod(cutting)
-    gathered = sum(v.num_bytes for v in read) // parts
-    kept = sum(stored_bytes(v, (), ()) for v in read) // parts
+    sharding = (n for name, n in zip(mesh.names, mesh.sizes, strict=True) if name in ("ep", "tp"))
+    num_shards = math.prod(sharding)
+    gathered = sum(v.num_bytes for v in read) // num_shards
+    stored = sum(stored_bytes(v, (), ()) for v in read) // num_shards
     batch_axes = [k for k, name in enumerate(mesh.names) if name != "tp"]
 
     def least_s(kind: str, num_bytes: int) -> float:
         return min(costs.collective_s(kind, num_bytes, axes) for axes in ((0,), batch_axes))
 
-    gather_s, scatter_s = least_s("all_gather", gathered), least_s("reduce_scatter", kept)
-    return _Reduction(kept, gathered, least_s("all_reduce", kept), gather_s, scatter_s)
+    gather_s, scatter_s = least_s("all_gather", gathered), least_s("reduce_scatter", stored)
+    return _Reduction(stored, gathered, least_s("all_reduce", stored), gather_s, scatter_s)

@@ -1,7 +1,7 @@
-"""A mesh in the race: the bound on its programs rises while its regions are typed one by one.
+"""A mesh that may win: the bound on its programs rises while its regions are typed one by one.
 
     bound_s = max(bare_s, sum over regions of n * ( typed: the fastest of its typings
-                                                    else:  its ops, cut over all ranks ))
+                                                    else:  its ops, sharded over all ranks ))
 
 The mesh of the lowest bound goes on, by the region that weighs most: a mesh that cannot win is left
 as soon as what is typed of it and the bare bounds of the rest reach the best program found. Once
@@ -17,15 +17,15 @@ from meshfold.ir.strategy import Degrees, UniformStrategy
 from meshfold.passes.graph.boundaries import num_instances
 from meshfold.passes.one_pass.bounds import LeastCompute, least_compute
 from meshfold.passes.one_pass.planner import MeshPlanner
-from meshfold.passes.region.typing import MODE_CHOICES, MeshSearch
+from meshfold.passes.region.typing import MeshSearch
 
 ROUNDING = 1e-12
 """Relative: what adding up the bounds of many regions may be off by."""
 
 
-class Contender:
-    """One mesh. bare_s: a bound of its own on all its programs, by another way. search: the
-    search of this mesh, made when it is first asked for. compute: as for least_step_s."""
+class CandidateMesh:
+    """One mesh. bare_s: a bound of its own on all its programs, from bounds.py. search: the
+    search of this mesh, built when it is first asked for. compute: as for least_step_s."""
 
     def __init__(
         self,
@@ -71,9 +71,7 @@ class Contender:
         if not self._untyped or search.space.pinned:
             return False
         r = self._untyped.pop()
-        least_s = self._counts[r] * min(
-            search.ops_s(r, **MODE_CHOICES[mode]) for mode in self._modes
-        )
+        least_s = self._counts[r] * min(search.ops_s(r, mode) for mode in self._modes)
         self._sum_s += least_s - self._region_s[r]
         self._region_s[r] = least_s
         return True

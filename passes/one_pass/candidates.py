@@ -1,20 +1,20 @@
-"""What one instance of a region costs under every leaf of the decision tree, on one mesh.
+"""What one instance of a region costs under every candidate of the decision tree, on one mesh.
 
-The region search (passes/uniform_search.py) has typed the ops; below it a leaf decides which
-parameters are stored as shards on dp, what of the forward runs again and what is in the host's
-memory (passes/residence.py). Nothing of that changes the types of ops, so a leaf is priced from the
-region's price and memory by arithmetic:
+The region search (passes/region/typing.py) has typed the ops; below it a candidate decides which
+parameters are stored as shards on dp, what of the forward is recomputed, what is in the host's
+memory (passes/memory/zero.py). Nothing of that changes the types of ops, so a candidate is priced
+from the region's price and memory by arithmetic:
 
-    time_s      max(f + c, g, k) + max(b + c, g + d, k, u) + optimizer   (passes/step_time.py)
-    held        parameters and optimizer states, and gradients where they outlive the activations
-    kept        activations for the backward, values handed to the next instance included
+    time_s      max(f + c, g, k) + max(b + c, g + d, k, u) + optimizer   (passes/price/step.py)
+    states      parameters and optimizer states, and gradients where they outlive the activations
+    retained    activations for the backward, values passed to the next instance included
     stepping    what the optimizer makes of these parameters while it steps
-    passing     beside that while the instance runs: gathered parameters, buckets, temporaries
+    workspace   besides, while the instance runs: gathered parameters, buckets, temporaries
 
 ZeRO-3 is decided parameter by parameter (OSDP, Jiang et al. 2023): gathers and reductions of a
-region share buckets, so every byte sharded costs alike and the leaves in between shard the largest
-parameters first. A parameter that several instances read has one layout: all such parameters are
-sharded together or not at all, and a leaf says which (ties).
+region share buckets, so every byte sharded costs alike and the candidates in between shard the
+largest parameters first. A parameter that several instances read has one layout: all such
+parameters are sharded together or not at all, and a candidate says which (ties).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,19 +28,17 @@ from meshfold.ir.op_graph import OpGraph
 from meshfold.ir.options import LayoutPin
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping, UniformStrategy
-from meshfold.passes.memory.zero import (
-    SlotFacts,
-    host_traffic,
-)
-from meshfold.passes.price.region import RegionPrice, RegionPricer, layouts_of_values
+from meshfold.passes.graph.typed import layouts_of_values
+from meshfold.passes.memory.zero import SlotFacts, host_traffic
+from meshfold.passes.price.parameters import local_bytes, stored_bytes
+from meshfold.passes.price.region import RegionPrice, RegionPricer
 from meshfold.passes.price.step import ends_s, instance_s, optimizer_s
-from meshfold.passes.region.parameter_tables import local_bytes, stored_bytes
 
 MemoryOf = Callable[[RegionTyping], RegionMemory]
 
 
 @dataclass(frozen=True, eq=False)
-class Leaf:
+class StrategyCandidate:
     """One region under one strategy: the module docstring says what each figure is. All are of one
     instance and rank, in seconds and bytes.
 
@@ -63,22 +61,21 @@ class Leaf:
     optimizer_bytes: int
     stepping_bytes: int
     gathered_bytes: int
-    passing_bytes: int
+    workspace_bytes: int
 
     @property
-    def beside_s(self) -> float:
-        """Seconds of work that may hide beside other work: what runs again, what goes to the host
-        and comes back."""
-        moved_s = 2 * (self.price.host.kept_s + self.price.host.gradients_s)
+    def overlapped_s(self) -> float:
+        """Seconds of work that other work may hide: recomputation, copies to the host and back."""
+        moved_s = 2 * (self.price.host.saved_s + self.price.host.gradients_s)
         if self.strategy.recompute == "none":
             return moved_s
-        return moved_s + self.price.again.compute_s + self.price.again.graph_s
+        return moved_s + self.price.recomputed.compute_s + self.price.recomputed.graph_s
 
     @property
-    def kept_bytes(self) -> int:
-        """Activations inside, and gathered parameters, that stay on the device for the backward."""
+    def retained_bytes(self) -> int:
+        """Activations inside, and gathered parameters, resident until the backward."""
         inside = 0 if self.strategy.offload == "activations" else self.memory.saved_bytes
-        return inside + (self.gathered_bytes if self.typing.keeps_gathered else 0)
+        return inside + (0 if self.typing.reshard_after_forward else self.gathered_bytes)
 
     @property
     def ends_s(self) -> float:
@@ -86,16 +83,16 @@ class Leaf:
 
     @property
     def key(self) -> tuple[UniformStrategy, tuple[int, ...]]:
-        """Unique among all leaves of a region."""
+        """Unique among all candidates of a region."""
         return self.strategy, self.sharded
 
     @cached_property
     def name(self) -> str:
-        """How people read it; unique among the leaves of a region that may stand together."""
-        part = len(self.sharded)
-        if 0 < part < self.num_shardable:
+        """How people read it; unique among the candidates of a region that may stand together."""
+        sharded = len(self.sharded)
+        if 0 < sharded < self.num_shardable:
             level = f"zero{self.strategy.zero}"
-            only = f"{level} for {part} of {self.num_shardable} parameters"
+            only = f"{level} for {sharded} of {self.num_shardable} parameters"
             return self.strategy.label.replace(level, only)
         return self.strategy.label
 
@@ -104,36 +101,37 @@ class Leaf:
         return self.parameter_bytes + self.optimizer_bytes
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """States, and the larger of activations and what there is while the optimizer steps."""
-        return self.states_bytes + max(self.kept_bytes, self.gradient_bytes + self.stepping_bytes)
+        return self.states_bytes + max(
+            self.retained_bytes, self.gradient_bytes + self.stepping_bytes
+        )
 
 
 @dataclass(frozen=True)
 class RegionChoices:
-    """A region as the leaves see it: its typing with every parameter whole on dp, prices for any
-    stored layouts, the memory of a typing, its parameters, those that can be shards on dp and as
-    what, and those with a layout that the user fixed."""
+    """A region as the candidates see it."""
 
     graph: OpGraph
     typing: RegionTyping
+    """Every parameter is unsharded on dp."""
+
     pricer: RegionPricer
     memory_of: MemoryOf
     slots: SlotFacts
     shards: Mapping[int, Layout]
+    """Layouts of the parameters that can be shards on dp."""
+
     pinned: Mapping[int, LayoutPin]
 
 
-def region_leaves(
-    region: RegionChoices,
-    strategies: Sequence[UniformStrategy],
-    costs: CostModel,
-    optimizer: str,
-) -> list[Leaf]:
-    """The leaves of a region for strategies that differ below the role of tp."""
+def region_candidates(
+    region: RegionChoices, strategies: Sequence[UniformStrategy], costs: CostModel, optimizer: str
+) -> list[StrategyCandidate]:
+    """The candidates of a region for strategies that differ below the role of tp."""
     parameters = _Parameters(region, costs, optimizer)
     memories: dict[RegionTyping, RegionMemory] = {}
-    leaves = []
+    candidates = []
     for recompute, offload in dict.fromkeys((s.recompute, s.offload) for s in strategies):
         typing = replace(region.typing, recompute=recompute)
         if typing not in memories:
@@ -141,17 +139,21 @@ def region_leaves(
         alike = [s for s in strategies if (s.recompute, s.offload) == (recompute, offload)]
         levels = {s.zero: s for s in alike}
         for level, sharded in parameters.choices(set(levels)):
-            leaves.append(parameters.leaf(levels[level], sharded, typing, memories[typing]))
-    return leaves
+            candidates.append(
+                parameters.candidate(levels[level], sharded, typing, memories[typing])
+            )
+    return candidates
 
 
-def most_sharded(leaves: Sequence[Leaf]) -> dict[UniformStrategy, Leaf]:
-    """Per strategy the leaf with most parameters sharded, of equal ones the first."""
-    found: dict[UniformStrategy, Leaf] = {}
-    for leaf in leaves:
-        known = found.setdefault(leaf.strategy, leaf)
-        if len(leaf.sharded) > len(known.sharded):
-            found[leaf.strategy] = leaf
+def most_sharded(
+    candidates: Sequence[StrategyCandidate],
+) -> dict[UniformStrategy, StrategyCandidate]:
+    """Per strategy the candidate with most parameters sharded, of equal ones the first."""
+    found: dict[UniformStrategy, StrategyCandidate] = {}
+    for candidate in candidates:
+        known = found.setdefault(candidate.strategy, candidate)
+        if len(candidate.sharded) > len(known.sharded):
+            found[candidate.strategy] = candidate
     return found
 
 
@@ -165,8 +167,8 @@ class _Parameters:
         self.mesh = costs.mesh
         graph = region.graph
         pinned = region.pinned
-        kept = {i for i, pin in pinned.items() if pin.value == "replicate"}
-        self.shards = {i: layout for i, layout in region.shards.items() if i not in kept}
+        replicated = {i for i, pin in pinned.items() if pin.value == "replicate"}
+        self.shards = {i: x for i, x in region.shards.items() if i not in replicated}
         self._wanted = {i for i, pin in pinned.items() if pin.on_dp}
         demands = layouts_of_values(graph, region.typing)
         sizes = self.mesh.sizes
@@ -174,17 +176,17 @@ class _Parameters:
             i: local_bytes(graph.values[i], demands[i][0], sizes) for i in self.shards
         }
         """Local bytes of a parameter as ops read it."""
-        whole = dict(enumerate(region.typing.slots))
-        self._whole = self._states(region.slots.first, whole)
+        unsharded = dict(enumerate(region.typing.slots))
+        self._unsharded = self._states(region.slots.first, unsharded)
         self._saved: dict[int, tuple[int, int]] = {}
         """Per parameter what its shards take off that."""
         for i, layout in self.shards.items():
-            before, after = self._states((i,), whole), self._states((i,), {i: layout})
+            before, after = self._states((i,), unsharded), self._states((i,), {i: layout})
             self._saved[i] = before[0] - after[0], before[1] - after[1]
         self._tied = region.slots.tied & self.shards.keys()
 
     def choices(self, levels: set[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """The (ZeRO level, sharded slots) worth a leaf: none, the largest few, all; tied ones
+        """The (ZeRO level, sharded slots) worth a candidate: none, the largest few, all; tied ones
         together. Every byte sharded costs alike, so sets in between differ in size alone."""
         wanted = self._wanted
         if wanted - self.shards.keys():
@@ -201,8 +203,8 @@ class _Parameters:
         if levels == {3}:
             return [(3, everything)]
         tied = self._tied
-        free = self.shards.keys() - tied - wanted
-        by_size = sorted(free, key=lambda i: (-self._used_bytes[i], i))
+        optional = self.shards.keys() - tied - wanted
+        by_size = sorted(optional, key=lambda i: (-self._used_bytes[i], i))
         together = [wanted | tied] if wanted & tied or not tied else [wanted, wanted | tied]
         for also in together:
             for k in range(len(by_size) + 1):
@@ -210,35 +212,37 @@ class _Parameters:
                 found += [(3, sharded)] if sharded else []
         return found
 
-    def leaf(
+    def candidate(
         self,
         strategy: UniformStrategy,
         sharded: tuple[int, ...],
         typing: RegionTyping,
         memory: RegionMemory,
-    ) -> Leaf:
-        """The figures of one leaf."""
+    ) -> StrategyCandidate:
+        """The costs of one candidate."""
         slots = list(typing.slots)
-        stored, updated = self._whole
+        stored, updated = self._unsharded
         for i in sharded:
             slots[i] = self.shards[i]
             stored, updated = stored - self._saved[i][0], updated - self._saved[i][1]
-        is_here, keeps = strategy.offload != "optimizer", strategy.keeps_gathered
+        is_here, reshard = strategy.offload != "optimizer", strategy.reshard_after_forward
         price = self.region.pricer.price(
             slots,
             typing.recompute,
-            keeps_gathered=keeps,
+            reshard_after_forward=reshard,
             host=host_traffic(strategy.offload, memory, updated, self.costs),
         )
         tied = self._tied
         num_free = sum(i not in tied for i in sharded)
-        return Leaf(
+        return StrategyCandidate(
             strategy=strategy,
             sharded=sharded,
             num_shardable=len(self.shards),
             ties=num_free < len(sharded) if tied else None,
             is_partial=0 < num_free < len(self.shards) - len(tied),
-            typing=RegionTyping(tuple(slots), typing.ops, typing.outputs, typing.recompute, keeps),
+            typing=RegionTyping(
+                tuple(slots), typing.ops, typing.outputs, typing.recompute, reshard
+            ),
             price=price,
             memory=memory,
             time_s=instance_s(price) + self._optimizer_s(updated, is_here),
@@ -247,7 +251,7 @@ class _Parameters:
             optimizer_bytes=STATE_FACTOR[self.optimizer] * updated * is_here,
             stepping_bytes=FOREACH_FACTOR[self.optimizer] * updated * is_here,
             gathered_bytes=sum([self._used_bytes[i] for i in sharded]),
-            passing_bytes=self._passing_bytes(memory, sharded, strategy),
+            workspace_bytes=self._workspace_bytes(memory, sharded, strategy),
         )
 
     def _states(self, slots: Collection[int], layouts: Mapping[int, Layout]) -> tuple[int, int]:
@@ -260,19 +264,20 @@ class _Parameters:
         return sum(stored.values()), updated
 
     def _optimizer_s(self, num_bytes: int, is_here: bool) -> float:
-        """A share of the optimizer's one pass, without its launch, or of the way back."""
+        """A share of the optimizer's one pass, without its launch, or of the copy from the host."""
         if not is_here:
             return self.costs.host_s(num_bytes)
-        whole_s = optimizer_s(num_bytes, self.costs, self.optimizer)
-        return whole_s - self.costs.launch_s if num_bytes else 0.0
+        all_s = optimizer_s(num_bytes, self.costs, self.optimizer)
+        return all_s - self.costs.launch_s if num_bytes else 0.0
 
-    def _passing_bytes(
+    def _workspace_bytes(
         self, memory: RegionMemory, sharded: tuple[int, ...], strategy: UniformStrategy
     ) -> int:
-        """The worst of forward and backward: what is made inside, two regions' gathered
-        parameters where they do not stay, buckets that are reduced, a neighbour's activations on
-        the way."""
-        gathered = 0 if strategy.keeps_gathered else sum([self._used_bytes[i] for i in sharded])
+        """The worst of forward and backward: temporaries, two regions' gathered parameters where
+        they are resharded, buckets that are reduced, a neighbour's activations in transfer."""
+        gathered = 0
+        if strategy.reshard_after_forward:
+            gathered = sum([self._used_bytes[i] for i in sharded])
         backward, moving = memory.backward_peak_bytes, 0
         if strategy.offload == "activations":
             moving = memory.saved_bytes

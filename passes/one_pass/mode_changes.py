@@ -1,6 +1,7 @@
 """What it costs where two neighbours in a program differ in what tp does (strategy.TpMode).
 
-The chain of runs (passes/leaf_chain.py) prices a change of layout by a table. Two tables are made:
+The chain of runs (passes/one_pass/chain.py) prices a change of layout by a table. Two tables are
+made:
 
     by border   layouts are (region, mode); an entry is what converting the values costs that pass
                 from an instance of one region to the next instance, of another. Exact, where every
@@ -41,7 +42,7 @@ class ModeChanges:
     by_region: bool
 
     def layout(self, region: int, mode: TpMode) -> int:
-        """The layout of a region's leaves of one mode, as `table_s` numbers them."""
+        """The layout of a region's candidates of one mode, as `table_s` numbers them."""
         number = self.modes.index(mode)
         return region * len(self.modes) + number if self.by_region else number
 
@@ -81,11 +82,11 @@ def _by_border(
             for n, taken in enumerate(modes):
                 at = before.region * len(modes) + m, after.region * len(modes) + n
                 given, read = typings[left][before.region], typings[taken][after.region]
-                table[at] = _passing_s(graph, given, read, after.sources, costs)
+                table[at] = _workspace_s(graph, given, read, after.sources, costs)
     return np.where(np.isfinite(table), table, table[np.isfinite(table)].sum())
 
 
-def _passing_s(
+def _workspace_s(
     graph: OpGraph,
     given: RegionTyping,
     read: RegionTyping,
@@ -98,7 +99,7 @@ def _passing_s(
         if source.kind is SourceKind.VALUE:
             left, taken = given.outputs[source.output], read.slots[slot]
             if left != taken:
-                cost = conversion_cost(graph.values[slot], left, taken, costs.mesh, costs)
+                cost = conversion_cost(graph.values[slot], left, taken, costs)
                 total_s += cost.total_s
     return total_s
 

@@ -1,13 +1,13 @@
 """The best plan on one mesh: strategies per layer, mixed where memory decides, with a lower bound.
 
-    region typings (passes/uniform_search.py)  -> leaves per region (passes/leaf_costs.py)
-        -> chain of runs under the memory budget (passes/run_search.py) -> strategies per layer
-        -> exact step time and peak memory of that program (step_time.py, region_memory.py)
+    region typings (region/typing.py)  -> candidates per region (candidates.py)
+        -> chain of runs under the memory budget (run/search.py) -> strategies per layer
+        -> exact step time and peak memory of that program (price/step.py, memory/region.py)
 
 Time is a sum over instances, so the chain is exact in it. Peak memory is not: it is a maximum over
-moments. The chain works with a sum (passes/leaf_chain.py) and its budget is bisected until the
-program of a solution just fits (MeshPlanner._close). The lower bound relaxes that chain, with what
-every program holds and conversions for free: it holds for every choice of leaves on this mesh.
+moments. The chain works with a sum (chain.py) and its budget is bisected until the program of a
+solution just fits (MeshPlanner._close). The lower bound relaxes that chain, with what is resident
+in every program and conversions for free: it is valid for every choice of candidates on this mesh.
 """
 
 import math
@@ -25,38 +25,41 @@ from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping, TpMode, UniformStrategy
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.graph.variants import split_regions
-from meshfold.passes.memory.region import (
-    Probe,
-    Simulations,
-    memory_of_region,
-    step_memory,
-)
+from meshfold.passes.memory.local_program import Probe
+from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import SlotFacts, program_shards, program_states, slot_facts
-from meshfold.passes.memory_budgets import Budgets
-from meshfold.passes.one_pass.candidates import Leaf, RegionChoices, most_sharded, region_leaves
-from meshfold.passes.one_pass.chain import LeafChain
+from meshfold.passes.one_pass.candidates import (
+    RegionChoices,
+    StrategyCandidate,
+    most_sharded,
+    region_candidates,
+)
+from meshfold.passes.one_pass.chain import CandidateChain
 from meshfold.passes.one_pass.mode_changes import ModeChanges, mode_changes
 from meshfold.passes.one_pass.priced import ClosedChain, MeshPlan, Priced, order_of
-from meshfold.passes.price.parameters import made_faster, made_smaller
+from meshfold.passes.one_pass.repair import Budgets, made_faster, made_smaller
 from meshfold.passes.price.step import estimate_step
 from meshfold.passes.region.pins import UnkeptPinError
-from meshfold.passes.region.typing import MODE_CHOICES, MeshSearch, ProgramTyping
+from meshfold.passes.region.typing import MeshSearch, ProgramTyping
 
-NEARLY = 1.05
-"""Of the capacity: a program of least memory that needs no more is worth changing."""
+REPAIR_RATIO = 1.05
+"""A program of least memory that needs up to this multiple of the capacity is changed candidate by
+candidate. Chosen, not measured: further away, single changes are not enough."""
 
 TOLERANCE = 2e-4
-"""Of step time, between a program that fits and a faster one that does not: close enough."""
+"""Relative difference of step time between a program that fits and a faster one that does not, at
+which the search for a better one stops. Chosen: far below what the cost model resolves."""
 
-STEPS = 1024
-"""The first step is twice this part of a device's memory: layers hold more."""
+BUDGET_STEPS = 1024
+"""Budgets are raised by twice this share of a device's memory at first. Chosen:
+layers hold more."""
 
-MOST_ROUNDS = 10
+MAX_ROUNDS = 10
 """Solutions tried for the largest estimate whose program fits; three or four are usual."""
 
 
 class MeshPlanner:
-    """Leaves and chain of one folded program on one mesh. reads: of the program, if at hand."""
+    """Candidates and chain of one folded program on one mesh. reads: of the program, if at hand."""
 
     def __init__(
         self,
@@ -82,16 +85,11 @@ class MeshPlanner:
         modes = dict.fromkeys(s.tp_mode for s in strategies)
         self.programs: dict[TpMode, ProgramTyping] = {}
         for mode in modes:
-            # A mode in which a pinned layout cannot be kept has no program.
+            # A mode in which a pinned layout cannot be stored has no program.
             with suppress(UnkeptPinError):
-                self.programs[mode] = self.search.solve(zero=0, **MODE_CHOICES[mode])
+                self.programs[mode] = self.search.solve(zero=0, mode=mode)
         self._priced: dict[tuple[Hashable, ...], Priced] = {}
-        self.simulations = Simulations()
-
-    @property
-    def fallback_ops(self) -> tuple[tuple[str, ...], ...]:
-        """Per region of the folded graph."""
-        return self.search.fallback_ops
+        self.memory_model = MemoryModel(self.costs, probe)
 
     @property
     def sharded_fraction(self) -> float:
@@ -99,14 +97,15 @@ class MeshPlanner:
         return max(program.sharded_fraction for program in self.programs.values())
 
     @property
-    def has_leaves(self) -> bool:
+    def has_candidates(self) -> bool:
         """Whether some strategy stores every parameter as the user fixed it."""
-        return not self.search.space.pinned or all(self.leaves)
+        return not self.search.space.pinned or all(self.candidates)
 
     @cached_property
     def fastest_s(self) -> float:
         """A lower bound without memory: every region at its fastest, conversions free. Compute
-        and communication of ops only, so that no leaf needs to be priced."""
+        and communication of ops alone, which all candidates of a typing have in common, so that
+        none needs to be priced."""
         counts = self.search.counts
         return sum(
             n * min(program.prices[r].ops_s for program in self.programs.values())
@@ -114,18 +113,19 @@ class MeshPlanner:
         )
 
     @cached_property
-    def leaves(self) -> list[list[Leaf]]:
-        """Per region."""
-        return [self._leaves(r) for r in range(len(self.folded.regions))]
+    def candidates(self) -> list[list[StrategyCandidate]]:
+        """The candidates of each region."""
+        return [self._candidates(r) for r in range(len(self.folded.regions))]
 
     def uniform(self, strategy: UniformStrategy) -> Priced:
-        """The program in which every region takes the leaf of `strategy`, wholly sharded if any."""
-        leaves = self._uniform_leaves(strategy)
-        return self.price([leaves[i.region] for i in self.folded.instances])
+        """The program in which every region takes the candidate of `strategy`, wholly sharded if
+        any."""
+        candidates = self._uniform_candidates(strategy)
+        return self.price([candidates[i.region] for i in self.folded.instances])
 
-    def price(self, assignment: Sequence[Leaf]) -> Priced:
-        """Exact figures when instance i runs under assignment[i]."""
-        key = tuple(leaf.key for leaf in assignment)
+    def price(self, assignment: Sequence[StrategyCandidate]) -> Priced:
+        """Exact costs when instance i runs under assignment[i]."""
+        key = tuple(candidate.key for candidate in assignment)
         if key not in self._priced:
             self._priced[key] = self._price(assignment)
         return self._priced[key]
@@ -137,16 +137,16 @@ class MeshPlanner:
             if not self._is_everywhere(strategy):
                 continue
             times[strategy] = sum(
-                self.search.counts[r] * leaf.time_s
-                for r, leaf in enumerate(self._uniform_leaves(strategy))
+                self.search.counts[r] * candidate.time_s
+                for r, candidate in enumerate(self._uniform_candidates(strategy))
             )
         return sorted(times, key=lambda s: (times[s], s.label))
 
     def uniform_bytes(self, strategy: UniformStrategy) -> int:
-        """What the states and the insides of all layers hold under one strategy, at least."""
+        """What the states and the insides of all layers need under one strategy, at least."""
         return self.fixed_bytes + sum(
-            self.search.counts[r] * (leaf.states_bytes + leaf.kept_bytes)
-            for r, leaf in enumerate(self._uniform_leaves(strategy))
+            self.search.counts[r] * (candidate.states_bytes + candidate.retained_bytes)
+            for r, candidate in enumerate(self._uniform_candidates(strategy))
         )
 
     def plan(self, incumbent_s: float = math.inf) -> MeshPlan:
@@ -171,29 +171,30 @@ class MeshPlanner:
             num_infeasible=len(programs) - len(fitting),
         )
 
-    # Leaves.
+    # Candidates.
 
     def _is_everywhere(self, strategy: UniformStrategy) -> bool:
-        """Whether every region has a leaf for it; where the user fixed layouts, some have none."""
+        """Whether every region has a candidate for it; where the user fixed layouts, some have
+        none."""
         plain = replace(strategy, zero=0)
         return all(strategy in of or plain in of for of in self._most_sharded)
 
-    def _uniform_leaves(self, strategy: UniformStrategy) -> list[Leaf]:
-        """Per region the leaf of `strategy` with most parameters sharded; where nothing can be
-        sharded, its leaf without ZeRO."""
+    def _uniform_candidates(self, strategy: UniformStrategy) -> list[StrategyCandidate]:
+        """For each region the candidate of `strategy` with most parameters sharded; where nothing
+        can be sharded, its candidate without ZeRO."""
         plain = replace(strategy, zero=0)
         return [of[strategy] if strategy in of else of[plain] for of in self._most_sharded]
 
     @cached_property
-    def _most_sharded(self) -> list[dict[UniformStrategy, Leaf]]:
-        return [most_sharded(leaves) for leaves in self.leaves]
+    def _most_sharded(self) -> list[dict[UniformStrategy, StrategyCandidate]]:
+        return [most_sharded(candidates) for candidates in self.candidates]
 
-    def _leaves(self, region: int) -> list[Leaf]:
-        found: list[Leaf] = []
+    def _candidates(self, region: int) -> list[StrategyCandidate]:
+        found: list[StrategyCandidate] = []
         graph = self.folded.regions[region].graph
         facts = self._facts[region]
         for mode, program in self.programs.items():
-            solution = self.search.solution(region, **MODE_CHOICES[mode])
+            solution = self.search.solutions(mode)[region]
             choices = RegionChoices(
                 graph,
                 program.typings[region],
@@ -204,24 +205,16 @@ class MeshPlanner:
                 {i: pin for (r, i), pin in self.search.space.pinned.items() if r == region},
             )
             members = [s for s in self.strategies if s.tp_mode == mode]
-            found += region_leaves(choices, members, self.costs, self.options.optimizer)
+            found += region_candidates(choices, members, self.costs, self.options.optimizer)
         return found
 
     def _memory_of(self, region: int, typing: RegionTyping) -> RegionMemory:
         graph = self.folded.regions[region].graph
-        return memory_of_region(
-            graph,
-            typing,
-            self.mesh,
-            self.probe,
-            costs=self.costs,
-            floats=self._floats[region],
-            known=self.simulations,
-        )
+        return self.memory_model.region(graph, typing, self._floats[region])
 
     @cached_property
     def _floats(self) -> dict[int, tuple[float, ...]]:
-        """Per region the bindings of its first instance."""
+        """For each region the bindings of its first instance."""
         return {i.region: i.floats for i in reversed(self.folded.instances)}
 
     @cached_property
@@ -238,7 +231,7 @@ class MeshPlanner:
     # The chain.
 
     @cached_property
-    def chains(self) -> tuple[LeafChain, ...]:
+    def chains(self) -> tuple[CandidateChain, ...]:
         """What can be solved on this mesh."""
         return tuple(self._chains())
 
@@ -254,38 +247,34 @@ class MeshPlanner:
         found = [chain.solve(None) for chain in self.chains]
         return min(x.time_s for x in found if x is not None) + self.costs.launch_s
 
-    def _chains(self) -> Iterator[LeafChain]:
-        """Leaves that may stand together: one layout per tied parameter."""
-        ties = {leaf.ties for leaves in self.leaves for leaf in leaves} - {None}
+    def _chains(self) -> Iterator[CandidateChain]:
+        """Candidates that may stand together: one layout per tied parameter."""
+        ties = {c.ties for of in self.candidates for c in of} - {None}
         modes: list[tuple[TpMode, ...]] = [(mode,) for mode in self.programs]
         if len(modes) > 1 and self._modes_agree():
             modes = [tuple(self.programs)]
         for allowed in modes:
             for tie in sorted(ties, key=bool) or [None]:
-                leaves = [
-                    [
-                        leaf
-                        for leaf in of_region
-                        if leaf.strategy.tp_mode in allowed
-                        and (leaf.ties is None or leaf.ties == tie)
-                    ]
-                    for of_region in self.leaves
+                candidates = [
+                    [c for c in of if c.strategy.tp_mode in allowed and c.ties in (None, tie)]
+                    for of in self.candidates
                 ]
-                if all(leaves):
-                    yield self._chain(leaves)
-
-    def _chain(self, leaves: Sequence[Sequence[Leaf]]) -> LeafChain:
-        return LeafChain(self.folded, leaves, self.fixed_bytes, self.changes, self.capacity_bytes)
+                if all(candidates):
+                    yield CandidateChain(
+                        self.folded, candidates, self.fixed_bytes, self.changes, self.capacity_bytes
+                    )
 
     @cached_property
     def fixed_bytes(self) -> int:
-        """Framework, buffers, constants and the batch."""
-        (program, *_) = self.programs.values()
-        states = program_states(self.folded, program.typings, self.mesh)
-        return self.reserve_bytes + states.buffers + states.inputs
+        """Framework, buffers, constants and the batch, in the mode with the least of them."""
+        states = [
+            program_states(self.folded, program.typings, self.mesh)
+            for program in self.programs.values()
+        ]
+        return self.reserve_bytes + min(x.buffers + x.inputs for x in states)
 
     def _modes_agree(self) -> bool:
-        """Whether tied parameters are stored alike in all modes, whole and as shards."""
+        """Whether tied parameters are stored alike in all modes, unsharded and as shards."""
         modes = self.programs.items()
         return all(
             len({(p.typings[r].slots[i], self._shards[m][r].get(i)) for m, p in modes}) == 1
@@ -299,7 +288,7 @@ class MeshPlanner:
         typings = {mode: program.typings for mode, program in self.programs.items()}
         return mode_changes(self.folded, typings, self.costs, self.reads)
 
-    def _close(self, chain: LeafChain, incumbent_s: float) -> ClosedChain:
+    def _close(self, chain: CandidateChain, incumbent_s: float) -> ClosedChain:
         """Solve a chain for the largest estimate whose program fits; programs are in _priced."""
         bound_s = chain.bound_s
         unlimited = chain.solve(None)
@@ -313,11 +302,13 @@ class MeshPlanner:
         least, smallest = self._least_of(chain)
         best = smallest
         budgets = Budgets(
-            chain.held_bytes(least), unlimited.memory_bytes - 1, self.capacity_bytes // STEPS
+            chain.estimate_bytes(least),
+            unlimited.memory_bytes - 1,
+            self.capacity_bytes // BUDGET_STEPS,
         )
         too_fast_s = fastest.time.step_s
-        budget = budgets.clipped(self.capacity_bytes - chain.least_passing_bytes)
-        for _ in range(MOST_ROUNDS if budgets.are_left else 0):
+        budget = budgets.clipped(self.capacity_bytes - chain.least_workspace_bytes)
+        for _ in range(MAX_ROUNDS if budgets.are_left else 0):
             found = chain.solve(budget)
             assert found is not None, "what is smallest fits"
             closed = replace(
@@ -328,7 +319,7 @@ class MeshPlanner:
             priced = self.price(chain.assignment(found))
             is_known = priced is best
             if priced.memory.fits:
-                budgets.low, best = budget, min(best, priced, key=order_of)
+                budgets.low_bytes, best = budget, min(best, priced, key=order_of)
             else:
                 budgets.lower_high(found.memory_bytes - 1)
                 too_fast_s = max(too_fast_s, priced.time.step_s)
@@ -339,52 +330,51 @@ class MeshPlanner:
         if best is smallest and best.memory.fits:
             regions = [i.region for i in self.folded.instances]
             assignment = [least[r] for r in regions]
-            best = made_faster(chain.leaves, regions, best, assignment, self.price)
+            best = made_faster(chain.candidates, regions, best, assignment, self.price)
         return replace(closed, best_s=best.time.step_s if best.memory.fits else math.inf)
 
-    def _least_of(self, chain: LeafChain) -> tuple[list[Leaf], Priced]:
+    def _least_of(self, chain: CandidateChain) -> tuple[list[StrategyCandidate], Priced]:
         """The program of a chain with the least memory. Where the estimates' does not fit, but
-        nearly, regions change their leaf one by one while that makes the exact peak smaller."""
+        nearly, regions change their candidate one by one while that makes the exact peak
+        smaller."""
         least, best = min(self._smallest_of(chain), key=lambda pair: pair[1].memory.peak)
-        if best.memory.peak > NEARLY * self.capacity_bytes:
+        if best.memory.peak > REPAIR_RATIO * self.capacity_bytes:
             return least, best
-        return made_smaller(chain.leaves, least, best, self._price_of)
+        return made_smaller(chain.candidates, least, best, self._price_of)
 
-    def _smallest_of(self, chain: LeafChain) -> list[tuple[list[Leaf], Priced]]:
-        """Programs of a chain one of which has the least memory, with their exact figures."""
+    def _smallest_of(self, chain: CandidateChain) -> list[tuple[list[StrategyCandidate], Priced]]:
+        """Programs of a chain one of which has the least memory, with their exact costs."""
         return [(least, self._price_of(least)) for least in chain.smallest()]
 
-    def _price_of(self, leaves: Sequence[Leaf]) -> Priced:
-        """Exact figures of the program that gives every region one leaf."""
-        return self.price([leaves[i.region] for i in self.folded.instances])
+    def _price_of(self, candidates: Sequence[StrategyCandidate]) -> Priced:
+        """Exact costs of the program that gives every region one candidate."""
+        return self.price([candidates[i.region] for i in self.folded.instances])
 
     def _smallest(self) -> Priced:
         """The program with the least memory among the simplest: every layer at its least."""
         candidates = [p for chain in self.chains for _, p in self._smallest_of(chain)]
         return min(candidates, key=lambda p: (p.memory.peak, p.strategy.label))
 
-    # Exact figures.
+    # Exact costs.
 
-    def _price(self, assignment: Sequence[Leaf]) -> Priced:
-        split = split_regions(self.folded, [leaf.key for leaf in assignment])
-        leaf_of = {i.region: leaf for i, leaf in zip(split.instances, assignment, strict=True)}
-        leaves = tuple(leaf_of[r] for r in range(len(split.regions)))
-        typings = [leaf.typing for leaf in leaves]
-        prices = [leaf.price for leaf in leaves]
-        offloads = [leaf.strategy.offload for leaf in leaves]
-        memory, saved_bytes = step_memory(
+    def _price(self, assignment: Sequence[StrategyCandidate]) -> Priced:
+        split = split_regions(self.folded, [candidate.key for candidate in assignment])
+        candidate_of = {
+            i.region: candidate for i, candidate in zip(split.instances, assignment, strict=True)
+        }
+        candidates = tuple(candidate_of[r] for r in range(len(split.regions)))
+        typings = [candidate.typing for candidate in candidates]
+        prices = [candidate.price for candidate in candidates]
+        offloads = [candidate.strategy.offload for candidate in candidates]
+        memory, saved_bytes = self.memory_model.step(
             split,
             typings,
-            self.mesh,
-            self.probe,
-            costs=self.costs,
             optimizer=self.options.optimizer,
             reserve_bytes=self.reserve_bytes,
             capacity_bytes=self.capacity_bytes,
-            known=self.simulations,
             offloads=offloads,
             reads=self.reads,
         )
         optimizer = self.options.optimizer
         time = estimate_step(split, typings, prices, self.costs, optimizer, offloads, self.reads)
-        return Priced(self.mesh, split, leaves, tuple(prices), time, memory, saved_bytes)
+        return Priced(self.mesh, split, candidates, tuple(prices), time, memory, saved_bytes)

@@ -1,7 +1,6 @@
-"""A program with exact figures, and what the search found on one mesh."""
+"""A program with exact costs, and what the search found on one mesh."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -10,19 +9,19 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import MemoryEstimate, TimeEstimate
 from meshfold.ir.strategy import RegionTyping, UniformStrategy
-from meshfold.passes.one_pass.candidates import Leaf
+from meshfold.passes.one_pass.candidates import StrategyCandidate
 from meshfold.passes.price.region import RegionPrice
 from meshfold.units import bytes_text
 
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """A program with exact figures. leaves: per region of `split`, the folded graph in which
+    """A program with exact costs. candidates: per region of `split`, the folded graph in which
     layers that differ are regions of their own; saved_bytes likewise."""
 
     mesh: Mesh
     split: FoldedGraph
-    leaves: tuple[Leaf, ...]
+    candidates: tuple[StrategyCandidate, ...]
     prices: tuple[RegionPrice, ...]
     time: TimeEstimate
     memory: MemoryEstimate
@@ -30,7 +29,7 @@ class Priced:
 
     @property
     def typings(self) -> tuple[RegionTyping, ...]:
-        return tuple(leaf.typing for leaf in self.leaves)
+        return tuple(candidate.typing for candidate in self.candidates)
 
     @cached_property
     def strategy(self) -> UniformStrategy:
@@ -38,7 +37,7 @@ class Priced:
         weights: Counter[UniformStrategy] = Counter()
         for instance in self.split.instances:
             num_ops = len(self.split.regions[instance.region].graph.ops)
-            weights[self.leaves[instance.region].strategy] += num_ops
+            weights[self.candidates[instance.region].strategy] += num_ops
         return max(weights, key=lambda s: (weights[s], s.label))
 
 
@@ -57,10 +56,10 @@ class ClosedChain:
 @dataclass(frozen=True, eq=False)
 class MeshPlan:
     """The outcome on one mesh. best: the fastest program found that fits; smallest: the one with
-    the least memory, if none fits and there is no other. lower_bound_s: no program of these leaves
-    that fits is faster. gap_before: how far rounding the relaxation would have been off.
+    the least memory, if none fits and there is no other. lower_bound_s: no program of these
+    candidates that fits is faster. gap_before: how far rounding the relaxation would have been off.
     unlimited_s: step time if memory were unlimited. num_priced: programs whose
-    exact figures were taken, num_infeasible of them did not fit."""
+    exact costs were taken, num_infeasible of them did not fit."""
 
     best: Priced | None
     smallest: Priced | None
@@ -78,22 +77,39 @@ def order_of(priced: Priced) -> tuple[float, int, int, str]:
     return step_s, len(priced.split.regions), priced.memory.peak, priced.strategy.label
 
 
-def nothing_fits(smallest: Sequence[Priced], num_devices: int) -> InfeasibleError:
-    """What to say when even the programs with the least memory do not fit."""
-    best = min(smallest, key=lambda p: (p.memory.peak, p.strategy.label))
-    memory, label = best.memory, best.strategy.label
-    component, size = _largest_component(memory)
-    missing = memory.peak - memory.capacity
-    return InfeasibleError(
-        f"nothing fits in {bytes_text(memory.capacity)} per device on {num_devices} devices: the "
-        f"best candidate, {label}, needs {bytes_text(memory.peak)}, most of it {component} "
-        f"({bytes_text(size)}); {bytes_text(missing)} are missing; use more devices, more memory "
-        "or a smaller batch",
-        binding_constraint=component,
-        best_candidate=label,
-        required_bytes=memory.peak,
-        available_bytes=memory.capacity,
-    )
+@dataclass(frozen=True)
+class NothingFits:
+    """A search that found no plan."""
+
+    smallest: tuple[Priced, ...]
+    """Per mesh the program with the least memory."""
+    is_proven: bool
+    """Whether a bound excludes every other program, too; the search may else have missed one."""
+
+    @property
+    def words(self) -> str:
+        """What a message may say of it."""
+        return "nothing fits" if self.is_proven else "found nothing that fits"
+
+    def and_in(self, other: "NothingFits") -> "NothingFits":
+        """This search and another one."""
+        return NothingFits((*self.smallest, *other.smallest), self.is_proven and other.is_proven)
+
+    def error(self, num_devices: int) -> InfeasibleError:
+        """What to say of it."""
+        best = min(self.smallest, key=lambda p: (p.memory.peak, p.strategy.label))
+        memory, label = best.memory, best.strategy.label
+        component, size = _largest_component(memory)
+        return InfeasibleError(
+            f"{self.words} in {bytes_text(memory.capacity)} per device on {num_devices} devices: "
+            f"the best candidate, {label}, needs {bytes_text(memory.peak)}, most of it {component} "
+            f"({bytes_text(size)}); {bytes_text(memory.peak - memory.capacity)} are missing; use "
+            "more devices, more memory or a smaller batch",
+            binding_constraint=component,
+            best_candidate=label,
+            required_bytes=memory.peak,
+            available_bytes=memory.capacity,
+        )
 
 
 def _largest_component(memory: MemoryEstimate) -> tuple[str, int]:

@@ -12,17 +12,18 @@ from meshfold.passes.one_pass.tree import Tree
 
 @dataclass
 class MeshRecord:
-    """What a search over meshes has found so far. cuts: leaves that each rule took; planners: of
-    meshes that were typed; skipped: (mesh, bound) of those that were not; num_done: meshes met."""
+    """What a search over meshes has found so far. pruned: candidates that each rule took; planners:
+    of meshes that were typed; skipped: (mesh, bound) of those that were not; num_done: meshes
+    met."""
 
-    cuts: Counter[str]
+    pruned: Counter[str]
     best: tuple[Priced, MeshPlanner] | None = None
     planners: list[MeshPlanner] = field(default_factory=list)
     plans: dict[MeshPlanner, MeshPlan] = field(default_factory=dict)
     skipped: list[tuple[str, float]] = field(default_factory=list)
     num_done: int = 0
     simulated_s: dict[MeshPlanner, float] = field(default_factory=dict)
-    """Step times of the finalists, as simulated."""
+    """Step times of the shortlist, as simulated."""
 
     @property
     def best_s(self) -> float:
@@ -37,10 +38,10 @@ def search_stats(tree: Tree, state: MeshRecord) -> SearchStats:
     outcomes = [_outcome(p, plans.get(p), state) for p in state.planners]
     outcomes += [MeshOutcome(name, s, None, _too_slow(s, step_s)) for name, s in state.skipped]
     return SearchStats(
-        num_leaves=tree.num_leaves,
-        num_candidates=sum(p.num_priced for p in plans.values()),
+        num_leaves=tree.num_strategies,
+        num_priced=sum(p.num_priced for p in plans.values()),
         num_infeasible=sum(p.num_infeasible for p in plans.values()),
-        cuts=dict(sorted((name, n) for name, n in state.cuts.items() if n)),
+        pruned=dict(sorted((name, n) for name, n in state.pruned.items() if n)),
         lower_bound_s=min(least_s, *(p.lower_bound_s for p in plans.values())),
         gap_before=plans[state.best[1]].gap_before,
         unlimited_s=min(

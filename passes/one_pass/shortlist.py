@@ -13,16 +13,17 @@ from meshfold.ir.step_events import SimulatedStep, StepEvents
 from meshfold.passes.events.program import program_events
 from meshfold.passes.one_pass.planner import MeshPlanner
 from meshfold.passes.one_pass.priced import MeshPlan, Priced, order_of
-from meshfold.passes.region.typing import MODE_CHOICES
 
-CLOSE = 1.1
-"""Times the best additive step time: contention may take a tenth of a step."""
-MOST = 3
-"""Finalists, the best by the sum first."""
+CONTENTION_RATIO = 1.1
+"""Programs up to this multiple of the best additive step time are simulated. Chosen: contention
+may take a tenth of a step."""
+
+SHORTLIST_SIZE = 3
+"""Programs that are simulated, the best by the sum first. Chosen, not measured."""
 
 
 @dataclass(frozen=True, eq=False)
-class Finalist:
+class Shortlisted:
     """The best program of a mesh. events, step: if it can run, its events and the step that they
     make."""
 
@@ -32,33 +33,35 @@ class Finalist:
     step: SimulatedStep | None = None
 
 
-def rank_finalists(plans: Mapping[MeshPlanner, MeshPlan]) -> list[Finalist]:
+def rank_shortlist(plans: Mapping[MeshPlanner, MeshPlan]) -> list[Shortlisted]:
     """The best first; not empty if a plan has a best program. By simulated time to four digits,
     then as by the sum. Where one cannot run, and so not be simulated, by the sum alone."""
     found = [
-        Finalist(plan.best, planner) for planner, plan in plans.items() if plan.best is not None
+        Shortlisted(plan.best, planner) for planner, plan in plans.items() if plan.best is not None
     ]
     found.sort(key=lambda f: order_of(f.priced))
     least_s = min((f.priced.time.step_s for f in found), default=0.0)
-    close = [f for f in found if f.priced.time.step_s <= CLOSE * least_s][:MOST]
+    close = [f for f in found if f.priced.time.step_s <= CONTENTION_RATIO * least_s][
+        :SHORTLIST_SIZE
+    ]
     if not all(_runs(f.priced) for f in close):
         return [*map(simulated, close[:1]), *close[1:]]
     ranked = [simulated(f) for f in close]
     return sorted(ranked, key=lambda f: float(f"{_step_s(f):.3e}"))
 
 
-def simulated(finalist: Finalist) -> Finalist:
+def simulated(listed: Shortlisted) -> Shortlisted:
     """With its events and its step, if it can run."""
-    priced, planner = finalist.priced, finalist.planner
+    priced, planner = listed.priced, listed.planner
     if not _runs(priced):
-        return finalist
+        return listed
     origin = {
         new.region: old.region
         for new, old in zip(priced.split.instances, planner.folded.instances, strict=True)
     }
     pricers = [
-        planner.search.solution(origin[r], **MODE_CHOICES[leaf.strategy.tp_mode]).pricer
-        for r, leaf in enumerate(priced.leaves)
+        planner.search.solutions(candidate.strategy.tp_mode)[origin[r]].pricer
+        for r, candidate in enumerate(priced.candidates)
     ]
     events = program_events(
         priced.split,
@@ -68,21 +71,21 @@ def simulated(finalist: Finalist) -> Finalist:
         planner.probe,
         optimizer=planner.options.optimizer,
         optimizer_s=priced.time.optimizer_s,
-        known=planner.simulations,
+        memory_model=planner.memory_model,
         reads=planner.reads,
     )
-    return Finalist(priced, planner, events, simulate(events).step)
+    return Shortlisted(priced, planner, events, simulate(events).step)
 
 
 def _runs(priced: Priced) -> bool:
-    return all(leaf.strategy.runs for leaf in priced.leaves)
+    return all(candidate.strategy.runs for candidate in priced.candidates)
 
 
-def _step_s(finalist: Finalist) -> float:
-    assert finalist.step is not None
-    return finalist.step.step_s
+def _step_s(listed: Shortlisted) -> float:
+    assert listed.step is not None
+    return listed.step.step_s
 
 
-def simulated_times(finalists: Sequence[Finalist]) -> dict[MeshPlanner, float]:
+def simulated_times(shortlist: Sequence[Shortlisted]) -> dict[MeshPlanner, float]:
     """By mesh, of those that were simulated."""
-    return {f.planner: f.step.step_s for f in finalists if f.step is not None}
+    return {f.planner: f.step.step_s for f in shortlist if f.step is not None}

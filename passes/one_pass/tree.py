@@ -1,15 +1,15 @@
-"""The decision tree: what one region may do, and the named rules that cut branches before pricing.
+"""The decision tree: what one region may do, and the named rules that prune it before pricing.
 
     axes (dp x ep x cp x tp = devices) -> role of tp (tensor, tensor + sequence, data)
         -> ZeRO level on dp -> recompute -> offload
 
-A leaf is a UniformStrategy. Regions of one plan share the axes; below that each takes a leaf of its
-own, parameter by parameter in the ZeRO level (passes/leaf_costs.py). Every leaf that is left out is
-counted under the first rule that cuts it:
+The result is a tuple of UniformStrategy. Regions of one plan share the axes; below that each takes
+its own, parameter by parameter in the ZeRO level (passes/one_pass/candidates.py). Every strategy
+that is left out is counted under the first rule that takes it:
 
     requirements   a pin, the batch, what the emitter can run: always in force
-    prunings       hold what is known to lose; each can be switched off by name, and the optimum
-                   must stay (tests/passes/test_decision_tree.py)
+    pruning rules  take what is known to lose; each can be switched off by name, and the optimum
+                   must stay (tests/passes/one_pass/test_tree.py)
 """
 
 import math
@@ -21,7 +21,6 @@ from typing import get_args
 from meshfold.errors import OptionError
 from meshfold.ir.options import PinValue
 from meshfold.ir.strategy import Degrees, Offload, Recompute, UniformStrategy
-from meshfold.passes.mesh_degrees import divisors
 
 ZERO_LEVELS = (0, 1, 2, 3)
 
@@ -31,80 +30,99 @@ PLANNED = "cannot run yet"
 NO_HOST_LINK = "no figure for the link to the host"
 NO_STATES = "the optimizer has no states to offload"
 NODE = "tp leaves the node"
-NOTHING_KEPT = "full recomputation keeps nothing to offload"
+NOTHING_SAVED = "full recomputation keeps nothing to offload"
 CONTEXT = "cp while the batch can be cut further"
 EXPERTS = "no experts to share"
 GRADIENTS = "zero 1 in one pass is zero 2"
-PRUNINGS = (NODE, NOTHING_KEPT, CONTEXT, EXPERTS, GRADIENTS)
+PRUNING_RULES = (NODE, NOTHING_SAVED, CONTEXT, EXPERTS, GRADIENTS)
 """Rules of the tree that can be switched off."""
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, increasing."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
 
 
 @dataclass(frozen=True)
 class Tree:
-    """leaves in a fixed order; num_leaves before any cut; cuts: rule -> number of leaves."""
+    """What is left of the decision tree."""
 
-    leaves: tuple[UniformStrategy, ...]
-    num_leaves: int
-    cuts: Mapping[str, int]
+    strategies: tuple[UniformStrategy, ...]
+    """The order is fixed."""
+
+    num_strategies: int
+    """Before any rule."""
+
+    pruned: Mapping[str, int]
+    """Rule -> number of strategies that it took."""
 
 
 @dataclass(frozen=True)
-class Situation:
-    """What cuts depend on. allow_planned: keep leaves that can be planned but not run yet.
-    switched_off: names of PRUNINGS. host_bytes_per_s: of the link to the host, 0 if unknown.
-    has_states: whether the optimizer has states. has_feature_maps: whether the model passes on
-    feature maps: they have no sequence, so what tp cuts instead is the batch. sequences: sizes of
-    the sequences that it passes on; cp is offered where it divides one. experts: numbers of experts
-    of its layers; ep is offered where it divides them all, and not beside cp."""
+class SearchSpec:
+    """What the rules depend on."""
 
     num_devices: int
     devices_per_node: int
     batch_size: int
     pins: Mapping[str, PinValue]
     allow_planned: bool = False
+    """Whether strategies that can be planned but not run yet stay."""
+
     switched_off: Collection[str] = ()
+    """Names of PRUNING_RULES."""
+
     host_bytes_per_s: float = 0.0
+    """Rate of the link to the host, 0 if unknown."""
+
     has_states: bool = True
+    """Whether the optimizer has states."""
+
     has_feature_maps: bool = False
+    """Whether the model passes on feature maps: they have no sequence, so tp shards the batch."""
+
     sequences: Collection[int] = ()
+    """Sizes of the sequences that the model passes on; cp is offered where it divides one."""
+
     experts: Collection[int] = ()
+    """Numbers of experts of the layers; ep is offered where it divides them all, without cp."""
 
 
-def grow_tree(situation: Situation) -> Tree:
-    """Every leaf on all devices that no rule cuts.
+def grow_tree(spec: SearchSpec) -> Tree:
+    """Every strategy on all devices that no rule prunes.
 
     Raises OptionError naming the pin, or the batch, when none is left.
     """
-    maps = situation.has_feature_maps
-    choices = _choices_of_axes(situation)
-    num_leaves = sum(_num_leaves(d, maps) for d in choices)
-    cuts: Counter[str] = Counter()
-    for name, is_cut in ((EXPERTS, _has_no_experts), (CONTEXT, can_cut_batch)):
-        offered = [d for d in choices if not is_cut(d, situation)]
-        cuts[name] = sum(_num_leaves(d, maps) for d in choices if d not in offered)
+    maps = spec.has_feature_maps
+    choices = _choices_of_axes(spec)
+    num_strategies = sum(_num_strategies(d, maps) for d in choices)
+    pruned: Counter[str] = Counter()
+    for name, is_pruned in ((EXPERTS, _has_no_experts), (CONTEXT, can_shard_batch)):
+        offered = [d for d in choices if not is_pruned(d, spec)]
+        pruned[name] = sum(_num_strategies(d, maps) for d in choices if d not in offered)
         choices = offered
-    everything = [leaf for degrees in choices for leaf in leaves_on(degrees, maps=maps)]
+    everything = [strategy for degrees in choices for strategy in strategies_on(degrees, maps=maps)]
     left = everything
-    for name, keeps in _rules(situation):
-        kept = [leaf for leaf in left if keeps(leaf)]
-        if not kept:
-            raise OptionError(_why_not(name, left, situation))
-        cuts[name] = len(left) - len(kept)
-        left = kept
-    for name, cut in _prunings(left, situation):
-        kept = [leaf for leaf in left if not cut(leaf)]
-        cuts[name] = len(left) - len(kept)
-        left = kept
-    return Tree(tuple(left), num_leaves, {k: n for k, n in sorted(cuts.items()) if n})
+    for name, keeps in _rules(spec):
+        remaining = [strategy for strategy in left if keeps(strategy)]
+        if not remaining:
+            raise OptionError(_why_not(name, left, spec))
+        pruned[name] = len(left) - len(remaining)
+        left = remaining
+    for name, prunes in _pruning_rules(left, spec):
+        remaining = [strategy for strategy in left if not prunes(strategy)]
+        pruned[name] = len(left) - len(remaining)
+        left = remaining
+    return Tree(tuple(left), num_strategies, {k: n for k, n in sorted(pruned.items()) if n})
 
 
-def _choices_of_axes(situation: Situation) -> list[Degrees]:
+def _choices_of_axes(spec: SearchSpec) -> list[Degrees]:
     """dp x ep x cp x tp = devices, by rising ep, cp, then tp."""
-    n = situation.num_devices
+    n = spec.num_devices
     without = [
         Degrees(n // cp // tp, cp, tp)
         for cp in divisors(n)
-        if cp == 1 or any(size % cp == 0 for size in situation.sequences)
+        if cp == 1 or any(size % cp == 0 for size in spec.sequences)
         for tp in divisors(n // cp)
     ]
     return without + [
@@ -112,33 +130,33 @@ def _choices_of_axes(situation: Situation) -> list[Degrees]:
     ]
 
 
-def offered_axes(situation: Situation) -> list[Degrees]:
-    """As _choices_of_axes, with ep only where it shares something."""
-    return [d for d in _choices_of_axes(situation) if not _has_no_experts(d, situation)]
+def offered_axes(spec: SearchSpec) -> list[Degrees]:
+    """The same as _choices_of_axes, with ep only where it shares something."""
+    return [d for d in _choices_of_axes(spec) if not _has_no_experts(d, spec)]
 
 
-def _has_no_experts(degrees: Degrees, situation: Situation) -> bool:
+def _has_no_experts(degrees: Degrees, spec: SearchSpec) -> bool:
     """Whether ep would share nothing: then it is dp by another name."""
-    if EXPERTS in situation.switched_off or degrees.ep == 1:
+    if EXPERTS in spec.switched_off or degrees.ep == 1:
         return False
-    return not situation.experts or any(e % degrees.ep for e in situation.experts)
+    return not spec.experts or any(e % degrees.ep for e in spec.experts)
 
 
-def may_cut_for_batch(situation: Situation) -> bool:
+def may_shard_batch(spec: SearchSpec) -> bool:
     """Whether CONTEXT is asked: not where cp is pinned."""
-    return CONTEXT not in situation.switched_off and "cp" not in situation.pins
+    return CONTEXT not in spec.switched_off and "cp" not in spec.pins
 
 
-def can_cut_batch(degrees: Degrees, situation: Situation, microbatches: int = 1) -> bool:
-    """Whether part of cp could be dp instead: both cut the same values evenly, and
-    only cp communicates inside a region. (One axis saves launches against two: it may win by
-    that where values are tiny.) microbatches: parts that a rank runs its share of the batch in."""
-    of_rank, rest = divmod(situation.batch_size, degrees.batch_ranks * microbatches)
-    return may_cut_for_batch(situation) and not rest and math.gcd(degrees.cp, of_rank) > 1
+def can_shard_batch(degrees: Degrees, spec: SearchSpec, microbatches: int = 1) -> bool:
+    """Whether some of cp could be dp instead: both shard the same values evenly, and only cp
+    communicates inside a region. (One axis saves launches against two: it may win by that where
+    values are tiny.) microbatches: that the batch of a rank is split into."""
+    of_rank, rest = divmod(spec.batch_size, degrees.batch_ranks * microbatches)
+    return may_shard_batch(spec) and not rest and math.gcd(degrees.cp, of_rank) > 1
 
 
-def leaves_on(degrees: Degrees, *, maps: bool = False) -> Iterator[UniformStrategy]:
-    """The leaves below one choice of axes. maps: whether tp may take the batch, see Situation."""
+def strategies_on(degrees: Degrees, *, maps: bool = False) -> Iterator[UniformStrategy]:
+    """The strategies on one choice of axes. maps: SearchSpec.has_feature_maps."""
     for sequence_parallel, batch_on_tp in _modes(degrees, maps):
         for zero in _zero_levels(degrees):
             for recompute in get_args(Recompute):
@@ -155,7 +173,7 @@ def leaves_on(degrees: Degrees, *, maps: bool = False) -> Iterator[UniformStrate
 
 def _modes(degrees: Degrees, maps: bool) -> list[tuple[bool, bool]]:
     """What tp may do, as (sequence_parallel, batch_on_tp). Beside cp it does not
-    take the batch: cp is there because there is none left to cut; nor beside ep."""
+    take the batch: cp is there because there is none left to shard; nor with ep."""
     modes = [(False, False), (True, False), (False, True)]
     takes_batch = maps and degrees.cp == degrees.ep == 1
     return modes[: (3 if takes_batch else 2) if degrees.tp > 1 else 1]
@@ -165,8 +183,8 @@ def _zero_levels(degrees: Degrees) -> tuple[int, ...]:
     return ZERO_LEVELS if degrees.zero_ranks > 1 else (0,)
 
 
-def _num_leaves(degrees: Degrees, maps: bool) -> int:
-    """Of leaves_on."""
+def _num_strategies(degrees: Degrees, maps: bool) -> int:
+    """How many strategies_on gives."""
     below = len(get_args(Recompute)) * len(get_args(Offload))
     return len(_modes(degrees, maps)) * len(_zero_levels(degrees)) * below
 
@@ -174,81 +192,80 @@ def _num_leaves(degrees: Degrees, maps: bool) -> int:
 _Keeps = Callable[[UniformStrategy], bool]
 
 
-def _rules(situation: Situation) -> list[tuple[str, _Keeps]]:
-    """Requirements: (name, whether a leaf meets it)."""
+def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
+    """Requirements: (name, whether a strategy meets it)."""
     rules: list[tuple[str, _Keeps]] = [
-        (PINNED, lambda leaf: keeps_pins(leaf, situation.pins)),
-        (BATCH, lambda leaf: situation.batch_size % leaf.degrees.batch_ranks == 0),
+        (PINNED, lambda strategy: keeps_pins(strategy, spec.pins)),
+        (BATCH, lambda strategy: spec.batch_size % strategy.degrees.batch_ranks == 0),
     ]
-    if not situation.allow_planned:
-        rules.append((PLANNED, lambda leaf: leaf.runs))
-    if not situation.host_bytes_per_s:
-        rules.append((NO_HOST_LINK, lambda leaf: leaf.offload == "none"))
-    if not situation.has_states:
-        rules.append((NO_STATES, lambda leaf: leaf.offload != "optimizer"))
+    if not spec.allow_planned:
+        rules.append((PLANNED, lambda strategy: strategy.runs))
+    if not spec.host_bytes_per_s:
+        rules.append((NO_HOST_LINK, lambda strategy: strategy.offload == "none"))
+    if not spec.has_states:
+        rules.append((NO_STATES, lambda strategy: strategy.offload != "optimizer"))
     return rules
 
 
-def _prunings(left: Sequence[UniformStrategy], situation: Situation) -> list[tuple[str, _Keeps]]:
-    """Prunings: (name, whether a leaf is cut), in force where not switched off.
+def _pruning_rules(left: Sequence[UniformStrategy], spec: SearchSpec) -> list[tuple[str, _Keeps]]:
+    """Pruning rules: (name, whether it takes a strategy), in force where not switched off.
 
-    A tp axis that leaves the node pays the slow link in every op; it is cut while a leaf inside a
-    node, of no larger cp, is left, unless the axis may take the batch in most regions and weights
-    in few. Offloading activations of a region that keeps none inside is the leaf without. No
-    gradient waits for another microbatch, so none is whole for longer under ZeRO 1 than under 2.
-    CONTEXT and EXPERTS are asked before leaves are made.
+    A tp axis that leaves the node pays the slow link in every op; it is pruned while a strategy
+    inside a node, of no larger cp, is left, unless the axis may shard the batch in most regions and
+    weights in few. Full recomputation saves no activations to offload. In one pass no gradient
+    waits for another microbatch, so ZeRO 1 is ZeRO 2. CONTEXT and EXPERTS apply to the axes.
     """
-    per_node = situation.devices_per_node
-    inside = min((leaf.cp for leaf in left if leaf.tp <= per_node), default=math.inf)
+    per_node = spec.devices_per_node
+    inside = min((strategy.cp for strategy in left if strategy.tp <= per_node), default=math.inf)
     everything = frozenset(left)
-    cuts: dict[str, _Keeps] = {
-        NODE: lambda leaf: (
-            inside <= leaf.cp and leaf.tp > per_node and not situation.has_feature_maps
+    rules: dict[str, _Keeps] = {
+        NODE: lambda strategy: (
+            inside <= strategy.cp and strategy.tp > per_node and not spec.has_feature_maps
         ),
-        NOTHING_KEPT: lambda leaf: (
-            (leaf.recompute, leaf.offload) == ("full", "activations")
-            and replace(leaf, offload="none") in everything
+        NOTHING_SAVED: lambda strategy: (
+            (strategy.recompute, strategy.offload) == ("full", "activations")
+            and replace(strategy, offload="none") in everything
         ),
-        GRADIENTS: lambda leaf: leaf.zero == 1 and replace(leaf, zero=2) in everything,
+        GRADIENTS: lambda strategy: strategy.zero == 1 and replace(strategy, zero=2) in everything,
     }
-    return [(name, cut) for name, cut in cuts.items() if name not in situation.switched_off]
+    return [(name, prunes) for name, prunes in rules.items() if name not in spec.switched_off]
 
 
-def pinned_values(leaf: UniformStrategy) -> dict[str, PinValue]:
-    """What the pins of CompileOptions say about a leaf; it has no schedule, pipelines have."""
+def pinned_values(strategy: UniformStrategy) -> dict[str, PinValue]:
+    """What the pins of CompileOptions say about a strategy; it has no schedule, pipelines have."""
     return {
-        "dp": leaf.dp,
-        "ep": leaf.ep,
-        "cp": leaf.cp,
-        "tp": leaf.tp,
-        "zero": leaf.zero,
-        "sp": int(leaf.sequence_parallel),
-        "recompute": leaf.recompute,
-        "offload": leaf.offload,
-        "pp": leaf.pp,
-        "microbatches": leaf.microbatches,
+        "dp": strategy.dp,
+        "ep": strategy.ep,
+        "cp": strategy.cp,
+        "tp": strategy.tp,
+        "zero": strategy.zero,
+        "sp": int(strategy.sequence_parallel),
+        "recompute": strategy.recompute,
+        "offload": strategy.offload,
+        "pp": strategy.pp,
+        "microbatches": strategy.microbatches,
         "schedule": "",
-        "chunks": 1,
+        "virtual_stages": 1,
     }
 
 
-def keeps_pins(leaf: UniformStrategy, pins: Mapping[str, PinValue]) -> bool:
-    """Whether a leaf has every pinned value."""
-    values = pinned_values(leaf)
+def keeps_pins(strategy: UniformStrategy, pins: Mapping[str, PinValue]) -> bool:
+    """Whether a strategy has every pinned value."""
+    values = pinned_values(strategy)
     return all(values[name] == wanted for name, wanted in pins.items())
 
 
-def _why_not(name: str, left: Sequence[UniformStrategy], situation: Situation) -> str:
+def _why_not(name: str, left: Sequence[UniformStrategy], spec: SearchSpec) -> str:
     if name == PINNED:
-        return _broken_pin(left, situation)
+        return _broken_pin(left, spec)
     if name == BATCH:
-        found = sorted({(leaf.dp, leaf.ep) for leaf in left})
+        found = sorted({(strategy.dp, strategy.ep) for strategy in left})
         choices = ", ".join(f"dp={dp}" + (f" x ep={ep}" if ep > 1 else "") for dp, ep in found)
         return (
-            f"a batch of {situation.batch_size} does not divide over {choices}; "
+            f"a batch of {spec.batch_size} does not divide over {choices}; "
             f"change the batch or pin another dp"
         )
-    pins = ", ".join(f"{name}={value}" for name, value in situation.pins.items())
+    pins = ", ".join(f"{name}={value}" for name, value in spec.pins.items())
     if name == NO_HOST_LINK:
         return (
             f"pin {pins}: nothing is known about the link between device and host; give "
@@ -259,20 +276,20 @@ def _why_not(name: str, left: Sequence[UniformStrategy], situation: Situation) -
     return f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
 
 
-def _broken_pin(everything: Sequence[UniformStrategy], situation: Situation) -> str:
-    """The pin that no leaf can keep, alone or with the pins before it."""
+def _broken_pin(everything: Sequence[UniformStrategy], spec: SearchSpec) -> str:
+    """The pin that no strategy meets, alone or with the pins before it."""
     left = everything
-    for name, wanted in situation.pins.items():
-        remaining = [leaf for leaf in left if keeps_pins(leaf, {name: wanted})]
+    for name, wanted in spec.pins.items():
+        remaining = [strategy for strategy in left if keeps_pins(strategy, {name: wanted})]
         if not remaining:
-            offered = dict.fromkeys(pinned_values(leaf)[name] for leaf in left)
+            offered = dict.fromkeys(pinned_values(strategy)[name] for strategy in left)
             return (
-                f"pin {name}={wanted} cannot be kept on {situation.num_devices} devices"
+                f"pin {name}={wanted} cannot be kept on {spec.num_devices} devices"
                 f"{' with the other pins' if len(left) < len(everything) else ''}; "
                 f"{name} can be {', '.join(map(str, _sorted(offered)))}"
             )
         left = remaining
-    raise AssertionError("every pin was kept")
+    raise AssertionError("every pin is met")
 
 
 def _sorted(values: Iterable[PinValue]) -> list[PinValue]:

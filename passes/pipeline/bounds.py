@@ -1,12 +1,12 @@
-"""Lower bounds on the step of a pipeline, before any stage is cut.
+"""Lower bounds on the step of a pipeline, before any division into stages.
 
 Both count the least bubble of p devices and m microbatches under any schedule that is offered
 (least_step_s):
 
     peak rate   the floating-point operations of a microbatch at the rate of the device; for all
                 choices of degrees at once
-    kernels     its kernels and its collectives on tp, every layer at its fastest; asks for a region
-                search per size of a rank's microbatch and tp
+    kernels     every layer at the least of its costs (layers.py), which are what stages
+                are made of; asks for a region search per size of a rank's microbatch and tp
 """
 
 from collections.abc import Collection, Sequence
@@ -27,11 +27,7 @@ from meshfold.passes.run.hull import FloatArray
 PEAK_RATE = "peak rate and bubble above the best plan"
 KERNELS = "kernels and bubble above the best plan"
 
-SEVERAL_CHUNKS = (
-    ScheduleKind.INTERLEAVED,
-    ScheduleKind.INTERLEAVED_ZERO_BUBBLE,
-    *V_ORDERS,
-)
+SEVERAL_VIRTUAL_STAGES = (ScheduleKind.INTERLEAVED, ScheduleKind.INTERLEAVED_ZERO_BUBBLE, *V_ORDERS)
 
 LayerSeconds = Sequence[tuple[float, float]]
 """Per layer (forward, forward and backward) of one microbatch."""
@@ -47,9 +43,9 @@ def peak_rate_bounds_s(
     layers = [by_region[i.region] for i in problems.folded.instances]
     bounds = []
     for degrees in tree.candidates:
-        parts = degrees.degrees.zero_ranks * degrees.tp * degrees.microbatches
+        num_shards = degrees.degrees.zero_ranks * degrees.tp * degrees.microbatches
         kinds = _kinds(tree, degrees) if kind is None else {kind}
-        bounds.append(least_step_s(degrees, kinds, layers) / parts)
+        bounds.append(least_step_s(degrees, kinds, layers) / num_shards)
     return np.array(bounds)
 
 
@@ -60,27 +56,28 @@ def kernels_bound_s(
     kind: ScheduleKind | None = None,
 ) -> float:
     """Of one candidate; infinite where tp > 1 shards no weights. kind: see peak_rate_bounds_s."""
-    recomputes = list(dict.fromkeys(r for _, r in tree.kinds))
-    tables = problems.tables(degrees, recomputes)
+    strategies = tree.strategies_of(degrees)
+    tables = problems.tables(degrees, list(dict.fromkeys(s.recompute for s in strategies)))
     if degrees.tp > 1 and tables.sharded_fraction == 0:
         return float("inf")
     kinds = _kinds(tree, degrees) if kind is None else {kind}
-    return least_step_s(degrees, kinds, tables.fastest_s)
+    return least_step_s(degrees, kinds, problems.fastest_s(strategies))
 
 
 def least_step_s(
     degrees: UniformStrategy, kinds: Collection[ScheduleKind], layers: LayerSeconds
 ) -> float:
-    """No way to cut `layers` into stages makes a faster step under any of `kinds`.
+    """No division of `layers` into stages makes a faster step under any of `kinds`.
 
     zero_bubble: layers with little forward weaken the bound of all, so those above each share of it
-    are tried alone. Several chunks: work over devices; how long they fill depends on cuts.
+    are tried alone. Several virtual stages: work over devices; how long they fill depends on the
+    boundaries.
     """
     p, m = degrees.pp, degrees.microbatches
-    whole_s = sum(total_s for _, total_s in layers)
+    all_s = sum(total_s for _, total_s in layers)
     bounds = []
     if ScheduleKind.GPIPE in kinds or ScheduleKind.ONE_F_ONE_B in kinds:
-        bounds.append(whole_s * bubble_factor(p, m, p - 1))
+        bounds.append(all_s * bubble_factor(p, m, p - 1))
     if ScheduleKind.ZERO_BUBBLE in kinds:
         seconds: dict[float, float] = {}
         for forward_s, total_s in layers:
@@ -89,10 +86,10 @@ def least_step_s(
         above_s = [
             (share, sum(s for other, s in seconds.items() if other >= share)) for share in seconds
         ]
-        least = [whole_s * m / p, *(s * split_bubble_factor(p, m, share) for share, s in above_s)]
+        least = [all_s * m / p, *(s * split_bubble_factor(p, m, share) for share, s in above_s)]
         bounds.append(max(least))
-    if any(kind in kinds for kind in SEVERAL_CHUNKS):
-        bounds.append(whole_s * m / p)
+    if any(kind in kinds for kind in SEVERAL_VIRTUAL_STAGES):
+        bounds.append(all_s * m / p)
     return min(bounds)
 
 
@@ -102,12 +99,12 @@ def _kinds(tree: PipelineTree, degrees: UniformStrategy) -> set[ScheduleKind]:
 
 def _peak_rate_s(graph: OpGraph, costs: CostModel) -> tuple[float, float]:
     """Seconds of a region's floating-point operations on one device, launches left out: forward,
-    and both ways."""
+    and forward and backward."""
     seconds = [0.0, 0.0]
     for op in graph.ops:
         work = op_work(graph, op)
         operands = [graph.values[v] for v in op.operands]
         dtype = next((v.dtype for v in operands if v.is_float), "float32")
-        for way, flops in enumerate((work.flops, work.backward_flops)):
-            seconds[way] += max(0.0, costs.compute_s(flops, 0.0, dtype) - costs.launch_s)
+        for at, flops in enumerate((work.flops, work.backward_flops)):
+            seconds[at] += max(0.0, costs.compute_s(flops, 0.0, dtype) - costs.launch_s)
     return seconds[0], sum(seconds)

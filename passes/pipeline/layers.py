@@ -1,20 +1,20 @@
 """What one layer of a pipeline costs, per microbatch and per step, under every strategy.
 
 A region is typed on the axes ep, cp and tp alone, for the graph that one rank of dp sees of one
-microbatch (passes/pipeline_microbatch.py, batch / (dp x microbatches)): whatever dp and pp are, its
+microbatch (split/microbatch.py, batch / (dp x microbatches)): whatever dp and pp are, its
 kernels, its collectives on ep, cp and tp and what it keeps are the same (RegionTable, the dear
-part, shared). Data parallelism and ZeRO are arithmetic on top (layer_figures):
+part, shared). Data parallelism and ZeRO are arithmetic on top (strategy_costs):
 
     per microbatch   forward    max(f + c, g)             f, b kernels, c collectives in the graph,
                      backward   max(b + c, g + d_shard)   g gather, under ZeRO-3 alone
-    once per step    sync       max(0, g_once - (f + c)) + max(0, d_whole - (b + c))
+    once per step    sync       max(0, g_once - (f + c)) + max(0, d_unsharded - (b + c))
                                 + first + d_tied + optimizer
 
-What is gathered and reduced when is said in passes/pipeline_parameters.py: d_shard beside every
-backward, d_whole beside the last one, g_once beside the first forward. The first layer of a stage
-has nothing to hide its reduction and its gather behind; so that a step stays a sum over layers,
+What is gathered and reduced when is said in parameters.py: every backward overlaps
+d_shard, the last one d_unsharded, the first forward g_once. The first layer of a stage has nothing
+to hide its reduction and its gather behind; so that a step stays a sum over layers,
 each is charged its share of one layer in L / p (first). Copies into and out of the buffers of
-gathers and reductions are kernels: of f and b, around g_once of the sync.
+gathers and reductions are kernels: of f and b, context g_once of the sync.
 
 A parameter that several layers read is held by each (the embedding and the head of a language model
 are on different stages), and its gradients are added up over the holders once (d_tied). Gradients
@@ -24,8 +24,7 @@ one rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.memory.step_memory import FOREACH_FACTOR, STATE_FACTOR
@@ -34,6 +33,7 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.strategy import Recompute, UniformStrategy
 from meshfold.passes.pipeline.parameters import (
     Axes,
+    LayerCopies,
     Parameter,
     ParameterSums,
     copies_of,
@@ -48,61 +48,68 @@ Collective = Callable[[str, float, Axes], float]
 @dataclass(frozen=True, eq=False)
 class RegionTable:
     """A region typed for one microbatch of one rank. prices and memories: by what is recomputed.
-    weight_s: of the backward, what only makes weight gradients (pipeline_weights.py).
-    kept_output_bytes: of its outputs, what a reader keeps for its backward."""
+    weight_s: of the backward, what only makes weight gradients (price/weight_gradients.py).
+    saved_output_bytes: of its outputs, what a reader keeps for its backward."""
 
     mesh: Mesh
     prices: Mapping[Recompute, RegionPrice]
     memories: Mapping[Recompute, RegionMemory]
     parameters: tuple[Parameter, ...]
     weight_s: float
-    kept_output_bytes: int
-
-    @cached_property
-    def fastest_s(self) -> float:
-        """Forward and backward of a microbatch under any strategy take at least this."""
-        return min(_forward_s(p) + _backward_s(p) for p in self.prices.values())
-
-    @cached_property
-    def least_forward_s(self) -> float:
-        """A forward of a microbatch under any strategy takes at least this."""
-        return min(_forward_s(p) for p in self.prices.values())
+    saved_output_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
-class LayerFigures:
-    """One layer under one strategy; the module docstring says what each figure is.
-
-    Per microbatch: compute_forward_s, compute_backward_s (kernels), forward_s, backward_s (with
-    exposed communication), weight_s of it for weight gradients alone, gather_s, shard_reduce_s,
-    graph_s (collectives in the graph, by axis), activation_bytes.
-    Per step: once_s (g_once and d_whole), exposed_s (what of them, and of the first layer's
-    gather, nothing hides), tied_s, optimizer_s. kept_bytes: parameters that are gathered once.
-    update_bytes: what the optimizer needs beyond one microbatch's activations. gathered_bytes of
-    passing_bytes: what passes by while the layer runs.
-    """
+class StrategyCosts:
+    """One layer under one strategy, per microbatch unless a field says per step."""
 
     strategy: UniformStrategy
     compute_forward_s: float
+    """Kernels."""
+
     compute_backward_s: float
+    """Kernels."""
+
     forward_s: float
+    """Kernels and exposed communication."""
+
     backward_s: float
+    """Kernels and exposed communication."""
+
     weight_s: float
+    """Of backward_s, what computes weight gradients only."""
+
     gather_s: float
     shard_reduce_s: float
     graph_s: Mapping[str, float]
+    """Collectives in the graph, by axis."""
+
     once_s: float
+    """g_once and d_unsharded, per step."""
+
     exposed_s: float
+    """What nothing hides of once_s and of the first layer's gather, per step."""
+
     tied_s: float
+    """Per step."""
+
     optimizer_s: float
+    """Per step."""
+
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    kept_bytes: int
+    gathered_once_bytes: int
+    """Parameters that are gathered once per step."""
+
     update_bytes: int
+    """What the optimizer needs beyond one microbatch's activations."""
+
     activation_bytes: int
     gathered_bytes: int
-    passing_bytes: int
+    """Of workspace_bytes, gathered parameters."""
+
+    workspace_bytes: int
 
     @property
     def sync_s(self) -> float:
@@ -111,16 +118,17 @@ class LayerFigures:
 
     @property
     def state_bytes(self) -> int:
-        """Held all the time."""
+        """What is resident all the time."""
         states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        return states + self.kept_bytes + self.update_bytes
+        return states + self.gathered_once_bytes + self.update_bytes
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a layer's figures depend on besides its table: the mesh of one stage, the share of
+class StageContext:
+    """What a layer's costs depend on besides its table: the mesh of one stage, the share of
     layers that are the first of a stage, collectives over its axes and over the ranks that hold a
-    tied parameter (bytes, holders), kernels, and the optimizer."""
+    tied parameter (bytes, holders), kernels, and the optimizer. placed: what parameters come to
+    under a ZeRO level, the same for microbatches of any size and whatever is recomputed."""
 
     mesh: Mesh
     first_share: float
@@ -128,19 +136,31 @@ class Surroundings:
     over_holders: Callable[[float, int], float]
     costs: CostModel
     optimizer: str
+    placed: dict[tuple[tuple[Parameter, ...], int], tuple[ParameterSums, LayerCopies]] = field(
+        default_factory=dict
+    )
+
+    def place(
+        self, parameters: tuple[Parameter, ...], zero: int
+    ) -> tuple[ParameterSums, LayerCopies]:
+        """Sums and copies of the parameters of a layer."""
+        key = parameters, zero
+        if key not in self.placed:
+            sums = ParameterSums(parameters, zero, self.mesh)
+            self.placed[key] = sums, copies_of(parameters, zero, self.mesh, self.costs)
+        return self.placed[key]
 
 
-def layer_figures(
-    table: RegionTable, strategy: UniformStrategy, around: Surroundings
-) -> LayerFigures:
-    """The figures of a layer of `table` under `strategy`."""
+def strategy_costs(
+    table: RegionTable, strategy: UniformStrategy, context: StageContext
+) -> StrategyCosts:
+    """The costs of a layer of `table` under `strategy`."""
     price, memory = table.prices[strategy.recompute], table.memories[strategy.recompute]
-    sums = ParameterSums(table.parameters, strategy.zero, around.mesh)
-    copies = copies_of(table.parameters, strategy.zero, around.mesh, around.costs)
+    sums, copies = context.place(table.parameters, strategy.zero)
     forward_s = _forward_s(price) + copies.forward_s
     backward_s = _backward_s(price) + copies.backward_s
-    gather_s, shard_reduce_s, gather_once_s, reduce_s, whole_reduce_s = (
-        _seconds(kind, bytes_by_group, around, copies.alone)
+    gather_s, shard_reduce_s, gather_once_s, reduce_s, all_reduce_s = (
+        _seconds(kind, bytes_by_group, context, copies.alone)
         for kind, bytes_by_group in (
             ("all_gather", sums.gathered),
             ("reduce_scatter", sums.scattered),
@@ -149,13 +169,13 @@ def layer_figures(
             ("all_reduce", sums.reduced),
         )
     )
-    reduce_s += whole_reduce_s
-    whole_s = optimizer_s(sums.updated, around.costs, around.optimizer)
+    reduce_s += all_reduce_s
+    whole_s = optimizer_s(sums.updated, context.costs, context.optimizer)
     late_s = max(0.0, reduce_s - backward_s) + max(0.0, gather_once_s - forward_s)
     first_s = reduce_s + gather_once_s - late_s + gather_s + shard_reduce_s
-    activation_bytes = memory.saved_bytes + table.kept_output_bytes
-    update_bytes = FOREACH_FACTOR[around.optimizer] * sums.updated
-    return LayerFigures(
+    activation_bytes = memory.saved_bytes + table.saved_output_bytes
+    update_bytes = FOREACH_FACTOR[context.optimizer] * sums.updated
+    return StrategyCosts(
         strategy=strategy,
         compute_forward_s=price.forward_s + copies.forward_s,
         compute_backward_s=price.backward_s + copies.backward_s,
@@ -166,24 +186,24 @@ def layer_figures(
         shard_reduce_s=shard_reduce_s,
         graph_s=price.communication_s,
         once_s=gather_once_s + reduce_s,
-        exposed_s=late_s + copies.once_s + around.first_share * first_s,
-        tied_s=sum(around.over_holders(size, holders) for size, holders in sums.tied),
-        optimizer_s=whole_s - around.costs.launch_s if sums.updated else 0.0,
+        exposed_s=late_s + copies.once_s + context.first_share * first_s,
+        tied_s=sum(context.over_holders(size, holders) for size, holders in sums.tied),
+        optimizer_s=whole_s - context.costs.launch_s if sums.updated else 0.0,
         parameter_bytes=sums.stored,
         gradient_bytes=sums.gradients,
-        optimizer_bytes=STATE_FACTOR[around.optimizer] * sums.updated,
-        kept_bytes=sums.kept,
-        update_bytes=max(0, update_bytes - activation_bytes - sums.kept),
+        optimizer_bytes=STATE_FACTOR[context.optimizer] * sums.updated,
+        gathered_once_bytes=sums.gathered_once_bytes,
+        update_bytes=max(0, update_bytes - activation_bytes - sums.gathered_once_bytes),
         activation_bytes=activation_bytes,
         gathered_bytes=2 * sums.gathered.total(),
-        passing_bytes=sums.passing_bytes(memory),
+        workspace_bytes=sums.workspace_bytes(memory),
     )
 
 
 def _seconds(
     kind: str,
     bytes_by_group: Mapping[Axes, int],
-    around: Surroundings,
+    context: StageContext,
     alone: Mapping[tuple[str, Axes], Sequence[int]],
 ) -> float:
     """Of one bucket per group, and those of parameters that are `alone`, whose bytes count among
@@ -191,7 +211,7 @@ def _seconds(
     total = 0.0
     for axes, size in sorted(bytes_by_group.items()):
         own = alone.get((kind, axes), ())
-        total += sum(around.over(kind, each, axes) for each in (*own, size - sum(own)) if each)
+        total += sum(context.over(kind, each, axes) for each in (*own, size - sum(own)) if each)
     return total
 
 

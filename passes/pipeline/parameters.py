@@ -1,15 +1,15 @@
 """The parameters of one layer of a pipeline: what is stored, gathered and reduced, in bytes.
 
     ZeRO  between steps  in a step                     gradients                    optimizer states
-    0     whole          whole                         whole, reduced once          whole
-    1     shards         gathered once, then whole     whole, reduced once          shards
-    2     shards         gathered once, then whole     shards, every microbatch     shards
+    0     whole          whole                         unsharded, reduced once          whole
+    1     shards         gathered once, then full      unsharded, reduced once          shards
+    2     shards         gathered once, then full      shards, every microbatch     shards
     3     shards         gathered for every forward    shards, every microbatch     shards
                          and backward
 
 `once` is once per step, for all of its microbatches. A parameter that several layers read is stored
-whole, since devices that hold it must hold the same. Expert weights are shards on ep already and
-are cut on dp alone. All figures are of one rank.
+unsharded, since devices that hold it must hold the same. Expert weights are shards on ep already
+and are cut on dp alone. All costs are of one rank.
 """
 
 from collections import Counter, defaultdict
@@ -22,15 +22,10 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import OpGraph, SlotKind, Value
 from meshfold.ir.spmd import INVARIANT, Layout
 from meshfold.ir.strategy import RegionTyping
-from meshfold.passes.price.parameter_groups import has_own_bucket, parameter_copies
-from meshfold.passes.price.region import layouts_of_values
-from meshfold.passes.region.data_parallel import sharded_layout
-from meshfold.passes.region.parameter_tables import (
-    BucketCopies,
-    local_bytes,
-    member_copies,
-    widening,
-)
+from meshfold.passes.graph.typed import layouts_of_values
+from meshfold.passes.memory.zero import sharded_layout
+from meshfold.passes.price.parameter_groups import is_unbucketed, parameter_copies
+from meshfold.passes.price.parameters import GroupCopies, local_bytes, member_copies, widening
 
 PIPELINE_ZERO_LEVELS = (0, 1, 2, 3)
 
@@ -69,28 +64,29 @@ def parameters_of(
 
 @dataclass(frozen=True)
 class _Placed:
-    """A parameter under one ZeRO level. whole, layout: in a step and between steps; cut: the axes
-    between them, in the order of the mesh; rest: those that its gradient is all-reduced over."""
+    """A parameter under one ZeRO level. unsharded, layout: in a step and between steps; cut: the
+    axes between them, in the order of the mesh; rest: those that its gradient is all-reduced
+    over."""
 
-    whole: Layout
+    unsharded: Layout
     layout: Layout
-    cut: Axes
+    shard_axes: Axes
     rest: Axes
 
 
 def _place(parameter: Parameter, zero: int, mesh: Mesh) -> _Placed:
     data = ("dp",) if mesh.names[:1] == ("dp",) else ()
-    whole = (*(INVARIANT for _ in data), *parameter.layout)
-    is_whole = parameter.num_holders > 1 or not zero
-    layout = whole if is_whole else sharded_layout(parameter.value, whole, mesh)
-    cut = tuple(n for n, a, b in zip(mesh.names, whole, layout, strict=True) if a != b)
-    rest = tuple(name for name in (*data, *parameter.summed) if name not in cut)
-    return _Placed(whole, layout, cut, rest)
+    unsharded = (*(INVARIANT for _ in data), *parameter.layout)
+    is_unsharded = parameter.num_holders > 1 or not zero
+    layout = unsharded if is_unsharded else sharded_layout(parameter.value, unsharded, mesh)
+    shard_axes = tuple(n for n, a, b in zip(mesh.names, unsharded, layout, strict=True) if a != b)
+    rest = tuple(name for name in (*data, *parameter.summed) if name not in shard_axes)
+    return _Placed(unsharded, layout, shard_axes, rest)
 
 
 @dataclass(frozen=True)
 class LayerCopies:
-    """Seconds of copies into and out of buckets (passes/parameter_prices.py) beyond those of a
+    """Seconds of copies into and out of buckets (passes/price/parameters.py) beyond those of a
     program without dp: with every forward and backward of a microbatch, and once per step. alone:
     by kind of collective and group of ranks the bytes of each parameter with a bucket of its own.
     """
@@ -110,27 +106,27 @@ def copies_of(
     alone = defaultdict[tuple[str, Axes], list[int]](list)
     for parameter in parameters:
         value, placed = parameter.value, _place(parameter, zero, mesh)
-        whole, layout = (_on(costs.mesh, mesh, x) for x in (placed.whole, placed.layout))
-        gather = [costs.mesh.index(name) for name in placed.cut]
-        before, (gathered, reduced) = BucketCopies(), (BucketCopies(), BucketCopies())
+        unsharded, layout = (_on(costs.mesh, mesh, x) for x in (placed.unsharded, placed.layout))
+        gather = [costs.mesh.index(name) for name in placed.shard_axes]
+        before, (gathered, reduced) = GroupCopies(), (GroupCopies(), GroupCopies())
         if parameter.summed or value.master:
-            before = member_copies(value, whole, (), costs.mesh, costs)
-        if placed.cut or placed.rest or value.master:
-            gathered = reduced = parameter_copies(value, layout, gather, costs.mesh, costs)
+            before = member_copies(value, unsharded, (), costs)
+        if placed.shard_axes or placed.rest or value.master:
+            gathered = reduced = parameter_copies(value, layout, gather, costs)
             if zero == 1:
                 # Gradients that are added up over microbatches are copied: autograd may share them.
-                reduced = member_copies(value, layout, gather, costs.mesh, costs)
-        if has_own_bucket(value, layout, gather, costs.mesh, costs):
-            used = local_bytes(value, whole, costs.mesh.sizes)
-            alone["all_gather", placed.cut].append(used)
+                reduced = member_copies(value, layout, gather, costs)
+        if is_unbucketed(value, layout, gather, costs):
+            used = local_bytes(value, unsharded, costs.mesh.sizes)
+            alone["all_gather", placed.shard_axes].append(used)
             if value.requires_grad:
-                alone["reduce_scatter", placed.cut].append(widening(value) * used)
+                alone["reduce_scatter", placed.shard_axes].append(widening(value) * used)
         backward_s += reduced.reduced_s - before.reduced_s
-        is_once = bool(placed.cut) and zero < 3
+        is_once = bool(placed.shard_axes) and zero < 3
         once_s += gathered.gathered_s if is_once else 0.0
-        again_s = (0.0 if is_once else gathered.gathered_s) - before.packed_s
-        forward_s += again_s
-        backward_s += again_s
+        repeated_s = (0.0 if is_once else gathered.gathered_s) - before.packed_s
+        forward_s += repeated_s
+        backward_s += repeated_s
     return LayerCopies(forward_s, backward_s, once_s, alone)
 
 
@@ -150,7 +146,7 @@ class ParameterSums:
     """
 
     def __init__(self, parameters: Sequence[Parameter], zero: int, mesh: Mesh) -> None:
-        self.stored = self.gradients = self.results = self.updated = self.kept = 0
+        self.stored = self.gradients = self.results = self.updated = self.gathered_once_bytes = 0
         self.gathered_once: Counter[Axes] = Counter()
         self.gathered: Counter[Axes] = Counter()
         self.scattered: Counter[Axes] = Counter()
@@ -162,28 +158,30 @@ class ParameterSums:
 
     def _add(self, parameter: Parameter, zero: int, mesh: Mesh) -> None:
         value, placed = parameter.value, _place(parameter, zero, mesh)
-        used, part = (local_bytes(value, x, mesh.sizes) for x in (placed.whole, placed.layout))
-        cut, rest = placed.cut, placed.rest
+        used, shard_bytes = (
+            local_bytes(value, x, mesh.sizes) for x in (placed.unsharded, placed.layout)
+        )
+        shard_axes, rest = placed.shard_axes, placed.rest
         wide = widening(value)
-        self.stored += wide * part
-        if cut and zero == 3:
-            self.gathered[cut] += used
-        elif cut:
-            self.gathered_once[cut] += used
-            self.kept += used
+        self.stored += wide * shard_bytes
+        if shard_axes and zero == 3:
+            self.gathered[shard_axes] += used
+        elif shard_axes:
+            self.gathered_once[shard_axes] += used
+            self.gathered_once_bytes += used
         if not value.requires_grad:
             return
-        self.gradients += wide * (used if zero == 1 else part)
-        self.results += wide * part
-        self.updated += wide * part
-        if cut:
-            (self.scattered_once if zero == 1 else self.scattered)[cut] += wide * used
+        self.gradients += wide * (used if zero == 1 else shard_bytes)
+        self.results += wide * shard_bytes
+        self.updated += wide * shard_bytes
+        if shard_axes:
+            (self.scattered_once if zero == 1 else self.scattered)[shard_axes] += wide * used
         if rest:
-            self.reduced[rest] += wide * part
+            self.reduced[rest] += wide * shard_bytes
         if parameter.num_holders > 1:
             self.tied.append((wide * used, parameter.num_holders))
 
-    def passing_bytes(self, memory: RegionMemory) -> int:
+    def workspace_bytes(self, memory: RegionMemory) -> int:
         """The worst of forward, backward and reduction: temporaries, two layers' gathered
         parameters, a reduction in flight, flat buffers and results of the layer's own."""
         inside = memory.backward_peak_bytes - memory.saved_bytes

@@ -1,16 +1,17 @@
-"""From a folded graph and degrees of parallelism to a chain of layers that stages are cut from.
+"""Turns a folded graph and degrees of parallelism into a chain of layers that is divided into
+stages.
 
-    MicrobatchGraphs      graph of one microbatch of one rank            (pipeline_microbatch.py)
-      -> region search    on ep and tp, per microbatch size and these    (uniform_search.py)
-      -> RegionTable      prices and memory by what is recomputed        (pipeline_layers.py)
+    MicrobatchGraphs      graph of one microbatch of one rank            (split/microbatch.py)
+      -> region search    on ep and tp, per microbatch size and these    (region/typing.py)
+      -> RegionTable      prices and memory by what is recomputed        (layers.py)
       -> StageProblem     one run per run of the folded graph, with its
-                          strategies, hops and held values               (stage_problem.py)
+                          strategies, hops and resident bytes               (stages/problem.py)
 
-Instances are layers of the chain in execution order. At a cut every value that is made before it
-and read behind it crosses if it depends on the batch; what does not, each stage makes for itself
-(passes/stage_graphs.py). The next stage receives it, keeps it per microbatch in flight, and hands
-it on if a later one reads it, too. All stages of one pipeline are sequence-parallel or none is, so
-that the layouts at the cuts agree.
+Instances are layers of the chain in execution order. At a stage boundary every value that is made
+before it and read behind it crosses if it depends on the batch; what does not, each stage makes for
+itself (split/stage_graphs.py). The next stage receives it, keeps it per microbatch in flight, and
+passes it on if a later one reads it, too. All stages of one pipeline are sequence-parallel or none
+is, so that the layouts at the boundaries agree.
 """
 
 from collections.abc import Sequence
@@ -28,33 +29,29 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import ITEM_BYTES, Dependence, FoldedGraph, SourceKind
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import Degrees, Recompute, UniformStrategy
-from meshfold.passes.memory.region import Probe, memory_of_region
+from meshfold.ir.strategy import Degrees, Recompute, TpMode, UniformStrategy
+from meshfold.passes.memory.local_program import Probe
+from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import program_states
-from meshfold.passes.pipeline.layers import (
-    LayerFigures,
-    RegionTable,
-    Surroundings,
-    layer_figures,
-)
+from meshfold.passes.pipeline.layers import RegionTable, StageContext, StrategyCosts, strategy_costs
 from meshfold.passes.pipeline.parameters import Axes, parameters_of
+from meshfold.passes.price.parameters import local_bytes
 from meshfold.passes.price.weight_gradients import weight_gradients_s
-from meshfold.passes.region.parameter_tables import local_bytes
 from meshfold.passes.region.search import RegionSolution
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.run.hull import FloatArray, IntArray
 from meshfold.passes.split.microbatch import MicrobatchGraphs
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
 
-_TableKey = tuple[int, Degrees, bool, tuple[Recompute, ...]]
-"""(parts of the batch, axes without dp, sequence parallel, what is recomputed)."""
+_TableKey = tuple[int, Degrees, TpMode, tuple[Recompute, ...]]
+"""(slices of the batch, axes without dp, mode of tp, what is recomputed)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ProgramTables:
     """A program typed for one microbatch of one rank of dp, on ep, cp and tp. crossing_bytes: of
-    what crosses the cut before each instance, 0 before the first. buffer_bytes, input_bytes: of one
-    rank."""
+    what crosses the boundary before each instance, 0 before the first. buffer_bytes, input_bytes:
+    of one rank."""
 
     folded: FoldedGraph
     regions: tuple[RegionTable, ...]
@@ -63,22 +60,16 @@ class ProgramTables:
     input_bytes: int
     sharded_fraction: float
 
-    @property
-    def fastest_s(self) -> list[tuple[float, float]]:
-        """Per layer what a forward and what a microbatch both ways take at least, seconds."""
-        regions = [self.regions[i.region] for i in self.folded.instances]
-        return [(region.least_forward_s, region.fastest_s) for region in regions]
-
 
 @dataclass(frozen=True, eq=False)
 class PipelineProblem:
-    """A chain with everything its answer is written down from. figures: region number and name of
-    a strategy -> its figures."""
+    """A chain with everything its answer is written down from. layer_costs: region number and name
+    of a strategy -> its costs."""
 
     degrees: UniformStrategy
     mesh: Mesh
     chain: StageProblem
-    figures: dict[tuple[int, str], LayerFigures]
+    layer_costs: dict[tuple[int, str], StrategyCosts]
     tables: ProgramTables
     fixed_bytes: int
     capacity_bytes: int
@@ -110,12 +101,12 @@ class PipelineProblems:
         self._holders = _num_holders(folded)
         self._searches: dict[tuple[int, Degrees], MeshSearch] = {}
         self._tables: dict[_TableKey, ProgramTables] = {}
-        self._around: dict[tuple[int, Degrees], Surroundings] = {}
+        self._contexts: dict[tuple[int, Degrees], StageContext] = {}
 
     def tables(self, degrees: UniformStrategy, recomputes: Sequence[Recompute]) -> ProgramTables:
         """The typed program that the axes, microbatches and sequence_parallel ask for."""
-        parts, words = degrees.dp * degrees.microbatches, tuple(sorted(recomputes))
-        key = parts, degrees.degrees._replace(dp=1), degrees.sequence_parallel, words
+        num_slices, words = degrees.dp * degrees.microbatches, tuple(sorted(recomputes))
+        key = num_slices, degrees.degrees._replace(dp=1), degrees.tp_mode, words
         if key not in self._tables:
             self._tables[key] = self._typed(*key)
         return self._tables[key]
@@ -125,10 +116,10 @@ class PipelineProblems:
         degrees = replace(strategies[0], zero=0, recompute="none")
         recomputes = list(dict.fromkeys(s.recompute for s in strategies))
         tables = self.tables(degrees, recomputes)
-        regions = [_undominated(figures) for figures in self.figures(strategies)]
+        regions = [_undominated(layer_costs) for layer_costs in self.layer_costs(strategies)]
         layers = [
-            _layer_costs(region.name, figures)
-            for region, figures in zip(tables.folded.regions, regions, strict=True)
+            _run_costs(region.name, layer_costs)
+            for region, layer_costs in zip(tables.folded.regions, regions, strict=True)
         ]
         fixed_bytes = self._fixed_bytes(tables, degrees)
         chain = StageProblem.build(
@@ -137,31 +128,43 @@ class PipelineProblems:
             num_microbatches=degrees.microbatches,
             memory_bytes=max(0, self.capacity_bytes - fixed_bytes),
             hop_s=self._hops_s(tables, degrees),
-            held_bytes=tables.crossing_bytes,
+            resident_bytes=tables.crossing_bytes,
         )
-        figures = {
+        layer_costs = {
             (r, x.strategy.label): x for r, of_region in enumerate(regions) for x in of_region
         }
         return PipelineProblem(
             degrees,
             self.mesh(degrees),
             chain,
-            figures,
+            layer_costs,
             tables,
             fixed_bytes,
             self.capacity_bytes,
             self.launch_s,
         )
 
-    def figures(self, strategies: Sequence[UniformStrategy]) -> list[list[LayerFigures]]:
-        """Per region the figures of a layer under each of `strategies`, alike in all degrees."""
+    def layer_costs(self, strategies: Sequence[UniformStrategy]) -> list[list[StrategyCosts]]:
+        """Per region the costs of a layer under each of `strategies`, alike in all degrees."""
         recomputes = list(dict.fromkeys(s.recompute for s in strategies))
         tables = self.tables(strategies[0], recomputes)
-        around = self._surroundings(strategies[0])
+        context = self._context(strategies[0])
         return [
-            [layer_figures(table, strategy, around) for strategy in strategies]
+            [strategy_costs(table, strategy, context) for strategy in strategies]
             for table in tables.regions
         ]
+
+    def fastest_s(self, strategies: Sequence[UniformStrategy]) -> list[tuple[float, float]]:
+        """Per layer what a forward and what a microbatch both ways take at least, seconds."""
+        tables = self.tables(strategies[0], list(dict.fromkeys(s.recompute for s in strategies)))
+        least = [
+            (
+                min(x.forward_s for x in layer_costs),
+                min(x.forward_s + x.backward_s for x in layer_costs),
+            )
+            for layer_costs in self.layer_costs(strategies)
+        ]
+        return [least[i.region] for i in tables.folded.instances]
 
     def mesh(self, degrees: UniformStrategy) -> Mesh:
         """Of all ranks."""
@@ -175,32 +178,28 @@ class PipelineProblems:
     # Tables.
 
     def _typed(
-        self,
-        parts: int,
-        degrees: Degrees,
-        sequence_parallel: bool,
-        recomputes: Sequence[Recompute],
+        self, num_slices: int, degrees: Degrees, mode: TpMode, recomputes: Sequence[Recompute]
     ) -> ProgramTables:
-        folded = self.microbatches.graph(parts)
-        key = parts, degrees
+        folded = self.microbatches.graph(num_slices)
+        key = num_slices, degrees
         if key not in self._searches:
             mesh = build_mesh(self.cluster, **degrees._asdict())
-            size = self.batch_size // parts
+            size = self.batch_size // num_slices
             self._searches[key] = MeshSearch(folded, self.cluster, mesh, size)
         search = self._searches[key]
-        program = search.solve(zero=0, sequence_parallel=sequence_parallel)
-        solutions = search.solutions(sequence_parallel=sequence_parallel)
+        program = search.solve(zero=0, mode=mode)
+        solutions = search.solutions(mode)
         tables = [
             self._region(folded, r, search, solution, recomputes)
             for r, solution in enumerate(solutions)
         ]
-        kept = _kept_outputs(folded, tables)
+        saved = _saved_outputs(folded, tables)
         states = program_states(folded, program.typings, search.mesh)
         crossing = _crossing_bytes(folded, [s.typing.outputs for s in solutions], search)
         return ProgramTables(
             folded,
             tuple(
-                replace(table, kept_output_bytes=k) for table, k in zip(tables, kept, strict=True)
+                replace(table, saved_output_bytes=k) for table, k in zip(tables, saved, strict=True)
             ),
             crossing,
             states.buffers,
@@ -217,35 +216,28 @@ class PipelineProblems:
         recomputes: Sequence[Recompute],
     ) -> RegionTable:
         graph, typing = folded.regions[region].graph, solution.typing
+        memory = MemoryModel(search.costs, self.probe)
         floats = next(i.floats for i in folded.instances if i.region == region)
         return RegionTable(
             mesh=search.mesh,
             prices={r: solution.pricer.price(typing.slots, r) for r in recomputes},
             memories={
-                r: memory_of_region(
-                    graph,
-                    replace(typing, recompute=r),
-                    search.mesh,
-                    self.probe,
-                    costs=search.costs,
-                    floats=floats,
-                )
-                for r in recomputes
+                r: memory.region(graph, replace(typing, recompute=r), floats) for r in recomputes
             },
             parameters=parameters_of(graph, typing, search.mesh, self._holders[region]),
-            weight_s=weight_gradients_s(graph, solution.rules, search.mesh, search.costs),
-            kept_output_bytes=0,
+            weight_s=weight_gradients_s(graph, solution.rules, search.costs),
+            saved_output_bytes=0,
         )
 
-    # Surroundings.
+    # StageContext.
 
-    def _surroundings(self, degrees: UniformStrategy) -> Surroundings:
+    def _context(self, degrees: UniformStrategy) -> StageContext:
         key = degrees.pp, degrees.degrees
-        if key not in self._around:
-            self._around[key] = self._made_surroundings(degrees)
-        return self._around[key]
+        if key not in self._contexts:
+            self._contexts[key] = self._new_context(degrees)
+        return self._contexts[key]
 
-    def _made_surroundings(self, degrees: UniformStrategy) -> Surroundings:
+    def _new_context(self, degrees: UniformStrategy) -> StageContext:
         mesh = self.mesh(degrees)
         costs = CostModel(self.cluster, mesh)
         over_pp = GroupShape(1, 1, 1, 1)
@@ -263,7 +255,7 @@ class PipelineProblems:
             link, network = costs.node_link, self.cluster.network
             return collective_s("all_reduce", num_bytes, group, link, network)
 
-        return Surroundings(
+        return StageContext(
             Mesh(tuple(axis for axis in mesh.axes if axis.name != "pp")),
             min(1.0, degrees.pp / len(self.folded.instances)),
             over,
@@ -273,12 +265,12 @@ class PipelineProblems:
         )
 
     def _hops_s(self, tables: ProgramTables, degrees: UniformStrategy) -> FloatArray:
-        cuts = tables.crossing_bytes[1:]
+        crossing = tables.crossing_bytes[1:].tolist()
         if degrees.pp == 1:
-            return np.zeros(len(cuts))
+            return np.zeros(len(crossing))
         link = hop_link(self.cluster, self.mesh(degrees))
-        seconds = {size: hop_s(size, link) for size in set(cuts.tolist())}
-        return np.array([seconds[size] for size in cuts.tolist()])
+        seconds = {size: hop_s(size, link) for size in set(crossing)}
+        return np.array([seconds[size] for size in crossing])
 
     def _fixed_bytes(self, tables: ProgramTables, degrees: UniformStrategy) -> int:
         """Framework, buffers, the batch, and parameters that no layer reads."""
@@ -307,9 +299,9 @@ def _num_holders(folded: FoldedGraph) -> list[list[int]]:
     return holders
 
 
-def _kept_outputs(folded: FoldedGraph, tables: Sequence[RegionTable]) -> list[int]:
+def _saved_outputs(folded: FoldedGraph, tables: Sequence[RegionTable]) -> list[int]:
     """Per region, bytes of outputs that a reader keeps for its backward, whatever it recomputes."""
-    kept: list[dict[int, int]] = [{} for _ in tables]
+    saved: list[dict[int, int]] = [{} for _ in tables]
     for instance in folded.instances:
         readers = tables[instance.region].memories.values()
         for slot, source in enumerate(instance.sources):
@@ -318,14 +310,14 @@ def _kept_outputs(folded: FoldedGraph, tables: Sequence[RegionTable]) -> list[in
             if any(slot in memory.saved_slots for memory in readers):
                 maker = folded.instances[source.instance].region
                 sizes = [m.output_bytes[source.output] for m in tables[maker].memories.values()]
-                kept[maker][source.output] = max(sizes)
-    return [sum(outputs.values()) for outputs in kept]
+                saved[maker][source.output] = max(sizes)
+    return [sum(outputs.values()) for outputs in saved]
 
 
 def _crossing_bytes(
     folded: FoldedGraph, outputs: Sequence[Sequence[Layout]], search: MeshSearch
 ) -> IntArray:
-    """Bytes that cross the cut before each instance. outputs: layouts, per region."""
+    """Bytes that cross the boundary before each instance. outputs: layouts, per region."""
     last_reader: dict[tuple[int, int], int] = {}
     for k, instance in enumerate(folded.instances):
         for source in instance.sources:
@@ -342,19 +334,19 @@ def _crossing_bytes(
     return crossing
 
 
-def _undominated(figures: Sequence[LayerFigures]) -> list[LayerFigures]:
+def _undominated(layer_costs: Sequence[StrategyCosts]) -> list[StrategyCosts]:
     """Without those that another one is no worse than in anything; of equals the first by name."""
-    ordered = sorted(figures, key=lambda x: (_criteria(x), x.strategy.label))
-    kept: list[LayerFigures] = []
+    ordered = sorted(layer_costs, key=lambda x: (_criteria(x), x.strategy.label))
+    undominated: list[StrategyCosts] = []
     for x in ordered:
         mine = _criteria(x)
-        others = map(_criteria, kept)
+        others = map(_criteria, undominated)
         if not any(all(a <= b for a, b in zip(o, mine, strict=True)) for o in others):
-            kept.append(x)
-    return kept
+            undominated.append(x)
+    return undominated
 
 
-def _criteria(x: LayerFigures) -> tuple[float, ...]:
+def _criteria(x: StrategyCosts) -> tuple[float, ...]:
     return (
         x.forward_s,
         x.backward_s,
@@ -362,19 +354,19 @@ def _criteria(x: LayerFigures) -> tuple[float, ...]:
         x.sync_s,
         x.state_bytes,
         x.activation_bytes,
-        x.passing_bytes,
+        x.workspace_bytes,
     )
 
 
-def _layer_costs(name: str, figures: Sequence[LayerFigures]) -> LayerCosts:
+def _run_costs(name: str, layer_costs: Sequence[StrategyCosts]) -> LayerCosts:
     return LayerCosts.build(
         name,
-        tuple(x.strategy.label for x in figures),
-        forward_s=[x.forward_s for x in figures],
-        backward_s=[x.backward_s for x in figures],
-        weight_s=[x.weight_s for x in figures],
-        sync_s=[x.sync_s for x in figures],
-        state_bytes=[x.state_bytes for x in figures],
-        activation_bytes=[x.activation_bytes for x in figures],
-        transient_bytes=[x.passing_bytes for x in figures],
+        tuple(x.strategy.label for x in layer_costs),
+        forward_s=[x.forward_s for x in layer_costs],
+        backward_s=[x.backward_s for x in layer_costs],
+        weight_s=[x.weight_s for x in layer_costs],
+        sync_s=[x.sync_s for x in layer_costs],
+        state_bytes=[x.state_bytes for x in layer_costs],
+        activation_bytes=[x.activation_bytes for x in layer_costs],
+        transient_bytes=[x.workspace_bytes for x in layer_costs],
     )

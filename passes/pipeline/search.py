@@ -1,11 +1,11 @@
 """The best pipeline of one model: stages and strategies per layer on every choice of degrees.
 
-    tree of degrees (pipeline_tree.py), a bound for each
-        -> lowest bound first, until it reaches the best plan found (mesh_search.best_first),
+    tree of degrees (tree.py), a bound for each
+        -> lowest bound first, until it reaches the best plan found (best_first.best_first),
            bounds in three tiers, each dearer and higher than the one before:
 
-    peak rate, kernels   pipeline_bounds.py
-    stages               the bound of the stage search before its gap is closed (stage_search.py)
+    peak rate, kernels   bounds.py
+    stages               the bound of the stage search before its gap is closed (stages/search.py)
 
 The last one comes with a plan, so that the best one is known early; only degrees whose bound is
 still below it are searched to the end. The plan without a pipeline takes part as a candidate that
@@ -18,34 +18,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
-from meshfold.errors import InfeasibleError
 from meshfold.ir.strategy import UniformStrategy
-from meshfold.passes.pipeline.best_first import BoundRule, MeshSearchResult, Solution, best_first
+from meshfold.passes.pipeline.best_first import BestFirstResult, Solution, best_first
 from meshfold.passes.pipeline.bounds import KERNELS, PEAK_RATE, kernels_bound_s, peak_rate_bounds_s
-from meshfold.passes.pipeline.layers import LayerFigures
+from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
 from meshfold.passes.pipeline.tree import PipelineTree
 from meshfold.passes.stages.answer import PipelinePlan
 from meshfold.passes.stages.search import search_faster_stages
+from meshfold.passes.stages.solved import step_ends_s
 
 STAGES = "stages above the best plan"
 
 TOLERANCE = 1e-3
 """Degrees that cannot be better by more than this share are left out; the gap says so."""
 
-MAX_PARTS = 120
-"""Parts of cuts bounded apart, per schedule, where a gap is closed."""
+MAX_BRANCHES = 120
+"""Groups of stage boundaries bounded apart, per schedule, where a gap is closed."""
 
 
 @dataclass(frozen=True, eq=False)
 class PricedPipeline:
-    """Stages with exact figures. layers: per layer of the chain its figures; device_s: per device
-    of the pipeline from the start to the end of its last work; step_s: the latest of them."""
+    """Stages with exact costs. layers: per layer of the chain its costs; device_s: per device of
+    the pipeline from the start to the end of its last work; step_s: the latest of them."""
 
     problem: PipelineProblem
     plan: PipelinePlan
-    layers: tuple[LayerFigures, ...]
+    layers: tuple[StrategyCosts, ...]
     device_s: tuple[float, ...]
 
     @property
@@ -61,7 +60,7 @@ class PipelineOutcome:
 
     best: PricedPipeline | None
     lower_bound_s: float
-    cuts: dict[str, int]
+    pruned: dict[str, int]
     searched: tuple[tuple[UniformStrategy, float, float | None], ...]
 
     @property
@@ -84,15 +83,15 @@ def search_pipelines(
 ) -> PipelineOutcome:
     """The best pipeline that beats `step_s`, the step of the best plan without one, whose own lower
     bound is `lower_bound_s` (both infinite where there is none)."""
-    race = _Race(problems, tree, step_s, lower_bound_s)
-    result = race.run()
-    searched = tuple(race.searched[i] for i in sorted(race.searched))
+    search = _PipelineSearch(problems, tree, step_s, lower_bound_s)
+    result = search.run()
+    searched = tuple(search.searched[i] for i in sorted(search.searched))
     if result is None:
         return PipelineOutcome(None, np.inf, {}, searched)
-    return PipelineOutcome(result.solution.plan, result.lower_bound_s, race.cuts(), searched)
+    return PipelineOutcome(result.solution.plan, result.lower_bound_s, search.pruned(), searched)
 
 
-class _Race:
+class _PipelineSearch:
     """Candidates in order of their bounds; the last one is the plan without a pipeline."""
 
     def __init__(
@@ -109,27 +108,22 @@ class _Race:
         self.searched: dict[int, tuple[UniformStrategy, float, float | None]] = {}
         """By number of the candidate: degrees, lower bound, step."""
 
-    def cuts(self) -> dict[str, int]:
-        """Leaves left out, by rule."""
-        cuts: Counter[str] = Counter()
+    def pruned(self) -> dict[str, int]:
+        """Strategies left out, by rule."""
+        pruned: Counter[str] = Counter()
         for index, rule in self.tiers.items():
-            cuts[rule] += len(self.tree.strategies_of(self.degrees[index]))
-        return dict(cuts)
+            pruned[rule] += len(self.tree.strategies_of(self.degrees[index]))
+        return dict(pruned)
 
-    def run(self) -> MeshSearchResult[PricedPipeline | None] | None:
+    def run(self) -> BestFirstResult[PricedPipeline | None] | None:
         """The winner; None when nothing fits."""
         candidates = [_key(d) for d in self.degrees]
         bounds = peak_rate_bounds_s(self.problems, self.tree)
         if np.isfinite(self.incumbent_s):
             candidates.append((0,) * len(candidates[0]))
             bounds = np.append(bounds, self.without.lower_bound_s)
-        refine = [BoundRule(KERNELS, self._kernels_s), BoundRule(STAGES, self._stages_s)]
-        try:
-            return best_first(
-                candidates, (PEAK_RATE, bounds), self._solve, refine=refine, tolerance=TOLERANCE
-            )
-        except InfeasibleError:
-            return None
+        refine = [self._kernels_s, self._stages_s]
+        return best_first(candidates, bounds, self._solve, refine=refine, tolerance=TOLERANCE)
 
     def _kernels_s(self, index: int) -> float:
         if index == len(self.degrees):
@@ -142,23 +136,25 @@ class _Race:
         if index == len(self.degrees):
             return 0.0
         self.tiers[index] = STAGES
-        bound_s, step_s = self._search(index, max_parts=0)
+        bound_s, step_s = self._search(index, max_branches=0)
         self.searched[index] = self.degrees[index], bound_s, step_s
         return bound_s
 
-    def _solve(self, index: int, limit_s: float) -> Solution[PricedPipeline | None] | None:
+    def _solve(self, index: int, limit_s: float) -> Solution[PricedPipeline | None] | float:
         if index == len(self.degrees):
             return self.without
         del self.tiers[index]
-        bound_s, _ = self._search(index, max_parts=MAX_PARTS)
+        bound_s, _ = self._search(index, max_branches=MAX_BRANCHES)
         found = self.found.get(index)
+        bound_s = max(bound_s, self.searched[index][1])
         if found is None:
-            return None
-        bound_s = min(found.step_s, max(bound_s, self.searched[index][1]))
+            self.searched[index] = self.degrees[index], bound_s, None
+            return bound_s
+        bound_s = min(found.step_s, bound_s)
         self.searched[index] = self.degrees[index], bound_s, found.step_s
         return Solution(found.step_s, bound_s, found)
 
-    def _search(self, index: int, max_parts: int) -> tuple[float, float | None]:
+    def _search(self, index: int, max_branches: int) -> tuple[float, float | None]:
         """(lower bound, step if there is a plan) of the stages under one choice of degrees."""
         problem = self.problems.problem(self.tree.strategies_of(self.degrees[index]))
         schedules = self.tree.schedules_of(self.degrees[index])
@@ -166,7 +162,7 @@ class _Race:
         if index in self.found:
             beat_s = np.inf
         plan = search_faster_stages(
-            problem.chain, schedules, beat_s - problem.launch_s, max_parts=max_parts
+            problem.chain, schedules, beat_s - problem.launch_s, max_branches=max_branches
         )
         if not isinstance(plan, PipelinePlan):
             return plan + problem.launch_s, None
@@ -183,22 +179,14 @@ def _key(degrees: UniformStrategy) -> tuple[int, ...]:
 
 
 def priced_pipeline(problem: PipelineProblem, plan: PipelinePlan) -> PricedPipeline:
-    """`plan` with the figures of its layers, and the launch of the optimizer that the chain leaves
+    """`plan` with the costs of its layers, and the launch of the optimizer that the chain leaves
     out."""
-    layers: list[LayerFigures] = []
+    layers: list[StrategyCosts] = []
     regions = [r for r, _, _ in problem.tables.folded.runs]
     for stage in plan.stages:
         for block in stage.blocks:
-            layers += [problem.figures[regions[block.run], block.strategy]] * block.count
-    cuts = [stage.first for stage in plan.stages[1:]]
-    times = StageTimes.build(
-        [stage.forward_s for stage in plan.stages],
-        [stage.backward_s for stage in plan.stages],
-        weight_s=[stage.weight_s for stage in plan.stages],
-        hop_s=problem.chain.hop_s[cuts],
-    )
-    p = problem.degrees.pp
-    ends_s = device_ends_s(plan.schedule, times).tolist()
-    once_s = [sum(plan.stages[s].sync_s for s in plan.schedule.stages_of(i)) for i in range(p)]
-    device_s = [end_s + late + problem.launch_s for end_s, late in zip(ends_s, once_s, strict=True)]
-    return PricedPipeline(problem, plan, tuple(layers), tuple(device_s))
+            layers += [problem.layer_costs[regions[block.run], block.strategy]] * block.count
+    boundaries = [stage.first for stage in plan.stages[1:]]
+    ends_s = step_ends_s(plan.schedule, plan.stages, problem.chain.hop_s[boundaries])
+    device_s = tuple((ends_s + problem.launch_s).tolist())
+    return PricedPipeline(problem, plan, tuple(layers), device_s)

@@ -5,7 +5,7 @@
         -> ZeRO level -> recompute                                     by layer
 
 A candidate is a UniformStrategy of degrees alone; every layer then takes one of the strategies that
-`strategies_of` lists. One stage and one microbatch is the tree of decision_tree.py. Cuts are named
+`strategies_of` lists. One stage and one microbatch is the tree of one_pass/tree.py. Cuts are named
 and counted in leaves, under the first rule that applies, as there.
 """
 
@@ -17,17 +17,17 @@ from typing import get_args
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
 from meshfold.ir.strategy import Recompute, UniformStrategy
-from meshfold.passes.mesh_degrees import divisors
 from meshfold.passes.one_pass.tree import (
     CONTEXT,
     NODE,
     PINNED,
     PLANNED,
-    Situation,
+    SearchSpec,
     Tree,
-    can_cut_batch,
+    can_shard_batch,
+    divisors,
     keeps_pins,
-    may_cut_for_batch,
+    may_shard_batch,
     offered_axes,
 )
 from meshfold.passes.pipeline.parameters import PIPELINE_ZERO_LEVELS
@@ -43,20 +43,20 @@ KINDS_WITHOUT_ZERO = len(get_args(Recompute))
 
 DEGREE_PINS = ("pp", "dp", "ep", "cp", "tp", "sp", "microbatches")
 
-SCHEDULE_PINS = ("schedule", "chunks")
+SCHEDULE_PINS = ("schedule", "virtual_stages")
 
 
 @dataclass(frozen=True)
 class PipelineTree:
     """candidates: degrees that no rule cuts; kinds: (ZeRO level, recompute) that pins leave.
-    num_layers: of the model; kind, num_chunks: what pins leave of schedules, None: any."""
+    num_layers: of the model; kind, num_virtual_stages: what pins leave of schedules, None: any."""
 
     candidates: tuple[UniformStrategy, ...]
     kinds: tuple[tuple[int, Recompute], ...]
     tree: Tree
     num_layers: int
     kind: ScheduleKind | None = None
-    num_chunks: int | None = None
+    num_virtual_stages: int | None = None
 
     def schedules_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
         """The orders in which stages may run the microbatches of `degrees`.
@@ -65,10 +65,10 @@ class PipelineTree:
         for each choice of degrees instead of tenths of a second.
         """
         offered = offered_schedules(
-            degrees.pp, degrees.microbatches, self.num_layers, self.kind, self.num_chunks
+            degrees.pp, degrees.microbatches, self.num_layers, self.kind, self.num_virtual_stages
         )
-        if self.kind is None and self.num_chunks is None:
-            return tuple(s for s in offered if s.num_chunks == 1)
+        if self.kind is None and self.num_virtual_stages is None:
+            return tuple(s for s in offered if s.num_virtual_stages == 1)
         return offered
 
     def strategies_of(self, degrees: UniformStrategy) -> list[UniformStrategy]:
@@ -76,78 +76,80 @@ class PipelineTree:
         return _strategies(degrees, self.kinds)
 
 
-def grow_pipelines(situation: Situation, num_layers: int) -> PipelineTree:
-    """Every candidate that no rule cuts. Raises OptionError naming the rule, and the pins, when
+def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
+    """Every candidate that no rule prunes. Raises OptionError naming the rule, and the pins, when
     none is left."""
-    kinds = _kinds(situation)
-    kind, num_chunks = _schedule_pins(situation)
+    kinds = _kinds(spec)
+    kind, num_virtual_stages = _schedule_pins(spec)
     pinned = kinds
-    if not situation.allow_planned:
-        kinds = _running(kinds, situation)
-    left = list(_all_degrees(situation))
-    cuts: Counter[str] = Counter()
-    num_leaves = _num_leaves(left)
-    pins = {k: v for k, v in situation.pins.items() if k in DEGREE_PINS}
+    if not spec.allow_planned:
+        kinds = _running(kinds, spec)
+    left = list(_all_degrees(spec))
+    pruned: Counter[str] = Counter()
+    num_strategies = _num_strategies(left)
+    pins = {k: v for k, v in spec.pins.items() if k in DEGREE_PINS}
     rules: list[tuple[str, Callable[[UniformStrategy], bool]]] = [
         (PINNED, lambda d: keeps_pins(d, pins) and bool(_strategies(d, kinds))),
-        (BATCH, lambda d: situation.batch_size % (d.degrees.batch_ranks * d.microbatches) == 0),
+        (BATCH, lambda d: spec.batch_size % (d.degrees.batch_ranks * d.microbatches) == 0),
         (LAYERS, lambda d: d.pp <= num_layers),
     ]
-    if kind or num_chunks:
+    if kind or num_virtual_stages:
         rules.append(
             (
                 SCHEDULE,
                 lambda d: bool(
                     d.pp > 1
-                    and offered_schedules(d.pp, d.microbatches, num_layers, kind, num_chunks)
+                    and offered_schedules(
+                        d.pp, d.microbatches, num_layers, kind, num_virtual_stages
+                    )
                 ),
             )
         )
     for name, keeps in rules:
         kept = [d for d in left if keeps(d)]
         if not kept:
-            raise OptionError(_why_not(name, situation, num_layers))
-        cuts[name] += _num_leaves(left) - _num_leaves(kept)
+            raise OptionError(_why_not(name, spec, num_layers))
+        pruned[name] += _num_strategies(left) - _num_strategies(kept)
         left = kept
-    further = [d for d in left if not _cuts_further(d, situation)]
-    cuts[CONTEXT] += _num_leaves(left) - _num_leaves(further)
+    further = [d for d in left if not _could_shard_batch(d, spec)]
+    pruned[CONTEXT] += _num_strategies(left) - _num_strategies(further)
     left = further
-    if NODE not in situation.switched_off:
-        inside = [d for d in left if d.tp <= situation.devices_per_node]
-        cuts[NODE] += _num_leaves(left) - _num_leaves(inside or left)
+    if NODE not in spec.switched_off:
+        inside = [d for d in left if d.tp <= spec.devices_per_node]
+        pruned[NODE] += _num_strategies(left) - _num_strategies(inside or left)
         left = inside or left
-    leaves = tuple(s for d in left for s in _strategies(d, kinds))
+    strategies = tuple(s for d in left for s in _strategies(d, kinds))
     num_pinned = sum(len(_strategies(d, pinned)) for d in left)
-    cuts[PINNED] += _num_leaves(left) - num_pinned
-    cuts[PLANNED] += num_pinned - len(leaves)
-    tree = Tree(leaves, num_leaves, {k: n for k, n in sorted(cuts.items()) if n})
-    return PipelineTree(tuple(left), kinds, tree, num_layers, kind, num_chunks)
+    pruned[PINNED] += _num_strategies(left) - num_pinned
+    pruned[PLANNED] += num_pinned - len(strategies)
+    tree = Tree(strategies, num_strategies, {k: n for k, n in sorted(pruned.items()) if n})
+    return PipelineTree(tuple(left), kinds, tree, num_layers, kind, num_virtual_stages)
 
 
-def _cuts_further(degrees: UniformStrategy, situation: Situation) -> bool:
+def _could_shard_batch(degrees: UniformStrategy, spec: SearchSpec) -> bool:
     """Whether the batch could do for cp: a microbatch part of it, or all of it what cp and stages
     do, which neither communicate inside a region then nor wait for one another."""
     if degrees.cp == 1:
         return False
     axes = degrees.degrees
     over_all = axes._replace(dp=axes.dp * degrees.cp * degrees.pp, cp=1)
-    return can_cut_batch(axes, situation, degrees.microbatches) or (
-        may_cut_for_batch(situation) and situation.batch_size % over_all.batch_ranks == 0
+    return can_shard_batch(axes, spec, degrees.microbatches) or (
+        may_shard_batch(spec) and spec.batch_size % over_all.batch_ranks == 0
     )
 
 
-def _schedule_pins(situation: Situation) -> tuple[ScheduleKind | None, int | None]:
-    name, chunks = situation.pins.get("schedule"), situation.pins.get("chunks")
+def _schedule_pins(spec: SearchSpec) -> tuple[ScheduleKind | None, int | None]:
+    name, chunks = spec.pins.get("schedule"), spec.pins.get("virtual_stages")
     assert chunks is None or isinstance(chunks, int)
     return ScheduleKind(str(name)) if name else None, chunks
 
 
-def _all_degrees(situation: Situation) -> Iterator[UniformStrategy]:
+def _all_degrees(spec: SearchSpec) -> Iterator[UniformStrategy]:
     """pp and axes that multiply to the devices, with every number of microbatches."""
-    n = situation.num_devices
+    n = spec.num_devices
     for pp in divisors(n):
-        for degrees in offered_axes(replace(situation, num_devices=n // pp)):
-            for m in divisors(situation.batch_size):
+        for degrees in offered_axes(replace(spec, num_devices=n // pp)):
+            for m in divisors(spec.batch_size):
                 if pp == m == 1:
                     continue
                 for sp in (False, True) if degrees.tp > 1 else (False,):
@@ -160,8 +162,8 @@ def _every_kind() -> tuple[tuple[int, Recompute], ...]:
     return tuple((zero, r) for zero in PIPELINE_ZERO_LEVELS for r in get_args(Recompute))
 
 
-def _kinds(situation: Situation) -> tuple[tuple[int, Recompute], ...]:
-    pins = {k: v for k, v in situation.pins.items() if k not in DEGREE_PINS + SCHEDULE_PINS}
+def _kinds(spec: SearchSpec) -> tuple[tuple[int, Recompute], ...]:
+    pins = {k: v for k, v in spec.pins.items() if k not in DEGREE_PINS + SCHEDULE_PINS}
     return tuple(
         (zero, r)
         for zero, r in _every_kind()
@@ -170,7 +172,7 @@ def _kinds(situation: Situation) -> tuple[tuple[int, Recompute], ...]:
 
 
 def _running(
-    kinds: tuple[tuple[int, Recompute], ...], situation: Situation
+    kinds: tuple[tuple[int, Recompute], ...], spec: SearchSpec
 ) -> tuple[tuple[int, Recompute], ...]:
     """Those that run. Raises OptionError where pins ask for something else."""
     # Two microbatches stand for what is not one pass.
@@ -180,7 +182,7 @@ def _running(
         if UniformStrategy(zero=zero, recompute=recompute, microbatches=2).runs
     )
     if kinds and not left:
-        pins = ", ".join(f"{name}={value}" for name, value in situation.pins.items())
+        pins = ", ".join(f"{name}={value}" for name, value in spec.pins.items())
         raise OptionError(
             f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
         )
@@ -198,13 +200,13 @@ def _strategies(
     ]
 
 
-def _num_leaves(degrees: Sequence[UniformStrategy]) -> int:
+def _num_strategies(degrees: Sequence[UniformStrategy]) -> int:
     return sum(ALL_KINDS if d.degrees.zero_ranks > 1 else KINDS_WITHOUT_ZERO for d in degrees)
 
 
-def _why_not(name: str, situation: Situation, num_layers: int) -> str:
-    pins = ", ".join(f"{key}={value}" for key, value in situation.pins.items()) or "no pins"
-    size, devices = situation.batch_size, situation.num_devices
+def _why_not(name: str, spec: SearchSpec, num_layers: int) -> str:
+    pins = ", ".join(f"{key}={value}" for key, value in spec.pins.items()) or "no pins"
+    size, devices = spec.batch_size, spec.num_devices
     why = {
         PINNED: (
             f"no pp x dp x ep x cp x tp on {devices} devices with microbatches that divide a batch "
@@ -214,8 +216,8 @@ def _why_not(name: str, situation: Situation, num_layers: int) -> str:
         LAYERS: f"the model has {num_layers} layers, fewer than stages",
         SCHEDULE: (
             f"no pp > 1 and microbatches have such a schedule for {num_layers} layers; interleaved "
-            "ones need 2 or more chunks, a multiple of pp microbatches and pp x chunks layers, zbv "
-            "and dualpipev 2 chunks and 2 pp layers, the others have one chunk"
+            "ones need 2 or more virtual stages per device, a multiple of pp microbatches and as "
+            "many layers as stages, zbv and dualpipev 2 and 2 pp layers, the others have one"
         ),
     }
     return f"pipeline with {pins}: {why[name]}"

@@ -1,24 +1,79 @@
-"""The best uniform 3D plan: every layer under one strategy, layers divided evenly into stages.
+"""The strategies that people would try first, priced beside the plan.
 
-What people write down by hand (Narayanan et al., SC 2021): tp inside a node, pp stages of equally
-many layers with the embedding on the first and the head on the last, dp with the rest; 1f1b with
-the least warm-up. Of all such plans that fit the fastest, lowest bound first.
+In one pass: DDP, ZeRO-3, Megatron's tp in a node, and the best strategy that all layers share. As a
+pipeline what people write down by hand (Narayanan et al., SC 2021): tp inside a node, pp stages of
+equally many layers with the embedding on the first and the head on the last, dp with the rest; 1f1b
+with the least warm-up. Of all such pipelines that fit the fastest, lowest bound first.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
-from meshfold.errors import InfeasibleError
+from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.plan import PricedStrategy
 from meshfold.ir.strategy import UniformStrategy
-from meshfold.passes.pipeline.best_first import BoundRule, Solution, best_first
-from meshfold.passes.pipeline.bounds import KERNELS, PEAK_RATE, kernels_bound_s, peak_rate_bounds_s
-from meshfold.passes.pipeline.layers import LayerFigures
+from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.priced import Priced, order_of
+from meshfold.passes.pipeline.best_first import Solution, best_first
+from meshfold.passes.pipeline.bounds import kernels_bound_s, peak_rate_bounds_s
+from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
 from meshfold.passes.pipeline.tree import PipelineTree
+from meshfold.units import bytes_text
+
+NUM_UNIFORM = 8
+"""Uniform strategies per mesh whose exact costs are taken, the most promising first."""
+
+
+def named_baselines(cluster: ClusterSpec) -> dict[str, UniformStrategy]:
+    """Name -> strategy on all devices."""
+    n = cluster.num_devices
+    node = min(group.devices_per_node for group in cluster.groups)
+    named = {}
+    if n > 1:
+        named["DDP"] = UniformStrategy(dp=n)
+        named["ZeRO-3"] = UniformStrategy(dp=n, zero=3)
+        if node > 1 and n % node == 0:
+            named["Megatron tp+sp in a node, dp outside"] = UniformStrategy(
+                dp=n // node, tp=node, sequence_parallel=True
+            )
+    return named
+
+
+def baseline_rows(
+    named: Mapping[str, Priced], planners: Sequence[MeshPlanner]
+) -> tuple[PricedStrategy, ...]:
+    """One row per named baseline, and the best uniform strategy on the meshes of `planners`."""
+    rows = [_row(name, priced) for name, priced in named.items()]
+    uniform = [p for planner in planners for p in _most_promising(planner)]
+    if uniform:
+        best = min(uniform, key=lambda p: (not p.memory.fits, *order_of(p)))
+        rows.append(_row("best uniform strategy", best))
+    return tuple(rows)
+
+
+def _most_promising(planner: MeshPlanner) -> list[Priced]:
+    """Exact costs of uniform strategies in order of their time, up to the first that fits;
+    those whose states and activations alone do not are left out."""
+    found: list[Priced] = []
+    ordered = planner.uniform_by_time()
+    possible = [s for s in ordered if planner.uniform_bytes(s) <= planner.capacity_bytes]
+    for strategy in (possible or ordered)[:NUM_UNIFORM]:
+        found.append(planner.uniform(strategy))
+        if found[-1].memory.fits:
+            break
+    return found
+
+
+def _row(name: str, priced: Priced) -> PricedStrategy:
+    memory = priced.memory
+    note = "" if memory.fits else f"{bytes_text(memory.peak - memory.capacity)} too much"
+    return PricedStrategy(name, priced.strategy, priced.time.step_s, memory.peak, memory.fits, note)
 
 
 @dataclass(frozen=True)
@@ -33,35 +88,34 @@ class UniformPipeline:
 def best_uniform_pipeline(problems: PipelineProblems, tree: PipelineTree) -> UniformPipeline | None:
     """The fastest that fits; None where none does."""
 
-    def solve(index: int, _: float) -> Solution[UniformPipeline] | None:
+    def solve(index: int, _: float) -> Solution[UniformPipeline] | float:
         strategies = tree.strategies_of(tree.candidates[index])
         problem = problems.problem(strategies)
         found = [uniform_pipeline(problems, problem, strategy) for strategy in strategies]
         fitting = [x for x in found if x is not None and x.peak_bytes <= problem.capacity_bytes]
         if not fitting:
-            return None
+            return np.inf
         best = min(fitting, key=lambda x: (x.step_s, x.strategy.label))
         return Solution(best.step_s, best.step_s, best)
 
     kind = ScheduleKind.ONE_F_ONE_B
-    kernels = BoundRule(
-        KERNELS, lambda i: kernels_bound_s(problems, tree, tree.candidates[i], kind)
-    )
+
+    def kernels_s(index: int) -> float:
+        return kernels_bound_s(problems, tree, tree.candidates[index], kind)
+
     bounds = peak_rate_bounds_s(problems, tree, kind)
     keys = [(d.pp, *d.degrees, d.microbatches, d.sequence_parallel) for d in tree.candidates]
-    try:
-        return best_first(keys, (PEAK_RATE, bounds), solve, refine=[kernels]).solution.plan
-    except InfeasibleError:
-        return None
+    found = best_first(keys, bounds, solve, refine=[kernels_s])
+    return None if found is None else found.solution.plan
 
 
 def uniform_pipeline(
     problems: PipelineProblems, problem: PipelineProblem, strategy: UniformStrategy
 ) -> UniformPipeline | None:
     """All layers under `strategy`; None where there are fewer layers than stages."""
-    by_region = problems.figures([strategy])
+    by_region = problems.layer_costs([strategy])
     layers = [by_region[i.region][0] for i in problems.folded.instances]
-    cuts = even_cuts(problems.folded, strategy.pp)
+    cuts = even_boundaries(problems.folded, strategy.pp)
     schedule = Schedule(ScheduleKind.ONE_F_ONE_B, strategy.pp, strategy.microbatches)
     stages = [layers[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
     times = StageTimes.build(
@@ -71,20 +125,20 @@ def uniform_pipeline(
     )
     ends_s = device_ends_s(schedule, times) + [sum(x.sync_s for x in stage) for stage in stages]
     peaks = [
-        _peak_bytes(stage, int(problem.chain.held_bytes[first]), in_flight)
+        _peak_bytes(stage, int(problem.chain.resident_bytes[first]), in_flight)
         for stage, first, in_flight in zip(stages, cuts, schedule.in_flight, strict=False)
     ]
     step_s = float(ends_s.max()) + problem.launch_s
     return UniformPipeline(strategy, step_s, max(peaks) + problem.fixed_bytes)
 
 
-def _peak_bytes(stage: list[LayerFigures], held_bytes: int, in_flight: int) -> int:
-    activations = sum(x.activation_bytes for x in stage) + held_bytes
+def _peak_bytes(stage: list[StrategyCosts], resident_bytes: int, in_flight: int) -> int:
+    activations = sum(x.activation_bytes for x in stage) + resident_bytes
     states = sum(x.state_bytes for x in stage)
-    return states + in_flight * activations + max(x.passing_bytes for x in stage)
+    return states + in_flight * activations + max(x.workspace_bytes for x in stage)
 
 
-def even_cuts(folded: FoldedGraph, num_stages: int) -> list[int]:
+def even_boundaries(folded: FoldedGraph, num_stages: int) -> list[int]:
     """First layer of each stage, and the number of layers: the longest run in equal parts, what is
     before and behind it on the first and the last stage; or all layers in parts that are as equal
     as can be, where that run does not divide."""

@@ -4,7 +4,7 @@ What the search prices is a typing it made; what comes from a file is held again
 first. An op's rule names must exist on each axis and say the layouts that the file says.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
@@ -13,34 +13,25 @@ from meshfold.errors import PlanMismatchError
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, Region, SlotKind
 from meshfold.ir.plan import ParameterPlacement, Plan, RegionPlan, SearchStats
-from meshfold.ir.spmd import Layout, is_legal, layout_text
+from meshfold.ir.spmd import Layout, layout_text
 from meshfold.ir.step_events import StepEvents
 from meshfold.ir.strategy import Offload, RegionTyping
-from meshfold.passes.events.bucketing import merged_events, sizes_of
+from meshfold.passes.events.bucketing import bucketed_events, sizes_of
 from meshfold.passes.events.program import program_events
+from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.graph.variants import planned_graph
-from meshfold.passes.memory.region import Probe, memory_of_region, step_memory
-from meshfold.passes.memory.zero import (
-    host_traffic,
-    slot_facts,
-    updated_bytes,
-)
-from meshfold.passes.price.region import RegionPrice, RegionPricer, layouts_of_values
+from meshfold.passes.memory.local_program import Probe
+from meshfold.passes.memory.region import MemoryModel
+from meshfold.passes.memory.zero import host_traffic, slot_facts, updated_bytes
+from meshfold.passes.price.parameters import stored_bytes
+from meshfold.passes.price.region import RegionPrice, RegionPricer
 from meshfold.passes.price.step import estimate_step
-from meshfold.passes.region.parameter_tables import stored_bytes
-from meshfold.passes.rules.expert_axis import travelled_rule, travelling
-from meshfold.passes.rules.ops.experts import TRAVELS
-from meshfold.passes.rules.table import (
-    AxisRule,
-    region_rules,
-    rules_beside,
-    rules_inside,
-    typing_of,
-)
+from meshfold.passes.rules.table import AxisRule
+from meshfold.passes.rules.typed import check_layout, typed_rules
 
 
 def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
-    """`plan` with step time, peak memory and figures of regions computed again for `folded`, the
+    """`plan` with step time, peak memory and costs of regions computed again for `folded`, the
     model it is for. What a search proved about it is dropped.
 
     Raises PlanMismatchError naming region and op (or slot) where a type breaks the rules.
@@ -55,20 +46,17 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     typings = [region.typing for region in plan.regions]
     offloads = [region.strategy.offload for region in plan.regions]
     pricers = [
-        RegionPricer(region.graph, planned.typing, rules, plan.mesh, costs)
+        RegionPricer(region.graph, planned.typing, rules, costs)
         for region, planned, rules in checked_regions(split, plan)
     ]
     prices = [
-        pricer.price(t.slots, t.recompute, keeps_gathered=t.keeps_gathered)
+        pricer.price(t.slots, t.recompute, reshard_after_forward=t.reshard_after_forward)
         for pricer, t in zip(pricers, typings, strict=True)
     ]
     prices = _with_hosts(split, typings, prices, offloads, costs, probe)
-    memory, saved_bytes = step_memory(
+    memory, saved_bytes = MemoryModel(costs, probe).step(
         split,
         typings,
-        plan.mesh,
-        probe,
-        costs=costs,
         optimizer=plan.optimizer,
         reserve_bytes=max(group.device.reserve_bytes for group in plan.cluster.groups),
         capacity_bytes=plan.memory.capacity,
@@ -107,7 +95,7 @@ def _events(
     events = program_events(
         split, typings, pricers, costs, probe, optimizer=optimizer, optimizer_s=optimizer_s
     )
-    return merged_events(events, sizes_of(plan), costs)
+    return bucketed_events(events, sizes_of(plan), costs)
 
 
 def check_types(folded: FoldedGraph, plan: Plan) -> None:
@@ -147,97 +135,25 @@ def _with_hosts(
     for r, (price, offload) in enumerate(zip(prices, offloads, strict=True)):
         if offload != "none":
             graph = split.regions[r].graph
-            memory = memory_of_region(
-                graph, typings[r], costs.mesh, probe, costs=costs, floats=floats[r]
-            )
+            memory = MemoryModel(costs, probe).region(graph, typings[r], floats[r])
             updated = updated_bytes(graph, typings[r].slots, facts[r], costs.mesh)
             price = replace(price, host=host_traffic(offload, memory, updated, costs))
         found.append(price)
     return found
 
 
-def typed_rules(
-    graph: OpGraph, typed: RegionTyping, name: str, mesh: Mesh
-) -> Sequence[tuple[AxisRule, ...]]:
-    """The rules that the typing of a region of that name names, held against the layouts it gives.
-
-    Raises PlanMismatchError.
-    """
-    table = region_rules(graph, mesh.sizes)
-    away = travelling(graph)
-    chosen = []
-    for k, (op, typing) in enumerate(zip(graph.ops, typed.ops, strict=True)):
-        where = f"region {name}, op {k} {op.target}"
-        rules: list[AxisRule] = []
-        for axis, wanted in enumerate(typing.rules):
-            found = {rule.name: rule for rule in table[k][axis]}
-            if wanted not in found:
-                found |= rules_inside(graph, k, table[k], mesh.sizes, axis)
-            if wanted not in found:
-                rules_of_axis = tuple(found.values())
-                found |= {
-                    more.name: more
-                    for rule in rules_of_axis
-                    for more in rules_beside(graph, k, rule, mesh.sizes[axis])
-                }
-            if wanted not in found:
-                found |= _rules_at_experts(graph, k, found, mesh.sizes[axis], away)
-            if wanted not in found:
-                raise PlanMismatchError(
-                    f"{where}: no rule {wanted!r} on axis {mesh.names[axis]}; "
-                    f"it has {', '.join(found)}"
-                )
-            rules.append(found[wanted])
-        expected = typing_of(graph, k, tuple(rules))
-        if expected != typing:
-            given = [layout_text(layout) for layout in (*typing.inputs, *typing.outputs)]
-            right = [layout_text(layout) for layout in (*expected.inputs, *expected.outputs)]
-            raise PlanMismatchError(
-                f"{where}: rules {','.join(typing.rules)} give {' '.join(right)}, "
-                f"the plan says {' '.join(given)}"
-            )
-        for v, layout in zip(
-            (*op.operands, *op.outputs), (*typing.inputs, *typing.outputs), strict=True
-        ):
-            _check_layout(where, graph.values[v].shape, layout, mesh)
-        chosen.append(tuple(rules))
-    return chosen
-
-
-def _rules_at_experts(
-    graph: OpGraph,
-    op_index: int,
-    rules: Mapping[str, AxisRule],
-    size: int,
-    away: frozenset[int],
-) -> dict[str, AxisRule]:
-    """By name the rules of an axis of `size` ranks for rows that are with their experts."""
-    op = graph.ops[op_index]
-    if op.target not in TRAVELS and away.isdisjoint(op.operands):
-        return {}
-    found = (travelled_rule(graph, op, rule, size, away) for rule in rules.values())
-    return {rule.name: rule for rule in found if rule is not None}
-
-
 def _check_slots(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
     """Every slot and every output in a layout that its shape allows."""
     for i, layout in enumerate(planned.typing.slots):
         where = f"region {planned.name}, {graph.slots[i].name or f'slot {i}'}"
-        _check_layout(where, graph.values[i].shape, layout, mesh)
+        check_layout(where, graph.values[i].shape, layout, mesh)
         if graph.slots[i].kind is not SlotKind.PARAMETER:
             _check_even(where, layout)
     for k, layout in enumerate(planned.typing.outputs):
         shape = graph.values[graph.outputs[k]].shape
         where = f"region {planned.name}, output {k}"
-        _check_layout(where, shape, layout, mesh)
+        check_layout(where, shape, layout, mesh)
         _check_even(where, layout)
-
-
-def _check_layout(where: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> None:
-    if not is_legal(shape, layout, mesh.sizes):
-        raise PlanMismatchError(
-            f"{where}: {layout_text(layout)} does not cut {list(shape)} evenly on {mesh}"
-        )
 
 
 def _check_even(where: str, layout: Layout) -> None:

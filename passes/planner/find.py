@@ -1,17 +1,18 @@
 """The plan of a folded program on a cluster, with the proof of how good it is.
 
-    decision tree (passes/decision_tree.py)   what is left of dp x ep x cp x tp, ZeRO, recomputation
+    decision tree (one_pass/tree.py)   what is left of dp x ep x cp x tp, ZeRO, recomputation
         -> meshes in order of their bound, which rises while their regions are typed one by one
-           (passes/mesh_race.py, passes/uniform_search.py)
-        -> the best program on each, strategies mixed by layer (passes/mesh_plan.py), until the
-           next bound reaches the best program found
-        -> Plan, with the lower bound, the cuts and the named baselines
+           (one_pass/candidate_mesh.py, region/typing.py)
+        -> the best program on each, strategies mixed by layer (one_pass/planner.py), until the next
+           bound reaches the best program found
+        -> Plan, with the lower bound, the pruning and the named baselines
 
 Ties are broken by (step time to seven digits, regions to emit, peak memory, label): same input,
 same plan.
 """
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,27 +29,26 @@ from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan, SearchStats
 from meshfold.ir.strategy import Degrees, UniformStrategy
-from meshfold.passes.baselines import baseline_rows, named_baselines
-from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.graph.reads import program_reads
-from meshfold.passes.memory.region import Probe
+from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.one_pass.bounds import LeastCompute, Room, least_compute, least_step_s
-from meshfold.passes.one_pass.candidate_mesh import Contender
+from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
 from meshfold.passes.one_pass.planner import MeshPlanner
-from meshfold.passes.one_pass.priced import Priced, nothing_fits, order_of
+from meshfold.passes.one_pass.priced import NothingFits, Priced, order_of
 from meshfold.passes.one_pass.record import MeshRecord, search_stats
-from meshfold.passes.one_pass.shortlist import Finalist, rank_finalists, simulated_times
-from meshfold.passes.one_pass.tree import NODE, PRUNINGS, Situation, Tree, grow_tree
-from meshfold.passes.planner.assembly import assemble_plan
+from meshfold.passes.one_pass.shortlist import Shortlisted, rank_shortlist, simulated_times
+from meshfold.passes.one_pass.tree import NODE, PRUNING_RULES, Tree, grow_tree
+from meshfold.passes.planner.assembly import PlanRequest, assemble_plan
+from meshfold.passes.planner.baselines import baseline_rows, named_baselines
 from meshfold.passes.planner.find_pipeline import (
     excludes_pipelines,
     is_pipeline_pinned,
     plan_with_pipelines,
+    search_spec,
 )
 from meshfold.passes.region.pins import pinned_slots
-from meshfold.passes.region.space import Shared
+from meshfold.passes.region.space import SearchCache
 from meshfold.passes.region.typing import MeshSearch
-from meshfold.passes.rules.expert_axis import shared_experts
 
 Progress = Callable[[int, int, str], None]
 """Called with (meshes done, meshes in all, the mesh at hand)."""
@@ -77,18 +77,16 @@ def find_plan_for(
     batch_size: global batch, the size of dim 0 of the inputs that are to be sharded. probe: what
     the memory model asks about local ops. Raises OptionError for a pin or batch that cannot be
     kept, InfeasibleError when nothing fits."""
-    _check_prunings(options.without_cuts)
+    request = PlanRequest(folded, cluster, options, model_name, batch_size, probe)
     needs_pipeline = is_pipeline_pinned(options.pins)
-    _check_pipeline_pins(options, needs_pipeline)
+    _check_options(options, needs_pipeline)
     is_asked = options.allow_pipelines or options.allow_planned or needs_pipeline
     one_pass_only = excludes_pipelines(options.pins) or bool(options.layout_pins)
     plan: Plan | None = None
     too_large: InfeasibleError | None = None
     if not needs_pipeline:
         try:
-            plan = _plan_in_one_pass(
-                folded, cluster, options, model_name, batch_size, probe, progress
-            )
+            plan = _plan_in_one_pass(request, progress)
             if one_pass_only or not is_asked:
                 return plan
         except InfeasibleError as error:
@@ -96,58 +94,31 @@ def find_plan_for(
                 raise
             too_large = error
     try:
-        return plan_with_pipelines(
-            folded,
-            cluster,
-            options,
-            plan,
-            model_name=model_name,
-            batch_size=batch_size,
-            probe=probe,
-        )
+        return plan_with_pipelines(request, plan)
     except (OptionError, InfeasibleError) as error:
         if is_asked or too_large is None:
             raise
         raise too_large from error  # it says what is missing without a pipeline
 
 
-def _check_pipeline_pins(options: CompileOptions, needs_pipeline: bool) -> None:
-    if needs_pipeline and options.layout_pins:
-        raise OptionError(
-            f"pin {options.layout_pins[0]}: layouts cannot be pinned in a pipeline yet; leave it "
-            "out, or the pipeline"
-        )
-
-
-def _plan_in_one_pass(
-    folded: FoldedGraph,
-    cluster: ClusterSpec,
-    options: CompileOptions,
-    model_name: str,
-    batch_size: int,
-    probe: Probe,
-    progress: Progress | None,
-) -> Plan:
+def _plan_in_one_pass(request: PlanRequest, progress: Progress | None) -> Plan:
     """The fastest plan that runs the batch of a rank in one pass."""
-    search = _Search(folded, cluster, options, batch_size, probe, progress)
+    search = _Search(request, progress)
     found = search.best()
+    options, batch_size = request.options, request.batch_size
     unpinned = search
     if options.layout_pins:
         free = replace(options, pins=options.strategy_pins)
-        unpinned = _Search(folded, cluster, free, batch_size, probe, None)
-    named = named_baselines(cluster)
+        unpinned = _Search(replace(request, options=free), None)
+    named = named_baselines(request.cluster)
     rows = {
         name: _planner_of(s, found, unpinned).uniform(s)
         for name, s in named.items()
         if batch_size % s.dp == 0
     }
     return assemble_plan(
-        folded,
-        cluster,
-        options,
+        request,
         found.best,
-        model_name=model_name,
-        batch_size=batch_size,
         baselines=baseline_rows(rows, found.planners),
         stats=found.stats,
         notes=(
@@ -163,26 +134,31 @@ def _plan_in_one_pass(
     )
 
 
-def _check_prunings(names: Sequence[str]) -> None:
-    known = (*PRUNINGS, BOUND)
-    for name in names:
+def _check_options(options: CompileOptions, needs_pipeline: bool) -> None:
+    known = (*PRUNING_RULES, BOUND)
+    for name in options.without_rules:
         if name not in known:
             raise OptionError(f"no pruning is called {name!r}; they are {', '.join(known)}")
+    if needs_pipeline and options.layout_pins:
+        raise OptionError(
+            f"pin {options.layout_pins[0]}: layouts cannot be pinned in a pipeline yet; leave it "
+            "out, or the pipeline"
+        )
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The winner, and everybody whose leaves were priced."""
+    """The winner, and everybody whose candidates were priced."""
 
-    best: Finalist
+    best: Shortlisted
     planners: tuple[MeshPlanner, ...]
     stats: SearchStats
     notes: tuple[str, ...]
 
 
 def _planner_of(strategy: UniformStrategy, found: _Found, search: "_Search") -> MeshPlanner:
-    """Who has priced the leaves of `strategy`, or a planner for it alone. Baselines keep no pinned
-    layouts."""
+    """Who has priced the candidates of `strategy`, or a planner for it alone. Baselines keep no
+    pinned layouts."""
     for planner in found.planners:
         if strategy in planner.strategies and planner.search.space.pinned == search.pinned:
             return planner
@@ -192,101 +168,84 @@ def _planner_of(strategy: UniformStrategy, found: _Found, search: "_Search") -> 
 class _Search:
     """One search; region typings are shared by everything that asks for the same mesh."""
 
-    def __init__(
-        self,
-        folded: FoldedGraph,
-        cluster: ClusterSpec,
-        options: CompileOptions,
-        batch_size: int,
-        probe: Probe,
-        progress: Progress | None,
-    ) -> None:
-        self.folded = folded
-        self.cluster = cluster
-        self.options = options
-        self.batch_size = batch_size
-        self.probe = probe
-        self.progress = progress
-        self.pinned = pinned_slots(folded, options.layout_pins)
+    def __init__(self, request: PlanRequest, progress: Progress | None) -> None:
+        self.request, self.progress = request, progress
+        folded = self.folded = request.folded
+        self.cluster, self.options = request.cluster, request.options
+        self.pinned = pinned_slots(folded, self.options.layout_pins)
         self._searches: dict[Degrees, MeshSearch] = {}
         self._reads = program_reads(folded)
-        self._shared = Shared.of(folded)
+        self._cache = SearchCache.of(folded)
 
     def best(self) -> _Found:
-        """The fastest plan that fits; leaves that a pruning took come back when nothing fits."""
-        found = self._over(self._tree(self.options.without_cuts))
+        """The fastest plan that fits; without the rule NODE when nothing fits."""
+        found = self._over(self._tree(self.options.without_rules))
         if isinstance(found, _Found):
             return found
-        if NODE in self.options.without_cuts:
-            raise nothing_fits(found, self.cluster.num_devices)
-        wider = self._tree((*self.options.without_cuts, NODE))
-        again = self._over(wider) if len(wider.leaves) > len(self._tree(()).leaves) else found
-        if isinstance(again, _Found):
-            note = "nothing fits while tp stays inside a node: this plan's tp leaves it"
-            return replace(again, notes=(note,))
-        raise nothing_fits([*found, *again], self.cluster.num_devices)
+        if NODE in self.options.without_rules:
+            raise found.error(self.cluster.num_devices)
+        wider = self._tree((*self.options.without_rules, NODE))
+        is_wider = len(wider.strategies) > len(self._tree(()).strategies)
+        over_nodes = self._over(wider) if is_wider else found
+        if isinstance(over_nodes, _Found):
+            note = f"{found.words} while tp stays inside a node: this plan's tp leaves it"
+            return replace(over_nodes, notes=(note,))
+        raise found.and_in(over_nodes).error(self.cluster.num_devices)
 
     def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
-        """A planner for these leaves of one mesh."""
+        """A planner for these strategies of one mesh."""
         search = self._search(degrees)
         return MeshPlanner(
-            self.folded, self.cluster, search, strategies, self.options, self.probe, self._reads
+            self.folded,
+            self.cluster,
+            search,
+            strategies,
+            self.options,
+            self.request.probe,
+            self._reads,
         )
 
     def _search(self, degrees: Degrees) -> MeshSearch:
         if degrees not in self._searches:
-            self._searches[degrees] = MeshSearch(
-                self.folded,
-                self.cluster,
-                self._mesh(degrees),
-                self.batch_size,
-                self._shared,
-                self.pinned,
-            )
+            of_mesh = self.cluster, self._mesh(degrees), self.request.batch_size
+            self._searches[degrees] = MeshSearch(self.folded, *of_mesh, self._cache, self.pinned)
         return self._searches[degrees]
 
     def _mesh(self, degrees: Degrees) -> Mesh:
         return build_mesh(self.cluster, degrees.dp, degrees.tp, cp=degrees.cp, ep=degrees.ep)
 
     def _tree(self, without: Sequence[str]) -> Tree:
-        cluster = self.cluster
-        situation = Situation(
-            num_devices=cluster.num_devices,
-            devices_per_node=min(group.devices_per_node for group in cluster.groups),
-            batch_size=self.batch_size,
-            pins=self.options.strategy_pins,
-            allow_planned=self.options.allow_planned,
-            switched_off=without,
-            host_bytes_per_s=cluster.host_bytes_per_s,
-            has_states=STATE_FACTOR[self.options.optimizer] > 0,
-            has_feature_maps=carries_feature_maps(self.folded),
-            sequences=carried_sequences(self.folded),
-            experts=shared_experts(self.folded),
-        )
-        return grow_tree(situation)
+        return grow_tree(search_spec(self.request, without))
 
-    def _over(self, tree: Tree) -> "_Found | list[Priced]":
+    def _over(self, tree: Tree) -> "_Found | NothingFits":
         """The best of a tree, or per mesh the program with the least memory."""
         by_mesh: dict[Degrees, list[UniformStrategy]] = {}
-        # In an order of our own, so that the order of the leaves decides nothing.
-        for leaf in sorted(tree.leaves, key=lambda s: (-s.dp, s.ep, s.cp, s.label)):
-            by_mesh.setdefault(leaf.degrees, []).append(leaf)
-        state = MeshRecord(Counter(tree.cuts))
-        for late in (False, True):
-            wave = {d: leaves for d, leaves in by_mesh.items() if (d.ep * d.cp > 1) == late}
-            self._race([self._contender(*item) for item in wave.items()], state, len(by_mesh))
+        # In an order of our own, so that the order of the strategies decides nothing.
+        for strategy in sorted(tree.strategies, key=lambda s: (-s.dp, s.ep, s.cp, s.label)):
+            by_mesh.setdefault(strategy.degrees, []).append(strategy)
+        state = MeshRecord(Counter(tree.pruned))
+        for is_second in (False, True):
+            wave = {
+                d: strategies for d, strategies in by_mesh.items() if (d.ep * d.cp > 1) == is_second
+            }
+            self._best_first(
+                [self._candidate_mesh(*item) for item in wave.items()], state, len(by_mesh)
+            )
         if not state.planners and not state.skipped:
-            raise self._no_mesh(by_mesh, state.cuts)
+            raise self._no_mesh(by_mesh, state.pruned)
         if state.best is None:
-            return [p.smallest for p in state.plans.values() if p.smallest is not None]
-        ranked = rank_finalists(state.plans)
+            return NothingFits(
+                tuple(p.smallest for p in state.plans.values() if p.smallest is not None),
+                all(math.isinf(p.lower_bound_s) for p in state.plans.values()),
+            )
+        ranked = rank_shortlist(state.plans)
         state.best = ranked[0].priced, ranked[0].planner
         state.simulated_s = simulated_times(ranked)
         return _Found(ranked[0], tuple(state.plans), search_stats(tree, state), ())
 
-    def _contender(self, degrees: Degrees, strategies: list[UniformStrategy]) -> Contender:
+    def _candidate_mesh(self, degrees: Degrees, strategies: list[UniformStrategy]) -> CandidateMesh:
         costs = CostModel(self.cluster, self._mesh(degrees))
-        return Contender(
+        return CandidateMesh(
             self.folded,
             costs,
             degrees,
@@ -296,30 +255,32 @@ class _Search:
             self._least_compute,
         )
 
-    def _race(self, contenders: Sequence[Contender], state: MeshRecord, num_meshes: int) -> None:
+    def _best_first(
+        self, meshes: Sequence[CandidateMesh], state: MeshRecord, num_meshes: int
+    ) -> None:
         """The mesh of the lowest bound goes on: its next region is typed, then it is planned; until
         none can beat the best. Those whose tp axis shards no weights are left out."""
-        for contender in contenders:
+        for mesh in meshes:
             # In their own order: what the first finds on its dp axis serves the others, too.
-            if not self._is_beaten(contender.bound_s, state):
-                contender.search()
-        queue = [(c.bound_s, c.mesh.sizes, k) for k, c in enumerate(contenders)]
+            if not self._is_beaten(mesh.bound_s, state):
+                mesh.search()
+        queue = [(c.bound_s, c.mesh.sizes, k) for k, c in enumerate(meshes)]
         heapq.heapify(queue)
         skipped: dict[int, float] = {}
         while queue:
             bound_s, _, k = heapq.heappop(queue)
-            contender = contenders[k]
+            mesh = meshes[k]
             if self._is_beaten(bound_s, state):
-                state.cuts[BOUND] += len(contender.strategies)
-                if contender.planner is None:
+                state.pruned[BOUND] += len(mesh.strategies)
+                if mesh.planner is None:
                     skipped[k] = bound_s
-                    self._tell(contender, state, num_meshes)
-            elif contender.planner is not None and contender.is_bounded:
-                self._plan(contender.planner, state)
-            elif contender.raise_bound() or self._is_typed(contender, state, num_meshes):
-                heapq.heappush(queue, (contender.bound_s, contender.mesh.sizes, k))
-        state.planners += [c.planner for c in contenders if c.planner is not None]
-        state.skipped += [(str(contenders[k].mesh), skipped[k]) for k in sorted(skipped)]
+                    self._tell(mesh, state, num_meshes)
+            elif mesh.planner is not None and mesh.is_bounded:
+                self._plan(mesh.planner, state)
+            elif mesh.raise_bound() or self._is_typed(mesh, state, num_meshes):
+                heapq.heappush(queue, (mesh.bound_s, mesh.mesh.sizes, k))
+        state.planners += [c.planner for c in meshes if c.planner is not None]
+        state.skipped += [(str(meshes[k].mesh), skipped[k]) for k in sorted(skipped)]
 
     def _plan(self, planner: MeshPlanner, state: MeshRecord) -> None:
         plan = state.plans[planner] = planner.plan(state.best_s)
@@ -327,26 +288,26 @@ class _Search:
             state.best = plan.best, planner
 
     def _is_beaten(self, bound_s: float, state: MeshRecord) -> bool:
-        return bound_s >= state.best_s and BOUND not in self.options.without_cuts
+        return bound_s >= state.best_s and BOUND not in self.options.without_rules
 
-    def _tell(self, contender: Contender, state: MeshRecord, num_meshes: int) -> None:
+    def _tell(self, mesh: CandidateMesh, state: MeshRecord, num_meshes: int) -> None:
         """Progress: one more mesh is typed, or left."""
         state.num_done += 1
         if self.progress is not None:
-            bare = UniformStrategy(**contender.degrees._asdict())
+            bare = UniformStrategy(**mesh.degrees._asdict())
             self.progress(state.num_done, num_meshes, bare.label)
 
-    def _is_typed(self, contender: Contender, state: MeshRecord, num_meshes: int) -> bool:
+    def _is_typed(self, mesh: CandidateMesh, state: MeshRecord, num_meshes: int) -> bool:
         """Type all of a mesh; False if it cannot keep a pin or its tp axis shards no weights."""
-        self._tell(contender, state, num_meshes)
-        planner = self.mesh_planner(contender.degrees, contender.strategies)
-        if not planner.has_leaves:
-            state.cuts[LAYOUT_PIN] += len(contender.strategies)
+        self._tell(mesh, state, num_meshes)
+        planner = self.mesh_planner(mesh.degrees, mesh.strategies)
+        if not planner.has_candidates:
+            state.pruned[LAYOUT_PIN] += len(mesh.strategies)
         elif planner.sharded_fraction > 0:
-            contender.planner = planner
+            mesh.planner = planner
         else:
-            state.cuts[UNSHARDED] += len(contender.strategies)
-        return contender.planner is not None
+            state.pruned[UNSHARDED] += len(mesh.strategies)
+        return mesh.planner is not None
 
     def _bare_bound_s(self, degrees: Degrees, costs: CostModel) -> float:
         """A bound on a mesh before its regions are typed; 0 if dp is not known from another."""
@@ -364,8 +325,8 @@ class _Search:
 
     @property
     def _room(self) -> Room:
-        """Whole parameters that a device can hold with their gradients and optimizer states; with
-        offload, parameters alone. What stays gathered has neither."""
+        """Unsharded parameters that fit with their gradients and optimizer states; with offload,
+        parameters alone. Parameters that stay gathered have neither."""
         optimizer = self.options.optimizer
         factor = 2 + STATE_FACTOR[optimizer] + FOREACH_FACTOR[optimizer]
         if self.options.allow_planned:
@@ -373,8 +334,8 @@ class _Search:
         capacity_bytes = self.options.memory_bytes or self.cluster.memory_bytes
         return Room(capacity_bytes / factor, capacity_bytes)
 
-    def _no_mesh(self, by_mesh: Mapping[Degrees, object], cuts: Counter[str]) -> OptionError:
-        if cuts[LAYOUT_PIN]:
+    def _no_mesh(self, by_mesh: Mapping[Degrees, object], pruned: Counter[str]) -> OptionError:
+        if pruned[LAYOUT_PIN]:
             pins = ", ".join(map(str, self.options.layout_pins))
             return OptionError(
                 f"pin {pins}: no mesh of {self.cluster.num_devices} devices that the other pins "
@@ -389,8 +350,10 @@ class _Search:
 
 def _planned_notes(best: Priced) -> list[str]:
     """A plan that uses what cannot run yet says so."""
-    names = dict.fromkeys(leaf.strategy.label for leaf in best.leaves if not leaf.strategy.runs)
+    names = dict.fromkeys(
+        candidate.strategy.label for candidate in best.candidates if not candidate.strategy.runs
+    )
     notes = [f"{name}: planned, cannot run yet" for name in names]
-    if any(leaf.strategy.offload == "optimizer" for leaf in best.leaves):
+    if any(candidate.strategy.offload == "optimizer" for candidate in best.candidates):
         notes.append("the host's own work on offloaded optimizer states is not in the step time")
     return notes

@@ -1,29 +1,28 @@
 """Lets pipelines compete with the best plan that runs every batch in one pass.
 
     plan without a pipeline, if one fits -> incumbent and lower bound of the search over pipelines
-        (pipeline_search.py) -> whichever is faster, with the proof that covers both
+        (pipeline/search.py) -> whichever is faster, with the proof that covers both
 
-Beside it stands the best uniform 3D plan: every layer alike, layers divided evenly into stages,
+A baseline is the best uniform 3D plan: every layer alike, layers divided evenly into stages,
 tp x pp x dp and microbatches as fit best, 1f1b with the least warm-up.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from meshfold.cost_models.memory.step_memory import STATE_FACTOR
 from meshfold.errors import InfeasibleError, OptionError
-from meshfold.ir.cluster import ClusterSpec
-from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions, PinValue
-from meshfold.ir.plan import Candidate, MeshOutcome, Plan, SearchStats
-from meshfold.passes.graph.boundaries import carried_sequences
-from meshfold.passes.memory.region import Probe
-from meshfold.passes.one_pass.tree import Situation
+from meshfold.ir.plan import MeshOutcome, Plan, PricedStrategy, SearchStats
+from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_maps
+from meshfold.passes.one_pass.tree import SearchSpec
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
 from meshfold.passes.pipeline.tree import SCHEDULE_PINS, PipelineTree, grow_pipelines
+from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.baselines import best_uniform_pipeline
 from meshfold.passes.planner.pipeline_assembly import assemble_pipeline
 from meshfold.passes.rules.expert_axis import shared_experts
@@ -41,23 +40,18 @@ def excludes_pipelines(pins: Mapping[str, PinValue]) -> bool:
     return is_one and not is_pipeline_pinned(pins)
 
 
-def plan_with_pipelines(
-    folded: FoldedGraph,
-    cluster: ClusterSpec,
-    options: CompileOptions,
-    without: Plan | None,
-    *,
-    model_name: str,
-    batch_size: int,
-    probe: Probe,
-) -> Plan:
+def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
     """The faster of `without`, the best plan in one pass, and the best pipeline.
 
     Raises OptionError for pins that no pipeline keeps, InfeasibleError when no plan fits.
     """
+    options = request.options
     try:
-        tree = _tree(folded, cluster, options, batch_size)
-        problems = PipelineProblems(folded, cluster, options, batch_size, probe)
+        spec = search_spec(request, options.without_rules)
+        tree = grow_pipelines(spec, len(request.folded.instances))
+        problems = PipelineProblems(
+            request.folded, request.cluster, options, request.batch_size, request.probe
+        )
     except OptionError as error:
         if without is None:
             raise
@@ -78,27 +72,29 @@ def plan_with_pipelines(
     return assemble_pipeline(
         problems,
         best,
-        model_name=model_name,
+        model_name=request.model_name,
         baselines=(*earlier, *baselines),
         stats=stats,
         notes=(*_notes(best), *_why(options, without, best)),
     )
 
 
-def _tree(
-    folded: FoldedGraph, cluster: ClusterSpec, options: CompileOptions, batch_size: int
-) -> PipelineTree:
-    situation = Situation(
+def search_spec(request: PlanRequest, without: Sequence[str]) -> SearchSpec:
+    """What the rules of the decision tree depend on. without: rules that are switched off."""
+    folded, cluster, options = request.folded, request.cluster, request.options
+    return SearchSpec(
         num_devices=cluster.num_devices,
         devices_per_node=min(group.devices_per_node for group in cluster.groups),
-        batch_size=batch_size,
+        batch_size=request.batch_size,
         pins=options.strategy_pins,
         allow_planned=options.allow_planned,
-        switched_off=options.without_cuts,
+        switched_off=without,
+        host_bytes_per_s=cluster.host_bytes_per_s,
+        has_states=STATE_FACTOR[options.optimizer] > 0,
+        has_feature_maps=carries_feature_maps(folded),
         sequences=carried_sequences(folded),
         experts=shared_experts(folded),
     )
-    return grow_pipelines(situation, len(folded.instances))
 
 
 def _why(options: CompileOptions, without: Plan | None, best: PricedPipeline) -> Iterator[str]:
@@ -135,11 +131,11 @@ _HOW_OFTEN = (
 
 def _baselines(
     problems: PipelineProblems, tree: PipelineTree, without: Plan | None
-) -> tuple[Candidate, ...]:
+) -> tuple[PricedStrategy, ...]:
     rows = []
     if without is not None:
         rows.append(
-            Candidate(
+            PricedStrategy(
                 "best plan in one pass",
                 without.strategy,
                 without.time.step_s,
@@ -150,7 +146,9 @@ def _baselines(
     uniform = best_uniform_pipeline(problems, tree)
     if uniform is not None:
         rows.append(
-            Candidate("best uniform 3D", uniform.strategy, uniform.step_s, uniform.peak_bytes, True)
+            PricedStrategy(
+                "best uniform 3D", uniform.strategy, uniform.step_s, uniform.peak_bytes, True
+            )
         )
     return tuple(rows)
 
@@ -159,25 +157,25 @@ def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -
     """Of both searches together."""
     best = outcome.best
     earlier = without.search if without else SearchStats(0, 0, 0, lower_bound_s=float("inf"))
-    cuts = dict(earlier.cuts)
-    for name, count in tree.tree.cuts.items():
-        cuts[name] = cuts.get(name, 0) + count
-    for name, count in outcome.cuts.items():
-        cuts[name] = cuts.get(name, 0) + count
+    pruned = dict(earlier.pruned)
+    for name, count in tree.tree.pruned.items():
+        pruned[name] = pruned.get(name, 0) + count
+    for name, count in outcome.pruned.items():
+        pruned[name] = pruned.get(name, 0) + count
     meshes = earlier.meshes
     if best is not None:
         assert without is None or without.time.step_s >= best.step_s
         meshes = tuple(_overtaken(m, best.step_s) for m in meshes)
     return replace(
         earlier,
-        num_leaves=earlier.num_leaves + tree.tree.num_leaves,
-        num_candidates=earlier.num_candidates + outcome.num_priced + outcome.num_infeasible,
+        num_leaves=earlier.num_leaves + tree.tree.num_strategies,
+        num_priced=earlier.num_priced + outcome.num_priced + outcome.num_infeasible,
         num_infeasible=earlier.num_infeasible + outcome.num_infeasible,
-        cuts=dict(sorted(cuts.items())),
+        pruned=dict(sorted(pruned.items())),
         lower_bound_s=min(outcome.lower_bound_s, earlier.lower_bound_s),
         gap_before=best.plan.gap_before if best else earlier.gap_before,
         unlimited_s=best.step_s if best else earlier.unlimited_s,
-        capped=earlier.capped or bool(best and best.plan.stats.capped),
+        capped=earlier.capped or bool(best and best.plan.capped),
         meshes=(*meshes, *_outcomes(outcome)),
     )
 
@@ -210,9 +208,9 @@ def _outcomes(outcome: PipelineOutcome) -> list[MeshOutcome]:
 def _infeasible(problems: PipelineProblems, tree: PipelineTree) -> InfeasibleError:
     available = bytes_text(problems.capacity_bytes)
     return InfeasibleError(
-        f"nothing fits in {available} per device on {problems.cluster.num_devices} devices, with "
-        f"or without a pipeline ({len(tree.candidates)} choices of pp x dp x ep x cp x tp and "
-        "microbatches); use more devices, more memory or a smaller batch",
+        f"found nothing that fits in {available} per device on {problems.cluster.num_devices} "
+        f"devices, with or without a pipeline ({len(tree.candidates)} choices of pp x dp x ep x cp "
+        "x tp and microbatches); use more devices, more memory or a smaller batch",
         binding_constraint="memory",
         available_bytes=problems.capacity_bytes,
     )

@@ -1,6 +1,6 @@
-"""Writes a pipeline down as a Plan: mesh, stages with their runs, figures of the worst stage.
+"""The Plan of a pipeline: mesh, stages with their runs, costs of the worst stage.
 
-Layers were priced without the dp axis (pipeline_layers.py). What a file holds are types on every
+Layers were priced without the dp axis (pipeline/layers.py). What a file holds are types on every
 axis of the mesh, so the regions are typed once more here, on dp x ep x cp x tp for the graph of one
 microbatch; on the pp axis nothing is shared and every type is Invariant.
 """
@@ -10,20 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from meshfold import __version__
+from meshfold._version import __version__
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import (
     Alternative,
-    Candidate,
     ConversionRecord,
     MemoryEstimate,
     Plan,
+    PricedStrategy,
     RegionPlan,
-    RunPlan,
+    RegionRun,
     SearchStats,
-    StageFigures,
+    StageCosts,
     StagePlan,
     TimeEstimate,
 )
@@ -31,12 +31,12 @@ from meshfold.ir.spmd import INVARIANT, Layout
 from meshfold.ir.strategy import OpTyping, RegionTyping, UniformStrategy
 from meshfold.passes.fold.assemble import graph_fingerprint
 from meshfold.passes.graph.variants import split_regions
-from meshfold.passes.pipeline.layers import LayerFigures
+from meshfold.passes.memory.zero import sharded_layout
+from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PricedPipeline
 from meshfold.passes.planner.assembly import model_info, why_lost
 from meshfold.passes.planner.check import placements
-from meshfold.passes.region.data_parallel import sharded_layout
 from meshfold.passes.region.typing import MeshSearch
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def assemble_pipeline(
     found: PricedPipeline,
     *,
     model_name: str,
-    baselines: tuple[Candidate, ...],
+    baselines: tuple[PricedStrategy, ...],
     stats: SearchStats,
     notes: tuple[str, ...],
 ) -> Plan:
@@ -91,8 +91,8 @@ def step_time(found: PricedPipeline) -> TimeEstimate:
     optimizer_s = sum(x.optimizer_s for x in layers) + problem.launch_s
     exposed_s += max(0.0, busy_s - forward_s - backward_s)
     hop_s = problem.chain.hop_s
-    borders = (border for s in numbers for border in (s, s + 1) if schedule.travels(border))
-    hops_s = m * sum(hop_s[found.plan.stages[border].first] for border in borders)
+    entries = (b for s in numbers for b in (s, s + 1) if schedule.crosses_devices(b))
+    hops_s = m * sum(hop_s[found.plan.stages[b].first] for b in entries)
     by_axis = {
         name: m * sum(x.graph_s.get(name, 0.0) for x in layers) for name in problem.mesh.names
     }
@@ -113,7 +113,7 @@ def step_time(found: PricedPipeline) -> TimeEstimate:
 
 def _data_axis(mesh: Mesh) -> str:
     """The axis that gathers and reductions of parameters are put down to: the outermost of those
-    that cut the batch, or tp."""
+    that shard the batch, or tp."""
     return next((name for name in mesh.names if name != "pp"), "")
 
 
@@ -126,21 +126,21 @@ def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEst
     numbers = schedule.stages_of(worst)
     stages = [found.plan.stages[s] for s in numbers]
     layers = [x for stage in stages for x in found.layers[stage.first : stage.end]]
-    largest = max(layers, key=lambda x: x.passing_bytes)
-    passing = min(largest.gathered_bytes, largest.passing_bytes)
+    largest = max(layers, key=lambda x: x.workspace_bytes)
+    gathered = min(largest.gathered_bytes, largest.workspace_bytes)
     activations = 0
     for stage in stages:
         inside = sum(x.activation_bytes for x in found.layers[stage.first : stage.end])
-        activations += stage.in_flight * (inside + int(problem.chain.held_bytes[stage.first]))
+        activations += stage.in_flight * (inside + int(problem.chain.resident_bytes[stage.first]))
     update = sum(x.update_bytes for x in layers)
     return MemoryEstimate(
         parameters=sum(x.parameter_bytes for x in layers),
         gradients=sum(x.gradient_bytes for x in layers),
         optimizer=sum(x.optimizer_bytes for x in layers),
         activations=activations + problem.fixed_bytes - problems.reserve_bytes,
-        gathered_parameters=passing + sum(x.kept_bytes for x in layers),
+        gathered_parameters=gathered + sum(x.gathered_once_bytes for x in layers),
         buckets=0,
-        transient=largest.passing_bytes - passing + update,
+        transient=largest.workspace_bytes - gathered + update,
         reserve=problems.reserve_bytes,
         capacity=problem.capacity_bytes,
     )
@@ -151,7 +151,7 @@ class _Choice:
     """What instances of one region of the split graph do."""
 
     region: int
-    figures: LayerFigures
+    layer_costs: StrategyCosts
 
 
 class _Writer:
@@ -168,29 +168,28 @@ class _Writer:
         self.choices = {new.region: _Choice(old.region, x) for new, old, x in pairs}
         size = problems.batch_size // degrees.microbatches
         self.search = MeshSearch(self.folded, problems.cluster, self.inner, size)
-        sequence_parallel = degrees.sequence_parallel
-        self.program = self.search.solve(zero=0, sequence_parallel=sequence_parallel)
+        self.program = self.search.solve(zero=0, mode=degrees.tp_mode)
 
     def most_used(self) -> UniformStrategy:
         """What most ops do."""
         weights: Counter[UniformStrategy] = Counter()
         for instance in self.split.instances:
             num_ops = len(self.split.regions[instance.region].graph.ops)
-            weights[self.choices[instance.region].figures.strategy] += num_ops
+            weights[self.choices[instance.region].layer_costs.strategy] += num_ops
         return max(weights, key=lambda s: (weights[s], s.label))
 
     def stage(self, number: int) -> StagePlan:
-        """A stage's runs and figures."""
+        """A stage's runs and costs."""
         stage = self.found.plan.stages[number]
         device = self.found.plan.schedule.device_of(number)
-        runs: list[RunPlan] = []
+        runs: list[RegionRun] = []
         for k in range(stage.first, stage.end):
             name = self.split.regions[self.split.instances[k].region].name
             if runs and runs[-1].region == name:
                 runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
             else:
-                runs.append(RunPlan(name, k, 1))
-        figures = StageFigures(
+                runs.append(RegionRun(name, k, 1))
+        layer_costs = StageCosts(
             forward_s=stage.forward_s,
             backward_s=stage.backward_s,
             sync_s=stage.sync_s,
@@ -198,7 +197,7 @@ class _Writer:
             in_flight=stage.in_flight,
             peak_bytes=self.found.plan.memory_bytes[device] + self.found.problem.fixed_bytes,
         )
-        return StagePlan(tuple(runs), figures)
+        return StagePlan(tuple(runs), layer_costs)
 
     def region(self, r: int) -> RegionPlan:
         """What one region of the split graph does."""
@@ -206,7 +205,7 @@ class _Writer:
         instances = [i for i in self.split.instances if i.region == r]
         typing = self._typing(choice)
         price = self.program.prices[choice.region]
-        taken = self._alternative(choice.figures, "taken")
+        taken = self._alternative(choice.layer_costs, "taken")
         return RegionPlan(
             name=region.name,
             fingerprint=graph_fingerprint(self.problems.folded.regions[choice.region].graph),
@@ -216,40 +215,40 @@ class _Writer:
             parameters=placements(region.graph, typing, self.mesh),
             conversions=tuple(map(self._record, price.conversions)),
             fallback_ops=self.search.fallback_ops[choice.region],
-            forward_s=choice.figures.compute_forward_s,
-            backward_s=choice.figures.compute_backward_s,
-            communication_s=self._communication_s(choice.figures),
-            saved_bytes=choice.figures.activation_bytes,
-            strategy=choice.figures.strategy,
+            forward_s=choice.layer_costs.compute_forward_s,
+            backward_s=choice.layer_costs.compute_backward_s,
+            communication_s=self._communication_s(choice.layer_costs),
+            saved_bytes=choice.layer_costs.activation_bytes,
+            strategy=choice.layer_costs.strategy,
             choice=taken,
             alternatives=self._alternatives(choice, taken),
             op_targets=tuple(op.target for op in region.graph.ops),
             slot_names=tuple(slot.name for slot in region.graph.slots),
         )
 
-    def _communication_s(self, figures: LayerFigures) -> Mapping[str, float]:
+    def _communication_s(self, layer_costs: StrategyCosts) -> Mapping[str, float]:
         """Of one microbatch; reductions once per step are the stage's sync_s."""
-        by_axis = {name: figures.graph_s.get(name, 0.0) for name in self.mesh.names}
+        by_axis = {name: layer_costs.graph_s.get(name, 0.0) for name in self.mesh.names}
         if data := _data_axis(self.mesh):
-            by_axis[data] += 2 * figures.gather_s + figures.shard_reduce_s
+            by_axis[data] += 2 * layer_costs.gather_s + layer_costs.shard_reduce_s
         return by_axis
 
-    def _alternative(self, figures: LayerFigures, reason: str) -> Alternative:
+    def _alternative(self, layer_costs: StrategyCosts, reason: str) -> Alternative:
         m = self.found.problem.degrees.microbatches
         return Alternative(
-            figures.strategy.label,
-            m * (figures.forward_s + figures.backward_s) + figures.sync_s,
-            figures.state_bytes + figures.activation_bytes,
+            layer_costs.strategy.label,
+            m * (layer_costs.forward_s + layer_costs.backward_s) + layer_costs.sync_s,
+            layer_costs.state_bytes + layer_costs.activation_bytes,
             reason,
         )
 
     def _alternatives(self, choice: _Choice, taken: Alternative) -> tuple[Alternative, ...]:
         others = [
             self._alternative(x, "")
-            for (region, _), x in self.found.problem.figures.items()
-            if region == choice.region and x.strategy != choice.figures.strategy
+            for (region, _), x in self.found.problem.layer_costs.items()
+            if region == choice.region and x.strategy != choice.layer_costs.strategy
         ]
-        ordered = sorted(others, key=lambda a: (a.time_s, a.held_bytes, a.name))
+        ordered = sorted(others, key=lambda a: (a.time_s, a.resident_bytes, a.name))
         return tuple(replace(a, reason=why_lost(a, taken)) for a in ordered)
 
     # Types on the whole mesh.
@@ -257,25 +256,27 @@ class _Writer:
     def _typing(self, choice: _Choice) -> RegionTyping:
         typing = self.program.typings[choice.region]
         slots = list(typing.slots)
-        if choice.figures.strategy.zero:
+        if choice.layer_costs.strategy.zero:
             graph = self.folded.regions[choice.region].graph
             for i in self.problems.untied_parameters(choice.region):
                 slots[i] = sharded_layout(graph.values[i], slots[i], self.inner)
         return RegionTyping(
-            slots=self._whole(slots),
+            slots=self._on_mesh(slots),
             ops=tuple(
                 OpTyping(
-                    (*self._prefix("I"), *op.rules), self._whole(op.inputs), self._whole(op.outputs)
+                    (*self._prefix("I"), *op.rules),
+                    self._on_mesh(op.inputs),
+                    self._on_mesh(op.outputs),
                 )
                 for op in typing.ops
             ),
-            outputs=self._whole(typing.outputs),
-            recompute=choice.figures.strategy.recompute,
-            keeps_gathered=choice.figures.strategy.keeps_gathered,
-            whole_gradients=choice.figures.strategy.whole_gradients,
+            outputs=self._on_mesh(typing.outputs),
+            recompute=choice.layer_costs.strategy.recompute,
+            reshard_after_forward=choice.layer_costs.strategy.reshard_after_forward,
+            accumulate_unsharded=choice.layer_costs.strategy.accumulate_unsharded,
         )
 
-    def _whole(self, layouts: Sequence[Layout]) -> tuple[Layout, ...]:
+    def _on_mesh(self, layouts: Sequence[Layout]) -> tuple[Layout, ...]:
         return tuple((*self._prefix(INVARIANT), *layout) for layout in layouts)
 
     def _prefix(self, entry: T) -> tuple[T, ...]:
@@ -283,5 +284,5 @@ class _Writer:
         return (entry,) if self.mesh.names[:1] == ("pp",) else ()
 
     def _record(self, record: ConversionRecord) -> ConversionRecord:
-        source, target = self._whole((record.source, record.target))
+        source, target = self._on_mesh((record.source, record.target))
         return replace(record, source=source, target=target)

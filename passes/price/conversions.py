@@ -5,14 +5,14 @@ layout is one step per axis, in the cheapest order whose layouts in between are 
 
     cost(s -> t) = min over orders of  sum_k step(s_k -> t_k | the other axes as converted so far)
 
-Two shards of one dim that trade places have no such order; then one axis first goes to Invariant.
+Two shards of one dim that swap axes have no such order; then one axis first goes to Invariant.
 
 A value wanted in several layouts is converted along the cheapest tree: with D the wanted layouts
 and s the native one, over subsets A of D,
 
     best(A) = min over t in A and u in (A - t) + s of  best(A - t) + cost(u -> t)
 
-(every tree grows by one leaf at a time, so this is exact; 2^|D| |D|^2 steps, |D| is a handful).
+(every tree grows by one layout at a time, so this is exact; 2^|D| |D|^2 steps, |D| is a handful).
 Times are seconds, sizes bytes per rank. Gradients: a value that needs none has a free backward, and
 its Invariant and Replicate are the same.
 """
@@ -23,13 +23,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from meshfold.ir.conversion_step import Step, exchange_is_even, with_type
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Value
 from meshfold.ir.spmd import INVARIANT, Layout, SpmdType, is_legal, local_blocks, local_shape
 
 
 class ConversionCosts(Protocol):
-    """What pricing a conversion needs of a cost model (cost_models.cost_model.CostModel)."""
+    """What pricing a conversion needs of a cost model
+    (cost_models.op_costs.cost_model.CostModel)."""
+
+    @property
+    def mesh(self) -> Mesh: ...
 
     @property
     def launch_s(self) -> float: ...
@@ -44,8 +49,8 @@ class AxisConversion:
     """What one step does to the value (forward) and to its gradient (backward).
 
     Collectives: "all_reduce", "all_gather", "reduce_scatter", "all_to_all". Local: "slice" (keep
-    the own part), "zero_pad" (the own part among zeros), "mask" (coordinate 0 keeps the value, the
-    others hold zeros), "none".
+    the own shard), "zero_pad" (the own shard among zeros), "mask" (coordinate 0 keeps the value,
+    the others hold zeros), "none".
     """
 
     forward: str
@@ -73,87 +78,65 @@ COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_a
 _Tree = tuple[int, int, tuple[tuple[int, int], ...]]
 """(picoseconds, edges that do not start at the native layout, edges)."""
 
-_NO_WAY = 10**24
-"""Picoseconds of a conversion that there is not."""
+_NO_CONVERSION = 10**24
+"""Picoseconds where there is no conversion."""
 
 _SHARD_OVERLAP = AxisConversion("all_gather", "all_gather")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One step of a conversion: `axis` goes from `source` to `target`, starting from the full
-    layout `before`."""
-
-    axis: int
-    source: SpmdType
-    target: SpmdType
-    before: Layout
-
-    @property
-    def after(self) -> Layout:
-        return _with(self.before, self.axis, self.target)
-
-
-@dataclass(frozen=True, slots=True)
 class StepAction:
-    """What a step does one way: a name of AxisConversion, bytes as CostModel.collective_s takes
-    them (0 for what is local), seconds. before_s, after_s: of copies around a collective, which
-    takes shards of a dim behind others apart, or puts them together. The simulator charges them,
-    the search does not: whether there is one depends on how other axes shard the dims before."""
+    """What a step does one way. Copies around a collective split shards of an inner dim, or join
+    them. The simulator charges them, the search does not: whether there is one depends on how other
+    axes shard the dims before."""
 
     kind: str
+    """A name of AxisConversion."""
     num_bytes: int
+    """As CostModel.collective_s takes them; 0 for what is local."""
     seconds: float
     before_s: float = 0.0
+    """Of a copy before the collective, as after_s."""
     after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionCost:
-    """Price of a conversion. by_axis_s: forward plus backward per axis, forward_by_axis_s the first
-    alone. forward and backward name the collectives in order of execution; num_bytes is the local
-    payload of the forward collectives together, of the backward ones if there are none forward."""
+    """Price of a conversion."""
 
     forward_s: float
     backward_s: float
     by_axis_s: tuple[float, ...]
+    """Forward plus backward."""
     forward_by_axis_s: tuple[float, ...]
     forward: tuple[str, ...]
+    """Collectives in order of execution, as `backward`."""
     backward: tuple[str, ...]
     num_bytes: int
+    """Local payload of the forward collectives together, of the backward ones if there are none."""
 
     @property
     def total_s(self) -> float:
         return self.forward_s + self.backward_s
 
 
-def exchange_is_even(source: SpmdType, target: SpmdType, axis_size: int) -> bool:
-    """Whether every rank of an axis sends as much to every other when a shard moves.
-
-    True between dims. On one dim the two shards are digits of its index (meshfold.ir.spmd): parts are
-    even when the digits do not overlap.
-    """
-    low, high = sorted((source.blocks, target.blocks))
-    return source.dim != target.dim or high % (low * axis_size) == 0
-
-
 def has_conversion(source: SpmdType, target: SpmdType) -> bool:
-    """Whether there is one between two different types of one axis. Nothing but ops that keep it
-    reads padding, and a rank makes it of what is whole alone."""
+    """Whether there is one between two different types of one axis. Only ops that keep padding read
+    it, and a rank pads only what is unsharded."""
     return not source.padded and (not target.padded or source.kind in "IR")
 
 
 def axis_conversion(source: SpmdType, target: SpmdType, axis_size: int) -> AxisConversion:
     """The conversion between two different types of one axis. Shards of one dim with overlapping
     digits gather and slice, both ways."""
-    assert "E" not in (source.kind, target.kind), "rows at their experts come back by combine alone"
+    assert "E" not in (source.kind, target.kind), "only combine brings rows back from their experts"
     if source.is_shard and target.is_shard and not exchange_is_even(source, target, axis_size):
         return _SHARD_OVERLAP
     return CONVERSIONS[source.kind, target.kind]
 
 
 def conversion_steps(
-    value: Value, source: Layout, target: Layout, mesh: Mesh, costs: ConversionCosts
+    value: Value, source: Layout, target: Layout, costs: ConversionCosts
 ) -> tuple[Step, ...]:
     """The cheapest legal sequence of steps; empty if nothing changes.
 
@@ -162,34 +145,32 @@ def conversion_steps(
     changed = [k for k, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
     if len(changed) < 2:
         return tuple(Step(k, source[k], target[k], source) for k in changed)
-    found = _cheapest(value, _orders(source, target, changed), mesh, costs)
+    found = _cheapest(value, _orders(source, target, changed), costs)
     if found is None:
-        # An axis on the way to another shard stops at Invariant and makes room.
-        found = _cheapest(value, _detours(source, target, changed), mesh, costs)
+        # An axis between two shards goes through Invariant.
+        found = _cheapest(value, _detours(source, target, changed), costs)
     assert found is not None, "taking every axis to Invariant first is always legal"
     return found
 
 
 def conversion_cost(
-    value: Value, source: Layout, target: Layout, mesh: Mesh, costs: ConversionCosts
+    value: Value, source: Layout, target: Layout, costs: ConversionCosts
 ) -> ConversionCost:
     """Price of the steps that conversion_steps gives."""
-    return steps_cost(value, conversion_steps(value, source, target, mesh, costs), mesh, costs)
+    return steps_cost(value, conversion_steps(value, source, target, costs), costs)
 
 
-def steps_cost(
-    value: Value, steps: Sequence[Step], mesh: Mesh, costs: ConversionCosts
-) -> ConversionCost:
+def steps_cost(value: Value, steps: Sequence[Step], costs: ConversionCosts) -> ConversionCost:
     """Price of steps one after the other."""
     forward_s = backward_s = 0.0
-    by_axis_s = [0.0] * len(mesh.axes)
-    forward_by_axis_s = [0.0] * len(mesh.axes)
+    by_axis_s = [0.0] * len(costs.mesh.axes)
+    forward_by_axis_s = [0.0] * len(costs.mesh.axes)
     forward: list[str] = []
     backward: list[str] = []
     forward_bytes = backward_bytes = 0
     for step in steps:
-        kinds, ends = _kinds(value, step, mesh), _ends(value, step, mesh)
-        there_s, back_s = (_action_s(value, step, kind, ends, mesh, costs) for kind in kinds)
+        kinds, ends = _kinds(value, step, costs.mesh), _ends(value, step, costs.mesh)
+        there_s, back_s = (_action_s(value, step, kind, ends, costs) for kind in kinds)
         forward_s += there_s
         backward_s += back_s
         by_axis_s[step.axis] += there_s + back_s
@@ -212,48 +193,43 @@ def steps_cost(
     )
 
 
-def step_s(value: Value, step: Step, mesh: Mesh, costs: ConversionCosts) -> float:
+def step_s(value: Value, step: Step, costs: ConversionCosts) -> float:
     """Seconds of one step, forward plus backward."""
-    there, back = _kinds(value, step, mesh)
-    ends = _ends(value, step, mesh)
-    there_s = _action_s(value, step, there, ends, mesh, costs)
-    return there_s + _action_s(value, step, back, ends, mesh, costs)
+    there, back = _kinds(value, step, costs.mesh)
+    ends = _ends(value, step, costs.mesh)
+    there_s = _action_s(value, step, there, ends, costs)
+    return there_s + _action_s(value, step, back, ends, costs)
 
 
-def step_actions(
-    value: Value, step: Step, mesh: Mesh, costs: ConversionCosts
-) -> tuple[StepAction, StepAction]:
+def step_actions(value: Value, step: Step, costs: ConversionCosts) -> tuple[StepAction, StepAction]:
     """What one step does forward and backward."""
+    mesh = costs.mesh
     ends = _ends(value, step, mesh)
     there_kind, back_kind = _kinds(value, step, mesh)
 
     def action(kind: str, source: SpmdType, target: SpmdType) -> StepAction:
-        seconds = _action_s(value, step, kind, ends, mesh, costs)
+        seconds = _action_s(value, step, kind, ends, costs)
         if kind not in COLLECTIVES:
             return StepAction(kind, 0, seconds)
         num_bytes = _collective_bytes(step, kind, ends, mesh)
         copy_s = costs.compute_s(0.0, 2 * num_bytes, value.dtype)
-        takes_apart = kind in ("reduce_scatter", "all_to_all") and _is_inner(
-            value, step, target, mesh
-        )
-        puts_together = kind in ("all_gather", "all_to_all") and _is_inner(
-            value, step, source, mesh
-        )
-        return StepAction(kind, num_bytes, seconds, takes_apart * copy_s, puts_together * copy_s)
+        splits = kind in ("reduce_scatter", "all_to_all") and _is_inner(value, step, target, mesh)
+        joins = kind in ("all_gather", "all_to_all") and _is_inner(value, step, source, mesh)
+        return StepAction(kind, num_bytes, seconds, splits * copy_s, joins * copy_s)
 
     # The gradient goes from the target's type, or its dual, to the source's.
     return action(there_kind, step.source, step.target), action(back_kind, step.target, step.source)
 
 
 def _is_inner(value: Value, step: Step, shard: SpmdType, mesh: Mesh) -> bool:
-    """Whether parts of a dim that step.axis shards so are not one piece of memory each."""
-    whole = local_shape(value.shape, _with(step.before, step.axis, INVARIANT), mesh.sizes)
-    blocks = local_blocks(_with(step.before, step.axis, shard), mesh.sizes, step.axis)
+    """Whether shards of a dim by step.axis are not contiguous in memory."""
+    whole = local_shape(value.shape, with_type(step.before, step.axis, INVARIANT), mesh.sizes)
+    blocks = local_blocks(with_type(step.before, step.axis, shard), mesh.sizes, step.axis)
     return math.prod(whole[: shard.dim]) * blocks > 1
 
 
 def plan_conversions(
-    value: Value, native: Layout, demands: Sequence[Layout], mesh: Mesh, costs: ConversionCosts
+    value: Value, native: Layout, demands: Sequence[Layout], costs: ConversionCosts
 ) -> tuple[tuple[Layout, Layout], ...]:
     """The cheapest tree of conversions that gives every demanded layout from `native`.
 
@@ -267,9 +243,9 @@ def plan_conversions(
     # Integer picoseconds: sums in another order must not differ in the last bit.
     price = [
         [
-            round(conversion_cost(value, u, t, mesh, costs).total_s * 1e12)
+            round(conversion_cost(value, u, t, costs).total_s * 1e12)
             if all(a == b or has_conversion(a, b) for a, b in zip(u, t, strict=True))
-            else _NO_WAY
+            else _NO_CONVERSION
             for t in nodes
         ]
         for u in nodes
@@ -309,31 +285,30 @@ def _steps(source: Layout, moves: Sequence[tuple[int, SpmdType]]) -> tuple[Step,
     now = source
     for axis, target in moves:
         out.append(Step(axis, now[axis], target, now))
-        now = _with(now, axis, target)
+        now = with_type(now, axis, target)
     return tuple(out)
 
 
 def _cheapest(
     value: Value,
     sequences: Sequence[tuple[Step, ...]],
-    mesh: Mesh,
     costs: ConversionCosts,
 ) -> tuple[Step, ...] | None:
     legal = [
         steps
         for steps in sequences
-        if all(is_legal(value.shape, step.after, mesh.sizes) for step in steps)
+        if all(is_legal(value.shape, step.after, costs.mesh.sizes) for step in steps)
     ]
     if len(legal) < 2:
         return legal[0] if legal else None
-    return min(legal, key=lambda steps: _total_ps(value, steps, mesh, costs))
+    return min(legal, key=lambda steps: _total_ps(value, steps, costs))
 
 
-def _total_ps(value: Value, steps: tuple[Step, ...], mesh: Mesh, costs: ConversionCosts) -> int:
+def _total_ps(value: Value, steps: tuple[Step, ...], costs: ConversionCosts) -> int:
     seconds = math.fsum(
-        _action_s(value, step, kind, _ends(value, step, mesh), mesh, costs)
+        _action_s(value, step, kind, _ends(value, step, costs.mesh), costs)
         for step in steps
-        for kind in _kinds(value, step, mesh)
+        for kind in _kinds(value, step, costs.mesh)
     )
     return round(seconds * 1e12)
 
@@ -352,14 +327,14 @@ def _action_s(
     step: Step,
     kind: str,
     ends: tuple[int, int],
-    mesh: Mesh,
     costs: ConversionCosts,
 ) -> float:
     """Seconds of what a step does one way. ends: local bytes before and after it."""
     if kind == "none":
         return 0.0
     if kind in COLLECTIVES:
-        return costs.collective_s(kind, _collective_bytes(step, kind, ends, mesh), (step.axis,))
+        num_bytes = _collective_bytes(step, kind, ends, costs.mesh)
+        return costs.collective_s(kind, num_bytes, (step.axis,))
     small, large = min(ends), max(ends)
     moved = {"slice": 2 * small, "zero_pad": small + large, "mask": 2 * large}[kind]
     if step.target.padded:  # filled up before
@@ -384,7 +359,3 @@ def _ends(value: Value, step: Step, mesh: Mesh) -> tuple[int, int]:
     before = shards * size if step.source.is_shard else shards
     after = shards * size if step.target.is_shard else shards
     return num_bytes // before, num_bytes // after
-
-
-def _with(layout: Layout, axis: int, target: SpmdType) -> Layout:
-    return (*layout[:axis], target, *layout[axis + 1 :])

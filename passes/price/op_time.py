@@ -1,23 +1,25 @@
 """Time of one op on one rank under a rule per axis: its kernels, and the collectives inside it.
 
-Keys and values that go round on an axis of n ranks (rules_attention.RING) are on their way while a
-rank computes with those before them; in backward the sums of their gradients follow, in at least 32
-bits, and go one pass further. With w the seconds of the kernels of an op, b those of a visit, and
-p, g, pg those of a pass of keys and values, of gradients, of both,
+Keys and values that go round on an axis of n ranks (rules/ops/attention.py) are sent on while
+a rank computes with those before them; in backward the sums of their gradients follow, in at least
+32 bits, and go one pass further. With w the seconds of the kernels of an op, b those of a visit,
+and p, g, pg those of a pass of keys and values, of gradients, of both,
 
     b = w / n + merging or adding       forward     (n - 1) max(b, p) + b
                                         backward    (n - 1) max(b, pg) + max(b, g) + g
 
 and what that is beyond w counts as communication.
 
-Rows of products that come round, or go round (rules_ring), likewise: a chunk c is the product of
-the rows of one rank, with what adds them up if they go round, or puts them in place if they come; p
-is its pass, d all gradients of weights, and
+Rows of products that come round, or go round (rules/ops/collective_matmul.py), likewise: a chunk c
+is the product of the rows of one rank, with what adds them up if they go round, or puts them in
+place if they come; p is its pass, d all gradients of weights, and
 
-    x | y = max(x, y) + (k - 1) min(x, y)       beside each other, slower by k
+    x | y = max(x, y) + (k - 1) min(x, y)       overlapped, slower by k
 
-    gather_linears   forward  (n - 1) (c | p) + c    backward  c + (n - 2) (c | p) + ((c + d) | p)
-    linear_scatter   forward  c + (n - 1) (c | p)    backward  (n - 1) (c | p) + c + d
+    all_gather_matmul      forward   (n - 1) (c | p) + c
+                           backward  c + (n - 2) (c | p) + ((c + d) | p)
+    matmul_reduce_scatter  forward   c + (n - 1) (c | p)
+                           backward  (n - 1) (c | p) + c + d
 """
 
 import math
@@ -27,11 +29,10 @@ from dataclasses import dataclass
 
 from meshfold.cost_models.op_costs.compute import Work, op_work
 from meshfold.cost_models.op_costs.cost_model import CostModel
-from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import ITEM_BYTES, Op, OpGraph
 from meshfold.ir.spmd import local_shape
-from meshfold.passes.rules.ops.collective_matmul import GATHER_LINEARS, RING_RULES
-from meshfold.passes.rules.ops.experts import TRAVELS
+from meshfold.passes.rules.ops.collective_matmul import ALL_GATHER_MATMUL, COLLECTIVE_MATMUL_RULES
+from meshfold.passes.rules.ops.experts import DISPATCH_OPS
 from meshfold.passes.rules.ops.labels import SHIFT
 from meshfold.passes.rules.table import AxisRule, RuleComm
 
@@ -41,14 +42,16 @@ _QUERY, _KEY, _VALUE, _RESULT = 0, 1, 2, -1
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Seconds of one op on one rank: kernels forward and backward, and the collectives inside its
-    rule by axis number, forward and backward, and what of the forward ones a second run repeats."""
+    """Seconds of one op on one rank."""
 
     forward_s: float
+    """Kernels, as backward_s."""
     backward_s: float
     communication_s: tuple[float, ...]
+    """Collectives inside its rule, by axis number, forward."""
     backward_communication_s: tuple[float, ...]
-    again_communication_s: tuple[float, ...]
+    recomputed_communication_s: tuple[float, ...]
+    """Forward ones that a second run repeats."""
 
     @property
     def total_s(self) -> float:
@@ -59,60 +62,58 @@ class OpTime:
 @dataclass(frozen=True, slots=True)
 class InsideCollective:
     """A collective inside an op's rule on axis number `axis`, in one direction; all passes of keys
-    and values that go round as one: num_bytes of one pass, seconds beyond the kernels. flies,
-    is_kept: as of RuleComm."""
+    and values that go round as one: num_bytes of one pass, seconds beyond the kernels. Flags as of
+    RuleComm."""
 
     kind: str
     axis: int
     num_bytes: int
     seconds: float
     is_backward: bool
-    flies: bool
-    is_kept: bool
+    is_asynchronous: bool
+    is_saved: bool
 
 
 class OpTimer:
     """Times of one op under any rules. What rules have in common is priced once."""
 
-    def __init__(
-        self, graph: OpGraph, op: Op, mesh: Mesh, costs: CostModel, work: Work | None = None
-    ) -> None:
-        self.mesh = mesh
+    def __init__(self, graph: OpGraph, op: Op, costs: CostModel, work: Work | None = None) -> None:
+        self.mesh = costs.mesh
         self.costs = costs
         self.work = work or op_work(graph, op)
-        self._only_moves = op.target in TRAVELS
+        self._only_dispatches = op.target in DISPATCH_OPS
         self._target = op.target
-        self._moving = 0 if op.target == GATHER_LINEARS else _RESULT
+        self._moving = 0 if op.target == ALL_GATHER_MATMUL else _RESULT
         """What comes round, or goes round: x, or the result."""
         self.dtype = compute_dtype(graph, op)
         tensors = [graph.values[v] for v in (*op.operands, *op.outputs)]
         self._tensor_bytes = [value.num_bytes for value in tensors]
         self._shapes = [value.shape for value in tensors]
         self._loads: dict[tuple[int, str], float] = {}
-        self._nothing = (0.0,) * len(mesh.axes)
-        self._cuts: dict[tuple[int, str], tuple[float, ...]] = {}
+        self._nothing = (0.0,) * len(costs.mesh.axes)
+        self._num_shards: dict[tuple[int, str], tuple[float, ...]] = {}
         self._kernels: dict[tuple[float, tuple[float, ...]], tuple[float, float]] = {}
 
     def time(self, rules: Sequence[AxisRule]) -> OpTime:
         """Time under one rule per axis: flops as the busiest rank has them, divided by the axes
         whose rule splits the work; memory traffic by what the rule leaves of operands and results
         on a rank (a weight read by every rank of a batch-parallel product is not divided)."""
-        kernels = self._kernels_s(self._parts(rules), self._shards(rules))
+        kernels = self._kernels_s(self._work_shards(rules), self._shards(rules))
         if not any(rule.comm for rule in rules):
-            # Rows that stay are not put in another order.
-            forward_s, backward_s = (0.0, 0.0) if self._only_moves else kernels
+            # Rows that are not dispatched are not put in another order.
+            forward_s, backward_s = (0.0, 0.0) if self._only_dispatches else kernels
             return OpTime(forward_s, backward_s, *(self._nothing,) * 3)
         inside = self.inside(rules)
         there = [c for c in inside if not c.is_backward]
         back = [c for c in inside if c.is_backward]
-        again = [c for c in there if not c.is_kept]
+        recomputed = [c for c in there if not c.is_saved]
         by_axis = (
             tuple(sum(c.seconds for c in of if c.axis == axis) for axis in range(len(rules)))
-            for of in (there, back, again)
+            for of in (there, back, recomputed)
         )
         return OpTime(*kernels, *by_axis)
 
-    def _parts(self, rules: Sequence[AxisRule]) -> float:
+    def _work_shards(self, rules: Sequence[AxisRule]) -> float:
         """How many times the work of the busiest rank makes the op's."""
         split = (n for r, n in zip(rules, self.mesh.sizes, strict=True) if r.splits_work)
         return math.prod(split) / math.prod(self._load(k, r) for k, r in enumerate(rules))
@@ -125,37 +126,39 @@ class OpTimer:
             for shape, t in zip(self._shapes, (*rule.inputs, *rule.outputs), strict=True):
                 if t.padded:
                     size = self.mesh.sizes[axis]
-                    whole = local_shape(shape, (t,), (size,))[t.dim] * size
-                    filled = max(filled, whole / shape[t.dim])
+                    padded = local_shape(shape, (t,), (size,))[t.dim] * size
+                    filled = max(filled, padded / shape[t.dim])
             self._loads[key] = rule.load * filled
         return self._loads[key]
 
     def _shards(self, rules: Sequence[AxisRule]) -> tuple[float, ...]:
-        """Into how many shards the rules cut every operand and result; rows that are with their
+        """Number of shards of every operand and result under the rules; rows that are with their
         experts, and padded dims, into fewer, as the busiest rank has them."""
         total: tuple[float, ...] = (1,) * len(self._tensor_bytes)
         for axis, rule in enumerate(rules):
             key = axis, rule.name
-            if key not in self._cuts:
+            if key not in self._num_shards:
                 n, load = self.mesh.sizes[axis], self._load(axis, rule)
                 types = (*rule.inputs, *rule.outputs)
-                self._cuts[key] = tuple(
+                self._num_shards[key] = tuple(
                     n / load if t.kind == "E" or t.padded else n if t.is_shard else 1 for t in types
                 )
-            total = tuple(map(operator.mul, total, self._cuts[key]))
+            total = tuple(map(operator.mul, total, self._num_shards[key]))
         return total
 
-    def _kernels_s(self, parts: float, shards: tuple[float, ...]) -> tuple[float, float]:
-        """Kernels forward and backward, the work in `parts` and every tensor in its shards."""
-        key = parts, shards
+    def _kernels_s(self, work_shards: float, shards: tuple[float, ...]) -> tuple[float, float]:
+        """Kernels forward and backward, the work split in `work_shards`, every tensor in shards."""
+        key = work_shards, shards
         if key not in self._kernels:
-            whole = sum(self._tensor_bytes)
+            total = sum(self._tensor_bytes)
             local = sum(size / n for size, n in zip(self._tensor_bytes, shards, strict=True))
-            share = local / whole if whole else 1.0
+            share = local / total if total else 1.0
             work, compute_s = self.work, self.costs.compute_s
             self._kernels[key] = (
-                compute_s(work.flops / parts, work.num_bytes * share, self.dtype),
-                compute_s(work.backward_flops / parts, work.backward_bytes * share, self.dtype),
+                compute_s(work.flops / work_shards, work.num_bytes * share, self.dtype),
+                compute_s(
+                    work.backward_flops / work_shards, work.backward_bytes * share, self.dtype
+                ),
             )
         return self._kernels[key]
 
@@ -172,18 +175,18 @@ class OpTimer:
         self, comm: RuleComm, axis: int, split: Sequence[int], rules: Sequence[AxisRule]
     ) -> InsideCollective:
         kind = comm.collective
-        if self._target in RING_RULES:
+        if self._target in COLLECTIVE_MATMUL_RULES:
             num_bytes = int(comm.num_bytes / self._shards(rules)[self._moving])
             seconds = self._products_s(num_bytes, axis, rules, comm.is_backward)
         elif kind == SHIFT:
             num_bytes = int(comm.num_bytes / self._shards(rules)[_KEY])
             seconds = self._around_s(num_bytes, axis, rules, comm.is_backward)
         else:
-            kept = 1 if comm.is_whole else split[axis]
-            num_bytes = comm.num_bytes * kept // math.prod(split)
+            own = 1 if comm.is_undivided else split[axis]
+            num_bytes = comm.num_bytes * own // math.prod(split)
             seconds = self.costs.collective_s(kind, num_bytes, (axis,))
         return InsideCollective(
-            kind, axis, num_bytes, seconds, comm.is_backward, comm.flies, comm.is_kept
+            kind, axis, num_bytes, seconds, comm.is_backward, comm.is_asynchronous, comm.is_saved
         )
 
     def _around_s(
@@ -196,7 +199,7 @@ class OpTimer:
         """What keys and values that go round take beyond the kernels, see the module docstring.
         num_bytes: those of one rank."""
         shards, n = self._shards(rules), self.mesh.sizes[axis]
-        kernels_s = self._kernels_s(self._parts(rules), shards)[is_backward]
+        kernels_s = self._kernels_s(self._work_shards(rules), shards)[is_backward]
         wide = max(1.0, 4 / ITEM_BYTES[self.dtype])
         # Sums over visits are read, added to, written.
         sums = (_QUERY, _KEY, _VALUE) if is_backward else (_RESULT,)
@@ -215,21 +218,21 @@ class OpTimer:
         """What rows that come round, or go round, take beyond the kernels of products, see the
         module docstring. num_bytes: of one rank's rows."""
         shards, n = self._shards(rules), self.mesh.sizes[axis]
-        kernels_s = self._kernels_s(self._parts(rules), shards)[is_backward]
+        kernels_s = self._kernels_s(self._work_shards(rules), shards)[is_backward]
         weights_s = kernels_s / 2 if is_backward else 0.0
-        comes_round = (self._target == GATHER_LINEARS) != is_backward
+        comes_round = (self._target == ALL_GATHER_MATMUL) != is_backward
         # Rows that come are put in their place, summands read, and sums read and written.
         moved = (2 if comes_round else 3) * num_bytes
         chunk_s = (kernels_s - weights_s) / n + self.costs.compute_s(0, moved, self.dtype)
         pass_s = self.costs.collective_s(SHIFT, num_bytes, (axis,))
         if comes_round or not is_backward:
-            total_s = chunk_s + (n - 1) * self._beside_s(chunk_s, pass_s) + weights_s
+            total_s = chunk_s + (n - 1) * self._overlapped_s(chunk_s, pass_s) + weights_s
         else:
-            total_s = chunk_s + (n - 2) * self._beside_s(chunk_s, pass_s)
-            total_s += self._beside_s(chunk_s + weights_s, pass_s)
+            total_s = chunk_s + (n - 2) * self._overlapped_s(chunk_s, pass_s)
+            total_s += self._overlapped_s(chunk_s + weights_s, pass_s)
         return total_s - kernels_s
 
-    def _beside_s(self, first_s: float, second_s: float) -> float:
+    def _overlapped_s(self, first_s: float, second_s: float) -> float:
         """Compute and a pass at the same time."""
         slowdown = self.costs.cluster.overlap_slowdown
         return max(first_s, second_s) + (slowdown - 1) * min(first_s, second_s)
@@ -240,10 +243,10 @@ class OpWorks:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[OpGraph, tuple[Work, ...]]] = {}
-        """By the id of a graph, which is held."""
+        """By the id of a graph, which has to stay alive."""
 
     def of(self, graph: OpGraph) -> tuple[Work, ...]:
-        """Per op."""
+        """The work of each op."""
         if id(graph) not in self._known:
             self._known[id(graph)] = graph, tuple([op_work(graph, op) for op in graph.ops])
         return self._known[id(graph)][1]
@@ -252,26 +255,23 @@ class OpWorks:
 class OpTimers:
     """Timers of the ops of graphs on one mesh. works: if at hand from other meshes."""
 
-    def __init__(self, mesh: Mesh, costs: CostModel, works: OpWorks | None = None) -> None:
-        self.mesh = mesh
+    def __init__(self, costs: CostModel, works: OpWorks | None = None) -> None:
         self.costs = costs
         self._works = works or OpWorks()
         self._known: dict[int, tuple[OpGraph, tuple[OpTimer, ...]]] = {}
 
     def of(self, graph: OpGraph) -> tuple[OpTimer, ...]:
-        """Per op."""
+        """The timer of each op."""
         if id(graph) not in self._known:
             pairs = zip(graph.ops, self._works.of(graph), strict=True)
-            timers = [OpTimer(graph, op, self.mesh, self.costs, work) for op, work in pairs]
+            timers = [OpTimer(graph, op, self.costs, work) for op, work in pairs]
             self._known[id(graph)] = graph, tuple(timers)
         return self._known[id(graph)][1]
 
 
-def op_time(
-    graph: OpGraph, op: Op, rules: Sequence[AxisRule], mesh: Mesh, costs: CostModel
-) -> OpTime:
+def op_time(graph: OpGraph, op: Op, rules: Sequence[AxisRule], costs: CostModel) -> OpTime:
     """Time of an op under one rule per axis."""
-    return OpTimer(graph, op, mesh, costs).time(rules)
+    return OpTimer(graph, op, costs).time(rules)
 
 
 def compute_dtype(graph: OpGraph, op: Op) -> str:

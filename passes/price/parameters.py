@@ -1,80 +1,118 @@
-"""A program of least memory, changed leaf by leaf by its exact figures.
+"""What a parameter costs between its stored layout and the layout that ops read.
 
-Solutions of a chain are as good as its estimate of memory, a sum; the exact peak is a maximum over
-moments. At the edge of what fits that decides: what the estimate calls larger may have the same
-peak.
+On one axis                                                               handled by
+    same type        free
+    I -> R           gradient all-reduce                                  runtime, in groups
+    S -> R           gather, a second one in backward, gradient           runtime, in groups
+                     reduce-scatter
+    I -> S, I -> P   in-graph conversion                                  emitted graph
+    S -> I           in-graph gather                                      emitted graph
+
+On DATA and CONTEXT axes (passes/region/roles.py) parameters are used unsharded, so the used type
+is I or R; on every other axis a stored shard is used as it is. One collective carries the whole
+parameter group: a parameter is charged its share of the bytes, without start-up latency, and
+nothing where the degree decides (EXPERT axes, too).
+
+A group has a flat buffer for its collective, and its members are copied into and out of it:
+
+    before a gather     shards cast to what ops read, where they are stored in another dtype;
+                        several are put one after the other
+    after it            every member out of the shards of all ranks, unless it is contiguous there:
+                        the only one, sharded along its first dim
+    before a reduction  every gradient into the buffer, cast to what parameters are stored in
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from meshfold.passes.one_pass.candidates import Leaf
-from meshfold.passes.one_pass.priced import Priced, order_of
+from meshfold.ir.op_graph import ITEM_BYTES, Value
+from meshfold.ir.spmd import Layout, SpmdType, local_shape
+from meshfold.passes.price.conversions import ConversionCosts
 
-Price = Callable[[Sequence[Leaf]], Priced]
-"""Exact figures of the program with a leaf for every region, or for every instance."""
-
-
-MOST_CHANGES = 256
-"""Programs priced to make one faster: a model whose layers all differ has thousands to try."""
-
-
-def made_smaller(
-    choices: Sequence[Sequence[Leaf]], least: list[Leaf], best: Priced, price: Price
-) -> tuple[list[Leaf], Priced]:
-    """`least` with leaves changed while that makes its peak smaller, until it fits. choices: leaves
-    per region; best: the figures of `least`."""
-    for region, leaves in enumerate(choices):
-        for leaf in leaves:
-            if best.memory.fits:
-                return least, best
-            other = [*least[:region], leaf, *least[region + 1 :]]
-            priced = price(other)
-            if priced.memory.peak < best.memory.peak:
-                least, best = other, priced
-    return least, best
+BUCKET_BYTES = 25 << 20
+"""Bytes of a bucket, for the price of a byte in it: the default of DistributedDataParallel."""
 
 
-def made_faster(
-    choices: Sequence[Sequence[Leaf]],
-    regions: Sequence[int],
-    best: Priced,
-    assignment: Sequence[Leaf],
-    price: Price,
-) -> Priced:
-    """The program of `assignment`, which fits, with leaves changed while it still fits and is
-    faster, what gains most first, as far as MOST_CHANGES go. Of instances of a region under one
-    leaf all change, or the first, or the last. regions: of every instance; choices: leaves per
-    region; best: the figures of `assignment`."""
-    now, tried = list(assignment), 0
-    while tried < MOST_CHANGES:
-        before = best
-        for gain_s, where, leaf in _gains(choices, regions, now):
-            if gain_s <= 0 or tried == MOST_CHANGES:
-                return best
-            tried += 1
-            other = list(now)
-            for instance in where:
-                other[instance] = leaf
-            priced = price(other)
-            if priced.memory.fits and order_of(priced) < order_of(best):
-                now, best = other, priced
-                break
-        if best is before:
-            return best
-    return best
+def stored_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
+    """Bytes of a parameter on one rank in the dtype that it is stored in, and of its gradient while
+    and after it is reduced."""
+    return widening(value) * local_bytes(value, layout, sizes)
 
 
-def _gains(
-    choices: Sequence[Sequence[Leaf]], regions: Sequence[int], now: Sequence[Leaf]
-) -> list[tuple[float, tuple[int, ...], Leaf]]:
-    """(seconds, instances, their new leaf), what gains most first."""
-    alike: dict[tuple[int, Hashable], list[int]] = {}
-    for instance, (region, leaf) in enumerate(zip(regions, now, strict=True)):
-        alike.setdefault((region, leaf.key), []).append(instance)
-    found = [
-        (len(where) * (now[where[0]].time_s - leaf.time_s), where, leaf)
-        for (region, _), of in alike.items()
-        for where in dict.fromkeys((tuple(of), (of[0],), (of[-1],)))
-        for leaf in choices[region]
-    ]
-    return sorted(found, key=lambda gain: -gain[0])
+def widening(value: Value) -> int:
+    """Bytes of an element as it is stored over those as ops read it."""
+    return ITEM_BYTES[value.stored_dtype] // ITEM_BYTES[value.dtype]
+
+
+def local_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
+    """Bytes of a value on one rank, in the dtype that ops read."""
+    shards = 1
+    for t, size in zip(layout, sizes, strict=True):
+        if t.padded:
+            return math.prod(local_shape(value.shape, layout, sizes)) * ITEM_BYTES[value.dtype]
+        if t.is_shard:
+            shards *= size
+    return value.num_bytes // shards
+
+
+def is_grouped(source: SpmdType, target: SpmdType) -> bool:
+    """Whether the runtime, not the graph, does this conversion of a parameter on one axis."""
+    return target.kind == "R" and source.kind in ("I", "S")
+
+
+def cast_s(value: Value, stored: Layout, costs: ConversionCosts) -> float:
+    """Seconds to cast a rank's shard of a parameter to what ops read, in a kernel of several."""
+    moved = sum(size(value, stored, costs.mesh.sizes) for size in (local_bytes, stored_bytes))
+    return costs.compute_s(0.0, moved, value.dtype) - costs.launch_s
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCopies:
+    """Seconds of kernels on one rank: before each gather (or cast) of a group, after each gather,
+    and before the reduction of its gradients."""
+
+    packed_s: float = 0.0
+    unpacked_s: float = 0.0
+    reduced_s: float = 0.0
+
+    @property
+    def gathered_s(self) -> float:
+        """Around one gather."""
+        return self.packed_s + self.unpacked_s
+
+    def __add__(self, other: "GroupCopies") -> "GroupCopies":
+        return GroupCopies(
+            self.packed_s + other.packed_s,
+            self.unpacked_s + other.unpacked_s,
+            self.reduced_s + other.reduced_s,
+        )
+
+    def __sub__(self, other: "GroupCopies") -> "GroupCopies":
+        return GroupCopies(
+            self.packed_s - other.packed_s,
+            self.unpacked_s - other.unpacked_s,
+            self.reduced_s - other.reduced_s,
+        )
+
+
+def member_copies(
+    value: Value,
+    stored: Layout,
+    gather: Sequence[int],
+    costs: ConversionCosts,
+) -> GroupCopies:
+    """Copies of a parameter that is one of several in a group. gather: axes it is gathered over."""
+    sizes = costs.mesh.sizes
+    here, stored_here = (size(value, stored, sizes) for size in (local_bytes, stored_bytes))
+    shards = math.prod(sizes[k] for k in gather)
+    packed_s = unpacked_s = reduced_s = 0.0
+    if value.master:
+        packed_s += cast_s(value, stored, costs)
+    if gather:
+        # One kernel for the whole group.
+        packed_s += costs.compute_s(0.0, 2 * here, value.dtype) - costs.launch_s
+        unpacked_s = costs.compute_s(0.0, 2 * shards * here, value.dtype)
+    if value.requires_grad:
+        reduced_s = costs.compute_s(0.0, shards * (here + stored_here), value.dtype)
+    return GroupCopies(packed_s, unpacked_s, reduced_s)

@@ -3,19 +3,20 @@
 Instance i has forward compute f_i and backward compute b_i, in-graph communication c_i in each
 direction (exposed, it is in the data flow), parameter gather g_i and gradient reduction d_i. Where
 a region is recomputed, b_i and the backward's c_i include its second forward
-(passes/region_price.py); it waits for the same gather as the backward does. The runtime gathers
-while the region before runs and reduces gradients beside the backward of the regions before, on one
+(passes/price/region.py); it waits for the same gather as the backward does. The runtime gathers
+while the region before runs and reduces gradients during the backward of the regions before, on one
 communication stream. In a run of equal layers, what hides there is a layer's own:
 
     forward   g_0 + sum_i max(f_i + c_i, g_i, k_i)
     backward  sum_i max(b_i + c_i, g_i + d_i, k_i, u_i) + d_0 + u_0       (no g_i under ZeRO 1, 2)
 
-where k_i and u_i are what is kept and gradients on their way between device and host, if offloaded
-(passes/residence.py): the link to the host is beside the network, and carries both ways at once.
+where k_i and u_i are what is saved and gradients moving between device and host, if offloaded
+(passes/memory/zero.py): the link to the host is not the network, and carries both ways at once.
 The excess of each max over f_i or b_i is exposed. Each instance is charged with its own gather and
-reduction, so a step is a sum over instances, which the run search minimises (passes/mesh_plan.py).
-Where two neighbours disagree about the layout of a value, the consumer converts it (border_s). The
-optimizer is one memory-bound pass over the local states; what the host updates comes back after it.
+reduction, so a step is a sum over instances, which the run search minimises
+(passes/one_pass/planner.py). Where two neighbours differ in the layout of a value, the
+consumer converts it (border_s). The optimizer is one memory-bound pass over the local states; what
+the host updates comes back after it.
 """
 
 from collections import Counter
@@ -27,8 +28,8 @@ from meshfold.ir.plan import TimeEstimate
 from meshfold.ir.strategy import Offload, RegionTyping
 from meshfold.passes.graph.reads import Crossing, ProgramReads, program_reads
 from meshfold.passes.price.conversions import conversion_cost
+from meshfold.passes.price.parameters import stored_bytes
 from meshfold.passes.price.region import HostTraffic, RegionPrice
-from meshfold.passes.region.parameter_tables import stored_bytes
 
 OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
 """Reads and writes of parameter-sized tensors per step: AdamW reads parameter, gradient and two
@@ -77,14 +78,14 @@ def instance_s(price: RegionPrice) -> float:
     forward_s = price.forward_s + price.graph_forward_s
     backward_s = price.backward_s + price.graph_backward_s
     host = price.host
-    return max(forward_s, gather_s, host.kept_s) + max(
-        backward_s, again_s + reduce_s, host.kept_s, host.gradients_s
+    return max(forward_s, gather_s, host.saved_s) + max(
+        backward_s, again_s + reduce_s, host.saved_s, host.gradients_s
     )
 
 
 def ends_s(price: RegionPrice) -> float:
-    """What the first instance adds: its gather, its reduction and its gradients on their way to the
-    host have nothing to hide behind."""
+    """What the first instance adds: nothing overlaps its gather, its reduction and the transfer of
+    its gradients to the host."""
     moved_s = sum(price.gather_s.values()) + sum(price.reduce_s.values())
     return moved_s + price.host.gradients_s
 
@@ -113,11 +114,11 @@ def crossing_s(
     costs: CostModel,
 ) -> float:
     """Seconds of converting what crosses once. making, reading: typings of its two regions."""
-    left, taken = making.outputs[crossing.output], reading.slots[crossing.slot]
-    if left == taken:
+    left, wanted = making.outputs[crossing.output], reading.slots[crossing.slot]
+    if left == wanted:
         return 0.0
     value = folded.regions[crossing.reader].graph.values[crossing.slot]
-    return conversion_cost(value, left, taken, costs.mesh, costs).total_s
+    return conversion_cost(value, left, wanted, costs).total_s
 
 
 def optimizer_s(state_bytes: float, costs: CostModel, optimizer: str) -> float:

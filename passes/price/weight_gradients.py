@@ -1,9 +1,9 @@
-"""How much of a region's backward only makes weight gradients: what zero_bubble puts off.
+"""How much of a region's backward only computes weight gradients: what zero_bubble defers.
 
 Of a product with a parameter as one factor (SPLIT), the backward is two products of equal size: one
 gives the gradient of the other factor (B), one that of the parameter (W). W takes the share that
-its floating-point operations have in the backward of the op. Everything else stays in B: sums for
-biases and norms, memory-bound gradients of tables, attention, collectives, what runs again.
+its floating-point operations have in the backward of the op. Everything else is in B: sums for
+biases and norms, memory-bound gradients of tables, attention, collectives, recomputation.
 A split like that is assumed to cost nothing: kernels of B and W are apart anyhow (Qi et al., Zero
 Bubble Pipeline Parallelism, ICLR 2024, section 2).
 """
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 from meshfold.cost_models.op_costs.compute import MATMUL_FACTORS, VIEWS, op_name, op_work
 from meshfold.cost_models.op_costs.cost_model import CostModel
-from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Op, OpGraph, SlotKind
 from meshfold.passes.price.op_time import op_time
 from meshfold.passes.rules.table import AxisRule
 
 SPLIT = frozenset({"linear", "addmm", "mm", "expert_linear"})
-"""Ops whose backward runs in two parts (meshfold.codegen.schedule.split_backward)."""
+"""Ops whose backward is split in two (meshfold.codegen.schedule.split_backward): the last factor is
+the weight."""
 
 
 def weight_gradients_s(
-    graph: OpGraph, rules: Sequence[Sequence[AxisRule]], mesh: Mesh, costs: CostModel
+    graph: OpGraph, rules: Sequence[Sequence[AxisRule]], costs: CostModel
 ) -> float:
     """Seconds per microbatch on one rank, at most the kernels of the backward. rules[o]: the axis
     rules of op o."""
@@ -31,7 +31,7 @@ def weight_gradients_s(
     for op, of_axes in zip(graph.ops, rules, strict=True):
         share = _weight_share(graph, op, weights)
         if share:
-            seconds += share * op_time(graph, op, of_axes, mesh, costs).backward_s
+            seconds += share * op_time(graph, op, of_axes, costs).backward_s
     return seconds
 
 
@@ -49,7 +49,7 @@ def _trained_weights(graph: OpGraph) -> set[int]:
 
 
 def _weight_share(graph: OpGraph, op: Op, weights: set[int]) -> float:
-    """Of the backward of a product: each factor's gradient takes one product."""
+    """The share of dW in the backward of a product: each factor's gradient takes one product."""
     if op_name(op.target) not in SPLIT or not any(v in weights for v in op.operands):
         return 0.0
     work = op_work(graph, op)

@@ -1,7 +1,7 @@
-"""Constants on shards: what nobody reads whole is not made whole.
+"""Constants on shards: what nobody reads whole is not gathered.
 
 A value that depends on nothing but constants (a causal mask, positions) is the same on all ranks,
-so the search lets its ops run whole and its users slice (passes/rule_domains.py). A mask expanded
+so the search lets its ops run whole and its users slice (passes/rules/joint.py). A mask expanded
 to the batch is as large as the batch, though. Once the region is typed, this walks it backwards:
 where all readers of a constant want one and the same shard, and a rule of its op makes that shard
 without communication, the op takes the rule, and its operands are asked for what the rule reads.

@@ -1,14 +1,14 @@
 """Prices of conversions as matrices over layouts, for the region search.
 
 A conversion changes the axes one by one, in the cheapest order whose intermediate layouts are all
-legal (passes/conversions.py). The price of one step depends on the two types of its axis and on
-which other axes shard the value at that moment, so a whole matrix
+legal (passes/price/conversions.py). The price of one step depends on the two types of its axis and
+on which other axes shard the value at that moment, so a whole matrix
 
     M[s, t] = min over orders of the axes of  sum_k step_k(s_k -> t_k | others as converted so far)
 
 is filled from few scalar prices (ConversionTables._step_s) by array indexing, one order at a time
-(_Ways). Where no order is legal two shards trade places, and one of them stops at Invariant
-first. Seconds, forward plus backward; +inf where a role forbids the way.
+(_Paths). Where no order is legal two shards trade places, and one of them stops at Invariant
+first. Seconds, forward plus backward; +inf where a role forbids the path.
 """
 
 import itertools
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshfold.ir.mesh import Mesh
+from meshfold.ir.conversion_step import Step, exchange_is_even
 from meshfold.ir.op_graph import Value
 from meshfold.ir.spmd import INVARIANT, Layout, Shard, SpmdType
-from meshfold.passes.price.conversions import Step, exchange_is_even, has_conversion, step_s
+from meshfold.passes.price.conversions import has_conversion, step_s
 from meshfold.passes.region.elimination import Table
 from meshfold.passes.region.roles import SearchCosts
 from meshfold.passes.rules.joint import Legality
@@ -38,14 +38,14 @@ class ConversionTables:
     """Conversion matrices on one mesh, as the roles of its axes have it. Everything computed is
     kept."""
 
-    def __init__(self, mesh: Mesh, costs: SearchCosts) -> None:
-        self.mesh = mesh
+    def __init__(self, costs: SearchCosts) -> None:
+        self.mesh = costs.mesh
         self.costs = costs
-        self.legal = Legality(mesh.sizes)
+        self.legal = Legality(costs.mesh.sizes)
         self._matrices: dict[tuple[_ValueClass, tuple[Layout, ...]], Table] = {}
         self._steps: dict[_StepKey, float] = {}
         self._tables: dict[_TableKey, Table] = {}
-        self._ways: dict[tuple[Layout, ...], _Ways] = {}
+        self._paths: dict[tuple[Layout, ...], _Paths] = {}
 
     def matrix(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         """M over `layouts` x `layouts` for a value of this shape and dtype. Do not write to it."""
@@ -65,20 +65,16 @@ class ConversionTables:
 
     def _direct(self, value: Value, layouts: tuple[Layout, ...]) -> Table:
         """The cheapest order of one step per axis."""
-        ways = self._ways.get(layouts)
-        if ways is None:
-            ways = self._ways[layouts] = _Ways(layouts)
-        steps = [self._step_table(value, ways.types, k) for k in range(len(ways.types))]
+        paths = self._paths.get(layouts)
+        if paths is None:
+            paths = self._paths[layouts] = _Paths(layouts)
+        steps = [self._step_table(value, paths.types, k) for k in range(len(paths.types))]
         # A type by itself is legal, since a layout holds it: only two shards can conflict.
-        legal = tuple([self.legal(value.shape, layout) for layout in ways.doubtful])
-        return ways.cheapest(steps, legal)
+        legal = tuple([self.legal(value.shape, layout) for layout in paths.doubtful])
+        return paths.cheapest(steps, legal)
 
     def _detour(
-        self,
-        value: Value,
-        layouts: Sequence[Layout],
-        best: Table,
-        swaps: NDArray[np.bool_],
+        self, value: Value, layouts: Sequence[Layout], best: Table, swaps: NDArray[np.bool_]
     ) -> None:
         """Price the pairs `swaps`, in which two shards trade places on one dim: one first makes
         room as Invariant."""
@@ -87,11 +83,11 @@ class ConversionTables:
         number = {layout: k for k, layout in enumerate(wider)}
         for a in np.flatnonzero(swaps.any(axis=1)).tolist():
             targets = np.flatnonzero(swaps[a])
-            ways = [
+            paths = [
                 matrix[a, number[stop]] + matrix[number[stop], targets]
                 for stop in _stops(layouts[a])
             ]
-            best[a, targets] = np.min(ways, axis=0)
+            best[a, targets] = np.min(paths, axis=0)
 
     def _step_table(self, value: Value, types: Sequence[Sequence[SpmdType]], axis: int) -> Table:
         """[source type, target type, which other axes shard the value (bits)] -> seconds. Do not
@@ -142,7 +138,7 @@ class ConversionTables:
             layout = tuple(Shard(0) if is_shard else INVARIANT for is_shard in others)
             before = (*layout[:axis], source, *layout[axis + 1 :])
             step = Step(axis, source, target, before)
-            found = self._steps[key] = step_s(value, step, self.mesh, self.costs)
+            found = self._steps[key] = step_s(value, step, self.costs)
         return found
 
 
@@ -163,8 +159,8 @@ def _stops(layout: Layout) -> list[Layout]:
     return [(*layout[:k], INVARIANT, *layout[k + 1 :]) for k, t in enumerate(layout) if t.is_shard]
 
 
-class _Ways:
-    """All ways from layout to layout with one step per axis, whatever the value. types: per axis
+class _Paths:
+    """All paths from layout to layout with one step per axis, whatever the value. types: per axis
     those that there are; doubtful: layouts on the way that not every tensor can have."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
@@ -231,7 +227,7 @@ class _Ways:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Order:
     """One order of the axes: per step its axis and, from layout to layout, the entry of that
-    axis's table; barred: +inf where a layout on the way is not legal, else 0."""
+    axis's table; barred: +inf where a layout on the path is not legal, else 0."""
 
     entries: list[tuple[int, NDArray[np.intp]]]
     barred: Table

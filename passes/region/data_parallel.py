@@ -2,29 +2,23 @@
 
 Inputs start as shards of their batch dim. Regions are met in the order of their first instance,
 when the layouts of all their slots are known; each is solved on this axis alone, in the role DATA
-(passes/region_search.py, passes/axis_roles.py). The optimum then keeps the batch sharded as far as
-any rule carries it. The first producer of a value decides the layout of its class.
+(passes/region/search.py, passes/region/roles.py). The optimum then keeps the batch sharded as far
+as any rule carries it. The first producer of a value decides the layout of its class.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph, SlotKind, Value
-from meshfold.ir.spmd import INVARIANT, Layout, PaddedShard, Shard, SpmdType, is_legal
+from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph, SlotKind
+from meshfold.ir.spmd import INVARIANT, Layout, SpmdType
 from meshfold.passes.graph.boundaries import Boundaries, batch_type
 from meshfold.passes.price.op_time import OpTimers, OpWorks
 from meshfold.passes.region.parameter_tables import Prices
 from meshfold.passes.region.roles import AxisRole
 from meshfold.passes.region.search import RegionSolution, SearchTables, prepare_region
 from meshfold.passes.rules.joint import RuleTable, is_constant_op
-
-ZERO_AXES = ("dp", "ep", "cp")
-"""Where the batch or the sequence is cut."""
-
-MOST_PADDING = 1.25
-"""Of a parameter's shard, relative to its even share: with more, it stays whole."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +74,9 @@ def follow_batch(
 
     rules[r]: rule table of region r on that axis alone. works: if at hand.
     """
-    mesh = Mesh(costs.mesh.axes[:1])
-    assert mesh.sizes == (axis_size,)
-    tables = SearchTables(mesh, costs, (AxisRole.DATA,), OpTimers(mesh, costs, works))
+    costs = replace(costs, mesh=Mesh(costs.mesh.axes[:1]), within=costs.mesh)
+    assert costs.mesh.sizes == (axis_size,)
+    tables = SearchTables(costs, (AxisRole.DATA,), OpTimers(costs, works))
     types: dict[int, SpmdType] = dict.fromkeys(boundaries.results, INVARIANT)
     for c in sorted(boundaries.inputs - boundaries.results):
         types[c] = batch_type(boundaries.values[c], batch_size, axis_size)
@@ -100,13 +94,7 @@ def follow_batch(
             for c, v in zip(boundaries.outputs[r], graph.outputs, strict=True)
         ]
         problem = prepare_region(
-            graph,
-            mesh,
-            costs,
-            tables,
-            slot_layouts=slots,
-            output_layouts=outputs,
-            rules=rules[r],
+            graph, costs, tables, slot_layouts=slots, output_layouts=outputs, rules=rules[r]
         )
         solution = problem.solve(Prices())
         assert solution is not None, "running everything Invariant is always possible"
@@ -144,59 +132,3 @@ def stored_options(graph: OpGraph, slot: int, rules: RuleTable, axis: int) -> li
         if v == slot and rule.inputs[position].is_shard
     }
     return [INVARIANT, *sorted(shards)]
-
-
-def zero_axes(mesh: Mesh) -> tuple[int, ...]:
-    """The axes that ZeRO shards over; on ep, only what is no expert's."""
-    return tuple(k for k, a in enumerate(mesh.axes) if a.name in ZERO_AXES and a.size > 1)
-
-
-def zero3_layout(value: Value, stored: Layout, sizes: Sequence[int], axes: Sequence[int]) -> Layout:
-    """`stored` with the parameter also sharded on the axes number `axes`, outermost first; on an
-    axis where that would pad by more than MOST_PADDING it stays as it is.
-
-    The first dim wins that all axes divide, on a dim that another axis shards the part inside of
-    it: the local tensor is then cut into contiguous equal parts. If none does, the axes are placed
-    one by one, and where no dim divides, the one that needs the least padding is padded.
-    """
-    inner = {t.dim: t.blocks * n for t, n in zip(stored, sizes, strict=True) if t.is_shard}
-    for dim in range(len(value.shape)):
-        for blocks in dict.fromkeys((inner.get(dim, 1), 1)):
-            layout = list(stored)
-            for axis in axes:
-                layout[axis] = Shard(dim, blocks)
-                blocks *= sizes[axis]
-            if is_legal(value.shape, tuple(layout), sizes):
-                return tuple(layout)
-    if len(axes) > 1:
-        for axis in axes:
-            stored = zero3_layout(value, stored, sizes, (axis,))
-        return stored
-    return _padded_layout(value, stored, sizes, axes[0]) if axes else stored
-
-
-def sharded_layout(value: Value, layout: Layout, mesh: Mesh) -> Layout:
-    """`layout` with the parameter also sharded on the axes of ZeRO, where it is whole on them."""
-    axes = [k for k in zero_axes(mesh) if layout[k] == INVARIANT]
-    return zero3_layout(value, layout, mesh.sizes, axes) if axes else layout
-
-
-def _padded_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int) -> Layout:
-    num_ranks = sizes[axis]
-    padding = {
-        dim: -(-size // num_ranks) * num_ranks / size
-        for dim, size in enumerate(value.shape)
-        if size and all(t.dim != dim for t in stored)
-    }
-    dim = min(padding, key=lambda d: (padding[d], d), default=-1)
-    if dim < 0 or padding[dim] > MOST_PADDING:
-        return stored
-    return (*stored[:axis], PaddedShard(dim), *stored[axis + 1 :])
-
-
-def kept_whole_note(name: str, num_ranks: int) -> str:
-    """What a plan says of a parameter that zero3_layout leaves as it is."""
-    return (
-        f"ZeRO keeps {name} whole: no dim divides over {num_ranks} ranks, and padding one would "
-        f"add more than {MOST_PADDING - 1:.0%}"
-    )

@@ -3,7 +3,7 @@
 Given variables x_0..x_{n-1}, x_i in {0..domains[i]-1}, and factors f_j, each a table over a few of
 them, find for every value of the kept variables K
 
-    T[x_K] = min over the other x of  sum_j f_j[x_scope(j)]                         (eliminate)
+    T[x_K] = min over the other x of  sum_j f_j[x_scope(j)]              (EliminationPlan.run)
 
 One variable after the other leaves. With F_v the factors that mention v and N(v) the other
 variables in them, v leaves behind one new factor over N(v):
@@ -74,24 +74,13 @@ class Elimination:
         return tuple(values)
 
 
-def eliminate(
-    domains: Sequence[int],
-    factors: Sequence[Factor],
-    keep: Sequence[int] = (),
-    order: Sequence[int] | None = None,
-) -> Elimination:
-    """Eliminate every variable but those of `keep`.
-
-    domains: number of values per variable, each at least 1. order: of elimination, if at hand
-    (min_fill_order depends on the scopes alone, not on the entries).
-    """
-    plan = EliminationPlan(domains, [f.variables for f in factors], keep, order)
-    return plan.run([factor.table for factor in factors])
-
-
 class EliminationPlan:
     """What an elimination does with tables over these scopes, whatever their entries. Regions that
-    differ in sizes alone share it. Arguments: as for eliminate."""
+    differ in sizes alone share it.
+
+    domains: number of values per variable, each at least 1. keep: variables that are not
+    eliminated. order: of elimination, if at hand (min_fill_order depends on the scopes alone).
+    """
 
     def __init__(
         self,
@@ -200,10 +189,7 @@ class EliminationPlans:
         self._known: dict[tuple[object, ...], EliminationPlan] = {}
 
     def of(
-        self,
-        domains: Sequence[int],
-        scopes: Sequence[tuple[int, ...]],
-        case: int | None = None,
+        self, domains: Sequence[int], scopes: Sequence[tuple[int, ...]], case: int | None = None
     ) -> EliminationPlan:
         """The plan for these tables. case: a variable that numbers cases and stays; the order is
         that of one case."""

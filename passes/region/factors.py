@@ -1,7 +1,7 @@
 """The region search as a factor graph: variables and tables over them.
 
-Variables (x_i of passes/elimination.py)
-    r_o   joint rule of op o, o not constant                         domain: rule_domains.OpDomain
+Variables (x_i of elimination.py)
+    r_o   joint rule of op o, o not constant                         domain: joint.OpDomain
     s_j   arriving layout of slot j, q_j leaving layout of output j   only where several are allowed
     p_j   stored layout of a parameter with several users
     z_v   carrier of a value with three or more users, see below
@@ -11,10 +11,10 @@ Factors, all in seconds
                      collectives inside the rule                         (op_time.OpTimer)
     parameter        min over stored layouts s of  w[s, u] + state price * bytes(s) + used price *
                      bytes(u), u the layout the user's rule reads: a table over r_user alone
-                                                                              (ParameterTerm.table)
+                                                                              (ParameterTerm.tables)
     conversions      per value v with native layout t (of its producer) and demanded layouts e_i,
                      shared: a later layout may be converted from an earlier one. With the
-                     conversion matrix M of passes/conversion_tables.py
+                     conversion matrix M of conversion_tables.py
         one user     M[t, e]
         two users    min( M[t,e1] + M[t,e2],  M[t,e1] + M[e1,e2],  M[t,e2] + M[e2,e1] )
         more         set: z_v = (t, X), X at most m further layouts,
@@ -24,7 +24,7 @@ Factors, all in seconds
     m is the largest of 3, 2, 1 within SET_LIMIT. The set is exact for up to m distinct foreign
     demands; a shared layout that no user reads may make it too cheap by what that stop saves, and
     the carrier too dear where users are cheapest served from two layouts. The solution is priced
-    again exactly afterwards (passes/region_price.py).
+    again exactly afterwards (price/region.py).
     constants        every user slices for itself: M[I, e], a table over r_user alone
 """
 
@@ -156,7 +156,6 @@ def _factor(ports: Sequence[Port], table: Table, case: int | None = None) -> Fac
 @dataclass
 class _Builder:
     graph: OpGraph
-    domains_of_ops: Sequence[OpDomain]
     tables: ConversionTables
     domains: list[int] = field(default_factory=list)
     factors: list[Factor] = field(default_factory=list)
@@ -208,11 +207,11 @@ class _Builder:
         if not len(sets):
             self._carrier(value, source, users)
             return
-        held = Port(self.variable(len(sets)), ((),) * len(sets))
+        carrier = Port(self.variable(len(sets)), ((),) * len(sets))
         is_native = np.array(natives)[:, None] == sets[None, :, 0]
-        self.add((source, held), np.where(is_native, _trees_s(m, sets)[None], np.inf))
+        self.add((source, carrier), np.where(is_native, _trees_s(m, sets)[None], np.inf))
         for user, at in zip(users, wanted, strict=True):
-            self.add((held, user), m[:, at][sets].min(axis=1))
+            self.add((carrier, user), m[:, at][sets].min(axis=1))
 
     def _carrier(self, value: Value, source: Port, users: Sequence[Port]) -> None:
         layouts = tuple(sorted({x for port in (source, *users) for x in port.layouts}))
@@ -263,7 +262,7 @@ def build_factors(
     output_layouts: Sequence[Sequence[Layout]],
 ) -> FactorGraph:
     """The factor graph of one region. op_times[o][c]: seconds of op o under joint rule c."""
-    b = _Builder(graph, op_domains, tables)
+    b = _Builder(graph, tables)
     ops: list[int | None] = []
     for k, (domain, times) in enumerate(zip(op_domains, op_times, strict=True)):
         variable = None if is_constant_op(graph, k) else b.variable(len(domain))
@@ -302,7 +301,7 @@ def _user_ports(
     graph: OpGraph, op_domains: Sequence[OpDomain], ops: Sequence[int | None]
 ) -> list[list[Port]]:
     """Per value the ports of the ops that read it. An op that reads a value twice in the same
-    layout is one user. Constant ops read constants whole, which is free."""
+    layout is one user. Constant ops read constants unsharded, which is free."""
     users: list[list[Port]] = [[] for _ in graph.values]
     for k, op in enumerate(graph.ops):
         if ops[k] is None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Value
 from meshfold.ir.spmd import SpmdType
 
 UNDONE_SHARD_S = 1.0
 """Added to a conversion that undoes a shard on a DATA axis: more than any collective takes, less
-than forbidding it, since an op without a rule must run on whole values."""
+than forbidding it, since an op without a rule must run on unsharded values."""
 
 
 class AxisRole(Enum):
@@ -25,24 +26,24 @@ class AxisRole(Enum):
     their gradient reductions are charged by their bytes."""
 
     DATA = "data"
-    """Data parallelism: parameters are used whole, gathered first where they are stored as shards.
-    Their gathers and reductions follow from the degree and run beside compute: not charged. Values
-    stay sharded along the batch."""
+    """Data parallelism: parameters are used unsharded, gathered first where they are stored as
+    shards. Their gathers and reductions follow from the degree and overlap compute: not charged.
+    Values stay sharded along the batch."""
 
     CONTEXT = "context"
-    """Context parallelism: activations are shards of their sequence, parameters are used whole and
-    stored as on a DATA axis. Attention needs more than a shard: heads for rows by all-to-all, or
-    keys and values gathered, whichever the prices say."""
+    """Context parallelism: activations are shards of their sequence, parameters are used unsharded
+    and stored as on a DATA axis. Attention needs more than a shard: heads for rows by all-to-all,
+    or keys and values gathered, whichever the prices say."""
 
     EXPERT = "expert"
-    """Expert parallelism: the batch is cut as on a DATA axis, expert weights are shards of their
-    experts, to which tokens travel, and the other parameters are used whole. What ops do follows
-    from the degree, so reductions are not charged."""
+    """Expert parallelism: the batch is sharded as on a DATA axis, expert weights are shards of
+    their experts, to which tokens are dispatched, and the other parameters are used unsharded. What
+    ops do follows from the degree, so reductions are not charged."""
 
     TENSOR = "tensor"
     """Tensor parallelism without sequence parallelism: pending sums are all-reduced, and no other
-    conversion cuts or gathers a value with a gradient, but that a rank picks its part of keys and
-    values whose heads do not divide. Ops with sharded parameters alone make shards and contract
+    conversion shards or gathers a value with a gradient, but that a rank picks its shard of keys
+    and values whose heads do not divide. Ops with sharded parameters alone make shards and contract
     them."""
 
     SEQUENCE = "sequence"
@@ -64,10 +65,15 @@ class AxisRole(Enum):
 @dataclass(frozen=True, slots=True)
 class SearchCosts:
     """Costs of conversions as the search sees them, with one role per axis. What happens inside a
-    rank costs no launch: most slices are views, masks and pads are tiny beside the ops around."""
+    rank costs no launch: most slices are views, masks and pads are tiny next to the ops around."""
 
     costs: CostModel
     roles: tuple[AxisRole, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of `costs`."""
+        return self.costs.mesh
 
     def collective_s(self, kind: str, num_bytes: int, axes: tuple[int, ...]) -> float:
         """Seconds of one collective on one axis."""

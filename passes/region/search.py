@@ -7,10 +7,11 @@ r_o (one axis rule per mesh axis), for every slot and output one of its allowed 
   + sum_v  tree_v(native(v), {demands(v)})     cheapest shared conversions of every value
   + sum_p  w_p(stored, used) + price * bytes   conversions and memory price of every parameter
 
-is smallest. passes/region_factors.py writes this as tables over the r_o, passes/elimination.py
-minimises their sum; _solution reads the typing back and passes/region_price.py prices it again
-from the conversions that will be emitted. Nothing here knows what a layer is: pairs of column- and
-row-parallel products, sequence and vocabulary parallel come out of the rules and the prices.
+is smallest. passes/region/factors.py writes this as tables over the r_o,
+passes/region/elimination.py minimises their sum; _solution reads the typing back and
+passes/price/region.py prices it again from the conversions that will be emitted. Nothing here knows
+what a layer is: pairs of column- and row-parallel products, sequence and vocabulary parallel come
+out of the rules and the prices.
 
 In: an OpGraph, a mesh, a cost model, the layouts its surroundings allow. Out: a RegionTyping.
 """
@@ -22,7 +23,6 @@ from functools import cached_property
 import numpy as np
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
-from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import OpGraph
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
@@ -30,12 +30,7 @@ from meshfold.passes.price.op_time import OpTimer, OpTimers
 from meshfold.passes.price.region import RegionPrice, RegionPricer
 from meshfold.passes.region.constants import shard_constants
 from meshfold.passes.region.conversion_tables import ConversionTables
-from meshfold.passes.region.elimination import (
-    Elimination,
-    EliminationPlans,
-    Factor,
-    Table,
-)
+from meshfold.passes.region.elimination import Elimination, EliminationPlans, Factor, Table
 from meshfold.passes.region.factors import FactorGraph, Port, build_factors
 from meshfold.passes.region.parameter_tables import ParameterPrices, Prices
 from meshfold.passes.region.roles import AxisRole, SearchCosts
@@ -45,19 +40,16 @@ from meshfold.passes.rules.table import AxisRule, region_rules, typing_of
 
 @dataclass(frozen=True)
 class RegionSolution:
-    """typing; rules: per op the axis rules it stands for; objective_s: the minimised sum, prices of
-    memory included.
-
-    num_variables, largest_domain, width and largest_table say how hard the elimination was.
-    """
+    """The best typing of a region and its exact price."""
 
     typing: RegionTyping
+
     rules: tuple[tuple[AxisRule, ...], ...]
+    """Per op the axis rules that it stands for."""
+
     objective_s: float
-    num_variables: int
-    largest_domain: int
-    width: int
-    largest_table: int
+    """The minimised sum, prices of memory included."""
+
     _problem: "RegionProblem" = field(compare=False, repr=False)
 
     @cached_property
@@ -65,7 +57,7 @@ class RegionSolution:
         """Exact prices of the typing, from the conversions that will be emitted, whatever the
         stored layouts of parameters."""
         p = self._problem
-        return RegionPricer(p.graph, self.typing, self.rules, p.mesh, p.costs, timers=p.timers)
+        return RegionPricer(p.graph, self.typing, self.rules, p.costs, timers=p.timers)
 
     @cached_property
     def price(self) -> RegionPrice:
@@ -78,7 +70,6 @@ class RegionProblem:
     """A region made ready to be solved at several prices. Build it with prepare_region."""
 
     graph: OpGraph
-    mesh: Mesh
     costs: CostModel
     table: RuleTable
     domains: tuple[OpDomain, ...]
@@ -167,16 +158,10 @@ class Optimum:
             ops=tuple(typing_of(graph, k, r) for k, r in enumerate(rules)),
             outputs=tuple(_read(port, values) for port in factors.outputs),
         )
-        typing, joint = shard_constants(graph, problem.table, typing, rules, problem.mesh.sizes)
+        sizes = problem.costs.mesh.sizes
+        typing, joint = shard_constants(graph, problem.table, typing, rules, sizes)
         return RegionSolution(
-            typing=typing,
-            rules=joint,
-            objective_s=self.objective_s,
-            num_variables=len(factors.domains),
-            largest_domain=max(factors.domains, default=1),
-            width=self.found.width,
-            largest_table=self.found.largest_table,
-            _problem=problem,
+            typing=typing, rules=joint, objective_s=self.objective_s, _problem=problem
         )
 
     @cached_property
@@ -193,22 +178,20 @@ class SearchTables:
 
     def __init__(
         self,
-        mesh: Mesh,
         costs: CostModel,
         roles: tuple[AxisRole, ...] = (),
         timers: OpTimers | None = None,
         plans: EliminationPlans | None = None,
     ) -> None:
-        self.timers = timers or OpTimers(mesh, costs)
+        self.timers = timers or OpTimers(costs)
         self.plans = plans or EliminationPlans()
-        seen = SearchCosts(costs, roles or (AxisRole.ANY,) * len(mesh.axes))
-        self.conversions = ConversionTables(mesh, seen)
-        self.parameters = ParameterPrices(mesh, seen)
+        seen = SearchCosts(costs, roles or (AxisRole.ANY,) * len(costs.mesh.axes))
+        self.conversions = ConversionTables(seen)
+        self.parameters = ParameterPrices(seen)
 
 
 def prepare_region(
     graph: OpGraph,
-    mesh: Mesh,
     costs: CostModel,
     tables: SearchTables,
     *,
@@ -226,7 +209,7 @@ def prepare_region(
     at hand. like: a problem that differs in layouts and roles alone: its domains and the times of
     its ops serve.
     """
-    rules = rules or region_rules(graph, mesh.sizes)
+    rules = rules or region_rules(graph, costs.mesh.sizes)
     timers = tables.timers.of(graph)
     if like is None:
         domains = op_domains(graph, rules, tables.conversions.legal, fixed_rules)
@@ -237,36 +220,9 @@ def prepare_region(
     else:
         domains, times = like.domains, list(like.times)
     factors = build_factors(
-        graph,
-        domains,
-        times,
-        tables.conversions,
-        tables.parameters,
-        slot_layouts,
-        output_layouts,
+        graph, domains, times, tables.conversions, tables.parameters, slot_layouts, output_layouts
     )
-    return RegionProblem(
-        graph, mesh, costs, rules, domains, timers, tuple(times), factors, tables.plans
-    )
-
-
-def solve_region(
-    graph: OpGraph,
-    mesh: Mesh,
-    costs: CostModel,
-    *,
-    slot_layouts: Sequence[Sequence[Layout]],
-    output_layouts: Sequence[Sequence[Layout]],
-    prices: Prices,
-    roles: tuple[AxisRole, ...] = (),
-) -> RegionSolution | None:
-    """The cheapest typing of one region; None if the allowed layouts admit none. Arguments as of
-    SearchTables and prepare_region."""
-    tables = SearchTables(mesh, costs, roles)
-    problem = prepare_region(
-        graph, mesh, costs, tables, slot_layouts=slot_layouts, output_layouts=output_layouts
-    )
-    return problem.solve(prices)
+    return RegionProblem(graph, costs, rules, domains, timers, tuple(times), factors, tables.plans)
 
 
 def _read(port: Port, values: Sequence[int]) -> Layout:

@@ -1,19 +1,21 @@
 """What region searches may choose on one mesh, given what its tp axis is for.
 
-dp axis   The batch is followed through the rules (passes/data_parallel.py): that decides rule and
+dp axis   The batch is followed through the rules (passes/region/data_parallel.py): that decides
+          rule and
           boundary layout of everything on this axis.
 ep axis   What dp does goes on inside of dp's shards, for every op and every boundary value; between
-          dispatch and combine rows are with their experts (passes/expert_rules.py), whose weights
-          are stored as shards. Experts with a capacity take rows of fixed shapes: where these leave
-          the batch for them is left to the search (passes/capacity_rules.py), and nothing else.
-cp axis   Boundary values with a sequence are shards of it, inside of tp's shard where tp cuts the
-          sequence as well. Parameters are stored and used whole. Rules are left to the search.
+          dispatch and combine rows are with their experts (passes/rules/expert_axis.py), whose
+          weights are stored as shards. Experts with a capacity take rows of fixed shapes: where
+          these leave the batch for them is left to the search (passes/rules/expert_capacity.py),
+          and nothing else.
+cp axis   Boundary values with a sequence are shards of it, inside of tp's shard where tp shards the
+          sequence as well. Parameters are stored and used unsharded. Rules are left to the search.
 tp axis   Boundary values are Invariant or, with sequence parallelism, shards of their sequence dim.
           Parameters are stored Invariant or as the shard their op reads, never gathered. The region
-          search finds the rest, in the role TENSOR or SEQUENCE (passes/axis_roles.py). In the role
-          DATA the axis goes on with what dp does inside each of its shards, so that a region is
-          data-parallel over both, with whole parameters: for regions that are cheap to replicate
-          beside others that are not (Whale, Jia et al., 2022).
+          search finds the rest, in the role TENSOR or SEQUENCE (passes/region/roles.py). In the
+          role DATA the axis goes on with what dp does inside each of its shards, so that a region
+          is data-parallel over both, with unsharded parameters: for regions that are cheap to
+          replicate among others that are not (Whale, Jia et al., 2022).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +23,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
-from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, Value
 from meshfold.ir.spmd import INVARIANT, Layout, Shard, SpmdType, is_legal
 from meshfold.passes.graph.boundaries import Boundaries, find_boundaries, sequence_type
@@ -38,14 +39,14 @@ from meshfold.passes.region.pins import PinnedSlots, keeps_tp
 from meshfold.passes.region.roles import AxisRole
 from meshfold.passes.rules.book import RuleBook
 from meshfold.passes.rules.context_axis import context_rules
-from meshfold.passes.rules.expert_axis import expert_rules, whole_rows
+from meshfold.passes.rules.expert_axis import expert_rules, without_sharded_rows
 from meshfold.passes.rules.expert_capacity import RulesOfOp, capacity_rules
 from meshfold.passes.rules.joint import RuleTable
 from meshfold.passes.rules.table import AxisRule, rule_inside
 
 
 @dataclass(frozen=True)
-class Shared:
+class SearchCache:
     """What the meshes of one program have in common. followed: what was found on the dp axis."""
 
     boundaries: Boundaries
@@ -55,46 +56,45 @@ class Shared:
     plans: EliminationPlans
 
     @staticmethod
-    def of(folded: FoldedGraph) -> "Shared":
+    def of(folded: FoldedGraph) -> "SearchCache":
         """Nothing found yet."""
         rules = RuleBook([region.graph for region in folded.regions])
-        return Shared(find_boundaries(folded), rules, {}, OpWorks(), EliminationPlans())
+        return SearchCache(find_boundaries(folded), rules, {}, OpWorks(), EliminationPlans())
 
 
 class SearchSpace:
     """Rules and layouts of the regions of one folded program on one mesh. `role` below is what the
     tp axis is for; regions are numbers.
 
-    shared: what other meshes of this program found, to use and to add to. pinned: parameters whose
+    cache: what other meshes of this program found, to use and to add to. pinned: parameters whose
     layout the user fixed; keeps_pins tells whether this mesh can store them so.
     """
 
     def __init__(
         self,
         folded: FoldedGraph,
-        mesh: Mesh,
         costs: CostModel,
         batch_size: int,
-        shared: Shared,
+        cache: SearchCache,
         pinned: PinnedSlots,
     ) -> None:
         self.folded = folded
-        self.mesh = mesh
+        self.mesh = costs.mesh
         self.costs = costs
         self.batch_size = batch_size
-        self.shared = shared
+        self.cache = cache
         self.pinned = pinned
         self.graphs: list[OpGraph] = [region.graph for region in folded.regions]
-        self.boundaries: Boundaries = shared.boundaries
+        self.boundaries: Boundaries = cache.boundaries
         axes = map(self._axis, ("dp", "ep", "cp", "tp"))
         self.dp_axis, self.ep_axis, self.cp_axis, self.tp_axis = axes
         self._own_rules: list[RuleTable] = [
-            shared.rules.table(r, mesh.sizes) for r in range(len(self.graphs))
+            cache.rules.table(r, costs.mesh.sizes) for r in range(len(self.graphs))
         ]
         self.data: DataParallel | None = None
         if self.dp_axis is not None or self.ep_axis is not None:
-            assert 0 in (self.dp_axis, self.ep_axis), "the batch is cut by the outermost axes"
-            self.data = self._followed(mesh.sizes[0])
+            assert 0 in (self.dp_axis, self.ep_axis), "the batch is sharded by the outermost axes"
+            self.data = self._followed(costs.mesh.sizes[0])
         self._expert_rules: list[tuple[RulesOfOp, ...]] = []
         """Per region what every op may do on the ep axis."""
         self._expert_weights: list[Mapping[int, SpmdType]] = [{}] * len(self.graphs)
@@ -170,7 +170,7 @@ class SearchSpace:
     # Rules.
 
     def _open_rules(self, region: int) -> RuleTable:
-        """The rules of a region, on cp those worth asking about (passes/context_rules.py)."""
+        """The rules of a region, on cp those worth asking about (passes/rules/context_axis.py)."""
         table, graph = self._own_rules[region], self.graphs[region]
         if self.ep_axis is not None:
             return self._with_expert_rules(region)
@@ -223,7 +223,7 @@ class SearchSpace:
             table.append((*per_axis[:axis], (*others, *allowed), *per_axis[axis + 1 :]))
         if self.tp_axis is None:
             return tuple(table)
-        return whole_rows(self.graphs[region], tuple(table), self.tp_axis)
+        return without_sharded_rows(self.graphs[region], tuple(table), self.tp_axis)
 
     @cached_property
     def _batch_on_tp(self) -> DataParallel:
@@ -235,15 +235,15 @@ class SearchSpace:
         alone = [tuple(per_axis[:1] for per_axis in table) for table in self._own_rules]
         boundaries, batch_size = self.boundaries, self.batch_size
         key = batch_problem(boundaries, axis_size, alone, batch_size)
-        found = self.shared.followed.get(key)
+        found = self.cache.followed.get(key)
         if found is None:
-            found = self.shared.followed[key] = follow_batch(
-                self.folded, boundaries, axis_size, alone, self.costs, batch_size, self.shared.works
+            found = self.cache.followed[key] = follow_batch(
+                self.folded, boundaries, axis_size, alone, self.costs, batch_size, self.cache.works
             )
         return found
 
     def _rules_of_data(self, region: int) -> RuleTable:
-        """On tp every op goes on with its rule on dp, or runs whole."""
+        """On tp every op goes on with its rule on dp, or runs unsharded."""
         data = self.data or self._batch_on_tp
         sizes = self.mesh.sizes
         table = []
@@ -285,7 +285,7 @@ class SearchSpace:
         return self._cut_sequence(value, dp, ep, role)
 
     def _cut_sequence(self, value: Value, dp: SpmdType, ep: SpmdType, role: AxisRole) -> Layout:
-        """A carried activation: its sequence cut by the axes that do so, cp inside of tp."""
+        """A carried activation: its sequence sharded by the axes that do so, cp inside of tp."""
         cp = tp = INVARIANT
         inside = 1
         if self.tp_axis is not None:

@@ -1,13 +1,13 @@
 """Turns a uniform strategy into one typing per region, by region searches under boundary policies.
 
-What a region may choose on every axis of the mesh is passes/search_space.py; the region search
-(passes/region_search.py) finds the rest, given the dp axis, on the others jointly. ZeRO-3 stores
+What a region may choose on every axis of the mesh is passes/region/space.py; the region search
+(passes/region/search.py) finds the rest, given the dp axis, on the others jointly. ZeRO-3 stores
 every parameter as a shard on dp as well.
 
 A tp axis is there to shard weights, so the search pays a price per byte of a parameter on a rank:
-the smallest of PRICE_LADDER at which WANTED_FRACTION of the bytes that could be sharded (parameters
-of two dims and more) are, or the one that shards most. Slow links would otherwise leave weights
-whole wherever one more all-reduce costs more than the compute it saves.
+the smallest of PRICE_LADDER at which SHARDED_FRACTION_WANTED of the bytes that could be sharded
+(parameters of two dims and more) are, or the one that shards most. Slow links would otherwise leave
+weights unsharded wherever one more all-reduce costs more than the compute it saves.
 
 A parameter that several regions share has one stored layout: each region proposes its own, and the
 proposal with the smallest sum of their objectives wins.
@@ -26,9 +26,9 @@ from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping, TpMode
 from meshfold.passes.graph.boundaries import num_instances
+from meshfold.passes.memory.zero import sharded_layout, unsharded_note, zero_axes
 from meshfold.passes.price.op_time import OpTimers
 from meshfold.passes.price.region import RegionPrice
-from meshfold.passes.region.data_parallel import kept_whole_note, sharded_layout, zero_axes
 from meshfold.passes.region.parameter_tables import Prices
 from meshfold.passes.region.pins import PinnedSlots, UnkeptPinError
 from meshfold.passes.region.roles import AxisRole
@@ -39,40 +39,30 @@ from meshfold.passes.region.search import (
     SearchTables,
     prepare_region,
 )
-from meshfold.passes.region.space import SearchSpace, Shared
+from meshfold.passes.region.space import SearchCache, SearchSpace
 
 PRICE_LADDER = (0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
-"""Seconds per byte of parameter on a rank."""
+"""Seconds per byte of parameter on a rank. Chosen: decades around the time that a link takes for a
+byte."""
 
-WANTED_FRACTION = 0.95
+SHARDED_FRACTION_WANTED = 0.95
+"""Share of the shardable bytes at which the price is raised no further. Chosen, not
+measured: small parameters whose shard costs a collective may stay unsharded."""
 
-TOGETHER = 20_000
+MAX_JOINT_TABLE = 20_000
 """Entries of the largest table up to which a region is solved at many prices at once."""
 
-TP_ROLES = (AxisRole.TENSOR, AxisRole.SEQUENCE, AxisRole.DATA)
-
-
-MODE_CHOICES: Final[Mapping[TpMode, Mapping[str, bool]]] = MappingProxyType(
-    {
-        "tensor": {},
-        "sequence": {"sequence_parallel": True},
-        "data": {"batch_on_tp": True},
-    }
+ROLES: Final[Mapping[TpMode, AxisRole]] = MappingProxyType(
+    {"tensor": AxisRole.TENSOR, "sequence": AxisRole.SEQUENCE, "data": AxisRole.DATA}
 )
-"""A mode as the choices that MeshSearch takes."""
-
-
-def tp_role(*, sequence_parallel: bool = False, batch_on_tp: bool = False) -> AxisRole:
-    """What the tp axis is for under these choices of a strategy."""
-    if batch_on_tp:
-        return AxisRole.DATA
-    return AxisRole.SEQUENCE if sequence_parallel else AxisRole.TENSOR
+"""What the tp axis is for in each mode."""
 
 
 @dataclass(frozen=True)
 class ProgramTyping:
     """A typing and its price per region, what fraction of the bytes of shardable parameters the tp
-    axis shards (1 without a tp axis), and per region the ops that run whole for want of a rule."""
+    axis shards (1 without a tp axis), and per region the ops that run unsharded for want of a
+    rule."""
 
     typings: tuple[RegionTyping, ...]
     prices: tuple[RegionPrice, ...]
@@ -87,13 +77,12 @@ class _Chosen:
 
     solution: RegionSolution
     price: float
-    fraction: float
 
 
 class MeshSearch:
     """Searches of one folded program on one mesh. Rules, tables and the dp axis are shared.
 
-    shared: what other meshes of this program found, to use and to add to. pinned: parameters whose
+    cache: what other meshes of this program found, to use and to add to. pinned: parameters whose
     layout the user fixed.
     """
 
@@ -103,90 +92,72 @@ class MeshSearch:
         cluster: ClusterSpec,
         mesh: Mesh,
         batch_size: int,
-        shared: Shared | None = None,
+        cache: SearchCache | None = None,
         pinned: PinnedSlots = MappingProxyType({}),
     ) -> None:
         self.folded = folded
         self.mesh = mesh
         self.batch_size = batch_size
         self.costs = CostModel(cluster, mesh)
-        shared = shared or Shared.of(folded)
-        self.space = SearchSpace(folded, mesh, self.costs, batch_size, shared, pinned)
+        cache = cache or SearchCache.of(folded)
+        self.space = SearchSpace(folded, self.costs, batch_size, cache, pinned)
         self.counts = num_instances(folded)
         self.graphs: list[OpGraph] = self.space.graphs
-        timers = OpTimers(mesh, self.costs, shared.works)
+        timers = OpTimers(self.costs, cache.works)
         self.tables = {
-            role: SearchTables(mesh, self.costs, self.space.roles(role), timers, shared.plans)
-            for role in TP_ROLES
+            role: SearchTables(self.costs, self.space.roles(role), timers, cache.plans)
+            for role in ROLES.values()
         }
-        self.fallback_ops = tuple(map(shared.rules.fallback_ops, range(len(self.graphs))))
+        self.fallback_ops = tuple(map(cache.rules.fallback_ops, range(len(self.graphs))))
         self._alone: dict[tuple[int, AxisRole], tuple[RegionProblem, _Chosen]] = {}
-        self._found: dict[AxisRole, tuple[list[_Chosen], float]] = {}
+        self._found: dict[AxisRole, tuple[list[RegionSolution], float]] = {}
         self._like: dict[int, RegionProblem] = {}
 
-    def solve(
-        self, *, zero: int, sequence_parallel: bool = False, batch_on_tp: bool = False
-    ) -> ProgramTyping:
-        """Typing of every region for these choices on this mesh. Raises UnkeptPinError."""
-        role = tp_role(sequence_parallel=sequence_parallel, batch_on_tp=batch_on_tp)
+    def solve(self, *, zero: int, mode: TpMode = "tensor") -> ProgramTyping:
+        """Typing of every region under a ZeRO level and a mode of tp. Raises UnkeptPinError."""
+        role = ROLES[mode]
         if role not in self._found:
             self._found[role] = self._search(role)
-        chosen, fraction = self._found[role]
+        solutions, fraction = self._found[role]
         if zero == 0:
             return ProgramTyping(
-                tuple(c.solution.typing for c in chosen),
-                tuple(c.solution.price for c in chosen),
+                tuple(s.typing for s in solutions),
+                tuple(s.price for s in solutions),
                 fraction,
                 self.fallback_ops,
             )
-        return self._shard_states([c.solution for c in chosen], fraction, keeps=zero < 3)
+        return self._shard_states(solutions, fraction, reshard=zero == 3)
 
-    def solutions(
-        self, *, sequence_parallel: bool = False, batch_on_tp: bool = False
-    ) -> list[RegionSolution]:
+    def solutions(self, mode: TpMode = "tensor") -> list[RegionSolution]:
         """The region solutions behind `solve`, after it ran."""
-        role = tp_role(sequence_parallel=sequence_parallel, batch_on_tp=batch_on_tp)
-        return [c.solution for c in self._found[role][0]]
+        return self._found[ROLES[mode]][0]
 
-    def solution(
-        self, region: int, *, sequence_parallel: bool = False, batch_on_tp: bool = False
-    ) -> RegionSolution:
-        """One of them."""
-        role = tp_role(sequence_parallel=sequence_parallel, batch_on_tp=batch_on_tp)
-        return self._found[role][0][region].solution
-
-    def ops_s(
-        self, region: int, *, sequence_parallel: bool = False, batch_on_tp: bool = False
-    ) -> float:
+    def ops_s(self, region: int, mode: TpMode) -> float:
         """Seconds of the ops of one instance, typed by itself: the layout of a tied parameter may
         yet change. Raises UnkeptPinError."""
-        role = tp_role(sequence_parallel=sequence_parallel, batch_on_tp=batch_on_tp)
-        return self._typed_alone(region, role)[1].solution.price.ops_s
+        return self._typed_alone(region, ROLES[mode])[1].solution.price.ops_s
 
-    def _search(self, role: AxisRole) -> tuple[list[_Chosen], float]:
+    def _search(self, role: AxisRole) -> tuple[list[RegionSolution], float]:
         if not self.space.keeps_pins(role):
             raise UnkeptPinError
         alone = [self._typed_alone(r, role) for r in range(len(self.graphs))]
         problems, chosen = [problem for problem, _ in alone], [found for _, found in alone]
         for group in self.folded.tied_slots:
             self._agree(group, problems, chosen)
-        slots = [(r, c.solution.typing.slots) for r, c in enumerate(chosen)]
-        return chosen, self._fraction(slots, if_none=0.0)
+        solutions = [c.solution for c in chosen]
+        slots = [(r, s.typing.slots) for r, s in enumerate(solutions)]
+        return solutions, self._fraction(slots, if_none=0.0)
 
-    def problem(
-        self, region: int, *, sequence_parallel: bool, joint: bool = False
-    ) -> RegionProblem:
+    def problem(self, region: int, mode: TpMode, *, joint: bool = False) -> RegionProblem:
         """The search problem of one region. joint: leave the rules on the dp axis open, too: slower
         and under these boundaries and roles it finds the same."""
-        role = tp_role(sequence_parallel=sequence_parallel)
-        return self._problem(region, role, joint=joint)
+        return self._problem(region, ROLES[mode], joint=joint)
 
     def _problem(self, region: int, role: AxisRole, *, joint: bool = False) -> RegionProblem:
         space = self.space
         shared = role is not AxisRole.DATA and not joint
         problem = prepare_region(
             self.graphs[region],
-            self.mesh,
             self.costs,
             self.tables[role],
             slot_layouts=space.slot_layouts(region, role),
@@ -203,10 +174,10 @@ class MeshSearch:
         """The search problem of a region and what it chooses while no other has a say."""
         if (region, role) not in self._alone:
             problem = self._problem(region, role)
-            self._alone[region, role] = problem, self._climb(region, problem, role)
+            self._alone[region, role] = problem, self._up_the_ladder(region, problem, role)
         return self._alone[region, role]
 
-    def _climb(self, region: int, problem: RegionProblem, role: AxisRole) -> _Chosen:
+    def _up_the_ladder(self, region: int, problem: RegionProblem, role: AxisRole) -> _Chosen:
         """Up the price ladder until enough is sharded; nothing is in the role DATA. Raises
         UnkeptPinError."""
         best: tuple[Optimum, float] | None = None
@@ -217,11 +188,11 @@ class MeshSearch:
             fraction = self._fraction([(region, optimum.slots)])
             if best is None or fraction > best[1]:
                 best = optimum, fraction
-            if fraction >= WANTED_FRACTION:
+            if fraction >= SHARDED_FRACTION_WANTED:
                 break
         assert best is not None
-        optimum, fraction = best
-        return _Chosen(optimum.solution(), optimum.prices.used_s_per_byte, fraction)
+        optimum, _ = best
+        return _Chosen(optimum.solution(), optimum.prices.used_s_per_byte)
 
     def _optima(self, problem: RegionProblem, role: AxisRole) -> Iterator[Optimum | None]:
         """The optimum at every price of the ladder; above the first they are found together while
@@ -231,17 +202,14 @@ class MeshSearch:
         yield first
         if role is AxisRole.DATA:
             return
-        if first is not None and first.found.largest_table <= TOGETHER:
+        if first is not None and first.found.largest_table <= MAX_JOINT_TABLE:
             yield from problem.optima(prices[1:])
             return
         for price in prices[1:]:
             yield from problem.optima([price])
 
     def _agree(
-        self,
-        group: Sequence[tuple[int, int]],
-        problems: list[RegionProblem],
-        chosen: list[_Chosen],
+        self, group: Sequence[tuple[int, int]], problems: list[RegionProblem], chosen: list[_Chosen]
     ) -> None:
         """Give the parameter of `group` one stored layout; rewrites `problems` and `chosen`."""
         proposals = sorted({chosen[r].solution.typing.slots[i] for r, i in group})
@@ -278,15 +246,14 @@ class MeshSearch:
             solution = problem.solve(Prices(used_s_per_byte=chosen[r].price))
             if solution is None:
                 return None
-            fraction = self._fraction([(r, solution.typing.slots)])
-            out[r] = (problem, _Chosen(solution, chosen[r].price, fraction))
+            out[r] = (problem, _Chosen(solution, chosen[r].price))
         return out
 
     def _shard_states(
-        self, solutions: Sequence[RegionSolution], fraction: float, *, keeps: bool
+        self, solutions: Sequence[RegionSolution], fraction: float, *, reshard: bool
     ) -> ProgramTyping:
-        """ZeRO: the same ops, every parameter stored as a shard on the axes of ZeRO as well. keeps:
-        what is gathered stays for the backward."""
+        """ZeRO: the same ops, every parameter stored as a shard on the axes of ZeRO as well.
+        reshard: what is gathered is released after the forward."""
         axes = zero_axes(self.mesh)
         typings, prices, whole = [], [], set()
         for graph, solution in zip(self.graphs, solutions, strict=True):
@@ -297,11 +264,11 @@ class MeshSearch:
                     slots[i] = sharded_layout(value, slots[i], self.mesh)
                     if not any(slots[i][axis].is_shard for axis in axes):
                         whole.add(f"{slot.name} {list(value.shape)}")
-            typing = replace(solution.typing, slots=tuple(slots), keeps_gathered=keeps)
+            typing = replace(solution.typing, slots=tuple(slots), reshard_after_forward=reshard)
             typings.append(typing)
-            prices.append(solution.pricer.price(typing.slots, keeps_gathered=keeps))
+            prices.append(solution.pricer.price(typing.slots, reshard_after_forward=reshard))
         num_ranks = math.prod(self.mesh.sizes[axis] for axis in axes)
-        notes = tuple(kept_whole_note(name, num_ranks) for name in sorted(whole))
+        notes = tuple(unsharded_note(name, num_ranks) for name in sorted(whole))
         return ProgramTyping(tuple(typings), tuple(prices), fraction, self.fallback_ops, notes)
 
     def _fraction(

@@ -1,8 +1,8 @@
 """The axis rules of the regions of one program, for every size of axis that a search meets.
 
 Labels do not depend on the size of an axis, and the rules depend on it through divisibility alone
-(passes/rules.py). The answers to all questions of that kind are kept with the rules; a size that
-answers every one of them alike has the same rules, and takes them.
+(table.py). The answers to all questions of that kind are kept with the rules; a size
+that answers every one of them alike has the same rules, and takes them.
 
     sizes 2, 4 and 8 over dims of 4096, 32 and 8:  one table
     size 16:                                       another, 8 does not divide
@@ -39,7 +39,7 @@ class RuleBook:
         self._rules: dict[tuple[int, int], RulesOfOps] = {}
 
     def table(self, region: int, sizes: tuple[int, ...]) -> RuleTable:
-        """passes.rules.region_rules of one graph."""
+        """passes.rules.table.region_rules of one graph."""
         of_axes = [self.rules(region, size) for size in sizes]
         return tuple(tuple(of[k] for of in of_axes) for k in range(len(self.graphs[region].ops)))
 
@@ -50,7 +50,7 @@ class RuleBook:
         return self._rules[region, size]
 
     def fallback_ops(self, region: int) -> tuple[str, ...]:
-        """Names of the ops that have no rule but running whole, each once."""
+        """Names of the ops that have no rule but to run unsharded, each once."""
         graph = self.graphs[region]
         names = {
             op.target

@@ -1,11 +1,11 @@
-"""The rules of a context parallel axis: what it may cut, and where.
+"""The rules of a context parallel axis: what it may shard, and where.
 
-On such an axis parameters are whole: of the rules of an op (passes/rules.py) those stay that read
-no shard of one. Beside the rule that cuts query rows, attention gets the one that has keys and
-values go round (rules_beside). Three steps follow:
+On such an axis parameters are unsharded: of the rules of an op (passes/rules/table.py) those remain
+that read no shard of one. Besides the rule that shards query rows, attention gets the one that has
+keys and values go round (refined_rules). Three steps follow:
 
-inside    tp may cut the same label, so cp goes inside wherever that divides, whether tp does so or
-          not: it is the same work at the same price, and one place to ask about instead of two
+inside    tp may shard the same label, so cp goes inside wherever that divides, whether tp does so
+          or not: it is the same work at the same price, and one place to ask about instead of two
           (moved_inside).
 
               tp, 4 ranks    s     Shard(1)      rows in 4 shards
@@ -27,7 +27,7 @@ from meshfold.cost_models.op_costs.compute import PRODUCTS, op_name
 from meshfold.ir.op_graph import OpGraph, SlotKind
 from meshfold.ir.spmd import PARTIAL, SpmdType
 from meshfold.passes.rules.joint import RuleTable
-from meshfold.passes.rules.table import AxisRule, rule_inside, rules_beside
+from meshfold.passes.rules.table import AxisRule, refined_rules, rule_inside
 
 ShardOf = tuple[int, SpmdType]
 """(value, its shard)."""
@@ -48,7 +48,7 @@ def context_rules(
         table = moved_inside(graph, table, sizes, inner=cp_axis, outer=tp_axis)
     rules = [
         [rule for rule in found if _reads_whole_parameters(graph, k, rule)]
-        for k, found in enumerate(_with_more_cut(graph, table, sizes, cp_axis))
+        for k, found in enumerate(_with_refined(graph, table, sizes, cp_axis))
     ]
     worth = shards_of_products(graph, rules, kept)
     rules = [
@@ -96,20 +96,20 @@ def shards_of_products(
     return frozenset().union(*components)
 
 
-def _with_more_cut(
+def _with_refined(
     graph: OpGraph, table: RuleTable, sizes: Sequence[int], axis: int
 ) -> Iterator[list[AxisRule]]:
-    """Per op the rules of an axis, and those that cut more than one of them does."""
+    """The rules of an axis for each op, and those that shard more than one of them does."""
     for k, per_axis in enumerate(table):
         rules = per_axis[axis]
-        more = (found for rule in rules for found in rules_beside(graph, k, rule, sizes[axis]))
+        more = (found for rule in rules for found in refined_rules(graph, k, rule, sizes[axis]))
         yield [*rules, *more]
 
 
 def _with_sums(
     graph: OpGraph, rules: Sequence[Sequence[AxisRule]]
 ) -> Iterator[tuple[AxisRule, ...]]:
-    """Per op its rules without those that go on with pending sums which nothing before makes."""
+    """The rules of each op without those that go on with pending sums that no op before makes."""
     pending: set[int] = set()
     for op, of_op in zip(graph.ops, rules, strict=True):
         kept = []

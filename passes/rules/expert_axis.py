@@ -1,21 +1,21 @@
-"""Rules of an axis whose ranks share the experts: rows travel to the weights, and back once.
+"""Rules of an axis whose ranks share the experts: rows are dispatched to the weights and back once.
 
 On such an axis every op goes on with what dp does, inside of its shards. Between dispatch and
 combine rows are not where the batch puts them but with their experts (the type Experts), and there
 the rule of an op is the one that takes Experts for Shard(0):
 
     dispatch        Shard(0,g)                 -> Experts(g)    exchange of counts, then of rows;
-                                                                where ids travel, nothing: counts
-                                                                per expert say them
+                                                                of ids nothing: counts per expert
+                                                                say them
     expert_linear   Experts(g), weight Shard(0) -> Experts(g)
     row by row      Experts(g)                 -> Experts(g)
     combine         Experts(g), ids Shard(0,g) -> Shard(0,g)    exchange of rows
 
 Counts are exchanged once per ids, by the first op that reads them, and waited for where they are;
-rows are on their way while other ops run, if a schedule has any.
+rows are exchanged while other ops run, if a schedule has any.
 
 All of these in a region or none: no conversion leads to Experts or away from it. How many rows a
-rank has there depends on the routing, so that no other axis may cut them (whole_rows).
+rank has there depends on the routing, so that no other axis may shard them (without_sharded_rows).
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from meshfold.passes.rules.joint import RuleTable
 from meshfold.passes.rules.ops.experts import (
     COMBINE,
     DISPATCH,
+    DISPATCH_OPS,
+    DISPATCHED,
     EXPERT_LINEAR,
     EXPERT_LOAD,
-    TRAVELLED,
-    TRAVELS,
 )
 from meshfold.passes.rules.ops.labels import RuleComm
 from meshfold.passes.rules.table import AxisRule
@@ -43,12 +43,12 @@ _NUM_EXPERTS = 2
 
 
 def shared_experts(folded: FoldedGraph) -> frozenset[int]:
-    """Numbers of experts of the products whose rows can travel, or that have a capacity; none if
-    rows that travel would cross between regions."""
+    """Numbers of experts of products whose rows can be dispatched, or that have a capacity; none if
+    dispatched rows would cross between regions."""
     found: set[int] = set()
     for region in folded.regions:
         graph = region.graph
-        away = travelling(graph)
+        away = dispatched_values(graph)
         if not away.isdisjoint(graph.outputs):
             return frozenset()
         found.update(expert_products(graph).numbers.values())
@@ -58,7 +58,7 @@ def shared_experts(folded: FoldedGraph) -> frozenset[int]:
     return frozenset(found)
 
 
-def travelling(graph: OpGraph) -> frozenset[int]:
+def dispatched_values(graph: OpGraph) -> frozenset[int]:
     """The values between dispatch and combine."""
     away: set[int] = set()
     for op in graph.ops:
@@ -71,31 +71,31 @@ def expert_rules(
     graph: OpGraph, chosen: Sequence[AxisRule], size: int
 ) -> tuple[tuple[AxisRule, ...], frozenset[int]]:
     """(rules, expert weights): the rules `chosen` for an axis of `size` ranks, one per op, with
-    those of rows that travel in place of theirs; slots of parameters stored as Shard(0) on the
+    those of dispatched rows in place of theirs; slots of parameters stored as Shard(0) on the
     axis, since nothing but products of experts reads them. As they are where some op on the way
     cannot."""
-    away = travelling(graph)
+    away = dispatched_values(graph)
     rules: list[AxisRule] = []
     weights: set[int] = set()
     for op, rule in zip(graph.ops, chosen, strict=True):
-        if op.target not in TRAVELS and away.isdisjoint(op.operands):
+        if op.target not in DISPATCH_OPS and away.isdisjoint(op.operands):
             rules.append(rule)
             continue
-        travelled = travelled_rule(graph, op, rule, size, away)
-        if travelled is None:
+        dispatched = dispatched_rule(graph, op, rule, size, away)
+        if dispatched is None:
             return tuple(chosen), frozenset()
-        rules.append(travelled)
+        rules.append(dispatched)
         if op.target == EXPERT_LINEAR:
             weights.update(op.operands[k] for k in _tables(op))
     return tuple(rules), frozenset(v for v in weights if _is_of_experts_alone(graph, v))
 
 
-def travelled_rule(
+def dispatched_rule(
     graph: OpGraph, op: Op, rule: AxisRule, size: int, away: frozenset[int]
 ) -> AxisRule | None:
     """The rule that does for rows with their experts what `rule` does for shards of them; None if
     there is none, or if the number of experts does not divide."""
-    if op.target in TRAVELS:
+    if op.target in DISPATCH_OPS:
         (shard,) = set(rule.inputs) if len(set(rule.inputs)) == 1 else (None,)
     else:
         shard = next(t for v, t in zip(op.operands, rule.inputs, strict=True) if v in away)
@@ -110,29 +110,29 @@ def travelled_rule(
             return None
         for k in _tables(op):
             inputs[k] = Shard(0)
-    elif op.target not in TRAVELS and any(
+    elif op.target not in DISPATCH_OPS and any(
         t.is_shard for v, t in zip(op.operands, rule.inputs, strict=True) if v not in away
     ):
         return None
     place = f"/{shard.blocks}" if shard.blocks > 1 else ""
     return replace(
         rule,
-        name=TRAVELLED + place,
+        name=DISPATCHED + place,
         inputs=tuple(t for t in inputs if t is not None),
         outputs=tuple(t for t in outputs if t is not None),
-        comm=_exchanges(graph, op, size) if op.target in TRAVELS else (),
+        comm=_exchanges(graph, op, size) if op.target in DISPATCH_OPS else (),
         local="expert_linear" if op.target == EXPERT_LINEAR else rule.local,
         load=EXPERT_LOAD,
     )
 
 
-def whole_rows(graph: OpGraph, table: RuleTable, axis: int) -> RuleTable:
-    """`table` without the rules of `axis` that cut rows which are with their experts."""
-    away = travelling(graph)
+def without_sharded_rows(graph: OpGraph, table: RuleTable, axis: int) -> RuleTable:
+    """`table` without the rules of `axis` that shard rows which are with their experts."""
+    away = dispatched_values(graph)
     out = []
     for op, per_axis in zip(graph.ops, table, strict=True):
         values = (*op.operands, *op.outputs)
-        kept = tuple(
+        allowed = tuple(
             rule
             for rule in per_axis[axis]
             if not any(
@@ -140,12 +140,12 @@ def whole_rows(graph: OpGraph, table: RuleTable, axis: int) -> RuleTable:
                 for v, t in zip(values, (*rule.inputs, *rule.outputs), strict=True)
             )
         )
-        out.append((*per_axis[:axis], kept, *per_axis[axis + 1 :]))
+        out.append((*per_axis[:axis], allowed, *per_axis[axis + 1 :]))
     return tuple(out)
 
 
 def _moved(v: int, t: SpmdType, shard: SpmdType, away: frozenset[int]) -> SpmdType | None:
-    """The type of a value; None if it travels and is not cut as `shard`."""
+    """The type of a value; None if it is dispatched and is not sharded as `shard`."""
     if v not in away:
         return t
     return Experts(shard.blocks) if t == shard else None
@@ -169,11 +169,11 @@ def _exchanges(graph: OpGraph, op: Op, size: int) -> tuple[RuleComm, ...]:
     num_bytes = int(rows.num_bytes * EXPERT_LOAD) // size
     num_experts = op.args[_NUM_EXPERTS]
     assert isinstance(num_experts, int)
-    counts = RuleComm("all_to_all", num_experts * ITEM_BYTES["int64"], is_kept=True)
-    there = RuleComm("all_to_all", num_bytes, flies=True)
-    back = RuleComm("all_to_all", num_bytes, is_backward=True, flies=True)
-    travels = [graph.ops[k] for k in graph.users[ids] if graph.ops[k].target in TRAVELS]
-    found = [counts] if travels[0] is op else []
+    counts = RuleComm("all_to_all", num_experts * ITEM_BYTES["int64"], is_saved=True)
+    there = RuleComm("all_to_all", num_bytes, is_asynchronous=True)
+    back = RuleComm("all_to_all", num_bytes, is_backward=True, is_asynchronous=True)
+    exchanges = [graph.ops[k] for k in graph.users[ids] if graph.ops[k].target in DISPATCH_OPS]
+    found = [counts] if exchanges[0] is op else []
     found += [there] if v != ids else []
     found += [back] if rows.requires_grad else []
     return tuple(found)

@@ -1,8 +1,8 @@
 """Domains of the region search: which joint rules an op may take, and the layouts they mean.
 
-On a mesh of several axes a rule of an op is one axis rule per axis (passes/rules.py). A joint rule
-is legal when every operand and output gets a layout that its tensor can have (spmd.is_legal). Ops
-whose results depend on nothing but constants run whole: they have one joint rule, Invariant on
+On a mesh of several axes a rule of an op is one axis rule per axis (table.py). A joint
+rule is legal when every operand and output gets a layout that its tensor can have (spmd.is_legal).
+Ops whose results depend on nothing but constants run whole: they have one joint rule, Invariant on
 every axis.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshfold.ir.op_graph import Dependence, OpGraph
-from meshfold.ir.spmd import INVARIANT, Layout, is_legal
+from meshfold.ir.spmd import Layout, is_legal
 from meshfold.passes.rules.table import AxisRule
 
 RuleTable = tuple[tuple[tuple[AxisRule, ...], ...], ...]
-"""[op][axis] -> the legal axis rules, as passes.rules.region_rules gives them."""
+"""[op][axis] -> the legal axis rules, as passes.rules.table.region_rules gives them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +92,7 @@ def _domain(
     op = graph.ops[op_index]
     in_shapes = [graph.values[v].shape for v in op.operands]
     out_shapes = [graph.values[v].shape for v in op.outputs]
-    kept = []
+    joint = []
     for rules in itertools.product(*per_axis):
         inputs = tuple(tuple(r.inputs[k] for r in rules) for k in range(len(in_shapes)))
         outputs = tuple(tuple(r.outputs[k] for r in rules) for k in range(len(out_shapes)))
@@ -101,15 +101,10 @@ def _domain(
             all(map(legal, in_shapes, inputs)) and all(map(legal, out_shapes, outputs))
         )
         if fits:
-            kept.append((rules, inputs, outputs))
-    assert kept, f"{op.target} has no legal joint rule"
+            joint.append((rules, inputs, outputs))
+    assert joint, f"{op.target} has no legal joint rule"
     return OpDomain(
-        rules=tuple(k[0] for k in kept),
-        inputs=tuple(tuple(k[1][i] for k in kept) for i in range(len(in_shapes))),
-        outputs=tuple(tuple(k[2][i] for k in kept) for i in range(len(out_shapes))),
+        rules=tuple(k[0] for k in joint),
+        inputs=tuple(tuple(k[1][i] for k in joint) for i in range(len(in_shapes))),
+        outputs=tuple(tuple(k[2][i] for k in joint) for i in range(len(out_shapes))),
     )
-
-
-def whole(num_axes: int) -> Layout:
-    """Invariant on every axis."""
-    return (INVARIANT,) * num_axes

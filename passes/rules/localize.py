@@ -1,7 +1,7 @@
 """Global sizes among an op's arguments, rewritten to the sizes of one rank.
 
 Every rank's result has the local shape of the output's layout; sizes follow from that alone. Ops
-not named here have no argument that depends on a sharded dim. Rows that travel to their experts, or
+not named here have no argument that depends on a sharded dim. Rows dispatched to their experts, or
 back, are told so by an argument more: the load of the busiest rank.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from meshfold.ir.op_graph import Arg, OpGraph
 from meshfold.ir.spmd import local_shape
 from meshfold.ir.strategy import OpTyping
-from meshfold.passes.rules.ops.experts import EXPERT_LOAD, TRAVELS, has_left
+from meshfold.passes.rules.ops.experts import DISPATCH_OPS, EXPERT_LOAD, has_dispatched_rows
 
 Arguments = dict[str, Arg]
 Shapes = list[tuple[int, ...]]
@@ -24,7 +24,7 @@ def localize(
 ) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
     """(args, kwargs) of an op for one rank of axes of `sizes`. References stay as they are."""
     op = graph.ops[op_index]
-    if op.target in TRAVELS and has_left(typing):
+    if op.target in DISPATCH_OPS and has_dispatched_rows(typing):
         return (*op.args, EXPERT_LOAD), op.kwargs
     row = _ROWS.get(op.target)
     if row is None:

@@ -1,32 +1,32 @@
 """The op-rule table: how each op may be sharded on one mesh axis.
 
-OP_RULES names, per op, the function that labels its dims (passes.rule_labels). From the labels the
-axis rules follow, for an axis of n ranks (_label_rule, _fixed_rules):
+OP_RULES names, per op, the function that labels its dims (passes.rules.ops.labels). From the labels
+the axis rules follow, for an axis of n ranks (_label_rule, _fixed_rules):
 
     every label L at every place that its dims allow:
         operand or output with L at dim d -> Shard(d, place / prefix)
         operand without L                 -> Replicate; Partial if it is added to a sum over L
         output without L                  -> Partial if L is summed, or the type that Special gives;
                                              otherwise there is no such rule
-    beside      a label that cuts more than L does, at the places of L: the same (rules_beside)
+    refined     a label that shards more than L does, at the places of L: the same (refined_rules)
     always      all Invariant -> Invariant; all Replicate -> Replicate
     linear ops  a set of operands Partial, the others Replicate -> Partial
 
 A value without gradient is Invariant where a rule would say Replicate: they are the same for it.
 An op without a row, or called in a way its row does not know, has the rule "I" alone: it runs on
-whole values.
+unsharded values.
 
-Which places: those that some op of the region asks for (passes.rule_shards).
+Which places: those that some op of the region asks for (passes.rules.ops.shards).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshfold.ir.op_graph import Dependence, Op, OpGraph, Value
-from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, SpmdType, is_legal
+from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, SpmdType
 from meshfold.ir.strategy import OpTyping
 from meshfold.passes.rules.ops.attention import ATTENTION_RULES
-from meshfold.passes.rules.ops.collective_matmul import RING_RULES
+from meshfold.passes.rules.ops.collective_matmul import COLLECTIVE_MATMUL_RULES
 from meshfold.passes.rules.ops.contraction import CONTRACTION_RULES
 from meshfold.passes.rules.ops.experts import EXPERT_RULES
 from meshfold.passes.rules.ops.index import INDEX_RULES
@@ -38,13 +38,11 @@ from meshfold.passes.rules.ops.random import RANDOM_RULES
 from meshfold.passes.rules.ops.reduction import REDUCTION_RULES
 from meshfold.passes.rules.ops.shape import SHAPE_RULES
 from meshfold.passes.rules.ops.shards import (
-    Candidates,
     Divisions,
-    Place,
     Shardings,
+    ShardPlace,
     Shards,
     grown_shardings,
-    new_shardings,
     shards_at,
 )
 from meshfold.passes.rules.ops.spatial import SPATIAL_RULES
@@ -63,7 +61,7 @@ OP_RULES: dict[str, OpRule] = {
     **LOSS_RULES,
     **SHAPE_RULES,
     **RANDOM_RULES,
-    **RING_RULES,
+    **COLLECTIVE_MATMUL_RULES,
 }
 
 
@@ -74,8 +72,8 @@ class AxisRule:
     name: unique per op and axis size: "I", "R", "P0", a label, or a label and its place ("d0/4"; of
     a padded shard "v/+", of one of 3 blocks of 25 units "d0/3+25").
     inputs: per entry of op.operands; outputs: per entry of op.outputs. local: the implementation
-    (meshfold.ops.local_implementations). splits_work: the axis divides the op's work; load: that of the busiest
-    rank over the mean.
+    (meshfold.ops.local_implementations). splits_work: the axis divides the op's work; load: that of
+    the busiest rank over the mean.
     """
 
     name: str
@@ -109,7 +107,7 @@ def axis_rules(
     """Per op its rules on one axis. labels: op_labels of every op."""
     _, shardings = grown_shardings(graph, labels, divisions)
     return tuple(
-        _op_rules(graph, op, labels[k], divisions.size, shardings[k])
+        op_rules(graph, op, labels[k], divisions.size, shardings[k])
         for k, op in enumerate(graph.ops)
     )
 
@@ -151,19 +149,19 @@ def rules_inside(
     return {rule.name: rule for rule in inside if rule is not None}
 
 
-def rules_beside(graph: OpGraph, op_index: int, rule: AxisRule, size: int) -> tuple[AxisRule, ...]:
+def refined_rules(graph: OpGraph, op_index: int, rule: AxisRule, size: int) -> tuple[AxisRule, ...]:
     """The rules that cut what `rule` cuts, and more, on an axis of `size` ranks. No other op asks
     for their shards, and region_rules does without them: they are for an axis of context."""
     op = graph.ops[op_index]
     spec = op_labels(graph, op) if rule.splits_work else None
-    return tuple(_beside(graph, op, spec, rule, size)) if spec and spec.beside else ()
+    return tuple(_refined(graph, op, spec, rule, size)) if spec and spec.refinements else ()
 
 
-def _beside(
+def _refined(
     graph: OpGraph, op: Op, spec: OpLabels, rule: AxisRule, size: int
 ) -> Iterator[AxisRule]:
     label, _, place = rule.name.partition("/")
-    for name, (other, _) in spec.beside.items():
+    for name, (other, _) in spec.refinements.items():
         if other == label and "+" not in place:
             at = int(place or 1), 0
             shards = shards_at(graph, op, spec, name, at, Divisions(size))
@@ -179,21 +177,6 @@ def typing_of(graph: OpGraph, op_index: int, rules_by_axis: tuple[AxisRule, ...]
         inputs=tuple(tuple(r.inputs[k] for r in rules_by_axis) for k in range(len(op.operands))),
         outputs=tuple(tuple(r.outputs[k] for r in rules_by_axis) for k in range(len(op.outputs))),
     )
-
-
-def is_legal_typing(graph: OpGraph, op_index: int, typing: OpTyping, sizes: Sequence[int]) -> bool:
-    """Whether every operand and output can have its layout."""
-    op = graph.ops[op_index]
-    pairs = zip((*op.operands, *op.outputs), (*typing.inputs, *typing.outputs), strict=True)
-    return all(is_legal(graph.values[v].shape, layout, sizes) for v, layout in pairs)
-
-
-def shard_candidates(graph: OpGraph, size: int) -> Candidates:
-    """The fixpoint of (dim, blocks) candidates of every value, for an axis of `size` ranks."""
-    candidates, _ = grown_shardings(
-        graph, [op_labels(graph, op) for op in graph.ops], Divisions(size)
-    )
-    return candidates
 
 
 def rule_locals(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[str, ...]:
@@ -213,18 +196,7 @@ def summed_axes(graph: OpGraph, op_index: int, typing: OpTyping) -> tuple[int, .
     return tuple(k for k, name in enumerate(typing.rules) if name.split("/")[0] in summed)
 
 
-def rules_of_op(graph: OpGraph, op: Op, size: int, candidates: Candidates) -> tuple[AxisRule, ...]:
-    """All rules of one op on an axis of `size` ranks, for given candidates of its values."""
-    spec = op_labels(graph, op)
-    known: Shardings = {}
-    if spec is None or size == 1:
-        return _op_rules(graph, op, spec, size, known)
-    new_shardings(graph, op, spec, Divisions(size), candidates, known)
-    rules = _op_rules(graph, op, spec, size, known)
-    return (*rules, *(more for rule in rules for more in _beside(graph, op, spec, rule, size)))
-
-
-def _op_rules(
+def op_rules(
     graph: OpGraph, op: Op, spec: OpLabels | None, size: int, shardings: Shardings
 ) -> tuple[AxisRule, ...]:
     """Rules of one op on one axis, "I" first. Rules that mean the same types are given once."""
@@ -234,7 +206,7 @@ def _op_rules(
         return (fixed[0],)
     # A constant is the same on all ranks, or each makes its shard; pending sums are for gradients.
     rules = fixed[:1] if constant else [*fixed]
-    order = {label: k for k, label in enumerate((*spec.names, *spec.apart))}
+    order = {label: k for k, label in enumerate((*spec.names, *spec.alternatives))}
     for label, place in sorted(shardings, key=lambda key: (order[key[0]], key[1])):
         shards = shardings[label, place]
         if shards is not None:
@@ -269,7 +241,7 @@ def _label_rule(
     op: Op,
     spec: OpLabels,
     label: str,
-    place: Place,
+    place: ShardPlace,
     shards: Shards,
 ) -> Iterator[AxisRule]:
     """The rule that shards `label`, if there is one."""
@@ -289,7 +261,7 @@ def _label_rule(
         yield AxisRule(name, inputs, kept, special.comm, local, True, special.load)
 
 
-def _place_text(place: Place, shards: Shards) -> str:
+def _place_text(place: ShardPlace, shards: Shards) -> str:
     """The second half of a rule's name; of one block of single rows, padded, "+"."""
     blocks, units = place
     text = str(blocks) if blocks > 1 else ""

@@ -44,14 +44,22 @@ class ChainTable:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """tables: one per distinct layer type; kinds: one (table, count) per distinct run; runs: for
-    each run its kind. budget_bytes: for the layers alone. conversion_s: closed, layouts merged."""
+    """A run problem in canonical form."""
 
     tables: tuple[ChainTable, ...]
+    """One per distinct layer type."""
+
     kinds: tuple[tuple[int, int], ...]
+    """(table, count) of every distinct run."""
+
     runs: tuple[int, ...]
+    """For each run its kind."""
+
     budget_bytes: int
+    """For the layers alone."""
+
     conversion_s: FloatArray
+    """Closed, layouts merged."""
 
     def table(self, run: int) -> ChainTable:
         """The table of run number `run`."""
@@ -129,18 +137,25 @@ def _chain_table(layer_type: LayerType, classes: IntArray | None) -> ChainTable:
 class Relaxation:
     """The chain at one price of memory (seconds per byte).
 
-    best_s[table][layout], chosen[table][layout]: u_l and the strategy that has it (-1: none).
-    head_s[run][layout], tail_s[run][layout]: H and A of the module docstring, seconds of time plus
-    price * memory. dual_s: the lower bound. time_s, memory_bytes: of the plan that attains it.
+    Times of layers are seconds plus price * memory.
     """
 
     price: float
+
     best_s: tuple[FloatArray, ...]
-    head_s: FloatArray
-    tail_s: FloatArray
+    """best_s[table][layout]: u_l of the module docstring; infinite where there is no strategy."""
+
+    rest_s: FloatArray
+    """rest_s[run][layout]: A of the module docstring."""
+
     dual_s: float
+    """The lower bound."""
+
     time_s: float
+    """Seconds of the plan that attains it."""
+
     memory_bytes: int
+    """Memory of that plan."""
 
 
 def best_relaxation(chain: Chain) -> Relaxation:
@@ -188,18 +203,17 @@ def price_walk(chain: Chain, price: float) -> Relaxation:
         _segments(picks[table][0], count, chain.conversion_s) for table, count in chain.kinds
     ]
     head_s = np.empty((num_runs, num_layouts))
-    tail_s = np.zeros((num_runs, num_layouts))
+    rest_s = np.zeros((num_runs, num_layouts))
     for run in reversed(range(num_runs)):
         if run + 1 < num_runs:
-            tail_s[run] = (chain.conversion_s + head_s[run + 1]).min(axis=1)
-        head_s[run] = (segments[chain.runs[run]] + tail_s[run]).min(axis=1)
+            rest_s[run] = (chain.conversion_s + head_s[run + 1]).min(axis=1)
+        head_s[run] = (segments[chain.runs[run]] + rest_s[run]).min(axis=1)
     priced_s = float(head_s[0].min())
-    memory = _walk_memory(chain, picks, segments, head_s, tail_s)
+    memory = _walk_memory(chain, picks, segments, head_s, rest_s)
     return Relaxation(
         price,
         tuple(best_s for best_s, _ in picks),
-        head_s,
-        tail_s,
+        rest_s,
         priced_s - price * chain.budget_bytes,
         priced_s - price * memory,
         memory,
@@ -244,14 +258,14 @@ def _walk_memory(
     picks: list[tuple[FloatArray, IntArray]],
     segments: list[FloatArray],
     head_s: FloatArray,
-    tail_s: FloatArray,
+    rest_s: FloatArray,
 ) -> int:
     """Bytes of the layers on the best walk."""
     layout, memory = int(np.argmin(head_s[0])), 0
     for run, kind in enumerate(chain.runs):
         table, count = chain.kinds[kind]
         best_s, bytes_by_layout = picks[table]
-        leave = int(np.argmin(segments[kind][layout] + tail_s[run]))
+        leave = int(np.argmin(segments[kind][layout] + rest_s[run]))
         middle = layout
         if count > 1:
             middle = int(np.argmin(_through(best_s, count, chain.conversion_s)[layout, :, leave]))

@@ -1,33 +1,29 @@
 """Core enumeration: closes the gap between the relaxation of a run and its best plan, exactly.
 
-Given parts (layers that choose from one table each), a budget M and the price of memory p at M
-(`run_dual`), every strategy s of part i has a regret against the part's base strategy b_i,
+Given layer groups (layers that choose from one table each), a budget M and the price of memory p at
+M (passes/run/hull.py), every strategy s of group i has a regret against the base strategy b_i,
 
     r(i, s) = (t_s + p m_s) - (t_b + p m_b) >= 0,
 
 and a plan with counts n costs  LP(M) + sum n_s r_s + p * (unused bytes).  Strategies of regret 0
-are the base and, in one part, the strategy at the other end of the hull's edge at M: the *filler*.
+are the base and, in one group, the strategy at the other end of the hull's edge at M: the *filler*.
 So every plan is a multiset of *exchanges* (base -> s, at its regret) plus as many fillers as fit:
 
-    for multisets of exchanges in order of total regret:            (_Core._multisets_by_regret)
+    for multisets of exchanges in order of total regret:            (Core._multisets_by_regret)
         stop when LP(M) + regret >= the best plan found
-        fill up with fillers, compare with the best plan            (_Core.fill)
+        fill up with fillers, compare with the best plan            (Core.fill)
 
 Tables with many almost equal strategies have too many such multisets; after the first few hundred
-they are merged by dominance instead (`run_merge`). A node cap ends either; then the result says so.
+they are merged by dominance instead (passes/run/merge.py). A node cap ends either; then the result
+says so.
 
 The number of layers appears nowhere but in the counts, so 1,000 layers cost what 8 do. Taking an
 end of the edge instead of the mix is the classic mistake: feasible, and up to 20 % slow.
 (Balas and Zemel 1980 and Pisinger 1995 call the few items that can still change the core.)
-
-The objective may be a maximum of linear forms of several measures (`MaxOfForms`); then the bound is
-that of a supporting mix of the forms, and fillers are chosen on the true objective, which is convex
-in their number.
 """
 
 import heapq
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,72 +37,38 @@ RELATIVE_TIE = 1e-12
 """Times this close are equal: above the rounding of sums of float64, far below any cost model."""
 
 MOST_LISTED = 400
-"""Multisets listed before going over to merging them by dominance (`run_merge`)."""
+"""Multisets listed before going over to merging them by dominance (passes/run/merge.py)."""
 
 MAX_TIES = 200
 """Multisets looked at only to break ties by fewest strategies, memory and order."""
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """`count` layers that choose from one table.
-
-    measures: (number of measures, number of strategies), e.g. one row of seconds;
-    memory_bytes: per strategy, int64.
-    """
+class LayerGroup:
+    """Layers that choose from one table."""
 
     count: int
-    measures: FloatArray
+    time_s: FloatArray
+    """Per strategy."""
+
     memory_bytes: IntArray
+    """Per strategy, int64."""
+
+    hull: Hull
+    """Of the table."""
 
 
-@dataclass(frozen=True)
-class MaxOfForms:
-    """max over rows f of  coefficients[f] . z + constants[f],  z the summed measures of a plan."""
-
-    coefficients: tuple[tuple[float, ...], ...]
-    constants: tuple[float, ...]
-
-    def value(self, measures: Sequence[float]) -> float:
-        """The objective at z, in seconds."""
-        values: list[float] = [
-            constant + sum(map(operator.mul, row, measures))
-            for row, constant in zip(self.coefficients, self.constants, strict=True)
-        ]
-        return max(values)
-
-    def slope(self, step: Sequence[float]) -> float:
-        """Change of the first form along a step: of the objective, if it has no other form."""
-        return float(sum(map(operator.mul, self.coefficients[0], step)))
-
-
-SUM_OF_TIMES = MaxOfForms(((1.0,),), (0.0,))
-"""The plain objective over one measure."""
-
-
-@dataclass(frozen=True, eq=False)
-class Support:
-    """A linear function below the objective, with the hulls of the parts under it.
-
-    weights: per measure; constant_s: added to the weighted sum; hulls[i]: of part i, its time the
-    weighted measures.
-    """
-
-    weights: FloatArray
-    constant_s: float
-    hulls: tuple[Hull, ...]
-
-    def bound_s(self, parts: Sequence[Part], budget_bytes: int) -> float:
-        """LP(M) of the parts; infinite when not even the least memory fits."""
-        total = sum_hulls(self.hulls, [part.count for part in parts])
-        return float(total.time_at_s(budget_bytes)) + self.constant_s
+def relaxed_time_s(groups: Sequence[LayerGroup], budget_bytes: int) -> float:
+    """LP(M) of the groups; infinite when not even the least memory fits."""
+    total = sum_hulls([group.hull for group in groups], [group.count for group in groups])
+    return float(total.time_at_s(budget_bytes))
 
 
 @dataclass(frozen=True, eq=False)
 class CorePlan:
-    """Layers per strategy for each part, with value and memory of the whole."""
+    """Layers per strategy for each group, with time and memory of all."""
 
-    value_s: float
+    time_s: float
     memory_bytes: int
     counts: tuple[IntArray, ...]
 
@@ -118,40 +80,44 @@ class CorePlan:
 
 @dataclass(frozen=True, eq=False)
 class CoreResult:
-    """plan: the best found; None when nothing is as good as the incumbent.
-
-    dual_s: LP(M). first_s: value of the rounded relaxation. nodes: multisets looked at. capped: the
-    node cap was hit, so plan may not be the best.
-    """
+    """What the enumeration found and proved."""
 
     plan: CorePlan | None
+    """The best found; None when nothing is as good as the incumbent."""
+
     dual_s: float
+    """LP(M)."""
+
     first_s: float
+    """Time of the rounded relaxation."""
+
     nodes: int
+    """Multisets looked at."""
+
     capped: bool
+    """The node cap was hit, so plan may not be the best."""
 
 
 def close_core(
-    parts: Sequence[Part],
-    support: Support,
-    objective: MaxOfForms,
+    groups: Sequence[LayerGroup],
     budget_bytes: int,
     *,
+    constant_s: float = 0.0,
     incumbent_s: float = math.inf,
     node_cap: int,
 ) -> CoreResult:
-    """The best counts of the parts under the budget, unless all are worse than incumbent_s.
+    """The best counts of the groups under the budget, unless all are worse than incumbent_s.
 
-    The least memory of the parts must fit. Plans as good as the incumbent are returned.
+    The least memory of the groups must fit. constant_s: added to the time of every plan. Plans as
+    good as the incumbent are returned.
     """
-    core = _Core(parts, support, objective, budget_bytes)
+    core = Core(groups, budget_bytes, constant_s)
     first_s = core.fill((), core.start)
     nodes, is_done = core.list_multisets(incumbent_s, min(node_cap, MOST_LISTED))
     if not is_done and nodes < node_cap:
         states, is_done = core.merge_multisets(incumbent_s, node_cap)
         nodes += states
-    plan = None if is_below(incumbent_s, core.best_s) else core.best
-    return CoreResult(plan, core.dual_s, first_s, nodes, not is_done)
+    return core.result(first_s, incumbent_s, nodes, capped=not is_done)
 
 
 def is_below(left_s: float, right_s: float) -> bool:
@@ -164,64 +130,66 @@ def is_below(left_s: float, right_s: float) -> bool:
 
 
 @dataclass(frozen=True)
-class _Exchange:
-    """One layer of `part` takes `strategy` instead of the part's base."""
+class Exchange:
+    """One layer of `group` takes `strategy` instead of the group's base."""
 
     regret_s: float
-    part: int
+    group: int
     strategy: int
     extra_bytes: int
-    extra_measures: tuple[float, ...]
+    extra_s: float
 
 
-class _Reached(NamedTuple):
-    """A plan of bases and exchanges: bytes left, measures, exchanged layers per part."""
+class Reached(NamedTuple):
+    """A plan of bases and exchanges: bytes left, seconds, exchanged layers per group."""
 
     free_bytes: int
-    measures: tuple[float, ...]
+    time_s: float
     used: tuple[int, ...]
 
-    def after(self, exchange: _Exchange) -> "_Reached":
+    def after(self, exchange: Exchange) -> "Reached":
         """With one more exchange."""
-        part = exchange.part
-        return _Reached(
+        group = exchange.group
+        return Reached(
             self.free_bytes - exchange.extra_bytes,
-            tuple(map(operator.add, self.measures, exchange.extra_measures)),
-            (*self.used[:part], self.used[part] + 1, *self.used[part + 1 :]),
+            self.time_s + exchange.extra_s,
+            (*self.used[:group], self.used[group] + 1, *self.used[group + 1 :]),
         )
 
 
-class _Core:
+class Core:
     """One problem at its price: bases, filler, exchanges and the best plan so far."""
 
     def __init__(
-        self, parts: Sequence[Part], support: Support, objective: MaxOfForms, budget_bytes: int
+        self, groups: Sequence[LayerGroup], budget_bytes: int, constant_s: float = 0.0
     ) -> None:
-        self.parts, self.objective, self.budget_bytes = parts, objective, budget_bytes
-        counts = [part.count for part in parts]
-        relaxed = relaxed_point(support.hulls, counts, budget_bytes)
-        self.filler_part = relaxed.between
+        self.groups, self.constant_s = groups, constant_s
+        hulls = [group.hull for group in groups]
+        relaxed = relaxed_point(hulls, [group.count for group in groups], budget_bytes)
+        self.filler_group = relaxed.between
         self.bases = [
             int(hull.strategies[vertex])
-            for hull, vertex in zip(support.hulls, relaxed.vertices, strict=True)
+            for hull, vertex in zip(hulls, relaxed.vertices, strict=True)
         ]
-        self.exchanges = _exchanges(parts, self.bases, support.weights, relaxed.price)
-        self.filler: _Exchange | None = None
-        if self.filler_part >= 0:
-            hull = support.hulls[self.filler_part]
-            end = int(hull.strategies[relaxed.vertices[self.filler_part] + 1])
-            is_filler = [(e.part, e.strategy) == (self.filler_part, end) for e in self.exchanges]
+        self.exchanges = _exchanges(groups, self.bases, relaxed.price)
+        self.filler: Exchange | None = None
+        if self.filler_group >= 0:
+            hull = hulls[self.filler_group]
+            end = int(hull.strategies[relaxed.vertices[self.filler_group] + 1])
+            is_filler = [(e.group, e.strategy) == (self.filler_group, end) for e in self.exchanges]
             self.filler = self.exchanges.pop(is_filler.index(True))
-        base_columns = list(zip(parts, self.bases, strict=True))
-        free_bytes = budget_bytes - sum(p.count * int(p.memory_bytes[b]) for p, b in base_columns)
-        measures = tuple(
-            math.fsum(p.count * float(p.measures[row, b]) for p, b in base_columns)
-            for row in range(len(support.weights))
-        )
-        self.start = _Reached(free_bytes, measures, (0,) * len(parts))
-        self.dual_s = support.bound_s(parts, budget_bytes)
+        columns = list(zip(groups, self.bases, strict=True))
+        free_bytes = budget_bytes - sum(g.count * int(g.memory_bytes[b]) for g, b in columns)
+        time_s = math.fsum(g.count * float(g.time_s[b]) for g, b in columns)
+        self.start = Reached(free_bytes, time_s, (0,) * len(groups))
+        self.dual_s = relaxed_time_s(groups, budget_bytes) + constant_s
         self.best_s = math.inf
         self.best: CorePlan | None = None
+
+    def result(self, first_s: float, incumbent_s: float, nodes: int, *, capped: bool) -> CoreResult:
+        """The best plan so far, unless the incumbent is better."""
+        plan = None if is_below(incumbent_s, self.best_s) else self.best
+        return CoreResult(plan, self.dual_s, first_s, nodes, capped)
 
     def list_multisets(self, incumbent_s: float, node_cap: int) -> tuple[int, bool]:
         """Fills multisets in order of regret; how many, and whether that proves the best plan."""
@@ -239,20 +207,20 @@ class _Core:
             self.fill(chosen, reached)
         return nodes, True
 
-    def _multisets_by_regret(self) -> Iterator[tuple[float, tuple[int, ...], "_Reached"]]:
+    def _multisets_by_regret(self) -> Iterator[tuple[float, tuple[int, ...], Reached]]:
         """Nonempty multisets of exchanges (ascending indices) in order of total regret.
 
         Each multiset is reached once: from the one without its last index by appending, or from the
         one with a smaller last index by raising it. Both only add regret.
         """
-        heap: list[tuple[float, tuple[int, ...], float, _Reached]] = []
+        heap: list[tuple[float, tuple[int, ...], float, Reached]] = []
         if self.exchanges:
             heap.append((self.exchanges[0].regret_s, (0,), 0.0, self.start))
         while heap:
             regret_s, chosen, before_s, before = heapq.heappop(heap)
             index = chosen[-1]
             exchange = self.exchanges[index]
-            if before.used[exchange.part] < self.parts[exchange.part].count:
+            if before.used[exchange.group] < self.groups[exchange.group].count:
                 reached = before.after(exchange)
                 yield regret_s, chosen, reached
                 longer = (*chosen, index)
@@ -262,22 +230,20 @@ class _Core:
                 heapq.heappush(heap, (raised_s, (*chosen[:-1], index + 1), before_s, before))
 
     def merge_multisets(self, incumbent_s: float, state_cap: int) -> tuple[int, bool]:
-        """Merges multisets by dominance instead; states kept, and whether that proves the best."""
-        rows = np.array(self.objective.coefficients)
-        extra = np.array([exchange.extra_measures for exchange in self.exchanges])
+        """Merges multisets by dominance instead; states seen, and whether that proves the best."""
         exchanges = Exchanges(
             np.array([exchange.regret_s for exchange in self.exchanges]),
-            np.array([exchange.part for exchange in self.exchanges]),
+            np.array([exchange.group for exchange in self.exchanges]),
             np.array([exchange.extra_bytes for exchange in self.exchanges]),
-            extra @ rows.T,
+            np.array([exchange.extra_s for exchange in self.exchanges]),
         )
         filling = Filling(
-            np.array([part.count for part in self.parts]),
+            np.array([group.count for group in self.groups]),
             self.start.free_bytes,
-            rows @ np.array(self.start.measures) + np.array(self.objective.constants),
-            self.filler_part,
+            self.start.time_s + self.constant_s,
+            self.filler_group,
             0 if self.filler is None else self.filler.extra_bytes,
-            np.zeros(len(rows)) if self.filler is None else rows @ self.filler.extra_measures,
+            0.0 if self.filler is None else self.filler.extra_s,
         )
         limit_s = min(incumbent_s, self.best_s) * (1 - RELATIVE_TIE)
         merged = merge_exchanges(
@@ -290,86 +256,65 @@ class _Core:
             self.fill(merged.chosen, reached)
         return merged.states, not merged.capped
 
-    def fill(self, chosen: Sequence[int], reached: "_Reached") -> float:
-        """Value of the plan of these exchanges and the best number of fillers; kept if best."""
+    def fill(self, chosen: Sequence[int], reached: Reached) -> float:
+        """Time of the plan of these exchanges and all fillers that fit; remembered if best."""
         if reached.free_bytes < 0:
             return math.inf
-        measures, fillers = reached.measures, 0
+        time_s, fillers = reached.time_s, self.most_fillers(reached)
         if self.filler is not None:
-            layers = self.parts[self.filler_part].count - reached.used[self.filler_part]
-            most = min(layers, reached.free_bytes // self.filler.extra_bytes)
-            fillers = self._best_fillers(measures, self.filler.extra_measures, most)
-            measures = _moved(measures, self.filler.extra_measures, fillers)
-        value_s = self.objective.value(measures)
-        if not is_below(self.best_s, value_s):
-            self._keep(chosen, fillers)
-        return value_s
+            time_s += fillers * self.filler.extra_s
+        self.keep(chosen, fillers, self.constant_s + time_s)
+        return self.constant_s + time_s
 
-    def _best_fillers(self, start: Sequence[float], step: Sequence[float], most: int) -> int:
-        """The fewest fillers of least value: a bisection on the slope of a convex function."""
-        if len(self.objective.constants) == 1:
-            return most if self.objective.slope(step) < 0 else 0
-        low, high = 0, most
-        while low < high:
-            middle = (low + high) // 2
-            here_s = self.objective.value(_moved(start, step, middle))
-            if self.objective.value(_moved(start, step, middle + 1)) < here_s:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    def most_fillers(self, reached: Reached) -> int:
+        """How many fillers fit; each takes memory and saves time, as the hull falls."""
+        if self.filler is None:
+            return 0
+        layers = self.groups[self.filler_group].count - reached.used[self.filler_group]
+        return min(layers, reached.free_bytes // self.filler.extra_bytes)
 
-    def _keep(self, chosen: Sequence[int], fillers: int) -> None:
+    def keep(self, chosen: Sequence[int], fillers: int, time_s: float) -> None:
         """Makes this plan the best one if it is faster, or as fast and first in tie order."""
-        counts = [np.zeros(len(part.memory_bytes), np.int64) for part in self.parts]
-        for part, base, column in zip(self.parts, self.bases, counts, strict=True):
-            column[base] = part.count
-        taken = [self.exchanges[index] for index in chosen]
-        for exchange, times in [(e, 1) for e in taken] + (
-            [(self.filler, fillers)] if self.filler is not None else []
-        ):
-            counts[exchange.part][exchange.strategy] += times
-            counts[exchange.part][self.bases[exchange.part]] -= times
-        plan = self._evaluated(tuple(counts))
-        better = self.best is None or is_below(plan.value_s, self.best_s)
+        if is_below(self.best_s, time_s):
+            return
+        counts = [np.zeros(len(group.memory_bytes), np.int64) for group in self.groups]
+        for group, base, column in zip(self.groups, self.bases, counts, strict=True):
+            column[base] = group.count
+        steps = [(self.exchanges[index], 1) for index in chosen]
+        steps += [(self.filler, fillers)] if self.filler is not None else []
+        for exchange, times in steps:
+            counts[exchange.group][exchange.strategy] += times
+            counts[exchange.group][self.bases[exchange.group]] -= times
+        memory = sum(
+            int(group.memory_bytes @ column)
+            for group, column in zip(self.groups, counts, strict=True)
+        )
+        plan = CorePlan(self.plan_time_s(counts), memory, tuple(counts))
+        better = self.best is None or is_below(plan.time_s, self.best_s)
         if better or (self.best is not None and plan.tie_key() < self.best.tie_key()):
             self.best = plan
-        self.best_s = min(self.best_s, plan.value_s)
+        self.best_s = min(self.best_s, plan.time_s)
 
-    def _evaluated(self, counts: tuple[IntArray, ...]) -> CorePlan:
-        """Value and memory of counts, from scratch: independent of the way they were found."""
-        rows = range(len(self.start.measures))
-        measures = [
-            math.fsum(
-                value
-                for part, column in zip(self.parts, counts, strict=True)
-                for value in (part.measures[row] * column).tolist()
-            )
-            for row in rows
-        ]
-        memory = sum(
-            int(part.memory_bytes @ column) for part, column in zip(self.parts, counts, strict=True)
+    def plan_time_s(self, counts: Sequence[IntArray]) -> float:
+        """Time of counts, from scratch: independent of the way they were found."""
+        return self.constant_s + math.fsum(
+            seconds
+            for group, column in zip(self.groups, counts, strict=True)
+            for seconds in (group.time_s * column).tolist()
         )
-        return CorePlan(self.objective.value(measures), memory, counts)
 
 
-def _moved(start: Sequence[float], step: Sequence[float], times: int) -> tuple[float, ...]:
-    return tuple([a + times * b for a, b in zip(start, step, strict=True)])
-
-
-def _exchanges(
-    parts: Sequence[Part], bases: Sequence[int], weights: FloatArray, price: float
-) -> list[_Exchange]:
+def _exchanges(groups: Sequence[LayerGroup], bases: Sequence[int], price: float) -> list[Exchange]:
     """All exchanges away from the bases, by regret."""
     found = []
-    for i, (part, base) in enumerate(zip(parts, bases, strict=True)):
-        extra_measures = part.measures - part.measures[:, base : base + 1]
-        extra_bytes = part.memory_bytes - part.memory_bytes[base]
-        regrets = np.maximum(weights @ extra_measures + price * extra_bytes, 0.0).tolist()
-        columns = zip(regrets, extra_bytes.tolist(), extra_measures.T.tolist(), strict=True)
+    for i, (group, base) in enumerate(zip(groups, bases, strict=True)):
+        extra_s = group.time_s - group.time_s[base]
+        extra_bytes = group.memory_bytes - group.memory_bytes[base]
+        regrets = np.maximum(extra_s + price * extra_bytes, 0.0).tolist()
+        columns = zip(regrets, extra_bytes.tolist(), extra_s.tolist(), strict=True)
         found += [
-            _Exchange(regret_s, i, strategy, extra, tuple(measures))
-            for strategy, (regret_s, extra, measures) in enumerate(columns)
+            Exchange(regret_s, i, strategy, extra, seconds)
+            for strategy, (regret_s, extra, seconds) in enumerate(columns)
             if strategy != base
         ]
-    return sorted(found, key=lambda e: (e.regret_s, e.part, e.strategy))
+    return sorted(found, key=lambda e: (e.regret_s, e.group, e.strategy))

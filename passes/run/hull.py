@@ -1,14 +1,15 @@
 """The linear relaxation of the run level: a lower bound for every memory budget at once.
 
-Stands below the run search (`run_search`) and the stage search. The problem: every layer of a type
-takes one strategy of the type's table; minimise the sum of times subject to the sum of memory <= M.
+Stands below the run search (passes/run/search.py) and the stage search. The problem: every layer of
+a type takes one strategy of the type's table; minimise the sum of times subject to the sum of
+memory <= M.
 
 Relaxed to fractional counts, only the counts of strategies matter, and the optimum is
 
     LP(M) = min sum_i n_i * h_i(x_i)   over   sum_i n_i * x_i <= M
 
 with h_i the lower convex hull of the points (memory, time) of type i and n_i its number of layers
-(`lower_hull`). A sum of hulls is again a hull: its edges are the edges of the parts, each n_i times
+(`lower_hull`). A sum of hulls is again a hull: its edges are those of the summands, each n_i times
 as long, in order of slope (`sum_hulls`, the relaxation of the multiple-choice knapsack; Sinha and
 Zoltners 1979). Reading it at many budgets is one interpolation (`Hull.time_at_s`). The slope at M,
 sign changed, is the price of memory (seconds per byte) that the exact search prunes with.
@@ -168,7 +169,7 @@ def lp_values(
     """Lower bounds on the time of a run at many budgets.
 
     types: (time_s per strategy, memory_bytes per strategy, number of layers) for each layer type.
-    budgets_bytes: any shape, all fixed parts already taken off. Returns seconds in that shape,
+    budgets_bytes: any shape, all fixed parts already subtracted. Returns seconds in that shape,
     infinite where not even the least memory fits.
     """
     hulls = [lower_hull(time_s, memory_bytes) for time_s, memory_bytes, _ in types]

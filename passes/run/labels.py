@@ -1,7 +1,8 @@
 """Label search for chains of many different layers, pruned by regret.
 
-One layer after the other; a label is a partial plan: (time, memory, layout it ends in). With H of
-the relaxation (`run_chain`) at its best price p, a label after layer i in layout x is kept if
+One layer after the other; a label is a partial plan: (time, memory, layout it ends in). With A of
+the relaxation (passes/run/chain.py) at its best price p, a label after layer i in layout x is
+retained if
 
     time + p * (memory - budget) + A_i[x]  <  best known plan            (its bound)
     memory + least memory of the layers to come  <=  budget
@@ -29,7 +30,8 @@ FIRST_WIDTH = 64
 class LabelResult:
     """picks: for every layer the index into its run's table, () when no plan is below the limit.
 
-    first_s: time of the first plan. labels: how many were kept in all. capped: labels were dropped.
+    first_s: time of the first plan. labels: how many there were in all. capped: labels were
+    dropped.
     """
 
     picks: tuple[int, ...]
@@ -52,7 +54,7 @@ class _Labels:
 def search_labels(chain: Chain, relaxed: Relaxation, width: int) -> LabelResult:
     """The fastest plan of a chain whose runs all have one layer. Its least memory must fit.
 
-    width: most labels kept per layer.
+    width: most labels per layer.
     """
     first = _sweep(chain, relaxed, min(FIRST_WIDTH, width), np.inf)
     first_s = float(first[0][-1].time_s.min())
@@ -76,9 +78,9 @@ def _sweep(
     capped = False
     for run in range(len(chain.runs)):
         room = chain.budget_bytes - int(least_after[run])
-        tail_s = relaxed.tail_s[run] - relaxed.price * chain.budget_bytes
+        rest_s = relaxed.rest_s[run] - relaxed.price * chain.budget_bytes
         labels = _extended(labels, chain.table(run), chain.conversion_s, room)
-        bounds_s = labels.time_s + relaxed.price * labels.memory_bytes + tail_s[labels.layouts]
+        bounds_s = labels.time_s + relaxed.price * labels.memory_bytes + rest_s[labels.layouts]
         labels, bounds_s = _selected(labels, bounds_s, np.flatnonzero(bounds_s < limit_s))
         if len(bounds_s) > width:
             capped = True
@@ -93,7 +95,7 @@ def _extended(
     labels: _Labels, table: ChainTable, conversion_s: FloatArray, room_bytes: int
 ) -> _Labels:
     """Every label with every strategy of the next layer that fits, undominated per layout."""
-    parts = []
+    columns = []
     for layout in np.unique(table.layouts).tolist():
         entered_s = labels.time_s
         if labels.layouts[0] >= 0:
@@ -106,8 +108,8 @@ def _extended(
         kept = fits[undominated(times[fits], memory[fits])]
         parents, chosen = entering[kept // len(picks)], picks[kept % len(picks)]
         layouts = np.full(len(kept), layout)
-        parts.append((times[kept], memory[kept], layouts, chosen, parents))
-    return _Labels(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        columns.append((times[kept], memory[kept], layouts, chosen, parents))
+    return _Labels(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def _selected(labels: _Labels, bounds_s: FloatArray, kept: IntArray) -> tuple[_Labels, FloatArray]:

@@ -1,17 +1,18 @@
 """Core enumeration for tables with many almost equal strategies: exchanges merged by dominance.
 
 When dozens of strategies have hardly any regret, the multisets of exchanges below the gap are too
-many to list (`run_core`), but most of them are beaten by another that frees as many bytes in less
-time. So exchanges are taken up one by one, by regret, and only undominated *states* are kept:
+many to list (passes/run/core.py), but most of them are beaten by another that frees as many bytes
+in less time. So exchanges are taken up one by one, by regret, and only undominated *states* are
+kept:
 
-    state = (layers exchanged per part, free bytes, value of each form, regret)
+    state = (layers exchanged per group, free bytes, seconds, regret)
     for each exchange e with regret below the gap:
         S' = states reached from S by one, two, .. more of e
         S  = undominated of S and S'                               (_undominated)
 
-State a dominates b if it has exchanged as many layers of every part, has at least as many free
-bytes and no form of the objective (seconds, a maximum of forms) is larger. Every new state is
-filled up with fillers (`_filled`), which lowers the gap as the search goes on. The number of states
+State a dominates b if it has exchanged as many layers of every group, has at least as many free
+bytes and takes no longer. Every new state is filled up with fillers (`_filled_s`), which lowers the
+gap as the search goes on. The number of states
 is bounded by the staircase of (bytes, seconds), not by the number of multisets; layers are
 exchanged one at a time, so it is the size of the core that counts, not the number of layers.
 (Pisinger, A minimal algorithm for the multiple-choice knapsack problem, 1995, for knapsacks.)
@@ -24,63 +25,72 @@ import numpy as np
 
 from meshfold.passes.run.hull import FloatArray, IntArray
 
-MOST_COMPARED = 1500
-"""States of several forms that are compared pair by pair; more are kept without comparing."""
-
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
-    """Per exchange: regret_s, part, extra_bytes and extra_s (exchange, form)."""
+    """Parallel arrays over the exchanges."""
 
     regret_s: FloatArray
-    part: IntArray
+    group: IntArray
     extra_bytes: IntArray
     extra_s: FloatArray
 
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """The start of every state and what fills it up.
-
-    counts: layers per part. free_bytes, forms_s (with constants): of the plan of bases alone.
-    part: of the filler, -1 without one; step_bytes, step_s: of one filler, per form.
-    """
+    """The start of every state and what fills it up."""
 
     counts: IntArray
+    """Layers per group."""
+
     free_bytes: int
-    forms_s: FloatArray
-    part: int
-    step_bytes: int
-    step_s: FloatArray
+    """Of the plan of bases alone."""
+
+    time_s: float
+    """Of the plan of bases alone."""
+
+    group: int
+    """Of the filler, -1 without one."""
+
+    filler_bytes: int
+    """That one filler takes."""
+
+    filler_s: float
+    """That one filler adds: negative."""
 
 
 @dataclass(frozen=True, eq=False)
 class MergeResult:
-    """chosen: the exchanges of the best plan below the limit; None when there is none.
-
-    states: how many were kept in all. capped: the search stopped at its cap.
-    """
+    """The best plan below the limit."""
 
     chosen: tuple[int, ...] | None
+    """Its exchanges; None when there is none."""
+
     states: int
+    """How many were seen in all."""
+
     capped: bool
+    """The search stopped at its cap."""
 
 
 @dataclass(frozen=True, eq=False)
 class _States:
-    """Parallel arrays; used: exchanged layers (state, part); numbers: index into the log."""
+    """Parallel arrays over the states."""
 
     free_bytes: IntArray
-    forms_s: FloatArray
+    time_s: FloatArray
     regret_s: FloatArray
     used: IntArray
+    """[state, group] -> exchanged layers."""
+
     numbers: IntArray
+    """Index into the log."""
 
     def take(self, kept: IntArray) -> "_States":
         """The states at these indices."""
         return _States(
             self.free_bytes[kept],
-            self.forms_s[kept],
+            self.time_s[kept],
             self.regret_s[kept],
             self.used[kept],
             self.numbers[kept],
@@ -123,7 +133,7 @@ def merge_exchanges(
     log = _Log()
     states = _States(
         np.array([filling.free_bytes]),
-        filling.forms_s[None, :],
+        np.array([filling.time_s]),
         np.zeros(1),
         np.zeros((1, len(filling.counts)), np.int64),
         np.zeros(1, np.int64),
@@ -140,7 +150,7 @@ def merge_exchanges(
                 break
             if log.size > state_cap:
                 return MergeResult(log.chosen(best) if best >= 0 else None, log.size, True)
-            values = _filled(last, filling)
+            values = _filled_s(last, filling)
             least = int(np.argmin(values))
             if values[least] < limit_s:
                 limit_s, best = float(values[least]), int(last.numbers[least])
@@ -153,27 +163,27 @@ def merge_exchanges(
 def _exchanged(
     states: _States, exchanges: Exchanges, index: int, counts: IntArray, log: _Log
 ) -> _States:
-    """Every state with one more of an exchange, where its part has a layer left."""
-    part = exchanges.part[index]
-    states = states.take(np.flatnonzero(states.used[:, part] < counts[part]))
+    """Every state with one more of an exchange, where its group has a layer left."""
+    group = exchanges.group[index]
+    states = states.take(np.flatnonzero(states.used[:, group] < counts[group]))
     used = states.used.copy()
-    used[:, part] += 1
+    used[:, group] += 1
     return _States(
         states.free_bytes - exchanges.extra_bytes[index],
-        states.forms_s + exchanges.extra_s[index],
+        states.time_s + exchanges.extra_s[index],
         states.regret_s + exchanges.regret_s[index],
         used,
         log.add(states.numbers, index),
     )
 
 
-def _joined(parts: Sequence[_States]) -> _States:
+def _joined(reached: Sequence[_States]) -> _States:
     return _States(
-        np.concatenate([part.free_bytes for part in parts]),
-        np.concatenate([part.forms_s for part in parts]),
-        np.concatenate([part.regret_s for part in parts]),
-        np.concatenate([part.used for part in parts]),
-        np.concatenate([part.numbers for part in parts]),
+        np.concatenate([states.free_bytes for states in reached]),
+        np.concatenate([states.time_s for states in reached]),
+        np.concatenate([states.regret_s for states in reached]),
+        np.concatenate([states.used for states in reached]),
+        np.concatenate([states.numbers for states in reached]),
     )
 
 
@@ -181,49 +191,21 @@ def _undominated(states: _States) -> _States:
     """States that no other dominates; of equal ones one stays."""
     if len(states.numbers) < 2:
         return states
-    if states.forms_s.shape[1] > 1:
-        return states if len(states.numbers) > MOST_COMPARED else _undominated_pairs(states)
-    times = states.forms_s[:, 0]
-    order = np.lexsort((times, -states.free_bytes, *states.used.T))
+    order = np.lexsort((states.time_s, -states.free_bytes, *states.used.T))
     used = states.used[order]
-    group = np.concatenate(([0], np.cumsum(np.any(used[1:] != used[:-1], axis=1))))
-    # Ranks of times, lowered from group to group, so that the running least starts anew in each.
-    ranks = np.unique(times[order], return_inverse=True)[1]
-    keys = ranks - group * len(order)
+    block = np.concatenate(([0], np.cumsum(np.any(used[1:] != used[:-1], axis=1))))
+    # Ranks of times, lowered from block to block, so that the running least starts anew in each.
+    ranks = np.unique(states.time_s[order], return_inverse=True)[1]
+    keys = ranks - block * len(order)
     before = np.concatenate(([len(order)], np.minimum.accumulate(keys)[:-1]))
     return states.take(order[keys < before])
 
 
-def _undominated_pairs(states: _States) -> _States:
-    """The same for several forms, by comparing all pairs."""
-    order = np.lexsort((*states.forms_s.T, -states.free_bytes))
-    states = states.take(order)
-    dominates = states.free_bytes[:, None] >= states.free_bytes
-    columns = [*states.forms_s.T, *states.used.T]
-    for column in columns:
-        dominates &= column[:, None] <= column
-    earlier = np.triu(np.ones_like(dominates), 1)
-    mutual = dominates & dominates.T
-    beaten = (dominates & (~mutual | earlier)).any(axis=0)
-    return states.take(np.flatnonzero(~beaten))
-
-
-def _filled(states: _States, filling: Filling) -> FloatArray:
-    """The objective of every state with its best number of fillers; infinite if it does not fit."""
+def _filled_s(states: _States, filling: Filling) -> FloatArray:
+    """Seconds of every state with all fillers that fit; infinite if it does not fit itself."""
     fits = states.free_bytes >= 0
-    if filling.part < 0:
-        return np.where(fits, states.forms_s.max(axis=1), np.inf)
-    left = filling.counts[filling.part] - states.used[:, filling.part]
-    high = np.where(fits, np.minimum(left, states.free_bytes // filling.step_bytes), 0)
-    low = np.zeros_like(high)
-
-    def value(fillers: IntArray) -> FloatArray:
-        return np.asarray((states.forms_s + fillers[:, None] * filling.step_s).max(axis=1))
-
-    if len(filling.step_s) == 1:
-        return np.where(fits, np.minimum(value(low), value(high)), np.inf)
-    while np.any(low < high):
-        middle = (low + high) // 2
-        falls = (value(middle + 1) < value(middle)) & (low < high)
-        low, high = np.where(falls, middle + 1, low), np.where(falls, high, middle)
-    return np.where(fits, value(low), np.inf)
+    if filling.group < 0:
+        return np.where(fits, states.time_s, np.inf)
+    left = filling.counts[filling.group] - states.used[:, filling.group]
+    fillers = np.minimum(left, states.free_bytes // filling.filler_bytes)
+    return np.where(fits, states.time_s + fillers * filling.filler_s, np.inf)

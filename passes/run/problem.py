@@ -25,7 +25,7 @@ class LayerType:
 
     strategies: unique names; time_s, memory_bytes (whole, >= 0): one entry per strategy.
     layouts: index of each strategy's boundary layout; None when there is only one.
-    ValueError when the parts do not fit together.
+    ValueError when the arrays do not fit together.
     """
 
     name: str

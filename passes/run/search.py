@@ -1,14 +1,14 @@
 """The run level: the fastest strategies for a chain of runs under a memory budget, proven.
 
 Stands between the costs of strategies and the stage search; needs no model and no torch, so it can
-be fed any cost table. The problem and its answers are in `run_problem`, bounds for many budgets at
-once in `run_dual`. `solve_runs` picks the method:
+be fed any cost table. The problem and its answers are in passes/run/problem.py, bounds for many
+budgets at once in passes/run/hull.py. `solve_runs` picks the method:
 
 one layout                 order does not matter: layers are pooled by type and the counts found by
-                           core enumeration (`run_core`)
-few runs, many layouts     the layout walks in order of their bound (`run_walks`), each closed by
+                           core enumeration (core.py)
+few runs, many layouts     the layout walks in order of their bound (walks.py), each closed by
                            core enumeration, until a bound reaches the best plan
-many different layers      label search (`run_labels`)
+many different layers      label search (labels.py)
 
 The first two do not depend on the number of layers. All are exact: gap is 0 unless the node cap was
 hit. Times within 1e-12 of each other are equal; then the plan with the fewest distinct strategies,
@@ -24,42 +24,34 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshfold.passes.run.chain import Chain, Relaxation, best_relaxation, close_conversions, prepare
-from meshfold.passes.run.core import (
-    SUM_OF_TIMES,
-    CoreResult,
-    Part,
-    Support,
-    close_core,
-    is_below,
-)
+from meshfold.passes.run.core import CoreResult, LayerGroup, close_core, is_below, relaxed_time_s
 from meshfold.passes.run.hull import Hull, IntArray, lower_hull
 from meshfold.passes.run.labels import search_labels
 from meshfold.passes.run.problem import Block, NothingFits, RunPlan, RunProblem
 from meshfold.passes.run.walks import Walk, layout_walks
 
-MOST_PARTS = 12
-"""Pooled layer types, or runs of a chain, up to which counts are enumerated."""
+MAX_COUNTED = 12
+"""Pooled layer types, or runs of a chain, up to which counts are enumerated. Chosen:
+enumeration is exponential in them, label search is not."""
 
 NODE_CAP = 500_000
 """Plans looked at before giving up the proof: a quarter of a second when merged by dominance."""
 
 LABEL_CAP = 500_000
-"""Labels kept in all before giving up the proof: about a second."""
+"""Labels retained in all before giving up the proof: about a second."""
 
 
-def solve_runs(
-    problem: RunProblem, *, node_cap: int = NODE_CAP, label_cap: int = LABEL_CAP
-) -> RunPlan | NothingFits:
+def solve_runs(problem: RunProblem, *, node_cap: int = NODE_CAP) -> RunPlan | NothingFits:
     """The fastest plan that fits, or the least memory any plan needs when none does."""
     if problem.budget_bytes is not None and problem.least_bytes > problem.budget_bytes:
         return NothingFits(problem.least_bytes, problem.budget_bytes)
     chain = prepare(problem)
-    if len(chain.conversion_s) == 1 and len(chain.tables) <= MOST_PARTS:
+    if len(chain.conversion_s) == 1 and len(chain.tables) <= MAX_COUNTED:
         found = _solve_pooled(problem, chain, node_cap)
-    elif len(chain.conversion_s) > 1 and len(chain.runs) <= MOST_PARTS:
-        found = _solve_walks(problem, chain, node_cap)
+    elif len(chain.conversion_s) > 1 and len(chain.runs) <= MAX_COUNTED:
+        found = _WalkSolver(problem, chain, node_cap).solve()
     else:
-        found = _solve_labels(problem, chain, label_cap)
+        found = _solve_labels(problem, chain)
     return found.plan(problem)
 
 
@@ -124,22 +116,19 @@ def _solve_pooled(problem: RunProblem, chain: Chain, node_cap: int) -> _Found:
     for kind in chain.runs:
         table, count = chain.kinds[kind]
         totals[table] += count
-    parts = [
-        Part(total, table.time_s[None, :], table.memory_bytes)
+    groups = [
+        LayerGroup(
+            total, table.time_s, table.memory_bytes, lower_hull(table.time_s, table.memory_bytes)
+        )
         for table, total in zip(chain.tables, totals, strict=True)
     ]
-    result = close_core(parts, _support(parts), SUM_OF_TIMES, chain.budget_bytes, node_cap=node_cap)
+    result = close_core(groups, chain.budget_bytes, node_cap=node_cap)
     assert result.plan is not None, "a plan that fits beats no plan"
     left = [column.copy() for column in result.plan.counts]
     counts = [_take(left[chain.kinds[kind][0]], chain.kinds[kind][1]) for kind in chain.runs]
     walk = tuple((0,) for _ in chain.runs)
     blocks = _blocks(problem, chain, walk, counts)
     return _Found(blocks, result.dual_s, result.first_s, result.nodes, result.capped)
-
-
-def _support(parts: Sequence[Part]) -> Support:
-    hulls = tuple(lower_hull(part.measures[0], part.memory_bytes) for part in parts)
-    return Support(np.ones(1), 0.0, hulls)
 
 
 def _take(left: IntArray, count: int) -> IntArray:
@@ -192,33 +181,29 @@ class _WalkSolver:
             if relaxed and relaxed[0][0] <= next_s:
                 self._close(heapq.heappop(relaxed)[1])
                 continue
-            parts, support = self._relax(next_walk)
-            bound_s = support.bound_s(parts, self.chain.budget_bytes)
+            conversions_s = self._conversions_s(next_walk)
+            groups = self._groups(next_walk)
+            bound_s = relaxed_time_s(groups, self.chain.budget_bytes) + conversions_s
             if math.isfinite(bound_s):
                 heapq.heappush(relaxed, (bound_s, next_walk))
             next_s, next_walk = next(walks, (math.inf, next_walk))
         assert self.best is not None, "the least memory fits, so some walk has a plan"
         return _Found(self.best[1], self.relaxed.dual_s, self.first_s, self.nodes, self.capped)
 
-    def _relax(self, walk: Walk) -> tuple[list[Part], Support]:
+    def _groups(self, walk: Walk) -> list[LayerGroup]:
         """The core problem of one walk."""
-        sides = self._sides_of(walk)
-        parts = [
-            Part(self.chain.count(run), table.time_s[None, kept], table.memory_bytes[kept])
-            for run, (kept, _) in enumerate(sides)
+        return [
+            LayerGroup(self.chain.count(run), table.time_s[kept], table.memory_bytes[kept], hull)
+            for run, (kept, hull) in enumerate(self._sides_of(walk))
             for table in (self.chain.table(run),)
         ]
-        hulls = tuple(hull for _, hull in sides)
-        return parts, Support(np.ones(1), self._conversions_s(walk), hulls)
 
     def _close(self, walk: Walk) -> None:
         """The best plan on one walk, if it can beat the best one found."""
-        parts, support = self._relax(walk)
         result = close_core(
-            parts,
-            support,
-            replace(SUM_OF_TIMES, constants=(support.constant_s,)),
+            self._groups(walk),
             self.chain.budget_bytes,
+            constant_s=self._conversions_s(walk),
             incumbent_s=self.best_s,
             node_cap=max(1, self.node_cap - self.nodes),
         )
@@ -259,24 +244,19 @@ class _WalkSolver:
         return self._sides[key]
 
     def _conversions_s(self, walk: Walk) -> float:
-        way = [layout for layouts in walk for layout in layouts]
-        pairs = zip(way, way[1:], strict=False)
+        flat = [layout for layouts in walk for layout in layouts]
+        pairs = zip(flat, flat[1:], strict=False)
         return math.fsum(float(self.chain.conversion_s[a, b]) for a, b in pairs)
 
 
-def _solve_walks(problem: RunProblem, chain: Chain, node_cap: int) -> _Found:
-    """Several layouts, few runs."""
-    return _WalkSolver(problem, chain, node_cap).solve()
-
-
-def _solve_labels(problem: RunProblem, chain: Chain, label_cap: int) -> _Found:
+def _solve_labels(problem: RunProblem, chain: Chain) -> _Found:
     """Many different layers: every layer is a run of its own."""
     owners = [run for run in range(len(chain.runs)) for _ in range(chain.count(run))]
     tables = [chain.kinds[chain.runs[run]][0] for run in owners]
     kinds = tuple((table, 1) for table in range(len(chain.tables)))
     unrolled = replace(chain, kinds=kinds, runs=tuple(tables))
     relaxed = best_relaxation(unrolled)
-    result = search_labels(unrolled, relaxed, max(2, label_cap // len(owners)))
+    result = search_labels(unrolled, relaxed, max(2, LABEL_CAP // len(owners)))
     blocks: list[Block] = []
     for run, table, pick in zip(owners, tables, result.picks, strict=True):
         strategy = int(chain.tables[table].strategies[pick])

@@ -1,7 +1,7 @@
 """Layout walks of a short chain of runs, the cheapest bound first.
 
 A *walk* says for every run which layouts its layers use, in order: ((x,), (x, y), (y,)) for three
-runs. With u of the relaxation (`run_chain`) at one price, no plan on a walk costs less than
+runs. With u of the relaxation (passes/run/chain.py) at one price, no plan on a walk costs less than
 
     sum over runs of  (n - visited) min u + sum of u over the visited  + conversions on the way,
 
@@ -80,7 +80,7 @@ class _WalkSearch:
         best_s = self.relaxed.best_s[self.chain.kinds[self.chain.runs[run]][0]]
         visits_s = [float(best_s[layout]) for layout in walk[run]]
         others = self.chain.count(run) - len(visits_s)
-        rest_s = float(self.relaxed.tail_s[run][walk[run][-1]]) - self.offset_s
+        rest_s = float(self.relaxed.rest_s[run][walk[run][-1]]) - self.offset_s
         left_s = spent_s + sum(visits_s) + others * min(visits_s)
         yield left_s + rest_s, walk, left_s, True
         if others:

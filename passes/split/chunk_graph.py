@@ -1,10 +1,10 @@
-"""The graph of a region in parts, written down from its graph and two typings.
+"""The graph of a region in micro-chunks, written from its graph and two typings.
 
-    x -> unflatten, unbind -> x0, x1      ops that see the dim that is cut run once per part
+    x -> unflatten, unbind -> x0, x1      ops that see the dim that is split run once per chunk
     y <- reshape, stack    <- y0, y1      ops that do not, or need all of it, once
 
-The dim is [blocks, ranks, parts, rest]: ranks cut the second digit, so splitting and joining move
-no data between ranks.
+The dim is [blocks, ranks, chunks, rest]: ranks shard the second of these, so splitting and joining
+move no data between ranks.
 """
 
 import math
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from meshfold.ir.op_graph import Arg, Op, OpGraph, Ref, SlotKind
 from meshfold.ir.spmd import Layout, SpmdType, local_shape
 from meshfold.ir.strategy import OpTyping, RegionTyping
-from meshfold.passes.price.region import layouts_of_values
+from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.random import draw_of
 from meshfold.passes.rules.table import AxisRule, region_rules, rules_inside
@@ -26,64 +26,64 @@ RESHAPE, STACK = "aten.reshape.default", "aten.stack.default"
 Shape = tuple[int, ...]
 
 
-class UncutError(Exception):
-    """Why a region cannot run in parts."""
+class ChunkingError(Exception):
+    """A region cannot run in micro-chunks."""
 
 
-def in_parts(
+def chunked_graph(
     graph: OpGraph,
     typing: RegionTyping,
-    free: RegionTyping,
+    time: RegionTyping,
     count: int,
-    parts: int,
+    chunks: int,
     sizes: tuple[int, ...],
 ) -> tuple[OpGraph, RegionTyping]:
-    """A region in `parts` parts: its graph and typing; slots and outputs are the region's.
+    """A region in `chunks` micro-chunks: its graph and typing; slots and outputs are the region's.
 
-    typing: on a mesh of `sizes`; free: on the free axis; count: samples or rows that it cuts.
-    Raises UncutError where it does not divide, or no rule does so.
+    typing: on a mesh of `sizes`; time: on the time axis; count: samples or rows that it splits.
+    Raises ChunkingError where it does not divide, or no rule does so.
     """
-    return PartsWriter(graph, typing, free, count, parts, sizes).written()
+    return _ChunkWriter(graph, typing, time, count, chunks, sizes).written()
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How the dim of a value that has the batch, or the sequence, is cut: [blocks, ranks, parts,
-    rest], in this order. type: the shard of the free axis; count: samples, or rows of the sequence;
+class _Split:
+    """How the dim of a value that has the batch, or the sequence, is split: [blocks, ranks, chunks,
+    rest], in this order. type: the shard of the time axis; count: samples, or rows of the sequence;
     sizes: of the mesh."""
 
     type: SpmdType
     ranks: int
-    parts: int
+    chunks: int
     count: int
     sizes: tuple[int, ...]
 
     @property
     def above(self) -> int:
-        """Blocks of the dim in which the parts lie."""
+        """Blocks of the dim in which the chunks lie."""
         return self.type.blocks * self.ranks
 
-    def part(self, layout: Layout) -> Layout:
-        """`layout` of a value for one part of it."""
-        return tuple(self._of_part(t, n) for t, n in zip(layout, self.sizes, strict=True))
+    def chunk(self, layout: Layout) -> Layout:
+        """`layout` of a value for one chunk of it."""
+        return tuple(self._of_chunk(t, n) for t, n in zip(layout, self.sizes, strict=True))
 
-    def _of_part(self, t: SpmdType, size: int) -> SpmdType:
+    def _of_chunk(self, t: SpmdType, size: int) -> SpmdType:
         if not (t.is_shard and t.dim == self.type.dim):
             return t
         if t.padded:
-            raise UncutError("the dim that is cut is padded")
+            raise ChunkingError("the dim that is split is padded")
         if t.blocks >= self.type.blocks * self.count:
-            return replace(t, blocks=t.blocks // self.parts)
+            return replace(t, blocks=t.blocks // self.chunks)
         if t.blocks * size > self.above:
-            raise UncutError("ranks cut it otherwise")
+            raise ChunkingError("ranks shard it otherwise")
         return t
 
     def digits(self, layout: Layout) -> Layout:
-        """`layout` of one part where the dim is two: [blocks * ranks, rest]."""
+        """`layout` of one chunk where the dim is two: [blocks * ranks, rest]."""
         return self._moved(layout, 1)
 
     def stacked(self, layout: Layout) -> Layout:
-        """`layout` of one part for all together, where the dim is [blocks * ranks, parts, rest]."""
+        """`layout` of one chunk for all joined, whose dim is [blocks * ranks, chunks, rest]."""
         return self._moved(layout, 2)
 
     def _moved(self, layout: Layout, added: int) -> Layout:
@@ -96,157 +96,159 @@ class _Cut:
             types.append(t)
         return tuple(types)
 
-    def shapes(self, whole: Shape) -> tuple[Shape, Shape, Shape]:
-        """Of one part, of one with the dim as [blocks * ranks, rest], and of all together."""
+    def shapes(self, unsplit: Shape) -> tuple[Shape, Shape, Shape]:
+        """Shapes of one chunk, of one with the dim as [blocks * ranks, rest], and of all joined."""
         dim = self.type.dim
-        before, after = whole[:dim], whole[dim + 1 :]
-        rest = whole[dim] // (self.above * self.parts)
+        before, after = unsplit[:dim], unsplit[dim + 1 :]
+        rest = unsplit[dim] // (self.above * self.chunks)
         return (
             (*before, self.above * rest, *after),
             (*before, self.above, rest, *after),
-            (*before, self.above, self.parts, rest, *after),
+            (*before, self.above, self.chunks, rest, *after),
         )
 
 
-class PartsWriter:
-    """Writes the graph of a region in parts, see in_parts."""
+class _ChunkWriter:
+    """Writes the graph of a region in micro-chunks, see chunked_graph."""
 
     def __init__(
         self,
         graph: OpGraph,
         typing: RegionTyping,
-        free: RegionTyping,
+        time: RegionTyping,
         count: int,
-        parts: int,
+        chunks: int,
         sizes: tuple[int, ...],
     ) -> None:
-        self.whole = graph
+        self.unsplit = graph
         self.typing = typing
-        self.free = free
+        self.time = time
         self.count = count
-        self.parts = parts
+        self.chunks = chunks
         self.sizes = sizes
         self.native = [layout for layout, _ in layouts_of_values(graph, typing)]
-        self.made_as = [layout[0] for layout, _ in layouts_of_values(graph, free)]
-        """Type of every value on the free axis."""
+        self.time_types = [layout[0] for layout, _ in layouts_of_values(graph, time)]
+        """Type of every value on the time axis."""
         self.ranks = self._ranks()
-        if count % (self.ranks * parts):
-            raise UncutError(f"{count} do not divide into {parts} parts on {self.ranks} ranks")
+        if count % (self.ranks * chunks):
+            raise ChunkingError(
+                f"{count} do not divide into {chunks} micro-chunks on {self.ranks} ranks"
+            )
         num_slots = len(graph.slots)
         self.values = list(graph.values[:num_slots])
         self.ops: list[Op] = []
         self.typings: list[OpTyping] = []
         self.at: dict[int, int] = {v: v for v in range(num_slots)}
-        """What stands for a value as a whole, where there is that."""
-        self.of_part: dict[tuple[int, SpmdType], tuple[int, ...]] = {}
+        """What stands for a joined value, where it is joined."""
+        self.of_chunk: dict[tuple[int, SpmdType], tuple[int, ...]] = {}
 
     def written(self) -> tuple[OpGraph, RegionTyping]:
         """The finished graph; slots and outputs are those of the region."""
-        for k, (op, chosen) in enumerate(zip(self.whole.ops, self.free.ops, strict=True)):
+        for k, (op, chosen) in enumerate(zip(self.unsplit.ops, self.time.ops, strict=True)):
             if any(layout[0].is_shard for layout in chosen.outputs):
-                self._run_in_parts(k, op)
+                self._run_in_chunks(k, op)
             else:
                 operands = [self._together(v) for v in op.operands]
-                shapes = [self.whole.values[v].shape for v in op.outputs]
+                shapes = [self.unsplit.values[v].shape for v in op.outputs]
                 op = replace(op, draw=draw_of(op, k))
-                made = self._write(op, op.args, op.kwargs, operands, self.typing.ops[k], shapes)
-                self.at.update(zip(op.outputs, made, strict=True))
-        pairs = zip(self.whole.outputs, self.typing.outputs, strict=True)
+                computed = self._write(op, op.args, op.kwargs, operands, self.typing.ops[k], shapes)
+                self.at.update(zip(op.outputs, computed, strict=True))
+        pairs = zip(self.unsplit.outputs, self.typing.outputs, strict=True)
         outputs = tuple(
             self.at[v] if v in self.at else self._joined(v, layout) for v, layout in pairs
         )
-        graph = OpGraph(self.whole.slots, tuple(self.values), tuple(self.ops), outputs)
+        graph = OpGraph(self.unsplit.slots, tuple(self.values), tuple(self.ops), outputs)
         return graph, replace(self.typing, ops=tuple(self._with_rules(graph)))
 
     def _ranks(self) -> int:
-        """On how many ranks that dim is cut, where it is most."""
+        """On how many ranks that dim is sharded, where it is most."""
         sizes, count = self.sizes, self.count
         axes = {
             axis
-            for layout, cut in zip(self.native, self.made_as, strict=True)
+            for layout, split in zip(self.native, self.time_types, strict=True)
             for axis, t in enumerate(layout)
-            if cut.is_shard and t.is_shard and t.dim == cut.dim
-            if cut.blocks <= t.blocks and t.blocks * sizes[axis] <= cut.blocks * count
+            if split.is_shard and t.is_shard and t.dim == split.dim
+            if split.blocks <= t.blocks and t.blocks * sizes[axis] <= split.blocks * count
         }
         return math.prod(sizes[axis] for axis in axes)
 
-    def _cut(self, free: SpmdType) -> _Cut:
-        return _Cut(free, self.ranks, self.parts, self.count, self.sizes)
+    def _split_of(self, time: SpmdType) -> _Split:
+        return _Split(time, self.ranks, self.chunks, self.count, self.sizes)
 
-    def _part_layout(self, free: SpmdType, layout: Layout) -> Layout:
-        return self._cut(free).part(layout) if free.is_shard else layout
+    def _chunk_layout(self, time: SpmdType, layout: Layout) -> Layout:
+        return self._split_of(time).chunk(layout) if time.is_shard else layout
 
-    def _run_in_parts(self, k: int, op: Op) -> None:
-        """An op that sees what is cut, once per part."""
-        typing, chosen = self.typing.ops[k], self.free.ops[k]
-        args, kwargs = localize(self.whole, k, chosen, (self.parts,))
+    def _run_in_chunks(self, k: int, op: Op) -> None:
+        """An op that sees what is split, once per chunk."""
+        typing, chosen = self.typing.ops[k], self.time.ops[k]
+        args, kwargs = localize(self.unsplit, k, chosen, (self.chunks,))
         reads = [(v, layout[0]) for v, layout in zip(op.operands, chosen.inputs, strict=True)]
-        of_part = OpTyping(
+        of_chunk = OpTyping(
             typing.rules,
-            tuple(map(self._part_layout, (free for _, free in reads), typing.inputs)),
-            tuple(map(self._part_layout, (x[0] for x in chosen.outputs), typing.outputs)),
+            tuple(map(self._chunk_layout, (time for _, time in reads), typing.inputs)),
+            tuple(map(self._chunk_layout, (x[0] for x in chosen.outputs), typing.outputs)),
         )
         shapes = [
-            local_shape(self.whole.values[v].shape, layout, (self.parts,))
+            local_shape(self.unsplit.values[v].shape, layout, (self.chunks,))
             for v, layout in zip(op.outputs, chosen.outputs, strict=True)
         ]
-        made = []
-        for number in range(self.parts):
+        computed = []
+        for number in range(self.chunks):
             operands = [
-                self._split(v, free)[number] if free.is_shard else self._together(v)
-                for v, free in reads
+                self._split(v, time)[number] if time.is_shard else self._together(v)
+                for v, time in reads
             ]
-            made.append(self._write(op, args, kwargs, operands, of_part, shapes))
-        for v, *of_parts in zip(op.outputs, *made, strict=True):
-            if self.made_as[v].is_shard:
-                self.of_part[v, self.made_as[v]] = tuple(of_parts)
+            computed.append(self._write(op, args, kwargs, operands, of_chunk, shapes))
+        for v, *of_chunks in zip(op.outputs, *computed, strict=True):
+            if self.time_types[v].is_shard:
+                self.of_chunk[v, self.time_types[v]] = tuple(of_chunks)
             else:
-                self.at[v] = of_parts[0]
+                self.at[v] = of_chunks[0]
 
-    def _split(self, v: int, free: SpmdType) -> tuple[int, ...]:
-        """The parts of `v`; of one that is not made in parts, cut as `free` says."""
-        if (v, free) in self.of_part:
-            return self.of_part[v, free]
-        if v < len(self.whole.slots) and self.whole.slots[v].kind is SlotKind.PARAMETER:
-            raise UncutError("a parameter would be cut")
-        cut, layout, dim = self._cut(free), self.native[v], free.dim
-        shape, digits, stacked = cut.shapes(self.whole.values[v].shape)
-        local = cut.part(layout)
-        apart, of_piece = cut.stacked(local), cut.digits(local)
+    def _split(self, v: int, time: SpmdType) -> tuple[int, ...]:
+        """The chunks of `v`; of one that is not computed in chunks, split as `time` says."""
+        if (v, time) in self.of_chunk:
+            return self.of_chunk[v, time]
+        if v < len(self.unsplit.slots) and self.unsplit.slots[v].kind is SlotKind.PARAMETER:
+            raise ChunkingError("a parameter would be split")
+        split, layout, dim = self._split_of(time), self.native[v], time.dim
+        shape, digits, stacked = split.shapes(self.unsplit.values[v].shape)
+        local = split.chunk(layout)
+        apart, of_digits = split.stacked(local), split.digits(local)
         arguments = (Ref(0), dim, stacked[dim : dim + 3])
         typing = OpTyping((), (layout,), (apart,))
-        (whole,) = self._move(UNFLATTEN, arguments, [self.at[v]], typing, [stacked], v)
-        typing = OpTyping((), (apart,), (of_piece,) * self.parts)
-        shapes = [digits] * self.parts
-        pieces = self._move(UNBIND, (Ref(0), dim + 1), [whole], typing, shapes, v)
-        typing = OpTyping((), (of_piece,), (local,))
-        self.of_part[v, free] = tuple(
-            self._move(RESHAPE, (Ref(0), shape), [piece], typing, [shape], v)[0] for piece in pieces
+        (unsplit,) = self._move(UNFLATTEN, arguments, [self.at[v]], typing, [stacked], v)
+        typing = OpTyping((), (apart,), (of_digits,) * self.chunks)
+        shapes = [digits] * self.chunks
+        chunks = self._move(UNBIND, (Ref(0), dim + 1), [unsplit], typing, shapes, v)
+        typing = OpTyping((), (of_digits,), (local,))
+        self.of_chunk[v, time] = tuple(
+            self._move(RESHAPE, (Ref(0), shape), [chunk], typing, [shape], v)[0] for chunk in chunks
         )
-        return self.of_part[v, free]
+        return self.of_chunk[v, time]
 
     def _together(self, v: int) -> int:
-        """`v` as a whole, in the layout in which it is made."""
+        """`v` joined, in the layout in which it is computed."""
         if v not in self.at:
             self.at[v] = self._joined(v, self.native[v])
         return self.at[v]
 
     def _joined(self, v: int, layout: Layout) -> int:
-        """All parts of an output, in the layout in which it leaves."""
-        cut, whole = self._cut(self.made_as[v]), self.whole.values[v].shape
-        _, digits, stacked = cut.shapes(whole)
-        local = cut.part(layout)
-        apart, of_piece = cut.stacked(local), cut.digits(local)
-        typing = OpTyping((), (local,), (of_piece,))
-        pieces = [
-            self._move(RESHAPE, (Ref(0), digits), [part], typing, [digits], v)[0]
-            for part in self.of_part[v, self.made_as[v]]
+        """All chunks of an output, in the layout in which it leaves."""
+        split, unsplit = self._split_of(self.time_types[v]), self.unsplit.values[v].shape
+        _, digits, stacked = split.shapes(unsplit)
+        local = split.chunk(layout)
+        apart, of_digits = split.stacked(local), split.digits(local)
+        typing = OpTyping((), (local,), (of_digits,))
+        chunks = [
+            self._move(RESHAPE, (Ref(0), digits), [chunk], typing, [digits], v)[0]
+            for chunk in self.of_chunk[v, self.time_types[v]]
         ]
-        typing = OpTyping((), (of_piece,) * self.parts, (apart,))
-        arguments = ((Ref(0),) * self.parts, self.made_as[v].dim + 1)
-        (all_parts,) = self._move(STACK, arguments, pieces, typing, [stacked], v)
+        typing = OpTyping((), (of_digits,) * self.chunks, (apart,))
+        arguments = ((Ref(0),) * self.chunks, self.time_types[v].dim + 1)
+        (joined,) = self._move(STACK, arguments, chunks, typing, [stacked], v)
         typing = OpTyping((), (apart,), (layout,))
-        return self._move(RESHAPE, (Ref(0), whole), [all_parts], typing, [whole], v)[0]
+        return self._move(RESHAPE, (Ref(0), unsplit), [joined], typing, [unsplit], v)[0]
 
     # Writing.
 
@@ -272,13 +274,13 @@ class PartsWriter:
         typing: OpTyping,
         shapes: Sequence[Shape],
     ) -> tuple[int, ...]:
-        """Write `op` with other operands; the values that it makes, of these shapes."""
+        """Write `op` with other operands; its results, of these shapes."""
         refs = iter(operands)
         args = tuple(rebound(arg, refs) for arg in args)
         kwargs = tuple((name, rebound(arg, refs)) for name, arg in kwargs)
         first = len(self.values)
         self.values += [
-            replace(self.whole.values[v], shape=shape)
+            replace(self.unsplit.values[v], shape=shape)
             for v, shape in zip(op.outputs, shapes, strict=True)
         ]
         outputs = tuple(range(first, len(self.values)))
@@ -287,7 +289,7 @@ class PartsWriter:
         return outputs
 
     def _with_rules(self, graph: OpGraph) -> Iterator[OpTyping]:
-        """The typings with the names of their rules: blocks are part of a name."""
+        """The typings with the names of their rules: names have blocks."""
         table = region_rules(graph, self.sizes)
         for k, typing in enumerate(self.typings):
             names = (self._rule(graph, k, table[k], axis) for axis in range(len(self.sizes)))
@@ -305,10 +307,10 @@ class PartsWriter:
         before = typing.rules[axis] if typing.rules else ""
         found = [r.name for r in per_axis[axis] if (r.inputs, r.outputs) == types]
         if not (found or before):
-            # Two axes cut one dim: the table has what either does alone.
+            # Two axes shard one dim: the table has what either does alone.
             inside = rules_inside(graph, k, per_axis, self.sizes, axis).values()
             found = [r.name for r in inside if (r.inputs, r.outputs) == types]
         alike = [n for n in found if n.partition("/")[0] == before.partition("/")[0]]
         if not (found or before):
-            raise UncutError(f"no rule of {graph.ops[k].target} splits it")
+            raise ChunkingError(f"no rule of {graph.ops[k].target} splits it")
         return (alike or found or [before])[0]

@@ -2,19 +2,19 @@
 
 Cutting the batch into microbatches is one more batch split, without communication: on a free axis
 whose ranks run one after the other. So the batch is followed through the op rules on an axis of one
-rank per sample, as on a data parallel axis (passes/data_parallel.py), once per model. Types say
-which dims are cut whatever the number of parts, hence
+rank per sample, as on a data parallel axis (passes/region/data_parallel.py), once per model. Types
+say which dims are cut whatever the number of parts, hence
 
     graph(n)   every value at its local shape on that axis with n ranks, sizes among the arguments
-               rewritten as for a rank (passes/localize.py), a selection where an op takes its part
-               of what is whole, and a division where a mean is taken over the batch
+               rewritten as for a rank (passes/rules/localize.py), a selection where an op takes its
+               part of what is whole, and a division where a mean is taken over the batch
 
 is an ordinary folded graph with a batch of 1/n, as the model would have been captured with it.
 Region searches, prices and memory work on it as on any other. Gradients of parameters and the loss
 are pending sums on the axis: accumulated, not communicated. So that the sum over microbatches is
 the loss of the batch, a mean over the batch divides by the numbers of the batch: mean / n, and
 losses over classes the sum over rows by the targets of the whole step that count (COUNT, known
-before the first microbatch, see passes/loss_counts.py).
+before the first microbatch, see passes/split/loss_counts.py).
 
 Inputs that some op needs whole (T5 shifts its labels) stay whole: they are there before the first
 microbatch. Any other value that an op needs whole where it is cut (statistics over the batch, an op
@@ -29,7 +29,7 @@ from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import Arg, Draw, FoldedGraph, Op, OpGraph, Ref, SourceKind, Symbol, Value
 from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, local_shape
 from meshfold.ir.strategy import OpTyping, RegionTyping
-from meshfold.passes.price.region import layouts_of_values, value_name
+from meshfold.passes.graph.typed import layouts_of_values, value_name
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.random import draw_of
 from meshfold.passes.rules.table import rule_locals, summed_axes
@@ -105,7 +105,7 @@ class MicrobatchGraphs:
                         return f"the input of {op.target}, which {OVER_BATCH[local]},"
         return ""
 
-    def input_cuts(self) -> dict[str, Layout]:
+    def input_layouts(self) -> dict[str, Layout]:
         """Per model input its layout on the free axis: which dim is cut, if any."""
         cuts: dict[str, Layout] = {}
         if self.batch_size == 1:
@@ -212,13 +212,13 @@ class _Cut:
         self.ops.append(replace(op, target=DIVIDE, args=(Ref(total), divisor), kwargs=()))
 
     def _draw(self, k: int) -> Draw | None:
-        """This microbatch's part of what op `k` draws for the batch; all of it where the op does
+        """This microbatch's slice of what op `k` draws for the batch; all of it where the op does
         not see the batch."""
         op = self.whole_graph.ops[k]
         draw, layout = draw_of(op, k), self.native[op.outputs[0]]
         if draw is None or not layout[0].is_shard:
             return draw
-        return replace(draw, dim=layout[0].dim, blocks=layout[0].blocks, parts=self.sizes[0])
+        return replace(draw, dim=layout[0].dim, blocks=layout[0].blocks, microbatches=self.sizes[0])
 
     def _new(self, value: Value) -> int:
         self.values.append(value)

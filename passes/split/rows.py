@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from meshfold.ir.op_graph import OpGraph, SlotKind
 from meshfold.ir.spmd import INVARIANT, Layout, Shard, SpmdType
 from meshfold.ir.strategy import OpTyping, RegionTyping
-from meshfold.passes.rules.ops.experts import TRAVELS
+from meshfold.passes.rules.ops.experts import DISPATCH_OPS
 from meshfold.passes.rules.table import AxisRule, region_rules, rule_locals
 
 ROWS = 1
@@ -76,7 +76,7 @@ def _typed(graph: OpGraph, k: int, rules: Sequence[AxisRule], types: list[SpmdTy
 def _is_plain(graph: OpGraph, k: int, typing: OpTyping) -> bool:
     """Whether the op does for a part of the rows: nothing in it knows where they are. Rows travel
     to their experts whoever goes with them."""
-    if graph.ops[k].target in TRAVELS:
+    if graph.ops[k].target in DISPATCH_OPS:
         return True
     return all(local == "plain" for local in rule_locals(graph, k, typing))
 

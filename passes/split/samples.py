@@ -1,7 +1,7 @@
 """The batch followed through the op rules on a free axis: one rank per sample, moments in time.
 
-What cuts a batch without communication (microbatches, passes/pipeline_microbatch.py; parts of a
-region, passes/region_parts.py) reads here which dim of every value is the batch, if any.
+What cuts a batch without communication (microbatches, passes/split/microbatch.py; parts of a
+region, passes/split/micro_chunks.py) reads here which dim of every value is the batch, if any.
 """
 
 from collections.abc import Iterable, Iterator

@@ -6,7 +6,7 @@
                on the batch and is read by it or behind it, in order
 
 Only values that depend on the batch cross a border. What a later stage reads is handed on from
-neighbour to neighbour, as it is priced (passes/pipeline_problem.py); gradients come back the same
+neighbour to neighbour, as it is priced (passes/pipeline/problem.py); gradients come back the same
 way. Model inputs cross nothing: every stage reads the batch. A parameter that several stages read
 is held by each of them.
 """
@@ -33,7 +33,7 @@ from meshfold.passes.rules.ops.random import draw_of
 
 
 @dataclass(frozen=True)
-class BorderValue:
+class StageBoundaryValue:
     """Output `output` of instance `instance` of the whole program, on its way between stages.
     layout: that it is made in, and crosses in."""
 
@@ -49,7 +49,7 @@ class BorderValue:
     @property
     def source(self) -> Source:
         """How the stages that take it over read it."""
-        return Source(SourceKind.BORDER, self.name)
+        return Source(SourceKind.BOUNDARY, self.name)
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class StageGraph:
     folded: FoldedGraph
     typings: tuple[RegionTyping, ...]
     numbers: tuple[int, ...]
-    arrives: tuple[BorderValue, ...]
-    leaves: tuple[BorderValue, ...]
+    arrives: tuple[StageBoundaryValue, ...]
+    leaves: tuple[StageBoundaryValue, ...]
 
 
 def stage_graphs(
@@ -82,7 +82,7 @@ def stage_graphs(
 
 def _borders(
     folded: FoldedGraph, typings: Sequence[RegionTyping], first: Sequence[int]
-) -> list[tuple[BorderValue, ...]]:
+) -> list[tuple[StageBoundaryValue, ...]]:
     """What crosses into each stage."""
     last_reader: dict[tuple[int, int], int] = {}
     for k, instance in enumerate(folded.instances):
@@ -92,13 +92,13 @@ def _borders(
     for result in folded.outputs:
         if result.source.kind is SourceKind.VALUE:
             last_reader[result.source.instance, result.source.output] = len(folded.instances)
-    crossing: list[list[BorderValue]] = [[] for _ in first]
+    crossing: list[list[StageBoundaryValue]] = [[] for _ in first]
     for (maker, output), reader in sorted(last_reader.items()):
         region = folded.instances[maker].region
         graph = folded.regions[region].graph
         value = graph.values[graph.outputs[output]]
         if value.depends is Dependence.BATCH:
-            border = BorderValue(maker, output, value, typings[region].outputs[output])
+            border = StageBoundaryValue(maker, output, value, typings[region].outputs[output])
             for stage, begin in enumerate(first):
                 if maker < begin <= reader:
                     crossing[stage].append(border)
@@ -113,8 +113,8 @@ class _Stage:
         folded: FoldedGraph,
         typings: Sequence[RegionTyping],
         own: range,
-        arrives: tuple[BorderValue, ...],
-        leaves: tuple[BorderValue, ...],
+        arrives: tuple[StageBoundaryValue, ...],
+        leaves: tuple[StageBoundaryValue, ...],
     ) -> None:
         self.folded = folded
         self.typings = typings
@@ -152,7 +152,7 @@ class _Stage:
         typings, numbers = tuple(self.region_typings), tuple(self.places)
         return StageGraph(cut, typings, numbers, self.arrives, self.leaves)
 
-    def _output(self, border: BorderValue) -> OutputInfo:
+    def _output(self, border: StageBoundaryValue) -> OutputInfo:
         made = Source(SourceKind.VALUE, "", border.instance, border.output)
         value = border.value
         return OutputInfo(border.name, self._moved(made), value.shape, value.dtype)

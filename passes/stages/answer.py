@@ -49,25 +49,14 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class StageSearchStats:
-    """schedules: considered, and not searched since their bound was above the best plan's step.
-    cells: stages solved exactly. simulations: whole pipelines simulated. capped: the search stopped
-    at its limit of cells, so the gap may be larger than it had to be."""
-
-    num_schedules: int
-    num_pruned: int
-    num_cells: int
-    num_simulations: int
-    capped: bool
-
-
-@dataclass(frozen=True)
 class PipelinePlan:
     """Stages in order, the schedule that runs them and the proof.
 
     step_s: simulated makespan with transfers, each device's sync_s after its last pass.
     lower_bound_s: no plan under any of the schedules given is faster. first_step_s: the step of
-    the first plan, before closing. budgets_bytes: per device. Raises ValueError unless every layer
+    the first plan, before closing. budgets_bytes: per device. capped:
+    the search stopped at its limit of stages solved exactly, so the gap may be larger than it had
+    to be. Raises ValueError unless every layer
     0..num_layers-1 is in exactly one stage and every device within its budget.
     """
 
@@ -78,12 +67,12 @@ class PipelinePlan:
     step_s: float
     first_step_s: float
     lower_bound_s: float
-    stats: StageSearchStats
+    capped: bool
 
     def __post_init__(self) -> None:
-        cuts = [stage.first for stage in self.stages] + [self.num_layers]
+        boundaries = [stage.first for stage in self.stages] + [self.num_layers]
         ends = [0, *(stage.end for stage in self.stages)]
-        if cuts != ends or len(self.stages) != self.schedule.num_stages:
+        if boundaries != ends or len(self.stages) != self.schedule.num_stages:
             raise ValueError(
                 f"stages {[(s.first, s.end) for s in self.stages]} do not hold each of the layers "
                 f"0 to {self.num_layers - 1} exactly once in {self.schedule.num_stages} stages"
@@ -107,5 +96,5 @@ class PipelinePlan:
 
     @property
     def gap_before(self) -> float:
-        """The same of the first plan."""
+        """The gap of the first plan."""
         return self.first_step_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0

@@ -1,7 +1,8 @@
-"""Cuts next to a cut: one layer moves from any stage to any other, the stages between shift by one.
+"""Divisions next to a division: one layer moves from any stage to any other, the stages between
+shift by one.
 
-Judged by D of meshfold.cost_models.pipeline.makespan on the present bounds of the stages, all neighbours at
-once; the search simulates the most promising ones.
+Judged by D of meshfold.cost_models.pipeline.makespan on the present bounds of the stages, all
+neighbours at once; the search simulates the most promising ones.
 """
 
 from collections.abc import Sequence
@@ -11,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshfold.passes.run.hull import FloatArray
-from meshfold.passes.stages.bounds import Terms, device_bound_s
+from meshfold.passes.stages.bounds import DeviceBound, device_bound_s
 from meshfold.passes.stages.tables import Table
 
-Cuts = NDArray[np.int64]
+BoundaryRows = NDArray[np.int64]
 
 
-def neighbours(cuts: Sequence[int]) -> Cuts:
-    """All cuts one layer away, shape (n, p + 1), stages of no layers left out."""
-    at = np.asarray(cuts)
+def neighbours(boundaries: Sequence[int]) -> BoundaryRows:
+    """All divisions one layer away, shape (n, p + 1), stages of no layers left out."""
+    at = np.asarray(boundaries)
     p = len(at) - 1
     giver, taker = np.nonzero(~np.eye(p, dtype=bool))
     position = np.arange(p + 1)
@@ -31,24 +32,29 @@ def neighbours(cuts: Sequence[int]) -> Cuts:
 
 
 def judge_s(
-    cuts: Cuts, tables: Sequence[Table], terms: Sequence[Terms], share: float, hop_s: FloatArray
+    boundaries: BoundaryRows,
+    tables: Sequence[Table],
+    device_bounds: Sequence[DeviceBound],
+    share: float,
+    hop_s: FloatArray,
 ) -> FloatArray:
-    """D of each cut, with `share` of every stage's time forward; infinite where nothing fits."""
+    """D of each division, with `share` of every stage's time forward; infinite where nothing
+    fits."""
     p = len(tables)
     width = tables[0].total_s.shape[1] - 1
-    counts = np.diff(cuts, axis=1)
+    counts = np.diff(boundaries, axis=1)
     inside = np.minimum(counts, width)
-    total = np.stack([t.objective_s[cuts[:, i], inside[:, i]] for i, t in enumerate(tables)])
+    total = np.stack([t.objective_s[boundaries[:, i], inside[:, i]] for i, t in enumerate(tables)])
     fits = np.isfinite(total).all(axis=0) & (counts <= width).all(axis=1)
     total = np.where(fits, total, 0.0)
-    hops = 2 * hop_s[cuts.T]
-    way = np.cumsum(total + hops[:-1], axis=0)
-    before = way - total
-    slowest = np.maximum.accumulate(np.vstack([np.zeros(len(cuts)), total]), axis=0)
-    worst = np.zeros(len(cuts))
+    hops = 2 * hop_s[boundaries.T]
+    reached = np.cumsum(total + hops[:-1], axis=0)
+    before = reached - total
+    slowest = np.maximum.accumulate(np.vstack([np.zeros(len(boundaries)), total]), axis=0)
+    worst = np.zeros(len(boundaries))
     for i in range(p):
-        term = replace(terms[i], forward_low=share, forward_high=share)
-        ways = [way[j] - way[i] for j, _ in term.turns]
-        bound = device_bound_s(term, total[i], None, before[i], ways, slowest[i])
+        device_bound = replace(device_bounds[i], forward_low=share, forward_high=share)
+        turns = [reached[j] - reached[i] for j, _ in device_bound.turns]
+        bound = device_bound_s(device_bound, total[i], None, before[i], turns, slowest[i])
         worst = np.maximum(worst, bound)
     return np.where(fits, worst, np.inf)

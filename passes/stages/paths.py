@@ -1,4 +1,4 @@
-"""A lower bound on the step of one cut over all strategies of its stages.
+"""A lower bound on the step of one division over all strategies of its stages.
 
 Under any strategies the makespan is at least the length of any chain of dependent passes. Take the
 critical path of a simulated plan, on which stage i has a_i forwards, b_i backwards (input gradients
@@ -16,26 +16,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshfold.cost_models.pipeline.actions import Pass
-from meshfold.cost_models.pipeline.makespan import StageTimes, critical_path
+from meshfold.cost_models.pipeline.makespan import critical_path
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.passes.run.hull import FloatArray, lp_values
 from meshfold.passes.stages.problem import StageProblem
-from meshfold.passes.stages.solved import Cell
+from meshfold.passes.stages.solved import SolvedStage, stage_times
 
 
-def cut_bound_s(
-    problem: StageProblem, schedule: Schedule, cuts: Sequence[int], cells: Sequence[Cell]
+def critical_path_bound_s(
+    problem: StageProblem,
+    schedule: Schedule,
+    boundaries: Sequence[int],
+    solved_stages: Sequence[SolvedStage],
 ) -> float:
-    """No strategies make the stages of `cuts` faster. cells: the exact stages of the cut."""
-    times = StageTimes.build(
-        [cell.forward_s for cell in cells],
-        [cell.backward_s for cell in cells],
-        weight_s=[cell.weight_s for cell in cells],
-        hop_s=problem.hop_s[list(cuts[1:-1])],
-    )
-    sync_s = [cell.sync_s for cell in cells]
+    """No strategies make the stages faster. solved_stages: the exact stages of the division."""
+    times = stage_times(solved_stages, problem.hop_s[list(boundaries[1:-1])])
+    sync_s = [solved.sync_s for solved in solved_stages]
     path = critical_path(schedule.actions(), times, sync_s)
-    passes = np.zeros((len(cells), 3))
+    passes = np.zeros((len(solved_stages), 3))
     kinds = list(Pass)
     bound_s = 0.0
     for action in path:
@@ -46,28 +44,34 @@ def cut_bound_s(
     if not schedule.splits_backward:
         passes[:, 2] = passes[:, 1]
     has_sync = any(run.layer.sync_s.any() for run in problem.runs)
-    for i, cell in enumerate(cells):
+    for i, solved in enumerate(solved_stages):
         rates = np.append(passes[i], float(i == path[-1].stage))
-        share_s = _least_s(problem, schedule, cuts, i, rates)
+        share_s = _least_s(problem, schedule, boundaries, i, rates)
         least = float(passes[i].min())
         if not has_sync:
             rest = np.append(passes[i] - least, 0.0)
-            rest_s = _least_s(problem, schedule, cuts, i, rest)
-            share_s = max(share_s, least * cell.lower_s + rest_s)
+            rest_s = _least_s(problem, schedule, boundaries, i, rest)
+            share_s = max(share_s, least * solved.lower_s + rest_s)
         bound_s += share_s
     return bound_s
 
 
 def _least_s(
-    problem: StageProblem, schedule: Schedule, cuts: Sequence[int], device: int, rates: FloatArray
+    problem: StageProblem,
+    schedule: Schedule,
+    boundaries: Sequence[int],
+    device: int,
+    rates: FloatArray,
 ) -> float:
     """Relaxed least of rates . (F, B without W, W, sync_s) over the strategies of a stage."""
     in_flight = schedule.in_flight[device]
     types = []
-    for run, count in problem.pieces(cuts[device], cuts[device + 1]):
+    for run, count in problem.run_slices(boundaries[device], boundaries[device + 1]):
         costs = problem.runs[run].layer
-        parts = (costs.forward_s, costs.backward_s - costs.weight_s, costs.weight_s, costs.sync_s)
+        seconds = (costs.forward_s, costs.backward_s - costs.weight_s, costs.weight_s, costs.sync_s)
         memory = costs.state_bytes + in_flight * costs.activation_bytes
-        types.append((rates @ np.stack(parts), memory, count))
-    budget = int(problem.memory_bytes[device]) - in_flight * int(problem.held_bytes[cuts[device]])
+        types.append((rates @ np.stack(seconds), memory, count))
+    budget = int(problem.memory_bytes[device]) - in_flight * int(
+        problem.resident_bytes[boundaries[device]]
+    )
     return float(lp_values(types, budget))

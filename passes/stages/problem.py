@@ -1,10 +1,10 @@
-"""The stage level's problem: a chain of layers to be cut into the stages of a pipeline.
+"""The stage level's problem: a chain of layers to be divided into the stages of a pipeline.
 
 The chain is a sequence of runs of layer types in topological order; embedding, head and loss are
 runs like any other and count on the stage they fall on. Every layer takes one strategy of its
 type. A stage that holds the layers [a, b) with k microbatches in flight needs
 
-    sum of state_bytes + k * (sum of activation_bytes + held_bytes[a]) + max of transient_bytes
+    sum of state_bytes + k * (sum of activation_bytes + resident_bytes[a]) + max of transient_bytes
 
 and that must not exceed the memory of its device. Layers of a stage run at forward_s and backward_s
 per microbatch; sync_s is paid once per step, after the stage's last backward (gradient reduction
@@ -27,9 +27,8 @@ class LayerCosts:
 
     Per microbatch: forward_s, backward_s, of which weight_s for weight gradients,
     activation_bytes. Per step: sync_s, state_bytes (parameters, gradients, optimizer state),
-    transient_bytes (of which a stage pays the largest only). layouts: index of each strategy's
-    boundary layout. Strategies are kept in the order of their names, so that the order they came
-    in decides nothing.
+    transient_bytes (of which a stage pays the largest only). Strategies are in the order of
+    their names, so that the order they came in decides nothing.
     """
 
     name: str
@@ -41,7 +40,6 @@ class LayerCosts:
     state_bytes: IntArray
     activation_bytes: IntArray
     transient_bytes: IntArray
-    layouts: IntArray
 
     @classmethod
     def build(
@@ -56,7 +54,6 @@ class LayerCosts:
         weight_s: ArrayLike = 0.0,
         sync_s: ArrayLike = 0.0,
         transient_bytes: ArrayLike = 0,
-        layouts: ArrayLike = 0,
     ) -> "LayerCosts":
         """Scalars count for every strategy. Raises OptionError for negative or fractional bytes,
         negative or infinite times, and shapes that do not fit."""
@@ -67,7 +64,7 @@ class LayerCosts:
         def seconds(key: str, values: ArrayLike) -> FloatArray:
             return _column(f"layer {name}: {key}", values, order)
 
-        def whole(key: str, values: ArrayLike) -> IntArray:
+        def integers(key: str, values: ArrayLike) -> IntArray:
             column = seconds(key, values)
             if np.any(column != np.floor(column)):
                 raise OptionError(f"layer {name}: {key} must be whole numbers")
@@ -80,13 +77,14 @@ class LayerCosts:
             seconds("backward_s", backward_s),
             seconds("weight_s", weight_s),
             seconds("sync_s", sync_s),
-            whole("state_bytes", state_bytes),
-            whole("activation_bytes", activation_bytes),
-            whole("transient_bytes", transient_bytes),
-            whole("layouts", layouts),
+            integers("state_bytes", state_bytes),
+            integers("activation_bytes", activation_bytes),
+            integers("transient_bytes", transient_bytes),
         )
         if np.any(costs.weight_s > costs.backward_s):
-            raise OptionError(f"layer {name}: weight_s is a part of backward_s, but longer")
+            raise OptionError(
+                f"layer {name}: weight_s is longer than backward_s, which includes it"
+            )
         return costs
 
     @property
@@ -118,21 +116,20 @@ class LayerRun:
 
 @dataclass(frozen=True, eq=False)
 class StageProblem:
-    """A chain of layers, its devices and links; build with `StageProblem.build`.
-
-    memory_bytes: budget of each device of the pipeline, shape (p,). hop_s: seconds that one
-    microbatch takes over a cut, each way, by the number of layers before it, shape (L + 1,), 0 at
-    both ends. held_bytes: per microbatch in flight, by the first layer of a stage, shape (L + 1,):
-    values from earlier stages that the stage keeps for its layers or hands on (an encoder's
-    output). conversion_s: between layouts of adjacent layers of one stage, or None.
-    """
+    """A chain of layers, its devices and links; build with `StageProblem.build`."""
 
     runs: tuple[LayerRun, ...]
     num_microbatches: int
     memory_bytes: IntArray
+    """Budget of each device of the pipeline, shape (p,)."""
+
     hop_s: FloatArray
-    held_bytes: IntArray
-    conversion_s: FloatArray | None
+    """Seconds that one microbatch takes over a stage boundary, forward or backward, by the number
+    of layers before it, shape (L + 1,), 0 at both ends."""
+
+    resident_bytes: IntArray
+    """Values from earlier stages (an encoder's output) that a stage keeps for its layers or passes
+    on, per microbatch in flight, by its first layer, shape (L + 1,)."""
 
     @classmethod
     def build(
@@ -143,32 +140,31 @@ class StageProblem:
         num_microbatches: int,
         memory_bytes: ArrayLike,
         hop_s: ArrayLike = 0.0,
-        held_bytes: ArrayLike = 0,
-        conversion_s: FloatArray | None = None,
+        resident_bytes: ArrayLike = 0,
     ) -> "StageProblem":
-        """Scalars count for every device, cut or first layer. hop_s: one value per cut (L - 1),
-        held_bytes: one per layer (L). Raises OptionError for what does not fit together."""
+        """Scalars count for all. hop_s: one value per boundary (L - 1),
+        resident_bytes: one per layer (L). Raises OptionError for what does not fit together."""
         num_layers = sum(run.count for run in runs)
         if not runs or min(run.count for run in runs) < 1:
             raise OptionError("a chain needs runs of at least one layer each")
         if num_microbatches < 1 or not 1 <= num_stages <= num_layers:
             raise OptionError(
-                f"{num_layers} layers cannot be cut into {num_stages} stages of at least one layer "
-                f"for {num_microbatches} microbatches"
+                f"{num_layers} layers cannot be divided into {num_stages} stages of at least one "
+                f"layer for {num_microbatches} microbatches"
             )
-        hops, held = np.zeros(num_layers + 1), np.zeros(num_layers + 1, np.int64)
+        hops, resident = np.zeros(num_layers + 1), np.zeros(num_layers + 1, np.int64)
         try:
             memory = np.broadcast_to(np.asarray(memory_bytes), (num_stages,)).astype(np.int64)
             hops[1:-1] = np.broadcast_to(np.asarray(hop_s, float), (num_layers - 1,))
-            held[1:-1] = np.broadcast_to(np.asarray(held_bytes), (num_layers,))[1:]
+            resident[1:-1] = np.broadcast_to(np.asarray(resident_bytes), (num_layers,))[1:]
         except ValueError as error:
             raise OptionError(
-                f"memory_bytes, hop_s and held_bytes are one value for each of {num_stages} "
-                f"devices, {num_layers - 1} cuts and {num_layers} layers ({error})"
+                f"memory_bytes, hop_s and resident_bytes are one value for each of {num_stages} "
+                f"devices, {num_layers - 1} divisions and {num_layers} layers ({error})"
             ) from error
-        if np.any(hops < 0) or np.any(held < 0) or not np.all(np.isfinite(hops)):
-            raise OptionError("hop_s and held_bytes must be finite and not negative")
-        return cls(runs, num_microbatches, memory, hops, held, conversion_s)
+        if np.any(hops < 0) or np.any(resident < 0) or not np.all(np.isfinite(hops)):
+            raise OptionError("hop_s and resident_bytes must be finite and not negative")
+        return cls(runs, num_microbatches, memory, hops, resident)
 
     @property
     def num_devices(self) -> int:
@@ -183,7 +179,7 @@ class StageProblem:
     def num_layers(self) -> int:
         return self.starts[-1]
 
-    def pieces(self, first: int, end: int) -> tuple[tuple[int, int], ...]:
+    def run_slices(self, first: int, end: int) -> tuple[tuple[int, int], ...]:
         """(run number, number of layers) of the layers [first, end), in order."""
         found = []
         for number, (start, stop) in enumerate(zip(self.starts, self.starts[1:], strict=False)):

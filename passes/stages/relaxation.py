@@ -3,11 +3,11 @@
 A stage is the layers [a, a + c) with k microbatches in flight under M bytes. At any price x >= 0 of
 a byte, with phi_l(x) = min over strategies s of layer l of  t_s + x (state_s + k act_s),
 
-    T[a, c] = max_x  sum_{a <= l < a+c} phi_l(x) - x (M - k held[a])                 (relaxed_s)
+    T[a, c] = max_x  sum_{a <= l < a+c} phi_l(x) - x (M - k resident[a])                 (relaxed_s)
 
 bounds the stage's time from below (Lagrange), and is the value of the linear relaxation once x runs
-through the slopes of the layer types' hulls (run_dual). With prefix sums over the chain that is one
-table operation for all a and c. Where transients differ, a stage's largest one is at most some
+through the slopes of the layer types' hulls (run/hull.py). With prefix sums over the chain that is
+one table operation for all a and c. Where transients differ, a stage's largest one is at most some
 threshold: the bound is the least over thresholds, each with the strategies and memory it leaves.
 """
 
@@ -44,7 +44,7 @@ def relaxed_s(
     for threshold, least in transient_groups(layers):
         allowed = [layer.transient_bytes <= threshold for layer in layers]
         memory = [layer.state_bytes + in_flight * layer.activation_bytes for layer in layers]
-        room = budget_bytes - least - in_flight * problem.held_bytes
+        room = budget_bytes - least - in_flight * problem.resident_bytes
         np.minimum(best, _bounds_s(problem, objectives_s, memory, allowed, room, width), out=best)
     best[:, 0] = np.inf
     return best
@@ -89,7 +89,7 @@ def _bounds_s(
 def _prices(tables: Sequence[tuple[FloatArray, IntArray]]) -> FloatArray:
     """0 and the slopes of the hulls of all types, thinned evenly where there are many."""
     slopes = [np.zeros(1)]
-    for seconds, memory in {id(s): (s, m) for s, m in tables}.values():
+    for seconds, memory in tables:
         hull = lower_hull(seconds, memory)
         slopes.append(-np.diff(hull.time_s) / np.diff(hull.memory_bytes))
     prices = np.unique(np.concatenate(slopes))
@@ -108,37 +108,3 @@ def _prefix_sums(per_layer: FloatArray) -> FloatArray:
 def _padded(prefix: FloatArray, width: int) -> FloatArray:
     """`prefix` continued by infinity, so that windows beyond the end of the chain are infinite."""
     return np.pad(prefix, ((0, 0), (0, width)), constant_values=np.inf)
-
-
-def least_overrun(
-    problem: StageProblem, in_flight: Sequence[int]
-) -> tuple[int, int, tuple[int, int]]:
-    """Where memory binds: (device, bytes its stage needs at least, its layers) of the cut whose
-    worst device is over its budget by the least bytes.
-
-    over[i+1][b] = min_a max(over[i][a], least bytes of [a, b) - budget of i).
-    """
-    layers = [run.layer for run in problem.runs]
-    counts = [run.count for run in problem.runs]
-    transient = min(int(layer.transient_bytes.min()) for layer in layers)
-    size = problem.num_layers + 1
-    over = np.full(size, np.inf)
-    over[0] = -np.inf
-    needs, choices = [], []
-    for k, budget in zip(in_flight, problem.memory_bytes.tolist(), strict=True):
-        least = [float((c.state_bytes + k * c.activation_bytes).min()) for c in layers]
-        prefix = _prefix_sums(np.repeat([least], counts, axis=1))[0]
-        need = prefix - prefix[:, None] + (k * problem.held_bytes + transient)[:, None]
-        need[np.tril_indices(size)] = np.inf
-        worst = np.maximum(over[:, None], need - budget)
-        choices.append(worst.argmin(axis=0))
-        needs.append(need)
-        over = worst.min(axis=0)
-    end, stages = size - 1, []
-    for i in reversed(range(len(needs))):
-        start = int(choices[i][end])
-        need_bytes = float(needs[i][start, end])
-        stages.append((need_bytes - int(problem.memory_bytes[i]), -i, int(need_bytes), start, end))
-        end = start
-    _, device, need_bytes_at, start, end = max(stages)
-    return -device, need_bytes_at, (start, end)

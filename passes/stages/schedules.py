@@ -12,7 +12,7 @@ activations in flight. What runs the same actions as another one is left out.
 
 from meshfold.cost_models.pipeline.schedules import V_ORDERS, Schedule, ScheduleKind
 
-CHUNKS = (2, 3, 4)
+VIRTUAL_STAGES = (2, 3, 4)
 """Stages per device that the interleaved schedule is tried with; a pin may ask for more."""
 
 
@@ -29,21 +29,23 @@ def offered_schedules(
     num_microbatches: int,
     num_layers: int,
     kind: ScheduleKind | None = None,
-    num_chunks: int | None = None,
+    num_virtual_stages: int | None = None,
 ) -> tuple[Schedule, ...]:
-    """Every schedule that is worth a try, least warm-up first. kind, num_chunks: only those (None:
-    any). Empty where none exists."""
+    """Every schedule that is worth a try, least warm-up first. kind, num_virtual_stages: only those
+    (None: any). Empty where none exists."""
     kinds = list(UNASKED) if kind is None else [kind]
     if kind is None and num_devices == 1:
         kinds = [ScheduleKind.ONE_F_ONE_B]
     found: list[Schedule] = []
     for offered in kinds:
         if offered in V_ORDERS:
-            found += _v(offered, num_devices, num_microbatches, num_layers, num_chunks)
+            found += _v(offered, num_devices, num_microbatches, num_layers, num_virtual_stages)
         elif offered in (ScheduleKind.INTERLEAVED, ScheduleKind.INTERLEAVED_ZERO_BUBBLE):
-            found += _interleaved(offered, num_devices, num_microbatches, num_layers, num_chunks)
-        elif num_chunks in (None, 1):
-            found += _of_one_chunk(offered, num_devices, num_microbatches)
+            found += _interleaved(
+                offered, num_devices, num_microbatches, num_layers, num_virtual_stages
+            )
+        elif num_virtual_stages in (None, 1):
+            found += _of_one_stage_a_device(offered, num_devices, num_microbatches)
     distinct: dict[object, Schedule] = {}
     for schedule in found:
         distinct.setdefault(_order_key(schedule), schedule)
@@ -52,12 +54,12 @@ def offered_schedules(
 
 def _order_key(schedule: Schedule) -> object:
     """Alike where the actions are: the last forward of a warm-up of all is none."""
-    last = schedule.num_microbatches * schedule.num_chunks - 1
+    last = schedule.num_microbatches * schedule.num_virtual_stages - 1
     warm_up = tuple(min(warm, last) for warm in schedule.warm_up)
-    return schedule.num_chunks, schedule.splits_backward, warm_up
+    return schedule.num_virtual_stages, schedule.splits_backward, warm_up
 
 
-def _of_one_chunk(kind: ScheduleKind, p: int, m: int) -> list[Schedule]:
+def _of_one_stage_a_device(kind: ScheduleKind, p: int, m: int) -> list[Schedule]:
     if kind is ScheduleKind.GPIPE:
         return [Schedule(kind, p, m)]
     deepest = p - 1
@@ -66,16 +68,20 @@ def _of_one_chunk(kind: ScheduleKind, p: int, m: int) -> list[Schedule]:
 
 
 def _v(
-    kind: ScheduleKind, p: int, m: int, num_layers: int, num_chunks: int | None
+    kind: ScheduleKind, p: int, m: int, num_layers: int, num_virtual_stages: int | None
 ) -> list[Schedule]:
-    fits = p > 1 and 2 * p <= num_layers and num_chunks in (None, 2)
-    return [Schedule(kind, p, m, num_chunks=2)] if fits else []
+    fits = p > 1 and 2 * p <= num_layers and num_virtual_stages in (None, 2)
+    return [Schedule(kind, p, m, num_virtual_stages=2)] if fits else []
 
 
 def _interleaved(
-    kind: ScheduleKind, p: int, m: int, num_layers: int, num_chunks: int | None
+    kind: ScheduleKind, p: int, m: int, num_layers: int, num_virtual_stages: int | None
 ) -> list[Schedule]:
     if p == 1 or m % p:
         return []
-    chunks = CHUNKS if num_chunks is None else (num_chunks,)
-    return [Schedule(kind, p, m, num_chunks=v) for v in chunks if v > 1 and p * v <= num_layers]
+    virtual_stages = VIRTUAL_STAGES if num_virtual_stages is None else (num_virtual_stages,)
+    return [
+        Schedule(kind, p, m, num_virtual_stages=v)
+        for v in virtual_stages
+        if v > 1 and p * v <= num_layers
+    ]

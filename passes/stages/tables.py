@@ -12,7 +12,7 @@ from meshfold.passes.run.hull import FloatArray
 from meshfold.passes.stages.bounds import Arcs, Indices
 from meshfold.passes.stages.problem import StageProblem
 from meshfold.passes.stages.relaxation import relaxed_s
-from meshfold.passes.stages.solved import Cell, StageCells
+from meshfold.passes.stages.solved import SolvedStage, StageSolver
 
 Kind = tuple[int, int]
 """(microbatches in flight, budget in bytes)."""
@@ -21,18 +21,18 @@ Kind = tuple[int, int]
 @dataclass(frozen=True, eq=False)
 class Table:
     """Seconds per microbatch by (first layer, number of layers), from below: without sync_s, and
-    with the stage's share of it, which is what exact cells minimise. One array where no layer has
-    any."""
+    with the stage's share of it, which is what stages solved exactly minimise. One array where no
+    layer has any."""
 
     total_s: FloatArray
     objective_s: FloatArray
 
 
 class StageTables:
-    """Tables of stages of up to `width` layers, made when asked for."""
+    """Tables of stages of up to `width` layers, computed on demand."""
 
-    def __init__(self, problem: StageProblem, cells: StageCells) -> None:
-        self.problem, self.cells = problem, cells
+    def __init__(self, problem: StageProblem, solver: StageSolver) -> None:
+        self.problem, self.solver = problem, solver
         self.has_sync = any(run.layer.sync_s.any() for run in problem.runs)
         even = problem.num_layers / problem.num_devices
         self.width = min(problem.num_layers, int(1.5 * even) + 2)
@@ -43,7 +43,7 @@ class StageTables:
         """The table of stages with kind[0] microbatches in flight under kind[1] bytes."""
         if kind not in self._tables:
             costs = [run.layer for run in self.problem.runs]
-            objectives = [self.cells.objective_s(layer) for layer in costs]
+            objectives = [self.solver.objective_s(layer) for layer in costs]
             full = relaxed_s(self.problem, objectives, *kind, self.width)
             plain = full
             if self.has_sync:
@@ -68,14 +68,14 @@ class StageTables:
             column = column[first : first + 1]
         return float(column.min(initial=np.inf))
 
-    def solve(self, kind: Kind, first: int, end: int) -> Cell | None:
+    def solve(self, kind: Kind, first: int, end: int) -> SolvedStage | None:
         """The exact stage; its time goes into the table."""
-        cell = self.cells.solve(first, end, *kind)
-        seconds = np.inf if cell is None else cell.lower_s
+        solved = self.solver.solve(first, end, *kind)
+        seconds = np.inf if solved is None else solved.lower_s
         if (kind, first, end) not in self._exact:
             self._exact[kind, first, end] = seconds
             self._raise(kind, first, end, seconds)
-        return cell
+        return solved
 
     def _raise(self, kind: Kind, first: int, end: int, seconds: float) -> None:
         """Raises the bound of all stages that equal the layers [first, end)."""
@@ -86,8 +86,8 @@ class StageTables:
         for start, stop in zip(self.problem.starts, self.problem.starts[1:], strict=False):
             if start <= first and end <= stop:
                 inside = np.arange(start, stop - count + 1)
-                held = self.problem.held_bytes
-                rows = inside[held[inside] == held[first]]
+                resident = self.problem.resident_bytes
+                rows = inside[resident[inside] == resident[first]]
         raised = np.maximum(table.objective_s[rows, count], seconds)
         table.objective_s[rows, count] = raised
 

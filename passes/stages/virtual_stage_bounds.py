@@ -1,35 +1,37 @@
 """Lower bounds on the interleaved schedule, whatever layers a device gets.
 
 A device is busy with all of its layers for all m microbatches, and its first forward comes after i
-transfers. Nothing is asked of where its chunks begin, so the bounds hold for every cut:
+transfers. Nothing is asked of where its virtual stages begin, so the bounds hold for every
+division:
 
     work      p devices share the chain:  makespan >= m LP(sum of M_i) / p + least transfers
     counting  of a run of n equal layers the devices together take n, and device i with c of them
               takes m g_i(c) + i transfers;  the n-th least of these over all i and c >= 1
 
-LP is the relaxed least time of all layers (run_dual), g_i(c) that of c layers of the run and the
-layer at an end of the chain that device i has to take. What a device holds is bounded by a mean
-over moments (schedules.held_by_chunk) that all chunks share. The wait for the pipeline to fill,
-about (p - 1) / (v m) of the step, is in neither: the gap of interleaved plans says so.
+LP is the relaxed least time of all layers (run/hull.py), g_i(c) that of c layers of the run and the
+layer at an end of the chain that device i has to take. What a device needs is bounded by a mean
+over moments (schedules.resident_by_virtual_stage) that all virtual stages share. The wait for the
+pipeline to fill, about (p - 1) / (v m) of the step, is in neither: the gap of interleaved plans
+says so.
 """
 
 import numpy as np
 
-from meshfold.cost_models.pipeline.schedules import Schedule, held_by_chunk
+from meshfold.cost_models.pipeline.schedules import Schedule, resident_by_virtual_stage
 from meshfold.passes.run.hull import FloatArray, IntArray, lower_hull, lp_values
 from meshfold.passes.stages.problem import LayerCosts, StageProblem
 
 
-def chunk_bound_s(problem: StageProblem, schedule: Schedule) -> float:
+def virtual_stage_bound_s(problem: StageProblem, schedule: Schedule) -> float:
     """No plan under the interleaved `schedule` is faster; infinite where none fits."""
     return max(_work_s(problem, schedule), _counting_s(problem, schedule))
 
 
 def _work_s(problem: StageProblem, schedule: Schedule) -> float:
     p, m = problem.num_devices, problem.num_microbatches
-    held = min(_held_by_all(schedule, i) for i in range(p))
+    in_flight = min(_in_flight_of_all(schedule, i) for i in range(p))
     types = [
-        (_objective_s(run.layer, m), _least_bytes(run.layer, held), run.count)
+        (_objective_s(run.layer, m), _least_bytes(run.layer, in_flight), run.count)
         for run in problem.runs
     ]
     budget = int(problem.memory_bytes.sum()) - p * _least_transient(problem)
@@ -45,7 +47,7 @@ def _counting_s(problem: StageProblem, schedule: Schedule) -> float:
     hop_s = _least_hop_s(problem)
     values = []
     for device in range(p):
-        held = _held_by_all(schedule, device)
+        in_flight = _in_flight_of_all(schedule, device)
         room = int(problem.memory_bytes[device]) - _least_transient(problem)
         seconds = 0.0
         at_last = device == schedule.device_of(schedule.num_stages - 1)
@@ -53,15 +55,16 @@ def _counting_s(problem: StageProblem, schedule: Schedule) -> float:
             if at_end and end != longest:
                 layer = problem.runs[end].layer
                 seconds += float(_objective_s(layer, m).min())
-                room -= int(_least_bytes(layer, held).min())
-        hull = lower_hull(_objective_s(run.layer, m), _least_bytes(run.layer, held))
+                room -= int(_least_bytes(layer, in_flight).min())
+        hull = lower_hull(_objective_s(run.layer, m), _least_bytes(run.layer, in_flight))
         values.append(m * (seconds + hull.time_at_s(room, counts)) + device * hop_s)
     return float(np.sort(np.concatenate(values))[run.count - 1])
 
 
-def _held_by_all(schedule: Schedule, device: int) -> float:
-    """Microbatches that every chunk of a device holds at least, at one moment or in the mean."""
-    moments = np.array(held_by_chunk(schedule)[device], float)
+def _in_flight_of_all(schedule: Schedule, device: int) -> float:
+    """Microbatches in flight in every virtual stage of a device at least, at one moment or in the
+    mean."""
+    moments = np.array(resident_by_virtual_stage(schedule)[device], float)
     return float(max(moments.min(axis=1).max(), moments.mean(axis=0).min()))
 
 
@@ -69,8 +72,8 @@ def _objective_s(costs: LayerCosts, num_microbatches: int) -> FloatArray:
     return costs.total_s + costs.sync_s / num_microbatches
 
 
-def _least_bytes(costs: LayerCosts, held: float) -> IntArray:
-    return np.floor(costs.state_bytes + held * costs.activation_bytes).astype(np.int64)
+def _least_bytes(costs: LayerCosts, in_flight: float) -> IntArray:
+    return np.floor(costs.state_bytes + in_flight * costs.activation_bytes).astype(np.int64)
 
 
 def _least_transient(problem: StageProblem) -> int:

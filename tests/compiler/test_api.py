@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool import Pools
-from support_programs import stack_model
+from support.processes.pool import Pools
+from support.programs.local_programs import stack_model
 from torch import Tensor, nn
 
 import meshfold
@@ -64,7 +64,7 @@ def test_the_batch_is_the_first_dim_that_most_inputs_share() -> None:
 def test_a_plan_for_another_number_of_processes_is_refused(pools: Pools) -> None:
     model, batch = stack_model(2)
     plan = meshfold.find_plan(model, resolve_cluster("local-cpu", 4), batch)
-    for message in pools.run(2, "support_emit:mismatch_of", [plan_to_json(plan)] * 2):
+    for message in pools.run(2, "support.programs.emit:mismatch_of", [plan_to_json(plan)] * 2):
         assert message.startswith("the plan is for 4 processes, this job has 2; ")
 
 
@@ -76,7 +76,9 @@ def test_ranks_with_different_programs_find_out_before_they_wait_for_ever(pools:
         meshfold.find_plan(model, TWO, batch, options=meshfold.CompileOptions(pins=pins))
         for pins in ({"dp": 2, "zero": 0}, {"dp": 2, "zero": 3})
     ]
-    for message in pools.run(2, "support_emit:mismatch_of", list(map(plan_to_json, plans))):
+    for message in pools.run(
+        2, "support.programs.emit:mismatch_of", list(map(plan_to_json, plans))
+    ):
         assert message.startswith("rank 1 emitted another program than rank 0; ")
 
 
@@ -110,4 +112,4 @@ def test_several_outputs_without_a_loss_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_preset_without_a_count_is_as_large_as_the_job(pools: Pools) -> None:
-    assert pools.run(2, "support_emit:world_size_of", "local-cpu") == [2, 2]
+    assert pools.run(2, "support.programs.emit:world_size_of", "local-cpu") == [2, 2]

@@ -1,18 +1,17 @@
-"""Arguments and results of a child module as data: what to compare, and how to make them again.
+"""Arguments and results of a child module as data: what to compare, and how to rebuild them.
 
 A call is described by `pack`: its tensors, each once however often it is passed, and a template in
-which a Slot stands for a tensor. Templates of equal calls are equal, and with other tensors they
-give the arguments (or the results) of another call.
+which a TensorSlot stands for a tensor. Templates of equal calls are equal, and with other tensors
+they give the arguments (or the results) of another call.
 """
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from meshfold.capture.trace.fake_model import has_children, map_children
+from meshfold.torch_compat.pytree import TensorSlot, flat, map_leaves
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -23,15 +22,8 @@ class NotPlainError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Tensor number `index` of a packed value."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """In a result: tensor argument number `index`, returned as it came."""
+class PassedThrough:
+    """A tensor of a result that is argument number `index`, returned unchanged."""
 
     index: int
 
@@ -41,38 +33,29 @@ def is_plain(value: object) -> bool:
 
 
 def pack(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Template and tensors of nested dicts, lists and tuples. Raises NotPlainError."""
+    """Template and tensors of nested containers; inverse of fill_slots. Raises NotPlainError."""
     tensors: list[torch.Tensor] = []
     numbers: dict[int, int] = {}
 
-    def visit(part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            if id(part) not in numbers:
-                numbers[id(part)] = len(tensors)
-                tensors.append(part)
-            return Slot(numbers[id(part)])
-        if is_plain(part):
-            return part
-        if has_children(part):
-            return map_children(part, lambda child, _: visit(child))
-        raise NotPlainError(type(part).__name__)
+    def strip(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in numbers:
+                numbers[id(leaf)] = len(tensors)
+                tensors.append(leaf)
+            return TensorSlot(numbers[id(leaf)])
+        if not is_plain(leaf):
+            raise NotPlainError(type(leaf).__name__)
+        return leaf
 
-    return visit(value), tensors
-
-
-def unpack(template: Any, tensors: Sequence[Any]) -> Any:
-    """Inverse of pack, with anything in place of the tensors."""
-    if isinstance(template, Slot):
-        return tensors[template.index]
-    return map_children(template, lambda child, _: unpack(child, tensors))
+    return map_leaves(strip, value), tensors
 
 
 def comparable(template: Any) -> object:
     """A hashable form in which equal means equal: 1, 1.0 and True differ, so do tuple and list."""
-    if isinstance(template, dict):
-        return dict, tuple((k, comparable(v)) for k, v in template.items())
-    if isinstance(template, (list, tuple)):
-        return type(template), tuple(map(comparable, template))
-    if isinstance(template, float):
-        return float, template.hex()
-    return type(template), template
+    leaves, containers = flat(template)
+    return containers, tuple(map(comparable_leaf, leaves))
+
+
+def comparable_leaf(value: Any) -> object:
+    """The same for what is_plain, and for slots."""
+    return type(value), value.hex() if isinstance(value, float) else value

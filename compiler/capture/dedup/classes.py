@@ -1,7 +1,7 @@
-"""Classes of equal calls of child modules, found by one plain run of the twin.
+"""Classes of equal calls of child modules, found by one plain run of the fake copy.
 
-Children of containers ask a session what to do when they are called (meshfold.capture.dedup.modules). The
-Learner is the session of the first run:
+Children of containers ask a session what to do when they are called
+(meshfold.capture.dedup.modules). The Learner is the session of the first run:
 
     key of a call      skeleton of the child (types, names, tensors, ties, hooks), template and
                        tensors of its arguments, gradient and autocast mode
@@ -21,18 +21,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfold.capture.dedup.arguments import NotPlainError, Passed, Slot, comparable, pack, unpack
+from meshfold.capture.dedup.arguments import (
+    NotPlainError,
+    PassedThrough,
+    comparable,
+    pack,
+)
 from meshfold.capture.dedup.graph_ops import TensorFacts, empty_results, tensor_facts
 from meshfold.capture.dedup.modules import Child
 from meshfold.capture.dedup.read_sets import Recorder, Recording
-from meshfold.capture.trace.fake_model import map_children
+from meshfold.torch_compat.pytree import TensorSlot, fill_slots, map_leaves
 
 MIN_MEMBERS = 3
 """The first and the last member of a class are traced; with fewer there is nothing to skip."""
 
 
 class Role(Enum):
-    """What to do with a call when the twin is traced.
+    """What to do with a call when the fake copy is traced.
 
     PLAIN   trace it; calls inside it have roles of their own
     QUIET   trace it and everything inside it
@@ -50,21 +55,18 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Results:
-    """What a call returns: `template` with Slot for a new tensor and Passed for an argument."""
+    """What a call returns."""
 
     template: Any
+    """A TensorSlot stands for a new tensor, a PassedThrough for an argument."""
     facts: tuple[TensorFacts, ...]
     requires_grad: tuple[bool, ...]
 
     def fill(self, tensors: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> Any:
-        def visit(part: Any) -> Any:
-            if isinstance(part, Slot):
-                return tensors[part.index]
-            if isinstance(part, Passed):
-                return arguments[part.index]
-            return map_children(part, lambda child, _: visit(child))
+        def passed(leaf: Any) -> Any:
+            return arguments[leaf.index] if isinstance(leaf, PassedThrough) else leaf
 
-        return visit(self.template)
+        return map_leaves(passed, fill_slots(self.template, tensors))
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Call:
+class ChildCall:
     """The arguments of a call: `template` is of (args, kwargs), `key` what equal calls share."""
 
     key: object
@@ -96,7 +98,7 @@ class Call:
     tensors: list[torch.Tensor]
 
 
-def describe_call(child: Child, args: Any, kwargs: Any) -> Call | None:
+def describe_call(child: Child, args: Any, kwargs: Any) -> ChildCall | None:
     """None if an argument is neither tensor nor plain data."""
     try:
         template, tensors = pack((args, dict(kwargs)))
@@ -108,7 +110,7 @@ def describe_call(child: Child, args: Any, kwargs: Any) -> Call | None:
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     )
     facts = tuple(map(tensor_facts, tensors))
-    return Call((child.skeleton, comparable(template), facts, modes), template, tensors)
+    return ChildCall((child.skeleton, comparable(template), facts, modes), template, tensors)
 
 
 class Learner:
@@ -210,17 +212,17 @@ def describe_results(
     passed = {id(t): k for k, t in enumerate(arguments)}
     storages = {t.untyped_storage()._cdata for t in arguments}
     fresh: list[torch.Tensor] = []
-    parts: list[Slot | Passed] = []
+    parts: list[TensorSlot | PassedThrough] = []
     for tensor in tensors:
         if id(tensor) in passed:
-            parts.append(Passed(passed[id(tensor)]))
+            parts.append(PassedThrough(passed[id(tensor)]))
         elif tensor.untyped_storage()._cdata in storages or isinstance(tensor, nn.Parameter):
             raise NotPlainError("a view of an argument or a parameter")
         else:
-            parts.append(Slot(len(fresh)))
+            parts.append(TensorSlot(len(fresh)))
             fresh.append(tensor)
     results = Results(
-        unpack(template, parts),
+        fill_slots(template, parts),
         tuple(map(tensor_facts, fresh)),
         tuple(t.requires_grad for t in fresh),
     )

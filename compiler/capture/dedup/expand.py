@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from meshfold.capture.dedup.graph_ops import CALLS, MARK, CallLabel, MarkLabel
 from meshfold.capture.trace.export import RetraceError
 from meshfold.capture.trace.fake_model import Names
-from meshfold.capture.trace.raw_program import Key, Operand, Program, RawArg, RawOp
+from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
 from meshfold.ir.op_graph import Source, SourceKind
 
 _COUNT = re.compile(r"@\d+")
@@ -39,7 +39,7 @@ class _Body:
         return _scope(self.stack)
 
 
-def expand_calls(program: Program, names: Names) -> Program:
+def expand_calls(program: RawProgram, names: Names) -> RawProgram:
     """The program with every call node replaced by ops and every mark resolved.
 
     Raises RetraceError if a body uses values that did not come through the arguments, or if the
@@ -53,7 +53,7 @@ def expand_calls(program: Program, names: Names) -> Program:
 
 
 class _Expander:
-    def __init__(self, program: Program, names: Names) -> None:
+    def __init__(self, program: RawProgram, names: Names) -> None:
         self.program = program
         self.renaming = _Renaming(names)
         self.ops: list[RawOp] = []
@@ -160,14 +160,14 @@ class _Expander:
                     live.append(op)
         return live[::-1]
 
-    def result(self) -> Program:
+    def result(self) -> RawProgram:
         def final(key: Key) -> Key:
             key = self.results.get(key, key)
             while key in self.marked:
                 key = self.marked[key]
             return key
 
-        return Program(
+        return RawProgram(
             [rebound(op, final) for op in self.ops if op.target != MARK],
             self.values,
             [(name, final(key)) for name, key in self.program.outputs],

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshfold.ops.registry import dtype_name, torch_dtype
+from meshfold.torch_compat.dtypes import dtype_name, torch_dtype
 
 MARK = "meshfold.mark.default"
 CALLS = ("meshfold.call.default", "meshfold.call_one.default")

@@ -33,17 +33,17 @@ class Session(Protocol):
     def on_call(self, child: Child, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
 
-def find_children(twin: nn.Module) -> list[Child]:
+def find_children(fake: nn.Module) -> list[Child]:
     """Children of containers that are large enough to be worth a class, each once."""
     names: dict[int, list[str]] = {}
     for name, tensor in (
-        *twin.named_parameters(remove_duplicate=False),
-        *twin.named_buffers(remove_duplicate=False),
+        *fake.named_parameters(remove_duplicate=False),
+        *fake.named_buffers(remove_duplicate=False),
     ):
         names.setdefault(id(tensor), []).append(name)
     skeletons: dict[object, int] = {}
     children: dict[int, Child] = {}
-    for path, container in twin.named_modules():
+    for path, container in fake.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             continue
         for name, module in container.named_children():

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfold.capture.dedup.arguments import comparable, is_plain
+from meshfold.capture.dedup.arguments import comparable_leaf, is_plain
 from meshfold.torch_compat.fake_tensors import is_fake
 from meshfold.torch_compat.source_lines import is_user_file
 
@@ -58,7 +58,7 @@ def frozen(value: Any, paths: Mapping[int, str], depth: int = 2) -> object:
     """A copy of `value` to compare later: data by value, modules of the tree by their path, any
     other object by identity and, `depth` levels deep, by its attributes."""
     if isinstance(value, _Missing) or is_plain(value):
-        return comparable(value)
+        return comparable_leaf(value)
     if isinstance(value, torch.Tensor):
         if is_fake(value) or value.is_meta or value.numel() > _MAX_CONTAINER:
             return _Same(value)
@@ -71,7 +71,7 @@ def frozen(value: Any, paths: Mapping[int, str], depth: int = 2) -> object:
         parts = (value.args, value.keywords)
         return "partial", frozen(value.func, paths, 0), frozen(parts, paths, depth)
     if isinstance(value, dict):
-        keys = [comparable(k) if is_plain(k) else _Same(k) for k in value]
+        keys = [comparable_leaf(k) if is_plain(k) else _Same(k) for k in value]
         return dict, keys, [frozen(v, paths, depth) for v in value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):
         return type(value), [frozen(v, paths, depth) for v in value]

@@ -1,4 +1,4 @@
-"""Trace a twin in which equal children are call nodes, instead of tracing every child.
+"""Trace a fake copy in which equal children are call nodes, instead of tracing every child.
 
     plan_calls   the plain run: decisions for every call of a child (meshfold.capture.dedup.classes)
     CallTracer   the session of the export: follows the decisions, and checks every one of them
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfold.capture.dedup.arguments import NotPlainError, comparable, unpack
+from meshfold.capture.dedup.arguments import NotPlainError, comparable
 from meshfold.capture.dedup.classes import (
-    Call,
     CallClass,
+    ChildCall,
     Decision,
     Learner,
     Role,
@@ -32,8 +32,9 @@ from meshfold.capture.dedup.classes import (
 from meshfold.capture.dedup.graph_ops import CallLabel, MarkLabel, call, mark
 from meshfold.capture.dedup.modules import Child, wrapped
 from meshfold.capture.trace.export import RetraceError
-from meshfold.capture.trace.fake_model import ExampleInputs, Twin
+from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.torch_compat.fake_tensors import as_exporting, casts_of_nothing
+from meshfold.torch_compat.pytree import fill_slots
 
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
 
@@ -50,22 +51,22 @@ class CallPlan:
         return any(d.role is Role.STUB for d in self.decisions)
 
 
-def plan_calls(twin: Twin, inputs: ExampleInputs, children: Sequence[Child]) -> CallPlan:
-    """Run the twin once on fake tensors, skipping every call that equals an earlier one.
+def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child]) -> CallPlan:
+    """Run the fake copy once on fake tensors, skipping every call that equals an earlier one.
 
     Raises RetraceError if the model cannot be run that way, whatever the reason.
     """
     learner = Learner()
-    with _attributes_kept(twin.module):
+    with _attributes_kept(fake.module):
         try:
             with (
-                twin.mode,
+                fake.mode,
                 as_exporting(),
                 casts_of_nothing(),
                 torch.enable_grad(),
                 wrapped(children, learner),
             ):
-                twin.module(**inputs.rebuild(inputs.tensors))
+                fake.module(**inputs.rebuild(inputs.tensors))
         except Exception as error:
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise RetraceError(f"the first run failed: {reason}") from error
@@ -154,7 +155,7 @@ class CallTracer:
         finally:
             self.is_quiet = False
 
-    def _stub(self, child: Child, call_class: CallClass, number: int, this: Call) -> Any:
+    def _stub(self, child: Child, call_class: CallClass, number: int, this: ChildCall) -> Any:
         results = call_class.results
         assert results is not None
         different = call_class.recording.difference(child.module)
@@ -168,12 +169,12 @@ class CallTracer:
         child: Child,
         call_class: CallClass,
         number: int,
-        this: Call,
+        this: ChildCall,
         run: Callable[..., Any],
     ) -> Any:
         first = call_class.members[0]
         arguments = [mark(t, MarkLabel(number, first, True, k)) for k, t in enumerate(this.tensors)]
-        args, kwargs = unpack(this.template, arguments)
+        args, kwargs = fill_slots(this.template, arguments)
         returned = run(*args, **kwargs)
         expected = call_class.results
         assert expected is not None

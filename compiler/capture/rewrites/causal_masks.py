@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.capture.trace.raw_program import Key, Operand, Program, RawArg, RawOp
+from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
 from meshfold.errors import UnsupportedOpError
 from meshfold.ir.op_graph import Source, SourceKind, Symbol, Value
-from meshfold.ops.registry import torch_constant, torch_target
+from meshfold.ops.registry import torch_target
+from meshfold.torch_compat.dtypes import torch_constant
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -55,7 +56,7 @@ _MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
 _COMPARES = {f"aten.{name}.Tensor": name for name in _MIRRORED}
 
 
-def plain_masks(program: Program) -> Program:
+def plain_masks(program: RawProgram) -> RawProgram:
     """`program` whose attention has no mask that is_causal, or nothing, says as well."""
     masks = {m.key: None for op in program.ops if (m := _mask(op)) is not None}
     if not masks:
@@ -75,7 +76,7 @@ def _named(op: RawOp) -> dict[str, RawArg]:
     return dict(zip(_PARAMETERS, op.args, strict=False)) | dict(op.kwargs)
 
 
-def _without_mask(op: RawOp, program: Program, known: dict[Key, Known]) -> RawOp:
+def _without_mask(op: RawOp, program: RawProgram, known: dict[Key, Known]) -> RawOp:
     mask = _mask(op)
     if mask is None or program.values[mask.key].dtype != "bool":
         return op
@@ -94,7 +95,7 @@ def _without_mask(op: RawOp, program: Program, known: dict[Key, Known]) -> RawOp
     return replace(op, args=op.args[:3], kwargs=tuple(rest.items()))
 
 
-def _known(program: Program, wanted: list[Key]) -> dict[Key, Known]:
+def _known(program: RawProgram, wanted: list[Key]) -> dict[Key, Known]:
     """What is known of these values and of all that they are made of."""
     known: dict[Key, Known] = {
         Source(SourceKind.CONSTANT, name): tensor for name, tensor in program.constants.items()
@@ -113,7 +114,7 @@ def _known(program: Program, wanted: list[Key]) -> dict[Key, Known]:
     return known
 
 
-def _makers(program: Program, wanted: list[Key]) -> list[RawOp]:
+def _makers(program: RawProgram, wanted: list[Key]) -> list[RawOp]:
     """The ops that `wanted` are made by, in order."""
     needed = set(wanted)
     makers = []
@@ -124,7 +125,7 @@ def _makers(program: Program, wanted: list[Key]) -> list[RawOp]:
     return makers[::-1]
 
 
-def _made(op: RawOp, program: Program, result: Value, known: dict[Key, Known]) -> Known | None:
+def _made(op: RawOp, program: RawProgram, result: Value, known: dict[Key, Known]) -> Known | None:
     operands = [known[key] for key in op.operands]
     tensors = [x for x in operands if isinstance(x, Tensor)]
     if math.prod(result.shape) <= LARGEST and len(tensors) == len(operands):
@@ -184,7 +185,7 @@ def _both(left: Pattern | None, right: Pattern | None) -> Pattern | None:
 
 
 def _compared(name: str, left: Tensor, right: Tensor) -> Pattern | None:
-    """Of left compared with right, which are broadcast to large flags."""
+    """The comparison of left with right, which are broadcast to large flags."""
     ends = [(x.min(), x.max()) for x in (left, right)]
     compare = getattr(torch, name)
     if all(bool(compare(a, b)) for a in ends[0] for b in ends[1]):

@@ -13,7 +13,7 @@ between reads what combine makes of it. On the whole tensor both ops return what
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshfold.capture.trace.raw_program import Key, Operand, Program, RawArg, RawOp
+from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
 from meshfold.passes.rules.ops.experts import COMBINE, DISPATCH, EXPERT_LINEAR
 from meshfold.passes.rules.ops.pointwise import POINTWISE_RULES
 
@@ -27,7 +27,7 @@ _OF_ONE_DIM = {
 """Ops on one dim alone: the place of that argument."""
 
 
-def with_dispatch(program: Program) -> Program:
+def with_dispatch(program: RawProgram) -> RawProgram:
     """`program` with the experts' rows free to travel."""
     ops = program.ops
     routes = {op.args[2].key: op.args[1].key for op in ops if op.target == EXPERT_LINEAR}
@@ -39,7 +39,7 @@ def with_dispatch(program: Program) -> Program:
 class _Route:
     """Everything that the rows of one routing, `ids`, take part in."""
 
-    def __init__(self, program: Program, ids: Key, num_experts: int) -> None:
+    def __init__(self, program: RawProgram, ids: Key, num_experts: int) -> None:
         self.program = program
         self.ids = ids
         self.num_experts = num_experts
@@ -49,7 +49,7 @@ class _Route:
         self.there: dict[Key, str] = {}
         self.back: dict[Key, str] = {}
 
-    def routed(self) -> Program:
+    def routed(self) -> RawProgram:
         links = set(map(id, self.chain))
         ops: list[RawOp] = []
         for op in self.program.ops:

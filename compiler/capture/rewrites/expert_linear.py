@@ -12,7 +12,7 @@ experts in any model. What it replaces is dropped later, where nobody else reads
 
 from dataclasses import dataclass, replace
 
-from meshfold.capture.trace.raw_program import Key, Operand, Program, RawArg, RawOp
+from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
 from meshfold.passes.rules.ops.experts import EXPERT_LINEAR
 
 _ADD = "aten.add.Tensor"
@@ -26,17 +26,17 @@ class _Gathered:
     ids: Key
 
 
-def join_experts(program: Program) -> Program:
+def join_experts(program: RawProgram) -> RawProgram:
     """`program` with expert_linear for every product of gathered weights."""
     return _Joiner(program).joined()
 
 
 class _Joiner:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: RawProgram) -> None:
         self.program = program
         self.makers: dict[Key, RawOp] = {k: op for op in program.ops for k in op.outputs}
 
-    def joined(self) -> Program:
+    def joined(self) -> RawProgram:
         ops: list[RawOp] = []
         for op in self.program.ops:
             new = self._product(op) or self._with_bias(op) or op

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshfold.capture.trace.raw_program import Key, Operand, Program, RawArg, RawOp
+from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
 from meshfold.ir.op_graph import Source, Symbol, Value
 
 SCATTER = "aten.masked_scatter.default"
@@ -25,7 +25,7 @@ _DEVICE = Symbol("device", "cpu")
 """Stands for the rank's."""
 
 
-def share_scatters(program: Program) -> Program:
+def share_scatters(program: RawProgram) -> RawProgram:
     """`program` without masked_scatter of whole rows."""
     makers: dict[Key, RawOp] = {key: op for op in program.ops for key in op.outputs}
     values = dict(program.values)

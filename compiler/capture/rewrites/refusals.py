@@ -1,16 +1,20 @@
-"""Refuses models that go through a sequence step by step: their graph would grow with its length.
+"""Captured programs that cannot run: recurrences are refused, random draws are noted.
 
 A recurrence that Python unrolls (Mamba without its kernels, RWKV on a CPU) leaves the same few ops
-for every position:
+for every position, thousands of them, each too small for a device:
 
     x[:, 0]   state = f(state, x[:, 0])   x[:, 1]   state = f(state, x[:, 1])   ...
 
-thousands of them, each too small for a device. What gives it away: one line of code selects
-MOST_STEPS places of a dim or more, and each is joined with what the place before it has led to.
+It shows in this: one line of code selects MOST_STEPS positions of a dim or more, and each is joined
+with what the position before it has led to.
 """
 
-from meshfold.capture.trace.raw_program import Key, Operand, Program, RawOp
+import torch
+
+from meshfold.capture.trace.raw_program import Key, Operand, RawOp, RawProgram
 from meshfold.errors import CaptureError
+from meshfold.ops.registry import torch_target
+from meshfold.passes.rules.ops.random import RANDOM_OPS
 
 MOST_STEPS = 8
 """Far below a sequence worth training on. The steps of a recurrence share a state and its
@@ -20,45 +24,46 @@ _Line = tuple[tuple[str, ...], str, Key, int]
 """The call of a module, a line of code, the value that is selected from, and the dim."""
 
 
-def refuse_steps(program: Program) -> None:
-    """Raises CaptureError, naming line and op, for a state that is carried from place to place."""
+def refuse_steps(program: RawProgram) -> None:
+    """Raises CaptureError, naming line and op, for a state carried from position to position."""
     lines: dict[_Line, list[RawOp]] = {}
     for op in program.ops:
-        found = _place(op)
+        found = _position(op)
         if found is not None:
             lines.setdefault(found, []).append(op)
-    for (stack, source, _, _), places in lines.items():
-        num_places = len({op.args[1:3] for op in places})
-        if num_places >= MOST_STEPS and _is_carried(program, places):
+    for (stack, source, _, _), positions in lines.items():
+        num_positions = len({op.args[1:3] for op in positions})
+        if num_positions >= MOST_STEPS and _is_carried(program, positions):
             scope = stack[-1] if stack else "the model"
             raise CaptureError(
-                f"{scope} carries a state through {num_places} places of a sequence one by one, "
-                f"which would be some {_num_ops(program, places)} ops; use a form that sees the "
-                "sequence at once (attention, a convolution, an associative or chunked scan)",
-                op=places[0].target,
+                f"{scope} carries a state through {num_positions} positions of a sequence one by "
+                f"one, which would be some {_num_ops(program, positions)} ops; use a form that "
+                "sees the sequence at once (attention, a convolution, an associative or chunked "
+                "scan)",
+                op=positions[0].target,
                 source=source,
             )
 
 
-def _place(op: RawOp) -> _Line | None:
-    """Where an op selects one place of a dim."""
+def _position(op: RawOp) -> _Line | None:
+    """The line at which an op selects one position of a dim."""
     value, *rest = op.args or (None,)
     if not isinstance(value, Operand):
         return None
-    is_place = op.target == "aten.select.int"
+    is_position = op.target == "aten.select.int"
     if op.target == "aten.slice.Tensor" and len(rest) > 2:
         _, start, end = rest[:3]
-        is_place = isinstance(start, int) and end == start + 1
-    if not is_place or not isinstance(rest[0], int):
+        is_position = isinstance(start, int) and end == start + 1
+    if not is_position or not isinstance(rest[0], int):
         return None
     return op.stack, op.source, value.key, rest[0]
 
 
-def _is_carried(program: Program, places: list[RawOp]) -> bool:
-    """Whether most places meet the place before them, each in an op of its own. Terms that are
+def _is_carried(program: RawProgram, positions: list[RawOp]) -> bool:
+    """Whether most positions meet the one before them, each in an op of its own. Terms that are
     added up one by one are no state."""
-    number = {op.outputs[0]: k for k, op in enumerate(places)}
-    reached: dict[Key, int] = {}  # per value the places that it depends on, as bits
+    number = {op.outputs[0]: k for k, op in enumerate(positions)}
+    reached: dict[Key, int] = {}  # per value the positions that it depends on, as bits
     last: Key | None = None
     met = meetings = 0
     for op in program.ops:
@@ -74,9 +79,30 @@ def _is_carried(program: Program, places: list[RawOp]) -> bool:
             meetings += not is_sum
         for key in op.outputs:
             reached[key] = bits | (1 << number[key] if key in number else 0)
-    return meetings >= len(places) // 2
+    return meetings >= len(positions) // 2
 
 
-def _num_ops(program: Program, places: list[RawOp]) -> int:
-    """Ops of the call that the places belong to."""
-    return sum(op.stack == places[0].stack for op in program.ops)
+def _num_ops(program: RawProgram, positions: list[RawOp]) -> int:
+    """Ops of the call that the positions belong to."""
+    return sum(op.stack == positions[0].stack for op in program.ops)
+
+
+def notes_of_draws(program: RawProgram) -> tuple[str, ...]:
+    """One line per op that draws random numbers which no rule draws alike on all ranks: a plan of
+    it can be priced, but does not run."""
+    first: dict[str, RawOp] = {}
+    for op in program.ops:
+        if op.target not in first and _draws(op.target):
+            first[op.target] = op
+    return tuple(
+        f"{target} in {op.stack[-1] if op.stack else 'the model'} draws random numbers, which "
+        "cannot run yet; switch it off in the model's configuration, or draw outside the model "
+        "and pass the numbers in"
+        for target, op in first.items()
+    )
+
+
+def _draws(target: str) -> bool:
+    if target in RANDOM_OPS or not target.startswith("aten."):
+        return False
+    return torch.Tag.nondeterministic_seeded in torch_target(target).tags  # type: ignore[attr-defined]

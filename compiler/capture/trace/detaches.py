@@ -1,9 +1,9 @@
-"""Write every gradient cut of an exported program as a `detach` op, before run_decompositions.
+"""Write everything that stops a gradient as a `detach` op, before run_decompositions.
 
-run_decompositions drops no_grad blocks and `detach_` without a word, and the values would be right
-and the gradients wrong. A no_grad block becomes its ops, in line, with a `detach` on each float
-result. (In line also because ops of a block otherwise lose the modules that called them.) `detach_`
-becomes `detach`, and later readers of the same tensor read the detached one.
+run_decompositions silently drops no_grad blocks and `detach_`: the values would be right and the
+gradients wrong. A no_grad block is inlined, with a `detach` on each float result. (Inlined also
+because ops of a block otherwise lose the modules that called them.) `detach_` becomes `detach`,
+and later readers of the same tensor read the detached one.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from meshfold.errors import CaptureError
 from meshfold.torch_compat.source_lines import line_in
 
 _BLOCK = "wrap_with_set_grad_enabled"
-_CUTS = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+_DETACHES = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
-def keep_gradient_cuts(module: fx.GraphModule) -> None:
-    """Rewrite the graph of `module` in place. Raises CaptureError for a cut that has no `detach`
-    form: a tensor with a gradient changed in place inside no_grad."""
+def write_detaches(module: fx.GraphModule) -> None:
+    """Rewrite the graph of `module` in place. Raises CaptureError for what no `detach` can
+    say: a tensor with a gradient changed in place inside no_grad."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and str(node.target) == _BLOCK:
@@ -31,10 +31,10 @@ def keep_gradient_cuts(module: fx.GraphModule) -> None:
         if node.target is torch.ops.aten.detach_.default:
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            cut = _detached(graph, source, node)
-            node.replace_all_uses_with(cut)
+            detached = _detached(graph, source, node)
+            node.replace_all_uses_with(detached)
             later = {user for user in source.users if position.get(user, -1) > here}
-            source.replace_all_uses_with(cut, later.__contains__)
+            source.replace_all_uses_with(detached, later.__contains__)
             graph.erase_node(node)
 
 
@@ -44,7 +44,7 @@ def _inline_block(module: fx.GraphModule, node: fx.Node) -> None:
     enables_gradient, getter, *operands = args
     block = module.get_submodule(str(getter.target))
     assert isinstance(block, fx.GraphModule)
-    keep_gradient_cuts(block)
+    write_detaches(block)
     outer: dict[fx.Node, fx.Node] = {}
     results: Any = ()
     values = iter(operands)
@@ -90,14 +90,14 @@ def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> 
 
 
 def _carries_gradient(value: fx.Node) -> bool:
-    """Whether `value` depends on a parameter that requires a gradient, by no cut."""
+    """Whether `value` depends on a parameter that requires a gradient, past no detach."""
     seen, stack = {value}, [value]
     while stack:
         node = stack.pop()
         if node.op == "placeholder" and node.meta["val"].requires_grad:
             return True
         is_block = str(node.target) == _BLOCK
-        if node.target in _CUTS or (is_block and not node.args[0]):
+        if node.target in _DETACHES or (is_block and not node.args[0]):
             continue
         new = [n for n in node.all_input_nodes if n not in seen]
         seen.update(new)
@@ -107,6 +107,6 @@ def _carries_gradient(value: fx.Node) -> bool:
 
 def _detached(graph: fx.Graph, value: fx.Node, after: fx.Node) -> fx.Node:
     with graph.inserting_after(after):
-        cut = graph.call_function(torch.ops.aten.detach.default, (value,))
-    cut.meta = dict(value.meta)
-    return cut
+        detached = graph.call_function(torch.ops.aten.detach.default, (value,))
+    detached.meta = dict(value.meta)
+    return detached

@@ -7,9 +7,9 @@ A module that asks which experts were chosen and takes their rows has shapes tha
         out[rows] = expert_e(x[rows])
 
 Where a library keeps its experts as one tensor it has a form of fixed shapes to choose
-(meshfold.capture.trace.fake_model). Where every expert is a module of its own it has none, and the twin gets
-one here: weights stacked, gathered by row, multiplied, from which meshfold.capture.rewrites.expert_linear makes
-expert_linear. Parameters keep their names.
+(meshfold.capture.trace.fake_model). Where every expert is a module of its own it has none, and the
+fake copy gets one here: weights stacked, gathered by row, multiplied, from which
+meshfold.capture.rewrites.expert_linear makes expert_linear. Parameters keep their names.
 
 A form stands for exactly the code that is quoted with it: a module whose code, experts or hooks are
 any different keeps its loop, which capture then refuses with its line.
@@ -106,14 +106,14 @@ _FORMS = {
     "transformers.models.switch_transformers.modeling_switch_transformers."
     "SwitchTransformersExperts": _Form(_SWITCH, _SWITCH_EXPERT, ("wi", "wo"), _switch),
 }
-"""By the class whose forward is the loop."""
+"""The forms, by the class whose forward is the loop."""
 
 
-def without_loops(twin: nn.Module) -> tuple[str, ...]:
-    """Give modules of `twin` whose loops have a form here that form, by a class of their own;
+def without_loops(fake: nn.Module) -> tuple[str, ...]:
+    """Give modules of `fake` whose loops have a form here that form, by a class of their own;
     returns notes of what differs from the model."""
     types: dict[type, type] = {}
-    for module in twin.modules():
+    for module in fake.modules():
         base = type(module)
         form = _FORMS.get(f"{base.__module__}.{base.__qualname__}")
         if form is not None and form.stands_for(module):

@@ -1,9 +1,9 @@
-"""Trace the fake twin with torch.export, keeping what a plain export would lose or hide.
+"""Trace the fake copy with torch.export, keeping what a plain export would lose or hide.
 
 torch.export(strict=False), then `run_decompositions({})`: the empty table keeps linear, attention,
 norms and losses whole and makes in-place ops pure. Three things need care:
 
-gradient cuts     run_decompositions drops no_grad blocks and detach_ without a word; explicit
+detaches          run_decompositions silently drops no_grad blocks and detach_; explicit
                   `detach` ops go in before it (meshfold.capture.trace.detaches).
 hidden state      a branch on a tensor's value, a draw from Python's or numpy's generator and a
                   custom autograd.Function would each be baked in or lost: refused, with the line.
@@ -27,15 +27,16 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from meshfold.capture.trace.detaches import keep_gradient_cuts
-from meshfold.capture.trace.fake_model import ExampleInputs, Twin
+from meshfold.capture.trace.detaches import write_detaches
+from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.errors import CaptureError
 from meshfold.torch_compat.fake_tensors import casts_of_nothing, lazy_graphs
+from meshfold.torch_compat.pytree import named_contents
 from meshfold.torch_compat.source_lines import is_user_file, line_in, user_line
 
 SOURCE = "meshfold_source"
 MODEL = "model"
-"""Attribute of the traced wrapper that holds the twin, so the first part of every name."""
+"""Attribute of the traced wrapper that holds the fake copy, so the first part of every name."""
 
 
 class RetraceError(Exception):
@@ -102,13 +103,13 @@ def refuse_dynamic(result: Any, func: Any) -> None:
 
 
 class _Traced(nn.Module):
-    """The twin with tensors in and tensors out, for torch.export."""
+    """The fake copy with tensors in and tensors out, for torch.export."""
 
     def __init__(
-        self, twin: nn.Module, inputs: ExampleInputs, watch: _Watch, marked: Sequence[torch.Tensor]
+        self, fake: nn.Module, inputs: ExampleInputs, watch: _Watch, marked: Sequence[torch.Tensor]
     ) -> None:
         super().__init__()
-        self.model = twin
+        self.model = fake
         self.inputs = inputs
         self.watch = watch
         self.report = _Report(marked)
@@ -136,23 +137,7 @@ class _Report:
 
 def name_outputs(returned: Any) -> dict[str, torch.Tensor]:
     """Tensors of what a model returned by path, "" for a bare tensor; None is left out."""
-    named: dict[str, torch.Tensor] = {}
-
-    def visit(value: Any, path: str) -> None:
-        if isinstance(value, torch.Tensor):
-            named[path] = value
-        elif isinstance(value, Mapping):
-            for key, child in value.items():
-                visit(child, f"{path}.{key}" if path else str(key))
-        elif isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-            for key, child in enumerate(value):
-                visit(child, f"{path}.{key}" if path else str(key))
-        elif hasattr(value, "__dict__") or hasattr(value, "_fields"):
-            fields = value._asdict() if hasattr(value, "_asdict") else vars(value)
-            visit(dict(fields), path)
-
-    visit(returned, "")
-    return named
+    return {name: x for name, x in named_contents(returned) if isinstance(x, torch.Tensor)}
 
 
 def loss_of(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -202,16 +187,18 @@ def _definition(backward: type[torch.autograd.function.BackwardCFunction]) -> st
         return ""
 
 
-def export_twin(twin: Twin, inputs: ExampleInputs, marked: Sequence[torch.Tensor] = ()) -> Exported:
-    """Trace the twin. `marked` is read after the model ran: tensors to keep besides its outputs.
+def export_fake(
+    fake: FakeCopy, inputs: ExampleInputs, marked: Sequence[torch.Tensor] = ()
+) -> Exported:
+    """Trace the fake copy. `marked` is read after the model ran: tensors to return besides its own.
 
     Raises CaptureError with op and source line.
     """
     watch = _Watch()
-    traced = _Traced(twin.module, inputs, watch, marked)
+    traced = _Traced(fake.module, inputs, watch, marked)
 
     def rerun() -> None:
-        with twin.mode:
+        with fake.mode:
             traced(*inputs.tensors)
 
     with (
@@ -224,7 +211,7 @@ def export_twin(twin: Twin, inputs: ExampleInputs, marked: Sequence[torch.Tensor
     ):
         program = torch.export.export(traced, inputs.tensors, strict=False)
         _stamp_sources(program.graph_module)
-        keep_gradient_cuts(program.graph_module)
+        write_detaches(program.graph_module)
         program = program.run_decompositions({})
     return Exported(program, traced.report.names, traced.report.all_names)
 
@@ -232,7 +219,7 @@ def export_twin(twin: Twin, inputs: ExampleInputs, marked: Sequence[torch.Tensor
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence what torch.export says of its own use of pytrees, and of tensors that a module keeps
-    as attributes: the twin is thrown away."""
+    as attributes: the fake copy is thrown away."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*assigned during export.*")

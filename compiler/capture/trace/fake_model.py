@@ -1,13 +1,12 @@
-"""The fake twin: a copy of the user's model on fake tensors, and names for what it holds.
+"""The fake copy: the user's model on fake tensors, and names for what it holds.
 
-The copy is a deepcopy whose memo already holds a fake for every parameter and buffer. So ties stay
-ties, no storage is allocated whatever the model's size, and the user's model is not touched.
+No storage is allocated whatever the model's size, and the user's model is not touched.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,10 @@ from meshfold.capture.trace.mixed_precision import MASTER_DTYPE, narrow_dtype, p
 from meshfold.errors import CaptureError, OptionError
 from meshfold.ir.op_graph import BufferInfo, InputInfo, ParameterInfo, Source, SourceKind
 from meshfold.ir.options import Precision
-from meshfold.ops.registry import dtype_name
+from meshfold.torch_compat.dtypes import dtype_name
 from meshfold.torch_compat.fake_tensors import FakeTensorMode, fake_like, fake_mode
+from meshfold.torch_compat.pytree import TensorSlot, fill_slots, map_named
+from meshfold.torch_compat.skeletons import copy_with
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Twin:
+class FakeCopy:
     """`module` runs under `mode`. `notes` tell what differs from the user's model."""
 
     module: nn.Module
@@ -89,39 +90,35 @@ def _is_persistent(model: nn.Module, name: str) -> bool:
     return leaf not in model.get_submodule(owner)._non_persistent_buffers_set
 
 
-def fake_twin(model: nn.Module, precision: Precision = "model") -> Twin:
+def fake_copy(model: nn.Module, precision: Precision = "model") -> FakeCopy:
     """A fake copy of `model`, real or on the meta device, ready to be traced in `precision`.
 
     Raises CaptureError if the model cannot be copied.
     """
     mode = fake_mode()
     casts = parameter_casts(model, precision)
-    memo: dict[int, Any] = {
-        id(t): fake_like(t, mode, casts.get(id(t), t.dtype))
-        for t in (*model.parameters(), *model.buffers())
-    }
     try:
-        twin = copy.deepcopy(model, memo)
+        fake = copy_with(model, lambda t: fake_like(t, mode, casts.get(id(t), t.dtype)))
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied: {error}; keep what deepcopy refuses "
             "(locks, handles, open files) out of the model",
             op=type(model).__name__,
         ) from error
-    return Twin(twin, mode, _settle(twin))
+    return FakeCopy(fake, mode, _settle(fake))
 
 
-def _settle(twin: Any) -> tuple[str, ...]:
-    """Set the twin, and its own Hugging Face configuration, to variants that a graph can hold."""
-    notes = [*without_loops(twin)]
-    if not hasattr(twin, "config"):
+def _settle(fake: Any) -> tuple[str, ...]:
+    """Set the copy, and its own Hugging Face configuration, to variants that a graph can hold."""
+    notes = [*without_loops(fake)]
+    if not hasattr(fake, "config"):
         return tuple(notes)
-    config = twin.config
+    config = fake.config
     if hasattr(config, "use_cache") and config.use_cache:
         config.use_cache = False
         notes.append("use_cache is off in the graph: a training step keeps no key/value cache")
     # The other ways to run experts have shapes that depend on values, or kernels for some dtypes.
-    if hasattr(twin, "_can_set_experts_implementation") and twin._can_set_experts_implementation():
+    if hasattr(fake, "_can_set_experts_implementation") and fake._can_set_experts_implementation():
         chosen = config._experts_implementation
         if chosen != "batched_mm":
             config._experts_implementation = "batched_mm"
@@ -142,7 +139,7 @@ class ExampleInputs:
 def flatten_inputs(
     example_inputs: Mapping[str, Any], mode: FakeTensorMode, precision: Precision = "model"
 ) -> ExampleInputs:
-    """Name every tensor of nested dicts, lists and tuples by its path ("images.0").
+    """Name every tensor of nested containers by its path ("images.0").
 
     Floats come in the dtype of `precision`. A tensor that is passed twice counts as two inputs.
     Raises OptionError if there is none.
@@ -150,48 +147,15 @@ def flatten_inputs(
     infos: list[InputInfo] = []
     tensors: list[torch.Tensor] = []
 
-    def strip(value: Any, path: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            dtype = narrow_dtype(value.dtype, precision)
-            infos.append(InputInfo(path, tuple(value.shape), dtype_name(dtype)))
-            tensors.append(fake_like(value.detach(), mode, dtype))
-            return _Leaf(len(tensors) - 1)
-        return map_children(value, lambda v, key: strip(v, f"{path}.{key}"))
+    def strip(path: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        dtype = narrow_dtype(value.dtype, precision)
+        infos.append(InputInfo(path, tuple(value.shape), dtype_name(dtype)))
+        tensors.append(fake_like(value.detach(), mode, dtype))
+        return TensorSlot(len(tensors) - 1)
 
-    skeleton = {key: strip(value, key) for key, value in example_inputs.items()}
+    template = map_named(strip, dict(example_inputs))
     if not tensors:
         raise OptionError("example_inputs holds no tensor; pass a batch as keyword arguments")
-
-    def rebuild(values: Sequence[torch.Tensor]) -> dict[str, Any]:
-        def fill(value: Any) -> Any:
-            if isinstance(value, _Leaf):
-                return values[value.index]
-            return map_children(value, lambda v, _: fill(v))
-
-        return {key: fill(value) for key, value in skeleton.items()}
-
-    return ExampleInputs(tuple(infos), tuple(tensors), rebuild)
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    index: int
-
-
-def has_children(value: object) -> bool:
-    """Whether map_children goes into `value`."""
-    return type(value) in (dict, list, tuple) or (
-        isinstance(value, tuple) and hasattr(value, "_fields")
-    )
-
-
-def map_children(value: Any, function: Callable[[Any, str], Any]) -> Any:
-    """Apply `function(child, key)` to the children of a dict, list or tuple (named ones too);
-    anything else is returned as it is."""
-    if type(value) is dict:
-        return {k: function(v, str(k)) for k, v in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(function(v, k) for k, v in zip(value._fields, value, strict=True)))
-    if type(value) in (list, tuple):
-        return type(value)(function(v, str(k)) for k, v in enumerate(value))
-    return value
+    return ExampleInputs(tuple(infos), tuple(tensors), partial(fill_slots, template))

@@ -1,4 +1,4 @@
-"""Read an exported program into a Program: plain data, ops by name, values by key.
+"""Read an exported program into a RawProgram: plain data, ops by name, values by key.
 
 Settled on the way: tied names become one, equal constants become one (named by their value),
 asserts go, getitem is folded, sizes written as -1 and open slices become numbers, and ops that
@@ -15,10 +15,10 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
 from meshfold.capture.trace.export import MODEL, SOURCE, Exported
 from meshfold.capture.trace.fake_model import Names
-from meshfold.capture.trace.raw_program import Key, Operand, Program, RawArg, RawOp
+from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
 from meshfold.errors import CaptureError
 from meshfold.ir.op_graph import InputInfo, Source, SourceKind, Value
-from meshfold.ops.registry import dtype_name, symbol
+from meshfold.torch_compat.dtypes import dtype_name, symbol
 from meshfold.torch_compat.fake_tensors import is_fake
 
 _aten = torch.ops.aten
@@ -36,7 +36,7 @@ _FRESH = {
 _SAME_IF_SAME_SHAPE = (*_SIZED, _aten.alias.default, _aten.slice.Tensor)
 
 
-def read_program(exported: Exported, names: Names, inputs: tuple[InputInfo, ...]) -> Program:
+def read_program(exported: Exported, names: Names, inputs: tuple[InputInfo, ...]) -> RawProgram:
     """Raises CaptureError for an op that returns something else than tensors of fixed shape."""
     reader = _Reader(exported, names, inputs)
     for node in exported.program.graph.nodes:
@@ -46,7 +46,7 @@ def read_program(exported: Exported, names: Names, inputs: tuple[InputInfo, ...]
 
 class _Reader:
     def __init__(self, exported: Exported, names: Names, inputs: tuple[InputInfo, ...]) -> None:
-        self.program = Program()
+        self.program = RawProgram()
         self.names = names
         self.exported = exported
         signature = exported.program.graph_signature

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshfold.ir.options import COMPUTE_DTYPES, Precision
-from meshfold.ops.registry import torch_dtype
+from meshfold.torch_compat.dtypes import torch_dtype
 
 MASTER_DTYPE = "float32"
 
@@ -31,7 +31,7 @@ def narrow_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
 
 
 def parameter_casts(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
-    """By id of the parameter the dtype that ops read it in, for those that precision is about."""
+    """The dtype that ops read a parameter in, by its id, for those that precision casts."""
     if precision == "model":
         return {}
     wide = set(_kept_wide(model, precision))

@@ -105,7 +105,7 @@ def _keys(arg: RawArg) -> Iterator[Key]:
 
 
 @dataclass
-class Program:
+class RawProgram:
     """`values` describes every key; `mutations` are (buffer name, key of its new value)."""
 
     ops: list[RawOp] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Flat:
 
 
 def number(
-    program: Program, names: Names, inputs: tuple[InputInfo, ...], notes: Sequence[str]
+    program: RawProgram, names: Names, inputs: tuple[InputInfo, ...], notes: Sequence[str]
 ) -> Flat:
     """The flat op graph of what the outputs and the buffer updates need."""
     ops = _live_ops(program)
@@ -162,7 +162,7 @@ def number(
     return Flat(folded, tuple(op.stack for op in ops))
 
 
-def _live_ops(program: Program) -> list[RawOp]:
+def _live_ops(program: RawProgram) -> list[RawOp]:
     """Ops that an output or a buffer update needs, in order."""
     needed = {key for _, key in (*program.outputs, *program.mutations)}
     live = []
@@ -176,7 +176,7 @@ def _live_ops(program: Program) -> list[RawOp]:
 class _Numbering:
     """Builds the flat OpGraph: what each value depends on, whether a gradient flows."""
 
-    def __init__(self, program: Program, names: Names, leaves: tuple[Source, ...]) -> None:
+    def __init__(self, program: RawProgram, names: Names, leaves: tuple[Source, ...]) -> None:
         self.program = program
         self.index: dict[Key, int] = {key: k for k, key in enumerate(leaves)}
         trained = {p.name for p in names.parameters if p.requires_grad}

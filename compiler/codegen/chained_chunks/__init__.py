@@ -8,6 +8,10 @@ Simulated gain over chunks that end with their layer: Llama-3-8B on 64 H100s tak
 instead of 275 with tp8+sp, 356 instead of 372 with tp8. Not measured on GPUs.
 
 The pin `chained_chunks=0` takes it out; so does `micro_chunks=1`, without which nothing is chunked.
-Its search is meshfold.passes.chained_chunks; meshfold.training.compiled_model.chained_execution runs it, and
+Its search is meshfold.passes.chained_chunks; meshfold.runtime.chained_execution runs it, and
 meshfold.cost_models.simulation.chained_run simulates it.
 """
+
+from meshfold.codegen.chained_chunks.program import chunked_regions, with_chained_chunks
+
+__all__ = ["chunked_regions", "with_chained_chunks"]

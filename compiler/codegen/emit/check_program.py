@@ -1,7 +1,7 @@
 """What must hold of an emitted program after every pass: wiring, types, order of collectives.
 
 wiring        graphs are sound, their first placeholders are those that the runtime passes, and
-              every piece of a schedule runs once in either direction, behind what it reads
+              every segment of a schedule runs once in either direction, behind what it reads
 types         every value has a layout that its shape allows; outputs leave as the plan says
 collectives   every start has one wait, behind it; a schedule has those of its graph, no others
 """
@@ -9,16 +9,16 @@ collectives   every start has one wait, behind it; a schedule has those of its g
 from collections import Counter
 from collections.abc import Callable
 
-from meshfold.codegen.program.emitted import PLACE, EmittedProgram, RegionProgram
-from meshfold.codegen.program.region_schedule import RegionSchedule
-from meshfold.codegen.schedule.split_backward import late_names
+from meshfold.codegen.program.emitted import CONTEXT, PLACE, EmittedProgram, RegionProgram
+from meshfold.codegen.program.region_schedule import ActionKind, RegionSchedule
+from meshfold.codegen.schedule.split_backward import deferred_names
 from meshfold.errors import PassError
 from meshfold.ir.spmd import is_legal, layout_text
 from meshfold.ops.conversions import STARTS, WAITS
 
 Check = Callable[[EmittedProgram, RegionProgram], None]
 
-FIRST = ("mesh", "ahead", "instance")
+FIRST = (CONTEXT, "ahead", "instance")
 """Placeholders of every region graph."""
 
 
@@ -36,44 +36,48 @@ def check_program(program: EmittedProgram, after: str) -> None:
 def _check_wiring(_: EmittedProgram, region: RegionProgram) -> None:
     region.graph.graph.lint()
     names = [n.name for n in region.graph.graph.nodes if n.op == "placeholder"]
-    buckets = tuple(f"bucket_{k}" for k in range(len(region.buckets)))
-    assert tuple(names[: len(FIRST) + len(buckets)]) == (*FIRST, *buckets), "placeholders"
+    groups = tuple(f"group_{k}" for k in range(len(region.groups)))
+    assert tuple(names[: len(FIRST) + len(groups)]) == (*FIRST, *groups), "placeholders"
     if region.schedule is not None:
         _check_schedule(region.schedule, set(names))
 
 
 def _check_schedule(schedule: RegionSchedule, known: set[str]) -> None:
-    """Pieces in both directions."""
-    pieces = schedule.pieces
-    everything = list(range(len(pieces.pieces)))
-    for move in schedule.forward:
-        if move.kind == "O":
-            known |= {name for name, (b, _) in pieces.members.items() if b == move.number}
-        elif move.kind == "F":
-            piece = pieces.pieces[move.number]
-            missing = [name for name in piece.inputs if name not in known]
-            assert not missing, f"piece {move.number} reads {missing[0]} before it is made"
-            known |= set(piece.outputs)
-    assert known.issuperset(pieces.results), "a result is not made"
-    assert sorted(m.number for m in schedule.forward if m.kind == "F") == everything, "pieces"
-    place = {m.number: k for k, m in enumerate(schedule.backward) if m.kind == "B"}
-    assert sorted(place) == everything, "pieces backward"
-    makers = pieces.makers()
-    for k, piece in enumerate(pieces.pieces):
-        for maker in {makers[name] for name in piece.inputs if name in makers}:
-            assert place[k] < place[maker], f"the backward of piece {maker} needs that of {k}"
-    late = {m.number: k for k, m in enumerate(schedule.backward) if m.kind == "W"}
-    assert late.keys() == schedule.late_s.keys(), "weights"
+    """Segments in both directions."""
+    graph = schedule.graph
+    everything = list(range(len(graph.segments)))
+    for action in schedule.forward:
+        if action.kind == ActionKind.UNSHARD:
+            known |= {name for name, (b, _) in graph.members.items() if b == action.number}
+        elif action.kind == ActionKind.FORWARD:
+            segment = graph.segments[action.number]
+            missing = [name for name in segment.inputs if name not in known]
+            assert not missing, f"segment {action.number} reads {missing[0]} before it is made"
+            known |= set(segment.outputs)
+    assert known.issuperset(graph.results), "a result is not made"
+    assert (
+        sorted(m.number for m in schedule.forward if m.kind == ActionKind.FORWARD) == everything
+    ), "segments"
+    place = {m.number: k for k, m in enumerate(schedule.backward) if m.kind == ActionKind.BACKWARD}
+    assert sorted(place) == everything, "segments backward"
+    makers = graph.makers
+    for k, segment in enumerate(graph.segments):
+        for maker in {makers[name] for name in segment.inputs if name in makers}:
+            assert place[k] < place[maker], f"the backward of segment {maker} needs that of {k}"
+    late = {m.number: k for k, m in enumerate(schedule.backward) if m.kind == ActionKind.WEIGHTS}
+    assert late.keys() == schedule.deferred_s.keys(), "weights"
     assert all(place[k] < at for k, at in late.items()), "weights before their backward"
-    reduced = {m.number: k for k, m in enumerate(schedule.backward) if m.kind == "R"}
+    reduced = {m.number: k for k, m in enumerate(schedule.backward) if m.kind == ActionKind.REDUCE}
     for k, at in late.items():
-        for name in late_names(pieces.pieces[k]):
+        for name in deferred_names(graph.segments[k]):
             if name in makers:
                 asked = place[makers[name]]
-                assert at < asked, f"the backward of piece {makers[name]} needs the weights of {k}"
-            elif name in pieces.members:
-                bucket, _ = pieces.members[name]
-                assert at < reduced[bucket], f"bucket {bucket} needs the weights of piece {k}"
+                assert at < asked, (
+                    f"the backward of segment {makers[name]} needs the weights of {k}"
+                )
+            elif name in graph.members:
+                group, _ = graph.members[name]
+                assert at < reduced[group], f"group {group} needs the weights of segment {k}"
 
 
 def _check_types(program: EmittedProgram, region: RegionProgram) -> None:
@@ -96,12 +100,17 @@ def _check_collectives(_: EmittedProgram, region: RegionProgram) -> None:
             found[node.name] += 1
     if region.schedule is None:
         return
-    pieces = region.schedule.pieces.pieces
-    starts = Counter(p.outputs[0] for p in pieces if p.kind == "start")
+    segments = region.schedule.graph.segments
+    starts = Counter(p.outputs[0] for p in segments if p.kind == "start")
     assert starts == found, "collectives were lost or added"
-    for moves, kind in ((region.schedule.forward, "F"), (region.schedule.backward, "B")):
-        place = {m.number: k for k, m in enumerate(moves) if m.kind == kind}
-        for k, piece in enumerate(pieces):
-            if piece.kind == "wait":
-                ordered = place[piece.partner] < place[k]
-                assert ordered == (kind == "F"), f"piece {k} waits before its start"
+    for actions, kind in (
+        (region.schedule.forward, ActionKind.FORWARD),
+        (region.schedule.backward, ActionKind.BACKWARD),
+    ):
+        place = {m.number: k for k, m in enumerate(actions) if m.kind == kind}
+        for k, segment in enumerate(segments):
+            if segment.kind == "wait":
+                ordered = place[segment.partner] < place[k]
+                assert ordered == (kind == ActionKind.FORWARD), (
+                    f"segment {k} waits before its start"
+                )

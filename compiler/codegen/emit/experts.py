@@ -31,8 +31,8 @@ def expert_linear(context: OpContext) -> list[fx.Node]:
     )
     num_held = local_shape(shape, layout, context.mesh.sizes)[0]
     named["ids"] = context.call(
-        local_ops.own_experts,
-        context.mesh_node,
+        local_ops.local_experts,
+        context.step_node,
         named["ids"],
         shape[0],
         num_held,
@@ -51,8 +51,8 @@ def dispatch(context: OpContext) -> list[fx.Node]:
     if rows is ids:
         return [context.call(getattr, route, "experts")]
     leaving = context.call(by_expert, rows, route)
-    start = context.call(start_dispatch, context.mesh_node, leaving, axis, route)
-    return [context.call(wait_dispatch, context.mesh_node, start, axis, route)]
+    start = context.call(start_dispatch, context.step_node, leaving, axis, route)
+    return [context.call(wait_dispatch, context.step_node, start, axis, route)]
 
 
 def combine(context: OpContext) -> list[fx.Node]:
@@ -60,8 +60,8 @@ def combine(context: OpContext) -> list[fx.Node]:
     if (axis := _experts_axis(context, context.typing.inputs[0])) is None:
         return [rows]
     route = _route(context, axis)
-    start = context.call(start_combine, context.mesh_node, rows, axis, route)
-    back = context.call(wait_combine, context.mesh_node, start, axis, route)
+    start = context.call(start_combine, context.step_node, rows, axis, route)
+    back = context.call(wait_combine, context.step_node, start, axis, route)
     return [context.call(as_before, back, route)]
 
 
@@ -74,6 +74,6 @@ def _experts_axis(context: OpContext, layout: Layout) -> str | None:
 def _route(context: OpContext, axis: str) -> fx.Node:
     """The route of the ids that an op reads: one for all that read the same."""
     ids = context.operands[1]
-    arguments = (context.mesh_node, ids, context.op.args[2], axis)
+    arguments = (context.step_node, ids, context.op.args[2], axis)
     known = (n for n in ids.users if n.target is routed and n.args == arguments)
     return next(known, None) or context.call(routed, *arguments)

@@ -4,7 +4,8 @@ for.
     AxisRule.local    emitted as
     "plain"           the torch op, sizes localized
     "mean"            the torch op, then divide_by_ranks for the axes that shard a reduced dim
-    others            the function of meshfold.ops.local_implementations, which takes all axes at once; where its
+    others            the function of meshfold.ops.local_implementations, which takes all axes at
+                      once; where its
                       work is not needed (attention without dropout, say) the torch op
 """
 
@@ -19,13 +20,11 @@ from torch import fx
 from meshfold.codegen.emit.experts import combine, dispatch, expert_linear
 from meshfold.codegen.emit.op_context import OpContext, global_arguments
 from meshfold.errors import UnsupportedOpError
-from meshfold.ir.mesh import Mesh
-from meshfold.ir.op_graph import Draw, OpGraph
+from meshfold.ir.op_graph import Draw
 from meshfold.ir.spmd import Layout, local_shape
-from meshfold.ir.strategy import OpTyping
 from meshfold.ops import local_implementations as local_ops
 from meshfold.ops.batch_norm import batch_norm, batch_norm_without_running
-from meshfold.ops.collective_matmul import gather_linears, linear_scatter
+from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.ops.distributed_index import put_rows, take_rows
 from meshfold.ops.registry import torch_target
@@ -34,40 +33,23 @@ from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.collective_matmul import RING
 from meshfold.passes.rules.ops.random import RANDOM_OPS, may_draw
 from meshfold.passes.rules.table import op_labels, rule_locals, summed_axes
-from meshfold.rank_places import Digits
+from meshfold.sharding.indices import ShardDigits
 
 _REDUCTIONS = ("none", "mean", "sum")
 
 
-def emit_op(
-    graph: fx.Graph,
-    mesh_node: fx.Node,
-    op_graph: OpGraph,
-    op_index: int,
-    typing: OpTyping,
-    operand_nodes: Sequence[fx.Node],
-    mesh: Mesh,
-    site: fx.Node | int,
-    float_nodes: Sequence[fx.Node] = (),
-) -> list[fx.Node]:
-    """Appends the op to `graph`; returns one node per output.
+def emit_op(context: OpContext) -> list[fx.Node]:
+    """Appends the op to its graph; returns one node per output.
 
-    Arguments as in OpContext. Raises UnsupportedOpError for an op that draws random numbers in a
-    way that ranks would not agree on, or that this torch does not have.
+    Raises UnsupportedOpError for an op that draws random numbers in a way that ranks would not
+    agree on, or that this torch does not have.
     """
-    context = OpContext(
-        graph, mesh_node, op_graph, op_index, typing, operand_nodes, mesh, site, float_nodes
-    )
-    wanted = {local for local in rule_locals(op_graph, op_index, typing) if local != "plain"}
+    locals_ = rule_locals(context.op_graph, context.op_index, context.typing)
+    wanted = {local for local in locals_ if local != "plain"}
     if not wanted:
         return _plain(context)
     (local,) = wanted
     return _EMITTERS[local](context)
-
-
-def needs_site(op_graph: OpGraph) -> bool:
-    """Whether a region draws random numbers, so that its instances need different sites."""
-    return any(may_draw(global_arguments(op)) for op in op_graph.ops if op.target in RANDOM_OPS)
 
 
 def _plain(context: OpContext) -> list[fx.Node]:
@@ -104,13 +86,13 @@ def _mean(context: OpContext) -> list[fx.Node]:
     (made,) = _plain(context)
     shared = summed_axes(context.op_graph, context.op_index, context.typing)
     axes = tuple(context.mesh.names[k] for k in shared)
-    return [context.call(local_ops.divide_by_ranks, context.mesh_node, made, axes)]
+    return [context.call(local_ops.divide_by_ranks, context.step_node, made, axes)]
 
 
 def _reshape(context: OpContext) -> list[fx.Node]:
     whole = context.op_graph.values[context.op.outputs[0]].shape
     shape = local_shape(whole, context.typing.outputs[0], context.mesh.sizes)
-    return [context.call(local_ops.reshape, context.mesh_node, context.operands[0], shape)]
+    return [context.call(local_ops.reshape, context.step_node, context.operands[0], shape)]
 
 
 def _held(context: OpContext) -> list[fx.Node]:
@@ -124,7 +106,7 @@ def _held(context: OpContext) -> list[fx.Node]:
                 size = context.op_graph.values[context.op.operands[k]].shape[t.dim]
                 digits = context.digits(layout, t.dim)
                 operands[k] = context.call(
-                    local_ops.held, context.mesh_node, operands[k], t.dim, size, digits
+                    local_ops.held, context.step_node, operands[k], t.dim, size, digits
                 )
     return _plain(replace(context, operands=operands))
 
@@ -136,7 +118,7 @@ def _embedding(context: OpContext) -> list[fx.Node]:
     return [
         context.call(
             local_ops.embedding,
-            context.mesh_node,
+            context.step_node,
             named["weight"],
             named["indices"],
             named.get("padding_idx", -1),
@@ -155,7 +137,7 @@ def _scan(context: OpContext) -> list[fx.Node]:
         return _plain(context)
     size = x.shape[dim]
     dtype = named.get("dtype")
-    return [context.call(cumsum, context.mesh_node, named["self"], dim, dtype, size, digits)]
+    return [context.call(cumsum, context.step_node, named["self"], dim, dtype, size, digits)]
 
 
 def _put_rows(context: OpContext) -> list[fx.Node]:
@@ -173,7 +155,7 @@ def _put_rows(context: OpContext) -> list[fx.Node]:
         scale = 1
     size = context.op_graph.values[context.op.operands[0]].shape[0]
     x = named["self"]
-    return [context.call(put_rows, context.mesh_node, x, indices, rows, adds, scale, size, digits)]
+    return [context.call(put_rows, context.step_node, x, indices, rows, adds, scale, size, digits)]
 
 
 def _take_rows(context: OpContext) -> list[fx.Node]:
@@ -184,7 +166,7 @@ def _take_rows(context: OpContext) -> list[fx.Node]:
     named = context.named()
     indices = named["indices"] if "indices" in named else [named["index"]]
     size = context.op_graph.values[context.op.operands[0]].shape[0]
-    return [context.call(take_rows, context.mesh_node, named["self"], indices, size, digits)]
+    return [context.call(take_rows, context.step_node, named["self"], indices, size, digits)]
 
 
 def _cross_entropy(context: OpContext) -> list[fx.Node]:
@@ -194,7 +176,7 @@ def _cross_entropy(context: OpContext) -> list[fx.Node]:
     return [
         context.call(
             local_ops.cross_entropy,
-            context.mesh_node,
+            context.step_node,
             named["self"],
             named["target"],
             named.get("weight"),
@@ -214,7 +196,7 @@ def _nll_loss(context: OpContext) -> list[fx.Node]:
     return [
         context.call(
             local_ops.nll_loss,
-            context.mesh_node,
+            context.step_node,
             named["self"],
             named["target"],
             named.get("weight"),
@@ -227,7 +209,7 @@ def _nll_loss(context: OpContext) -> list[fx.Node]:
 def _drawn(context: OpContext) -> tuple[tuple[fx.Node | int, int], tuple[int, int, int]]:
     """Which mask a random op draws, and how microbatches cut it: (site, cut) of local_ops."""
     draw = context.op.draw or Draw(context.op_index)
-    return (context.site, draw.number), (draw.dim, draw.blocks, draw.parts)
+    return (context.site, draw.number), (draw.dim, draw.blocks, draw.microbatches)
 
 
 def _dropout(context: OpContext) -> list[fx.Node]:
@@ -241,7 +223,7 @@ def _dropout(context: OpContext) -> list[fx.Node]:
     several = len(op.outputs) > 1
     function = local_ops.native_dropout if several else local_ops.dropout
     made = context.call(
-        function, context.mesh_node, named["input"], named["p"], site, shape, digits, cut
+        function, context.step_node, named["input"], named["p"], site, shape, digits, cut
     )
     return [context.call(operator.getitem, made, k) for k in range(2)] if several else [made]
 
@@ -256,7 +238,7 @@ def _batch_norm(context: OpContext) -> list[fx.Node]:
     if "running_mean" in named:
         function = batch_norm
         statistics = [named[name] for name in ("running_mean", "running_var", "momentum")]
-    made = context.call(function, context.mesh_node, *tensors, *statistics, named["eps"], axes)
+    made = context.call(function, context.step_node, *tensors, *statistics, named["eps"], axes)
     return [context.call(operator.getitem, made, k) for k in range(len(context.op.outputs))]
 
 
@@ -281,7 +263,7 @@ def _attention(context: OpContext) -> list[fx.Node]:
     return [
         context.call(
             local_ops.attention,
-            context.mesh_node,
+            context.step_node,
             *(named[name] for name in ("query", "key", "value")),
             named.get("attn_mask"),
             is_causal=named.get("is_causal", False),
@@ -305,27 +287,30 @@ def _in_ring(
     number = [name.partition("/")[0] for name in context.typing.rules].index(RING)
     rows = layout[number]
     place = rows.dim, rows.blocks, named["transposed"], context.mesh.names[number]
-    return context.call(function, context.mesh_node, *(named[name] for name in names), *place)
+    return context.call(function, context.step_node, *(named[name] for name in names), *place)
 
 
-def _gather_linears(context: OpContext) -> list[fx.Node]:
+def _all_gather_matmul(context: OpContext) -> list[fx.Node]:
     names = ("x", "weights", "biases")
-    made = _in_ring(context, gather_linears, names, context.typing.inputs[0])
+    made = _in_ring(context, all_gather_matmul, names, context.typing.inputs[0])
     return [context.call(operator.getitem, made, k) for k in range(len(context.op.outputs))]
 
 
-def _linear_scatter(context: OpContext) -> list[fx.Node]:
+def _matmul_reduce_scatter(context: OpContext) -> list[fx.Node]:
     names = ("x", "weight", "bias")
-    return [_in_ring(context, linear_scatter, names, context.typing.outputs[0])]
+    return [_in_ring(context, matmul_reduce_scatter, names, context.typing.outputs[0])]
 
 
 def _ring_attention(
-    context: OpContext, named: dict[str, Any], key_rows: Digits, key_heads: tuple[int, Digits]
+    context: OpContext,
+    named: dict[str, Any],
+    key_rows: ShardDigits,
+    key_heads: tuple[int, ShardDigits],
 ) -> fx.Node:
     query, key = (context.op_graph.values[v].shape for v in context.op.operands[:2])
     return context.call(
         ring_attention,
-        context.mesh_node,
+        context.step_node,
         *(named[name] for name in ("query", "key", "value")),
         named.get("attn_mask"),
         is_causal=named.get("is_causal", False),
@@ -353,7 +338,7 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "dropout": _dropout,
     "batch_norm": _batch_norm,
     "attention": _attention,
-    "gather_linears": _gather_linears,
-    "linear_scatter": _linear_scatter,
+    "all_gather_matmul": _all_gather_matmul,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
 }
 """By AxisRule.local; the same keys as local_ops.LOCAL_OPS."""

@@ -12,26 +12,28 @@ from meshfold.ir.op_graph import Arg, Hole, Op, OpGraph, Ref, Symbol
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import OpTyping
 from meshfold.ops import local_implementations as local_ops
-from meshfold.ops.registry import torch_dtype
 from meshfold.passes.rules.table import OP_RULES
-from meshfold.rank_places import Digits
+from meshfold.sharding.indices import ShardDigits
+from meshfold.torch_compat.dtypes import torch_dtype
 
 
 @dataclass(frozen=True)
 class OpContext:
-    """One op on its way into `graph`. operands: nodes in the layouts of the typing, in the order of
-    op.operands; floats: nodes of the region's float holes; site: node or number that tells
-    instances apart, for random ops."""
+    """One op on its way into `graph`."""
 
     graph: fx.Graph
-    mesh_node: fx.Node
+    step_node: fx.Node
+    """The StepContext, first argument of local implementations."""
     op_graph: OpGraph
     op_index: int
     typing: OpTyping
     operands: Sequence[fx.Node]
+    """Nodes in the layouts of the typing, in the order of op.operands."""
     mesh: Mesh
     site: fx.Node | int
-    floats: Sequence[fx.Node]
+    """The number of the instance, which tells random ops apart: node or number."""
+    floats: Sequence[fx.Node] = ()
+    """Nodes of the region's float holes."""
 
     @property
     def op(self) -> Op:
@@ -40,12 +42,12 @@ class OpContext:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(function, args, kwargs)
 
-    def digits(self, layout: Layout, dim: int) -> Digits:
+    def digits(self, layout: Layout, dim: int) -> ShardDigits:
         """(axis, blocks, unit) of the axes that shard `dim`."""
         named = zip(self.mesh.names, layout, strict=True)
         return tuple((name, t.blocks, t.unit) for name, t in named if t.is_shard and t.dim == dim)
 
-    def all_digits(self, layout: Layout, rank: int) -> tuple[Digits, ...]:
+    def all_digits(self, layout: Layout, rank: int) -> tuple[ShardDigits, ...]:
         return tuple(self.digits(layout, d) for d in range(rank))
 
     def named(self) -> dict[str, Any]:
@@ -64,14 +66,14 @@ class OpContext:
             case tuple():
                 return [self.realize(a, nodes) for a in arg]
             case Symbol(kind="device"):
-                return self.call(getattr, self.mesh_node, "device")
+                return self.call(getattr, self.step_node, "device")
             case Symbol(kind="dtype"):
                 return torch_dtype(arg.text)
             case Symbol(kind="microbatch"):
-                return self.call(getattr, self.mesh_node, "microbatch")
+                return self.call(getattr, self.step_node, "microbatch")
             case Symbol(kind="count"):
                 return self.call(
-                    local_ops.targets_of_step, self.mesh_node, self.site, int(arg.text)
+                    local_ops.targets_of_step, self.step_node, self.site, int(arg.text)
                 )
             case Symbol():
                 return getattr(torch, arg.text)

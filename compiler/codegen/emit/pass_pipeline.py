@@ -1,15 +1,18 @@
 """From a captured graph and a plan to the program of a rank: the passes, in order.
 
-    emit        typed graphs, conversions, buckets, gathers ahead   meshfold.codegen.emit.region
-    parts       regions that run in parts, anew                     meshfold.passes.split.micro_chunks
-    ring        products that take rows as they come round, anew    meshfold.passes.collective_matmul.rewrite
-    schedule    pieces in an order found with the cost model        meshfold.schedule_program
-    merge       gathers and reductions that run as one,             meshfold.ir.bucketing
-                all-reduces that run in phases                      meshfold.ir.node_groups
+    emit        typed graphs, conversions, groups, gathers ahead   meshfold.codegen.emit.region
+    micro_chunks        regions in micro-chunks             meshfold.passes.split.micro_chunks
+    collective_matmul   products as collective matmuls      meshfold.passes.collective_matmul
+    schedule    segments in an order found with the cost model
+                                                                    meshfold.codegen.schedule.list_scheduling
+    chain       chunked regions, across their boundaries            meshfold.codegen.chained_chunks
+    bucket      coalesced gathers and reductions, hierarchical      meshfold.ir.bucketing,
+                all-reduces                                         meshfold.ir.node_groups
 
-They start from the captured graph with its regions split as the plan does (passes/variants.py).
-After each one the program is checked (meshfold.codegen.emit.check_program). `watch` sees every pass with its
-seconds and what it made; `meshfold graph --passes DIR` writes that down.
+They start from the captured graph with its regions split as the plan does
+(passes/graph/variants.py). After each one the program is checked
+(meshfold.codegen.emit.check_program). `watch` sees every pass with its seconds and what it made;
+`meshfold graph --passes DIR` writes that down.
 """
 
 import time
@@ -17,19 +20,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from meshfold.codegen.chained_chunks import chunked_regions, with_chained_chunks
 from meshfold.codegen.emit.check_program import check_program
 from meshfold.codegen.emit.region import Written, check_runs, emit_typed
 from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.codegen.schedule.list_scheduling import scheduled
 from meshfold.cost_models.op_costs.cost_model import CostModel
-from meshfold.ir.node_groups import Hierarchy, node_levels
+from meshfold.hierarchical_all_reduce import HierarchicalAllReduce
+from meshfold.ir.node_groups import node_levels
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import RegionTyping
-from meshfold.passes.chained_chunks.software_pipeline import LineOrders
-from meshfold.passes.collective_matmul.rewrite import in_planned_ring
+from meshfold.passes.chained_chunks import ChainedOrders
+from meshfold.passes.collective_matmul import with_planned_matmuls
 from meshfold.passes.graph.variants import planned_graph
-from meshfold.passes.split.micro_chunks import PartsProblem, parted
-from meshfold.schedule_program import scheduled
+from meshfold.passes.split.micro_chunks import ChunkingProblem, planned_chunks
 
 Watch = Callable[["PassRun"], None]
 
@@ -52,29 +57,34 @@ class Subject:
     split: FoldedGraph
     plan: Plan
     costs: CostModel
-    known: LineOrders | None = None
+    known: ChainedOrders | None = None
 
     @property
     def typings(self) -> list[RegionTyping]:
         return [region.typing for region in self.plan.regions]
 
+    @property
+    def left_bytes(self) -> int:
+        """What the plan leaves of memory, for what deferred gradients of weights wait for."""
+        return max(0, self.plan.memory.capacity - self.plan.memory.peak)
+
     @cached_property
-    def in_parts(self) -> dict[int, Written]:
-        """What regions are written as that run in parts, by number."""
-        problem = PartsProblem(self.split, self.plan)
+    def chunked(self) -> dict[int, Written]:
+        """Regions in micro-chunks, by number."""
+        problem = ChunkingProblem(self.split, self.plan)
         return {
-            k: parted(problem, k, region.typing, region.parts)
+            k: planned_chunks(problem, k, region.typing, region.chunking)
             for k, region in enumerate(self.plan.regions)
-            if region.parts.count > 1
+            if region.chunking.count > 1
         }
 
-    def in_ring(self) -> dict[int, Written]:
-        """The same, with products that take rows as they come round where the plan says so."""
-        found = dict(self.in_parts)
+    def with_matmuls(self) -> dict[int, Written]:
+        """The same, with collective matmuls where the plan has them."""
+        found = dict(self.chunked)
         for k, region in enumerate(self.plan.regions):
-            if region.ring:
+            if region.collective_matmul:
                 written = found.get(k, (self.split.regions[k].graph, region.typing))
-                found[k] = in_planned_ring(*written, region, self.plan.mesh)
+                found[k] = with_planned_matmuls(*written, region, self.plan.mesh)
         return found
 
 
@@ -88,54 +98,63 @@ class EmissionPass:
 
 
 def _emit(_: EmittedProgram | None, of: Subject) -> EmittedProgram:
-    return emit_typed(of.split, of.typings, of.plan.mesh, of.costs)
+    return emit_typed(of.split, of.typings, of.costs)
 
 
-def _parts(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
+def _micro_chunks(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     assert program is not None, "there is something to emit anew"
-    if not of.in_parts:
+    if not of.chunked:
         return program
-    return emit_typed(of.split, of.typings, of.plan.mesh, of.costs, written=of.in_parts)
+    return emit_typed(of.split, of.typings, of.costs, written=of.chunked)
 
 
-def _ring(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
+def _collective_matmul(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     assert program is not None, "there is something to emit anew"
-    if not any(region.ring for region in of.plan.regions):
+    if not any(region.collective_matmul for region in of.plan.regions):
         return program
-    return emit_typed(of.split, of.typings, of.plan.mesh, of.costs, written=of.in_ring())
+    return emit_typed(of.split, of.typings, of.costs, written=of.with_matmuls())
 
 
 def _schedule(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
-    """What gradients of weights may hold longer than without is what the plan leaves of memory."""
     assert program is not None, "there is something to schedule"
-    left_bytes = max(0, of.plan.memory.capacity - of.plan.memory.peak)
-    return scheduled(program, of.costs, left_bytes, of.known)
+    without = chunked_regions(program) if of.plan.chained_chunks else ()
+    return scheduled(program, of.costs, of.left_bytes, without)
 
 
-def _merge(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
-    assert program is not None, "there are collectives to merge"
-    return merged(program, of.plan)
+def _chain(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
+    assert program is not None, "there is something to chain"
+    if not of.plan.chained_chunks:
+        return program
+    return with_chained_chunks(program, of.costs, of.left_bytes, of.known)
 
 
-def merged(program: EmittedProgram, plan: Plan) -> EmittedProgram:
-    """`program` with collectives merged, and in phases, as the plan says."""
-    hierarchy = None
-    if plan.hierarchy_bytes:
-        hierarchy = Hierarchy(node_levels(plan.cluster, plan.mesh), plan.hierarchy_bytes)
+def _bucket(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
+    assert program is not None, "there are collectives to bucket"
+    return bucketed(program, of.plan)
+
+
+def bucketed(program: EmittedProgram, plan: Plan) -> EmittedProgram:
+    """`program` with the buckets and hierarchical all-reduces of the plan."""
+    hierarchical = None
+    if plan.hierarchical_all_reduce_bytes:
+        hierarchical = HierarchicalAllReduce(
+            node_levels(plan.cluster, plan.mesh), plan.hierarchical_all_reduce_bytes
+        )
     return replace(
         program,
-        merge_bytes=plan.merge_bytes,
-        merge_gather_bytes=plan.merge_gather_bytes,
-        hierarchy=hierarchy,
+        reduce_bucket_bytes=plan.reduce_bucket_bytes,
+        allgather_bucket_bytes=plan.allgather_bucket_bytes,
+        hierarchical=hierarchical,
     )
 
 
 PASSES: tuple[EmissionPass, ...] = (
     EmissionPass("emit", _emit),
-    EmissionPass("parts", _parts, "scheduled"),
-    EmissionPass("ring", _ring),
+    EmissionPass("micro_chunks", _micro_chunks, "scheduled"),
+    EmissionPass("collective_matmul", _collective_matmul),
     EmissionPass("schedule", _schedule, "scheduled"),
-    EmissionPass("merge", _merge),
+    EmissionPass("chain", _chain, "scheduled"),
+    EmissionPass("bucket", _bucket),
 )
 
 
@@ -145,7 +164,7 @@ def emit(
     watch: Watch | None = None,
     passes: Sequence[EmissionPass] = PASSES,
     costs: CostModel | None = None,
-    known: LineOrders | None = None,
+    known: ChainedOrders | None = None,
 ) -> EmittedProgram:
     """The program of every rank of `plan.mesh`, of a plan that runs every batch in one pass.
     costs: of its cluster and mesh, if at hand; known: see Subject.

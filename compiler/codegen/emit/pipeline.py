@@ -1,8 +1,9 @@
 """The emitted pipeline: the program of every stage, and in which order devices run them.
 
-    captured graph --cut the batch--> graph of one microbatch   (passes/pipeline_microbatch.py)
-                   --split as planned--> typed regions          (passes/variants.py)
-                   --cut at the stages--> a program per stage   (passes/stage_graphs.py, emit.py)
+    captured graph --cut the batch--> graph of one microbatch   (passes/split/microbatch.py)
+                   --split as planned--> typed regions          (passes/graph/variants.py)
+                   --cut at the stages--> a program per stage   (passes/split/stage_graphs.py,
+                                                                codegen/emit/region.py)
 
 All ranks emit all stages, so that `digest` covers the whole pipeline; a rank runs the stages of its
 device, its coordinate on the axis pp. meshfold.runtime.pipeline_runner runs them.
@@ -14,14 +15,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshfold.codegen.emit.check_program import check_program
-from meshfold.codegen.emit.pass_pipeline import Watch, emit, merged
+from meshfold.codegen.emit.pass_pipeline import Watch, bucketed, emit
 from meshfold.codegen.emit.region import check_outputs, check_runs, emit_typed
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.codegen.program.text import rank_text
+from meshfold.codegen.schedule.list_scheduling import scheduled
 from meshfold.codegen.schedule.split_backward import split_backward
 from meshfold.cost_models.op_costs.cost_model import CostModel
-from meshfold.cost_models.pipeline.action_checks import actions_text, check_actions
-from meshfold.cost_models.pipeline.actions import ActionLists
+from meshfold.cost_models.pipeline.action_checks import check_actions
+from meshfold.cost_models.pipeline.actions import ActionLists, actions_text
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import OptionError, PlanMismatchError
 from meshfold.ir.mesh import PIPELINE_AXIS, Mesh
@@ -33,21 +35,20 @@ from meshfold.passes.graph.variants import planned_graph
 from meshfold.passes.split.loss_counts import LossCount, loss_counts
 from meshfold.passes.split.microbatch import MicrobatchGraphs
 from meshfold.passes.split.stage_graphs import StageGraph, stage_graphs
-from meshfold.schedule_program import scheduled
 
 
 @dataclass(frozen=True)
 class EmittedPipeline:
     """A pipeline of `mesh`. folded: the whole batch's graph, as captured. graphs, stages: per stage
-    its graph and its program. input_cuts: per input its layout over the microbatches. counts: the
-    means over targets of `folded`."""
+    its graph and its program. input_layouts: per input its layout over the microbatches. counts:
+    the means over targets of `folded`."""
 
     folded: FoldedGraph
     mesh: Mesh
     schedule: Schedule
     graphs: tuple[StageGraph, ...]
     stages: tuple[EmittedProgram, ...]
-    input_cuts: Mapping[str, Layout]
+    input_layouts: Mapping[str, Layout]
     counts: tuple[LossCount, ...]
 
     @cached_property
@@ -62,7 +63,7 @@ class EmittedPipeline:
         names = self.mesh.names
         return coords[names.index(PIPELINE_AXIS)] if PIPELINE_AXIS in names else 0
 
-    def parts_of(self, coords: tuple[int, ...]) -> tuple[EmittedProgram, ...]:
+    def stage_programs(self, coords: tuple[int, ...]) -> tuple[EmittedProgram, ...]:
         """The programs that a rank runs."""
         return tuple(self.stages[s] for s in self.schedule.stages_of(self.device_of(coords)))
 
@@ -148,14 +149,13 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         emit_typed(
             stage.folded,
             stage.typings,
-            plan.mesh,
             costs,
             stage.numbers,
             {border.name: border.layout for border in stage.arrives},
         )
         for stage in cut
     )
-    stages = tuple(merged(stage, plan) for stage in stages)
+    stages = tuple(bucketed(stage, plan) for stage in stages)
     _check_tied(stages)
     if plan.mode == "scheduled":
         stages = tuple(scheduled(stage, costs, _left(plan, s)) for s, stage in enumerate(stages))
@@ -166,14 +166,14 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
             for region in stage.regions:
                 split_backward(region.graph, stage.folded.regions[region.region].graph)
     counts = loss_counts(folded) if parts > 1 else ()
-    cuts = graphs.input_cuts() if parts > 1 else {}
+    cuts = graphs.input_layouts() if parts > 1 else {}
     return EmittedPipeline(folded, plan.mesh, schedule, cut, stages, cuts, counts)
 
 
 def _left(plan: Plan, stage: int) -> int:
     """Bytes that the plan leaves on the device of a stage. Gradients of weights wait no longer than
     their region's backward, in which no other action runs."""
-    figures = plan.stages[stage].figures
+    figures = plan.stages[stage].costs
     return max(0, plan.memory.capacity - figures.peak_bytes) if figures else 0
 
 

@@ -4,14 +4,14 @@ For every distinct (region, layouts of the values that arrive) one graph is writ
 
     for each op, in order:
         each operand in the layout the op's rule reads       _RegionEmitter.value
-            a parameter first comes out of its bucket        _RegionEmitter._open_bucket
+            a parameter first comes out of its group        _RegionEmitter._open_group
             a conversion is a start node and a wait node     _RegionEmitter._convert
         the op on local shapes                               meshfold.codegen.emit.op
     each output and mutated buffer in the layout it leaves in
 
-The search prices the same typing through the same tables (passes/rules.py, passes/conversions.py),
-so what is priced is what is emitted. Ranks differ in coordinates only, which the graph reads from
-its `mesh` placeholder: one emission serves all ranks.
+The search prices the same typing through the same tables (passes/rules/table.py,
+passes/price/conversions.py), so what is priced is what is emitted. Ranks differ in coordinates
+only, which the graph reads from its `mesh` placeholder: one emission serves all ranks.
 """
 
 import operator
@@ -23,25 +23,33 @@ import torch
 from torch import fx
 
 from meshfold.codegen.emit.op import emit_op
-from meshfold.codegen.program.emitted import ORIGIN, PLACE, EmittedProgram, RegionProgram, Step
+from meshfold.codegen.emit.op_context import OpContext
+from meshfold.codegen.program.emitted import (
+    CONTEXT,
+    ORIGIN,
+    PLACE,
+    EmittedProgram,
+    RegionProgram,
+    Step,
+)
 from meshfold.codegen.program.text import TYPE
 from meshfold.errors import PlanMismatchError
-from meshfold.ir.mesh import Mesh
+from meshfold.ir.conversion_step import Step as ConversionStep
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, Source, SourceKind
 from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import INVARIANT, Layout, layout_text, local_shape
 from meshfold.ir.strategy import OpTyping, RegionTyping
 from meshfold.ops.conversions import emit_step
+from meshfold.passes.graph.typed import wanted_layouts
 from meshfold.passes.price.conversions import ConversionCosts, conversion_steps, plan_conversions
-from meshfold.passes.price.conversions import Step as ConversionStep
 from meshfold.passes.price.parameter_groups import (
-    BucketKey,
-    bucket_key,
+    ParameterGroupKey,
     changed_axes,
+    parameter_group_key,
     used_layout,
 )
-from meshfold.zero.graph_ops import replicate_bucket, start_ahead, wait_bucket
-from meshfold.zero.parameter_group import Bucket, BucketMember
+from meshfold.zero.graph_ops import replicate_group, start_ahead, wait_group
+from meshfold.zero.parameter_group import GroupMember, ParameterGroup
 
 Written = tuple[OpGraph, RegionTyping]
 """What a region is emitted as."""
@@ -60,7 +68,6 @@ def check_runs(plan: Plan) -> None:
 def emit_typed(
     folded: FoldedGraph,
     typings: Sequence[RegionTyping],
-    mesh: Mesh,
     costs: ConversionCosts,
     numbers: Sequence[int] = (),
     borders: Mapping[str, Layout] = MappingProxyType({}),
@@ -83,22 +90,22 @@ def emit_typed(
             variant = sum(r.region == number for r in regions)
             name = folded.regions[number].name + (f".{variant}" if variant else "")
             given = folded.regions[number].graph, typings[number]
-            emitter = _RegionEmitter(*written.get(number, given), layouts, mesh, costs)
+            emitter = _RegionEmitter(*written.get(number, given), layouts, costs)
             made[number, layouts] = len(regions)
             regions.append(emitter.emit(name, number, len(instance.floats)))
         programs.append(made[number, layouts])
     if not numbers:
         check_outputs(folded, typings)
-    makes = [regions[p].makes_parameters for p in programs]
+    makes = [regions[p].materializes_parameters for p in programs]
     steps = schedule(makes, releases_all=bool(numbers))
     return EmittedProgram(
         folded,
-        mesh,
+        costs.mesh,
         tuple(typings),
         tuple(regions),
         tuple(programs),
         steps,
-        _stored(folded, typings, len(mesh.axes)),
+        _stored(folded, typings, len(costs.mesh.axes)),
         tuple(numbers) or tuple(range(len(programs))),
     )
 
@@ -138,7 +145,7 @@ def _arriving(
     def arrival(source: Source, declared: Layout) -> Layout:
         if source.kind is SourceKind.VALUE:
             return typings[folded.instances[source.instance].region].outputs[source.output]
-        return borders[source.name] if source.kind is SourceKind.BORDER else declared
+        return borders[source.name] if source.kind is SourceKind.BOUNDARY else declared
 
     return [
         tuple(map(arrival, instance.sources, typings[instance.region].slots))
@@ -173,23 +180,22 @@ class _RegionEmitter:
         ops: OpGraph,
         typing: RegionTyping,
         arriving: tuple[Layout, ...],
-        mesh: Mesh,
         costs: ConversionCosts,
     ) -> None:
         self.ops = ops
         self.typing = typing
         self.arriving = arriving
-        self.mesh = mesh
+        self.mesh = costs.mesh
         self.graph = fx.Graph()
         self.nodes: dict[tuple[int, Layout], fx.Node] = {}
         self.costs = costs
-        self.demands = self._demands()
+        self.demands = wanted_layouts(self.ops, self.typing, self.arriving)
         self.parents: dict[tuple[int, Layout], Layout] = {}
-        self.uses: dict[tuple[int, Layout], BucketMember] = {}
+        self.uses: dict[tuple[int, Layout], GroupMember] = {}
         self.direct = {v for v, s in enumerate(self.ops.slots) if s.kind is not SlotKind.PARAMETER}
         for v, demands in enumerate(self.demands):
             self._plan_value(v, demands)
-        self.buckets = _group(list(self.uses.values()), self.ops, self.mesh, self.costs)
+        self.groups = _group(list(self.uses.values()), self.ops, self.costs)
         self.is_ahead_started = False
 
     def emit(self, name: str, number: int, num_floats: int) -> RegionProgram:
@@ -211,27 +217,15 @@ class _RegionEmitter:
             self.typing,
             self.arriving,
             self.typing.outputs,
-            self.buckets,
+            self.groups,
             direct,
             graph,
             self.typing.recompute,
-            self.typing.keeps_gathered,
-            self.typing.whole_gradients,
+            self.typing.reshard_after_forward,
+            self.typing.accumulate_unsharded,
         )
 
     # What is wanted, before any node is written.
-
-    def _demands(self) -> list[list[Layout]]:
-        """Per value the layouts that ops, outputs and mutated buffers want, in order."""
-        demands: list[list[Layout]] = [[] for _ in self.ops.values]
-        for op, typing in zip(self.ops.ops, self.typing.ops, strict=True):
-            for v, layout in zip(op.operands, typing.inputs, strict=True):
-                demands[v].append(layout)
-        for v, layout in zip(self.ops.outputs, self.typing.outputs, strict=True):
-            demands[v].append(layout)
-        for slot, v in self.ops.mutations:
-            demands[v].append(self.arriving[slot])
-        return demands
 
     def _plan_value(self, v: int, demands: list[Layout]) -> None:
         """Fill `parents` (the conversion tree) and, for a parameter, `uses`."""
@@ -245,10 +239,10 @@ class _RegionEmitter:
             by_use.setdefault(used_layout(native, demand, self.mesh), []).append(demand)
         for used, wanted in by_use.items():
             value = self.ops.values[v]
-            if bucket_key(v, value, native, used, self.mesh, self.costs) is not None:
+            if parameter_group_key(v, value, native, used, self.costs) is not None:
                 _, reduce = changed_axes(native, used)
                 name, shape = self.ops.slots[v].name, self.ops.values[v].shape
-                self.uses[v, used] = BucketMember(v, name, shape, native, used, reduce)
+                self.uses[v, used] = GroupMember(v, name, shape, native, used, reduce)
             else:
                 self.direct.add(v)
                 if used != native:
@@ -256,7 +250,7 @@ class _RegionEmitter:
             self._plan_tree(v, used, wanted)
 
     def _plan_tree(self, v: int, native: Layout, demands: list[Layout]) -> None:
-        edges = plan_conversions(self.ops.values[v], native, demands, self.mesh, self.costs)
+        edges = plan_conversions(self.ops.values[v], native, demands, self.costs)
         self.parents.update({(v, target): source for source, target in edges})
 
     def _native(self, v: int) -> Layout:
@@ -269,10 +263,10 @@ class _RegionEmitter:
 
     def _placeholders(self, num_floats: int) -> tuple[int, ...]:
         """Write the placeholders, see RegionProgram; returns the slots passed directly."""
-        self.mesh_node = self.graph.placeholder("mesh")
+        self.step_node = self.graph.placeholder(CONTEXT)
         self.ahead = self.graph.placeholder("ahead")
         self.instance = self.graph.placeholder("instance")
-        self.in_flight = [self.graph.placeholder(f"bucket_{k}") for k in range(len(self.buckets))]
+        self.in_flight = [self.graph.placeholder(f"group_{k}") for k in range(len(self.groups))]
         direct = tuple(sorted(self.direct))
         for v in direct:
             self._bind(v, self.arriving[v], self.graph.placeholder(self._label(v)))
@@ -289,9 +283,9 @@ class _RegionEmitter:
             self.value(v, layout) for v, layout in zip(op.operands, typing.inputs, strict=True)
         ]
         before = next(reversed(self.graph.nodes))
-        made = emit_op(
+        context = OpContext(
             self.graph,
-            self.mesh_node,
+            self.step_node,
             self.ops,
             k,
             typing,
@@ -300,6 +294,7 @@ class _RegionEmitter:
             self.instance,
             self.holes,
         )
+        made = emit_op(context)
         for v, layout, node in zip(op.outputs, typing.outputs, made, strict=True):
             self._bind(v, layout, node)
         self._note_origin(before, k)
@@ -315,7 +310,7 @@ class _RegionEmitter:
         """The node of value `v` in `layout`, converted where it is not there yet."""
         if (v, layout) not in self.nodes:
             if (v, layout) in self.uses:
-                self._open_bucket(v, layout)
+                self._open_group(v, layout)
             else:
                 self._convert(v, self.parents[v, layout], layout)
         return self.nodes[v, layout]
@@ -323,25 +318,25 @@ class _RegionEmitter:
     def _convert(self, v: int, source: Layout, target: Layout) -> None:
         node = self.value(v, source)
         value = self.ops.values[v]
-        for step in conversion_steps(value, source, target, self.mesh, self.costs):
+        for step in conversion_steps(value, source, target, self.costs):
             before = next(reversed(self.graph.nodes))
-            node = emit_step(self.graph, self.mesh_node, node, step, self.mesh, value)
+            node = emit_step(self.graph, self.step_node, node, step, self.mesh, value)
             self._note_origin(before, (v, step))
         self._bind(v, target, node)
 
-    def _open_bucket(self, v: int, layout: Layout) -> None:
-        """First use of a bucket: wait for it, then let the next gathers start."""
-        number, bucket = next(
-            (k, b) for k, b in enumerate(self.buckets) if self.uses[v, layout] in b.members
+    def _open_group(self, v: int, layout: Layout) -> None:
+        """First use of a group: wait for it, then let the next gathers start."""
+        number, group = next(
+            (k, b) for k, b in enumerate(self.groups) if self.uses[v, layout] in b.members
         )
-        function = wait_bucket if bucket.is_made else replicate_bucket
+        function = wait_group if group.is_materialized else replicate_group
         opened = self.graph.call_function(function, (self.in_flight[number],))
-        for k, member in enumerate(bucket.members):
+        for k, member in enumerate(group.members):
             node = self.graph.create_node(
                 "call_function", operator.getitem, (opened, k), name=self._label(member.slot)
             )
             self._bind(member.slot, member.used, node)
-        if bucket.is_made and not self.is_ahead_started:
+        if group.is_materialized and not self.is_ahead_started:
             # Not before: then three regions would be in memory, one of them in flight.
             self.graph.call_function(start_ahead, (self.ahead,))
             self.is_ahead_started = True
@@ -357,16 +352,23 @@ class _RegionEmitter:
 
 
 def _group(
-    uses: Sequence[BucketMember], ops: OpGraph, mesh: Mesh, costs: ConversionCosts
-) -> tuple[Bucket, ...]:
+    uses: Sequence[GroupMember], ops: OpGraph, costs: ConversionCosts
+) -> tuple[ParameterGroup, ...]:
     """Members that are gathered over the same axes, or only reduced over the same, together, but
     for large ones (meshfold.passes.price.parameter_groups)."""
-    groups: dict[BucketKey, list[BucketMember]] = {}
+    groups: dict[ParameterGroupKey, list[GroupMember]] = {}
     for use in uses:
-        key = bucket_key(use.slot, ops.values[use.slot], use.stored, use.used, mesh, costs)
+        key = parameter_group_key(use.slot, ops.values[use.slot], use.stored, use.used, costs)
         assert key is not None, "members have something to gather, to reduce or to cast"
         groups.setdefault(key, []).append(use)
     return tuple(
-        Bucket(gather, dtype, requires_grad, tuple(members), master, alone is not None)
-        for (gather, _, dtype, requires_grad, master, alone), members in groups.items()
+        ParameterGroup(
+            key.gather,
+            key.dtype,
+            key.requires_grad,
+            tuple(members),
+            key.master,
+            key.unbucketed is not None,
+        )
+        for key, members in groups.items()
     )

@@ -1,7 +1,7 @@
 """The emitted program of a rank: one graph per distinct region, and the steps that run them.
 
-    G k   start the gathers of instance k's buckets
-    F k   run the region graph of instance k; inside it, once its own bucket has arrived, the
+    G k   start the gathers of instance k's groups
+    F k   run the region graph of instance k; inside it, once its own group has arrived, the
           gathers of instance `ahead` start
     X k   release the gathered parameters of instance k
 
@@ -17,15 +17,19 @@ from typing import Literal
 
 from torch import fx
 
-from meshfold.codegen.program.region_schedule import RegionSchedule
-from meshfold.codegen.program.text import bucket_text, graph_lines, rank_text
-from meshfold.ir.bucketing import Mergeable, Place, merged_places
+from meshfold.codegen.program.region_schedule import ChunkedBoundary, RegionSchedule
+from meshfold.codegen.program.text import graph_lines, group_text, rank_text
+from meshfold.hierarchical_all_reduce import HierarchicalAllReduce
+from meshfold.ir.bucketing import BucketMember, GroupRef, fill_buckets
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.node_groups import ACROSS_NODES, IN_NODE, Hierarchy, NodeLevels
+from meshfold.ir.node_groups import ACROSS_NODES, IN_NODE, NodeLevels
 from meshfold.ir.op_graph import ITEM_BYTES, FoldedGraph, OpGraph, SlotKind
 from meshfold.ir.spmd import INVARIANT, Layout
 from meshfold.ir.strategy import Recompute, RegionTyping
-from meshfold.zero.parameter_group import Bucket, BucketBuffers
+from meshfold.zero.parameter_group import GroupBuffers, ParameterGroup
+
+CONTEXT = "context"
+"""Name of the first placeholder of every graph: the StepContext."""
 
 PLACE = "meshfold_place"
 """Key of fx.Node.meta: (value of the region, layout) that a node stands for."""
@@ -37,28 +41,32 @@ conversion)."""
 
 @dataclass(frozen=True)
 class RegionProgram:
-    """The graph of one region for values that arrive in the layouts `slots`.
-
-    Placeholders of `graph`, in order: `mesh` (a RankMesh); `ahead` (a callable that starts the next
-    gathers); `instance` (its number, which tells random ops apart); one bucket in flight per entry
-    of `buckets`; the local tensors of `direct` slots; one float per hole of the region. It returns
-    the outputs of the region as a tuple, then the new values of mutated buffers. recompute,
-    keeps_gathered, whole_gradients: as in RegionTyping. ops, typing: what was emitted, those of the
-    region; of one that runs in parts, those of passes.region_parts.
-    """
+    """The graph of one region for values that arrive in the layouts `slots`."""
 
     name: str
     region: int
+    """Number of the region in the folded graph."""
     ops: OpGraph
+    """The ops that were emitted: those of the region or, in micro-chunks, of
+    meshfold.passes.split.micro_chunks."""
     typing: RegionTyping
+    """The typing of `ops`."""
     slots: tuple[Layout, ...]
+    """Layouts in which values arrive."""
     outputs: tuple[Layout, ...]
-    buckets: tuple[Bucket, ...]
+    """Layouts in which values leave."""
+    groups: tuple[ParameterGroup, ...]
     direct: tuple[int, ...]
+    """Slots whose local tensors are passed directly, not by a group."""
     graph: fx.GraphModule
+    """Placeholders, in order: `context` (a StepContext); `ahead` (a callable that starts the next
+    gathers); `instance` (its number, which tells random ops apart); one GroupUse per entry of
+    `groups`; the local tensors of `direct`; one float per hole of the region. Returns the outputs
+    of the region as a tuple, then the new values of mutated buffers."""
     recompute: Recompute = "none"
-    keeps_gathered: bool = False
-    whole_gradients: bool = False
+    """As in RegionTyping, like the two that follow."""
+    reshard_after_forward: bool = True
+    accumulate_unsharded: bool = False
     schedule: RegionSchedule | None = None
     """How it runs in `scheduled` mode, if otherwise than in eager mode."""
 
@@ -66,13 +74,25 @@ class RegionProgram:
     def direct_names(self) -> tuple[str, ...]:
         """The placeholders of the slots passed directly."""
         names = tuple(n.name for n in self.graph.graph.nodes if n.op == "placeholder")
-        first = names.index("instance") + 1 + len(self.buckets)
+        first = names.index("instance") + 1 + len(self.groups)
         return names[first : first + len(self.direct)]
 
     @property
-    def makes_parameters(self) -> bool:
+    def materializes_parameters(self) -> bool:
         """Whether parameters are gathered or cast for it."""
-        return any(b.is_made for b in self.buckets)
+        return any(b.is_materialized for b in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionInstance:
+    """One use of a region in a program."""
+
+    index: int
+    region: RegionProgram
+    number: int
+    """What tells it apart in random ops and losses, see EmittedProgram.numbers."""
+    floats: tuple[float, ...]
+    """Its float arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +123,34 @@ class EmittedProgram:
     steps: tuple[Step, ...]
     stored: Mapping[str, Layout]
     numbers: tuple[int, ...]
-    merge_bytes: int = 0
+    reduce_bucket_bytes: int = 0
     """Up to which reductions of gradients are merged."""
-    merge_gather_bytes: int = 0
+    allgather_bucket_bytes: int = 0
     """Up to which gathers of parameters are merged."""
-    hierarchy: Hierarchy | None = None
-    """Which all-reduces of gradients run in phases; None for none."""
+    hierarchical: HierarchicalAllReduce | None = None
+    """Which all-reduces of gradients are hierarchical; None for none."""
+
+    boundaries: tuple[ChunkedBoundary, ...] = ()
+    """What each instance receives and sends in chunks; empty where none does."""
+
+    def boundary_of(self, instance: int) -> ChunkedBoundary:
+        return self.boundaries[instance] if self.boundaries else ChunkedBoundary()
+
+    def instance(self, index: int) -> RegionInstance:
+        floats = self.folded.instances[index].floats
+        return RegionInstance(index, self.region_of(index), self.numbers[index], floats)
 
     def region_of(self, instance: int) -> RegionProgram:
         return self.regions[self.programs[instance]]
 
-    def parts_of(self, _: tuple[int, ...]) -> tuple["EmittedProgram", ...]:
+    def stage_programs(self, _: tuple[int, ...]) -> tuple["EmittedProgram", ...]:
         """The programs that a rank runs: this one."""
         return (self,)
 
     @property
     def levels(self) -> NodeLevels:
-        """Of the mesh; one, where nothing runs in phases."""
-        return NodeLevels(self.mesh, 0) if self.hierarchy is None else self.hierarchy.levels
+        """Of the mesh; one level where no all-reduce is hierarchical."""
+        return NodeLevels(self.mesh, 0) if self.hierarchical is None else self.hierarchical.levels
 
     @property
     def whole(self) -> Layout:
@@ -128,36 +158,36 @@ class EmittedProgram:
         return (INVARIANT,) * len(self.mesh.axes)
 
     @cached_property
-    def gathered_together(self) -> tuple[tuple[Place, ...], ...]:
-        """The buckets whose parameters are gathered together, see meshfold.ir.bucketing."""
-        return merged_places(self._gathers(), self.merge_gather_bytes)
+    def gathered_together(self) -> tuple[tuple[GroupRef, ...], ...]:
+        """The groups whose parameters are gathered together, see meshfold.ir.bucketing."""
+        return fill_buckets(self._gathers(), self.allgather_bucket_bytes)
 
     @cached_property
-    def reduced_together(self) -> tuple[tuple[Place, ...], ...]:
-        """The buckets whose gradients are reduced together, see meshfold.ir.bucketing."""
-        return merged_places(self._reductions(), self.merge_bytes)
+    def reduced_together(self) -> tuple[tuple[GroupRef, ...], ...]:
+        """The groups whose gradients are reduced together, see meshfold.ir.bucketing."""
+        return fill_buckets(self._reductions(), self.reduce_bucket_bytes)
 
-    def _gathers(self) -> Iterator[Mergeable]:
+    def _gathers(self) -> Iterator[BucketMember]:
         for k in range(len(self.programs)):
             region = self.region_of(k)
-            for number, bucket in enumerate(region.buckets):
-                if bucket.gather and not bucket.is_alone:
-                    key = bucket.gather, bucket.dtype, region.keeps_gathered
-                    num_bytes = BucketBuffers(bucket, self.mesh.sizes).whole_numel
-                    yield Mergeable((k, number), key, num_bytes * ITEM_BYTES[bucket.dtype])
+            for number, group in enumerate(region.groups):
+                if group.gather and not group.is_unbucketed:
+                    key = group.gather, group.dtype, region.reshard_after_forward
+                    num_bytes = GroupBuffers(group, self.mesh.sizes).unsharded_numel
+                    yield BucketMember((k, number), key, num_bytes * ITEM_BYTES[group.dtype])
 
-    def _reductions(self) -> Iterator[Mergeable]:
+    def _reductions(self) -> Iterator[BucketMember]:
         for k in reversed(range(len(self.programs))):
             region = self.region_of(k)
-            for number, bucket in enumerate(region.buckets):
-                axes = bucket.gather or bucket.reduce
-                if axes and bucket.requires_grad and not bucket.is_alone:
-                    is_late = not bucket.gather or region.whole_gradients
-                    dtype = bucket.master or bucket.dtype
-                    key = bool(bucket.gather), axes, dtype, is_late
-                    num_bytes = BucketBuffers(bucket, self.mesh.sizes).whole_numel
+            for number, group in enumerate(region.groups):
+                axes = group.gather or group.reduce
+                if axes and group.requires_grad and not group.is_unbucketed:
+                    reduce_on_last_microbatch = not group.gather or region.accumulate_unsharded
+                    dtype = group.master or group.dtype
+                    key = bool(group.gather), axes, dtype, reduce_on_last_microbatch
+                    num_bytes = GroupBuffers(group, self.mesh.sizes).unsharded_numel
                     num_bytes *= ITEM_BYTES[dtype]
-                    yield Mergeable((k, number), key, num_bytes)
+                    yield BucketMember((k, number), key, num_bytes)
 
     @cached_property
     def digest(self) -> str:
@@ -171,9 +201,9 @@ class EmittedProgram:
             (name,) for name, n in zip(names, self.mesh.sizes, strict=True) if n > 1
         }
         for region in self.regions:
-            for bucket in region.buckets:
-                sets.add(tuple(names[k] for k in bucket.gather))
-                reduced = {tuple(names[k] for k in m.reduce) for m in bucket.members} - {()}
+            for group in region.groups:
+                sets.add(tuple(names[k] for k in group.gather))
+                reduced = {tuple(names[k] for k in m.reduce) for m in group.members} - {()}
                 sets |= reduced
                 for axes in filter(self.levels.sizes, reduced):
                     sets |= {(*axes, IN_NODE), (*axes, ACROSS_NODES)}
@@ -192,23 +222,23 @@ class EmittedProgram:
         for what, groups in together.items():
             for places in groups:
                 names = " ".join(f"{k}.{number}" for k, number in places)
-                yield f"  {what} together, instance.bucket: {names}"
-        if self.hierarchy is not None:
-            yield f"  {self.hierarchy}"
+                yield f"  {what} together, instance.group: {names}"
+        if self.hierarchical is not None:
+            yield f"  {self.hierarchical}"
         for k, region in enumerate(self.regions):
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"
             again = "; runs again in backward" if region.recompute == "full" else ""
-            again += "; stays gathered for backward" if region.keeps_gathered else ""
-            again += "; gradients reduced once a step" if region.whole_gradients else ""
+            again += "" if region.reshard_after_forward else "; stays gathered for backward"
+            again += "; gradients reduced once a step" if region.accumulate_unsharded else ""
             yield f"region {region.name}: {len(instances)} x, first {scope}{again}"
-            for number, bucket in enumerate(region.buckets):
-                for line in bucket_text(number, bucket, self.mesh):
+            for number, group in enumerate(region.groups):
+                for line in group_text(number, group, self.mesh):
                     yield f"  {line}"
             for line in graph_lines(region.graph.graph):
                 yield f"  {line}"
             if region.schedule is not None:
-                for line in region.schedule.lines():
+                for line in region.schedule.text_lines():
                     yield f"  {line}"
 
     def _step_runs(self) -> Iterator[str]:
@@ -233,9 +263,9 @@ class EmittedProgram:
 
         return self.programs[a] == self.programs[b] and shape(left, a) == shape(right, b)
 
-    def parameters_of(self, instance: int, bucket: Bucket) -> list[str]:
-        """Names of the parameters behind a bucket's members, for one instance."""
+    def parameters_of(self, instance: int, group: ParameterGroup) -> list[str]:
+        """Names of the parameters behind a group's members, for one instance."""
         sources = self.folded.instances[instance].sources
         slots = self.folded.regions[self.folded.instances[instance].region].graph.slots
-        assert all(slots[m.slot].kind == SlotKind.PARAMETER for m in bucket.members)
-        return [sources[m.slot].name for m in bucket.members]
+        assert all(slots[m.slot].kind == SlotKind.PARAMETER for m in group.members)
+        return [sources[m.slot].name for m in group.members]

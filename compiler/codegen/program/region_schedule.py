@@ -1,184 +1,237 @@
-"""The order in which a rank runs the pieces of a region, forward and backward.
+"""The order in which a rank runs the segments of a region, forward and backward.
 
-    forward   O b   wait for bucket b, its parameters are whole
-              F p   run piece p: ops, a collective's start, or its wait
-              G     start the gathers of the next region that gathers
-              T     the next move of the tail of the region before, if one is left
-    backward  A     own gathers are waited for, what later regions hold is let go
-              B p   the backward of piece p; of a wait it starts the dual collective, of a start it
-                    waits for it
-              W p   gradients of the weights of piece p, which its B left
-              R b   start the reduction of bucket b
-              G     start the gathers of the region before
-              T     the next move of the tail of the region behind, if one is left
+    forward   O b   unshard     wait for group b, whose parameters are then unsharded
+              F k   forward     run segment k: ops, a collective's start, or its wait
+              G     prefetch    start the gathers of the next region that gathers
+              T     epilogue    the next action of the epilogue of the region before, if one is left
+    backward  A     enter       wait for the region's own gathers, release what later regions have
+              B k   backward    of segment k; of a wait it starts the dual collective, of a start it
+                                waits for it
+              W k   weights     the gradients of weights that the backward of segment k deferred
+              R b   reduce      start the reduction of group b
+              G     prefetch    start the gathers of the region before
+              T     epilogue    the next action of the epilogue of the region behind, if one is left
 
-Between regions in line (passes/line_schedule.py) the last moves of one direction, its tail, run
-within the next region; what takes parts apart or joins them does not run between them
-(meshfold.handed_parts).
+Between chained regions (meshfold.codegen.chained_chunks) the last actions of a
+direction, its epilogue, run within the next region; segments that split or join chunks do not run
+between them.
 
-Of the ops of a piece, its B makes what the collectives before it wait for; products that make
-gradients of weights are W, and fill the time while collectives are on their way. Found by
-passes/list_schedule.py with the cost model's seconds, which are the same on all ranks. Piece 3 is
-`>3` where it starts a collective and `<3` where it waits.
+The backward of a segment computes what the collectives before it wait for; products that make
+gradients of weights are deferred, and fill the time while collectives are in flight. The order is
+found by meshfold.passes.schedule.list_schedule with the cost model's seconds, which are the same on
+all ranks. As text, segment 3 is `>3` where it starts a collective and `<3` where it waits.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Literal
 
 from torch import fx
 
+from meshfold.ir.conversion_step import Step
 from meshfold.ops.async_autograd import Actions
 from meshfold.ops.expert_dispatch import Route
-from meshfold.passes.price.conversions import Step
 
 Origin = int | tuple[int, Step]
 """As fx.Node.meta[ORIGIN]."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Ops. inputs, outputs: names of values of the region. graph: takes the inputs in order, the
-    first of them the mesh, and returns the outputs as a tuple. origins: what its nodes are part
-    of, in order."""
+class OpsSegment:
+    """Ops that run without a break."""
 
     inputs: tuple[str, ...]
+    """Names of values of the region; the first is the mesh."""
     outputs: tuple[str, ...]
     graph: fx.GraphModule
+    """Takes the inputs in order and returns the outputs as a tuple."""
     origins: tuple[Origin, ...]
+    """The ops and conversion steps that its nodes belong to, in order."""
     kind: Literal["ops"] = "ops"
 
 
 @dataclass(frozen=True)
-class Collective:
-    """The start or the wait of a conversion on `axis`, or of rows that travel to their experts.
-    inputs, outputs: one name each, as of a Piece; between them what is in flight has the start's
-    name, forward and backward. A start whose actions depend on a route reads it as well, as its
-    second input. origin: the conversion, or the op; partner: of a wait the number of its start,
-    else -1."""
+class CollectiveSegment:
+    """The start or the wait of a conversion, or of rows that are dispatched to their experts. What
+    is in flight between the two has the start's name, forward and backward."""
 
     kind: Literal["start", "wait"]
     inputs: tuple[str, ...]
+    """One name; of a start whose actions depend on a route also that of the route."""
     outputs: tuple[str]
     axis: str
     actions: Actions | Callable[[Route], Actions]
     origin: Origin
+    """The conversion step, or the op."""
     partner: int = -1
+    """The number of a wait's start, else -1."""
 
     def actions_on(self, *route: Route) -> Actions:
-        """Both directions, of what was read beside the value that is sent."""
+        """Both directions, given what was read beside the value that is sent."""
         return self.actions(*route) if callable(self.actions) else self.actions
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """A region's graph in pieces, in an order in which they can run. members: (bucket, member) of
-    the parameters that come out of buckets, by name; results: names of what the region returns;
-    placeholders: of its graph."""
+RegionSegment = OpsSegment | CollectiveSegment
 
-    pieces: tuple[Piece | Collective, ...]
+
+@dataclass(frozen=True)
+class SegmentedGraph:
+    """A region's graph in segments, in an order in which they can run."""
+
+    segments: tuple[RegionSegment, ...]
     members: Mapping[str, tuple[int, int]]
+    """(group, member) of the parameters that come out of groups, by name."""
     results: tuple[str, ...]
+    """Names of what the region returns."""
     placeholders: tuple[str, ...]
 
     @cached_property
-    def owners(self) -> Mapping[Origin, Piece]:
-        """The piece in which an op ends."""
-        return {o: p for p in self.pieces if p.kind == "ops" for o in p.origins}
+    def owners(self) -> Mapping[Origin, OpsSegment]:
+        """The segment in which an op ends."""
+        return {o: p for p in self.segments if p.kind == "ops" for o in p.origins}
 
-    def makers(self) -> dict[str, int]:
-        """Number of the piece that makes a value, by name."""
-        return {name: k for k, piece in enumerate(self.pieces) for name in piece.outputs}
+    @cached_property
+    def makers(self) -> Mapping[str, int]:
+        """Number of the segment that computes a value, by name."""
+        return {name: k for k, segment in enumerate(self.segments) for name in segment.outputs}
 
 
-MoveKind = Literal["O", "F", "G", "T", "A", "B", "W", "R"]
+class ActionKind(Enum):
+    """See the module docstring. The value is how it is written."""
+
+    UNSHARD = "O"
+    FORWARD = "F"
+    PREFETCH = "G"
+    EPILOGUE = "T"
+    ENTER = "A"
+    BACKWARD = "B"
+    WEIGHTS = "W"
+    REDUCE = "R"
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """See the module docstring. number: of a piece or bucket, -1 for G, T and A."""
+class RegionAction:
+    """One entry of a schedule. number: of a segment or parameter group, -1 where there is none."""
 
-    kind: MoveKind
+    kind: ActionKind
     number: int = -1
 
 
 @dataclass(frozen=True)
 class RegionSchedule:
-    """How a region is run in `scheduled` mode. late_s, held_bytes: by number of the pieces with a
-    W, its seconds, and what is held for it. taken, handed: the pieces that take a slot apart, and
-    that join an output, by number of these. line: of those, slots and the outputs that they are
-    between equal regions in line; then the last moves of a direction, as many as its tail has, may
-    be left to the next region.
-    """
+    """How a region runs in mode scheduled."""
 
-    pieces: Pieces
-    late_s: Mapping[int, float]
-    held_bytes: Mapping[int, int]
-    forward: tuple[Move, ...]
-    backward: tuple[Move, ...]
-    taken: Mapping[int, int] = field(default_factory=dict)
-    handed: Mapping[int, int] = field(default_factory=dict)
-    line: Mapping[int, int] = field(default_factory=dict)
-    forward_tail: int = 0
-    backward_tail: int = 0
+    graph: SegmentedGraph
+    deferred_s: Mapping[int, float]
+    """Seconds of deferred gradients of weights, by number of the segment."""
+    deferred_bytes: Mapping[int, int]
+    """What is saved for these until they run."""
+    forward: tuple[RegionAction, ...]
+    backward: tuple[RegionAction, ...]
+    splits: Mapping[int, int] = field(default_factory=dict)
+    """The segment that splits a slot into chunks, by number of the slot."""
+    joins: Mapping[int, int] = field(default_factory=dict)
+    """The segment that joins an output from chunks, by number of the output."""
+    chained: Mapping[int, int] = field(default_factory=dict)
+    """Slots that come in chunks from an equal region before, and which of its outputs each is. Only
+    then the last actions of a direction, its epilogue, may be left to the next region."""
+    forward_epilogue: int = 0
+    """How many actions of the forward are its epilogue; the same for the backward."""
+    backward_epilogue: int = 0
 
-    def forward_end(self, parts_out: Collection[int]) -> int:
-        """How many moves run before the next region begins, which takes these outputs in parts."""
-        is_left = bool(self.line) and set(self.line.values()).issubset(parts_out)
-        return len(self.forward) - (self.forward_tail if is_left else 0)
+    def forward_end(self, sent: Collection[int]) -> int:
+        """How many actions run before the next region begins, which reads these outputs in
+        chunks."""
+        is_left = bool(self.chained) and set(self.chained.values()).issubset(sent)
+        return len(self.forward) - (self.forward_epilogue if is_left else 0)
 
-    def backward_end(self, parts_in: Collection[int]) -> int:
-        """The same backward, where these slots have come in parts."""
-        is_left = bool(self.line) and set(self.line).issubset(parts_in)
-        return len(self.backward) - (self.backward_tail if is_left else 0)
+    def backward_end(self, received: Collection[int]) -> int:
+        """The same backward, where these slots have come in chunks."""
+        is_left = bool(self.chained) and set(self.chained).issubset(received)
+        return len(self.backward) - (self.backward_epilogue if is_left else 0)
 
     @cached_property
     def last_readers(self) -> Mapping[str, int]:
-        """By name of a value the last move of the backward that adds to its gradient."""
+        """The last action of the backward that adds to the gradient of a value, by name."""
         last: dict[str, int] = {}
-        for k, move in enumerate(self.backward):
-            if move.kind in "BW":
-                last |= dict.fromkeys(self.pieces.pieces[move.number].inputs, k)
+        for k, action in enumerate(self.backward):
+            if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHTS):
+                last |= dict.fromkeys(self.graph.segments[action.number].inputs, k)
         return last
 
     @cached_property
     def dead(self) -> tuple[tuple[str, ...], ...]:
-        """Per move of the forward the values that nobody reads after it."""
+        """The values that nobody reads after an action of the forward, for each."""
         last: dict[str, int] = {}
-        for k, move in enumerate(self.forward):
-            if move.kind == "O":
-                members = self.pieces.members.items()
-                last |= {name: k for name, (b, _) in members if b == move.number}
-            elif move.kind == "F":
-                piece = self.pieces.pieces[move.number]
-                last |= dict.fromkeys((*piece.inputs, *piece.outputs), k)
+        for k, action in enumerate(self.forward):
+            if action.kind == ActionKind.UNSHARD:
+                members = self.graph.members.items()
+                last |= {name: k for name, (b, _) in members if b == action.number}
+            elif action.kind == ActionKind.FORWARD:
+                segment = self.graph.segments[action.number]
+                last |= dict.fromkeys((*segment.inputs, *segment.outputs), k)
         dead: list[list[str]] = [[] for _ in self.forward]
         for name, k in last.items():
-            if name not in self.pieces.results:
+            if name not in self.graph.results:
                 dead[k].append(name)
         return tuple(map(tuple, dead))
 
-    def lines(self) -> list[str]:
-        """Both orders as text."""
+    def text_lines(self) -> list[str]:
+        """Both orders as text, with a bar before the epilogue."""
         return [
-            f"{name}: {' '.join(self._words(moves, tail))}"
-            for name, moves, tail in (
-                ("forward", self.forward, self.forward_tail),
-                ("backward", self.backward, self.backward_tail),
+            f"{name}: {' '.join(self._words(actions, epilogue))}"
+            for name, actions, epilogue in (
+                ("forward", self.forward, self.forward_epilogue),
+                ("backward", self.backward, self.backward_epilogue),
             )
         ]
 
-    def _words(self, moves: tuple[Move, ...], tail: int) -> list[str]:
-        """A bar before the tail."""
-        words = list(map(self._word, moves))
-        return [*words[:-tail], "|", *words[-tail:]] if tail else words
+    def _words(self, actions: tuple[RegionAction, ...], epilogue: int) -> list[str]:
+        words = list(map(self._word, actions))
+        return [*words[:-epilogue], "|", *words[-epilogue:]] if epilogue else words
 
-    def _word(self, move: Move) -> str:
-        if move.number < 0:
-            return move.kind
-        kind = self.pieces.pieces[move.number].kind if move.kind in "FB" else "ops"
+    def _word(self, action: RegionAction) -> str:
+        if action.number < 0:
+            return action.kind.value
+        is_forward = action.kind == ActionKind.FORWARD
+        runs_segment = is_forward or action.kind == ActionKind.BACKWARD
+        kind = self.graph.segments[action.number].kind if runs_segment else "ops"
         if kind == "ops":
-            return f"{move.kind}{move.number}"
-        starts = (kind == "start") == (move.kind == "F")
-        return f"{'>' if starts else '<'}{move.number}"
+            return f"{action.kind.value}{action.number}"
+        return f"{'>' if (kind == 'start') == is_forward else '<'}{action.number}"
+
+
+@dataclass(frozen=True)
+class ChunkedBoundary:
+    """Values that an instance receives and sends in chunks, so that no segment splits or
+    joins them."""
+
+    received: tuple[tuple[int, int], ...] = ()
+    """(slot, output of the instance before), by output."""
+    sent: tuple[int, ...] = ()
+    """Its own outputs, ascending."""
+
+    @property
+    def is_crossed(self) -> bool:
+        return bool(self.received or self.sent)
+
+    @property
+    def slots(self) -> frozenset[int]:
+        return frozenset(slot for slot, _ in self.received)
+
+    def idle(self, schedule: RegionSchedule) -> frozenset[int]:
+        """Segments that do not run, as nothing is split or joined."""
+        splits = (schedule.splits[slot] for slot in self.slots)
+        return frozenset((*splits, *(schedule.joins[n] for n in self.sent)))
+
+    def received_names(self, schedule: RegionSchedule) -> tuple[str, ...]:
+        """The chunks that come, by number."""
+        segments = (schedule.graph.segments[schedule.splits[slot]] for slot, _ in self.received)
+        return tuple(name for segment in segments for name in segment.outputs)
+
+    def sent_names(self, schedule: RegionSchedule) -> tuple[str, ...]:
+        """The chunks that leave, by number: as the next instance counts them."""
+        segments = (schedule.graph.segments[schedule.joins[n]] for n in self.sent)
+        return tuple(name for segment in segments for name in segment.inputs[1:])

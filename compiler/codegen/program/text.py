@@ -9,7 +9,7 @@ from torch import fx
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.node_groups import NodeLevels
 from meshfold.ir.spmd import layout_text
-from meshfold.zero.parameter_group import Bucket
+from meshfold.zero.parameter_group import ParameterGroup
 
 TYPE = "meshfold_type"
 """Key of fx.Node.meta: text of the value's layout, dtype and local shape."""
@@ -39,25 +39,25 @@ def group_of(mesh: Mesh, coords: tuple[int, ...], axes: tuple[str, ...]) -> list
     return ranks
 
 
-def bucket_text(number: int, bucket: Bucket, mesh: Mesh) -> Iterator[str]:
+def group_text(number: int, group: ParameterGroup, mesh: Mesh) -> Iterator[str]:
     """What is gathered and reduced together."""
-    names = [mesh.names[k] for k in bucket.gather]
-    if bucket.gather:
+    names = [mesh.names[k] for k in group.gather]
+    if group.gather:
         axes = " x ".join(names)
         backward = f"reduce-scatter {axes}"
         head = f"all-gather {axes}"
     else:
-        reduce = " x ".join(mesh.names[k] for k in bucket.reduce)
+        reduce = " x ".join(mesh.names[k] for k in group.reduce)
         backward = f"all-reduce {reduce}" if reduce else "cast"
-        head = "cast" if bucket.master else "no gather"
-    if not bucket.requires_grad:
+        head = "cast" if group.master else "no gather"
+    if not group.requires_grad:
         backward = "-"
-    kept = f", kept and reduced in {bucket.master}" if bucket.master else ""
-    yield f"bucket_{number}: {head}; backward {backward}; {bucket.dtype}{kept}"
-    for m in bucket.members:
+    kept = f", kept and reduced in {group.master}" if group.master else ""
+    yield f"group_{number}: {head}; backward {backward}; {group.dtype}{kept}"
+    for m in group.members:
         shape = ", ".join(map(str, m.shape))
         then = ""
-        if bucket.gather and m.reduce and bucket.requires_grad:
+        if group.gather and m.reduce and group.requires_grad:
             then = f", then all-reduce {' x '.join(mesh.names[k] for k in m.reduce)}"
         yield f"  {m.name} [{shape}]: {layout_text(m.stored)} -> {layout_text(m.used)}{then}"
 

@@ -1,4 +1,5 @@
-"""Seconds of the pieces of a region (meshfold.codegen.program.region_schedule), as the cost model has them.
+"""Seconds of the segments of a region (meshfold.codegen.program.region_schedule), as the cost model
+has them.
 
 What a list scheduler orders and what the simulator runs have their times from here, so they agree.
 """
@@ -6,53 +7,59 @@ What a list scheduler orders and what the simulator runs have their times from h
 import math
 from collections.abc import Iterator, Sequence
 
-from meshfold.codegen.program.region_schedule import Collective, Origin, Piece, Pieces
+from meshfold.codegen.program.region_schedule import (
+    CollectiveSegment,
+    OpsSegment,
+    Origin,
+    SegmentedGraph,
+)
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import ITEM_BYTES, OpGraph
 from meshfold.ir.spmd import Layout, local_shape, padded_shape
-from meshfold.ir.step_events import Collective as Transfer
+from meshfold.ir.step_events import CollectiveEvent
 from meshfold.passes.events.region import collective
-from meshfold.passes.price.conversions import COLLECTIVES, Step, StepAction, step_actions
+from meshfold.passes.price.conversions import COLLECTIVES, StepAction, step_actions
 from meshfold.passes.price.op_time import OpTime, OpTimer, op_time
-from meshfold.passes.price.parameter_groups import bucket_copies
-from meshfold.passes.region.parameter_tables import BucketCopies, local_bytes
+from meshfold.passes.price.parameter_groups import group_copies
+from meshfold.passes.price.parameters import GroupCopies, local_bytes
 from meshfold.passes.rules.table import AxisRule
-from meshfold.zero.parameter_group import Bucket
+from meshfold.zero.parameter_group import ParameterGroup
 
-Work = tuple[float, Transfer | None, Origin]
+Work = tuple[float, CollectiveEvent | None, Origin]
 """Kernels of so many seconds, or a collective; and what it is part of."""
 
 
-class PiecePrices:
-    """Of the pieces of one region with the ops `ops`. rules: of every op, one per axis."""
+class SegmentCosts:
+    """Of the segments of one region with the ops `ops`. rules: of every op, one per axis."""
 
     def __init__(self, ops: OpGraph, rules: Sequence[Sequence[AxisRule]], costs: CostModel) -> None:
         self.ops = ops
         self.rules = rules
         self.costs = costs
         self.op_times: list[OpTime] = []
-        self._inside: list[tuple[tuple[Transfer, bool], ...]] = []
+        self._inside: list[tuple[tuple[CollectiveEvent, bool], ...]] = []
         """Per op the collectives that it waits for at once, and whether each is of the backward."""
-        self._flying: dict[tuple[int, bool], Transfer] = {}
+        self._flying: dict[tuple[int, bool], CollectiveEvent] = {}
         """By op and direction those that have a start and a wait: rows on their way to experts."""
         for k, (op, of_axes) in enumerate(zip(ops.ops, rules, strict=True)):
-            self.op_times.append(op_time(ops, op, of_axes, costs.mesh, costs))
+            self.op_times.append(op_time(ops, op, of_axes, costs))
             found = []
             if any(rule.comm for rule in of_axes):
-                for c in OpTimer(ops, op, costs.mesh, costs).inside(of_axes):
+                for c in OpTimer(ops, op, costs).inside(of_axes):
                     made = collective(c.kind, c.num_bytes, (c.axis,), costs, c.seconds)
-                    if c.flies:
+                    if c.is_asynchronous:
                         self._flying[k, c.is_backward] = made
                     else:
                         found.append((made, c.is_backward))
             self._inside.append(tuple(found))
 
-    def works(self, pieces: Pieces, piece: Piece, direction: int) -> Iterator[Work]:
-        """A piece forward (0) or backward (1), op by op. An op of several nodes is where its last
-        one is."""
-        origins = piece.origins if direction == 0 else tuple(reversed(piece.origins))
+    def works(self, graph: SegmentedGraph, segment: OpsSegment, direction: int) -> Iterator[Work]:
+        """A segment forward (0) or backward (1), op by op. An op of several nodes counts where
+        its last one is."""
+        origins = segment.origins if direction == 0 else tuple(reversed(segment.origins))
         for origin in origins:
-            if pieces.owners[origin] is not piece:
+            if graph.owners[origin] is not segment:
                 continue
             if not isinstance(origin, int):
                 yield self._action(origin, direction).seconds, None, origin
@@ -66,36 +73,34 @@ class PiecePrices:
             yield from ((0.0, c, origin) for c in inside)
             yield from ([kernels] if direction == 1 else [])
 
-    def seconds(self, pieces: Pieces, piece: Piece, direction: int) -> float:
-        """Of a piece, with the collectives inside its ops."""
-        works = self.works(pieces, piece, direction)
+    def seconds(self, graph: SegmentedGraph, segment: OpsSegment, direction: int) -> float:
+        """Of a segment, with the collectives inside its ops."""
+        works = self.works(graph, segment, direction)
         return sum(seconds if c is None else c.seconds for seconds, c, _ in works)
 
-    def conversion(self, piece: Collective, direction: int) -> Work:
+    def conversion(self, segment: CollectiveSegment, direction: int) -> Work:
         """What a conversion, or an op whose rows travel, does in a direction: the collective, and
         the copies before its start or after its wait."""
-        if isinstance(piece.origin, int):
-            return 0.0, self._flying.get((piece.origin, bool(direction))), piece.origin
-        _, step = piece.origin
-        action = self._action(piece.origin, direction)
+        if isinstance(segment.origin, int):
+            return 0.0, self._flying.get((segment.origin, bool(direction))), segment.origin
+        _, step = segment.origin
+        action = self._action(segment.origin, direction)
         if action.kind not in COLLECTIVES:
-            return action.seconds, None, piece.origin
+            return action.seconds, None, segment.origin
         made = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
-        starts = (piece.kind == "start") == (direction == 0)
-        return action.before_s if starts else action.after_s, made, piece.origin
+        starts = (segment.kind == "start") == (direction == 0)
+        return action.before_s if starts else action.after_s, made, segment.origin
 
     def _action(self, origin: tuple[int, Step], direction: int) -> StepAction:
         v, step = origin
-        return step_actions(self.ops.values[v], step, self.costs.mesh, self.costs)[direction]
+        return step_actions(self.ops.values[v], step, self.costs)[direction]
 
-    def bucket_s(self, kind: str, bucket: Bucket, axes: Sequence[int]) -> float:
-        """Seconds of a collective over the members of a bucket, as ops read them."""
+    def group_s(self, kind: str, group: ParameterGroup, axes: Sequence[int]) -> float:
+        """Seconds of a collective over the members of a parameter group, as ops read them."""
         num_bytes, sizes = 0, self.costs.mesh.sizes
-        for member in bucket.members:
+        for member in group.members:
             whole = padded_shape(member.shape, member.stored, sizes)
-            num_bytes += (
-                math.prod(local_shape(whole, member.used, sizes)) * ITEM_BYTES[bucket.dtype]
-            )
+            num_bytes += math.prod(local_shape(whole, member.used, sizes)) * ITEM_BYTES[group.dtype]
         return self.costs.collective_s(kind, num_bytes, axes)
 
     def added_s(self, v: int, layout: Layout) -> float:
@@ -105,7 +110,7 @@ class PiecePrices:
         num_bytes = local_bytes(value, layout, self.costs.mesh.sizes)
         return self.costs.compute_s(0.0, num_bytes, value.dtype) - self.costs.launch_s
 
-    def copies(self, bucket: Bucket) -> BucketCopies:
-        """Seconds of the copies around the collectives of a bucket."""
-        members = [(self.ops.values[m.slot], m.stored) for m in bucket.members]
-        return bucket_copies(members, bucket.gather, self.costs.mesh, self.costs)
+    def copies(self, group: ParameterGroup) -> GroupCopies:
+        """Seconds of the copies around the collectives of a parameter group."""
+        members = [(self.ops.values[m.slot], m.stored) for m in group.members]
+        return group_copies(members, group.gather, self.costs)

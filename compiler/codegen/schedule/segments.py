@@ -1,17 +1,16 @@
-"""A region's graph cut into pieces: what runs between its collectives, and these themselves.
+"""A region's graph cut into segments: what runs between its collectives, and these themselves.
 
-A conversion that communicates is two pieces, its start and its wait, and so are rows on their way
-to experts, or back. All other nodes that have the same waits before them, those for buckets
-included, and the same starts behind them are one piece: whatever order the collectives come in,
-nothing is gained by parting them. No piece needs another one that needs it: what is before a piece
-only grows along the graph, what is behind it only shrinks.
+A conversion that communicates is two segments, its start and its wait, and so are rows on their way
+to experts, or back. All other nodes that have the same waits before them, those for groups
+included, and the same starts behind them are one segment: whatever order the collectives come in,
+nothing is gained by parting them. No segment needs another one that needs it: what is before a
+segment only grows along the graph, what is behind it only shrinks.
 
-Of a region that runs in parts, what takes a value apart, and what joins one, are pieces of their
-own: between regions in line they do not run. Its other pieces are cut shorter, so that a part that
-has come need not wait until long kernels of another are over.
+What splits a value into micro-chunks, or joins one, can be a segment of its own, and others can be
+shorter (SegmentLimits), for meshfold.codegen.chained_chunks.
 
-Each piece is a graph of its own, run under autograd by meshfold.codegen.schedule.segmented_region, so its backward
-can be called for by itself.
+Each segment is a graph of its own, run under autograd by meshfold.runtime.segment_execution, so its
+backward can be called for by itself.
 """
 
 import math
@@ -25,35 +24,35 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from meshfold.codegen.program.emitted import ORIGIN
-from meshfold.codegen.program.region_schedule import Collective, Piece, Pieces
+from meshfold.codegen.program.emitted import CONTEXT, ORIGIN
+from meshfold.codegen.program.region_schedule import CollectiveSegment, OpsSegment, SegmentedGraph
 from meshfold.ops.conversions import STARTS, WAITS
-from meshfold.zero.graph_ops import replicate_bucket, start_ahead, wait_bucket
-
-_MESH = "mesh"
+from meshfold.zero.graph_ops import replicate_group, start_ahead, wait_group
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """Where pieces end that would go on. apart: ops that are a piece, by set; seconds: of every op
-    forward; grain_s: the shortest that a piece is cut to."""
+class SegmentLimits:
+    """Where segments end that could go on."""
 
-    apart: tuple[frozenset[int], ...] = ()
+    alone: tuple[frozenset[int], ...] = ()
+    """Sets of ops that are a segment each."""
     seconds: tuple[float, ...] = ()
-    grain_s: float = math.inf
+    """Of every op, forward."""
+    shortest_s: float = math.inf
+    """A segment ends once it takes so long."""
 
 
-def cut_in_pieces(graph: fx.Graph, cuts: Cuts | None = None) -> Pieces:
-    """The pieces of a region's graph as meshfold.codegen.emit.region writes it."""
-    return _written(graph, _grouped(_nodes(graph), cuts or Cuts()))
+def segmented_graph(graph: fx.Graph, limits: SegmentLimits | None = None) -> SegmentedGraph:
+    """The segments of a region's graph as meshfold.codegen.emit.region writes it."""
+    return _written(graph, _grouped(_nodes(graph), limits or SegmentLimits()))
 
 
-def cut_in_runs(
-    graph: fx.Graph, cuts: Cuts, runs: Sequence[Sequence[int]]
-) -> tuple[Pieces, tuple[int, ...]]:
-    """The pieces as cut_in_pieces has them, those of each run as one; and per piece its number
-    among these."""
-    groups = _grouped(_nodes(graph), cuts)
+def fused_graph(
+    graph: fx.Graph, limits: SegmentLimits, runs: Sequence[Sequence[int]]
+) -> tuple[SegmentedGraph, tuple[int, ...]]:
+    """The segments as segmented_graph has them, those of each run as one; and per segment its
+    number among these."""
+    groups = _grouped(_nodes(graph), limits)
     first = {k: run[0] for run in runs for k in run}
     together: dict[int, list[fx.Node]] = {}
     for k, group in enumerate(groups):
@@ -64,12 +63,12 @@ def cut_in_runs(
 
 
 def _nodes(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.op == "call_function" and not _is_bucket(n)]
+    return [n for n in graph.nodes if n.op == "call_function" and not _is_group(n)]
 
 
-def _written(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> Pieces:
+def _written(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> SegmentedGraph:
     numbers = {node: k for k, group in enumerate(groups) for node in group}
-    pieces = tuple(
+    segments = tuple(
         _Writer(k, group, numbers).write()
         if _kind(group[0]) == "ops"
         else _collective(group[0], numbers)
@@ -77,12 +76,12 @@ def _written(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> Pieces:
     )
     returned: Any = next(n for n in graph.nodes if n.op == "output").args[0]
     members = {
-        n.name: (_bucket_of(n.args[0]), n.args[1])
+        n.name: (_group_of(n.args[0]), n.args[1])
         for n in graph.nodes
-        if n.target is operator.getitem and _is_bucket(n)
+        if n.target is operator.getitem and _is_group(n)
     }
     placeholders = tuple(n.name for n in graph.nodes if n.op == "placeholder")
-    return Pieces(pieces, members, tuple(n.name for n in returned), placeholders)
+    return SegmentedGraph(segments, members, tuple(n.name for n in returned), placeholders)
 
 
 def _kind(node: fx.Node) -> Literal["ops", "start", "wait"]:
@@ -94,28 +93,29 @@ def _origin(node: fx.Node) -> Any:
     return node.meta.get(ORIGIN)
 
 
-def _is_bucket(node: fx.Node) -> bool:
-    """Whether a node opens a bucket, takes a member out of one, or starts what is ahead."""
-    functions = (wait_bucket, replicate_bucket)
+def _is_group(node: fx.Node) -> bool:
+    """Whether a node opens a parameter group, takes a member out of one, or starts a
+    prefetch."""
+    functions = (wait_group, replicate_group)
     if node.target in (*functions, start_ahead):
         return True
     source = node.args[0] if node.args else None
     return isinstance(source, fx.Node) and source.target in functions
 
 
-def _bucket_of(opened: Any) -> int:
-    """Number of the bucket that a node opens."""
-    return int(opened.args[0].name.removeprefix("bucket_"))
+def _group_of(opened: Any) -> int:
+    """Number of the group that a node opens."""
+    return int(opened.args[0].name.removeprefix("group_"))
 
 
-def _grouped(nodes: Sequence[fx.Node], cuts: Cuts) -> list[list[fx.Node]]:
-    """The nodes of each piece, pieces in an order in which they can run: of those that can, the one
-    whose first node comes first."""
+def _grouped(nodes: Sequence[fx.Node], limits: SegmentLimits) -> list[list[fx.Node]]:
+    """The nodes of each segment, segments in an order in which they can run: of those that can, the
+    one whose first node comes first."""
     bits = {n: 1 << k for k, n in enumerate(n for n in nodes if _kind(n) != "ops")}
     before = {
-        user: 1 << len(bits) + _bucket_of(opened)
+        user: 1 << len(bits) + _group_of(opened)
         for opened in (nodes[0].graph.nodes if nodes else ())
-        if opened.target in (wait_bucket, replicate_bucket)
+        if opened.target in (wait_group, replicate_group)
         for user in opened.users
     }
     for n in nodes:
@@ -128,31 +128,31 @@ def _grouped(nodes: Sequence[fx.Node], cuts: Cuts) -> list[list[fx.Node]]:
     groups: dict[tuple[int, int, int], list[fx.Node]] = {}
     keys: dict[fx.Node, tuple[int, int, int]] = {}
     for n in nodes:
-        # What several results are taken out of does not leave its piece.
+        # What several results are taken out of does not leave its segment.
         source = n.args[0] if n.target is operator.getitem else None
         own_key = before[n], behind[n], bits.get(n, 0)
         keys[n] = keys.get(source, own_key) if isinstance(source, fx.Node) else own_key
-        # What takes a value apart needs no other piece, and none needs what joins one.
+        # What takes a value apart needs no other segment, and none needs what joins one.
         keys[n] = next(
-            ((-1, -1, k) for k, ops in enumerate(cuts.apart) if _origin(n) in ops), keys[n]
+            ((-1, -1, k) for k, ops in enumerate(limits.alone) if _origin(n) in ops), keys[n]
         )
         groups.setdefault(keys[n], []).append(n)
-    whole = Cuts()
-    pieces = ((group, whole if key[0] < 0 else cuts) for key, group in groups.items())
-    return _in_order([part for group, to in pieces for part in _cut(group, to)])
+    whole = SegmentLimits()
+    segments = ((group, whole if key[0] < 0 else limits) for key, group in groups.items())
+    return _in_order([part for group, to in segments for part in _limited(group, to)])
 
 
-def _cut(group: Sequence[fx.Node], cuts: Cuts) -> Iterator[list[fx.Node]]:
-    """A group as `cuts` has it; what the nodes of an op are part of stays together."""
+def _limited(group: Sequence[fx.Node], limits: SegmentLimits) -> Iterator[list[fx.Node]]:
+    """A group as `limits` has it; the nodes of an op stay together."""
     part: list[fx.Node] = []
     seconds, last = 0.0, None
     for n in group:
         origin = _origin(n)
         if origin != last:
-            if part and seconds >= cuts.grain_s:
+            if part and seconds >= limits.shortest_s:
                 yield part
                 part, seconds = [], 0.0
-            seconds += cuts.seconds[origin] if isinstance(origin, int) and cuts.seconds else 0.0
+            seconds += limits.seconds[origin] if isinstance(origin, int) and limits.seconds else 0.0
             last = origin
         part.append(n)
     if part:
@@ -174,8 +174,8 @@ def _in_order(groups: list[list[fx.Node]]) -> list[list[fx.Node]]:
     return [groups[k] for k in done]
 
 
-def _collective(node: Any, numbers: Mapping[fx.Node, int]) -> Collective:
-    """The piece of a start or a wait."""
+def _collective(node: Any, numbers: Mapping[fx.Node, int]) -> CollectiveSegment:
+    """The segment of a start or a wait."""
     kind = _kind(node)
     assert kind != "ops"
     _, source, axis, *args = node.args
@@ -185,11 +185,11 @@ def _collective(node: Any, numbers: Mapping[fx.Node, int]) -> Collective:
     routes = [arg.name for arg in args if isinstance(arg, fx.Node)]
     inputs = (source.name, *(routes if kind == "start" else ()))
     actions = make if routes else make(*args)
-    return Collective(kind, inputs, (node.name,), axis, actions, node.meta[ORIGIN], partner)
+    return CollectiveSegment(kind, inputs, (node.name,), axis, actions, node.meta[ORIGIN], partner)
 
 
 class _Writer:
-    """Writes piece `number`, the nodes `group` of a region's graph. numbers: the piece of every
+    """Writes segment `number`, the nodes `group` of a region's graph. numbers: the segment of every
     node."""
 
     def __init__(self, number: int, group: Sequence[fx.Node], numbers: Mapping[fx.Node, int]):
@@ -197,11 +197,11 @@ class _Writer:
         self.group = group
         self.numbers = numbers
         self.graph = fx.Graph()
-        self.inputs = [_MESH]
+        self.inputs = [CONTEXT]
         self.copies: dict[fx.Node, Any] = {}
-        self.mesh = self.graph.placeholder(_MESH)
+        self.mesh = self.graph.placeholder(CONTEXT)
 
-    def write(self) -> Piece:
+    def write(self) -> OpsSegment:
         for m in dict.fromkeys(m for n in self.group for m in n.all_input_nodes):
             if self.numbers.get(m) != self.number:
                 self.copies[m] = self._read(m)
@@ -209,13 +209,13 @@ class _Writer:
             self.copies[n] = self.graph.node_copy(n, self.copies.__getitem__)
         read = [n for n in self.group if any(self.numbers.get(u) != self.number for u in n.users)]
         self.graph.output(tuple(self.copies[n] for n in read))
-        module = fx.GraphModule(torch.nn.Module(), self.graph, class_name=f"Piece{self.number}")
+        module = fx.GraphModule(torch.nn.Module(), self.graph, class_name=f"Segment{self.number}")
         origins = dict.fromkeys(n.meta[ORIGIN] for n in self.group if ORIGIN in n.meta)
-        return Piece(tuple(self.inputs), tuple(n.name for n in read), module, tuple(origins))
+        return OpsSegment(tuple(self.inputs), tuple(n.name for n in read), module, tuple(origins))
 
     def _read(self, node: fx.Node) -> fx.Node:
         """What stands for a value that comes from outside."""
-        if node.name == _MESH:
+        if node.name == CONTEXT:
             return self.mesh
         self.inputs.append(node.name)
         placeholder = self.graph.placeholder(node.name)

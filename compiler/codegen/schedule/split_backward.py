@@ -5,8 +5,9 @@ the product that makes the gradient of its weight, can wait (Qi et al., Zero Bub
 Parallelism, ICLR 2024). In the graphs of such a schedule
 
     linear, addmm, mm, expert_linear  become ops whose backward makes the gradient of the input and
-                                      leaves that of the weight in the step's WeightWork
-    parameters                        are read through taps (meshfold.distributed.deferred_weight_grads): a gradient that
+                                      leaves that of the weight to the step's DeferredWeightGrads
+    parameters                        are read through taps
+                                      (meshfold.distributed.deferred_weight_grads): a gradient that
                                       arrives at one waits
 
 so B ends at the taps and W goes on behind them: it makes what was left, and autograd takes all
@@ -23,36 +24,38 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from meshfold.codegen.program.emitted import PLACE
-from meshfold.codegen.program.region_schedule import Collective, Piece
-from meshfold.distributed.deferred_weight_grads import WeightWork
-from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.codegen.program.region_schedule import RegionSegment
+from meshfold.cost_models.op_costs.compute import MATMUL_FACTORS, op_name
+from meshfold.distributed.deferred_weight_grads import DeferredWeightGrads
+from meshfold.distributed.step_context import StepContext
 from meshfold.ir.op_graph import OpGraph, SlotKind
 from meshfold.ops import expert_linear as expert_ops
+from meshfold.passes.price.weight_gradients import SPLIT
 
 
-def linear(mesh: RankMesh, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(context: StepContext, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., k], weight [n, k], bias [n] -> [..., n]."""
-    if mesh.weight_work is None:
+    if context.deferred is None:
         return functional.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, True, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(x, weight, bias, True, context.deferred)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def addmm(mesh: RankMesh, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def addmm(context: StepContext, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """bias [n], x [rows, k], weight [k, n] -> [rows, n]."""
-    if mesh.weight_work is None:
+    if context.deferred is None:
         return torch.addmm(bias, x, weight)
-    return _Linear.apply(x, weight, bias, False, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(x, weight, bias, False, context.deferred)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def mm(mesh: RankMesh, x: Tensor, weight: Tensor) -> Tensor:
+def mm(context: StepContext, x: Tensor, weight: Tensor) -> Tensor:
     """x [rows, k], weight [k, n] -> [rows, n]."""
-    if mesh.weight_work is None:
+    if context.deferred is None:
         return torch.mm(x, weight)
-    return _Linear.apply(x, weight, None, False, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(x, weight, None, False, context.deferred)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def expert_linear(
-    mesh: RankMesh,
+    context: StepContext,
     x: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -60,10 +63,10 @@ def expert_linear(
     transposed: bool = False,
 ) -> Tensor:
     """As meshfold.ops.expert_linear.expert_linear."""
-    if mesh.weight_work is None:
+    if context.deferred is None:
         made: Tensor = expert_ops.expert_linear(x, weight, ids, bias, transposed)
         return made
-    return _ExpertLinear.apply(x, weight, ids, bias, transposed, mesh.weight_work)  # type: ignore[no-any-return, no-untyped-call]
+    return _ExpertLinear.apply(x, weight, ids, bias, transposed, context.deferred)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
@@ -76,10 +79,10 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         is_rows: bool,
-        work: WeightWork,
+        deferred: DeferredWeightGrads,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.work, ctx.is_rows = work, is_rows
+        ctx.deferred, ctx.is_rows = deferred, is_rows
         # Its values are for B, its place in autograd's graph is for W.
         ctx.weight = get_gradient_edge(weight) if weight.requires_grad else None
         return functional.linear(x, weight if is_rows else weight.t(), bias)
@@ -92,7 +95,7 @@ class _Linear(torch.autograd.Function):
         if needs_weight and ctx.weight is not None:
             inputs = x.reshape(-1, x.shape[-1])
             left, right = (rows.t(), inputs) if ctx.is_rows else (inputs.t(), rows)
-            ctx.work.leave(
+            ctx.deferred.defer(
                 ctx.weight,
                 lambda into: left @ right if into is None else into.addmm_(left, right),
             )
@@ -109,10 +112,10 @@ class _ExpertLinear(torch.autograd.Function):
         ids: Tensor,
         bias: Tensor | None,
         transposed: bool,
-        work: WeightWork,
+        deferred: DeferredWeightGrads,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, ids)
-        ctx.work, ctx.transposed = work, transposed
+        ctx.deferred, ctx.transposed = deferred, transposed
         ctx.weight = get_gradient_edge(weight) if weight.requires_grad else None
         made: Tensor = expert_ops.expert_linear(x, weight, ids, bias, transposed)
         return made
@@ -125,7 +128,7 @@ class _ExpertLinear(torch.autograd.Function):
         if needs_weight and ctx.weight is not None:
             # W needs the shape of the weights alone, and does not hold them.
             shape = weight.shape
-            ctx.work.leave(
+            ctx.deferred.defer(
                 ctx.weight,
                 lambda into: expert_ops.weight_gradient(gradient, x, shape, ids, transposed, into),
             )
@@ -138,13 +141,10 @@ class _ExpertLinear(torch.autograd.Function):
         return to_x, None, None, next(found) if needs_bias else None, None, None
 
 
-_SPLIT: dict[Any, tuple[Callable[..., Tensor], int]] = {
-    torch.ops.aten.linear.default: (linear, 1),
-    torch.ops.aten.addmm.default: (addmm, 2),
-    torch.ops.aten.mm.default: (mm, 1),
-    torch.ops.meshfold.expert_linear.default: (expert_linear, 1),
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    function.__name__: function for function in (linear, addmm, mm, expert_linear)
 }
-"""torch op -> what stands for it, and which argument is the weight."""
+"""Name of a product (SPLIT) -> what stands for it."""
 
 
 _VIEWS = frozenset(
@@ -155,17 +155,17 @@ _VIEWS = frozenset(
 
 def split_backward(module: fx.GraphModule, ops: OpGraph) -> list[fx.Node]:
     """Let a graph of a region, whose ops are `ops`, leave gradients of weights for later. Its first
-    placeholder is the mesh. Returns the products that now do."""
+    placeholder is the StepContext. Returns the products that now do."""
     graph, found = module.graph, []
-    mesh_node = next(iter(graph.nodes))
+    context_node = next(iter(graph.nodes))
     for node in list(graph.nodes):
-        if node.target not in _SPLIT or node.kwargs:
+        name = op_name(str(node.target)) if str(node.target).endswith(".default") else ""
+        if name not in SPLIT or node.kwargs:
             continue
-        function, position = _SPLIT[node.target]
-        if not _is_weight(node.args[position], ops):
+        if not _is_weight(node.args[MATMUL_FACTORS[name][-1]], ops):
             continue
         with graph.inserting_before(node):
-            split = graph.call_function(function, (mesh_node, *node.args))
+            split = graph.call_function(_FUNCTIONS[name], (context_node, *node.args))
         split.meta = dict(node.meta)
         node.replace_all_uses_with(split)
         graph.erase_node(node)
@@ -176,20 +176,19 @@ def split_backward(module: fx.GraphModule, ops: OpGraph) -> list[fx.Node]:
 
 def weight_of(product: fx.Node) -> fx.Node:
     """What a product that split_backward has returned leaves the gradient of."""
-    position = next(at for function, at in _SPLIT.values() if function is product.target)
-    weight = product.args[1 + position]
+    name = next(name for name, function in _FUNCTIONS.items() if function is product.target)
+    weight = product.args[1 + MATMUL_FACTORS[name][-1]]
     assert isinstance(weight, fx.Node)
     return weight
 
 
-def late_names(piece: Piece | Collective) -> set[str]:
-    """Of what a piece reads, once split_backward has changed its graph, the names whose gradients
+def deferred_names(segment: RegionSegment) -> set[str]:
+    """Of what a segment reads, once split_backward has changed its graph, the names whose gradients
     its W makes: the weights of its products, or what these are views of."""
-    if piece.kind != "ops":
+    if segment.kind != "ops":
         return set()
-    functions = {function for function, _ in _SPLIT.values()}
-    nodes = piece.graph.graph.nodes
-    left = [weight_of(node) for node in nodes if node.target in functions]
+    nodes = segment.graph.graph.nodes
+    left = [weight_of(node) for node in nodes if node.target in _FUNCTIONS.values()]
     found: set[fx.Node] = set()
     while left:
         node = left.pop()
@@ -197,7 +196,7 @@ def late_names(piece: Piece | Collective) -> set[str]:
             found.add(node)
             left += node.all_input_nodes
     placeholders = (node for node in nodes if node.op == "placeholder")
-    pairs = zip(piece.inputs, placeholders, strict=True)
+    pairs = zip(segment.inputs, placeholders, strict=True)
     return {name for name, node in pairs if node in found}
 
 

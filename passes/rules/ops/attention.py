@@ -7,14 +7,13 @@ padded: query heads in units of those that share a key head, or one by one besid
 whole. A mask of flags must not have heads then: beyond the end it would leave a query without keys.
 
 Two rules cut query rows. "s" takes keys and values whole. "ring" has each rank's rows of them, too,
-and passes them round inside the op (meshfold.ops.ring_attention): what is kept and what is sent at once
-is a rank's part. Under a causal mask both take as long as the last rank, which sees all keys, while
-the work of the op is half of the square.
+and passes them round inside the op (meshfold.ops.ring_attention): what is kept and what is sent at
+once is a rank's share. Under a causal mask both take as long as the last rank, which sees all keys,
+while the work of the op is half of the square.
 """
 
 import math
 from collections.abc import Sequence
-from types import MappingProxyType
 
 from meshfold.ir.op_graph import Arg, Op, Ref
 from meshfold.passes.rules.ops.labels import (
@@ -25,13 +24,13 @@ from meshfold.passes.rules.ops.labels import (
     RuleComm,
     Special,
     broadcast_dims,
+    dim_label,
     numbered,
-    part,
     rule,
 )
 
 RING = "ring"
-RING_ATTENTION = "meshfold.ops.ring_attention.default"
+RING_ATTENTION = "meshfold.ring_attention.default"
 CAUSAL_LOAD = 2.0
 """Work of the rank with the last rows over the mean: 2 - 1 / n on n ranks."""
 
@@ -42,25 +41,23 @@ def _attention(op: BoundOp) -> OpLabels | None:
         return None
     leading: Dims = numbered(query[:-2])
     if len(query) > 3:
-        leading = (*leading[:-1], part("h"))
-    rows: Dims = (*leading, part("s"), None)
+        leading = (*leading[:-1], dim_label("h"))
+    rows: Dims = (*leading, dim_label("s"), None)
     inputs = [rows, (*leading, None, None), (*leading, None, None)]
     if op.has_tensor("attn_mask"):
         scores = (*query[:-1], key[-2])
         inputs.append(broadcast_dims(op.value("attn_mask").shape, scores, rows))
     flags = op.has_tensor("attn_mask") and not op.value("attn_mask").is_float
-    masked = flags and part("h") in inputs[-1]
+    masked = flags and dim_label("h") in inputs[-1]
     grouped = len(query) > 3 and query[-3] != key[-3]
     drops = op.get("dropout_p", 0.0) != 0.0
     load = CAUSAL_LOAD if op.get("is_causal", False) else 1.0
     return OpLabels(
         tuple(inputs),
         (rows,),
-        whole_if_odd=MappingProxyType({"h": frozenset({1, 2})} if grouped else {}),
-        special=MappingProxyType(
-            {"s": Special(load=load), RING: Special(comm=_passes(op), load=load)}
-        ),
-        beside=MappingProxyType({} if drops else {RING: ("s", _around(inputs, rows))}),
+        unsharded_if_uneven={"h": frozenset({1, 2})} if grouped else {},
+        special={"s": Special(load=load), RING: Special(comm=_passes(op), load=load)},
+        refinements={} if drops else {RING: ("s", _around(inputs, rows))},
         heads=frozenset() if masked or len(query) < 4 else frozenset({"h"}),
         local="attention",
     )
@@ -68,8 +65,8 @@ def _attention(op: BoundOp) -> OpLabels | None:
 
 def _around(inputs: list[Dims], rows: Dims) -> tuple[Dims, ...]:
     """Dims of the ring: rows of query, key, value, mask and result."""
-    ring: Dims = (*(None,) * (len(rows) - 2), part(RING), None)
-    mask = (tuple(part(RING) if p == ("s", 1) else None for p in dims) for dims in inputs[3:])
+    ring: Dims = (*(None,) * (len(rows) - 2), dim_label(RING), None)
+    mask = (tuple(dim_label(RING) if p == ("s", 1) else None for p in dims) for dims in inputs[3:])
     return (ring, ring, ring, *mask, ring)
 
 

@@ -1,34 +1,34 @@
 """Rules of products whose rows come round on an axis, or go round (meshfold.ops.collective_matmul).
 
-    gather_linears   x [..., k], weights [o, k], biases [o] -> [..., o] each
-    linear_scatter   x [..., k], weight [o, k], bias [o] -> [..., o]
+    all_gather_matmul   x [..., k], weights [o, k], biases [o] -> [..., o] each
+    matmul_reduce_scatter   x [..., k], weight [o, k], bias [o] -> [..., o]
 
-both with `transposed` for weights [k, o]. No captured graph has them: passes/ring_graph.py writes
-them where a product reads what an axis gathers, or makes what it reduces and scatters. On that axis
-the rule "ring" has rows in shards on one side, and on the other what the weights have. Other axes
-cut rows, or nothing. places: blocks of the rows, then of each weight.
+both with `transposed` for weights [k, o]. No captured graph has them:
+passes/collective_matmul/rewrite.py writes them where a product reads what an axis gathers, or makes
+what it reduces and scatters. On that axis the rule "ring" has rows in shards on one side, and on
+the other what the weights have. Other axes cut rows, or nothing. places: blocks of the rows, then
+of each weight.
 """
 
 import math
 from collections.abc import Sequence
-from types import MappingProxyType
 
 from meshfold.passes.rules.ops.labels import (
     SHIFT,
     BoundOp,
+    DimLabel,
     Dims,
     OpLabels,
-    Part,
     RuleComm,
     Special,
+    dim_label,
     numbered,
-    part,
     rule,
 )
 
 RING = "ring"
-GATHER_LINEARS = "meshfold.gather_linears.default"
-LINEAR_SCATTER = "meshfold.linear_scatter.default"
+ALL_GATHER_MATMUL = "meshfold.all_gather_matmul.default"
+MATMUL_REDUCE_SCATTER = "meshfold.matmul_reduce_scatter.default"
 _PARAMETERS = "dim places transposed num_ranks"
 
 
@@ -38,7 +38,7 @@ def ring_name(places: Sequence[int]) -> str:
     return f"{RING}/{place}" if place > 1 else RING
 
 
-def _gather_linears(op: BoundOp) -> OpLabels:
+def _all_gather_matmul(op: BoundOp) -> OpLabels:
     rows, dim, parts = _rows(op)
     of_rows, *of_weights = parts
     # A weight without a bias has none in the list.
@@ -56,12 +56,12 @@ def _gather_linears(op: BoundOp) -> OpLabels:
     return OpLabels(
         inputs,
         ((*rows, None),) * len(of_weights),
-        special=MappingProxyType({RING: Special(local="gather_linears", comm=_comm(op, "x"))}),
-        apart=MappingProxyType({RING: here}),
+        special={RING: Special(local="all_gather_matmul", comm=_comm(op, "x"))},
+        alternatives={RING: here},
     )
 
 
-def _linear_scatter(op: BoundOp) -> OpLabels:
+def _matmul_reduce_scatter(op: BoundOp) -> OpLabels:
     rows, dim, (of_rows, of_weight) = _rows(op)
     biases = op.positions("bias")
     inputs: tuple[Dims, ...] = ((*rows, None), (None, None), *((None,),) * len(biases))
@@ -77,24 +77,24 @@ def _linear_scatter(op: BoundOp) -> OpLabels:
         ((*rows, None),),
         summed=frozenset({RING}),
         added=frozenset(biases),
-        special=MappingProxyType({RING: Special(local="linear_scatter", comm=comm)}),
-        apart=MappingProxyType({RING: here}),
+        special={RING: Special(local="matmul_reduce_scatter", comm=comm)},
+        alternatives={RING: here},
     )
 
 
-def _rows(op: BoundOp) -> tuple[Dims, int, tuple[Part, ...]]:
+def _rows(op: BoundOp) -> tuple[Dims, int, tuple[DimLabel, ...]]:
     """Labels of the rows, the dim that is sharded, and the shards of rows and of each weight."""
     places = op.integers("places")
     place = math.lcm(*places)
-    parts = tuple(part(RING, place // blocks) for blocks in places)
+    parts = tuple(dim_label(RING, place // blocks) for blocks in places)
     return numbered(op.value("x").shape[:-1]), op.integer("dim"), parts
 
 
-def _only(rows: Dims, dim: int, shard: Part) -> Dims:
+def _only(rows: Dims, dim: int, shard: DimLabel) -> Dims:
     return tuple(shard if d == dim else None for d in range(len(rows)))
 
 
-def _weight(op: BoundOp, shard: Part, *, of_output: bool) -> Dims:
+def _weight(op: BoundOp, shard: DimLabel, *, of_output: bool) -> Dims:
     """Of a weight that is sharded by outputs, or by inputs."""
     return (shard, None) if of_output != bool(op.get("transposed")) else (None, shard)
 
@@ -105,7 +105,7 @@ def _comm(op: BoundOp, name: str) -> tuple[RuleComm, ...]:
     return RuleComm(SHIFT, num_bytes), RuleComm(SHIFT, num_bytes, is_backward=True)
 
 
-RING_RULES = {
-    GATHER_LINEARS: rule(f"x weights biases {_PARAMETERS}", _gather_linears),
-    LINEAR_SCATTER: rule(f"x weight bias {_PARAMETERS}", _linear_scatter),
+COLLECTIVE_MATMUL_RULES = {
+    ALL_GATHER_MATMUL: rule(f"x weights biases {_PARAMETERS}", _all_gather_matmul),
+    MATMUL_REDUCE_SCATTER: rule(f"x weight bias {_PARAMETERS}", _matmul_reduce_scatter),
 }

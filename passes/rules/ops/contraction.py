@@ -3,16 +3,14 @@
 A bias is added to the sum, so where k is sharded it is Partial: one rank adds it.
 """
 
-from types import MappingProxyType
-
 from meshfold.cost_models.op_costs.einsum import dims_of
 from meshfold.passes.rules.ops.labels import (
     BoundOp,
     Dims,
     OpLabels,
     broadcast_dims,
+    dim_label,
     numbered,
-    part,
     rule,
 )
 
@@ -24,11 +22,11 @@ def _linear(op: BoundOp) -> OpLabels | None:
     batch = numbered(op.value("input").shape[:-1])
     if len(op.value("weight").shape) != 2:
         return None
-    inputs: list[Dims] = [(*batch, part("k")), (part("o"), part("k"))]
-    inputs += [(part("o"),)] * len(op.positions("bias"))
+    inputs: list[Dims] = [(*batch, dim_label("k")), (dim_label("o"), dim_label("k"))]
+    inputs += [(dim_label("o"),)] * len(op.positions("bias"))
     return OpLabels(
         tuple(inputs),
-        ((*batch, part("o")),),
+        ((*batch, dim_label("o")),),
         summed=_K,
         added=frozenset(op.positions("bias")),
         keeps_padding=frozenset({"o"}),
@@ -38,9 +36,9 @@ def _linear(op: BoundOp) -> OpLabels | None:
 
 def _addmm(op: BoundOp) -> OpLabels:
     """bias broadcast to [m, o], a [m, k], b [k, o]"""
-    out: Dims = (part("d0"), part("o"))
+    out: Dims = (dim_label("d0"), dim_label("o"))
     bias = broadcast_dims(op.value("self").shape, op.outputs[0].shape, out)
-    inputs = (bias, (part("d0"), part("k")), (part("k"), part("o")))
+    inputs = (bias, (dim_label("d0"), dim_label("k")), (dim_label("k"), dim_label("o")))
     return OpLabels(
         inputs,
         (out,),
@@ -53,9 +51,13 @@ def _addmm(op: BoundOp) -> OpLabels:
 
 def _baddbmm(op: BoundOp) -> OpLabels:
     """bias broadcast to [b, m, o], a [b, m, k], b [b, k, o]"""
-    out: Dims = (part("d0"), part("d1"), part("o"))
+    out: Dims = (dim_label("d0"), dim_label("d1"), dim_label("o"))
     bias = broadcast_dims(op.value("self").shape, op.outputs[0].shape, out)
-    inputs = (bias, (part("d0"), part("d1"), part("k")), (part("d0"), part("k"), part("o")))
+    inputs = (
+        bias,
+        (dim_label("d0"), dim_label("d1"), dim_label("k")),
+        (dim_label("d0"), dim_label("k"), dim_label("o")),
+    )
     return OpLabels(inputs, (out,), summed=_K, added=frozenset({0}))
 
 
@@ -67,12 +69,12 @@ def _matmul(op: BoundOp) -> OpLabels:
     kept = int(len(a) > 1) + int(len(b) > 1)
     batch = numbered(shape[: len(shape) - kept])
     left, right = a[:-2], b[:-2]
-    row: Dims = (part("m"),) if len(a) > 1 else ()
-    column: Dims = (part("o"),) if len(b) > 1 else ()
+    row: Dims = (dim_label("m"),) if len(a) > 1 else ()
+    column: Dims = (dim_label("o"),) if len(b) > 1 else ()
     full = shape[: len(batch)]
     inputs = (
-        (*broadcast_dims(left, full, batch), *row, part("k")),
-        (*broadcast_dims(right, full, batch), part("k"), *column),
+        (*broadcast_dims(left, full, batch), *row, dim_label("k")),
+        (*broadcast_dims(right, full, batch), dim_label("k"), *column),
     )
     return OpLabels(
         inputs,
@@ -102,19 +104,19 @@ def _convolved(op: BoundOp, *, transposed: bool) -> OpLabels | None:
     spatial: Dims = (None,) * (len(x) - 2)
     groups = op.integer("groups", 1)
     if groups > 1:
-        k = o = part("g")
-        channels: Dims = (part("g"), None)
+        k = o = dim_label("g")
+        channels: Dims = (dim_label("g"), None)
     else:
-        k, o = part("k"), part("o")
+        k, o = dim_label("k"), dim_label("o")
         channels = (k, o) if transposed else (o, k)
-    inputs: list[Dims] = [(part("d0"), k, *spatial), (*channels, *spatial)]
+    inputs: list[Dims] = [(dim_label("d0"), k, *spatial), (*channels, *spatial)]
     inputs += [(o,)] * len(op.positions("bias"))
     return OpLabels(
         tuple(inputs),
-        ((part("d0"), o, *spatial),),
+        ((dim_label("d0"), o, *spatial),),
         summed=_K,
         added=frozenset(op.positions("bias")),
-        units=MappingProxyType({"g": groups}),
+        granularity={"g": groups},
     )
 
 
@@ -133,7 +135,7 @@ def _einsum(op: BoundOp) -> OpLabels | None:
     shapes = [v.shape for v in (*op.values, *op.outputs)]
     *inputs, output = (
         tuple(
-            part(letter) if size == sizes[letter] else None
+            dim_label(letter) if size == sizes[letter] else None
             for letter, size in zip(term, shape, strict=True)
         )
         for term, shape in zip(letters, shapes, strict=True)

@@ -1,13 +1,12 @@
-"""Rules of lookups by index: rows are found in a whole dim, in a sharded one as a sum, or they
-travel.
+"""Rules of lookups by index: rows are found in an unsharded dim, in a sharded one as a sum, or are
+exchanged.
 
-Rows that travel ("t"): dim 0 of what is read or written is a shard, and so are the indices, at the
+Exchanged rows ("t"): dim 0 of what is read or written is a shard, and so are the indices, at the
 same place. Each rank sends what it asks for, or gives, to the ranks that hold the rows it means
 (meshfold.ops.distributed_index): buffers of experts are filled and emptied so.
 """
 
 from dataclasses import replace
-from types import MappingProxyType
 
 from meshfold.ir.op_graph import ITEM_BYTES, Value
 from meshfold.passes.rules.ops.labels import (
@@ -17,8 +16,8 @@ from meshfold.passes.rules.ops.labels import (
     RuleComm,
     Special,
     broadcast_dims,
+    dim_label,
     numbered,
-    part,
     rule,
 )
 
@@ -29,10 +28,10 @@ def _embedding(op: BoundOp) -> OpLabels | None:
         return None
     ids = numbered(op.value("indices").shape)
     return OpLabels(
-        ((part("v"), part("o")), ids),
-        ((*ids, part("o")),),
+        ((dim_label("v"), dim_label("o")), ids),
+        ((*ids, dim_label("o")),),
         summed=frozenset({"v"}),
-        special=MappingProxyType({"v": Special(local="embedding")}),
+        special={"v": Special(local="embedding")},
         pads=frozenset({"v"}),
         keeps_padding=frozenset({"o"}),
     )
@@ -41,16 +40,16 @@ def _embedding(op: BoundOp) -> OpLabels | None:
 ROWS = "t"
 MOST_ROWS = 1.25
 """Rows that the busiest rank gets over the mean: what room beyond its share experts are given
-(passes/rules_experts.py, EXPERT_LOAD)."""
+(passes/rules/ops/experts.py, EXPERT_LOAD)."""
 
 
-def _travels(op: BoundOp, indices: tuple[int, ...], rows: Value, local: str) -> Special:
+def _exchange(op: BoundOp, indices: tuple[int, ...], rows: Value, local: str) -> Special:
     """How many go, which, and the rows themselves; in backward their gradient."""
     num_rows = rows.shape[0] * ITEM_BYTES["int64"]
-    counts = RuleComm("all_to_all", ITEM_BYTES["int64"], is_kept=True)
-    asked = RuleComm("all_to_all", int(MOST_ROWS * num_rows) * len(indices), is_whole=True)
-    moved = RuleComm("all_to_all", int(MOST_ROWS * rows.num_bytes), is_whole=True)
-    back = RuleComm("all_to_all", moved.num_bytes, is_backward=True, is_whole=True)
+    counts = RuleComm("all_to_all", ITEM_BYTES["int64"], is_saved=True)
+    asked = RuleComm("all_to_all", int(MOST_ROWS * num_rows) * len(indices), is_undivided=True)
+    moved = RuleComm("all_to_all", int(MOST_ROWS * rows.num_bytes), is_undivided=True)
+    back = RuleComm("all_to_all", moved.num_bytes, is_backward=True, is_undivided=True)
     comm = (counts, asked, moved, *((back,) if rows.requires_grad else ()))
     return Special(local=local, comm=comm, load=MOST_ROWS)
 
@@ -62,7 +61,7 @@ def _of_first_dims(op: BoundOp, indexed: list[int]) -> bool:
 
 
 def _rows_of(value: Value) -> Dims:
-    return (part(ROWS), *(None,) * (len(value.shape) - 1))
+    return (dim_label(ROWS), *(None,) * (len(value.shape) - 1))
 
 
 def _index_select(op: BoundOp) -> OpLabels | None:
@@ -72,18 +71,18 @@ def _index_select(op: BoundOp) -> OpLabels | None:
         return None
     dim = op.dim("dim", len(shape))
     source = numbered(shape, but=(dim,))
-    out = (*source[:dim], part("i"), *source[dim + 1 :])
-    found = OpLabels((source, (part("i"),)), (out,), linear=(frozenset({0}),))
+    out = (*source[:dim], dim_label("i"), *source[dim + 1 :])
+    found = OpLabels((source, (dim_label("i"),)), (out,), linear=(frozenset({0}),))
     return found if dim else _taken(op, found, (1,))
 
 
 def _taken(op: BoundOp, found: OpLabels, indices: tuple[int, ...]) -> OpLabels:
-    """Also with rows that travel to where the indices are."""
+    """Also with rows exchanged to where the indices are."""
     rows = op.outputs[0]
     return replace(
         found,
-        special=MappingProxyType({ROWS: _travels(op, indices, rows, "take_rows")}),
-        apart=MappingProxyType({ROWS: tuple(map(_rows_of, (*op.values, rows)))}),
+        special={ROWS: _exchange(op, indices, rows, "take_rows")},
+        alternatives={ROWS: tuple(map(_rows_of, (*op.values, rows)))},
     )
 
 
@@ -101,7 +100,7 @@ def _index(op: BoundOp) -> OpLabels | None:
     adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
     start = indexed[0] if adjacent else 0
     full = op.outputs[0].shape[start : start + rank]
-    found: Dims = tuple(part(f"i{d}") for d in range(rank))
+    found: Dims = tuple(dim_label(f"i{d}") for d in range(rank))
     source = numbered(shape, but=indexed)
     kept = [p for d, p in enumerate(source) if d not in indexed]
     out = (*kept[:start], *found, *kept[start:])
@@ -123,7 +122,7 @@ def _index_put(op: BoundOp) -> OpLabels | None:
         return None
     labels = numbered(shape, but=indexed)
     adds = op.get("accumulate", False) is True
-    row = (part("i"),) if adds else (None,)
+    row = (dim_label("i"),) if adds else (None,)
     source = broadcast_dims(
         values, (values[0], *shape[len(indexed) :]), (*row, *labels[len(indexed) :])
     )
@@ -139,11 +138,11 @@ def _index_put(op: BoundOp) -> OpLabels | None:
 
 
 def _put(op: BoundOp, found: OpLabels, indices: tuple[int, ...], rows: str) -> OpLabels:
-    """Also with rows that travel to where they belong."""
+    """Also with rows exchanged to their owners."""
     return replace(
         found,
-        special=MappingProxyType({ROWS: _travels(op, indices, op.value(rows), "put_rows")}),
-        apart=MappingProxyType({ROWS: tuple(map(_rows_of, (*op.values, *op.outputs)))}),
+        special={ROWS: _exchange(op, indices, op.value(rows), "put_rows")},
+        alternatives={ROWS: tuple(map(_rows_of, (*op.values, *op.outputs)))},
     )
 
 
@@ -153,7 +152,7 @@ def _gather(op: BoundOp) -> OpLabels:
     dim = op.dim("dim", len(shape))
     shorter = [d for d in range(len(shape)) if shape[d] != index[d]]
     labels = numbered(shape, but=(dim, *shorter))
-    own = (*labels[:dim], part("i"), *labels[dim + 1 :]) if shape else ()
+    own = (*labels[:dim], dim_label("i"), *labels[dim + 1 :]) if shape else ()
     return OpLabels((labels, own), (own,), linear=(frozenset({0}),))
 
 
@@ -162,9 +161,9 @@ def _index_add(op: BoundOp) -> OpLabels:
     shape = op.value("self").shape
     dim = op.dim("dim", len(shape))
     labels = numbered(shape, but=(dim,))
-    source = (*labels[:dim], part("i"), *labels[dim + 1 :])
+    source = (*labels[:dim], dim_label("i"), *labels[dim + 1 :])
     found = OpLabels(
-        (labels, (part("i"),), source),
+        (labels, (dim_label("i"),), source),
         (labels,),
         summed=frozenset({"i"}),
         added=frozenset({0}),
@@ -187,13 +186,13 @@ def _scatter(op: BoundOp) -> OpLabels:
 
 
 def _scatter_add(op: BoundOp) -> OpLabels:
-    """As scatter, but i may be sharded where no rank reads more than its part: it is summed."""
+    """As scatter, but i may be sharded where no rank reads more than its share: it is summed."""
     plain = _scatter(op)
     labels, index = plain.inputs[0], op.value("index").shape
     if not index or op.value("src").shape != index:
         return plain
     dim = op.dim("dim", len(index))
-    source = (*labels[:dim], part("i"), *labels[dim + 1 :])
+    source = (*labels[:dim], dim_label("i"), *labels[dim + 1 :])
     return OpLabels(
         (labels, source, source),
         (labels,),

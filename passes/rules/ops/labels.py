@@ -3,26 +3,25 @@
 A rule function looks at one op and labels every dim, like the letters of an einsum:
 
     linear    x[b, s, k], weight[o, k], bias[o] -> [b, s, o]     k is summed, bias is added
-    softmax   x[b, h, s, .] -> [b, h, s, .]                       '.' has no label: needed whole
+    softmax   x[b, h, s, .] -> [b, h, s, .]                       '.' has no label: needed unsharded
 
 Sharding a label on one axis shards every dim that carries it; passes.rules derives the axis rules.
 
 A label may be spread over several dims, each a digit of one index: a view [B, S, D] -> [B * S, D]
-gives B and S one label. A Part (label, prefix) says that the dim begins after a factor `prefix` of
-that index. A shard of the label is a place in the index, and the shard of a dim at `place` is
+gives B and S one label. A DimLabel (label, prefix) says that the dim begins after a factor `prefix`
+of that index. A shard of the label is a place in the index, and the shard of a dim at `place` is
 Shard(dim, place / prefix). Ordinary labels have prefix 1, and place is the number of blocks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from meshfold.ir.op_graph import Arg, Op, OpGraph, Ref, Value
 from meshfold.ir.spmd import SpmdType
 
-Part = tuple[str, int]
-Dims = tuple[Part | None, ...]
-"""One entry per dim of a tensor; None: the dim is needed whole."""
+DimLabel = tuple[str, int]
+Dims = tuple[DimLabel | None, ...]
+"""One entry per dim of a tensor; None: the dim is needed unsharded."""
 
 
 SHIFT = "shift"
@@ -31,72 +30,70 @@ SHIFT = "shift"
 
 @dataclass(frozen=True, slots=True)
 class RuleComm:
-    """A collective inside an op, in its forward or its backward. num_bytes: local payload, before
-    other axes divide it; where it `is_whole`, before its own does, too. flies: it is started and
-    waited for, other ops may run meanwhile. is_kept: a second run of the forward reads what the
-    first got."""
+    """A collective inside an op, in its forward or its backward."""
 
     collective: str
     num_bytes: int
+    """Local payload, before other axes divide it."""
     is_backward: bool = False
-    is_whole: bool = False
-    flies: bool = False
-    is_kept: bool = False
+    is_undivided: bool = False
+    """Whether num_bytes is before its own axis divides it, too."""
+    is_asynchronous: bool = False
+    """Whether other ops may run between its start and its wait."""
+    is_saved: bool = False
+    """Whether a second run of the forward reads what the first got."""
 
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """What sharding a label means beyond the types of its dims.
-
-    output: type of the outputs, where it follows neither from their dims nor from a sum.
-    local: name of the local implementation (meshfold.ops.local_implementations). comm: collectives inside. load:
-    work of the busiest rank over the mean.
-    """
+    """What sharding a label means beyond the types of its dims."""
 
     output: SpmdType | None = None
+    """Type of the outputs, where it follows neither from their dims nor from a sum."""
     local: str = "plain"
+    """Name of the local implementation (meshfold.ops.local_implementations)."""
     comm: tuple[RuleComm, ...] = ()
+    """Collectives inside."""
     load: float = 1.0
+    """Work of the busiest rank over the mean."""
 
 
 @dataclass(frozen=True)
 class OpLabels:
-    """Labels of one op.
-
-    inputs: Dims per operand (op.operands order); outputs: Dims per output.
-    summed: labels that disappear by summation, so that outputs become Partial.
-    added: operands that are added to such a sum: Partial when a summed label is sharded.
-    linear: sets of operands that may be Partial together, all others being the same everywhere.
-    special: see Special. whole_if_odd: label -> operands that stay whole, as if they did not carry
-    it, where their dim does not divide. units: label -> number of equal units that a rank may only
-    hold whole, as groups of channels. local: local implementation under every rule.
-    pads, heads, keeps_padding, drops_padding: labels that may be a padded shard where they do not
-    divide (meshfold.ir.spmd). An op that pads never looks at what is beyond the end, and gives it no
-    gradient; one that keeps padding makes finite numbers of finite ones there, and no gradient of
-    none. Heads are labels whose padding an op keeps, and asks for. Where padding is dropped, the
-    local op runs on what a rank holds of the label.
-    beside: label -> another label and Dims of operands and outputs, where it cuts more than that
-    one does, at the same places (passes.rules.rules_beside).
-    apart: a label more -> Dims of operands and outputs, for another way to share the op.
-    """
+    """Labels of one op. Padded shards are those of labels that do not divide
+    (meshfold.ir.spmd)."""
 
     inputs: tuple[Dims, ...]
+    """Per operand, in the order of op.operands."""
     outputs: tuple[Dims, ...]
     summed: frozenset[str] = frozenset()
+    """Labels that disappear by summation, so that outputs become Partial."""
     added: frozenset[int] = frozenset()
+    """Operands that are added to such a sum: Partial when a summed label is sharded."""
     linear: tuple[frozenset[int], ...] = ()
-    special: Mapping[str, Special] = field(default_factory=lambda: MappingProxyType({}))
-    whole_if_odd: Mapping[str, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
-    units: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Sets of operands that may be Partial together, all others being the same everywhere."""
+    special: Mapping[str, Special] = field(default_factory=dict)
+    unsharded_if_uneven: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Label -> operands that stay unsharded, as if they did not carry it, where their dim does not
+    divide."""
+    granularity: Mapping[str, int] = field(default_factory=dict)
+    """Label -> number of equal groups that no shard splits, as groups of channels."""
     pads: frozenset[str] = frozenset()
+    """Labels that the op may pad: it never looks at padding rows and gives them no gradient."""
     heads: frozenset[str] = frozenset()
+    """Labels whose padding the op keeps, and asks for."""
     keeps_padding: frozenset[str] = frozenset()
+    """Labels whose padding rows the op computes finite numbers of from finite ones, and no gradient
+    from none."""
     drops_padding: frozenset[str] = frozenset()
-    beside: Mapping[str, tuple[str, tuple[Dims, ...]]] = field(
-        default_factory=lambda: MappingProxyType({})
-    )
-    apart: Mapping[str, tuple[Dims, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """Labels of which the local op runs on the valid rows of a rank."""
+    refinements: Mapping[str, tuple[str, tuple[Dims, ...]]] = field(default_factory=dict)
+    """Label -> another label and Dims of operands and outputs, where it shards more than that one
+    does, at the same places (passes.rules.table.refined_rules)."""
+    alternatives: Mapping[str, tuple[Dims, ...]] = field(default_factory=dict)
+    """An extra label -> Dims of operands and outputs, for another way to share the op."""
     local: str = "plain"
+    """Local implementation under every rule."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,10 +103,10 @@ class OpLabels:
 
     def dims_of(self, label: str) -> tuple[Dims, ...]:
         """Dims of operands, then outputs, as the rule of a label has them."""
-        if label in self.apart:
-            return self.apart[label]
-        beside = self.beside.get(label)
-        return beside[1] if beside else (*self.inputs, *self.outputs)
+        if label in self.alternatives:
+            return self.alternatives[label]
+        refined = self.refinements.get(label)
+        return refined[1] if refined else (*self.inputs, *self.outputs)
 
 
 class BoundOp:
@@ -197,13 +194,13 @@ def bind(graph: OpGraph, op: Op, parameters: Sequence[str]) -> BoundOp | None:
     return BoundOp(graph, op, {**dict(zip(parameters, op.args, strict=False)), **keywords})
 
 
-def part(label: str, prefix: int = 1) -> Part:
+def dim_label(label: str, prefix: int = 1) -> DimLabel:
     return (label, prefix)
 
 
 def numbered(shape: Sequence[int], but: Sequence[int] = ()) -> Dims:
     """Labels d0, d1, ... for every dim, none for the dims in `but`."""
-    return tuple(None if d in but else part(f"d{d}") for d in range(len(shape)))
+    return tuple(None if d in but else dim_label(f"d{d}") for d in range(len(shape)))
 
 
 def broadcast_dims(shape: Sequence[int], full: Sequence[int], labels: Dims) -> Dims:

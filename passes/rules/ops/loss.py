@@ -6,7 +6,6 @@ one over targets divides by how many of them count on all ranks, whichever rank 
 
 import math
 from itertools import zip_longest
-from types import MappingProxyType
 
 from meshfold.ir.op_graph import ITEM_BYTES
 from meshfold.ir.spmd import INVARIANT
@@ -17,8 +16,8 @@ from meshfold.passes.rules.ops.labels import (
     RuleComm,
     Special,
     broadcast_dims,
+    dim_label,
     numbered,
-    part,
     rule,
 )
 
@@ -35,7 +34,7 @@ def _reduced(op: BoundOp, inputs: tuple[Dims, ...], kept: Dims) -> OpLabels:
         return OpLabels(inputs, (kept,))
     summed = frozenset(p[0] for p in kept if p)
     local = Special(local="mean" if reduction == MEAN else "plain")
-    special = MappingProxyType(dict.fromkeys(summed, local))
+    special = dict.fromkeys(summed, local)
     return OpLabels(inputs, ((),), summed=summed, special=special)
 
 
@@ -48,7 +47,7 @@ def _elementwise(op: BoundOp) -> OpLabels:
 
 
 def _of_rows(op: BoundOp) -> OpLabels | None:
-    """Losses of rows [..., n, d], d whole; a target is [..., n]."""
+    """Losses of rows [..., n, d], d unsharded; a target is [..., n]."""
     rows = numbered(op.values[0].shape[:-1])
     rank = len(rows) + 1
     if rank < 2 or any(len(v.shape) not in (rank - 1, rank) for v in op.values):
@@ -60,7 +59,7 @@ def _of_rows(op: BoundOp) -> OpLabels | None:
 
 
 def _similarity(op: BoundOp) -> OpLabels:
-    """x1, x2 broadcast to one shape, of which `dim` is whole and gone."""
+    """x1, x2 broadcast to one shape, of which `dim` is unsharded and gone."""
     one, other = (v.shape for v in op.values)
     shape = tuple(max(s) for s in zip_longest(one[::-1], other[::-1], fillvalue=1))[::-1]
     dim = op.dim("dim", len(shape), 1)
@@ -70,7 +69,7 @@ def _similarity(op: BoundOp) -> OpLabels:
 
 
 def _distance(op: BoundOp) -> OpLabels | None:
-    """x1, x2 [..., d] -> [...], d whole; a dim of 1 if it is kept."""
+    """x1, x2 [..., d] -> [...], d unsharded; a dim of 1 if it is kept."""
     one, other = (v.shape for v in op.values)
     if one != other:
         return None
@@ -105,21 +104,21 @@ def _cross_entropy(op: BoundOp) -> OpLabels | None:
     reduction = op.integer("reduction", MEAN)
     count = (RuleComm("all_reduce", scalar),) if reduction == MEAN else ()
     special = {"v": Special(output=INVARIANT, local="cross_entropy", comm=vocabulary)}
-    inputs = ((first, part("v"), *rest), rows, *weights)
+    inputs = ((first, dim_label("v"), *rest), rows, *weights)
     if reduction == NONE:
-        return OpLabels(inputs, (rows,), special=MappingProxyType(special), pads=_V)
+        return OpLabels(inputs, (rows,), special=special, pads=_V)
     special |= {label: Special(local="cross_entropy", comm=count) for label in row_labels}
     return OpLabels(
         inputs,
         ((),),
         summed=frozenset(row_labels),
-        special=MappingProxyType(special),
+        special=special,
         pads=_V,
     )
 
 
 def _negative_log_likelihood(op: BoundOp) -> OpLabels | None:
-    """Logarithms [rows, classes, ...], classes whole; its mean is that of cross entropy."""
+    """Logarithms [rows, classes, ...], classes unsharded; its mean is that of cross entropy."""
     x = op.value("self").shape
     if len(x) < 2:
         return None
@@ -132,7 +131,7 @@ def _negative_log_likelihood(op: BoundOp) -> OpLabels | None:
     comm = (RuleComm("all_reduce", ITEM_BYTES[op.value("self").dtype]),)
     counted = Special(local="nll_loss", comm=comm) if reduction == MEAN else Special()
     summed = frozenset(p[0] for p in rows if p)
-    special = MappingProxyType(dict.fromkeys(summed, counted))
+    special = dict.fromkeys(summed, counted)
     return OpLabels(inputs, ((),), summed=summed, special=special)
 
 

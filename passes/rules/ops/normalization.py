@@ -2,12 +2,10 @@
 
 Batch norm in training mode takes its statistics over the whole batch. Channels are independent of
 each other; where the batch is sharded, means and variances are all-reduced in the local
-implementation (meshfold.ops.batch_norm) and their part of the gradient in its backward, so that every
-rank normalizes with the numbers of one process. The new running statistics then leave Invariant.
-With given statistics (eval mode) it is elementwise.
+implementation (meshfold.ops.batch_norm) and their term of the gradient in its backward, so that
+every rank normalizes with the numbers of one process. The new running statistics then leave
+Invariant. With given statistics (eval mode) it is elementwise.
 """
-
-from types import MappingProxyType
 
 from meshfold.ir.op_graph import ITEM_BYTES
 from meshfold.ir.spmd import INVARIANT
@@ -17,20 +15,20 @@ from meshfold.passes.rules.ops.labels import (
     OpLabels,
     RuleComm,
     Special,
-    part,
+    dim_label,
     rule,
 )
 
 STATISTICS_BYTES = ITEM_BYTES["float32"]
 """Statistics of narrower floats are taken in float32."""
 
-_CHANNELS: Dims = (part("c"),)
+_CHANNELS: Dims = (dim_label("c"),)
 
 
 def _channels_second(op: BoundOp) -> Dims:
-    """x [batch, c, ...]: what follows the channels is whole."""
+    """x [batch, c, ...]: what follows the channels is unsharded."""
     rank = len(op.value("input").shape)
-    return (part("d0"), part("c"), *(None,) * (rank - 2))
+    return (dim_label("d0"), dim_label("c"), *(None,) * (rank - 2))
 
 
 def _trained_batch_norm(op: BoundOp) -> OpLabels | None:
@@ -50,7 +48,7 @@ def _trained_batch_norm(op: BoundOp) -> OpLabels | None:
     return OpLabels(
         (labels, *(_CHANNELS,) * (len(op.values) - 1)),
         (labels, *(_CHANNELS,) * (len(op.outputs) - 1)),
-        special=MappingProxyType({"d0": batch}),
+        special={"d0": batch},
         local="batch_norm",
     )
 
@@ -62,7 +60,7 @@ def _given_batch_norm(op: BoundOp) -> OpLabels:
     return OpLabels(
         (labels, *(_CHANNELS,) * (len(op.values) - 1)),
         (labels, *((None,),) * (len(op.outputs) - 1)),
-        special=MappingProxyType({"d0": empty, "c": empty}),
+        special={"d0": empty, "c": empty},
     )
 
 
@@ -70,8 +68,8 @@ def _group_norm(op: BoundOp) -> OpLabels:
     """Each rank has whole groups of channels."""
     labels = _channels_second(op)
     affine = (_CHANNELS,) * (len(op.values) - 1)
-    groups = MappingProxyType({"c": op.integer("num_groups")})
-    return OpLabels((labels, *affine), (labels,), units=groups)
+    groups = {"c": op.integer("num_groups")}
+    return OpLabels((labels, *affine), (labels,), granularity=groups)
 
 
 def _instance_norm(op: BoundOp) -> OpLabels | None:
@@ -88,7 +86,7 @@ def _weight_norm(op: BoundOp) -> OpLabels:
     """v * g / |v| with a norm for every index of `dim`; g is v's shape with 1 elsewhere."""
     rank = len(op.value("v").shape)
     dim = op.integer("dim") % rank if op.get("dim") is not None else 0
-    labels: Dims = tuple(part("c") if k == dim else None for k in range(rank))
+    labels: Dims = tuple(dim_label("c") if k == dim else None for k in range(rank))
     return OpLabels((labels, labels), (labels,))
 
 

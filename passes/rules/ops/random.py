@@ -1,5 +1,6 @@
-"""Rules of random ops. Their local implementation draws by global index (meshfold.ops.local_implementations), so
-any sharding sees the same numbers, and on equal ranks they are linear."""
+"""Rules of random ops. Their local implementation draws by global index
+(meshfold.ops.local_implementations), so any sharding sees the same numbers, and on equal ranks they
+are linear."""
 
 from collections.abc import Mapping
 

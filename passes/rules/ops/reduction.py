@@ -1,8 +1,7 @@
-"""Rules of ops that look along a dim: sums (the dim is summed) and all that need it whole."""
+"""Rules of ops that look along a dim: sums (the dim is summed) and all that need it unsharded."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from meshfold.ir.op_graph import Value
 from meshfold.passes.rules.ops.labels import (
@@ -46,12 +45,12 @@ def _mean(op: BoundOp) -> OpLabels:
         spec.outputs,
         spec.summed,
         linear=spec.linear,
-        special=MappingProxyType(special),
+        special=special,
     )
 
 
 def _whole_reduction(op: BoundOp) -> OpLabels:
-    """Maxima, minima, norms, any, all, argmax: reduced dims whole, the others kept."""
+    """Maxima, minima, norms, any, all, argmax: reduced dims unsharded, the others kept."""
     labels = numbered(op.values[0].shape)
     reduced = _reduced_dims(op, len(labels))
     inputs = tuple(None if d in reduced else p for d, p in enumerate(labels))
@@ -59,7 +58,7 @@ def _whole_reduction(op: BoundOp) -> OpLabels:
 
 
 def _along(op: BoundOp) -> OpLabels:
-    """softmax, topk, sort: `dim` (default the last) whole, all results alike."""
+    """softmax, topk, sort: `dim` (default the last) unsharded, all results alike."""
     rank = len(op.values[0].shape)
     labels = numbered(op.values[0].shape, but=(op.dim("dim", rank, -1),))
     return OpLabels((labels,), (labels,) * len(op.outputs))
@@ -84,7 +83,7 @@ def _scan(op: BoundOp) -> OpLabels:
         if out.requires_grad:
             comm.append(RuleComm("all_reduce", row_bytes, is_backward=True))
         special[f"d{dim}"] = Special(local="cumsum", comm=tuple(comm))
-    return OpLabels((labels,), (labels,), linear=linear, special=MappingProxyType(special))
+    return OpLabels((labels,), (labels,), linear=linear, special=special)
 
 
 def _difference(op: BoundOp) -> OpLabels:
@@ -96,7 +95,7 @@ def _difference(op: BoundOp) -> OpLabels:
 
 
 def _normalization(op: BoundOp) -> OpLabels:
-    """layer_norm, rms_norm: the normalized dims whole; weight and bias have only those."""
+    """layer_norm, rms_norm: the normalized dims unsharded; weight and bias have only those."""
     x = op.value("input").shape
     first = len(x) - len(op.integers("normalized_shape"))
     labels = numbered(x, but=range(first, len(x)))

@@ -1,7 +1,7 @@
 """Rules of ops that move data without computing: views, permutations, slices, joins; and of those
 that make tensors of one number.
 
-All that move are linear. Sizes among their arguments are rewritten by passes.localize.
+All that move are linear. Sizes among their arguments are rewritten by passes.rules.localize.
 """
 
 import math
@@ -13,8 +13,8 @@ from meshfold.passes.rules.ops.labels import (
     Dims,
     OpLabels,
     broadcast_dims,
+    dim_label,
     numbered,
-    part,
     rule,
 )
 
@@ -34,11 +34,11 @@ def view_labels(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dim
         while i < len(source) or j < len(target):
             # Take from the side that is behind; sizes of 1 at the end stay with their group.
             if i < len(source) and (a <= b or source[i] == 1):
-                left[i] = part(label, a)
+                left[i] = dim_label(label, a)
                 a *= source[i]
                 i += 1
             elif j < len(target) and (b <= a or target[j] == 1):
-                right[j] = part(label, b)
+                right[j] = dim_label(label, b)
                 b *= target[j]
                 j += 1
             if a == b and a > 1:
@@ -102,7 +102,7 @@ def _unsqueeze(op: BoundOp) -> OpLabels:
 
 
 def _squeeze(op: BoundOp) -> OpLabels:
-    """Dims of size 1 go; others named by `dim` stay, even where their local part has size 1."""
+    """Dims of size 1 go; others named by `dim` stay, even where their local shard has size 1."""
     shape = op.values[0].shape
     named = op.integers("dim") if op.target != "aten.squeeze.default" else range(len(shape))
     gone = {d % max(len(shape), 1) for d in named if shape and shape[d] == 1}
@@ -120,28 +120,28 @@ def _select(op: BoundOp) -> OpLabels:
 
 
 def _slice(op: BoundOp) -> OpLabels:
-    """A dim that is kept whole keeps its label."""
+    """A dim that is unsharded keeps its label."""
     source, target = op.values[0].shape, op.outputs[0].shape
     labels = numbered(source, but=[d for d, n in enumerate(source) if n != target[d]])
     return _moved((labels,), (labels,))
 
 
 def _reorder(op: BoundOp) -> OpLabels:
-    """flip, roll: the dims named are whole; all if none is named."""
+    """flip, roll: the dims named are unsharded; all if none is named."""
     shape = op.values[0].shape
     labels = numbered(shape, but=[d % len(shape) for d in op.integers("dims")] or range(len(shape)))
     return OpLabels((labels,), (labels,), linear=_LINEAR)
 
 
 def _triangle(op: BoundOp) -> OpLabels:
-    """tril, triu: the last two dims whole."""
+    """tril, triu: the last two dims unsharded."""
     rank = len(op.values[0].shape)
     labels = numbered(op.values[0].shape, but=(rank - 2, rank - 1))
     return OpLabels((labels,), (labels,), linear=_LINEAR)
 
 
 def _pad(op: BoundOp) -> OpLabels:
-    """Padded dims whole. Padding with zeros is linear."""
+    """Padded dims unsharded. Padding with zeros is linear."""
     source, target = op.values[0].shape, op.outputs[0].shape
     labels = numbered(source, but=[d for d, n in enumerate(source) if n != target[d]])
     zeros = op.get("mode", "constant") == "constant" and not op.get("value")
@@ -149,7 +149,7 @@ def _pad(op: BoundOp) -> OpLabels:
 
 
 def _cat(op: BoundOp) -> OpLabels:
-    """Equal pieces: the piece is the highest digit of the joined dim. Unequal ones: whole."""
+    """Equal pieces: the piece is the highest digit of the joined dim. Unequal ones: unsharded."""
     out = op.outputs[0].shape
     dim = op.dim("dim", len(out))
     shapes = [v.shape for v in op.values]
@@ -159,8 +159,8 @@ def _cat(op: BoundOp) -> OpLabels:
     if any(len(s) != len(out) for s in shapes) or len({s[dim] for s in shapes}) > 1:
         dims = tuple(labels if len(s) == len(out) else (None,) for s in shapes)
         return replace(_moved(dims, (labels,)), linear=together)
-    piece = (*labels[:dim], part(f"d{dim}", len(shapes)), *labels[dim + 1 :])
-    joined = (*labels[:dim], part(f"d{dim}"), *labels[dim + 1 :])
+    piece = (*labels[:dim], dim_label(f"d{dim}", len(shapes)), *labels[dim + 1 :])
+    joined = (*labels[:dim], dim_label(f"d{dim}"), *labels[dim + 1 :])
     return replace(_moved((piece,) * len(shapes), (joined,)), linear=together)
 
 
@@ -174,15 +174,15 @@ def _stack(op: BoundOp) -> OpLabels:
 
 
 def _split(op: BoundOp) -> OpLabels:
-    """The reverse of cat: equal pieces share the split dim, unequal ones need it whole."""
+    """The reverse of cat: equal pieces share the split dim, unequal ones need it unsharded."""
     shape = op.values[0].shape
     dim = op.dim("dim", len(shape))
     sizes = [v.shape[dim] for v in op.outputs]
     labels = numbered(shape, but=(dim,))
     if len(set(sizes)) > 1 or sum(sizes) != shape[dim]:
         return _moved((labels,), (labels,) * len(sizes))
-    piece = (*labels[:dim], part(f"d{dim}", len(sizes)), *labels[dim + 1 :])
-    joined = (*labels[:dim], part(f"d{dim}"), *labels[dim + 1 :])
+    piece = (*labels[:dim], dim_label(f"d{dim}", len(sizes)), *labels[dim + 1 :])
+    joined = (*labels[:dim], dim_label(f"d{dim}"), *labels[dim + 1 :])
     return _moved((joined,), (piece,) * len(sizes))
 
 
@@ -211,12 +211,12 @@ def _repeat(op: BoundOp) -> OpLabels:
     source, target = op.values[0].shape, op.outputs[0].shape
     offset = len(target) - len(source)
     labels = numbered(target, but=range(offset))
-    own = tuple(part(f"d{offset + d}", target[offset + d] // n) for d, n in enumerate(source))
+    own = tuple(dim_label(f"d{offset + d}", target[offset + d] // n) for d, n in enumerate(source))
     return OpLabels((own,), (labels,), linear=_LINEAR)
 
 
 def _replaced_slice(op: BoundOp) -> OpLabels:
-    """slice_scatter: the dim that is written to is whole."""
+    """slice_scatter: the dim that is written to is unsharded."""
     shape = op.value("self").shape
     labels = numbered(shape, but=(op.dim("dim", len(shape)),))
     return OpLabels((labels, labels), (labels,), linear=(frozenset({0, 1}),))

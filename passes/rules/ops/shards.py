@@ -27,7 +27,7 @@ UNITS = -1
 MOST_FILLING = 2
 """Units over which an axis has this many times as many places are not cut."""
 
-Place = tuple[int, int]
+ShardPlace = tuple[int, int]
 """Of a shard in the index of a label: (blocks, units). Units per block, where they are padded; 0 of
 a shard that divides."""
 
@@ -69,24 +69,24 @@ def _divides(extent: int, blocks: int, size: int) -> bool:
     return extent % (blocks * size) == 0
 
 
-Candidate = tuple[int, int, int]
+ShardCandidate = tuple[int, int, int]
 """(dim, blocks, units) of a shard, units as of a place."""
 
-Candidates = tuple[frozenset[Candidate], ...]
+ShardCandidates = tuple[frozenset[ShardCandidate], ...]
 """Per value of the graph: its shards on one axis."""
 
 Shards = tuple[SpmdType | None, ...]
 """Shards of operands, then outputs; None: does not carry the label."""
 
-Shardings = dict[tuple[str, Place], Shards | None]
+Shardings = dict[tuple[str, ShardPlace], Shards | None]
 """By (label, place); None: some tensor cannot be sharded there."""
 
 
 def grown_shardings(
     graph: OpGraph, labels: Sequence[OpLabels | None], divisions: Divisions
-) -> tuple[Candidates, list[Shardings]]:
-    """Candidates of every value, and per op the shards they lead to."""
-    found: list[set[Candidate]] = [
+) -> tuple[ShardCandidates, list[Shardings]]:
+    """ShardCandidates of every value, and per op the shards they lead to."""
+    found: list[set[ShardCandidate]] = [
         {(d, 1, 0) for d, extent in enumerate(value.shape) if extent and divisions(extent, 1)}
         for value in graph.values
     ]
@@ -118,7 +118,7 @@ def _seed_padding(
     op: Op,
     spec: OpLabels,
     divisions: Divisions,
-    found: Sequence[set[Candidate]],
+    found: Sequence[set[ShardCandidate]],
 ) -> None:
     """Adds the dims that an op itself may have padded."""
     for v, dims in zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True):
@@ -135,7 +135,7 @@ def new_shardings(
     op: Op,
     spec: OpLabels,
     divisions: Divisions,
-    candidates: Sequence[AbstractSet[Candidate]],
+    candidates: Sequence[AbstractSet[ShardCandidate]],
     known: Shardings,
 ) -> list[Shards]:
     """Adds to `known` every (label, place) that a candidate of some operand or output asks for;
@@ -143,7 +143,7 @@ def new_shardings(
     values = (*op.operands, *op.outputs)
     wanted = {
         (carried[0], (carried[1] * blocks, units))
-        for of_values in ((*spec.inputs, *spec.outputs), *spec.apart.values())
+        for of_values in ((*spec.inputs, *spec.outputs), *spec.alternatives.values())
         for v, dims in zip(values, of_values, strict=True)
         for d, blocks, units in candidates[v]
         if (carried := dims[d]) is not None
@@ -157,15 +157,15 @@ def new_shardings(
 
 
 def shards_at(
-    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: Place, divisions: Divisions
+    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: ShardPlace, divisions: Divisions
 ) -> Shards | None:
     """Shards of operands, then outputs, with the label sharded `at` a place; None if one cannot."""
     place, units = at
     if units:
         return _padded_at(graph, op, spec, label, at, divisions)
-    if not divisions(spec.units.get(label, 0), place):
+    if not divisions(spec.granularity.get(label, 0), place):
         return None
-    optional = spec.whole_if_odd.get(label, frozenset())
+    optional = spec.unsharded_if_uneven.get(label, frozenset())
     shards: list[SpmdType | None] = []
     pairs = zip((*op.operands, *op.outputs), spec.dims_of(label), strict=True)
     for k, (v, dims) in enumerate(pairs):
@@ -177,7 +177,7 @@ def shards_at(
 
 
 def _padded_at(
-    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: Place, divisions: Divisions
+    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: ShardPlace, divisions: Divisions
 ) -> Shards | None:
     """The same with a padded shard of the label."""
     if label not in spec.pads | spec.heads | spec.keeps_padding | spec.drops_padding:
@@ -185,7 +185,7 @@ def _padded_at(
     is_plain = label in spec.pads
     if not divisions(at[1], PADDED if is_plain else UNITS):
         return None
-    optional = spec.whole_if_odd.get(label, frozenset())
+    optional = spec.unsharded_if_uneven.get(label, frozenset())
     shards: list[SpmdType | None] = []
     pairs = zip((*op.operands, *op.outputs), (*spec.inputs, *spec.outputs), strict=True)
     for k, (v, dims) in enumerate(pairs):
@@ -198,7 +198,7 @@ def _padded_at(
 
 
 def _padded_shard(
-    shape: Sequence[int], dims: Dims, label: str, at: Place
+    shape: Sequence[int], dims: Dims, label: str, at: ShardPlace
 ) -> tuple[bool, SpmdType | None]:
     """(possible, shard) of a tensor: one dim holds the digit of the units whole, and the others
     hold nothing of it."""

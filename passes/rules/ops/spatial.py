@@ -1,9 +1,9 @@
-"""Rules of pooling and resizing: spatial dims, the last ones, are whole; batch and channels are
+"""Rules of pooling and resizing: spatial dims, the last ones, are unsharded; batch and channels are
 free."""
 
 import re
 
-from meshfold.passes.rules.ops.labels import BoundOp, OpLabels, numbered, part, rule
+from meshfold.passes.rules.ops.labels import BoundOp, OpLabels, dim_label, numbered, rule
 
 
 def _num_spatial(op: BoundOp) -> int:
@@ -29,7 +29,7 @@ def _linear_pool(op: BoundOp) -> OpLabels:
 def _pixel_shuffle(op: BoundOp) -> OpLabels:
     """x [..., c * r * r, h, w] -> [..., c, h * r, w * r]"""
     batch = numbered(op.values[0].shape[:-3])
-    labels = (*batch, part("c"), None, None)
+    labels = (*batch, dim_label("c"), None, None)
     return OpLabels((labels,), (labels,), linear=(frozenset({0}),))
 
 

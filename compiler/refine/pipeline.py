@@ -1,0 +1,54 @@
+"""Choices of a plan that need the emitted, simulated program, in the order in which they are made.
+
+    micro_chunks       in how many micro-chunks regions run      meshfold.refine.micro_chunks
+    collective_matmul  which products are collective matmuls     meshfold.refine.collective_matmul
+    buckets            sizes of buckets, and of the pieces of    meshfold.passes.events.bucketing
+                       hierarchical all-reduces
+
+Each takes the plan of the one before, and keeps what makes the simulated step faster and fits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.passes.events.bucketing import BucketSizes, with_buckets
+from meshfold.refine.collective_matmul import with_collective_matmul
+from meshfold.refine.micro_chunks import with_micro_chunks
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """run: (plan, captured model, options) -> plan. Raises OptionError where a pin cannot be
+    kept."""
+
+    name: str
+    run: Callable[[Plan, FoldedGraph, CompileOptions], Plan]
+
+
+def _micro_chunks(plan: Plan, folded: FoldedGraph, options: CompileOptions) -> Plan:
+    return with_micro_chunks(plan, folded, options.micro_chunks_pin)
+
+
+def _buckets(plan: Plan, _: FoldedGraph, options: CompileOptions) -> Plan:
+    reductions, gathers = options.reduce_bucket_pin, options.allgather_bucket_pin
+    return with_buckets(plan, BucketSizes(reductions, gathers, options.hierarchical_all_reduce_pin))
+
+
+REFINEMENTS = (
+    Refinement("micro_chunks", _micro_chunks),
+    Refinement("collective_matmul", with_collective_matmul),
+    Refinement("buckets", _buckets),
+)
+
+
+def refined(plan: Plan, folded: FoldedGraph, options: CompileOptions) -> Plan:
+    """`plan` with every choice made, and with the events and the simulated step of its program.
+
+    Raises OptionError where a pin cannot be kept.
+    """
+    for refinement in REFINEMENTS:
+        plan = refinement.run(plan, folded, options)
+    return plan

@@ -1,0 +1,33 @@
+"""Copies of modules with other tensors in place of parameters and buffers.
+
+A copy is a deepcopy whose memo already holds a new tensor for every parameter and buffer. So ties
+stay ties, no storage is copied whatever the model's size, and the model is not touched.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def copy_with(model: nn.Module, new_tensor: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy with `new_tensor(tensor)` for each parameter and buffer, in the model's mode."""
+    memo: dict[int, Any] = {
+        id(tensor): new_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())
+    }
+    return copy.deepcopy(model, memo)
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy on the meta device."""
+    return copy_with(model, lambda tensor: empty_like(tensor, torch.device("meta")))
+
+
+def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape, strides and dtype on `device`; a Parameter for one."""
+    empty = torch.empty_like(tensor, device=device, requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty

@@ -1,0 +1,98 @@
+"""Options: the surface is frozen, and every wrong value gets one clear line."""
+
+import dataclasses
+
+import pytest
+
+from meshfold.errors import OptionError
+from meshfold.ir.options import PINS, CompileOptions
+
+
+def test_the_option_surface_is_frozen() -> None:
+    """A new option needs a measured reason and a line here."""
+    assert [f.name for f in dataclasses.fields(CompileOptions)] == [
+        "memory_bytes",
+        "pins",
+        "optimizer",
+        "full_capture",
+        "seed",
+        "precision",
+        "mode",
+        "allow_pipelines",
+        "allow_planned",
+        "without_rules",
+    ]
+    assert tuple(PINS) == (
+        "dp",
+        "ep",
+        "cp",
+        "tp",
+        "zero",
+        "sp",
+        "recompute",
+        "offload",
+        "pp",
+        "microbatches",
+        "schedule",
+        "virtual_stages",
+        "micro_chunks",
+        "chained_chunks",
+        "collective_matmul",
+        "reduce_bucket_bytes",
+        "allgather_bucket_bytes",
+        "hierarchical_all_reduce",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"pins": {"xp": 2}},
+            "pin 'xp' is unknown; pins are dp, ep, cp, tp, zero, sp, recompute, offload, pp, "
+            "microbatches, schedule, virtual_stages",
+        ),
+        ({"pins": {"pp": 0}}, "pin pp=0: a degree is 1 or more"),
+        ({"pins": {"cp": 0}}, "pin cp=0: a degree is 1 or more"),
+        ({"pins": {"ep": 0}}, "pin ep=0: a degree is 1 or more"),
+        ({"pins": {"tp": 0}}, "pin tp=0: a degree is 1 or more"),
+        ({"pins": {"zero": 4}}, "pin zero=4: ZeRO levels are 0, 1, 2 and 3"),
+        ({"pins": {"tp": "two"}}, "pin tp=two: write a number"),
+        ({"pins": {"recompute": "some"}}, "pin recompute=some: write none or selective or full"),
+        ({"pins": {"offload": "all"}}, "pin offload=all: write none or optimizer or activations"),
+        (
+            {"pins": {"schedule": "dual"}},
+            "pin schedule=dual: write gpipe or 1f1b or interleaved or zero_bubble",
+        ),
+        ({"pins": {"parts": 2}}, "pin 'parts' is now 'micro_chunks'; write --pin micro_chunks=2"),
+        ({"pins": {"ring": 1}}, "pin 'ring' is now 'collective_matmul'; write --pin coll"),
+        ({"pins": {"virtual_stages": 0}}, "pin virtual_stages=0: a degree is 1 or more"),
+        (
+            {"pins": {"reduce_bucket_bytes": 25}},
+            "pin reduce_bucket_bytes=25: write a size, as 25MB, or 0 for none at all",
+        ),
+        ({"pins": {"reduce_bucket_bytes": "much"}}, "pin reduce_bucket_bytes=much: write a size"),
+        ({"pins": {"sp": 2}}, "pin sp=2: write sp=1 or sp=0"),
+        ({"memory_bytes": 0}, "memory must be positive, got 0 bytes"),
+        ({"optimizer": "lion"}, "optimizer 'lion' is unknown; write adamw or sgd"),
+    ],
+)
+def test_wrong_values_are_named(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        CompileOptions(**kwargs)  # type: ignore[arg-type]
+
+
+def test_options_do_not_change_with_the_callers_dict() -> None:
+    pins = {"tp": 2}
+    options = CompileOptions(pins=pins)
+    pins["tp"] = 4
+    assert options.pins == {"tp": 2}
+
+
+def test_sizes_of_merged_reductions_are_read() -> None:
+    found = [
+        CompileOptions(pins=pins).reduce_bucket_pin
+        for pins in ({}, {"reduce_bucket_bytes": 0}, {"reduce_bucket_bytes": "25 MB"})
+    ]
+    assert found == [None, 0, 25_000_000]
+    assert CompileOptions(pins={"reduce_bucket_bytes": 0, "tp": 2}).strategy_pins == {"tp": 2}

@@ -1,0 +1,200 @@
+"""CompiledModel on one device: an nn.Module like the original."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.models.hugging_face import tiny_model
+from support.processes.pool import Pools
+from support.programs.local_programs import stack_model
+from torch import Tensor, nn
+
+import meshfold
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.errors import MeshfoldError, OptionError
+from meshfold.training.compiled_model import CompiledModel
+
+ONE = resolve_cluster("local-cpu", 1)
+
+
+def compiled_stack(**sizes: Any) -> tuple[nn.Module, dict[str, Tensor], CompiledModel]:
+    model, batch = stack_model(2, **sizes)
+    return model, batch, meshfold.compile(model, ONE, batch)
+
+
+def test_one_device_needs_no_process_group() -> None:
+    model, batch, compiled = compiled_stack()
+    loss, expected = compiled(**batch), model(**batch)
+    loss.backward()
+    expected.backward()
+    assert float((loss - expected).detach()) == pytest.approx(0.0, abs=1e-15)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(compiled.get_parameter(name).grad, parameter.grad, atol=1e-14)
+
+
+def test_symmetric_memory_needs_a_job() -> None:
+    *_, compiled = compiled_stack()
+    with pytest.raises(OptionError, match="symmetric memory is for a model that runs"):
+        compiled.use_symmetric_memory()
+
+
+class Twisted(nn.Module):
+    """Tied across modules, so that names and order are not those of creation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.first = nn.Linear(4, 4)
+        self.middle = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("shift", torch.ones(4))
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.middle(self.first(x * self.scale)) * self.mask
+        return (self.last(y) + self.shift).square().mean()
+
+
+def test_names_order_ties_and_state_are_those_of_the_original() -> None:
+    model = Twisted()
+    x = torch.randn(2, 4)
+    compiled = meshfold.compile(model, ONE, {"x": x})
+    for names in ("named_parameters", "named_buffers"):
+        for duplicates in (True, False):
+            listed = [
+                [n for n, _ in getattr(m, names)(remove_duplicate=duplicates)]
+                for m in (model, compiled)
+            ]
+            assert listed[0] == listed[1]
+    assert compiled.last.weight is compiled.first.weight
+    state = compiled.state_dict()
+    assert list(state) == list(model.state_dict())
+    assert all(torch.equal(state[n], x) for n, x in model.state_dict().items())
+    compiled(x=x).backward()
+    assert compiled.unused.grad is None
+    model(x).backward()
+    assert torch.allclose(compiled.first.weight.grad, model.first.weight.grad, atol=1e-6)
+
+
+def test_weights_are_copies_and_load_back() -> None:
+    model, batch, compiled = compiled_stack()
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for parameter in compiled.parameters():
+            parameter.zero_()
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+    compiled.load_state_dict(before)
+    assert torch.equal(compiled(**batch), model(**batch))
+    assert all(torch.equal(x, before[n]) for n, x in compiled.full_state_dict().items())
+
+
+def test_loading_complains_as_modules_do() -> None:
+    _, _, compiled = compiled_stack()
+    state = dict(compiled.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        compiled.load_state_dict({k: v for k, v in state.items() if "up" not in k})
+    with pytest.raises(OptionError, match="assign=True would replace local shards"):
+        compiled.load_state_dict(state, assign=True)
+    with pytest.raises(OptionError, match=r"layers.0.up.bias has shape \[16\], the state given"):
+        compiled.load_state_dict(state | {"layers.0.up.bias": torch.zeros(3)})
+
+
+def test_a_module_inside_another_keeps_its_prefix() -> None:
+    model, _, compiled = compiled_stack()
+    outer = nn.ModuleDict({"inner": compiled})
+    assert list(outer.state_dict()) == [f"inner.{name}" for name in model.state_dict()]
+
+
+def test_dropout_follows_the_mode_and_the_step() -> None:
+    model, batch, compiled = compiled_stack(dropout=0.5)
+    losses = [float(compiled(**batch).detach()) for _ in range(2)]
+    assert losses[0] != losses[1]
+    compiled.eval()
+    assert torch.equal(compiled(**batch), model.eval()(**batch))
+    compiled.train()
+    compiled.num_steps = 0
+    assert float(compiled(**batch).detach()) == losses[0], "the step decides the mask"
+
+
+def test_a_model_captured_without_dropout_does_not_start_dropping() -> None:
+    model, batch = stack_model(2, dropout=0.5)
+    compiled = meshfold.compile(model.eval(), ONE, batch)
+    with pytest.raises(OptionError, match=r"captured in eval mode, without dropout; call model.tr"):
+        compiled.train()
+    plain = meshfold.compile(stack_model(2)[0].eval(), ONE, batch)
+    assert plain.train().training, "nothing depends on the mode"
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1.0)
+        return self.linear(x).mean() * self.steps
+
+
+def test_buffers_are_updated_after_the_step() -> None:
+    compiled = meshfold.compile(Counting(), ONE, {"x": torch.randn(2, 4)})
+    x = torch.randn(2, 4)
+    first = float(compiled(x=x).detach())
+    assert float(compiled(x=x).detach()) == pytest.approx(2 * first)
+    assert float(compiled.steps) == 2.0
+    assert float(compiled.state_dict()["steps"]) == 2.0
+    with pytest.raises(OptionError, match="updates buffers"):
+        compiled.eval()
+
+
+def test_without_processes_a_larger_plan_is_for_inspection() -> None:
+    model, batch = stack_model(2)
+    compiled = meshfold.compile(model, resolve_cluster("local-cpu", 2), batch)
+    assert compiled.plan.world_size == 2
+    assert compiled.program.text(1).startswith("rank 1 of 2")
+    with pytest.raises(MeshfoldError, match="runs on 2 processes and there is no process group"):
+        compiled(**batch)
+
+
+class Clashing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.program = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.program(x).mean()
+
+
+def test_a_name_of_ours_in_the_model_is_refused() -> None:
+    with pytest.raises(MeshfoldError, match="calls a submodule 'program', which is an attribute"):
+        meshfold.compile(Clashing(), ONE, {"x": torch.randn(2, 4)})
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_model_on_meta_starts_alike_under_any_plan(pools: Pools) -> None:
+    family = "llama"
+    digests = [
+        *pools.run(2, "support.programs.emit:initial_sums", family, {"dp": 2, "zero": 3}),
+        *pools.run(2, "support.programs.emit:initial_sums", family, {"tp": 2, "sp": 1}),
+    ]
+    assert all(d == digests[0] for d in digests)
+    assert len(digests[0]) == len(tiny_model(family)[0].state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_closed_model_gives_its_threads_back(pools: Pools) -> None:
+    for first, second, third, after in pools.run(
+        2, "support.programs.emit:threads_beside_models", 3
+    ):
+        assert first == second == third
+        assert after < first
+
+
+@pytest.mark.multiprocess
+def test_no_step_is_left_behind(pools: Pools) -> None:
+    assert pools.run(2, "support.programs.emit:steps_left_behind", {"dp": 2, "zero": 3}) == [0, 0]

@@ -1,0 +1,71 @@
+"""What verify calls different."""
+
+import math
+
+import pytest
+from support.programs.plans import example_plan
+
+from meshfold.ir.plan import Plan
+from meshfold.validation.collective_order import StartedCollective
+from meshfold.validation.report import Difference, VerifyReport
+from meshfold.validation.verify import _Compared, _report
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return example_plan()
+
+
+def report_of(plan: Plan, *ranks: dict[str, tuple[float, float]]) -> VerifyReport:
+    return _report(plan, [_Compared(2.0, 2.0, gradients, {}, ()) for gradients in ranks])
+
+
+def test_differences_are_relative_to_gradients_that_are_not_noise(plan: Plan) -> None:
+    report = report_of(
+        plan,
+        {"large": (10.0, 1e-12), "small": (0.1, 0.0), "noise": (1e-17, 2e-17)},
+        {"large": (10.0, 1e-13), "small": (0.1, 1e-3), "noise": (1e-17, 1e-17)},
+    )
+    assert report.gradients == (
+        Difference("small", 0.1, 1e-3, 1e-2),
+        Difference("large", 10.0, 1e-12, 1e-13),
+        Difference("noise", 1e-17, 2e-17, 2e-15),
+    )
+    assert not report.passed
+
+
+def test_nan_is_the_worst_difference(plan: Plan) -> None:
+    report = report_of(
+        plan, {"a": (1.0, 0.5), "b": (1.0, math.nan)}, {"a": (1.0, 0), "b": (1.0, 0)}
+    )
+    assert report.gradients[0].name == "b"
+    assert not report.passed
+    assert "2 of 2 gradients differ, worst b by nan" in report.verdict
+
+
+def test_parameters_that_differ_after_steps_fail(plan: Plan) -> None:
+    gradients = {"a": (1.0, 0.0), "b": (1.0, 0.0)}
+    ranks = [
+        _Compared(2.0, 2.0, gradients, {"a": (1.0, 0.0), "b": (2.0, d)}, ()) for d in (0.0, 1e-6)
+    ]
+    report = _report(plan, ranks)
+    assert not report.passed
+    assert "1 of 2 parameters differ after 3 steps, worst b by 5.0e-07" in report.verdict
+
+
+def test_a_loss_that_differs_fails() -> None:
+    report = VerifyReport(2, "tp2", 2.0, 2.5, ())
+    assert not report.passed
+    assert report.verdict.startswith("the losses differ, 2.5 against 2.0; report it")
+
+
+def test_ranks_that_start_other_collectives_fail(plan: Plan) -> None:
+    gradients = {"a": (1.0, 0.0)}
+    axes = ("dp",)
+    logs = [
+        tuple(StartedCollective("all_reduce", axes, "float64", (n,)) for n in sizes)
+        for sizes in ([2], [3], *[[2]] * 6)
+    ]
+    report = _report(plan, [_Compared(2.0, 2.0, gradients, gradients, log) for log in logs])
+    assert not report.passed and report.num_collectives == 1
+    assert "ranks start different collectives: as number 0 over" in report.verdict

@@ -1,0 +1,120 @@
+"""verify: what it compares, and what it calls different."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models.factories import classes, regression, switch
+from support.models.hugging_face import tiny_model
+from support.processes.pool import Pools
+
+from meshfold.api import find_plan
+from meshfold.errors import MeshfoldError
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.models.from_argument import BuiltModel
+from meshfold.plan_file.io import plan_to_json
+from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.validation.verify import _eager_step, _report, verify, without_dropout
+
+MODEL = "support.models.factories:regression"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model, inputs = regression()
+    options = CompileOptions(pins={"dp": 2, "zero": 3})
+    return find_plan(model, "local-cpux2", inputs, options=options)
+
+
+@pytest.mark.multiprocess
+def test_a_right_program_passes(pools: Pools, plan: Plan) -> None:
+    results = pools.run(2, "support.processes.verify:compare", plan_to_json(plan), MODEL)
+    report = _report(plan, results)
+    assert report.passed
+    assert report.strategy == "dp2, zero3"
+    assert max(g.relative for g in report.gradients) < 1e-13
+    assert max(p.relative for p in report.parameters) < 1e-13
+    assert report.verdict == (
+        "loss, 3 gradients and parameters after 3 steps of AdamW agree to 1e-10"
+    )
+
+
+@pytest.mark.multiprocess
+def test_a_wrong_gradient_is_found_and_named(pools: Pools, plan: Plan) -> None:
+    text = plan_to_json(plan)
+    results = pools.run(
+        2, "support.processes.verify:compare_a_wrong_program", text, MODEL, "up.bias"
+    )
+    report = _report(plan, results)
+    assert not report.passed
+    assert report.gradients[0].name == "up.bias"
+    assert report.gradients[0].relative == pytest.approx(1e-6, rel=1e-3)
+    assert "1 of 3 gradients differ, worst up.bias by 1.0e-06" in report.verdict
+
+
+@pytest.mark.multiprocess
+def test_ranks_compare_the_same_numbers(pools: Pools, plan: Plan) -> None:
+    model = "support.models.factories:unseeded"
+    results = pools.run(2, "support.processes.verify:compare", plan_to_json(plan), model)
+    assert results[0].eager_loss == results[1].eager_loss
+    assert _report(plan, results).passed
+
+
+def test_a_model_without_values_is_refused(plan: Plan) -> None:
+    with pytest.raises(MeshfoldError, match="on_meta: the model is on the meta device"):
+        verify(plan, "support.models.factories:on_meta")
+
+
+def test_without_dropout_nothing_is_dropped() -> None:
+    x = torch.ones(4, 2, 8, 8)
+    with without_dropout():
+        for drop in (F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout):
+            assert torch.equal(drop(x, 0.9, True), x)
+            assert torch.equal(drop(x, p=0.9, training=True), x)
+        assert torch.equal(torch.nn.Dropout(0.9)(x), x)
+        attention = F.scaled_dot_product_attention(x, x, x, dropout_p=0.9)
+    assert torch.allclose(attention, F.scaled_dot_product_attention(x, x, x))
+    assert not torch.equal(F.dropout(x, 0.9, True), x)
+
+
+def test_a_mixture_of_experts_runs_in_float64() -> None:
+    model, batch = tiny_model("mixtral")
+    with float64_everywhere():
+        expected = model(**batch).loss
+    model.config._experts_implementation = "grouped_mm"
+    assert torch.equal(_eager_step(BuiltModel(model, batch), "loss"), expected)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_microbatches_are_verified_too(pools: Pools) -> None:
+    name = "support.models.factories:classes"
+    model, inputs = classes()
+    options = CompileOptions(pins={"dp": 2, "zero": 3, "microbatches": 2})
+    plan = find_plan(model, "local-cpux2", inputs, options=options)
+    report = _report(
+        plan, pools.run(2, "support.processes.verify:compare", plan_to_json(plan), name)
+    )
+    assert report.passed and len(report.gradients) == 3
+    assert "2 microbatches" in report.strategy
+    text = plan_to_json(plan)
+    wrong = pools.run(2, "support.processes.verify:compare_a_wrong_program", text, name, "up.bias")
+    assert "worst up.bias by 1.0e-06" in _report(plan, wrong).verdict
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pins", [{"ep": 4}, {"dp": 2, "ep": 2, "zero": 3}, {"ep": 2, "tp": 2}], ids=str
+)
+def test_an_expert_that_nobody_chooses_decays_as_in_the_graph(
+    pools: Pools, pins: dict[str, int]
+) -> None:
+    model, inputs = switch()
+    plan = find_plan(model, "local-cpux4", inputs, options=CompileOptions(pins=pins))
+    name = "support.models.factories:switch"
+    report = _report(
+        plan, pools.run(4, "support.processes.verify:compare", plan_to_json(plan), name)
+    )
+    assert report.passed
+    assert max(p.relative for p in (*report.gradients, *report.parameters)) < 1e-12

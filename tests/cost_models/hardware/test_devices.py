@@ -1,0 +1,155 @@
+"""Presets, and what a person may write for a cluster."""
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from support.programs.plans import cluster_text
+
+from meshfold.cost_models.hardware.devices import cluster, presets, resolve_cluster, subset
+from meshfold.errors import ClusterSpecError
+from meshfold.ir.cluster import OVERLAP_SLOWDOWN, ClusterSpec
+
+NAMES = [
+    "dgx-a100-40",
+    "dgx-a100-80",
+    "dgx-h100",
+    "dgx-h200",
+    "dgx-b200",
+    "dgx-v100",
+    "titan-rtx",
+    "a10g",
+    "l4",
+    "mi300x",
+    "local-cpu",
+]
+
+
+def test_every_preset_is_a_valid_cluster() -> None:
+    assert list(presets()) == NAMES
+    for name in NAMES:
+        assert cluster(name).num_devices == (1 if name == "local-cpu" else 8)
+
+
+def test_every_figure_has_a_source() -> None:
+    text = (
+        resources.files("meshfold.cost_models.hardware").joinpath("presets.json").read_text("utf-8")
+    )
+    data = json.loads(text)
+    for table in ("devices", "links"):
+        for name, figures in data[table].items():
+            for key, figure in figures.items():
+                value, source = figure
+                assert len(source) >= 8, f"{table}.{name}.{key}"
+
+
+HOST_GB_PER_S = {
+    "dgx-a100-40": 31,
+    "dgx-a100-80": 31,
+    "dgx-h100": 63,
+    "dgx-h200": 63,
+    "dgx-b200": 63,
+    "dgx-v100": 15.75,
+    "titan-rtx": 15.75,
+    "a10g": 31,
+    "l4": 31,
+    "mi300x": 63,
+    "local-cpu": 0,  # its memory is the host's
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_link_to_the_host_is_that_of_the_pcie_generation(name: str) -> None:
+    assert cluster(name).host_bytes_per_s == HOST_GB_PER_S[name] * 1e9
+    assert ("host_gb_per_s" in cluster(name).groups[0].device.source) == (name != "local-cpu")
+
+
+def test_overlap_takes_cores_where_these_move_the_bytes() -> None:
+    assert cluster("local-cpux2").overlap_slowdown == 1.8
+    assert "overlap_slowdown: fitted" in cluster("local-cpu").groups[0].device.source
+    assert cluster("dgx-h100").overlap_slowdown == OVERLAP_SLOWDOWN
+
+
+def test_figures_are_converted_at_this_border() -> None:
+    h100 = cluster("dgx-h100").groups[0]
+    assert h100.device.memory_bytes == 80 * 2**30
+    assert h100.device.memory_bytes_per_s == 3350e9
+    assert h100.device.peak_flops_per_s["bfloat16"] == 989.4e12
+    assert h100.device.launch_s == 5e-6
+    assert h100.link.bytes_per_s == 366e9
+    assert h100.link.latency_s == 1.9e-6
+    assert "MAMF" in h100.device.source and "dgxc-benchmarking" in h100.link.source
+
+
+def test_a_count_means_nodes_and_processes_on_the_local_machine() -> None:
+    assert cluster("dgx-h100x16").num_devices == 128
+    local = cluster("local-cpux4")
+    assert (local.num_nodes, local.num_devices) == (1, 4)
+    assert cluster("mi300x").num_devices == 8
+    assert cluster("mi300xx2").num_devices == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "num_devices", "nodes", "per_node"),
+    [
+        ("dgx-h100", None, 1, 8),
+        ("dgx-h100", 3, 1, 3),
+        ("dgx-h100", 64, 8, 8),
+        ("dgx-h100x16", 64, 8, 8),
+        ("dgx-h100x16", 2, 1, 2),
+        ("local-cpu", 4, 1, 4),
+        ("local-cpux8", 4, 1, 4),
+    ],
+)
+def test_devices_picks_part_of_a_node_or_whole_nodes(
+    text: str, num_devices: int | None, nodes: int, per_node: int
+) -> None:
+    group = resolve_cluster(text, num_devices).groups[0]
+    assert (group.num_nodes, group.devices_per_node) == (nodes, per_node)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_devices", "message"),
+    [
+        ("dgx-h10", None, "cluster: unknown preset 'dgx-h10'; did you mean dgx-h100?"),
+        ("mi300x2", None, "did you mean mi300x?"),
+        ("dgx-h100xtwo", None, "did you mean dgx-h100?"),
+        ("?!", None, "presets are dgx-a100-40, dgx-a100-80"),
+        ("dgx-h100x0", None, "'dgx-h100x0' asks for 0 nodes; write x1 or more"),
+        ("dgx-h100x-2", None, "asks for -2 nodes"),
+        ("dgx-h100", 0, "devices: must be 1 or more, got 0"),
+        ("dgx-h100", -4, "devices: must be 1 or more, got -4"),
+        ("dgx-h100", 12, "devices: 12 are no whole nodes of 8 devices (dgx-h100x2); take 8 or 16"),
+        ("dgx-h100x2", 32, "devices: 32 asked for, cluster dgx-h100x2 has 16"),
+        ("no/such.json", None, "no/such.json: cannot be read: No such file or directory"),
+    ],
+)
+def test_bad_requests_are_answered_in_one_line(
+    text: str, num_devices: int | None, message: str
+) -> None:
+    with pytest.raises(ClusterSpecError) as caught:
+        resolve_cluster(text, num_devices)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_is_read_and_cut_like_a_preset(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(cluster_text(cluster("dgx-v100x4")))
+    assert resolve_cluster(str(path)) == cluster("dgx-v100x4")
+    assert resolve_cluster(str(path), 16).num_nodes == 2
+    with pytest.raises(ClusterSpecError, match="64 asked for, cluster dgx-v100x4 has 32"):
+        resolve_cluster(str(path), 64)
+
+
+def test_unequal_groups_are_cut_in_order() -> None:
+    first, second = cluster("dgx-h100x2"), cluster("dgx-v100x2")
+    mixed = ClusterSpec("mixed", (*first.groups, *second.groups), first.network)
+    assert subset(mixed, 32) is mixed
+    assert mixed.host_bytes_per_s == 15.75e9
+    assert [g.num_nodes for g in subset(mixed, 24).groups] == [2, 1]
+    assert [g.device.name for g in subset(mixed, 8).groups] == ["H100-SXM5-80GB"]
+    with pytest.raises(ClusterSpecError, match="20 are no whole nodes of 8 devices"):
+        subset(mixed, 20)
+    with pytest.raises(ClusterSpecError, match="must be 1 or more"):
+        subset(mixed, 0)

@@ -1,0 +1,235 @@
+"""The step composed from its instances, against sums by hand."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshfold.cost_models.memory.live_ranges import RegionMemory
+from meshfold.cost_models.memory.step_memory import (
+    InstanceMemory,
+    InstanceOutput,
+    ParameterUse,
+    States,
+    compose_step,
+)
+from meshfold.ir.plan import MemoryEstimate
+
+NO_STATES = States(parameters=0, trained=0, buffers=0, inputs=0)
+
+# One layer: takes x (10 bytes, kept), keeps 100 inside, gives 10; a parameter of 20.
+LAYER = RegionMemory(
+    saved_bytes=100,
+    saved_slots=frozenset({0}),
+    output_roots=(0,),
+    output_bytes=(10,),
+    saved_outputs=(False,),
+    forward_peak_bytes=130,
+    backward_peak_bytes=170,
+    reduction_bytes=30,
+    slot_gradient_bytes=(10, 20),
+)
+
+
+def layer(source: InstanceOutput | None, how: str = "direct", stored: int = 20) -> InstanceMemory:
+    use = ParameterUse(1, stored, 20, 20, stored, how)  # type: ignore[arg-type]
+    return InstanceMemory(LAYER, {0: source} if source else {}, (use,))
+
+
+def chain(count: int, how: str = "direct", stored: int = 20) -> list[InstanceMemory]:
+    return [layer((k - 1, 0) if k else None, how, stored) for k in range(count)]
+
+
+def with_weight(
+    instances: list[InstanceMemory], num_bytes: int, *, stays: int | None = None, name: str = ""
+) -> list[InstanceMemory]:
+    """Instances that read a parameter of `num_bytes`, of whose gradient `stays` bytes do."""
+    kept = num_bytes if stays is None else stays
+    use = ParameterUse(1, num_bytes, num_bytes, num_bytes, kept, "direct", name)
+    return [replace(i, parameters=(use,)) for i in instances]
+
+
+def compose(
+    instances: list[InstanceMemory],
+    states: States = NO_STATES,
+    optimizer: str = "sgd",
+    outputs: tuple[InstanceOutput, ...] = (),
+) -> tuple[MemoryEstimate, tuple[int, ...]]:
+    return compose_step(
+        instances,
+        outputs,
+        states,
+        optimizer=optimizer,
+        reserve_bytes=0,
+        capacity_bytes=1000,
+    )
+
+
+def test_a_chain_peaks_when_the_last_backward_begins() -> None:
+    estimate, kept = compose(chain(3))
+    # two layers' 100, the two values between them, and the last layer's own backward
+    assert estimate.activations == 2 * 100 + 2 * 10 + 100
+    assert estimate.transient == 170 - 100
+    assert estimate.gradients == 0
+    assert estimate.peak == 390
+    # The last layer's output is kept by nobody.
+    assert kept == (110, 110, 100)
+
+
+def test_gradients_grow_while_activations_shrink() -> None:
+    estimate, _ = compose(with_weight(chain(3), 500))
+    # optimizer time: all gradients, no activations
+    assert estimate.gradients == 1500 and estimate.activations == 0 and estimate.peak == 1500
+
+
+def test_offloaded_activations_are_there_for_two_instances_at_a_time() -> None:
+    plain = [replace(i, parameters=()) for i in chain(5)]
+    layers = [replace(i, is_offloaded=True) for i in plain]
+    estimate, kept = compose(layers)
+    # In any backward the instance's own and the one that comes back next; values between stay.
+    assert estimate.activations == 100 + 100 + 4 * 10
+    assert estimate.peak == compose(plain)[0].peak - 3 * 100
+    assert kept == (10, 10, 10, 10, 0)
+    # One of them alone: worst while the last one runs backward, the first one away.
+    one = [replace(i, is_offloaded=k == 0) for k, i in enumerate(plain[:3])]
+    assert compose(one)[0].activations == 100 + 20 + 100
+    # The last one, or two, have no time to leave.
+    assert compose(layers[:2])[0] == compose(plain[:2])[0]
+
+
+def test_gradients_that_leave_are_there_for_one_instance_more() -> None:
+    away, _ = compose(with_weight(chain(3), 500, stays=0))
+    # While instance 1 runs backward, w2's is on its way; instance 0 keeps 100, 1 its own 170.
+    assert (away.buckets, away.gradients) == (500, 0)
+    assert away.peak == 500 + 100 + 10 + 170
+    shared, _ = compose(with_weight(chain(3), 500, stays=125))
+    # Instance 0 runs backward: quarters of two, the rest of the nearer one.
+    assert shared.gradients == 250 and shared.buckets == 375
+
+
+def test_a_tied_parameter_has_one_gradient() -> None:
+    tied = with_weight(chain(3), 500, name="w")
+    assert compose(tied)[0].gradients == 500
+    # Buckets of several uses are added up at the end: until then each is there.
+    bucketed = [
+        replace(i, parameters=(replace(i.parameters[0], how="reduced"),)) for i in [*tied, *tied]
+    ]
+    assert compose(bucketed)[0].gradients > 500
+
+
+def test_a_value_lives_until_the_first_instance_that_keeps_it_is_done() -> None:
+    # Instance 1 and 2 both read what 0 gives; only 1 keeps it.
+    reads = replace(LAYER, saved_slots=frozenset())
+    instances = [
+        layer(None),
+        layer((0, 0)),
+        InstanceMemory(reads, {0: (0, 0)}, ()),
+    ]
+    big = replace(LAYER, output_bytes=(1000,))
+    instances[0] = replace(instances[0], memory=big)
+    estimate, kept = compose(instances)
+    # Live through instance 2's forward and backward, and instance 1's.
+    assert estimate.activations == 1000 + 100 + 100 + 100
+    assert kept == (1100, 100, 100)
+
+
+def test_a_value_that_nobody_keeps_is_gone_before_the_backward() -> None:
+    reads = replace(LAYER, saved_slots=frozenset())
+    first = InstanceMemory(replace(LAYER, output_bytes=(1000,)), {}, ())
+    estimate, kept = compose([first, InstanceMemory(reads, {0: (0, 0)}, ())])
+    # Worst when instance 1 runs forward: kept by 0, the value, and what 1 makes.
+    assert estimate.peak == 100 + 1000 + 130
+    assert kept == (100, 100)
+
+
+def test_an_output_on_a_slots_storage_is_the_makers() -> None:
+    passing = replace(LAYER, output_roots=(-1,), output_bytes=(0,), saved_slots=frozenset())
+    first = InstanceMemory(replace(LAYER, output_bytes=(1000,)), {}, ())
+    instances = [first, InstanceMemory(passing, {0: (0, 0)}, ()), layer((1, 0))]
+    _, kept = compose(instances)
+    assert kept == (1100, 100, 100)
+
+
+def test_a_model_output_stays_with_the_caller() -> None:
+    wide = replace(LAYER, output_bytes=(5000,), backward_peak_bytes=170)
+    last = replace(chain(2)[1], memory=wide)
+    instances = [chain(2)[0], last]
+    assert compose(instances)[0].activations < 5000
+    assert compose(instances, outputs=((1, 0),))[0].activations == 100 + 10 + 100 + 5000
+
+
+def test_gradients_between_instances_wait_for_their_maker() -> None:
+    # Instance 2 gives instance 0 a gradient that waits while instance 1 runs backward.
+    instances = [layer(None), layer(None), layer((0, 0))]
+    skip = replace(LAYER, slot_gradient_bytes=(700, 20))
+    instances[2] = replace(instances[2], memory=skip)
+    estimate, _ = compose(instances)
+    assert estimate.transient == 70 + 700
+
+
+def test_gathered_parameters_of_two_regions_are_whole() -> None:
+    estimate, _ = compose(chain(3, "gathered", stored=5))
+    assert estimate.gathered_parameters == 40
+    # Only one gathering instance: nothing else in flight.
+    single = [*chain(2), layer((1, 0), "gathered", stored=5)]
+    assert compose(single)[0].gathered_parameters == 20
+
+
+def test_reductions_hold_their_buffers() -> None:
+    # Small activations, so that the peak is at the reduction.
+    def small(k: int, how: str, stored: int) -> InstanceMemory:
+        memory = replace(
+            LAYER,
+            saved_bytes=0,
+            saved_slots=frozenset(),
+            forward_peak_bytes=0,
+            backward_peak_bytes=510,
+            reduction_bytes=510,
+            slot_gradient_bytes=(10, 500),
+        )
+        use = ParameterUse(1, stored, 500, 500, stored, how)  # type: ignore[arg-type]
+        return InstanceMemory(memory, {0: (k - 1, 0)} if k else {}, (use,))
+
+    scattered, _ = compose([small(k, "gathered", 125) for k in range(3)])
+    # Worst in the middle: own gradients 510, buffer 500, its shard 125, the buffer in flight of the
+    # region after, that one's shard, and the parameters of the region before, gathered ahead.
+    assert scattered.transient == 510 and scattered.buckets == 500 + 125 + 500
+    assert scattered.gradients == 125 and scattered.gathered_parameters == 500
+    reduced, _ = compose([small(k, "reduced", 500) for k in range(3)])
+    assert reduced.buckets == 500 + 500 and reduced.gradients == 1000
+
+
+@pytest.mark.parametrize(("optimizer", "states", "transient"), [("adamw", 2, 1), ("sgd", 0, 0)])
+def test_optimizer_states_and_what_its_step_makes(
+    optimizer: str, states: int, transient: int
+) -> None:
+    large = States(parameters=10_000, trained=9_000, buffers=50, inputs=7)
+    estimate, _ = compose(with_weight(chain(1), 9_000), large, optimizer)
+    assert estimate == MemoryEstimate(
+        parameters=10_050,
+        gradients=9_000,
+        optimizer=states * 9_000,
+        activations=7,
+        gathered_parameters=0,
+        buckets=0,
+        transient=transient * 9_000,
+        reserve=0,
+        capacity=1000,
+    )
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    frozen = replace(LAYER, slot_gradient_bytes=(10, 0))
+    instances = [replace(i, memory=frozen) for i in chain(1)]
+    assert compose(with_weight(instances, 500))[0].gradients == 0
+
+
+@given(count=st.integers(1, 12), more=st.integers(1, 500))
+def test_more_to_keep_or_more_layers_is_never_less_memory(count: int, more: int) -> None:
+    peak = compose(chain(count))[0].peak
+    assert compose(chain(count + 1))[0].peak >= peak
+    fatter = replace(
+        LAYER, saved_bytes=100 + more, backward_peak_bytes=170 + more, forward_peak_bytes=130 + more
+    )
+    assert compose([replace(i, memory=fatter) for i in chain(count)])[0].peak > peak

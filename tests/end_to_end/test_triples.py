@@ -1,0 +1,66 @@
+"""Random (model, cluster, options) triples: planned and right, or refused. benchmarks/triples.py
+draws more of them."""
+
+from dataclasses import replace
+
+import pytest
+from support.search.triples import compared, draw_triple, outcome_of
+
+from meshfold.ir.options import CompileOptions
+
+QUICK = 6
+
+
+BUFFERS, MASKS, ONE_KEY_HEAD = 5001, 5043, 5100
+"""Triples that found a buffer updated by a layer on tp, masks beside parts, and one key head
+repeated for more query heads than there are ranks."""
+
+
+def check(seed: int, *, scheduled: bool = False) -> None:
+    outcome = outcome_of(draw_triple(seed), scheduled=scheduled)
+    assert not outcome.failed, f"{outcome.text}\n{outcome.failed}"
+
+
+@pytest.mark.parametrize("seed", range(QUICK))
+def test_what_is_planned_runs_and_is_right(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(QUICK, 57, 17))
+def test_more_of_what_is_planned_runs_and_is_right(first: int) -> None:
+    for seed in range(first, first + 17):
+        check(seed)
+
+
+@pytest.mark.parametrize("seed", [BUFFERS, MASKS, ONE_KEY_HEAD])
+def test_scheduled_in_parts_it_is_right(seed: int) -> None:
+    check(seed, scheduled=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(QUICK, 57, 17))
+def test_more_of_it_scheduled_in_parts_is_right(first: int) -> None:
+    for seed in range(first, first + 17):
+        check(seed, scheduled=True)
+
+
+def test_one_seed_is_one_triple() -> None:
+    first, second = draw_triple(3), draw_triple(3)
+    assert first.text == second.text
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert a.equal(b)
+
+
+def test_a_refusal_is_no_failure_and_keeps_its_message() -> None:
+    triple = replace(draw_triple(3), options=CompileOptions(memory_bytes=1))
+    outcome = outcome_of(triple)
+    assert "nothing fits" in outcome.refused
+    assert not outcome.failed
+
+
+@pytest.mark.parametrize("wrong", [2e-10, float("nan")])
+def test_a_wrong_number_is_a_failure(wrong: float) -> None:
+    right = {"loss": 1e-16, "weight": 3e-15}
+    assert not compared("", [right, right], ()).failed
+    assert compared("", [right, right | {"weight": wrong}], ()).failed.startswith("weight differs")

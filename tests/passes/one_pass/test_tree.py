@@ -1,0 +1,293 @@
+"""The decision tree: its strategies, the named cuts and what pins do to it."""
+
+import pytest
+
+from meshfold.errors import OptionError
+from meshfold.ir.strategy import Degrees, UniformStrategy
+from meshfold.passes.one_pass.tree import (
+    BATCH,
+    CONTEXT,
+    EXPERTS,
+    GRADIENTS,
+    NO_HOST_LINK,
+    NO_STATES,
+    NODE,
+    NOTHING_SAVED,
+    PINNED,
+    PLANNED,
+    SearchSpec,
+    Tree,
+    divisors,
+    grow_tree,
+)
+
+
+def tree(num_devices: int, batch_size: int = 8, per_node: int = 8, **spec) -> Tree:
+    return grow_tree(
+        SearchSpec(
+            num_devices=num_devices,
+            devices_per_node=per_node,
+            batch_size=batch_size,
+            pins=spec.pop("pins", {}),
+            **spec,
+        ),
+    )
+
+
+def test_four_devices() -> None:
+    plain = [strategy.label for strategy in tree(4).strategies if strategy.recompute == "none"]
+    assert plain == [
+        "dp4",
+        "dp4, zero2",
+        "dp4, zero3",
+        "dp2 x tp2",
+        "dp2 x tp2, zero2",
+        "dp2 x tp2, zero3",
+        "dp2 x tp2+sp",
+        "dp2 x tp2+sp, zero2",
+        "dp2 x tp2+sp, zero3",
+        "tp4",
+        "tp4+sp",
+    ]
+    assert len(tree(4).strategies) == 2 * len(plain)
+    assert "dp4, zero3, recompute full" in {strategy.label for strategy in tree(4).strategies}
+
+
+def test_where_feature_maps_pass_tp_may_take_the_batch() -> None:
+    """Such a strategy shards no weight on tp; another region may, so tp may leave the node."""
+    found = tree(4, per_node=2, has_feature_maps=True)
+    assert NODE not in found.pruned
+    batch = [
+        strategy
+        for strategy in found.strategies
+        if strategy.tp_mode == "data" and strategy.recompute == "none"
+    ]
+    assert [strategy.label for strategy in batch] == [
+        "dp2 x tp2 as dp",
+        "dp2 x tp2 as dp, zero2",
+        "dp2 x tp2 as dp, zero3",
+        "tp4 as dp",
+    ]
+    without = tree(4, per_node=4)
+    rest = [strategy for strategy in found.strategies if strategy.tp_mode != "data"]
+    assert rest == list(without.strategies)
+
+
+def test_one_device_keeps_or_recomputes() -> None:
+    assert tree(1).strategies == (UniformStrategy(), UniformStrategy(recompute="full"))
+
+
+def test_degrees_that_are_no_powers_of_two() -> None:
+    assert {(strategy.dp, strategy.tp) for strategy in tree(6, 6).strategies} == {
+        (6, 1),
+        (3, 2),
+        (2, 3),
+        (1, 6),
+    }
+
+
+@pytest.mark.parametrize("allow_planned", [False, True])
+def test_every_leaf_is_counted_once(allow_planned: bool) -> None:
+    found = tree(16, 12, per_node=4, allow_planned=allow_planned, pins={"sp": 0})
+    assert found.num_strategies == len(found.strategies) + sum(found.pruned.values())
+    assert (PLANNED in found.pruned) != allow_planned
+    assert {BATCH, NODE, PINNED} <= found.pruned.keys()
+
+
+def test_planned_leaves_come_on_request() -> None:
+    assert {strategy.recompute for strategy in tree(2).strategies} == {"none", "full"}
+    found = tree(2, allow_planned=True).strategies
+    assert {strategy.recompute for strategy in found} == {"none", "selective", "full"}
+
+
+def test_zero_1_in_one_pass_is_zero_2() -> None:
+    """Gradients are reduce-scattered as they come; it is offered where somebody pins it."""
+    assert {strategy.zero for strategy in tree(2).strategies} == {0, 2, 3}
+    assert tree(2).pruned[GRADIENTS] == 2
+    assert {strategy.zero for strategy in tree(2, switched_off=(GRADIENTS,)).strategies} == {
+        0,
+        1,
+        2,
+        3,
+    }
+    assert {strategy.zero for strategy in tree(2, pins={"zero": 1}).strategies} == {1}
+
+
+def test_offload_needs_a_link_to_the_host_and_states() -> None:
+    offloads = {strategy.offload for strategy in tree(2, allow_planned=True).strategies}
+    assert offloads == {"none"}
+    known = tree(2, allow_planned=True, host_bytes_per_s=1e9)
+    assert {strategy.offload for strategy in known.strategies} == {
+        "none",
+        "optimizer",
+        "activations",
+    }
+    stateless = tree(2, allow_planned=True, host_bytes_per_s=1e9, has_states=False)
+    assert {strategy.offload for strategy in stateless.strategies} == {"none", "activations"}
+    assert NO_HOST_LINK not in known.pruned and stateless.pruned[NO_STATES] > 0
+    # Two ways to offload, three to recompute; four ZeRO levels on dp2, tp2 with and without sp.
+    assert tree(2, allow_planned=True).pruned[NO_HOST_LINK] == 2 * 3 * (4 + 2)
+
+
+def test_nothing_is_offloaded_where_nothing_is_kept() -> None:
+    spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
+    found = tree(1, **spec)
+    labels = {strategy.label for strategy in found.strategies}
+    assert found.pruned == {NOTHING_SAVED: 1} and len(labels) == 8
+    assert "one device, recompute full, offload activations" not in labels
+    everything = tree(1, switched_off=(NOTHING_SAVED,), **spec)
+    assert len(everything.strategies) == 9
+    # Pinned, there is no strategy that does the same without.
+    pinned = tree(1, pins={"offload": "activations"}, **spec)
+    assert {strategy.recompute for strategy in pinned.strategies} == {"none", "selective", "full"}
+
+
+@pytest.mark.parametrize(
+    ("pins", "spec", "message"),
+    [
+        ({"offload": "optimizer"}, {}, "pin offload=optimizer: can be planned, not run yet; say"),
+        ({"recompute": "selective"}, {}, "recompute=selective: can be planned, not run yet; say"),
+        (
+            {"offload": "activations"},
+            {"allow_planned": True},
+            "pin offload=activations: nothing is known about the link between device and host",
+        ),
+        (
+            {"offload": "optimizer"},
+            {"allow_planned": True, "host_bytes_per_s": 1e9, "has_states": False},
+            "pin offload=optimizer: this optimizer has no states to offload",
+        ),
+    ],
+)
+def test_planned_pins_that_cannot_be_kept_name_themselves(pins, spec, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        tree(2, pins=pins, **spec)
+
+
+def test_batch_that_does_not_divide_is_a_cut() -> None:
+    found = tree(4, batch_size=6)
+    assert {strategy.dp for strategy in found.strategies} == {1, 2}
+    # dp4: four ZeRO levels, three ways to recompute, three to offload.
+    assert found.pruned[BATCH] == 4 * 3 * 3
+
+
+def test_tp_stays_inside_a_node_while_it_can() -> None:
+    assert max(strategy.tp for strategy in tree(8, per_node=2).strategies) == 2
+    assert (
+        max(strategy.tp for strategy in tree(8, per_node=2, switched_off=(NODE,)).strategies) == 8
+    )
+    # A batch of 2 strategies nothing inside the node: the rule has nothing to prefer.
+    only = tree(8, batch_size=2, per_node=2)
+    assert {strategy.tp for strategy in only.strategies} == {4, 8} and NODE not in only.pruned
+
+
+def test_pins() -> None:
+    found = tree(4, pins={"tp": 2, "sp": 1, "recompute": "none"})
+    assert [strategy.label for strategy in found.strategies] == [
+        "dp2 x tp2+sp",
+        "dp2 x tp2+sp, zero2",
+        "dp2 x tp2+sp, zero3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pins", "batch_size", "message"),
+    [
+        ({"dp": 3}, 8, "pin dp=3 cannot be kept on 4 devices; dp can be 4, 2, 1|1, 2, 4"),
+        ({"tp": 8}, 8, "pin tp=8 cannot be kept on 4 devices; tp can be 1, 2, 4"),
+        (
+            {"tp": 4, "zero": 3},
+            8,
+            "pin zero=3 cannot be kept .* with the other pins; zero can be 0",
+        ),
+        ({"dp": 4, "sp": 1}, 8, "pin sp=1 cannot be kept .* with the other pins; sp can be 0"),
+        ({"dp": 4}, 6, "a batch of 6 does not divide over dp=4"),
+        ({"zero": 3}, 3, "a batch of 3 does not divide over dp=2, dp=4"),
+        (
+            {"recompute": "selective"},
+            8,
+            "pin recompute=selective: can be planned, not run yet; say --allow planned",
+        ),
+    ],
+)
+def test_pins_that_cannot_be_kept_name_themselves(pins, batch_size: int, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        tree(4, batch_size, pins=pins)
+
+
+def test_cp_is_offered_where_the_batch_is_cut_up_and_a_sequence_divides() -> None:
+    found = tree(8, batch_size=2, sequences=(96,))
+    assert {strategy.degrees for strategy in found.strategies if strategy.cp > 1} == {
+        Degrees(2, 2, 2),
+        Degrees(2, 4, 1),
+    }
+    assert found.pruned[CONTEXT] > 0
+    assert found.num_strategies == len(found.strategies) + sum(found.pruned.values())
+    assert {strategy.cp for strategy in tree(8, batch_size=8, sequences=(96,)).strategies} == {1}
+    assert {strategy.cp for strategy in tree(8, batch_size=2, sequences=(9,)).strategies} == {1}
+    assert {strategy.cp for strategy in tree(8, batch_size=2).strategies} == {1}
+
+
+def test_a_degree_that_shares_no_factor_with_the_batch_is_offered() -> None:
+    odd = tree(6, batch_size=3, sequences=(96,))
+    assert {strategy.degrees for strategy in odd.strategies if strategy.cp > 1} == {
+        Degrees(3, 2, 1),
+        Degrees(1, 2, 3),
+    }
+    # What 2 of cp could do, 2 of dp do.
+    assert {strategy.cp for strategy in tree(6, batch_size=6, sequences=(96,)).strategies} == {1}
+
+
+def test_a_pinned_cp_is_kept_and_the_cut_can_be_switched_off() -> None:
+    pinned = tree(8, batch_size=8, sequences=(96,), pins={"cp": 2})
+    assert {strategy.cp for strategy in pinned.strategies} == {2} and CONTEXT not in pinned.pruned
+    off = tree(8, batch_size=8, sequences=(96,), switched_off=(CONTEXT,))
+    assert {strategy.cp for strategy in off.strategies} == {
+        1,
+        2,
+        4,
+        8,
+    } and CONTEXT not in off.pruned
+    with pytest.raises(OptionError, match="pin cp=2 cannot be kept on 8 devices; cp can be 1"):
+        tree(8, batch_size=8, pins={"cp": 2})
+
+
+def test_ep_is_offered_where_it_divides_every_number_of_experts() -> None:
+    found = tree(8, batch_size=8, experts=(4, 6))
+    assert {strategy.degrees for strategy in found.strategies if strategy.ep > 1} == {
+        Degrees(4, ep=2),
+        Degrees(2, tp=2, ep=2),
+        Degrees(1, tp=4, ep=2),
+    }
+    assert found.pruned[EXPERTS] > 0
+    assert found.num_strategies == len(found.strategies) + sum(found.pruned.values())
+    dense = tree(8, batch_size=8)
+    assert {strategy.ep for strategy in dense.strategies} == {1} and dense.pruned[
+        EXPERTS
+    ] > found.pruned[EXPERTS]
+
+
+def test_a_batch_is_cut_by_dp_and_ep_together() -> None:
+    found = tree(8, batch_size=2, experts=(8,))
+    assert {strategy.degrees for strategy in found.strategies if strategy.ep > 1} == {
+        Degrees(1, tp=4, ep=2)
+    }
+    with pytest.raises(OptionError, match="a batch of 2 does not divide over dp=2 x ep=4"):
+        tree(8, batch_size=2, experts=(8,), pins={"dp": 2, "ep": 4})
+
+
+def test_ep_without_experts_is_refused_and_the_cut_can_be_switched_off() -> None:
+    with pytest.raises(OptionError, match="pin ep=2 cannot be kept on 8 devices; ep can be 1"):
+        tree(8, batch_size=8, pins={"ep": 2})
+    off = tree(8, batch_size=8, switched_off=(EXPERTS,))
+    assert {strategy.ep for strategy in off.strategies} == {
+        1,
+        2,
+        4,
+        8,
+    } and EXPERTS not in off.pruned
+
+
+def test_divisors() -> None:
+    for number in (1, 2, 12, 97, 16384):
+        assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,97 @@
+"""Copies and collectives of a layer's parameters in a pipeline, as its program will have them."""
+
+from typing import cast
+
+import pytest
+
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.op_graph import Value
+from meshfold.ir.spmd import INVARIANT, Shard
+from meshfold.passes.pipeline.layers import StageContext, _seconds
+from meshfold.passes.pipeline.parameters import LayerCopies, Parameter, ParameterSums, copies_of
+from meshfold.passes.price.parameter_groups import is_unbucketed, parameter_copies
+from meshfold.passes.price.parameters import member_copies
+
+SIZES = [(256, 4096), (1024, 4096), (3072, 4096), (4096, 4096), (14336, 4096)]
+MESHES = [(2, 8), (8, 8), (4, 4)]
+WEIGHT = Value((14336, 4096), "bfloat16", True)
+MASTER = Value((14336, 4096), "bfloat16", True, master="float32")
+
+
+def stages(pp: int, dp: int) -> tuple[Mesh, CostModel]:
+    """The mesh of one stage, and costs on the mesh of all."""
+    cluster = resolve_cluster("dgx-h100", pp * dp)
+    mesh = build_mesh(cluster, pp=pp, dp=dp, tp=1)
+    own = Mesh(tuple(axis for axis in mesh.axes if axis.name != "pp"))
+    return own, CostModel(cluster, mesh)
+
+
+def copies(value: Value, zero: int, pp: int = 2, dp: int = 8) -> LayerCopies:
+    return copies_of([Parameter(value, (), (), 1)], zero, *stages(pp, dp))
+
+
+@pytest.mark.parametrize(("pp", "dp"), MESHES)
+@pytest.mark.parametrize("shape", SIZES)
+def test_the_search_and_the_program_agree_who_is_alone(
+    shape: tuple[int, int], pp: int, dp: int
+) -> None:
+    value = Value(shape, "bfloat16", True)
+    _, costs = stages(pp, dp)
+    layout = tuple(Shard(0) if name == "dp" else INVARIANT for name in costs.mesh.names)
+    gather = (costs.mesh.index("dp"),)
+    wanted = parameter_copies(value, layout, gather, costs)
+    found = copies(value, 3, pp, dp)
+    assert found.forward_s == pytest.approx(wanted.gathered_s)
+    assert found.backward_s == pytest.approx(wanted.gathered_s + wanted.reduced_s)
+    assert bool(found.alone) == is_unbucketed(value, layout, gather, costs)
+
+
+def test_both_answers_are_among_the_cases() -> None:
+    found = {bool(copies(Value(s, "bfloat16", True), 3, *m).alone) for s in SIZES for m in MESHES}
+    assert found == {True, False}
+
+
+def test_casts_of_masters_are_those_that_run() -> None:
+    """A program without dp casts the whole parameter for every forward and backward."""
+    _, costs = stages(2, 8)
+    whole = member_copies(MASTER, (INVARIANT, INVARIANT), (), costs)
+    layout, gather = (INVARIANT, Shard(0)), (1,)
+    part = parameter_copies(MASTER, layout, gather, costs)
+    shared = member_copies(MASTER, layout, gather, costs)
+    assert whole.packed_s > 4 * part.packed_s > 0
+    none, once, every, always = (copies(MASTER, zero) for zero in (0, 1, 2, 3))
+    assert (none.forward_s, none.backward_s, none.once_s) == pytest.approx((0, 0, 0))
+    for found, reduced in ((once, shared), (every, part)):
+        assert found.forward_s == pytest.approx(-whole.packed_s)
+        added_s = reduced.reduced_s - whole.reduced_s
+        assert found.backward_s == pytest.approx(added_s - whole.packed_s)
+        assert found.once_s == pytest.approx(part.gathered_s)
+    assert always.forward_s == pytest.approx(part.gathered_s - whole.packed_s)
+    assert always.once_s == 0
+
+
+@pytest.mark.parametrize("value", [WEIGHT, MASTER], ids=["bf16", "master"])
+def test_who_is_alone_has_collectives_of_its_own(value: Value) -> None:
+    mesh, costs = stages(2, 8)
+    small = Value((4096,), "bfloat16", True, master=value.master)
+    parameters = [Parameter(v, (), (), 1) for v in (value, value, small, small)]
+    sums, found = ParameterSums(parameters, 3, mesh), copies_of(parameters, 3, mesh, costs)
+    asked: list[float] = []
+
+    class Around:
+        @staticmethod
+        def over(kind: str, num_bytes: float, axes: tuple[str, ...]) -> float:
+            asked.append(num_bytes)
+            return 1.0
+
+    around = cast(StageContext, Around)
+    wide = 2 if value.master else 1
+    large, rest = 2 * 14336 * 4096, 2 * 2 * 4096
+    assert _seconds("all_gather", sums.gathered, around, found.alone) == 3
+    assert asked == [large, large, rest]
+    asked.clear()
+    assert _seconds("reduce_scatter", sums.scattered, around, found.alone) == 3
+    assert asked == [wide * large, wide * large, wide * rest]

@@ -1,0 +1,41 @@
+"""Which pipelines are offered: context parallel beside stages."""
+
+from typing import Any
+
+from meshfold.passes.one_pass.tree import CONTEXT, SearchSpec
+from meshfold.passes.pipeline.tree import PipelineTree, grow_pipelines
+
+
+def pipelines(batch_size: int, **other: Any) -> PipelineTree:
+    """Of eight layers on eight devices, sequences of 96."""
+    given: dict[str, Any] = {"pins": {}, "sequences": (96,)} | other
+    spec = SearchSpec(num_devices=8, devices_per_node=8, batch_size=batch_size, **given)
+    return grow_pipelines(spec, 8)
+
+
+def cps(found: PipelineTree) -> set[int]:
+    return {d.cp for d in found.candidates}
+
+
+def test_cp_is_cut_where_the_batch_can_be_cut_over_all() -> None:
+    found = pipelines(8)
+    assert cps(found) == {1} and found.tree.pruned[CONTEXT] > 0
+    assert found.tree.num_strategies == len(found.tree.strategies) + sum(found.tree.pruned.values())
+
+
+def test_few_sequences_are_cut_themselves() -> None:
+    found = pipelines(2)
+    assert cps(found) > {1}
+    for d in found.candidates:
+        assert d.cp == 1 or 2 % (d.dp * d.cp * d.pp)
+    assert any(d.pp == d.cp == 2 and d.microbatches == 2 for d in found.candidates)
+
+
+def test_cp_is_offered_where_it_is_pinned_or_the_cut_is_off() -> None:
+    pinned = pipelines(8, pins={"cp": 2})
+    assert cps(pinned) == {2} and CONTEXT not in pinned.tree.pruned
+    assert cps(pipelines(8, switched_off=(CONTEXT,))) == {1, 2, 4, 8}
+
+
+def test_cp_divides_the_sequence() -> None:
+    assert cps(pipelines(1, sequences=(6,), switched_off=(CONTEXT,))) == {1, 2}

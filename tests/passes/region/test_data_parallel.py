@@ -1,0 +1,122 @@
+"""The batch followed through the regions, and the stored layouts of parameters."""
+
+from dataclasses import replace
+
+import pytest
+from support.graphs.op_graphs import GraphBuilder, costs_on, folded_stack, mlp
+
+from meshfold.ir.op_graph import Dependence, Value
+from meshfold.ir.spmd import (
+    INVARIANT,
+    REPLICATE,
+    PaddedShard,
+    Shard,
+    is_legal,
+    layout_text,
+    parse_layout,
+)
+from meshfold.passes.graph.boundaries import find_boundaries
+from meshfold.passes.memory.zero import zero3_layout
+from meshfold.passes.region.data_parallel import batch_problem, follow_batch, stored_options
+from meshfold.passes.rules.table import region_rules
+
+
+def follow(batch_size: int, num_ranks: int = 2):
+    folded = folded_stack(num_layers=3)
+    _, costs, _ = costs_on(num_ranks, 1)
+    rules = [region_rules(region.graph, (num_ranks,)) for region in folded.regions]
+    boundaries = find_boundaries(folded)
+    return boundaries, follow_batch(folded, boundaries, num_ranks, rules, costs, batch_size)
+
+
+def test_batch_is_carried_through_the_layers():
+    boundaries, found = follow(batch_size=4)
+    (inputs,) = boundaries.inputs
+    carried = boundaries.slots[1][0]
+    assert found.types[inputs] == Shard(0)
+    assert found.types[carried] == Shard(0)
+
+
+def test_results_are_whole():
+    boundaries, found = follow(batch_size=4)
+    (result,) = boundaries.results
+    assert found.types[result] == INVARIANT
+
+
+def test_parameters_are_used_whole():
+    _, found = follow(batch_size=4)
+    layer = found.solutions[1].typing
+    assert layer.slots[1:] == ((INVARIANT,), (INVARIANT,))
+    first, _, second, _ = layer.ops
+    assert first.inputs[1] == second.inputs[1] == (REPLICATE,)
+    assert found.rules(1) == tuple(op.rules[0] for op in layer.ops)
+
+
+def test_another_first_dim_is_no_batch():
+    _, found = follow(batch_size=8)
+    assert set(found.types) == {INVARIANT}
+
+
+def test_stored_options_are_what_users_read():
+    graph = mlp()
+    rules = region_rules(graph, (2,))
+    assert stored_options(graph, 1, rules, 0) == [INVARIANT, Shard(0), Shard(1)]
+
+
+def test_parameter_without_user_is_whole():
+    b = GraphBuilder()
+    x = b.slot(4, 8)
+    unused = b.parameter(8, 8)
+    graph = b.build(b.relu(x))
+    assert stored_options(graph, unused, region_rules(graph, (2,)), 0) == [INVARIANT]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored", "expected"),
+    [
+        ((8, 6), (INVARIANT, INVARIANT), (Shard(0), INVARIANT)),
+        ((8, 6), (INVARIANT, Shard(0)), (Shard(0, 2), Shard(0))),
+        ((8, 6), (INVARIANT, Shard(1)), (Shard(0), Shard(1))),
+        ((24, 6), (INVARIANT, Shard(0, 3)), (Shard(0, 6), Shard(0, 3))),
+        ((2, 8), (INVARIANT, Shard(0)), (Shard(1), Shard(0))),
+        ((3, 5), (INVARIANT, INVARIANT), (INVARIANT, INVARIANT)),
+        ((), (INVARIANT, INVARIANT), (INVARIANT, INVARIANT)),
+        ((10, 7), (INVARIANT, INVARIANT), (PaddedShard(1), INVARIANT)),
+        ((15, 6), (INVARIANT, Shard(1)), (PaddedShard(0), Shard(1))),
+        ((10, 6), (INVARIANT, Shard(0)), (INVARIANT, Shard(0))),
+    ],
+)
+def test_zero3_layout(shape, stored, expected):
+    found = zero3_layout(
+        Value(shape, "float32", True), stored, (4 if 24 not in shape else 2, 2), (0,)
+    )
+    assert found == expected
+    assert is_legal(shape, found, (4 if 24 not in shape else 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored", "expected"),
+    [
+        ((16, 6), "I,I,I", "S0,S0/4,I"),  # one dim, consecutive pieces
+        ((16, 6), "I,I,S0", "S0/2,S0/8,S0"),  # inside what tp cuts
+        ((8, 6), "I,I,S0", "S0/2,S1,S0"),  # no dim for both
+        ((10, 6), "I,I,I", "S0+,S1,I"),
+        ((7, 3), "I,I,I", "S0+,I,I"),
+    ],
+)
+def test_zero3_layout_over_two_axes(shape, stored, expected):
+    sizes = (4, 2, 2)
+    found = zero3_layout(Value(shape, "float32", True), parse_layout(stored), sizes, (0, 1))
+    assert layout_text(found) == expected
+    assert is_legal(shape, found, sizes)
+
+
+def test_what_regions_take_that_is_made_of_parameters_is_followed_per_size() -> None:
+    """As T5's position bias is. The rules are those of one size: they agree."""
+    folded = folded_stack(num_layers=3)
+    boundaries = find_boundaries(folded)
+    rules = [region_rules(region.graph, (2,)) for region in folded.regions]
+    bias = Value((1, 4, 8, 8), "float32", True, Dependence.PARAMETER)
+    for values, num_keys in ((boundaries.values, 1), ((*boundaries.values, bias), 2)):
+        of = replace(boundaries, values=values)
+        assert len({batch_problem(of, size, rules, batch_size=4) for size in (2, 4)}) == num_keys

@@ -1,0 +1,141 @@
+"""A microbatch's graph, cut out of the whole batch's: as if captured with the smaller batch."""
+
+import pytest
+import torch
+from support.models.hugging_face import BATCH, families, tiny_model
+from torch import nn
+
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.errors import OptionError
+from meshfold.ir.op_graph import Op, Symbol
+from meshfold.passes.region.typing import MeshSearch
+from meshfold.passes.split.loss_counts import COUNT
+from meshfold.passes.split.microbatch import MicrobatchGraphs
+
+CLUSTER = resolve_cluster("local-cpu", 4)
+
+
+@pytest.mark.parametrize("family", families("gpt2", without=("llama", "bert", "vit", "mixtral")))
+def test_prices_are_those_of_a_capture_with_the_smaller_batch(family):
+    model, batch = tiny_model(family)
+    half = {name: tensor[: BATCH // 2] for name, tensor in batch.items()}
+    cut = MicrobatchGraphs(capture(model, batch).graph, CLUSTER, BATCH).graph(2)
+    small = capture(model, half).graph
+    mesh = build_mesh(CLUSTER, 1, 2)
+    found, expected = (
+        MeshSearch(g, CLUSTER, mesh, BATCH // 2).solve(zero=0, mode="sequence")
+        for g in (cut, small)
+    )
+    launch_s = CostModel(CLUSTER, mesh).launch_s
+    for region, ours, theirs in zip(cut.regions, found.prices, expected.prices, strict=True):
+        # Behind its sum, a loss divides by the targets of the whole step.
+        more_s = launch_s * sum(_divides_by_targets(op) for op in region.graph.ops)
+        # Microbatches of what is not sliced (position ids) cost a launch here and there.
+        assert ours.forward_s == pytest.approx(theirs.forward_s + more_s, rel=2e-3)
+        # The division moves single numbers, in a nanosecond.
+        assert ours.backward_s == pytest.approx(
+            theirs.backward_s + more_s, rel=1e-4 if more_s else 1e-6
+        )
+        assert ours.graph_forward_s == pytest.approx(theirs.graph_forward_s)
+        assert ours.graph_backward_s == pytest.approx(theirs.graph_backward_s)
+        assert ours.communication_s == pytest.approx(theirs.communication_s)
+
+
+def _divides_by_targets(op: Op) -> bool:
+    return any(isinstance(a, Symbol) and a.kind == COUNT for a in op.args)
+
+
+def test_the_whole_batch_is_the_program_itself():
+    model, batch = tiny_model("llama")
+    folded = capture(model, batch).graph
+    graphs = MicrobatchGraphs(folded, CLUSTER, BATCH)
+    assert graphs.graph(1) is folded
+    assert graphs.graph(2) is graphs.graph(2)
+    with pytest.raises(ValueError, match="no 3 equal parts"):
+        graphs.graph(3)
+
+
+class MeanOverBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return (hidden - hidden.mean(dim=0, keepdim=True)).square().sum()
+
+
+def test_statistics_over_the_batch_are_refused():
+    folded = capture(MeanOverBatch(), {"x": torch.zeros(4, 8)}).graph
+    with pytest.raises(OptionError, match="cannot be cut into microbatches"):
+        MicrobatchGraphs(folded, CLUSTER, 4)
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x).square().sum()
+
+
+def test_statistics_of_a_batch_norm_are_refused_by_name():
+    folded = capture(Normalised(), {"x": torch.zeros(4, 8)}).graph
+    with pytest.raises(OptionError, match="_native_batch_norm_legit_functional.*statistics"):
+        MicrobatchGraphs(folded, CLUSTER, 4)
+
+
+class ProductOfMeans(nn.Module):
+    """Nonlinear in the batch, as the auxiliary losses of mixtures of experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return hidden.mean() * hidden.square().mean()
+
+
+def test_products_of_means_are_refused():
+    folded = capture(ProductOfMeans(), {"x": torch.zeros(4, 8)}).graph
+    with pytest.raises(OptionError, match="cannot be cut into microbatches: .* is needed whole"):
+        MicrobatchGraphs(folded, CLUSTER, 4)
+
+
+class LearnedTargets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.first(x)
+        return nn.functional.cross_entropy(logits, logits.argmax(-1))
+
+
+def test_a_count_of_targets_that_the_model_computes_is_refused():
+    folded = capture(LearnedTargets(), {"x": torch.zeros(4, 8)}).graph
+    with pytest.raises(OptionError, match="targets of aten.cross_entropy_loss.* follow from first"):
+        MicrobatchGraphs(folded, CLUSTER, 4)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("largest", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.largest.copy_(self.largest * 0.9 + 1)
+        return (y * self.largest).mean()
+
+
+def test_buffers_that_the_forward_updates_are_refused_by_name():
+    folded = capture(Counts(), {"x": torch.randn(BATCH, 4)}).graph
+    with pytest.raises(OptionError, match="every one of them would update buffer largest"):
+        MicrobatchGraphs(folded, CLUSTER, BATCH)

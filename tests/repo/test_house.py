@@ -1,0 +1,43 @@
+"""House rules that a machine can hold: sizes of files and functions."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("compiler", "passes", "cost_models", "tests", "examples", "benchmarks")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_sizes(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 400
+    long = [
+        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= 50
+    ]
+    assert long == []
+
+
+MOST_FILES = 20
+MOST_DEPTH = 3
+
+
+def test_folders_are_small_and_flat() -> None:
+    """At most 20 files a folder, 3 folders deep, and every folder of code says what it is for."""
+    tops = ("compiler", "passes", "cost_models")
+    folders = {path.parent for path in FILES}
+    crowded = {str(f): len(list(f.glob("*.py"))) for f in folders}
+    assert {f: n for f, n in crowded.items() if n > MOST_FILES} == {}
+    assert [f for f in folders if len(f.relative_to(ROOT).parts) > MOST_DEPTH + 1] == []
+    code = [f for f in folders if f.relative_to(ROOT).parts[0] in tops]
+    assert [f for f in code if len(f.relative_to(ROOT).parts) > MOST_DEPTH] == []
+    for folder in code:
+        text = (folder / "__init__.py").read_text(encoding="utf-8")
+        first = ast.get_docstring(ast.parse(text)) or ""
+        assert first.endswith("."), f"{folder}/__init__.py says what the folder is"

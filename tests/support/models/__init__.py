@@ -1,0 +1,1 @@
+"""Models: families from their configurations, modules with one feature each, factories."""

@@ -1,0 +1,64 @@
+"""Programs whose regions run again in the backward, and models that drop values."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshfold.codegen.emit.region import emit_typed
+from meshfold.codegen.program.emitted import EmittedProgram
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.strategy import RegionTyping
+from support.models.hugging_face import tiny_model
+
+PROBABILITY = 0.25
+
+
+def dropping_model(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A tiny model in train mode, every dropout of which drops a quarter. T5 has layers that
+    repeat."""
+    model, batch = tiny_model(family, layers=3 if family == "t5" else 2)
+    for module in model.modules():
+        names = ["p"] if isinstance(module, nn.Dropout) else vars(module)
+        for name in [n for n in names if n == "p" or "drop" in n]:
+            if isinstance(getattr(module, name), float):
+                setattr(module, name, PROBABILITY)
+    return model.train(), batch
+
+
+def layer_regions(folded: FoldedGraph) -> set[int]:
+    """Numbers of the regions that repeat."""
+    counts = Counter(instance.region for instance in folded.instances)
+    return {number for number, count in counts.items() if count > 1}
+
+
+def recomputed(
+    folded: FoldedGraph, typings: tuple[RegionTyping, ...], only_layers: bool
+) -> list[RegionTyping]:
+    """`typings` with full recomputation in the layers, or everywhere."""
+    chosen = layer_regions(folded) if only_layers else set(range(len(typings)))
+    return [replace(t, recompute="full") if k in chosen else t for k, t in enumerate(typings)]
+
+
+def emit_recomputed(program: EmittedProgram, *, only_layers: bool = False) -> EmittedProgram:
+    """`program` with full recomputation."""
+    cluster = resolve_cluster("local-cpu", program.mesh.num_ranks)
+    typings = recomputed(program.folded, program.typings, only_layers)
+    return emit_typed(program.folded, typings, CostModel(cluster, program.mesh))
+
+
+class LoggedRuns(nn.Module):
+    """A region graph that notes when it runs, and with what arguments."""
+
+    def __init__(self, graph: Callable[..., Any], log: list[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.log = log
+
+    def forward(self, *arguments: Any) -> Any:
+        self.log.append(arguments)
+        return self.graph(*arguments)

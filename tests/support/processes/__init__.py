@@ -1,0 +1,1 @@
+"""The pool of gloo processes, and what its ranks run."""

@@ -1,0 +1,118 @@
+"""One pool of gloo processes per world size, shared by all multi-process tests of a session.
+
+    pools.run(4, "support.programs.emit:train_steps", plan_text, seed=0)   -> results by rank
+
+The function is named by import path (a module of tests/, or any installed one), runs on every rank
+with the default process group up, and its result is pickled back. If a rank raises, the call raises
+WorkerFailure with that rank's traceback, and the processes are replaced: they may wait for each
+other for ever.
+"""
+
+import gc
+import importlib
+import itertools
+import tempfile
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from meshfold.distributed.local_processes import LocalProcessError, Processes, failure, join_group
+
+STARTUP_S = 120.0
+LEAVE = "leave"
+"""Sent when all ranks have answered: the process group is ended until the next call."""
+
+
+class WorkerFailure(AssertionError):
+    """A rank raised, died or took too long."""
+
+
+class Pool:
+    """`world_size` processes joined by gloo over a file store; no ports to collide."""
+
+    def __init__(self, world_size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="meshfold-pool-")
+        store = str(Path(self._folder.name) / "store")
+        self._processes = Processes(world_size, _serve, world_size, store)
+        try:
+            self._collect(STARTUP_S)
+        except WorkerFailure:
+            self.close()
+            raise
+
+    def run(self, function: str, *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> list[Any]:
+        """Results by rank of `function` ("module:name") called with the arguments on every rank."""
+        self._send((function, args, kwargs))
+        results = self._collect(timeout_s)
+        self._send(LEAVE)
+        return results
+
+    def close(self) -> None:
+        """End the processes."""
+        self._processes.close()
+        self._folder.cleanup()
+
+    def _send(self, message: object) -> None:
+        for connection in self._processes.connections:
+            connection.send(message)
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        try:
+            return self._processes.collect(timeout_s=timeout_s)
+        except LocalProcessError as error:
+            raise WorkerFailure(f"{error}\n{error.detail}") from None
+
+
+class Pools:
+    """Pools by world size, started when first used."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def run(self, world_size: int, function: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """See Pool.run. Raises WorkerFailure."""
+        if world_size not in self._pools:
+            self._pools[world_size] = Pool(world_size)
+        try:
+            return self._pools[world_size].run(function, *args, **kwargs)
+        except WorkerFailure:
+            self._pools.pop(world_size).close()
+            raise
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+def _serve(rank: int, connection: Connection, world_size: int, store: str) -> None:
+    for number in itertools.count():
+        try:
+            if (message := connection.recv() if number else None) == LEAVE:
+                # Groups have threads that poll, also while nobody runs, as long as something holds
+                # them: models are full of cycles.
+                dist.destroy_process_group()
+                gc.collect()
+                continue
+        except EOFError:
+            break
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        join_group(rank, world_size, f"{store}-{number}", timedelta(seconds=60))
+        try:
+            connection.send(("done", _call(*message) if message else None))
+        except BaseException as error:
+            connection.send(failure(error))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _call(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    module, _, name = function.partition(":")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
