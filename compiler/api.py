@@ -7,7 +7,7 @@ model, example inputs --capture--> folded graph --search--> Plan --emit--> progr
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from meshfold.passes.planner.find import Progress, find_plan_for
 from meshfold.plan_file.io import load_plan
 from meshfold.refine.pipeline import refined
 from meshfold.torch_compat.pytree import named_leaves
+from meshfold.training.agreement import NUM_COMPARED, agreed, agreed_states, states_text
 from meshfold.training.compiled_model import CompiledModel
 
 
@@ -53,6 +54,8 @@ def compile(
     *,
     plan: Plan | str | os.PathLike[str] | None = None,
     options: CompileOptions | None = None,
+    sync_module_states: bool = True,
+    num_compared_batches: int | None = NUM_COMPARED,
 ) -> CompiledModel:
     """Turn `model` into a program that trains on `cluster_spec`.
 
@@ -63,18 +66,33 @@ def compile(
     a process group (torchrun) the model is bound to it, otherwise the result is for inspection,
     unless the plan is for one device.
 
+    sync_module_states: where initial values differ between ranks, take those of rank 0 and warn;
+    else refuse. num_compared_batches: forward passes in which ranks that must hold the same rows
+    compare them; None: all.
+
     Raises CaptureError, InfeasibleError, OptionError, ClusterSpecError, PlanFormatError, and
-    PlanMismatchError if plan, model and processes do not belong together.
+    PlanMismatchError if plan, model and processes do not belong together; RanksDifferError on all
+    ranks if one of them raises, or has another program.
     """
     options = options or CompileOptions()
-    if plan is not None and not isinstance(plan, Plan):
-        plan = load_plan(plan)
-    if plan is not None:
-        options = replace(options, precision=plan.precision, mode=plan.mode)
-    captured = _capture(model, example_inputs, options)
-    if plan is None:
-        plan = plan_captured(captured, type(model).__name__, cluster_spec, options)
-    return bind(model, plan, captured, example_inputs)
+
+    def emitted() -> _Emitted:
+        chosen = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
+        given = options
+        if chosen is not None:
+            given = replace(options, precision=chosen.precision, mode=chosen.mode)
+        captured = _capture(model, example_inputs, given)
+        if chosen is None:
+            chosen = plan_captured(captured, type(model).__name__, cluster_spec, given)
+        return _emitted(model, chosen, captured)
+
+    return _bound(
+        model,
+        agreed(emitted, _Emitted.facts) if _is_in_job() else emitted(),
+        example_inputs,
+        sync_module_states=sync_module_states,
+        num_compared_batches=num_compared_batches,
+    )
 
 
 def _capture(
@@ -135,19 +153,77 @@ def batch_size_of(captured: Captured) -> int:
     return max(sizes, key=lambda n: (sizes.count(n), n))
 
 
+@dataclass(frozen=True)
+class _Emitted:
+    """A model's plan and program, before there are processes."""
+
+    plan: Plan
+    captured: Captured
+    program: EmittedProgram | EmittedPipeline
+    states: str
+    """Digest of the names, shapes and dtypes of parameters and buffers."""
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must have alike."""
+        return {
+            "program": self.program.digest,
+            "seed in its plan": str(self.plan.seed),
+            "set of parameters and buffers": self.states,
+        }
+
+
 def bind(
-    model: nn.Module, plan: Plan, captured: Captured, example_inputs: Mapping[str, Any]
+    model: nn.Module,
+    plan: Plan,
+    captured: Captured,
+    example_inputs: Mapping[str, Any],
+    *,
+    sync_module_states: bool = True,
+    num_compared_batches: int | None = NUM_COMPARED,
 ) -> CompiledModel:
     """Emit the program of `plan` and, with processes, initialise this rank's shards of the model.
 
-    Raises PlanMismatchError.
+    Arguments and errors as of `compile`.
     """
+
+    def emitted() -> _Emitted:
+        return _emitted(model, plan, captured)
+
+    return _bound(
+        model,
+        agreed(emitted, _Emitted.facts) if _is_in_job() else emitted(),
+        example_inputs,
+        sync_module_states=sync_module_states,
+        num_compared_batches=num_compared_batches,
+    )
+
+
+def _emitted(model: nn.Module, plan: Plan, captured: Captured) -> _Emitted:
+    """Raises PlanMismatchError, CaptureError."""
     check_output(captured)
     check_fingerprint(plan, captured)
-    program = emit_plan(captured.graph, plan)
+    if _is_in_job() and dist.get_world_size() != plan.world_size:
+        raise PlanMismatchError(
+            f"the plan is for {plan.world_size} processes, this job has {dist.get_world_size()}; "
+            "start as many as the plan has devices, or plan for this job"
+        )
+    return _Emitted(plan, captured, emit_plan(captured.graph, plan), states_text(model))
+
+
+def _bound(
+    model: nn.Module,
+    emitted: _Emitted,
+    example_inputs: Mapping[str, Any],
+    *,
+    sync_module_states: bool,
+    num_compared_batches: int | None,
+) -> CompiledModel:
+    plan, program = emitted.plan, emitted.program
+    if _is_in_job():
+        agreed_states(model, sync=sync_module_states)
     mesh = _rank_mesh(model, plan, program)
     fixed = {k: v for k, v in named_leaves(dict(example_inputs)) if not isinstance(v, torch.Tensor)}
-    return CompiledModel(model, plan, captured, program, mesh, fixed)
+    return CompiledModel(model, plan, emitted.captured, program, mesh, fixed, num_compared_batches)
 
 
 def check_fingerprint(plan: Plan, captured: Captured) -> None:
@@ -177,12 +253,6 @@ def _rank_mesh(
     """This process on the plan's mesh; None without a process group, except for one device."""
     if not _is_in_job():
         return single_mesh(plan.mesh, _device_of(model)) if plan.world_size == 1 else None
-    if dist.get_world_size() != plan.world_size:
-        raise PlanMismatchError(
-            f"the plan is for {plan.world_size} processes, this job has {dist.get_world_size()}; "
-            "start as many as the plan has devices, or plan for this job"
-        )
-    _compare_programs(program)
     # NCCL joins the devices that the processes have made current, gloo their CPUs.
     is_cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
@@ -197,18 +267,3 @@ def _device_of(model: nn.Module) -> torch.device:
     """Where the model's parameters are; the default device if they are on meta."""
     devices = [p.device for p in model.parameters() if not p.is_meta]
     return devices[0] if devices else torch.get_default_device()
-
-
-def _compare_programs(program: EmittedProgram | EmittedPipeline) -> None:
-    """All ranks must start the same collectives in the same order, or they would wait for ever.
-
-    Raises PlanMismatchError on every rank if the emitted programs differ.
-    """
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, program.digest)
-    if len(set(digests)) > 1:
-        other = next(r for r, d in enumerate(digests) if d != digests[0])
-        raise PlanMismatchError(
-            f"rank {other} emitted another program than rank 0; give every process the same plan, "
-            "model and meshfold"
-        )

@@ -8,6 +8,7 @@ MeshfoldError                       base; the CLI prints one line and exits 1
 ├── InfeasibleError                 no plan fits (binding constraint, missing bytes)
 ├── PlanFormatError(ValueError)     a plan file is unreadable or of another version; exit 2
 ├── PlanMismatchError               plan and model, or plan and processes, do not belong together
+├── RanksDifferError                ranks have other programs, weights, calls or batches (which)
 ├── StageLostError                  another stage of a pipeline died or hangs (stage and action)
 └── PassError                       a pass of ours failed (pass and op)
 """
@@ -75,6 +76,10 @@ class PlanFormatError(MeshfoldError, ValueError):
 
 class PlanMismatchError(MeshfoldError):
     """The plan was made for another model, cluster or number of processes."""
+
+
+class RanksDifferError(MeshfoldError):
+    """Ranks differ in what must be equal on all of them; raised on all ranks."""
 
 
 class StageLostError(MeshfoldError):

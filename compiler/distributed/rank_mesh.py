@@ -143,10 +143,12 @@ class ProcessMesh(RankMesh):
     _shared: set[str] = field(default_factory=set)
     """Axes whose ranks read each other's memory."""
 
-    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    def new_group(
+        self, ranks: Sequence[int], backend: str | None = None
+    ) -> dist.ProcessGroup | None:
         """A process group of these ranks until `close`; None on the others. Called on all ranks, in
-        one order."""
-        group = dist.new_group(list(ranks))
+        one order. backend: "gloo" for tensors of the CPU; None: that of the default group."""
+        group = dist.new_group(list(ranks), backend=backend)
         if self.rank not in ranks:
             return None
         assert isinstance(group, dist.ProcessGroup)

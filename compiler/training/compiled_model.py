@@ -22,14 +22,16 @@ from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
 from meshfold.errors import MeshfoldError, OptionError
-from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.mesh import DATA_AXIS
 from meshfold.ir.plan import Plan
 from meshfold.passes.graph.without_dropout import without_dropout
 from meshfold.runtime.pipeline_runner import PipelineRunner
 from meshfold.runtime.runner import ProgramRunner
 from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.dtypes import torch_dtype
+from meshfold.training.agreement import NUM_COMPARED, StepAgreement
 from meshfold.training.batch_sizes import Form, OtherSizes, form_of
+from meshfold.training.captured_mode import CapturedMode
 from meshfold.training.gradient_norm import cuts_of, is_counted, total_norm
 from meshfold.training.initialization import initial_values
 from meshfold.training.local_state import full_tensors, held_tensors, stored_tensors
@@ -58,6 +60,7 @@ class CompiledModel(nn.Module):
         program: EmittedProgram | EmittedPipeline,
         rank_mesh: RankMesh | None,
         fixed: Mapping[str, Any],
+        num_compared_batches: int | None = NUM_COMPARED,
     ) -> None:
         super().__init__()
         self.plan = plan
@@ -78,7 +81,33 @@ class CompiledModel(nn.Module):
         self._states = StateExchange(rank_mesh, stored_tensors(program))
         self._form = form_of(plan, captured, program, rank_mesh, fixed)
         self._others = OtherSizes(model, self._form, rank_mesh, fixed)
+        self._agreement = (
+            StepAgreement.of(rank_mesh, num_compared_batches)
+            if isinstance(rank_mesh, ProcessMesh)
+            else None
+        )
         self._adopt(model, self._initial_state(model, rank_mesh))
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the batch this rank takes: the `rank` of a DistributedSampler."""
+        return self._data_coordinate[0]
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Slices that the batch has: the `num_replicas` of a DistributedSampler."""
+        return self._data_coordinate[1]
+
+    @property
+    def _data_coordinate(self) -> tuple[int, int]:
+        """(data_rank, num_data_ranks). Raises MeshfoldError without processes."""
+        self._check_processes()
+        assert self.rank_mesh is not None
+        mesh = self.rank_mesh.mesh
+        if DATA_AXIS not in mesh.names:
+            return 0, 1
+        axis = mesh.names.index(DATA_AXIS)
+        return self.rank_mesh.coords[axis], mesh.sizes[axis]
 
     def forward(self, **batch: Any) -> Tensor:
         """The model's loss (or its only output) for the global batch or this rank's part of it.
@@ -89,8 +118,7 @@ class CompiledModel(nn.Module):
         the plan cannot cut, and for a plan with stages or microbatches, whose forward and backward
         take turns.
         """
-        self._check_processes()
-        form = self._form_for(batch)
+        form = self._form_for(batch, "forward")
         runner = self.runner(form)
         if isinstance(runner, PipelineRunner):
             raise OptionError(
@@ -109,8 +137,7 @@ class CompiledModel(nn.Module):
         another stage dies or hangs. A pipeline's step that raises leaves `.grad` and num_steps as
         they were.
         """
-        self._check_processes()
-        form = self._form_for(batch)
+        form = self._form_for(batch, "train_step")
         runner = self.runner(form)
         if not isinstance(runner, PipelineRunner):
             self._check_loss()
@@ -160,10 +187,17 @@ class CompiledModel(nn.Module):
         """As forward, on another runner of this program. Raises OptionError as forward does."""
         return self._run(self._form, runner, batch)
 
-    def _form_for(self, batch: Mapping[str, Any]) -> Form:
-        """What runs batches of this size."""
+    def _form_for(self, batch: Mapping[str, Any], call: str) -> Form:
+        """What runs batches of this size, after the ranks have compared what they run."""
+        self._check_processes()
+        if self._agreement is not None:
+            self._agreement.check_call(call, batch, self.num_steps, self.training)
         shapes = self._form.reader.other_shapes(batch)
-        return self._form if shapes is None else self._others.form(batch, shapes)
+        form = self._form if shapes is None else self._others.form(batch, shapes)
+        if self._agreement is not None:
+            is_slice = bool(self._form.reader.local_inputs)
+            self._agreement.check_contents(batch, self.num_steps, is_slice)
+        return form
 
     def _run(self, form: Form, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
         inputs = form.reader.read(batch)
@@ -218,7 +252,7 @@ class CompiledModel(nn.Module):
         that compile many models. Called on all ranks together; forward raises afterwards."""
         if isinstance(self.rank_mesh, ProcessMesh):
             self.rank_mesh.close()
-            del self._states, self._form, self._others
+            del self._states, self._form, self._others, self._agreement
         self.rank_mesh = None
         self._is_closed = True
         self._runners.clear()
@@ -351,43 +385,3 @@ class CompiledModel(nn.Module):
     def _tensors(self, named: Any) -> dict[str, Tensor]:
         """Live tensors by canonical name: the user may have moved or replaced them."""
         return {self._canonical[name]: value for name, value in named()}
-
-
-class CapturedMode:
-    """Which of train and eval mode a captured program can run in."""
-
-    def __init__(self, model: nn.Module, graph: FoldedGraph) -> None:
-        self.is_training = model.training
-        self._updates_buffers = any(region.graph.mutations for region in graph.regions)
-        self._depends_on_mode = any(map(_depends_on_mode, model.modules()))
-
-    def check(self, is_training: bool) -> None:
-        """Raises OptionError if the program cannot run in this mode."""
-        if is_training == self.is_training:
-            return
-        if is_training and self._depends_on_mode:
-            raise OptionError(
-                "the model was captured in eval mode, without dropout; call model.train() before "
-                "meshfold.compile"
-            )
-        if not is_training and self._updates_buffers:
-            raise OptionError(
-                "the model was captured in train mode and updates buffers (running statistics); "
-                "compile model.eval() for evaluation"
-            )
-
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-def _depends_on_mode(module: nn.Module) -> bool:
-    """Whether a module drops values or keeps statistics in train mode."""
-    if isinstance(module, _STATISTICS):
-        return True
-    # nn.Dropout has `p`; Hugging Face layers keep probabilities as `dropout`, `attention_dropout`.
-    is_dropout = isinstance(module, _DROPOUTS)
-    return any(
-        isinstance(value, float) and value > 0 and ("drop" in name or (is_dropout and name == "p"))
-        for name, value in vars(module).items()
-    )

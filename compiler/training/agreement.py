@@ -1,0 +1,226 @@
+"""What the ranks of a job must agree on, compared before it matters.
+
+    agreed              when the model is compiled: no rank failed, all have one program
+    agreed_states       when the model is bound: initial values are those of rank 0
+    StepAgreement       every step: mode, shapes, dtypes; in the first ones also contents of batches
+
+Ranks that differ all raise the same line; without it they would wait for each other, or train on
+with other numbers. Comparisons are over a gloo group of all ranks, beside the program's own groups,
+so nothing waits for a device.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshfold.distributed.rank_mesh import ProcessMesh
+from meshfold.errors import MeshfoldError, RanksDifferError
+from meshfold.ir.mesh import DATA_AXIS
+from meshfold.torch_compat.dtypes import dtype_name
+from meshfold.torch_compat.pytree import named_leaves
+
+T = TypeVar("T")
+
+NUM_COMPARED = 10
+"""Steps whose batches are compared by their contents, unless the user says otherwise."""
+
+
+def agreed(work: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
+    """What `work` returns, if it does on every rank, and with the same facts: name -> value.
+
+    Called on all ranks together. Raises what `work` raises; on the other ranks, and for facts that
+    differ, RanksDifferError.
+    """
+    failure: Exception | None = None
+    found: dict[str, str] = {}
+    try:
+        result = work()
+        found = dict(facts(result))
+    except Exception as error:
+        failure = error
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (_line(failure), found))
+    if failure is not None:
+        raise failure
+    broken = next((r for r, (line, _) in enumerate(everyone) if line), None)
+    if broken is not None:
+        raise RanksDifferError(f"rank {broken} failed: {everyone[broken][0]}")
+    for r, (_, other) in enumerate(everyone):
+        for name, value in everyone[0][1].items():
+            if other.get(name) != value:
+                raise RanksDifferError(
+                    f"rank {r} has another {name} than rank 0 ({_short(other.get(name))}, not "
+                    f"{_short(value)}); give every process the same plan, model, options and "
+                    "meshfold"
+                )
+    return result
+
+
+def _line(failure: Exception | None) -> str:
+    if failure is None:
+        return ""
+    name = "" if isinstance(failure, MeshfoldError) else f"{type(failure).__name__}: "
+    return name + " ".join(str(failure).split()) or name
+
+
+def _short(text: str | None) -> str:
+    return "none" if text is None else text if len(text) <= 40 else f"{text[:12]}..."
+
+
+def states_text(model: nn.Module) -> str:
+    """Names, shapes and dtypes of parameters and buffers."""
+    lines = (f"{n} {list(x.shape)} {x.dtype} {x.is_meta}" for n, x in _states(model))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def agreed_states(model: nn.Module, *, sync: bool) -> None:
+    """Makes the initial values of parameters and buffers those of rank 0, in place, as
+    DistributedDataParallel does, and says so; tensors on the meta device are left.
+
+    Called on all ranks together. Raises RanksDifferError unless `sync`, where they differ.
+    """
+    states = [(name, x) for name, x in _states(model) if not x.is_meta]
+    own = torch.tensor([checksum(x) for _, x in states], dtype=torch.int64)
+    group = dist.new_group(backend="gloo")
+    try:
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own, group=group)
+        table = torch.stack(everyone)
+        different = (table != table[0]).any(0).nonzero().flatten().tolist()
+        if not different:
+            return
+        name = states[different[0]][0]
+        rank = int((table[:, different[0]] != table[0, different[0]]).nonzero()[0])
+        what = f"the initial values of {name} on rank {rank} are not those on rank 0"
+        if not sync:
+            raise RanksDifferError(
+                f"{what} (and {len(different) - 1} more); build the model with the same seed on "
+                "every rank, or compile with sync_module_states=True"
+            )
+        for k in different:
+            _take_from_first_rank(states[k][1], group)
+    finally:
+        dist.destroy_process_group(group)
+    if dist.get_rank() == 0:
+        warnings.warn(
+            f"{what} (of {len(different)} tensors): all ranks have taken rank 0's; seed every rank "
+            "alike to build equal models",
+            stacklevel=2,
+        )
+
+
+def _take_from_first_rank(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    with torch.no_grad():
+        value = tensor.detach().contiguous().reshape(-1)
+        data = value.view(torch.uint8)
+        dist.broadcast(data, src=0, group=None if tensor.is_cuda else group)
+        tensor.copy_(value.view(tensor.shape))
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+_CHUNK = 1 << 20
+"""Words that a checksum weights at once."""
+_SPREAD, _PRIME = 0x9E3779B97F4A7C1, 0x100000001B3
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number of 64 bits of the bytes of a tensor and of where they are."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = nn.functional.pad(data, (0, -data.numel() % 8)).view(torch.int64)
+    total = data.numel()
+    for chunk in torch.split(words, _CHUNK) if total else ():
+        # Odd weights: a change of one word changes the sum, wherever it is.
+        weights = torch.arange(1, chunk.numel() + 1, device=words.device) * _SPREAD | 1
+        total = total * _PRIME + int((chunk * weights).sum())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@dataclass(frozen=True, eq=False)
+class StepAgreement:
+    """The comparison of one step.
+
+    num_compared: forward passes whose batches are compared by their contents; None: all of them.
+    """
+
+    mesh: ProcessMesh
+    group: dist.ProcessGroup
+    num_compared: int | None
+
+    @staticmethod
+    def of(mesh: ProcessMesh, num_compared: int | None) -> "StepAgreement":
+        """That of the ranks of `mesh`. Called on all ranks together."""
+        group = mesh.new_group(range(mesh.mesh.num_ranks), backend="gloo")
+        assert group is not None, "every rank is in it"
+        return StepAgreement(mesh, group, num_compared)
+
+    def check_call(self, call: str, batch: Mapping[str, Any], number: int, training: bool) -> None:
+        """Compares what is called and the shapes and dtypes of forward number `number`. Raises
+        RanksDifferError on all ranks."""
+        text = _call_text(call, batch, training)
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+        if len(set(self._gathered([digest, number]))) == 1:
+            return
+        texts: list[Any] = [None] * self.mesh.mesh.num_ranks
+        dist.all_gather_object(texts, f"call number {number + 1}, {text}", group=self.group)
+        rank = next(r for r, other in enumerate(texts) if other != texts[0])
+        raise RanksDifferError(
+            f"rank {rank} makes another step than rank 0: {texts[rank]}; rank 0: {texts[0]}; call "
+            "it on all ranks together, with the global batch or with the slice of data_rank"
+        )
+
+    def check_contents(self, batch: Mapping[str, Any], number: int, is_slice: bool) -> None:
+        """Compares the rows of ranks that must hold the same. is_slice: every rank passes its slice
+        of the batch. Raises RanksDifferError on all ranks."""
+        if self.num_compared is not None and number >= self.num_compared:
+            return
+        tensors = [(n, x) for n, x in sorted(named_leaves(dict(batch))) if isinstance(x, Tensor)]
+        sums = self._gathered([checksum(x) for _, x in tensors])
+        axis = self.mesh.mesh.names.index(DATA_AXIS) if DATA_AXIS in self.mesh.mesh.names else -1
+        first: dict[int, int] = {}
+        for rank, found in enumerate(sums):
+            share = self.mesh.mesh.coords(rank)[axis] if is_slice and axis >= 0 else 0
+            other = first.setdefault(share, rank)
+            columns = zip(tensors, sums[other], found, strict=True)
+            name = next((n for (n, _), a, b in columns if a != b), "")
+            if name:
+                raise RanksDifferError(_other_rows(name, rank, other, share if is_slice else None))
+
+    def _gathered(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """The numbers of every rank."""
+        own = torch.tensor(list(numbers), dtype=torch.int64)
+        everyone = [torch.empty_like(own) for _ in range(self.mesh.mesh.num_ranks)]
+        dist.all_gather(everyone, own, group=self.group)
+        return [tuple(other.tolist()) for other in everyone]
+
+
+def _other_rows(name: str, rank: int, other: int, data_rank: int | None) -> str:
+    if data_rank is None:
+        return (
+            f"{name} on rank {rank} has other contents than on rank {other}, and both are of the "
+            "global batch; seed the loaders alike, or let every rank pass the slice of its "
+            "data_rank"
+        )
+    return (
+        f"{name} on rank {rank} has other rows than on rank {other}, and both have data_rank "
+        f"{data_rank}; sample with num_replicas=model.num_data_ranks, rank=model.data_rank"
+    )
+
+
+def _call_text(call: str, batch: Mapping[str, Any], training: bool) -> str:
+    arguments = (
+        f"{name} {dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x!r}"
+        for name, x in sorted(named_leaves(dict(batch)))
+    )
+    grad = "" if torch.is_grad_enabled() else " without gradients"
+    mode = "train" if training else "eval"
+    return f"{call}{grad} in {mode} mode of {', '.join(arguments)}"
