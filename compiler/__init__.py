@@ -20,6 +20,7 @@ _EXPORTS = {
     "PassError": "meshfold.errors",
     "PlanFormatError": "meshfold.errors",
     "PlanMismatchError": "meshfold.errors",
+    "RankLostError": "meshfold.errors",
     "StageLostError": "meshfold.errors",
     "UnsupportedOpError": "meshfold.errors",
     "Plan": "meshfold.ir.plan",
@@ -42,6 +43,7 @@ __all__ = [
     "Plan",
     "PlanFormatError",
     "PlanMismatchError",
+    "RankLostError",
     "StageLostError",
     "UnsupportedOpError",
     "compile",
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
         PassError,
         PlanFormatError,
         PlanMismatchError,
+        RankLostError,
         StageLostError,
         UnsupportedOpError,
     )

@@ -8,7 +8,8 @@ MeshfoldError                       base; the CLI prints one line and exits 1
 ├── InfeasibleError                 no plan fits (binding constraint, missing bytes)
 ├── PlanFormatError(ValueError)     a plan file is unreadable or of another version; exit 2
 ├── PlanMismatchError               plan and model, or plan and processes, do not belong together
-├── StageLostError                  another stage of a pipeline died or hangs (stage and action)
+├── RankLostError                   other ranks do not come to a collective (step, region, which)
+│   └── StageLostError              another stage of a pipeline died or hangs (stage and action)
 └── PassError                       a pass of ours failed (pass and op)
 """
 
@@ -77,7 +78,11 @@ class PlanMismatchError(MeshfoldError):
     """The plan was made for another model, cluster or number of processes."""
 
 
-class StageLostError(MeshfoldError):
+class RankLostError(MeshfoldError):
+    """Other ranks died, hang, or failed before a collective that this rank waited for."""
+
+
+class StageLostError(RankLostError):
     """Another stage of a pipeline did not send what an action waited for."""
 
 
