@@ -9,7 +9,8 @@ MeshfoldError                       base; the CLI prints one line and exits 1
 ├── PlanFormatError(ValueError)     a plan file is unreadable or of another version; exit 2
 ├── PlanMismatchError               plan and model, or plan and processes, do not belong together
 ├── RanksDifferError                ranks have other programs, weights, calls or batches (which)
-├── StageLostError                  another stage of a pipeline died or hangs (stage and action)
+├── RankLostError                   other ranks do not come to a collective (step, region, which)
+│   └── StageLostError              another stage of a pipeline died or hangs (stage and action)
 └── PassError                       a pass of ours failed (pass and op)
 """
 
@@ -82,7 +83,11 @@ class RanksDifferError(MeshfoldError):
     """Ranks differ in what must be equal on all of them; raised on all ranks."""
 
 
-class StageLostError(MeshfoldError):
+class RankLostError(MeshfoldError):
+    """Other ranks died, hang, or failed before a collective that this rank waited for."""
+
+
+class StageLostError(RankLostError):
     """Another stage of a pipeline did not send what an action waited for."""
 
 

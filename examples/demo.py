@@ -7,6 +7,7 @@ every gradient, and parameters after steps of the optimizer, as `meshfold verify
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -141,4 +142,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("demo: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -5,27 +5,34 @@
 Every process calls train(report, plan) with the default process group up. report(value) sends a
 value to the caller while the function runs. Function, arguments, reports and results are pickled,
 so the function belongs to a module that the processes can import.
+
+The processes end with the caller, however it dies (meshfold.distributed.child_process), listen on
+this machine only, and leave no file.
 """
 
+import contextlib
 import logging
 import math
 import multiprocessing
+import os
 import pickle
-import tempfile
+import subprocess
+import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import closing
 from datetime import timedelta
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meshfold.distributed import child_process
 from meshfold.errors import MeshfoldError
+from meshfold.torch_compat.process_groups import join_on_loopback, loopback_store
 
 Report = Callable[[Any], None]
 GRACE_S = 2.0
@@ -55,10 +62,16 @@ def run_local(
     process would repeat. Raises LocalProcessError when a process raises or dies; the others are
     ended once nothing has come from them for grace_s.
     """
-    with tempfile.TemporaryDirectory(prefix="meshfold-") as folder:
-        job = world_size, str(Path(folder) / "store"), quiet, function, arguments
-        with closing(Processes(world_size, _serve, *job)) as processes:
-            return processes.collect(on_report, grace_s=grace_s)
+    store = loopback_store()
+    job = world_size, store.port, quiet, function, arguments
+    processes = Processes(world_size, _serve, *job)
+    try:
+        return processes.collect(on_report, grace_s=grace_s)
+    except KeyboardInterrupt:
+        processes.close(grace_s=0.0)
+        raise
+    finally:
+        processes.close()
 
 
 class Processes:
@@ -66,19 +79,24 @@ class Processes:
     and send ("report", value), ("done", result) or ("failed", what `failure` gives)."""
 
     def __init__(self, world_size: int, serve: Callable[..., None], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
         self.connections: list[Connection] = []
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        preparation = spawn.get_preparation_data("meshfold")
+        preparation["authkey"] = bytes(preparation["authkey"])
         try:
+            start = [sys.executable, child_process.__file__, str(os.getpid())]
             for rank in range(world_size):
-                ours, theirs = context.Pipe()
+                ours, theirs = multiprocessing.Pipe()
                 self.connections.append(ours)
-                process = context.Process(
-                    target=serve, args=(rank, theirs, *arguments), daemon=True
-                )
-                process.start()
-                theirs.close()
+                handle = theirs.fileno()
+                command = [*start, str(handle), str(rank)]
+                with theirs:
+                    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[handle])
                 self._processes.append(process)
+            for message in (preparation, (serve, arguments)):
+                for connection in self.connections:
+                    with contextlib.suppress(OSError):  # it died; `collect` says so
+                        connection.send(message)
         except BaseException:
             self.close()
             raise
@@ -126,28 +144,32 @@ class Processes:
             message: tuple[str, Any] = connection.recv()
         except EOFError:
             # Killed or crashed: nobody else's failure ends a process silently.
-            self._processes[rank].join(GRACE_S)
-            code = self._processes[rank].exitcode
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._processes[rank].wait(GRACE_S)
+            code = self._processes[rank].returncode
             return "failed", (0.0, "the process ended", f"exit code {code}")
         return message
 
-    def close(self) -> None:
-        """End the processes."""
+    def close(self, grace_s: float = GRACE_S) -> None:
+        """End the processes, at the latest after grace_s."""
         for connection in self.connections:
             connection.close()
+        end_s = time.monotonic() + grace_s
         for process in self._processes:
-            process.join(GRACE_S)
-            if process.is_alive():
+            try:
+                process.wait(max(0.0, end_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 process.kill()
-                process.join()
+                process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
 
 
-def join_group(rank: int, world_size: int, store: str, timeout: timedelta) -> None:
-    """Make this process a rank of the default group, over gloo. store: a file of all ranks."""
+def join_group(rank: int, world_size: int, port: int, name: str, timeout: timedelta) -> None:
+    """Make this process a rank of the default group, over gloo on this machine. port: of the store
+    of all ranks; name: of this group, of several after each other."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
-    )
+    join_on_loopback(rank, world_size, port, name, timeout)
 
 
 def failure(error: BaseException) -> tuple[str, tuple[float, str, str]]:
@@ -162,7 +184,7 @@ def _serve(
     rank: int,
     connection: Connection,
     world_size: int,
-    store: str,
+    port: int,
     quiet: bool,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -171,12 +193,10 @@ def _serve(
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
     try:
-        join_group(rank, world_size, store, COLLECTIVE_TIMEOUT)
+        join_group(rank, world_size, port, "", COLLECTIVE_TIMEOUT)
         result = function(lambda x: connection.send(("report", x)), *arguments)
         pickle.dumps(result)
         connection.send(("done", result))
         dist.destroy_process_group()
-    except KeyboardInterrupt:
-        pass
     except Exception as error:
         connection.send(failure(error))

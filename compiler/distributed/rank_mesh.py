@@ -11,14 +11,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshfold.distributed.waiting import Place, lost, lost_ranks
+from meshfold.errors import RankLostError
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.node_groups import NodeLevels
+from meshfold.torch_compat.process_groups import default_timeout
 from meshfold.torch_compat.symmetric_memory import enable
 
 Axes = tuple[str, ...]
@@ -40,6 +44,20 @@ class RankMesh(ABC):
     device: torch.device
     levels: NodeLevels
     """The ranks of a node within an axis, for collectives in two levels."""
+
+    @cached_property
+    def place(self) -> Place:
+        """Where this rank is, for errors."""
+        return Place()
+
+    def begin_step(self, step: int, timeout_s: float | None) -> None:
+        """Step number `step` begins; see set_timeout."""
+        self.place.begin(step)
+        self.set_timeout(timeout_s)
+
+    def set_timeout(self, timeout_s: float | None) -> None:  # noqa: B027  of processes only
+        """How long collectives from here on wait for other ranks; None: as the default process
+        group."""
 
     @cached_property
     def coords(self) -> tuple[int, ...]:
@@ -99,7 +117,7 @@ class RankMesh(ABC):
 
     @abstractmethod
     def wait(self, in_flight: Tensor) -> Tensor:
-        """The result. Called once per start."""
+        """The result. Called once per start. Raises RankLostError when other ranks do not come."""
 
 
 def all_reduced(mesh: RankMesh, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
@@ -143,12 +161,29 @@ class ProcessMesh(RankMesh):
     _shared: set[str] = field(default_factory=set)
     """Axes whose ranks read each other's memory."""
 
+    @cached_property
+    def default_timeout_s(self) -> float:
+        """That of the default process group."""
+        return default_timeout().total_seconds()
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        timeout_s = self.default_timeout_s if timeout_s is None else timeout_s
+        if timeout_s != self.place.timeout_s:
+            self.place.timeout_s = timeout_s
+            for group in self._created:
+                group.set_timeout(timedelta(seconds=timeout_s))
+
     def new_group(
         self, ranks: Sequence[int], backend: str | None = None
     ) -> dist.ProcessGroup | None:
         """A process group of these ranks until `close`; None on the others. Called on all ranks, in
-        one order. backend: "gloo" for tensors of the CPU; None: that of the default group."""
-        group = dist.new_group(list(ranks), backend=backend)
+        one order. backend: "gloo" for tensors of the CPU; None: that of the default group. Raises
+        RankLostError."""
+        timeout_s = self.place.timeout_s
+        everyone = range(dist.get_world_size())
+        with lost_ranks(self.rank, everyone, f"new group of {list(ranks)}", timeout_s):
+            timeout = timedelta(seconds=timeout_s)
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if self.rank not in ranks:
             return None
         assert isinstance(group, dist.ProcessGroup)
@@ -175,30 +210,53 @@ class ProcessMesh(RankMesh):
         return self._groups[axes]
 
     def start_all_reduce(self, x: Tensor, axes: Axes, reduction: str = "sum") -> Tensor:
-        return _functional.all_reduce(x, reduction, self._groups[axes].group_name)  # type: ignore[no-any-return]
+        group = self._groups[axes]
+        return self._started(
+            "all_reduce", axes, _functional.all_reduce(x, reduction, group.group_name)
+        )
 
     def start_all_reduce_in_place(self, x: Tensor, axes: Axes) -> Tensor:
-        return _functional.all_reduce_(x, "sum", self._groups[axes].group_name)  # type: ignore[no-any-return]
+        group = self._groups[axes]
+        return self._started(
+            "all_reduce", axes, _functional.all_reduce_(x, "sum", group.group_name)
+        )
 
     def start_all_gather(self, x: Tensor, axes: Axes) -> Tensor:
         group = self._groups[axes]
-        return _functional.all_gather_into_tensor(x, group.size(), group.group_name)  # type: ignore[no-any-return]
+        in_flight = _functional.all_gather_into_tensor(x, group.size(), group.group_name)
+        return self._started("all_gather", axes, in_flight)
 
     def start_reduce_scatter(self, x: Tensor, axes: Axes) -> Tensor:
         group = self._groups[axes]
-        return _functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)  # type: ignore[no-any-return]
+        in_flight = _functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)
+        return self._started("reduce_scatter", axes, in_flight)
 
     def start_all_to_all(self, x: Tensor, axes: Axes) -> Tensor:
-        group = self._groups[axes]
-        rows = [x.shape[0] // group.size()] * group.size()
-        return _functional.all_to_all_single(x, rows, rows, group.group_name)  # type: ignore[no-any-return]
+        rows = [x.shape[0] // self._groups[axes].size()] * self._groups[axes].size()
+        return self.start_exchange(x, axes, rows, rows)
 
     def start_exchange(self, x: Tensor, axes: Axes, sent: list[int], received: list[int]) -> Tensor:
         name = self._groups[axes].group_name
-        return _functional.all_to_all_single(x, received, sent, name)  # type: ignore[no-any-return]
+        in_flight = _functional.all_to_all_single(x, received, sent, name)
+        return self._started("all_to_all", axes, in_flight)
+
+    def _started(self, kind: str, axes: Axes, in_flight: Tensor) -> Tensor:
+        self.place.in_flight[in_flight.data_ptr()] = kind, axes
+        return in_flight
 
     def wait(self, in_flight: Tensor) -> Tensor:
-        return _functional.wait_tensor(in_flight)  # type: ignore[no-any-return]
+        kind, axes = self.place.in_flight.pop(in_flight.data_ptr(), ("collective", ()))
+        try:
+            return _functional.wait_tensor(in_flight)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            raise self._lost(kind, axes, error) from error
+
+    def _lost(self, kind: str, axes: Axes, error: RuntimeError) -> RankLostError:
+        ranks = (
+            dist.get_process_group_ranks(self._groups[axes]) if axes else range(self.mesh.num_ranks)
+        )
+        what = f"{kind} over {' x '.join(axes)}" if axes else kind
+        return lost(self.rank, ranks, what, self.place.timeout_s, error, self.place)
 
 
 def single_mesh(mesh: Mesh, device: torch.device) -> SingleMesh:
@@ -216,7 +274,7 @@ def process_mesh(
     """The mesh over the default process group: rank and device are those of this process.
 
     Creates one process group per group of ranks that `axis_sets` describes (default: every axis
-    alone), in the same order on all ranks.
+    alone), in the same order on all ranks. They have the timeout of the default group.
 
     Raises ValueError if the mesh and the default process group differ in size.
     """
@@ -225,6 +283,7 @@ def process_mesh(
             f"the mesh {mesh} has {mesh.num_ranks} ranks, the job {dist.get_world_size()}"
         )
     made = ProcessMesh(mesh, dist.get_rank(), device, levels or NodeLevels(mesh, 0))
+    made.set_timeout(None)
     for axes in axis_sets if axis_sets is not None else [(name,) for name in mesh.names]:
         for ranks in made.levels.groups(axes):
             if (group := made.new_group(ranks)) is not None:

@@ -25,6 +25,7 @@ from meshfold.cost_models.pipeline.actions import Pass, StageAction
 from meshfold.distributed.deferred_weight_grads import DeferredWeightGrads
 from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
 from meshfold.distributed.step_context import StepContext
+from meshfold.distributed.waiting import Place
 from meshfold.ir.mesh import PIPELINE_AXIS
 from meshfold.ir.spmd import local_shape
 from meshfold.passes.split.stage_graphs import StageBoundaryValue
@@ -69,14 +70,13 @@ class PipelineRunner:
         buffers: Tensors,
         batch: LocalBatch,
         *,
-        timeout_s: float,
         rng: tuple[int, int] = (0, 0),
     ) -> Tensor:
         """Forward and backward of a batch; the loss, detached, the same on all ranks.
 
         parameters: by canonical name; their gradients are added to `.grad`. buffers: by canonical
-        name. rng: see StepContext. Raises StageLostError when another stage does not answer for
-        timeout_s. Whatever is raised, `.grad` is as before.
+        name. rng: see StepContext. Raises RankLostError when another rank does not answer within
+        the timeout of the mesh. Whatever is raised, `.grad` is as before.
         """
         pipeline, count = self.pipeline, self.pipeline.schedule.num_microbatches
         batch = batch.gathered_where_needed(pipeline.input_layouts)
@@ -91,15 +91,15 @@ class PipelineRunner:
         earlier = {name: p.grad for name, p in parameters.items()}
         for parameter in parameters.values():
             parameter.grad = None
-        running = _Running(self, context, (parameters, buffers), microbatches, timeout_s)
+        running = _Running(self, context, (parameters, buffers), microbatches)
         try:
             loss = running.run(pipeline.actions[self.device])
             self.peak_in_flight, self.spans = running.peak_in_flight, running.spans
             for tied in self.tied:
-                tied.add_up(parameters, timeout_s)
+                tied.add_up(parameters, self.mesh.place)
             if self.links is not None:
                 last = pipeline.schedule.device_of(len(pipeline.stages) - 1)
-                loss = self.links.broadcast(loss, last, timeout_s)
+                loss = self.links.broadcast(loss, last)
         except BaseException:
             for name, gradient in earlier.items():
                 parameters[name].grad = gradient
@@ -144,7 +144,6 @@ class _Running:
         context: StepContext,
         tensors: tuple[Tensors, Tensors],
         microbatches: Sequence[LocalBatch],
-        timeout_s: float,
     ) -> None:
         self.owner = owner
         self.pipeline = owner.pipeline
@@ -152,7 +151,6 @@ class _Running:
         self.context = context
         self.tensors = tensors
         self.microbatches = microbatches
-        self.timeout_s = timeout_s
         self.splits = self.pipeline.schedule.splits_backward
         self.shared = {s: SharedStep() for s in owner.runners}
         self.saved: dict[tuple[int, int], _Saved] = {}
@@ -182,7 +180,7 @@ class _Running:
             self.peak_in_flight = max(self.peak_in_flight, len(self.saved))
         assert all(shared.is_empty for shared in self.shared.values())
         if self.owner.links is not None:
-            self.owner.links.finish(actions[-1], self.timeout_s)
+            self.owner.links.finish(actions[-1])
         return self.loss
 
     def _forward(self, action: StageAction) -> None:
@@ -259,7 +257,7 @@ class _Running:
             return []
         if self._device(source) == self.owner.device:
             return self.local_messages.pop(source)
-        values = self.receipts.pop(action).wait(action, source, self.timeout_s)
+        values = self.receipts.pop(action).wait(action, source)
         self.begun_s = time.monotonic()
         return values
 
@@ -301,7 +299,7 @@ class _Tied:
     names: tuple[str, ...]
     group: dist.ProcessGroup
 
-    def add_up(self, parameters: Tensors, timeout_s: float) -> None:
+    def add_up(self, parameters: Tensors, place: Place) -> None:
         """Make every holder's gradient the sum of all."""
         who = f"the gradient of {self.names[0]} waited for the other stages that hold it"
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -313,7 +311,7 @@ class _Tied:
         for gradients in by_dtype.values():
             flat = torch.cat([g.reshape(-1) for g in gradients])
             work = dist.all_reduce(flat, group=self.group, async_op=True)
-            wait_for(work, timeout_s, who)
+            wait_for(work, who, place)
             sums = torch.split(flat, [g.numel() for g in gradients])
             for gradient, total in zip(gradients, sums, strict=True):
                 gradient.copy_(total.view_as(gradient))

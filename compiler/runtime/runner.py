@@ -48,7 +48,9 @@ class ProgramRunner:
         self.mesh = mesh
         self.constants = {name: value.to(mesh.device) for name, value in constants.items()}
         sizes = program.mesh.sizes
-        self._buffers = [[GroupBuffers(b, sizes) for b in r.groups] for r in program.regions]
+        self._buffers = [
+            [GroupBuffers(b, sizes, r.name) for b in r.groups] for r in program.regions
+        ]
         self.last_uses = _last_uses(program)
         self.mutated = _mutated_buffers(program)
         self._materializes = any(r.materializes_parameters for r in program.regions)
@@ -104,6 +106,7 @@ class ProgramRunner:
         with step.saved_tensors() if saves_notes else contextlib.nullcontext():
             for action in self.program.steps:
                 forward.act(action)
+        self.mesh.place.region = ""
         outputs = step.leave(forward.outputs())
         if not any(x.requires_grad for x in outputs):
             step.finish_backward()
@@ -196,7 +199,13 @@ class _Forward:
         gathers = action.ahead >= 0
         ahead = partial(self.step.start_gathers, action.ahead) if gathers else start_nothing
         call = RegionCall(self.step, [*direct.values()], ahead, self.unfinished)
+        place, name = self.step.mesh.place, region.name
+        place.region = name
         results = self.modes[k].run(call)
+        for x in results:
+            if x.requires_grad:
+                # The backward of an instance begins with the gradient of what it returned.
+                x.register_hook(partial(place.enter, name))  # type: ignore[no-untyped-call]
         num_outputs = len(region.outputs)
         self.values.update({(k, n): x for n, x in enumerate(results[:num_outputs])})
         mutations = self.program.folded.regions[region.region].graph.mutations

@@ -11,7 +11,8 @@ A peer that died or hangs shows as a receive that fails or takes longer than the
 names the stage and the action that was waited for.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from meshfold.cost_models.pipeline.actions import Pass, StageAction
 from meshfold.distributed.rank_mesh import ProcessMesh
+from meshfold.distributed.waiting import Place, cause
 from meshfold.errors import StageLostError
 from meshfold.torch_compat.dtypes import torch_dtype
 
@@ -46,6 +48,7 @@ class StageLinks:
     def __init__(self, mesh: ProcessMesh, axis: str, *, wraps: bool) -> None:
         """wraps: whether both kinds go both ways. Called on all ranks together."""
         self._device = mesh.device
+        self._place = mesh.place
         self._own = mesh.coord(axis)
         self._all = mesh.group((axis,))
         self._ranks = dist.get_process_group_ranks(self._all)
@@ -64,60 +67,72 @@ class StageLinks:
             # Kept until it is sent: nobody else may hold it.
             flat = value.detach().contiguous()
             tag = number * MESSAGE_VALUES + k
-            work = dist.isend(flat, self._ranks[device], group=group, tag=tag)
+            rank = self._ranks[device]
+            with lost_stage(f"stage {action.stage} sent {action} to rank {rank}", self._place):
+                work = dist.isend(flat, rank, group=group, tag=tag)
             self._sent.append((work, flat))
 
     def receive(self, device: int, action: StageAction, number: int, shapes: Shapes) -> "Receipt":
         """Start receiving what an action computes, message `number` of a step, from a device."""
         group = self._groups[action.kind, device < self._own]
-        works = []
+        works, rank = [], self._ranks[device]
         for k, (shape, dtype) in enumerate(shapes):
             value = torch.empty(shape, dtype=torch_dtype(dtype), device=self._device)
             tag = number * MESSAGE_VALUES + k
-            work = dist.irecv(value, self._ranks[device], group=group, tag=tag)
+            who = f"device {self._own} asked for {action} of stage {action.stage} on rank {rank}"
+            with lost_stage(who, self._place):
+                work = dist.irecv(value, rank, group=group, tag=tag)
             works.append((work, value))
-        return Receipt(works, self._ranks[device])
+        return Receipt(works, rank, self._place)
 
-    def finish(self, action: StageAction, timeout_s: float) -> None:
+    def finish(self, action: StageAction) -> None:
         """Wait until everything is sent. action: the last one that was run."""
         for work, _ in self._sent:
-            wait_for(
-                work, timeout_s, f"stage {action.stage}, behind its last action {action}, waited"
-            )
+            who = f"stage {action.stage}, behind its last action {action}, waited"
+            wait_for(work, who, self._place)
         self._sent.clear()
 
-    def broadcast(self, value: Tensor, device: int, timeout_s: float) -> Tensor:
+    def broadcast(self, value: Tensor, device: int) -> Tensor:
         """The loss of one device, on all. Raises StageLostError if it does not come."""
         work = dist.broadcast(value, self._ranks[device], group=self._all, async_op=True)
         who = f"device {self._own} waited for the loss of rank {self._ranks[device]}"
-        wait_for(work, timeout_s, who)
+        wait_for(work, who, self._place)
         return value
 
 
 class Receipt:
     """A message on its way here from `rank`."""
 
-    def __init__(self, works: Sequence[tuple[Any, Tensor]], rank: int) -> None:
+    def __init__(self, works: Sequence[tuple[Any, Tensor]], rank: int, place: Place) -> None:
         self._works = works
         self._rank = rank
+        self._place = place
 
-    def wait(self, action: StageAction, needed: StageAction, timeout_s: float) -> list[Tensor]:
+    def wait(self, action: StageAction, needed: StageAction) -> list[Tensor]:
         """The values. Raises StageLostError if they do not come."""
         who = (
             f"stage {action.stage} waited before {action} for {needed} of stage {needed.stage} "
             f"on rank {self._rank}"
         )
         for work, _ in self._works:
-            wait_for(work, timeout_s, who)
+            wait_for(work, who, self._place)
         return [value for _, value in self._works]
 
 
-def wait_for(work: Any, timeout_s: float, who: str) -> None:
+def wait_for(work: Any, who: str, place: Place) -> None:
     """Wait for a message or collective. Raises StageLostError, beginning with `who`."""
+    with lost_stage(who, place):
+        work.wait(timedelta(seconds=place.timeout_s))
+
+
+@contextlib.contextmanager
+def lost_stage(who: str, place: Place) -> Iterator[None]:
+    """A context that needs another stage. Raises StageLostError, beginning with `who`, for a
+    RuntimeError of torch."""
     try:
-        work.wait(timedelta(seconds=timeout_s))
+        yield
     except RuntimeError as error:
         raise StageLostError(
-            f"{who}, at most {timeout_s:g} s, and lost it; see what that rank says, or give "
-            f"train_step a longer timeout_s ({str(error).splitlines()[0]})"
+            f"{who}{place}: {cause(error, place.timeout_s)}; look for the first error of that "
+            "rank, or give train_step a longer timeout_s"
         ) from error

@@ -11,7 +11,8 @@ so nothing waits for a device.
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfold.distributed.rank_mesh import ProcessMesh
+from meshfold.distributed.waiting import lost_ranks
 from meshfold.errors import MeshfoldError, RanksDifferError
 from meshfold.ir.mesh import DATA_AXIS
 from meshfold.torch_compat.dtypes import dtype_name
+from meshfold.torch_compat.process_groups import default_timeout
 from meshfold.torch_compat.pytree import named_leaves
 
 T = TypeVar("T")
@@ -45,7 +48,8 @@ def agreed(work: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
     except Exception as error:
         failure = error
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (_line(failure), found))
+    with _waits("comparison of the programs"):
+        dist.all_gather_object(everyone, (_line(failure), found))
     if failure is not None:
         raise failure
     broken = next((r for r, (line, _) in enumerate(everyone) if line), None)
@@ -60,6 +64,12 @@ def agreed(work: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
                     "meshfold"
                 )
     return result
+
+
+def _waits(what: str) -> AbstractContextManager[None]:
+    """Raises RankLostError where other ranks do not come."""
+    timeout_s = default_timeout().total_seconds()
+    return lost_ranks(dist.get_rank(), range(dist.get_world_size()), what, timeout_s)
 
 
 def _line(failure: Exception | None) -> str:
@@ -87,10 +97,12 @@ def agreed_states(model: nn.Module, *, sync: bool) -> None:
     """
     states = [(name, x) for name, x in _states(model) if not x.is_meta]
     own = torch.tensor([checksum(x) for _, x in states], dtype=torch.int64)
-    group = dist.new_group(backend="gloo")
+    with _waits("comparison of initial values"):
+        group = dist.new_group(backend="gloo", timeout=default_timeout())
     try:
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, own, group=group)
+        with _waits("comparison of initial values"):
+            dist.all_gather(everyone, own, group=group)
         table = torch.stack(everyone)
         different = (table != table[0]).any(0).nonzero().flatten().tolist()
         if not different:
@@ -145,16 +157,18 @@ def checksum(tensor: Tensor) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepAgreement:
     """The comparison of one step.
 
     num_compared: forward passes whose batches are compared by their contents; None: all of them.
+    compared: how many were.
     """
 
     mesh: ProcessMesh
     group: dist.ProcessGroup
     num_compared: int | None
+    compared: int = 0
 
     @staticmethod
     def of(mesh: ProcessMesh, num_compared: int | None) -> "StepAgreement":
@@ -171,35 +185,46 @@ class StepAgreement:
         if len(set(self._gathered([digest, number]))) == 1:
             return
         texts: list[Any] = [None] * self.mesh.mesh.num_ranks
-        dist.all_gather_object(texts, f"call number {number + 1}, {text}", group=self.group)
+        with self._waits():
+            dist.all_gather_object(texts, f"call number {number + 1}, {text}", group=self.group)
         rank = next(r for r, other in enumerate(texts) if other != texts[0])
         raise RanksDifferError(
             f"rank {rank} makes another step than rank 0: {texts[rank]}; rank 0: {texts[0]}; call "
             "it on all ranks together, with the global batch or with the slice of data_rank"
         )
 
-    def check_contents(self, batch: Mapping[str, Any], number: int, is_slice: bool) -> None:
-        """Compares the rows of ranks that must hold the same. is_slice: every rank passes its slice
-        of the batch. Raises RanksDifferError on all ranks."""
-        if self.num_compared is not None and number >= self.num_compared:
+    def check_contents(self, batch: Mapping[str, Any], slices: Collection[str]) -> None:
+        """Compares the rows of ranks that must hold the same. slices: the inputs of which every
+        rank passes its slice. Raises RanksDifferError on all ranks."""
+        if self.num_compared is not None and self.compared >= self.num_compared:
             return
-        tensors = [(n, x) for n, x in sorted(named_leaves(dict(batch))) if isinstance(x, Tensor)]
-        sums = self._gathered([checksum(x) for _, x in tensors])
-        axis = self.mesh.mesh.names.index(DATA_AXIS) if DATA_AXIS in self.mesh.mesh.names else -1
-        first: dict[int, int] = {}
+        self.compared += 1
+        leaves = sorted(named_leaves(dict(batch)))
+        tensors = {n: x for n, x in leaves if isinstance(x, Tensor)}
+        sums = self._gathered([checksum(x) for x in tensors.values()])
+        mesh = self.mesh.mesh
+        axis = mesh.names.index(DATA_AXIS) if DATA_AXIS in mesh.names else None
+        first: dict[tuple[str, int], tuple[int, int]] = {}
         for rank, found in enumerate(sums):
-            share = self.mesh.mesh.coords(rank)[axis] if is_slice and axis >= 0 else 0
-            other = first.setdefault(share, rank)
-            columns = zip(tensors, sums[other], found, strict=True)
-            name = next((n for (n, _), a, b in columns if a != b), "")
-            if name:
-                raise RanksDifferError(_other_rows(name, rank, other, share if is_slice else None))
+            for name, value in zip(tensors, found, strict=True):
+                is_slice = name in slices and axis is not None
+                share = mesh.coords(rank)[axis or 0] if is_slice else 0
+                other, expected = first.setdefault((name, share), (rank, value))
+                if value != expected:
+                    data_rank = share if is_slice else None
+                    raise RanksDifferError(_other_rows(name, rank, other, data_rank))
+
+    def _waits(self) -> AbstractContextManager[None]:
+        mesh = self.mesh
+        ranks, what = range(mesh.mesh.num_ranks), "comparison of what the ranks call"
+        return lost_ranks(mesh.rank, ranks, what, mesh.place.timeout_s, mesh.place)
 
     def _gathered(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """The numbers of every rank."""
+        """The numbers of every rank. Raises RankLostError."""
         own = torch.tensor(list(numbers), dtype=torch.int64)
         everyone = [torch.empty_like(own) for _ in range(self.mesh.mesh.num_ranks)]
-        dist.all_gather(everyone, own, group=self.group)
+        with self._waits():
+            dist.all_gather(everyone, own, group=self.group)
         return [tuple(other.tolist()) for other in everyone]
 
 

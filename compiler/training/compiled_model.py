@@ -38,8 +38,6 @@ from meshfold.training.local_state import full_tensors, held_tensors, stored_ten
 from meshfold.training.state_dict import StateExchange
 from meshfold.training.use_symmetric_memory import share_memory
 
-TIMEOUT_S = 600.0
-
 
 class CompiledModel(nn.Module):
     """A model under a plan.
@@ -116,7 +114,8 @@ class CompiledModel(nn.Module):
         its own (meshfold.training.batch_sizes); all ranks pass the same sizes, parts if they passed
         parts before. Raises OptionError for a batch that does not fit the captured inputs or that
         the plan cannot cut, and for a plan with stages or microbatches, whose forward and backward
-        take turns.
+        take turns. Raises RankLostError, here or in backward, when other ranks do not come to a
+        collective within the timeout of the default process group.
         """
         form = self._form_for(batch, "forward")
         runner = self.runner(form)
@@ -127,34 +126,31 @@ class CompiledModel(nn.Module):
             )
         return self._run(form, runner, batch)
 
-    def train_step(self, batch: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S) -> Tensor:
+    def train_step(self, batch: Mapping[str, Any], *, timeout_s: float | None = None) -> Tensor:
         """Forward and backward of a batch (the global one, or this rank's part) under any plan.
 
         Gradients of the whole batch are added to `.grad`, ready for the optimizer. Returns the loss
-        (0-dim, detached), the same on all ranks. timeout_s: how long a stage waits for another one.
+        (0-dim, detached), the same on all ranks. timeout_s: how long this rank waits for others at
+        each collective; None: as long as the default process group does.
 
-        Raises OptionError for a batch that does not fit the captured inputs, StageLostError when
-        another stage dies or hangs. A pipeline's step that raises leaves `.grad` and num_steps as
-        they were.
+        Raises OptionError for a batch that does not fit the captured inputs or a timeout that is
+        not above 0, RankLostError when other ranks die, hang or come late. A step that raises
+        leaves num_steps as it was; a pipeline's also `.grad`, which is to be zeroed otherwise.
         """
-        form = self._form_for(batch, "train_step")
+        if timeout_s is not None and timeout_s <= 0:
+            raise OptionError(f"timeout_s {timeout_s:g}: give seconds above 0, or none")
+        form = self._form_for(batch, "train_step", timeout_s)
         runner = self.runner(form)
-        if not isinstance(runner, PipelineRunner):
+        runs_backward = isinstance(runner, PipelineRunner)
+        if not runs_backward:
             self._check_loss()
-            with torch.enable_grad():
-                loss = self._run(form, runner, batch)
-                torch.autograd.backward(loss)
-            return loss.detach()
-        inputs = form.reader.read(batch)
-        step = self._next_step()
-        parameters, buffers = (
-            self._tensors(named) for named in (self.named_parameters, self.named_buffers)
-        )
+        step = self.num_steps
         try:
             with torch.enable_grad():
-                return runner.run(
-                    parameters, buffers, inputs, timeout_s=timeout_s, rng=(self.plan.seed, step)
-                )
+                loss = self._run(form, runner, batch, timeout_s)
+                if not runs_backward:
+                    torch.autograd.backward(loss)
+                return loss.detach()
         except BaseException:
             # A retry draws the same dropout masks.
             self.num_steps = step
@@ -178,8 +174,10 @@ class CompiledModel(nn.Module):
                 "torch.distributed.init_process_group() before meshfold.compile"
             )
 
-    def _next_step(self) -> int:
+    def _next_step(self, timeout_s: float | None) -> int:
         """Count a step; random ops draw from (seed, number)."""
+        assert self.rank_mesh is not None
+        self.rank_mesh.begin_step(self.num_steps, timeout_s)
         self.num_steps += 1
         return self.num_steps - 1
 
@@ -187,24 +185,34 @@ class CompiledModel(nn.Module):
         """As forward, on another runner of this program. Raises OptionError as forward does."""
         return self._run(self._form, runner, batch)
 
-    def _form_for(self, batch: Mapping[str, Any], call: str) -> Form:
+    def _form_for(
+        self, batch: Mapping[str, Any], call: str, timeout_s: float | None = None
+    ) -> Form:
         """What runs batches of this size, after the ranks have compared what they run."""
         self._check_processes()
+        assert self.rank_mesh is not None
+        self.rank_mesh.begin_step(self.num_steps, timeout_s)
         if self._agreement is not None:
             self._agreement.check_call(call, batch, self.num_steps, self.training)
         shapes = self._form.reader.other_shapes(batch)
         form = self._form if shapes is None else self._others.form(batch, shapes)
         if self._agreement is not None:
-            is_slice = bool(self._form.reader.local_inputs)
-            self._agreement.check_contents(batch, self.num_steps, is_slice)
+            self._agreement.check_contents(batch, self._form.reader.local_inputs)
         return form
 
-    def _run(self, form: Form, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
+    def _run(
+        self,
+        form: Form,
+        runner: ProgramRunner | PipelineRunner,
+        batch: Mapping[str, Any],
+        timeout_s: float | None = None,
+    ) -> Tensor:
         inputs = form.reader.read(batch)
         parameters, buffers = (
             self._tensors(named) for named in (self.named_parameters, self.named_buffers)
         )
-        return runner.run(parameters, buffers, inputs, rng=(self.plan.seed, self._next_step()))
+        step = self._next_step(timeout_s)
+        return runner.run(parameters, buffers, inputs, rng=(self.plan.seed, step))
 
     def train(self, mode: bool = True) -> "CompiledModel":
         """Switch dropout on or off. Raises OptionError where the captured program cannot follow."""

@@ -43,6 +43,7 @@ class Reduction:
         self._on_last_microbatch = on_last_microbatch
         shard_numels = [(key, buffers.shard_numel) for key, buffers in members]
         self._buffer = CollectiveBuffer(first.num_shards, shard_numels)
+        self._region = first.region
         names = of.mesh.mesh.names
         group = first.group
         self._scatters = bool(group.gather)
@@ -109,6 +110,7 @@ class Reduction:
     def _wait(self) -> None:
         if self._in_flight is None:
             return
+        self._of.mesh.place.region = self._region
         if isinstance(self._in_flight, Tensor):
             self._result = self._of.mesh.wait(self._in_flight)
         else:

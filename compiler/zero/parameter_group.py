@@ -70,11 +70,13 @@ class GroupBuffers:
 
     A flat buffer of shards has shape (shard_numel,): the members' shards one after the other.
     A flat buffer of unsharded tensors has shape (num_shards * shard_numel,): one buffer of shards
-    per rank of the gather axes, what an all-gather gives and a reduce-scatter takes.
+    per rank of the gather axes, what an all-gather gives and a reduce-scatter takes. region: its
+    name, for errors.
     """
 
-    def __init__(self, group: ParameterGroup, sizes: tuple[int, ...]) -> None:
+    def __init__(self, group: ParameterGroup, sizes: tuple[int, ...], region: str = "") -> None:
         self.group = group
+        self.region = region
         self.num_shards = math.prod(sizes[k] for k in group.gather)
         self.assemblies = tuple(
             Assembly(m.shape, m.stored, sizes, group.gather) for m in group.members

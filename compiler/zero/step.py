@@ -70,8 +70,7 @@ class GroupUse:
         self.shards = tuple(shards)
         self._step = step
         self._buffers = buffers
-        names = step.mesh.mesh.names
-        self._gather = tuple(names[k] for k in self.group.gather)
+        self._gather = tuple(step.mesh.mesh.names[k] for k in self.group.gather)
         self._dtype = torch_dtype(self.group.dtype)
         self._gathers_with: Sequence[GroupUse] = (self,)
         self._gathering: Gather | None = None
@@ -282,6 +281,7 @@ class TrainingStep:
 
     def finish_backward(self) -> None:
         self._is_done = True
+        self.mesh.place.region = ""
         self._release_from(0)
 
     def arrive(self, instance: int, *, prefetches: bool = True, is_begun: bool = False) -> None:

@@ -65,7 +65,9 @@ def test_the_same_for_rows_of_the_sequence(family: str, pins: str) -> None:
     """vit has 10 rows, which do not divide over two ranks and two parts."""
     plan = planned(family, pins)
     if family == "vit" and ("sp" in pins or "cp" in pins):
-        with pytest.raises(PlanMismatchError, match="10 do not divide into 2 micro-chunks on 2 ranks"):
+        with pytest.raises(
+            PlanMismatchError, match="10 do not divide into 2 micro-chunks on 2 ranks"
+        ):
             emit(captured_family(family).graph, in_rows(plan))
         return
     model, batch = tiny_model(family)

@@ -1,5 +1,6 @@
 """ProcessMesh on gloo processes: each collective, and every kind of conversion."""
 
+import contextlib
 import itertools
 from dataclasses import FrozenInstanceError
 
@@ -8,7 +9,7 @@ import torch
 from support.graphs.layouts import assert_close, gradient_layout, put_together
 from support.graphs.ops import mesh_of
 from support.processes.collectives import samples
-from support.processes.pool import Pools
+from support.processes.pool import Pool, Pools
 
 from meshfold.distributed.rank_mesh import ProcessMesh, single_mesh
 from meshfold.distributed.step_context import StepContext
@@ -63,3 +64,17 @@ def test_a_mesh_is_frozen(name: str) -> None:
     for frozen in (mesh, ProcessMesh(mesh.mesh, 0, mesh.device, mesh.levels), StepContext(mesh)):
         with pytest.raises(FrozenInstanceError):
             setattr(frozen, name, 0)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.slow
+def test_a_collective_without_its_other_rank_ends_in_a_line(kind: str) -> None:
+    with contextlib.closing(Pool(2)) as pool:
+        said, _ = pool.run(
+            "support.processes.groups:wait_for_a_rank_that_stays_away", mesh_of(2), kind
+        )
+    name = mesh_of(2).names[0]
+    assert said == (
+        f"RankLostError: rank 0 waited for rank 1 in step 4, region C, {kind} over {name}: "
+        "no answer in 1 s; look for the first error of these ranks, or give a longer timeout_s"
+    )

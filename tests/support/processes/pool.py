@@ -11,16 +11,15 @@ other for ever.
 import gc
 import importlib
 import itertools
-import tempfile
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from meshfold.distributed.local_processes import LocalProcessError, Processes, failure, join_group
+from meshfold.torch_compat.process_groups import loopback_store
 
 STARTUP_S = 120.0
 LEAVE = "leave"
@@ -32,12 +31,11 @@ class WorkerFailure(AssertionError):
 
 
 class Pool:
-    """`world_size` processes joined by gloo over a file store; no ports to collide."""
+    """`world_size` processes joined by gloo."""
 
     def __init__(self, world_size: int) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="meshfold-pool-")
-        store = str(Path(self._folder.name) / "store")
-        self._processes = Processes(world_size, _serve, world_size, store)
+        self._store = loopback_store()
+        self._processes = Processes(world_size, _serve, world_size, self._store.port)
         try:
             self._collect(STARTUP_S)
         except WorkerFailure:
@@ -54,7 +52,6 @@ class Pool:
     def close(self) -> None:
         """End the processes."""
         self._processes.close()
-        self._folder.cleanup()
 
     def _send(self, message: object) -> None:
         for connection in self._processes.connections:
@@ -89,7 +86,7 @@ class Pools:
         self._pools.clear()
 
 
-def _serve(rank: int, connection: Connection, world_size: int, store: str) -> None:
+def _serve(rank: int, connection: Connection, world_size: int, port: int) -> None:
     for number in itertools.count():
         try:
             if (message := connection.recv() if number else None) == LEAVE:
@@ -102,7 +99,7 @@ def _serve(rank: int, connection: Connection, world_size: int, store: str) -> No
             break
         if dist.is_initialized():
             dist.destroy_process_group()
-        join_group(rank, world_size, f"{store}-{number}", timedelta(seconds=60))
+        join_group(rank, world_size, port, f"{number}", timedelta(seconds=60))
         try:
             connection.send(("done", _call(*message) if message else None))
         except BaseException as error:

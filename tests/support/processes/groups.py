@@ -1,0 +1,76 @@
+"""What the processes of tests of process groups run."""
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshfold.distributed.local_processes import Report
+from meshfold.distributed.rank_mesh import ProcessMesh, process_mesh
+from meshfold.ir.mesh import Mesh
+from meshfold.torch_compat.process_groups import default_timeout
+
+WAITS_S = 1.0
+
+
+def listening_hosts(mesh: Mesh) -> set[str]:
+    """Addresses on which this process listens, with groups of a mesh."""
+    made = process_mesh(mesh, torch.device("cpu"))
+    made.wait(made.start_all_reduce(torch.ones(2), (mesh.names[0],)))
+    descriptors = Path("/proc/self/fd").iterdir()
+    own = {os.readlink(d) for d in descriptors if os.path.lexists(d)}
+    found = set()
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+            local, state, inode = (line.split()[k] for k in (1, 3, 9))
+            if state == "0A" and f"socket:[{inode}]" in own:
+                words = bytes.fromhex(local.split(":")[0])
+                raw = b"".join(words[k : k + 4][::-1] for k in range(0, len(words), 4))
+                found.add(socket.inet_ntop(family, raw))
+    made.close()
+    return found
+
+
+def timeouts(mesh: Mesh) -> tuple[float, list[float]]:
+    """Seconds of the default group; of a group of a mesh: at first, in a step that is given
+    another timeout, in the next."""
+    made = process_mesh(mesh, torch.device("cpu"))
+    found = []
+    for given in (None, 7.0, None):
+        made.begin_step(0, given)
+        found.append(_timeout_s(made, mesh.names[0]))
+    made.close()
+    return default_timeout().total_seconds(), found
+
+
+def _timeout_s(made: ProcessMesh, axis: str) -> float:
+    backend: Any = made.group((axis,))._get_backend(made.device)
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds
+
+
+def wait_for_a_rank_that_stays_away(mesh: Mesh, kind: str) -> str:
+    """What rank 0 says; the others start no collective."""
+    made = process_mesh(mesh, torch.device("cpu"))
+    made.begin_step(4, WAITS_S)
+    made.place.enter("C")
+    if made.rank:
+        time.sleep(3 * WAITS_S)
+        return ""
+    x = torch.ones(2 * made.size(mesh.names))
+    try:
+        made.wait(getattr(made, f"start_{kind}")(x, mesh.names))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nobody was missed"
+
+
+def say_process_id(report: Report) -> None:
+    """Report it, and stay."""
+    report(os.getpid())
+    dist.barrier()
+    time.sleep(600.0)
