@@ -63,9 +63,9 @@ class CompiledModel(nn.Module):
         self.plan = plan
         self.program = program
         self.rank_mesh = rank_mesh
-        self.num_steps = 0
-        """Forward passes so far. Dropout draws from (plan seed, num_steps): restore it, too, when
-        training goes on from a checkpoint."""
+        self.num_forwards = 0
+        """Forward passes so far, of evaluation and accumulation too; a train_step is one. Dropout
+        draws from (plan seed, num_forwards), which a checkpoint restores."""
         self._is_closed = False
         self._canonical: dict[str, str] = {}
         self._modes = CapturedMode(model, captured.graph)
@@ -106,8 +106,8 @@ class CompiledModel(nn.Module):
         (0-dim, detached), the same on all ranks. timeout_s: how long a stage waits for another one.
 
         Raises OptionError for a batch that does not fit the captured inputs, StageLostError when
-        another stage dies or hangs. A pipeline's step that raises leaves `.grad` and num_steps as
-        they were.
+        another stage dies or hangs. A pipeline's step that raises leaves `.grad` and
+        num_forwards as they were.
         """
         self._check_processes()
         form = self._form_for(batch)
@@ -130,7 +130,7 @@ class CompiledModel(nn.Module):
                 )
         except BaseException:
             # A retry draws the same dropout masks.
-            self.num_steps = step
+            self.num_forwards = step
             raise
 
     def _check_loss(self) -> None:
@@ -153,8 +153,8 @@ class CompiledModel(nn.Module):
 
     def _next_step(self) -> int:
         """Count a step; random ops draw from (seed, number)."""
-        self.num_steps += 1
-        return self.num_steps - 1
+        self.num_forwards += 1
+        return self.num_forwards - 1
 
     def run_with(self, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
         """As forward, on another runner of this program. Raises OptionError as forward does."""
