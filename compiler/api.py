@@ -18,6 +18,7 @@ from meshfold.capture.pipeline import Captured, capture
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.distributed.agreement import compared
 from meshfold.distributed.rank_mesh import RankMesh, process_mesh, single_mesh
 from meshfold.errors import CaptureError, OptionError, PlanMismatchError
 from meshfold.ir.cluster import ClusterSpec
@@ -29,7 +30,7 @@ from meshfold.passes.planner.find import Progress, find_plan_for
 from meshfold.plan_file.io import load_plan
 from meshfold.refine.pipeline import refined
 from meshfold.torch_compat.pytree import named_leaves
-from meshfold.training.agreement import NUM_COMPARED, agreed, agreed_states, states_text
+from meshfold.training.agreement import NUM_COMPARED, agreed_states, states_text
 from meshfold.training.compiled_model import CompiledModel
 
 
@@ -88,7 +89,7 @@ def compile(
 
     return _bound(
         model,
-        agreed(emitted, _Emitted.facts) if _is_in_job() else emitted(),
+        compared(emitted, _Emitted.facts) if _is_in_job() else emitted(),
         example_inputs,
         sync_module_states=sync_module_states,
         num_compared_batches=num_compared_batches,
@@ -191,7 +192,7 @@ def bind(
 
     return _bound(
         model,
-        agreed(emitted, _Emitted.facts) if _is_in_job() else emitted(),
+        compared(emitted, _Emitted.facts) if _is_in_job() else emitted(),
         example_inputs,
         sync_module_states=sync_module_states,
         num_compared_batches=num_compared_batches,

@@ -53,16 +53,17 @@ def main() -> None:
         build_model(), f"local-cpux{num_ranks}", make_batch(0), options=options
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    first = 0
     if arguments.folder.exists():
-        meshfold.load_checkpoint(arguments.folder, model, optimizer)
+        first = meshfold.load_checkpoint(arguments.folder, model, optimizer)["step"]
     is_first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    for step in range(model.num_steps, arguments.steps):
+    for step in range(first, arguments.steps):
         if is_first_life and step == arguments.lose_at and rank == num_ranks - 1:
             os._exit(3)
         loss = model.train_step(make_batch(step), timeout_s=60.0)
         optimizer.step()
         optimizer.zero_grad()
-        meshfold.save_checkpoint(arguments.folder, model, optimizer)
+        meshfold.save_checkpoint(arguments.folder, model, optimizer, extra={"step": step + 1})
         if rank == 0:
             print(f"step {step}: loss {loss:.6f}", flush=True)
     dist.destroy_process_group()

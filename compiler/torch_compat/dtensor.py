@@ -95,3 +95,25 @@ def drop_axes(layout: Layout, sizes: Sequence[int]) -> tuple[tuple[SpmdType, ...
     """Layout and sizes without the axes of one rank."""
     kept = [(t, n) for t, n in zip(layout, sizes, strict=True) if n > 1]
     return tuple(t for t, _ in kept), tuple(n for _, n in kept)
+
+
+def part_of(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+    """What this rank holds of a tensor, one piece, and where in the tensor it begins."""
+    if not isinstance(value, DTensor):
+        return (0,) * value.dim(), value.detach()
+    (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(chunk.offsets), value.to_local().detach()
+
+
+def empty_as(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of its own for a tensor that is placed as `value`."""
+    if not isinstance(value, DTensor):
+        return torch.empty_like(value, dtype=dtype, requires_grad=False)
+    return DTensor.from_local(
+        torch.empty_like(value.to_local().detach(), dtype=dtype),
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )

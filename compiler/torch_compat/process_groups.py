@@ -58,3 +58,9 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options._timeout = timeout
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=HOST)]
     return _c10d.ProcessGroupGloo(store, rank, size, options)
+
+
+def host_backend() -> str | None:
+    """The backend of a group that compares numbers of the CPU: gloo where the default group is for
+    accelerators alone, else None, its own."""
+    return "gloo" if dist.get_backend() == "nccl" else None

@@ -1,6 +1,6 @@
 """What the ranks of a job must agree on, compared before it matters.
 
-    agreed              when the model is compiled: no rank failed, all have one program
+    compared            when the model is compiled (meshfold.distributed.agreement)
     agreed_states       when the model is bound: initial values are those of rank 0
     StepAgreement       every step: mode, shapes, dtypes; in the first ones also contents of batches
 
@@ -11,7 +11,7 @@ so nothing waits for a device.
 
 import hashlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,67 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshfold.distributed.agreement import waits_for_all
 from meshfold.distributed.rank_mesh import ProcessMesh
 from meshfold.distributed.waiting import lost_ranks
-from meshfold.errors import MeshfoldError, RanksDifferError
+from meshfold.errors import RanksDifferError
 from meshfold.ir.mesh import DATA_AXIS
 from meshfold.torch_compat.dtypes import dtype_name
-from meshfold.torch_compat.process_groups import default_timeout
+from meshfold.torch_compat.process_groups import default_timeout, host_backend
 from meshfold.torch_compat.pytree import named_leaves
 
 T = TypeVar("T")
 
 NUM_COMPARED = 10
 """Steps whose batches are compared by their contents, unless the user says otherwise."""
-
-
-def agreed(work: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
-    """What `work` returns, if it does on every rank, and with the same facts: name -> value.
-
-    Called on all ranks together. Raises what `work` raises; on the other ranks, and for facts that
-    differ, RanksDifferError.
-    """
-    failure: Exception | None = None
-    found: dict[str, str] = {}
-    try:
-        result = work()
-        found = dict(facts(result))
-    except Exception as error:
-        failure = error
-    everyone: list[Any] = [None] * dist.get_world_size()
-    with _waits("comparison of the programs"):
-        dist.all_gather_object(everyone, (_line(failure), found))
-    if failure is not None:
-        raise failure
-    broken = next((r for r, (line, _) in enumerate(everyone) if line), None)
-    if broken is not None:
-        raise RanksDifferError(f"rank {broken} failed: {everyone[broken][0]}")
-    for r, (_, other) in enumerate(everyone):
-        for name, value in everyone[0][1].items():
-            if other.get(name) != value:
-                raise RanksDifferError(
-                    f"rank {r} has another {name} than rank 0 ({_short(other.get(name))}, not "
-                    f"{_short(value)}); give every process the same plan, model, options and "
-                    "meshfold"
-                )
-    return result
-
-
-def _waits(what: str) -> AbstractContextManager[None]:
-    """Raises RankLostError where other ranks do not come."""
-    timeout_s = default_timeout().total_seconds()
-    return lost_ranks(dist.get_rank(), range(dist.get_world_size()), what, timeout_s)
-
-
-def _line(failure: Exception | None) -> str:
-    if failure is None:
-        return ""
-    name = "" if isinstance(failure, MeshfoldError) else f"{type(failure).__name__}: "
-    return name + " ".join(str(failure).split()) or name
-
-
-def _short(text: str | None) -> str:
-    return "none" if text is None else text if len(text) <= 40 else f"{text[:12]}..."
 
 
 def states_text(model: nn.Module) -> str:
@@ -97,11 +49,11 @@ def agreed_states(model: nn.Module, *, sync: bool) -> None:
     """
     states = [(name, x) for name, x in _states(model) if not x.is_meta]
     own = torch.tensor([checksum(x) for _, x in states], dtype=torch.int64)
-    with _waits("comparison of initial values"):
-        group = dist.new_group(backend="gloo", timeout=default_timeout())
+    with waits_for_all("comparison of initial values"):
+        group = dist.new_group(backend=host_backend(), timeout=default_timeout())
     try:
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        with _waits("comparison of initial values"):
+        with waits_for_all("comparison of initial values"):
             dist.all_gather(everyone, own, group=group)
         table = torch.stack(everyone)
         different = (table != table[0]).any(0).nonzero().flatten().tolist()
@@ -173,7 +125,7 @@ class StepAgreement:
     @staticmethod
     def of(mesh: ProcessMesh, num_compared: int | None) -> "StepAgreement":
         """That of the ranks of `mesh`. Called on all ranks together."""
-        group = mesh.new_group(range(mesh.mesh.num_ranks), backend="gloo")
+        group = mesh.new_group(range(mesh.mesh.num_ranks), backend=host_backend())
         assert group is not None, "every rank is in it"
         return StepAgreement(mesh, group, num_compared)
 

@@ -64,9 +64,9 @@ class CompiledModel(nn.Module):
         self.plan = plan
         self.program = program
         self.rank_mesh = rank_mesh
-        self.num_steps = 0
-        """Forward passes so far. Dropout draws from (plan seed, num_steps): restore it, too, when
-        training goes on from a checkpoint."""
+        self.num_forwards = 0
+        """Forward passes so far, of evaluation and accumulation too; a train_step is one. Dropout
+        draws from (plan seed, num_forwards), which a checkpoint restores."""
         self._is_closed = False
         self._canonical: dict[str, str] = {}
         self._modes = CapturedMode(model, captured.graph)
@@ -135,7 +135,7 @@ class CompiledModel(nn.Module):
 
         Raises OptionError for a batch that does not fit the captured inputs or a timeout that is
         not above 0, RankLostError when other ranks die, hang or come late. A step that raises
-        leaves num_steps as it was; a pipeline's also `.grad`, which is to be zeroed otherwise.
+        leaves num_forwards as it was; a pipeline's also `.grad`, which is to be zeroed otherwise.
         """
         if timeout_s is not None and timeout_s <= 0:
             raise OptionError(f"timeout_s {timeout_s:g}: give seconds above 0, or none")
@@ -144,7 +144,7 @@ class CompiledModel(nn.Module):
         runs_backward = isinstance(runner, PipelineRunner)
         if not runs_backward:
             self._check_loss()
-        step = self.num_steps
+        step = self.num_forwards
         try:
             with torch.enable_grad():
                 loss = self._run(form, runner, batch, timeout_s)
@@ -153,7 +153,7 @@ class CompiledModel(nn.Module):
                 return loss.detach()
         except BaseException:
             # A retry draws the same dropout masks.
-            self.num_steps = step
+            self.num_forwards = step
             raise
 
     def _check_loss(self) -> None:
@@ -177,9 +177,9 @@ class CompiledModel(nn.Module):
     def _next_step(self, timeout_s: float | None) -> int:
         """Count a step; random ops draw from (seed, number)."""
         assert self.rank_mesh is not None
-        self.rank_mesh.begin_step(self.num_steps, timeout_s)
-        self.num_steps += 1
-        return self.num_steps - 1
+        self.rank_mesh.begin_step(self.num_forwards, timeout_s)
+        self.num_forwards += 1
+        return self.num_forwards - 1
 
     def run_with(self, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
         """As forward, on another runner of this program. Raises OptionError as forward does."""
@@ -191,9 +191,9 @@ class CompiledModel(nn.Module):
         """What runs batches of this size, after the ranks have compared what they run."""
         self._check_processes()
         assert self.rank_mesh is not None
-        self.rank_mesh.begin_step(self.num_steps, timeout_s)
+        self.rank_mesh.begin_step(self.num_forwards, timeout_s)
         if self._agreement is not None:
-            self._agreement.check_call(call, batch, self.num_steps, self.training)
+            self._agreement.check_call(call, batch, self.num_forwards, self.training)
         shapes = self._form.reader.other_shapes(batch)
         form = self._form if shapes is None else self._others.form(batch, shapes)
         if self._agreement is not None:

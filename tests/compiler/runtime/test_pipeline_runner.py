@@ -335,7 +335,7 @@ def test_train_step_means_the_same_under_every_plan(pins: dict[str, int]) -> Non
             gradient = compiled.get_parameter(name).grad
             assert gradient is not None
             assert torch.allclose(gradient, times * parameter.grad, rtol=1e-13)
-    assert compiled.num_steps == 2
+    assert compiled.num_forwards == 2
     with torch.no_grad():
         # Gradients are the point of a step, whatever surrounds it.
         assert abs(float(compiled.train_step(batch) - expected)) < TOLERANCE
@@ -359,7 +359,7 @@ def test_a_failed_step_leaves_gradients_as_they_were(monkeypatch: pytest.MonkeyP
         before = {name: None if g is None else g.clone() for name, g in grads.items()}
         with pytest.raises(RuntimeError, match="out of memory"):
             compiled.train_step(batch)
-        assert compiled.num_steps == times - 1
+        assert compiled.num_forwards == times - 1
         for name, parameter in compiled.named_parameters():
             earlier = before[name]
             assert (parameter.grad is None) == (earlier is None)

@@ -115,7 +115,7 @@ def test_dropout_follows_the_mode_and_the_step() -> None:
     compiled.eval()
     assert torch.equal(compiled(**batch), model.eval()(**batch))
     compiled.train()
-    compiled.num_steps = 0
+    compiled.num_forwards = 0
     assert float(compiled(**batch).detach()) == losses[0], "the step decides the mask"
 
 

@@ -1,23 +1,28 @@
-"""Checkpoints on the ranks of a pool, and a process that is killed while it saves one.
+"""Checkpoints on the ranks of a pool, and processes that are killed while they save one."""
 
-python -m support.processes.checkpoint FOLDER WHERE       saves once, and dies in the second save
-"""
-
+import errno
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch import Tensor
 
 import meshfold
+from meshfold.checkpoint.folder import CHECKSUMS
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.training.compiled_model import CompiledModel
 from support.programs.local_programs import stack_model
+
+FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.scandir", "os.listdir"}
 
 
 def trained(
@@ -42,6 +47,50 @@ def trained(
     return compiled, optimizer, step
 
 
+class Run(NamedTuple):
+    """What `trained` returns, after one step."""
+
+    model: CompiledModel
+    optimizer: torch.optim.Optimizer
+
+    @staticmethod
+    def started(seed: int = 0) -> "Run":
+        model, optimizer, step = trained(seed=seed)
+        step()
+        return Run(model, optimizer)
+
+    def save(self, folder: Path, extra: Any = None) -> None:
+        meshfold.save_checkpoint(folder, self.model, self.optimizer, extra=extra)
+
+    def load(self, folder: Path) -> Any:
+        return meshfold.load_checkpoint(folder, self.model, self.optimizer)
+
+    def contents(self) -> dict[str, Any]:
+        return contents(self.model, self.optimizer)
+
+
+class Dangerous:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+def rewritten(folder: Path, change: Callable[[Any], None]) -> None:
+    """Change the index of a checkpoint, with checksums that are right."""
+    (index,) = folder.glob("*-index.json")
+    data = json.loads(index.read_bytes())
+    change(data)
+    index.write_text(json.dumps(data))
+    sums = (folder / CHECKSUMS).read_text().splitlines()
+    kept = [line for line in sums if index.name not in line]
+    digest = sha256(index.read_bytes()).hexdigest()
+    (folder / CHECKSUMS).write_text("\n".join([*kept, f"{digest}  {index.name}", ""]))
+
+
 def goes_on_as_if_nothing_had_been(
     folder: str, first: Mapping[str, PinValue], second: Mapping[str, PinValue]
 ) -> float:
@@ -61,29 +110,110 @@ def goes_on_as_if_nothing_had_been(
     return max(float((right[n] - found[n]).abs().max()) for n in right)
 
 
-def _die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die_in_a_save(folder: str, where: str) -> None:
-    compiled, optimizer, step = trained()
+def refusals_of_ranks(folder: str) -> tuple[dict[str, Tensor], list[str]]:
+    """What two ranks saved, and the lines in which they refuse what goes wrong on the second one
+    alone. Raises AssertionError unless each leaves model and checkpoint as they were."""
+    compiled, optimizer, step = trained({"dp": 2, "zero": 3})
     step()
-    meshfold.save_checkpoint(folder, compiled, optimizer)
+    meshfold.save_checkpoint(folder, compiled, optimizer, extra={"step": 1})
+    saved = compiled.full_state_dict()
+    names = sorted(os.listdir(folder))
     step()
-    if where == "writing":
-        # The parts are there, the list of them is not.
-        FileSystemWriter.finish = _die  # type: ignore[method-assign]
-    else:
-        rename, count = Path.rename, iter(range(9))
+    lines = [
+        _refusal(partial(_save_on_a_full_disk, folder, compiled, optimizer)),
+        _refusal(partial(meshfold.save_checkpoint, folder, compiled, extra=dist.get_rank())),
+        _refusal(partial(meshfold.save_checkpoint, folder, compiled, extra={1, dist.get_rank()})),
+    ]
+    assert sorted(os.listdir(folder)) == names
+    before = contents(compiled, optimizer)
+    damaged = Path(folder) / next(name for name in names if "-00001-of-" in name)
+    original = damaged.read_bytes()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        damaged.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    dist.barrier()
+    lines.append(_refusal(partial(meshfold.load_checkpoint, folder, compiled, optimizer)))
+    assert same(contents(compiled, optimizer), before)
+    if dist.get_rank() == 1:
+        damaged.write_bytes(original)
+    dist.barrier()
+    assert meshfold.load_checkpoint(folder, compiled, optimizer) == {"step": 1}
+    assert all(torch.equal(x, saved[n]) for n, x in compiled.full_state_dict().items())
+    return saved, lines
 
-        def dying(self: Path, target: Path) -> Path:
-            return rename(self, target) if next(count) < int(where) else _die()  # type: ignore
 
-        Path.rename = dying  # type: ignore[method-assign, assignment]
-    meshfold.save_checkpoint(folder, compiled, optimizer)
-    raise AssertionError("not killed")
+def _save_on_a_full_disk(*arguments: Any) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    flush = os.fsync
+    if dist.get_rank() == 1:
+        os.fsync = full
+    try:
+        meshfold.save_checkpoint(*arguments)
+    finally:
+        os.fsync = flush
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    _die_in_a_save(*sys.argv[1:])
+def _refusal(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except meshfold.MeshfoldError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def contents(model: CompiledModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A copy of all that a load may change here."""
+    found: dict[str, Any] = {n: x.detach().clone() for n, x in model.named_parameters()}
+    found["num_forwards"] = model.num_forwards
+    for k, group in enumerate(optimizer.param_groups):
+        found |= {f"{k} {key}": value for key, value in group.items() if key != "params"}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name} {key}"] = value.clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether they agree to the bit."""
+    return one.keys() == other.keys() and all(
+        torch.equal(x, other[n]) if isinstance(x, Tensor) else x == other[n] for n, x in one.items()
+    )
+
+
+def filled(model: CompiledModel, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Make everything that is saved this number."""
+    model.num_forwards = number
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(number)
+            for value in optimizer.state[parameter].values():
+                value.fill_(number)
+
+
+def killed(work: Callable[[], object], folder: Path, *, at: int | None, delay_s: float) -> bool:
+    """Run `work` in a copy of this process and kill that, before its `at`-th operation on files
+    below `folder` or after some time. Returns whether it was killed, or else had ended."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        if at is not None:
+            left = iter(range(at))
+
+            def audit(event: str, arguments: tuple[Any, ...]) -> None:
+                is_there = any(str(a).startswith(str(folder)) for a in arguments)
+                if event in FILE_EVENTS and is_there and next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(audit)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    if at is None:
+        time.sleep(delay_s)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL)
+    return status != 0

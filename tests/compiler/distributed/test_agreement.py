@@ -1,0 +1,33 @@
+"""Outcomes of one rank alone; those of two are in tests/compiler/training/test_checkpoint.py."""
+
+import pytest
+
+from meshfold.distributed.agreement import agreed, gathered
+from meshfold.errors import MeshfoldError, OptionError
+
+
+def test_what_is_done_is_returned() -> None:
+    assert agreed(lambda: 3) == 3
+    assert agreed(lambda: None) is None
+    assert gathered(lambda: 3) == [3]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "line"),
+    [
+        (OptionError("no such thing"), OptionError, "no such thing"),
+        (MeshfoldError("two\nlines"), MeshfoldError, "two lines"),
+        (ZeroDivisionError("by 0"), MeshfoldError, "ZeroDivisionError: by 0"),
+    ],
+)
+def test_whatever_is_raised_is_one_line_of_ours(
+    error: Exception, kind: type[MeshfoldError], line: str
+) -> None:
+    def work() -> None:
+        raise error
+
+    for share in (agreed, gathered):
+        with pytest.raises(MeshfoldError) as raised:
+            share(work)  # type: ignore[operator]
+        assert type(raised.value) is kind and str(raised.value) == line
+        assert raised.value.__cause__ is error
