@@ -189,9 +189,8 @@ def run_case(case: Case) -> dict[int, RankEnd]:
             quiet=True,
             grace_s=grace_s,
         )
-    except LocalProcessError as error:
-        if str(error).endswith("s") and "no answer" in str(error):
-            raise
+    except LocalProcessError:
+        pass  # a rank failed, as it should; `ends` says how all ended
     return ends
 
 

@@ -98,7 +98,7 @@ class Processes:
                     with contextlib.suppress(OSError):  # it died; `collect` says so
                         connection.send(message)
         except BaseException:
-            self.close()
+            self.close(grace_s=0.0)
             raise
 
     def collect(
