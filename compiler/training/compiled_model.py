@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 
 from meshfold.capture.pipeline import Captured
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
@@ -32,14 +31,16 @@ from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.training.agreement import NUM_COMPARED, StepAgreement
 from meshfold.training.batch_sizes import Form, OtherSizes, form_of
 from meshfold.training.captured_mode import CapturedMode
-from meshfold.training.gradient_norm import cuts_of, is_counted, total_norm
+from meshfold.training.foreign_wrappers import OwnParallelism
+from meshfold.training.gradient_norm import clip_gradients, cuts_of
 from meshfold.training.initialization import initial_values
+from meshfold.training.local_gradient import guard_gradients, mark_gradient
 from meshfold.training.local_state import full_tensors, held_tensors, stored_tensors
 from meshfold.training.state_dict import StateExchange
 from meshfold.training.use_symmetric_memory import share_memory
 
 
-class CompiledModel(nn.Module):
+class CompiledModel(OwnParallelism):
     """A model under a plan.
 
     plan, program: what was chosen and what was emitted, for any cluster size. rank_mesh: this rank
@@ -84,6 +85,8 @@ class CompiledModel(nn.Module):
             if isinstance(rank_mesh, ProcessMesh)
             else None
         )
+        self._sharded = frozenset(name for name, axes in cuts_of(program).items() if axes)
+        """Parameters of which another rank holds another shard, or none."""
         self._adopt(model, self._initial_state(model, rank_mesh))
 
     @property
@@ -150,6 +153,9 @@ class CompiledModel(nn.Module):
                 loss = self._run(form, runner, batch, timeout_s)
                 if not runs_backward:
                     torch.autograd.backward(loss)
+                for name, parameter in self.named_parameters():
+                    if self._canonical[name] in self._sharded:
+                        mark_gradient(parameter)
                 return loss.detach()
         except BaseException:
             # A retry draws the same dropout masks.
@@ -229,25 +235,12 @@ class CompiledModel(nn.Module):
         all ranks together, after backward. Raises OptionError for an order that is not above 0,
         RuntimeError for a norm that is no number, if so asked.
         """
-        if norm_type <= 0:
-            raise OptionError(f"norm_type {norm_type}: a norm is of order above 0, inf included")
         self._check_processes()
         assert self.rank_mesh is not None
-        coords = self.rank_mesh.coords
-        held = {self._canonical[n]: p for n, p in self.named_parameters()}
-        gradients = {
-            name: p.grad
-            for name, p in held.items()
-            if p.grad is not None and is_counted(self.program, name, coords)
-        }
-        norm = total_norm(gradients, cuts_of(self.program), self.rank_mesh, norm_type)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"the norm of the gradients is {norm.item()}; look for what diverges, or lower the "
-                "loss scale"
-            )
-        clip_grads_with_norm_(held.values(), max_norm, norm)
-        return norm
+        local = {self._canonical[n]: p for n, p in self.named_parameters()}
+        return clip_gradients(
+            self.program, self.rank_mesh, local, max_norm, norm_type, error_if_nonfinite
+        )
 
     def use_symmetric_memory(self) -> None:
         """Experimental: never measured on devices that read each other's memory. See
@@ -364,6 +357,9 @@ class CompiledModel(nn.Module):
             p.name: nn.Parameter(local[p.name], requires_grad=p.requires_grad)
             for p in self._held.parameters.values()
         }
+        if not isinstance(self.program, EmittedPipeline):
+            for name in self._sharded & parameters.keys():
+                guard_gradients(parameters[name])
         for name, _ in model.named_parameters(remove_duplicate=False):
             if self._canonical[name] in parameters:
                 owner, leaf = self._owner(name)
@@ -386,7 +382,7 @@ class CompiledModel(nn.Module):
                         f"the model calls a submodule {part!r}, which is an attribute of "
                         "CompiledModel; rename it in the model"
                     )
-                module.add_module(part, nn.Module())
+                module.add_module(part, OwnParallelism())
             module = module._modules[part]  # type: ignore[assignment]
         return module, leaf
 

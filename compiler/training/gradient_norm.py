@@ -13,11 +13,14 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from meshfold.codegen.emit.pipeline import EmittedPipeline
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.distributed.rank_mesh import RankMesh, all_reduced
+from meshfold.errors import OptionError
 from meshfold.ir.mesh import PIPELINE_AXIS
+from meshfold.training.local_gradient import local_tensor
 
 Cuts = Mapping[str, frozenset[str]]
 """By name of a parameter the axes over which ranks hold different parts."""
@@ -45,6 +48,33 @@ def is_counted(
     if not isinstance(program, EmittedPipeline):
         return True
     return program.holders[name][0] == program.device_of(coords)
+
+
+def clip_gradients(
+    program: EmittedProgram | EmittedPipeline,
+    mesh: RankMesh,
+    local: Mapping[str, Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Scales the gradients of `local`, this rank's parameters by name, so that the norm of those of
+    the whole model is at most max_norm; the norm before. See CompiledModel.clip_grad_norm_."""
+    if norm_type <= 0:
+        raise OptionError(f"norm_type {norm_type}: a norm is of order above 0, inf included")
+    gradients = {
+        name: local_tensor(p.grad)
+        for name, p in local.items()
+        if p.grad is not None and is_counted(program, name, mesh.coords)
+    }
+    norm = total_norm(gradients, cuts_of(program), mesh, norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()}; look for what diverges, or lower the "
+            "loss scale"
+        )
+    clip_grads_with_norm_(local.values(), max_norm, norm)
+    return norm
 
 
 def total_norm(

@@ -31,6 +31,7 @@ from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.pytree import flat, map_leaves
 from meshfold.training.compiled_model import CompiledModel
+from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.collective_order import (
     StartedCollective,
     collective_mismatch,
@@ -250,7 +251,8 @@ def _zeros_for_none(model: nn.Module, compiled: nn.Module) -> None:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gradient = parameter.grad
+    return torch.zeros_like(parameter) if gradient is None else local_tensor(gradient)
 
 
 def _largest(x: Tensor) -> float:

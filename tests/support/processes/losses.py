@@ -8,6 +8,7 @@ from torch.nn import functional
 
 import meshfold
 from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.training.local_gradient import local_tensor
 from support.programs.emit import part_of
 
 ROWS, WIDTH, CLASSES = 8, 8, 12
@@ -81,7 +82,9 @@ def largest_errors(losses: list[str], pins: Mapping[str, int]) -> list[float]:
         for name, parameter in compiled.named_parameters():
             whole = model.get_parameter(name).grad
             assert whole is not None and parameter.grad is not None
-            errors.append(float((parameter.grad - part_of(compiled, name, whole)).abs().max()))
+            errors.append(
+                float((local_tensor(parameter.grad) - part_of(compiled, name, whole)).abs().max())
+            )
         found.append(max(errors))
         compiled.close()
     return found

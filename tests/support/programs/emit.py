@@ -24,6 +24,7 @@ from meshfold.errors import MeshfoldError
 from meshfold.plan_file.io import plan_from_json
 from meshfold.sharding.layout import shard_of
 from meshfold.training.compiled_model import CompiledModel
+from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.hugging_face import tiny_model
 from support.programs.local_programs import stack_model
@@ -54,7 +55,9 @@ def compare_step(
         if (gradient is None) != (parameter.grad is None):
             uneven.append(name)
         elif gradient is not None and parameter.grad is not None:
-            error = float((parameter.grad - part_of(compiled, name, gradient)).abs().max())
+            error = float(
+                (local_tensor(parameter.grad) - part_of(compiled, name, gradient)).abs().max()
+            )
             if not error <= worst:
                 worst, name_of_worst = error, name
     return float((loss.detach() - expected).abs()), worst, name_of_worst, uneven

@@ -31,6 +31,7 @@ from meshfold.passes.planner.find import find_plan_for
 from meshfold.plan_file.io import plan_from_json
 from meshfold.runtime.pipeline_runner import PipelineRunner
 from meshfold.training.compiled_model import CompiledModel
+from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.collective_order import collectives_of
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.hugging_face import BATCH, tiny_model
@@ -191,7 +192,7 @@ def _worst(compiled: CompiledModel, model: nn.Module, part: Any) -> float:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return torch.zeros_like(parameter) if parameter.grad is None else local_tensor(parameter.grad)
 
 
 def _digest(x: Tensor) -> str:
@@ -256,13 +257,15 @@ def lose_a_stage(
             os._exit(3)
         time.sleep(4.0)
         return "slept"
-    before = [None if p.grad is None else p.grad.clone() for p in compiled.parameters()]
+    before = [
+        None if p.grad is None else local_tensor(p.grad).clone() for p in compiled.parameters()
+    ]
     start = time.monotonic()
     try:
         with float64_everywhere():
             compiled.train_step(batch, timeout_s=1.5)
     except StageLostError as error:
-        now = [p.grad for p in compiled.parameters()]
+        now = [None if p.grad is None else local_tensor(p.grad) for p in compiled.parameters()]
         is_kept = all(
             y is None if x is None else y is not None and torch.equal(x, y)
             for x, y in zip(before, now, strict=True)

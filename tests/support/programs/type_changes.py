@@ -15,6 +15,7 @@ from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import Layout, SpmdType
 from meshfold.plan_file.io import plan_from_json
 from meshfold.sharding.layout import shard_of
+from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.hugging_face import tiny_model
 
@@ -108,7 +109,9 @@ def worst_error(family: str, plan_text: str) -> float:
     for name, parameter in compiled.named_parameters():
         gradient = model.get_parameter(name).grad
         gradient = torch.zeros_like(model.get_parameter(name)) if gradient is None else gradient
-        local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        local = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            local = local_tensor(parameter.grad)
         layout = compiled.program.stored[name]
         right = shard_of(gradient, layout, sizes, compiled.rank_mesh.coords)
         error = float((local - right).abs().max()) if right.numel() else 0.0

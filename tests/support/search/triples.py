@@ -31,6 +31,7 @@ from meshfold.passes.graph.variants import planned_graph
 from meshfold.passes.split.chunk_graph import ChunkingError
 from meshfold.passes.split.micro_chunks import ChunkingProblem
 from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.blocks import Model, Sizes
 from support.models.hugging_face import tiny_model
@@ -233,7 +234,7 @@ def _errors_of_a_scheduled_step(_: Report, seed: int, plan_text: str) -> dict[st
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return torch.zeros_like(parameter) if parameter.grad is None else local_tensor(parameter.grad)
 
 
 def _right(triple: Triple, captured: Captured) -> tuple[Tensor, Mapping[str, Tensor | None]] | None:
