@@ -23,6 +23,7 @@ from meshfold.report.pipeline_timeline import (
     spans_text,
     trace_json,
 )
+from meshfold.report.terminal import escaped
 from meshfold.units import bytes_text, seconds_text
 
 LETTERS = {
@@ -93,6 +94,7 @@ def timeline_text(simulation: Simulation, links: Sequence[str]) -> str:
             marks = ((t.start_s, t.end_s, _letter(t)) for t in members)
             rows.append((link, _row(marks, step.step_s, QUARTER)))
     rows.append(("memory", _memory_row(simulation.memory, step)))
+    rows = [(escaped(name), row) for name, row in rows]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  |{row}|" for name, row in rows]
     lines += [LEGEND, "", _figures(step)]
@@ -115,9 +117,9 @@ def overlap_lines(rows: Sequence[OverlapRow]) -> list[str]:
     wide = axes_width(row.axes for row in rows)
     lines = [f"{'collective':<16}{'over':<{wide}}{'n':>6}{'hidden':>10}{'exposed':>10}"]
     for row in rows:
-        name = row.kind.replace("_", "-")
+        name, axes = escaped(row.kind.replace("_", "-")), escaped(" x ".join(row.axes))
         lines.append(
-            f"{name:<16}{' x '.join(row.axes):<{wide}}{row.count:>6}"
+            f"{name:<16}{axes:<{wide}}{row.count:>6}"
             f"{seconds_text(row.hidden_s):>10}{seconds_text(row.exposed_s):>10}"
         )
     return lines

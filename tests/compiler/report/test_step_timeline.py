@@ -88,4 +88,6 @@ def test_the_command_shows_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(json.loads(capsys.readouterr().out)["collectives"]) == 63 + 32 + 32 + 1
     save_plan(example_plan(), path)
     assert run(["timeline", str(path)]) == 2
-    assert capsys.readouterr().err.startswith("meshfold: dp2 x tp4+sp, zero3: the plan has no")
+    assert capsys.readouterr().err.startswith(
+        "meshfold timeline: dp2 x tp4+sp, zero3: the plan has no"
+    )
