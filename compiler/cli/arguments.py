@@ -1,5 +1,6 @@
 """Arguments of commands: numbers, pins, files to write. No torch."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -30,6 +31,23 @@ class Number(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
         if int(value) > MOST_SIZE:
             self.fail(f"{value} is more than {MOST_SIZE}.", param, ctx)
         return int(value)
+
+
+class FilePath(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """A path, of a file that is there or not; click's own fails for what no path can be."""
+
+    name = "path"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path | None:
+        try:
+            os.stat(value)
+        except OSError:
+            pass
+        except ValueError as error:
+            self.fail(f"{value!r} is no path ({error}).", param, ctx)
+        return Path(value)
 
 
 def parse_pins(texts: tuple[str, ...]) -> dict[str, PinValue]:

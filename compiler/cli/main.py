@@ -19,7 +19,7 @@ from typing import Any, NoReturn, get_args
 import click
 
 from meshfold._version import __version__
-from meshfold.cli.arguments import Number, check_output, parse_pins
+from meshfold.cli.arguments import FilePath, Number, check_output, parse_pins
 from meshfold.cli.command import INTERRUPTED, Command, Failure
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError
@@ -103,7 +103,7 @@ def cli(ctx: click.Context) -> None:
     metavar="RULE",
     help="Search without a pruning rule that 'show' names; repeatable.",
 )
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="The plan file to write.")
+@click.option("--output", "-o", type=FilePath(), help="The plan file to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
     model: str,
@@ -167,7 +167,7 @@ def _give(made: Plan, output: Path | None, *, as_json: bool) -> None:
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=FilePath())
 @click.option("--json", "as_json", is_flag=True, help="Print the checked plan as JSON.")
 def show(plan_file: Path, as_json: bool) -> None:
     """Show PLAN_FILE: strategy, predicted step time and memory, baselines, regions, layouts.
@@ -185,7 +185,7 @@ def show(plan_file: Path, as_json: bool) -> None:
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=FilePath())
 @click.argument("regions", nargs=-1)
 def explain(plan_file: Path, regions: tuple[str, ...]) -> None:
     """Say why PLAN_FILE does what it does: per region (all, or those named) the strategy taken and
@@ -205,8 +205,8 @@ def explain(plan_file: Path, regions: tuple[str, ...]) -> None:
 
 
 @cli.command(cls=Command)
-@click.argument("first", type=click.Path(path_type=Path))
-@click.argument("second", type=click.Path(path_type=Path))
+@click.argument("first", type=FilePath())
+@click.argument("second", type=FilePath())
 @click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON.")
 def diff(first: Path, second: Path, as_json: bool) -> None:
     """Compare two plans: what they choose, what that costs, layer by layer. Exit code 1 when they
@@ -226,9 +226,9 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=FilePath())
 @click.option("--model", required=True, help="The MODEL that the plan is for.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write it with new figures.")
+@click.option("--output", "-o", type=FilePath(), help="Write it with new figures.")
 @click.option("--json", "as_json", is_flag=True, help="Print the priced plan as JSON.")
 def check(plan_file: Path, model: str, output: Path | None, as_json: bool) -> None:
     """Price PLAN_FILE anew, as after editing it by hand: every type is held against the rules, step
@@ -255,10 +255,10 @@ def check(plan_file: Path, model: str, output: Path | None, as_json: bool) -> No
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=FilePath())
 @click.option("--model", required=True, help="The MODEL that the plan was made for.")
 @click.option("--rank", type=Number(), default=0, show_default=True, help="Whose program to print.")
-@click.option("--passes", type=click.Path(path_type=Path), help="A folder for what passes made.")
+@click.option("--passes", type=FilePath(), help="A folder for what passes made.")
 def graph(plan_file: Path, model: str, rank: int, passes: Path | None) -> None:
     """Print the program of one rank: its graph with every collective, started and waited for.
 
@@ -277,7 +277,7 @@ def graph(plan_file: Path, model: str, rank: int, passes: Path | None) -> None:
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=FilePath())
 @click.option("--model", required=True, help="The MODEL that the plan was made for.")
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def verify(plan_file: Path, model: str, as_json: bool) -> None:
@@ -303,8 +303,8 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
-@click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace (Perfetto).")
+@click.argument("plan_file", type=FilePath())
+@click.option("--trace", type=FilePath(), help="Write a Chrome trace (Perfetto).")
 @click.option("--json", "as_json", is_flag=True, help="Print what runs when as JSON.")
 @click.option("--measured", is_flag=True, help="Run it on local processes; needs --model.")
 @click.option("--model", help="The MODEL that the plan was made for.")

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import pytest
 
-from meshfold.cli.arguments import Number, check_output, parse_pins
+from meshfold.cli.arguments import FilePath, Number, check_output, parse_pins
 from meshfold.errors import OptionError
 
 
@@ -19,6 +19,17 @@ def test_what_is_no_number_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["0", "-1", "007", "2147483647"])
 def test_numbers(text: str) -> None:
     assert Number().convert(text, None, None) == parse_pins((f"tp={text}",))["tp"] == int(text)
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "\ud800"])
+def test_what_no_path_can_be_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is no path"):
+        FilePath().convert(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["", "none/none", "/dev/null", "\udcff", "a" * 300])
+def test_paths(text: str) -> None:
+    assert FilePath().convert(text, None, None) == Path(text)
 
 
 @pytest.mark.parametrize("one", ["c.json", "mine.models:f", "mine:f"])
