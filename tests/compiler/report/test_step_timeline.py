@@ -91,3 +91,11 @@ def test_the_command_shows_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith(
         "meshfold timeline: dp2 x tp4+sp, zero3: the plan has no"
     )
+
+
+def test_links_and_kinds_that_nobody_knows_are_shown_all_the_same() -> None:
+    """A plan that was edited by hand may name them."""
+    plan = simulated_plan()
+    network = replace(plan.cluster.network, name="[/]")
+    odd = replace(plan, cluster=replace(plan.cluster, network=network))
+    assert json.loads(timeline_of(odd).trace)["traceEvents"]
