@@ -4,6 +4,7 @@ The promise: one line on stderr, exit code 1 or 2, no 'internal error', in secon
 memory, nothing written or damaged. A case runs in a forked process with limits of its own.
 """
 
+import contextlib
 import os
 import resource
 import signal
@@ -153,6 +154,7 @@ def _become(case: Case, folder: Path, out: int, err: int) -> None:
         for number, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
             os.dup2(number, target)
         sys.stdout, sys.stderr = (open(k, "w", encoding="utf-8", closefd=False) for k in (1, 2))
+        sys.__stdout__ = sys.stdout  # type: ignore[misc]  # as at the start of a process
         sys.dont_write_bytecode = True
         sys.argv = ["meshfold", *case.arguments]
         sys.path[:] = [p for p in sys.path if p != ""]
@@ -169,6 +171,6 @@ def _become(case: Case, folder: Path, out: int, err: int) -> None:
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
+            with contextlib.suppress(OSError, AttributeError):
                 stream.flush()
         os._exit(code)

@@ -355,6 +355,10 @@ def run(args: list[str] | None = None) -> int:
             return 1
         message, code = f"meshfold: stdout: {error.strerror}; make space or write elsewhere", 1
     click.echo(error_line(message), err=True)
+    try:
+        click.echo(nl=False)  # flushes
+    except OSError:
+        sys.stdout = None
     return code
 
 

@@ -173,3 +173,13 @@ def test_a_reader_that_leaves_early_is_no_crash(plan_file: str) -> None:
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_full_stdout_is_one_line(plan_file: str) -> None:
+    code = "from meshfold.cli.main import main; main()"
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", code, "show", plan_file]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("meshfold") and done.stderr.count("\n") == 1
+    assert "No space left on device; " in done.stderr
