@@ -18,24 +18,31 @@ BYTE_UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*$")
+_BYTES = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]{1,3})\s*")
+_MOST_BYTES = 2**63 - 1
 _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def is_bytes(text: str) -> bool:
     """Whether parse_bytes takes it."""
-    match = _BYTES.match(text)
-    return match is not None and match[2].upper() in BYTE_UNITS
+    return _bytes(text) is not None
 
 
 def parse_bytes(text: str) -> int:
     """Bytes in "16GB", "512 MiB", "1.5TB" (case does not matter). Raises OptionError."""
-    match = _BYTES.match(text)
-    factor = BYTE_UNITS.get(match[2].upper()) if match else None
-    if match is None or factor is None:
+    found = _bytes(text)
+    if found is None:
         raise OptionError(f"{text!r} is no amount of memory; write for example 16GB or 16GiB")
-    return round(float(match[1]) * factor)
+    return found
+
+
+def _bytes(text: str) -> int | None:
+    match = _BYTES.fullmatch(text)
+    if match is None or match[2].upper() not in BYTE_UNITS:
+        return None
+    found = round(float(match[1]) * BYTE_UNITS[match[2].upper()])
+    return found if found <= _MOST_BYTES else None
 
 
 def three_digits(value: float) -> str:

@@ -128,4 +128,6 @@ def _fold(
     refuse_steps(program)
     routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
     flat = number(routed, names, inputs.infos, (*notes, *notes_of_draws(program)))
+    if not flat.graph.num_ops:
+        raise CaptureError("the model computes nothing; return a loss that its ops make")
     return Captured(fold(flat.graph, flat.stacks), dict(program.constants), exported.model_outputs)

@@ -7,12 +7,18 @@ import click
 
 from meshfold.errors import MeshfoldError
 
+INTERRUPTED = 130
+"""Exit code of Ctrl-C."""
+
 
 class Failure(Exception):
     """An expected end: one line for stderr and an exit code."""
 
+    where = "meshfold"
+    """The command that failed."""
+
     def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(" ".join(message.split()))
+        super().__init__(message)
         self.exit_code = exit_code
 
 
@@ -29,14 +35,30 @@ class Command(click.Command):
         debug = ctx.params.pop("debug")
         try:
             return super().invoke(ctx)
-        except (Failure, click.ClickException, click.exceptions.Exit, click.Abort):
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
-        except (MeshfoldError, OSError) as error:
-            if debug:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if debug and not isinstance(error, Failure):
                 traceback.print_exc()
-            raise Failure(str(error), getattr(error, "exit_code", 1)) from error
-        except Exception as error:
-            if debug:
-                traceback.print_exc()
-            what = f"internal error, {type(error).__name__}: {error}; --debug shows where"
-            raise Failure(what, 1) from error
+            failure = _failure(error)
+            failure.where = ctx.command_path
+            raise failure from error
+
+
+def _failure(error: Exception | SystemExit | KeyboardInterrupt) -> Failure:
+    """An exception as the line and the exit code that it is for a user."""
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, MeshfoldError):
+        return Failure(str(error), error.exit_code)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return Failure(f"{where}{error.strerror or error}; check the path and the space left", 1)
+    if isinstance(error, KeyboardInterrupt):
+        return Failure("interrupted", INTERRUPTED)
+    if isinstance(error, MemoryError):
+        return Failure("out of memory; take a smaller model, batch or plan", 1)
+    if isinstance(error, SystemExit):
+        return Failure(f"MODEL: its code called sys.exit({error.code!r}); take that out", 1)
+    what = f"internal error, {type(error).__name__}: {error}; --debug shows where"
+    return Failure(what, 1)

@@ -9,6 +9,7 @@ model is in meshfold.cli.torch_commands, loaded by name when a command needs it.
 """
 
 import importlib
+import io
 import logging
 import sys
 import warnings
@@ -16,22 +17,28 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import click
-from rich.console import Console
-from rich.status import Status
 
 from meshfold._version import __version__
-from meshfold.cli.command import Command, Failure
+from meshfold.cli.arguments import FilePath, Number, check_output, parse_pins
+from meshfold.cli.command import INTERRUPTED, Command, Failure
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError
-from meshfold.ir.options import PINS, CompileOptions, Mode, PinValue, Precision
+from meshfold.ir.options import PINS, CompileOptions, Mode, Precision
 from meshfold.ir.plan import Plan
 from meshfold.plan_file.io import load_plan, plan_to_json, save_plan
+from meshfold.plan_file.output_file import write_whole
 from meshfold.report.plan import plan_view, summary_view
 from meshfold.report.plan_diff import compare_plans, diff_view, differences_json
 from meshfold.report.search import explain_view
+from meshfold.report.terminal import (
+    error_line,
+    escaped_json,
+    escaped_lines,
+    lines_view,
+    print_view,
+    progress,
+)
 from meshfold.units import bytes_text, parse_bytes
-
-INTERRUPTED = 130
 
 
 def torch_commands() -> Any:
@@ -48,37 +55,16 @@ def cli(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-def parse_pins(texts: tuple[str, ...]) -> dict[str, PinValue]:
-    """ "tp=2", "recompute=full" -> {"tp": 2, "recompute": "full"}. Raises OptionError."""
-    pins: dict[str, PinValue] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not value:
-            raise OptionError(f"--pin {text}: write name=value, for example tp=2")
-        if name in pins:
-            raise OptionError(f"--pin {text}: {name} is pinned twice")
-        pins[name] = int(value) if value.lstrip("-").isdigit() else value
-    return pins
-
-
-def check_output(path: Path | None) -> None:
-    """Refuses a path that cannot be written, before a long search rather than after it."""
-    if path is not None and path.is_dir():
-        raise OptionError(f"-o {path}: is a folder; name a file")
-    if path is not None and not path.parent.is_dir():
-        raise OptionError(f"-o {path}: no folder {path.parent}; make it first")
-
-
 @cli.command(cls=Command)
 @click.argument("model")
 @click.option("--cluster", "-c", required=True, help="Preset (dgx-h100x16, local-cpux4) or file.")
-@click.option("--devices", type=int, help="Use that many of the cluster's devices.")
+@click.option("--devices", type=Number(), help="Use that many of the cluster's devices.")
 @click.option(
     "--batch",
-    type=int,
+    type=Number(),
     help="Global batch size. [default: one sample per device, or per node where that does not fit]",
 )
-@click.option("--seq", type=int, help="Sequence length. [default: the model's, at most 2048]")
+@click.option("--seq", type=Number(), help="Sequence length. [default: the model's, at most 2048]")
 @click.option(
     "--precision",
     type=click.Choice(get_args(Precision)),
@@ -117,7 +103,7 @@ def check_output(path: Path | None) -> None:
     metavar="RULE",
     help="Search without a pruning rule that 'show' names; repeatable.",
 )
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="The plan file to write.")
+@click.option("--output", "-o", type=FilePath(), help="The plan file to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
     model: str,
@@ -146,7 +132,7 @@ def plan(
     """
     if output is None and not as_json:
         raise OptionError("nothing to write to; name a file with -o, or say --json")
-    check_output(output)
+    check_output("-o", output, model, cluster)
     options = CompileOptions(
         memory_bytes=parse_bytes(memory) if memory is not None else None,
         pins=parse_pins(pin),
@@ -157,10 +143,11 @@ def plan(
         without_rules=without_rule,
     )
     spec = resolve_cluster(cluster, devices)
-    with _progress(f"capturing {model}") as status:
+    with progress(f"capturing {model}") as status:
 
         def tell(done: int, total: int, label: str) -> None:
-            status.update(f"planning for {spec.num_devices} devices: {done} of {total}, {label}")
+            text = f"planning for {spec.num_devices} devices: {done} of {total}, {label}"
+            status.update(lines_view([text]))
 
         made = torch_commands().make_plan(
             model, spec, options, batch=batch, sequence=seq, progress=tell
@@ -173,14 +160,14 @@ def _give(made: Plan, output: Path | None, *, as_json: bool) -> None:
     if output is not None:
         save_plan(made, output)
     if as_json:
-        click.echo(plan_to_json(made), nl=False)
+        _echo(plan_to_json(made), as_json=True)
     else:
-        Console().print(summary_view(made))
-        click.echo(f"\nwritten to {output}; 'meshfold show {output}' has the details")
+        print_view(summary_view(made))
+        _echo(f"\nwritten to {output}; 'meshfold show {output}' has the details\n")
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=FilePath())
 @click.option("--json", "as_json", is_flag=True, help="Print the checked plan as JSON.")
 def show(plan_file: Path, as_json: bool) -> None:
     """Show PLAN_FILE: strategy, predicted step time and memory, baselines, regions, layouts.
@@ -192,13 +179,13 @@ def show(plan_file: Path, as_json: bool) -> None:
     """
     loaded = load_plan(plan_file)
     if as_json:
-        click.echo(plan_to_json(loaded), nl=False)
+        _echo(plan_to_json(loaded), as_json=True)
     else:
-        Console().print(plan_view(loaded))
+        print_view(plan_view(loaded))
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=FilePath())
 @click.argument("regions", nargs=-1)
 def explain(plan_file: Path, regions: tuple[str, ...]) -> None:
     """Say why PLAN_FILE does what it does: per region (all, or those named) the strategy taken and
@@ -214,12 +201,12 @@ def explain(plan_file: Path, regions: tuple[str, ...]) -> None:
     if unknown:
         raise OptionError(f"no region {unknown[0]} in {plan_file}; it has {', '.join(known)}")
     wanted = tuple(known[name] for name in regions or known)
-    Console().print(explain_view(loaded, wanted))
+    print_view(explain_view(loaded, wanted))
 
 
 @cli.command(cls=Command)
-@click.argument("first", type=click.Path(path_type=Path))
-@click.argument("second", type=click.Path(path_type=Path))
+@click.argument("first", type=FilePath())
+@click.argument("second", type=FilePath())
 @click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON.")
 def diff(first: Path, second: Path, as_json: bool) -> None:
     """Compare two plans: what they choose, what that costs, layer by layer. Exit code 1 when they
@@ -231,17 +218,17 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     """
     found = compare_plans(load_plan(first), load_plan(second))
     if as_json:
-        click.echo(differences_json(found), nl=False)
+        _echo(differences_json(found), as_json=True)
     else:
-        Console().print(diff_view(found))
+        print_view(diff_view(found))
     if found.choices:
         raise Failure(f"{first} and {second} choose differently", 1)
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=FilePath())
 @click.option("--model", required=True, help="The MODEL that the plan is for.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write it with new figures.")
+@click.option("--output", "-o", type=FilePath(), help="Write it with new figures.")
 @click.option("--json", "as_json", is_flag=True, help="Print the priced plan as JSON.")
 def check(plan_file: Path, model: str, output: Path | None, as_json: bool) -> None:
     """Price PLAN_FILE anew, as after editing it by hand: every type is held against the rules, step
@@ -251,16 +238,16 @@ def check(plan_file: Path, model: str, output: Path | None, as_json: bool) -> No
     Example:
       meshfold check edited.json --model examples/configs/llama-3-8b.json -o priced.json
     """
-    check_output(output)
+    check_output("-o", output, plan_file, model)
     loaded = load_plan(plan_file)
-    with _progress(f"pricing {plan_file}"):
+    with progress(f"pricing {plan_file}"):
         priced = torch_commands().check_plan(loaded, model)
     if output is not None:
         save_plan(priced, output)
     if as_json:
-        click.echo(plan_to_json(priced), nl=False)
+        _echo(plan_to_json(priced), as_json=True)
     else:
-        Console().print(diff_view(compare_plans(loaded, priced)))
+        print_view(diff_view(compare_plans(loaded, priced)))
     memory = priced.memory
     if not memory.fits:
         missing = bytes_text(memory.peak - memory.capacity)
@@ -268,10 +255,10 @@ def check(plan_file: Path, model: str, output: Path | None, as_json: bool) -> No
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=FilePath())
 @click.option("--model", required=True, help="The MODEL that the plan was made for.")
-@click.option("--rank", type=int, default=0, show_default=True, help="Whose program to print.")
-@click.option("--passes", type=click.Path(path_type=Path), help="A folder for what passes made.")
+@click.option("--rank", type=Number(), default=0, show_default=True, help="Whose program to print.")
+@click.option("--passes", type=FilePath(), help="A folder for what passes made.")
 def graph(plan_file: Path, model: str, rank: int, passes: Path | None) -> None:
     """Print the program of one rank: its graph with every collective, started and waited for.
 
@@ -284,13 +271,13 @@ def graph(plan_file: Path, model: str, rank: int, passes: Path | None) -> None:
     loaded = load_plan(plan_file)
     if not 0 <= rank < loaded.world_size:
         raise OptionError(f"--rank {rank}: the plan has ranks 0 to {loaded.world_size - 1}")
-    with _progress(f"writing the program of rank {rank} of {loaded.world_size}"):
-        text = torch_commands().program_text(loaded, model, rank, passes)
-    click.echo(text)
+    with progress(f"writing the program of rank {rank} of {loaded.world_size}"):
+        text = torch_commands().program_text(loaded, model, rank, passes, (plan_file, Path(model)))
+    _echo(f"{text}\n")
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=FilePath())
 @click.option("--model", required=True, help="The MODEL that the plan was made for.")
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def verify(plan_file: Path, model: str, as_json: bool) -> None:
@@ -305,19 +292,19 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
       meshfold verify plan.json --model my_package.models:small_llama
     """
     loaded, commands = load_plan(plan_file), torch_commands()
-    with _progress(f"running {loaded.world_size} processes and the model alone"):
+    with progress(f"running {loaded.world_size} processes and the model alone"):
         report = commands.verify_plan(loaded, model)
     if as_json:
-        click.echo(commands.report_json(report), nl=False)
+        _echo(commands.report_json(report), as_json=True)
     else:
-        Console().print(commands.report_view(report))
+        print_view(commands.report_view(report))
     if not report.passed:
         raise Failure(report.verdict, 1)
 
 
 @cli.command(cls=Command)
-@click.argument("plan_file", type=click.Path(path_type=Path))
-@click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace (Perfetto).")
+@click.argument("plan_file", type=FilePath())
+@click.option("--trace", type=FilePath(), help="Write a Chrome trace (Perfetto).")
 @click.option("--json", "as_json", is_flag=True, help="Print what runs when as JSON.")
 @click.option("--measured", is_flag=True, help="Run it on local processes; needs --model.")
 @click.option("--model", help="The MODEL that the plan was made for.")
@@ -330,49 +317,58 @@ def timeline(
     Example:
       meshfold timeline plan.json --measured --model examples/configs/llama-tiny.json
     """
-    check_output(trace)
+    check_output("--trace", trace, plan_file, model)
     plan = load_plan(plan_file)
     if measured:
-        with _progress("running the plan on local processes"):
+        with progress("running the plan on local processes"):
             shown = torch_commands().measured_timeline(plan, model, trace)
     else:  # loads numpy, which no other command needs
         shown = importlib.import_module("meshfold.report.step_timeline").timeline_of(plan)
     if trace is not None:
-        trace.write_text(shown.trace)
-    click.echo(shown.json if as_json else shown.text, nl=False)
+        write_whole(trace, shown.trace)
+    _echo(shown.json, as_json=True) if as_json else _echo(shown.text)
 
 
-def _progress(text: str) -> Status:
-    """A spinner on stderr while something long runs; nothing where stderr is no terminal."""
-    return Console(stderr=True).status(text)
+def _echo(text: str, *, as_json: bool = False) -> None:
+    """Prints text of several lines on stdout."""
+    click.echo(escaped_json(text) if as_json else escaped_lines(text), nl=False)
 
 
 def run(args: list[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     try:
         code = cli.main(args=args, prog_name="meshfold", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "meshfold"
-        click.echo(f"{where}: {error.format_message()} See '{where} --help'.", err=True)
-        return error.exit_code
+        message, code = f"{where}: {error.format_message()} See '{where} --help'.", error.exit_code
     except Failure as error:
-        click.echo(f"meshfold: {error}", err=True)
-        return error.exit_code
+        message, code = f"{error.where}: {error}", error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.echo("meshfold: interrupted", err=True)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our stdout has gone, as in `meshfold show plan.json | head`.
+        message, code = "meshfold: interrupted", INTERRUPTED
+    except OSError as error:
+        # Of our stdout. Its reader has gone, as in `meshfold show plan.json | head`, or it is full.
         sys.stdout = None  # nothing to flush at exit
-        return 1
+        if isinstance(error, BrokenPipeError):
+            return 1
+        message, code = f"meshfold: stdout: {error.strerror}; make space or write elsewhere", 1
+    click.echo(error_line(message), err=True)
+    try:
+        click.echo(nl=False)  # flushes
+    except OSError:
+        sys.stdout = None
+    return code
 
 
 def main() -> NoReturn:
     """The `meshfold` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
     if "--debug" not in sys.argv:
         # One line on stderr is the contract; libraries below are chatty.
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
+        logging.disable(logging.CRITICAL)
     sys.exit(run())

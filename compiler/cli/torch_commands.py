@@ -1,6 +1,7 @@
 """What the command line runs that needs torch: plan, graph, verify. See meshfold.cli.main."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import build_for_plan, build_model
 from meshfold.passes.planner.check import price_plan
 from meshfold.passes.planner.find import Progress
-from meshfold.plan_file.io import write_whole
+from meshfold.plan_file.output_file import output_target, write_whole
 from meshfold.refine.program_events import with_program_events
 from meshfold.report.pipeline_timeline import both_text, predicted_spans, spans_json, trace_json
 from meshfold.report.step_timeline import Timeline
@@ -64,22 +65,27 @@ def make_plan(
     return replace(plan, notes=(*plan.notes, note))
 
 
-def program_text(plan: Plan, model: str, rank: int, passes: Path | None = None) -> str:
-    """The program of `rank`. passes: a folder for the program behind every pass. Raises OptionError
-    for passes of a plan with stages, and for a file in place of the folder."""
+def program_text(
+    plan: Plan, model: str, rank: int, passes: Path | None = None, inputs: Sequence[Path] = ()
+) -> str:
+    """The program of `rank`. passes: a folder for the program behind every pass; inputs: files that
+    are not written. Raises OptionError for passes of a plan with stages, and for a file in place of
+    the folder."""
     if passes is not None and plan.schedule:
         raise OptionError(f"{plan.strategy.label}: --passes is for plans in one pass; leave it out")
-    if passes is not None and passes.exists() and not passes.is_dir():
+    if passes is not None and os.path.lexists(passes) and not passes.is_dir():
         raise OptionError(f"--passes {passes}: is a file; name a folder")
     captured = captured_as_planned(plan, build_for_plan(model, plan))
     ran: list[PassRun] = []
     program = emit_plan(captured.graph, plan, ran.append)
     if passes is not None:
         passes.mkdir(parents=True, exist_ok=True)
-        for one in ran:
+        files = {passes / f"{one.number}-{one.name}.txt": one for one in ran}
+        for file in files:  # all of them before the first is written
+            output_target(file, inputs)
+        for file, one in files.items():
             head = f"pass {one.number}, {one.name}: {seconds_text(one.seconds)}"
-            text = f"{head}\n{one.program.text(rank)}\n"
-            write_whole(passes / f"{one.number}-{one.name}.txt", text)
+            write_whole(file, f"{head}\n{one.program.text(rank)}\n")
     return program.text(rank)
 
 

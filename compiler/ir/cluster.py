@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshfold.errors import ClusterSpecError
+from meshfold.ir.limits import MOST_DEVICES, MOST_NUMBER
 
 OVERLAP_SLOWDOWN = 1.1256
 """Where nothing better is known, see DeviceSpec. Ported: PKU-DAIR/Hetu-Galvatron
@@ -140,6 +141,10 @@ class ClusterSpec:
                     f"{path}.link.name: {group.link.name!r} is also the network's name; "
                     "give the links inside a node a name of their own"
                 )
+        if self.num_devices > MOST_DEVICES:
+            raise ClusterSpecError(
+                f"groups: {self.num_devices} devices are more than {MOST_DEVICES}; take fewer nodes"
+            )
         _check_link("network", self.network)
 
 
@@ -190,8 +195,9 @@ def _check_text(path: str, text: str) -> None:
 
 
 def _check_count(path: str, number: int) -> None:
-    if number < 1:
-        raise ClusterSpecError(f"{path}: must be 1 or more, got {number}")
+    if not 1 <= number <= MOST_NUMBER:
+        most = "1 or more" if number < 1 else f"at most {MOST_NUMBER}"
+        raise ClusterSpecError(f"{path}: must be {most}, got {number}")
 
 
 def _check_positive(path: str, number: float) -> None:

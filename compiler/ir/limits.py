@@ -2,6 +2,16 @@
 
 from typing import Annotated, NamedTuple
 
+MOST_NUMBER = 2**63 - 1
+"""Of a count or of bytes."""
+MOST_SECONDS = 1e15
+MOST_SIZE = 2**31 - 1
+"""Of a batch, a sequence, a degree."""
+MOST_DEVICES = 131_072
+"""Of a cluster, and of a mesh."""
+MOST_INSTANCES = 1_000_000
+"""Of a run of equal things: what a short file may expand to."""
+
 
 class Limits(NamedTuple):
     """The least number that a field takes, and the greatest; None for any."""
@@ -10,7 +20,8 @@ class Limits(NamedTuple):
     most: float | None = None
 
 
-Count = Annotated[int, Limits(0)]
-Positive = Annotated[int, Limits(1)]
-Bytes = Annotated[int, Limits(0)]
-Seconds = Annotated[float, Limits(0)]
+Count = Annotated[int, Limits(0, MOST_NUMBER)]
+Positive = Annotated[int, Limits(1, MOST_NUMBER)]
+Instances = Annotated[int, Limits(1, MOST_INSTANCES)]
+Bytes = Annotated[int, Limits(0, MOST_NUMBER)]
+Seconds = Annotated[float, Limits(0, MOST_SECONDS)]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from meshfold.ir.limits import Positive
+from meshfold.ir.limits import MOST_DEVICES, Positive
 
 PIPELINE_AXIS = "pp"
 """The axis whose ranks run different stages."""
@@ -40,6 +40,8 @@ class Mesh:
             raise ValueError(f"axis names must differ, got {', '.join(self.names)}")
         if any(a.size < 1 for a in self.axes):
             raise ValueError("every axis needs at least one rank")
+        if self.num_ranks > MOST_DEVICES:
+            raise ValueError(f"{self.num_ranks} ranks are more than {MOST_DEVICES}")
 
     @property
     def num_ranks(self) -> int:

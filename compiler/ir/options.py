@@ -99,7 +99,7 @@ class LayoutPin:
     def __post_init__(self) -> None:
         if self.value not in ("replicate", "dp") and not _TP_LAYOUT.fullmatch(self.value):
             raise OptionError(
-                f"pin {self}: write replicate, dp, tp:DIM, tp:DIM+ or either with ,dp"
+                f"pin {self}: no layout; write replicate, dp, tp:DIM, tp:DIM+ or either with ,dp"
             )
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class LayoutPin:
         return self.value.split(",")[-1] == "dp"
 
 
-_TP_LAYOUT = re.compile(r"tp:(\d+)(\+)?(,dp)?")
+_TP_LAYOUT = re.compile(r"tp:([0-9]{1,4})(\+)?(,dp)?")
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class CompileOptions:
         for name, value in self.pins.items():
             _check_pin(name, value)
         if self.memory_bytes is not None and self.memory_bytes <= 0:
-            raise OptionError(f"memory must be positive, got {self.memory_bytes} bytes")
+            raise OptionError(f"memory: {self.memory_bytes} bytes; write more than 0")
         if self.optimizer not in ("adamw", "sgd"):
             raise OptionError(f"optimizer {self.optimizer!r} is unknown; write adamw or sgd")
         if self.mode not in get_args(Mode):
@@ -229,20 +229,22 @@ def _check_pin(name: str, value: PinValue) -> None:
         )
     if name in _SIZES:
         if value != 0 and not (isinstance(value, str) and is_bytes(value)):
-            raise OptionError(f"pin {name}={value}: write a size, as 25MB, or 0 for none at all")
+            raise OptionError(
+                f"pin {name}={value}: no size; write one, as 25MB, or 0 for none at all"
+            )
         return
     if name in _WORDS:
         if value not in _WORDS[name]:
-            raise OptionError(f"pin {name}={value}: write {' or '.join(_WORDS[name])}")
+            raise OptionError(f"pin {name}={value}: unknown; write {' or '.join(_WORDS[name])}")
         return
     if not isinstance(value, int):
-        raise OptionError(f"pin {name}={value}: write a number")
+        raise OptionError(f"pin {name}={value}: no number; write one")
     if (
         name in ("dp", "ep", "cp", "tp", "pp", "microbatches", VIRTUAL_STAGES, MICRO_CHUNKS)
         and value < 1
     ):
-        raise OptionError(f"pin {name}={value}: a degree is 1 or more")
+        raise OptionError(f"pin {name}={value}: no degree; write 1 or more")
     if name == "zero" and value not in range(4):
-        raise OptionError(f"pin zero={value}: ZeRO levels are 0, 1, 2 and 3")
+        raise OptionError(f"pin zero={value}: no ZeRO level; write 0, 1, 2 or 3")
     if name in ("sp", COLLECTIVE_MATMUL, CHAINED_CHUNKS) and value not in (0, 1):
-        raise OptionError(f"pin {name}={value}: write {name}=1 or {name}=0")
+        raise OptionError(f"pin {name}={value}: unknown; write {name}=1 or {name}=0")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from meshfold.ir.cluster import ClusterSpec
-from meshfold.ir.limits import Bytes, Count, Positive, Seconds
+from meshfold.ir.limits import Bytes, Count, Instances, Positive, Seconds
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CHAINED_CHUNKS, Mode, Precision
@@ -102,7 +102,7 @@ class RegionPlan:
 
     name: str
     fingerprint: str
-    num_instances: Positive
+    num_instances: Instances
     example_scope: str
     typing: RegionTyping
     parameters: tuple[ParameterPlacement, ...]
@@ -137,7 +137,7 @@ class RegionRun:
 
     region: str
     first: Count
-    count: Positive
+    count: Instances
 
 
 @dataclass(frozen=True)

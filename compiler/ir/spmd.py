@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-_TEXT = re.compile(r"^(?:[IRP]|([SE])(\d+)(?:/(\d+))?(?:(\+)(\d*))?)$")
+_TEXT = re.compile(r"^(?:[IRP]|([SE])([0-9]{1,9})(?:/([0-9]{1,9}))?(?:(\+)([0-9]{0,9}))?)$")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -13,7 +13,6 @@ weights, "cpu" to run. Raises OptionError, one line, whatever is wrong with the 
 
 import importlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -27,6 +26,8 @@ from torch import nn
 
 from meshfold.errors import OptionError
 from meshfold.ir.plan import Plan
+from meshfold.models.config_file import read_fields
+from meshfold.models.user_code import user_code
 
 SEQUENCE_LIMIT = 2048
 """Longest default sequence; --seq goes beyond."""
@@ -39,6 +40,9 @@ _TASKS = {
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 }
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Of parameters."""
 
 _NEEDS_MASK = ("longt5", "switch_transformers")
 """Model types that make a mask of padding by themselves, but not where they are traced."""
@@ -68,7 +72,7 @@ def build_model(
     """
     for name, size in (("batch", batch), ("seq", sequence)):
         if size is not None and size < 1:
-            raise OptionError(f"--{name} {size}: must be 1 or more")
+            raise OptionError(f"--{name} {size}: no size; write 1 or more")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if is_configuration(argument):
@@ -99,14 +103,21 @@ def sequence_length(plan: Plan) -> int | None:
 
 def accepted_sizes(argument: str) -> tuple[str, ...]:
     """Which of batch and seq a factory has arguments for."""
-    accepted = inspect.signature(_find_factory(argument)).parameters
-    return tuple(name for name in ("batch", "seq") if name in accepted)
+    return _accepted_by(_find_factory(argument))
+
+
+def _accepted_by(factory: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # some of the interpreter's own have no signature
+        return ()
+    return tuple(name for name in ("batch", "seq") if name in parameters)
 
 
 def configuration_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of a configuration file, and the same with the defaults of those it has not.
     Raises OptionError, as build_model."""
-    fields = _read_fields(path)
+    fields = read_fields(path)
     transformers = _transformers(path)
     _architecture(path, fields, transformers)
     return fields, _config(path, fields, transformers).to_dict() | fields
@@ -115,84 +126,80 @@ def configuration_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _from_factory(argument: str, batch: int | None, sequence: int | None) -> BuiltModel:
     factory = _find_factory(argument)
     sizes = {k: v for k, v in (("batch", batch), ("seq", sequence)) if v is not None}
-    accepted = inspect.signature(factory).parameters
+    accepted = _accepted_by(factory)
     for name in sizes:
         if name not in accepted:
             raise OptionError(
                 f"{argument}: --{name} is given but the factory takes no argument {name!r}; "
                 "add it or leave the option out"
             )
-    try:
+    with user_code(f"{argument}: the factory", remedy="correct it"):
         made = factory(**sizes)
-    except Exception as error:
-        raise OptionError(f"{argument}: the factory raised {_one_line(error)}") from error
-    if isinstance(made, tuple) and len(made) == 2:
-        model, inputs = made
-        if isinstance(model, nn.Module) and isinstance(inputs, Mapping):
-            return BuiltModel(model, dict(inputs))
-    raise OptionError(
-        f"{argument}: the factory must return (torch.nn.Module, dict of keyword arguments), "
-        f"it returned {_describe(made)}"
-    )
+        if isinstance(made, tuple) and len(made) == 2:
+            model, inputs = made
+            if isinstance(model, nn.Module) and isinstance(inputs, Mapping):
+                inputs = dict(inputs)
+                for name, value in inputs.items():
+                    if isinstance(value, torch.Tensor) and not value.numel():
+                        raise OptionError(f"{argument}: input {name!r} is empty; give it entries")
+                if all(isinstance(name, str) for name in inputs):
+                    _check_dtypes(argument, model)
+                    return BuiltModel(model, inputs)
+        raise OptionError(
+            f"{argument}: the factory must return (torch.nn.Module, dict of keyword arguments), "
+            f"it returned {_describe(made)}; correct it"
+        )
+
+
+def _check_dtypes(argument: str, model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
+            raise OptionError(
+                f"{argument}: {name} is {str(tensor.dtype).removeprefix('torch.')}, which meshfold "
+                "cannot train; convert the model to bfloat16, say"
+            )
 
 
 def _find_factory(argument: str) -> Callable[..., Any]:
     module_name, colon, name = argument.partition(":")
     if not colon or not module_name or not name:
         raise OptionError(
-            f"MODEL {argument!r}: write package.module:factory or the path of a .json file"
+            f"MODEL {argument!r}: no model; write package.module:factory or a path of a .json file"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and module_name.split(".")[0] == error.name.split(".")[0]:
-            raise OptionError(f"{argument}: no module {error.name!r} here or installed") from error
-        raise OptionError(f"{argument}: importing it raised {_one_line(error)}") from error
-    except Exception as error:
-        raise OptionError(f"{argument}: importing it raised {_one_line(error)}") from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise OptionError(f"{argument}: module {module_name!r} has no function {name!r}")
-    return factory  # type: ignore[no-any-return]
+    with user_code(f"{argument}: importing it", remedy="correct the module"):
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and module_name.split(".")[0] == error.name.split(".")[0]:
+                raise OptionError(
+                    f"{argument}: no module {error.name!r} here or installed; write "
+                    "package.module:factory"
+                ) from error
+            raise
+        factory = getattr(module, name, None)
+        if not callable(factory):
+            raise OptionError(
+                f"{argument}: module {module_name!r} has no function {name!r}; name one"
+            )
+        return factory  # type: ignore[no-any-return]
 
 
 def _from_file(path: Path, batch: int, sequence: int | None, device: str) -> BuiltModel:
-    fields = _read_fields(path)
+    fields = read_fields(path)
     transformers = _transformers(path)
     class_name, task = _architecture(path, fields, transformers)
     config = _config(path, fields, transformers)
     dtype = _dtype(path, fields)
-    try:
+    with user_code(f"{path}: {class_name}", remedy="correct the fields"):
         with torch.device(device):
             model = getattr(transformers, class_name)._from_config(config, dtype=dtype)
-    except Exception as error:
-        raise OptionError(f"{path}: {class_name} raised {_one_line(error)}") from error
-    # As a training script has it; capture keeps the mode of the model.
-    model.train()
-    try:
-        inputs = _example_inputs(path, task, config, dtype, batch, sequence)
-    except AttributeError as error:
-        raise OptionError(
-            f"{path}: no example inputs for {class_name} ({error}); "
-            "write a factory, package.module:factory"
-        ) from error
-    return BuiltModel(model, {name: value.to(device) for name, value in inputs.items()})
-
-
-def _read_fields(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise OptionError(f"{path}: not JSON ({error})") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
-        raise OptionError(
-            f"{path}: model_type: missing; this is no Hugging Face configuration file"
-        )
-    return fields
+        # As a training script has it; capture keeps the mode of the model.
+        model.train()
+    remedy = "correct the fields, or write a factory, package.module:factory"
+    with user_code(f"{path}: making inputs of {class_name}", remedy=remedy), torch.device(device):
+        return BuiltModel(model, _example_inputs(path, task, config, dtype, batch, sequence))
 
 
 def _transformers(path: Path) -> ModuleType:
@@ -213,10 +220,11 @@ def _architecture(
     by_task = {task: getattr(tables, table) for task, table in _TASKS.items()}
     model_type = fields["model_type"]
     if model_type not in transformers.CONFIG_MAPPING:
-        raise OptionError(f"{path}: model_type: transformers knows no {model_type!r}")
+        raise OptionError(f"{path}: model_type: transformers knows no {model_type!r}; correct it")
     known = {by_task[task][model_type]: task for task in by_task if model_type in by_task[task]}
-    wanted = (fields.get("architectures") or [next(iter(known), None)])[0]
-    if wanted in known:
+    named = fields.get("architectures") or [next(iter(known), None)]
+    wanted = named[0] if isinstance(named, list) else named
+    if isinstance(wanted, str) and wanted in known:
         return wanted, known[wanted]
     raise OptionError(
         f"{path}: architectures: {wanted or model_type} has no loss that meshfold can train; "
@@ -225,19 +233,18 @@ def _architecture(
 
 
 def _config(path: Path, fields: Mapping[str, Any], transformers: ModuleType) -> Any:
-    try:
+    with user_code(f"{path}: transformers", remedy="correct the fields"):
         return transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
-    except Exception as error:
-        raise OptionError(f"{path}: {_one_line(error)}") from error
 
 
 def _dtype(path: Path, fields: Mapping[str, Any]) -> torch.dtype:
     # "torch_dtype" is the field's name in files written before transformers 5.
     name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise OptionError(f"{path}: dtype: {name!r} is no float type of torch")
-    return dtype
+    dtype: Any = getattr(torch, str(name), None)
+    if dtype not in _FLOATS:
+        names = ", ".join(str(one).removeprefix("torch.") for one in _FLOATS)
+        raise OptionError(f"{path}: dtype: {name!r} cannot be trained; write one of {names}")
+    return dtype  # type: ignore[no-any-return]
 
 
 def _example_inputs(
@@ -255,6 +262,10 @@ def _example_inputs(
         }
     longest = _longest(config)
     length = sequence or min(longest, SEQUENCE_LIMIT)
+    if length < 1 or not isinstance(config.vocab_size, int) or config.vocab_size < 1:
+        raise OptionError(
+            f"{path}: vocab_size: {config.vocab_size} for sequences of {length}; write 1 or more"
+        )
     tokens = torch.randint(0, config.vocab_size, (batch, length))
     labels = torch.randint(0, config.vocab_size, (batch, length))
     inputs = {"input_ids": tokens, "labels": labels}
@@ -272,8 +283,3 @@ def _describe(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(type(item).__name__ for item in value)})"
     return type(value).__name__
-
-
-def _one_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

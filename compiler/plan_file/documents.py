@@ -18,7 +18,7 @@ from pydantic_core.core_schema import (
 )
 
 from meshfold.ir.cluster import ClusterSpec, DeviceSpec
-from meshfold.ir.limits import Positive, Seconds
+from meshfold.ir.limits import MOST_INSTANCES, MOST_NUMBER, Positive, Seconds
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.plan import MemoryEstimate, Plan, RegionPlan, SearchStats, TimeEstimate
 from meshfold.ir.spmd import Layout
@@ -105,7 +105,8 @@ def _region_fields(found: dict[str, Any]) -> dict[str, Any]:
 
 def _runs(read: Any, write: Any, least: int | None) -> Special:
     """A sequence of numbers as [number, how often in a row]."""
-    run = tuple_schema([int_schema(ge=least), int_schema(ge=1)], strict=False)
+    number = int_schema(ge=-MOST_NUMBER if least is None else least, le=MOST_NUMBER)
+    run = tuple_schema([number, int_schema(ge=1, le=MOST_INSTANCES)], strict=False)
     runs = tuple_schema([run], variadic_item_index=0, strict=False)
     return Special(no_info_after_validator_function(read, runs), write)
 
@@ -121,7 +122,7 @@ def _from_changes(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
 _LAYOUT = text(
     read_layout,
     write_layout,
-    pattern=r"^(-|([IRP]|[SE]\d+(/\d+)?(\+\d*)?)(,([IRP]|[SE]\d+(/\d+)?(\+\d*)?))*)$",
+    pattern=r"^(-|([IRP]|[SE][0-9]+(/[0-9]+)?(\+[0-9]*)?)(,([IRP]|[SE][0-9]+(/[0-9]+)?(\+[0-9]*)?))*)$",
     description="One SPMD type per mesh axis: I, R, P, S<dim> or S<dim>/<blocks>; - for none",
     context=True,
 )

@@ -10,10 +10,12 @@ An event is one line, its last word the bytes alive inside the region meanwhile:
 Every read function raises ValueError.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
+from meshfold.ir.limits import MOST_INSTANCES, MOST_SECONDS
 from meshfold.ir.node_groups import NUM_STEPS
 from meshfold.ir.step_events import CollectiveEvent, Event, EventKind
 
@@ -28,6 +30,7 @@ _BARE_KINDS = (
     "run_epilogue",
 )
 
+_COUNT = re.compile("[0-9]{1,18}")
 _AS, _TIMES, _THEN = " = ", " x ", " + "
 
 
@@ -49,7 +52,7 @@ def read_collective(text: str) -> CollectiveEvent:
     pieces, _, steps = steps.partition(_TIMES)
     collectives = steps.split(_THEN)
     is_complete = found.kind == "all_reduce" and len(collectives) == NUM_STEPS
-    if not (is_complete and pieces.isdigit() and pieces != "0"):
+    if not (is_complete and _COUNT.fullmatch(pieces) and int(pieces) > 0):
         raise ValueError(
             f"{text!r}: write 'all_reduce ... = PIECES x' and {NUM_STEPS} steps, joined by +"
         )
@@ -62,11 +65,22 @@ def _read_whole(text: str) -> CollectiveEvent:
         raise ValueError(f"{text!r} is no collective; write 'kind axes link bytes seconds'")
     kind, axes, *link, num_bytes, seconds = words
     found = CollectiveEvent(
-        kind, tuple(axes.split(",")), " ".join(link), int(num_bytes), float(seconds)
+        kind, tuple(axes.split(",")), " ".join(link), _count(num_bytes), _seconds(seconds)
     )
-    if found.seconds < 0 or found.num_bytes < 0:
-        raise ValueError(f"{text!r}: bytes and seconds are 0 or more")
     return found
+
+
+def _count(text: str) -> int:
+    if not _COUNT.fullmatch(text):
+        raise ValueError(f"{text!r} is no count; write a whole number, 0 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise ValueError(f"{text!r} are no seconds; write 0 to {MOST_SECONDS:g}")
+    return seconds
 
 
 def write_event(event: Event) -> str:
@@ -84,17 +98,14 @@ def write_event(event: Event) -> str:
 def read_event(line: str) -> Event:
     """Inverse of write_event. Raises ValueError."""
     what, _, inside = line.rpartition(" ")
-    if not what or not inside.isdigit():
+    if not what or not _COUNT.fullmatch(inside):
         raise ValueError(f"{line!r} is no event; its last word is a number of bytes")
     first, _, rest = what.partition(" ")
     if first == "compute":
-        seconds = float(rest)
-        if not seconds >= 0:
-            raise ValueError(f"{line!r}: seconds are 0 or more")
-        return Event("compute", seconds, int(inside))
+        return Event("compute", _seconds(rest), int(inside))
     if first == "start":
         number, _, text = rest.partition(" ")
-        if not number.isdigit():
+        if not _COUNT.fullmatch(number):
             raise ValueError(f"{line!r}: a start has a number and a collective")
         return Event("start", 0.0, int(inside), int(number), read_collective(text))
     if first not in get_args(EventKind):
@@ -102,7 +113,7 @@ def read_event(line: str) -> Event:
     kind: EventKind = first  # type: ignore[assignment]  # is one of them
     if kind in _BARE_KINDS and not rest:
         return Event(kind, inside_bytes=int(inside))
-    if kind in _NUMBERED_KINDS and rest.isdigit():
+    if kind in _NUMBERED_KINDS and _COUNT.fullmatch(rest):
         return Event(kind, inside_bytes=int(inside), number=int(rest))
     raise ValueError(
         f"{line!r} is no event; {', '.join(_NUMBERED_KINDS)} have a number, "
@@ -122,5 +133,8 @@ def run_lengths(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def from_run_lengths(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Inverse of run_lengths."""
+    """Inverse of run_lengths. Raises ValueError for more than MOST_INSTANCES."""
+    length = sum(count for _, count in runs)
+    if length > MOST_INSTANCES:
+        raise ValueError(f"{length} in all are more than {MOST_INSTANCES}")
     return tuple(number for number, count in runs for _ in range(count))

@@ -5,9 +5,7 @@ the first fault is told in one line with its JSON path.
 Writing gives equal bytes for equal plans and replaces the file in one step.
 """
 
-import json
 import os
-import tempfile
 from pathlib import Path
 
 from pydantic_core import ValidationError
@@ -15,6 +13,8 @@ from pydantic_core import ValidationError
 from meshfold.errors import PlanFormatError
 from meshfold.ir.plan import PLAN_VERSION, Plan
 from meshfold.plan_file.documents import plan_document, plan_from_document
+from meshfold.plan_file.json_input import JsonFault, parse_json, read_json
+from meshfold.plan_file.output_file import write_whole
 from meshfold.plan_file.records import first_fault
 from meshfold.plan_file.text import json_text
 
@@ -29,9 +29,12 @@ def plan_to_json(plan: Plan) -> str:
 def plan_from_json(text: str) -> Plan:
     """The plan in `text`. Raises PlanFormatError: JSON path, found and expected."""
     try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise PlanFormatError(f"not JSON ({error}); {REMEDY}") from error
+        return _plan(parse_json(text))
+    except JsonFault as error:
+        raise PlanFormatError(f"{error}; {REMEDY}") from error
+
+
+def _plan(data: object) -> Plan:
     _check_version(data)
     try:
         return plan_from_document(data)
@@ -52,12 +55,9 @@ def _check_version(data: object) -> None:
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Reads a plan file. Raises PlanFormatError, which names the file."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise PlanFormatError(f"{os.fspath(path)}: cannot be read ({reason})") from error
-    try:
-        return plan_from_json(text)
+        return _plan(read_json(Path(path)))
+    except JsonFault as error:
+        raise PlanFormatError(f"{os.fspath(path)}: {error}; {REMEDY}") from error
     except PlanFormatError as error:
         raise PlanFormatError(f"{os.fspath(path)}: {error}") from error
 
@@ -65,19 +65,3 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a plan file: whole or not at all. Raises OSError."""
     write_whole(Path(path), plan_to_json(plan))
-
-
-def write_whole(target: Path, text: str) -> None:
-    """Writes a file of text: whole or not at all. Raises OSError."""
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-        # mkstemp makes the file private; this is as open as any other file of the user.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -74,7 +74,7 @@ def bubble_share(spans: Sequence[Span]) -> float:
 
 def spans_text(spans: Sequence[Span], how: str = "predicted") -> str:
     """One row per device: digits are forwards, letters backwards, of microbatch 0, 1, ..."""
-    step_s = max(span.end_s for span in spans)
+    step_s = max(span.end_s for span in spans) or 1.0
     rows = []
     for device in range(1 + spans[-1].device):
         row = [" "] * COLUMNS

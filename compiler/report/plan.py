@@ -18,6 +18,7 @@ from meshfold.ir.step_events import SimulatedStep
 from meshfold.plan_file.text import write_layout
 from meshfold.report.search import proof_text, search_view
 from meshfold.report.tables import indented, section, table_of
+from meshfold.report.terminal import lines_view
 from meshfold.units import bytes_text, count_text, seconds_text
 
 COLOURS = ("cyan", "blue", "magenta", "green", "yellow", "bright_blue", "red", "white")
@@ -117,7 +118,7 @@ def _headline(plan: Plan) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     for label, text in rows:
         style = "bold green" if label == "strategy" else ""
-        grid.add_row(Text(label, style="dim"), Text(text, style=style))
+        grid.add_row(Text(label, style="dim"), lines_view([text], style))
     return grid
 
 
@@ -341,10 +342,10 @@ def _conversions(plan: Plan) -> RenderableType:
     return indented(table) if table.row_count else Text("  none")
 
 
-def _collectives(names: Iterable[str]) -> str:
+def _collectives(names: Iterable[str]) -> Text:
     """Each once, one per line."""
     found = dict.fromkeys(name.replace("_", "-") for name in names)
-    return "\n".join(name for name in found if name != NOTHING) or NOTHING
+    return lines_view([name for name in found if name != NOTHING] or [NOTHING])
 
 
 def _fallbacks(regions: Sequence[RegionPlan]) -> list[RenderableType]:
@@ -352,10 +353,10 @@ def _fallbacks(regions: Sequence[RegionPlan]) -> list[RenderableType]:
     if not lines:
         return []
     title = "Ops without a rule: every rank runs them unsharded"
-    return [section(title, Text("\n".join(lines), style="yellow"))]
+    return [section(title, lines_view(lines, "yellow"))]
 
 
 def _notes(plan: Plan) -> list[RenderableType]:
     if not plan.notes:
         return []
-    return [section("Notes", Text("\n".join(f"  {note}" for note in plan.notes)))]
+    return [section("Notes", lines_view(f"  {note}" for note in plan.notes))]

@@ -5,6 +5,7 @@ from rich.text import Text
 
 from meshfold.ir.plan import Plan, RegionPlan
 from meshfold.report.tables import indented, section, table_of
+from meshfold.report.terminal import lines_view
 from meshfold.units import bytes_text, seconds_text
 
 
@@ -54,9 +55,8 @@ def search_view(plan: Plan) -> RenderableType:
 
 def explain_view(plan: Plan, regions: tuple[RegionPlan, ...]) -> RenderableType:
     """Per region the strategy taken and the best that lost, each with the reason."""
-    sections: list[RenderableType] = [
-        Text(f"{plan.model.name} on {plan.cluster.name}: {plan.mesh}")
-    ]
+    headline = lines_view([f"{plan.model.name} on {plan.cluster.name}: {plan.mesh}"])
+    sections: list[RenderableType] = [headline]
     for region in regions:
         title = (
             f"Region {region.name}  {region.num_instances} x "

@@ -23,6 +23,7 @@ from meshfold.report.pipeline_timeline import (
     spans_text,
     trace_json,
 )
+from meshfold.report.terminal import escaped
 from meshfold.units import bytes_text, seconds_text
 
 LETTERS = {
@@ -93,6 +94,7 @@ def timeline_text(simulation: Simulation, links: Sequence[str]) -> str:
             marks = ((t.start_s, t.end_s, _letter(t)) for t in members)
             rows.append((link, _row(marks, step.step_s, QUARTER)))
     rows.append(("memory", _memory_row(simulation.memory, step)))
+    rows = [(escaped(name), row) for name, row in rows]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  |{row}|" for name, row in rows]
     lines += [LEGEND, "", _figures(step)]
@@ -115,9 +117,9 @@ def overlap_lines(rows: Sequence[OverlapRow]) -> list[str]:
     wide = axes_width(row.axes for row in rows)
     lines = [f"{'collective':<16}{'over':<{wide}}{'n':>6}{'hidden':>10}{'exposed':>10}"]
     for row in rows:
-        name = row.kind.replace("_", "-")
+        name, axes = escaped(row.kind.replace("_", "-")), escaped(" x ".join(row.axes))
         lines.append(
-            f"{name:<16}{' x '.join(row.axes):<{wide}}{row.count:>6}"
+            f"{name:<16}{axes:<{wide}}{row.count:>6}"
             f"{seconds_text(row.hidden_s):>10}{seconds_text(row.exposed_s):>10}"
         )
     return lines
@@ -135,13 +137,13 @@ def _compute_marks(simulation: Simulation) -> Iterable[tuple[float, float, str]]
 
 
 def _letter(transfer: Transfer) -> str:
-    letter = LETTERS[transfer.collective.kind]
+    letter = LETTERS.get(transfer.collective.kind, "?")
     return letter.upper() if transfer.exposed_s > transfer.hidden_s else letter
 
 
 def _row(marks: Iterable[tuple[float, float, str]], step_s: float, least: float) -> str:
     """Every cell shows what takes most of it, if anything takes the share `least`."""
-    cell_s = step_s / COLUMNS
+    cell_s = step_s / COLUMNS or 1.0
     cells: list[dict[str, float]] = [{} for _ in range(COLUMNS)]
     for start_s, end_s, mark in marks:
         first = min(int(start_s / cell_s), COLUMNS - 1)
@@ -158,11 +160,11 @@ def _row(marks: Iterable[tuple[float, float, str]], step_s: float, least: float)
 
 def _memory_row(memory: Sequence[tuple[float, int]], step: SimulatedStep) -> str:
     """The most of every cell, in eighths of the peak."""
-    cells = [0] * COLUMNS
+    cells, step_s = [0] * COLUMNS, step.step_s or 1.0
     ends = [start_s for start_s, _ in memory[1:]] + [step.step_s]
     for (start_s, num_bytes), end_s in zip(memory, ends, strict=True):
-        first = min(int(start_s / step.step_s * COLUMNS), COLUMNS - 1)
-        last = min(int(end_s / step.step_s * COLUMNS), COLUMNS - 1)
+        first = min(int(start_s / step_s * COLUMNS), COLUMNS - 1)
+        last = min(int(end_s / step_s * COLUMNS), COLUMNS - 1)
         for k in range(first, last + 1):
             cells[k] = max(cells[k], num_bytes)
     # Before the first event there is what it begins with.
@@ -197,7 +199,9 @@ def timeline_json(simulation: Simulation) -> str:
 
 def timeline_trace(simulation: Simulation, links: Sequence[str]) -> str:
     """A Chrome trace: a thread per stream, and a counter of memory."""
-    threads = ("compute", *links)
+    # A plan that was edited may name links that its cluster has not.
+    named = (t.collective.link for t in simulation.transfers)
+    threads = tuple(dict.fromkeys(("compute", *links, *named)))
     events: list[dict[str, object]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": k, "args": {"name": name}}
         for k, name in enumerate(threads)

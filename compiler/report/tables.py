@@ -7,9 +7,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from meshfold.report.terminal import lines_view
+
 
 def section(title: str, body: RenderableType) -> RenderableType:
-    return Group(Text(f"\n{title}", style="bold"), body)
+    return Group(Text(), lines_view([title], style="bold"), body)
 
 
 def table_of(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ()) -> Table:

@@ -27,7 +27,7 @@ from meshfold.ir.cluster import (
 )
 from meshfold.plan_file.cluster_file import load_cluster
 
-_COUNTED = re.compile(r"^(?P<name>.+)x(?P<count>-?\d+)$")
+_COUNTED = re.compile(r"^(?P<name>.+)x(?P<count>-?[0-9]{1,18})$")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _parse(text: str) -> tuple[Preset, int | None]:
     known = presets()
     if text in known:
         return known[text], None
-    match = _COUNTED.match(text)
+    match = _COUNTED.fullmatch(text)
     name = match["name"] if match else text
     if name not in known or match is None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)

@@ -39,8 +39,8 @@ from meshfold.cost_models.pipeline.v_schedules import dualpipev_actions, far_sta
 from meshfold.errors import OptionError
 
 _TEXT = re.compile(
-    r"(?P<kind>\w+)\((?P<p>\d+) x (?P<m>\d+)"
-    r"(, (?P<v>\d+) virtual stages)?(, warm-up \+(?P<extra>\d+))?\)"
+    r"(?P<kind>\w+)\((?P<p>[0-9]{1,6}) x (?P<m>[0-9]{1,6})"
+    r"(, (?P<v>[0-9]{1,6}) virtual stages)?(, warm-up \+(?P<extra>[0-9]{1,6}))?\)"
 )
 _SIZES = (("p", 1), ("m", 1), ("v", 1), ("extra", 0))
 

@@ -58,3 +58,8 @@ def test_what_a_model_keeps_wide_is_not_cast_under_a_narrow_precision() -> None:
     model._keep_in_fp32_modules_strict = {"classifier"}  # type: ignore[assignment]
     captured = capture(model, X, precision="bf16")
     assert {p.dtype for p in captured.graph.parameters} == {"float32"}
+
+
+def test_a_model_without_ops_is_refused() -> None:
+    with pytest.raises(CaptureError, match="computes nothing; return a loss"):
+        capture(nn.Identity(), {"input": torch.zeros(4)})

@@ -119,7 +119,9 @@ class _Traced(nn.Module):
             returned = self.model(**self.inputs.rebuild(tensors))
         named = name_outputs(returned)
         if not named:
-            raise CaptureError("the model returns no tensor", op=type(self.model).__name__)
+            raise CaptureError(
+                "the model returns no tensor; return its loss", op=type(self.model).__name__
+            )
         refuse_lost_gradients(named.values(), set(self.model.parameters()))
         kept = loss_of(named)
         self.report.names, self.report.all_names = tuple(kept), tuple(named)

@@ -104,8 +104,16 @@ def test_show(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "m:f", "-c", "dgx-h100", "-o", "no/p.json"], 2, "no folder no; make it first"),
         (["plan", "m:f", "-c", "dgx-h100", "-o", "."], 2, "-o .: is a folder"),
         (["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--memory", "16"], 2, "16GB or 16GiB"),
-        (["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--memory", "0GB"], 2, "positive"),
-        (["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--pin", "tp"], 2, "--pin tp: write"),
+        (
+            ["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--memory", "0GB"],
+            2,
+            "write more than 0",
+        ),
+        (
+            ["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--pin", "tp"],
+            2,
+            "--pin tp: no value; write",
+        ),
         (["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--pin", "xp=2"], 2, "pin 'xp' is unk"),
         (["plan", "m:f", "-c", "dgx-h100", "-o", "p.json", "--pin", "tp=0"], 2, "1 or more"),
         (
@@ -140,7 +148,7 @@ def test_debug_adds_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run(["show", str(tmp_path / "missing.json"), "--debug"]) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err
-    assert err.splitlines()[-1].startswith("meshfold: ")
+    assert err.splitlines()[-1].startswith("meshfold show: ")
 
 
 def test_show_does_not_import_torch(plan_file: str) -> None:
@@ -165,3 +173,13 @@ def test_a_reader_that_leaves_early_is_no_crash(plan_file: str) -> None:
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_full_stdout_is_one_line(plan_file: str) -> None:
+    code = "from meshfold.cli.main import main; main()"
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", code, "show", plan_file]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("meshfold") and done.stderr.count("\n") == 1
+    assert "No space left on device; " in done.stderr

@@ -101,7 +101,7 @@ def test_graph_writes_down_what_each_pass_made(
         ),
         (["support.models.factories:branching"], 1, f"support/models/factories.py:{BRANCH_LINE})"),
         (["missing.json"], 2, "missing.json: cannot be read"),
-        ([MODEL, "--batch", "0"], 2, "--batch 0: must be 1 or more"),
+        ([MODEL, "--batch", "0"], 2, "--batch 0: no size; write 1 or more"),
         ([MODEL, "--seq", "8"], 2, "takes no argument 'seq'"),
         ([MODEL, "--batch", "7", "--pin", "dp=2"], 2, "a batch of 7 does not divide over dp=2"),
         ([MODEL, "--memory", "1kB"], 1, "3.93 kB are missing"),
@@ -155,7 +155,7 @@ def test_verify_fails_with_the_worst_gradient(
     captured = capsys.readouterr()
     assert "up.bias" in captured.out
     assert captured.err == (
-        "meshfold: 1 of 1 gradients differ, worst up.bias by 2.0e-02 (tolerance 1e-10); "
+        "meshfold verify: 1 of 1 gradients differ, worst up.bias by 2.0e-02 (tolerance 1e-10); "
         "report it with the plan file\n"
     )
 

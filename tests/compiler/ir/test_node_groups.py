@@ -265,6 +265,6 @@ def test_a_pin_that_has_no_use_is_refused() -> None:
     ):
         plan_captured(captured_family("llama"), "llama", "local-cpux2", options)
     with pytest.raises(
-        OptionError, match="pin hierarchical_all_reduce=all: write a size, as 25MB, or 0"
+        OptionError, match="pin hierarchical_all_reduce=all: no size; write one, as 25MB, or 0"
     ):
         CompileOptions(pins={"hierarchical_all_reduce": "all"})

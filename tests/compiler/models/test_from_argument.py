@@ -152,7 +152,7 @@ def test_every_shipped_configuration_is_listed_above() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("gpt2", "write package.module:factory or the path of a .json file"),
+        ("gpt2", "write package.module:factory or a path of a .json file"),
         (":plain", "write package.module:factory"),
         ("no_such_module_here:f", "no module 'no_such_module_here' here or installed"),
         ("mine_for_test:other", "module 'mine_for_test' has no function 'other'"),
@@ -179,8 +179,8 @@ def test_a_wrong_argument_is_told(here: Path, argument: str, message: str) -> No
         ({"model_type": "llamma"}, "model_type: transformers knows no 'llamma'"),
         ({**TINY["bert"], "architectures": ["BertModel"]}, "BertModel has no loss .* BertForM"),
         ({"model_type": "wav2vec2"}, "wav2vec2 has no loss that meshfold can train"),
-        ({"model_type": "clip"}, "no example inputs for CLIP.*image_size.*; write a factory"),
-        ({**TINY["llama"], "dtype": "int8"}, "dtype: 'int8' is no float type"),
+        ({"model_type": "clip"}, "making inputs of CLIP.*image_size.*, or write a factory"),
+        ({**TINY["llama"], "dtype": "int8"}, "dtype: 'int8' cannot be trained"),
         ({**TINY["vit"], "hidden_act": "nope"}, "ViTForImageClassification raised KeyError"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_wrong_configuration_is_told(here: Path, fields: Any, message: str) ->
 
 
 def test_sizes_that_cannot_be(here: Path) -> None:
-    with pytest.raises(OptionError, match="--batch 0: must be 1 or more"):
+    with pytest.raises(OptionError, match="--batch 0: no size; write 1 or more"):
         build_model("mine_for_test:sized", batch=0)
     with pytest.raises(OptionError, match="--batch is given but the factory takes no argument"):
         build_model("mine_for_test:plain", batch=2)

@@ -279,7 +279,7 @@ def test_a_pin_beside_stages_is_refused() -> None:
 def test_a_pin_is_yes_or_no() -> None:
     with pytest.raises(
         OptionError,
-        match="pin collective_matmul=2: write collective_matmul=1 or collective_matmul=0",
+        match="pin collective_matmul=2: unknown; write collective_matmul=1 or collective_matmul=0",
     ):
         CompileOptions(pins={"collective_matmul": 2})
 

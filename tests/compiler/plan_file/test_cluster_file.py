@@ -37,39 +37,39 @@ def _edit(change: Callable[[dict[str, Any]], Any]) -> str:
 
 
 CASES = [
-    ("{", "mine.json: no JSON: "),
-    ("[1]", "mine.json: version: this meshfold reads cluster files of version 1, found None"),
-    (_edit(lambda d: d.update(version=2)), "mine.json: version: this meshfold reads cluster fil"),
-    (_edit(lambda d: d.pop("version")), "mine.json: version: this meshfold reads"),
-    (_edit(lambda d: d.update(color=1)), "mine.json: color: unknown field"),
-    (_edit(lambda d: d.pop("network")), "mine.json: network: missing field"),
+    ("{", "not JSON ("),
+    ("[1]", "version: this meshfold reads cluster files of version 1, found None"),
+    (_edit(lambda d: d.update(version=2)), "version: this meshfold reads cluster fil"),
+    (_edit(lambda d: d.pop("version")), "version: this meshfold reads"),
+    (_edit(lambda d: d.update(color=1)), "color: unknown field"),
+    (_edit(lambda d: d.pop("network")), "network: missing field"),
     (
         _edit(lambda d: d["groups"][0].update(num_nodes="2")),
-        "mine.json: groups[0].num_nodes: input should be a valid integer",
+        "groups[0].num_nodes: input should be a valid integer",
     ),
     (
         _edit(lambda d: d["groups"][0]["device"].update(memory=1)),
-        "mine.json: groups[0].device.memory: unknown field",
+        "groups[0].device.memory: unknown field",
     ),
     (
         _edit(lambda d: d["groups"][0].update(num_nodes=0)),
-        "mine.json: groups[0].num_nodes: must be 1 or more, got 0",
+        "groups[0].num_nodes: must be 1 or more, got 0",
     ),
-    (_edit(lambda d: d.update(groups=[])), "mine.json: groups: a cluster needs at least one"),
+    (_edit(lambda d: d.update(groups=[])), "groups: a cluster needs at least one"),
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), CASES, ids=[m[11:50] for _, m in CASES])
+@pytest.mark.parametrize(("text", "message"), CASES, ids=[m[:40] for _, m in CASES])
 def test_a_wrong_file_is_refused_with_the_field(text: str, message: str) -> None:
     with pytest.raises(ClusterSpecError) as caught:
-        cluster_from_json(text, path="mine.json")
+        cluster_from_json(text)
     assert str(caught.value).startswith(message)
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ClusterSpecError, match="cannot be read: No such file or directory"):
+    with pytest.raises(ClusterSpecError, match="cannot be read .No such file or directory"):
         load_cluster(tmp_path / "none.json")
     binary = tmp_path / "binary.json"
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ClusterSpecError, match="cannot be read: not UTF-8 text"):
+    with pytest.raises(ClusterSpecError, match="cannot be read .not UTF-8 text"):
         load_cluster(binary)

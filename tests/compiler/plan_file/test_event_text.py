@@ -80,9 +80,9 @@ Edit = Callable[[dict[str, Any]], None]
         (("events", "regions", 1, "forward", 0), "start x 1", "a start has a number"),
         (("events", "regions", 1, "forward", 0), "wait 2 0", "region B: wait 2 has no start"),
         (("events", "regions", 1, "forward", 0), "compute", "its last word is a number of bytes"),
-        (("events", "regions", 1, "forward", 0), "compute -1.0 0", "seconds are 0 or more"),
+        (("events", "regions", 1, "forward", 0), "compute -1.0 0", "'-1.0' are no seconds"),
         (("events", "regions", 1, "forward", 0), "gather dp 1 0", "is no collective; write 'kind"),
-        (("events", "regions", 1, "forward", 0), "all_gather dp l 1 -2.0 0", "0 or more"),
+        (("events", "regions", 1, "forward", 0), "all_gather dp l 1 -2.0 0", "are no seconds"),
         (
             ("events", "reduce_buckets"),
             [{"collective": "all_reduce dp l 1 2.0", "groups": [[1, -1]]}],

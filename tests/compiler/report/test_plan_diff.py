@@ -86,7 +86,7 @@ def test_diff_says_so_in_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFix
     assert run(["diff", first, second]) == 1
     out, err = capsys.readouterr()
     assert "mlp.up_proj.weight" in out
-    assert err == f"meshfold: {first} and {second} choose differently\n"
+    assert err == f"meshfold diff: {first} and {second} choose differently\n"
     assert run(["diff", first, second, "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["choices"]) == 2
 
@@ -109,7 +109,7 @@ def test_explain_of_an_unknown_region_lists_them(
 ) -> None:
     path = saved(example_plan(), tmp_path, "plan.json")
     assert run(["explain", path, "Z"]) == 2
-    assert capsys.readouterr().err == f"meshfold: no region Z in {path}; it has A, B\n"
+    assert capsys.readouterr().err == f"meshfold explain: no region Z in {path}; it has A, B\n"
 
 
 def test_help_has_an_example() -> None:

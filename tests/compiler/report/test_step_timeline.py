@@ -88,4 +88,14 @@ def test_the_command_shows_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(json.loads(capsys.readouterr().out)["collectives"]) == 63 + 32 + 32 + 1
     save_plan(example_plan(), path)
     assert run(["timeline", str(path)]) == 2
-    assert capsys.readouterr().err.startswith("meshfold: dp2 x tp4+sp, zero3: the plan has no")
+    assert capsys.readouterr().err.startswith(
+        "meshfold timeline: dp2 x tp4+sp, zero3: the plan has no"
+    )
+
+
+def test_links_and_kinds_that_nobody_knows_are_shown_all_the_same() -> None:
+    """A plan that was edited by hand may name them."""
+    plan = simulated_plan()
+    network = replace(plan.cluster.network, name="[/]")
+    odd = replace(plan, cluster=replace(plan.cluster, network=network))
+    assert json.loads(timeline_of(odd).trace)["traceEvents"]

@@ -140,6 +140,6 @@ def test_a_plan_that_says_nothing_of_buckets_has_none() -> None:
 
 def test_a_pin_that_is_no_size_is_refused() -> None:
     with pytest.raises(
-        OptionError, match="pin reduce_bucket_bytes=all: write a size, as 25MB, or 0"
+        OptionError, match="pin reduce_bucket_bytes=all: no size; write one, as 25MB, or 0"
     ):
         planned(dp=4, reduce_bucket_bytes="all")
