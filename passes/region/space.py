@@ -189,7 +189,7 @@ class SearchSpace:
             self.mesh.sizes,
             cp_axis=self.cp_axis,
             tp_axis=self.tp_axis,
-            kept=[(v, t) for v, t in layouts if t.is_shard],
+            crossing=[(v, t) for v, t in layouts if t.is_shard],
         )
 
     def _rules_at_experts(
