@@ -28,7 +28,7 @@ from meshfold.passes.schedule.list_schedule import (
     Task,
     list_order,
     listed_order,
-    most_held_bytes,
+    most_deferred_bytes,
     rounded_s,
 )
 
@@ -177,7 +177,7 @@ class _Chain:
         rest = [(t, False) for t in own if t not in begun and t not in epilogue]
         interval = (*head, *rest)
         for t in self.placed:
-            interval = min(self._places(interval, t), key=self.seconds)
+            interval = min(self._insertions(interval, t), key=self.seconds)
         return interval
 
     # The second step.
@@ -188,13 +188,13 @@ class _Chain:
             before_s = best_s
             for t in [t for t, _ in interval]:
                 rest = tuple(pair for pair in interval if pair[0] != t)
-                for place in self._places(rest, t):
-                    seconds = self.seconds(place)
-                    if seconds < best_s and self.saved_bytes(place) <= bound_bytes:
-                        best_s, interval = seconds, place
+                for inserted in self._insertions(rest, t):
+                    seconds = self.seconds(inserted)
+                    if seconds < best_s and self.saved_bytes(inserted) <= bound_bytes:
+                        best_s, interval = seconds, inserted
         return interval
 
-    def _places(self, interval: Interval, t: int) -> Iterator[Interval]:
+    def _insertions(self, interval: Interval, t: int) -> Iterator[Interval]:
         """`interval` with task `t` everywhere where it may be."""
         at = {other: (k, is_late) for k, (other, is_late) in enumerate(interval)}
         for is_late in (False, True):
@@ -204,7 +204,7 @@ class _Chain:
                 yield (*interval[:k], (t, is_late), *interval[k:])
 
     def _allowed(self, at: dict[int, tuple[int, bool]], t: int, is_late: bool) -> range:
-        """The places for `t` among the tasks at `at`, in the epilogue or not: what is in it
+        """The positions for `t` among the tasks at `at`, in the epilogue or not: what is in it
         runs an interval later."""
         first, last = 0, len(at)
         for n in self.tasks[t].needs:
@@ -265,11 +265,11 @@ class _Chain:
         return rounded_s(max(now_s, *free_s))
 
     def saved_bytes(self, interval: Interval) -> int:
-        """The most that is held for gradients of weights at a time."""
+        """The most bytes that deferred weight gradients keep alive at a time."""
         order = [
             (copy - is_late) * self.count + t
             for copy in range(COPIES + 1)
             for t, is_late in interval
             if 0 <= copy - is_late < COPIES
         ]
-        return most_held_bytes(self.copies, order)
+        return most_deferred_bytes(self.copies, order)

@@ -1,4 +1,4 @@
-"""How many targets of a batch count: what a mean over them divides by.
+"""The number of targets of a batch that count: what a mean over them divides by.
 
 Losses over classes take the mean over the targets that are not ignored, and microbatches may ignore
 unequal numbers: the mean of their means is not the mean of the batch. So microbatches add up sums,
@@ -27,8 +27,8 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class LossCount:
-    """A loss with a mean over targets. target: (instance, value) of the targets; ops: what makes
-    them out of inputs and constants, in execution order."""
+    """A loss with a mean over targets. target: (instance, value) of the targets; ops: those that
+    compute them from inputs and constants, in execution order."""
 
     place: Place
     target: tuple[int, int]
@@ -74,7 +74,7 @@ def loss_counts(folded: FoldedGraph) -> tuple[LossCount, ...]:
 def _check_unweighted(op: Op) -> None:
     if isinstance(_arguments(op).get("weight"), Ref):
         raise OptionError(
-            f"the batch cannot be cut into microbatches: {op.target} "
+            f"the batch cannot be split into microbatches: {op.target} "
             f"({op.source or op.scope or 'the loss'}) takes a mean by the weights of classes, "
             "which does not add up over microbatches; sum the losses, or plan one microbatch"
         )
@@ -93,7 +93,7 @@ class _Ancestors:
         self.places: set[Place] = set()
 
     def of(self, instance: int, value: int) -> tuple[Place, ...]:
-        """In execution order."""
+        """The ops that lead to a value of an instance, in execution order."""
         waiting = [(instance, value)]
         while waiting:
             k, v = waiting.pop()
@@ -109,7 +109,7 @@ class _Ancestors:
     def _behind(self, source: Source) -> list[tuple[int, int]]:
         if source.kind is SourceKind.PARAMETER:
             raise OptionError(
-                f"the batch cannot be cut into microbatches: the targets of {self.loss.target} "
+                f"the batch cannot be split into microbatches: the targets of {self.loss.target} "
                 f"({self.loss.source or self.loss.scope or 'the loss'}) follow from {source.name}, "
                 "so their count is not known before the step"
             )
