@@ -17,15 +17,12 @@ from torch import nn
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.codegen.program.emitted import EmittedProgram
-from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import Plan, model_inputs
 from meshfold.ir.strategy import Chunking
 from meshfold.passes.fold.assemble import fingerprint
-from meshfold.passes.planner.check import check_types
-from meshfold.passes.split.microbatch import MicrobatchGraphs
 from meshfold.runtime.batches import BatchReader, Shapes, with_shapes
 from meshfold.torch_compat.skeletons import meta_copy
 
@@ -88,11 +85,6 @@ class OtherSizes:
         captured = capture(self._skeleton, inputs, precision=first.plan.precision)
         plan = _for_size(first.plan, captured)
         _check_same_ops(first.captured.graph, captured.graph)
-        graph = captured.graph
-        if plan.schedule:
-            parts = Schedule.parse(plan.schedule).num_microbatches
-            graph = MicrobatchGraphs(graph, plan.cluster, plan.model.batch_size).graph(parts)
-        check_types(graph, plan)
         program = emit_plan(captured.graph, plan)
         unknown = set(program.axis_sets()) - set(first.program.axis_sets())
         if unknown:

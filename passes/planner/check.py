@@ -4,16 +4,15 @@ What the search prices is a typing it made; what comes from a file is held again
 first. An op's rule names must exist on each axis and say the layouts that the file says.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.simulation.step import simulate
 from meshfold.errors import PlanMismatchError
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.op_graph import FoldedGraph, OpGraph, Region, SlotKind
+from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind
 from meshfold.ir.plan import ParameterPlacement, Plan, RegionPlan, SearchStats
-from meshfold.ir.spmd import Layout, layout_text
 from meshfold.ir.step_events import StepEvents
 from meshfold.ir.strategy import Offload, RegionTyping
 from meshfold.passes.events.bucketing import bucketed_events, sizes_of
@@ -23,11 +22,10 @@ from meshfold.passes.graph.variants import planned_graph
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import host_traffic, slot_facts, updated_bytes
+from meshfold.passes.planner.plan_types import check_plan_types
 from meshfold.passes.price.parameters import stored_bytes
 from meshfold.passes.price.region import RegionPrice, RegionPricer
 from meshfold.passes.price.step import estimate_step
-from meshfold.passes.rules.table import AxisRule
-from meshfold.passes.rules.typed import check_layout, typed_rules
 
 
 def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
@@ -46,8 +44,10 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
     typings = [region.typing for region in plan.regions]
     offloads = [region.strategy.offload for region in plan.regions]
     pricers = [
-        RegionPricer(region.graph, planned.typing, rules, costs)
-        for region, planned, rules in checked_regions(split, plan)
+        RegionPricer(region.graph, typing, rules, costs)
+        for region, typing, rules in zip(
+            split.regions, typings, check_plan_types(split, plan), strict=True
+        )
     ]
     prices = [
         pricer.price(t.slots, t.recompute, reshard_after_forward=t.reshard_after_forward)
@@ -98,22 +98,6 @@ def _events(
     return bucketed_events(events, sizes_of(plan), costs)
 
 
-def check_types(folded: FoldedGraph, plan: Plan) -> None:
-    """Raises PlanMismatchError naming region and op (or slot) where a type of the plan breaks the
-    rules for `folded`: the model's graph, or of a plan with microbatches that of one of them."""
-    for _ in checked_regions(planned_graph(folded, plan), plan):
-        pass
-
-
-def checked_regions(
-    split: FoldedGraph, plan: Plan
-) -> Iterator[tuple[Region, RegionPlan, Sequence[tuple[AxisRule, ...]]]]:
-    """Every region with its plan and the rules that its types name."""
-    for region, planned in zip(split.regions, plan.regions, strict=True):
-        _check_slots(region.graph, planned, plan.mesh)
-        yield region, planned, typed_rules(region.graph, planned.typing, planned.name, plan.mesh)
-
-
 def _with_hosts(
     split: FoldedGraph,
     typings: Sequence[RegionTyping],
@@ -140,27 +124,6 @@ def _with_hosts(
             price = replace(price, host=host_traffic(offload, memory, updated, costs))
         found.append(price)
     return found
-
-
-def _check_slots(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
-    """Every slot and every output in a layout that its shape allows."""
-    for i, layout in enumerate(planned.typing.slots):
-        where = f"region {planned.name}, {graph.slots[i].name or f'slot {i}'}"
-        check_layout(where, graph.values[i].shape, layout, mesh)
-        if graph.slots[i].kind is not SlotKind.PARAMETER:
-            _check_even(where, layout)
-    for k, layout in enumerate(planned.typing.outputs):
-        shape = graph.values[graph.outputs[k]].shape
-        where = f"region {planned.name}, output {k}"
-        check_layout(where, shape, layout, mesh)
-        _check_even(where, layout)
-
-
-def _check_even(where: str, layout: Layout) -> None:
-    if any(t.padded for t in layout):
-        raise PlanMismatchError(
-            f"{where}: {layout_text(layout)} pads a dim; only parameters are stored so"
-        )
 
 
 def _priced_region(

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from meshfold.codegen.emit.check_program import check_program
 from meshfold.codegen.emit.pass_pipeline import Watch, bucketed, emit
-from meshfold.codegen.emit.region import check_outputs, check_runs, emit_typed
+from meshfold.codegen.emit.region import check_runs, emit_typed
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.codegen.program.text import rank_text
 from meshfold.codegen.schedule.list_scheduling import scheduled
@@ -32,6 +32,7 @@ from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import Layout
 from meshfold.passes.graph.variants import planned_graph
+from meshfold.passes.planner.plan_types import check_plan_types
 from meshfold.passes.split.loss_counts import LossCount, loss_counts
 from meshfold.passes.split.microbatch import MicrobatchGraphs
 from meshfold.passes.split.stage_graphs import StageGraph, stage_graphs
@@ -128,10 +129,15 @@ def emit_plan(
 ) -> EmittedProgram | EmittedPipeline:
     """The program of every rank of `plan.mesh`. watch: sees the passes of a step in one pass.
 
-    Raises PlanMismatchError if the plan's regions or stages are not those of `folded`, or if it
-    uses what can be planned but not run; OptionError where the batch cannot be cut.
+    Raises PlanMismatchError if the plan's regions or stages are not those of `folded`, if its types
+    break the tables, or if it uses what can be planned but not run; OptionError where the batch
+    cannot be cut.
     """
-    return emit_pipeline(folded, plan) if plan.schedule else emit(folded, plan, watch)
+    if plan.schedule:
+        return emit_pipeline(folded, plan)
+    check_runs(plan)
+    check_plan_types(planned_graph(folded, plan), plan)
+    return emit(folded, plan, watch)
 
 
 def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
@@ -142,7 +148,7 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
     graphs = MicrobatchGraphs(folded, plan.cluster, plan.model.batch_size)
     split = planned_graph(graphs.graph(parts), plan)
     typings = [region.typing for region in plan.regions]
-    check_outputs(split, typings)
+    check_plan_types(split, plan)
     costs = CostModel(plan.cluster, plan.mesh)
     cut = stage_graphs(split, typings, [stage.runs[0].first for stage in plan.stages])
     stages = tuple(
@@ -156,7 +162,6 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         for stage in cut
     )
     stages = tuple(bucketed(stage, plan) for stage in stages)
-    _check_tied(stages)
     if plan.mode == "scheduled":
         stages = tuple(scheduled(stage, costs, _left(plan, s)) for s, stage in enumerate(stages))
     for stage in stages:
@@ -194,15 +199,3 @@ def _schedule(plan: Plan) -> Schedule:
     if empty is not None:
         raise PlanMismatchError(f"stage {empty} of the plan has no layer; plan again")
     return schedule
-
-
-def _check_tied(stages: tuple[EmittedProgram, ...]) -> None:
-    """A parameter of several stages is stored alike in all of them."""
-    stored: dict[str, Layout] = {}
-    for s, stage in enumerate(stages):
-        for name, layout in stage.stored.items():
-            if stored.setdefault(name, layout) != layout:
-                raise PlanMismatchError(
-                    f"the plan stores {name} in another layout in stage {s} than in an earlier "
-                    "one; a tied parameter has one stored layout"
-                )

@@ -94,8 +94,6 @@ def emit_typed(
             made[number, layouts] = len(regions)
             regions.append(emitter.emit(name, number, len(instance.floats)))
         programs.append(made[number, layouts])
-    if not numbers:
-        check_outputs(folded, typings)
     makes = [regions[p].materializes_parameters for p in programs]
     steps = schedule(makes, releases_all=bool(numbers))
     return EmittedProgram(
@@ -108,20 +106,6 @@ def emit_typed(
         _stored(folded, typings, len(costs.mesh.axes)),
         tuple(numbers) or tuple(range(len(programs))),
     )
-
-
-def check_outputs(folded: FoldedGraph, typings: Sequence[RegionTyping]) -> None:
-    """Raises PlanMismatchError unless what the model returns is the same on all ranks."""
-    for output in folded.outputs:
-        if output.source.kind is not SourceKind.VALUE:
-            continue
-        typing = typings[folded.instances[output.source.instance].region]
-        layout = typing.outputs[output.source.output]
-        if any(t != INVARIANT for t in layout):
-            raise PlanMismatchError(
-                f"the plan leaves the model's output {output.name!r} as {layout_text(layout)}; it "
-                "must leave Invariant on all axes"
-            )
 
 
 def schedule(makes: Sequence[bool], *, releases_all: bool = False) -> tuple[Step, ...]:
@@ -157,17 +141,12 @@ def _stored(
     folded: FoldedGraph, typings: Sequence[RegionTyping], num_axes: int
 ) -> dict[str, Layout]:
     """Stored layout per parameter; Invariant for one that nothing reads."""
-    stored: dict[str, Layout] = {}
-    for instance in folded.instances:
-        layouts = typings[instance.region].slots
-        for source, layout in zip(instance.sources, layouts, strict=True):
-            if source.kind is not SourceKind.PARAMETER:
-                continue
-            if stored.setdefault(source.name, layout) != layout:
-                raise PlanMismatchError(
-                    f"the plan stores {source.name} as {layout_text(stored[source.name])} and as "
-                    f"{layout_text(layout)}; a tied parameter has one stored layout"
-                )
+    stored = {
+        source.name: layout
+        for instance in folded.instances
+        for source, layout in zip(instance.sources, typings[instance.region].slots, strict=True)
+        if source.kind is SourceKind.PARAMETER
+    }
     whole = (INVARIANT,) * num_axes
     return {p.name: stored.get(p.name, whole) for p in folded.parameters}
 

@@ -140,22 +140,6 @@ def test_gathers_run_one_gathering_instance_ahead() -> None:
     assert text(False, False) == "F0 F1"
 
 
-def test_a_tied_parameter_has_one_stored_layout() -> None:
-    emitted = program("gpt2", UniformStrategy(dp=2, zero=3))
-    typings = list(emitted.typings)
-    last = typings[-1]
-    tied = next(
-        k
-        for k, s in enumerate(emitted.folded.instances[-1].sources)
-        if s.name == "transformer.wte.weight"
-    )
-    slots = tuple((Shard(1),) if k == tied else t for k, t in enumerate(last.slots))
-    typings[-1] = replace(last, slots=slots)
-    costs = CostModel(resolve_cluster("local-cpu", 2), emitted.mesh)
-    with pytest.raises(PlanMismatchError, match="wte.weight as S0 and as S1; a tied parameter"):
-        emit_typed(emitted.folded, typings, costs)
-
-
 def test_text_names_the_rank_its_groups_and_local_shapes() -> None:
     text = program("gpt2", UniformStrategy(dp=2, tp=2, zero=3, sequence_parallel=True)).text(3)
     assert text.startswith("rank 3 of 4 (dp 1, tp 1) on dp2 x tp2\n  group dp: 2 ranks 1, 3\n")

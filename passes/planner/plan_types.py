@@ -1,0 +1,172 @@
+"""The check of a plan's types: what comes from a file is held against the tables that emit it.
+
+    arity        every op, slot and output has a layout of one type per axis; every axis has a rule
+    rules        the rules of an op exist, and give the layouts that the plan says (rules/typed.py)
+    stored       parameters are Invariant or Shard, buffers and constants Invariant between steps,
+                 tied ones alike in every region
+    arrivals     a slot has the layout in which the value arrives: its producer's, or a batch slice
+    conversions  every layout that is read can be made from the one that is there
+
+A plan that passes is emitted, and computes what the model computes.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from meshfold.errors import PlanMismatchError
+from meshfold.ir.mesh import PIPELINE_AXIS, Mesh
+from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, SourceKind, Value
+from meshfold.ir.plan import Plan, RegionPlan
+from meshfold.ir.spmd import INVARIANT, Layout, layout_text
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.graph.typed import layouts_of_values, value_name
+from meshfold.passes.price.conversions import has_conversion
+from meshfold.passes.rules.table import AxisRule
+from meshfold.passes.rules.typed import check_layout, typed_rules
+
+OpRules = Sequence[tuple[AxisRule, ...]]
+"""Per op of a region one rule per axis."""
+
+
+def check_plan_types(split: FoldedGraph, plan: Plan) -> tuple[OpRules, ...]:
+    """Per region the rules that its types name. split: the graph that the plan's types are for,
+    with its regions (passes/graph/variants.py).
+
+    Raises PlanMismatchError naming region and op, slot or output where a type breaks the tables.
+    """
+    rules = []
+    for region, planned in zip(split.regions, plan.regions, strict=True):
+        _check_arity(region.graph, planned, plan.mesh)
+        _check_legal(region.graph, planned, plan.mesh)
+        rules.append(typed_rules(region.graph, planned.typing, planned.name, plan.mesh))
+        _check_conversions(region.graph, planned)
+    _check_arrivals(split, plan)
+    _check_outputs(split, plan)
+    return tuple(rules)
+
+
+def _check_arity(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
+    """Counts of layouts, and of the axes of each."""
+    typing, axes = planned.typing, len(mesh.axes)
+    where = f"region {planned.name}"
+    _check_count(where, "slots", typing.slots, len(graph.slots))
+    _check_count(where, "ops", typing.ops, len(graph.ops))
+    _check_count(where, "outputs", typing.outputs, len(graph.outputs))
+    for k, (op, chosen) in enumerate(zip(graph.ops, typing.ops, strict=True)):
+        at = f"{where}, op {k} {op.target}"
+        _check_count(at, "rules", chosen.rules, axes)
+        _check_count(at, "inputs", chosen.inputs, len(op.operands))
+        _check_count(at, "outputs", chosen.outputs, len(op.outputs))
+    for at, _, layout in _layouts(graph, planned):
+        _check_count(at, "types", layout, axes)
+
+
+def _check_count(where: str, what: str, found: Sequence[object], count: int) -> None:
+    if len(found) != count:
+        raise PlanMismatchError(f"{where}: {len(found)} {what}, it has {count}; plan again")
+
+
+def _layouts(graph: OpGraph, planned: RegionPlan) -> Iterator[tuple[str, Value, Layout]]:
+    """Where it is, of which value, and the layout: of all slots, ops and outputs."""
+    typing, where = planned.typing, f"region {planned.name}"
+    for v, layout in enumerate(typing.slots):
+        yield f"{where}, {value_name(graph, v)}", graph.values[v], layout
+    for k, (op, chosen) in enumerate(zip(graph.ops, typing.ops, strict=True)):
+        at = f"{where}, op {k} {op.target}"
+        values = zip((*op.operands, *op.outputs), (*chosen.inputs, *chosen.outputs), strict=True)
+        yield from ((f"{at}, {value_name(graph, v)}", graph.values[v], x) for v, x in values)
+    for k, (v, layout) in enumerate(zip(graph.outputs, typing.outputs, strict=True)):
+        yield f"{where}, output {k} {value_name(graph, v)}", graph.values[v], layout
+
+
+def _check_legal(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
+    """Layouts that shapes allow, and that can be between regions."""
+    for at, value, layout in _layouts(graph, planned):
+        check_layout(at, value.shape, layout, mesh)
+        for axis, t in zip(mesh.axes, layout, strict=True):
+            if axis.name == PIPELINE_AXIS and t != INVARIANT:
+                raise PlanMismatchError(f"{at}: {t} on axis pp, over which stages alone differ")
+    between = [*enumerate(planned.typing.slots)]
+    between += zip(graph.outputs, planned.typing.outputs, strict=True)
+    for v, layout in between:
+        where = f"region {planned.name}, {value_name(graph, v)}: {layout_text(layout)}"
+        is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
+        if any(t.padded for t in layout) and not is_parameter:
+            raise PlanMismatchError(f"{where} pads a dim; only parameters are stored so")
+        if any(t.kind == "E" for t in layout):
+            raise PlanMismatchError(f"{where} has rows at their experts, outside of a region")
+
+
+def _check_conversions(graph: OpGraph, planned: RegionPlan) -> None:
+    """Every layout that ops and outputs read is there or can be made."""
+    for v, (native, demands) in enumerate(layouts_of_values(graph, planned.typing)):
+        for demand in demands:
+            for there, wanted in zip(native, demand, strict=True):
+                if there == wanted:
+                    continue
+                if "E" in (there.kind, wanted.kind) or not has_conversion(there, wanted):
+                    raise PlanMismatchError(
+                        f"region {planned.name}, {value_name(graph, v)}: no conversion leads from "
+                        f"{layout_text(native)}, in which it is there, to {layout_text(demand)}, "
+                        "in which it is read"
+                    )
+                if "P" in (there.kind, wanted.kind) and not graph.values[v].is_float:
+                    raise PlanMismatchError(
+                        f"region {planned.name}, {value_name(graph, v)}: {layout_text(native)} to "
+                        f"{layout_text(demand)}; only floats are pending sums"
+                    )
+
+
+def _check_arrivals(split: FoldedGraph, plan: Plan) -> None:
+    """Slots have the layouts of what their sources give."""
+    typings: list[RegionTyping] = [region.typing for region in plan.regions]
+    stored: dict[str, Layout] = {}
+    for instance in split.instances:
+        planned = plan.regions[instance.region]
+        graph = split.regions[instance.region].graph
+        for v, (source, layout) in enumerate(
+            zip(instance.sources, planned.typing.slots, strict=True)
+        ):
+            where = f"region {planned.name}, {value_name(graph, v)}"
+            kinds = {t.kind for t in layout}
+            if source.kind is SourceKind.PARAMETER:
+                if stored.setdefault(source.name, layout) != layout:
+                    raise PlanMismatchError(
+                        f"the plan stores {source.name} as {layout_text(stored[source.name])} and "
+                        f"as {layout_text(layout)}; a tied parameter has one stored layout"
+                    )
+                if not kinds <= {"I", "S"}:
+                    raise PlanMismatchError(
+                        f"{where}: stored as {layout_text(layout)}; a parameter is stored "
+                        "Invariant (I) or Shard (S)"
+                    )
+            elif source.kind is SourceKind.VALUE:
+                made = typings[split.instances[source.instance].region].outputs[source.output]
+                if made != layout:
+                    raise PlanMismatchError(
+                        f"{where}: the plan says that it arrives as {layout_text(layout)}, and "
+                        f"region {plan.regions[split.instances[source.instance].region].name} "
+                        f"gives it as {layout_text(made)}"
+                    )
+            elif source.kind is SourceKind.INPUT and not kinds <= {"I", "S"}:
+                raise PlanMismatchError(
+                    f"{where}: an input as {layout_text(layout)}; ranks read it Invariant (I) or "
+                    "Shard (S)"
+                )
+            elif source.kind in (SourceKind.BUFFER, SourceKind.CONSTANT) and kinds - {"I"}:
+                raise PlanMismatchError(
+                    f"{where}: a {source.kind} as {layout_text(layout)}; it is stored Invariant (I)"
+                )
+
+
+def _check_outputs(split: FoldedGraph, plan: Plan) -> None:
+    """What the model returns is the same on all ranks."""
+    for output in split.outputs:
+        if output.source.kind is not SourceKind.VALUE:
+            continue
+        planned = plan.regions[split.instances[output.source.instance].region]
+        layout = planned.typing.outputs[output.source.output]
+        if any(t != INVARIANT for t in layout):
+            raise PlanMismatchError(
+                f"the plan leaves the model's output {output.name!r} as {layout_text(layout)}; it "
+                "must leave Invariant on all axes"
+            )

@@ -1,0 +1,151 @@
+"""Types of a plan that were changed are refused, or the program is still right."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from support.processes.pool import Pools
+from support.programs.type_changes import captured_of, changed_plans
+
+from meshfold.api import plan_captured
+from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.errors import PlanMismatchError
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.plan_file.io import plan_to_json
+
+PINS: Mapping[str, Mapping[str, int]] = {
+    "dp": {"dp": 4},
+    "zero3": {"dp": 4, "zero": 3},
+    "tp+sp": {"dp": 2, "tp": 2, "sp": 1},
+    "tp": {"tp": 4},
+    "pp": {"pp": 2, "tp": 2, "microbatches": 2},
+    "cp": {"dp": 2, "cp": 2},
+    "ep": {"dp": 2, "ep": 2},
+}
+FAMILIES = ("mlp", "gpt2", "llama", "mixtral")
+CASES = [
+    (family, pins)
+    for family in FAMILIES
+    for pins in PINS
+    if (pins != "ep" or family == "mixtral") and (family != "mlp" or pins not in ("pp", "cp"))
+]
+SAMPLES = 48
+"""Changes that are held against the tables, per case: 1,104 in all."""
+QUICK = {
+    *((family, "tp+sp") for family in FAMILIES),
+    ("mlp", "zero3"),
+    ("gpt2", "pp"),
+    ("mixtral", "ep"),
+}
+TOLERANCE = 1e-10
+
+
+def plan_of(family: str, pins: str) -> Plan:
+    options = CompileOptions(pins=PINS[pins])
+    return plan_captured(captured_of(family), family, "local-cpux4", options)
+
+
+def emitted(family: str, plan: Plan) -> str:
+    """The digest of the program, or the line that refuses it."""
+    try:
+        return emit_plan(captured_of(family).graph, plan).digest
+    except PlanMismatchError as error:
+        line = str(error)
+        assert "\n" not in line
+        assert "region " in line or "the plan " in line
+        return f"refused: {line}"
+
+
+@pytest.mark.parametrize(
+    ("family", "pins"),
+    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES],
+)
+def test_a_changed_type_is_refused_in_one_line_or_emitted(family: str, pins: str) -> None:
+    plan = plan_of(family, pins)
+    changes = list(changed_plans(plan))
+    sample = random.Random(f"{family} {pins}").sample(changes, min(SAMPLES, len(changes)))
+    refused = sum(emitted(family, changed).startswith("refused") for _, changed in sample)
+    assert 0 < refused
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("family", "pins"),
+    [
+        pytest.param(*case, marks=() if case == ("mlp", "tp+sp") else pytest.mark.slow)
+        for case in CASES
+    ],
+)
+def test_what_is_not_refused_computes_what_one_process_does(
+    pools: Pools, family: str, pins: str
+) -> None:
+    """Every change of a slot or an output, and a sample of those of ops."""
+    plan = plan_of(family, pins)
+    draw = random.Random(f"{family} {pins}")
+    programs = {emitted(family, plan): ("unchanged", plan)}
+    for where, changed in changed_plans(plan):
+        if ", op " in where and draw.random() > 0.05:
+            continue
+        digest = emitted(family, changed)
+        if not digest.startswith("refused"):
+            programs.setdefault(digest, (where, changed))
+    texts = [plan_to_json(changed) for _, changed in programs.values()]
+    by_rank = pools.run(
+        4, "support.programs.type_changes:worst_errors", family, texts, timeout_s=900.0
+    )
+    worst = map(max, zip(*by_rank, strict=True))
+    wrong = {
+        where: error
+        for (where, _), error in zip(programs.values(), worst, strict=True)
+        if not error <= TOLERANCE
+    }
+    assert not wrong
+
+
+def test_the_edit_that_once_trained_with_wrong_gradients_is_refused() -> None:
+    plan = plan_of("mlp", "dp")
+    by_place = dict(changed_plans(plan))
+    (where,) = (w for w in by_place if "slot 1: I on axis 0 becomes R" in w)
+    with pytest.raises(PlanMismatchError, match="region A, up.weight: stored as R"):
+        emit_plan(captured_of("mlp").graph, by_place[where])
+
+
+REFUSALS = {
+    "a tied parameter has one stored layout": ("gpt2", "zero3"),
+    "stored as P; a parameter is stored Invariant": ("mlp", "dp"),
+    "an input as R; ranks read it Invariant": ("mlp", "dp"),
+    "must leave Invariant on all axes": ("mlp", "dp"),
+    "has rows at their experts, outside of a region": ("mlp", "dp"),
+    "the plan says that it arrives as": ("gpt2", "zero3"),
+    "no conversion leads from": ("mlp", "dp"),
+    "a buffer as S": ("bert", "dp"),
+}
+"""What a line says, and a plan one of whose changes it refuses."""
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_a_line_says_what_is_wrong(line: str) -> None:
+    family, pins = REFUSALS[line]
+    plan = plan_of(family, pins)
+    outside = (plan for where, plan in changed_plans(plan) if ", op " not in where)
+    assert any(line in emitted(family, changed) for changed in outside)
+
+
+ARITIES = {
+    "slots": lambda t: replace(t, slots=t.slots[1:]),
+    "outputs": lambda t: replace(t, outputs=()),
+    "a layout": lambda t: replace(t, slots=((), *t.slots[1:])),
+    "rules": lambda t: replace(t, ops=(replace(t.ops[0], rules=()), *t.ops[1:])),
+    "inputs": lambda t: replace(t, ops=(replace(t.ops[0], inputs=()), *t.ops[1:])),
+    "results": lambda t: replace(t, ops=(replace(t.ops[0], outputs=()), *t.ops[1:])),
+}
+
+
+@pytest.mark.parametrize("what", ARITIES)
+def test_missing_layouts_and_rules_are_refused(what: str) -> None:
+    plan = plan_of("mlp", "tp+sp")
+    (region,) = plan.regions
+    changed = replace(plan, regions=(replace(region, typing=ARITIES[what](region.typing)),))
+    assert emitted("mlp", changed).startswith("refused: ")
