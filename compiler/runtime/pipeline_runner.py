@@ -119,7 +119,7 @@ class PipelineRunner:
             [count for count in self.pipeline.counts if count.place[0] in own],
             self.constants,
             buffers,
-            lambda name: batch(name, self.pipeline.whole),
+            lambda name: batch(name, self.pipeline.unsharded),
             self.mesh.device,
         )
 
