@@ -55,7 +55,7 @@ def follow_samples(folded: FoldedGraph, cluster: ClusterSpec, batch_size: int) -
     boundaries = find_boundaries(folded)
     rules = [region_rules(region.graph, mesh.sizes) for region in folded.regions]
     costs = _FreeAxis(cluster, mesh)
-    data = follow_batch(folded, boundaries, batch_size, rules, costs, batch_size)
+    data = follow_batch(folded, boundaries, rules, costs, batch_size)
     return BatchTyping(boundaries, tuple(solution.typing for solution in data.solutions))
 
 
