@@ -21,7 +21,7 @@ InFlight = tuple[Tensor, Tensor]
 class Action:
     """One direction of a conversion on a local tensor. kind: as in passes.price.conversions.
 
-    dim, blocks: the dim that is gathered or cut. For "all_to_all" the dim that is cut;
+    dim, blocks: the dim that is gathered or sliced. For "all_to_all" the dim that is sliced;
     to_dim, to_blocks: the dim that is put together. For "exchange", of rows, sent and received: as
     many to each rank, and from there.
     """
@@ -41,8 +41,8 @@ class Action:
         if self.kind == "exchange":
             return (sum(self.received), *shape[1:])
         if self.kind in ("reduce_scatter", "slice", "all_to_all"):
-            cut = (*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :])
-            return (size, *cut) if self.kind == "all_to_all" else cut
+            sliced = (*shape[: self.dim], shape[self.dim] // size, *shape[self.dim + 1 :])
+            return (size, *sliced) if self.kind == "all_to_all" else sliced
         return tuple(shape)
 
     def launch(self, mesh: RankMesh, x: Tensor, axis: str) -> Tensor:
@@ -59,11 +59,11 @@ class Action:
             case "all_gather":
                 return mesh.start_all_gather(x.contiguous(), (axis,)).view(shape)
             case "reduce_scatter":
-                parts = shard_tensors.stacked_shards(x, self.dim, self.blocks, size)
-                return mesh.start_reduce_scatter(parts.flatten(0, 1), (axis,)).view(shape)
+                stacked = shard_tensors.stacked_shards(x, self.dim, self.blocks, size)
+                return mesh.start_reduce_scatter(stacked.flatten(0, 1), (axis,)).view(shape)
             case "all_to_all":
-                parts = shard_tensors.stacked_shards(x, self.dim, self.blocks, size)
-                return mesh.start_all_to_all(parts, (axis,))
+                stacked = shard_tensors.stacked_shards(x, self.dim, self.blocks, size)
+                return mesh.start_all_to_all(stacked, (axis,))
             case "exchange":
                 sent, received = list(self.sent), list(self.received)
                 return mesh.start_exchange(x.contiguous(), (axis,), sent, received)
@@ -143,12 +143,12 @@ class Wait(torch.autograd.Function):
 def _dual_shape(x: Tensor, forward: Action, backward: Action, size: int) -> tuple[int, ...]:
     """In-flight shape of `backward` applied to a gradient of the output of `forward` on x."""
     if backward.kind == "all_gather":
-        cut = Action("slice", backward.dim).in_flight_shape(x.shape, size)
-        return (size, *cut)
+        sliced = Action("slice", backward.dim).in_flight_shape(x.shape, size)
+        return (size, *sliced)
     if backward.kind == "all_to_all":
-        # Backward cuts the dim that forward put together, and puts x's cut dim together.
-        cut = Action("slice", backward.to_dim).in_flight_shape(x.shape, size)
-        return (size, *cut)
+        # Backward slices the dim that forward gathered, and gathers the one that it sliced.
+        sliced = Action("slice", backward.to_dim).in_flight_shape(x.shape, size)
+        return (size, *sliced)
     return tuple(x.shape)
 
 

@@ -1,4 +1,4 @@
-"""Batch norm whose statistics are those of the whole batch, of which each rank holds a part.
+"""Batch norm whose statistics are those of the whole batch, of which each rank has a slice.
 
 With count elements per channel over all ranks, x_hat = (x - mean) * rstd and y = x_hat * weight +
 bias (Ioffe, Szegedy, 2015), sums over batch and spatial dims of all ranks:
@@ -7,7 +7,7 @@ bias (Ioffe, Szegedy, 2015), sums over batch and spatial dims of all ranks:
     dx = weight * rstd * (dy - sum(dy) / count - x_hat * sum(dy * x_hat) / count)
 
 Two all-reduces of [c] forward, one of [2, c] backward. Two passes, and not a sum of squares, which
-loses digits where the mean is large. Gradients of weight and bias are this rank's part of a sum.
+loses digits where the mean is large. Gradients of weight and bias are this rank's summand.
 """
 
 from typing import Any
@@ -36,13 +36,13 @@ def batch_norm(
     whose variance counts as that of a sample (divided by count - 1), and are new tensors.
     """
     if not axes:
-        # The op keeps the statistics for its backward, and buffers change before that.
-        kept = running_mean.clone(), running_var.clone()
-        made: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-        made = _aten._native_batch_norm_legit_functional.default(
-            x, weight, bias, *kept, True, momentum, eps
+        # The op saves the statistics for its backward, and buffers change before that.
+        statistics = running_mean.clone(), running_var.clone()
+        out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+        out = _aten._native_batch_norm_legit_functional.default(
+            x, weight, bias, *statistics, True, momentum, eps
         )
-        return made
+        return out
     y, mean, var, rstd = _normalized(context.mesh, x, weight, bias, eps, axes)
     count = _count(context.mesh, x, axes)
     moved_mean = running_mean.lerp(mean.to(running_mean.dtype), momentum)
@@ -60,9 +60,9 @@ def batch_norm_without_running(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As batch_norm, without running statistics: y, mean, rstd."""
     if not axes:
-        made: tuple[Tensor, Tensor, Tensor]
-        made = _aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.0, eps)
-        return made
+        out: tuple[Tensor, Tensor, Tensor]
+        out = _aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.0, eps)
+        return out
     y, mean, _, rstd = _normalized(context.mesh, x, weight, bias, eps, axes)
     return y, mean, rstd
 
@@ -70,9 +70,9 @@ def batch_norm_without_running(
 def _normalized(
     mesh: RankMesh, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axes: Axes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made: tuple[Tensor, Tensor, Tensor, Tensor]
-    made = _BatchNorm.apply(mesh, x, weight, bias, eps, axes)  # type: ignore[no-untyped-call]
-    return made
+    out: tuple[Tensor, Tensor, Tensor, Tensor]
+    out = _BatchNorm.apply(mesh, x, weight, bias, eps, axes)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _BatchNorm(torch.autograd.Function):

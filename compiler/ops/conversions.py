@@ -59,12 +59,12 @@ def gradient_all_reduce_actions() -> Actions:
 
 
 def slice_actions(dim: int, blocks: int) -> Actions:
-    """Invariant -> Shard: the own part forward, all-gather backward."""
+    """Invariant -> Shard: the own shard forward, all-gather backward."""
     return Action("slice", dim, blocks), Action("all_gather", dim, blocks)
 
 
 def all_to_all_actions(dim: int, blocks: int, to_dim: int, to_blocks: int) -> Actions:
-    """Shard(to_dim) -> Shard(dim): cuts `dim`, puts `to_dim` together; backward the reverse."""
+    """Shard(to_dim) -> Shard(dim): slices `dim`, gathers `to_dim`; backward the reverse."""
     there = Action("all_to_all", dim, blocks, to_dim, to_blocks)
     return there, Action("all_to_all", to_dim, to_blocks, dim, blocks)
 
@@ -118,18 +118,18 @@ def wait_all_to_all(context: StepContext, in_flight: InFlight, axis: str, *args:
 
 
 def local_slice(context: StepContext, x: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
-    """Replicate -> Shard: the own part forward, zero padding backward."""
+    """Replicate -> Shard: the own shard forward, zero padding backward."""
     there, back = Action("slice", dim, blocks), Action("zero_pad", dim, blocks)
     return Local.apply(context.mesh, x, axis, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def fill_up(context: StepContext, x: Tensor, axis: str, dim: int, blocks: int, size: int) -> Tensor:
-    """A whole dim with its blocks filled up with zeros to `size`, before a padded shard of it."""
+    """An unsharded dim, its blocks filled up with zeros to `size`, before a padded shard of it."""
     return filled_blocks(x, dim, blocks, size)
 
 
 def zero_pad(context: StepContext, x: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
-    """Shard -> Partial: the own part among zeros forward, the own part backward."""
+    """Shard -> Partial: the own shard among zeros forward, the own shard backward."""
     there, back = Action("zero_pad", dim, blocks), Action("slice", dim, blocks)
     return Local.apply(context.mesh, x, axis, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -206,7 +206,7 @@ def step_calls(step: Step, mesh: Mesh, value: Value) -> tuple[Call, ...]:
         return _move_calls(step, mesh, value, axis)
     if step.target.padded:
         return _padded_calls(step, mesh, value, axis)
-    place = _place(step.before if step.source.is_shard else step.after, mesh, step.axis)
+    shard = _local_shard(step.before if step.source.is_shard else step.after, mesh, step.axis)
     kinds = step.source.kind + step.target.kind
     if not value.requires_grad and kinds in _WITHOUT_GRADIENT:
         kinds = _WITHOUT_GRADIENT[kinds]
@@ -226,26 +226,26 @@ def step_calls(step: Step, mesh: Mesh, value: Value) -> tuple[Call, ...]:
         case "PR":
             return _pair(start_all_reduce, wait_all_reduce, axis, "all_reduce")
         case "IS":
-            return _pair(start_slice, wait_slice, axis, *place)
+            return _pair(start_slice, wait_slice, axis, *shard)
         case "RS":
-            return (Call(local_slice, axis, place),)
+            return (Call(local_slice, axis, shard),)
         case "PS":
-            return _pair(start_reduce_scatter, wait_reduce_scatter, axis, *place)
+            return _pair(start_reduce_scatter, wait_reduce_scatter, axis, *shard)
         case "SI":
-            return _pair(start_all_gather, wait_all_gather, axis, *place, "slice")
+            return _pair(start_all_gather, wait_all_gather, axis, *shard, "slice")
         case "SR":
-            return _pair(start_all_gather, wait_all_gather, axis, *place, "reduce_scatter")
+            return _pair(start_all_gather, wait_all_gather, axis, *shard, "reduce_scatter")
         case "SP":
-            return (Call(zero_pad, axis, place),)
+            return (Call(zero_pad, axis, shard),)
     raise AssertionError(f"no conversion from {step.source} to {step.target}")
 
 
 def _padded_calls(step: Step, mesh: Mesh, value: Value, axis: str) -> tuple[Call, ...]:
-    """Invariant or Replicate -> a padded Shard: the own part of what is filled up."""
+    """Invariant or Replicate -> a padded Shard: the own shard of what is filled up."""
     filled = padded_shape(value.shape, step.after, mesh.sizes)
     dim, blocks = step.target.dim, step.target.blocks
-    cut = replace(step, target=Shard(dim, blocks))
-    rest = step_calls(cut, mesh, replace(value, shape=filled))
+    even = replace(step, target=Shard(dim, blocks))
+    rest = step_calls(even, mesh, replace(value, shape=filled))
     return (Call(fill_up, axis, (dim, blocks, filled[dim])), *rest)
 
 
@@ -259,20 +259,20 @@ def _move_calls(step: Step, mesh: Mesh, value: Value, axis: str) -> tuple[Call, 
         there = Step(step.axis, step.source, INVARIANT, step.before)
         back = Step(step.axis, INVARIANT, step.target, there.after)
         return step_calls(there, mesh, value) + step_calls(back, mesh, value)
-    cut_dim, cut_blocks = _place(step.after, mesh, step.axis)
-    merged_dim, merged_blocks = _place(step.before, mesh, step.axis)
-    if cut_dim == merged_dim:
+    sliced_dim, sliced_blocks = _local_shard(step.after, mesh, step.axis)
+    gathered_dim, gathered_blocks = _local_shard(step.before, mesh, step.axis)
+    if sliced_dim == gathered_dim:
         # Each shard is a digit of the index; a lower one has its blocks counted within the higher.
         size = mesh.sizes[step.axis]
         if step.source.blocks < step.target.blocks:
-            cut_blocks //= size
+            sliced_blocks //= size
         else:
-            merged_blocks //= size
-    args = (cut_dim, cut_blocks, merged_dim, merged_blocks)
+            gathered_blocks //= size
+    args = (sliced_dim, sliced_blocks, gathered_dim, gathered_blocks)
     return _pair(start_all_to_all, wait_all_to_all, axis, *args)
 
 
-def _place(layout: Layout, mesh: Mesh, axis: int) -> tuple[int, int]:
+def _local_shard(layout: Layout, mesh: Mesh, axis: int) -> tuple[int, int]:
     """dim and blocks of the shard on `axis` as seen in the local tensor of the other axes."""
     if not layout[axis].is_shard:
         return 0, 1

@@ -1,7 +1,7 @@
 """Random numbers from a counter: a hash of where an element is, not of how many were drawn before.
 
-Element i of the whole tensor gets a number that depends on (seed, step, instance, op, i) only, so
-every sharding of a tensor, and one process, drop the same elements.
+Element i of the unsharded tensor gets a number that depends on (seed, step, instance, op, i) only,
+so every sharding of a tensor, and one process, drop the same elements.
 
 The hash is two rounds of multiply and xor-shift on 32 bits (constants found by a public search for
 low bias, rounded to 31 bits so that products stay within int64) per half of the index.
@@ -22,9 +22,9 @@ def stream_key(seed: int, step: int, instance: int, op: int) -> int:
     return key
 
 
-def kept(index: Tensor, key: int, probability: float) -> Tensor:
-    """Boolean mask: each element of the whole tensor, given by its linear index (int64), is kept
-    with `probability`."""
+def keep_mask(index: Tensor, key: int, probability: float) -> Tensor:
+    """Boolean mask: each element of the unsharded tensor, given by its linear index (int64), is
+    kept with `probability`."""
     bits = _mixed_tensor(index >> 32 ^ key)
     bits = _mixed_tensor(bits ^ index & _MASK)
     return bits < round(probability * 2**32)

@@ -1,6 +1,6 @@
 """Cumulative sums along a dim that is sharded.
 
-A rank sums along the runs it holds, [.., runs, width, ..]; what all runs add up to is known to all,
+A rank sums along its own runs, [.., runs, width, ..]; what all runs add up to is known to all,
 
     out[run, i] = sum of x[run, :i + 1] + sum of the totals of the runs before
 
@@ -26,14 +26,14 @@ def cumsum(
     size: int,
     digits: ShardDigits,
 ) -> Tensor:
-    """This rank's part of the cumulative sum along `dim`, of `size` on the whole tensor and sharded
-    by `digits`."""
+    """This rank's shard of the cumulative sum along `dim`, of `size` on the unsharded tensor and
+    sharded by `digits`."""
     if dtype is not None:
         x = x.to(dtype)
     elif not (x.is_floating_point() or x.is_complex()):
         x = x.to(torch.int64)
-    made: Tensor = _Scan.apply(context.mesh, x, dim, size, digits)  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _Scan.apply(context.mesh, x, dim, size, digits)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Scan(torch.autograd.Function):
@@ -54,9 +54,9 @@ class _Scan(torch.autograd.Function):
 def _scanned(
     mesh: RankMesh, x: Tensor, dim: int, size: int, digits: ShardDigits, *, from_end: bool
 ) -> Tensor:
-    places = shard_indices_of(mesh, digits)
-    width = min(size // (blocks * num_ranks) for blocks, num_ranks, *_ in places)
-    mine = local_indices(size, places, mesh.device)[::width] // width
+    indices = shard_indices_of(mesh, digits)
+    width = min(size // (blocks * num_ranks) for blocks, num_ranks, *_ in indices)
+    mine = local_indices(size, indices, mesh.device)[::width] // width
     runs = torch.unflatten(x, dim, (len(mine), width))
     summed = _summed(runs, dim + 1, from_end)
     own = runs.sum(dim + 1)

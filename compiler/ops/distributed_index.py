@@ -53,19 +53,19 @@ def put_rows(
     digits: ShardDigits,
 ) -> Tensor:
     """buffer [m, ...] with rows [i, ...] at `indices` (each [i], of the first dims), put there or,
-    times `scale`, added. size, digits: of dim 0 of the whole buffer; indices are of the whole."""
-    path, places = _path(context, indices, size, digits)
+    times `scale`, added. size, digits: of dim 0 of the unsharded buffer; indices are global."""
+    path, local = _path(context, indices, size, digits)
     for hop in path:
         rows = hop.there(context.mesh, rows)
-    return buffer.index_put(places, rows if scale == 1 else rows * scale, adds)
+    return buffer.index_put(local, rows if scale == 1 else rows * scale, adds)
 
 
 def take_rows(
     context: StepContext, buffer: Tensor, indices: Sequence[Tensor], size: int, digits: ShardDigits
 ) -> Tensor:
     """buffer[indices]: rows [i, ...] of a buffer [m, ...]. Arguments as of put_rows."""
-    path, places = _path(context, indices, size, digits)
-    rows = buffer[places]
+    path, local = _path(context, indices, size, digits)
+    rows = buffer[local]
     for hop in reversed(path):
         rows = hop.back(context.mesh, rows)
     return rows

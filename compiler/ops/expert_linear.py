@@ -7,8 +7,8 @@ are never gathered per row. Backward (g: gradient of out, rows of expert e in or
 
     dx[t] = g[t] @ w[ids[t]]      dw[e] = sum over its rows of g[t] outer x[t]      db[e] = sum g[t]
 
-It keeps x, w and ids, and finds the rows of each expert again. An id that no expert has gives a row
-of zeros: a rank that holds some experts runs the same op on all rows
+It saves x, w and ids, and finds the rows of each expert again. An id that no expert has gives a row
+of zeros: a rank that has some experts runs the same op on all rows
 (meshfold.ops.local_implementations).
 
 Both directions are torch ops, with shapes that do not depend on the routing, so that a graph can
@@ -51,10 +51,10 @@ def expert_linear_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, ids: Tensor, transposed: bool, wanted: list[bool]
 ) -> list[Tensor]:
     """Gradients of x, weight and bias, those that are `wanted`."""
-    made = _empty_gradients(gradient, x, weight, wanted)
-    for gradient_of in made:
+    gradients = _empty_gradients(gradient, x, weight, wanted)
+    for gradient_of in gradients:
         gradient_of.zero_()
-    found = iter(made)
+    found = iter(gradients)
     dx, dw, db = (next(found) if is_wanted else None for is_wanted in wanted)
     for expert, rows in _rows_by_expert(ids, weight.shape[0]):
         g = gradient[rows]
@@ -65,7 +65,7 @@ def expert_linear_backward(
             torch.mm(left.T, right, out=dw[expert])
         if db is not None:
             torch.sum(g, 0, out=db[expert])
-    return made
+    return gradients
 
 
 def weight_gradient(

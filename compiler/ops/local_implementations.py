@@ -20,7 +20,7 @@ from meshfold.distributed.rank_mesh import Axes, RankMesh, all_reduced
 from meshfold.distributed.step_context import StepContext
 from meshfold.ops.batch_norm import batch_norm
 from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from meshfold.ops.counter_rng import kept, stream_key
+from meshfold.ops.counter_rng import keep_mask, stream_key
 from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.ops.distributed_index import put_rows, take_rows
 from meshfold.ops.expert_dispatch import combine, dispatch
@@ -41,20 +41,19 @@ from meshfold.sharding.slicing import (
 
 
 def divide_by_ranks(context: StepContext, x: Tensor, axes: Axes) -> Tensor:
-    """A mean over the local part of a dim -> this rank's share of the mean over the whole dim, when
-    `axes` shard it evenly."""
+    """A mean over the local shard of a dim -> this rank's summand of the mean over the unsharded
+    dim, when `axes` shard it evenly."""
     return x / context.mesh.size(axes)
 
 
 def reshape(context: StepContext, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """x in the local `shape`: a squeeze must not take a dim whose local part has size 1."""
+    """x in the local `shape`: a squeeze must not take a dim whose local shard has size 1."""
     return x.reshape(shape)
 
 
-def held(context: StepContext, x: Tensor, dim: int, size: int, digits: ShardDigits) -> Tensor:
-    """x without what is beyond the end of a padded dim, of `size` on the whole tensor: rows that
-    are nothing must not get a gradient of a product that sums over them. x itself where a rank
-    holds nothing but rows."""
+def valid_rows(context: StepContext, x: Tensor, dim: int, size: int, digits: ShardDigits) -> Tensor:
+    """x without the padding rows of a dim, of `size` on the unsharded tensor: they must not get a
+    gradient of a product that sums over them. x itself where a rank has no padding rows."""
     blocks = digits[0][1]
     rows = blocks * num_valid_rows(size, shard_indices_of(context.mesh, digits))
     return cropped_blocks(x, dim, blocks, rows)
@@ -68,24 +67,24 @@ def embedding(
     num_rows: int,
     digits: ShardDigits,
 ) -> Tensor:
-    """Rows of a table [num_rows, o] of which this rank holds some: zero where it does not hold the
-    row. ids [...] -> [..., o], to be summed over the axes of `digits`. padding_idx: a global row
+    """Rows of a table [num_rows, o] of which this rank has a shard: zero where the row is not
+    local. ids [...] -> [..., o], to be summed over the axes of `digits`. padding_idx: a global row
     that gets no gradient, -1 for none."""
-    places = shard_indices_of(context.mesh, digits)
-    held, rows = locate_indices(ids, num_rows, places)
-    skip = local_row(padding_idx, num_rows, places) if padding_idx >= 0 else None
+    indices = shard_indices_of(context.mesh, digits)
+    is_local, rows = locate_indices(ids, num_rows, indices)
+    skip = local_row(padding_idx, num_rows, indices) if padding_idx >= 0 else None
     found = functional.embedding(rows, weight, padding_idx=skip)
-    return found.masked_fill(~held.unsqueeze(-1), 0.0)
+    return found.masked_fill(~is_local.unsqueeze(-1), 0.0)
 
 
 def local_experts(
-    context: StepContext, ids: Tensor, num_experts: int, num_held: int, digits: ShardDigits
+    context: StepContext, ids: Tensor, num_experts: int, num_local: int, digits: ShardDigits
 ) -> Tensor:
-    """The numbers that experts ids [t] have among the `num_held` that this rank holds; num_held for
+    """The numbers that experts ids [t] have among the `num_local` of this rank; num_local for
     those of others, whose rows meshfold.ops.expert_linear.expert_linear makes zero: its result is
     to be summed over the axes of `digits`."""
-    held, experts = locate_indices(ids, num_experts, shard_indices_of(context.mesh, digits))
-    return torch.where(held, experts, num_held)
+    is_local, experts = locate_indices(ids, num_experts, shard_indices_of(context.mesh, digits))
+    return torch.where(is_local, experts, num_local)
 
 
 def cross_entropy(
@@ -100,7 +99,8 @@ def cross_entropy(
     class_digits: ShardDigits,
     row_axes: Axes,
 ) -> Tensor:
-    """Cross entropy of logits [rows, v, ...], target [rows, ...] and weights of classes [v], whole.
+    """Cross entropy of logits [rows, v, ...], target [rows, ...] and unsharded weights of classes
+    [v].
 
     class_digits: axes that shard v; the result is the same on them. row_axes: axes that shard rows;
     the result is a pending sum over them. reduction: "mean" (over the targets of all ranks that are
@@ -141,7 +141,7 @@ def nll_loss(
     row_axes: Axes,
 ) -> Tensor:
     """Mean over the targets of all ranks of negative log likelihoods, as cross_entropy takes it;
-    classes are whole."""
+    classes are unsharded."""
     total = functional.nll_loss(
         logarithms, target, weight, reduction="sum", ignore_index=ignore_index
     )
@@ -177,15 +177,16 @@ def dropout(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[ShardDigits, ...],
-    cut: tuple[int, int, int],
+    batch_slice: tuple[int, int, int],
 ) -> Tensor:
     """x with elements dropped with `probability`, the others scaled up to keep the mean.
 
     site: (instance, op), so that no two ops of a step share a mask. shape: of the tensor on all
-    ranks together; digits: per dim. cut: (dim, blocks, parts), the microbatches of the batch of
-    which this is one.
-    """
-    return _scaled(x, dropout_mask(context, probability, site, shape, digits, cut), probability)
+    ranks together; digits: per dim. batch_slice: (dim, blocks, number of microbatches), the slices
+    of the batch of which this is one."""
+    return _scaled(
+        x, dropout_mask(context, probability, site, shape, digits, batch_slice), probability
+    )
 
 
 def native_dropout(
@@ -195,10 +196,10 @@ def native_dropout(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[ShardDigits, ...],
-    cut: tuple[int, int, int],
+    batch_slice: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor]:
-    """As dropout; also the mask of what was kept."""
-    mask = dropout_mask(context, probability, site, shape, digits, cut)
+    """The same, and the mask of the elements that are not dropped."""
+    mask = dropout_mask(context, probability, site, shape, digits, batch_slice)
     return _scaled(x, mask, probability), mask
 
 
@@ -208,19 +209,19 @@ def dropout_mask(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[ShardDigits, ...],
-    cut: tuple[int, int, int],
+    batch_slice: tuple[int, int, int],
 ) -> Tensor:
-    """This rank's part, in this microbatch, of the mask of what a dropout of the whole keeps."""
-    dim, blocks, parts = cut
-    whole = [size * parts if d == dim else size for d, size in enumerate(shape)]
+    """This rank's shard, in this microbatch, of the mask of elements that are not dropped."""
+    dim, blocks, num_microbatches = batch_slice
+    full = [size * num_microbatches if d == dim else size for d, size in enumerate(shape)]
     index = torch.zeros((), dtype=torch.int64, device=context.device)
-    for d, size in enumerate(whole):
-        places = shard_indices_of(context.mesh, digits[d])
-        if d == dim and parts > 1:
-            places = shard_indices_of_microbatch(context, digits[d], blocks, parts)
-        held = local_indices(size, places, context.device)
-        index = index.unsqueeze(-1) + held * math.prod(whole[d + 1 :])
-    return kept(index, stream_key(*context.rng, *site), 1.0 - probability)
+    for d, size in enumerate(full):
+        indices = shard_indices_of(context.mesh, digits[d])
+        if d == dim and num_microbatches > 1:
+            indices = shard_indices_of_microbatch(context, digits[d], blocks, num_microbatches)
+        local = local_indices(size, indices, context.device)
+        index = index.unsqueeze(-1) + local * math.prod(full[d + 1 :])
+    return keep_mask(index, stream_key(*context.rng, *site), 1.0 - probability)
 
 
 def attention(
@@ -236,19 +237,19 @@ def attention(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[ShardDigits, ...],
-    cut: tuple[int, int, int],
+    batch_slice: tuple[int, int, int],
     key_heads: tuple[int, ShardDigits],
 ) -> Tensor:
     """Attention on some batches, heads and query rows.
 
     query [..., h, s, e], key and value [..., g, t, e], mask broadcast to [..., h, s, t], all local.
-    shape, digits: of the scores [..., h, s, t] on all ranks; cut: as in dropout. key_heads:
+    shape, digits: of the scores [..., h, s, t] on all ranks; batch_slice: as in dropout. key_heads:
     number of key heads in all, and how they are sharded. probability: of dropping a weight.
     """
     count, key_digits = key_heads
     if len(shape) > 3 and shape[-3] != count:
-        place = key_heads_of(context.mesh, shape[-3], digits[-3], count, key_digits)
-        key, value = key.index_select(-3, place), value.index_select(-3, place)
+        heads = key_heads_of(context.mesh, shape[-3], digits[-3], count, key_digits)
+        key, value = key.index_select(-3, heads), value.index_select(-3, heads)
     if is_causal:
         rows = local_indices(shape[-2], shard_indices_of(context.mesh, digits[-2]), context.device)
         mask = rows.unsqueeze(1) >= torch.arange(shape[-1], device=context.device)
@@ -261,7 +262,7 @@ def attention(
         weights = scores.masked_fill(~mask, lowest).softmax(-1).masked_fill(~mask, 0.0)
     else:
         weights = (scores if mask is None else scores + mask).softmax(-1)
-    drop = dropout_mask(context, probability, site, shape, digits, cut)
+    drop = dropout_mask(context, probability, site, shape, digits, batch_slice)
     return _scaled(weights, drop, probability) @ value
 
 
@@ -272,7 +273,7 @@ def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
 LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "mean": divide_by_ranks,
     "reshape": reshape,
-    "held": held,
+    "valid_rows": valid_rows,
     "embedding": embedding,
     "expert_linear": local_experts,
     "dispatch": dispatch,

@@ -1,4 +1,4 @@
-"""Cross entropy over classes of which every rank holds some."""
+"""Cross entropy over classes of which every rank has a shard."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ def sharded_cross_entropy(
     num_classes: int,
     digits: ShardDigits,
 ) -> Tensor:
-    """Losses of rows: logits [rows, own classes, ...], target [rows, ...], weight [classes], whole.
-    digits: of the axes that shard the classes, which may be padded."""
+    """Losses of rows: logits [rows, own classes, ...], target [rows, ...], weight [classes],
+    unsharded. digits: of the axes that shard the classes, which may be padded."""
     losses: Tensor = _ShardedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         mesh, logits, target, weight, ignore_index, label_smoothing, num_classes, digits
     )
@@ -56,8 +56,8 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         digits: ShardDigits,
     ) -> Tensor:
         axes = tuple(axis for axis, *_ in digits)
-        places = shard_indices_of(mesh, digits)
-        own = local_indices(num_classes, places, logits.device)
+        indices = shard_indices_of(mesh, digits)
+        own = local_indices(num_classes, indices, logits.device)
         own = own[own < num_classes]
         x = logits[:, : own.numel()]
         x = x if x.dtype.itemsize >= 4 else x.float()
@@ -65,15 +65,15 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         # An ignored target may be any number: it is given class 0 and masked out.
         counts = target != ignore_index
         target = torch.where(counts, target, 0)
-        held, column = locate_indices(target, num_classes, places)
+        is_local, column = locate_indices(target, num_classes, indices)
         column = column.clamp_max(own.numel() - 1)
-        picked = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~held, 0.0)
-        parts = [(x - largest.unsqueeze(1)).exp_().sum(1), picked]
+        picked = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_local, 0.0)
+        sums_of_ranks = [(x - largest.unsqueeze(1)).exp_().sum(1), picked]
         shares = torch.ones_like(own, dtype=x.dtype) if weight is None else weight[own].to(x.dtype)
         shares = shares.view(-1, *(1,) * (x.dim() - 2))
         if smoothing:
-            parts.append((x * shares).sum(1))
-        sums = all_reduced(mesh, torch.stack(parts), axes)
+            sums_of_ranks.append((x * shares).sum(1))
+        sums = all_reduced(mesh, torch.stack(sums_of_ranks), axes)
         normalizer = largest + sums[0].log()
         factor = (1.0 - smoothing) * counts.to(x.dtype)
         total: float | Tensor = float(num_classes)
@@ -84,19 +84,19 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         if smoothing:
             spread = smoothing / num_classes * (total * normalizer - sums[2])
             losses = losses + spread.masked_fill(~counts, 0.0)
-        ctx.save_for_backward(logits, normalizer, counts, held, column, factor, shares)
+        ctx.save_for_backward(logits, normalizer, counts, is_local, column, factor, shares)
         ctx.evenly = smoothing / num_classes, total
         return losses.masked_fill(~counts, 0.0).to(logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        logits, normalizer, counts, held, column, factor, shares = ctx.saved_tensors
+        logits, normalizer, counts, is_local, column, factor, shares = ctx.saved_tensors
         each, total = ctx.evenly
         x = logits[:, : shares.shape[0]].to(normalizer.dtype)
         result = (x - normalizer.unsqueeze(1)).exp_()
         gradient = gradient * counts
         result *= ((factor + each * total) * gradient).unsqueeze(1)
-        result.scatter_add_(1, column.unsqueeze(1), (-factor * held * gradient).unsqueeze(1))
+        result.scatter_add_(1, column.unsqueeze(1), (-factor * is_local * gradient).unsqueeze(1))
         if each:
             result -= each * shares * gradient.unsqueeze(1)
         result = filled(result.to(logits.dtype), logits.shape)

@@ -23,7 +23,7 @@ from meshfold.ir.step_events import Event, RegionEvents
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.chained_chunks import ChainedOrders
 from meshfold.passes.events.bucketing import bucketed_events, sizes_of
-from meshfold.passes.events.region import bytes_inside, merged, region_events
+from meshfold.passes.events.region import bytes_inside, coalesced, region_events
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.price.region import RegionPricer
 
@@ -100,8 +100,8 @@ class _Writer:
         self.last_saved: dict[int, int] = {}
 
     def write(self) -> RegionEvents:
-        forward = tuple(merged(self._forward()))
-        return replace(self.events, forward=forward, backward=tuple(merged(self._backward())))
+        forward = tuple(coalesced(self._forward()))
+        return replace(self.events, forward=forward, backward=tuple(coalesced(self._backward())))
 
     def _forward(self) -> Iterator[Event]:
         known = {(e.kind, e.number): e.inside_bytes for e in self.events.forward}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from meshfold.ir.op_graph import FoldedGraph, Source, SourceKind
 from meshfold.ops.reference_interpreter import run_op
-from meshfold.passes.split.loss_counts import LossCount, Place
+from meshfold.passes.split.loss_counts import InstanceOp, LossCount
 
 Tensors = Mapping[str, Tensor]
 
@@ -19,14 +19,14 @@ def count_targets(
     buffers: Tensors,
     whole_input: Callable[[str], Tensor],
     device: torch.device,
-) -> dict[Place, int]:
+) -> dict[InstanceOp, int]:
     """Per loss of `counts` how many targets of the global batch it does not ignore.
 
     folded: the program of the global batch; constants, buffers: by name; whole_input: an input of
     the global batch by name.
     """
     computed: dict[tuple[int, int], Tensor] = {}
-    done: set[Place] = set()
+    done: set[InstanceOp] = set()
 
     def value_of(k: int, v: int) -> Tensor:
         if (k, v) not in computed:
@@ -44,7 +44,7 @@ def count_targets(
         region = folded.regions[folded.instances[source.instance].region]
         return value_of(source.instance, region.graph.outputs[source.output])
 
-    found: dict[Place, int] = {}
+    found: dict[InstanceOp, int] = {}
     with torch.no_grad():
         for count in counts:
             for k, n in count.ops:
@@ -56,5 +56,5 @@ def count_targets(
                 results = run_op(op, operands, folded.instances[k].floats, device)
                 computed.update({(k, v): x for v, x in zip(op.outputs, results, strict=True)})
             targets = value_of(*count.target)
-            found[count.place] = int((targets != count.ignore_index).sum())
+            found[count.op] = int((targets != count.ignore_index).sum())
     return found

@@ -116,10 +116,10 @@ class PipelineRunner:
         own = {k for s in self.runners for k in self.pipeline.stages[s].numbers}
         return count_targets(
             self.pipeline.folded,
-            [count for count in self.pipeline.counts if count.place[0] in own],
+            [count for count in self.pipeline.counts if count.op[0] in own],
             self.constants,
             buffers,
-            lambda name: batch(name, self.pipeline.whole),
+            lambda name: batch(name, self.pipeline.unsharded),
             self.mesh.device,
         )
 

@@ -178,7 +178,7 @@ class _Forward:
     def outputs(self) -> list[Tensor]:
         """What the model returns, the same on all ranks; of a stage also what it sends."""
         folded = self.program.folded
-        return [self._fetch(output.source, self.program.whole) for output in folded.outputs]
+        return [self._fetch(output.source, self.program.unsharded) for output in folded.outputs]
 
     def update_buffers(self) -> None:
         with torch.no_grad():

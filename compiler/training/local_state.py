@@ -40,7 +40,7 @@ def stored_tensors(program: EmittedProgram | EmittedPipeline) -> dict[str, Store
     """Shape and layout of every parameter and buffer of the model, by canonical name."""
     folded = program.folded
     stored = {p.name: StoredTensor(p.shape, program.stored[p.name]) for p in folded.parameters}
-    stored.update({b.name: StoredTensor(b.shape, program.whole) for b in folded.buffers})
+    stored.update({b.name: StoredTensor(b.shape, program.unsharded) for b in folded.buffers})
     return stored
 
 

@@ -1,4 +1,4 @@
-"""Devices and clusters by name. The figures and where each comes from are in presets.json.
+"""Devices and clusters by name. The facts and where each comes from are in presets.json.
 
 resolve_cluster("dgx-h100x16")          16 nodes of 8 H100
 resolve_cluster("local-cpux4")          4 processes on this machine
@@ -56,8 +56,8 @@ def presets() -> Mapping[str, Preset]:
         resources.files("meshfold.cost_models.hardware").joinpath("presets.json").read_text("utf-8")
     )
     data = json.loads(text)
-    devices = {name: _device(name, figures) for name, figures in data["devices"].items()}
-    links = {name: _link(name, figures) for name, figures in data["links"].items()}
+    devices = {name: _device(name, facts) for name, facts in data["devices"].items()}
+    links = {name: _link(name, facts) for name, facts in data["links"].items()}
     return MappingProxyType(
         {
             name: Preset(
@@ -152,8 +152,8 @@ def _parse(text: str) -> tuple[Preset, int | None]:
     return known[name], count
 
 
-def _device(name: str, figures: Mapping[str, Any]) -> DeviceSpec:
-    value = {key: figure[0] for key, figure in figures.items()}
+def _device(name: str, facts: Mapping[str, Any]) -> DeviceSpec:
+    value = {key: fact[0] for key, fact in facts.items()}
     return DeviceSpec(
         name=name,
         memory_bytes=round(value["memory_gib"] * 2**30),
@@ -163,20 +163,20 @@ def _device(name: str, figures: Mapping[str, Any]) -> DeviceSpec:
         memory_efficiency=value["memory_efficiency"],
         launch_s=_seconds(value["launch_us"]),
         reserve_bytes=round(value["reserve_gib"] * 2**30),
-        source=_sources(figures),
+        source=_sources(facts),
         host_bytes_per_s=value.get("host_gb_per_s", 0) * 1e9,
         overlap_slowdown=value.get("overlap_slowdown", OVERLAP_SLOWDOWN),
     )
 
 
-def _link(name: str, figures: Mapping[str, Any]) -> LinkSpec:
-    value = {key: figure[0] for key, figure in figures.items()}
+def _link(name: str, facts: Mapping[str, Any]) -> LinkSpec:
+    value = {key: fact[0] for key, fact in facts.items()}
     by_ranks = value.get("gb_per_s_by_ranks", ())
     return LinkSpec(
         name=name,
         bytes_per_s=value["gb_per_s"] * 1e9,
         latency_s=_seconds(value["latency_us"]),
-        source=_sources(figures),
+        source=_sources(facts),
         start_s=_seconds(value.get("start_us", 0)),
         ramp_bytes=float(value.get("ramp_kib", 0) * 2**10),
         reduce_bytes_per_s=value.get("reduce_gb_per_s", 0) * 1e9,
@@ -189,9 +189,9 @@ def _seconds(microseconds: float) -> float:
     return round(microseconds * 1e-6, 12)
 
 
-def _sources(figures: Mapping[str, Any]) -> str:
-    """ "memory_gb_per_s, peak_tflops: X; launch_us: Y": one line, figures of a source together."""
+def _sources(facts: Mapping[str, Any]) -> str:
+    """ "memory_gb_per_s, peak_tflops: X; launch_us: Y": one line, facts of one source together."""
     keys_by_source: dict[str, list[str]] = {}
-    for key, (_, source) in figures.items():
+    for key, (_, source) in facts.items():
         keys_by_source.setdefault(source, []).append(key)
     return "; ".join(f"{', '.join(keys)}: {source}" for source, keys in keys_by_source.items())

@@ -2,8 +2,8 @@
 
 dp is outermost (its groups cross nodes first, one large message per region hides well), tp
 innermost (on the fastest links, many small messages in the critical path), cp between them: it
-exchanges activations around attention alone. ep, which cuts the batch as dp does, is inside of dp:
-it exchanges tokens around experts. pp, where it is asked for, is outside of all: stages
+exchanges activations around attention alone. ep, which shards the batch as dp does, is inside of
+dp: it exchanges tokens around experts. pp, where it is asked for, is outside of all: stages
 exchange least, and with their neighbours only.
 """
 

@@ -28,12 +28,12 @@ from meshfold.passes.schedule.list_schedule import (
     Task,
     list_order,
     listed_order,
-    most_held_bytes,
+    most_deferred_bytes,
     rounded_s,
 )
 
 NEXT = -1
-"""In an order: the next task of the epilogue of the region before, if one is left."""
+"""Stands in an order for the next task of the epilogue of the region before, if one is left."""
 
 COPIES = 4
 """Regions that are ordered, and timed, one behind the other."""
@@ -44,7 +44,7 @@ Interval = tuple[tuple[int, bool], ...]
 
 @dataclass(frozen=True)
 class ChainBoundary:
-    """Between equal regions of a chain."""
+    """The boundary between equal regions of a chain."""
 
     sent: tuple[tuple[int, int], ...]
     """(task that computes a chunk, task that reads it)."""
@@ -65,12 +65,12 @@ class ChainedOrder:
     num_epilogue: int = 0
     """How many of the last ones the next region runs."""
     seconds: float = field(default=0.0, compare=False)
-    """Of COPIES regions in a chain."""
+    """The time of COPIES regions in a chain."""
 
 
 ChainedOrders = dict[tuple[tuple[Task, ...], ChainBoundary, int], ChainedOrder]
 """What was found, by everything that it depends on: who tries micro-chunks of one region after
-those of another asks for the same chains again."""
+those of another asks for the same chains twice."""
 
 
 def chained_order(
@@ -99,9 +99,9 @@ def _chained_order(
     fitting = [p for p in listed if p is not None and chain.saved_bytes(p) <= bound_bytes]
     found = [chain.improved(min(fitting, key=chain.seconds), bound_bytes)] if fitting else []
     best = min([alone, *found], key=chain.seconds)
-    epilogue = tuple(t for t, is_late in best if is_late)
-    own = [t for t, is_late in best if not is_late]
-    begins = [NEXT if is_late else t for t, is_late in best]
+    epilogue = tuple(t for t, is_epilogue in best if is_epilogue)
+    own = [t for t, is_epilogue in best if not is_epilogue]
+    begins = [NEXT if is_epilogue else t for t, is_epilogue in best]
     order = (*begins, *epilogue) if epilogue else tuple(own)
     return ChainedOrder(order, len(epilogue), chain.seconds(best))
 
@@ -171,13 +171,13 @@ class _Chain:
         epilogue = [t for t in own if at[1, t] > begins and t not in self.own]
         ends = max((at[1, t] for t in epilogue), default=begins - 1)
         head = [(t, copy == 1) for copy, t in of[begins : ends + 1] if copy == 2 or t in epilogue]
-        begun = {t for t, is_late in head if not is_late}
+        begun = {t for t, is_epilogue in head if not is_epilogue}
         if not begun.isdisjoint(epilogue):
             return None
         rest = [(t, False) for t in own if t not in begun and t not in epilogue]
         interval = (*head, *rest)
         for t in self.placed:
-            interval = min(self._places(interval, t), key=self.seconds)
+            interval = min(self._insertions(interval, t), key=self.seconds)
         return interval
 
     # The second step.
@@ -188,52 +188,52 @@ class _Chain:
             before_s = best_s
             for t in [t for t, _ in interval]:
                 rest = tuple(pair for pair in interval if pair[0] != t)
-                for place in self._places(rest, t):
-                    seconds = self.seconds(place)
-                    if seconds < best_s and self.saved_bytes(place) <= bound_bytes:
-                        best_s, interval = seconds, place
+                for inserted in self._insertions(rest, t):
+                    seconds = self.seconds(inserted)
+                    if seconds < best_s and self.saved_bytes(inserted) <= bound_bytes:
+                        best_s, interval = seconds, inserted
         return interval
 
-    def _places(self, interval: Interval, t: int) -> Iterator[Interval]:
+    def _insertions(self, interval: Interval, t: int) -> Iterator[Interval]:
         """`interval` with task `t` everywhere where it may be."""
-        at = {other: (k, is_late) for k, (other, is_late) in enumerate(interval)}
-        for is_late in (False, True):
-            if is_late and t in self.own:
+        at = {other: (k, is_epilogue) for k, (other, is_epilogue) in enumerate(interval)}
+        for is_epilogue in (False, True):
+            if is_epilogue and t in self.own:
                 continue
-            for k in self._allowed(at, t, is_late):
-                yield (*interval[:k], (t, is_late), *interval[k:])
+            for k in self._allowed(at, t, is_epilogue):
+                yield (*interval[:k], (t, is_epilogue), *interval[k:])
 
-    def _allowed(self, at: dict[int, tuple[int, bool]], t: int, is_late: bool) -> range:
-        """The places for `t` among the tasks at `at`, in the epilogue or not: what is in it
+    def _allowed(self, at: dict[int, tuple[int, bool]], t: int, is_epilogue: bool) -> range:
+        """The positions for `t` among the tasks at `at`, in the epilogue or not: what is in it
         runs an interval later."""
         first, last = 0, len(at)
         for n in self.tasks[t].needs:
-            if n in at and at[n][1] == is_late:
+            if n in at and at[n][1] == is_epilogue:
                 first = max(first, at[n][0] + 1)
             elif n in at and at[n][1]:
                 return range(0)
         for user in self.users[t]:
-            if user in at and at[user][1] == is_late:
+            if user in at and at[user][1] == is_epilogue:
                 last = min(last, at[user][0])
-            elif user in at and is_late:
+            elif user in at and is_epilogue:
                 return range(0)
         for sender in self.senders[t]:
-            if sender in at and at[sender][1] and not is_late:
+            if sender in at and at[sender][1] and not is_epilogue:
                 first = max(first, at[sender][0] + 1)
         for reader in self.readers[t]:
-            if reader in at and is_late and not at[reader][1]:
+            if reader in at and is_epilogue and not at[reader][1]:
                 last = min(last, at[reader][0])
         if t == self.boundary.prefetch:
-            first = max([first, *(k + 1 for k, is_late in at.values() if is_late)])
-        elif is_late and self.boundary.prefetch in at:
+            first = max([first, *(k + 1 for k, is_epilogue in at.values() if is_epilogue)])
+        elif is_epilogue and self.boundary.prefetch in at:
             last = min(last, at[self.boundary.prefetch][0])
         return range(first, last + 1)
 
-    # What a interval is worth.
+    # What an interval is worth.
 
     @cached_property
     def _rows(self) -> list[tuple[int, float, float, int]]:
-        """Per task its link by number, -1 for none, its seconds there, those of its kernels, and
+        """Every task's link by number, -1 for none, its seconds there, those of its kernels, and
         how many tasks further in chain what it waits for is started, 0 for none."""
         links = sorted({task.link for task in self.tasks} - {""})
         rows = []
@@ -246,17 +246,17 @@ class _Chain:
         return rows
 
     def seconds(self, interval: Interval) -> float:
-        """Until all copies have run and everything has come."""
+        """Seconds until all copies have run and everything has arrived."""
         rows, count = self._rows, self.count
         now_s, free_s = 0.0, [0.0] * len(rows)
         # Before the first copy one that has come.
         ends_s = [0.0] * (count * (COPIES + 1))
         for copy in range(COPIES + 1):
-            for t, is_late in interval:
-                if copy == (0 if is_late else COPIES):
+            for t, is_epilogue in interval:
+                if copy == (0 if is_epilogue else COPIES):
                     continue
                 link, transfer_s, seconds, start = rows[t]
-                at = (copy - is_late + 1) * count + t
+                at = (copy - is_epilogue + 1) * count + t
                 if start and ends_s[at + start] > now_s:
                     now_s = ends_s[at + start]
                 now_s += seconds
@@ -265,11 +265,11 @@ class _Chain:
         return rounded_s(max(now_s, *free_s))
 
     def saved_bytes(self, interval: Interval) -> int:
-        """The most that is held for gradients of weights at a time."""
+        """The most bytes that deferred weight gradients keep alive at a time."""
         order = [
-            (copy - is_late) * self.count + t
+            (copy - is_epilogue) * self.count + t
             for copy in range(COPIES + 1)
-            for t, is_late in interval
-            if 0 <= copy - is_late < COPIES
+            for t, is_epilogue in interval
+            if 0 <= copy - is_epilogue < COPIES
         ]
-        return most_held_bytes(self.copies, order)
+        return most_deferred_bytes(self.copies, order)

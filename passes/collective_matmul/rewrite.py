@@ -57,9 +57,9 @@ class _Product:
 
 @dataclass(frozen=True)
 class MatmulGroup:
-    """Products that become one op. ops: their numbers in the region's graph, `at` the one in whose
-    place `op` stands, typed as `typing`; axis: on which rows come round; value: what is gathered or
-    scattered there, from one layout to the other."""
+    """Products that become one op. ops: their numbers in the region's graph, `at` the one that
+    `op` stands for, typed as `typing`; axis: on which rows are gathered or scattered; value: what
+    is, from one layout to the other."""
 
     ops: tuple[int, ...]
     at: int
@@ -78,19 +78,19 @@ def matmul_groups(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> tuple[Mat
 def with_collective_matmuls(
     graph: OpGraph, typing: RegionTyping, mesh: Mesh, groups: Sequence[MatmulGroup]
 ) -> Written:
-    """A region with some of its groups as ring products: graph and typing; slots and outputs are
-    the region's.
+    """A region with some of its groups as collective matmuls: graph and typing; slots and outputs
+    are the region's.
 
-    Raises ChunkingError where another axis cuts one as no rule does.
+    Raises ChunkingError where another axis shards one as no rule does.
     """
-    made = {group.at: group for group in groups}
-    gone = {k for group in groups for k in group.ops} - made.keys()
+    written_at = {group.at: group for group in groups}
+    gone = {k for group in groups for k in group.ops} - written_at.keys()
     ops, typings = [], []
     for k, (op, chosen) in enumerate(zip(graph.ops, typing.ops, strict=True)):
-        if k in made:
-            op, chosen = made[k].op, made[k].typing
+        if k in written_at:
+            op, chosen = written_at[k].op, written_at[k].typing
         if k not in gone:
-            ops.append(op if k in made else replace(op, draw=draw_of(op, k)))
+            ops.append(op if k in written_at else replace(op, draw=draw_of(op, k)))
             typings.append(chosen)
     new = without_unmade(replace(graph, ops=tuple(ops)))
     written = new, replace(typing, ops=tuple(_named(new, typings, mesh.sizes)))
@@ -104,7 +104,7 @@ def with_collective_matmuls(
 def with_planned_matmuls(
     graph: OpGraph, typing: RegionTyping, region: RegionPlan, mesh: Mesh
 ) -> Written:
-    """As with_collective_matmuls, for a region of a plan. Raises PlanMismatchError."""
+    """The same for a region of a plan. Raises PlanMismatchError."""
     groups = matmul_groups(graph, typing, mesh)
     try:
         return with_collective_matmuls(
@@ -152,7 +152,7 @@ class _Finder:
         self.demands = [demands for _, demands in layouts]
         self.products = list(self._products())
         self.found: list[MatmulGroup] = []
-        self.taken: set[int] = set()
+        self.rewritten: set[int] = set()
 
     def groups(self) -> list[MatmulGroup]:
         by_x: dict[int, list[_Product]] = {}
@@ -214,10 +214,10 @@ class _Finder:
     def _gather(self, axis: int, x: int, products: Sequence[_Product]) -> None:
         """Products that read all rows of x, which is sharded, on an axis."""
         t = self.native[x][axis]
-        if not self._cuts_rows(t, x):
+        if not self._shards_rows(t, x):
             return
-        whole = _with(self.native[x], axis, REPLICATE)
-        reading = [p for p in products if self._layouts(p)[0] == whole]
+        gathered = _with(self.native[x], axis, REPLICATE)
+        reading = [p for p in products if self._layouts(p)[0] == gathered]
         readers = {p.ops[0] for p in reading}
         if not reading or self._is_read_otherwise(x, axis, readers):
             return
@@ -258,17 +258,17 @@ class _Finder:
     def _write_gather(self, axis: int, x: int, products: Sequence[_Product], at: int) -> None:
         t = self.native[x][axis]
         layouts = [self._layouts(p) for p in products]
-        places = (t.blocks, *(weight[axis].blocks for _, weight, _, _ in layouts))
+        all_blocks = (t.blocks, *(weight[axis].blocks for _, weight, _, _ in layouts))
         biases = tuple(Ref(p.bias) if p.bias >= 0 else None for p in products)
         args: tuple[Arg, ...] = (Ref(x), tuple(Ref(p.weight) for p in products), biases)
         given = [bias for _, _, bias, _ in layouts if bias is not None]
         typing = OpTyping(
-            self._rules(axis, products, places),
+            self._rules(axis, products, all_blocks),
             (self.native[x], *(weight for _, weight, _, _ in layouts), *given),
             tuple(out for *_, out in layouts),
         )
         edge = self.native[x], layouts[0][0]
-        self._add(at, ALL_GATHER_MATMUL, args, axis, x, edge, places, products, typing)
+        self._add(at, ALL_GATHER_MATMUL, args, axis, x, edge, all_blocks, products, typing)
 
     # Scatters.
 
@@ -280,7 +280,7 @@ class _Finder:
             return
         (shards,) = demands
         t = shards[axis]
-        if not self._cuts_rows(t, out) or shards != _with(native, axis, t):
+        if not self._shards_rows(t, out) or shards != _with(native, axis, t):
             return
         x, weight, bias, _ = self._layouts(product)
         columns = len(self.graph.values[product.x].shape) - 1
@@ -291,32 +291,32 @@ class _Finder:
         if bias is not None and bias[axis] != PARTIAL:
             return
         given = (x, weight, *([bias] if bias is not None else []))
-        places = (t.blocks, blocks)
-        typing = OpTyping(self._rules(axis, [product], places), given, (shards,))
+        all_blocks = (t.blocks, blocks)
+        typing = OpTyping(self._rules(axis, [product], all_blocks), given, (shards,))
         args = (
             Ref(product.x),
             Ref(product.weight),
             Ref(product.bias) if product.bias >= 0 else None,
         )
         at, edge = product.ops[-1], (native, shards)
-        self._add(at, MATMUL_REDUCE_SCATTER, args, axis, out, edge, places, [product], typing)
+        self._add(at, MATMUL_REDUCE_SCATTER, args, axis, out, edge, all_blocks, [product], typing)
 
     # Both.
 
-    def _cuts_rows(self, t: SpmdType, v: int) -> bool:
+    def _shards_rows(self, t: SpmdType, v: int) -> bool:
         shape = self.graph.values[v].shape
         return t.kind == "S" and not t.unit and t.dim < len(shape) - 1
 
     def _is_free(self, product: _Product) -> bool:
-        return self.taken.isdisjoint(product.ops)
+        return self.rewritten.isdisjoint(product.ops)
 
     def _rules(
-        self, axis: int, products: Sequence[_Product], places: Sequence[int]
+        self, axis: int, products: Sequence[_Product], all_blocks: Sequence[int]
     ) -> tuple[str, ...]:
-        """Rules of what stands for products: on other axes that of the products, which cuts rows or
-        nothing there."""
+        """Rules of what stands for products: on other axes that of the products, which shards rows
+        or nothing there."""
         first = self.typing.ops[products[0].ops[0]].rules
-        return tuple(ring_name(places) if k == axis else name for k, name in enumerate(first))
+        return tuple(ring_name(all_blocks) if k == axis else name for k, name in enumerate(first))
 
     def _add(
         self,
@@ -326,25 +326,25 @@ class _Finder:
         axis: int,
         value: int,
         edge: tuple[Layout, Layout],
-        places: tuple[int, ...],
+        all_blocks: tuple[int, ...],
         products: Sequence[_Product],
         typing: OpTyping,
     ) -> None:
         """The group of products; of value's layouts one has the shards of the axis."""
         dim = next(t.dim for layout in edge if (t := layout[axis]).is_shard)
-        args = (*args, dim, places, products[0].transposed, self.sizes[axis])
+        args = (*args, dim, all_blocks, products[0].transposed, self.sizes[axis])
         old = self.graph.ops[products[0].ops[-1]]
         outputs = tuple(p.out for p in products)
         op = replace(old, target=target, args=args, kwargs=(), outputs=outputs)
         ops = tuple(k for p in products for k in p.ops)
         self.found.append(MatmulGroup(ops, at, op, typing, axis, value, edge))
-        self.taken.update(ops)
+        self.rewritten.update(ops)
 
 
 def without_unmade(graph: OpGraph) -> OpGraph:
     """`graph` without the values that no op makes any more."""
-    made = {*range(len(graph.slots)), *(v for op in graph.ops for v in op.outputs)}
-    number = {v: k for k, v in enumerate(sorted(made))}
+    left = sorted({*range(len(graph.slots)), *(v for op in graph.ops for v in op.outputs)})
+    number = {v: k for k, v in enumerate(left)}
 
     def renumbered(op: Op) -> Op:
         refs = iter([number[v] for v in op.operands])
@@ -355,7 +355,7 @@ def without_unmade(graph: OpGraph) -> OpGraph:
 
     return OpGraph(
         graph.slots,
-        tuple(graph.values[v] for v in sorted(made)),
+        tuple(graph.values[v] for v in left),
         tuple(map(renumbered, graph.ops)),
         tuple(number[v] for v in graph.outputs),
         tuple((slot, number[v]) for slot, v in graph.mutations),

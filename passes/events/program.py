@@ -51,7 +51,7 @@ def program_events(
         instances=tuple(numbers),
         trailing=tuple(
             collective("all_reduce", num_bytes, axes, costs)
-            for (axes, _), num_bytes in _late(written, numbers).items()
+            for (axes, _), num_bytes in _reduced_at_end(written, numbers).items()
         ),
         optimizer_s=optimizer_s,
         resident_bytes=resident_over_time(memory, outputs, states, optimizer),
@@ -92,12 +92,12 @@ def _written(
     return written, numbers
 
 
-def _late(
+def _reduced_at_end(
     written: Sequence[PricedRegion], numbers: Sequence[int]
 ) -> Counter[tuple[tuple[int, ...], str]]:
     """(axes, dtype) -> bytes of gradients that all instances leave to the end."""
-    late: Counter[tuple[tuple[int, ...], str]] = Counter()
+    at_end: Counter[tuple[tuple[int, ...], str]] = Counter()
     for number, count in Counter(numbers).items():
-        for where, num_bytes in written[number].late.items():
-            late[where] += count * num_bytes
-    return late
+        for where, num_bytes in written[number].reduced_at_end.items():
+            at_end[where] += count * num_bytes
+    return at_end

@@ -4,10 +4,10 @@
                                                              emitted
     seconds               RegionPricer.op_times, passes/price/conversions.py
     bytes alive inside    cost_models/memory/live_ranges.py
-    buckets               passes/price/parameter_groups.py
+    parameter groups      passes/price/parameter_groups.py
 
 Forward and backward are one walk over the local program each, the backward in reverse: autograd
-runs nodes in falling order of creation. A bucket is opened before the first step that reads a
+runs nodes in falling order of creation. A group is opened before the first step that reads a
 member, so its gradients are complete after the backward of that step.
 """
 
@@ -34,19 +34,19 @@ from meshfold.passes.price.parameter_groups import (
 from meshfold.passes.price.parameters import local_bytes, stored_bytes
 from meshfold.passes.price.region import RegionPricer
 
-Late = Mapping[tuple[tuple[int, ...], str], int]
-"""(axes, dtype) -> bytes of gradients that one instance leaves to be all-reduced at the end."""
+ReducedAtEnd = Mapping[tuple[tuple[int, ...], str], int]
+"""(axes, dtype) -> bytes of gradients of one instance that are all-reduced at the end."""
 
-_Piece = tuple[float, CollectiveEvent | None]
+_Work = tuple[float, CollectiveEvent | None]
 """Kernels of so many seconds, or a collective."""
 
 
 @dataclass(frozen=True)
 class PricedRegion:
-    """The events of one instance of a region, and what it leaves to the end of the step."""
+    """The events of one instance of a region, and the gradients reduced at the end of the step."""
 
     events: RegionEvents
-    late: Late
+    reduced_at_end: ReducedAtEnd
 
 
 def collective(
@@ -81,7 +81,7 @@ def bytes_inside(
     floats: Sequence[float],
 ) -> dict[int | tuple[int, Step], tuple[int, int]]:
     """Bytes alive inside an instance at the worst moment of each op and each step of a conversion,
-    forward and backward, in the order of the graph. Arguments as of region_events."""
+    forward and backward, in the order of the graph. Arguments are those of region_events."""
     builder = LocalProgramBuilder(graph, typing, arriving, costs, probe, floats)
     trace = trace_region(builder.build())
     pairs = zip(trace.forward_bytes, trace.backward_bytes, strict=True)
@@ -114,7 +114,7 @@ class _Writer:
             if key is not None:
                 groups.setdefault(key, []).append((v, used))
         self.groups = list(groups.items())
-        self.bucket_of = {
+        self.group_of = {
             self.builder.uses[use]: b for b, (_, uses) in enumerate(self.groups) for use in uses
         }
         self.opened_at = self._opened_at()
@@ -128,7 +128,7 @@ class _Writer:
         ]
 
     def write(self) -> PricedRegion:
-        late: dict[tuple[tuple[int, ...], str], int] = {}
+        at_end: dict[tuple[tuple[int, ...], str], int] = {}
         for key, uses in self.groups:
             if not (key.gather and key.requires_grad):
                 continue
@@ -136,62 +136,62 @@ class _Writer:
                 _, reduce = changed_axes(self.arriving[v], used)
                 if reduce:
                     value = self.graph.values[v]
-                    kept = stored_bytes(value, self.arriving[v], self.mesh.sizes)
+                    num_bytes = stored_bytes(value, self.arriving[v], self.mesh.sizes)
                     where = reduce, value.stored_dtype
-                    late[where] = late.get(where, 0) + kept
+                    at_end[where] = at_end.get(where, 0) + num_bytes
         events = RegionEvents(
             self.name,
-            tuple(merged(self._forward())),
-            tuple(merged(self._backward())),
-            tuple(self._bucket(b) for b in range(len(self.groups))),
+            tuple(coalesced(self._forward())),
+            tuple(coalesced(self._backward())),
+            tuple(self._group_events(b) for b in range(len(self.groups))),
             self.typing.reshard_after_forward,
-            tuple(merged(self._again())),
+            tuple(coalesced(self._recomputation())),
         )
-        return PricedRegion(events, late)
+        return PricedRegion(events, at_end)
 
-    # Buckets.
+    # Parameter groups.
 
     def _opened_at(self) -> list[int]:
-        """Per bucket the first step that reads a member; past the end if none does."""
+        """First step that reads a member of each group; past the end if none does."""
         first = [len(self.program.steps)] * len(self.groups)
         for k in reversed(range(len(self.program.steps))):
             for t in self.program.steps[k].operands:
-                if t in self.bucket_of:
-                    first[self.bucket_of[t]] = k
+                if t in self.group_of:
+                    first[self.group_of[t]] = k
         return first
 
-    def _is_made(self, b: int) -> bool:
+    def _is_materialized(self, b: int) -> bool:
         key, _ = self.groups[b]
         return bool(key.gather or key.master)
 
     def _is_saved(self, b: int) -> bool:
         """Whether the backward reads what was gathered."""
-        if not self._is_made(b) or not self.typing.reshard_after_forward:
+        if not self._is_materialized(b) or not self.typing.reshard_after_forward:
             return False
         if self.trace.recompute_at >= 0:
             return True
         members = {self.builder.uses[use] for use in self.groups[b][1]}
         return any(members & needs for needs in self.trace.needs)
 
-    def _bucket(self, b: int) -> ParameterGroupEvents:
+    def _group_events(self, b: int) -> ParameterGroupEvents:
         key, uses = self.groups[b]
         gather, is_trained = key.gather, key.requires_grad
         sizes, costs = self.mesh.sizes, self.costs
         shards = math.prod(sizes[k] for k in gather)
         pairs = [(self.graph.values[v], self.arriving[v]) for v, _ in uses]
-        here = sum(local_bytes(value, stored, sizes) for value, stored in pairs)
-        kept = sum(stored_bytes(value, stored, sizes) for value, stored in pairs)
+        full_bytes = shards * sum(local_bytes(value, stored, sizes) for value, stored in pairs)
+        shard_bytes = sum(stored_bytes(value, stored, sizes) for value, stored in pairs)
         reduction = None
         if is_trained and gather:
-            reduction = collective("reduce_scatter", shards * kept, gather, costs)
+            reduction = collective("reduce_scatter", shards * shard_bytes, gather, costs)
         elif is_trained and key.reduce:
-            reduction = collective("all_reduce", kept, key.reduce, costs)
+            reduction = collective("all_reduce", shard_bytes, key.reduce, costs)
         return ParameterGroupEvents(
-            gather=collective("all_gather", shards * here, gather, costs) if gather else None,
+            gather=collective("all_gather", full_bytes, gather, costs) if gather else None,
             reduce=reduction,
-            unsharded_bytes=shards * here if gather or key.master else 0,
-            flat_bytes=shards * kept if is_trained else 0,
-            result_bytes=kept if reduction is not None else 0,
+            unsharded_bytes=full_bytes if gather or key.master else 0,
+            flat_bytes=shards * shard_bytes if is_trained else 0,
+            result_bytes=shard_bytes if reduction is not None else 0,
             saved=self._is_saved(b),
             dtype=pairs[0][0].stored_dtype,
             read_dtype=pairs[0][0].dtype,
@@ -208,21 +208,21 @@ class _Writer:
                 yield from _compute(self.copies[b].packed_s, inside)
                 yield Event("unshard", inside_bytes=inside, number=b)
                 yield from _compute(self.copies[b].unpacked_s, inside)
-                if self._is_made(b) and not is_ahead:
+                if self._is_materialized(b) and not is_ahead:
                     yield Event("forward_prefetch", inside_bytes=inside)
                     is_ahead = True
             if k < len(self.program.steps):
-                yield from _events(self._there(k), inside)
+                yield from _events(self._step_forward(k), inside)
 
     def _backward(self) -> Iterator[Event]:
         has_arrived = not any(map(self._is_saved, range(len(self.groups))))
-        made = {t for t, b in self.bucket_of.items() if self._is_made(b)}
+        materialized = {t for t, b in self.group_of.items() if self._is_materialized(b)}
         before = self.trace.memory.saved_bytes
         for k in reversed(range(-1, len(self.program.steps) + 1)):
             is_step = 0 <= k < len(self.program.steps)
             inside = self.trace.backward_bytes[k] if is_step else before
             is_first_read = is_step and (
-                k == self.trace.recompute_at or not made.isdisjoint(self.trace.needs[k])
+                k == self.trace.recompute_at or not materialized.isdisjoint(self.trace.needs[k])
             )
             if is_first_read and not has_arrived:
                 has_arrived = True
@@ -233,31 +233,31 @@ class _Writer:
             if is_step and k == self.trace.recompute_at:
                 yield Event("recompute", inside_bytes=self.trace.recompute_bytes)
             if is_step:
-                yield from _events(self._back(k), inside)
+                yield from _events(self._step_backward(k), inside)
                 before = self.trace.after_bytes[k]
             for b in self._opened(k):
                 if self.groups[b][0].requires_grad:
                     yield from _compute(self.copies[b].reduced_s, before)
                     yield Event("reduce", inside_bytes=before, number=b)
 
-    def _again(self) -> Iterator[Event]:
+    def _recomputation(self) -> Iterator[Event]:
         for k in sorted(self.trace.recomputed):
-            yield from _events(self._there(k, is_again=True), self.trace.recompute_bytes)
+            yield from _events(self._step_forward(k, recomputed=True), self.trace.recompute_bytes)
 
     def _opened(self, k: int) -> list[int]:
         return [b for b, at in enumerate(self.opened_at) if at == k]
 
-    def _there(self, k: int, *, is_again: bool = False) -> Iterator[_Piece]:
-        """The forward of a step; the first one, or one that runs again."""
+    def _step_forward(self, k: int, *, recomputed: bool = False) -> Iterator[_Work]:
+        """The forward of a step; the first one, or one that is recomputed."""
         origin = self.builder.origins[k]
         if not isinstance(origin, int):
             yield from self._conversion(origin, 0)
             return
         yield self.pricer.op_times[origin].forward_s, None
         inside = self._inside(origin, is_backward=False)
-        yield from (self._inline(c) for c in inside if not (is_again and c.is_saved))
+        yield from (self._inline(c) for c in inside if not (recomputed and c.is_saved))
 
-    def _back(self, k: int) -> Iterator[_Piece]:
+    def _step_backward(self, k: int) -> Iterator[_Work]:
         """The backward of a step."""
         origin = self.builder.origins[k]
         if not isinstance(origin, int):
@@ -266,15 +266,15 @@ class _Writer:
         yield from (self._inline(c) for c in self._inside(origin, is_backward=True))
         yield self.pricer.op_times[origin].backward_s, None
 
-    def _conversion(self, origin: tuple[int, Step], direction: int) -> Iterator[_Piece]:
+    def _conversion(self, origin: tuple[int, Step], direction: int) -> Iterator[_Work]:
         """A step of a conversion, forward (0) or backward (1)."""
         v, step = origin
         action = step_actions(self.graph.values[v], step, self.costs)[direction]
         if action.kind not in COLLECTIVES:
             yield action.seconds, None
             return
-        made = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
-        yield from ((action.before_s, None), (0.0, made), (action.after_s, None))
+        of = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
+        yield from ((action.before_s, None), (0.0, of), (action.after_s, None))
 
     def _inside(self, k: int, *, is_backward: bool) -> Iterator[InsideCollective]:
         """The collectives inside the rule of an op."""
@@ -284,12 +284,12 @@ class _Writer:
         timer = OpTimer(self.graph, self.graph.ops[k], self.costs)
         yield from (c for c in timer.inside(rules) if c.is_backward == is_backward)
 
-    def _inline(self, c: InsideCollective) -> _Piece:
+    def _inline(self, c: InsideCollective) -> _Work:
         return 0.0, collective(c.kind, c.num_bytes, (c.axis,), self.costs, c.seconds)
 
 
-def _events(pieces: Iterable[_Piece], inside_bytes: int) -> Iterator[Event]:
-    for seconds, of in pieces:
+def _events(works: Iterable[_Work], inside_bytes: int) -> Iterator[Event]:
+    for seconds, of in works:
         if of is None:
             yield from _compute(seconds, inside_bytes)
         else:
@@ -301,7 +301,7 @@ def _compute(seconds: float, inside_bytes: int) -> Iterator[Event]:
         yield Event("compute", seconds, inside_bytes)
 
 
-def merged(events: Iterable[Event]) -> Iterator[Event]:
+def coalesced(events: Iterable[Event]) -> Iterator[Event]:
     """Kernels that follow each other are one event, at its worst moment."""
     open_event: Event | None = None
     for event in events:

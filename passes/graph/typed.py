@@ -1,7 +1,5 @@
 """What a typing says of the values of a region's graph."""
 
-from collections.abc import Sequence
-
 from meshfold.ir.op_graph import OpGraph
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
@@ -10,8 +8,8 @@ from meshfold.ir.strategy import RegionTyping
 def layouts_of_values(
     graph: OpGraph, typing: RegionTyping
 ) -> list[tuple[Layout, tuple[Layout, ...]]]:
-    """Per value its native layout and the distinct layouts that ops and outputs demand of it, in
-    order of first use."""
+    """The native layout of every value and the distinct layouts that ops, outputs and mutated
+    buffers demand of it, in order of first use."""
     native = [*typing.slots, *([()] * (len(graph.values) - len(graph.slots)))]
     demands: list[dict[Layout, None]] = [{} for _ in graph.values]
     for op, chosen in zip(graph.ops, typing.ops, strict=True):
@@ -24,22 +22,6 @@ def layouts_of_values(
     for slot, v in graph.mutations:
         demands[v][typing.slots[slot]] = None
     return [(n, tuple(d)) for n, d in zip(native, demands, strict=True)]
-
-
-def wanted_layouts(
-    graph: OpGraph, typing: RegionTyping, arriving: Sequence[Layout]
-) -> list[list[Layout]]:
-    """The layouts that ops, outputs and mutated buffers want of each value, in order. arriving:
-    of each slot the layout in which its value arrives."""
-    wanted: list[list[Layout]] = [[] for _ in graph.values]
-    for op, chosen in zip(graph.ops, typing.ops, strict=True):
-        for v, layout in zip(op.operands, chosen.inputs, strict=True):
-            wanted[v].append(layout)
-    for v, layout in zip(graph.outputs, typing.outputs, strict=True):
-        wanted[v].append(layout)
-    for slot, v in graph.mutations:
-        wanted[v].append(arriving[slot])
-    return wanted
 
 
 def value_name(graph: OpGraph, v: int) -> str:

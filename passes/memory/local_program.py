@@ -27,14 +27,10 @@ from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import Arg, Hole, OpGraph, Ref, SlotKind
 from meshfold.ir.spmd import Layout, local_shape
 from meshfold.ir.strategy import OpTyping, RegionTyping
-from meshfold.passes.graph.typed import wanted_layouts
 from meshfold.passes.graph.without_dropout import ATTENTION
-from meshfold.passes.price.conversions import (
-    axis_conversion,
-    conversion_steps,
-    plan_conversions,
-)
-from meshfold.passes.price.parameter_groups import changed_axes, is_unbucketed, used_layout
+from meshfold.passes.price.conversion_trees import conversion_trees
+from meshfold.passes.price.conversions import axis_conversion, conversion_steps
+from meshfold.passes.price.parameter_groups import changed_axes, is_unbucketed
 from meshfold.passes.price.parameters import local_bytes, stored_bytes
 from meshfold.passes.price.recompute import is_saved_op, is_saved_step
 from meshfold.passes.rules.localize import localize
@@ -68,16 +64,17 @@ class LocalProgramBuilder:
         self.origins: list[int | tuple[int, Step]] = []
         """What each step is: the number of an op, or (value, a step of its conversion)."""
         self.tensors: dict[tuple[int, Layout], int] = {}
-        self.parents: dict[tuple[int, Layout], Layout] = {}
+        self.parents, self._parameters = conversion_trees(graph, typing, arriving, costs)
         self.uses: dict[tuple[int, Layout], int] = {}
-        """Tensors that the runtime makes of parameters: (slot, used layout) -> tensor."""
+        """Tensors that the runtime materializes of parameters: (slot, used layout) -> tensor."""
 
     def build(self) -> LocalProgram:
         """The finished program."""
         for v, layout in enumerate(self.arriving):
             self.tensors[v, layout] = self._outside(v, layout)
-        for v, demands in enumerate(wanted_layouts(self.graph, self.typing, self.arriving)):
-            self._plan_value(v, demands)
+        for v, layout in self._parameters:
+            if layout != self.arriving[v] or self.graph.values[v].master:
+                self.uses[v, layout] = self.tensors[v, layout] = self._outside(v, layout)
         num_slots = len(self.specs)
         for k, typing in enumerate(self.typing.ops):
             self._op(k, typing)
@@ -127,38 +124,11 @@ class LocalProgramBuilder:
         return is_unbucketed(value, self.arriving[v], gather, self.costs)
 
     def _num_gathered(self, stored: Layout, used: Layout) -> int:
-        """Shards that are put together."""
+        """The number of shards that are gathered."""
         pairs = zip(stored, used, self.mesh.sizes, strict=True)
         return math.prod(n for s, u, n in pairs if s.is_shard and not u.is_shard)
 
-    # What is wanted.
-
-    def _plan_value(self, v: int, demands: list[Layout]) -> None:
-        """Fill `parents` (the conversion tree) and, for a parameter, `uses`."""
-        native = self._native(v)
-        is_slot = v < len(self.graph.slots)
-        if not (is_slot and self.graph.slots[v].kind is SlotKind.PARAMETER):
-            self._plan_tree(v, native, demands)
-            return
-        by_use: dict[Layout, list[Layout]] = {}
-        for demand in demands:
-            by_use.setdefault(used_layout(native, demand, self.mesh), []).append(demand)
-        for used, wanted in by_use.items():
-            if used != native or self.graph.values[v].master:
-                self.uses[v, used] = self.tensors[v, used] = self._outside(v, used)
-            self._plan_tree(v, used, wanted)
-
-    def _plan_tree(self, v: int, native: Layout, demands: list[Layout]) -> None:
-        edges = plan_conversions(self.graph.values[v], native, demands, self.costs)
-        self.parents.update({(v, target): source for source, target in edges})
-
-    def _native(self, v: int) -> Layout:
-        if v < len(self.graph.slots):
-            return self.arriving[v]
-        k = self.graph.producers[v]
-        return self.typing.ops[k].outputs[self.graph.ops[k].outputs.index(v)]
-
-    # Tensors and steps, in the order in which they are made.
+    # Tensors and steps, in the order in which they are computed.
 
     def _outside(self, v: int, layout: Layout) -> int:
         value = self.graph.values[v]

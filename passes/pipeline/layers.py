@@ -16,11 +16,11 @@ to hide its reduction and its gather behind; so that a step stays a sum over lay
 each is charged its share of one layer in L / p (first). Copies into and out of the buffers of
 gathers and reductions are kernels: of f and b, context g_once of the sync.
 
-A parameter that several layers read is held by each (the embedding and the head of a language model
-are on different stages), and its gradients are added up over the holders once (d_tied). Gradients
-are held all the time. What the optimizer makes for itself is there when no activations are: the
-larger of both would count; charged is what it needs beyond one microbatch's. Seconds and bytes of
-one rank.
+A parameter that several layers read is stored by each (the embedding and the head of a language
+model are on different stages), and its gradients are added up over the holders once (d_tied).
+Gradients are resident all the time. What the optimizer allocates for itself is there when no
+activations are: the larger of both would count; charged is what it needs beyond one microbatch's.
+Seconds and bytes of one rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +77,7 @@ class StrategyCosts:
     """Kernels and exposed communication."""
 
     weight_s: float
-    """Of backward_s, what computes weight gradients only."""
+    """Seconds of backward_s that compute weight gradients only."""
 
     gather_s: float
     shard_reduce_s: float
@@ -107,7 +107,7 @@ class StrategyCosts:
 
     activation_bytes: int
     gathered_bytes: int
-    """Of workspace_bytes, gathered parameters."""
+    """Gathered parameters among workspace_bytes."""
 
     workspace_bytes: int
 

@@ -1,15 +1,15 @@
 """The parameters of one layer of a pipeline: what is stored, gathered and reduced, in bytes.
 
-    ZeRO  between steps  in a step                     gradients                    optimizer states
-    0     whole          whole                         unsharded, reduced once          whole
-    1     shards         gathered once, then full      unsharded, reduced once          shards
-    2     shards         gathered once, then full      shards, every microbatch     shards
-    3     shards         gathered for every forward    shards, every microbatch     shards
+    ZeRO  between steps  in a step                   gradients                 optimizer states
+    0     unsharded      unsharded                   unsharded, reduced once   unsharded
+    1     shards         gathered once               unsharded, reduced once   shards
+    2     shards         gathered once               shards, every microbatch  shards
+    3     shards         gathered for every forward  shards, every microbatch  shards
                          and backward
 
 `once` is once per step, for all of its microbatches. A parameter that several layers read is stored
-unsharded, since devices that hold it must hold the same. Expert weights are shards on ep already
-and are cut on dp alone. All costs are of one rank.
+unsharded, since devices that have it must have the same. Expert weights are shards on ep already
+and are sharded on dp alone. All costs are of one rank.
 """
 
 from collections import Counter, defaultdict
@@ -64,8 +64,8 @@ def parameters_of(
 
 @dataclass(frozen=True)
 class _Placed:
-    """A parameter under one ZeRO level. unsharded, layout: in a step and between steps; cut: the
-    axes between them, in the order of the mesh; rest: those that its gradient is all-reduced
+    """A parameter under one ZeRO level. unsharded, layout: in a step and between steps; shard_axes:
+    the axes between them, in the order of the mesh; rest: those that its gradient is all-reduced
     over."""
 
     unsharded: Layout
@@ -100,8 +100,8 @@ class LayerCopies:
 def copies_of(
     parameters: Sequence[Parameter], zero: int, mesh: Mesh, costs: CostModel
 ) -> LayerCopies:
-    """Of the parameters of a region. mesh: as for ParameterSums; costs: of a mesh with its axes,
-    and others."""
+    """Copies of the parameters of a region. mesh: as for ParameterSums; costs: of a mesh with its
+    axes, and others."""
     forward_s = backward_s = once_s = 0.0
     alone = defaultdict[tuple[str, Axes], list[int]](list)
     for parameter in parameters:
@@ -140,9 +140,10 @@ class ParameterSums:
     """Sums over the parameters of a region under one ZeRO level. mesh: the axes dp, ep, cp and
     tp that have several ranks.
 
-    stored, gradients, updated (parameters whose optimizer states are here); kept: gathered once and
-    whole in a step; by group of ranks: gathered_once, gathered (twice per microbatch), scattered
-    (gradients, per microbatch), scattered_once, reduced (all-reduced once); tied: (bytes, holders).
+    stored, gradients, updated (parameters whose optimizer states are here), gathered_once_bytes
+    (gathered once and unsharded for the step); by group of ranks: gathered_once, gathered (twice
+    per microbatch), scattered (gradients, per microbatch), scattered_once, reduced (all-reduced
+    once); tied: (bytes, holders).
     """
 
     def __init__(self, parameters: Sequence[Parameter], zero: int, mesh: Mesh) -> None:

@@ -39,7 +39,7 @@ SCHEDULE = "no schedule that is pinned"
 
 ALL_KINDS = len(PIPELINE_ZERO_LEVELS) * len(get_args(Recompute))
 KINDS_WITHOUT_ZERO = len(get_args(Recompute))
-"""Leaves below one choice of degrees, ZeRO needing ranks to shard over."""
+"""Strategy candidates below one choice of degrees, ZeRO needing ranks to shard over."""
 
 DEGREE_PINS = ("pp", "dp", "ep", "cp", "tp", "sp", "microbatches")
 
@@ -48,7 +48,7 @@ SCHEDULE_PINS = ("schedule", "virtual_stages")
 
 @dataclass(frozen=True)
 class PipelineTree:
-    """candidates: degrees that no rule cuts; kinds: (ZeRO level, recompute) that pins leave.
+    """candidates: degrees that no rule prunes; kinds: (ZeRO level, recompute) that pins leave.
     num_layers: of the model; kind, num_virtual_stages: what pins leave of schedules, None: any."""
 
     candidates: tuple[UniformStrategy, ...]
@@ -106,11 +106,11 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
             )
         )
     for name, keeps in rules:
-        kept = [d for d in left if keeps(d)]
-        if not kept:
+        retained = [d for d in left if keeps(d)]
+        if not retained:
             raise OptionError(_why_not(name, spec, num_layers))
-        pruned[name] += _num_strategies(left) - _num_strategies(kept)
-        left = kept
+        pruned[name] += _num_strategies(left) - _num_strategies(retained)
+        left = retained
     further = [d for d in left if not _could_shard_batch(d, spec)]
     pruned[CONTEXT] += _num_strategies(left) - _num_strategies(further)
     left = further

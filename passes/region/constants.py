@@ -1,10 +1,11 @@
-"""Constants on shards: what nobody reads whole is not gathered.
+"""Constants on shards: what no op reads unsharded is not gathered.
 
 A value that depends on nothing but constants (a causal mask, positions) is the same on all ranks,
-so the search lets its ops run whole and its users slice (passes/rules/joint.py). A mask expanded
-to the batch is as large as the batch, though. Once the region is typed, this walks it backwards:
-where all readers of a constant want one and the same shard, and a rule of its op makes that shard
-without communication, the op takes the rule, and its operands are asked for what the rule reads.
+so the search lets its ops run unsharded and its users slice (passes/rules/joint.py). A mask
+expanded to the batch is as large as the batch, though. Once the region is typed, this walks it
+backwards: where all readers of a constant want one and the same shard, and a rule of its op makes
+that shard without communication, the op takes the rule, and its operands are asked for what the
+rule reads.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ def _rule_for(
     graph: OpGraph, table: RuleTable, k: int, wanted: set[Layout], sizes: tuple[int, ...]
 ) -> JointRule | None:
     """The joint rule of constant op k that makes the one layout wanted; None where several are
-    wanted, or the whole value, or no rule makes it."""
+    wanted, or the unsharded value, or no rule computes it."""
     if len(wanted) != 1:
         return None
     (layout,) = wanted
@@ -64,15 +65,16 @@ def _rule_for(
     typing = typing_of(graph, k, tuple(joint))
     op = graph.ops[k]
     layouts = (*typing.inputs, *typing.outputs)
-    places = zip((*op.operands, *op.outputs), layouts, strict=True)
-    legal = all(is_legal(graph.values[v].shape, t, sizes) for v, t in places)
+    values = zip((*op.operands, *op.outputs), layouts, strict=True)
+    legal = all(is_legal(graph.values[v].shape, t, sizes) for v, t in values)
     return tuple(joint) if legal else None
 
 
 def _makes(rule: AxisRule, wish: SpmdType) -> bool:
-    """Whether a rule makes a constant of this type by itself, from whole values and shards."""
-    made = rule.outputs[0]
+    """Whether a rule computes a constant of this type by itself, from unsharded values and
+    shards."""
+    computed = rule.outputs[0]
     if rule.comm or rule.local != "plain" or any(t.kind == "P" for t in rule.inputs):
         return False
     # Without a gradient the same value everywhere is Invariant and Replicate at once.
-    return made == wish if wish.is_shard else made == INVARIANT
+    return computed == wish if wish.is_shard else computed == INVARIANT

@@ -2,12 +2,12 @@
 
 A conversion changes the axes one by one, in the cheapest order whose intermediate layouts are all
 legal (passes/price/conversions.py). The price of one step depends on the two types of its axis and
-on which other axes shard the value at that moment, so a whole matrix
+on which other axes shard the value at that moment, so a full matrix
 
     M[s, t] = min over orders of the axes of  sum_k step_k(s_k -> t_k | others as converted so far)
 
 is filled from few scalar prices (ConversionTables._step_s) by array indexing, one order at a time
-(_Paths). Where no order is legal two shards trade places, and one of them stops at Invariant
+(_Paths). Where no order is legal two shards are swapped, and one of them stops at Invariant
 first. Seconds, forward plus backward; +inf where a role forbids the path.
 """
 
@@ -76,7 +76,7 @@ class ConversionTables:
     def _detour(
         self, value: Value, layouts: Sequence[Layout], best: Table, swaps: NDArray[np.bool_]
     ) -> None:
-        """Price the pairs `swaps`, in which two shards trade places on one dim: one first makes
+        """Price the pairs `swaps`, in which two shards are swapped on one dim: one first makes
         room as Invariant."""
         wider = list(dict.fromkeys((*layouts, *(s for x in layouts for s in _stops(x)))))
         matrix = self._direct(value, tuple(wider))
@@ -155,7 +155,7 @@ def _are_swaps(layouts: Sequence[Layout]) -> NDArray[np.bool_]:
 
 
 def _stops(layout: Layout) -> list[Layout]:
-    """The layout with one of its shards made Invariant."""
+    """The layout with one of its shards Invariant instead."""
     return [(*layout[:k], INVARIANT, *layout[k + 1 :]) for k, t in enumerate(layout) if t.is_shard]
 
 
@@ -166,9 +166,9 @@ class _Paths:
     def __init__(self, layouts: Sequence[Layout]) -> None:
         axes = range(len(layouts[0]))
         self.types = [sorted({layout[k] for layout in layouts}) for k in axes]
-        places = [{t: i for i, t in enumerate(of_axis)} for of_axis in self.types]
+        indices = [{t: i for i, t in enumerate(of_axis)} for of_axis in self.types]
         self._numbers = np.array(
-            [[places[k][layout[k]] for k in axes] for layout in layouts], dtype=np.intp
+            [[indices[k][layout[k]] for k in axes] for layout in layouts], dtype=np.intp
         ).reshape(len(layouts), len(axes))
         """[layout, axis] -> type."""
         self._combinations = list(itertools.product(*(range(len(t)) for t in self.types)))

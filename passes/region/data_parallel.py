@@ -24,7 +24,7 @@ from meshfold.passes.rules.joint import RuleTable, is_constant_op
 @dataclass(frozen=True)
 class DataParallel:
     """types[c]: type of boundary class c on the axis; solutions[r]: one-axis solution of region r
-    with parameters stored whole."""
+    with parameters stored unsharded."""
 
     types: tuple[SpmdType, ...]
     solutions: tuple[RegionSolution, ...]
@@ -41,13 +41,14 @@ Followed = dict[Hashable, DataParallel]
 def batch_problem(
     boundaries: Boundaries, axis_size: int, rules: Sequence[RuleTable], batch_size: int
 ) -> Hashable:
-    """What follow_batch depends on: equal for two axis sizes over which the same inputs are cut and
-    every op has the same rules. In the role DATA the batch is kept sharded as far as rules carry
+    """What follow_batch depends on: equal for two axis sizes over which the same inputs are sharded
+    and every op has the same rules. In the role DATA the batch stays sharded as far as rules carry
     it, whatever that costs, so the solution of one size serves the other.
 
-    What is made of parameters alone is not cut with the batch: prices decide whether ranks share
-    the making of it. Where that crosses between regions (T5's position bias), the batch is followed
-    for each size; inside a region (a position embedding) the first size's choice stands for all.
+    What is computed from parameters alone is not sharded with the batch: prices decide whether
+    ranks share its computation. Where that crosses between regions (T5's position bias), the batch
+    is followed for each size; inside a region (a position embedding) the first size's choice stands
+    for all.
     """
     inputs = tuple(
         batch_type(boundaries.values[c], batch_size, axis_size) for c in sorted(boundaries.inputs)
@@ -64,7 +65,6 @@ def batch_problem(
 def follow_batch(
     folded: FoldedGraph,
     boundaries: Boundaries,
-    axis_size: int,
     rules: Sequence[RuleTable],
     costs: CostModel,
     batch_size: int,
@@ -75,7 +75,7 @@ def follow_batch(
     rules[r]: rule table of region r on that axis alone. works: if at hand.
     """
     costs = replace(costs, mesh=Mesh(costs.mesh.axes[:1]), within=costs.mesh)
-    assert costs.mesh.sizes == (axis_size,)
+    (axis_size,) = costs.mesh.sizes
     tables = SearchTables(costs, (AxisRole.DATA,), OpTimers(costs, works))
     types: dict[int, SpmdType] = dict.fromkeys(boundaries.results, INVARIANT)
     for c in sorted(boundaries.inputs - boundaries.results):
@@ -108,8 +108,8 @@ def follow_batch(
 
 
 def _leaving(graph: OpGraph, v: int, rules: RuleTable, batch: SpmdType) -> list[Layout]:
-    """Layouts in which an output may leave: Invariant, or a shard that its producer can make. A
-    constant as large as the batch leaves as the batch is cut. batch: its type if it does."""
+    """Layouts in which an output may leave: Invariant, or a shard that its producer can compute.
+    A constant as large as the batch leaves sharded as the batch is. batch: its type if it does."""
     k = graph.producers[v]
     if k < 0:
         return [(INVARIANT,)]

@@ -10,7 +10,7 @@ variables in them, v leaves behind one new factor over N(v):
 
     g_v[x_N(v)] = min_{x_v} sum_{f in F_v} f[x_scope(f)]                                   (_Sum)
 
-and the minimising x_v is kept, so that an assignment is read back in reverse order
+and the minimising x_v is recorded, so that an assignment is read back in reverse order
 (Elimination.assignment). The order is greedy min-fill: the variable whose neighbours lack the
 fewest edges among each other leaves first, ties to the smaller new table, then the smaller number;
 kept variables never leave. (Dechter, Bucket elimination, 1999; Kjaerulff, Triangulation of graphs,
@@ -48,7 +48,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elimination:
-    """kept: the variables that stayed; table: T over them, in that order.
+    """kept: the variables that were not eliminated; table: T over them, in that order.
 
     width: most neighbours a variable had when it left; largest_table: most entries of a table that
     was summed up, the measure of time and memory. Both for one value of each kept variable.
@@ -138,24 +138,24 @@ class EliminationPlan:
     ) -> "_Sum":
         # Small tables first: the running sum stays small until a large one is met.
         ordered = sorted(used, key=lambda k: math.prod([self._inner[v] for v in live[k]]))
-        parts = tuple((k, *_spread(live[k], scope)) for k in ordered)
-        return _Sum(scope, tuple([self.domains[v] for v in scope]), parts)
+        terms = tuple((k, *_spread(live[k], scope)) for k in ordered)
+        return _Sum(scope, tuple([self.domains[v] for v in scope]), terms)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sum:
-    """sum_j f_j as one table over `scope`, of `shape`. parts: per table its number, its dims in the
+    """sum_j f_j as one table over `scope`, of `shape`. terms: per table its number, its dims in the
     order of the scope, and an index that spreads it over what it lacks; None where nothing is to be
     done."""
 
     scope: tuple[int, ...]
     shape: tuple[int, ...]
-    parts: tuple[tuple[int, tuple[int, ...] | None, tuple[slice | None, ...] | None], ...]
+    terms: tuple[tuple[int, tuple[int, ...] | None, tuple[slice | None, ...] | None], ...]
 
     def of(self, live: list[Table | None]) -> Table:
         """The sum; the tables that it takes are let go."""
         total: Table | None = None
-        for k, dims, index in self.parts:
+        for k, dims, index in self.terms:
             table = live[k]
             assert table is not None
             live[k] = None
@@ -183,7 +183,7 @@ def _spread(
 
 
 class EliminationPlans:
-    """Plans already made, by domains and scopes."""
+    """Known plans, by domains and scopes."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], EliminationPlan] = {}
@@ -191,8 +191,8 @@ class EliminationPlans:
     def of(
         self, domains: Sequence[int], scopes: Sequence[tuple[int, ...]], case: int | None = None
     ) -> EliminationPlan:
-        """The plan for these tables. case: a variable that numbers cases and stays; the order is
-        that of one case."""
+        """The plan for these tables. case: a variable that numbers cases and is not eliminated; the
+        order is that of one case."""
         key = tuple(domains), tuple(scopes), case
         if key not in self._known:
             keep = () if case is None else (case,)

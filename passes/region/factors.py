@@ -24,7 +24,7 @@ Factors, all in seconds
     m is the largest of 3, 2, 1 within SET_LIMIT. The set is exact for up to m distinct foreign
     demands; a shared layout that no user reads may make it too cheap by what that stop saves, and
     the carrier too dear where users are cheapest served from two layouts. The solution is priced
-    again exactly afterwards (price/region.py).
+    exactly afterwards (price/region.py).
     constants        every user slices for itself: M[I, e], a table over r_user alone
 """
 
@@ -73,7 +73,7 @@ class ParameterTerm:
     stored_bytes: Table
     used_bytes: tuple[Table, ...]
     forbidden_s: Table
-    """Per stored layout 0, or +inf where it was ruled out after the tables were built."""
+    """[stored layout] -> 0, or +inf where it was ruled out after the tables were built."""
 
     def only(self, layout: Layout) -> "ParameterTerm":
         """The same term with one stored layout left."""
@@ -100,7 +100,7 @@ class ParameterTerm:
         return out
 
     def _costs(self, prices: Sequence[Prices]) -> list[Table]:
-        """Per user [price, stored, used] -> seconds."""
+        """[price, stored, used] -> seconds, for every user."""
         if len(prices) == 1 and prices[0] == Prices():
             return [(convert + self.forbidden_s[:, None])[None] for convert in self.conversion_s]
         state_price = np.array([p.state_s_per_byte for p in prices])
@@ -240,8 +240,9 @@ def _sets(natives: Sequence[int], foreign: Sequence[int]) -> NDArray[np.intp]:
 
 
 def _trees_s(m: Table, sets: NDArray[np.intp]) -> Table:
-    """Per row the cheapest tree from its first layout over the others: the best order in which
-    they are converted, each from the cheapest one that is there. A repeated native costs 0."""
+    """The cheapest tree of every row, from its first layout over the others: the best order in
+    which they are converted, each from the cheapest one that is there. A repeated native costs
+    0."""
     best = np.full(len(sets), np.inf)
     for order in itertools.permutations((1, 2, 3)):
         total = np.zeros(len(sets))
@@ -300,7 +301,7 @@ def build_factors(
 def _user_ports(
     graph: OpGraph, op_domains: Sequence[OpDomain], ops: Sequence[int | None]
 ) -> list[list[Port]]:
-    """Per value the ports of the ops that read it. An op that reads a value twice in the same
+    """The ports of the ops that read each value. An op that reads a value twice in the same
     layout is one user. Constant ops read constants unsharded, which is free."""
     users: list[list[Port]] = [[] for _ in graph.values]
     for k, op in enumerate(graph.ops):

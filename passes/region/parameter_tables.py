@@ -33,9 +33,9 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """From a stored layout. steps: with each, whether the role of its axis makes what is bucketed
-    free, and whether a parameter may not have the layout after it. is_reduced: whether the gradient
-    is reduced in a bucket that is not free."""
+    """The way from a stored layout to a used one. steps: with each, whether the role of its axis
+    makes what is bucketed free, and whether a parameter may not have the layout after it.
+    is_reduced: whether the gradient is reduced in a bucket that is not free."""
 
     stored: Layout
     steps: tuple[tuple[Step, bool, bool], ...]
@@ -50,11 +50,11 @@ class _Pairs:
     paths: list[_Path | None]
     numbers: NDArray[np.intp]
     used: list[Layout]
-    places: NDArray[np.intp]
+    columns: NDArray[np.intp]
 
 
 class ParameterPrices:
-    """Conversion prices of parameters on one mesh. Which steps a pair of layouts takes is kept."""
+    """Conversion prices of parameters on one mesh. The steps of a pair of layouts are cached."""
 
     def __init__(self, costs: SearchCosts) -> None:
         self.mesh = costs.mesh
@@ -63,7 +63,7 @@ class ParameterPrices:
         self._pairs: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], _Pairs] = {}
 
     def num_bytes(self, value: Value, layouts: Sequence[Layout], *, stored: bool = False) -> Table:
-        """Bytes per rank in each layout, as it is kept (`stored`) or as ops read it."""
+        """Bytes per rank in each layout, as it lives between steps (`stored`) or as ops read it."""
         size = stored_bytes if stored else local_bytes
         return np.array([size(value, x, self.mesh.sizes) for x in layouts], dtype=float)
 
@@ -77,14 +77,14 @@ class ParameterPrices:
         if pairs is None:
             pairs = self._pairs[key] = self._find_pairs(*key)
         seconds = np.array([self._path_s(value, path) for path in pairs.paths])
-        return seconds[pairs.numbers], self.num_bytes(value, pairs.used)[pairs.places]
+        return seconds[pairs.numbers], self.num_bytes(value, pairs.used)[pairs.columns]
 
     def _find_pairs(self, stored: tuple[Layout, ...], used: tuple[Layout, ...]) -> _Pairs:
         distinct = {u: k for k, u in enumerate(dict.fromkeys(used))}
-        places = np.array([distinct[u] for u in used], dtype=np.intp)
+        columns = np.array([distinct[u] for u in used], dtype=np.intp)
         paths = [self._path(s, u) for s in stored for u in distinct]
         rows = np.arange(len(stored))[:, None] * len(distinct)
-        return _Pairs(paths, rows + places, list(distinct), places)
+        return _Pairs(paths, rows + columns, list(distinct), columns)
 
     def _path_s(self, value: Value, path: _Path | None) -> float:
         if path is None:
@@ -103,7 +103,7 @@ class ParameterPrices:
         return total
 
     def _path(self, stored: Layout, used: Layout) -> _Path | None:
-        """From layout to layout, axis by axis, whatever the parameter; None if not allowed."""
+        """The steps between two layouts, axis by axis, of any parameter; None if not allowed."""
         path, now = [], stored
         for axis, (source, target) in enumerate(zip(stored, used, strict=True)):
             if not self._allowed(axis, source, target):
@@ -122,12 +122,12 @@ class ParameterPrices:
         return _Path(stored, tuple(path), is_reduced)
 
     def _allowed(self, axis: int, source: SpmdType, target: SpmdType) -> bool:
-        if self.costs.roles[axis].uses_parameters_whole:
+        if self.costs.roles[axis].uses_unsharded_parameters:
             return target.kind in ("I", "R")
         return source == target or (source.kind == "I" and not target.padded)
 
     def _reduced_s(self, value: Value, step: Step) -> float:
-        """Of its gradient; on no axis that is charged are parameters gathered."""
+        """Seconds to reduce a gradient; parameters are gathered on no axis that is charged."""
         assert not step.source.is_shard
         if not value.requires_grad:
             return 0.0

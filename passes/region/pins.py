@@ -24,7 +24,7 @@ class UnkeptPinError(Exception):
 
 
 PinnedSlots = Mapping[tuple[int, int], LayoutPin]
-"""By (region, slot)."""
+"""The pin of a parameter, by (region, slot)."""
 
 
 def pinned_slots(folded: FoldedGraph, pins: tuple[LayoutPin, ...]) -> PinnedSlots:

@@ -1,7 +1,7 @@
 """What an axis is for in a search, and what conversions on it cost under that role.
 
 A role narrows what the exact search may do on an axis, so that a strategy named "dp4" or "tp8" is
-data or tensor parallelism at every size of model, and the pieces of a strategy can be compared.
+data or tensor parallelism at every size of model, and the dimensions of a strategy can be compared.
 """
 
 import math
@@ -22,8 +22,8 @@ class AxisRole(Enum):
     """The role of one axis."""
 
     ANY = "any"
-    """Everything at its own price. Parameters are stored as they are used, or cut from whole ones;
-    their gradient reductions are charged by their bytes."""
+    """Everything at its own price. Parameters are stored as they are used, or sliced from unsharded
+    ones; their gradient reductions are charged by their bytes."""
 
     DATA = "data"
     """Data parallelism: parameters are used unsharded, gathered first where they are stored as
@@ -52,14 +52,14 @@ class AxisRole(Enum):
     is no slower."""
 
     @property
-    def uses_parameters_whole(self) -> bool:
+    def uses_unsharded_parameters(self) -> bool:
         """Whether no op reads a shard of a parameter on such an axis."""
         return self in (AxisRole.DATA, AxisRole.CONTEXT)
 
     @property
     def charges_reductions(self) -> bool:
         """Whether gathers and reductions of parameters count: not where the degree decides them."""
-        return not (self.uses_parameters_whole or self is AxisRole.EXPERT)
+        return not (self.uses_unsharded_parameters or self is AxisRole.EXPERT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class SearchCosts:
 
     @property
     def launch_s(self) -> float:
-        """Of what compute_s has."""
+        """Launch seconds in compute_s: none."""
         return 0.0
 
     def compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:

@@ -45,7 +45,7 @@ class RegionSolution:
     typing: RegionTyping
 
     rules: tuple[tuple[AxisRule, ...], ...]
-    """Per op the axis rules that it stands for."""
+    """The rules of every op, one per axis, that its typing stands for."""
 
     objective_s: float
     """The minimised sum, prices of memory included."""
@@ -67,7 +67,7 @@ class RegionSolution:
 
 @dataclass(frozen=True, eq=False)
 class RegionProblem:
-    """A region made ready to be solved at several prices. Build it with prepare_region."""
+    """A region prepared to be solved at several prices. Build it with prepare_region."""
 
     graph: OpGraph
     costs: CostModel
@@ -85,7 +85,7 @@ class RegionProblem:
 
     def optima(self, prices: Sequence[Prices]) -> "list[Optimum | None]":
         """What `solve` finds at each of these prices, found in one elimination: which of them is
-        meant is a variable more, that stays."""
+        meant is one more variable, which is not eliminated."""
         domains, case = list(self.factors.domains), None
         if len(prices) > 1:
             case = len(domains)
@@ -122,7 +122,7 @@ class RegionProblem:
 @dataclass(frozen=True, eq=False)
 class Optimum:
     """The optimum of a region at some prices, read back as far as it is asked for. case: values of
-    the variables that the elimination kept."""
+    the variables that were not eliminated."""
 
     problem: RegionProblem
     prices: Prices

@@ -96,7 +96,7 @@ class SearchSpace:
             assert 0 in (self.dp_axis, self.ep_axis), "the batch is sharded by the outermost axes"
             self.data = self._followed(costs.mesh.sizes[0])
         self._expert_rules: list[tuple[RulesOfOp, ...]] = []
-        """Per region what every op may do on the ep axis."""
+        """What every op of a region may do on the ep axis."""
         self._expert_weights: list[Mapping[int, SpmdType]] = [{}] * len(self.graphs)
         if self.ep_axis is not None:
             found = [self._rules_at_experts(r) for r in range(len(self.graphs))]
@@ -133,19 +133,19 @@ class SearchSpace:
         return fixed
 
     def slot_layouts(self, region: int, role: AxisRole) -> list[list[Layout]]:
-        """Per slot the layouts in which it may arrive, or in which a parameter may be stored."""
+        """The layouts in which each slot may arrive, or in which a parameter may be stored."""
         layouts: list[list[Layout]] = []
         for i, slot in enumerate(self.graphs[region].slots):
             if slot.kind is not SlotKind.PARAMETER:
                 layouts.append([self._boundary(self.boundaries.slots[region][i], role)])
             elif role is AxisRole.DATA:
-                layouts.append([self.whole])
+                layouts.append([self.unsharded])
             else:
                 layouts.append(self.stored[region][i])
         return layouts
 
     def output_layouts(self, region: int, role: AxisRole) -> list[list[Layout]]:
-        """Per output the layouts in which it may leave."""
+        """The layouts in which each output may leave."""
         return [[self._boundary(c, role)] for c in self.boundaries.outputs[region]]
 
     def keeps_pins(self, role: AxisRole) -> bool:
@@ -156,7 +156,7 @@ class SearchSpace:
         return all(options for of_region in self.stored for options in of_region.values())
 
     @property
-    def whole(self) -> Layout:
+    def unsharded(self) -> Layout:
         """Invariant on every axis."""
         return (INVARIANT,) * len(self.mesh.axes)
 
@@ -189,7 +189,7 @@ class SearchSpace:
             self.mesh.sizes,
             cp_axis=self.cp_axis,
             tp_axis=self.tp_axis,
-            kept=[(v, t) for v, t in layouts if t.is_shard],
+            crossing=[(v, t) for v, t in layouts if t.is_shard],
         )
 
     def _rules_at_experts(
@@ -238,12 +238,12 @@ class SearchSpace:
         found = self.cache.followed.get(key)
         if found is None:
             found = self.cache.followed[key] = follow_batch(
-                self.folded, boundaries, axis_size, alone, self.costs, batch_size, self.cache.works
+                self.folded, boundaries, alone, self.costs, batch_size, self.cache.works
             )
         return found
 
     def _rules_of_data(self, region: int) -> RuleTable:
-        """On tp every op goes on with its rule on dp, or runs unsharded."""
+        """The rules of a region, on tp that of dp inside its shards, or the unsharded one."""
         data = self.data or self._batch_on_tp
         sizes = self.mesh.sizes
         table = []
@@ -252,8 +252,8 @@ class SearchSpace:
             inside: AxisRule | None = chosen
             if len(sizes) > 1:
                 inside = rule_inside(self.graphs[region], k, chosen, sizes[0], sizes[-1])
-            whole = rules[-1][0]
-            on_tp = (whole, inside) if inside and inside.name != whole.name else (whole,)
+            plain = rules[-1][0]
+            on_tp = (plain, inside) if inside and inside.name != plain.name else (plain,)
             table.append((*rules[:-1], on_tp))
         return tuple(table)
 
@@ -262,7 +262,7 @@ class SearchSpace:
     def _boundary(self, boundary_class: int | None, role: AxisRole) -> Layout:
         """The layout in which a class of values crosses between regions."""
         if boundary_class is None:
-            return self.whole
+            return self.unsharded
         b = self.boundaries
         value = b.values[boundary_class]
         dp = INVARIANT if self.data is None else self.data.types[boundary_class]
@@ -282,9 +282,9 @@ class SearchSpace:
             ep = INVARIANT
         if boundary_class in b.inputs | b.results:
             return self._layout(dp=dp, ep=ep)
-        return self._cut_sequence(value, dp, ep, role)
+        return self._shard_sequence(value, dp, ep, role)
 
-    def _cut_sequence(self, value: Value, dp: SpmdType, ep: SpmdType, role: AxisRole) -> Layout:
+    def _shard_sequence(self, value: Value, dp: SpmdType, ep: SpmdType, role: AxisRole) -> Layout:
         """A carried activation: its sequence sharded by the axes that do so, cp inside of tp."""
         cp = tp = INVARIANT
         inside = 1

@@ -218,7 +218,7 @@ class MeshSearch:
                 problems[r] = problems[r].with_stored({i: proposals[0]})
             return
         regions = sorted({r for r, _ in group})
-        proposals.append(self.space.whole)
+        proposals.append(self.space.unsharded)
         best: tuple[float, int] | None = None
         for number, layout in enumerate(dict.fromkeys(proposals)):
             trial = self._with_layout(group, regions, layout, problems, chosen)
@@ -226,10 +226,10 @@ class MeshSearch:
                 continue
             total = sum(self.counts[r] * trial[r][1].solution.objective_s for r in regions)
             if best is None or total < best[0]:
-                best, kept = (total, number), trial
+                best, agreed = (total, number), trial
         assert best is not None, "Invariant is allowed everywhere"
         for r in regions:
-            problems[r], chosen[r] = kept[r]
+            problems[r], chosen[r] = agreed[r]
 
     def _with_layout(
         self,
@@ -255,7 +255,7 @@ class MeshSearch:
         """ZeRO: the same ops, every parameter stored as a shard on the axes of ZeRO as well.
         reshard: what is gathered is released after the forward."""
         axes = zero_axes(self.mesh)
-        typings, prices, whole = [], [], set()
+        typings, prices, unsharded = [], [], set()
         for graph, solution in zip(self.graphs, solutions, strict=True):
             slots = list(solution.typing.slots)
             for i, slot in enumerate(graph.slots):
@@ -263,12 +263,12 @@ class MeshSearch:
                     value = graph.values[i]
                     slots[i] = sharded_layout(value, slots[i], self.mesh)
                     if not any(slots[i][axis].is_shard for axis in axes):
-                        whole.add(f"{slot.name} {list(value.shape)}")
+                        unsharded.add(f"{slot.name} {list(value.shape)}")
             typing = replace(solution.typing, slots=tuple(slots), reshard_after_forward=reshard)
             typings.append(typing)
             prices.append(solution.pricer.price(typing.slots, reshard_after_forward=reshard))
         num_ranks = math.prod(self.mesh.sizes[axis] for axis in axes)
-        notes = tuple(unsharded_note(name, num_ranks) for name in sorted(whole))
+        notes = tuple(unsharded_note(name, num_ranks) for name in sorted(unsharded))
         return ProgramTyping(tuple(typings), tuple(prices), fraction, self.fallback_ops, notes)
 
     def _fraction(

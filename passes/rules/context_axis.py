@@ -40,17 +40,17 @@ def context_rules(
     *,
     cp_axis: int,
     tp_axis: int | None,
-    kept: Collection[ShardOf],
+    crossing: Collection[ShardOf],
 ) -> RuleTable:
-    """`table` with the rules of axis `cp_axis` as the module docstring has them. kept: shards that
-    stay in any case, since values cross the region's boundary in them."""
+    """`table` with the rules of axis `cp_axis` as the module docstring has them. crossing: shards
+    that stay in any case, since values cross the region's boundary in them."""
     if tp_axis is not None:
         table = moved_inside(graph, table, sizes, inner=cp_axis, outer=tp_axis)
     rules = [
-        [rule for rule in found if _reads_whole_parameters(graph, k, rule)]
+        [rule for rule in found if _reads_unsharded_parameters(graph, k, rule)]
         for k, found in enumerate(_with_refined(graph, table, sizes, cp_axis))
     ]
-    worth = shards_of_products(graph, rules, kept)
+    worth = shards_of_products(graph, rules, crossing)
     rules = [
         [rule for rule in of_op if all(shard in worth for shard in _shards(graph, k, rule))]
         for k, of_op in enumerate(rules)
@@ -79,20 +79,20 @@ def moved_inside(
 
 
 def shards_of_products(
-    graph: OpGraph, rules: Sequence[Sequence[AxisRule]], kept: Collection[ShardOf]
+    graph: OpGraph, rules: Sequence[Sequence[AxisRule]], crossing: Collection[ShardOf]
 ) -> frozenset[ShardOf]:
-    """The shards of all components that hold one of `kept`, or a rule of an op with products.
+    """The shards of all components that have one of `crossing`, or a rule of an op with products.
     rules: of one axis, per op."""
     joined = nx.Graph()
-    joined.add_nodes_from(kept)
-    worth = set(kept)
+    joined.add_nodes_from(crossing)
+    worth = set(crossing)
     for k, of_op in enumerate(rules):
         for rule in of_op:
             shards = _shards(graph, k, rule)
             nx.add_path(joined, shards)
             if op_name(graph.ops[k].target) in PRODUCTS:
                 worth.update(shards)
-    components = (part for part in nx.connected_components(joined) if not worth.isdisjoint(part))
+    components = (c for c in nx.connected_components(joined) if not worth.isdisjoint(c))
     return frozenset().union(*components)
 
 
@@ -112,15 +112,15 @@ def _with_sums(
     """The rules of each op without those that go on with pending sums that no op before makes."""
     pending: set[int] = set()
     for op, of_op in zip(graph.ops, rules, strict=True):
-        kept = []
+        allowed = []
         for rule in of_op:
             read = {v for v, t in zip(op.operands, rule.inputs, strict=True) if t == PARTIAL}
             makes = rule.splits_work or not pending.isdisjoint(read)
             if not read or makes:
-                kept.append(rule)
-                made = zip(op.outputs, rule.outputs, strict=True)
-                pending.update(v for v, t in made if t == PARTIAL)
-        yield tuple(kept)
+                allowed.append(rule)
+                typed = zip(op.outputs, rule.outputs, strict=True)
+                pending.update(v for v, t in typed if t == PARTIAL)
+        yield tuple(allowed)
 
 
 def _shards(graph: OpGraph, op_index: int, rule: AxisRule) -> list[ShardOf]:
@@ -130,7 +130,7 @@ def _shards(graph: OpGraph, op_index: int, rule: AxisRule) -> list[ShardOf]:
     return [(v, t) for v, t in values if t.is_shard]
 
 
-def _reads_whole_parameters(graph: OpGraph, op_index: int, rule: AxisRule) -> bool:
+def _reads_unsharded_parameters(graph: OpGraph, op_index: int, rule: AxisRule) -> bool:
     """Whether every parameter that the op reads is the same on all ranks of the axis."""
     return all(
         t.kind in ("I", "R")

@@ -30,13 +30,13 @@ def localize(
     if row is None:
         return op.args, op.kwargs
     names, function = row
-    wholes = [graph.values[v].shape for v in op.outputs]
+    full_shapes = [graph.values[v].shape for v in op.outputs]
     locals_ = [
         local_shape(shape, layout, sizes)
-        for shape, layout in zip(wholes, typing.outputs, strict=True)
+        for shape, layout in zip(full_shapes, typing.outputs, strict=True)
     ]
     given = dict(zip(names.split(), op.args, strict=False))
-    new = function({**given, **dict(op.kwargs)}, locals_, wholes)
+    new = function({**given, **dict(op.kwargs)}, locals_, full_shapes)
     args = tuple(new[name] for name in given)
     return args, tuple((name, new[name]) for name, _ in op.kwargs)
 
@@ -57,31 +57,31 @@ def _unflatten(arguments: Arguments, shapes: Shapes, _: Shapes) -> Arguments:
 
 
 def _split(arguments: Arguments, shapes: Shapes, _: Shapes) -> Arguments:
-    """One size, or one per piece. The last piece may be the smaller one."""
+    """One size, or one per result. The last result may be the smaller one."""
     dim = arguments.get("dim", 0)
     assert isinstance(dim, int)
-    pieces = tuple(shape[dim] for shape in shapes)
+    sizes = tuple(shape[dim] for shape in shapes)
     if "split_size" in arguments:
-        return {**arguments, "split_size": pieces[0]}
-    return {**arguments, "split_sizes": pieces}
+        return {**arguments, "split_size": sizes[0]}
+    return {**arguments, "split_sizes": sizes}
 
 
-def _slice(arguments: Arguments, shapes: Shapes, wholes: Shapes) -> Arguments:
+def _slice(arguments: Arguments, shapes: Shapes, full_shapes: Shapes) -> Arguments:
     """Only a slice of everything may be of a sharded dim: it goes to the end."""
     dim = arguments.get("dim", 0)
     assert isinstance(dim, int)
-    if shapes[0][dim] == wholes[0][dim] or "end" not in arguments:
+    if shapes[0][dim] == full_shapes[0][dim] or "end" not in arguments:
         return arguments
     return {**arguments, "end": sys.maxsize}
 
 
-def _repeat_interleave(arguments: Arguments, shapes: Shapes, wholes: Shapes) -> Arguments:
+def _repeat_interleave(arguments: Arguments, shapes: Shapes, full_shapes: Shapes) -> Arguments:
     dim = arguments.get("dim")
     if dim is None:
         return arguments
     assert isinstance(dim, int)
     new = dict(arguments)
-    if wholes[0][dim] == arguments["repeats"]:  # of one entry
+    if full_shapes[0][dim] == arguments["repeats"]:  # of one entry
         new["repeats"] = shapes[0][dim]
     if arguments.get("output_size") is not None:
         new["output_size"] = shapes[0][dim]
@@ -91,12 +91,12 @@ def _repeat_interleave(arguments: Arguments, shapes: Shapes, wholes: Shapes) -> 
 def _groups(name: str) -> Rewrite:
     """Groups of channels: a rank has as large a part of them as of the channels, dim 1."""
 
-    def rewrite(arguments: Arguments, shapes: Shapes, wholes: Shapes) -> Arguments:
+    def rewrite(arguments: Arguments, shapes: Shapes, full_shapes: Shapes) -> Arguments:
         groups = arguments.get(name, 1)
         assert isinstance(groups, int)
         if groups == 1:
             return arguments
-        return {**arguments, name: groups * shapes[0][1] // wholes[0][1]}
+        return {**arguments, name: groups * shapes[0][1] // full_shapes[0][1]}
 
     return rewrite
 

@@ -8,7 +8,7 @@ the axis rules follow, for an axis of n ranks (_label_rule, _fixed_rules):
         operand without L                 -> Replicate; Partial if it is added to a sum over L
         output without L                  -> Partial if L is summed, or the type that Special gives;
                                              otherwise there is no such rule
-    refined     a label that shards more than L does, at the places of L: the same (refined_rules)
+    refined     a label that shards more than L does, in the blocks of L: the same (refined_rules)
     always      all Invariant -> Invariant; all Replicate -> Replicate
     linear ops  a set of operands Partial, the others Replicate -> Partial
 
@@ -16,7 +16,7 @@ A value without gradient is Invariant where a rule would say Replicate: they are
 An op without a row, or called in a way its row does not know, has the rule "I" alone: it runs on
 unsharded values.
 
-Which places: those that some op of the region asks for (passes.rules.ops.shards).
+Which shards: those that some op of the region asks for (passes.rules.ops.shards).
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,8 +39,8 @@ from meshfold.passes.rules.ops.reduction import REDUCTION_RULES
 from meshfold.passes.rules.ops.shape import SHAPE_RULES
 from meshfold.passes.rules.ops.shards import (
     Divisions,
+    LabelShard,
     Shardings,
-    ShardPlace,
     Shards,
     grown_shardings,
     shards_at,
@@ -70,7 +70,7 @@ class AxisRule:
     """One way to run an op on one axis.
 
     name: unique per op and axis size: "I", "R", "P0", a label, or a label and its place ("d0/4"; of
-    a padded shard "v/+", of one of 3 blocks of 25 units "d0/3+25").
+    a padded shard "v/+", of one of 3 blocks of 25 granules "d0/3+25").
     inputs: per entry of op.operands; outputs: per entry of op.outputs. local: the implementation
     (meshfold.ops.local_implementations). splits_work: the axis divides the op's work; load: that of
     the busiest rank over the mean.
@@ -123,10 +123,10 @@ def rule_inside(
     op = graph.ops[op_index]
     spec = op_labels(graph, op)
     assert spec is not None, "an op without labels has no rule that splits its work"
-    label, _, place = rule.name.partition("/")
-    if "+" in place:
+    label, _, shard = rule.name.partition("/")
+    if "+" in shard:
         return None
-    inside = int(place or 1) * outer_size, 0
+    inside = int(shard or 1) * outer_size, 0
     shards = shards_at(graph, op, spec, label, inside, Divisions(size))
     return next(_label_rule(graph, op, spec, label, inside, shards), None) if shards else None
 
@@ -241,7 +241,7 @@ def _label_rule(
     op: Op,
     spec: OpLabels,
     label: str,
-    place: ShardPlace,
+    at: LabelShard,
     shards: Shards,
 ) -> Iterator[AxisRule]:
     """The rule that shards `label`, if there is one."""
@@ -253,27 +253,27 @@ def _label_rule(
     )
     rest = special.output or (PARTIAL if label in spec.summed else None)
     outputs = tuple(t or rest for t in shards[len(op.operands) :])
-    kept = tuple(t for t in outputs if t is not None)
-    if len(kept) == len(outputs):
-        where = _place_text(place, shards)
+    typed = tuple(t for t in outputs if t is not None)
+    if len(typed) == len(outputs):
+        where = _shard_text(at, shards)
         name = f"{label}/{where}" if where else label
         local = _local_of(spec, label, where)
-        yield AxisRule(name, inputs, kept, special.comm, local, True, special.load)
+        yield AxisRule(name, inputs, typed, special.comm, local, True, special.load)
 
 
-def _place_text(place: ShardPlace, shards: Shards) -> str:
+def _shard_text(at: LabelShard, shards: Shards) -> str:
     """The second half of a rule's name; of one block of single rows, padded, "+"."""
-    blocks, units = place
+    blocks, granules = at
     text = str(blocks) if blocks > 1 else ""
-    if not units:
+    if not granules:
         return text
     is_plain = blocks == 1 and all(t is None or t.unit == 1 for t in shards)
-    return "+" if is_plain else f"{text}+{units}"
+    return "+" if is_plain else f"{text}+{granules}"
 
 
-def _local_of(spec: OpLabels, label: str, place: str) -> str:
-    if label in spec.drops_padding and "+" in place:
-        return "held"
+def _local_of(spec: OpLabels, label: str, shard: str) -> str:
+    if label in spec.drops_padding and "+" in shard:
+        return "valid_rows"
     own = spec.special.get(label, Special()).local
     return own if own != "plain" else spec.local
 

@@ -1,4 +1,4 @@
-"""A run problem made ready for the search, and its relaxation with conversions.
+"""A run problem prepared for the search, and its relaxation with conversions.
 
 `prepare` puts strategies in the order of their names (so that the caller's order cannot matter),
 drops those that another of the same layout beats in both time and memory, closes the conversions
@@ -33,7 +33,7 @@ MAX_PRICES = 200
 class ChainTable:
     """The useful strategies of a layer type, in the order of their names.
 
-    strategies: their indices in the layer type; layouts: indices of merged layouts.
+    strategies: their indices in the layer type; layouts: indices of classes of layouts.
     """
 
     strategies: IntArray
@@ -53,13 +53,13 @@ class Chain:
     """(table, count) of every distinct run."""
 
     runs: tuple[int, ...]
-    """For each run its kind."""
+    """The kind of each run."""
 
     budget_bytes: int
-    """For the layers alone."""
+    """Budget of the layers alone."""
 
     conversion_s: FloatArray
-    """Closed, layouts merged."""
+    """[from, to] between classes of layouts, closed under composition."""
 
     def table(self, run: int) -> ChainTable:
         """The table of run number `run`."""
@@ -85,8 +85,8 @@ def prepare(problem: RunProblem) -> Chain:
         closed = np.zeros((1, 1))
     else:
         closed = close_conversions(problem.conversion_s)
-    merged = np.argmax((closed <= 0) & (closed.T <= 0), axis=1)
-    kept, classes = np.unique(merged, return_inverse=True)
+    first = np.argmax((closed <= 0) & (closed.T <= 0), axis=1)
+    firsts, classes = np.unique(first, return_inverse=True)
     types = list(dict.fromkeys(id(run.layer_type) for run in problem.runs))
     by_id = {id(run.layer_type): run.layer_type for run in problem.runs}
     every_layout = problem.conversion_s is not None
@@ -99,7 +99,7 @@ def prepare(problem: RunProblem) -> Chain:
         tuple(kinds),
         tuple(number[key] for key in keys),
         _layer_budget(problem),
-        closed[np.ix_(kept, kept)],
+        closed[np.ix_(firsts, firsts)],
     )
 
 

@@ -14,7 +14,7 @@ So every plan is a multiset of *exchanges* (base -> s, at its regret) plus as ma
         fill up with fillers, compare with the best plan            (Core.fill)
 
 Tables with many almost equal strategies have too many such multisets; after the first few hundred
-they are merged by dominance instead (passes/run/merge.py). A node cap ends either; then the result
+they are pruned by dominance instead (passes/run/merge.py). A node cap ends either; then the result
 says so.
 
 The number of layers appears nowhere but in the counts, so 1,000 layers cost what 8 do. Taking an
@@ -37,7 +37,7 @@ RELATIVE_TIE = 1e-12
 """Times this close are equal: above the rounding of sums of float64, far below any cost model."""
 
 MOST_LISTED = 400
-"""Multisets listed before going over to merging them by dominance (passes/run/merge.py)."""
+"""Multisets listed before going over to pruning them by dominance (passes/run/merge.py)."""
 
 MAX_TIES = 200
 """Multisets looked at only to break ties by fewest strategies, memory and order."""
@@ -49,13 +49,13 @@ class LayerGroup:
 
     count: int
     time_s: FloatArray
-    """Per strategy."""
+    """Seconds of a layer under each strategy."""
 
     memory_bytes: IntArray
-    """Per strategy, int64."""
+    """Bytes of a layer under each strategy, int64."""
 
     hull: Hull
-    """Of the table."""
+    """The lower hull of the table."""
 
 
 def relaxed_time_s(groups: Sequence[LayerGroup], budget_bytes: int) -> float:
@@ -148,7 +148,7 @@ class Reached(NamedTuple):
     used: tuple[int, ...]
 
     def after(self, exchange: Exchange) -> "Reached":
-        """With one more exchange."""
+        """This state with one more exchange."""
         group = exchange.group
         return Reached(
             self.free_bytes - exchange.extra_bytes,
@@ -246,15 +246,15 @@ class Core:
             0.0 if self.filler is None else self.filler.extra_s,
         )
         limit_s = min(incumbent_s, self.best_s) * (1 - RELATIVE_TIE)
-        merged = merge_exchanges(
+        found = merge_exchanges(
             exchanges, filling, dual_s=self.dual_s, limit_s=limit_s, state_cap=state_cap
         )
-        if merged.chosen is not None:
+        if found.chosen is not None:
             reached = self.start
-            for index in merged.chosen:
+            for index in found.chosen:
                 reached = reached.after(self.exchanges[index])
-            self.fill(merged.chosen, reached)
-        return merged.states, not merged.capped
+            self.fill(found.chosen, reached)
+        return found.states, not found.capped
 
     def fill(self, chosen: Sequence[int], reached: Reached) -> float:
         """Time of the plan of these exchanges and all fillers that fit; remembered if best."""

@@ -9,7 +9,7 @@ Relaxed to fractional counts, only the counts of strategies matter, and the opti
     LP(M) = min sum_i n_i * h_i(x_i)   over   sum_i n_i * x_i <= M
 
 with h_i the lower convex hull of the points (memory, time) of type i and n_i its number of layers
-(`lower_hull`). A sum of hulls is again a hull: its edges are those of the summands, each n_i times
+(`lower_hull`). A sum of hulls is a hull, too: its edges are those of the summands, each n_i times
 as long, in order of slope (`sum_hulls`, the relaxation of the multiple-choice knapsack; Sinha and
 Zoltners 1979). Reading it at many budgets is one interpolation (`Hull.time_at_s`). The slope at M,
 sign changed, is the price of memory (seconds per byte) that the exact search prunes with.
@@ -43,7 +43,7 @@ class Hull:
 
     @cached_property
     def edges(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Per edge its bytes (> 0), its seconds (< 0) and its slope, slopes in increasing order:
+        """Bytes (> 0), seconds (< 0) and slope of every edge, slopes in increasing order:
         rounding may turn two nearly equal ones round, edges must stay in order."""
         edges_bytes, edges_s = np.diff(self.memory_bytes), np.diff(self.time_s)
         return edges_bytes, edges_s, np.maximum.accumulate(edges_s / edges_bytes)
@@ -73,7 +73,7 @@ class Hull:
 def undominated(time_s: FloatArray, memory_bytes: IntArray) -> IntArray:
     """Indices of the strategies no other beats in both time and memory, by increasing memory.
 
-    Of equal strategies the first stays, so callers put their preferred order into the arrays.
+    Of equal strategies the first is retained, so callers put their preferred order into the arrays.
     """
     order = np.lexsort((time_s, memory_bytes))
     sorted_s = time_s[order]
@@ -169,7 +169,7 @@ def lp_values(
     """Lower bounds on the time of a run at many budgets.
 
     types: (time_s per strategy, memory_bytes per strategy, number of layers) for each layer type.
-    budgets_bytes: any shape, all fixed parts already subtracted. Returns seconds in that shape,
+    budgets_bytes: any shape, all fixed bytes already subtracted. Returns seconds in that shape,
     infinite where not even the least memory fits.
     """
     hulls = [lower_hull(time_s, memory_bytes) for time_s, memory_bytes, _ in types]

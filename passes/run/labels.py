@@ -105,22 +105,24 @@ def _extended(
         times = (entered_s[entering, None] + table.time_s[picks]).ravel()
         memory = (labels.memory_bytes[entering, None] + table.memory_bytes[picks]).ravel()
         fits = np.flatnonzero(memory <= room_bytes)
-        kept = fits[undominated(times[fits], memory[fits])]
-        parents, chosen = entering[kept // len(picks)], picks[kept % len(picks)]
-        layouts = np.full(len(kept), layout)
-        columns.append((times[kept], memory[kept], layouts, chosen, parents))
+        retained = fits[undominated(times[fits], memory[fits])]
+        parents, chosen = entering[retained // len(picks)], picks[retained % len(picks)]
+        layouts = np.full(len(retained), layout)
+        columns.append((times[retained], memory[retained], layouts, chosen, parents))
     return _Labels(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-def _selected(labels: _Labels, bounds_s: FloatArray, kept: IntArray) -> tuple[_Labels, FloatArray]:
+def _selected(
+    labels: _Labels, bounds_s: FloatArray, indices: IntArray
+) -> tuple[_Labels, FloatArray]:
     chosen = _Labels(
-        labels.time_s[kept],
-        labels.memory_bytes[kept],
-        labels.layouts[kept],
-        labels.picks[kept],
-        labels.parents[kept],
+        labels.time_s[indices],
+        labels.memory_bytes[indices],
+        labels.layouts[indices],
+        labels.picks[indices],
+        labels.parents[indices],
     )
-    return chosen, bounds_s[kept]
+    return chosen, bounds_s[indices]
 
 
 def _best_labels(labels: _Labels, bounds_s: FloatArray, width: int) -> IntArray:

@@ -1,4 +1,4 @@
-"""Core enumeration for tables with many almost equal strategies: exchanges merged by dominance.
+"""Core enumeration for tables with many almost equal strategies: exchanges pruned by dominance.
 
 When dozens of strategies have hardly any regret, the multisets of exchanges below the gap are too
 many to list (passes/run/core.py), but most of them are beaten by another that frees as many bytes
@@ -44,19 +44,19 @@ class Filling:
     """Layers per group."""
 
     free_bytes: int
-    """Of the plan of bases alone."""
+    """Unused bytes of the plan of bases alone."""
 
     time_s: float
-    """Of the plan of bases alone."""
+    """Seconds of the plan of bases alone."""
 
     group: int
-    """Of the filler, -1 without one."""
+    """Group of the filler, -1 without one."""
 
     filler_bytes: int
-    """That one filler takes."""
+    """Bytes that one filler takes."""
 
     filler_s: float
-    """That one filler adds: negative."""
+    """Seconds that one filler adds: negative."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +86,14 @@ class _States:
     numbers: IntArray
     """Index into the log."""
 
-    def take(self, kept: IntArray) -> "_States":
+    def take(self, indices: IntArray) -> "_States":
         """The states at these indices."""
         return _States(
-            self.free_bytes[kept],
-            self.time_s[kept],
-            self.regret_s[kept],
-            self.used[kept],
-            self.numbers[kept],
+            self.free_bytes[indices],
+            self.time_s[indices],
+            self.regret_s[indices],
+            self.used[indices],
+            self.numbers[indices],
         )
 
 
@@ -113,7 +113,7 @@ class _Log:
         return np.arange(self.size - len(parents), self.size)
 
     def chosen(self, number: int) -> tuple[int, ...]:
-        """The exchanges on the way to a state, in the order they were made."""
+        """The exchanges on the way to a state, from the first one on."""
         parents, exchanges = np.concatenate(self.parents), np.concatenate(self.exchanges)
         found = []
         while number > 0:
@@ -188,7 +188,7 @@ def _joined(reached: Sequence[_States]) -> _States:
 
 
 def _undominated(states: _States) -> _States:
-    """States that no other dominates; of equal ones one stays."""
+    """States that no other dominates; of equal ones one is retained."""
     if len(states.numbers) < 2:
         return states
     order = np.lexsort((states.time_s, -states.free_bytes, *states.used.T))

@@ -35,7 +35,7 @@ MAX_COUNTED = 12
 enumeration is exponential in them, label search is not."""
 
 NODE_CAP = 500_000
-"""Plans looked at before giving up the proof: a quarter of a second when merged by dominance."""
+"""Plans looked at before giving up the proof: a quarter of a second when pruned by dominance."""
 
 LABEL_CAP = 500_000
 """Labels retained in all before giving up the proof: about a second."""
@@ -167,7 +167,7 @@ class _WalkSolver:
     def solve(self) -> _Found:
         """Closes walks, the lowest bound first, until the bound reaches the best plan.
 
-        A walk is met twice: at the bound of `layout_walks`, and again at the higher one of its own
+        A walk is met twice: at the bound of `layout_walks`, and at the higher one of its own
         relaxation.
         """
         walks = layout_walks(self.chain, self.relaxed)
@@ -193,8 +193,8 @@ class _WalkSolver:
     def _groups(self, walk: Walk) -> list[LayerGroup]:
         """The core problem of one walk."""
         return [
-            LayerGroup(self.chain.count(run), table.time_s[kept], table.memory_bytes[kept], hull)
-            for run, (kept, hull) in enumerate(self._sides_of(walk))
+            LayerGroup(self.chain.count(run), table.time_s[rows], table.memory_bytes[rows], hull)
+            for run, (rows, hull) in enumerate(self._sides_of(walk))
             for table in (self.chain.table(run),)
         ]
 
@@ -209,16 +209,16 @@ class _WalkSolver:
         )
         self.nodes += result.nodes
         self.capped |= result.capped
-        self._compare(walk, [kept for kept, _ in self._sides_of(walk)], result)
+        self._compare(walk, [rows for rows, _ in self._sides_of(walk)], result)
 
-    def _compare(self, walk: Walk, kept: Sequence[IntArray], result: CoreResult) -> None:
+    def _compare(self, walk: Walk, rows: Sequence[IntArray], result: CoreResult) -> None:
         """Keeps the result's plan if it is the best so far, in the order of ties."""
         if math.isinf(self.first_s):
             self.first_s = result.first_s
         if result.plan is None:
             return
         counts = []
-        for run, (indices, column) in enumerate(zip(kept, result.plan.counts, strict=True)):
+        for run, (indices, column) in enumerate(zip(rows, result.plan.counts, strict=True)):
             full = np.zeros(len(self.chain.table(run).strategies), np.int64)
             full[indices] = column
             counts.append(full)
@@ -235,12 +235,12 @@ class _WalkSolver:
         return [self._side(run, tuple(sorted(seen))) for run, seen in enumerate(walk)]
 
     def _side(self, run: int, layouts: tuple[int, ...]) -> tuple[IntArray, Hull]:
-        """Strategies of a run's type in these layouts, and their hull."""
+        """Rows of a run's table in these layouts, and their hull."""
         key = (self.chain.kinds[self.chain.runs[run]][0], layouts)
         if key not in self._sides:
             table = self.chain.table(run)
-            kept = np.flatnonzero(np.isin(table.layouts, layouts))
-            self._sides[key] = (kept, lower_hull(table.time_s[kept], table.memory_bytes[kept]))
+            rows = np.flatnonzero(np.isin(table.layouts, layouts))
+            self._sides[key] = (rows, lower_hull(table.time_s[rows], table.memory_bytes[rows]))
         return self._sides[key]
 
     def _conversions_s(self, walk: Walk) -> float:

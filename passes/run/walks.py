@@ -54,7 +54,7 @@ class _WalkSearch:
         return [int(x) for x in np.unique(self.chain.table(run).layouts)]
 
     def steps(self, walk: Walk, spent_s: float, is_left: bool) -> Iterator[_Entry]:
-        """To the first layout of the next run, or to one more layout of this run."""
+        """Steps to the first layout of the next run, or to one more layout of this run."""
         run = len(walk) - 1
         last = walk[run][-1]
         if is_left:

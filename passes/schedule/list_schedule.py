@@ -6,17 +6,17 @@ Greedy, at the time that a simulation with the cost model gives:
     2. of the kernels that need nothing any more, those run that have most behind them, collectives
        included; a collective is waited for when it is done, or when nothing else is left to run
     3. waits then sink to the first task that needs them
-    4. what nobody waits for (gradients of weights) is put off to a later wait, where that is
+    4. what nobody waits for (gradients of weights) is deferred to a later wait, where that is
        better: the first collective that it could hide may be shorter than the next
 
-so that fills the time in which collectives are on their way. Such a task holds memory until it
-runs; at most `bound_bytes` are held so: with a smaller bound more of it runs at once, with none
+so that fills the time in which collectives are in flight. A deferred task keeps memory alive until
+it runs, at most `bound_bytes` at a time: with a smaller bound more of it runs at once, with none
 each runs where it would without a schedule.
 
 Collectives that belong to other regions (gathers of the next one's parameters, reductions of
-gradients) go where they are least in the way of the region's own, on the same link: every place is
-tried. The order as given stays where none is better. Ties go to the task given first, so all ranks
-find the same order.
+gradients) go where they are least in the way of the region's own, on the same link: every position
+is tried. The order as given stays where none is better. Ties go to the task given first, so all
+ranks find the same order.
 
 (List scheduling: Graham, Bounds on multiprocessing timing anomalies, 1969.)
 """
@@ -31,8 +31,8 @@ from itertools import accumulate
 class Task:
     """needs: numbers of the tasks before it. seconds: of kernels; of a start before it, of a wait
     behind it. A start has a link, and the seconds of its collective there; a wait names its start
-    in `start`. held_bytes: alive from when `needs` have run until it has. floats: a start that may
-    be put off, for another region; is_due: what it brings is needed as soon as the region is over.
+    in `start`. deferred_bytes: alive from when `needs` have run until it has. floats: a start that
+    may move, for another region; is_due: what it brings is needed as soon as the region is over.
     """
 
     needs: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Task:
     link: str = ""
     transfer_s: float = 0.0
     start: int = -1
-    held_bytes: int = 0
+    deferred_bytes: int = 0
     floats: bool = False
     is_due: bool = False
 
@@ -48,13 +48,13 @@ class Task:
 def list_order(tasks: Sequence[Task], bound_bytes: int) -> tuple[int, ...]:
     """Numbers of `tasks` in the order in which they run.
 
-    The tasks as given are in a legal order, and one that holds no more than it must.
+    The tasks as given are in a legal order, and one that keeps no more memory than it must.
     """
     given = tuple(range(len(tasks)))
     fixed = [t for t in given if not tasks[t].floats]
     listed = listed_order(tasks, fixed, bound_bytes)
     found = [_placed(tasks, order) for order in (tuple(fixed), listed)]
-    return min((given, *found), key=lambda order: _course(tasks, order))
+    return min((given, *found), key=lambda order: _finish_times(tasks, order))
 
 
 def listed_order(
@@ -63,15 +63,15 @@ def listed_order(
     """Steps 1 to 4, for the tasks `fixed`. feeds_links: in step 2, of the kernels those that have
     least before the next collective can start, and only then most behind them."""
     listed = _sunk(tasks, _Lister(tasks, fixed, bound_bytes, feeds_links=feeds_links).order())
-    return _put_off(tasks, listed, bound_bytes)
+    return _deferred(tasks, listed, bound_bytes)
 
 
 def span_s(tasks: Sequence[Task], order: Sequence[int]) -> float:
     """Seconds until all kernels have run and what is due has come, in `order`."""
-    return _course(tasks, order)[0]
+    return _finish_times(tasks, order)[0]
 
 
-def _course(tasks: Sequence[Task], order: Sequence[int]) -> tuple[float, float, float]:
+def _finish_times(tasks: Sequence[Task], order: Sequence[int]) -> tuple[float, float, float]:
     """(seconds as span_s, seconds until all kernels have run, and until the last collective is
     done)."""
     now_s, free_s, ends_s = 0.0, dict[str, float](), dict[int, float]()
@@ -147,21 +147,21 @@ class _Lister:
         starts = [t for t in ready if self.tasks[t].link]
         if starts:
             return starts[0]
-        held = [t for t in ready if self.tasks[t].held_bytes]
+        deferred = [t for t in ready if self.tasks[t].deferred_bytes]
         waits = [t for t in ready if self.tasks[t].start >= 0]
         kernels = [t for t in ready if self.tasks[t].start < 0]
         arrived = [t for t in waits if self.ends_s[self.tasks[t].start] <= self.now_s]
         if not kernels and not arrived:
             return min(waits, key=lambda t: (self.ends_s[self.tasks[t].start], t))
         best = min([*kernels, *arrived], key=lambda t: (self.feeds_s[t], -self.behind_s[t], t))
-        held_bytes = sum(self.tasks[t].held_bytes for t in held) + self._adds(best)
-        return held[0] if held and held_bytes > self.bound_bytes else best
+        deferred_bytes = sum(self.tasks[t].deferred_bytes for t in deferred) + self._adds(best)
+        return deferred[0] if deferred and deferred_bytes > self.bound_bytes else best
 
     def _adds(self, t: int) -> int:
-        """Bytes that are held when t has run and were not before."""
+        """Bytes that stay alive when t has run and were not before."""
         now = self.done | {t}
         freed = [u for u in self.users[t] if now.issuperset(self.tasks[u].needs)]
-        return sum(self.tasks[u].held_bytes for u in freed) - self.tasks[t].held_bytes
+        return sum(self.tasks[u].deferred_bytes for u in freed) - self.tasks[t].deferred_bytes
 
     def _run(self, t: int) -> None:
         task = self.tasks[t]
@@ -186,43 +186,43 @@ def _sunk(tasks: Sequence[Task], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _put_off(tasks: Sequence[Task], order: Sequence[int], bound_bytes: int) -> tuple[int, ...]:
-    """`order` with every task that holds memory before the wait, or at the end, where it costs
-    least, the earliest such place; no more is held than before, or than `bound_bytes`."""
+def _deferred(tasks: Sequence[Task], order: Sequence[int], bound_bytes: int) -> tuple[int, ...]:
+    """`order` with every deferred task before the wait, or at the end, where it costs least, the
+    earliest such position; no more memory is kept than before, or than `bound_bytes`."""
     found = tuple(order)
-    bound_bytes = max(bound_bytes, most_held_bytes(tasks, found))
-    for t in [t for t in order if tasks[t].held_bytes]:
+    bound_bytes = max(bound_bytes, most_deferred_bytes(tasks, found))
+    for t in [t for t in order if tasks[t].deferred_bytes]:
         first = found.index(t)
         rest = (*found[:first], *found[first + 1 :])
         users = [k for k, u in enumerate(rest) if t in tasks[u].needs]
         last = min([len(rest), *users])
         waits = [k for k in range(first, last) if tasks[rest[k]].start >= 0]
-        places = [(*rest[:k], t, *rest[k:]) for k in (*waits, last)]
-        allowed = [p for p in places if most_held_bytes(tasks, p) <= bound_bytes]
-        found = min([found, *allowed], key=lambda order: _course(tasks, order))
+        orders = [(*rest[:k], t, *rest[k:]) for k in (*waits, last)]
+        allowed = [p for p in orders if most_deferred_bytes(tasks, p) <= bound_bytes]
+        found = min([found, *allowed], key=lambda order: _finish_times(tasks, order))
     return found
 
 
-def most_held_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
+def most_deferred_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
     """The most bytes of tasks that could have run, while others run or are waited for; starts take
     no time."""
-    place = {t: k for k, t in enumerate(order)}
+    position = {t: k for k, t in enumerate(order)}
     added = [0] * (len(order) + 1)
     for t in order:
-        if tasks[t].held_bytes:
-            added[max((place[n] + 1 for n in tasks[t].needs), default=0)] += tasks[t].held_bytes
-            added[place[t]] -= tasks[t].held_bytes
+        num_bytes = tasks[t].deferred_bytes
+        added[max((position[n] + 1 for n in tasks[t].needs), default=0)] += num_bytes
+        added[position[t]] -= num_bytes
     pairs = zip(order, accumulate(added), strict=False)
-    return max((held for t, held in pairs if not tasks[t].link), default=0)
+    return max((num_bytes for t, num_bytes in pairs if not tasks[t].link), default=0)
 
 
 def _placed(tasks: Sequence[Task], order: Sequence[int]) -> tuple[int, ...]:
-    """`order` with the floating starts where they cost least, the earliest such place."""
+    """`order` with the floating starts where they cost least, the earliest such position."""
     found = tuple(order)
     for t, task in enumerate(tasks):
         if not task.floats:
             continue
         first = max((found.index(n) + 1 for n in task.needs), default=0)
-        places = [(*found[:k], t, *found[k:]) for k in range(first, len(found) + 1)]
-        found = min(places, key=lambda order: _course(tasks, order))
+        orders = [(*found[:k], t, *found[k:]) for k in range(first, len(found) + 1)]
+        found = min(orders, key=lambda order: _finish_times(tasks, order))
     return found

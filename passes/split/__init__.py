@@ -1,1 +1,1 @@
-"""Cuts batch or sequence: microbatches, micro-chunks, rings of shards, graphs of stages."""
+"""Splits a program: microbatches of the batch, micro-chunks of a region, graphs of stages."""

@@ -1,8 +1,8 @@
-"""How many targets of a batch count: what a mean over them divides by.
+"""The number of targets of a batch that count: what a mean over them divides by.
 
 Losses over classes take the mean over the targets that are not ignored, and microbatches may ignore
 unequal numbers: the mean of their means is not the mean of the batch. So microbatches add up sums,
-divided by the count of the whole batch. Targets follow from the inputs alone (labels, shifted), so
+divided by the count of the full batch. Targets follow from the inputs alone (labels, shifted), so
 the count is known before the first microbatch runs: `loss_counts` gives the ops that lead from the
 inputs to each target. A loss whose targets follow from parameters is refused by name.
 """
@@ -21,19 +21,19 @@ COUNTED = (CROSS_ENTROPY, NLL_LOSS)
 IGNORED = -100
 """What they ignore unless it is told otherwise."""
 
-Place = tuple[int, int]
+InstanceOp = tuple[int, int]
 """(instance, op of its region)."""
 
 
 @dataclass(frozen=True)
 class LossCount:
-    """A loss with a mean over targets. target: (instance, value) of the targets; ops: what makes
-    them out of inputs and constants, in execution order."""
+    """A loss with a mean over targets. target: (instance, value) of the targets; ops: those that
+    compute them from inputs and constants, in execution order."""
 
-    place: Place
+    op: InstanceOp
     target: tuple[int, int]
     ignore_index: int
-    ops: tuple[Place, ...]
+    ops: tuple[InstanceOp, ...]
 
 
 def takes_mean(op: Op) -> bool:
@@ -74,7 +74,7 @@ def loss_counts(folded: FoldedGraph) -> tuple[LossCount, ...]:
 def _check_unweighted(op: Op) -> None:
     if isinstance(_arguments(op).get("weight"), Ref):
         raise OptionError(
-            f"the batch cannot be cut into microbatches: {op.target} "
+            f"the batch cannot be split into microbatches: {op.target} "
             f"({op.source or op.scope or 'the loss'}) takes a mean by the weights of classes, "
             "which does not add up over microbatches; sum the losses, or plan one microbatch"
         )
@@ -90,10 +90,10 @@ class _Ancestors:
     def __init__(self, folded: FoldedGraph, loss: Op) -> None:
         self.folded = folded
         self.loss = loss
-        self.places: set[Place] = set()
+        self.found: set[InstanceOp] = set()
 
-    def of(self, instance: int, value: int) -> tuple[Place, ...]:
-        """In execution order."""
+    def of(self, instance: int, value: int) -> tuple[InstanceOp, ...]:
+        """The ops that lead to a value of an instance, in execution order."""
         waiting = [(instance, value)]
         while waiting:
             k, v = waiting.pop()
@@ -101,15 +101,15 @@ class _Ancestors:
             producer = graph.producers[v]
             if producer < 0:
                 waiting += self._behind(self.folded.instances[k].sources[v])
-            elif (k, producer) not in self.places:
-                self.places.add((k, producer))
+            elif (k, producer) not in self.found:
+                self.found.add((k, producer))
                 waiting += [(k, operand) for operand in graph.ops[producer].operands]
-        return tuple(sorted(self.places))
+        return tuple(sorted(self.found))
 
     def _behind(self, source: Source) -> list[tuple[int, int]]:
         if source.kind is SourceKind.PARAMETER:
             raise OptionError(
-                f"the batch cannot be cut into microbatches: the targets of {self.loss.target} "
+                f"the batch cannot be split into microbatches: the targets of {self.loss.target} "
                 f"({self.loss.source or self.loss.scope or 'the loss'}) follow from {source.name}, "
                 "so their count is not known before the step"
             )

@@ -29,7 +29,7 @@ from meshfold.passes.rules.table import OP_RULES, rule_locals
 from meshfold.passes.rules.typed import typed_rules
 from meshfold.passes.split.chunk_graph import ChunkingError, chunked_graph
 from meshfold.passes.split.rows import follow_rows
-from meshfold.passes.split.samples import OVER_BATCH, BatchTyping, follow_samples, is_part
+from meshfold.passes.split.samples import OVER_BATCH, BatchTyping, follow_samples, is_per_microbatch
 
 Written = tuple[OpGraph, RegionTyping]
 
@@ -91,9 +91,9 @@ def _check(graph: OpGraph, free: RegionTyping) -> None:
     native = [layout for layout, _ in layouts_of_values(graph, free)]
     for k, (op, chosen) in enumerate(zip(graph.ops, free.ops, strict=True)):
         for v, layout in zip(op.operands, chosen.inputs, strict=True):
-            if is_part(native[v]) and layout[0].is_shard and native[v] != layout:
+            if is_per_microbatch(native[v]) and layout[0].is_shard and native[v] != layout:
                 raise ChunkingError(f"{op.target} needs its input split otherwise")
-        if any(is_part(x) and not x[0].is_shard for x in chosen.outputs):
+        if any(is_per_microbatch(x) and not x[0].is_shard for x in chosen.outputs):
             raise ChunkingError(f"{op.target} adds up over what is split")
         if not any(layout[0].is_shard for layout in chosen.outputs):
             continue

@@ -1,11 +1,12 @@
 """The sequence followed through the op rules on a free axis: what can run row by row.
 
-    norms, products with weights, what is element by element     rows of a part alone
-    experts, and the way to them and back                        rows of a part alone
-    attention, and whatever else needs all rows                  whole, its operands put together
+    norms, products with weights, what is element by element     rows of a chunk alone
+    experts, and the way to them and back                        rows of a chunk alone
+    attention, and whatever else needs all rows                  all rows, its operands joined
 
-Ops are met in order; one stays cut where a rule reads what is cut as it is, needs no communication
-and makes no pending sum. So no op runs on rows whose results would have to be added up.
+Ops are met in order; one stays split where a rule reads what is split as it is, needs no
+communication and makes no pending sum. So no op runs on rows whose results would have to be added
+up.
 """
 
 from collections.abc import Sequence
@@ -29,8 +30,8 @@ class SequenceTyping:
     length: int
 
 
-def follow_rows(graph: OpGraph, parts: int) -> SequenceTyping | None:
-    """What a region does where its sequence is cut into `parts`; None if it has no sequence.
+def follow_rows(graph: OpGraph, num_chunks: int) -> SequenceTyping | None:
+    """What a region does where its sequence is split into `num_chunks`; None if it has no sequence.
 
     The sequence is that of its largest activation, and of all that arrive with as many rows.
     """
@@ -43,13 +44,13 @@ def follow_rows(graph: OpGraph, parts: int) -> SequenceTyping | None:
     if not shapes:
         return None
     widest = max(shapes, key=lambda shape: (shape[0] * shape[1] * shape[2], shape))
-    if widest[ROWS] % parts:
+    if widest[ROWS] % num_chunks:
         return None
     types: list[SpmdType] = [INVARIANT] * len(graph.values)
     for v in arriving:
         if graph.values[v].shape[:-1] == widest[:-1]:
             types[v] = Shard(ROWS)
-    table = region_rules(graph, (parts,))
+    table = region_rules(graph, (num_chunks,))
     slots: tuple[Layout, ...] = tuple((t,) for t in types[: len(graph.slots)])
     ops = [_typed(graph, k, table[k][0], types) for k in range(len(graph.ops))]
     outputs: tuple[Layout, ...] = tuple((types[v],) for v in graph.outputs)
@@ -57,7 +58,7 @@ def follow_rows(graph: OpGraph, parts: int) -> SequenceTyping | None:
 
 
 def _typed(graph: OpGraph, k: int, rules: Sequence[AxisRule], types: list[SpmdType]) -> OpTyping:
-    """What op `k` does; writes down the types of what it makes."""
+    """What op `k` does; writes down the types of its results."""
     op = graph.ops[k]
     arrived = [types[v] for v in op.operands]
     if any(t.is_shard for t in arrived):
@@ -69,21 +70,21 @@ def _typed(graph: OpGraph, k: int, rules: Sequence[AxisRule], types: list[SpmdTy
                 for v, t in zip(op.outputs, rule.outputs, strict=True):
                     types[v] = t
                 return typing
-    whole = ((INVARIANT,),)
-    return OpTyping((rules[0].name,), whole * len(op.operands), whole * len(op.outputs))
+    unsharded = ((INVARIANT,),)
+    return OpTyping((rules[0].name,), unsharded * len(op.operands), unsharded * len(op.outputs))
 
 
 def _is_plain(graph: OpGraph, k: int, typing: OpTyping) -> bool:
-    """Whether the op does for a part of the rows: nothing in it knows where they are. Rows travel
-    to their experts whoever goes with them."""
+    """Whether the op can run on a chunk of the rows: nothing in it knows where they are. Rows
+    travel to their experts whoever goes with them."""
     if graph.ops[k].target in DISPATCH_OPS:
         return True
     return all(local == "plain" for local in rule_locals(graph, k, typing))
 
 
 def _is_row_by_row(graph: OpGraph, k: int, rule: AxisRule, arrived: Sequence[SpmdType]) -> bool:
-    """Whether a rule takes what arrives as it is; what is there whole may be cut, but not a
-    parameter."""
+    """Whether a rule takes what arrives as it is; what arrives unsharded may be sliced,
+    but not a parameter."""
     if rule.comm or not all(t.is_shard and not t.padded for t in rule.outputs):
         return False
     op, is_used = graph.ops[k], False

@@ -1,7 +1,7 @@
-"""The batch followed through the op rules on a free axis: one rank per sample, moments in time.
+"""The batch, followed through the op rules on a free axis: one rank per sample, moments in time.
 
-What cuts a batch without communication (microbatches, passes/split/microbatch.py; parts of a
-region, passes/split/micro_chunks.py) reads here which dim of every value is the batch, if any.
+What splits a batch without communication (microbatches, passes/split/microbatch.py; micro-chunks
+of a region, passes/split/micro_chunks.py) reads here which dim of every value is the batch, if any.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ OVER_BATCH = {
     "put_rows": "moves rows over the batch",
     "take_rows": "moves rows over the batch",
 }
-"""What local implementations do where the batch is cut, and ranks have to talk."""
+"""What local implementations do where the batch is sharded, and ranks have to talk."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class BatchTyping:
 
 
 def follow_samples(folded: FoldedGraph, cluster: ClusterSpec, batch_size: int) -> BatchTyping:
-    """Types of all regions on a free axis of one rank per sample. Types say which dims are cut
-    whatever the number of parts."""
+    """Types of all regions on a free axis of one rank per sample. Types say which dims are split
+    whatever the number of microbatches."""
     mesh = Mesh((MeshAxis("microbatch", batch_size),))
     boundaries = find_boundaries(folded)
     rules = [region_rules(region.graph, mesh.sizes) for region in folded.regions]
     costs = _FreeAxis(cluster, mesh)
-    data = follow_batch(folded, boundaries, batch_size, rules, costs, batch_size)
+    data = follow_batch(folded, boundaries, rules, costs, batch_size)
     return BatchTyping(boundaries, tuple(solution.typing for solution in data.solutions))
 
 
-def is_part(layout: Layout) -> bool:
-    """Whether one microbatch alone does not have the whole value."""
+def is_per_microbatch(layout: Layout) -> bool:
+    """Whether microbatches differ in a value: each has a slice of it, or a summand."""
     return layout[0].is_shard or layout[0] == PARTIAL
 
 

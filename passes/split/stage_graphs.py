@@ -1,14 +1,14 @@
-"""A typed program cut into the programs of its pipeline stages.
+"""A typed program, split into the programs of its pipeline stages.
 
-    stage s    instances of its own, in order, behind copies of earlier ones that are cut down to
-               what does not depend on the batch (masks, rotary tables, position biases)
-    border s   what stage s takes over from stage s - 1: every value that is made before it, depends
-               on the batch and is read by it or behind it, in order
+    stage s      instances of its own, in order, behind copies of earlier ones that are reduced to
+                 what does not depend on the batch (masks, rotary tables, position biases)
+    boundary s   what stage s takes over from stage s - 1: every value that is computed before it,
+                 depends on the batch and is read by it or behind it, in order
 
-Only values that depend on the batch cross a border. What a later stage reads is handed on from
-neighbour to neighbour, as it is priced (passes/pipeline/problem.py); gradients come back the same
-way. Model inputs cross nothing: every stage reads the batch. A parameter that several stages read
-is held by each of them.
+Only values that depend on the batch cross a stage boundary. What a later stage reads is passed on
+from neighbour to neighbour, as it is priced (passes/pipeline/problem.py); gradients come back the
+same way. Model inputs cross nothing: every stage reads the batch. A parameter that several stages
+read is in each of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ from meshfold.passes.rules.ops.random import draw_of
 @dataclass(frozen=True)
 class StageBoundaryValue:
     """Output `output` of instance `instance` of the whole program, on its way between stages.
-    layout: that it is made in, and crosses in."""
+    layout: that it is computed in, and crosses in."""
 
     instance: int
     output: int
@@ -55,8 +55,9 @@ class StageBoundaryValue:
 @dataclass(frozen=True)
 class StageGraph:
     """A stage as a program of its own, with one typing per region. numbers: which instance of the
-    whole program each one is, or is cut down from. arrives: its border; leaves: that of the next
-    stage. Outputs of `folded`: first what leaves, then what the model returns, in the last stage.
+    whole program each one is, or is reduced from. arrives: its stage boundary; leaves: that of the
+    next stage. Outputs of `folded`: first what leaves, then what the model returns, in the last
+    stage.
     """
 
     folded: FoldedGraph
@@ -71,16 +72,16 @@ def stage_graphs(
 ) -> tuple[StageGraph, ...]:
     """The stages of `folded`. first: first instance of each stage, ascending from 0."""
     ends = [*first[1:], len(folded.instances)]
-    borders = [*_borders(folded, typings, first), ()]
+    boundaries = [*_boundaries(folded, typings, first), ()]
     return tuple(
-        _Stage(folded, typings, range(begin, end), borders[s], borders[s + 1]).graph(
+        _Stage(folded, typings, range(begin, end), boundaries[s], boundaries[s + 1]).graph(
             is_first=begin == 0, is_last=end == len(folded.instances)
         )
         for s, (begin, end) in enumerate(zip(first, ends, strict=True))
     )
 
 
-def _borders(
+def _boundaries(
     folded: FoldedGraph, typings: Sequence[RegionTyping], first: Sequence[int]
 ) -> list[tuple[StageBoundaryValue, ...]]:
     """What crosses into each stage."""
@@ -93,15 +94,15 @@ def _borders(
         if result.source.kind is SourceKind.VALUE:
             last_reader[result.source.instance, result.source.output] = len(folded.instances)
     crossing: list[list[StageBoundaryValue]] = [[] for _ in first]
-    for (maker, output), reader in sorted(last_reader.items()):
-        region = folded.instances[maker].region
+    for (producer, output), reader in sorted(last_reader.items()):
+        region = folded.instances[producer].region
         graph = folded.regions[region].graph
         value = graph.values[graph.outputs[output]]
         if value.depends is Dependence.BATCH:
-            border = StageBoundaryValue(maker, output, value, typings[region].outputs[output])
+            crosses = StageBoundaryValue(producer, output, value, typings[region].outputs[output])
             for stage, begin in enumerate(first):
-                if maker < begin <= reader:
-                    crossing[stage].append(border)
+                if producer < begin <= reader:
+                    crossing[stage].append(crosses)
     return [tuple(values) for values in crossing]
 
 
@@ -121,27 +122,29 @@ class _Stage:
         self.own = own
         self.arrives = arrives
         self.leaves = leaves
-        self.borders = {(b.instance, b.output): b for b in arrives}
-        self.again = self._made_again()
-        """Earlier instances, each with its outputs that this stage makes for itself."""
-        self.places = {k: n for n, k in enumerate([*sorted(self.again), *own])}
+        self.arriving = {(b.instance, b.output): b for b in arrives}
+        self.recomputed = self._recomputed_outputs()
+        """Earlier instances, each with its outputs that this stage computes for itself."""
+        self.numbers = {k: n for n, k in enumerate([*sorted(self.recomputed), *own])}
         self.regions: list[Region] = []
         self.region_typings: list[RegionTyping] = []
         self._known: dict[tuple[int, tuple[int, ...] | None], int] = {}
 
     def graph(self, *, is_first: bool, is_last: bool) -> StageGraph:
-        """The finished stage. The first one also holds what nobody reads."""
-        instances = [self._cut_down(k, tuple(sorted(self.again[k]))) for k in sorted(self.again)]
+        """The finished stage. The first one also has what nobody reads."""
+        instances = [
+            self._reduced(k, tuple(sorted(self.recomputed[k]))) for k in sorted(self.recomputed)
+        ]
         instances += [self._own(k) for k in self.own]
         used = _read_by(instances)
         if is_first:
             names = {p.name for p in self.folded.parameters}
             names |= {b.name for b in self.folded.buffers}
             used |= names - _read_by(self.folded.instances)
-        outputs = [self._output(border) for border in self.leaves]
+        outputs = [self._output(value) for value in self.leaves]
         if is_last:
             outputs += [replace(o, source=self._moved(o.source)) for o in self.folded.outputs]
-        cut = replace(
+        program = replace(
             self.folded,
             regions=tuple(self.regions),
             instances=tuple(instances),
@@ -149,21 +152,20 @@ class _Stage:
             buffers=tuple(b for b in self.folded.buffers if b.name in used),
             outputs=tuple(outputs),
         )
-        typings, numbers = tuple(self.region_typings), tuple(self.places)
-        return StageGraph(cut, typings, numbers, self.arrives, self.leaves)
+        typings, numbers = tuple(self.region_typings), tuple(self.numbers)
+        return StageGraph(program, typings, numbers, self.arrives, self.leaves)
 
-    def _output(self, border: StageBoundaryValue) -> OutputInfo:
-        made = Source(SourceKind.VALUE, "", border.instance, border.output)
-        value = border.value
-        return OutputInfo(border.name, self._moved(made), value.shape, value.dtype)
+    def _output(self, of: StageBoundaryValue) -> OutputInfo:
+        source = self._moved(Source(SourceKind.VALUE, "", of.instance, of.output))
+        return OutputInfo(of.name, source, of.value.shape, of.value.dtype)
 
-    def _made_again(self) -> dict[int, set[int]]:
+    def _recomputed_outputs(self) -> dict[int, set[int]]:
         """Per earlier instance the outputs that do not depend on the batch and are read here."""
         wanted: dict[int, set[int]] = {}
 
         def want(source: Source) -> None:
             is_earlier = source.kind is SourceKind.VALUE and source.instance < self.own.start
-            if is_earlier and (source.instance, source.output) not in self.borders:
+            if is_earlier and (source.instance, source.output) not in self.arriving:
                 wanted.setdefault(source.instance, set()).add(source.output)
 
         for k in self.own:
@@ -182,19 +184,19 @@ class _Stage:
         region = self._region(instance.region, None)
         return replace(instance, region=region, sources=tuple(map(self._moved, instance.sources)))
 
-    def _cut_down(self, k: int, outputs: tuple[int, ...]) -> Instance:
+    def _reduced(self, k: int, outputs: tuple[int, ...]) -> Instance:
         instance = self.folded.instances[k]
         _, slots = _needed(self.folded.regions[instance.region].graph, outputs)
         sources = tuple(self._moved(instance.sources[slot]) for slot in slots)
         return replace(instance, region=self._region(instance.region, outputs), sources=sources)
 
     def _region(self, number: int, outputs: tuple[int, ...] | None) -> int:
-        """The number here of a region, whole or cut down to some outputs."""
+        """The number here of a region, with all outputs or reduced to some."""
         if (number, outputs) not in self._known:
             self._known[number, outputs] = len(self.regions)
             region, typing = self.folded.regions[number], self.typings[number]
             if outputs is not None:
-                graph, typing = _cut_region(region.graph, typing, outputs)
+                graph, typing = _reduced_region(region.graph, typing, outputs)
                 region = Region(f"{region.name}_again", graph)
             self.regions.append(region)
             self.region_typings.append(typing)
@@ -205,12 +207,12 @@ class _Stage:
         if source.kind is not SourceKind.VALUE:
             return source
         key = source.instance, source.output
-        if key in self.borders:
-            return self.borders[key].source
+        if key in self.arriving:
+            return self.arriving[key].source
         output = source.output
-        if source.instance in self.again:
-            output = sorted(self.again[source.instance]).index(output)
-        return replace(source, instance=self.places[source.instance], output=output)
+        if source.instance in self.recomputed:
+            output = sorted(self.recomputed[source.instance]).index(output)
+        return replace(source, instance=self.numbers[source.instance], output=output)
 
 
 def _read_by(instances: Iterable[Instance]) -> set[str]:
@@ -230,14 +232,14 @@ def _needed(graph: OpGraph, outputs: Sequence[int] | set[int]) -> tuple[list[int
     return ops[::-1], [i for i in range(len(graph.slots)) if i in values]
 
 
-def _cut_region(
+def _reduced_region(
     graph: OpGraph, typing: RegionTyping, outputs: tuple[int, ...]
 ) -> tuple[OpGraph, RegionTyping]:
-    """A region that makes some of its outputs and no more, and updates no buffer."""
+    """A region that computes some of its outputs and no more, and updates no buffer."""
     ops, slots = _needed(graph, outputs)
     order = [*slots, *(v for k in ops for v in graph.ops[k].outputs)]
     number = {v: n for n, v in enumerate(order)}
-    cut = OpGraph(
+    reduced = OpGraph(
         slots=tuple(graph.slots[i] for i in slots),
         values=tuple(graph.values[v] for v in order),
         ops=tuple(
@@ -252,12 +254,12 @@ def _cut_region(
         ),
         outputs=tuple(number[graph.outputs[n]] for n in outputs),
     )
-    cut_typing = RegionTyping(
+    reduced_typing = RegionTyping(
         slots=tuple(typing.slots[i] for i in slots),
         ops=tuple(typing.ops[k] for k in ops),
         outputs=tuple(typing.outputs[n] for n in outputs),
     )
-    return cut, cut_typing
+    return reduced, reduced_typing
 
 
 def _renumbered(arg: Arg, number: Mapping[int, int]) -> Arg:

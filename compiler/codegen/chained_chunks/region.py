@@ -62,14 +62,14 @@ def chunked_schedule(
         )
 
     graph = segmented_graph(region.graph.graph, limits)
-    whole = _Chain(segmented(region, costs, graph), limits, segments_of(graph), chained)
+    full = _Chain(segmented(region, costs, graph), limits, segments_of(graph), chained)
     if not chained:
-        schedule = region_schedule(whole.of, listed(whole.of, bound_bytes))
-        return replace(schedule, splits=whole.at.splits, joins=whole.at.joins)
+        schedule = region_schedule(full.of, listed(full.of, bound_bytes))
+        return replace(schedule, splits=full.at.splits, joins=full.at.joins)
     limits = replace(limits, shortest_s=GRAIN * _longest_s(region, costs))
     graph = segmented_graph(region.graph.graph, limits)
     short = _Chain(segmented(region, costs, graph), limits, segments_of(graph), chained)
-    found = [chain.scheduled(bound_bytes, known) for chain in (whole, short)]
+    found = [chain.scheduled(bound_bytes, known) for chain in (full, short)]
     return min(found, key=lambda pair: pair[1])[0]
 
 
@@ -87,7 +87,7 @@ def _segment_of(graph: SegmentedGraph, ops: frozenset[int]) -> int:
 
 @dataclass(frozen=True)
 class _BoundarySegments:
-    """As the fields of RegionSchedule."""
+    """The splits and joins of a RegionSchedule."""
 
     splits: Mapping[int, int]
     joins: Mapping[int, int]

@@ -2,7 +2,7 @@
 
 The segments of a chained region are short while its order is looked for
 (meshfold.codegen.schedule.list_scheduling). Each costs the host its time, forward and backward, so
-those that follow each other at once, and whose backwards do, the other way round, become one again.
+those that follow each other at once, and whose backwards do, the other way round, are fused.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,9 +27,9 @@ def interval_of(actions: Sequence[RegionAction], num_epilogue: int) -> list[Inte
 
 def actions_of(interval: Sequence[IntervalAction]) -> tuple[tuple[RegionAction, ...], int]:
     """Inverse of interval_of."""
-    epilogue = tuple(action for action, is_late in interval if is_late)
+    epilogue = tuple(action for action, is_epilogue in interval if is_epilogue)
     next_one = RegionAction(ActionKind.EPILOGUE)
-    body = tuple(next_one if is_late else action for action, is_late in interval)
+    body = tuple(next_one if is_epilogue else action for action, is_epilogue in interval)
     return (*body, *epilogue), len(epilogue)
 
 
@@ -46,8 +46,8 @@ def fusable_runs(
         if a.kind == b.kind == ActionKind.BACKWARD and x == y
     }
     weights = {
-        action.number: (k, is_late)
-        for k, (action, is_late) in enumerate(backward)
+        action.number: (k, is_epilogue)
+        for k, (action, is_epilogue) in enumerate(backward)
         if action.kind == ActionKind.WEIGHTS
     }
     runs: list[list[int]] = []
@@ -74,9 +74,9 @@ def renumbered(interval: Sequence[IntervalAction], numbers: Sequence[int]) -> li
     """`interval` with the segments' new numbers; those of a run, which stand together, once."""
     of_segments = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHTS)
     found: list[IntervalAction] = []
-    for action, is_late in interval:
+    for action, is_epilogue in interval:
         if action.kind in of_segments:
             action = RegionAction(action.kind, numbers[action.number])
-        if (action, is_late) not in found[-1:]:
-            found.append((action, is_late))
+        if (action, is_epilogue) not in found[-1:]:
+            found.append((action, is_epilogue))
     return found

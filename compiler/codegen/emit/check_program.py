@@ -7,10 +7,10 @@ collectives   every start has one wait, behind it; a schedule has those of its g
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from meshfold.codegen.program.emitted import CONTEXT, PLACE, EmittedProgram, RegionProgram
-from meshfold.codegen.program.region_schedule import ActionKind, RegionSchedule
+from meshfold.codegen.program.region_schedule import ActionKind, RegionAction, RegionSchedule
 from meshfold.codegen.schedule.split_backward import deferred_names
 from meshfold.errors import PassError
 from meshfold.ir.spmd import is_legal, layout_text
@@ -43,7 +43,7 @@ def _check_wiring(_: EmittedProgram, region: RegionProgram) -> None:
 
 
 def _check_schedule(schedule: RegionSchedule, known: set[str]) -> None:
-    """Segments in both directions."""
+    """Every segment runs once in either direction, after what it reads."""
     graph = schedule.graph
     everything = list(range(len(graph.segments)))
     for action in schedule.forward:
@@ -52,32 +52,39 @@ def _check_schedule(schedule: RegionSchedule, known: set[str]) -> None:
         elif action.kind == ActionKind.FORWARD:
             segment = graph.segments[action.number]
             missing = [name for name in segment.inputs if name not in known]
-            assert not missing, f"segment {action.number} reads {missing[0]} before it is made"
+            assert not missing, f"segment {action.number} reads {missing[0]} before it is computed"
             known |= set(segment.outputs)
-    assert known.issuperset(graph.results), "a result is not made"
+    assert known.issuperset(graph.results), "a result is not computed"
     assert (
         sorted(m.number for m in schedule.forward if m.kind == ActionKind.FORWARD) == everything
     ), "segments"
-    place = {m.number: k for k, m in enumerate(schedule.backward) if m.kind == ActionKind.BACKWARD}
-    assert sorted(place) == everything, "segments backward"
+    position = _positions(schedule.backward, ActionKind.BACKWARD)
+    assert sorted(position) == everything, "segments backward"
     makers = graph.makers
     for k, segment in enumerate(graph.segments):
         for maker in {makers[name] for name in segment.inputs if name in makers}:
-            assert place[k] < place[maker], f"the backward of segment {maker} needs that of {k}"
-    late = {m.number: k for k, m in enumerate(schedule.backward) if m.kind == ActionKind.WEIGHTS}
-    assert late.keys() == schedule.deferred_s.keys(), "weights"
-    assert all(place[k] < at for k, at in late.items()), "weights before their backward"
-    reduced = {m.number: k for k, m in enumerate(schedule.backward) if m.kind == ActionKind.REDUCE}
-    for k, at in late.items():
+            assert position[k] < position[maker], (
+                f"the backward of segment {maker} needs that of {k}"
+            )
+    deferred = _positions(schedule.backward, ActionKind.WEIGHTS)
+    assert deferred.keys() == schedule.deferred_s.keys(), "weights"
+    assert all(position[k] < at for k, at in deferred.items()), "weights before their backward"
+    reduced = _positions(schedule.backward, ActionKind.REDUCE)
+    for k, at in deferred.items():
         for name in deferred_names(graph.segments[k]):
             if name in makers:
-                asked = place[makers[name]]
-                assert at < asked, (
+                needed = position[makers[name]]
+                assert at < needed, (
                     f"the backward of segment {makers[name]} needs the weights of {k}"
                 )
             elif name in graph.members:
                 group, _ = graph.members[name]
                 assert at < reduced[group], f"group {group} needs the weights of segment {k}"
+
+
+def _positions(actions: Sequence[RegionAction], kind: ActionKind) -> dict[int, int]:
+    """Number of every action of `kind` -> its position in the order."""
+    return {action.number: k for k, action in enumerate(actions) if action.kind == kind}
 
 
 def _check_types(program: EmittedProgram, region: RegionProgram) -> None:
@@ -107,10 +114,10 @@ def _check_collectives(_: EmittedProgram, region: RegionProgram) -> None:
         (region.schedule.forward, ActionKind.FORWARD),
         (region.schedule.backward, ActionKind.BACKWARD),
     ):
-        place = {m.number: k for k, m in enumerate(actions) if m.kind == kind}
+        position = _positions(actions, kind)
         for k, segment in enumerate(segments):
             if segment.kind == "wait":
-                ordered = place[segment.partner] < place[k]
+                ordered = position[segment.partner] < position[k]
                 assert ordered == (kind == ActionKind.FORWARD), (
                     f"segment {k} waits before its start"
                 )

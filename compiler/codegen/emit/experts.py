@@ -1,6 +1,6 @@
 """Emission of products with experts, and of the way of their rows there and back.
 
-expert_linear    the experts that a rank holds, then the op on these
+expert_linear    the local experts, then the op on these
 dispatch         route (once per ids), rows by expert, start, wait; of ids what the route says
 combine          start, wait, rows as they were
 """
@@ -23,19 +23,19 @@ from meshfold.ops.registry import torch_target
 
 
 def expert_linear(context: OpContext) -> list[fx.Node]:
-    """The op on the experts that a rank holds."""
+    """The op on the local experts."""
     named = context.named()
     shape, layout = (
         context.op_graph.values[context.op.operands[1]].shape,
         context.typing.inputs[1],
     )
-    num_held = local_shape(shape, layout, context.mesh.sizes)[0]
+    num_local = local_shape(shape, layout, context.mesh.sizes)[0]
     named["ids"] = context.call(
         local_ops.local_experts,
         context.step_node,
         named["ids"],
         shape[0],
-        num_held,
+        num_local,
         context.digits(layout, 0),
     )
     arguments = (named[name] for name in ("x", "weight", "ids"))

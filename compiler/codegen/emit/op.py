@@ -5,8 +5,8 @@ for.
     "plain"           the torch op, sizes localized
     "mean"            the torch op, then divide_by_ranks for the axes that shard a reduced dim
     others            the function of meshfold.ops.local_implementations, which takes all axes at
-                      once; where its
-                      work is not needed (attention without dropout, say) the torch op
+                      once; the torch op where that work is not needed (attention without
+                      dropout, say)
 """
 
 import operator
@@ -70,10 +70,10 @@ def _plain(context: OpContext) -> list[fx.Node]:
     nodes = iter(context.operands)
     real_args = [context.realize(a, nodes) for a in args]
     real_kwargs = {name: context.realize(a, nodes) for name, a in kwargs}
-    made = context.call(function, *real_args, **real_kwargs)
+    result = context.call(function, *real_args, **real_kwargs)
     if not _returns_many(function):
-        return [made]
-    return [context.call(operator.getitem, made, k) for k in range(len(op.outputs))]
+        return [result]
+    return [context.call(operator.getitem, result, k) for k in range(len(op.outputs))]
 
 
 def _returns_many(function: Any) -> bool:
@@ -83,20 +83,20 @@ def _returns_many(function: Any) -> bool:
 
 
 def _mean(context: OpContext) -> list[fx.Node]:
-    (made,) = _plain(context)
+    (local,) = _plain(context)
     shared = summed_axes(context.op_graph, context.op_index, context.typing)
     axes = tuple(context.mesh.names[k] for k in shared)
-    return [context.call(local_ops.divide_by_ranks, context.step_node, made, axes)]
+    return [context.call(local_ops.divide_by_ranks, context.step_node, local, axes)]
 
 
 def _reshape(context: OpContext) -> list[fx.Node]:
-    whole = context.op_graph.values[context.op.outputs[0]].shape
-    shape = local_shape(whole, context.typing.outputs[0], context.mesh.sizes)
+    shape = context.op_graph.values[context.op.outputs[0]].shape
+    shape = local_shape(shape, context.typing.outputs[0], context.mesh.sizes)
     return [context.call(local_ops.reshape, context.step_node, context.operands[0], shape)]
 
 
-def _held(context: OpContext) -> list[fx.Node]:
-    """The torch op on what ranks hold of the dims that it sums and that are padded."""
+def _valid_rows(context: OpContext) -> list[fx.Node]:
+    """The torch op without the padding rows of the dims that it sums."""
     labels = op_labels(context.op_graph, context.op)
     assert labels is not None
     operands = list(context.operands)
@@ -106,7 +106,7 @@ def _held(context: OpContext) -> list[fx.Node]:
                 size = context.op_graph.values[context.op.operands[k]].shape[t.dim]
                 digits = context.digits(layout, t.dim)
                 operands[k] = context.call(
-                    local_ops.held, context.step_node, operands[k], t.dim, size, digits
+                    local_ops.valid_rows, context.step_node, operands[k], t.dim, size, digits
                 )
     return _plain(replace(context, operands=operands))
 
@@ -207,7 +207,7 @@ def _nll_loss(context: OpContext) -> list[fx.Node]:
 
 
 def _drawn(context: OpContext) -> tuple[tuple[fx.Node | int, int], tuple[int, int, int]]:
-    """Which mask a random op draws, and how microbatches cut it: (site, cut) of local_ops."""
+    """The mask that a random op draws and its microbatch: (site, batch_slice) of local_ops."""
     draw = context.op.draw or Draw(context.op_index)
     return (context.site, draw.number), (draw.dim, draw.blocks, draw.microbatches)
 
@@ -218,14 +218,14 @@ def _dropout(context: OpContext) -> list[fx.Node]:
         return _plain(context)
     op, layout = context.op, context.typing.outputs[0]
     shape = context.op_graph.values[op.outputs[0]].shape
-    site, cut = _drawn(context)
+    site, batch_slice = _drawn(context)
     digits = context.all_digits(layout, len(shape))
     several = len(op.outputs) > 1
     function = local_ops.native_dropout if several else local_ops.dropout
-    made = context.call(
-        function, context.step_node, named["input"], named["p"], site, shape, digits, cut
+    result = context.call(
+        function, context.step_node, named["input"], named["p"], site, shape, digits, batch_slice
     )
-    return [context.call(operator.getitem, made, k) for k in range(2)] if several else [made]
+    return [context.call(operator.getitem, result, k) for k in range(2)] if several else [result]
 
 
 def _batch_norm(context: OpContext) -> list[fx.Node]:
@@ -238,8 +238,8 @@ def _batch_norm(context: OpContext) -> list[fx.Node]:
     if "running_mean" in named:
         function = batch_norm
         statistics = [named[name] for name in ("running_mean", "running_var", "momentum")]
-    made = context.call(function, context.step_node, *tensors, *statistics, named["eps"], axes)
-    return [context.call(operator.getitem, made, k) for k in range(len(context.op.outputs))]
+    result = context.call(function, context.step_node, *tensors, *statistics, named["eps"], axes)
+    return [context.call(operator.getitem, result, k) for k in range(len(context.op.outputs))]
 
 
 def _attention(context: OpContext) -> list[fx.Node]:
@@ -253,13 +253,13 @@ def _attention(context: OpContext) -> list[fx.Node]:
     if ring := context.digits(key_layout, len(key) - 2):
         return [_ring_attention(context, named, ring, (num_key_heads, key_digits))]
     query_digits = context.digits(query_layout, heads) if heads > 0 else ()
-    # Units of query heads are those of a key head.
+    # Padded query heads have a granularity of those that share a key head.
     picks_heads = [d[:2] for d in query_digits] != [d[:2] for d in key_digits]
-    causal_part = named.get("is_causal", False) and context.digits(query_layout, len(query) - 2)
-    if not (may_draw(named) or (picks_heads and num_key_heads > 1) or causal_part):
+    causal_shard = named.get("is_causal", False) and context.digits(query_layout, len(query) - 2)
+    if not (may_draw(named) or (picks_heads and num_key_heads > 1) or causal_shard):
         return _plain(context)
     scores = (*query[:-1], key[-2])
-    site, cut = _drawn(context)
+    site, batch_slice = _drawn(context)
     return [
         context.call(
             local_ops.attention,
@@ -271,34 +271,34 @@ def _attention(context: OpContext) -> list[fx.Node]:
             probability=named.get("dropout_p", 0.0),
             site=site,
             shape=scores,
-            # Key positions are whole: the last dim of the scores has no digits.
+            # Key positions are unsharded: the last dim of the scores has no digits.
             digits=(*context.all_digits(typing.outputs[0], len(query) - 1), ()),
-            cut=cut,
+            batch_slice=batch_slice,
             key_heads=(num_key_heads, key_digits),
         )
     ]
 
 
-def _in_ring(
+def _collective_matmul(
     context: OpContext, function: Callable[..., Any], names: Sequence[str], layout: Layout
 ) -> fx.Node:
-    """A call with rows that come or go round on the axis on which `layout` shards them."""
+    """A call whose rows `layout` shards on the axis that they are gathered or scattered on."""
     named = context.named()
     number = [name.partition("/")[0] for name in context.typing.rules].index(RING)
     rows = layout[number]
-    place = rows.dim, rows.blocks, named["transposed"], context.mesh.names[number]
-    return context.call(function, context.step_node, *(named[name] for name in names), *place)
+    shard = rows.dim, rows.blocks, named["transposed"], context.mesh.names[number]
+    return context.call(function, context.step_node, *(named[name] for name in names), *shard)
 
 
 def _all_gather_matmul(context: OpContext) -> list[fx.Node]:
     names = ("x", "weights", "biases")
-    made = _in_ring(context, all_gather_matmul, names, context.typing.inputs[0])
-    return [context.call(operator.getitem, made, k) for k in range(len(context.op.outputs))]
+    result = _collective_matmul(context, all_gather_matmul, names, context.typing.inputs[0])
+    return [context.call(operator.getitem, result, k) for k in range(len(context.op.outputs))]
 
 
 def _matmul_reduce_scatter(context: OpContext) -> list[fx.Node]:
     names = ("x", "weight", "bias")
-    return [_in_ring(context, matmul_reduce_scatter, names, context.typing.outputs[0])]
+    return [_collective_matmul(context, matmul_reduce_scatter, names, context.typing.outputs[0])]
 
 
 def _ring_attention(
@@ -325,7 +325,7 @@ def _ring_attention(
 _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "mean": _mean,
     "reshape": _reshape,
-    "held": _held,
+    "valid_rows": _valid_rows,
     "embedding": _embedding,
     "expert_linear": expert_linear,
     "dispatch": dispatch,

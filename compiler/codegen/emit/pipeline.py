@@ -1,9 +1,9 @@
 """The emitted pipeline: the program of every stage, and in which order devices run them.
 
-    captured graph --cut the batch--> graph of one microbatch   (passes/split/microbatch.py)
-                   --split as planned--> typed regions          (passes/graph/variants.py)
-                   --cut at the stages--> a program per stage   (passes/split/stage_graphs.py,
-                                                                codegen/emit/region.py)
+    captured graph --microbatches--> graph of one microbatch   (passes/split/microbatch.py)
+                   --plan----------> typed regions             (passes/graph/variants.py)
+                   --stages--------> a program per stage       (passes/split/stage_graphs.py,
+                                                               codegen/emit/region.py)
 
 All ranks emit all stages, so that `digest` covers the whole pipeline; a rank runs the stages of its
 device, its coordinate on the axis pp. meshfold.runtime.pipeline_runner runs them.
@@ -40,7 +40,7 @@ from meshfold.passes.split.stage_graphs import StageGraph, stage_graphs
 
 @dataclass(frozen=True)
 class EmittedPipeline:
-    """A pipeline of `mesh`. folded: the whole batch's graph, as captured. graphs, stages: per stage
+    """A pipeline of `mesh`. folded: the full batch's graph, as captured. graphs, stages: per stage
     its graph and its program. input_layouts: per input its layout over the microbatches. counts:
     the means over targets of `folded`."""
 
@@ -54,7 +54,7 @@ class EmittedPipeline:
 
     @cached_property
     def actions(self) -> ActionLists:
-        """What each device runs, in order; checked to come to its end."""
+        """What each device runs, in order; checked to run to its end."""
         actions = self.schedule.actions()
         check_actions(actions, self.schedule)
         return actions
@@ -75,13 +75,13 @@ class EmittedPipeline:
 
     @property
     def levels(self) -> NodeLevels:
-        """As of a step in one pass."""
+        """The levels of its mesh, see EmittedProgram.levels."""
         return self.stages[0].levels
 
     @property
-    def whole(self) -> Layout:
+    def unsharded(self) -> Layout:
         """Invariant on every axis."""
-        return self.stages[0].whole
+        return self.stages[0].unsharded
 
     @cached_property
     def holders(self) -> Mapping[str, tuple[int, ...]]:
@@ -97,8 +97,9 @@ class EmittedPipeline:
     @cached_property
     def digest(self) -> str:
         """Hash of everything that all ranks must agree on."""
-        parts = [str(self.schedule), *(stage.digest for stage in self.stages), *self._borders()]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        digests = (stage.digest for stage in self.stages)
+        lines = [str(self.schedule), *digests, *self._stage_boundaries()]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def axis_sets(self) -> tuple[tuple[str, ...], ...]:
         """The sets of axes that the program communicates over as one group, in a fixed order."""
@@ -110,12 +111,12 @@ class EmittedPipeline:
         device = self.device_of(self.mesh.coords(rank))
         lines.append(f"schedule {self.schedule}, device {device}")
         lines.append(f"  {actions_text(self.actions).splitlines()[device]}")
-        borders = list(self._borders())
+        boundaries = list(self._stage_boundaries())
         for s in self.schedule.stages_of(device):
-            lines += [borders[s], *self.stages[s].body()]
+            lines += [boundaries[s], *self.stages[s].body()]
         return "\n".join(lines)
 
-    def _borders(self) -> Iterator[str]:
+    def _stage_boundaries(self) -> Iterator[str]:
         for s, graph in enumerate(self.graphs):
             arrives, leaves = (
                 ", ".join(b.name for b in values) or "nothing"
@@ -131,7 +132,7 @@ def emit_plan(
 
     Raises PlanMismatchError if the plan's regions or stages are not those of `folded`, if its types
     break the tables, or if it uses what can be planned but not run; OptionError where the batch
-    cannot be cut.
+    cannot be split.
     """
     if plan.schedule:
         return emit_pipeline(folded, plan)
@@ -141,49 +142,51 @@ def emit_plan(
 
 
 def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
-    """As emit_plan, of a plan with stages or microbatches."""
+    """The programs of a plan with stages or microbatches; raises as emit_plan does."""
     check_runs(plan)
     schedule = _schedule(plan)
-    parts = schedule.num_microbatches
+    num_microbatches = schedule.num_microbatches
     graphs = MicrobatchGraphs(folded, plan.cluster, plan.model.batch_size)
-    split = planned_graph(graphs.graph(parts), plan)
+    planned = planned_graph(graphs.graph(num_microbatches), plan)
     typings = [region.typing for region in plan.regions]
-    check_plan_types(split, plan)
+    check_plan_types(planned, plan)
     costs = CostModel(plan.cluster, plan.mesh)
-    cut = stage_graphs(split, typings, [stage.runs[0].first for stage in plan.stages])
+    by_stage = stage_graphs(planned, typings, [stage.runs[0].first for stage in plan.stages])
     stages = tuple(
         emit_typed(
             stage.folded,
             stage.typings,
             costs,
             stage.numbers,
-            {border.name: border.layout for border in stage.arrives},
+            {value.name: value.layout for value in stage.arrives},
         )
-        for stage in cut
+        for stage in by_stage
     )
     stages = tuple(bucketed(stage, plan) for stage in stages)
     if plan.mode == "scheduled":
-        stages = tuple(scheduled(stage, costs, _left(plan, s)) for s, stage in enumerate(stages))
+        stages = tuple(
+            scheduled(stage, costs, _free_bytes(plan, s)) for s, stage in enumerate(stages)
+        )
     for stage in stages:
         check_program(stage, "schedule" if plan.mode == "scheduled" else "emit")
     if schedule.splits_backward:
         for stage in stages:
             for region in stage.regions:
                 split_backward(region.graph, stage.folded.regions[region.region].graph)
-    counts = loss_counts(folded) if parts > 1 else ()
-    cuts = graphs.input_layouts() if parts > 1 else {}
-    return EmittedPipeline(folded, plan.mesh, schedule, cut, stages, cuts, counts)
+    counts = loss_counts(folded) if num_microbatches > 1 else ()
+    inputs = graphs.input_layouts() if num_microbatches > 1 else {}
+    return EmittedPipeline(folded, plan.mesh, schedule, by_stage, stages, inputs, counts)
 
 
-def _left(plan: Plan, stage: int) -> int:
-    """Bytes that the plan leaves on the device of a stage. Gradients of weights wait no longer than
-    their region's backward, in which no other action runs."""
-    figures = plan.stages[stage].costs
-    return max(0, plan.memory.capacity - figures.peak_bytes) if figures else 0
+def _free_bytes(plan: Plan, stage: int) -> int:
+    """Bytes that the plan leaves free on the device of a stage. Weight gradients are deferred
+    within their region's backward only, in which no other action runs."""
+    costs = plan.stages[stage].costs
+    return max(0, plan.memory.capacity - costs.peak_bytes) if costs else 0
 
 
 def _schedule(plan: Plan) -> Schedule:
-    """The plan's schedule, held against its stages, mesh and batch."""
+    """The plan's schedule, checked against its stages and mesh."""
     try:
         schedule = Schedule.parse(plan.schedule)
     except OptionError as error:

@@ -40,13 +40,12 @@ from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import INVARIANT, Layout, layout_text, local_shape
 from meshfold.ir.strategy import OpTyping, RegionTyping
 from meshfold.ops.conversions import emit_step
-from meshfold.passes.graph.typed import wanted_layouts
-from meshfold.passes.price.conversions import ConversionCosts, conversion_steps, plan_conversions
+from meshfold.passes.price.conversion_trees import conversion_trees
+from meshfold.passes.price.conversions import ConversionCosts, conversion_steps
 from meshfold.passes.price.parameter_groups import (
     ParameterGroupKey,
     changed_axes,
     parameter_group_key,
-    used_layout,
 )
 from meshfold.zero.graph_ops import replicate_group, start_ahead, wait_group
 from meshfold.zero.parameter_group import GroupMember, ParameterGroup
@@ -70,32 +69,32 @@ def emit_typed(
     typings: Sequence[RegionTyping],
     costs: ConversionCosts,
     numbers: Sequence[int] = (),
-    borders: Mapping[str, Layout] = MappingProxyType({}),
+    boundary: Mapping[str, Layout] = MappingProxyType({}),
     written: Mapping[int, Written] = MappingProxyType({}),
 ) -> EmittedProgram:
     """The program for `typings`, one per region. costs decide the order of conversion steps.
 
-    numbers, borders: of a pipeline stage the numbers of its instances in the whole program, and the
-    layouts of what arrives at its border. Its steps may have others between forward and backward,
-    so it releases everything. written: regions with another graph and typing, by number.
+    numbers, boundary: of a pipeline stage the numbers of its instances in the full program, and the
+    layouts of the values that it receives, by name. Other actions may come between its forward and
+    its backward, so it releases everything. written: regions with another graph and typing.
     """
     assert all(t.recompute != "selective" for t in typings), "emit refuses what cannot run yet"
-    made: dict[tuple[int, tuple[Layout, ...]], int] = {}
+    emitted: dict[tuple[int, tuple[Layout, ...]], int] = {}
     regions: list[RegionProgram] = []
     programs: list[int] = []
-    arriving = _arriving(folded, typings, borders)
+    arriving = _arriving(folded, typings, boundary)
     for instance, layouts in zip(folded.instances, arriving, strict=True):
         number = instance.region
-        if (number, layouts) not in made:
+        if (number, layouts) not in emitted:
             variant = sum(r.region == number for r in regions)
             name = folded.regions[number].name + (f".{variant}" if variant else "")
             given = folded.regions[number].graph, typings[number]
             emitter = _RegionEmitter(*written.get(number, given), layouts, costs)
-            made[number, layouts] = len(regions)
+            emitted[number, layouts] = len(regions)
             regions.append(emitter.emit(name, number, len(instance.floats)))
-        programs.append(made[number, layouts])
-    makes = [regions[p].materializes_parameters for p in programs]
-    steps = schedule(makes, releases_all=bool(numbers))
+        programs.append(emitted[number, layouts])
+    materializes = [regions[p].materializes_parameters for p in programs]
+    steps = schedule(materializes, releases_all=bool(numbers))
     return EmittedProgram(
         folded,
         costs.mesh,
@@ -108,28 +107,29 @@ def emit_typed(
     )
 
 
-def schedule(makes: Sequence[bool], *, releases_all: bool = False) -> tuple[Step, ...]:
-    """G, F and X steps for instances that make parameters (gather or cast) or do not: every gather
-    one such instance ahead. The last one is released only where its backward does not come next."""
-    making = [k for k, is_making in enumerate(makes) if is_making]
-    following = dict(zip(making, making[1:], strict=False))
-    steps = [Step("G", making[0])] if making else []
-    for k in range(len(makes)):
+def schedule(materializes: Sequence[bool], *, releases_all: bool = False) -> tuple[Step, ...]:
+    """G, F and X steps for instances that materialize parameters (gather or cast) or do not:
+    every gather one such instance ahead. The last one is released only where its backward does not
+    come next."""
+    gathering = [k for k, is_gathering in enumerate(materializes) if is_gathering]
+    following = dict(zip(gathering, gathering[1:], strict=False))
+    steps = [Step("G", gathering[0])] if gathering else []
+    for k in range(len(materializes)):
         steps.append(Step("F", k, following.get(k, -1)))
-        if k in following or (releases_all and makes[k]):
+        if k in following or (releases_all and materializes[k]):
             steps.append(Step("X", k))
     return tuple(steps)
 
 
 def _arriving(
-    folded: FoldedGraph, typings: Sequence[RegionTyping], borders: Mapping[str, Layout]
+    folded: FoldedGraph, typings: Sequence[RegionTyping], boundary: Mapping[str, Layout]
 ) -> Sequence[tuple[Layout, ...]]:
-    """Per instance the layout in which each slot's value arrives: what its producer gives."""
+    """The layout in which each slot's value arrives, per instance: what its producer gives."""
 
     def arrival(source: Source, declared: Layout) -> Layout:
         if source.kind is SourceKind.VALUE:
             return typings[folded.instances[source.instance].region].outputs[source.output]
-        return borders[source.name] if source.kind is SourceKind.BOUNDARY else declared
+        return boundary[source.name] if source.kind is SourceKind.BOUNDARY else declared
 
     return [
         tuple(map(arrival, instance.sources, typings[instance.region].slots))
@@ -147,8 +147,8 @@ def _stored(
         for source, layout in zip(instance.sources, typings[instance.region].slots, strict=True)
         if source.kind is SourceKind.PARAMETER
     }
-    whole = (INVARIANT,) * num_axes
-    return {p.name: stored.get(p.name, whole) for p in folded.parameters}
+    unsharded = (INVARIANT,) * num_axes
+    return {p.name: stored.get(p.name, unsharded) for p in folded.parameters}
 
 
 class _RegionEmitter:
@@ -168,12 +168,11 @@ class _RegionEmitter:
         self.graph = fx.Graph()
         self.nodes: dict[tuple[int, Layout], fx.Node] = {}
         self.costs = costs
-        self.demands = wanted_layouts(self.ops, self.typing, self.arriving)
-        self.parents: dict[tuple[int, Layout], Layout] = {}
+        self.parents, used = conversion_trees(ops, typing, arriving, costs)
         self.uses: dict[tuple[int, Layout], GroupMember] = {}
         self.direct = {v for v, s in enumerate(self.ops.slots) if s.kind is not SlotKind.PARAMETER}
-        for v, demands in enumerate(self.demands):
-            self._plan_value(v, demands)
+        for v, layout in used:
+            self._use_parameter(v, layout)
         self.groups = _group(list(self.uses.values()), self.ops, self.costs)
         self.is_ahead_started = False
 
@@ -204,39 +203,17 @@ class _RegionEmitter:
             self.typing.accumulate_unsharded,
         )
 
-    # What is wanted, before any node is written.
-
-    def _plan_value(self, v: int, demands: list[Layout]) -> None:
-        """Fill `parents` (the conversion tree) and, for a parameter, `uses`."""
-        native = self._native(v)
-        is_slot = v < len(self.ops.slots)
-        if not (is_slot and self.ops.slots[v].kind is SlotKind.PARAMETER):
-            self._plan_tree(v, native, demands)
+    def _use_parameter(self, v: int, used: Layout) -> None:
+        """Put a parameter that ops read in the layout `used` in a group, or pass it directly."""
+        value, stored = self.ops.values[v], self.arriving[v]
+        if parameter_group_key(v, value, stored, used, self.costs) is not None:
+            _, reduce = changed_axes(stored, used)
+            name = self.ops.slots[v].name
+            self.uses[v, used] = GroupMember(v, name, value.shape, stored, used, reduce)
             return
-        by_use: dict[Layout, list[Layout]] = {}
-        for demand in demands:
-            by_use.setdefault(used_layout(native, demand, self.mesh), []).append(demand)
-        for used, wanted in by_use.items():
-            value = self.ops.values[v]
-            if parameter_group_key(v, value, native, used, self.costs) is not None:
-                _, reduce = changed_axes(native, used)
-                name, shape = self.ops.slots[v].name, self.ops.values[v].shape
-                self.uses[v, used] = GroupMember(v, name, shape, native, used, reduce)
-            else:
-                self.direct.add(v)
-                if used != native:
-                    self.parents[v, used] = native
-            self._plan_tree(v, used, wanted)
-
-    def _plan_tree(self, v: int, native: Layout, demands: list[Layout]) -> None:
-        edges = plan_conversions(self.ops.values[v], native, demands, self.costs)
-        self.parents.update({(v, target): source for source, target in edges})
-
-    def _native(self, v: int) -> Layout:
-        if v < len(self.ops.slots):
-            return self.arriving[v]
-        k = self.ops.producers[v]
-        return self.typing.ops[k].outputs[self.ops.ops[k].outputs.index(v)]
+        self.direct.add(v)
+        if used != stored:
+            self.parents[v, used] = stored
 
     # Nodes, in the order in which they run.
 
@@ -273,8 +250,8 @@ class _RegionEmitter:
             self.instance,
             self.holes,
         )
-        made = emit_op(context)
-        for v, layout, node in zip(op.outputs, typing.outputs, made, strict=True):
+        nodes = emit_op(context)
+        for v, layout, node in zip(op.outputs, typing.outputs, nodes, strict=True):
             self._bind(v, layout, node)
         self._note_origin(before, k)
 

@@ -64,7 +64,7 @@ class RegionProgram:
     `groups`; the local tensors of `direct`; one float per hole of the region. Returns the outputs
     of the region as a tuple, then the new values of mutated buffers."""
     recompute: Recompute = "none"
-    """As in RegionTyping, like the two that follow."""
+    """The field of RegionTyping, like the two that follow."""
     reshard_after_forward: bool = True
     accumulate_unsharded: bool = False
     schedule: RegionSchedule | None = None
@@ -113,7 +113,7 @@ class EmittedProgram:
     """`programs[k]` is the index in `regions` of instance k's graph. typings: what was emitted, per
     region of `folded`. stored: layout in which each parameter of the folded graph lives between
     steps, by name. numbers: what tells instances apart in random ops and losses: their own, or of a
-    pipeline stage those in the whole program."""
+    pipeline stage those in the full program."""
 
     folded: FoldedGraph
     mesh: Mesh
@@ -124,9 +124,9 @@ class EmittedProgram:
     stored: Mapping[str, Layout]
     numbers: tuple[int, ...]
     reduce_bucket_bytes: int = 0
-    """Up to which reductions of gradients are merged."""
+    """Bucket size up to which reductions of gradients are coalesced; 0 for none."""
     allgather_bucket_bytes: int = 0
-    """Up to which gathers of parameters are merged."""
+    """Bucket size up to which gathers of parameters are coalesced; 0 for none."""
     hierarchical: HierarchicalAllReduce | None = None
     """Which all-reduces of gradients are hierarchical; None for none."""
 
@@ -149,11 +149,11 @@ class EmittedProgram:
 
     @property
     def levels(self) -> NodeLevels:
-        """Of the mesh; one level where no all-reduce is hierarchical."""
+        """The node levels of the mesh; one where no all-reduce is hierarchical."""
         return NodeLevels(self.mesh, 0) if self.hierarchical is None else self.hierarchical.levels
 
     @property
-    def whole(self) -> Layout:
+    def unsharded(self) -> Layout:
         """Invariant on every axis."""
         return (INVARIANT,) * len(self.mesh.axes)
 
@@ -220,18 +220,18 @@ class EmittedProgram:
             yield f"  {run}"
         together = {"gathered": self.gathered_together, "reduced": self.reduced_together}
         for what, groups in together.items():
-            for places in groups:
-                names = " ".join(f"{k}.{number}" for k, number in places)
+            for refs in groups:
+                names = " ".join(f"{k}.{number}" for k, number in refs)
                 yield f"  {what} together, instance.group: {names}"
         if self.hierarchical is not None:
             yield f"  {self.hierarchical}"
         for k, region in enumerate(self.regions):
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"
-            again = "; runs again in backward" if region.recompute == "full" else ""
-            again += "" if region.reshard_after_forward else "; stays gathered for backward"
-            again += "; gradients reduced once a step" if region.accumulate_unsharded else ""
-            yield f"region {region.name}: {len(instances)} x, first {scope}{again}"
+            notes = "; runs again in backward" if region.recompute == "full" else ""
+            notes += "" if region.reshard_after_forward else "; stays gathered for backward"
+            notes += "; gradients reduced once a step" if region.accumulate_unsharded else ""
+            yield f"region {region.name}: {len(instances)} x, first {scope}{notes}"
             for number, group in enumerate(region.groups):
                 for line in group_text(number, group, self.mesh):
                     yield f"  {line}"

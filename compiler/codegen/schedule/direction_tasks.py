@@ -113,7 +113,7 @@ def backward_tasks(of: SegmentedRegion) -> DirectionTasks:
             seconds, saved_bytes = of.deferred[k]
             task = found.tasks[t]
             found.tasks[t] = replace(task, seconds=max(0.0, task.seconds - seconds))
-            deferred = Task((t,), seconds, held_bytes=saved_bytes)
+            deferred = Task((t,), seconds, deferred_bytes=saved_bytes)
             last[k] = found.add(ActionKind.WEIGHTS, deferred, k)
     for b, group in enumerate(region.groups):
         if group.requires_grad:

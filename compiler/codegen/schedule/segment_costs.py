@@ -1,7 +1,6 @@
-"""Seconds of the segments of a region (meshfold.codegen.program.region_schedule), as the cost model
-has them.
+"""Seconds of the segments of a region (meshfold.codegen.program.region_schedule).
 
-What a list scheduler orders and what the simulator runs have their times from here, so they agree.
+The list scheduler and the simulator both have their times from here, so they agree.
 """
 
 import math
@@ -27,11 +26,11 @@ from meshfold.passes.rules.table import AxisRule
 from meshfold.zero.parameter_group import ParameterGroup
 
 Work = tuple[float, CollectiveEvent | None, Origin]
-"""Kernels of so many seconds, or a collective; and what it is part of."""
+"""Kernels of so many seconds, or a collective; and the op or conversion it is part of."""
 
 
 class SegmentCosts:
-    """Of the segments of one region with the ops `ops`. rules: of every op, one per axis."""
+    """Costs of the segments of one region with the ops `ops`. rules: of every op, one per axis."""
 
     def __init__(self, ops: OpGraph, rules: Sequence[Sequence[AxisRule]], costs: CostModel) -> None:
         self.ops = ops
@@ -39,19 +38,19 @@ class SegmentCosts:
         self.costs = costs
         self.op_times: list[OpTime] = []
         self._inside: list[tuple[tuple[CollectiveEvent, bool], ...]] = []
-        """Per op the collectives that it waits for at once, and whether each is of the backward."""
+        """Blocking collectives of every op, and whether each is of the backward."""
         self._flying: dict[tuple[int, bool], CollectiveEvent] = {}
-        """By op and direction those that have a start and a wait: rows on their way to experts."""
+        """Asynchronous ones by (op, whether of the backward): rows that travel to experts."""
         for k, (op, of_axes) in enumerate(zip(ops.ops, rules, strict=True)):
             self.op_times.append(op_time(ops, op, of_axes, costs))
             found = []
             if any(rule.comm for rule in of_axes):
                 for c in OpTimer(ops, op, costs).inside(of_axes):
-                    made = collective(c.kind, c.num_bytes, (c.axis,), costs, c.seconds)
+                    event = collective(c.kind, c.num_bytes, (c.axis,), costs, c.seconds)
                     if c.is_asynchronous:
-                        self._flying[k, c.is_backward] = made
+                        self._flying[k, c.is_backward] = event
                     else:
-                        found.append((made, c.is_backward))
+                        found.append((event, c.is_backward))
             self._inside.append(tuple(found))
 
     def works(self, graph: SegmentedGraph, segment: OpsSegment, direction: int) -> Iterator[Work]:
@@ -74,7 +73,7 @@ class SegmentCosts:
             yield from ([kernels] if direction == 1 else [])
 
     def seconds(self, graph: SegmentedGraph, segment: OpsSegment, direction: int) -> float:
-        """Of a segment, with the collectives inside its ops."""
+        """Seconds of a segment, with the collectives inside its ops."""
         works = self.works(graph, segment, direction)
         return sum(seconds if c is None else c.seconds for seconds, c, _ in works)
 
@@ -87,9 +86,9 @@ class SegmentCosts:
         action = self._action(segment.origin, direction)
         if action.kind not in COLLECTIVES:
             return action.seconds, None, segment.origin
-        made = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
+        event = collective(action.kind, action.num_bytes, (step.axis,), self.costs, action.seconds)
         starts = (segment.kind == "start") == (direction == 0)
-        return action.before_s if starts else action.after_s, made, segment.origin
+        return action.before_s if starts else action.after_s, event, segment.origin
 
     def _action(self, origin: tuple[int, Step], direction: int) -> StepAction:
         v, step = origin
@@ -99,8 +98,10 @@ class SegmentCosts:
         """Seconds of a collective over the members of a parameter group, as ops read them."""
         num_bytes, sizes = 0, self.costs.mesh.sizes
         for member in group.members:
-            whole = padded_shape(member.shape, member.stored, sizes)
-            num_bytes += math.prod(local_shape(whole, member.used, sizes)) * ITEM_BYTES[group.dtype]
+            unsharded = padded_shape(member.shape, member.stored, sizes)
+            num_bytes += (
+                math.prod(local_shape(unsharded, member.used, sizes)) * ITEM_BYTES[group.dtype]
+            )
         return self.costs.collective_s(kind, num_bytes, axes)
 
     def added_s(self, v: int, layout: Layout) -> float:

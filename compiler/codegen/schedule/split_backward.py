@@ -1,18 +1,18 @@
-"""Backward in two parts: gradients of inputs now (B), those of weights later (W).
+"""Split backward: gradients of inputs (B), and deferred weight gradients (dW) behind them (W).
 
 What the stage before waits for is the gradient of its outputs. Half of the work of a linear layer,
-the product that makes the gradient of its weight, can wait (Qi et al., Zero Bubble Pipeline
+the product that computes its weight gradient, can be deferred (Qi et al., Zero Bubble Pipeline
 Parallelism, ICLR 2024). In the graphs of such a schedule
 
-    linear, addmm, mm, expert_linear  become ops whose backward makes the gradient of the input and
-                                      leaves that of the weight to the step's DeferredWeightGrads
+    linear, addmm, mm, expert_linear  become ops whose backward computes the gradient of the input,
+                                      that of the weight is left to the step's DeferredWeightGrads
     parameters                        are read through taps
                                       (meshfold.distributed.deferred_weight_grads): a gradient that
-                                      arrives at one waits
+                                      arrives at one is deferred
 
-so B ends at the taps and W goes on behind them: it makes what was left, and autograd takes all
-gradients through the buckets (meshfold.zero.step) to `.grad`. Nothing else is computed twice or
-late: gradients of norms, biases and embeddings are made in B, they are small.
+so B ends at the taps and W goes on behind them: it computes the deferred products, and autograd
+takes all gradients through the buckets (meshfold.zero.step) to `.grad`. Nothing else is deferred,
+and nothing is computed twice: gradients of norms, biases and embeddings are small and belong to B.
 """
 
 from collections.abc import Callable
@@ -62,10 +62,10 @@ def expert_linear(
     bias: Tensor | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """As meshfold.ops.expert_linear.expert_linear."""
+    """meshfold.ops.expert_linear.expert_linear, whose weight gradient can be deferred."""
     if context.deferred is None:
-        made: Tensor = expert_ops.expert_linear(x, weight, ids, bias, transposed)
-        return made
+        y: Tensor = expert_ops.expert_linear(x, weight, ids, bias, transposed)
+        return y
     return _ExpertLinear.apply(x, weight, ids, bias, transposed, context.deferred)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -117,8 +117,8 @@ class _ExpertLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, ids)
         ctx.deferred, ctx.transposed = deferred, transposed
         ctx.weight = get_gradient_edge(weight) if weight.requires_grad else None
-        made: Tensor = expert_ops.expert_linear(x, weight, ids, bias, transposed)
-        return made
+        y: Tensor = expert_ops.expert_linear(x, weight, ids, bias, transposed)
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,7 +126,7 @@ class _ExpertLinear(torch.autograd.Function):
         needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         transposed = ctx.transposed
         if needs_weight and ctx.weight is not None:
-            # W needs the shape of the weights alone, and does not hold them.
+            # W needs the shape of the weights alone, and does not keep them.
             shape = weight.shape
             ctx.deferred.defer(
                 ctx.weight,
@@ -144,7 +144,7 @@ class _ExpertLinear(torch.autograd.Function):
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     function.__name__: function for function in (linear, addmm, mm, expert_linear)
 }
-"""Name of a product (SPLIT) -> what stands for it."""
+"""Name of a product (SPLIT) -> the function that replaces it."""
 
 
 _VIEWS = frozenset(
@@ -154,8 +154,8 @@ _VIEWS = frozenset(
 
 
 def split_backward(module: fx.GraphModule, ops: OpGraph) -> list[fx.Node]:
-    """Let a graph of a region, whose ops are `ops`, leave gradients of weights for later. Its first
-    placeholder is the StepContext. Returns the products that now do."""
+    """Let a graph of a region, whose ops are `ops`, defer weight gradients. Its first placeholder
+    is the StepContext. Returns the products that now do."""
     graph, found = module.graph, []
     context_node = next(iter(graph.nodes))
     for node in list(graph.nodes):
@@ -175,7 +175,7 @@ def split_backward(module: fx.GraphModule, ops: OpGraph) -> list[fx.Node]:
 
 
 def weight_of(product: fx.Node) -> fx.Node:
-    """What a product that split_backward has returned leaves the gradient of."""
+    """The weight of a product that split_backward has returned."""
     name = next(name for name, function in _FUNCTIONS.items() if function is product.target)
     weight = product.args[1 + MATMUL_FACTORS[name][-1]]
     assert isinstance(weight, fx.Node)
@@ -183,8 +183,8 @@ def weight_of(product: fx.Node) -> fx.Node:
 
 
 def deferred_names(segment: RegionSegment) -> set[str]:
-    """Of what a segment reads, once split_backward has changed its graph, the names whose gradients
-    its W makes: the weights of its products, or what these are views of."""
+    """The inputs of a segment whose gradients its W computes, once split_backward has changed its
+    graph: the weights of its products, or what these are views of."""
     if segment.kind != "ops":
         return set()
     nodes = segment.graph.graph.nodes
@@ -201,8 +201,8 @@ def deferred_names(segment: RegionSegment) -> set[str]:
 
 
 def _is_weight(node: Any, ops: OpGraph) -> bool:
-    """Whether a value is a trained parameter or a view of one. Other ops keep tensors for their
-    backward, which autograd visits in B and lets go: W could not run it again."""
+    """Whether a value is a trained parameter or a view of one. Other ops save tensors for
+    their backward, which autograd visits in B and frees: W could not run it a second time."""
     if not isinstance(node, fx.Node) or PLACE not in node.meta:
         return False
     v = node.meta[PLACE][0]

@@ -2,14 +2,14 @@
 
 query [..., h, s, e], key and value [..., g, t, e], mask broadcast to [..., h, s, t]. With grouped
 queries (g key heads serve h query heads) key heads are sharded with the query heads while g
-divides; beyond that each rank picks its key heads from the whole. Where the heads do not divide,
-padded: query heads in units of those that share a key head, or one by one beside key heads that are
-whole. A mask of flags must not have heads then: beyond the end it would leave a query without keys.
+divides; beyond that each rank picks its key heads from all. Where the heads do not divide, padded:
+query heads with a granularity of those that share a key head, or one by one beside unsharded key
+heads. A mask of flags must not have heads then: beyond the end it would leave a query without keys.
 
-Two rules cut query rows. "s" takes keys and values whole. "ring" has each rank's rows of them, too,
-and passes them round inside the op (meshfold.ops.ring_attention): what is kept and what is sent at
-once is a rank's share. Under a causal mask both take as long as the last rank, which sees all keys,
-while the work of the op is half of the square.
+Two rules shard query rows. "s" takes keys and values unsharded. "ring" has each rank's rows of
+them, too, and passes them round inside the op (meshfold.ops.ring_attention): what is saved and what
+is sent at once is a rank's share. Under a causal mask both take as long as the last rank, which
+sees all keys, while the work of the op is half of the square.
 """
 
 import math
@@ -71,7 +71,7 @@ def _around(inputs: list[Dims], rows: Dims) -> tuple[Dims, ...]:
 
 
 def _passes(op: BoundOp) -> tuple[RuleComm, ...]:
-    """Key and value on their way, as a whole; in backward once more, with gradients behind them
+    """Key and value of all ranks in flight; in backward once more, with gradients behind them
     (meshfold.passes.price.op_time)."""
     num_bytes = sum(op.value(name).num_bytes for name in ("key", "value"))
     return RuleComm(SHIFT, num_bytes), RuleComm(SHIFT, num_bytes, is_backward=True)

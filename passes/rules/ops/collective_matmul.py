@@ -1,4 +1,4 @@
-"""Rules of products whose rows come round on an axis, or go round (meshfold.ops.collective_matmul).
+"""Rules of collective matmuls (meshfold.ops.collective_matmul).
 
     all_gather_matmul   x [..., k], weights [o, k], biases [o] -> [..., o] each
     matmul_reduce_scatter   x [..., k], weight [o, k], bias [o] -> [..., o]
@@ -6,7 +6,7 @@
 both with `transposed` for weights [k, o]. No captured graph has them:
 passes/collective_matmul/rewrite.py writes them where a product reads what an axis gathers, or makes
 what it reduces and scatters. On that axis the rule "ring" has rows in shards on one side, and on
-the other what the weights have. Other axes cut rows, or nothing. places: blocks of the rows, then
+the other what the weights have. Other axes shard rows, or nothing. blocks: those of the rows, then
 of each weight.
 """
 
@@ -29,18 +29,17 @@ from meshfold.passes.rules.ops.labels import (
 RING = "ring"
 ALL_GATHER_MATMUL = "meshfold.all_gather_matmul.default"
 MATMUL_REDUCE_SCATTER = "meshfold.matmul_reduce_scatter.default"
-_PARAMETERS = "dim places transposed num_ranks"
+_PARAMETERS = "dim blocks transposed num_ranks"
 
 
-def ring_name(places: Sequence[int]) -> str:
+def ring_name(blocks: Sequence[int]) -> str:
     """The name of the rule with these blocks."""
-    place = math.lcm(*places)
-    return f"{RING}/{place}" if place > 1 else RING
+    finest = math.lcm(*blocks)
+    return f"{RING}/{finest}" if finest > 1 else RING
 
 
 def _all_gather_matmul(op: BoundOp) -> OpLabels:
-    rows, dim, parts = _rows(op)
-    of_rows, *of_weights = parts
+    rows, dim, (of_rows, *of_weights) = _rows(op)
     # A weight without a bias has none in the list.
     given = op.get("biases")
     assert isinstance(given, tuple)
@@ -84,10 +83,10 @@ def _matmul_reduce_scatter(op: BoundOp) -> OpLabels:
 
 def _rows(op: BoundOp) -> tuple[Dims, int, tuple[DimLabel, ...]]:
     """Labels of the rows, the dim that is sharded, and the shards of rows and of each weight."""
-    places = op.integers("places")
-    place = math.lcm(*places)
-    parts = tuple(dim_label(RING, place // blocks) for blocks in places)
-    return numbered(op.value("x").shape[:-1]), op.integer("dim"), parts
+    blocks = op.integers("blocks")
+    finest = math.lcm(*blocks)
+    shards = tuple(dim_label(RING, finest // count) for count in blocks)
+    return numbered(op.value("x").shape[:-1]), op.integer("dim"), shards
 
 
 def _only(rows: Dims, dim: int, shard: DimLabel) -> Dims:
@@ -95,12 +94,12 @@ def _only(rows: Dims, dim: int, shard: DimLabel) -> Dims:
 
 
 def _weight(op: BoundOp, shard: DimLabel, *, of_output: bool) -> Dims:
-    """Of a weight that is sharded by outputs, or by inputs."""
+    """Dims of a weight that is sharded by outputs, or by inputs."""
     return (shard, None) if of_output != bool(op.get("transposed")) else (None, shard)
 
 
 def _comm(op: BoundOp, name: str) -> tuple[RuleComm, ...]:
-    """Rows on their way, as a whole: those of x, or of the result; in backward their gradients."""
+    """Rows in flight, of all ranks: those of x, or of the result; in backward their gradients."""
     num_bytes = (op.value(name) if name else op.outputs[0]).num_bytes
     return RuleComm(SHIFT, num_bytes), RuleComm(SHIFT, num_bytes, is_backward=True)
 

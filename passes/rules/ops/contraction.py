@@ -1,4 +1,4 @@
-"""Rules of contractions: what is kept is a label, what is contracted is a summed label k.
+"""Rules of contractions: dims of the result are labels, what is contracted is a summed label k.
 
 A bias is added to the sum, so where k is sharded it is Partial: one rank adds it.
 """
@@ -66,8 +66,8 @@ def _matmul(op: BoundOp) -> OpLabels:
     two tensors of four dims, the second is one of heads."""
     a, b = (v.shape for v in op.values)
     shape = op.outputs[0].shape
-    kept = int(len(a) > 1) + int(len(b) > 1)
-    batch = numbered(shape[: len(shape) - kept])
+    inner = int(len(a) > 1) + int(len(b) > 1)
+    batch = numbered(shape[: len(shape) - inner])
     left, right = a[:-2], b[:-2]
     row: Dims = (dim_label("m"),) if len(a) > 1 else ()
     column: Dims = (dim_label("o"),) if len(b) > 1 else ()
@@ -87,13 +87,13 @@ def _matmul(op: BoundOp) -> OpLabels:
 
 
 def _convolution(op: BoundOp) -> OpLabels | None:
-    """x [n, k, ...], weight [o, k, ...], bias [o] -> [n, o, ...]; spatial dims whole. With groups
-    x [n, g, ...], weight [g, ., ...], bias [g] -> [n, g, ...], whole groups on a rank."""
+    """x [n, k, ...], weight [o, k, ...], bias [o] -> [n, o, ...]; spatial dims unsharded. With
+    groups x [n, g, ...], weight [g, ., ...], bias [g] -> [n, g, ...], no group split."""
     return _convolved(op, transposed=False)
 
 
 def _transposed_convolution(op: BoundOp) -> OpLabels | None:
-    """As a convolution, but weight [k, o, ...], with groups still [g, ., ...]."""
+    """A convolution with weight [k, o, ...], with groups still [g, ., ...]."""
     return _convolved(op, transposed=True)
 
 

@@ -73,11 +73,11 @@ def _index_select(op: BoundOp) -> OpLabels | None:
     source = numbered(shape, but=(dim,))
     out = (*source[:dim], dim_label("i"), *source[dim + 1 :])
     found = OpLabels((source, (dim_label("i"),)), (out,), linear=(frozenset({0}),))
-    return found if dim else _taken(op, found, (1,))
+    return found if dim else _exchanged(op, found, (1,))
 
 
-def _taken(op: BoundOp, found: OpLabels, indices: tuple[int, ...]) -> OpLabels:
-    """Also with rows exchanged to where the indices are."""
+def _exchanged(op: BoundOp, found: OpLabels, indices: tuple[int, ...]) -> OpLabels:
+    """The labels with one more way: rows exchanged to where the indices are."""
     rows = op.outputs[0]
     return replace(
         found,
@@ -87,7 +87,8 @@ def _taken(op: BoundOp, found: OpLabels, indices: tuple[int, ...]) -> OpLabels:
 
 
 def _index(op: BoundOp) -> OpLabels | None:
-    """x[..., index, ...]: dims of the (broadcast) indices are labels, indexed dims are whole."""
+    """x[..., index, ...]: dims of the (broadcast) indices are labels, indexed dims are
+    unsharded."""
     given = op.get("indices")
     assert isinstance(given, tuple)
     if any(op.values[k].dtype == "bool" for k in op.positions("indices")):
@@ -102,16 +103,18 @@ def _index(op: BoundOp) -> OpLabels | None:
     full = op.outputs[0].shape[start : start + rank]
     found: Dims = tuple(dim_label(f"i{d}") for d in range(rank))
     source = numbered(shape, but=indexed)
-    kept = [p for d, p in enumerate(source) if d not in indexed]
-    out = (*kept[:start], *found, *kept[start:])
+    unindexed = [p for d, p in enumerate(source) if d not in indexed]
+    out = (*unindexed[:start], *found, *unindexed[start:])
     inputs = (source, *(broadcast_dims(index, full, found) for index in indices))
     labels = OpLabels(inputs, (out,), linear=(frozenset({0}),))
-    return _taken(op, labels, op.positions("indices")) if _of_first_dims(op, indexed) else labels
+    return (
+        _exchanged(op, labels, op.positions("indices")) if _of_first_dims(op, indexed) else labels
+    )
 
 
 def _index_put(op: BoundOp) -> OpLabels | None:
-    """self[..., index, ...] = or += values: indexed dims whole, the others labels. Where values are
-    added, their dims are summed into self."""
+    """self[..., index, ...] = or += values: indexed dims unsharded, the others labels. Where values
+    are added, their dims are summed into self."""
     given = op.get("indices")
     assert isinstance(given, tuple)
     if any(op.values[k].dtype == "bool" for k in op.positions("indices")):
@@ -138,7 +141,7 @@ def _index_put(op: BoundOp) -> OpLabels | None:
 
 
 def _put(op: BoundOp, found: OpLabels, indices: tuple[int, ...], rows: str) -> OpLabels:
-    """Also with rows exchanged to their owners."""
+    """The labels with one more way: rows exchanged to their owners."""
     return replace(
         found,
         special={ROWS: _exchange(op, indices, op.value(rows), "put_rows")},
@@ -147,7 +150,7 @@ def _put(op: BoundOp, found: OpLabels, indices: tuple[int, ...], rows: str) -> O
 
 
 def _gather(op: BoundOp) -> OpLabels:
-    """self and index agree on the other dims, where index may be shorter: then they are whole."""
+    """self and index agree on the other dims, unsharded where index is shorter."""
     shape, index = op.value("self").shape, op.value("index").shape
     dim = op.dim("dim", len(shape))
     shorter = [d for d in range(len(shape)) if shape[d] != index[d]]
@@ -173,8 +176,8 @@ def _index_add(op: BoundOp) -> OpLabels:
 
 
 def _scatter(op: BoundOp) -> OpLabels:
-    """self [..., x, ...], index and src [..., i, ...] -> self's dims: x and i are whole, and so are
-    the other dims where index is shorter than self or src. A value for all places adds nothing."""
+    """self [..., x, ...], index and src [..., i, ...] -> self's dims: x and i are unsharded, and so
+    are the other dims where index is shorter than self or src. A number as src adds nothing."""
     operands = [value.shape for value in op.values]
     shape = operands[0]
     dim = op.dim("dim", len(shape))
@@ -186,7 +189,7 @@ def _scatter(op: BoundOp) -> OpLabels:
 
 
 def _scatter_add(op: BoundOp) -> OpLabels:
-    """As scatter, but i may be sharded where no rank reads more than its share: it is summed."""
+    """The same, but i may be sharded where no rank reads more than its share: it is summed."""
     plain = _scatter(op)
     labels, index = plain.inputs[0], op.value("index").shape
     if not index or op.value("src").shape != index:
@@ -203,7 +206,7 @@ def _scatter_add(op: BoundOp) -> OpLabels:
 
 
 def _one_hot(op: BoundOp) -> OpLabels:
-    """ids [...] -> [..., classes]; classes whole."""
+    """ids [...] -> [..., classes]; classes unsharded."""
     ids = numbered(op.value("self").shape)
     return OpLabels((ids,), ((*ids, None),))
 

@@ -9,8 +9,8 @@ Sharding a label on one axis shards every dim that carries it; passes.rules deri
 
 A label may be spread over several dims, each a digit of one index: a view [B, S, D] -> [B * S, D]
 gives B and S one label. A DimLabel (label, prefix) says that the dim begins after a factor `prefix`
-of that index. A shard of the label is a place in the index, and the shard of a dim at `place` is
-Shard(dim, place / prefix). Ordinary labels have prefix 1, and place is the number of blocks.
+of that index. A shard of the label divides the index into blocks, and that of a dim is
+Shard(dim, blocks / prefix). Ordinary labels have prefix 1.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +89,7 @@ class OpLabels:
     """Labels of which the local op runs on the valid rows of a rank."""
     refinements: Mapping[str, tuple[str, tuple[Dims, ...]]] = field(default_factory=dict)
     """Label -> another label and Dims of operands and outputs, where it shards more than that one
-    does, at the same places (passes.rules.table.refined_rules)."""
+    does, in the same blocks (passes.rules.table.refined_rules)."""
     alternatives: Mapping[str, tuple[Dims, ...]] = field(default_factory=dict)
     """An extra label -> Dims of operands and outputs, for another way to share the op."""
     local: str = "plain"

@@ -27,12 +27,12 @@ NONE, MEAN, SUM = 0, 1, 2
 _V = frozenset({"v"})
 
 
-def _reduced(op: BoundOp, inputs: tuple[Dims, ...], kept: Dims) -> OpLabels:
-    """Losses of dims `kept`, then added up or averaged as the op is told."""
+def _reduced(op: BoundOp, inputs: tuple[Dims, ...], losses: Dims) -> OpLabels:
+    """Losses of the dims `losses`, then added up or averaged as the op is told."""
     reduction = op.integer("reduction", MEAN)
     if reduction == NONE:
-        return OpLabels(inputs, (kept,))
-    summed = frozenset(p[0] for p in kept if p)
+        return OpLabels(inputs, (losses,))
+    summed = frozenset(p[0] for p in losses if p)
     local = Special(local="mean" if reduction == MEAN else "plain")
     special = dict.fromkeys(summed, local)
     return OpLabels(inputs, ((),), summed=summed, special=special)
@@ -69,13 +69,13 @@ def _similarity(op: BoundOp) -> OpLabels:
 
 
 def _distance(op: BoundOp) -> OpLabels | None:
-    """x1, x2 [..., d] -> [...], d unsharded; a dim of 1 if it is kept."""
+    """x1, x2 [..., d] -> [...], d unsharded; or 1 as `keepdim` says."""
     one, other = (v.shape for v in op.values)
     if one != other:
         return None
     rows = numbered(one[:-1])
-    kept = (*rows, None) if op.get("keepdim") else rows
-    return OpLabels(((*rows, None),) * 2, (kept,))
+    out = (*rows, None) if op.get("keepdim") else rows
+    return OpLabels(((*rows, None),) * 2, (out,))
 
 
 def _cross_entropy(op: BoundOp) -> OpLabels | None:
@@ -94,8 +94,8 @@ def _cross_entropy(op: BoundOp) -> OpLabels | None:
     rows: Dims = (first, *rest)
     weights: list[Dims] = [(None,)] * len(op.positions("weight"))
     if target.is_float:
-        whole = (first, None, *rest)
-        return _reduced(op, (whole, whole, *weights), rows)
+        of_logits = (first, None, *rest)
+        return _reduced(op, (of_logits, of_logits, *weights), rows)
     row_labels = [p[0] for p in rows if p is not None]
     num_rows = math.prod(target.shape)
     scalar = ITEM_BYTES[logits.dtype]

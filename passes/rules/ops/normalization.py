@@ -65,7 +65,7 @@ def _given_batch_norm(op: BoundOp) -> OpLabels:
 
 
 def _group_norm(op: BoundOp) -> OpLabels:
-    """Each rank has whole groups of channels."""
+    """No group of channels is split."""
     labels = _channels_second(op)
     affine = (_CHANNELS,) * (len(op.values) - 1)
     groups = {"c": op.integer("num_groups")}

@@ -83,14 +83,14 @@ def _chosen(found: OpLabels, op: BoundOp, flags: str) -> OpLabels:
 
 
 def _padded(labels: LabelFunction) -> LabelFunction:
-    """The same, of an op that keeps padding."""
+    """The same labels, for an op that keeps padding."""
 
-    def kept(op: BoundOp) -> OpLabels | None:
+    def padded(op: BoundOp) -> OpLabels | None:
         found = labels(op)
         assert found is not None
         return replace(found, keeps_padding=frozenset(found.names))
 
-    return kept
+    return padded
 
 
 def _scaled(op: BoundOp) -> OpLabels:

@@ -20,7 +20,7 @@ def _reduced_dims(op: BoundOp, rank: int) -> tuple[int, ...]:
     return tuple(d % max(rank, 1) for d in op.integers("dim")) or tuple(range(rank))
 
 
-def _kept(labels: Dims, reduced: Sequence[int], out: Value) -> Dims:
+def _without_reduced(labels: Dims, reduced: Sequence[int], out: Value) -> Dims:
     """Labels of a result without the reduced dims, or with size-1 dims in their place."""
     if len(out.shape) == len(labels):
         return tuple(None if d in reduced else p for d, p in enumerate(labels))
@@ -31,13 +31,13 @@ def _sum(op: BoundOp) -> OpLabels:
     labels = numbered(op.values[0].shape)
     reduced = _reduced_dims(op, len(labels))
     summed = frozenset(f"d{d}" for d in reduced)
-    out = _kept(labels, reduced, op.outputs[0])
+    out = _without_reduced(labels, reduced, op.outputs[0])
     linear = (frozenset({0}),) if op.values[0].is_float else ()
     return OpLabels((labels,), (out,), summed=summed, linear=linear)
 
 
 def _mean(op: BoundOp) -> OpLabels:
-    """As a sum, divided by the global count."""
+    """A sum, divided by the global count."""
     spec = _sum(op)
     special = {label: Special(local="mean") for label in spec.summed}
     return OpLabels(
@@ -49,12 +49,12 @@ def _mean(op: BoundOp) -> OpLabels:
     )
 
 
-def _whole_reduction(op: BoundOp) -> OpLabels:
-    """Maxima, minima, norms, any, all, argmax: reduced dims unsharded, the others kept."""
+def _unsharded_reduction(op: BoundOp) -> OpLabels:
+    """Maxima, minima, norms, any, all, argmax: reduced dims unsharded, the others as they are."""
     labels = numbered(op.values[0].shape)
     reduced = _reduced_dims(op, len(labels))
     inputs = tuple(None if d in reduced else p for d, p in enumerate(labels))
-    return OpLabels((inputs,), tuple(_kept(inputs, reduced, v) for v in op.outputs))
+    return OpLabels((inputs,), tuple(_without_reduced(inputs, reduced, v) for v in op.outputs))
 
 
 def _along(op: BoundOp) -> OpLabels:
@@ -71,7 +71,7 @@ def _softmax(op: BoundOp) -> OpLabels:
 
 
 def _scan(op: BoundOp) -> OpLabels:
-    """cumsum: linear too. Along a sharded dim ranks add what those before them hold."""
+    """cumsum: linear too. Along a sharded dim ranks add the sums of those before them."""
     value, out = op.values[0], op.outputs[0]
     labels = numbered(value.shape)
     linear = (frozenset({0}),) if value.is_float else ()
@@ -87,7 +87,7 @@ def _scan(op: BoundOp) -> OpLabels:
 
 
 def _difference(op: BoundOp) -> OpLabels:
-    """diff: `dim` whole in self, prepend and append."""
+    """diff: `dim` unsharded in self, prepend and append."""
     rank = len(op.values[0].shape)
     labels = numbered(op.values[0].shape, but=(op.dim("dim", rank, -1),))
     together = frozenset(range(len(op.values)))
@@ -99,10 +99,10 @@ def _normalization(op: BoundOp) -> OpLabels:
     x = op.value("input").shape
     first = len(x) - len(op.integers("normalized_shape"))
     labels = numbered(x, but=range(first, len(x)))
-    whole: Dims = (None,) * (len(x) - first)
+    unlabelled: Dims = (None,) * (len(x) - first)
     affine = len(op.positions("weight")) + len(op.positions("bias"))
     outputs = [labels] + [labels] * (len(op.outputs) - 1)
-    return OpLabels((labels, *[whole] * affine), tuple(outputs))
+    return OpLabels((labels, *[unlabelled] * affine), tuple(outputs))
 
 
 REDUCTION_RULES = {
@@ -110,22 +110,22 @@ REDUCTION_RULES = {
     "aten.sum.default": rule("self dtype", _sum),
     "aten.mean.dim": rule("self dim keepdim dtype", _mean),
     "aten.mean.default": rule("self dtype", _mean),
-    "aten.amax.default": rule("self dim keepdim", _whole_reduction),
-    "aten.amin.default": rule("self dim keepdim", _whole_reduction),
-    "aten.max.default": rule("self", _whole_reduction),
-    "aten.min.default": rule("self", _whole_reduction),
-    "aten.max.dim": rule("self dim keepdim", _whole_reduction),
-    "aten.min.dim": rule("self dim keepdim", _whole_reduction),
-    "aten.argmax.default": rule("self dim keepdim", _whole_reduction),
-    "aten.argmin.default": rule("self dim keepdim", _whole_reduction),
-    "aten.any.default": rule("self", _whole_reduction),
-    "aten.any.dim": rule("self dim keepdim", _whole_reduction),
-    "aten.all.default": rule("self", _whole_reduction),
-    "aten.all.dim": rule("self dim keepdim", _whole_reduction),
-    "aten.logsumexp.default": rule("self dim keepdim", _whole_reduction),
-    "aten.var.correction": rule("self dim correction keepdim", _whole_reduction),
-    "aten.std.correction": rule("self dim correction keepdim", _whole_reduction),
-    "aten.linalg_vector_norm.default": rule("self ord dim keepdim dtype", _whole_reduction),
+    "aten.amax.default": rule("self dim keepdim", _unsharded_reduction),
+    "aten.amin.default": rule("self dim keepdim", _unsharded_reduction),
+    "aten.max.default": rule("self", _unsharded_reduction),
+    "aten.min.default": rule("self", _unsharded_reduction),
+    "aten.max.dim": rule("self dim keepdim", _unsharded_reduction),
+    "aten.min.dim": rule("self dim keepdim", _unsharded_reduction),
+    "aten.argmax.default": rule("self dim keepdim", _unsharded_reduction),
+    "aten.argmin.default": rule("self dim keepdim", _unsharded_reduction),
+    "aten.any.default": rule("self", _unsharded_reduction),
+    "aten.any.dim": rule("self dim keepdim", _unsharded_reduction),
+    "aten.all.default": rule("self", _unsharded_reduction),
+    "aten.all.dim": rule("self dim keepdim", _unsharded_reduction),
+    "aten.logsumexp.default": rule("self dim keepdim", _unsharded_reduction),
+    "aten.var.correction": rule("self dim correction keepdim", _unsharded_reduction),
+    "aten.std.correction": rule("self dim correction keepdim", _unsharded_reduction),
+    "aten.linalg_vector_norm.default": rule("self ord dim keepdim dtype", _unsharded_reduction),
     "aten.softmax.int": rule("self dim dtype", _softmax),
     "aten._softmax.default": rule("self dim half_to_float", _softmax),
     "aten.log_softmax.int": rule("self dim dtype", _along),

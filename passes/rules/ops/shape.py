@@ -149,7 +149,8 @@ def _pad(op: BoundOp) -> OpLabels:
 
 
 def _cat(op: BoundOp) -> OpLabels:
-    """Equal pieces: the piece is the highest digit of the joined dim. Unequal ones: unsharded."""
+    """Equal operands: their number is the highest digit of the joined dim. Unequal ones:
+    unsharded."""
     out = op.outputs[0].shape
     dim = op.dim("dim", len(out))
     shapes = [v.shape for v in op.values]
@@ -159,9 +160,9 @@ def _cat(op: BoundOp) -> OpLabels:
     if any(len(s) != len(out) for s in shapes) or len({s[dim] for s in shapes}) > 1:
         dims = tuple(labels if len(s) == len(out) else (None,) for s in shapes)
         return replace(_moved(dims, (labels,)), linear=together)
-    piece = (*labels[:dim], dim_label(f"d{dim}", len(shapes)), *labels[dim + 1 :])
+    one = (*labels[:dim], dim_label(f"d{dim}", len(shapes)), *labels[dim + 1 :])
     joined = (*labels[:dim], dim_label(f"d{dim}"), *labels[dim + 1 :])
-    return replace(_moved((piece,) * len(shapes), (joined,)), linear=together)
+    return replace(_moved((one,) * len(shapes), (joined,)), linear=together)
 
 
 def _stack(op: BoundOp) -> OpLabels:
@@ -174,16 +175,16 @@ def _stack(op: BoundOp) -> OpLabels:
 
 
 def _split(op: BoundOp) -> OpLabels:
-    """The reverse of cat: equal pieces share the split dim, unequal ones need it unsharded."""
+    """The reverse of cat: equal results share the split dim, unequal ones need it unsharded."""
     shape = op.values[0].shape
     dim = op.dim("dim", len(shape))
     sizes = [v.shape[dim] for v in op.outputs]
     labels = numbered(shape, but=(dim,))
     if len(set(sizes)) > 1 or sum(sizes) != shape[dim]:
         return _moved((labels,), (labels,) * len(sizes))
-    piece = (*labels[:dim], dim_label(f"d{dim}", len(sizes)), *labels[dim + 1 :])
+    one = (*labels[:dim], dim_label(f"d{dim}", len(sizes)), *labels[dim + 1 :])
     joined = (*labels[:dim], dim_label(f"d{dim}"), *labels[dim + 1 :])
-    return _moved((joined,), (piece,) * len(sizes))
+    return _moved((joined,), (one,) * len(sizes))
 
 
 def _unbind(op: BoundOp) -> OpLabels:
@@ -232,13 +233,13 @@ def _replaced_row(op: BoundOp) -> OpLabels:
     )
 
 
-def _made(op: BoundOp) -> OpLabels:
+def _constant(op: BoundOp) -> OpLabels:
     """full, zeros, ones: every rank can make its shard."""
     labels = numbered(op.outputs[0].shape)
     return OpLabels((), (labels,), keeps_padding=frozenset(p[0] for p in labels if p))
 
 
-_MADE = "size dtype layout device pin_memory"
+_CONSTANT = "size dtype layout device pin_memory"
 
 SHAPE_RULES = {
     "aten.view.default": rule("self size", _view),
@@ -273,7 +274,7 @@ SHAPE_RULES = {
     "aten.repeat.default": rule("self repeats", _repeat),
     "aten.slice_scatter.default": rule("self src dim start end step", _replaced_slice),
     "aten.select_scatter.default": rule("self src dim index", _replaced_row),
-    "aten.zeros.default": rule(_MADE, _made),
-    "aten.ones.default": rule(_MADE, _made),
-    "aten.full.default": rule(_MADE.replace("size", "size fill_value"), _made),
+    "aten.zeros.default": rule(_CONSTANT, _constant),
+    "aten.ones.default": rule(_CONSTANT, _constant),
+    "aten.full.default": rule(_CONSTANT.replace("size", "size fill_value"), _constant),
 }

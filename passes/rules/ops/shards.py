@@ -7,8 +7,8 @@ weight in front of it.
 What does not divide is filled up, where an op asks for a padded shard: embeddings and losses over
 classes for one of a vocabulary (OpLabels.pads), attention for one of heads (OpLabels.heads). It
 grows along ops that do not mix what is beyond the end with the rest (OpLabels.keeps_padding), or
-leave it out (OpLabels.drops_padding). Units that stay whole go with it: 25 heads of 64 are, in a
-fused projection to q, k and v, 3 blocks of 25 units of 64 rows.
+leave it out (OpLabels.drops_padding). Granules that no shard splits go with it: 25 heads of 64 are,
+in a fused projection to q, k and v, 3 blocks of 25 granules of 64 rows.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from meshfold.ir.spmd import PaddedShard, Shard, SpmdType
 from meshfold.passes.rules.ops.labels import Dims, OpLabels
 
 PADDED = 0
-"""As a number of blocks: one block of single rows, of which every rank holds some, padded."""
+"""A number of blocks that stands for one padded block of single rows, some for every rank."""
 
-UNITS = -1
-"""As a number of blocks: one block of units, padded; ranks may hold none."""
+GRANULES = -1
+"""A number of blocks that stands for one padded block of granules; ranks may have none."""
 
 MOST_FILLING = 2
-"""Units over which an axis has this many times as many places are not cut."""
+"""A padded dim has at most this many times its granules."""
 
-ShardPlace = tuple[int, int]
-"""Of a shard in the index of a label: (blocks, units). Units per block, where they are padded; 0 of
-a shard that divides."""
+LabelShard = tuple[int, int]
+"""A shard of the index of a label: (blocks, granules). Granules per block, where they are padded; 0
+of a shard that divides."""
 
 
 class Divisions:
@@ -42,8 +42,8 @@ class Divisions:
 
     def __call__(self, extent: int, blocks: int) -> bool:
         """Whether `blocks` equal blocks of an extent divide over the axis. PADDED: whether it does
-        not divide, and every rank holds some of it once it is filled up. UNITS: whether it does not
-        divide, and most places are filled."""
+        not divide, and every rank has some of it once it is padded. GRANULES: whether it does not
+        divide, and padding is no more than MOST_FILLING allows."""
         key = extent, blocks
         found = self._answers.get(key)
         if found is None:
@@ -63,14 +63,14 @@ class Divisions:
 def _divides(extent: int, blocks: int, size: int) -> bool:
     if blocks == PADDED:
         return extent % size != 0 and -(-extent // size) * (size - 1) < extent
-    if blocks == UNITS:
+    if blocks == GRANULES:
         filled = -(-extent // size) * size
         return 1 < extent < filled <= MOST_FILLING * extent
     return extent % (blocks * size) == 0
 
 
 ShardCandidate = tuple[int, int, int]
-"""(dim, blocks, units) of a shard, units as of a place."""
+"""(dim, blocks, granules) of a shard, granules as in LabelShard."""
 
 ShardCandidates = tuple[frozenset[ShardCandidate], ...]
 """Per value of the graph: its shards on one axis."""
@@ -78,8 +78,8 @@ ShardCandidates = tuple[frozenset[ShardCandidate], ...]
 Shards = tuple[SpmdType | None, ...]
 """Shards of operands, then outputs; None: does not carry the label."""
 
-Shardings = dict[tuple[str, ShardPlace], Shards | None]
-"""By (label, place); None: some tensor cannot be sharded there."""
+Shardings = dict[tuple[str, LabelShard], Shards | None]
+"""Shards by (label, its shard); None: some tensor cannot be sharded so."""
 
 
 def grown_shardings(
@@ -104,8 +104,9 @@ def grown_shardings(
                 for v, t in zip((*op.operands, *op.outputs), shards, strict=True):
                     if t is None:
                         continue
-                    units = graph.values[v].shape[t.dim] // (t.blocks * t.unit) if t.padded else 0
-                    candidate = t.dim, t.blocks, units
+                    extent = graph.values[v].shape[t.dim]
+                    granules = extent // (t.blocks * t.unit) if t.padded else 0
+                    candidate = t.dim, t.blocks, granules
                     if candidate not in found[v]:
                         found[v].add(candidate)
                         near = (*graph.users[v], graph.producers[v])
@@ -126,7 +127,7 @@ def _seed_padding(
             extent = graph.values[v].shape[d]
             if carried is None or carried[0] not in spec.pads | spec.heads:
                 continue
-            if divisions(extent, PADDED if carried[0] in spec.pads else UNITS):
+            if divisions(extent, PADDED if carried[0] in spec.pads else GRANULES):
                 found[v].add((d, 1, extent))
 
 
@@ -138,38 +139,38 @@ def new_shardings(
     candidates: Sequence[AbstractSet[ShardCandidate]],
     known: Shardings,
 ) -> list[Shards]:
-    """Adds to `known` every (label, place) that a candidate of some operand or output asks for;
+    """Adds to `known` every (label, shard) that a candidate of some operand or output asks for;
     returns the shards of those that were added and that all tensors can have."""
     values = (*op.operands, *op.outputs)
     wanted = {
-        (carried[0], (carried[1] * blocks, units))
+        (carried[0], (carried[1] * blocks, granules))
         for of_values in ((*spec.inputs, *spec.outputs), *spec.alternatives.values())
         for v, dims in zip(values, of_values, strict=True)
-        for d, blocks, units in candidates[v]
+        for d, blocks, granules in candidates[v]
         if (carried := dims[d]) is not None
     }
     new = []
-    for label, place in sorted(wanted - known.keys()):
-        known[label, place] = shards = shards_at(graph, op, spec, label, place, divisions)
+    for label, at in sorted(wanted - known.keys()):
+        known[label, at] = shards = shards_at(graph, op, spec, label, at, divisions)
         if shards is not None:
             new.append(shards)
     return new
 
 
 def shards_at(
-    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: ShardPlace, divisions: Divisions
+    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: LabelShard, divisions: Divisions
 ) -> Shards | None:
-    """Shards of operands, then outputs, with the label sharded `at` a place; None if one cannot."""
-    place, units = at
-    if units:
+    """Shards of operands, then outputs, with the label sharded as `at`; None if one cannot."""
+    blocks, granules = at
+    if granules:
         return _padded_at(graph, op, spec, label, at, divisions)
-    if not divisions(spec.granularity.get(label, 0), place):
+    if not divisions(spec.granularity.get(label, 0), blocks):
         return None
     optional = spec.unsharded_if_uneven.get(label, frozenset())
     shards: list[SpmdType | None] = []
     pairs = zip((*op.operands, *op.outputs), spec.dims_of(label), strict=True)
     for k, (v, dims) in enumerate(pairs):
-        possible, shard = _shard_at(graph.values[v].shape, dims, label, place, divisions)
+        possible, shard = _shard_at(graph.values[v].shape, dims, label, blocks, divisions)
         if not possible and k not in optional:
             return None
         shards.append(shard)
@@ -177,13 +178,13 @@ def shards_at(
 
 
 def _padded_at(
-    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: ShardPlace, divisions: Divisions
+    graph: OpGraph, op: Op, spec: OpLabels, label: str, at: LabelShard, divisions: Divisions
 ) -> Shards | None:
     """The same with a padded shard of the label."""
     if label not in spec.pads | spec.heads | spec.keeps_padding | spec.drops_padding:
         return None
     is_plain = label in spec.pads
-    if not divisions(at[1], PADDED if is_plain else UNITS):
+    if not divisions(at[1], PADDED if is_plain else GRANULES):
         return None
     optional = spec.unsharded_if_uneven.get(label, frozenset())
     shards: list[SpmdType | None] = []
@@ -198,33 +199,33 @@ def _padded_at(
 
 
 def _padded_shard(
-    shape: Sequence[int], dims: Dims, label: str, at: ShardPlace
+    shape: Sequence[int], dims: Dims, label: str, at: LabelShard
 ) -> tuple[bool, SpmdType | None]:
-    """(possible, shard) of a tensor: one dim holds the digit of the units whole, and the others
-    hold nothing of it."""
-    first, units = at
+    """(possible, shard) of a tensor: one dim has the digit of the granules, and the others nothing
+    of it."""
+    first, granules = at
     shard, carries = None, False
     for d, carried in enumerate(dims):
         if carried is None or carried[0] != label or shape[d] == 1:
             continue
         carries = True
         prefix, end = carried[1], carried[1] * shape[d]
-        if shard is None and first % prefix == 0 and end % (first * units) == 0:
-            shard = PaddedShard(d, first // prefix, end // (first * units))
-        elif first % end and prefix % (first * units):
+        if shard is None and first % prefix == 0 and end % (first * granules) == 0:
+            shard = PaddedShard(d, first // prefix, end // (first * granules))
+        elif first % end and prefix % (first * granules):
             return False, None
     return shard is not None or not carries, shard
 
 
 def _shard_at(
-    shape: Sequence[int], dims: Dims, label: str, place: int, divisions: Divisions
+    shape: Sequence[int], dims: Dims, label: str, label_blocks: int, divisions: Divisions
 ) -> tuple[bool, SpmdType | None]:
-    """(possible, shard) of a tensor whose label is sharded at `place`."""
+    """(possible, shard) of a tensor whose label is sharded in `label_blocks`."""
     carries = False
     for d, carried in enumerate(dims):
         if carried is not None and carried[0] == label:
             carries = True
-            blocks, rest = divmod(place, carried[1])
+            blocks, rest = divmod(label_blocks, carried[1])
             if rest == 0 and shape[d] and divisions(shape[d], blocks):
                 return True, Shard(d, blocks)
     return not carries, None

@@ -1,4 +1,4 @@
-"""Pieces of attention put together against the whole, plain and fused, result and gradients."""
+"""Attention block by block against unsharded attention, plain and fused, result and gradients."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from meshfold.ops import blockwise_attention as attention_blocks
 from meshfold.ops.blockwise_attention import (
     Attention,
+    Block,
     KeyHeads,
-    Piece,
     add_block,
     block_backward,
     block_forward,
-    in_parts,
+    block_ranges,
+    empty_result,
     is_fused,
-    nothing_yet,
 )
-from meshfold.ops.ring_attention import pieces_of
+from meshfold.ops.ring_attention import blocks_of
 
 HEADS, WIDTH, SCALE = 4, 8, 0.6
 
@@ -30,9 +30,9 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def cuts_of(size: int, cuts: list[int]) -> list[tuple[int, int]]:
-    """Ranges (first, number) between cuts."""
-    ends = sorted({0, size, *(c for c in cuts if c < size)})
+def ranges_of(size: int, bounds: list[int]) -> list[tuple[int, int]]:
+    """Ranges (first, number) between bounds."""
+    ends = sorted({0, size, *(c for c in bounds if c < size)})
     return [(a, b - a) for a, b in zip(ends, ends[1:], strict=False)]
 
 
@@ -48,24 +48,24 @@ def mask_of(kind: str, rows: int, keys: int) -> Tensor | None:
     return random(keys, seed=4) if kind == "a row" else None
 
 
-def in_pieces(
-    of: Attention, tensors: list[Tensor], mask: Tensor | None, pieces: list[Piece], pulled: Tensor
+def in_blocks(
+    of: Attention, tensors: list[Tensor], mask: Tensor | None, blocks: list[Block], pulled: Tensor
 ) -> list[Tensor]:
     """The result, then gradients of query, key and value, and of the mask if it has numbers."""
     query, key, value = tensors
-    total = nothing_yet(query, value.shape[-1])
-    for piece in pieces:
-        add_block(total, block_forward(of, query, key, value, mask, piece), piece)
+    total = empty_result(query, value.shape[-1])
+    for block in blocks:
+        add_block(total, block_forward(of, query, key, value, mask, block), block)
     into: list[Any] = [torch.zeros_like(x, dtype=total[0].dtype) for x in tensors]
     has_gradient = mask is not None and mask.dtype != torch.bool and not of.is_fused
     into.append(torch.zeros_like(mask) if has_gradient else None)
-    made = total[0].to(query.dtype), total[1]
-    for piece in pieces:
-        block_backward(of, (query, key, value, mask), made, pulled, tuple(into), piece)
+    result = total[0].to(query.dtype), total[1]
+    for block in blocks:
+        block_backward(of, (query, key, value, mask), result, pulled, tuple(into), block)
     return [total[0], *(x for x in into if x is not None)]
 
 
-def whole(
+def unsharded(
     tensors: list[Tensor], mask: Tensor | None, causal: bool, key_heads: KeyHeads, pulled: Tensor
 ) -> list[Tensor]:
     """The same by torch. Rows that see nothing give zeros."""
@@ -94,17 +94,17 @@ def whole(
 @given(
     rows=st.integers(1, 12),
     keys=st.integers(1, 12),
-    row_cuts=st.lists(st.integers(0, 11), max_size=3),
-    key_cuts=st.lists(st.integers(0, 11), max_size=3),
+    row_bounds=st.lists(st.integers(0, 11), max_size=3),
+    key_bounds=st.lists(st.integers(0, 11), max_size=3),
     mask=st.sampled_from(["none", "causal", "flags", "numbers", "a row"]),
     key_heads=st.sampled_from([1, 2, 4, "picked"]),
     fused=st.booleans(),
 )
-def test_pieces_together_are_the_whole(
+def test_blocks_together_are_unsharded_attention(
     rows: int,
     keys: int,
-    row_cuts: list[int],
-    key_cuts: list[int],
+    row_bounds: list[int],
+    key_bounds: list[int],
     mask: str,
     key_heads: Any,
     fused: bool,
@@ -116,26 +116,26 @@ def test_pieces_together_are_the_whole(
     tensors += [random(2, count, keys, WIDTH, seed=s) for s in (2, 3)]
     given = mask_of(mask, rows, keys)
     pulled = random(2, HEADS, rows, WIDTH, seed=5)
-    pieces = pieces_of(cuts_of(rows, row_cuts), cuts_of(keys, key_cuts), mask == "causal")
-    expected = whole(tensors, given, mask == "causal", shared, pulled)
+    blocks = blocks_of(ranges_of(rows, row_bounds), ranges_of(keys, key_bounds), mask == "causal")
+    expected = unsharded(tensors, given, mask == "causal", shared, pulled)
     of = Attention(SCALE, shared, fused)
-    for order in (list(pieces), list(reversed(pieces))):
-        found = in_pieces(of, tensors, given, order, pulled)
+    for order in (list(blocks), list(reversed(blocks))):
+        found = in_blocks(of, tensors, given, order, pulled)
         for a, b in zip(found, expected, strict=False):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_under_a_causal_mask_pieces_are_whole_diagonal_cut_or_left_out() -> None:
+def test_under_a_causal_mask_blocks_are_full_diagonal_causal_or_left_out() -> None:
     rows = [(0, 4), (8, 4)]
-    kinds = [(p.rows[0], p.place, p.kind) for p in pieces_of(rows, rows, True)]
+    kinds = [(p.rows[0], p.positions, p.kind) for p in blocks_of(rows, rows, True)]
     assert kinds == [
         (0, (0, 0), "diagonal"),
         (4, (8, 0), "all"),
         (4, (8, 8), "diagonal"),
     ]
-    (cut,) = pieces_of([(2, 4)], [(4, 4)], True)
-    assert cut.kind == "cut"
-    assert pieces_of([(0, 4)], [(4, 4)], True) == ()
+    (causal,) = blocks_of([(2, 4)], [(4, 4)], True)
+    assert causal.kind == "causal"
+    assert blocks_of([(0, 4)], [(4, 4)], True) == ()
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "flags"])
@@ -146,11 +146,11 @@ def test_sixteen_bits_are_summed_in_thirty_two(mask: str) -> None:
     given = mask_of(mask, 64, 64)
     pulled = random(2, HEADS, 64, WIDTH, seed=5).bfloat16()
     assert is_fused(*narrow, given)
-    expected = whole(tensors, given, mask == "causal", 1, pulled.double())
+    expected = unsharded(tensors, given, mask == "causal", 1, pulled.double())
     halves = [(0, 32), (32, 32)]
-    pieces = list(pieces_of(halves, halves, mask == "causal"))
+    blocks = list(blocks_of(halves, halves, mask == "causal"))
     for fused in (True, False):
-        found = in_pieces(Attention(SCALE, 1, fused), narrow, given, pieces, pulled)
+        found = in_blocks(Attention(SCALE, 1, fused), narrow, given, blocks, pulled)
         for a, b in zip(found, expected, strict=True):
             assert a.dtype == torch.float32
             assert (a - b).norm() < 0.01 * b.norm()
@@ -167,10 +167,10 @@ def test_what_kernels_take() -> None:
     assert not is_fused(*(x[..., :33, :],) * 3, None)
 
 
-def test_the_plain_form_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_form_goes_in_short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_blocks, "LONGEST", 4)
-    assert in_parts([(3, 6), (20, 4)], False) == ((3, 4), (7, 2), (20, 4))
-    assert in_parts([(3, 6)], True) == ((3, 6),)
+    assert block_ranges([(3, 6), (20, 4)], False) == ((3, 4), (7, 2), (20, 4))
+    assert block_ranges([(3, 6)], True) == ((3, 6),)
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -180,9 +180,9 @@ def test_kernels_of_a_gpu_take_what_they_are_given(dtype: torch.dtype, mask: boo
     q = torch.empty(2, HEADS, 64, WIDTH, dtype=dtype, device="meta")
     given = torch.empty(2, 1, 64, 64, dtype=torch.bool, device="meta") if mask else None
     into = tuple(torch.empty_like(q, dtype=torch.float32) for _ in range(3))
-    piece = Piece((0, 64), (0, 64), (0, 0), "all")
+    block = Block((0, 64), (0, 64), (0, 0), "all")
     of = Attention(SCALE, 1, True)
-    made, norm = block_forward(of, q, q, q, given, piece)
-    assert (made.shape, made.dtype, norm.shape) == (q.shape, torch.float32, q.shape[:-1])
+    result, norm = block_forward(of, q, q, q, given, block)
+    assert (result.shape, result.dtype, norm.shape) == (q.shape, torch.float32, q.shape[:-1])
     local = (q, q, q, given)
-    block_backward(of, local, (made.to(dtype), norm), q, (*into, None), piece)
+    block_backward(of, local, (result.to(dtype), norm), q, (*into, None), block)

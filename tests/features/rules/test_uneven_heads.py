@@ -14,7 +14,7 @@ from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.price.op_time import op_time
-from meshfold.passes.rules.ops.shards import UNITS, Divisions
+from meshfold.passes.rules.ops.shards import GRANULES, Divisions
 from meshfold.passes.rules.table import region_rules
 
 SEQUENCE = 1024
@@ -106,11 +106,11 @@ def test_the_fullest_rank_is_priced() -> None:
     assert there == pytest.approx(4 / 25 * alone), "four heads of 25 on the fullest rank"
 
 
-def test_most_places_hold_a_head() -> None:
-    assert Divisions(8)(25, UNITS) and Divisions(4)(3, UNITS)
-    assert not Divisions(8)(16, UNITS), "16 heads divide"
-    assert not Divisions(8)(3, UNITS), "five of eight ranks would idle"
-    assert not Divisions(2)(1, UNITS), "one head is no parallelism"
+def test_padding_is_limited() -> None:
+    assert Divisions(8)(25, GRANULES) and Divisions(4)(3, GRANULES)
+    assert not Divisions(8)(16, GRANULES), "16 heads divide"
+    assert not Divisions(8)(3, GRANULES), "five of eight ranks would idle"
+    assert not Divisions(2)(1, GRANULES), "one head is no parallelism"
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

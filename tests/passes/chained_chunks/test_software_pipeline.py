@@ -93,14 +93,14 @@ def test_gradients_of_weights_fill_the_next_region_within_the_bound() -> None:
     """A chain that waits for its collective, and a product that holds 10 bytes until it has run."""
     tasks = (
         Task(seconds=1),
-        Task((0,), seconds=1, held_bytes=10),
+        Task((0,), seconds=1, deferred_bytes=10),
         Task((0,), link="a", transfer_s=2),
         Task((2,), start=2),
     )
     found = chained_order(tasks, ChainBoundary(((3, 0),)), 10)
     assert seconds_in_line(tasks, found, 10) == 30
     tasks = (Task(seconds=1), Task((0,), link="a", transfer_s=1), Task((1,), start=1))
-    tasks = (*tasks, Task((2,), seconds=1), Task((3,), seconds=1, held_bytes=10))
+    tasks = (*tasks, Task((2,), seconds=1), Task((3,), seconds=1, deferred_bytes=10))
     boundary = ChainBoundary(((3, 0),))
     assert seconds_in_line(tasks, chained_order(tasks, boundary, 10), 10) == 31
     # With nothing held a product runs at once.
@@ -124,7 +124,7 @@ def regions(draw: st.DrawFn) -> tuple[tuple[Task, ...], ChainBoundary]:
                 tasks.append(Task((len(tasks) - 1,), start=len(tasks) - 1))
             else:
                 held = draw(st.integers(0, 3))
-                tasks.append(Task(tuple(sorted(needs)), seconds, held_bytes=held))
+                tasks.append(Task(tuple(sorted(needs)), seconds, deferred_bytes=held))
         senders.append(len(tasks) - 1)
     prefetch = -1
     if draw(st.booleans()):

@@ -42,7 +42,7 @@ def test_the_tables_say_what_autograd_keeps(sample: Sample) -> None:
     operands = {t.untyped_storage().data_ptr() for t in op.tensors}
     assert set(kept) <= (set() if f"aten.{name}" in KEEPS_NOTHING else operands)
     # Sharded, they are the same op on smaller tensors, or on views of them.
-    assert {rule.local for rule in op.axis_rules(2)} <= {"plain", "reshape", "held"}
+    assert {rule.local for rule in op.axis_rules(2)} <= {"plain", "reshape", "valid_rows"}
 
 
 def test_a_product_at_the_end_is_prepared_but_not_run() -> None:

@@ -26,7 +26,7 @@ def follow(batch_size: int, num_ranks: int = 2):
     _, costs, _ = costs_on(num_ranks, 1)
     rules = [region_rules(region.graph, (num_ranks,)) for region in folded.regions]
     boundaries = find_boundaries(folded)
-    return boundaries, follow_batch(folded, boundaries, num_ranks, rules, costs, batch_size)
+    return boundaries, follow_batch(folded, boundaries, rules, costs, batch_size)
 
 
 def test_batch_is_carried_through_the_layers():

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from meshfold.passes.schedule.list_schedule import Task, list_order, span_s
 
 
-def most_held_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
+def most_deferred_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
     """The most that tasks hold which could have run, while others run."""
     most, done = 0, set[int]()
     for t in order:
         waiting = [w for w, task in enumerate(tasks) if w not in done and w != t]
-        held = [tasks[w].held_bytes for w in waiting if done.issuperset(tasks[w].needs)]
+        held = [tasks[w].deferred_bytes for w in waiting if done.issuperset(tasks[w].needs)]
         most = max(most, sum(held))
         done.add(t)
     return most
@@ -22,7 +22,7 @@ def most_held_bytes(tasks: Sequence[Task], order: Sequence[int]) -> int:
 
 BACKWARD = (
     Task(seconds=4),  # 0: the backward of a piece
-    Task((0,), seconds=3, held_bytes=10),  # 1: its weights
+    Task((0,), seconds=3, deferred_bytes=10),  # 1: its weights
     Task((0,), link="node", transfer_s=3),  # 2: what it hands on is reduced
     Task((2,), start=2),  # 3
     Task((3,), seconds=2),  # 4: the next piece
@@ -42,7 +42,7 @@ def test_the_longest_collective_gets_what_there_is_to_hide_it() -> None:
     """A short collective comes first, on another link."""
     tasks = (
         Task(seconds=4),  # 0: experts
-        Task((0,), seconds=6, held_bytes=10),  # 1: their weights
+        Task((0,), seconds=6, deferred_bytes=10),  # 1: their weights
         Task((0,), link="node", transfer_s=1),  # 2
         Task((2,), start=2),  # 3
         Task((3,), link="cluster", transfer_s=6),  # 4: rows come home
@@ -63,12 +63,12 @@ def test_a_smaller_bound_puts_off_less_step_by_step() -> None:
         first = len(tasks)
         tasks += [
             Task((first - 1,), seconds=1),
-            Task((first,), seconds=1, held_bytes=10),
+            Task((first,), seconds=1, deferred_bytes=10),
             Task((first,), link="node", transfer_s=3),
             Task((first + 2,), start=first + 2),
         ]
     found = [list_order(tasks, bound) for bound in (0, 10, 30)]
-    held = [most_held_bytes(tasks, order) for order in found]
+    held = [most_deferred_bytes(tasks, order) for order in found]
     spans = [span_s(tasks, order) for order in found]
     assert held == sorted(held) and all(
         h <= max(10, b) for h, b in zip(held, (0, 10, 30), strict=True)
@@ -117,7 +117,7 @@ def regions(draw: st.DrawFn) -> tuple[Task, ...]:
             start = open_starts.pop()
             tasks.append(Task((*sorted({*needs, start}),), start=start))
         elif kind == "weights":
-            tasks.append(Task(needs, seconds, held_bytes=draw(st.integers(1, 9))))
+            tasks.append(Task(needs, seconds, deferred_bytes=draw(st.integers(1, 9))))
         elif kind == "floats":
             link = draw(st.sampled_from("ab"))
             is_due = draw(st.booleans())

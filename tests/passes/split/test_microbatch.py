@@ -1,4 +1,4 @@
-"""A microbatch's graph, cut out of the whole batch's: as if captured with the smaller batch."""
+"""A microbatch's graph, written from the whole batch's: as if captured with the smaller batch."""
 
 import pytest
 import torch
@@ -22,15 +22,15 @@ CLUSTER = resolve_cluster("local-cpu", 4)
 def test_prices_are_those_of_a_capture_with_the_smaller_batch(family):
     model, batch = tiny_model(family)
     half = {name: tensor[: BATCH // 2] for name, tensor in batch.items()}
-    cut = MicrobatchGraphs(capture(model, batch).graph, CLUSTER, BATCH).graph(2)
+    written = MicrobatchGraphs(capture(model, batch).graph, CLUSTER, BATCH).graph(2)
     small = capture(model, half).graph
     mesh = build_mesh(CLUSTER, 1, 2)
     found, expected = (
         MeshSearch(g, CLUSTER, mesh, BATCH // 2).solve(zero=0, mode="sequence")
-        for g in (cut, small)
+        for g in (written, small)
     )
     launch_s = CostModel(CLUSTER, mesh).launch_s
-    for region, ours, theirs in zip(cut.regions, found.prices, expected.prices, strict=True):
+    for region, ours, theirs in zip(written.regions, found.prices, expected.prices, strict=True):
         # Behind its sum, a loss divides by the targets of the whole step.
         more_s = launch_s * sum(_divides_by_targets(op) for op in region.graph.ops)
         # Microbatches of what is not sliced (position ids) cost a launch here and there.
@@ -54,7 +54,7 @@ def test_the_whole_batch_is_the_program_itself():
     graphs = MicrobatchGraphs(folded, CLUSTER, BATCH)
     assert graphs.graph(1) is folded
     assert graphs.graph(2) is graphs.graph(2)
-    with pytest.raises(ValueError, match="no 3 equal parts"):
+    with pytest.raises(ValueError, match="does not divide into 3 microbatches"):
         graphs.graph(3)
 
 
@@ -70,7 +70,7 @@ class MeanOverBatch(nn.Module):
 
 def test_statistics_over_the_batch_are_refused():
     folded = capture(MeanOverBatch(), {"x": torch.zeros(4, 8)}).graph
-    with pytest.raises(OptionError, match="cannot be cut into microbatches"):
+    with pytest.raises(OptionError, match="cannot be split into microbatches"):
         MicrobatchGraphs(folded, CLUSTER, 4)
 
 
@@ -103,7 +103,9 @@ class ProductOfMeans(nn.Module):
 
 def test_products_of_means_are_refused():
     folded = capture(ProductOfMeans(), {"x": torch.zeros(4, 8)}).graph
-    with pytest.raises(OptionError, match="cannot be cut into microbatches: .* is needed whole"):
+    with pytest.raises(
+        OptionError, match="cannot be split into microbatches: .* is needed for the whole batch"
+    ):
         MicrobatchGraphs(folded, CLUSTER, 4)
 
 

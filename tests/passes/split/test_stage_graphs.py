@@ -1,4 +1,4 @@
-"""Programs cut into stages: every layer once, what crosses a border, what is made again."""
+"""Programs split into stages: every layer once, what crosses a boundary, what is recomputed."""
 
 from collections import Counter
 from functools import cache
@@ -32,14 +32,14 @@ CASES = [
 """Families, and the instances with which stages begin."""
 
 
-def cut(family: str, first: list[int]) -> tuple[StageGraph, ...]:
+def stages_of(family: str, first: list[int]) -> tuple[StageGraph, ...]:
     return stage_graphs(*typed(family), first)
 
 
 @pytest.mark.parametrize(("family", "first"), CASES)
 def test_every_layer_is_in_one_stage(family: str, first: list[int]) -> None:
     folded, _ = typed(family)
-    stages = cut(family, first)
+    stages = stages_of(family, first)
     own = [
         [n for n in stage.numbers if n >= begin] for stage, begin in zip(stages, first, strict=True)
     ]
@@ -55,7 +55,7 @@ def test_every_layer_is_in_one_stage(family: str, first: list[int]) -> None:
 
 @pytest.mark.parametrize(("family", "first"), CASES)
 def test_only_what_depends_on_the_batch_crosses(family: str, first: list[int]) -> None:
-    stages = cut(family, first)
+    stages = stages_of(family, first)
     assert stages[0].arrives == () and stages[-1].leaves == ()
     for before, stage in zip(stages, stages[1:], strict=False):
         assert before.leaves == stage.arrives
@@ -68,12 +68,12 @@ def test_only_what_depends_on_the_batch_crosses(family: str, first: list[int]) -
             if s.kind is SourceKind.BOUNDARY
         }
         assert read == names
-    # The one thing that a stage returns beside its border is the loss, and the last one does.
+    # The one thing that a stage returns beside its boundary is the loss, and the last one does.
     assert [len(s.folded.outputs) - len(s.leaves) for s in stages] == [0] * (len(first) - 1) + [1]
 
 
-def test_rotary_tables_are_made_again() -> None:
-    for stage in cut("llama", [0, 1, 3])[1:]:
+def test_rotary_tables_are_recomputed() -> None:
+    for stage in stages_of("llama", [0, 1, 3])[1:]:
         copy = stage.folded.instances[0]
         assert stage.numbers[0] == 0 and stage.folded.regions[copy.region].name == "A_again"
         kinds = {s.kind for s in copy.sources}
@@ -81,14 +81,16 @@ def test_rotary_tables_are_made_again() -> None:
         assert "model.embed_tokens.weight" not in {p.name for p in stage.folded.parameters}
 
 
-def test_a_tied_embedding_is_held_by_its_two_stages() -> None:
-    held = [{p.name for p in stage.folded.parameters} for stage in cut("gpt2", [0, 1, 4])]
-    assert ["transformer.wte.weight" in names for names in held] == [True, False, True]
+def test_a_tied_embedding_is_in_its_two_stages() -> None:
+    names_by_stage = [
+        {p.name for p in stage.folded.parameters} for stage in stages_of("gpt2", [0, 1, 4])
+    ]
+    assert ["transformer.wte.weight" in names for names in names_by_stage] == [True, False, True]
 
 
-def test_position_biases_are_held_by_every_stage_that_reads_them() -> None:
+def test_position_biases_are_in_every_stage_that_reads_them() -> None:
     """And the encoder's output goes past the stages that do not read it."""
-    stages = cut("t5", [0, 2, 5, 6])
+    stages = stages_of("t5", [0, 2, 5, 6])
     holders = Counter(p.name for stage in stages for p in stage.folded.parameters)
     bias = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     assert holders[bias] == 2
@@ -97,10 +99,10 @@ def test_position_biases_are_held_by_every_stage_that_reads_them() -> None:
     assert encoded
 
 
-def test_what_nobody_reads_is_held_by_the_first_stage() -> None:
-    for stage in cut("t5", [0, 2, 4, 6])[1:]:
+def test_what_nobody_reads_is_in_the_first_stage() -> None:
+    for stage in stages_of("t5", [0, 2, 4, 6])[1:]:
         used = {s.name for i in stage.folded.instances for s in i.sources}
         assert {p.name for p in stage.folded.parameters} <= used
     folded, _ = typed("t5")
-    held = {p.name for stage in cut("t5", [0, 2, 4, 6]) for p in stage.folded.parameters}
-    assert held == {p.name for p in folded.parameters}
+    names = {p.name for stage in stages_of("t5", [0, 2, 4, 6]) for p in stage.folded.parameters}
+    assert names == {p.name for p in folded.parameters}

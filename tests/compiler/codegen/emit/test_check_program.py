@@ -51,7 +51,7 @@ def too_early(schedule: RegionSchedule) -> RegionSchedule:
         (without(ActionKind.BACKWARD), "segments backward"),
         (without(ActionKind.WEIGHTS), "weights"),
         (backwards, "the backward of segment"),
-        (too_early, "before it is made"),
+        (too_early, "before it is computed"),
     ],
     ids=["B", "W", "backwards", "too early"],
 )
