@@ -36,9 +36,12 @@ def test_paths(text: str) -> None:
 def test_inputs_are_no_outputs(one: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
-    for name in ("c.json", "mine/models.py", "mine/__init__.py"):
+    package = "mine"
+    for name in ("c.json", f"{package}/models.py", f"{package}/__init__.py"):
         Path(name).touch()
-    target = {"c.json": "c.json", "mine:f": "mine/__init__.py"}.get(one, "mine/models.py")
+    target = {"c.json": "c.json", "mine:f": f"{package}/__init__.py"}.get(
+        one, f"{package}/models.py"
+    )
     with pytest.raises(OptionError, match=f"-o {target}: is an input of this command"):
         check_output("-o", Path(target), None, one)
     check_output("-o", Path("other.json"), None, one)
