@@ -8,7 +8,7 @@ Forward only; no weights are needed or allocated, so the model may be on the met
 layer of the compiler that runs the user's code, and the last.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,11 +33,17 @@ from meshfold.capture.trace.fake_model import (
     model_names,
 )
 from meshfold.capture.trace.lower import read_program
+from meshfold.capture.trace.python_state import (
+    Changes,
+    refuse_changing_state,
+    refuse_gradient_hooks,
+)
 from meshfold.capture.trace.raw_program import RawProgram, number
 from meshfold.errors import CaptureError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import Precision
+from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.fold.find_regions import fold
 
 
@@ -80,22 +86,34 @@ def _capture(
     full_capture: bool,
     precision: Precision,
 ) -> Captured:
+    refuse_gradient_hooks(model)
     names = model_names(model, precision)
-    fake = fake_copy(model, precision)
-    inputs = flatten_inputs(example_inputs, fake.mode, precision)
-    children = [] if full_capture else find_children(fake.module)
+
+    def traced(
+        has_calls: bool, note: str = "", prepare: Callable[[nn.Module], None] = lambda _: None
+    ) -> tuple[Captured, Changes]:
+        fake = fake_copy(model, precision)
+        prepare(fake.module)
+        inputs = flatten_inputs(example_inputs, fake.mode, precision)
+        fake = replace(fake, notes=(*fake.notes, *filter(None, [note])))
+        return _trace(fake, inputs, names, find_children(fake.module) if has_calls else [])
+
     try:
-        return _trace(fake, inputs, names, children)
+        captured, changed = traced(not full_capture)
     except RetraceError as error:
-        fresh = fake_copy(model, precision)
-        inputs = flatten_inputs(example_inputs, fresh.mode, precision)
-        fresh = replace(fresh, notes=(*fresh.notes, f"every layer was traced in full: {error}"))
-        return _trace(fresh, inputs, names, [])
+        captured, changed = traced(False, f"every layer was traced in full: {error}")
+
+    def is_same(prepare: Callable[[nn.Module], None]) -> bool:
+        second, _ = traced(False, prepare=prepare)
+        return fingerprint(second.graph) == fingerprint(captured.graph)
+
+    refuse_changing_state(changed, is_same)
+    return captured
 
 
 def _trace(
     fake: FakeCopy, inputs: ExampleInputs, names: Names, children: Sequence[Child]
-) -> Captured:
+) -> tuple[Captured, Changes]:
     """Trace the fake copy, with call nodes for those of `children` that equal one traced before.
 
     Raises RetraceError if a proof of that fails, or anything else with call nodes in play: an error
@@ -106,7 +124,7 @@ def _trace(
     if not plan.has_stubs:
         exported = export_fake(fake, inputs)
         program = read_program(exported, names, inputs.infos)
-        return _fold(program, names, inputs, exported, notes)
+        return _fold(program, names, inputs, exported, notes), exported.changed
     strip(children, plan.decisions)
     tracer = CallTracer(plan.decisions)
     try:
@@ -115,7 +133,7 @@ def _trace(
         program = expand_calls(read_program(exported, names, inputs.infos), names)
     except CaptureError as error:
         raise RetraceError(str(error)) from error
-    return _fold(program, names, inputs, exported, notes)
+    return _fold(program, names, inputs, exported, notes), exported.changed
 
 
 def _fold(

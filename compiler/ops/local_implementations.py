@@ -32,6 +32,7 @@ from meshfold.sharding.indices import (
     shard_indices_of_microbatch,
 )
 from meshfold.sharding.slicing import (
+    check_indices,
     cropped_blocks,
     local_indices,
     local_row,
@@ -71,6 +72,7 @@ def embedding(
     local. ids [...] -> [..., o], to be summed over the axes of `digits`. padding_idx: a global row
     that gets no gradient, -1 for none."""
     indices = shard_indices_of(context.mesh, digits)
+    check_indices(ids, num_rows, "embedding index")
     is_local, rows = locate_indices(ids, num_rows, indices)
     skip = local_row(padding_idx, num_rows, indices) if padding_idx >= 0 else None
     found = functional.embedding(rows, weight, padding_idx=skip)

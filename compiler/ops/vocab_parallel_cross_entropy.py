@@ -8,7 +8,7 @@ from torch import Tensor
 from meshfold.distributed.rank_mesh import RankMesh, all_reduced
 from meshfold.sharding.indices import ShardDigits, shard_indices_of
 from meshfold.sharding.layout import filled
-from meshfold.sharding.slicing import local_indices, locate_indices
+from meshfold.sharding.slicing import check_indices, local_indices, locate_indices
 
 
 def sharded_cross_entropy(
@@ -65,6 +65,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         # An ignored target may be any number: it is given class 0 and masked out.
         counts = target != ignore_index
         target = torch.where(counts, target, 0)
+        check_indices(target, num_classes, "class")
         is_local, column = locate_indices(target, num_classes, indices)
         column = column.clamp_max(own.numel() - 1)
         picked = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_local, 0.0)

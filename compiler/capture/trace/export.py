@@ -29,6 +29,12 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from meshfold.capture.trace.detaches import write_detaches
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
+from meshfold.capture.trace.python_state import (
+    Changes,
+    changed_state,
+    plain_state,
+    refused_call,
+)
 from meshfold.errors import CaptureError
 from meshfold.torch_compat.fake_tensors import casts_of_nothing, lazy_graphs
 from meshfold.torch_compat.pytree import named_contents
@@ -46,11 +52,13 @@ class RetraceError(Exception):
 @dataclass(frozen=True)
 class Exported:
     """`outputs` names the tensors that the program returns, `model_outputs` all that the model
-    returned. `program` is in decomposed form; its ops carry "file:line" as meta custom[SOURCE]."""
+    returned. `program` is in decomposed form; its ops carry "file:line" as meta custom[SOURCE].
+    `changed`: the plain state that forward changed."""
 
     program: ExportedProgram
     outputs: tuple[str, ...]
     model_outputs: tuple[str, ...]
+    changed: Changes
 
 
 class _Watch(TorchFunctionMode):
@@ -72,6 +80,14 @@ class _Watch(TorchFunctionMode):
                 "a Python branch depends on the value of a tensor, which a graph cannot hold; "
                 "write it with torch.where, or decide it outside the model",
                 op="Tensor.__bool__",
+                source=user_line(traceback.walk_stack(inspect.currentframe())),
+            )
+        refused = refused_call(func)
+        if refused is not None:
+            name, remedy = refused
+            raise CaptureError(
+                f"{name} inside of forward is lost in a graph; {remedy}",
+                op=name,
                 source=user_line(traceback.walk_stack(inspect.currentframe())),
             )
         try:
@@ -115,8 +131,11 @@ class _Traced(nn.Module):
         self.report = _Report(marked)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before = plain_state(self.model)
         with self.watch:
             returned = self.model(**self.inputs.rebuild(tensors))
+        # Here: torch.export sets attributes back.
+        self.report.changed = changed_state(before, self.model)
         named = name_outputs(returned)
         if not named:
             raise CaptureError(
@@ -133,6 +152,7 @@ class _Report:
 
     def __init__(self, marked: Sequence[torch.Tensor]) -> None:
         self.marked = marked
+        self.changed: Changes = {}
         self.names: tuple[str, ...] = ()
         self.all_names: tuple[str, ...] = ()
 
@@ -215,7 +235,8 @@ def export_fake(
         _stamp_sources(program.graph_module)
         write_detaches(program.graph_module)
         program = program.run_decompositions({})
-    return Exported(program, traced.report.names, traced.report.all_names)
+    report = traced.report
+    return Exported(program, report.names, report.all_names, report.changed)
 
 
 @contextmanager

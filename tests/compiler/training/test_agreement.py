@@ -83,3 +83,13 @@ def test_a_checksum_sees_the_order_of_rows(order: list[int]) -> None:
 def test_a_checksum_of_nothing_and_of_a_scalar() -> None:
     assert checksum(torch.empty(0)) == 0
     assert checksum(torch.tensor(1.0)) != checksum(torch.tensor(2.0))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("labels", "class .* is not one of"), ("input_ids", "embedding index .* is not one of")],
+)
+def test_numbers_beyond_a_sharded_vocabulary_raise(pools: Pools, name: str, line: str) -> None:
+    for found in pools.run(4, "support.processes.agreement:beyond_vocabulary", "llama", name):
+        assert re.search(line, found)

@@ -10,6 +10,7 @@ from torch import nn
 
 import meshfold
 from meshfold.errors import MeshfoldError
+from support.models.hugging_face import VOCABULARY, tiny_model
 from support.programs.type_changes import Mlp
 
 CLUSTER = "local-cpux4"
@@ -159,3 +160,17 @@ def sliced_losses() -> list[float]:
     first = made.data_rank * rows
     own = {k: x[first : first + rows] for k, x in batch().items()}
     return [float(made.train_step(b)) for b in (own, batch())]
+
+
+def beyond_vocabulary(family: str, name: str) -> str:
+    """What a step raises under tensor parallelism for a number beyond the vocabulary."""
+    made, inputs = tiny_model(family, dtype=torch.float32)
+    options = meshfold.CompileOptions(pins={"tp": 4})
+    runs = meshfold.compile(made, CLUSTER, inputs, options=options)
+    wrong = inputs[name].clone()
+    wrong[-1, -2] = VOCABULARY + 5
+    try:
+        runs.train_step({**inputs, name: wrong})
+    except IndexError as error:
+        return str(error)
+    return ""

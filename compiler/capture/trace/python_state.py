@@ -1,0 +1,114 @@
+"""What a graph cannot hold of a model's Python: state that forward changes, and hooks of gradients.
+
+A graph is one call of forward. Numbers that forward counts up (steps, a temperature) would stay as
+they were in the traced call; if the next call computes something else with them, the model is
+refused. What only counts (a log of calls) is left.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshfold.errors import CaptureError
+from meshfold.torch_compat.source_lines import is_user_file
+
+State = Mapping[tuple[str, str], Any]
+"""Plain values by (module path, attribute); by ("", "file:name") those of a user's globals."""
+
+Changes = Mapping[tuple[str, str], tuple[Any, Any]]
+"""Plain values before and after forward, of those that it changed, by the keys of State."""
+
+_PLAIN = (bool, int, float, str, type(None))
+_MOST = 64
+"""Entries of the longest container that is looked at."""
+
+
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Raises CaptureError for a parameter with hooks, which would not run on its shards."""
+    for name, parameter in model.named_parameters():
+        accumulated = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if getattr(parameter, "_backward_hooks", None) or accumulated:
+            raise CaptureError(
+                f"{name} has hooks of its gradient, which would not run; register them on the "
+                "parameter of the compiled model, which is this rank's shard",
+                op="Tensor.register_hook",
+            )
+
+
+def plain_state(model: nn.Module) -> State:
+    """The plain values that forward can change: of modules, and of globals beside user code."""
+    found: dict[tuple[str, str], Any] = {}
+    spaces: dict[int, tuple[str, dict[str, Any]]] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_") and _is_plain(value):
+                found[path, name] = copy.copy(value)
+        forward = getattr(type(module).forward, "__globals__", None)
+        file = forward.get("__file__") if forward else None
+        if forward and file and is_user_file(file):
+            spaces[id(forward)] = file, forward
+    for file, space in spaces.values():
+        for name, value in space.items():
+            if not name.startswith("__") and _is_plain(value):
+                found["", f"{file}:{name}"] = copy.copy(value)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, dict)) and len(value) <= _MOST:
+        entries = value.values() if isinstance(value, dict) else value
+        return all(isinstance(entry, _PLAIN) for entry in entries)
+    return isinstance(value, _PLAIN)
+
+
+def changed_state(before: State, model: nn.Module) -> Changes:
+    """What has changed since `before`."""
+    now = plain_state(model)
+    return {k: (old, now[k]) for k, old in before.items() if k in now and now[k] != old}
+
+
+def refuse_changing_state(
+    changed: Changes, again: Callable[[Callable[[nn.Module], None]], bool]
+) -> None:
+    """Raises CaptureError where forward computes something else with the state that it changed.
+    again(prepare): whether another copy of the model, prepared so, is traced as the same graph."""
+    if not changed:
+        return
+
+    def prepare(fresh: nn.Module) -> None:
+        for (path, name), (_, value) in changed.items():
+            if ":" not in name:
+                setattr(fresh.get_submodule(path), name, copy.copy(value))
+
+    if again(prepare):
+        return
+    (path, name), (old, value) = next(iter(changed.items()))
+    where = f"{path}.{name}" if path else name
+    raise CaptureError(
+        f"forward changes {where} (from {old!r} to {value!r}), and its next call "
+        "computes something else, which a graph of one call cannot; pass what changes as an input "
+        "tensor",
+        op="Python",
+    )
+
+
+_REFUSED: tuple[tuple[Any, str, str], ...] = (
+    (torch.Tensor.data.__get__, "Tensor.data", "write x.detach()"),  # type: ignore[attr-defined]
+    (torch.Tensor.data.__set__, "Tensor.data =", "compute a new tensor"),  # type: ignore[attr-defined]
+    (torch.Tensor.register_hook, "Tensor.register_hook", "write what it does with ordinary ops"),
+    (
+        torch.Tensor.register_post_accumulate_grad_hook,
+        "Tensor.register_post_accumulate_grad_hook",
+        "register it on the compiled model's parameter",
+    ),
+    (torch.Tensor.backward, "Tensor.backward", "return a loss, and call backward outside"),
+)
+
+
+def refused_call(func: Any) -> tuple[str, str] | None:
+    """(name, what to do instead) of a function of torch that a traced forward would lose, or
+    crash on."""
+    return next(((name, remedy) for other, name, remedy in _REFUSED if func == other), None)

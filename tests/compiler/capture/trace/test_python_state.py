@@ -1,0 +1,166 @@
+"""Python of a model that a graph of one call cannot hold: refused, where it matters."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshfold.capture.pipeline import capture
+from meshfold.capture.trace.python_state import changed_state, plain_state
+from meshfold.errors import CaptureError
+
+COUNTS = {"calls": 0}
+
+
+class Model(nn.Module):
+    """Two linear layers, with something in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls, self.scale, self.log = 0, 1.0, []
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x))).square().mean()
+
+
+class Layer(nn.Module):
+    """A linear layer that counts its calls."""
+
+    def __init__(self, is_used: bool) -> None:
+        super().__init__()
+        self.linear, self.calls, self.is_used = nn.Linear(4, 4), 0, is_used
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (self.calls if self.is_used else 1)
+
+
+class Layers(Model):
+    """Four equal layers in between."""
+
+    def __init__(self, is_used: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(is_used) for _ in range(4)])
+
+    def middle(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+        return h
+
+
+def counted(model: Model, h: Tensor) -> Tensor:
+    model.calls += 1
+    return h * model.calls
+
+
+def warmed(model: Model, h: Tensor) -> Tensor:
+    model.scale *= 0.5
+    return h * model.scale
+
+
+def logged(model: Model, h: Tensor) -> Tensor:
+    model.log.append(1)
+    return h * len(model.log)
+
+
+def counted_globally(model: Model, h: Tensor) -> Tensor:
+    COUNTS["calls"] += 1
+    return h * COUNTS["calls"]
+
+
+def only_counted(model: Model, h: Tensor) -> Tensor:
+    model.calls += 1
+    return h
+
+
+def hooked(model: Model, h: Tensor) -> Tensor:
+    h.register_hook(lambda g: 2 * g)
+    return h
+
+
+def backward_inside(model: Model, h: Tensor) -> Tensor:
+    h.sum().backward(retain_graph=True)
+    return h
+
+
+def data_read(model: Model, h: Tensor) -> Tensor:
+    return h + model.first.weight.data.sum()
+
+
+def data_written(model: Model, h: Tensor) -> Tensor:
+    model.first.weight.data = model.first.weight * 0.5
+    return h
+
+
+def gradient_inside(model: Model, h: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(h.square().sum(), h, create_graph=True)
+    return h + gradient
+
+
+def gradient_retained(model: Model, h: Tensor) -> Tensor:
+    h.retain_grad()
+    return h
+
+
+MIDDLES = {
+    counted: r"forward changes calls \(from 0 to 1\), and its next call computes something else",
+    warmed: r"forward changes scale \(from 1.0 to 0.5\)",
+    logged: r"forward changes log \(from \[\] to \[1\]\)",
+    counted_globally: r"test_python_state.py:COUNTS \(from \{'calls': 0\} to \{'calls': 1\}\)",
+    only_counted: "",
+    hooked: "Tensor.register_hook inside of forward is lost in a graph; .*test_python_state.py",
+    backward_inside: "Tensor.backward inside of forward is lost in a graph",
+    data_read: r"Tensor.data inside of forward is lost in a graph; write x.detach\(\)",
+    data_written: "Tensor.data = inside of forward is lost in a graph; compute a new tensor",
+    gradient_inside: "",
+    gradient_retained: "",
+}
+
+
+def captured_line(model: nn.Module) -> str:
+    """The line that refuses a model; empty where it is captured."""
+    COUNTS["calls"] = 0
+    try:
+        capture(model, {"x": torch.randn(8, 4)})
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("middle", MIDDLES, ids=lambda f: f.__name__)
+def test_what_forward_does_is_held_or_refused(middle) -> None:
+    class Given(Model):
+        def middle(self, h: Tensor) -> Tensor:
+            return middle(self, h)
+
+    line = captured_line(Given())
+    if MIDDLES[middle]:
+        assert re.search(MIDDLES[middle], line) and "\n" not in line, line
+    else:
+        assert line == ""
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_layers_that_count(is_used: bool) -> None:
+    line = captured_line(Layers(is_used))
+    assert ("forward changes layers.0.calls (from 0 to 1)" in line) == is_used
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused_by_name(register: str) -> None:
+    model = Model()
+    getattr(model.first.weight, register)(lambda x: None)
+    assert captured_line(model).startswith("first.weight has hooks of its gradient")
+
+
+def test_plain_state_is_of_plain_values() -> None:
+    model = Model()
+    before = plain_state(model)
+    assert before["", "calls"] == 0 and ("", "first") not in before
+    model.calls, model.log = 3, [torch.ones(1)]
+    assert changed_state(before, model) == {("", "calls"): (0, 3)}
