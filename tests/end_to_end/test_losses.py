@@ -16,8 +16,8 @@ from meshfold.passes.planner.find import find_plan_for
 EXACT = 1e-12
 UNEVEN = {
     "weighted": "takes a mean by the weights of classes",
-    "divergence": "kl_div is needed whole",
-    "similarity": "mean is needed whole",
+    "divergence": "kl_div is needed for the whole batch",
+    "similarity": "mean is needed for the whole batch",
 }
 """What microbatches cannot add up, and what is said of it: something is done with the mean."""
 
