@@ -1,1 +1,1 @@
-"""From an nn.Module to a folded op graph."""
+"""Capture: an nn.Module becomes a folded op graph."""

@@ -30,7 +30,7 @@ class BucketMember:
     key: Hashable
     """Equal for those that can share a bucket."""
     num_bytes: int
-    """As CostModel.collective_s takes them."""
+    """Bytes as CostModel.collective_s takes them."""
 
 
 def fill_buckets(them: Iterable[BucketMember], most_bytes: int) -> tuple[tuple[GroupRef, ...], ...]:

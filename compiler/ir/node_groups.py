@@ -10,7 +10,7 @@ from meshfold.ir.mesh import Mesh, MeshAxis
 
 IN_NODE, ACROSS_NODES = "in-node", "across-nodes"
 NUM_STEPS = 3
-"""Of a hierarchical all-reduce (meshfold.hierarchical_all_reduce)."""
+"""Collectives of a hierarchical all-reduce (meshfold.hierarchical_all_reduce)."""
 
 Axes = tuple[str, ...]
 
@@ -32,8 +32,8 @@ class NodeLevels:
         return (in_node, across) if in_node > 1 and across > 1 else None
 
     def groups(self, axes: Axes) -> Iterator[tuple[int, ...]]:
-        """As Mesh.groups, of the axes together or of one of their levels. Raises ValueError as
-        resolved."""
+        """The groups, as Mesh.groups gives them, of the axes together or of one of their levels.
+        Raises ValueError as resolved."""
         mesh, names = self.resolved(axes)
         return mesh.groups(names)
 
@@ -80,6 +80,6 @@ def _digit(name: str, level: str) -> str:
 
 
 def node_levels(cluster: ClusterSpec, mesh: Mesh) -> NodeLevels:
-    """Of the first devices of `cluster`."""
+    """The node levels of a mesh of the first devices of `cluster`."""
     sizes = {group.devices_per_node for group in cluster.groups}
     return NodeLevels(mesh, sizes.pop() if len(sizes) == 1 else 0)

@@ -83,7 +83,7 @@ class Value:
 
     @property
     def is_float(self) -> bool:
-        """Of numbers through which a gradient can flow, complex ones, too."""
+        """Whether a gradient can flow through its numbers, complex ones, too."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
     @property
@@ -93,7 +93,7 @@ class Value:
 
     @property
     def stored_dtype(self) -> str:
-        """Between steps."""
+        """The dtype between steps."""
         return self.master or self.dtype
 
 
@@ -119,7 +119,7 @@ class Draw:
     full batch."""
 
     number: int
-    """Of the op in the graph of the full batch."""
+    """The op's number in the graph of the full batch."""
     dim: int = 0
     """The dim of the mask that is split into microbatches."""
     blocks: int = 1
@@ -170,7 +170,7 @@ class OpGraph:
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """Per value the indices of the ops that read it, ascending, without repeats."""
+        """The indices of the ops that read each value, ascending, without repeats."""
         out: list[list[int]] = [[] for _ in self.values]
         for k, op in enumerate(self.ops):
             for v in dict.fromkeys(op.operands):
@@ -179,7 +179,7 @@ class OpGraph:
 
     @cached_property
     def producers(self) -> tuple[int, ...]:
-        """Per value the index of the op that makes it, -1 for a slot."""
+        """The index of the op that computes each value, -1 for a slot."""
         out = [-1] * len(self.values)
         for k, op in enumerate(self.ops):
             for v in op.outputs:

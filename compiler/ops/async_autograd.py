@@ -141,7 +141,7 @@ class Wait(torch.autograd.Function):
 
 
 def _dual_shape(x: Tensor, forward: Action, backward: Action, size: int) -> tuple[int, ...]:
-    """In-flight shape of `backward` applied to a gradient of the output of `forward` on x."""
+    """The in-flight shape of `backward` applied to a gradient of the output of `forward` on x."""
     if backward.kind == "all_gather":
         sliced = Action("slice", backward.dim).in_flight_shape(x.shape, size)
         return (size, *sliced)

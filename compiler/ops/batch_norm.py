@@ -58,7 +58,7 @@ def batch_norm_without_running(
     eps: float,
     axes: Axes,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As batch_norm, without running statistics: y, mean, rstd."""
+    """batch_norm without running statistics: y, mean, rstd."""
     if not axes:
         out: tuple[Tensor, Tensor, Tensor]
         out = _aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.0, eps)
@@ -132,7 +132,7 @@ def _count(mesh: RankMesh, x: Tensor, axes: Axes) -> int:
 
 
 def _widened(x: Tensor) -> Tensor:
-    """At least float32, in which statistics are taken."""
+    """x in float32 or wider, in which statistics are taken."""
     return x if x.dtype.itemsize >= 4 else x.float()
 
 

@@ -166,7 +166,7 @@ STARTS: Mapping[Callable[..., Any], Callable[..., Actions]] = MappingProxyType(
         start_combine: combine_actions,
     }
 )
-"""Per start what it and its wait do in either direction, of its arguments behind the axis. Those of
+"""What each start and its wait do in either direction, of its arguments behind the axis. Those of
 rows that travel to experts take a route, which is known when it runs
 (meshfold.ops.expert_dispatch)."""
 

@@ -37,7 +37,7 @@ def _dispatched(x: Tensor, ids: Tensor, num_experts: int, load: float = 0.0) -> 
 
 
 def _combined(x: Tensor, ids: Tensor, num_experts: int, load: float = 0.0) -> Tensor:
-    """As _dispatched, the way back: x has t rows or, under a load, more."""
+    """The way back of _dispatched: x has t rows or, under a load, more."""
     if not load:
         return x.view_as(x)
     return x.index_select(0, torch.arange(ids.shape[0], device=x.device))
@@ -86,7 +86,7 @@ def as_before(x: Tensor, route: Route) -> Tensor:
 
 
 def dispatch_actions(route: Route) -> Actions:
-    """To the experts; backward gradients of the rows come home."""
+    """Rows to their experts; backward their gradients come back."""
     return row_actions(route.sent, route.received)
 
 

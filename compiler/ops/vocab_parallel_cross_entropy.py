@@ -30,8 +30,8 @@ def sharded_cross_entropy(
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """With m, z the maximum and the sum of exp(x - m) over all V classes, w the weights of classes,
-    W their sum, t the target and e the smoothing, a loss is
+    """Cross entropy over shards of classes. With m, z the maximum and the sum of exp(x - m) over
+    all V classes, w the weights of classes, W their sum, t the target, e the smoothing, a loss is
 
         (1 - e) w[t] (m + log z - x[t])  +  e / V (W (m + log z) - sum_c w[c] x[c])
 

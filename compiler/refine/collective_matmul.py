@@ -117,7 +117,7 @@ class _Problem:
         return self._split.regions[region].graph, typing
 
     def _seconds(self, graph: OpGraph, typing: RegionTyping) -> list[float]:
-        """Per op, forward and backward, with what it communicates inside."""
+        """Seconds of each op, forward and backward, with the collectives inside it."""
         rules = typed_rules(graph, typing, "", self.plan.mesh)
         return [
             op_time(graph, op, of_axes, self.costs).total_s

@@ -1,4 +1,4 @@
-"""In how many micro-chunks the regions of a scheduled program run (passes.split.micro_chunks).
+"""The number of micro-chunks of each region in a scheduled program (passes.split.micro_chunks).
 
 Every number of micro-chunks is emitted, scheduled and simulated, region by region, those first in
 which the step spends most; a number is taken where the whole step is faster for it and still fits.
@@ -24,7 +24,7 @@ from meshfold.refine.program_events import with_program_events
 
 TRIED = (2, 4)
 LEAST_GAIN = 0.002
-"""Of the step; less is not worth graphs of twice the size."""
+"""Fraction of the step; less is not worth graphs of twice the size."""
 
 
 def with_micro_chunks(plan: Plan, folded: FoldedGraph, pinned: int | None) -> Plan:

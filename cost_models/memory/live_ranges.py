@@ -121,9 +121,9 @@ class RegionTrace:
 
     memory: RegionMemory
     forward_bytes: tuple[int, ...]
-    """At the worst moment of each step's forward."""
+    """Bytes at the worst moment of each step's forward."""
     backward_bytes: tuple[int, ...]
-    """At the worst moment of each step's backward."""
+    """Bytes at the worst moment of each step's backward."""
     after_bytes: tuple[int, ...]
     """When each step's backward is done."""
     needs: tuple[frozenset[int], ...]
@@ -340,7 +340,7 @@ class _Simulation:
 
 
 def _last_uses(program: LocalProgram) -> list[int]:
-    """Per tensor the last step that reads or makes it; past the end for an output."""
+    """The last step that reads or computes each tensor; past the end for an output."""
     last = [-1] * len(program.specs)
     for k, step in enumerate(program.steps):
         for t in (*step.operands, *step.outputs):

@@ -41,7 +41,7 @@ class RecomputePlan:
     steps: frozenset[int]
     """Steps that are recomputed."""
     released: tuple[tuple[int, ...], ...]
-    """Per step of the second run, and at its end, the tensors not needed any more."""
+    """The tensors not needed any more after each recomputed step, and at the end."""
 
 
 def keeps(probe: OpProbe) -> bool:

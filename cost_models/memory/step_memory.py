@@ -54,27 +54,27 @@ class ParameterUse:
     slot: int
     """The tensor of the local program that stands for it."""
     stored_bytes: int
-    """Between steps."""
+    """Bytes between steps."""
     used_bytes: int
-    """As the ops read it."""
+    """Bytes as the ops read it."""
     flat_bytes: int
-    """Of its gradient in a buffer that is reduced."""
+    """Bytes of its gradient in a buffer that is reduced."""
     gradient_bytes: int
-    """Of its gradient that stay on this rank."""
+    """Bytes of its gradient that stay on this rank."""
     how: How
     """ "direct": its gradient goes straight to .grad; "cast": read in another dtype than it is
     stored in; "reduced": gradient all-reduced in a group, perhaps cast; "gathered": all-gathered,
     perhaps cast, gradient reduce-scattered."""
     name: str = ""
-    """Of a parameter that has other uses, too."""
+    """Name of a parameter that has other uses, too."""
     copy_bytes: int = 0
-    """Of a copy in the dtype that ops read, where nothing is gathered."""
+    """Bytes of a copy in the dtype that ops read, where nothing is gathered."""
     is_unbucketed: bool = False
     """Whether it has its own collective, whose buffer is the gradient itself."""
 
     @property
     def resident_bytes(self) -> int:
-        """Of the gradient, after its reduction."""
+        """Bytes of the gradient, after its reduction."""
         return min(self.stored_bytes, self.gradient_bytes)
 
     @property
@@ -91,7 +91,7 @@ class InstanceMemory:
 
     memory: RegionMemory
     sources: Mapping[int, InstanceOutput]
-    """By slot, where values of other instances that it takes are computed."""
+    """Where values of other instances are computed, by the slot that takes them."""
     parameters: tuple[ParameterUse, ...]
     is_offloaded: bool = False
     """Whether what it saves inside goes to the host."""

@@ -36,7 +36,8 @@ from meshfold.ir.cluster import LinkSpec
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
 
 TREE_EFFICIENCY = 0.92
-"""Of a link's rate under the tree algorithm: busBw of NCCL_ALGO_TREE, src/graph/tuning.cc."""
+"""Fraction of a link's rate under the tree algorithm: busBw of NCCL_ALGO_TREE,
+src/graph/tuning.cc."""
 
 _RING_PASSES: Mapping[str, int] = MappingProxyType(
     {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}

@@ -144,7 +144,7 @@ def _matmul(graph: OpGraph, op: Op) -> Work:
 
 
 def _several_products(graph: OpGraph, op: Op) -> Work:
-    """Of the same rows with several weights."""
+    """The work of products of the same rows with several weights."""
     x, *weights = _operands(graph, op)[: 1 + len(op.outputs)]
     rows = 2 * math.prod(x.shape)
     each = [rows * out.shape[-1] for out in _results(graph, op)]

@@ -46,7 +46,7 @@ def _check_complete(actions: ActionLists, schedule: Schedule) -> None:
 
 
 def _check_queues(actions: ActionLists, schedule: Schedule) -> None:
-    """Per pair of devices and kind of pass: the order of sending is that of receiving. What a
+    """The order of sending is that of receiving, for every pair of devices and kind of pass. What a
     device passes to itself waits in no queue."""
     num_stages, device_of = schedule.num_stages, schedule.device_of
     sent: dict[tuple[int, int, Pass], list[StageAction]] = {}

@@ -230,8 +230,8 @@ def backward_order(schedule: Schedule, device: int) -> list[tuple[int, int]]:
 
 
 def resident_by_virtual_stage(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Per device the numbers of microbatches whose activations each of its virtual stages holds at
-    one moment: all such tuples but those that another one is no smaller than anywhere.
+    """The numbers of microbatches whose activations are resident on each virtual stage of a device
+    at one moment: all such tuples but those that another one is no smaller than anywhere.
 
     What a device needs is the largest over them of sum_c n_c * (bytes of virtual stage c).
     """

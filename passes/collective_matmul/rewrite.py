@@ -200,7 +200,7 @@ class _Finder:
             yield _Product((before, k, after[0]), x, weight, bias, out, True)
 
     def _layouts(self, product: _Product) -> tuple[Layout, Layout, Layout | None, Layout]:
-        """Of x as it is read, the weight, the bias and the result."""
+        """The layouts of x as it is read, the weight, the bias and the result."""
         ops = self.typing.ops
         first, last = ops[product.ops[0]], ops[product.ops[-1]]
         if product.transposed:

@@ -25,7 +25,7 @@ from meshfold.ir.step_events import CollectiveEvent, RegionEvents, StepEvents
 from meshfold.passes.events.region import collective
 
 FACTOR = 2
-"""From one size of pieces to the next that is tried."""
+"""Ratio of one size of pieces to the next that is tried."""
 CLEARLY = 1.25
 """Times slower, so that smaller pieces are no use where compute overlaps either."""
 

@@ -96,7 +96,7 @@ def _repeats(index: FlatIndex, symbols: Symbols, lo: int, hi: int) -> list[tuple
 
 
 def crossing(index: FlatIndex) -> list[int]:
-    """Per op the number of values made before it and read by it or after it."""
+    """The number of values computed before each op and read by it or after it."""
     num_ops = len(index.graph.ops)
     change = [0] * (num_ops + 1)
     for k, op in enumerate(index.graph.ops):

@@ -49,7 +49,7 @@ class SlotFacts:
 def program_shards(
     folded: FoldedGraph, typings: Sequence[RegionTyping], mesh: Mesh
 ) -> list[dict[int, Layout]]:
-    """Per region: parameter slot -> its layout when also sharded on the axes of ZeRO, for
+    """Parameter slot -> its layout when also sharded on the axes of ZeRO, of each region, for
     those that can be: some dim divides, or nearly, and the ops read it through a bucket. A
     parameter that several slots read is sharded on the axes on which all of them gather it: it is
     stored once."""

@@ -148,7 +148,7 @@ def region_candidates(
 def most_sharded(
     candidates: Sequence[StrategyCandidate],
 ) -> dict[UniformStrategy, StrategyCandidate]:
-    """Per strategy the candidate with most parameters sharded, of equal ones the first."""
+    """The candidate of each strategy with most parameters sharded, of equal ones the first."""
     found: dict[UniformStrategy, StrategyCandidate] = {}
     for candidate in candidates:
         known = found.setdefault(candidate.strategy, candidate)
@@ -179,7 +179,7 @@ class _Parameters:
         unsharded = dict(enumerate(region.typing.slots))
         self._unsharded = self._states(region.slots.first, unsharded)
         self._saved: dict[int, tuple[int, int]] = {}
-        """Per parameter what its shards take off that."""
+        """What the shards of each parameter take off that."""
         for i, layout in self.shards.items():
             before, after = self._states((i,), unsharded), self._states((i,), {i: layout})
             self._saved[i] = before[0] - after[0], before[1] - after[1]

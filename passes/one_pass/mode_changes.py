@@ -26,7 +26,7 @@ from meshfold.passes.price.step import crossing_s
 from meshfold.passes.run.hull import FloatArray
 
 Typings = Mapping[TpMode, Sequence[RegionTyping]]
-"""Per mode one typing per region."""
+"""One typing per region, by mode."""
 
 MOST_REGIONS = 30
 """Above, borders are not told apart: the run search takes time cubic in the layouts."""
@@ -50,7 +50,8 @@ class ModeChanges:
 def mode_changes(
     folded: FoldedGraph, typings: Typings, costs: CostModel, reads: ProgramReads | None = None
 ) -> ModeChanges:
-    """By border where the batch may be on tp and values pass to neighbours alone, else by mode.
+    """The costs of mode changes: by region boundary where the batch may be on tp and values pass to
+    neighbours alone, else by mode.
     reads: of `folded`, if at hand."""
     modes = tuple(mode for mode in TP_MODES if mode in typings)
     if "data" in modes and len(folded.regions) <= MOST_REGIONS and passes_on(folded):

@@ -180,7 +180,7 @@ class MeshPlanner:
         return all(strategy in of or plain in of for of in self._most_sharded)
 
     def _uniform_candidates(self, strategy: UniformStrategy) -> list[StrategyCandidate]:
-        """For each region the candidate of `strategy` with most parameters sharded; where nothing
+        """The candidate of `strategy` with most parameters sharded, for each region; where nothing
         can be sharded, its candidate without ZeRO."""
         plain = replace(strategy, zero=0)
         return [of[strategy] if strategy in of else of[plain] for of in self._most_sharded]
@@ -214,7 +214,7 @@ class MeshPlanner:
 
     @cached_property
     def _floats(self) -> dict[int, tuple[float, ...]]:
-        """For each region the bindings of its first instance."""
+        """The bindings of the first instance of each region."""
         return {i.region: i.floats for i in reversed(self.folded.instances)}
 
     @cached_property

@@ -82,7 +82,7 @@ class NothingFits:
     """A search that found no plan."""
 
     smallest: tuple[Priced, ...]
-    """Per mesh the program with the least memory."""
+    """The program with the least memory of each mesh."""
     is_proven: bool
     """Whether a bound excludes every other program, too; the search may else have missed one."""
 

@@ -51,7 +51,7 @@ def rank_shortlist(plans: Mapping[MeshPlanner, MeshPlan]) -> list[Shortlisted]:
 
 
 def simulated(listed: Shortlisted) -> Shortlisted:
-    """With its events and its step, if it can run."""
+    """The candidate with its events and its step, if it can run."""
     priced, planner = listed.priced, listed.planner
     if not _runs(priced):
         return listed
@@ -87,5 +87,5 @@ def _step_s(listed: Shortlisted) -> float:
 
 
 def simulated_times(shortlist: Sequence[Shortlisted]) -> dict[MeshPlanner, float]:
-    """By mesh, of those that were simulated."""
+    """Seconds by mesh, of those that were simulated."""
     return {f.planner: f.step.step_s for f in shortlist if f.step is not None}

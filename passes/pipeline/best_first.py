@@ -114,5 +114,5 @@ class _Front:
 
 
 def _rounded(seconds: float) -> float:
-    """To nine digits, so that rounding errors decide no tie."""
+    """Rounds to nine digits, so that rounding errors decide no tie."""
     return float(f"{seconds:.9g}")

@@ -30,14 +30,14 @@ KERNELS = "kernels and bubble above the best plan"
 SEVERAL_VIRTUAL_STAGES = (ScheduleKind.INTERLEAVED, ScheduleKind.INTERLEAVED_ZERO_BUBBLE, *V_ORDERS)
 
 LayerSeconds = Sequence[tuple[float, float]]
-"""Per layer (forward, forward and backward) of one microbatch."""
+"""(forward, forward and backward) of one microbatch, for each layer."""
 
 
 def peak_rate_bounds_s(
     problems: PipelineProblems, tree: PipelineTree, kind: ScheduleKind | None = None
 ) -> FloatArray:
-    """Per candidate of the tree: all floating-point operations evenly over all devices, and the
-    bubble. kind: under this schedule alone."""
+    """Lower bounds of the tree's candidates: all floating-point operations evenly over all devices,
+    and the bubble. kind: under this schedule alone."""
     costs = CostModel(problems.cluster, build_mesh(problems.cluster, 1, 1))
     by_region = [_peak_rate_s(region.graph, costs) for region in problems.folded.regions]
     layers = [by_region[i.region] for i in problems.folded.instances]
@@ -55,7 +55,8 @@ def kernels_bound_s(
     degrees: UniformStrategy,
     kind: ScheduleKind | None = None,
 ) -> float:
-    """Of one candidate; infinite where tp > 1 shards no weights. kind: see peak_rate_bounds_s."""
+    """The lower bound of one candidate; infinite where tp > 1 shards no weights. kind: see
+    peak_rate_bounds_s."""
     strategies = tree.strategies_of(degrees)
     tables = problems.tables(degrees, list(dict.fromkeys(s.recompute for s in strategies)))
     if degrees.tp > 1 and tables.sharded_fraction == 0:

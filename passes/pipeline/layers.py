@@ -91,10 +91,10 @@ class StrategyCosts:
     """What nothing hides of once_s and of the first layer's gather, per step."""
 
     tied_s: float
-    """Per step."""
+    """Seconds per step."""
 
     optimizer_s: float
-    """Per step."""
+    """Seconds per step."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -206,7 +206,7 @@ def _seconds(
     context: StageContext,
     alone: Mapping[tuple[str, Axes], Sequence[int]],
 ) -> float:
-    """Of one bucket per group, and those of parameters that are `alone`, whose bytes count among
+    """Seconds of one bucket per group, and of parameters that are `alone`, whose bytes count among
     the group's."""
     total = 0.0
     for axes, size in sorted(bytes_by_group.items()):

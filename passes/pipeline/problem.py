@@ -145,7 +145,7 @@ class PipelineProblems:
         )
 
     def layer_costs(self, strategies: Sequence[UniformStrategy]) -> list[list[StrategyCosts]]:
-        """Per region the costs of a layer under each of `strategies`, alike in all degrees."""
+        """The costs of a layer of each region under each of `strategies`, alike in all degrees."""
         recomputes = list(dict.fromkeys(s.recompute for s in strategies))
         tables = self.tables(strategies[0], recomputes)
         context = self._context(strategies[0])
@@ -155,7 +155,7 @@ class PipelineProblems:
         ]
 
     def fastest_s(self, strategies: Sequence[UniformStrategy]) -> list[tuple[float, float]]:
-        """Per layer what a forward and what a microbatch both ways take at least, seconds."""
+        """Least seconds of a forward, and of a microbatch both ways, for each layer."""
         tables = self.tables(strategies[0], list(dict.fromkeys(s.recompute for s in strategies)))
         least = [
             (
@@ -167,7 +167,7 @@ class PipelineProblems:
         return [least[i.region] for i in tables.folded.instances]
 
     def mesh(self, degrees: UniformStrategy) -> Mesh:
-        """Of all ranks."""
+        """The mesh of all ranks."""
         axes = degrees.degrees._asdict()
         return build_mesh(self.cluster, pp=degrees.pp, **axes)
 
@@ -284,7 +284,7 @@ class PipelineProblems:
 
 
 def _num_holders(folded: FoldedGraph) -> list[list[int]]:
-    """Per region and slot: how many layers read the parameter, at the instance where most do."""
+    """[region][slot] -> how many layers read the parameter, at the instance where most do."""
     readers: dict[str, set[int]] = {}
     for k, instance in enumerate(folded.instances):
         for source in instance.sources:
@@ -300,7 +300,7 @@ def _num_holders(folded: FoldedGraph) -> list[list[int]]:
 
 
 def _saved_outputs(folded: FoldedGraph, tables: Sequence[RegionTable]) -> list[int]:
-    """Per region, bytes of outputs that a reader keeps for its backward, whatever it recomputes."""
+    """Bytes of each region's outputs that a reader saves for its backward in any case."""
     saved: list[dict[int, int]] = [{} for _ in tables]
     for instance in folded.instances:
         readers = tables[instance.region].memories.values()

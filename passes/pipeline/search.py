@@ -104,9 +104,9 @@ class _PipelineSearch:
         self.incumbent_s = step_s
         self.found: dict[int, PricedPipeline] = {}
         self.tiers = dict.fromkeys(range(len(self.degrees)), PEAK_RATE)
-        """By number of the candidate: the last bound that was asked for, until it is solved."""
+        """The last bound that was asked for, by number of the candidate, until it is solved."""
         self.searched: dict[int, tuple[UniformStrategy, float, float | None]] = {}
-        """By number of the candidate: degrees, lower bound, step."""
+        """(degrees, lower bound, step) by number of the candidate."""
 
     def pruned(self) -> dict[str, int]:
         """Strategies left out, by rule."""

@@ -1,1 +1,1 @@
-"""From a folded graph and a cluster to a plan: the searches, baselines, assembly, re-pricing."""
+"""The plan of a folded graph on a cluster: the searches, baselines, assembly, re-pricing."""

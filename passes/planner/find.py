@@ -319,7 +319,7 @@ class _Search:
 
     @cached_property
     def _least_compute(self) -> LeastCompute:
-        """Of any mesh: all have as many ranks."""
+        """The least compute of any mesh: all have as many ranks."""
         mesh = build_mesh(self.cluster, self.cluster.num_devices, 1)
         return least_compute(self.folded, CostModel(self.cluster, mesh))
 

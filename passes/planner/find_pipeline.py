@@ -126,7 +126,7 @@ _HOW_OFTEN = (
     "zero 2: parameters are gathered once per step, gradients reduced with every microbatch",
     "zero 3: parameters are gathered and gradients reduced with every microbatch",
 )
-"""By ZeRO level."""
+"""Notes by ZeRO level."""
 
 
 def _baselines(
@@ -154,7 +154,7 @@ def _baselines(
 
 
 def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -> SearchStats:
-    """Of both searches together."""
+    """Statistics of both searches together."""
     best = outcome.best
     earlier = without.search if without else SearchStats(0, 0, 0, lower_bound_s=float("inf"))
     pruned = dict(earlier.pruned)

@@ -227,7 +227,7 @@ class _Writer:
         )
 
     def _communication_s(self, layer_costs: StrategyCosts) -> Mapping[str, float]:
-        """Of one microbatch; reductions once per step are the stage's sync_s."""
+        """Seconds by axis of one microbatch; reductions once per step are the stage's sync_s."""
         by_axis = {name: layer_costs.graph_s.get(name, 0.0) for name in self.mesh.names}
         if data := _data_axis(self.mesh):
             by_axis[data] += 2 * layer_costs.gather_s + layer_costs.shard_reduce_s

@@ -93,10 +93,10 @@ class StepAction:
     kind: str
     """A name of AxisConversion."""
     num_bytes: int
-    """As CostModel.collective_s takes them; 0 for what is local."""
+    """Bytes as CostModel.collective_s takes them; 0 for what is local."""
     seconds: float
     before_s: float = 0.0
-    """Of a copy before the collective, as after_s."""
+    """Seconds of a copy before the collective; after_s: of one after it."""
     after_s: float = 0.0
 
 

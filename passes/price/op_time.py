@@ -243,7 +243,7 @@ class OpWorks:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[OpGraph, tuple[Work, ...]]] = {}
-        """By the id of a graph, which has to stay alive."""
+        """Work by the id of a graph, which has to stay alive."""
 
     def of(self, graph: OpGraph) -> tuple[Work, ...]:
         """The work of each op."""

@@ -81,7 +81,7 @@ def recomputed_prefix(graph: OpGraph) -> RecomputedPrefix:
 
 Edge = tuple[Layout, Layout]
 Layouts = Sequence[tuple[Layout, Sequence[Layout]]]
-"""Per value its native layout and those that are demanded of it."""
+"""The native layout of each value and those that are demanded of it."""
 
 _SAVED = frozenset({"all_reduce", "reduce_scatter", "all_to_all"})
 
@@ -104,7 +104,7 @@ class Recomputed:
     ops: Collection[int]
     """Numbers of the ops."""
     demands: Sequence[Collection[Layout]]
-    """Per value the layouts that the second run, or autograd, wants of it."""
+    """The layouts that recomputation, or autograd, wants of each value."""
     is_selective: bool
 
     def starts(

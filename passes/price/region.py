@@ -59,7 +59,7 @@ class RecomputePrice:
 
     compute_s: float = 0.0
     graph_s: float = 0.0
-    """In-graph communication."""
+    """Seconds of in-graph communication."""
     communication_s: Mapping[str, float] = field(default_factory=dict)
     """The same by axis name."""
 
@@ -87,7 +87,7 @@ class RegionPrice:
     graph_backward_s: float
     communication_s: Mapping[str, float]
     gather_s: Mapping[str, float]
-    """By axis name, of one gather."""
+    """Seconds of one gather, by axis name."""
     reduce_s: Mapping[str, float]
     conversions: tuple[ConversionRecord, ...]
     recomputed: RecomputePrice = _NOT_RECOMPUTED
@@ -96,7 +96,7 @@ class RegionPrice:
     host: HostTraffic = _NO_TRAFFIC
     """Set by who knows what is offloaded (memory/zero.py)."""
     num_gathers: int = 2
-    """In forward, and in backward or not: backward_s is then without regathered_s."""
+    """2: forward and backward; 1: forward only, and backward_s is without regathered_s."""
     regathered_s: float = 0.0
     ops_forward_s: float = 0.0
     """Ops and what is communicated between them, without copies of parameters."""
@@ -138,7 +138,7 @@ class RegionPrice:
 
     @property
     def total_communication_s(self) -> dict[str, float]:
-        """Per axis, everything, both directions."""
+        """Seconds by axis of everything, both directions."""
         return {
             name: seconds + self.num_gathers * self.gather_s[name] + self.reduce_s[name]
             for name, seconds in self.communication_s.items()
@@ -182,7 +182,7 @@ class RegionPricer:
         self._inside = PriceSums(costs.mesh)
         self._forward_s = self._backward_s = 0.0
         self.op_times: list[OpTime] = []
-        """Of every op, without recomputation."""
+        """Times of every op, without recomputation."""
         timers = timers or [OpTimer(graph, op, costs) for op in graph.ops]
         for k, (timer, of_axes) in enumerate(zip(timers, rules, strict=True)):
             time = timer.time(of_axes)

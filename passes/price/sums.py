@@ -30,7 +30,7 @@ class PriceSums:
     group_bytes: dict[tuple[tuple[int, ...], str, Unbucketed | None], int] = field(
         default_factory=dict
     )
-    """By the axes of a collective, which act as one group, its kind, and who has its own
+    """Bytes by the axes of a collective, which act as one group, its kind, and who has its own
     (passes/price/parameter_groups.py)."""
     records: list[tuple[int, ConversionRecord]] = field(default_factory=list)
     """(number of the value, record)."""

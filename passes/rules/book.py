@@ -18,7 +18,7 @@ from meshfold.passes.rules.ops.shards import Divisions
 from meshfold.passes.rules.table import AxisRule, axis_rules, op_labels
 
 RulesOfOps = tuple[tuple[AxisRule, ...], ...]
-"""Per op its rules on one axis."""
+"""The rules of every op on one axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RuleBook:
         return tuple(tuple(of[k] for of in of_axes) for k in range(len(self.graphs[region].ops)))
 
     def rules(self, region: int, size: int) -> RulesOfOps:
-        """Per op its rules on an axis of `size` ranks; the same object for sizes that agree."""
+        """The rules of every op on an axis of `size` ranks; one object for sizes that agree."""
         if (region, size) not in self._rules:
             self._rules[region, size] = self._find(region, size)
         return self._rules[region, size]

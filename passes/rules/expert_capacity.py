@@ -26,7 +26,8 @@ RulesOfOp = tuple[AxisRule, ...]
 
 @dataclass(frozen=True)
 class ExpertProducts:
-    """Of one region: op -> the label of its experts; and how many experts every one has."""
+    """The expert products of one region: op -> the label of its experts; and how many experts every
+    one has."""
 
     labels: Mapping[int, str]
     numbers: Mapping[int, int]

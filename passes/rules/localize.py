@@ -16,7 +16,7 @@ from meshfold.passes.rules.ops.experts import DISPATCH_OPS, EXPERT_LOAD, has_dis
 Arguments = dict[str, Arg]
 Shapes = list[tuple[int, ...]]
 Rewrite = Callable[[Arguments, Shapes, Shapes], Arguments]
-"""From arguments by name, local and global shapes of the outputs to local arguments."""
+"""(arguments by name, local and global shapes of the outputs) -> local arguments."""
 
 
 def localize(

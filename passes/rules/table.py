@@ -104,7 +104,7 @@ def region_rules(
 def axis_rules(
     graph: OpGraph, labels: Sequence[OpLabels | None], divisions: Divisions
 ) -> tuple[tuple[AxisRule, ...], ...]:
-    """Per op its rules on one axis. labels: op_labels of every op."""
+    """The rules of every op on one axis. labels: op_labels of every op."""
     _, shardings = grown_shardings(graph, labels, divisions)
     return tuple(
         op_rules(graph, op, labels[k], divisions.size, shardings[k])
@@ -138,7 +138,7 @@ def rules_inside(
     sizes: Sequence[int],
     axis: int,
 ) -> dict[str, AxisRule]:
-    """By name the rules of one axis that go on with a rule of another inside of its shards.
+    """The rules by name of one axis that go on with a rule of another inside of its shards.
     per_axis: the rules of the op that the table has on every axis of a mesh of `sizes`."""
     inside = (
         rule_inside(graph, op_index, rule, sizes[outer], sizes[axis])

@@ -73,7 +73,7 @@ def _rules_at_experts(
     size: int,
     away: frozenset[int],
 ) -> dict[str, AxisRule]:
-    """By name the rules of an axis of `size` ranks for rows that are with their experts."""
+    """The rules by name of an axis of `size` ranks for rows that are with their experts."""
     op = graph.ops[op_index]
     if op.target not in DISPATCH_OPS and away.isdisjoint(op.operands):
         return {}

@@ -125,7 +125,7 @@ class _Lister:
         return tuple(found)
 
     def _behind(self) -> dict[int, float]:
-        """Per task the longest way from its beginning to the end."""
+        """The longest way from the beginning of each task to the end."""
         behind: dict[int, float] = {}
         for t in reversed(self.left):
             task = self.tasks[t]
@@ -134,7 +134,7 @@ class _Lister:
         return behind
 
     def _before_starts(self) -> dict[int, float]:
-        """Per task the least seconds of kernels from its beginning to a start."""
+        """The least seconds of kernels from the beginning of each task to a start."""
         before: dict[int, float] = {}
         for t in reversed(self.left):
             task = self.tasks[t]

@@ -161,7 +161,7 @@ class _ChunkWriter:
         return graph, replace(self.typing, ops=tuple(self._with_rules(graph)))
 
     def _ranks(self) -> int:
-        """On how many ranks that dim is sharded, where it is most."""
+        """The most ranks that dim is sharded over."""
         sizes, count = self.sizes, self.count
         axes = {
             axis

@@ -160,7 +160,7 @@ class _Stage:
         return OutputInfo(of.name, source, of.value.shape, of.value.dtype)
 
     def _recomputed_outputs(self) -> dict[int, set[int]]:
-        """Per earlier instance the outputs that do not depend on the batch and are read here."""
+        """Outputs of each earlier instance that do not depend on the batch and are read here."""
         wanted: dict[int, set[int]] = {}
 
         def want(source: Source) -> None:

@@ -231,7 +231,7 @@ def _least_sums(
 def _bottlenecks(
     device_bounds: Sequence[DeviceBound], arcs: Sequence[Arcs], least: _Least
 ) -> tuple[list[FloatArray], list[FloatArray]]:
-    """Per device the least bottleneck of a division through each arc, and best[i][a]."""
+    """The least bottleneck of a division through each arc of every device, and best[i][a]."""
     size, p = len(least.before[0]), len(arcs)
     rest_s = least.after[p - 1]
     own = []

@@ -221,7 +221,7 @@ def test_padded_parameters_train_and_load_elsewhere(pools: Pools, tmp_path: Path
 # T5 of two layers is one region, which carries no sequence to another.
 @pytest.mark.parametrize("family", families(without=("t5",)))
 @pytest.mark.parametrize("strategy", CONTEXT_PINS)
-def test_with_the_sequence_cut_loss_and_every_gradient_equal_one_process(
+def test_with_the_sequence_sharded_loss_and_every_gradient_equal_one_process(
     pools: Pools, family: str, strategy: str
 ) -> None:
     check_step(pools, family, strategy)
@@ -264,9 +264,7 @@ def check_step(pools: Pools, family: str, strategy: str) -> None:
         pytest.param("t5", "zero3", marks=pytest.mark.slow),
     ],
 )
-def test_regions_that_run_again_in_the_backward_equal_one_process(
-    pools: Pools, family: str, strategy: str
-) -> None:
+def test_recomputed_regions_equal_one_process(pools: Pools, family: str, strategy: str) -> None:
     plan = plan_for(family, strategy)
     regions = [replace(r, typing=replace(r.typing, recompute="full")) for r in plan.regions]
     results = pools.run(

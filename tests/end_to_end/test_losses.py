@@ -1,5 +1,5 @@
-"""Losses under plans that cut the batch, the classes, or both: loss and gradients are those of one
-process, and no loss runs on whole values."""
+"""Losses under plans that shard the batch, the classes, or both: loss and gradients are those of
+one process, and no loss runs on unsharded values."""
 
 import pytest
 from support.processes.losses import LOSSES, ROWS, trained_model
@@ -16,8 +16,8 @@ from meshfold.passes.planner.find import find_plan_for
 EXACT = 1e-12
 UNEVEN = {
     "weighted": "takes a mean by the weights of classes",
-    "divergence": "kl_div is needed whole",
-    "similarity": "mean is needed whole",
+    "divergence": "kl_div is needed for the whole batch",
+    "similarity": "mean is needed for the whole batch",
 }
 """What microbatches cannot add up, and what is said of it: something is done with the mean."""
 
@@ -60,7 +60,7 @@ def test_losses_that_microbatches_cannot_add_up_are_refused(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_no_loss_falls_back_to_whole_values(loss: str) -> None:
+def test_no_loss_falls_back_to_unsharded_values(loss: str) -> None:
     plan = planned(loss, 2, {"dp": 2})
     assert [op for region in plan.regions for op in region.fallback_ops] == []
     moved = [c for region in plan.regions for c in region.conversions if c.kind == "activation"]

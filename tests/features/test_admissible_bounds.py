@@ -134,7 +134,7 @@ def test_fixed_bytes_are_the_least_of_all_modes(folder: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_mesh_whose_leaves_save_copies_is_planned(optimizer: Any, folder: Path) -> None:
     """Under SGD dp8 is 3 % faster than dp4 x tp2, and was left since its bound counted copies into
-    buckets and casts of whole parameters that its candidates do not make."""
+    buckets and casts of unsharded parameters that its candidates do not do."""
     graph = graph_of("llama-3-8b", "bf16", folder)
 
     def planned(*without: str) -> Plan:

@@ -1,5 +1,5 @@
-"""Programs whose sequence is cut: attention trades rows for heads by all-to-all, also inside of the
-heads that tp cut, and computes what one process computes."""
+"""Programs whose sequence is sharded: attention trades rows for heads by all-to-all, also inside of
+the heads that tp shards, and computes what one process computes."""
 
 from dataclasses import replace
 from functools import cache
@@ -48,7 +48,7 @@ def emitted(family: str, degrees: Degrees, sequence_parallel: bool = False) -> E
 
 
 def rows_of_attention(program: EmittedProgram) -> set[str]:
-    """Axes that cut the rows of a query."""
+    """Axes that shard the rows of a query."""
     return {
         program.mesh.names[axis]
         for region, of_region in zip(program.folded.regions, program.typings, strict=True)

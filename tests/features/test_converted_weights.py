@@ -27,7 +27,7 @@ WIDTH = 8
 
 
 class Twice(nn.Module):
-    """One weight in two products, sliced for the one and whole for the other under tp."""
+    """One weight in two products, sliced for the one and unsharded for the other under tp."""
 
     def __init__(self) -> None:
         super().__init__()

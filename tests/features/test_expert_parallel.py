@@ -86,7 +86,7 @@ def test_tokens_travel_and_every_gradient_is_that_of_one_process(
 def test_experts_that_are_modules_of_their_own_are_shared_as_well(
     degrees: Degrees, zero: int
 ) -> None:
-    """Their weights are cut where the products read them, and stored as other parameters are."""
+    """Their weights are shards where the products read them, and stored as other parameters are."""
     program = emitted("switch", degrees, zero)
     text = program.text(0)
     assert ("dispatch" in text) == ("combine" in text) == (degrees.ep > 1)

@@ -1,5 +1,5 @@
-"""Stages whose regions run in pieces: the numbers of one process under every schedule that does not
-split the backward itself."""
+"""Stages whose regions run in segments: the numbers of one process under every schedule that does
+not split the backward itself."""
 
 from dataclasses import replace
 from typing import Any

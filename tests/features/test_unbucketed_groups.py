@@ -116,7 +116,7 @@ def test_memory_of_a_step_is_as_predicted(case: str) -> None:
     assert 0.9 * simulated <= counted <= 1.05 * simulated
 
 
-def test_they_are_never_merged_with_others() -> None:
+def test_they_are_never_coalesced_with_others() -> None:
     plan = planned(
         "llama", "zero3", launches=1.02, reduce_bucket_bytes="1GB", allgather_bucket_bytes="1GB"
     )

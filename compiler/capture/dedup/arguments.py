@@ -1,4 +1,4 @@
-"""Arguments and results of a child module as data: what to compare, and how to rebuild them.
+"""Arguments and results of a child module as data: what to compare, and how to restore them.
 
 A call is described by `pack`: its tensors, each once however often it is passed, and a template in
 which a TensorSlot stands for a tensor. Templates of equal calls are equal, and with other tensors

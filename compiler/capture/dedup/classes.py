@@ -6,7 +6,7 @@ Children of containers ask a session what to do when they are called
     key of a call      skeleton of the child (types, names, tensors, ties, hooks), template and
                        tensors of its arguments, gradient and autocast mode
     first of a key     runs, while its read set is recorded
-    later ones         same key and equal values for the whole read set: the call is skipped and
+    later ones         same key and equal values for the full read set: the call is skipped and
                        gets empty results; unequal values make another class
 
 A class is refused, and its members traced in full, when a call writes attributes, changes globals,
@@ -150,26 +150,26 @@ class Learner:
         watched = [*child.module.buffers(), *child.module.parameters(), *tensors]
         versions = [t._version for t in watched]
         with self.recorder.recording(child.module) as recording:
-            made = CallClass(recording, members=[number])
-            self.calls.append(Decision(child.scope, key, Role.FIRST, made))
+            found = CallClass(recording, members=[number])
+            self.calls.append(Decision(child.scope, key, Role.FIRST, found))
             returned = run()
         if recording.problems:
-            made.refused = recording.problems[0]
+            found.refused = recording.problems[0]
         elif versions != [t._version for t in watched]:
-            made.refused = "a buffer or an argument is changed in place"
+            found.refused = "a buffer or an argument is changed in place"
         else:
             try:
-                made.results, _ = describe_results(returned, tensors)
+                found.results, _ = describe_results(returned, tensors)
             except NotPlainError as error:
-                made.refused = f"it returns {error}"
-        self.classes[key].append(made)
+                found.refused = f"it returns {error}"
+        self.classes[key].append(found)
         return returned
 
     def restore(self) -> None:
-        """Undo what the run changed in globals and classes: the model is going to run again."""
+        """Undo what the run changed in globals and classes: the model is going to run once more."""
         for classes in reversed(self.classes.values()):
-            for made in reversed(classes):
-                made.recording.restore()
+            for found in reversed(classes):
+                found.recording.restore()
 
     def decisions(self) -> list[Decision]:
         """Roles for tracing, with the first and the last of every class traced in full."""
@@ -212,17 +212,17 @@ def describe_results(
     passed = {id(t): k for k, t in enumerate(arguments)}
     storages = {t.untyped_storage()._cdata for t in arguments}
     fresh: list[torch.Tensor] = []
-    parts: list[TensorSlot | PassedThrough] = []
+    slots: list[TensorSlot | PassedThrough] = []
     for tensor in tensors:
         if id(tensor) in passed:
-            parts.append(PassedThrough(passed[id(tensor)]))
+            slots.append(PassedThrough(passed[id(tensor)]))
         elif tensor.untyped_storage()._cdata in storages or isinstance(tensor, nn.Parameter):
             raise NotPlainError("a view of an argument or a parameter")
         else:
-            parts.append(TensorSlot(len(fresh)))
+            slots.append(TensorSlot(len(fresh)))
             fresh.append(tensor)
     results = Results(
-        fill_slots(template, parts),
+        fill_slots(template, slots),
         tuple(map(tensor_facts, fresh)),
         tuple(t.requires_grad for t in fresh),
     )

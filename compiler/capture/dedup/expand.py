@@ -23,7 +23,7 @@ _COUNT = re.compile(r"@\d+")
 
 @dataclass
 class _Body:
-    """Ops start..stop-1 of the expanded program, made by the call whose scope chain is `stack`.
+    """Ops start..stop-1 of the expanded program, of the call whose scope chain is `stack`.
     inputs: slot of each marked argument; outputs: key of each result; model_call: the call that
     stands for the class."""
 
@@ -102,7 +102,7 @@ class _Expander:
 
         for inner in self.ops[body.start : body.stop]:
             outputs = tuple(f"{key}@{label.call}" for key in inner.outputs)
-            made = replace(
+            expanded = replace(
                 rebound(inner, renamed),
                 outputs=outputs,
                 stack=op.stack + self.renaming.stack(inner.stack, body, scope),
@@ -111,8 +111,8 @@ class _Expander:
             for old, new in zip(inner.outputs, outputs, strict=True):
                 self.values[new] = self.values[old]
             if inner.target == MARK:
-                self.marked[outputs[0]] = made.args[0].key
-            self.ops.append(made)
+                self.marked[outputs[0]] = expanded.args[0].key
+            self.ops.append(expanded)
         for slot, key in enumerate(op.outputs):
             self.results[key] = renamed(body.outputs[slot])
 

@@ -1,6 +1,6 @@
 """Ops that stand in the exported graph where children of a stack were called.
 
-    mark(x, label)          x itself, at a border of a child that is traced op by op
+    mark(x, label)          x itself, at a boundary of a child that is traced op by op
     call(tensors, label)    a child that was not traced: it equals one that was
     call_one                the same for a child with one result: half the nodes
 

@@ -59,10 +59,10 @@ def find_children(fake: nn.Module) -> list[Child]:
 def _skeleton(root: nn.Module, scope: str, names: Mapping[int, list[str]]) -> object:
     """Everything about a module tree that is no attribute: types, names, tensors, ties, hooks."""
     first: dict[int, str] = {}
-    parts: list[object] = []
+    modules: list[object] = []
     for path, module in root.named_modules(remove_duplicate=False):
         if id(module) in first:
-            parts.append((path, first[id(module)]))
+            modules.append((path, first[id(module)]))
             continue
         first[id(module)] = path
         tensors = tuple(
@@ -72,8 +72,8 @@ def _skeleton(root: nn.Module, scope: str, names: Mapping[int, list[str]]) -> ob
         hooks = (module._forward_hooks, module._forward_pre_hooks)
         hook_ids = tuple(id(f) for table in hooks for f in table.values())
         unsaved = tuple(sorted(module._non_persistent_buffers_set))
-        parts.append((path, type(module), module.training, tensors, hook_ids, unsaved))
-    return tuple(parts)
+        modules.append((path, type(module), module.training, tensors, hook_ids, unsaved))
+    return tuple(modules)
 
 
 def _tensor_skeleton(

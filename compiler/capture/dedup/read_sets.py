@@ -68,8 +68,8 @@ def frozen(value: Any, paths: Mapping[int, str], depth: int = 2) -> object:
     if isinstance(value, MethodType):
         return "method", frozen(value.__self__, paths, 0), _Same(value.__func__)
     if isinstance(value, functools.partial):
-        parts = (value.args, value.keywords)
-        return "partial", frozen(value.func, paths, 0), frozen(parts, paths, depth)
+        bound = (value.args, value.keywords)
+        return "partial", frozen(value.func, paths, 0), frozen(bound, paths, depth)
     if isinstance(value, dict):
         keys = [comparable_leaf(k) if is_plain(k) else _Same(k) for k in value]
         return dict, keys, [frozen(v, paths, depth) for v in value.values()]

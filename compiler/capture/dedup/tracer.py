@@ -57,7 +57,7 @@ def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child])
     Raises RetraceError if the model cannot be run that way, whatever the reason.
     """
     learner = Learner()
-    with _attributes_kept(fake.module):
+    with _attributes_restored(fake.module):
         try:
             with (
                 fake.mode,
@@ -76,20 +76,20 @@ def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child])
 
 
 @contextmanager
-def _attributes_kept(root: nn.Module) -> Iterator[None]:
+def _attributes_restored(root: nn.Module) -> Iterator[None]:
     """Undo what a run changes in attributes of modules, and in the containers and objects (a
     configuration) that they hold."""
-    held: dict[int, Any] = {}
+    containers: dict[int, Any] = {}
     for module in root.modules():
-        held[id(vars(module))] = vars(module)
+        containers[id(vars(module))] = vars(module)
         for name, value in vars(module).items():
             if name in _HOOKS:
                 continue
             if isinstance(value, (list, dict, set)):
-                held[id(value)] = value
+                containers[id(value)] = value
             elif hasattr(value, "__dict__") and not isinstance(value, type):
-                held[id(vars(value))] = vars(value)
-    before = [(container, copy.copy(container)) for container in held.values()]
+                containers[id(vars(value))] = vars(value)
+    before = [(container, copy.copy(container)) for container in containers.values()]
     try:
         yield
     finally:
@@ -115,7 +115,7 @@ def strip(children: Sequence[Child], decisions: Sequence[Decision]) -> None:
 
 class CallTracer:
     """Session of the export. `marked` are results of traced members: as outputs of the export they
-    keep the whole body alive, whatever of it the model needs."""
+    keep the full body alive, whatever of it the model needs."""
 
     def __init__(self, decisions: Sequence[Decision]) -> None:
         self.decisions = decisions

@@ -1,9 +1,9 @@
 """Masks that say nothing but "causal", or nothing at all, leave the program.
 
 Hugging Face hands attention a mask [batch, 1, rows, keys] of flags even where nobody asked for one:
-made of positions, from nothing that is in the batch. Where such a mask equals the lower triangle,
-attention is causal by itself: fused kernels skip half of the work, a ring skips blocks, and no mask
-is kept. Where all flags are set, there is none.
+computed from positions, from nothing that is in the batch. Where such a mask equals the lower
+triangle, attention is causal by itself: fused kernels skip half of the work, a ring skips blocks,
+and no mask is kept. Where all flags are set, there is none.
 
 What a mask holds is proven, from its constants up:
 
@@ -12,8 +12,8 @@ What a mask holds is proven, from its constants up:
                      a column of numbers with a row of them:  keys[t] <= rows[s]  is CAUSAL if keys
                      never fall and rows[i] has exactly the keys up to i on its side
 
-Anything else (a window, a border between documents, a mask from the batch, or from a buffer, which
-may change) is not known, and the mask stays as it is.
+Anything else (a window, a boundary between documents, a mask from the batch, or from a buffer,
+which may change) is not known, and the mask is not rewritten.
 """
 
 import math
@@ -96,7 +96,7 @@ def _without_mask(op: RawOp, program: RawProgram, known: dict[Key, Known]) -> Ra
 
 
 def _known(program: RawProgram, wanted: list[Key]) -> dict[Key, Known]:
-    """What is known of these values and of all that they are made of."""
+    """What is known of these values and of all that they are computed from."""
     known: dict[Key, Known] = {
         Source(SourceKind.CONSTANT, name): tensor for name, tensor in program.constants.items()
     }
@@ -109,13 +109,13 @@ def _known(program: RawProgram, wanted: list[Key]) -> dict[Key, Known]:
             if found is not None:
                 known[result] = found
         for key in set(op.operands).difference(wanted):
-            if last[key] == k:  # nobody asks again: lines of a large batch need not pile up
+            if last[key] == k:  # the last reader: lines of a large batch need not pile up
                 known.pop(key, None)
     return known
 
 
 def _makers(program: RawProgram, wanted: list[Key]) -> list[RawOp]:
-    """The ops that `wanted` are made by, in order."""
+    """The ops that compute `wanted`, in order."""
     needed = set(wanted)
     makers = []
     for op in reversed(program.ops):
@@ -158,8 +158,8 @@ def _computed(op: RawOp, known: dict[Key, Known]) -> Tensor | None:
         return [real(a) for a in arg] if isinstance(arg, tuple) else arg
 
     with torch.no_grad():
-        made = function(*map(real, op.args), **{name: real(a) for name, a in op.kwargs})
-    return made if isinstance(made, Tensor) else None
+        computed = function(*map(real, op.args), **{name: real(a) for name, a in op.kwargs})
+    return computed if isinstance(computed, Tensor) else None
 
 
 def _pattern(known: Known | None) -> Pattern | None:

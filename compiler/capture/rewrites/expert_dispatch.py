@@ -2,12 +2,12 @@
 
     x, ids -> expert_linear -> row by row -> expert_linear -> y
 
-becomes, with everything in between read and made by rows that may be with their experts,
+becomes, with everything in between read and computed by rows that may be with their experts,
 
     x, ids -> dispatch -> expert_linear -> row by row -> expert_linear -> combine -> y
 
 so that a row travels once however many products it takes part in. What else reads a value in
-between reads what combine makes of it. On the whole tensor both ops return what they are given.
+between reads what combine computes from it. On the full tensor both ops return what they are given.
 """
 
 from collections.abc import Iterator
@@ -91,7 +91,8 @@ class _Route:
         return op.target == EXPERT_LINEAR and op.args[2] == Operand(self.ids)
 
     def _goes_row_by_row(self, op: RawOp, rows: set[Key]) -> bool:
-        """Whether all that `op` reads are `rows`, and each row it makes is made of one of them."""
+        """Whether all that `op` reads are `rows`, and each row it computes is computed from one of
+        them."""
         operands = list(op.operands)
         if not operands or not rows.issuperset(operands):
             return False

@@ -2,14 +2,14 @@
 
     masked_scatter(x[..., d], mask[..., 1] expanded, rows[..., d])
 
-gives row k of `rows` to the k-th place of the mask, as features of images take the places of their
-tokens in a text. How many places come before one depends on the whole batch, so that
+gives row k of `rows` to the k-th position of the mask, as features of images take the positions of
+their tokens in a text. How many positions come before one depends on the full batch, so that
 
     place = cumsum(mask) - 1                      along all tokens, which ranks do together
     taken = index_select(rows, place)             any row where the mask is not set
     where(mask, taken, x)
 
-A mask that differs along d stays as it is: that op has no rule.
+A mask that differs along d is not rewritten: that op has no rule.
 """
 
 import math
@@ -26,7 +26,7 @@ _DEVICE = Symbol("device", "cpu")
 
 
 def share_scatters(program: RawProgram) -> RawProgram:
-    """`program` without masked_scatter of whole rows."""
+    """`program` without masked_scatter of full rows."""
     makers: dict[Key, RawOp] = {key: op for op in program.ops for key in op.outputs}
     values = dict(program.values)
     ops: list[RawOp] = []
@@ -67,19 +67,19 @@ class _Scatter:
 
     def _ops(self, x: Key, source: Key, result: str, num_rows: int, width: int) -> Iterator[RawOp]:
         tokens = math.prod(self.values[x].shape[:-1])
-        flat, counts, places, spread, chosen, rows, taken, back = (
+        flat, counts, positions, spread, chosen, rows, taken, back = (
             f"{result}:{name}"
-            for name in ("flat", "counts", "places", "spread", "chosen", "rows", "taken", "back")
+            for name in ("flat", "counts", "positions", "spread", "chosen", "rows", "taken", "back")
         )
         make = self._make
         yield make("reshape", flat, (tokens,), "bool", self.mask, (tokens,))
         yield make("cumsum", counts, (tokens,), "int64", flat, 0)
-        yield make("sub.Tensor", places, (tokens,), "int64", counts, 1)
+        yield make("sub.Tensor", positions, (tokens,), "int64", counts, 1)
         line = make("arange", f"{result}:line", (tokens,), "int64", tokens)
         yield replace(line, kwargs=(("dtype", Symbol("dtype", "int64")), ("device", _DEVICE)))
         # Elsewhere rows in turn, so that no rank is asked for more than another.
         yield make("remainder.Scalar", spread, (tokens,), "int64", f"{result}:line", num_rows)
-        yield make("where.self", chosen, (tokens,), "int64", flat, places, spread)
+        yield make("where.self", chosen, (tokens,), "int64", flat, positions, spread)
         yield make("reshape", rows, (num_rows, width), "", source, (num_rows, width))
         yield make("index_select", taken, (tokens, width), "", rows, 0, chosen)
         shape = self.values[x].shape

@@ -73,8 +73,8 @@ def _inline_block(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> None:
-    """In-place on a tensor with a gradient inside no_grad: its gradient skips the change, which a
-    graph of pure ops cannot say."""
+    """Refuses an in-place op on a tensor with a gradient inside no_grad: its gradient skips the
+    change, which a graph of pure ops cannot say."""
     if not (isinstance(op.target, torch._ops.OpOverload) and op.target._schema.is_mutable):
         return
     base: Any = op.args[0]

@@ -62,13 +62,13 @@ def _switch(module: Any, x: Tensor, selected_experts: Tensor, routing_weights: T
     -> [t, k]; zeros for a row that no expert takes, as of one beyond its expert's capacity."""
     experts = list(module.values())
     chosen = selected_experts.squeeze(1)
-    kept = chosen.sum(-1) > 0
+    is_routed = chosen.sum(-1) > 0
     # A row that no expert takes must name one: by turns, so that none gets them all.
     turns = torch.arange(x.shape[0], device=x.device) % len(experts)
-    ids = torch.where(kept, chosen.argmax(-1), turns)
+    ids = torch.where(is_routed, chosen.argmax(-1), turns)
     rows = experts[0].dropout(experts[0].act(_products(experts, "wi", ids, x)))
-    made = _products(experts, "wo", ids, rows.to(experts[0].wo.weight.dtype)) * routing_weights
-    return made.to(x.dtype).masked_fill(~kept.unsqueeze(-1), 0.0)
+    y = _products(experts, "wo", ids, rows.to(experts[0].wo.weight.dtype)) * routing_weights
+    return y.to(x.dtype).masked_fill(~is_routed.unsqueeze(-1), 0.0)
 
 
 def _products(experts: list[Any], name: str, ids: Tensor, x: Tensor) -> Tensor:

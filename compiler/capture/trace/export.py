@@ -1,13 +1,13 @@
 """Trace the fake copy with torch.export, keeping what a plain export would lose or hide.
 
 torch.export(strict=False), then `run_decompositions({})`: the empty table keeps linear, attention,
-norms and losses whole and makes in-place ops pure. Three things need care:
+norms and losses as single ops and makes in-place ops pure. Three things need care:
 
 detaches          run_decompositions silently drops no_grad blocks and detach_; explicit
                   `detach` ops go in before it (meshfold.capture.trace.detaches).
 hidden state      a branch on a tensor's value, a draw from Python's or numpy's generator and a
                   custom autograd.Function would each be baked in or lost: refused, with the line.
-loss only         when the model returns a loss, nothing else is kept.
+loss only         when the model returns a loss, nothing else is captured.
 """
 
 import inspect
@@ -46,7 +46,7 @@ MODEL = "model"
 
 
 class RetraceError(Exception):
-    """A shortcut of the tracing does not hold: trace again without. The text says why."""
+    """A shortcut of the tracing does not hold: trace without it. The text says why."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ class _Traced(nn.Module):
                 "the model returns no tensor; return its loss", op=type(self.model).__name__
             )
         refuse_lost_gradients(named.values(), set(self.model.parameters()))
-        kept = loss_of(named)
-        self.report.names, self.report.all_names = tuple(kept), tuple(named)
-        return *kept.values(), *self.report.marked
+        captured = loss_of(named)
+        self.report.names, self.report.all_names = tuple(captured), tuple(named)
+        return *captured.values(), *self.report.marked
 
 
 class _Report:

@@ -28,7 +28,7 @@ class Names:
     """Parameters and buffers of a model under their canonical names, the first of each tensor.
 
     `sources` maps every name, aliases too, to where the value comes from. `masters` are the
-    parameters that ops read in a narrower dtype than they are kept in.
+    parameters that ops read in a narrower dtype than they are stored in.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -49,7 +49,7 @@ class FakeCopy:
 def model_names(model: nn.Module, precision: Precision = "model") -> Names:
     """Canonical names by identity of the tensors: a tied tensor is one, under its first name.
 
-    Under a narrow precision trained parameters that it casts are kept in float32, frozen ones as
+    Under a narrow precision trained parameters that it casts are stored in float32, frozen ones as
     they are read.
     """
     casts = parameter_casts(model, precision)
@@ -129,7 +129,7 @@ def _settle(fake: Any) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class ExampleInputs:
     """Example inputs as a flat list of tensors. `rebuild(tensors)` gives the keyword arguments,
-    with everything that is no tensor kept as a constant of the capture."""
+    with everything that is no tensor as a constant of the capture."""
 
     infos: tuple[InputInfo, ...]
     tensors: tuple[torch.Tensor, ...]

@@ -165,7 +165,8 @@ def tensor_value(result: object, node: fx.Node) -> Value:
 
 
 def constant_name(tensor: torch.Tensor) -> str:
-    """A name made of the value: equal constants get one name, in every layer and every run."""
+    """A name computed from the value: equal constants get one name, in every layer and every
+    run."""
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode())
     digest.update(bytes(data.flatten().view(torch.uint8).tolist()))

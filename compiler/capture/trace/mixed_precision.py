@@ -1,6 +1,6 @@
 """Which tensors of a model a narrow precision casts: parameters and float inputs, not buffers.
 
-Parameters are kept in float32 and read in 16 bits, as FullyShardedDataParallel's mixed precision
+Parameters are stored in float32 and read in 16 bits, as FullyShardedDataParallel's mixed precision
 does it (Micikevicius et al. 2018, arXiv:1710.03740). Two kinds are read in float32, too:
 
     batch norm                  its statistics would lose the batch (torch keeps it wide, too)
@@ -34,7 +34,7 @@ def parameter_casts(model: nn.Module, precision: Precision) -> dict[int, torch.d
     """The dtype that ops read a parameter in, by its id, for those that precision casts."""
     if precision == "model":
         return {}
-    wide = set(_kept_wide(model, precision))
+    wide = set(_stored_wide(model, precision))
     return {
         id(p): torch.float32 if id(p) in wide else narrow_dtype(p.dtype, precision)
         for p in model.parameters()
@@ -42,15 +42,15 @@ def parameter_casts(model: nn.Module, precision: Precision) -> dict[int, torch.d
     }
 
 
-def _kept_wide(model: nn.Module, precision: Precision) -> Iterable[int]:
+def _stored_wide(model: nn.Module, precision: Precision) -> Iterable[int]:
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             yield from map(id, module.parameters(recurse=False))
-    parts = _named_wide(model, "_keep_in_fp32_modules_strict")
+    wide = _named_wide(model, "_keep_in_fp32_modules_strict")
     if precision == "fp16":
-        parts |= _named_wide(model, "_keep_in_fp32_modules")
+        wide |= _named_wide(model, "_keep_in_fp32_modules")
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parts & set(name.split(".")):
+        if wide & set(name.split(".")):
             yield id(parameter)
 
 

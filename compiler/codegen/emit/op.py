@@ -341,4 +341,4 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "all_gather_matmul": _all_gather_matmul,
     "matmul_reduce_scatter": _matmul_reduce_scatter,
 }
-"""By AxisRule.local; the same keys as local_ops.LOCAL_OPS."""
+"""Emitters by AxisRule.local; the same keys as local_ops.LOCAL_OPS."""

@@ -81,6 +81,6 @@ class OpContext:
 
 
 def global_arguments(op: Op) -> dict[str, Arg]:
-    """Arguments by name, as of the whole op."""
+    """Arguments by name, of the unsharded op."""
     names = OP_RULES[op.target].parameters
     return dict(zip(names, op.args, strict=False)) | dict(op.kwargs)

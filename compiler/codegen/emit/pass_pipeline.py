@@ -1,4 +1,4 @@
-"""From a captured graph and a plan to the program of a rank: the passes, in order.
+"""The passes from a captured graph and a plan to the program of a rank, in order.
 
     emit        typed graphs, conversions, groups, gathers ahead   meshfold.codegen.emit.region
     micro_chunks        regions in micro-chunks             meshfold.passes.split.micro_chunks
@@ -11,7 +11,7 @@
 
 They start from the captured graph with its regions split as the plan does
 (passes/graph/variants.py). After each one the program is checked
-(meshfold.codegen.emit.check_program). `watch` sees every pass with its seconds and what it made;
+(meshfold.codegen.emit.check_program). `watch` sees every pass with its seconds and its result;
 `meshfold graph --passes DIR` writes that down.
 """
 

@@ -35,7 +35,7 @@ from meshfold.ops.async_autograd import Actions
 from meshfold.ops.expert_dispatch import Route
 
 Origin = int | tuple[int, Step]
-"""As fx.Node.meta[ORIGIN]."""
+"""What a node is part of: fx.Node.meta[ORIGIN]."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A region's graph cut into segments: what runs between its collectives, and these themselves.
+"""A region's graph split into segments: what runs between its collectives, and these themselves.
 
 A conversion that communicates is two segments, its start and its wait, and so are rows on their way
 to experts, or back. All other nodes that have the same waits before them, those for groups
@@ -37,7 +37,7 @@ class SegmentLimits:
     alone: tuple[frozenset[int], ...] = ()
     """Sets of ops that are a segment each."""
     seconds: tuple[float, ...] = ()
-    """Of every op, forward."""
+    """Seconds of every op, forward."""
     shortest_s: float = math.inf
     """A segment ends once it takes so long."""
 
@@ -137,8 +137,8 @@ def _grouped(nodes: Sequence[fx.Node], limits: SegmentLimits) -> list[list[fx.No
             ((-1, -1, k) for k, ops in enumerate(limits.alone) if _origin(n) in ops), keys[n]
         )
         groups.setdefault(keys[n], []).append(n)
-    whole = SegmentLimits()
-    segments = ((group, whole if key[0] < 0 else limits) for key, group in groups.items())
+    unlimited = SegmentLimits()
+    segments = ((group, unlimited if key[0] < 0 else limits) for key, group in groups.items())
     return _in_order([part for group, to in segments for part in _limited(group, to)])
 
 

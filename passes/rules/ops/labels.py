@@ -64,7 +64,7 @@ class OpLabels:
     (meshfold.ir.spmd)."""
 
     inputs: tuple[Dims, ...]
-    """Per operand, in the order of op.operands."""
+    """Dim labels of each operand, in the order of op.operands."""
     outputs: tuple[Dims, ...]
     summed: frozenset[str] = frozenset()
     """Labels that disappear by summation, so that outputs become Partial."""

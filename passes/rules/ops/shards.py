@@ -73,7 +73,7 @@ ShardCandidate = tuple[int, int, int]
 """(dim, blocks, granules) of a shard, granules as in LabelShard."""
 
 ShardCandidates = tuple[frozenset[ShardCandidate], ...]
-"""Per value of the graph: its shards on one axis."""
+"""The shards on one axis of each value of a graph."""
 
 Shards = tuple[SpmdType | None, ...]
 """Shards of operands, then outputs; None: does not carry the label."""

@@ -102,7 +102,7 @@ def test_the_users_model_is_untouched() -> None:
         assert torch.equal(tensor, before[name])
 
 
-def test_no_grad_cuts_the_gradient() -> None:
+def test_no_grad_detaches_the_gradient() -> None:
     def function(y: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             scale = y.exp()
@@ -114,7 +114,7 @@ def test_no_grad_cuts_the_gradient() -> None:
     assert_same_numbers(model, X, model(**X))
 
 
-def test_detach_in_place_cuts_the_gradient_of_later_readers_only() -> None:
+def test_detach_in_place_detaches_later_readers_only() -> None:
     def function(y: torch.Tensor) -> torch.Tensor:
         scale = y.exp()
         early = scale * y
@@ -219,7 +219,7 @@ def test_nested_inputs_are_named_by_path_and_the_rest_is_constant() -> None:
     assert graph.outputs[0].shape == ()
 
 
-def test_outputs_without_a_loss_are_all_kept() -> None:
+def test_outputs_without_a_loss_are_all_captured() -> None:
     captured = capture(Model(lambda y: {"a": y, "b": (y.sin(), None)}), X)
     assert [out.name for out in captured.graph.outputs] == ["a", "b.0"]
 

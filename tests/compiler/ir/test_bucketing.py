@@ -21,7 +21,7 @@ def test_other_kinds_in_between_do_not_part() -> None:
     assert found == (((0, 0), (2, 0), (4, 0)),)
 
 
-def test_nothing_is_merged_without_a_size() -> None:
+def test_nothing_is_coalesced_without_a_size() -> None:
     assert fill_buckets(reductions(("a", 1), ("a", 1)), 0) == ()
 
 

@@ -46,7 +46,7 @@ def mesh_of(*sizes: int) -> Mesh:
 # Levels.
 
 
-def test_a_digit_is_cut_where_a_node_ends() -> None:
+def test_a_digit_is_split_where_a_node_ends() -> None:
     levels = NodeLevels(Mesh((MeshAxis("dp", 4), MeshAxis("tp", 2))), 4)
     assert levels.sizes(("dp",)) == (2, 2)
     assert list(levels.groups(("dp", IN_NODE))) == [(0, 2), (1, 3), (4, 6), (5, 7)]
@@ -130,7 +130,7 @@ NODES = Mesh((MeshAxis("dp", 4), MeshAxis("tp", 2)))
 @pytest.mark.parametrize("num_pieces", [1, 3])
 @pytest.mark.parametrize("numel", [24, 25, 31])
 @pytest.mark.parametrize("axes", [("dp",), ("dp", "tp")])
-def test_sums_are_those_of_whole_all_reduces(
+def test_sums_are_those_of_flat_all_reduces(
     axes: tuple[str, ...], numel: int, num_pieces: int
 ) -> None:
     levels = NodeLevels(NODES, 4)

@@ -95,7 +95,7 @@ def test_options_do_not_change_with_the_callers_dict() -> None:
     assert options.pins == {"tp": 2}
 
 
-def test_sizes_of_merged_reductions_are_read() -> None:
+def test_sizes_of_coalesced_reductions_are_read() -> None:
     found = [
         CompileOptions(pins=pins).reduce_bucket_pin
         for pins in ({}, {"reduce_bucket_bytes": 0}, {"reduce_bucket_bytes": "25 MB"})

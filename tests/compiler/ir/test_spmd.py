@@ -65,7 +65,7 @@ def test_impossible_types_are_refused() -> None:
             SpmdType(kind, dim, 1, unit)
 
 
-def test_a_padded_dim_need_not_divide_and_is_cut_by_one_axis() -> None:
+def test_a_padded_dim_need_not_divide_and_is_sharded_by_one_axis() -> None:
     layout = (PaddedShard(0), Shard(1))
     assert is_legal((10, 6), layout, (4, 2))
     assert local_shape((10, 6), layout, (4, 2)) == (3, 3)

@@ -124,7 +124,7 @@ def test_other_calls_are_run_at_their_size(key: ProbeKey) -> None:
     ],
     ids=["no bias", "too many", "no elements", "forward scratch", "backward scratch"],
 )
-def test_bytes_that_are_no_whole_tensors_are_not_scaled(field: str, num_bytes: int) -> None:
+def test_bytes_that_are_no_full_tensors_are_not_scaled(field: str, num_bytes: int) -> None:
     key = linear((4, 6), 7, 5)
     samples = linear_samples(key)
     assert samples is not None

@@ -110,7 +110,7 @@ def rules_of(program: EmittedProgram, target: str) -> set[tuple[str, ...]]:
     }
 
 
-def test_layers_that_repeat_and_run_again_update_their_own_statistics_once() -> None:
+def test_layers_that_repeat_and_are_recomputed_update_their_own_statistics_once() -> None:
     program = check(small_resnet((4,)), UniformStrategy(2, 1, recompute="full"))
     assert max(count for _, _, count in program.folded.runs) == 3
     assert rules_of(program, "batch_norm") == {("d0",)}

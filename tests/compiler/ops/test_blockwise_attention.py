@@ -109,7 +109,7 @@ def test_blocks_together_are_unsharded_attention(
     key_heads: Any,
     fused: bool,
 ) -> None:
-    """Also in another order: keys come round."""
+    """Also in the order of a ring."""
     shared: KeyHeads = torch.tensor([1, 0, 1, 1]) if key_heads == "picked" else key_heads
     count = 2 if key_heads == "picked" else HEADS // key_heads
     tensors = [random(2, HEADS, rows, WIDTH, seed=1)]

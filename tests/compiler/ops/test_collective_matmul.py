@@ -215,7 +215,7 @@ def test_what_is_chosen_is_not_slower_than_every_product_in_a_ring() -> None:
     assert all(set(some.collective_matmul) <= set(every.collective_matmul) for some, every in pairs)
 
 
-def test_parts_and_a_ring_are_weighed_against_each_other() -> None:
+def test_chunks_and_a_ring_are_weighed_against_each_other() -> None:
     chosen = on_h100s("scheduled")
     others = [
         on_h100s("scheduled", collective_matmul=0),

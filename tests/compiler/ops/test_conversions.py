@@ -76,7 +76,7 @@ def check(mesh: Mesh, shape: tuple[int, ...], source: Layout, targets: list[Layo
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_what_is_whole_becomes_a_padded_shard(size: int) -> None:
+def test_what_is_unsharded_becomes_a_padded_shard(size: int) -> None:
     """Three blocks of five units on 2, 3 and 4 ranks; rows of 7 beside a shard of another axis."""
     fused = PaddedShard(1, 3, 4)
     for source in (INVARIANT, REPLICATE):
@@ -90,7 +90,7 @@ def test_what_is_whole_becomes_a_padded_shard(size: int) -> None:
 
 @pytest.mark.parametrize("source", [INVARIANT, REPLICATE])
 @pytest.mark.parametrize("target", [Shard(0), Shard(1), Shard(1, 3)])
-def test_a_part_does_not_keep_the_whole_alive(source: SpmdType, target: SpmdType) -> None:
+def test_a_shard_does_not_keep_the_full_tensor_alive(source: SpmdType, target: SpmdType) -> None:
     mesh, value = mesh_of(2), Value((4, 12), "float64", requires_grad=True)
     steps = conversion_steps(value, (source,), (target,), FlatCosts(mesh))
 

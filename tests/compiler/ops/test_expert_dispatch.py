@@ -65,7 +65,7 @@ def test_rows_meet_the_rank_of_their_expert_and_come_back(routing: str) -> None:
         assert torch.equal(gradient, (rows_of(0) + 1) * factor)
 
 
-def test_counts_are_exchanged_first_and_not_again_in_backward() -> None:
+def test_counts_are_exchanged_first_and_not_in_backward() -> None:
     def body(mesh: RankMesh) -> list[str]:
         assert isinstance(mesh, ThreadMesh)
         x = rows_of(mesh.rank).requires_grad_()
@@ -147,7 +147,7 @@ def test_simulated_ranks_notice_counts_that_disagree() -> None:
         run_on_simulated_ranks(mesh_of(2), body)
 
 
-def test_on_the_whole_both_are_views() -> None:
+def test_unsharded_both_are_views() -> None:
     x, ids = rows_of(0), torch.tensor(ROUTINGS["mixed"][0])
     for op in (torch.ops.meshfold.dispatch.default, torch.ops.meshfold.combine.default):
         same = op(x, ids, NUM_EXPERTS)

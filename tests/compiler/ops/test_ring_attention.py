@@ -1,4 +1,4 @@
-"""Ring attention: numbers, order and overlap of its collectives, memory, and whole programs."""
+"""Ring attention: numbers, order and overlap of its collectives, memory, and full programs."""
 
 from collections.abc import Callable
 from functools import cache
@@ -123,7 +123,7 @@ def test_ranks_leave_out_what_their_rows_do_not_see(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "flags"])
-def test_fused_pieces_on_ranks(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_blocks_on_ranks(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that run on 16 and 32 bits, here in float64, at both places of the rows."""
     monkeypatch.setattr(ring, "is_fused", lambda *_: True)
     flags = torch.rand((2, 1, 16, 16), generator=torch.Generator().manual_seed(1)) > 0.3
@@ -178,7 +178,7 @@ CASES = [
 def program_of(
     family: str, degrees: Degrees, sequence_parallel: bool
 ) -> tuple[nn.Module, dict[str, Tensor], Captured, EmittedProgram, MeshSearch]:
-    """With a batch of one: the sequence is all there is to cut."""
+    """With a batch of one: the sequence is all there is to shard."""
     model, batch = tiny_model(family)
     batch = {name: value[1:2] for name, value in batch.items()}
     if not family.startswith("three"):
@@ -199,7 +199,7 @@ def program_of(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_programs_equal_one_process_also_where_layers_run_again(
+def test_programs_equal_one_process_also_where_layers_are_recomputed(
     case: tuple[str, Degrees, bool],
 ) -> None:
     model, batch, captured, program, _ = program_of(*case)

@@ -38,7 +38,7 @@ def legal_layouts(mesh: Mesh) -> Iterator[Layout]:
 
 
 @pytest.mark.parametrize("mesh", [mesh_of(2), mesh_of(2, 3), mesh_of(2, 2, 1)], ids=str)
-def test_shard_of_is_the_cut_by_indices(mesh: Mesh) -> None:
+def test_shard_of_is_the_slice_by_indices(mesh: Mesh) -> None:
     x = torch.arange(24.0 * 12).reshape(SHAPE)
     for layout in legal_layouts(mesh):
         expected = cut(x, layout, mesh, torch.Generator())
@@ -81,7 +81,7 @@ def check_assembly(
     sizes=st.tuples(st.integers(1, 5), st.integers(1, 3)),
     data=st.data(),
 )
-def test_padded_shards_are_equal_chunks_and_come_back_whole(
+def test_padded_shards_are_equal_chunks_and_gather_to_the_full_tensor(
     shape: tuple[int, ...], sizes: tuple[int, int], data: st.DataObject
 ) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
@@ -142,7 +142,7 @@ def test_units_of_padded_blocks_stay_whole_and_come_back(
     assert torch.equal(back, stacked)
 
 
-def test_shard_of_a_tensor_that_is_cut_on_one_axis_already() -> None:
+def test_shard_of_a_tensor_that_is_sharded_on_one_axis_already() -> None:
     mesh = mesh_of(2, 2)
     layout = parse_layout("S0,S0/2")
     x = torch.arange(24.0 * 12).reshape(SHAPE)

@@ -1,4 +1,4 @@
-"""Reductions of gradients, merged and one by one: the same numbers, whatever is merged."""
+"""Reductions of gradients, coalesced and one by one: the same numbers, whatever is coalesced."""
 
 from collections.abc import Sequence
 from dataclasses import replace

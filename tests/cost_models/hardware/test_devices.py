@@ -133,7 +133,7 @@ def test_bad_requests_are_answered_in_one_line(
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_file_is_read_and_cut_like_a_preset(tmp_path: Path) -> None:
+def test_a_subset_of_a_file_is_that_of_a_preset(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(cluster_text(cluster("dgx-v100x4")))
     assert resolve_cluster(str(path)) == cluster("dgx-v100x4")
@@ -142,7 +142,7 @@ def test_a_file_is_read_and_cut_like_a_preset(tmp_path: Path) -> None:
         resolve_cluster(str(path), 64)
 
 
-def test_unequal_groups_are_cut_in_order() -> None:
+def test_subsets_of_unequal_groups_are_taken_in_order() -> None:
     first, second = cluster("dgx-h100x2"), cluster("dgx-v100x2")
     mixed = ClusterSpec("mixed", (*first.groups, *second.groups), first.network)
     assert subset(mixed, 32) is mixed

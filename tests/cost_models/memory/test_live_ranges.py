@@ -39,7 +39,7 @@ def linear(size: int, weight: int) -> OpProbe:
     )
 
 
-def test_what_is_kept_stays_and_what_is_not_goes_at_its_last_use() -> None:
+def test_what_is_saved_stays_resident_and_the_rest_is_freed_at_its_last_use() -> None:
     # x -> exp (keeps its output) -> neg (keeps nothing) -> mul by the exp (keeps both)
     exp = OpProbe((new(10),), saved_outputs=(0,), gradients=(1,), fresh_gradient_bytes=(10,))
     neg = OpProbe((new(10),), gradients=(1,), fresh_gradient_bytes=(10,))
@@ -57,7 +57,7 @@ def test_what_is_kept_stays_and_what_is_not_goes_at_its_last_use() -> None:
     assert memory.slot_gradient_bytes == (10,)
 
 
-def test_without_gradients_nothing_is_kept() -> None:
+def test_without_gradients_nothing_is_saved() -> None:
     step = OpProbe((new(10, grad=False),), gradients=(NO_GRADIENT,))
     steps = [LocalStep((0,), (1,), step), LocalStep((1,), (2,), step), LocalStep((2,), (3,), step)]
     memory = simulate_region(program([spec(10, grad=False)], steps, [3]))

@@ -1,4 +1,4 @@
-"""What stays, what runs again, and the memory that follows, by hand."""
+"""What stays resident, what is recomputed, and the memory that follows, by hand."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def program(steps: tuple[LocalStep, ...], recomputes: bool) -> LocalProgram:
     return LocalProgram(3, tuple(map(spec, SIZES)), steps, (OUT,), recomputes=recomputes)
 
 
-def test_only_what_somebody_misses_is_held_and_made_again() -> None:
+def test_only_what_a_backward_misses_is_resident_and_recomputed() -> None:
     recompute = plan_recompute(STEPS, num_slots=3)
     # The down product is added and read by nobody: not held. Norm and gelu feed products.
     assert recompute.saved == {X, UP, DOWN, WIDE}
@@ -81,7 +81,7 @@ def test_memory_lies_between_keeping_all_and_keeping_nothing() -> None:
     assert none.slot_gradient_bytes == selective.slot_gradient_bytes == (10, 7, 7)
 
 
-def test_what_an_op_that_stays_keeps_of_its_own_stays_with_it() -> None:
+def test_what_an_op_without_recomputation_saves_stays_resident() -> None:
     # Attention keeps what it made and statistics; a mask makes another value of it, then a product.
     attention = OpProbe(
         (new(10),),
@@ -102,7 +102,7 @@ def test_what_an_op_that_stays_keeps_of_its_own_stays_with_it() -> None:
     assert simulate_region(local).saved_bytes == 10 + 3
 
 
-def test_a_view_of_what_is_held_costs_nothing() -> None:
+def test_a_view_of_what_is_resident_costs_nothing() -> None:
     view = OpProbe((ProbedOutput(spec(10), 0, 0),), gradients=(0,))
     steps = (
         LocalStep((0, 1), (2,), product(10, 10, 7), is_saved=True),

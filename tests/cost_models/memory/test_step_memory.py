@@ -168,7 +168,7 @@ def test_gradients_between_instances_wait_for_their_maker() -> None:
     assert estimate.transient == 70 + 700
 
 
-def test_gathered_parameters_of_two_regions_are_whole() -> None:
+def test_gathered_parameters_of_two_regions_are_resident() -> None:
     estimate, _ = compose(chain(3, "gathered", stored=5))
     assert estimate.gathered_parameters == 40
     # Only one gathering instance: nothing else in flight.

@@ -138,7 +138,7 @@ def test_schedules_that_do_not_exist(arguments, message):
 
 @pytest.mark.parametrize("p, v", [(1, 1), (2, 2), (3, 2), (4, 3), (8, 2), (5, 4)])
 @pytest.mark.parametrize("groups", [1, 2, 3, 9])
-def test_held_by_chunk_counts_every_moment(p, v, groups):
+def test_resident_by_virtual_stage_counts_every_moment(p, v, groups):
     kind = ScheduleKind.INTERLEAVED if v > 1 else ScheduleKind.GPIPE
     schedule = Schedule(kind, p, p * groups, num_virtual_stages=v)
     for order, found, most in zip(

@@ -96,7 +96,7 @@ def test_a_slow_link_leaves_buckets_in_flight() -> None:
     assert (20.0, 1000 + 50 + 20 + 250 + 200) in timeline.memory
 
 
-def test_what_stays_is_gathered_once() -> None:
+def test_without_reshard_after_forward_parameters_are_gathered_once() -> None:
     stays = replace(LAYER, groups=(replace(BUCKET, saved=False),), reshard_after_forward=False)
     stays = replace(stays, backward=LAYER.backward[1:])
     timeline = simulate(replace(two_layers(stays), slowdown=1.0))
@@ -104,7 +104,7 @@ def test_what_stays_is_gathered_once() -> None:
     assert (6.0, 1000 + 7 + 200 + 10) in timeline.memory
 
 
-def test_a_collective_in_the_graph_is_exposed_and_late_ones_come_last() -> None:
+def test_a_collective_in_the_graph_is_exposed_and_trailing_ones_come_last() -> None:
     layer = RegionEvents(
         "A",
         forward=(Event("compute", 2.0), Event("inline", collective=INLINE), Event("compute", 2.0)),
@@ -116,7 +116,7 @@ def test_a_collective_in_the_graph_is_exposed_and_late_ones_come_last() -> None:
     assert [(t.start_s, t.exposed_s) for t in timeline.transfers] == [(2, 1), (7, 1), (16, 4)]
 
 
-def test_reductions_of_whole_gradients_keep_no_buffer() -> None:
+def test_reductions_of_unsharded_gradients_keep_no_buffer() -> None:
     reduced = ParameterGroupEvents(
         None, replace(SCATTER, kind="all_reduce"), 0, 200, 200, saved=False
     )
@@ -145,7 +145,7 @@ def test_a_bucketed_reduction_starts_with_its_last_member() -> None:
     assert step.step_s == step.compute_s + step.exposed_s
 
 
-def test_bucketed_whole_gradients_are_held_as_gradients_one_by_one() -> None:
+def test_bucketed_unsharded_gradients_are_resident_one_by_one() -> None:
     one = replace(SCATTER, kind="all_reduce")
     reduced = ParameterGroupEvents(None, one, 0, 200, 200, saved=False)
     layer = RegionEvents("B", (Event("compute", 4.0),), LAYER.backward[1:], (reduced,))

@@ -90,7 +90,7 @@ def test_every_rule_of_every_op(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", families("gpt2", "llama"))
-def test_no_op_falls_back_to_whole_values(family: str) -> None:
+def test_no_op_falls_back_to_unsharded_values(family: str) -> None:
     regions = [region.graph for region in captured(family).regions]
     missing = {op.target for g in regions for _, op in computed(g) if op_labels(g, op) is None}
     assert missing == set()

@@ -93,7 +93,7 @@ def test_padding_beside_every_rule_of_another_axis(what: str) -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("heads", "key_heads"), [(7, 1), (14, 2), (6, 2), (10, 5)])
-def test_query_heads_are_padded_beside_whole_key_heads(
+def test_query_heads_are_padded_beside_unsharded_key_heads(
     heads: int, key_heads: int, is_causal: bool
 ) -> None:
     query, key = _random(2, heads, 4, 3), _random(2, key_heads, 4, 3)

@@ -76,7 +76,7 @@ def test_the_heads_of_gpt2_xl_are_shared_by_eight_ranks() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [0, 1])
-def test_query_heads_are_shared_beside_key_heads_that_are_whole(sequence_parallel: int) -> None:
+def test_query_heads_are_sharded_beside_unsharded_key_heads(sequence_parallel: int) -> None:
     plan = planned(qwen2(), tp=4, dp=2, sp=sequence_parallel)
     found = stored(plan)
     assert found["q_proj.weight"] == "S0+64"

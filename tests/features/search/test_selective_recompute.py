@@ -1,4 +1,4 @@
-"""What runs again under selective recomputation, on small graphs and on the layers of models."""
+"""What is recomputed under selective recomputation, on small graphs and on the layers of models."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def added_s(graph: OpGraph, typing: RegionTyping, rules: Rules) -> tuple[float, 
     return again.backward_s - plain.backward_s, again.graph_backward_s - plain.graph_backward_s
 
 
-def test_a_product_is_not_made_again_nor_is_its_reduction() -> None:
+def test_a_product_is_not_recomputed_nor_is_its_reduction() -> None:
     graph = mlp(residual=True)
     typing, rules = typed(graph, ["k", "I", "o", "I"], [(Shard(1),), (Shard(1),), S0], I)
     mesh, costs, _ = costs_on(1, 2)
@@ -73,7 +73,7 @@ def test_a_product_is_not_made_again_nor_is_its_reduction() -> None:
     assert full_s > relu_s and repeated_s == pytest.approx(summed.forward_s)
 
 
-def test_a_gather_in_front_of_a_product_is_made_again() -> None:
+def test_a_gather_in_front_of_a_product_is_recomputed() -> None:
     b = GraphBuilder()
     x, up = b.slot(4, 8), b.parameter(16, 8)
     graph = b.build(b.linear(b.relu(x), up))
@@ -85,7 +85,7 @@ def test_a_gather_in_front_of_a_product_is_made_again() -> None:
     assert added_s(graph, typing, rules)[1] == pytest.approx(gathered.forward_s)
 
 
-def test_between_products_nothing_is_made_again() -> None:
+def test_between_products_nothing_is_recomputed() -> None:
     b = GraphBuilder()
     x, first, second = b.slot(4, 8), b.parameter(8, 8), b.parameter(8, 8)
     graph = b.build(b.linear(b.linear(x, first), second))
@@ -94,7 +94,7 @@ def test_between_products_nothing_is_made_again() -> None:
     assert added_s(graph, typing, rules) == (0.0, 0.0)
 
 
-def test_without_products_all_is_made_again() -> None:
+def test_without_products_all_is_recomputed() -> None:
     b = GraphBuilder()
     graph = b.build(b.relu(b.relu(b.slot(4, 8))))
     typing, _ = typed(graph, ["I", "I"], [I], I)
@@ -139,7 +139,7 @@ def test_selective_is_between_none_and_full(family: str, strategy: UniformStrate
 
 
 def test_a_llama_layer_keeps_the_results_of_its_products() -> None:
-    """Korthikanti et al. 2022 count likewise: what is not wanted again is not kept."""
+    """Korthikanti et al. 2022 count likewise: what no backward reads is not saved."""
     graph = capture(*tiny_model("llama", layers=3, dtype=torch.float32)).graph
     mesh = build_mesh(resolve_cluster("local-cpu"), 1, 1)
     search = MeshSearch(graph, resolve_cluster("local-cpu"), mesh, BATCH)

@@ -41,7 +41,7 @@ def test_a_region_in_one_part_has_none() -> None:
     assert not split_slots(graph, typing) and not joined_outputs(graph, typing)
 
 
-def test_what_is_read_whole_too_is_neither() -> None:
+def test_what_is_read_unsplit_too_is_neither() -> None:
     graph, typing = layer()
     (v,) = (v for v in split_slots(graph, typing))
     both = replace(graph, outputs=(*graph.outputs, v))

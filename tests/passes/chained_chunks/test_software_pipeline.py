@@ -64,7 +64,7 @@ def test_the_last_collective_hides_behind_the_next_region() -> None:
     assert seconds_in_line(TWO_CHUNKS, found, 10) == 21
 
 
-def test_what_is_known_is_not_looked_for_again() -> None:
+def test_what_is_known_is_not_looked_for_twice() -> None:
     known: ChainedOrders = {}
     found = chained_order(TWO_CHUNKS, ChainBoundary(SENT), 0, known)
     assert found == chained_order(TWO_CHUNKS, ChainBoundary(SENT), 0)

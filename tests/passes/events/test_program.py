@@ -63,7 +63,7 @@ def test_seconds_are_those_of_the_prices(strategy: UniformStrategy) -> None:
     assert (case.prices[layer].regathered_s > 0) == (strategy.zero > 1)
 
 
-def test_recomputation_runs_the_forward_again() -> None:
+def test_recomputation_runs_the_forward_in_the_backward() -> None:
     # Under ZeRO 3 what runs again also reads parameters that the backward alone does not.
     whole = replace(RECOMPUTED, zero=0)
     plain, again = (eager("llama", s) for s in (replace(whole, recompute="none"), whole))

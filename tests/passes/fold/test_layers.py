@@ -1,4 +1,4 @@
-"""What repeats nowhere and is long is cut into layers all the same."""
+"""What repeats nowhere and is long is split into layers all the same."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ def test_a_short_program_stays_one_region() -> None:
     assert graph.notes == ()
 
 
-def test_without_modules_cuts_are_where_one_value_crosses() -> None:
+def test_without_modules_boundaries_are_where_one_value_crosses() -> None:
     depth = LONG_OPS
     flat, stacks = mlp_stack(depth, inner_widths=range(8, 8 + depth), with_scopes=False)
     graph = fold(flat, stacks)
@@ -51,7 +51,7 @@ def test_without_modules_cuts_are_where_one_value_crosses() -> None:
 
 
 @given(st.lists(st.integers(2, 9), min_size=1, max_size=60), st.booleans())
-def test_pieces_cover_every_op_once_in_order(widths: list[int], with_scopes: bool) -> None:
+def test_layers_cover_every_op_once_in_order(widths: list[int], with_scopes: bool) -> None:
     flat, stacks = mlp_stack(len(widths), inner_widths=widths, with_scopes=with_scopes)
     index = flat_index(flat.regions[0].graph, frozenset())
     cuts = layer_spans(index, stacks, 0, len(stacks))

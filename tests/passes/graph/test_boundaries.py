@@ -45,7 +45,7 @@ def test_batch_type(shape, expected):
     assert batch_type(Value(shape, "int64"), 8, 4) == expected
 
 
-def test_batch_that_does_not_divide_stays_whole():
+def test_batch_that_does_not_divide_stays_unsharded():
     assert batch_type(Value((6, 3), "int64"), 6, 4) == INVARIANT
 
 

@@ -213,7 +213,7 @@ def emitted_peaks(
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
-def test_memory_of_a_program_whose_layers_run_again(
+def test_memory_of_a_program_whose_layers_are_recomputed(
     family: str, strategy: UniformStrategy, captures: Captures
 ) -> None:
     """Peak, and what is kept after the forward, by counting storages; in one process the peak by
@@ -313,7 +313,7 @@ def estimate(region: RegionTyping, dp: int, tp: int) -> MemoryEstimate:
     return found
 
 
-def test_states_are_those_of_one_rank_and_unread_parameters_are_whole() -> None:
+def test_states_are_those_of_one_rank_and_unread_parameters_are_unsharded() -> None:
     sharded = estimate(typing("I; S0", "R; S0 -> S1", "S1 -> S1", "S1 -> P", "I"), 1, 4)
     w_bytes = 16 * 4 * 4 // 4
     assert sharded.parameters == w_bytes + 12

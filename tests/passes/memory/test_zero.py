@@ -171,7 +171,7 @@ def test_zero_1_in_one_pass_is_zero_2() -> None:
     assert one.resident_bytes == two.resident_bytes
 
 
-def test_a_tied_parameter_is_cut_where_all_of_its_readers_gather_it() -> None:
+def test_a_tied_parameter_is_sharded_where_all_of_its_readers_gather_it() -> None:
     """On cp alone the embedding of a BERT gathers its table, the head reads rows of it."""
     folded, cluster = graph_of("bert"), resolve_cluster("local-cpu", 4)
     mesh = build_mesh(cluster, 1, 1, cp=4)
@@ -213,7 +213,7 @@ def test_sharded_states_send_only_the_shard_to_the_host() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_what_is_held_bounds_the_program(family: str) -> None:
+def test_what_is_resident_bounds_the_program(family: str) -> None:
     """No candidate holds more in the bounds than the exact figures say."""
     of = planner(family, 2, 1)
     for chain in of._chains():

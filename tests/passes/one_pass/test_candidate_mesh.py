@@ -67,7 +67,7 @@ def test_the_bound_rises_up_to_that_of_the_typed_mesh(family: str, degrees: Degr
 
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
-def test_no_typing_is_below_what_its_ops_take_when_cut_over_all_ranks(degrees: Degrees) -> None:
+def test_no_typing_is_below_what_its_ops_take_when_sharded_over_all_ranks(degrees: Degrees) -> None:
     search = search_of("llama", degrees)
     costs = CostModel(CLUSTER, search.mesh)
     for r in num_instances(graph_of("llama")):

@@ -1,4 +1,4 @@
-"""What a change of mode costs between neighbours, against the exact price of whole programs."""
+"""What a change of mode costs between neighbours, against the exact price of full programs."""
 
 import itertools
 from functools import cache
@@ -44,7 +44,7 @@ def changes_on(search: MeshSearch) -> ModeChanges:
 
 
 @pytest.mark.parametrize("degrees", [(2, 2), (1, 4)], ids=str)
-def test_borders_add_up_to_those_of_the_program(degrees: tuple[int, int]) -> None:
+def test_boundary_costs_add_up_to_those_of_the_program(degrees: tuple[int, int]) -> None:
     search = search_on(*degrees)
     changes, typings = changes_on(search), typings_of(search)
     assert changes.modes == ("tensor", "sequence", "data") and changes.by_region

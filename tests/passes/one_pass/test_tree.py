@@ -87,7 +87,7 @@ def test_degrees_that_are_no_powers_of_two() -> None:
 
 
 @pytest.mark.parametrize("allow_planned", [False, True])
-def test_every_leaf_is_counted_once(allow_planned: bool) -> None:
+def test_every_strategy_candidate_is_counted_once(allow_planned: bool) -> None:
     found = tree(16, 12, per_node=4, allow_planned=allow_planned, pins={"sp": 0})
     assert found.num_strategies == len(found.strategies) + sum(found.pruned.values())
     assert (PLANNED in found.pruned) != allow_planned
@@ -129,7 +129,7 @@ def test_offload_needs_a_link_to_the_host_and_states() -> None:
     assert tree(2, allow_planned=True).pruned[NO_HOST_LINK] == 2 * 3 * (4 + 2)
 
 
-def test_nothing_is_offloaded_where_nothing_is_kept() -> None:
+def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
     spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
     found = tree(1, **spec)
     labels = {strategy.label for strategy in found.strategies}
@@ -164,7 +164,7 @@ def test_planned_pins_that_cannot_be_kept_name_themselves(pins, spec, message: s
         tree(2, pins=pins, **spec)
 
 
-def test_batch_that_does_not_divide_is_a_cut() -> None:
+def test_batch_that_does_not_divide_is_pruned() -> None:
     found = tree(4, batch_size=6)
     assert {strategy.dp for strategy in found.strategies} == {1, 2}
     # dp4: four ZeRO levels, three ways to recompute, three to offload.
@@ -215,7 +215,7 @@ def test_pins_that_cannot_be_kept_name_themselves(pins, batch_size: int, message
         tree(4, batch_size, pins=pins)
 
 
-def test_cp_is_offered_where_the_batch_is_cut_up_and_a_sequence_divides() -> None:
+def test_cp_is_offered_where_the_batch_is_sharded_and_a_sequence_divides() -> None:
     found = tree(8, batch_size=2, sequences=(96,))
     assert {strategy.degrees for strategy in found.strategies if strategy.cp > 1} == {
         Degrees(2, 2, 2),
@@ -238,7 +238,7 @@ def test_a_degree_that_shares_no_factor_with_the_batch_is_offered() -> None:
     assert {strategy.cp for strategy in tree(6, batch_size=6, sequences=(96,)).strategies} == {1}
 
 
-def test_a_pinned_cp_is_kept_and_the_cut_can_be_switched_off() -> None:
+def test_a_pinned_cp_is_kept_and_its_pruning_rule_can_be_switched_off() -> None:
     pinned = tree(8, batch_size=8, sequences=(96,), pins={"cp": 2})
     assert {strategy.cp for strategy in pinned.strategies} == {2} and CONTEXT not in pinned.pruned
     off = tree(8, batch_size=8, sequences=(96,), switched_off=(CONTEXT,))
@@ -267,7 +267,7 @@ def test_ep_is_offered_where_it_divides_every_number_of_experts() -> None:
     ] > found.pruned[EXPERTS]
 
 
-def test_a_batch_is_cut_by_dp_and_ep_together() -> None:
+def test_a_batch_is_sharded_by_dp_and_ep_together() -> None:
     found = tree(8, batch_size=2, experts=(8,))
     assert {strategy.degrees for strategy in found.strategies if strategy.ep > 1} == {
         Degrees(1, tp=4, ep=2)
@@ -276,7 +276,7 @@ def test_a_batch_is_cut_by_dp_and_ep_together() -> None:
         tree(8, batch_size=2, experts=(8,), pins={"dp": 2, "ep": 4})
 
 
-def test_ep_without_experts_is_refused_and_the_cut_can_be_switched_off() -> None:
+def test_ep_without_experts_is_refused_and_its_pruning_rule_can_be_switched_off() -> None:
     with pytest.raises(OptionError, match="pin ep=2 cannot be kept on 8 devices; ep can be 1"):
         tree(8, batch_size=8, pins={"ep": 2})
     off = tree(8, batch_size=8, switched_off=(EXPERTS,))

@@ -17,13 +17,13 @@ def cps(found: PipelineTree) -> set[int]:
     return {d.cp for d in found.candidates}
 
 
-def test_cp_is_cut_where_the_batch_can_be_cut_over_all() -> None:
+def test_cp_is_pruned_where_the_batch_can_be_sharded_over_all() -> None:
     found = pipelines(8)
     assert cps(found) == {1} and found.tree.pruned[CONTEXT] > 0
     assert found.tree.num_strategies == len(found.tree.strategies) + sum(found.tree.pruned.values())
 
 
-def test_few_sequences_are_cut_themselves() -> None:
+def test_few_sequences_are_sharded_themselves() -> None:
     found = pipelines(2)
     assert cps(found) > {1}
     for d in found.candidates:
@@ -31,7 +31,7 @@ def test_few_sequences_are_cut_themselves() -> None:
     assert any(d.pp == d.cp == 2 and d.microbatches == 2 for d in found.candidates)
 
 
-def test_cp_is_offered_where_it_is_pinned_or_the_cut_is_off() -> None:
+def test_cp_is_offered_where_it_is_pinned_or_its_rule_is_off() -> None:
     pinned = pipelines(8, pins={"cp": 2})
     assert cps(pinned) == {2} and CONTEXT not in pinned.tree.pruned
     assert cps(pipelines(8, switched_off=(CONTEXT,))) == {1, 2, 4, 8}

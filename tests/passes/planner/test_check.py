@@ -50,7 +50,7 @@ def test_an_unchanged_plan_keeps_its_figures() -> None:
         )
 
 
-def test_a_parameter_stored_whole_costs_memory_and_no_gather() -> None:
+def test_a_parameter_stored_unsharded_costs_memory_and_no_gather() -> None:
     slots = list(PLAN.regions[1].typing.slots)
     at = PLAN.regions[1].slot_names.index("mlp.up_proj.weight")
     assert slots[at][0].is_shard

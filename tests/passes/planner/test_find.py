@@ -126,7 +126,7 @@ def test_nothing_to_shard_on_any_degree_left():
         plan(34, "vit", pins={"dp": 2})
 
 
-def test_axis_that_shards_nothing_is_cut():
+def test_axis_that_shards_nothing_is_pruned():
     # Sizes are powers of two, and most of 17 ranks would hold none of 8 heads.
     found = plan(34, "vit", batch_size=34)
     assert found.search.pruned[UNSHARDED] > 0
@@ -238,7 +238,8 @@ def test_prunings_keep_the_optimum(rule):
 
 
 def plan_with_and_without(cut, graph, batch_size):
-    """The plan on 4 H100s with a cut, after holding that without it none is faster or slower."""
+    """The plan on 4 H100s with a pruning rule, after checking that without it none is faster or
+    slower."""
     found = [
         find_plan_for(
             graph,
@@ -257,7 +258,7 @@ def plan_with_and_without(cut, graph, batch_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [4, 2])
-def test_without_the_cut_of_cp_the_plan_is_the_same(batch_size):
+def test_without_the_pruning_rule_of_cp_the_plan_is_the_same(batch_size):
     """Of 4 sequences dp makes the most; of 2, dp2 x cp2 is offered either way."""
     graph = capture(*meta_llama(2048, batch_size)).graph
     with_cut = plan_with_and_without(CONTEXT, graph, batch_size)
@@ -265,7 +266,7 @@ def test_without_the_cut_of_cp_the_plan_is_the_same(batch_size):
 
 
 @pytest.mark.slow
-def test_without_the_cut_of_ep_the_plan_of_a_dense_model_is_the_same():
+def test_without_the_pruning_rule_of_ep_the_plan_of_a_dense_model_is_the_same():
     """Then ep is a second dp axis."""
     graph = capture(*meta_llama(512, 4)).graph
     plan_with_and_without(EXPERTS, graph, 4)

@@ -118,7 +118,7 @@ def test_no_uniform_pipeline_is_faster(memory_bytes):
     assert found.best.step_s <= min(steps) * min(gap, 1.001) * (1 + 1e-9)
 
 
-def test_switching_cuts_off_keeps_the_optimum():
+def test_switching_pruning_rules_off_keeps_the_optimum():
     problems = problems_of(slow_links(4))
     best = search_pipelines(problems, tree_for(4)).best
     everything = search_pipelines(problems, tree_for(4, switched_off=(NODE,))).best
@@ -238,7 +238,7 @@ def test_levels_of_zero_trade_memory_for_communication():
 
 
 @pytest.mark.slow
-def test_encoder_output_is_held_by_later_stages():
+def test_encoder_output_is_resident_on_later_stages():
     folded = graph_of("t5", 6)
     problems = PipelineProblems(
         folded, resolve_cluster("local-cpu", 2), CompileOptions(), BATCH, PROBER

@@ -45,7 +45,7 @@ def test_synchronised_statistics_are_priced_forward_and_backward() -> None:
 
 
 def test_experts_on_ranks_are_as_slow_as_the_busiest_rank() -> None:
-    """Rows are whole, weights are halved; the busiest rank has EXPERT_LOAD of the mean."""
+    """Rows are unsharded, weights are halved; the busiest rank has EXPERT_LOAD of the mean."""
     rows, width = 4096, 4096
     x, w = Value((rows, width), "float32", True), Value((2, width, width), "float32", True)
     ids = Value((rows,), "int64")
@@ -61,7 +61,7 @@ def test_experts_on_ranks_are_as_slow_as_the_busiest_rank() -> None:
 
 
 def ring_time(rows: int, cp: int, tp: int, *, causal: bool = False) -> tuple[OpTime, CostModel]:
-    """Of attention over `rows` with 8 heads of 64 in bfloat16, heads cut by tp."""
+    """Of attention over `rows` with 8 heads of 64 in bfloat16, heads sharded by tp."""
     shape = (1, 8, rows, 64)
     x = Value(shape, "bfloat16", True)
     op = Op(ATTENTION, (Ref(0), Ref(1), Ref(2), None, 0.0, causal), (), (3,))
@@ -115,7 +115,7 @@ def ring_products_time(
 
 
 @pytest.mark.parametrize("rows", [2**14, 2**22])
-def test_rows_that_come_round_hide_behind_products(rows: int) -> None:
+def test_rows_of_a_ring_hide_behind_products(rows: int) -> None:
     found, costs, (p, adding_s, putting_s, row_bytes) = ring_products_time(
         ALL_GATHER_MATMUL, rows, 4
     )

@@ -110,7 +110,7 @@ def test_tables_of_parameters_of_other_sizes_are_their_own():
     assert wide_s[0, 0] > narrow_s[0, 0]
 
 
-def test_layouts_that_two_axes_cut_are_asked_about_for_every_size():
+def test_layouts_that_two_axes_shard_are_asked_about_for_every_size():
     mesh, costs, _ = costs_on(2, 2)
     found = ParameterPrices(SearchCosts(costs, (AxisRole.ANY,) * 2))
     layouts = [(INVARIANT, Shard(0))], [(Shard(0, 2), Shard(0))]

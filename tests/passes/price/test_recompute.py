@@ -1,4 +1,4 @@
-"""What runs again: the tables against autograd, and prefixes of graphs by hand."""
+"""What is recomputed: the tables against autograd, and prefixes of graphs by hand."""
 
 from dataclasses import replace
 
@@ -54,13 +54,13 @@ def test_a_product_at_the_end_is_prepared_but_not_run() -> None:
     assert recomputed_prefix(three_heads()) == RecomputedPrefix(num_ops=3, num_prepared=4)
 
 
-def test_an_op_that_keeps_its_result_runs_again() -> None:
+def test_an_op_that_saves_its_result_is_recomputed() -> None:
     b = GraphBuilder()
     x = b.slot(4, 8)
     assert recomputed_prefix(b.build(b.add(b.relu(x), x))) == RecomputedPrefix(1, 1)
 
 
-def test_an_unlisted_op_counts_as_if_it_kept_its_result() -> None:
+def test_an_unlisted_op_counts_as_if_it_saved_its_result() -> None:
     b = GraphBuilder()
     x = b.slot(4, 8)
     assert recomputed_prefix(
@@ -68,7 +68,7 @@ def test_an_unlisted_op_counts_as_if_it_kept_its_result() -> None:
     ) == RecomputedPrefix(2, 2)
 
 
-def test_nothing_runs_again_where_nothing_is_kept() -> None:
+def test_nothing_is_recomputed_where_nothing_is_saved() -> None:
     b = GraphBuilder()
     x = b.slot(4, 8)
     assert recomputed_prefix(b.build(b.add(x, x))) == RecomputedPrefix(0, 0)

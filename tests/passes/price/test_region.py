@@ -80,7 +80,7 @@ def again_of(graph: OpGraph, names: list[str], slots, outputs):
     return *prices, rules, costs
 
 
-def test_recomputation_adds_what_runs_again_to_the_backward():
+def test_recomputation_adds_what_is_recomputed_to_the_backward():
     # Row, then column parallel: the pending sum goes to the second product, which is not run.
     graph = mlp(residual=True)
     slots = ((Shard(1),), (Shard(1),), (Shard(0),))
@@ -102,7 +102,7 @@ def test_recomputation_adds_what_runs_again_to_the_backward():
         assert getattr(full, name) == getattr(plain, name)
 
 
-def test_the_collective_behind_the_last_product_does_not_run_again():
+def test_the_collective_behind_the_last_product_is_not_recomputed():
     slots = ((I,), (Shard(0),), (Shard(1),))
     plain, full, *_ = again_of(mlp(), ["o", "d1", "k"], slots, ((I,),))
     assert plain.graph_forward_s > 0

@@ -1,4 +1,4 @@
-"""Masks and positions on shards, where nobody reads them whole."""
+"""Masks and positions on shards, where no op reads them unsharded."""
 
 from functools import cache
 

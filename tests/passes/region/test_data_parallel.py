@@ -37,13 +37,13 @@ def test_batch_is_carried_through_the_layers():
     assert found.types[carried] == Shard(0)
 
 
-def test_results_are_whole():
+def test_results_are_unsharded():
     boundaries, found = follow(batch_size=4)
     (result,) = boundaries.results
     assert found.types[result] == INVARIANT
 
 
-def test_parameters_are_used_whole():
+def test_parameters_are_used_unsharded():
     _, found = follow(batch_size=4)
     layer = found.solutions[1].typing
     assert layer.slots[1:] == ((INVARIANT,), (INVARIANT,))
@@ -63,7 +63,7 @@ def test_stored_options_are_what_users_read():
     assert stored_options(graph, 1, rules, 0) == [INVARIANT, Shard(0), Shard(1)]
 
 
-def test_parameter_without_user_is_whole():
+def test_parameter_without_user_is_unsharded():
     b = GraphBuilder()
     x = b.slot(4, 8)
     unused = b.parameter(8, 8)

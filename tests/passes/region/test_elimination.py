@@ -87,7 +87,7 @@ def test_plans_are_made_once_and_a_case_is_eliminated_as_it_is_alone():
     assert (together.width, together.largest_table) == (alone.width, alone.largest_table)
 
 
-def test_best_kept_values_by_default():
+def test_best_values_of_uneliminated_variables_by_default():
     costs = np.array([[3.0, 1.0], [0.5, 4.0]])
     result = eliminate([2, 2], [Factor((0, 1), costs)], keep=(1,))
     assert result.table.tolist() == [0.5, 1.0]

@@ -62,7 +62,7 @@ def test_a_shard_on_tp_is_kept(name: str, dim: int) -> None:
     assert found.pins[pin] == f"tp:{dim}"
 
 
-def test_a_shard_on_dp_is_kept_though_others_stay_whole() -> None:
+def test_a_shard_on_dp_is_kept_though_others_stay_unsharded() -> None:
     free = pinned({"dp": 4})
     assert not any(x["dp"].is_shard for x in stored(free, "embed_tokens.weight"))
     found = pinned({"dp": 4, f"layout:{EMBEDDING}": "dp"})
@@ -79,7 +79,7 @@ def test_replicated_is_kept_under_zero3_and_tp() -> None:
         assert any(t.is_shard for x in stored(found, "down_proj.weight") for t in x.values())
 
 
-def test_what_the_user_wants_whole_is_not_called_indivisible() -> None:
+def test_what_the_user_wants_unsharded_is_not_called_indivisible() -> None:
     found = pinned({"dp": 4, "zero": 3, f"layout:{UP}": "replicate"})
     assert found.strategy.zero == 3
     assert not any("no dim divides" in note for note in found.notes)

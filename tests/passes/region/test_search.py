@@ -232,7 +232,7 @@ class TestDiscovery:
             (("reduce_scatter",), ("all_gather",)),
         ]
 
-    def test_gathered_parameters_are_used_whole(self):
+    def test_gathered_parameters_are_used_unsharded(self):
         graph = mlp(batch=4096, width=4096, hidden=16384)
         mesh, costs, _ = costs_on(8, 1)
         found = solve_region(

@@ -41,7 +41,7 @@ def space_of(family: str, dp: int, cp: int, tp: int) -> SearchSpace:
         ((1, 16, 1), AxisRole.TENSOR, "I"),
     ],
 )
-def test_carried_activations_are_cut_along_the_sequence(degrees, role, carried) -> None:
+def test_carried_activations_are_sharded_along_the_sequence(degrees, role, carried) -> None:
     space = space_of("llama", *degrees)
     layer = space.folded.runs[1][0]
     (out,) = space.output_layouts(layer, role)
@@ -49,7 +49,7 @@ def test_carried_activations_are_cut_along_the_sequence(degrees, role, carried) 
     assert space.slot_layouts(layer, role)[0] == out
 
 
-def test_ids_enter_as_dp_has_them_and_the_loss_leaves_whole() -> None:
+def test_ids_enter_as_dp_has_them_and_the_loss_leaves_unsharded() -> None:
     space = space_of("llama", 2, 2, 1)
     first = space.graphs[0].slots
     (ids,) = (i for i, slot in enumerate(first) if slot.name == "input_ids")
@@ -58,7 +58,7 @@ def test_ids_enter_as_dp_has_them_and_the_loss_leaves_whole() -> None:
     assert [layout_text(x) for x in loss] == ["I,I"]
 
 
-def test_parameters_are_stored_whole_on_cp() -> None:
+def test_parameters_are_stored_unsharded_on_cp() -> None:
     space = space_of("llama", 2, 2, 2)
     layouts = [
         layout

@@ -103,7 +103,8 @@ def test_columns_then_rows(family, sequence_parallel):
 )
 class TestTypings:
     def test_legal_and_joined(self, family, degrees, zero, sequence_parallel):
-        """Every layout is legal, what leaves a region arrives in the next, the loss is whole."""
+        """Every layout is legal, what leaves a region arrives in the next, the loss is
+        unsharded."""
         search = search_on(family, *degrees)
         found = search.solve(zero=zero, mode="sequence" if sequence_parallel else "tensor")
         graph, sizes = graph_of(family), search.mesh.sizes
@@ -221,7 +222,7 @@ def test_joint_search_finds_the_same(family):
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_tp_in_the_role_of_data_goes_on_with_the_batch(family):
-    """Parameters whole, the batch of 4 in quarters, gradients reduced over both axes."""
+    """Parameters unsharded, the batch of 4 in quarters, gradients reduced over both axes."""
     found = search_on(family, 2, 2).solve(zero=0, mode="data")
     region = layer_region(family)
     graph, typing = graph_of(family).regions[region].graph, found.typings[region]
@@ -238,7 +239,7 @@ def test_tp_in_the_role_of_data_goes_on_with_the_batch(family):
     assert found.sharded_fraction == 0.0
 
 
-def test_a_batch_that_does_not_divide_again_runs_whole_on_tp():
+def test_a_batch_that_does_not_divide_twice_runs_unsharded_on_tp():
     found = search_on("llama", 4, 2).solve(zero=0, mode="data")
     types = {t.outputs[0][1].kind for typing in found.typings for t in typing.ops}
     assert types == {"I"}

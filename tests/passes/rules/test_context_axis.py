@@ -1,4 +1,5 @@
-"""Rules of a context parallel axis: nested places, whole parameters, the optimum after pruning."""
+"""Rules of a context parallel axis: nested shards, unsharded parameters, the optimum after
+pruning."""
 
 from functools import cache
 
@@ -151,10 +152,11 @@ def test_the_optimum_survives_what_shards_no_product(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_where_bytes_decide_the_optimum_survives_all_cuts(
+def test_where_bytes_decide_the_optimum_survives_all_pruning(
     sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sum made of a whole value saves a launch at most: none where values are large."""
+    """A sum computed from an unsharded value saves a launch at most: none where values are
+    large."""
     cluster = resolve_cluster("dgx-h100", 8)
     graph = capture(*meta_llama(8192, 2)).graph
     region = largest_region(graph)

@@ -41,7 +41,7 @@ def layer_of(family: str) -> OpGraph:
 
 
 def batch_rules(graph: OpGraph, size: int) -> list[AxisRule]:
-    """Rows are cut wherever an op can, else it runs whole."""
+    """Rows are sharded wherever an op can, else it runs unsharded."""
     rules = region_rules(graph, (size,))
     return [
         next((r for r in of_op if r.splits_work and r.name.split("/")[0] == "d0"), of_op[0])
@@ -83,7 +83,7 @@ def test_without_a_division_of_the_experts_all_stay_at_home() -> None:
     assert shared_experts(graph_of("llama")) == frozenset()
 
 
-def test_a_row_that_is_not_cut_does_not_travel() -> None:
+def test_a_row_that_is_not_sharded_does_not_travel() -> None:
     graph = layer_of("mixtral")
     op = next(op for op in graph.ops if op.target == DISPATCH)
     whole = AxisRule("R", (REPLICATE, INVARIANT), (REPLICATE,))
@@ -144,7 +144,7 @@ def space_of(dp: int, ep: int, tp: int) -> SearchSpace:
     return MeshSearch(graph_of("mixtral"), cluster, mesh, BATCH).space
 
 
-def test_the_batch_is_cut_by_dp_then_ep_and_experts_by_ep() -> None:
+def test_the_batch_is_sharded_by_dp_then_ep_and_experts_by_ep() -> None:
     space = space_of(2, 2, 2)
     region = max(range(len(space.graphs)), key=lambda r: len(space.graphs[r].ops))
     graph, fixed = space.graphs[region], space.fixed_rules(region)
@@ -160,7 +160,7 @@ def test_the_batch_is_cut_by_dp_then_ep_and_experts_by_ep() -> None:
     assert {layout[:2] for layout in crossing} == {(Shard(0), Shard(0, 2))}
 
 
-def test_tp_does_not_cut_rows_of_which_nobody_knows_how_many_there_are() -> None:
+def test_tp_does_not_shard_rows_whose_number_is_unknown() -> None:
     space = space_of(1, 2, 2)
     region = max(range(len(space.graphs)), key=lambda r: len(space.graphs[r].ops))
     graph, away = space.graphs[region], dispatched_values(space.graphs[region])

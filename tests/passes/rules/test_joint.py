@@ -39,7 +39,7 @@ def test_fixed_axis():
     assert len({rules[1].name for rules in domains[0].rules}) > 1
 
 
-def test_constant_ops_run_whole():
+def test_constant_ops_run_unsharded():
     b = GraphBuilder()
     x = b.slot(4, 8, depends=Dependence.CONSTANT)
     b.relu(x)

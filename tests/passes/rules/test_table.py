@@ -50,7 +50,7 @@ def test_every_row_of_the_table_has_a_sample() -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
-def test_every_rule_computes_what_the_whole_op_computes(sample: Sample) -> None:
+def test_every_rule_computes_what_the_unsharded_op_computes(sample: Sample) -> None:
     op = sample[1]()
     check_typings(op, mesh_of(2), op.typings(2))
 
@@ -102,7 +102,7 @@ def test_a_rule_that_goes_on_inside_its_shards(sample: Sample) -> None:
     check_typings(op, mesh_of(2, 2), legal[:: max(1, len(legal) // 12)])
 
 
-def test_what_does_not_divide_again_has_no_rule_inside() -> None:
+def test_what_does_not_divide_twice_has_no_rule_inside() -> None:
     op = SingleOp("aten.linear.default", real(6, 12), real(24, 12))
     (rows,) = (rule for rule in op.axis_rules(2) if rule.name == "d0")
     assert rule_inside(op.graph, 0, rows, 2, 2) is None

@@ -57,7 +57,7 @@ def test_the_longest_collective_gets_what_there_is_to_hide_it() -> None:
 
 
 def test_a_smaller_bound_puts_off_less_step_by_step() -> None:
-    """Three pieces, each with weights; the bound decides how many wait."""
+    """Three segments, each with weights; the bound decides how many are deferred."""
     tasks = [Task()]
     for _ in range(3):
         first = len(tasks)

@@ -1,4 +1,4 @@
-"""A microbatch's graph, written from the whole batch's: as if captured with the smaller batch."""
+"""A microbatch's graph, written from the full batch's: as if captured with the smaller batch."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def _divides_by_targets(op: Op) -> bool:
     return any(isinstance(a, Symbol) and a.kind == COUNT for a in op.args)
 
 
-def test_the_whole_batch_is_the_program_itself():
+def test_the_full_batch_is_the_program_itself():
     model, batch = tiny_model("llama")
     folded = capture(model, batch).graph
     graphs = MicrobatchGraphs(folded, CLUSTER, BATCH)

@@ -234,8 +234,8 @@ def test_memory_moves_layers_to_later_stages():
     assert plan.memory_bytes[0] == 90
 
 
-def test_encoder_output_is_held_by_the_stages_after_it():
-    """Divisions inside the decoder carry the encoder's output: it is held in flight and
+def test_encoder_output_is_resident_on_the_stages_after_it():
+    """Divisions inside the decoder carry the encoder's output: it is resident and
     transferred."""
     runs = (LayerRun(uniform("encoder", 1.0), 6), LayerRun(uniform("decoder", 1.0), 6))
     held = np.where(np.arange(12) > 6, 20, 0)
@@ -307,5 +307,5 @@ def test_wrong_input_is_named():
         search_stages(deep_problem(), [Schedule(ScheduleKind.GPIPE, 3, 16)])
 
 
-def test_brute_force_helper_sees_every_cut():
+def test_brute_force_helper_sees_every_division():
     assert len(list(all_boundaries(6, 3))) == 10

@@ -167,7 +167,7 @@ def test_more_memory_and_faster_links_are_never_slower_than_the_gap_allows():
         assert plan.step_s <= slower.step_s * (1 + plan.gap + ROUNDING)
 
 
-def test_no_cut_fits():
+def test_no_division_fits():
     schedules = [Schedule(ScheduleKind.INTERLEAVED, 4, 16, 2)]
     assert search_stages(deep_problem(memory_bytes=30), schedules) is None
 

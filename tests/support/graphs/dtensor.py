@@ -1,4 +1,4 @@
-"""DTensor's own propagation of placements, held against the rules of the table.
+"""DTensor's own propagation of placements, compared with the rules of the table.
 
 One process stands for rank 0 of two, whose collectives do nothing: what needs one is no opinion.
 """

@@ -1,4 +1,4 @@
-"""A folded graph as one flat region: what the fold is held against."""
+"""A folded graph as one flat region: what the fold is checked against."""
 
 from collections.abc import Sequence
 from dataclasses import replace

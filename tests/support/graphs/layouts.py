@@ -1,4 +1,4 @@
-"""Cutting a global tensor into local ones by layout, and putting local ones together again.
+"""Slices of a global tensor by layout, and the global tensor from its slices.
 
 The reference for conversions and rules: written from the definition of the types, by indices, with
 random pending sums.

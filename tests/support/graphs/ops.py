@@ -134,7 +134,8 @@ def run_whole(op: SingleOp, cotangents: Sequence[Tensor]) -> tuple[list[Tensor],
 
 
 def check_typings(op: SingleOp, mesh: Mesh, typings: Sequence[OpTyping]) -> None:
-    """Raises AssertionError, naming the typing, unless each computes what the whole op computes."""
+    """Raises AssertionError, naming the typing, unless each computes what the unsharded op
+    computes."""
     generator = torch.Generator().manual_seed(2)
     cotangents, expected, expected_gradients = op.on_one_rank
     modules = [op.emitted(typing, mesh) for typing in typings]

@@ -1,4 +1,4 @@
-"""Programs whose regions run again in the backward, and models that drop values."""
+"""Programs whose regions are recomputed in the backward, and models that drop values."""
 
 from collections import Counter
 from collections.abc import Callable

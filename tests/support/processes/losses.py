@@ -1,4 +1,4 @@
-"""One small model under many losses, held against one process."""
+"""One small model under many losses, compared with one process."""
 
 from collections.abc import Callable, Mapping
 

@@ -66,7 +66,7 @@ def ring_operands(kind: str) -> SingleOp:
 
 
 def ring_errors(mesh: Mesh, kind: str) -> list[float]:
-    """On a process: largest differences from the whole op, of the result and every gradient."""
+    """On a process: largest differences from the unsharded op, of the result and every gradient."""
     ranks = process_mesh(mesh, torch.device("cpu"))
     op = ring_operands(kind)
     typing = ring_typing(op, mesh.sizes[0])

@@ -1,4 +1,4 @@
-"""Emitted programs for tests, run on simulated ranks and held against one process."""
+"""Emitted programs for tests, run on simulated ranks and compared with one process."""
 
 import copy
 from collections.abc import Callable, Mapping

@@ -1,4 +1,5 @@
-"""What the makespan of a pipeline schedule is held against: closed formulas, bounds on both sides.
+"""What the makespan of a pipeline schedule is checked against: closed formulas, bounds on both
+sides.
 
 Notation as in meshfold.cost_models.pipeline.schedules, t_i = F_i + B_i, c_i seconds between the
 stages i and i+1 each way.

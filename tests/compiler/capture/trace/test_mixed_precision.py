@@ -56,7 +56,7 @@ def kept_in_float32(captured: Captured) -> Captured:
 
 @pytest.mark.parametrize("reduce_bucket_bytes", [0, 1 << 40], ids=["one by one", "merged"])
 @pytest.mark.parametrize("strategy", WIDE, ids=lambda s: s.label)
-def test_gradients_are_reduced_in_the_dtype_that_is_kept(
+def test_gradients_are_reduced_in_the_stored_dtype(
     strategy: UniformStrategy, reduce_bucket_bytes: int
 ) -> None:
     model, batch = stack_model()
@@ -141,7 +141,7 @@ def dtypes_of(model: nn.Module, precision: Precision) -> dict[str, str]:
     return kept
 
 
-def test_what_is_cast_and_what_is_kept() -> None:
+def test_what_is_cast_and_what_is_not() -> None:
     kept = dtypes_of(Mixed(), "bf16")
     assert kept["x"] == "bfloat16"
     assert kept["frozen.weight"] == kept["frozen.bias"] == "bfloat16"

@@ -62,7 +62,7 @@ def test_a_period_names_what_the_region_before_has_left() -> None:
     assert actions_of(period) == (actions, 1)
 
 
-def test_pieces_that_follow_each_other_both_ways_are_one() -> None:
+def test_segments_that_follow_each_other_both_ways_are_one() -> None:
     forward = places("F0 F1 F2 F3")
     assert runs(forward, places("B3 B2 B1 B0")) == [(0, 1, 2, 3)]
     assert runs(forward, places("B3 B2 R0 B1 B0")) == [(0, 1), (2, 3)]
@@ -80,7 +80,7 @@ def test_gradients_of_weights_must_stand_together_too() -> None:
     assert runs(forward, places("B3 B2 W2 B1 B0 W1")) == [(0, 1), (2, 3)]
 
 
-def test_what_is_left_to_the_next_region_stays_with_its_like() -> None:
+def test_the_epilogue_is_fused_with_its_like() -> None:
     """3 is in the tail, 2 is not, though they follow each other in the last region of a line."""
     forward = interval_of(
         [
@@ -98,7 +98,7 @@ def test_what_is_left_to_the_next_region_stays_with_its_like() -> None:
     ]
 
 
-def test_a_layer_has_no_two_pieces_that_could_be_one() -> None:
+def test_a_layer_has_no_two_segments_that_could_be_one() -> None:
     region = emitted("llama", "tp+sp", parts=2).regions[1]
     schedule = region.schedule
     assert schedule is not None
@@ -108,7 +108,7 @@ def test_a_layer_has_no_two_pieces_that_could_be_one() -> None:
     assert fusable_runs(schedule.graph, forward, backward, apart) == []
 
 
-def test_pieces_of_a_run_are_the_nodes_of_all() -> None:
+def test_fused_segments_have_the_nodes_of_all() -> None:
     graph = emitted("llama", "tp+sp", parts=2).regions[1].graph.graph
     cuts = SegmentLimits((), (1.0,) * 1000, 1.0)
     short = segmented_graph(graph, cuts)

@@ -33,7 +33,7 @@ def test_a_plain_rule_is_the_torch_op_on_local_sizes() -> None:
     assert node.args[1] == [12, 12]
 
 
-def test_pieces_are_taken_from_the_list() -> None:
+def test_chunks_are_taken_from_the_list() -> None:
     nodes = nodes_of(SingleOp("aten.split.Tensor", real(4, 12), 6, 1), "d1/2")
     assert names(nodes) == ["split_tensor", "getitem", "getitem_1"]
     assert nodes[1].target is operator.getitem

@@ -37,7 +37,7 @@ def functions(graph: fx.Graph) -> Counter[object]:
 
 
 @pytest.mark.parametrize(("family", "pins"), CASES)
-def test_pieces_hold_every_node_once(family: str, pins: str) -> None:
+def test_segments_contain_every_node_once(family: str, pins: str) -> None:
     for region, schedule in schedules(family, pins):
         whole = functions(region.graph.graph)
         for function in (wait_group, replicate_group, start_ahead):
@@ -55,7 +55,7 @@ def test_pieces_hold_every_node_once(family: str, pins: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "pins"), CASES)
-def test_pieces_come_after_what_they_read(family: str, pins: str) -> None:
+def test_segments_come_after_what_they_read(family: str, pins: str) -> None:
     for region, schedule in schedules(family, pins):
         graph = schedule.graph
         known = {n.name for n in region.graph.graph.nodes if n.op == "placeholder"}
@@ -103,7 +103,7 @@ def test_the_order_is_part_of_what_ranks_compare() -> None:
     assert changed.digest != program.digest
 
 
-def test_pieces_of_regions_in_line_are_short_and_borders_are_pieces_of_their_own() -> None:
+def test_segments_of_chained_regions_are_short_and_boundaries_are_segments_of_their_own() -> None:
     for line in (r for r in emitted("llama", "tp+sp", parts=2).regions if r.schedule is not None):
         schedule = line.schedule
         assert schedule is not None

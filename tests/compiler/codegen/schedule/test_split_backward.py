@@ -124,7 +124,7 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_under_autocast_both_parts_work_in_its_dtype(dtype: torch.dtype) -> None:
-    """As the whole backward does, to the last bit of what is added up."""
+    """What the full backward gives, to the last bit of what is added up."""
     model, batch = Layers().to(dtype), {"x": draw(8, 8).to(dtype)}
     captured = capture(model, batch)
     options = CompileOptions(pins={"microbatches": 4, "recompute": "none"})

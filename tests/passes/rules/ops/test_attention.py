@@ -1,4 +1,4 @@
-"""Attention whose keys and values are cut with its queries: where there is such a rule."""
+"""Attention whose keys and values are sharded with its queries: where there is such a rule."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def rings(op: SingleOp, size: int) -> list[AxisRule]:
     return [rule for of_rule in found for rule in of_rule]
 
 
-def test_keys_are_cut_beside_the_rule_that_cuts_queries_and_asked_for_by_no_other() -> None:
+def test_keys_are_sharded_beside_the_rule_that_shards_queries_and_asked_for_by_no_other() -> None:
     op = attention(8, 12)
     assert not any(r.name.startswith("ring") for r in region_rules(op.graph, (2,))[0][0])
     assert [(r.name, set(r.inputs), r.outputs) for r in rings(op, 2)] == [
