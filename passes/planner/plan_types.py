@@ -20,6 +20,7 @@ from meshfold.ir.spmd import INVARIANT, Layout, layout_text
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.typed import layouts_of_values, value_name
 from meshfold.passes.price.conversions import has_conversion
+from meshfold.passes.price.parameter_groups import used_layout
 from meshfold.passes.rules.table import AxisRule
 from meshfold.passes.rules.typed import check_layout, typed_rules
 
@@ -38,7 +39,7 @@ def check_plan_types(split: FoldedGraph, plan: Plan) -> tuple[OpRules, ...]:
         _check_arity(region.graph, planned, plan.mesh)
         _check_legal(region.graph, planned, plan.mesh)
         rules.append(typed_rules(region.graph, planned.typing, planned.name, plan.mesh))
-        _check_conversions(region.graph, planned)
+        _check_conversions(region.graph, planned, plan.mesh)
     _check_arrivals(split, plan)
     _check_outputs(split, plan)
     return tuple(rules)
@@ -96,11 +97,14 @@ def _check_legal(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
             raise PlanMismatchError(f"{where} has rows at their experts, outside of a region")
 
 
-def _check_conversions(graph: OpGraph, planned: RegionPlan) -> None:
+def _check_conversions(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
     """Every layout that ops and outputs read is there or can be made."""
     for v, (native, demands) in enumerate(layouts_of_values(graph, planned.typing)):
+        is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
         for demand in demands:
-            for there, wanted in zip(native, demand, strict=True):
+            # Parameters are gathered by the runtime; the rest is converted in the graph.
+            arrived = used_layout(native, demand, mesh) if is_parameter else native
+            for there, wanted in zip(arrived, demand, strict=True):
                 if there == wanted:
                     continue
                 if "E" in (there.kind, wanted.kind) or not has_conversion(there, wanted):

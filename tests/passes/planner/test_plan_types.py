@@ -119,7 +119,7 @@ REFUSALS = {
     "must leave Invariant on all axes": ("mlp", "dp"),
     "has rows at their experts, outside of a region": ("mlp", "dp"),
     "the plan says that it arrives as": ("gpt2", "zero3"),
-    "no conversion leads from": ("mlp", "dp"),
+    "no conversion leads from": ("mlp", "tp+sp"),
     "a buffer as S": ("bert", "dp"),
 }
 """What a line says, and a plan one of whose changes it refuses."""
