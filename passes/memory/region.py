@@ -33,7 +33,7 @@ _Key = tuple[int, tuple[OpTyping, ...], tuple[Layout, ...], tuple[Layout, ...]]
 
 @dataclass(frozen=True, eq=False)
 class SimulatedRegion:
-    """A simulation that instances share."""
+    """The simulated memory of a region, which its instances share."""
 
     graph: OpGraph
     """Referred to since its id is a key."""

@@ -1,1 +1,1 @@
-"""The plan of a folded graph on a cluster: the searches, baselines, assembly, re-pricing."""
+"""The Plan of a folded graph: the searches are called, the plan written down, checked, priced."""

@@ -118,7 +118,7 @@ def _data_axis(mesh: Mesh) -> str:
 
 
 def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEstimate:
-    """The device that needs most."""
+    """The memory that the plan of a pipeline states: of the device that needs most."""
     problem, p = found.problem, found.problem.degrees.pp
     needs = found.plan.memory_bytes
     worst = max(range(p), key=lambda i: (needs[i], -i))

@@ -1,1 +1,1 @@
-"""The fastest strategies of a chain of layers under a memory budget: numbers only."""
+"""The fastest strategy candidates of a chain of layers under a memory budget: numbers only."""

@@ -28,7 +28,7 @@ from meshfold.passes.run.hull import FloatArray, IntArray
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
-    """Parallel arrays over the exchanges."""
+    """Exchanges of one strategy candidate of a layer for another: parallel arrays."""
 
     regret_s: FloatArray
     group: IntArray

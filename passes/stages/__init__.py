@@ -1,1 +1,1 @@
-"""Divisions a chain of layers into pipeline stages: numbers only."""
+"""Divides a chain of layers into pipeline stages, each with its schedule: numbers only."""

@@ -1,4 +1,4 @@
-"""The schedules that a stage search chooses among.
+"""The schedules that a search of stages chooses among.
 
     gpipe, 1f1b, zero_bubble    one stage per device; warm-up of 1f1b and zero_bubble 0, 1, 2, 4,
                                 ... forwards deeper than the least, up to twice the least
