@@ -102,7 +102,8 @@ def verify_plan(plan: Plan, model: str) -> VerifyReport:
 
 def measured_timeline(plan: Plan, model: str | None, trace: Path | None) -> Timeline:
     """What `timeline --measured` prints: what runs when, as predicted and on local processes, the
-    microbatches of a pipeline, else what hides. Raises OptionError without a model, and for a trace of the latter."""
+    microbatches of a pipeline, else what hides. Raises OptionError without a model, and for a trace
+    of the latter."""
     if model is None:
         raise OptionError("--measured runs the model; say which with --model")
     if plan.schedule:
