@@ -6,7 +6,9 @@ refused. What only counts (a log of calls) is left.
 """
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from meshfold.errors import CaptureError
 from meshfold.torch_compat.source_lines import is_user_file
 
 State = Mapping[tuple[str, str], Any]
-"""Plain values by (module path, attribute); by ("", "file:name") those of a user's globals."""
+"""Plain values by (module path, attribute); those that instances share by ("", "file:name") and
+("", "module:Class.name")."""
 
 Changes = Mapping[tuple[str, str], tuple[Any, Any]]
 """Plain values before and after forward, of those that it changed, by the keys of State."""
@@ -39,22 +42,37 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
 
 
 def plain_state(model: nn.Module) -> State:
-    """The plain values that forward can change: of modules, and of globals beside user code."""
+    """The plain values that forward can change: of modules, of a user's objects in them, and of the
+    globals and classes of a user's code."""
     found: dict[tuple[str, str], Any] = {}
-    spaces: dict[int, tuple[str, dict[str, Any]]] = {}
+    shared: dict[int, tuple[str, Mapping[str, Any]]] = {}
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if not name.startswith("_") and _is_plain(value):
-                found[path, name] = copy.copy(value)
-        forward = getattr(type(module).forward, "__globals__", None)
-        file = forward.get("__file__") if forward else None
-        if forward and file and is_user_file(file):
-            spaces[id(forward)] = file, forward
-    for file, space in spaces.values():
-        for name, value in space.items():
-            if not name.startswith("__") and _is_plain(value):
-                found["", f"{file}:{name}"] = copy.copy(value)
+        own = {name: x for name, x in vars(module).items() if not name.startswith("_")}
+        _add(found, path, "", own)
+        for name, value in own.items():
+            if _is_of_user(type(value)) and not isinstance(value, (nn.Module, torch.Tensor, type)):
+                _add(found, path, f"{name}.", getattr(value, "__dict__", {}))
+        if _is_of_user(type(module)):
+            space = getattr(type(module).forward, "__globals__", {})
+            shared[id(space)] = f"{space.get('__file__')}:", space
+            for base in filter(_is_of_user, type(module).__mro__):
+                shared[id(base)] = f"{base.__module__}:{base.__qualname__}.", vars(base)
+    for prefix, values in shared.values():
+        _add(found, "", prefix, values)
     return found
+
+
+def _add(
+    found: dict[tuple[str, str], Any], path: str, prefix: str, values: Mapping[str, Any]
+) -> None:
+    for name, value in values.items():
+        if not name.startswith("__") and _is_plain(value):
+            found[path, prefix + name] = copy.copy(value)
+
+
+def _is_of_user(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and is_user_file(file)
 
 
 def _is_plain(value: Any) -> bool:
@@ -67,7 +85,9 @@ def _is_plain(value: Any) -> bool:
 def changed_state(before: State, model: nn.Module) -> Changes:
     """What has changed since `before`."""
     now = plain_state(model)
-    return {k: (old, now[k]) for k, old in before.items() if k in now and now[k] != old}
+    return {
+        k: (before.get(k), new) for k, new in now.items() if k not in before or before[k] != new
+    }
 
 
 def refuse_changing_state(
@@ -80,8 +100,9 @@ def refuse_changing_state(
 
     def prepare(fresh: nn.Module) -> None:
         for (path, name), (_, value) in changed.items():
-            if ":" not in name:
-                setattr(fresh.get_submodule(path), name, copy.copy(value))
+            if ":" not in name:  # what is shared has kept its change
+                *owners, last = name.split(".")
+                setattr(reduce(getattr, owners, fresh.get_submodule(path)), last, copy.copy(value))
 
     if again(prepare):
         return

@@ -122,7 +122,7 @@ def test_devices_picks_part_of_a_node_or_whole_nodes(
         ("dgx-h100", -4, "devices: must be 1 or more, got -4"),
         ("dgx-h100", 12, "devices: 12 are no whole nodes of 8 devices (dgx-h100x2); take 8 or 16"),
         ("dgx-h100x2", 32, "devices: 32 asked for, cluster dgx-h100x2 has 16"),
-        ("no/such.json", None, "no/such.json: cannot be read: No such file or directory"),
+        ("no/such.json", None, "no/such.json: cannot be read (No such file or directory)"),
     ],
 )
 def test_bad_requests_are_answered_in_one_line(

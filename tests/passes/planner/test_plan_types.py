@@ -118,7 +118,6 @@ REFUSALS = {
     "an input as R; ranks read it Invariant": ("mlp", "dp"),
     "must leave Invariant on all axes": ("mlp", "dp"),
     "has rows at their experts, outside of a region": ("mlp", "dp"),
-    "the plan says that it arrives as": ("gpt2", "zero3"),
     "no conversion leads from": ("mlp", "tp+sp"),
     "a buffer as S": ("bert", "dp"),
 }

@@ -13,13 +13,23 @@ from meshfold.errors import CaptureError
 COUNTS = {"calls": 0}
 
 
+class Settings:
+    """An object of the user."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
 class Model(nn.Module):
     """Two linear layers, with something in between."""
+
+    total = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
         self.calls, self.scale, self.log = 0, 1.0, []
+        self.settings = Settings()
 
     def middle(self, h: Tensor) -> Tensor:
         return h
@@ -73,6 +83,26 @@ def counted_globally(model: Model, h: Tensor) -> Tensor:
     return h * COUNTS["calls"]
 
 
+def counted_on_type(model: Model, h: Tensor) -> Tensor:
+    Model.total += 1
+    return h * Model.total
+
+
+def counted_in_object(model: Model, h: Tensor) -> Tensor:
+    model.settings.calls += 1
+    return h * model.settings.calls
+
+
+def counted_anew(model: Model, h: Tensor) -> Tensor:
+    model.fresh = getattr(model, "fresh", 0) + 1
+    return h * model.fresh
+
+
+def set_alike(model: Model, h: Tensor) -> Tensor:
+    model.width = h.shape[-1]
+    return h * model.width
+
+
 def only_counted(model: Model, h: Tensor) -> Tensor:
     model.calls += 1
     return h
@@ -112,6 +142,10 @@ MIDDLES = {
     warmed: r"forward changes scale \(from 1.0 to 0.5\)",
     logged: r"forward changes log \(from \[\] to \[1\]\)",
     counted_globally: r"test_python_state.py:COUNTS \(from \{'calls': 0\} to \{'calls': 1\}\)",
+    counted_on_type: r"test_python_state:Model.total \(from 0 to 1\)",
+    counted_in_object: r"forward changes settings.calls \(from 0 to 1\)",
+    counted_anew: r"forward changes fresh \(from None to 1\)",
+    set_alike: "",
     only_counted: "",
     hooked: "Tensor.register_hook inside of forward is lost in a graph; .*test_python_state.py",
     backward_inside: "Tensor.backward inside of forward is lost in a graph",
@@ -124,7 +158,7 @@ MIDDLES = {
 
 def captured_line(model: nn.Module) -> str:
     """The line that refuses a model; empty where it is captured."""
-    COUNTS["calls"] = 0
+    COUNTS["calls"] = Model.total = 0
     try:
         capture(model, {"x": torch.randn(8, 4)})
     except CaptureError as error:
