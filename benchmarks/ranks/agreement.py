@@ -1,6 +1,6 @@
 """What the comparisons between ranks cost a step: meshfold.training.agreement.
 
-    python benchmarks/agreement.py [--steps 6] [--sequence 128]
+    python benchmarks/ranks/agreement.py [--steps 6] [--sequence 128]
 
 GPT-2 small on two gloo processes, data parallel. Steps with and without the comparisons take turns,
 so that both see the same machine; what is given is the ratio of the medians, of the first steps
