@@ -11,6 +11,7 @@ from support.processes.pool import Pools
 from meshfold.errors import OptionError
 from meshfold.training.local_gradient import LocalGradient, local_tensor, mark_gradient
 
+SLOW = pytest.mark.slow
 PINS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 4, "zero": 0},
     "zero3": {"dp": 4, "zero": 3},
@@ -25,7 +26,9 @@ READS_SHARDS = {
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("pins", [pytest.param("dp", marks=pytest.mark.slow), "zero3", "tp"])
+@pytest.mark.parametrize(
+    "pins", [pytest.param("dp", marks=SLOW), "zero3", pytest.param("tp", marks=SLOW)]
+)
 def test_a_loop_is_right_or_refused(pools: Pools, pins: str) -> None:
     found = pools.run(4, "support.processes.habits:compiled_losses", PINS[pins], LOOPS)
     for k, loop in enumerate(LOOPS):
@@ -39,7 +42,7 @@ def test_a_loop_is_right_or_refused(pools: Pools, pins: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("pins", ["zero3", pytest.param("dp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pins", ["zero3", pytest.param("dp", marks=SLOW)])
 def test_wrappers_that_distribute_are_refused(pools: Pools, pins: str) -> None:
     for lines in pools.run(4, "support.processes.habits:wrapped", PINS[pins]):
         for name, line in lines.items():
