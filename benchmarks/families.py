@@ -32,6 +32,7 @@ from meshfold.ir.plan import Plan
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.sharding.layout import shard_of
 from meshfold.training.compiled_model import CompiledModel
+from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 
 NUM_PROCESSES = 4
@@ -174,7 +175,7 @@ def _worst(compiled: CompiledModel, model: nn.Module, what: str) -> float:
 
 
 def _zero_if_none(parameter: Tensor, value: Tensor | None) -> Tensor:
-    return torch.zeros_like(parameter) if value is None else value
+    return torch.zeros_like(parameter) if value is None else local_tensor(value)
 
 
 def table(rows: list[Row]) -> str:

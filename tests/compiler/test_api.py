@@ -79,7 +79,7 @@ def test_ranks_with_different_programs_find_out_before_they_wait_for_ever(pools:
     for message in pools.run(
         2, "support.programs.emit:mismatch_of", list(map(plan_to_json, plans))
     ):
-        assert message.startswith("rank 1 emitted another program than rank 0; ")
+        assert message.startswith("rank 1 has another program than rank 0 (")
 
 
 def test_the_seed_of_a_plan_decides_dropout() -> None:

@@ -231,7 +231,7 @@ def mismatch_of(plan_texts: list[str]) -> str:
     plan = plan_from_json(plan_texts[dist.get_rank()])
     try:
         meshfold.compile(model, plan.cluster, batch, plan=plan)
-    except meshfold.PlanMismatchError as error:
+    except MeshfoldError as error:
         return str(error)
     return ""
 
