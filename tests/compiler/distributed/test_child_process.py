@@ -23,7 +23,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("interrupted")
 """
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 
 
 def _is_alive(process: int) -> bool:
