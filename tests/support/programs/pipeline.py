@@ -22,7 +22,7 @@ from meshfold.api import bind
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.pipeline.schedules import Schedule
-from meshfold.errors import StageLostError
+from meshfold.errors import RankLostError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan, RegionRun, StagePlan
@@ -245,14 +245,22 @@ def dropout_losses(pins: Mapping[str, Any], own_part: bool = False) -> list[floa
 
 
 def lose_a_stage(
-    report: Any, family: str, layers: int, captured: Captured, text: str, how: str
+    report: Any, family: str, layers: int, captured: Captured, text: str, how: str, when: str
 ) -> str:
-    """The last rank dies or hangs in its second step; what the others say, and after how long."""
+    """The last rank dies or hangs before its second step, or within it, once the ranks agreed to
+    make it; what the others say, and after how long."""
     model, batch = model_and_batch(family, layers)
     compiled = bind(model, plan_from_json(text), captured, batch)
     with float64_everywhere():
         compiled.train_step(batch)
     if dist.get_rank() == dist.get_world_size() - 1:
+        agreement = compiled._agreement
+        assert agreement is not None
+        if when == "within":
+            agreement.check_call("train_step", batch, compiled.num_forwards, compiled.training)
+            agreement.check_contents(batch, ())
+            # The others receive what this rank sent last.
+            time.sleep(0.3)
         if how == "dies":
             os._exit(3)
         time.sleep(4.0)
@@ -264,13 +272,13 @@ def lose_a_stage(
     try:
         with float64_everywhere():
             compiled.train_step(batch, timeout_s=1.5)
-    except StageLostError as error:
+    except RankLostError as error:
         now = [None if p.grad is None else local_tensor(p.grad) for p in compiled.parameters()]
         is_kept = all(
             y is None if x is None else y is not None and torch.equal(x, y)
             for x, y in zip(before, now, strict=True)
         )
-        report(f"{time.monotonic() - start < 60} {is_kept} {error}")
+        report(f"{time.monotonic() - start < 60} {is_kept} {type(error).__name__}: {error}")
         time.sleep(3.0)
         return str(error)
     return "nothing was lost"
