@@ -6,8 +6,9 @@ model, example inputs --capture--> folded graph --search--> Plan --emit--> progr
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,13 +88,7 @@ def compile(
             chosen = plan_captured(captured, type(model).__name__, cluster_spec, given)
         return _emitted(model, chosen, captured)
 
-    return _bound(
-        model,
-        compared(emitted, _Emitted.facts) if _is_in_job() else emitted(),
-        example_inputs,
-        sync_module_states=sync_module_states,
-        num_compared_batches=num_compared_batches,
-    )
+    return _bound(model, emitted, example_inputs, sync_module_states, num_compared_batches)
 
 
 def _capture(
@@ -187,16 +182,8 @@ def bind(
     Arguments and errors as of `compile`.
     """
 
-    def emitted() -> _Emitted:
-        return _emitted(model, plan, captured)
-
-    return _bound(
-        model,
-        compared(emitted, _Emitted.facts) if _is_in_job() else emitted(),
-        example_inputs,
-        sync_module_states=sync_module_states,
-        num_compared_batches=num_compared_batches,
-    )
+    work = partial(_emitted, model, plan, captured)
+    return _bound(model, work, example_inputs, sync_module_states, num_compared_batches)
 
 
 def _emitted(model: nn.Module, plan: Plan, captured: Captured) -> _Emitted:
@@ -213,12 +200,13 @@ def _emitted(model: nn.Module, plan: Plan, captured: Captured) -> _Emitted:
 
 def _bound(
     model: nn.Module,
-    emitted: _Emitted,
+    work: Callable[[], _Emitted],
     example_inputs: Mapping[str, Any],
-    *,
     sync_module_states: bool,
     num_compared_batches: int | None,
 ) -> CompiledModel:
+    """What `work` emits, once the ranks agree on it, on this rank's shards of the model."""
+    emitted = compared(work, _Emitted.facts) if _is_in_job() else work()
     plan, program = emitted.plan, emitted.program
     if _is_in_job():
         agreed_states(model, sync=sync_module_states)

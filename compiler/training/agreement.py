@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,6 @@ from meshfold.ir.mesh import DATA_AXIS
 from meshfold.torch_compat.dtypes import dtype_name
 from meshfold.torch_compat.process_groups import default_timeout, host_backend
 from meshfold.torch_compat.pytree import named_leaves
-
-T = TypeVar("T")
 
 NUM_COMPARED = 10
 """Steps whose batches are compared by their contents, unless the user says otherwise."""
@@ -67,8 +65,9 @@ def agreed_states(model: nn.Module, *, sync: bool) -> None:
                 f"{what} (and {len(different) - 1} more); build the model with the same seed on "
                 "every rank, or compile with sync_module_states=True"
             )
-        for k in different:
-            _take_from_first_rank(states[k][1], group)
+        with waits_for_all("initial values of rank 0"):
+            for k in different:
+                _take_from_first_rank(states[k][1], group)
     finally:
         dist.destroy_process_group(group)
     if dist.get_rank() == 0:

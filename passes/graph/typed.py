@@ -1,6 +1,9 @@
 """What a typing says of the values of a region's graph."""
 
-from meshfold.ir.op_graph import OpGraph
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from meshfold.ir.op_graph import FoldedGraph, OpGraph, Source, SourceKind
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
 
@@ -22,6 +25,28 @@ def layouts_of_values(
     for slot, v in graph.mutations:
         demands[v][typing.slots[slot]] = None
     return [(n, tuple(d)) for n, d in zip(native, demands, strict=True)]
+
+
+def arriving_layouts(
+    folded: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    boundary: Mapping[str, Layout] = MappingProxyType({}),
+) -> list[tuple[Layout, ...]]:
+    """The layout in which each slot's value arrives, per instance: what its producer gives.
+
+    typings: one per region. boundary: in a pipeline stage the layout of what arrives from the stage
+    before, by name.
+    """
+
+    def arrival(source: Source, declared: Layout) -> Layout:
+        if source.kind is SourceKind.VALUE:
+            return typings[folded.instances[source.instance].region].outputs[source.output]
+        return boundary[source.name] if source.kind is SourceKind.BOUNDARY else declared
+
+    return [
+        tuple(map(arrival, instance.sources, typings[instance.region].slots))
+        for instance in folded.instances
+    ]
 
 
 def value_name(graph: OpGraph, v: int) -> str:

@@ -18,7 +18,7 @@ from meshfold.ir.mesh import PIPELINE_AXIS, Mesh
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, SourceKind, Value
 from meshfold.ir.plan import Plan, RegionPlan
 from meshfold.ir.spmd import INVARIANT, Layout, layout_text
-from meshfold.passes.graph.typed import layouts_of_values, value_name
+from meshfold.passes.graph.typed import arriving_layouts, layouts_of_values, value_name
 from meshfold.passes.price.conversions import has_conversion
 from meshfold.passes.price.parameter_groups import used_layout
 from meshfold.passes.rules.table import AxisRule
@@ -40,7 +40,9 @@ def check_plan_types(split: FoldedGraph, plan: Plan) -> tuple[OpRules, ...]:
         _check_legal(region.graph, planned, plan.mesh)
         rules.append(typed_rules(region.graph, planned.typing, planned.name, plan.mesh))
     _check_stored(split, plan)
-    for k, slots in dict.fromkeys(_arriving(split, plan)):
+    arriving = arriving_layouts(split, [region.typing for region in plan.regions])
+    numbers = (instance.region for instance in split.instances)
+    for k, slots in dict.fromkeys(zip(numbers, arriving, strict=True)):
         planned = plan.regions[k]
         arrived = replace(planned, typing=replace(planned.typing, slots=slots))
         _check_conversions(split.regions[k].graph, arrived, plan.mesh)
@@ -121,22 +123,6 @@ def _check_conversions(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
                         f"region {planned.name}, {value_name(graph, v)}: {layout_text(native)} to "
                         f"{layout_text(demand)}; only floats are pending sums"
                     )
-
-
-def _arriving(split: FoldedGraph, plan: Plan) -> Iterator[tuple[int, tuple[Layout, ...]]]:
-    """Per instance its region, and the layouts in which values arrive at its slots: what producers
-    give, else what the plan says."""
-    for instance in split.instances:
-        slots = plan.regions[instance.region].typing.slots
-        yield (
-            instance.region,
-            tuple(
-                plan.regions[split.instances[s.instance].region].typing.outputs[s.output]
-                if s.kind is SourceKind.VALUE
-                else declared
-                for s, declared in zip(instance.sources, slots, strict=True)
-            ),
-        )
 
 
 def _check_stored(split: FoldedGraph, plan: Plan) -> None:

@@ -35,11 +35,12 @@ from meshfold.codegen.program.emitted import (
 from meshfold.codegen.program.text import TYPE
 from meshfold.errors import PlanMismatchError
 from meshfold.ir.conversion_step import Step as ConversionStep
-from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, Source, SourceKind
+from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, SourceKind
 from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import INVARIANT, Layout, layout_text, local_shape
 from meshfold.ir.strategy import OpTyping, RegionTyping
 from meshfold.ops.conversions import emit_step
+from meshfold.passes.graph.typed import arriving_layouts
 from meshfold.passes.price.conversion_trees import conversion_trees
 from meshfold.passes.price.conversions import ConversionCosts, conversion_steps
 from meshfold.passes.price.parameter_groups import (
@@ -82,7 +83,7 @@ def emit_typed(
     emitted: dict[tuple[int, tuple[Layout, ...]], int] = {}
     regions: list[RegionProgram] = []
     programs: list[int] = []
-    arriving = _arriving(folded, typings, boundary)
+    arriving = arriving_layouts(folded, typings, boundary)
     for instance, layouts in zip(folded.instances, arriving, strict=True):
         number = instance.region
         if (number, layouts) not in emitted:
@@ -119,22 +120,6 @@ def schedule(materializes: Sequence[bool], *, releases_all: bool = False) -> tup
         if k in following or (releases_all and materializes[k]):
             steps.append(Step("X", k))
     return tuple(steps)
-
-
-def _arriving(
-    folded: FoldedGraph, typings: Sequence[RegionTyping], boundary: Mapping[str, Layout]
-) -> Sequence[tuple[Layout, ...]]:
-    """The layout in which each slot's value arrives, per instance: what its producer gives."""
-
-    def arrival(source: Source, declared: Layout) -> Layout:
-        if source.kind is SourceKind.VALUE:
-            return typings[folded.instances[source.instance].region].outputs[source.output]
-        return boundary[source.name] if source.kind is SourceKind.BOUNDARY else declared
-
-    return [
-        tuple(map(arrival, instance.sources, typings[instance.region].slots))
-        for instance in folded.instances
-    ]
 
 
 def _stored(
