@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,16 @@ _FREE = re.compile(r"theta|max_length|seed|base|max_position|n_positions")
 """In names of numbers that nothing is made of."""
 
 
-def read_fields(path: Path) -> dict[str, Any]:
-    """The fields of a configuration file. Raises OptionError if it is none, or beyond the limits
+@dataclass(frozen=True)
+class Configuration:
+    """The fields of a Hugging Face configuration. path: the file that errors name."""
+
+    path: Path
+    fields: Mapping[str, Any]
+
+
+def read_configuration(path: Path) -> Configuration:
+    """The configuration in a file. Raises OptionError if there is none, or beyond the limits
     (docs/limits.md)."""
     try:
         fields = read_json(path)
@@ -34,7 +43,7 @@ def read_fields(path: Path) -> dict[str, Any]:
             f"{path}: model_type: missing; this is no Hugging Face configuration file"
         )
     _check_sizes(path, fields)
-    return fields
+    return Configuration(path, fields)
 
 
 def _check_sizes(path: Path, fields: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from torch import nn
 
 from meshfold.errors import OptionError
 from meshfold.ir.plan import Plan
-from meshfold.models.config_file import read_fields
+from meshfold.models.config_file import Configuration, read_configuration
 from meshfold.models.user_code import user_code
 
 SEQUENCE_LIMIT = 2048
@@ -57,14 +57,15 @@ class BuiltModel:
 
 
 def build_model(
-    argument: str,
+    argument: str | Configuration,
     *,
     batch: int | None = None,
     sequence: int | None = None,
     default_batch: int = 1,
     device: str = "meta",
 ) -> BuiltModel:
-    """The model that MODEL names, in train mode if from a configuration.
+    """The model that MODEL names, or of a configuration that was read; in train mode if from a
+    configuration.
 
     batch, sequence: sizes of the example inputs; a configuration without them gets `default_batch`
     and the longest sequence up to SEQUENCE_LIMIT that the model takes. The global random state is
@@ -75,16 +76,20 @@ def build_model(
             raise OptionError(f"--{name} {size}: no size; write 1 or more")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if is_configuration(argument):
-            return _from_file(Path(argument), batch or default_batch, sequence, device)
-        return _from_factory(argument, batch, sequence)
+        if isinstance(argument, str):
+            if not is_configuration(argument):
+                return _from_factory(argument, batch, sequence)
+            argument = read_configuration(Path(argument))
+        return _from_configuration(argument, batch or default_batch, sequence, device)
 
 
-def build_for_plan(argument: str, plan: Plan, *, device: str = "meta") -> BuiltModel:
-    """The model that MODEL names, with example inputs of the sizes that the plan was made for. A
-    factory is given those of batch and seq that it has arguments for."""
+def build_for_plan(
+    argument: str | Configuration, plan: Plan, *, device: str = "meta"
+) -> BuiltModel:
+    """The model that build_model makes, with example inputs of the sizes that the plan was made
+    for. A factory is given those of batch and seq that it has arguments for."""
     sizes = {"batch": plan.model.batch_size, "seq": sequence_length(plan)}
-    if not is_configuration(argument):
+    if isinstance(argument, str) and not is_configuration(argument):
         accepted = accepted_sizes(argument)
         sizes = {name: size for name, size in sizes.items() if name in accepted}
     return build_model(argument, batch=sizes.get("batch"), sequence=sizes.get("seq"), device=device)
@@ -114,13 +119,12 @@ def _accepted_by(factory: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in ("batch", "seq") if name in parameters)
 
 
-def configuration_fields(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of a configuration file, and the same with the defaults of those it has not.
-    Raises OptionError, as build_model."""
-    fields = read_fields(path)
-    transformers = _transformers(path)
-    _architecture(path, fields, transformers)
-    return fields, _config(path, fields, transformers).to_dict() | fields
+def fields_with_defaults(given: Configuration) -> dict[str, Any]:
+    """The fields of a configuration, with the defaults of those it has not. Raises OptionError, as
+    build_model."""
+    transformers = _transformers(given.path)
+    _architecture(given, transformers)
+    return {**_config(given, transformers).to_dict(), **given.fields}
 
 
 def _from_factory(argument: str, batch: int | None, sequence: int | None) -> BuiltModel:
@@ -186,12 +190,14 @@ def _find_factory(argument: str) -> Callable[..., Any]:
         return factory  # type: ignore[no-any-return]
 
 
-def _from_file(path: Path, batch: int, sequence: int | None, device: str) -> BuiltModel:
-    fields = read_fields(path)
+def _from_configuration(
+    given: Configuration, batch: int, sequence: int | None, device: str
+) -> BuiltModel:
+    path = given.path
     transformers = _transformers(path)
-    class_name, task = _architecture(path, fields, transformers)
-    config = _config(path, fields, transformers)
-    dtype = _dtype(path, fields)
+    class_name, task = _architecture(given, transformers)
+    config = _config(given, transformers)
+    dtype = _dtype(given)
     with user_code(f"{path}: {class_name}", remedy="correct the fields"):
         with torch.device(device):
             model = getattr(transformers, class_name)._from_config(config, dtype=dtype)
@@ -212,10 +218,9 @@ def _transformers(path: Path) -> ModuleType:
         ) from error
 
 
-def _architecture(
-    path: Path, fields: Mapping[str, Any], transformers: ModuleType
-) -> tuple[str, str]:
+def _architecture(given: Configuration, transformers: ModuleType) -> tuple[str, str]:
     """(class name, task)."""
+    path, fields = given.path, given.fields
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
     by_task = {task: getattr(tables, table) for task, table in _TASKS.items()}
     model_type = fields["model_type"]
@@ -232,18 +237,18 @@ def _architecture(
     )
 
 
-def _config(path: Path, fields: Mapping[str, Any], transformers: ModuleType) -> Any:
-    with user_code(f"{path}: transformers", remedy="correct the fields"):
-        return transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
+def _config(given: Configuration, transformers: ModuleType) -> Any:
+    with user_code(f"{given.path}: transformers", remedy="correct the fields"):
+        return transformers.CONFIG_MAPPING[given.fields["model_type"]].from_dict(dict(given.fields))
 
 
-def _dtype(path: Path, fields: Mapping[str, Any]) -> torch.dtype:
+def _dtype(given: Configuration) -> torch.dtype:
     # "torch_dtype" is the field's name in files written before transformers 5.
-    name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    name = given.fields.get("dtype") or given.fields.get("torch_dtype") or "float32"
     dtype: Any = getattr(torch, str(name), None)
     if dtype not in _FLOATS:
         names = ", ".join(str(one).removeprefix("torch.") for one in _FLOATS)
-        raise OptionError(f"{path}: dtype: {name!r} cannot be trained; write one of {names}")
+        raise OptionError(f"{given.path}: dtype: {name!r} cannot be trained; write one of {names}")
     return dtype  # type: ignore[no-any-return]
 
 

@@ -9,11 +9,8 @@ said, and what the scaled-down model does not show. A factory is called as it is
 batch shrink.
 """
 
-import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -31,11 +28,12 @@ from meshfold.ir.options import (
     PinValue,
 )
 from meshfold.ir.plan import Plan
+from meshfold.models.config_file import Configuration, read_configuration
 from meshfold.models.from_argument import (
     BuiltModel,
     accepted_sizes,
     build_model,
-    configuration_fields,
+    fields_with_defaults,
     is_configuration,
     sequence_length,
 )
@@ -63,8 +61,8 @@ class ScaledDown:
     """A plan for a scaled-down model."""
 
     plan: Plan
-    model: str
-    """The MODEL argument that builds it."""
+    model: str | Configuration
+    """The factory, or the smaller configuration, that builds it."""
     changes: tuple[str, ...]
     """What is smaller than in reality, and what is left out: a line each."""
 
@@ -88,34 +86,32 @@ def needed_bytes(plan: Plan) -> int:
     return plan.world_size * (rank + batch + STATES * FLOAT64_BYTES * plan.model.num_parameters)
 
 
-@contextmanager
-def scaled_down(plan: Plan, model: str, captured: Captured) -> Iterator[ScaledDown]:
-    """A scaled-down plan and model for `plan` of MODEL, whose captured program is given. A
-    configuration is written to a folder that is gone afterwards.
+def scaled_down(plan: Plan, model: str, captured: Captured) -> ScaledDown:
+    """A scaled-down plan and model for `plan` of MODEL, whose captured program is given.
 
     Raises MeshfoldError where there is none, with what to do instead.
     """
     degrees = _small_degrees(plan)
-    with tempfile.TemporaryDirectory(prefix="meshfold-") as folder:
-        try:
-            if is_configuration(model):
-                built, name, changes = _from_configuration(plan, model, degrees, Path(folder))
-            else:
-                built, name, changes = _from_factory(plan, model, degrees)
-            captured_small = capture(built.model, built.example_inputs, precision=plan.precision)
-            small, left_out = _planned(plan, captured_small, degrees)
-        except MeshfoldError as error:
-            raise MeshfoldError(
-                f"no scaled-down version of {model} for local processes: {error}; plan a smaller "
-                "model with the same degrees for local-cpux8 or less and verify that"
-            ) from error
-        before, after = plan.strategy.label, small.strategy.label
-        facts = [f"mesh {_mesh_text(plan)} -> {_mesh_text(small)}", f"plan {before} -> {after}"]
-        inputs = _inputs_text(plan), _inputs_text(small)
-        facts += [] if inputs[0] == inputs[1] else [f"inputs {inputs[0]} -> {inputs[1]}"]
-        facts += map(str, changes)
-        facts += [*left_out, *_not_shown(plan, small, captured, captured_small)]
-        yield ScaledDown(small, name, tuple(facts))
+    small_model: str | Configuration = model
+    changes: tuple[Change, ...] = ()
+    try:
+        if is_configuration(model):
+            small_model, changes = _smaller(plan, read_configuration(Path(model)))
+        built = _built(plan, small_model, degrees)
+        captured_small = capture(built.model, built.example_inputs, precision=plan.precision)
+        small, left_out = _planned(plan, captured_small, degrees)
+    except MeshfoldError as error:
+        raise MeshfoldError(
+            f"no scaled-down version of {model} for local processes: {error}; plan a smaller "
+            "model with the same degrees for local-cpux8 or less and verify that"
+        ) from error
+    before, after = plan.strategy.label, small.strategy.label
+    facts = [f"mesh {_mesh_text(plan)} -> {_mesh_text(small)}", f"plan {before} -> {after}"]
+    inputs = _inputs_text(plan), _inputs_text(small)
+    facts += [] if inputs[0] == inputs[1] else [f"inputs {inputs[0]} -> {inputs[1]}"]
+    facts += map(str, changes)
+    facts += [*left_out, *_not_shown(plan, small, captured, captured_small)]
+    return ScaledDown(small, small_model, tuple(facts))
 
 
 def _small_degrees(plan: Plan) -> dict[str, int]:
@@ -141,33 +137,29 @@ def _microbatches(plan: Plan) -> int:
     return wanted if wanted == 1 else wanted // 2 * 2
 
 
-def _from_configuration(
-    plan: Plan, model: str, degrees: Mapping[str, int], folder: Path
-) -> tuple[BuiltModel, str, tuple[Change, ...]]:
-    fields, with_defaults = configuration_fields(Path(model))
-    length = sequence_length(plan)
-    new_length = None if length is None else min(length, SEQUENCE)
-    changes = shrink(with_defaults, sequence=length, new_sequence=SEQUENCE)
-    path = folder / Path(model).name
-    path.write_text(json.dumps(changed(fields, changes)), encoding="utf-8")
-    built = build_model(str(path), batch=_batch(plan, degrees), sequence=new_length)
-    return built, str(path), changes
+def _smaller(plan: Plan, given: Configuration) -> tuple[Configuration, tuple[Change, ...]]:
+    changes = shrink(
+        fields_with_defaults(given), sequence=sequence_length(plan), new_sequence=SEQUENCE
+    )
+    return replace(given, fields=changed(given.fields, changes)), changes
 
 
-def _from_factory(
-    plan: Plan, model: str, degrees: Mapping[str, int]
-) -> tuple[BuiltModel, str, tuple[Change, ...]]:
-    """The factory's own model. Raises OptionError where that does not fit."""
+def _built(plan: Plan, model: str | Configuration, degrees: Mapping[str, int]) -> BuiltModel:
+    """The model on the inputs of the scaled-down plan. Raises OptionError where a factory's own
+    model, which nobody can shrink, does not fit."""
+    batch, sequence = _batch(plan, degrees), sequence_length(plan)
+    if isinstance(model, Configuration):
+        length = None if sequence is None else min(sequence, SEQUENCE)
+        return build_model(model, batch=batch, sequence=length)
     num_bytes = prod(degrees.values()) * 2 * STATES * FLOAT64_BYTES * plan.model.num_parameters
     if num_bytes > _room_bytes():
         raise OptionError(
             f"a factory's model cannot be shrunk, and this machine has no room for "
             f"{plan.model.num_parameters:,} parameters in float64 in every process"
         )
-    sizes = {"batch": _batch(plan, degrees), "seq": sequence_length(plan)}
+    sizes = {"batch": batch, "seq": sequence}
     sizes = {name: size for name, size in sizes.items() if name in accepted_sizes(model)}
-    built = build_model(model, batch=sizes.get("batch"), sequence=sizes.get("seq"))
-    return built, model, ()
+    return build_model(model, batch=sizes.get("batch"), sequence=sizes.get("seq"))
 
 
 def _planned(

@@ -24,6 +24,7 @@ from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import MeshfoldError
 from meshfold.ir.node_groups import node_levels
 from meshfold.ir.plan import Plan, model_inputs
+from meshfold.models.config_file import Configuration
 from meshfold.models.from_argument import BuiltModel, build_for_plan, is_configuration
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.graph.without_dropout import exact
@@ -73,12 +74,12 @@ def verify(plan: Plan, model_argument: str) -> VerifyReport:
         )
     if not needs_scaling_down(plan):
         return _run(plan, model_argument)
-    with scaled_down(plan, model_argument, captured) as small:
-        return replace(_run(small.plan, small.model), shrunk=small.changes)
+    small = scaled_down(plan, model_argument, captured)
+    return replace(_run(small.plan, small.model), shrunk=small.changes)
 
 
-def _run(plan: Plan, model_argument: str) -> VerifyReport:
-    results = run_local(plan.world_size, _compare, plan_to_json(plan), model_argument, quiet=True)
+def _run(plan: Plan, model: str | Configuration) -> VerifyReport:
+    results = run_local(plan.world_size, _compare, plan_to_json(plan), model, quiet=True)
     return _report(plan, results)
 
 
@@ -101,9 +102,9 @@ class _Compared:
     first_divergence: str = ""
 
 
-def _compare(_: Report, plan_text: str, model_argument: str) -> _Compared:
+def _compare(_: Report, plan_text: str, model: str | Configuration) -> _Compared:
     plan = plan_from_json(plan_text)
-    built = build_for_plan(model_argument, plan, device="cpu")
+    built = build_for_plan(model, plan, device="cpu")
     captured = _exact(captured_as_planned(plan, built))
     built = BuiltModel(built.model.double(), _double(built.example_inputs))
     _take_from_first_rank(built)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from meshfold.errors import OptionError
-from meshfold.models.config_file import read_fields
+from meshfold.models.config_file import read_configuration
 
 CONFIGS = sorted((Path(__file__).parents[3] / "examples" / "configs").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_real_ones_are_within_the_limits(path: Path) -> None:
-    assert read_fields(path) == json.loads(path.read_text())
+    assert read_configuration(path).fields == json.loads(path.read_text())
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_what_is_too_large_is_refused(fields: dict[str, Any], message: str, tmp_
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama"} | fields))
     with pytest.raises(OptionError) as caught:
-        read_fields(path)
+        read_configuration(path)
     assert f"{path}: {message}" in str(caught.value)
 
 
@@ -45,4 +45,4 @@ def test_what_costs_nothing_may_be_large(tmp_path: Path) -> None:
     fields = {"model_type": "switch_transformers", "num_layers": 15, "num_experts": 2048}
     fields |= {"rope_theta": 10**9, "max_position_embeddings": 10**8, "vocab_size": 10**7}
     path.write_text(json.dumps(fields))
-    assert read_fields(path) == fields
+    assert read_configuration(path).fields == fields

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshfold.models.from_argument import build_model, configuration_fields
+from meshfold.models.config_file import Configuration, read_configuration
+from meshfold.models.from_argument import build_model, fields_with_defaults
 from meshfold.models.shrink_config import changed, shrink
 
 CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "configs"
@@ -117,11 +118,12 @@ def test_changes_are_said() -> None:
 def test_small_models_of_many_types_have_a_loss(model_type: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": model_type}))
-    fields, with_defaults = configuration_fields(path)
+    given = read_configuration(path)
     is_image = model_type == "swin"
-    changes = shrink(with_defaults, sequence=None if is_image else 2048, new_sequence=16)
-    path.write_text(json.dumps(changed(fields, changes)))
-    built = build_model(str(path), batch=2, sequence=None if is_image else 16, device="cpu")
+    sequence = None if is_image else 2048
+    changes = shrink(fields_with_defaults(given), sequence=sequence, new_sequence=16)
+    smaller = Configuration(path, changed(given.fields, changes))
+    built = build_model(smaller, batch=2, sequence=None if is_image else 16, device="cpu")
     if hasattr(built.model.config, "_experts_implementation"):
         built.model.config._experts_implementation = "eager"
     assert sum(p.numel() for p in built.model.parameters()) < 2e6

@@ -15,6 +15,7 @@ from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.models.from_argument import build_for_plan, build_model
+from meshfold.passes.fold.assemble import fingerprint
 from meshfold.plan_file.io import plan_to_json
 from meshfold.validation import scaled_down as scaled_down_module
 from meshfold.validation.scaled_down import (
@@ -45,11 +46,13 @@ def scaled_down_of(
 ) -> ScaledDown:
     plan, captured = planned(model, num_devices, pins, batch)
     assert needs_scaling_down(plan)
-    with scaled_down(plan, model, captured) as small:
-        # It can be built from what the scaled-down model names, and is what was planned.
-        built = build_for_plan(small.model, small.plan)
-        assert capture(built.model, built.example_inputs).graph.inputs
-        return small
+    small = scaled_down(plan, model, captured)
+    # It can be built from what the scaled-down model names, and is what was planned.
+    built = build_for_plan(small.model, small.plan)
+    assert fingerprint(capture(built.model, built.example_inputs).graph) == (
+        small.plan.model.fingerprint
+    )
+    return small
 
 
 @pytest.mark.parametrize(
@@ -121,16 +124,13 @@ def test_a_factory_is_called_as_it_is() -> None:
 def test_a_factory_of_a_model_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, captured = planned(FACTORY, 16, {"dp": 16}, 16)
     monkeypatch.setattr(scaled_down_module, "_room_bytes", lambda: 1000)
-    with (
-        pytest.raises(
-            MeshfoldError,
-            match=f"no scaled-down version of {FACTORY} for local processes: a factory's model "
-            "cannot be shrunk, and this machine has no room for 416 parameters in float64 in every "
-            "process; plan a smaller model",
-        ),
-        scaled_down(plan, FACTORY, captured),
+    with pytest.raises(
+        MeshfoldError,
+        match=f"no scaled-down version of {FACTORY} for local processes: a factory's model "
+        "cannot be shrunk, and this machine has no room for 416 parameters in float64 in every "
+        "process; plan a smaller model",
     ):
-        pass
+        scaled_down(plan, FACTORY, captured)
 
 
 def test_room_decides_for_few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
