@@ -199,4 +199,6 @@ def _serve(
         connection.send(("done", result))
         dist.destroy_process_group()
     except Exception as error:
-        connection.send(failure(error))
+        # A caller that has gone, which is why peers are gone, too, needs no word of it.
+        with contextlib.suppress(OSError):
+            connection.send(failure(error))
