@@ -84,7 +84,12 @@ def assemble_plan(
         meshfold_version=__version__,
         simulated=winner.step,
         events=winner.events,
-        notes=(*folded.notes, *_unsharded_notes(best, _pinned(best, origin, planner)), *notes),
+        notes=(
+            *folded.notes,
+            *planner.search.slack_notes(),
+            *_unsharded_notes(best, _pinned(best, origin, planner)),
+            *notes,
+        ),
     )
 
 

@@ -71,7 +71,7 @@ def assemble_pipeline(
         baselines=baselines,
         search=stats,
         meshfold_version=__version__,
-        notes=(*problems.folded.notes, *notes),
+        notes=(*problems.folded.notes, *writer.search.slack_notes(), *notes),
         schedule=str(found.plan.schedule),
     )
 

@@ -8,8 +8,9 @@ r_o (one axis rule per mesh axis), for every slot and output one of its allowed 
   + sum_p  w_p(stored, used) + price * bytes   conversions and memory price of every parameter
 
 is smallest. passes/region/factors.py writes this as tables over the r_o,
-passes/region/elimination.py minimises their sum; _solution reads the typing back and
-passes/price/region.py prices it again from the conversions that will be emitted. Nothing here knows
+passes/region/elimination.py minimises their sum, exactly unless more of them meet than memory takes
+(passes/region/conditioning.py); _solution reads the typing back and passes/price/region.py prices
+it again from the conversions that will be emitted. Nothing here knows
 what a layer is: pairs of column- and row-parallel products, sequence and vocabulary parallel come
 out of the rules and the prices.
 
@@ -28,6 +29,7 @@ from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.price.op_time import OpTimer, OpTimers
 from meshfold.passes.price.region import RegionPrice, RegionPricer
+from meshfold.passes.region.conditioning import Conditioned, conditioned
 from meshfold.passes.region.constants import shard_constants
 from meshfold.passes.region.conversion_tables import ConversionTables
 from meshfold.passes.region.elimination import Elimination, EliminationPlans, Factor, Table
@@ -36,6 +38,12 @@ from meshfold.passes.region.parameter_tables import ParameterPrices, Prices
 from meshfold.passes.region.roles import AxisRole, SearchCosts
 from meshfold.passes.rules.joint import OpDomain, RuleTable, op_domains
 from meshfold.passes.rules.table import AxisRule, region_rules, typing_of
+
+MOST_ENTRIES = 1 << 24
+"""Of a table of an exact elimination: 128 MiB, in some tenths of a second."""
+
+MAX_JOINT_TABLE = 20_000
+"""Entries of the largest table up to which a region is solved at many prices at once."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,9 @@ class RegionSolution:
 
     objective_s: float
     """The minimised sum, prices of memory included."""
+
+    slack_s: float
+    """What the best typing could save of it at most: 0 where the search was exact."""
 
     _problem: "RegionProblem" = field(compare=False, repr=False)
 
@@ -93,6 +104,8 @@ class RegionProblem:
         factors = self._tables(prices, case)
         # Prices change entries of tables, not which variables they join.
         plan = self.plans.of(domains, [factor.variables for factor in factors], case)
+        if plan.largest_table > MOST_ENTRIES:
+            return [self._conditioned(p) for p in prices]
         found = plan.run([factor.table for factor in factors])
         # A table without parameters is the same in all cases.
         totals = np.broadcast_to(found.table, (len(prices),)).tolist()
@@ -102,6 +115,13 @@ class RegionProblem:
             else None
             for k, (p, total_s) in enumerate(zip(prices, totals, strict=True))
         ]
+
+    def _conditioned(self, prices: Prices) -> "Optimum | None":
+        """A good typing, from that which shards nothing that is not decided yet: the first rule of
+        every op."""
+        unsharded = {v: 0 for v in self.factors.ops if v is not None}
+        found = conditioned(self.factors.domains, self._tables([prices]), unsharded)
+        return None if found is None else Optimum(self, prices, found, found.total, None)
 
     def _tables(self, prices: Sequence[Prices], case: int | None = None) -> list[Factor]:
         """All factors. case: the variable that numbers the prices, if there are several."""
@@ -126,9 +146,20 @@ class Optimum:
 
     problem: RegionProblem
     prices: Prices
-    found: Elimination
+    found: Elimination | Conditioned
     objective_s: float
     case: tuple[int, ...] | None
+
+    @property
+    def slack_s(self) -> float:
+        """By how much another typing could be cheaper at most."""
+        return self.objective_s - self.found.lower if isinstance(self.found, Conditioned) else 0.0
+
+    @property
+    def is_small(self) -> bool:
+        """Whether several of them are found in the time of one."""
+        found = self.found
+        return isinstance(found, Elimination) and found.largest_table <= MAX_JOINT_TABLE
 
     @cached_property
     def slots(self) -> tuple[Layout, ...]:
@@ -161,11 +192,17 @@ class Optimum:
         sizes = problem.costs.mesh.sizes
         typing, joint = shard_constants(graph, problem.table, typing, rules, sizes)
         return RegionSolution(
-            typing=typing, rules=joint, objective_s=self.objective_s, _problem=problem
+            typing=typing,
+            rules=joint,
+            objective_s=self.objective_s,
+            slack_s=self.slack_s,
+            _problem=problem,
         )
 
     @cached_property
     def _values(self) -> tuple[int, ...]:
+        if isinstance(self.found, Conditioned):
+            return self.found.values
         return self.found.assignment(self.case)
 
 

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 from support.processes.pool import Pools
-from support.programs.pipeline import captured_model, lose_a_stage, planned, recut
+from support.programs.pipeline import captured_model, planned, recut
 
 import meshfold
 from meshfold.cost_models.pipeline.schedules import V_ORDERS, Schedule, ScheduleKind
-from meshfold.distributed.local_processes import LocalProcessError, run_local
 from meshfold.errors import OptionError
-from meshfold.ir.plan import Plan
 from meshfold.plan_file.io import plan_to_json
 from meshfold.runtime.runner import ProgramRunner
 
@@ -269,34 +267,6 @@ def test_dropout_draws_alike_whatever_the_plan(pools: Pools, name: str) -> None:
             num_ranks, "support.programs.pipeline:dropout_losses", pins, own_part
         ):
             assert losses == pytest.approx(expected, rel=1e-12)
-
-
-def _two_stages() -> Plan:
-    base = planned("gpt2", 2, 2, pinned({"pp": 2}))
-    return recut(base, Schedule(ScheduleKind.ONE_F_ONE_B, 2, MICROBATCHES))
-
-
-LOST = {
-    "before": "RankLostError: rank 0 waited for rank 1 in step 1, comparison of what the ranks",
-    "within": "StageLostError: stage 0 waited before 0B0 for 1B0 of stage 1 on rank 1",
-}
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-@pytest.mark.parametrize("when", LOST)
-def test_a_lost_stage_is_named(how: str, when: str) -> None:
-    said: list[str] = []
-    arguments = ("gpt2", 2, captured_model("gpt2", 2), plan_to_json(_two_stages()), how, when)
-    collected = lambda rank, value: said.append(value)  # noqa: E731
-    try:
-        # The survivor may take longer than a user would want to wait, on a busy machine.
-        run_local(2, lose_a_stage, *arguments, on_report=collected, quiet=True, grace_s=60.0)
-    except LocalProcessError:
-        assert how == "dies"
-    (text,) = said
-    assert text.startswith(f"True True {LOST[when]}"), text
 
 
 @pytest.mark.multiprocess

@@ -15,6 +15,7 @@ from meshfold.ir.op_graph import OpGraph, SlotKind
 from meshfold.ir.spmd import INVARIANT, Layout, Shard
 from meshfold.passes.price.conversions import conversion_cost, plan_conversions
 from meshfold.passes.price.op_time import op_time
+from meshfold.passes.region import conditioning, search
 from meshfold.passes.region.parameter_tables import Prices
 from meshfold.passes.region.roles import AxisRole
 from meshfold.passes.region.search import SearchTables, prepare_region
@@ -349,3 +350,18 @@ def test_objective_is_the_emitted_price():
     price = found.price
     total = price.forward_s + price.backward_s + sum(price.communication_s.values())
     assert np.isclose(found.objective_s, total, rtol=1e-3)
+
+
+def test_what_is_too_wide_for_elimination_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The typing can be emitted, and the exact optimum lies between its price and its bound."""
+    graph = mlp(residual=True)
+    slots = allowed_slots(graph, WHOLE_OR_SHARD, WHOLE_OR_SHARD)
+    exact, expected = solve_both(graph, (1, 2), slots, [WHOLE_OR_SHARD], PRICED)
+    assert exact.slack_s == 0.0
+    monkeypatch.setattr(search, "MOST_ENTRIES", 1)
+    monkeypatch.setattr(conditioning.conditioned, "__defaults__", (4,))
+    found, _ = solve_both(graph, (1, 2), slots, [WHOLE_OR_SHARD], PRICED)
+    assert found.objective_s - found.slack_s <= expected * (1 + 1e-12)
+    assert expected <= found.objective_s * (1 + 1e-12)
+    assert found.slack_s > 0.0
+    assert np.isfinite(found.price.forward_s + found.price.backward_s)
