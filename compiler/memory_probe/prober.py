@@ -8,6 +8,7 @@ What a CUDA-only kernel keeps may differ (it is the fused attention kernels that
 random state).
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,8 @@ DEVICE_OPS = frozenset(
     }
 )
 
+TRAINED_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
+
 
 class OpProber:
     """Answers ProbeKeys; every distinct key is run once, a pointwise op once and a linear layer
@@ -70,10 +73,21 @@ class OpProber:
         return linear_at_size(self(first), key) if self._is_linear[first] else None
 
     def _probe(self, key: ProbeKey) -> OpProbe:
+        if _has_one_value_a_channel(key):
+            # Without data, torch divides by the number of values less one. These are few bytes.
+            return _run(key, torch.device("cpu"))
         if key.target not in DEVICE_OPS:
             return _run(key, torch.device("meta"))
         with self._mode:
             return _run(key, torch.device("cpu"))
+
+
+def _has_one_value_a_channel(key: ProbeKey) -> bool:
+    """Whether a rank has one sample of a 1 x 1 map; all ranks together have more."""
+    if key.target != TRAINED_BATCH_NORM:
+        return False
+    shape = key.operands[0].shape
+    return math.prod(shape) == shape[1]
 
 
 def _run(key: ProbeKey, device: torch.device) -> OpProbe:

@@ -11,6 +11,7 @@ from support.programs.local_programs import Rank, capture, emit_uniform, local_p
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshfold.api import plan_captured
 from meshfold.capture.pipeline import Captured
 from meshfold.codegen.emit.region import emit_typed
 from meshfold.codegen.program.emitted import EmittedProgram
@@ -19,6 +20,7 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.distributed.step_context import StepContext
 from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.options import CompileOptions
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.ops.batch_norm import batch_norm
 
@@ -126,6 +128,29 @@ def test_in_eval_mode_nothing_is_synchronised_and_no_statistics_change() -> None
     assert rules_of(program, "batch_norm_legit_no_training") == {("d0",)}
     nodes = [node for region in program.regions for node in region.graph.graph.nodes]
     assert not any(node.target is batch_norm for node in nodes)
+
+
+class Pooled(nn.Module):
+    """images [n, 3, h, w], labels [n] -> mean cross entropy, of a norm over 1 x 1 maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(8), nn.Flatten()
+        )
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.layers(images), labels)
+
+
+def test_ranks_with_one_value_a_channel_are_planned_and_exact() -> None:
+    """Together they have several, as the batch norm of one process needs."""
+    torch.manual_seed(0)
+    model = Pooled().double()
+    check(model, UniformStrategy(4, 1))
+    captured = capture(copy.deepcopy(model), images(BATCH, 16, 8))
+    plan = plan_captured(captured, "Pooled", "local-cpux4", CompileOptions(pins={"dp": 4}))
+    assert plan.memory.peak > 0
 
 
 class Mixed(nn.Module):
