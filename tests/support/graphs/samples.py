@@ -80,6 +80,8 @@ POINTWISE: tuple[Sample, ...] = (
     call("add.Tensor", real(4, 12, 1), real(1, 24)),
     call("add.Tensor", whole(9, 4, 12), whole(9, 12)),
     call("sub.Tensor", real(*X), real(*X, seed=8)),
+    call("add.Scalar", real(*X), 1.5),
+    call("sub.Scalar", real(*X), 1.5),
     call("rsub.Scalar", real(*X), 2.0),
     call("mul.Tensor", real(*X), real(4, 1, 24)),
     call("mul.Tensor", real(*X), 0.5),
@@ -87,6 +89,7 @@ POINTWISE: tuple[Sample, ...] = (
     call("mul.Scalar", real(*X), 3.0),
     call("div.Tensor", real(*X), real(*X, seed=8)),
     call("div.Tensor", real(*X), 3.0),
+    call("div.Scalar", real(*X), 3.0),
     call("div.Tensor_mode", real(*X), 0.03, rounding_mode="floor"),
     call("div.Tensor_mode", real(*X), real(24), rounding_mode=None),
     call("where.self", flags(4, 1, 24), real(*X), real(12, 24)),
@@ -253,21 +256,21 @@ ATTENTION: tuple[Sample, ...] = (
 )
 
 
-def _experts(*args: Any, op: str = "expert_linear") -> Sample:
+def _own(*args: Any, op: str = "expert_linear") -> Sample:
     target = f"meshfold.{op}.default"
     return target, lambda: SingleOp(target, *args)
 
 
 EXPERTS: tuple[Sample, ...] = (
-    _experts(real(24, 12), real(12, 24, 12), whole(12, 24)),
-    _experts(real(24, 12), real(12, 24, 12), whole(12, 24), real(12, 24)),
-    _experts(real(24, 12), real(12, 12, 36), whole(12, 24), real(12, 36), True),
+    _own(real(24, 12), real(12, 24, 12), whole(12, 24)),
+    _own(real(24, 12), real(12, 24, 12), whole(12, 24), real(12, 24)),
+    _own(real(24, 12), real(12, 12, 36), whole(12, 24), real(12, 36), True),
     # Some experts have no row, and some rows no expert.
-    _experts(real(12, 12), real(24, 12, 12), 2 * whole(13, 12), None, False),
-    _experts(real(12, 12), real(12, 12, 24, grad=False), whole(12, 12), real(12, 24), True),
-    _experts(real(24, 12), whole(12, 24), 12, op="dispatch"),
-    _experts(whole(12, 24), whole(12, 24), 12, op="dispatch"),
-    _experts(real(24, 12), whole(12, 24), 12, op="combine"),
+    _own(real(12, 12), real(24, 12, 12), 2 * whole(13, 12), None, False),
+    _own(real(12, 12), real(12, 12, 24, grad=False), whole(12, 12), real(12, 24), True),
+    _own(real(24, 12), whole(12, 24), 12, op="dispatch"),
+    _own(whole(12, 24), whole(12, 24), 12, op="dispatch"),
+    _own(real(24, 12), whole(12, 24), 12, op="combine"),
 )
 
 INDEX: tuple[Sample, ...] = (
@@ -360,6 +363,10 @@ RANDOM: tuple[Sample, ...] = (
     call("dropout.default", real(*X), 0.3, True),
     call("dropout.default", real(*X), 0.3, False),
     call("native_dropout.default", real(*X), 0.3, True),
+    *(
+        _own([4, 12, 24], torch.float64, torch.device("cpu"), op=kind)
+        for kind in ("uniform", "normal")
+    ),
 )
 
 SAMPLES: tuple[Sample, ...] = (
