@@ -45,7 +45,8 @@ Arg = Ref | Hole | Symbol | int | float | bool | str | None | tuple["Arg", ...]
 
 
 class Dependence(StrEnum):
-    """What a value depends on; the strongest wins (BATCH > PARAMETER > CONSTANT)."""
+    """What a value depends on; the strongest wins (BATCH > PARAMETER > CONSTANT). Random numbers
+    are BATCH."""
 
     CONSTANT = "constant"
     PARAMETER = "parameter"
@@ -115,16 +116,22 @@ class Slot:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a random op draws for one microbatch: a slice of the mask that the op draws for the
-    full batch."""
+    """What a random op draws for one microbatch: a slice of what the op draws for the full
+    batch."""
 
     number: int
     """The op's number in the graph of the full batch."""
     dim: int = 0
-    """The dim of the mask that is split into microbatches."""
+    """The dim of it that is split into microbatches."""
     blocks: int = 1
     """Equal blocks of that dim, each of which is split."""
     microbatches: int = 1
+
+
+UNIFORM, NORMAL = "meshfold.uniform.default", "meshfold.normal.default"
+DRAWS = frozenset({UNIFORM, NORMAL})
+"""Targets of the ops that make a tensor of random numbers. They read nothing: what they make
+changes with every step, as the batch does."""
 
 
 @dataclass(frozen=True)

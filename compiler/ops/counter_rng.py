@@ -1,16 +1,21 @@
 """Random numbers from a counter: a hash of where an element is, not of how many were drawn before.
 
 Element i of the unsharded tensor gets a number that depends on (seed, step, instance, op, i) only,
-so every sharding of a tensor, and one process, drop the same elements.
+so every sharding of a tensor, and one process, draw the same.
 
 The hash is two rounds of multiply and xor-shift on 32 bits (constants found by a public search for
 low bias, rounded to 31 bits so that products stay within int64) per half of the index.
 """
 
+import math
+
+import torch
 from torch import Tensor
 
 _MULTIPLIERS = (0x7FEB352D, 0x2C1B3C6D)
 _MASK = 0xFFFFFFFF
+_SECOND = 0x9E3779B9
+"""Tells the key of the second number of a pair from that of the first."""
 
 
 def stream_key(seed: int, step: int, instance: int, op: int) -> int:
@@ -25,9 +30,28 @@ def stream_key(seed: int, step: int, instance: int, op: int) -> int:
 def keep_mask(index: Tensor, key: int, probability: float) -> Tensor:
     """Boolean mask: each element of the unsharded tensor, given by its linear index (int64), is
     kept with `probability`."""
+    return _bits(index, key) < round(probability * 2**32)
+
+
+def uniform_numbers(index: Tensor, key: int, dtype: torch.dtype) -> Tensor:
+    """A number from 0 to below 1 for each element, of as many of the 32 bits as `dtype` holds."""
+    dropped = max(0, 31 + round(math.log2(torch.finfo(dtype).eps)))
+    return (_bits(index, key) >> dropped).to(dtype) * 2.0 ** (dropped - 32)
+
+
+def normal_numbers(index: Tensor, key: int, dtype: torch.dtype) -> Tensor:
+    """A normal number of mean 0 and variance 1 for each element: the Box-Muller transform of two
+    uniform ones, made in float32 or float64."""
+    wide = torch.promote_types(dtype, torch.float32)
+    radius = (-2.0 * torch.log1p(-uniform_numbers(index, key, wide))).sqrt()
+    angle = 2.0 * math.pi * uniform_numbers(index, _mixed(key ^ _SECOND), wide)
+    return (radius * angle.cos()).to(dtype)
+
+
+def _bits(index: Tensor, key: int) -> Tensor:
+    """32 bits per element, as int64."""
     bits = _mixed_tensor(index >> 32 ^ key)
-    bits = _mixed_tensor(bits ^ index & _MASK)
-    return bits < round(probability * 2**32)
+    return _mixed_tensor(bits ^ index & _MASK)
 
 
 def _mixed(x: int) -> int:

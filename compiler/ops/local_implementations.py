@@ -8,7 +8,6 @@ special, each appears in the arguments (cross_entropy with classes on one, rows 
 LOCAL_OPS is keyed by AxisRule.local; meshfold.codegen.emit.op fills in the arguments.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,14 +22,10 @@ from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scat
 from meshfold.ops.counter_rng import keep_mask, stream_key
 from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.ops.distributed_index import put_rows, take_rows
+from meshfold.ops.draws import BatchSlice, global_indices, local_draw
 from meshfold.ops.expert_dispatch import combine, dispatch
 from meshfold.ops.vocab_parallel_cross_entropy import sharded_cross_entropy
-from meshfold.sharding.indices import (
-    ShardDigits,
-    key_heads_of,
-    shard_indices_of,
-    shard_indices_of_microbatch,
-)
+from meshfold.sharding.indices import ShardDigits, key_heads_of, shard_indices_of
 from meshfold.sharding.slicing import (
     check_indices,
     cropped_blocks,
@@ -179,7 +174,7 @@ def dropout(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[ShardDigits, ...],
-    batch_slice: tuple[int, int, int],
+    batch_slice: BatchSlice,
 ) -> Tensor:
     """x with elements dropped with `probability`, the others scaled up to keep the mean.
 
@@ -198,7 +193,7 @@ def native_dropout(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[ShardDigits, ...],
-    batch_slice: tuple[int, int, int],
+    batch_slice: BatchSlice,
 ) -> tuple[Tensor, Tensor]:
     """The same, and the mask of the elements that are not dropped."""
     mask = dropout_mask(context, probability, site, shape, digits, batch_slice)
@@ -211,18 +206,10 @@ def dropout_mask(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[ShardDigits, ...],
-    batch_slice: tuple[int, int, int],
+    batch_slice: BatchSlice,
 ) -> Tensor:
     """This rank's shard, in this microbatch, of the mask of elements that are not dropped."""
-    dim, blocks, num_microbatches = batch_slice
-    full = [size * num_microbatches if d == dim else size for d, size in enumerate(shape)]
-    index = torch.zeros((), dtype=torch.int64, device=context.device)
-    for d, size in enumerate(full):
-        indices = shard_indices_of(context.mesh, digits[d])
-        if d == dim and num_microbatches > 1:
-            indices = shard_indices_of_microbatch(context, digits[d], blocks, num_microbatches)
-        local = local_indices(size, indices, context.device)
-        index = index.unsqueeze(-1) + local * math.prod(full[d + 1 :])
+    index = global_indices(context, shape, digits, batch_slice)
     return keep_mask(index, stream_key(*context.rng, *site), 1.0 - probability)
 
 
@@ -239,7 +226,7 @@ def attention(
     site: tuple[int, int],
     shape: tuple[int, ...],
     digits: tuple[ShardDigits, ...],
-    batch_slice: tuple[int, int, int],
+    batch_slice: BatchSlice,
     key_heads: tuple[int, ShardDigits],
 ) -> Tensor:
     """Attention on some batches, heads and query rows.
@@ -286,6 +273,7 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "cross_entropy": cross_entropy,
     "nll_loss": nll_loss,
     "dropout": dropout,
+    "draw": local_draw,
     "batch_norm": batch_norm,
     "attention": attention,
     "all_gather_matmul": all_gather_matmul,

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+import meshfold.ops.draws
 import meshfold.ops.expert_dispatch
-import meshfold.ops.expert_linear  # noqa: F401  both define ops of namespace meshfold
+import meshfold.ops.expert_linear  # noqa: F401  all define ops of namespace meshfold
 from meshfold.errors import UnsupportedOpError
 
 

@@ -3,7 +3,7 @@
 from torch import nn
 
 from meshfold.errors import OptionError
-from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.op_graph import DRAWS, FoldedGraph
 
 
 class CapturedMode:
@@ -12,6 +12,7 @@ class CapturedMode:
     def __init__(self, model: nn.Module, graph: FoldedGraph) -> None:
         self.is_training = model.training
         self._updates_buffers = any(region.graph.mutations for region in graph.regions)
+        self._draws = any(op.target in DRAWS for r in graph.regions for op in r.graph.ops)
         self._depends_on_mode = any(map(_depends_on_mode, model.modules()))
 
     def check(self, is_training: bool) -> None:
@@ -27,6 +28,11 @@ class CapturedMode:
             raise OptionError(
                 "the model was captured in train mode and updates buffers (running statistics); "
                 "compile model.eval() for evaluation"
+            )
+        if not is_training and self._draws:
+            raise OptionError(
+                "the model was captured in train mode and draws random numbers, which eval mode "
+                "may not (drop path, noise); compile model.eval() for evaluation"
             )
 
 

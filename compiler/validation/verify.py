@@ -33,6 +33,7 @@ from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.pytree import flat, map_leaves
 from meshfold.training.compiled_model import CompiledModel
 from meshfold.training.local_gradient import local_tensor
+from meshfold.validation.alike_draws import alike_draws
 from meshfold.validation.collective_order import (
     StartedCollective,
     collective_mismatch,
@@ -282,11 +283,6 @@ class _NoDropout(TorchFunctionMode):
     # Position and name of the probability.
     _FUNCTIONS = {
         F.dropout: (1, "p"),
-        F.dropout1d: (1, "p"),
-        F.dropout2d: (1, "p"),
-        F.dropout3d: (1, "p"),
-        F.alpha_dropout: (1, "p"),
-        F.feature_alpha_dropout: (1, "p"),
         torch.dropout: (1, "p"),
         F.scaled_dot_product_attention: (4, "dropout_p"),
     }
@@ -305,6 +301,7 @@ class _NoDropout(TorchFunctionMode):
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """A context in which no dropout of torch drops; train mode stays train mode otherwise."""
-    with _NoDropout():
+    """A context in which no dropout of torch drops, and other random ops (drop path, dropout of
+    channels, noise) draw as the exact program does; train mode stays train mode otherwise."""
+    with _NoDropout(), alike_draws():
         yield

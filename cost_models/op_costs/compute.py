@@ -15,6 +15,7 @@ which operands need a gradient. Times come from CostModel.compute_s.
     pooling       a maximum writes where it was found (int64); backward reads that and not x
     views         nothing forward; backward of slicing and splitting fills the whole gradient,
                   of expand sums it
+    cdist         3 * the product of rows, rows and width; as much for each gradient
     other         memory-bound: every operand read and every result written once; backward reads
                   the gradients of the results and the operands, writes the operands' gradients
 
@@ -70,11 +71,14 @@ All other ops are bound by memory."""
 VIEWS = frozenset(
     """alias broadcast_tensors detach expand expand_as flatten lift_fresh movedim narrow numpy_T
     permute reshape squeeze swapaxes t transpose unflatten unsqueeze view view_as _unsafe_view
-    select slice split split_with_sizes chunk unbind diagonal""".split()
+    select slice split split_with_sizes chunk unbind diagonal view_as_complex view_as_real
+    unfold""".split()
 )
 """Ops that move no bytes (reshape and flatten may copy a strided operand; not charged)."""
 
-_PART_VIEWS = frozenset("select slice narrow split split_with_sizes chunk unbind diagonal".split())
+_PART_VIEWS = frozenset(
+    "select slice narrow split split_with_sizes chunk unbind diagonal unfold".split()
+)
 
 _LOOKUPS = frozenset("embedding gather index index_select take_along_dim".split())
 
@@ -253,10 +257,19 @@ def _cross_entropy(graph: OpGraph, op: Op) -> Work:
     return Work(0, moved, 0, moved if logits.requires_grad else 0)
 
 
+def _distances(graph: OpGraph, op: Op) -> Work:
+    """A difference, its power and a sum per pair of rows and column."""
+    operands = _operands(graph, op)
+    flops = 3 * math.prod(_results(graph, op)[0].shape) * operands[0].shape[-1]
+    forward, backward = _traffic(graph, op)
+    return Work(flops, forward, flops * sum(v.requires_grad for v in operands), backward)
+
+
 _COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], Work]], ...] = (
     (tuple(MATMUL_FACTORS), _matmul),
     (("all_gather_matmul",), _several_products),
     (("einsum",), _einsum),
+    (("cdist",), _distances),
     (_ATTENTION, _attention),
     (_CONVOLUTIONS, _convolution),
     (_TRAINED_BATCH_NORMS, _trained_batch_norm),

@@ -1,7 +1,8 @@
 """The same program without chance, and without rounding noise.
 
     without_dropout(folded)   every dropout probability -> 0: the model in eval mode
-    exact(folded)             that, and every float dtype -> float64
+    exact(folded)             that, every float dtype -> float64, and other random ops draw the same
+                              numbers in every step and op, which the model itself can be given
 
 Ops, values and their numbers stay, so the typing of a plan made for `folded` fits the result.
 `exact` is what `meshfold verify` runs: two right programs then differ by 1e-15, and a wrong
@@ -11,7 +12,7 @@ gradient has no noise to hide in.
 from collections.abc import Callable
 from dataclasses import replace
 
-from meshfold.ir.op_graph import Arg, FoldedGraph, Hole, Instance, Op, Region, Symbol
+from meshfold.ir.op_graph import DRAWS, Arg, FoldedGraph, Hole, Instance, Op, Region, Symbol
 
 WIDE = "float64"
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -86,11 +87,10 @@ def _widened_region(region: Region) -> Region:
 
 
 def _widened_op(op: Op) -> Op:
-    return replace(
-        op,
-        args=tuple(map(_widened_argument, op.args)),
-        kwargs=tuple((name, _widened_argument(a)) for name, a in op.kwargs),
-    )
+    kwargs = tuple((name, _widened_argument(a)) for name, a in op.kwargs)
+    if op.target in DRAWS:
+        kwargs = (*kwargs, ("alike", True))
+    return replace(op, args=tuple(map(_widened_argument, op.args)), kwargs=kwargs)
 
 
 def _widened_argument(argument: Arg) -> Arg:

@@ -69,15 +69,17 @@ def follow_batch(
     costs: CostModel,
     batch_size: int,
     works: OpWorks | None = None,
+    whole: frozenset[int] = frozenset(),
 ) -> DataParallel:
     """Solve every region on the data parallel axis, axis 0 of the mesh of `costs`.
 
-    rules[r]: rule table of region r on that axis alone. works: if at hand.
+    rules[r]: rule table of region r on that axis alone. works: if at hand. whole: boundary
+    classes that leave their regions unsharded.
     """
     costs = replace(costs, mesh=Mesh(costs.mesh.axes[:1]), within=costs.mesh)
     (axis_size,) = costs.mesh.sizes
     tables = SearchTables(costs, (AxisRole.DATA,), OpTimers(costs, works))
-    types: dict[int, SpmdType] = dict.fromkeys(boundaries.results, INVARIANT)
+    types: dict[int, SpmdType] = dict.fromkeys(boundaries.results | whole, INVARIANT)
     for c in sorted(boundaries.inputs - boundaries.results):
         types[c] = batch_type(boundaries.values[c], batch_size, axis_size)
     solutions: dict[int, RegionSolution] = {}

@@ -8,7 +8,7 @@ back, are told so by an argument more: the load of the busiest rank.
 import sys
 from collections.abc import Callable, Sequence
 
-from meshfold.ir.op_graph import Arg, OpGraph
+from meshfold.ir.op_graph import DRAWS, Arg, OpGraph
 from meshfold.ir.spmd import local_shape
 from meshfold.ir.strategy import OpTyping
 from meshfold.passes.rules.ops.experts import DISPATCH_OPS, EXPERT_LOAD, has_dispatched_rows
@@ -111,6 +111,7 @@ _ROWS: dict[str, tuple[str, Rewrite]] = {
     "aten.expand.default": ("self size implicit", _size("size")),
     **{f"aten.{name}.default": ("size", _size("size")) for name in ("zeros", "ones")},
     "aten.full.default": ("size fill_value", _size("size")),
+    **{name: ("size dtype device alike", _size("size")) for name in DRAWS},
     "aten.unflatten.int": ("self dim sizes", _unflatten),
     "aten.split.Tensor": ("self split_size dim", _split),
     "aten.split_with_sizes.default": ("self split_sizes dim", _split),

@@ -27,6 +27,7 @@ from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, SpmdType
 from meshfold.ir.strategy import OpTyping
 from meshfold.passes.rules.ops.attention import ATTENTION_RULES
 from meshfold.passes.rules.ops.collective_matmul import COLLECTIVE_MATMUL_RULES
+from meshfold.passes.rules.ops.complex import COMPLEX_RULES
 from meshfold.passes.rules.ops.contraction import CONTRACTION_RULES
 from meshfold.passes.rules.ops.experts import EXPERT_RULES
 from meshfold.passes.rules.ops.index import INDEX_RULES
@@ -52,6 +53,7 @@ __all__ = ["OP_RULES", "AxisRule", "RuleComm", "region_rules", "typing_of"]
 OP_RULES: dict[str, OpRule] = {
     **POINTWISE_RULES,
     **CONTRACTION_RULES,
+    **COMPLEX_RULES,
     **REDUCTION_RULES,
     **NORMALIZATION_RULES,
     **SPATIAL_RULES,

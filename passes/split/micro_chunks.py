@@ -101,7 +101,7 @@ def _check(graph: OpGraph, free: RegionTyping) -> None:
             raise ChunkingError(f"{op.target} needs the whole batch")
         if op.target in RANDOM_OPS:
             names = OP_RULES[op.target].parameters
-            if may_draw(dict(zip(names, op.args, strict=False)) | dict(op.kwargs)):
+            if may_draw(op.target, dict(zip(names, op.args, strict=False)) | dict(op.kwargs)):
                 raise ChunkingError(f"{op.target} draws random numbers")
     if not any(layout[0].is_shard for chosen in free.ops for layout in chosen.outputs):
         raise ChunkingError("nothing in it can be split")

@@ -35,7 +35,13 @@ from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.random import draw_of
 from meshfold.passes.rules.table import rule_locals, summed_axes
 from meshfold.passes.split.loss_counts import COUNT, loss_counts, takes_mean, with_sum
-from meshfold.passes.split.samples import OVER_BATCH, follow_samples, is_per_microbatch, rebound
+from meshfold.passes.split.samples import (
+    OVER_BATCH,
+    follow_samples,
+    is_per_microbatch,
+    made_without_batch,
+    rebound,
+)
 
 UNSLICED: Layout = (INVARIANT,)
 MICROBATCH = Symbol("microbatch", "number")
@@ -67,10 +73,22 @@ class MicrobatchGraphs:
             self._check_results()
 
     def _follow(self, cluster: ClusterSpec) -> None:
-        """Type every region on the free axis."""
-        batch = follow_samples(self.folded, cluster, self.batch_size)
-        self._boundaries = boundaries = batch.boundaries
-        self._typings = batch.typings
+        """Type every region on the free axis. What is made without the batch (noise) leaves its
+        region whole where a dim of it only happens to be as large."""
+        whole: frozenset[int] = frozenset()
+        while True:
+            batch = follow_samples(self.folded, cluster, self.batch_size, whole)
+            self._boundaries = boundaries = batch.boundaries
+            self._typings = batch.typings
+            needed = {
+                boundaries.slots[r][v]
+                for r, v in self._needed_full()
+                if v < len(boundaries.slots[r])
+            }
+            apart = {c for c in needed - whole if c is not None and self._is_apart(c)}
+            if not apart:
+                break
+            whole |= apart
         classes = {
             boundaries.slots[r][v] for r, v in self._needed_full() if v < len(boundaries.slots[r])
         }
@@ -78,6 +96,16 @@ class MicrobatchGraphs:
             frozenset(i for i, c in enumerate(of_region) if c in classes & boundaries.inputs)
             for of_region in boundaries.slots
         ]
+
+    def _is_apart(self, boundary_class: int) -> bool:
+        """Whether no region that makes this value reads the batch for it."""
+        makers = [
+            made_without_batch(region.graph, v)
+            for region, classes in zip(self.folded.regions, self._boundaries.outputs, strict=True)
+            for v, c in zip(region.graph.outputs, classes, strict=True)
+            if c == boundary_class
+        ]
+        return bool(makers) and all(makers)
 
     def _check_results(self) -> None:
         """Raises OptionError unless the model returns sums over the batch: microbatches add up."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.mesh import Mesh, MeshAxis
-from meshfold.ir.op_graph import Arg, FoldedGraph, Ref
+from meshfold.ir.op_graph import Arg, Dependence, FoldedGraph, OpGraph, Ref
 from meshfold.ir.spmd import PARTIAL, Layout
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.boundaries import Boundaries, find_boundaries
@@ -48,20 +48,35 @@ class BatchTyping:
     typings: tuple[RegionTyping, ...]
 
 
-def follow_samples(folded: FoldedGraph, cluster: ClusterSpec, batch_size: int) -> BatchTyping:
+def follow_samples(
+    folded: FoldedGraph,
+    cluster: ClusterSpec,
+    batch_size: int,
+    whole: frozenset[int] = frozenset(),
+) -> BatchTyping:
     """Types of all regions on a free axis of one rank per sample. Types say which dims are split
-    whatever the number of microbatches."""
+    whatever the number of microbatches. whole: boundary classes that are not split."""
     mesh = Mesh((MeshAxis("microbatch", batch_size),))
     boundaries = find_boundaries(folded)
     rules = [region_rules(region.graph, mesh.sizes) for region in folded.regions]
     costs = _FreeAxis(cluster, mesh)
-    data = follow_batch(folded, boundaries, rules, costs, batch_size)
+    data = follow_batch(folded, boundaries, rules, costs, batch_size, whole=whole)
     return BatchTyping(boundaries, tuple(solution.typing for solution in data.solutions))
 
 
 def is_per_microbatch(layout: Layout) -> bool:
     """Whether microbatches differ in a value: each has a slice of it, or a summand."""
     return layout[0].is_shard or layout[0] == PARTIAL
+
+
+def made_without_batch(graph: OpGraph, value: int) -> bool:
+    """Whether a value of a region is computed from draws, constants and parameters alone."""
+    needed = {value}
+    for op in reversed(graph.ops):
+        if not needed.isdisjoint(op.outputs):
+            needed.update(op.operands)
+    slots = (v for v in needed if v < len(graph.slots))
+    return all(graph.values[v].depends is not Dependence.BATCH for v in slots)
 
 
 def rebound(arg: Arg, refs: Iterator[int]) -> Arg:

@@ -22,6 +22,38 @@ class Rotated(nn.Module):
         return torch.view_as_real(y).square().mul(torch.arange(2)).mean()
 
 
+class Rotary(nn.Module):
+    """Queries turned by position, as Meta writes it for Llama and DeepSeek."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq = nn.Linear(16, 32)
+        self.wo = nn.Linear(32, 16)
+        freqs = torch.outer(torch.arange(6.0), 1.0 / 10.0 ** torch.arange(0, 1, 0.25))
+        self.register_buffer("freqs_cis", torch.polar(torch.ones_like(freqs), freqs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.wq(x).unflatten(-1, (4, 8))
+        turned = torch.view_as_complex(q.double().reshape(*q.shape[:-1], -1, 2))
+        turned = turned * self.freqs_cis.view(1, 6, 1, 4)
+        y = torch.view_as_real(turned).flatten(3).type_as(x)
+        return self.wo(y.flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize("strategy", [UniformStrategy(dp=2), UniformStrategy(tp=2)])
+def test_heads_and_samples_are_turned_where_they_are(strategy: UniformStrategy) -> None:
+    model, batch = Rotary().double(), {"x": torch.randn(4, 6, 16, dtype=torch.float64)}
+    captured = capture(model, batch)
+    program = emit_uniform(captured, strategy, 4)
+    for region in program.regions:
+        graph = program.folded.regions[region.region].graph
+        for op, typing in zip(graph.ops, region.typing.ops, strict=True):
+            if "view_as" in op.target or op.target == "aten.mul.Tensor":
+                assert typing.outputs[0][0].is_shard, op.target
+    for errors in errors_of_a_step(model, batch, captured, program):
+        assert max(errors.values()) < 1e-13
+
+
 @pytest.mark.parametrize("strategy", [UniformStrategy(dp=2), UniformStrategy(tp=2)])
 def test_complex_values_and_their_gradients(strategy: UniformStrategy) -> None:
     model, batch = Rotated().double(), {"x": torch.randn(4, 8, dtype=torch.float64)}

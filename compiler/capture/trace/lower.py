@@ -29,10 +29,14 @@ FULL = "aten.full.default"
 _FRESH = {
     _aten.new_zeros.default: 0,
     _aten.new_empty.default: 0,
+    _aten.empty_like.default: 0,
+    _aten.empty.memory_format: 0,
+    _aten.zero.default: 0,
     _aten.new_ones.default: 1,
     _aten.new_full.default: None,
 }
-"""Ops that make a constant beside a tensor; the number it is full of, None where it is given."""
+"""Ops that make a constant beside a tensor, or memory as it is found; the number it is full of,
+None where it is given."""
 _SAME_IF_SAME_SHAPE = (*_SIZED, _aten.alias.default, _aten.slice.Tensor)
 
 

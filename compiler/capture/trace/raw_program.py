@@ -13,6 +13,7 @@ import torch
 
 from meshfold.capture.trace.fake_model import Names
 from meshfold.ir.op_graph import (
+    DRAWS,
     Arg,
     Dependence,
     FoldedGraph,
@@ -199,6 +200,8 @@ class _Numbering:
             operands = []
         flows = any(v.requires_grad for v in operands) and raw.target != "aten.detach.default"
         depends = max((v.depends for v in operands), key=_STRENGTH.index, default=_STRENGTH[0])
+        if raw.target in DRAWS:
+            depends = Dependence.BATCH
         for k, key in enumerate(raw.outputs):
             value = self.program.values[key]
             self.index[key] = len(self.values)

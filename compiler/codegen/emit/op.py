@@ -20,13 +20,14 @@ from torch import fx
 from meshfold.codegen.emit.experts import combine, dispatch, expert_linear
 from meshfold.codegen.emit.op_context import OpContext, global_arguments
 from meshfold.errors import UnsupportedOpError
-from meshfold.ir.op_graph import Draw
+from meshfold.ir.op_graph import UNIFORM, Draw
 from meshfold.ir.spmd import Layout, local_shape
 from meshfold.ops import local_implementations as local_ops
 from meshfold.ops.batch_norm import batch_norm, batch_norm_without_running
 from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.ops.distributed_index import put_rows, take_rows
+from meshfold.ops.draws import local_draw
 from meshfold.ops.registry import torch_target
 from meshfold.ops.ring_attention import ring_attention
 from meshfold.passes.rules.localize import localize
@@ -55,9 +56,9 @@ def emit_op(context: OpContext) -> list[fx.Node]:
 def _plain(context: OpContext) -> list[fx.Node]:
     """The torch op on local shapes."""
     function: Any = torch_target(context.op.target)
-    arguments = global_arguments(context.op) if context.op.target in RANDOM_OPS else {}
+    target = context.op.target
     if torch.Tag.nondeterministic_seeded in function.tags and (
-        not arguments or may_draw(arguments)
+        target not in RANDOM_OPS or may_draw(target, global_arguments(context.op))
     ):
         raise UnsupportedOpError(
             f"{context.op.target} draws random numbers, which ranks would not agree on; switch it "
@@ -207,14 +208,14 @@ def _nll_loss(context: OpContext) -> list[fx.Node]:
 
 
 def _drawn(context: OpContext) -> tuple[tuple[fx.Node | int, int], tuple[int, int, int]]:
-    """The mask that a random op draws and its microbatch: (site, batch_slice) of local_ops."""
+    """What a random op draws and its microbatch: (site, batch_slice) of local_ops."""
     draw = context.op.draw or Draw(context.op_index)
     return (context.site, draw.number), (draw.dim, draw.blocks, draw.microbatches)
 
 
 def _dropout(context: OpContext) -> list[fx.Node]:
     named = context.named()
-    if not may_draw(named):
+    if not may_draw(context.op.target, named):
         return _plain(context)
     op, layout = context.op, context.typing.outputs[0]
     shape = context.op_graph.values[op.outputs[0]].shape
@@ -226,6 +227,16 @@ def _dropout(context: OpContext) -> list[fx.Node]:
         function, context.step_node, named["input"], named["p"], site, shape, digits, batch_slice
     )
     return [context.call(operator.getitem, result, k) for k in range(2)] if several else [result]
+
+
+def _draw(context: OpContext) -> list[fx.Node]:
+    named, op, layout = context.named(), context.op, context.typing.outputs[0]
+    shape = context.op_graph.values[op.outputs[0]].shape
+    kind = "uniform" if op.target == UNIFORM else "normal"
+    site, batch_slice = _drawn(context)
+    digits = context.all_digits(layout, len(shape))
+    what = kind, named["dtype"], site, shape, digits, batch_slice, named.get("alike", False)
+    return [context.call(local_draw, context.step_node, *what)]
 
 
 def _batch_norm(context: OpContext) -> list[fx.Node]:
@@ -256,7 +267,7 @@ def _attention(context: OpContext) -> list[fx.Node]:
     # Padded query heads have a granularity of those that share a key head.
     picks_heads = [d[:2] for d in query_digits] != [d[:2] for d in key_digits]
     causal_shard = named.get("is_causal", False) and context.digits(query_layout, len(query) - 2)
-    if not (may_draw(named) or (picks_heads and num_key_heads > 1) or causal_shard):
+    if not (may_draw(op.target, named) or (picks_heads and num_key_heads > 1) or causal_shard):
         return _plain(context)
     scores = (*query[:-1], key[-2])
     site, batch_slice = _drawn(context)
@@ -336,6 +347,7 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "cross_entropy": _cross_entropy,
     "nll_loss": _nll_loss,
     "dropout": _dropout,
+    "draw": _draw,
     "batch_norm": _batch_norm,
     "attention": _attention,
     "all_gather_matmul": _all_gather_matmul,

@@ -146,7 +146,20 @@ def _einsum(op: BoundOp) -> OpLabels | None:
 _CONVOLUTION = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 
+
+def _distances(op: BoundOp) -> OpLabels:
+    """cdist: x1 [..., p, k], x2 [..., r, k] -> [..., p, r]; k unsharded."""
+    shape = op.outputs[0].shape
+    batch = numbered(shape[:-2])
+    dims = (
+        (*broadcast_dims(value.shape[:-2], shape[:-2], batch), dim_label(name), None)
+        for value, name in zip(op.values, ("p", "r"), strict=True)
+    )
+    return OpLabels(tuple(dims), ((*batch, dim_label("p"), dim_label("r")),))
+
+
 CONTRACTION_RULES = {
+    "aten.cdist.default": rule("x1 x2 p compute_mode", _distances),
     "aten.linear.default": rule("input weight bias", _linear),
     "aten.addmm.default": rule("self mat1 mat2 beta alpha", _addmm),
     "aten.baddbmm.default": rule("self batch1 batch2 beta alpha", _baddbmm),

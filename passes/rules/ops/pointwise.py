@@ -58,6 +58,17 @@ def _quotient(op: BoundOp) -> OpLabels:
     return _pointwise(op, (frozenset({0}),) if linear else ())
 
 
+def _sum_and_product(op: BoundOp) -> OpLabels:
+    """addcmul, addcdiv: linear in the sum together with a factor, not with a divisor."""
+    factors = (1, 2) if op.target == "aten.addcmul.default" else (1,)
+    return _pointwise(op, tuple(frozenset({0, k}) for k in factors))
+
+
+def _between(op: BoundOp) -> OpLabels:
+    """lerp: linear in both ends together."""
+    return _pointwise(op, (frozenset({0, 1}),))
+
+
 def _is_zero(number: Arg) -> bool:
     return isinstance(number, int | float) and number == 0
 
@@ -113,10 +124,17 @@ _ROWS: dict[str, tuple[str, LabelFunction]] = {
     "_to_copy.default": (_CAST, _padded(_cast)),
     "add.Tensor": ("self other alpha", _padded(_sum_of_two)),
     "sub.Tensor": ("self other alpha", _padded(_sum_of_two)),
+    "add.Scalar": ("self other alpha", _padded(_nonlinear)),
+    "sub.Scalar": ("self other alpha", _padded(_nonlinear)),
     "rsub.Scalar": ("self other alpha", _nonlinear),
     "mul.Tensor": ("self other", _padded(_product)),
     "mul.Scalar": ("self other", _padded(_product)),
     "div.Tensor": ("self other", _scaled),
+    "div.Scalar": ("self other", _padded(_linear_unary)),
+    "addcmul.default": ("self tensor1 tensor2 value", _sum_and_product),
+    "addcdiv.default": ("self tensor1 tensor2 value", _sum_and_product),
+    "lerp.Scalar": ("self end weight", _between),
+    "lerp.Tensor": ("self end weight", _between),
     "div.Tensor_mode": ("self other rounding_mode", _quotient),
     "where.self": ("condition self other", _choice),
     "where.ScalarOther": ("condition self other", _choice),
@@ -134,6 +152,10 @@ _ROWS: dict[str, tuple[str, LabelFunction]] = {
     "softplus.default": ("self beta threshold", _nonlinear),
     "hardtanh.default": ("self min_val max_val", _nonlinear),
     "elu.default": ("self alpha scale input_scale", _nonlinear),
+    "celu.default": ("self alpha", _nonlinear),
+    "threshold.default": ("self threshold value", _nonlinear),
+    "logit.default": ("self eps", _nonlinear),
+    "nan_to_num.default": ("self nan posinf neginf", _nonlinear),
     "fill.Scalar": ("self value", _nonlinear),
     "fill.Tensor": ("self value", _nonlinear),
     "copy.default": ("self src non_blocking", _nonlinear),
@@ -143,9 +165,9 @@ _ROWS: dict[str, tuple[str, LabelFunction]] = {
 }
 
 UNARY = (
-    "abs acos asin atan bitwise_not ceil cos cosh erf exp expm1 floor hardsigmoid hardswish "
-    "isfinite isinf isnan log log1p log_sigmoid logical_not mish reciprocal relu relu6 round rsqrt "
-    "sigmoid sign silu sin sinh sqrt square tan tanh trunc"
+    "abs acos asin atan bitwise_not ceil cos cosh erf erfinv exp expm1 floor frac hardsigmoid "
+    "hardswish isfinite isinf isnan log log1p log_sigmoid logical_not mish reciprocal relu relu6 "
+    "round rsqrt selu sgn sigmoid sign silu sin sinc sinh sqrt square tan tanh trunc"
 ).split()
 BINARY = (
     "__and__.Tensor __or__.Tensor __xor__.Tensor bitwise_and.Tensor bitwise_or.Tensor "
@@ -153,7 +175,8 @@ BINARY = (
     "ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar "
     "gt.Scalar ge.Scalar __and__.Scalar __or__.Scalar bitwise_and.Scalar bitwise_or.Scalar "
     "maximum.default minimum.default max.other min.other remainder.Tensor remainder.Scalar "
-    "fmod.Tensor fmod.Scalar floor_divide.default atan2.default"
+    "fmod.Tensor fmod.Scalar floor_divide.default atan2.default copysign.Tensor "
+    "hypot.default logaddexp.default xlogy.Tensor"
 ).split()
 
 POINTWISE_RULES = {

@@ -1,10 +1,10 @@
 """Rules of random ops. Their local implementation draws by global index
-(meshfold.ops.local_implementations), so any sharding sees the same numbers, and on equal ranks they
-are linear."""
+(meshfold.ops.local_implementations), so any sharding sees the same numbers, and on equal ranks
+dropout is linear."""
 
 from collections.abc import Mapping
 
-from meshfold.ir.op_graph import Arg, Draw, Op
+from meshfold.ir.op_graph import DRAWS, Arg, Draw, Op
 from meshfold.passes.rules.ops.labels import BoundOp, OpLabels, numbered, rule
 
 
@@ -21,9 +21,18 @@ def _dropout(op: BoundOp) -> OpLabels:
     )
 
 
-def may_draw(arguments: Mapping[str, Arg]) -> bool:
-    """Whether a random op may drop anything: its probability is not known to be 0. arguments: by
-    name."""
+def _draw(op: BoundOp) -> OpLabels:
+    """Every rank makes its shard; what is beyond its end is a number as well."""
+    labels = numbered(op.outputs[0].shape)
+    names = frozenset(label for label, _ in filter(None, labels))
+    return OpLabels((), (labels,), keeps_padding=names, local="draw")
+
+
+def may_draw(target: str, arguments: Mapping[str, Arg]) -> bool:
+    """Whether a random op may draw anything: its probability of dropping is not known to be 0.
+    arguments: by name."""
+    if target in DRAWS:
+        return True
     probability = arguments.get("dropout_p", arguments.get("p", 0.0))
     return arguments.get("train", True) is not False and probability != 0.0
 
@@ -36,6 +45,7 @@ def draw_of(op: Op, number: int) -> Draw | None:
 RANDOM_RULES = {
     "aten.dropout.default": rule("input p train", _dropout),
     "aten.native_dropout.default": rule("input p train", _dropout),
+    **{name: rule("size dtype device alike", _draw) for name in sorted(DRAWS)},
 }
 RANDOM_OPS = frozenset({*RANDOM_RULES, "aten.scaled_dot_product_attention.default"})
-"""Ops that draw random numbers only where their arguments say so."""
+"""Ops that draw what no sharding changes; dropout only where its arguments say so."""

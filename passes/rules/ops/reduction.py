@@ -133,6 +133,10 @@ REDUCTION_RULES = {
     "aten.topk.default": rule("self k dim largest sorted", _along),
     "aten.sort.default": rule("self dim descending", _along),
     "aten.argsort.default": rule("self dim descending", _along),
+    "aten.cumprod.default": rule("self dim dtype", _along),
+    "aten.logcumsumexp.default": rule("self dim", _along),
+    "aten.cummax.default": rule("self dim", _along),
+    "aten.cummin.default": rule("self dim", _along),
     "aten.cumsum.default": rule("self dim dtype", _scan),
     "aten.diff.default": rule("self n dim prepend append", _difference),
     "aten.layer_norm.default": rule(

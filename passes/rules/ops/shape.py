@@ -187,6 +187,15 @@ def _split(op: BoundOp) -> OpLabels:
     return _moved((joined,), (one,) * len(sizes))
 
 
+def _gated(op: BoundOp) -> OpLabels:
+    """glu: the halves of a dim meet, so a shard has its part of both."""
+    shape = op.values[0].shape
+    dim = op.dim("dim", len(shape), -1)
+    labels = numbered(shape)
+    half = (*labels[:dim], dim_label(f"d{dim}", 2), *labels[dim + 1 :])
+    return OpLabels((labels,), (half,))
+
+
 def _unbind(op: BoundOp) -> OpLabels:
     shape = op.values[0].shape
     dim = op.dim("dim", len(shape))
@@ -269,6 +278,7 @@ SHAPE_RULES = {
     "aten.split.Tensor": rule("self split_size dim", _split),
     "aten.split_with_sizes.default": rule("self split_sizes dim", _split),
     "aten.chunk.default": rule("self chunks dim", _split),
+    "aten.glu.default": rule("self dim", _gated),
     "aten.unbind.int": rule("self dim", _unbind),
     "aten.repeat_interleave.self_int": rule("self repeats dim output_size", _repeat_interleave),
     "aten.repeat.default": rule("self repeats", _repeat),

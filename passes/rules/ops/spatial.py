@@ -1,5 +1,5 @@
-"""Rules of pooling and resizing: spatial dims, the last ones, are unsharded; batch and channels are
-free."""
+"""Rules of pooling, resizing and windows: spatial dims, the last ones, are unsharded; batch and
+channels are free."""
 
 import re
 
@@ -33,6 +33,24 @@ def _pixel_shuffle(op: BoundOp) -> OpLabels:
     return OpLabels((labels,), (labels,), linear=(frozenset({0}),))
 
 
+def _columns(op: BoundOp) -> OpLabels:
+    """im2col x [..., c, h, w] -> [..., c * k * k, windows]; col2im is the way back. The channel is
+    the highest digit."""
+    image, columns = op.values[0].shape, op.outputs[0].shape
+    is_back = len(image) < len(columns)
+    batch = numbered((columns if is_back else image)[:-3])
+    found = (*batch, dim_label("c"), None, None), (*batch, dim_label("c"), None)
+    inputs, outputs = reversed(found) if is_back else found
+    return OpLabels((inputs,), (outputs,), linear=(frozenset({0}),))
+
+
+def _windows(op: BoundOp) -> OpLabels:
+    """unfold: windows along a dim, which is unsharded, become a last dim."""
+    rank = len(op.values[0].shape)
+    labels = numbered(op.values[0].shape, but=(op.dim("dimension", rank),))
+    return OpLabels((labels,), ((*labels, None),), linear=(frozenset({0}),))
+
+
 _MAX = "self kernel_size stride padding dilation ceil_mode"
 _MEAN = "self kernel_size stride padding ceil_mode count_include_pad divisor_override"
 
@@ -49,5 +67,8 @@ SPATIAL_RULES = {
     "aten.upsample_bilinear2d.vec": rule(
         "input output_size align_corners scale_factors", _linear_pool
     ),
+    "aten.im2col.default": rule("self kernel_size dilation padding stride", _columns),
+    "aten.col2im.default": rule("self output_size kernel_size dilation padding stride", _columns),
+    "aten.unfold.default": rule("self dimension size step", _windows),
     "aten.pixel_shuffle.default": rule("self upscale_factor", _pixel_shuffle),
 }

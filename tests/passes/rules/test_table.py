@@ -11,6 +11,7 @@ from support.graphs.ops import SingleOp, check_typings, mesh_of
 from support.graphs.rules import is_legal_typing
 from support.graphs.samples import (
     ATTENTION,
+    COMPLEX,
     CONTRACTION,
     EXPERTS,
     INDEX,
@@ -22,6 +23,7 @@ from support.graphs.samples import (
     SAMPLES,
     SHAPE,
     SPATIAL,
+    WINDOWS,
     Sample,
 )
 from support.graphs.tensors import flags, real, whole
@@ -57,7 +59,7 @@ def test_every_rule_computes_what_the_unsharded_op_computes(sample: Sample) -> N
 
 NOT_ELEMENTWISE = [
     *(*CONTRACTION, *REDUCTION, *NORMALIZATION, *SPATIAL, *ATTENTION),
-    *(*EXPERTS, *INDEX, *LOSS, *SHAPE, *RANDOM, *RING),
+    *(*EXPERTS, *INDEX, *LOSS, *SHAPE, *RANDOM, *RING, *COMPLEX, *WINDOWS),
 ]
 
 

@@ -229,4 +229,5 @@ def _run(
 
 
 def _random(value: Value, generator: torch.Generator) -> Tensor:
-    return torch.randn(value.shape, generator=generator, dtype=torch.float64)
+    dtype = torch.complex128 if value.dtype == "complex128" else torch.float64
+    return torch.randn(value.shape, generator=generator, dtype=dtype)

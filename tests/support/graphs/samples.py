@@ -10,8 +10,9 @@ from torch import Tensor
 
 from meshfold.passes.rules.ops.pointwise import BINARY, UNARY
 from support.graphs.calls import Sample, X, call
+from support.graphs.complex_samples import COMPLEX, WINDOWS
 from support.graphs.loss_samples import LOSS
-from support.graphs.ops import SingleOp
+from support.graphs.own_samples import EXPERTS, RANDOM
 from support.graphs.ring_samples import RING
 from support.graphs.tensors import (
     few,
@@ -40,7 +41,7 @@ def _binary(name: str) -> Sample:
 
 
 _EQUALITIES = ("eq.Scalar", "ne.Scalar", "eq.Tensor", "ne.Tensor")
-_ROUNDING = ("ceil", "floor", "round", "sign", "trunc")
+_ROUNDING = ("ceil", "floor", "frac", "round", "selu", "sgn", "sign", "trunc")
 
 
 def _unary(name: str) -> Sample:
@@ -80,6 +81,8 @@ POINTWISE: tuple[Sample, ...] = (
     call("add.Tensor", real(4, 12, 1), real(1, 24)),
     call("add.Tensor", whole(9, 4, 12), whole(9, 12)),
     call("sub.Tensor", real(*X), real(*X, seed=8)),
+    call("add.Scalar", real(*X), 1.5),
+    call("sub.Scalar", real(*X), 1.5),
     call("rsub.Scalar", real(*X), 2.0),
     call("mul.Tensor", real(*X), real(4, 1, 24)),
     call("mul.Tensor", real(*X), 0.5),
@@ -87,6 +90,7 @@ POINTWISE: tuple[Sample, ...] = (
     call("mul.Scalar", real(*X), 3.0),
     call("div.Tensor", real(*X), real(*X, seed=8)),
     call("div.Tensor", real(*X), 3.0),
+    call("div.Scalar", real(*X), 3.0),
     call("div.Tensor_mode", real(*X), 0.03, rounding_mode="floor"),
     call("div.Tensor_mode", real(*X), real(24), rounding_mode=None),
     call("where.self", flags(4, 1, 24), real(*X), real(12, 24)),
@@ -107,6 +111,14 @@ POINTWISE: tuple[Sample, ...] = (
     call("leaky_relu.default", real(*X), 0.1),
     call("softplus.default", real(*X)),
     call("elu.default", real(*X)),
+    call("celu.default", steps(*X), 0.7),
+    call("threshold.default", real(*X), 0.4, 2.0),
+    call("logit.default", real(*X), 0.2),
+    call("nan_to_num.default", special(*X), 0.5, 2.0),
+    call("addcmul.default", real(*X), real(12, 1), real(24, seed=9), value=2.0),
+    call("addcdiv.default", real(*X), real(12, 1), real(24, seed=9), value=2.0),
+    call("lerp.Scalar", real(*X), real(12, 24), 0.3),
+    call("lerp.Tensor", real(*X), real(12, 24), real(24, seed=9)),
     call("hardtanh.default", real(*X), 0.3, 0.7),
     call("fill.Scalar", real(*X), 2.0),
     call("fill.Tensor", real(*X), real()),
@@ -229,6 +241,10 @@ REDUCTION: tuple[Sample, ...] = (
     call("topk.default", real(*X), 2),
     call("sort.default", real(*X), 1),
     call("argsort.default", real(*X), 1),
+    call("cumprod.default", real(*X), 1),
+    call("logcumsumexp.default", real(*X), -1),
+    call("cummax.default", real(*X), 1),
+    call("cummin.default", real(*X), -1),
     call("cumsum.default", real(*X), 1),
     call("cumsum.default", flags(*X), -1),
     call("cumsum.default", real(24, 12), 0, dtype=torch.float64),
@@ -252,23 +268,6 @@ ATTENTION: tuple[Sample, ...] = (
     call("scaled_dot_product_attention.default", real(12, 24, 3), real(12, 6, 3), real(12, 6, 5)),
 )
 
-
-def _experts(*args: Any, op: str = "expert_linear") -> Sample:
-    target = f"meshfold.{op}.default"
-    return target, lambda: SingleOp(target, *args)
-
-
-EXPERTS: tuple[Sample, ...] = (
-    _experts(real(24, 12), real(12, 24, 12), whole(12, 24)),
-    _experts(real(24, 12), real(12, 24, 12), whole(12, 24), real(12, 24)),
-    _experts(real(24, 12), real(12, 12, 36), whole(12, 24), real(12, 36), True),
-    # Some experts have no row, and some rows no expert.
-    _experts(real(12, 12), real(24, 12, 12), 2 * whole(13, 12), None, False),
-    _experts(real(12, 12), real(12, 12, 24, grad=False), whole(12, 12), real(12, 24), True),
-    _experts(real(24, 12), whole(12, 24), 12, op="dispatch"),
-    _experts(whole(12, 24), whole(12, 24), 12, op="dispatch"),
-    _experts(real(24, 12), whole(12, 24), 12, op="combine"),
-)
 
 INDEX: tuple[Sample, ...] = (
     call("embedding.default", real(24, 12), whole(24, 4, 12)),
@@ -342,6 +341,8 @@ SHAPE: tuple[Sample, ...] = (
     call("split_with_sizes.default", real(4, 12, 72), [36, 36], -1),
     call("split_with_sizes.default", real(4, 12, 24), [4, 20], -1),
     call("chunk.default", real(4, 12, 72), 3, -1),
+    call("glu.default", real(4, 24, 6)),
+    call("glu.default", real(4, 48, 6), 1),
     call("unbind.int", real(4, 3, 12), 1),
     call("repeat_interleave.self_int", real(4, 12), 3, 1),
     call("repeat_interleave.self_int", real(4, 12), 3, 1, output_size=36),
@@ -356,14 +357,10 @@ SHAPE: tuple[Sample, ...] = (
     call("full.default", [4, 12, 2], 2.0, dtype=torch.float64),
 )
 
-RANDOM: tuple[Sample, ...] = (
-    call("dropout.default", real(*X), 0.3, True),
-    call("dropout.default", real(*X), 0.3, False),
-    call("native_dropout.default", real(*X), 0.3, True),
-)
-
 SAMPLES: tuple[Sample, ...] = (
     *POINTWISE,
+    *COMPLEX,
+    *WINDOWS,
     *CONTRACTION,
     *REDUCTION,
     *NORMALIZATION,

@@ -26,6 +26,7 @@ from meshfold.sharding.layout import shard_of
 from meshfold.training.compiled_model import CompiledModel
 from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
+from support.models.draws import drawing_model
 from support.models.hugging_face import tiny_model
 from support.programs.local_programs import stack_model
 
@@ -160,6 +161,22 @@ def dropout_losses(pins: Mapping[str, int], num_steps: int) -> list[float]:
         model.train(), _cluster(), batch, options=meshfold.CompileOptions(pins=pins, seed=3)
     )
     return [float(compiled(**batch).detach()) for _ in range(num_steps)]
+
+
+def drawing_losses(pins: Mapping[str, int]) -> list[float]:
+    """Losses of three steps of training a model that draws random numbers."""
+    model, batch = drawing_model(4)
+    with float64_everywhere():
+        compiled = meshfold.compile(
+            model, _cluster(), batch, options=meshfold.CompileOptions(pins=pins, seed=3)
+        )
+        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.5)
+        losses = []
+        for _ in range(3):
+            losses.append(float(compiled.train_step(batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
 
 
 def save_and_load(

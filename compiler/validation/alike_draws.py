@@ -1,0 +1,96 @@
+"""A model in one process that draws what every draw of its exact program draws.
+
+The exact program (meshfold.passes.graph.without_dropout) has draws that are alike in every step and
+op. Under `alike_draws` the random ops of an eager model take their numbers from there too, so that
+the two can be compared although they draw: drop path keeps the same samples, noise is the same.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshfold.ops.draws import alike_draw
+
+
+class _AlikeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        namespace, _, name = func.name().partition(".")[0].partition("::")
+        numbers = _NUMBERS.get(name.removesuffix("_")) if namespace == "aten" else None
+        if numbers is None:
+            return func(*args, **kwargs)
+        arguments = func._schema.arguments
+        # Torch leaves out what is given as it is by default.
+        defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        names = [argument.name for argument in arguments]
+        given = defaults | dict(zip(names, args, strict=False)) | kwargs
+        if name.endswith("_"):
+            filled = given["self"]
+            return filled.copy_(numbers(given, filled))
+        # The op itself says shape, dtype and device of what it makes.
+        made = func(*args, **kwargs)
+        return numbers(given, made).to(made.dtype)
+
+
+@contextmanager
+def alike_draws() -> Iterator[None]:
+    """A context in which random ops of torch, but for dropout's own, draw alike."""
+    with _AlikeDraws():  # type: ignore[no-untyped-call]
+        yield
+
+
+def _wide(like: Tensor) -> torch.dtype:
+    return like.dtype if like.is_floating_point() else torch.float64
+
+
+def _uniform(given: Mapping[str, Any], like: Tensor) -> Tensor:
+    low, high = given.get("from", 0.0), given.get("to", 1.0)  # rand has neither
+    u = alike_draw("uniform", like.shape, _wide(like), like.device)
+    result: Tensor = u * (high - low) + low
+    return result
+
+
+def _normal(given: Mapping[str, Any], like: Tensor) -> Tensor:
+    n = alike_draw("normal", like.shape, _wide(like), like.device)
+    result: Tensor = n * given.get("std", 1.0) + given.get("mean", 0.0)
+    return result
+
+
+def _bernoulli(given: Mapping[str, Any], like: Tensor) -> Tensor:
+    u = alike_draw("uniform", like.shape, _wide(like), like.device)
+    result: Tensor = u < given.get("p", given["self"])
+    return result
+
+
+def _exponential(given: Mapping[str, Any], like: Tensor) -> Tensor:
+    u = alike_draw("uniform", like.shape, _wide(like), like.device)
+    least = torch.finfo(like.dtype).eps / 2
+    result: Tensor = (-(1.0 - u).log()).clamp_min(least) / given["lambd"]
+    return result
+
+
+def _whole(given: Mapping[str, Any], like: Tensor) -> Tensor:
+    low, high = given.get("low", 0), given["high"]
+    u = alike_draw("uniform", like.shape, torch.float64, like.device)
+    result: Tensor = (u * (high - low)).floor() + low
+    return result
+
+
+_NUMBERS: dict[str, Callable[[Mapping[str, Any], Tensor], Tensor]] = {
+    "rand": _uniform,
+    "rand_like": _uniform,
+    "uniform": _uniform,
+    "randn": _normal,
+    "randn_like": _normal,
+    "normal": _normal,
+    "bernoulli": _bernoulli,
+    "exponential": _exponential,
+    "randint": _whole,
+    "randint_like": _whole,
+}

@@ -1,0 +1,37 @@
+"""One-op graphs of what meshfold runs by functions of its own: experts, and random ops."""
+
+from typing import Any
+
+import torch
+
+from support.graphs.calls import Sample, X, call
+from support.graphs.ops import SingleOp
+from support.graphs.tensors import real, whole
+
+
+def _own(*args: Any, op: str = "expert_linear") -> Sample:
+    target = f"meshfold.{op}.default"
+    return target, lambda: SingleOp(target, *args)
+
+
+EXPERTS: tuple[Sample, ...] = (
+    _own(real(24, 12), real(12, 24, 12), whole(12, 24)),
+    _own(real(24, 12), real(12, 24, 12), whole(12, 24), real(12, 24)),
+    _own(real(24, 12), real(12, 12, 36), whole(12, 24), real(12, 36), True),
+    # Some experts have no row, and some rows no expert.
+    _own(real(12, 12), real(24, 12, 12), 2 * whole(13, 12), None, False),
+    _own(real(12, 12), real(12, 12, 24, grad=False), whole(12, 12), real(12, 24), True),
+    _own(real(24, 12), whole(12, 24), 12, op="dispatch"),
+    _own(whole(12, 24), whole(12, 24), 12, op="dispatch"),
+    _own(real(24, 12), whole(12, 24), 12, op="combine"),
+)
+
+RANDOM: tuple[Sample, ...] = (
+    call("dropout.default", real(*X), 0.3, True),
+    call("dropout.default", real(*X), 0.3, False),
+    call("native_dropout.default", real(*X), 0.3, True),
+    *(
+        _own([4, 12, 24], torch.float64, torch.device("cpu"), op=kind)
+        for kind in ("uniform", "normal")
+    ),
+)
