@@ -125,7 +125,7 @@ def recomputed_blocks() -> Built:
 
 
 def frozen_half() -> Built:
-    model, inputs = checkpointed_blocks()
+    model, inputs = recomputed_blocks()
     assert isinstance(model, Blocks)
     model.blocks[:2].requires_grad_(False)
     return model, inputs
