@@ -23,7 +23,8 @@ from meshfold.capture.rewrites.draws import with_draws
 from meshfold.capture.rewrites.expert_dispatch import with_dispatch
 from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.masked_scatter import share_scatters
-from meshfold.capture.rewrites.refusals import notes_of_draws, refuse_steps
+from meshfold.capture.rewrites.refusals import refuse_draws, refuse_steps
+from meshfold.capture.trace.checkpointed_calls import plain_checkpoints
 from meshfold.capture.trace.export import Exported, RetraceError, export_fake
 from meshfold.capture.trace.fake_model import (
     ExampleInputs,
@@ -34,6 +35,7 @@ from meshfold.capture.trace.fake_model import (
     model_names,
 )
 from meshfold.capture.trace.lower import read_program
+from meshfold.capture.trace.module_names import refuse_names
 from meshfold.capture.trace.python_state import (
     Changes,
     refuse_changing_state,
@@ -77,7 +79,7 @@ def capture(
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
     OptionError if example_inputs holds no tensor.
     """
-    with collector_paused():
+    with collector_paused(), plain_checkpoints():
         return _capture(model, example_inputs, full_capture, precision)
 
 
@@ -88,6 +90,7 @@ def _capture(
     precision: Precision,
 ) -> Captured:
     refuse_gradient_hooks(model)
+    refuse_names(model)
     names = model_names(model, precision)
 
     def traced(
@@ -147,7 +150,8 @@ def _fold(
     refuse_steps(program)
     program = with_draws(program)
     routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
-    flat = number(routed, names, inputs.infos, (*notes, *notes_of_draws(program)))
+    refuse_draws(routed)
+    flat = number(routed, names, inputs.infos, notes)
     if not flat.graph.num_ops:
         raise CaptureError("the model computes nothing; return a loss that its ops make")
     return Captured(fold(flat.graph, flat.stacks), dict(program.constants), exported.model_outputs)

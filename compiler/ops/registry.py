@@ -8,7 +8,7 @@ Symbol("memory_format", ...)     torch.contiguous_format ...
 Symbol("device", "cpu")          always the device of the rank that runs
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ import meshfold.ops.draws
 import meshfold.ops.expert_dispatch
 import meshfold.ops.expert_linear  # noqa: F401  all define ops of namespace meshfold
 from meshfold.errors import UnsupportedOpError
+
+_SWITCHES = ("train", "training")
+_PROBABILITIES = ("p", "dropout", "dropout_p")
 
 
 def torch_target(name: str) -> Callable[..., Any]:
@@ -37,3 +40,16 @@ def torch_target(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise UnsupportedOpError(f"{name} names no op; write namespace.op.overload", op=name)
     return found  # type: ignore[no-any-return]
+
+
+def draws(target: str, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]]) -> bool:
+    """Whether an op draws random numbers from a generator, as its tag says: not if it is told that
+    it does not train, or drops with probability 0."""
+    function: Any = torch_target(target) if "." in target else None
+    if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
+        return False
+    schema = function._schema.arguments
+    given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    given |= dict(zip((a.name for a in schema), args, strict=False)) | dict(kwargs)
+    is_off = any(given.get(name, True) is False for name in _SWITCHES)
+    return not is_off and all(given.get(name, 1.0) != 0.0 for name in _PROBABILITIES)

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from meshfold.validation.function_bodies import SeeingMode
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
@@ -20,7 +21,7 @@ def _widen(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
 
 
-class _Float64Mode(TorchFunctionMode):
+class _Float64Mode(SeeingMode):
     def __torch_function__(
         self,
         func: Any,
@@ -31,7 +32,7 @@ class _Float64Mode(TorchFunctionMode):
         if func in _CASTS and not args[0].is_complex():
             return args[0].to(torch.float64)
         wide = {name: _widen(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_widen, args), **wide)
+        return self.run(func, tuple(map(_widen, args)), wide)
 
 
 @contextmanager

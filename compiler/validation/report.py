@@ -3,12 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 TOLERANCE = 1e-10
 """Right programs differ by 1e-13 and less, wrong ones by 1e-3 and more."""
 NUM_STEPS = 3
 """Steps of the plan's optimizer before parameters are compared."""
-SMALL_SHARE = 1e-3
+ROUNDINGS = 1e3
+"""A difference of as many roundings (meshfold.validation.rounding) is none."""
 
 
 @dataclass(frozen=True)
@@ -91,19 +93,27 @@ class VerifyReport:
 
 Sizes = Mapping[str, tuple[float, float]]
 """The largest entry of a tensor and of its difference on this rank, by name."""
+_UNKNOWN: Mapping[str, float] = MappingProxyType({})
 
 
-def differences(by_rank: Sequence[Sizes]) -> tuple[Difference, ...]:
-    """The worst of all ranks per name, worst first. A difference is relative to the largest entry
-    of its tensor, or to a thousandth of the largest entry of any, whichever is more: what is zero
-    but for rounding is not compared with itself. A rank has the names of its stages."""
+def differences(
+    by_rank: Sequence[Sizes], rounding: Mapping[str, float] = _UNKNOWN, bound: float = 0.0
+) -> tuple[Difference, ...]:
+    """The worst of all ranks per name, worst first. A rank has the names of its stages.
+
+    A difference is relative to the largest entry of its tensor. Of one that is zero but for
+    rounding, it is relative to the size of the terms that would leave as much rounding. rounding:
+    by name, where it is known. bound: that no such terms are larger than.
+    """
     first = {name: size for sizes in by_rank for name, size in sizes.items()}
-    floor = SMALL_SHARE * max((size for size, _ in first.values()), default=0.0)
+    largest = max((bound, *(size for size, _ in first.values())))
     found = []
     for name, (size, _) in first.items():
         worst = max((sizes[name][1] for sizes in by_rank if name in sizes), key=badness)
-        scale = max(size, floor)
-        found.append(Difference(name, size, worst, worst / scale if scale else worst))
+        terms = min(rounding.get(name, 0.0) * ROUNDINGS / TOLERANCE, largest)
+        scale = max(size, terms)
+        relative = worst / scale if scale else math.inf if worst else 0.0
+        found.append(Difference(name, size, worst, relative))
     return tuple(sorted(found, key=lambda d: (-badness(d.relative), d.name)))
 
 

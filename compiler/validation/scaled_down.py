@@ -52,8 +52,8 @@ SHARE_OF_MEMORY = 0.5
 FLOAT64_BYTES = 8
 WIDENING = 4
 """Bytes of float64 for one of a 16-bit number; too many for a model in float32."""
-STATES = 4
-"""Parameters, gradients, and two moments of AdamW."""
+STATES = 5
+"""Parameters, gradients, two moments of AdamW, and the state to begin again from."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Every process runs both on the same batch and compares the loss and its shard of
 then of every parameter after some steps of the plan's optimizer (meshfold.validation.report).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,10 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from meshfold.api import bind, check_fingerprint
 from meshfold.capture.pipeline import Captured, capture
+from meshfold.capture.trace.export import name_outputs
 from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import MeshfoldError
 from meshfold.ir.node_groups import node_levels
@@ -41,6 +42,7 @@ from meshfold.validation.collective_order import (
 )
 from meshfold.validation.first_divergence import first_divergence
 from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.validation.function_bodies import SeeingMode
 from meshfold.validation.report import (
     NUM_STEPS,
     TOLERANCE,
@@ -49,6 +51,7 @@ from meshfold.validation.report import (
     badness,
     differences,
 )
+from meshfold.validation.rounding import Rounding, rounding_of, state_of
 from meshfold.validation.scaled_down import needs_scaling_down, scaled_down
 
 EPS = 1e-5
@@ -101,6 +104,8 @@ class _Compared:
     parameters: Sizes
     collectives: tuple[StartedCollective, ...]
     first_divergence: str = ""
+    rounding: Rounding = Rounding()
+    """Known where they differ."""
 
 
 def _compare(_: Report, plan_text: str, model: str | Configuration) -> _Compared:
@@ -112,6 +117,7 @@ def _compare(_: Report, plan_text: str, model: str | Configuration) -> _Compared
     output = captured.graph.outputs[0].name
     compiled = bind(built.model, _planned_for(plan, captured), captured, built.example_inputs)
     assert compiled.rank_mesh is not None
+    initial = state_of(built.model)
     with collectives_of(compiled.rank_mesh) as calls:
         eager_loss, loss = _eager_step(built, output), _compiled_step(compiled, built)
     _zeros_for_none(built.model, compiled)
@@ -128,12 +134,42 @@ def _compare(_: Report, plan_text: str, model: str | Configuration) -> _Compared
     parameters = _sizes(compiled, built.model, torch.Tensor.detach)
     losses = eager_loss.sum().item(), loss.sum().item()
     compared = _Compared(*losses, gradients, parameters, tuple(calls))
-    everyone: list[_Compared] = [compared] * plan.world_size
-    dist.all_gather_object(everyone, compared)
+    if _passes(plan, compared):
+        return compared
+    compared = replace(compared, rounding=_rounding(plan, built, output, initial))
     # The first divergence is found along a forward pass, which a pipeline has none of.
-    if _report(plan, everyone).passed or plan.schedule:
+    if _passes(plan, compared) or plan.schedule:
         return compared
     return replace(compared, first_divergence=_first_divergence(plan, built, captured))
+
+
+def _passes(plan: Plan, compared: _Compared) -> bool:
+    """Whether all that ranks found together passes; called on all ranks."""
+    everyone: list[_Compared] = [compared] * plan.world_size
+    dist.all_gather_object(everyone, compared)
+    return _report(plan, everyone).passed
+
+
+def _rounding(
+    plan: Plan, built: BuiltModel, output: str, initial: Mapping[str, Tensor]
+) -> Rounding:
+    """What rounding does to the model in one process over the steps that are compared."""
+    model = built.model
+
+    def train(scale: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        gradients: dict[str, Tensor] = {}
+        optimizer = _optimizer(plan, model)
+        for _ in range(NUM_STEPS):
+            _eager_step(built, output, scale)
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= scale
+                gradients.setdefault(name, _gradient(parameter).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        return gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    return rounding_of(model, initial, train)
 
 
 def _first_divergence(plan: Plan, built: BuiltModel, captured: Captured) -> str:
@@ -221,15 +257,12 @@ def _wide(value: Tensor) -> Tensor:
     return value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
 
 
-def _eager_step(built: BuiltModel, output: str) -> Tensor:
-    """Forward and backward of the model itself; gradients are left in `.grad`."""
+def _eager_step(built: BuiltModel, output: str, scale: float = 1.0) -> Tensor:
+    """Forward and backward of the model itself; gradients, times `scale`, are left in `.grad`."""
     _loop_over_experts(built.model)
     with float64_everywhere(), without_dropout():
-        value: Any = built.model(**built.example_inputs)
-        for key in filter(None, output.split(".")):
-            value = value[int(key)] if isinstance(value, list | tuple) else value[key]
-        assert isinstance(value, Tensor), output
-        torch.autograd.backward(value.sum())
+        value = name_outputs(built.model(**built.example_inputs))[output]
+        torch.autograd.backward(value.sum() * scale)
     return value.detach()
 
 
@@ -263,13 +296,14 @@ def _largest(x: Tensor) -> float:
 
 def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
     first = results[0]
+    bound = abs(first.eager_loss) if math.isfinite(first.eager_loss) else 0.0
     return VerifyReport(
         world_size=plan.world_size,
         strategy=plan.strategy.label,
         eager_loss=first.eager_loss,
         loss=max((r.loss for r in results), key=lambda x: badness(x - first.eager_loss)),
-        gradients=differences([r.gradients for r in results]),
-        parameters=differences([r.parameters for r in results]),
+        gradients=differences([r.gradients for r in results], first.rounding.gradients, bound),
+        parameters=differences([r.parameters for r in results], first.rounding.parameters, bound),
         optimizer=OPTIMIZER_NAMES[plan.optimizer],
         first_divergence=first.first_divergence,
         num_collectives=len(first.collectives),
@@ -279,7 +313,7 @@ def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
     )
 
 
-class _NoDropout(TorchFunctionMode):
+class _NoDropout(SeeingMode):
     # Position and name of the probability.
     _FUNCTIONS = {
         F.dropout: (1, "p"),
@@ -296,7 +330,7 @@ class _NoDropout(TorchFunctionMode):
             args = [0.0 if k == position else a for k, a in enumerate(args)]
             if len(args) <= position:
                 kwargs[name] = 0.0
-        return func(*args, **kwargs)
+        return self.run(func, args, kwargs)
 
 
 @contextmanager

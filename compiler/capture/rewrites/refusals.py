@@ -1,4 +1,4 @@
-"""Captured programs that cannot run: recurrences are refused, random draws are noted.
+"""Captured programs that cannot run are refused: recurrences, and random draws without a rule.
 
 A recurrence that Python unrolls (Mamba without its kernels, RWKV on a CPU) leaves the same few ops
 for every position, thousands of them, each too small for a device:
@@ -9,11 +9,9 @@ It shows in this: one line of code selects MOST_STEPS positions of a dim or more
 with what the position before it has led to.
 """
 
-import torch
-
 from meshfold.capture.trace.raw_program import Key, Operand, RawOp, RawProgram
-from meshfold.errors import CaptureError
-from meshfold.ops.registry import torch_target
+from meshfold.errors import CaptureError, UnsupportedOpError
+from meshfold.ops.registry import draws
 from meshfold.passes.rules.ops.random import RANDOM_OPS
 
 MOST_STEPS = 8
@@ -87,22 +85,15 @@ def _num_ops(program: RawProgram, positions: list[RawOp]) -> int:
     return sum(op.stack == positions[0].stack for op in program.ops)
 
 
-def notes_of_draws(program: RawProgram) -> tuple[str, ...]:
-    """One line per op that draws random numbers which no rule draws alike on all ranks: a plan of
-    it can be priced, but does not run."""
-    first: dict[str, RawOp] = {}
+def refuse_draws(program: RawProgram) -> None:
+    """Raises UnsupportedOpError, naming op, module and line, for random numbers that no rule draws
+    alike on all ranks."""
     for op in program.ops:
-        if op.target not in first and _draws(op.target):
-            first[op.target] = op
-    return tuple(
-        f"{target} in {op.stack[-1] if op.stack else 'the model'} draws random numbers, which "
-        "cannot run yet; switch it off in the model's configuration, or draw outside the model "
-        "and pass the numbers in"
-        for target, op in first.items()
-    )
-
-
-def _draws(target: str) -> bool:
-    if target in RANDOM_OPS or not target.startswith("aten."):
-        return False
-    return torch.Tag.nondeterministic_seeded in torch_target(target).tags  # type: ignore[attr-defined]
+        if op.target not in RANDOM_OPS and draws(op.target, op.args, op.kwargs):
+            raise UnsupportedOpError(
+                f"{op.target} in {op.stack[-1] if op.stack else 'the model'} draws random numbers, "
+                "which ranks would not agree on; switch it off in the model's configuration, or "
+                "draw outside the model and pass the numbers in",
+                op=op.target,
+                source=op.source,
+            )

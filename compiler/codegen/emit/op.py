@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from meshfold.codegen.emit.experts import combine, dispatch, expert_linear
-from meshfold.codegen.emit.op_context import OpContext, global_arguments
+from meshfold.codegen.emit.op_context import OpContext
 from meshfold.errors import UnsupportedOpError
 from meshfold.ir.op_graph import UNIFORM, Draw
 from meshfold.ir.spmd import Layout, local_shape
@@ -28,11 +27,11 @@ from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scat
 from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.ops.distributed_index import put_rows, take_rows
 from meshfold.ops.draws import local_draw
-from meshfold.ops.registry import torch_target
+from meshfold.ops.registry import draws, torch_target
 from meshfold.ops.ring_attention import ring_attention
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.collective_matmul import RING
-from meshfold.passes.rules.ops.random import RANDOM_OPS, may_draw
+from meshfold.passes.rules.ops.random import may_draw
 from meshfold.passes.rules.table import op_labels, rule_locals, summed_axes
 from meshfold.sharding.indices import ShardDigits
 
@@ -56,10 +55,7 @@ def emit_op(context: OpContext) -> list[fx.Node]:
 def _plain(context: OpContext) -> list[fx.Node]:
     """The torch op on local shapes."""
     function: Any = torch_target(context.op.target)
-    target = context.op.target
-    if torch.Tag.nondeterministic_seeded in function.tags and (
-        target not in RANDOM_OPS or may_draw(target, global_arguments(context.op))
-    ):
+    if draws(context.op.target, context.op.args, context.op.kwargs):
         raise UnsupportedOpError(
             f"{context.op.target} draws random numbers, which ranks would not agree on; switch it "
             "off in the model's configuration, or draw outside the model and pass the numbers in",

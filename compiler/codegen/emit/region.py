@@ -17,6 +17,7 @@ only, which the graph reads from its `mesh` placeholder: one emission serves all
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from keyword import iskeyword
 from types import MappingProxyType
 
 import torch
@@ -210,13 +211,22 @@ class _RegionEmitter:
         self.in_flight = [self.graph.placeholder(f"group_{k}") for k in range(len(self.groups))]
         direct = tuple(sorted(self.direct))
         for v in direct:
-            self._bind(v, self.arriving[v], self.graph.placeholder(self._label(v)))
-        self.holes = [self.graph.placeholder(f"float_{k}") for k in range(num_floats)]
+            self._bind(v, self.arriving[v], self._placeholder(self._label(v)))
+        self.holes = [self._placeholder(f"float_{k}") for k in range(num_floats)]
         return direct
 
+    def _placeholder(self, label: str) -> fx.Node:
+        """A placeholder of a name of its own: fx makes the names of nodes unique, and takes a
+        placeholder's argument as it is given."""
+        node = self.graph.placeholder(label)
+        node.target = node.name
+        return node
+
     def _label(self, v: int) -> str:
-        """A slot's name as a Python name."""
-        return re.sub(r"\W", "_", self.ops.slots[v].name) or f"value_{v}"
+        """A slot's name as a Python name, of ASCII: what Python reads as one name, fx does not."""
+        label = re.sub(r"\W", "_", self.ops.slots[v].name, flags=re.ASCII)
+        is_free = label.isidentifier() and not iskeyword(label) and label != "self"
+        return label if is_free else f"value_{label or v}"
 
     def _op(self, k: int, typing: OpTyping) -> None:
         op = self.ops.ops[k]

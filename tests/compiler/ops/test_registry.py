@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshfold.errors import UnsupportedOpError
-from meshfold.ops.registry import torch_target
+from meshfold.ops.registry import draws, torch_target
 from meshfold.torch_compat.dtypes import dtype_name, symbol, torch_constant, torch_dtype
 
 
@@ -29,3 +29,13 @@ def test_constants() -> None:
     for value in (torch.strided, torch.contiguous_format, torch.channels_last):
         assert torch_constant(symbol(value), meta) is value
     assert torch_constant(symbol(torch.device("cuda", 3)), meta) is meta
+
+
+def test_an_op_draws_as_its_tag_and_its_arguments_say() -> None:
+    assert draws("aten.rand.default", ((4,),), ())
+    assert draws("aten.dropout.default", (0, 0.5, True), ())
+    assert not draws("aten.dropout.default", (0, 0.5, False), ())
+    assert not draws("aten.scaled_dot_product_attention.default", (0, 1, 2), ())
+    assert draws("aten.scaled_dot_product_attention.default", (0, 1, 2), (("dropout_p", 0.1),))
+    assert not draws("aten.rrelu.default", (0, 0.1, 0.3, False), ())
+    assert not draws("aten.add.Tensor", (0, 1), ())

@@ -7,7 +7,7 @@ from support.programs.plans import example_plan
 
 from meshfold.ir.plan import Plan
 from meshfold.validation.collective_order import StartedCollective
-from meshfold.validation.report import Difference, VerifyReport
+from meshfold.validation.report import TOLERANCE, Difference, VerifyReport, differences
 from meshfold.validation.verify import _Compared, _report
 
 
@@ -20,18 +20,32 @@ def report_of(plan: Plan, *ranks: dict[str, tuple[float, float]]) -> VerifyRepor
     return _report(plan, [_Compared(2.0, 2.0, gradients, {}, ()) for gradients in ranks])
 
 
-def test_differences_are_relative_to_gradients_that_are_not_noise(plan: Plan) -> None:
+def test_differences_are_relative_to_the_largest_entry_of_their_tensor(plan: Plan) -> None:
     report = report_of(
         plan,
-        {"large": (10.0, 1e-12), "small": (0.1, 0.0), "noise": (1e-17, 2e-17)},
-        {"large": (10.0, 1e-13), "small": (0.1, 1e-3), "noise": (1e-17, 1e-17)},
+        {"large": (10.0, 1e-12), "small": (1e-15, 0.0)},
+        {"large": (10.0, 1e-13), "small": (1e-15, 1e-18)},
     )
     assert report.gradients == (
-        Difference("small", 0.1, 1e-3, 1e-2),
+        Difference("small", 1e-15, 1e-18, 1e-3),
         Difference("large", 10.0, 1e-12, 1e-13),
-        Difference("noise", 1e-17, 2e-17, 2e-15),
     )
     assert not report.passed
+
+
+def test_what_is_zero_but_for_rounding_is_relative_to_its_terms() -> None:
+    sizes = [{"large": (1.0, 0.0), "noise": (1e-17, 2e-17), "tiny": (1e-17, 1e-20)}]
+    found = differences(sizes, {"large": 1e-16, "noise": 1e-17, "tiny": 1e-32})
+    assert {d.name: d.relative <= TOLERANCE for d in found} == {
+        "large": True,
+        "noise": True,
+        "tiny": False,
+    }
+    # However much rounding there is, terms are not larger than any gradient or the loss.
+    assert differences([{"a": (1.0, 1e-3)}], {"a": 1e3})[0].relative == 1e-3
+    assert differences([{"a": (0.0, 1e-9)}], {"a": 1.0}, bound=10.0)[0].relative == 1e-10
+    assert differences([{"a": (0.0, 1e-9)}])[0].relative == math.inf
+    assert differences([{"a": (0.0, 0.0)}])[0].relative == 0.0
 
 
 def test_nan_is_the_worst_difference(plan: Plan) -> None:

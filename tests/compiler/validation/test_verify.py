@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.models import hard_to_verify
 from support.models.draws import drop_path
 from support.models.factories import classes, regression, switch
+from support.models.hard_to_verify import encoder
 from support.models.hugging_face import tiny_model
 from support.processes.pool import Pools
 
@@ -131,3 +133,22 @@ def test_an_expert_that_nobody_chooses_decays_as_in_the_graph(
     )
     assert report.passed
     assert max(p.relative for p in (*report.gradients, *report.parameters)) < 1e-12
+
+
+def test_the_loss_of_an_output_of_any_class_is_found() -> None:
+    model, batch = encoder()
+    loss = _eager_step(BuiltModel(model, batch), "loss")
+    assert loss.ndim == 0 and all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["encoder", "odd_names", "frozen_half"])
+def test_right_programs_of_models_that_are_hard_to_compare_pass(pools: Pools, name: str) -> None:
+    model, inputs = getattr(hard_to_verify, name)()
+    options = CompileOptions(pins={"tp": 2}, mode="scheduled")
+    plan = find_plan(model, "local-cpux2", inputs, options=options)
+    argument = f"support.models.hard_to_verify:{name}"
+    results = pools.run(2, "support.processes.verify:compare", plan_to_json(plan), argument)
+    report = _report(plan, results)
+    assert report.passed, report.verdict

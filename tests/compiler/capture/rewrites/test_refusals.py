@@ -1,4 +1,5 @@
-"""Models that go step by step through a sequence are refused; loops that look alike are not."""
+"""Models that go step by step through a sequence are refused, loops that look alike are not; and
+random numbers that ranks would not agree on."""
 
 import inspect
 from collections.abc import Callable
@@ -6,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meshfold.capture.pipeline import capture
 from meshfold.capture.rewrites.refusals import MOST_STEPS
-from meshfold.errors import CaptureError
+from meshfold.errors import CaptureError, UnsupportedOpError
 
 
 class Loop(nn.Module):
@@ -80,3 +82,42 @@ def test_terms_of_a_sum_and_pieces_of_a_whole_are_no_state(
 
 def test_a_few_steps_are_captured() -> None:
     assert capture(Loop(gated), sequence(MOST_STEPS - 1)).graph.num_ops > 3 * (MOST_STEPS - 1)
+
+
+DRAWS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "exponential": lambda _, x: functional.gumbel_softmax(x),
+    "multinomial": lambda _, x: x[..., torch.multinomial(torch.ones(4), 4)],
+    "poisson": lambda _, x: x + torch.poisson(x.detach().abs()),
+    "randint": lambda _, x: x + torch.randint(0, 5, x.shape),
+    "randint_like": lambda _, x: x + torch.randint_like(x.detach(), 5),
+    "randperm": lambda _, x: x[torch.randperm(len(x))],
+    "rrelu": lambda _, x: functional.rrelu(x, training=True),
+    "_standard_gamma": lambda _, x: x * torch._standard_gamma(x.detach().abs() + 1),
+}
+
+
+@pytest.mark.parametrize("op", DRAWS)
+def test_random_numbers_without_a_rule_are_refused_with_their_line(op: str) -> None:
+    with pytest.raises(UnsupportedOpError, match="draws random numbers") as caught:
+        capture(Loop(lambda model, x: DRAWS[op](model, model.inner(x))), sequence(4))
+    assert caught.value.op.startswith(f"aten.{op}.")
+    forward = inspect.getsourcelines(Loop.forward)[1]
+    assert caught.value.source == f"{__file__}:{forward + 1}"
+    assert "\n" not in str(caught.value)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], dropout: float) -> None:
+        super().__init__()
+        self.inner = kind(4, 4, num_layers=2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0].sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrence_of_torch_is_refused_with_dropout_only(kind: type[nn.RNNBase]) -> None:
+    assert capture(Recurrent(kind, 0.0), sequence(4)).graph.num_ops
+    assert capture(Recurrent(kind, 0.5).eval(), sequence(4)).graph.num_ops
+    with pytest.raises(UnsupportedOpError, match=r"in inner draws random numbers"):
+        capture(Recurrent(kind, 0.5), sequence(4))

@@ -1,5 +1,6 @@
 """Emitted programs: expert-level communication, folded, the same text for the same plan."""
 
+import inspect
 import re
 from collections import Counter
 from dataclasses import replace
@@ -7,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.models.hard_to_verify import odd_names
 from support.models.hugging_face import tiny_model
 from support.programs.local_programs import (
     Rank,
@@ -19,6 +21,7 @@ from support.programs.local_programs import (
 from support.programs.local_programs import stack_model as stack
 from support.programs.plans import BLOCK, example_plan
 
+from meshfold.api import find_plan
 from meshfold.capture.pipeline import Captured
 from meshfold.codegen.emit.pass_pipeline import emit
 from meshfold.codegen.emit.region import emit_typed, schedule
@@ -27,6 +30,7 @@ from meshfold.codegen.program.text import group_of
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.errors import PlanMismatchError
+from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import INVARIANT, Shard
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.validation.float64_mode import float64_everywhere
@@ -197,3 +201,17 @@ def test_without_gradients_the_loss_is_the_same() -> None:
         expected = float(model(**batch).loss.detach())
     for loss in on_ranks(model, captured("llama", 3), emitted, body):
         assert loss == pytest.approx(expected, abs=1e-12)
+
+
+def test_names_that_are_none_in_python_become_names_of_their_own() -> None:
+    model, inputs = odd_names()
+    for pins in ({"tp": 2}, {"dp": 2, "zero": 3}):
+        plan = find_plan(model, "local-cpux2", inputs, options=CompileOptions(pins=pins))
+        regions = emit(capture(model, inputs).graph, plan).regions
+        for region in regions:
+            names = [n.name for n in region.graph.graph.nodes]
+            assert len({*names}) == len(names)
+            assert all(name.isidentifier() and name.isascii() for name in names)
+            assert [n.name for n in region.graph.graph.nodes if n.op == "placeholder"] == list(
+                inspect.signature(region.graph.forward).parameters
+            )

@@ -1,0 +1,31 @@
+"""Names that torch.export cannot write."""
+
+import pytest
+import torch
+from support.models.hard_to_verify import odd_names
+from torch import nn
+
+from meshfold.capture.pipeline import capture
+from meshfold.errors import CaptureError
+
+
+class Named(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({name: nn.Linear(4, 4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (layer,) = self.inner.values()
+        return layer(x).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["lambda", "None", "class", "a\nb"])
+def test_a_name_that_is_no_code_is_refused(name: str) -> None:
+    with pytest.raises(CaptureError, match="in its name, which torch.export cannot") as caught:
+        capture(Named(name), {"x": torch.randn(2, 4)})
+    assert caught.value.op == f"inner.{name}.weight"
+    assert "\n" not in str(caught.value)
+
+
+def test_other_odd_names_are_captured() -> None:
+    assert capture(*odd_names()).graph.num_ops > 10
