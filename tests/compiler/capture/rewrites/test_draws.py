@@ -142,13 +142,3 @@ def test_the_parameters_of_a_normal_get_no_gradient() -> None:
     graph = capture(Learned(), {"x": X.float()}).graph
     ops = [op for r in graph.regions for op in r.graph.ops]
     assert [op.target for op in ops].count("aten.detach.default") == 1
-
-
-@pytest.mark.parametrize(
-    "function",
-    [lambda x: torch.randn(x.shape, dtype=torch.complex64).real + x, torch.poisson],
-    ids=["complex", "poisson"],
-)
-def test_what_has_no_form_is_left_as_it_is(function: Callable[[Tensor], Tensor]) -> None:
-    graph = replace(captured(function).graph, notes=())
-    assert not any(op.target in DRAWS for r in graph.regions for op in r.graph.ops)

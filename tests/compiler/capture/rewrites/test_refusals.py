@@ -85,11 +85,9 @@ def test_a_few_steps_are_captured() -> None:
 
 
 DRAWS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "exponential": lambda _, x: functional.gumbel_softmax(x),
     "multinomial": lambda _, x: x[..., torch.multinomial(torch.ones(4), 4)],
     "poisson": lambda _, x: x + torch.poisson(x.detach().abs()),
-    "randint": lambda _, x: x + torch.randint(0, 5, x.shape),
-    "randint_like": lambda _, x: x + torch.randint_like(x.detach(), 5),
+    "randn": lambda _, x: x + torch.randn(x.shape, dtype=torch.complex64).real,
     "randperm": lambda _, x: x[torch.randperm(len(x))],
     "rrelu": lambda _, x: functional.rrelu(x, training=True),
     "_standard_gamma": lambda _, x: x * torch._standard_gamma(x.detach().abs() + 1),
