@@ -45,11 +45,8 @@ _OWN_OF_TYPES = frozenset(("__dict__", "__weakref__", "__abstractmethods__", "_a
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
 _FOLLOWED = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _DEPTH = 7
-"""Of what a model holds: a hook, its closure, an object, a container in it."""
 _DEPTH_OF_SHARED = 5
-"""Of globals and classes, which lead to much that is no state."""
 _MOST = 64
-"""Longer containers are tables: their entries are compared, and not followed."""
 _MOST_BYTES = 4096
 
 Content = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -334,7 +331,6 @@ _READERS: tuple[tuple[Any, _Reader], ...] = (
 
 
 _FIXED = (_function, _method, _partial)
-"""What these lead to can change, and they cannot."""
 
 
 def _reader(kind: type) -> _Reader | None:
