@@ -42,6 +42,7 @@ from meshfold.capture.trace.python_state import (
     refuse_gradient_hooks,
 )
 from meshfold.capture.trace.raw_program import RawProgram, number
+from meshfold.capture.trace.snapshots import Snapshot, shared_state
 from meshfold.errors import CaptureError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.op_graph import FoldedGraph
@@ -79,8 +80,13 @@ def capture(
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
     OptionError if example_inputs holds no tensor.
     """
-    with collector_paused(), plain_checkpoints():
-        return _capture(model, example_inputs, full_capture, precision)
+    shared = Snapshot(shared_state(model), context=True)
+    try:
+        with collector_paused(), plain_checkpoints():
+            return _capture(model, example_inputs, full_capture, precision)
+    finally:
+        # What forward keeps there are fake tensors and hooks of the fake copy.
+        shared.restore()
 
 
 def _capture(

@@ -40,7 +40,8 @@ class VerifyReport:
     """After NUM_STEPS steps of `optimizer`; worst first."""
     optimizer: str = ""
     first_divergence: str = ""
-    """The first op whose value or gradient differs; empty if the program is right."""
+    """The first op whose value or gradient differs, or how the captured program differs from the
+    model; empty if the program is right."""
     num_collectives: int = 0
     """Collectives that a rank starts in a step."""
     collective_mismatch: str = ""

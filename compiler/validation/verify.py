@@ -31,10 +31,11 @@ from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.graph.without_dropout import exact
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.sharding.layout import shard_of
-from meshfold.torch_compat.pytree import flat, map_leaves
+from meshfold.torch_compat.pytree import flat, map_leaves, named_leaves
 from meshfold.training.compiled_model import CompiledModel
 from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.alike_draws import alike_draws
+from meshfold.validation.captured_alone import capture_difference, captured_step
 from meshfold.validation.collective_order import (
     StartedCollective,
     collective_mismatch,
@@ -137,8 +138,12 @@ def _compare(_: Report, plan_text: str, model: str | Configuration) -> _Compared
     if _passes(plan, compared):
         return compared
     compared = replace(compared, rounding=_rounding(plan, built, output, initial))
+    if _passes(plan, compared):
+        return compared
+    if blamed := _capture_difference(built, captured, output):
+        return replace(compared, first_divergence=blamed)
     # The first divergence is found along a forward pass, which a pipeline has none of.
-    if _passes(plan, compared) or plan.schedule:
+    if plan.schedule:
         return compared
     return replace(compared, first_divergence=_first_divergence(plan, built, captured))
 
@@ -170,6 +175,28 @@ def _rounding(
         return gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
 
     return rounding_of(model, initial, train)
+
+
+def _capture_difference(built: BuiltModel, captured: Captured, output: str) -> str:
+    """What the captured program alone does otherwise than the model, "" if nothing: the same text
+    on all ranks."""
+    parameters = dict(built.model.named_parameters())
+    inputs = {n: x for n, x in named_leaves(dict(built.example_inputs)) if isinstance(x, Tensor)}
+    with float64_everywhere(), without_dropout():
+        found = captured_step(
+            captured.graph,
+            captured.constants,
+            parameters,
+            dict(built.model.named_buffers()),
+            inputs,
+        )
+    built.model.zero_grad()
+    loss = _eager_step(built, output)
+    right = {name: parameter.grad for name, parameter in parameters.items()}
+    built.model.zero_grad()
+    text: list[str] = [capture_difference(found, (loss, right), TOLERANCE)]
+    dist.broadcast_object_list(text, src=0)
+    return text[0]
 
 
 def _first_divergence(plan: Plan, built: BuiltModel, captured: Captured) -> str:

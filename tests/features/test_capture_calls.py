@@ -107,9 +107,9 @@ def test_refusals_are_noted() -> None:
     assert any("Counting.calls is written" in note for note in notes)
 
 
-def test_a_proof_that_fails_falls_back_with_its_reason() -> None:
+def test_a_table_of_modules_in_a_closure_is_refused() -> None:
     class Sneaky(Layer):
-        """Reads its place where no recording sees it."""
+        """Reads its place out of a table by what it is."""
 
         def forward(self, x: torch.Tensor, *extra: Any) -> Any:
             return super().forward(x * places[id(self.up.weight)])
@@ -125,7 +125,7 @@ def test_a_proof_that_fails_falls_back_with_its_reason() -> None:
     assert without_notes(found) == without_notes(
         capture(Placed(Sneaky), X, full_capture=True).graph
     )
-    assert any("every layer was traced in full" in note for note in found.notes)
+    assert any("has an entry per module" in note for note in found.notes)
 
 
 def test_the_plain_run_leaves_the_fake_copy_and_the_globals_as_they_were() -> None:

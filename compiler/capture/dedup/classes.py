@@ -30,6 +30,9 @@ from meshfold.capture.dedup.arguments import (
 from meshfold.capture.dedup.graph_ops import TensorFacts, empty_results, tensor_facts
 from meshfold.capture.dedup.modules import Child
 from meshfold.capture.dedup.read_sets import Recorder, Recording
+from meshfold.capture.dedup.structure import Hooks
+from meshfold.capture.trace.export import RetraceError
+from meshfold.capture.trace.snapshots import Snapshot, attributes_of
 from meshfold.torch_compat.pytree import TensorSlot, fill_slots, map_leaves
 
 MIN_MEMBERS = 3
@@ -116,13 +119,17 @@ def describe_call(child: Child, args: Any, kwargs: Any) -> ChildCall | None:
 class Learner:
     """Session of the plain run: finds classes and skips what is known."""
 
-    def __init__(self) -> None:
-        self.recorder = Recorder()
+    def __init__(self, model: nn.Module) -> None:
+        self.recorder = Recorder(model)
+        self.attributes = attributes_of(model)
+        self.hooks = Hooks(model)
         self.classes: dict[object, list[CallClass]] = {}
         self.calls: list[Decision] = []
         self.differences: dict[object, list[str]] = {}
 
     def on_call(self, child: Child, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if registered := self.hooks.registered(child.module):
+            raise RetraceError(f"the model registers {registered} when {child.scope} is called")
         number = len(self.calls)
         call = describe_call(child, args, kwargs)
         if call is None:
@@ -141,22 +148,25 @@ class Learner:
             self.calls.append(Decision(child.scope, key, Role.PLAIN))
             return forward(*args, **kwargs)
         self.differences.setdefault(key, []).extend(differences[:1])
-        return self._first(child, key, tensors, lambda: forward(*args, **kwargs))
+        return self._first(child, call, {"args": args, **kwargs}, lambda: forward(*args, **kwargs))
 
     def _first(
-        self, child: Child, key: object, tensors: list[torch.Tensor], run: Callable[[], Any]
+        self, child: Child, call: ChildCall, arguments: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
+        key, tensors = call.key, call.tensors
         number = len(self.calls)
-        watched = [*child.module.buffers(), *child.module.parameters(), *tensors]
-        versions = [t._version for t in watched]
+        versions = [t._version for t in tensors]
+        before = Snapshot({**self.attributes, "an argument": arguments})
         with self.recorder.recording(child.module) as recording:
             found = CallClass(recording, members=[number])
             self.calls.append(Decision(child.scope, key, Role.FIRST, found))
             returned = run()
         if recording.problems:
             found.refused = recording.problems[0]
-        elif versions != [t._version for t in watched]:
-            found.refused = "a buffer or an argument is changed in place"
+        elif versions != [t._version for t in tensors]:
+            found.refused = "an argument is changed in place"
+        elif changed := before.change():
+            found.refused = f"{changed} is changed"
         else:
             try:
                 found.results, _ = describe_results(returned, tensors)

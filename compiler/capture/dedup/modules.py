@@ -115,6 +115,10 @@ def _asking_type(base: Any, session: Session) -> type:
             child = object.__getattribute__(self, "__dict__")[_CHILD]
             return session.on_call(child, super().forward, args, kwargs)
 
-    Asking.__name__, Asking.__qualname__ = base.__name__, base.__qualname__
-    Asking.__module__ = base.__module__
+    take_name(Asking, base)
     return Asking
+
+
+def take_name(stand_in: type, base: type) -> None:
+    for name in ("__name__", "__qualname__", "__module__"):
+        type.__setattr__(stand_in, name, getattr(base, name))

@@ -1,20 +1,20 @@
 """What running a module depends on besides its arguments, recorded while it runs.
 
 A Recording watches one call of one module. It notes every instance attribute that the module or a
-submodule reads (the *read set*), whether one is written, and the plain data among the globals and
-class attributes of the code that ran. A module of the same build that would read equal values runs
-the same ops.
+submodule reads (the *read set*) and those of modules elsewhere, whether one is written, and what
+the code that ran shares with other modules: globals, classes, closures, context variables
+(meshfold.capture.trace.snapshots). A module of the same build that would read equal values runs the
+same ops. A table in which each module has an entry of its own is refused: one content, read at
+other places.
 
-Known escapes: closures, C extensions, files, the environment. The last instance of every class is
-traced as well and compared, and `full_capture=True` trusts nothing.
+Known escapes: C extensions, files, the environment. The last instance of every class is traced as
+well and compared, and `full_capture=True` trusts nothing.
 """
 
-import copy
 import enum
 import functools
-import operator
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from types import FrameType, MethodType
 from typing import Any
@@ -23,6 +23,8 @@ import torch
 from torch import nn
 
 from meshfold.capture.dedup.arguments import comparable_leaf, is_plain
+from meshfold.capture.dedup.modules import take_name
+from meshfold.capture.trace.snapshots import Snapshot
 from meshfold.torch_compat.fake_tensors import is_fake
 from meshfold.torch_compat.source_lines import is_user_file
 
@@ -80,92 +82,50 @@ def frozen(value: Any, paths: Mapping[int, str], depth: int = 2) -> object:
     return _Same(value)
 
 
-class _Namespace:
-    """The plain data of a module's globals or a class, as it was when first seen."""
-
-    def __init__(self, label: str, namespace: Mapping[str, Any], owner: type | None) -> None:
-        self.label = label
-        self.namespace = namespace
-        self.owner = owner
-        self.size = len(namespace)
-        data = dict(self._data())
-        self.names, self.values = tuple(data), tuple(data.values())
-        self.contents = [(v, _content_ids(v)) for v in self.values if not is_plain(v)]
-        self.copies = {name: copy.copy(value) for name, value in data.items()}
-
-    def _data(self) -> Iterator[tuple[str, Any]]:
-        for name, value in self.namespace.items():
-            small = isinstance(value, (list, dict, set)) and len(value) <= _MAX_CONTAINER
-            if not name.startswith("__") and (small or is_plain(value)):
-                yield name, value
-
-    def _state(self) -> dict[str, object]:
-        return {name: frozen(value, {}, 0) for name, value in self._data()}
-
-    def changes(self) -> list[str]:
-        """Names whose value is another now."""
-        # Asked for every call and every namespace, so first the cheap way: the same objects.
-        if (
-            len(self.namespace) == self.size
-            and all(map(operator.is_, map(self.namespace.get, self.names), self.values))
-            and all(_content_ids(value) == ids for value, ids in self.contents)
-        ):
-            return []
-        before = {name: frozen(value, {}, 0) for name, value in self.copies.items()}
-        after = self._state()
-        return [n for n in {**before, **after} if after.get(n) != before.get(n)]
-
-    def restore(self) -> None:
-        """Give what changed its old value back. New names stay."""
-        for name in self.changes():
-            if name in self.copies and self.owner is not None:
-                setattr(self.owner, name, copy.copy(self.copies[name]))
-            elif name in self.copies:
-                assert isinstance(self.namespace, dict)
-                self.namespace[name] = copy.copy(self.copies[name])
-
-
-def _content_ids(container: Any) -> tuple[object, ...]:
-    """Identities of all that a container holds, containers inside it too."""
-    items = [*container, *container.values()] if isinstance(container, dict) else [*container]
-    inner = [v for v in items if isinstance(v, (list, dict, set))]
-    return *map(id, items), *map(_content_ids, inner)
-
-
 class Recording:
-    """Read set of one call of `root`."""
+    """Read set of one call of `root`. `identities`: ids of all modules and tensors of the model."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, identities: Set[int]) -> None:
         self.paths = module_paths(root)
+        self.identities = identities
         self.reads: dict[tuple[str, str], object] = {}
+        self.outside: dict[tuple[int, str], tuple[nn.Module, object]] = {}
         self.problems: list[str] = []
-        self.namespaces: dict[int, _Namespace] = {}
+        self.spaces: dict[int, Snapshot] = {}
+        self.see_context()
+
+    def see_context(self) -> None:
+        """Context variables are compared from here on: an export has values of its own."""
+        self.spaces[0] = Snapshot({}, context=True)
 
     def saw(self, module: nn.Module, name: str, value: object) -> None:
         path = self.paths.get(id(module))
         if path is not None and (path, name) not in self.reads:
             self.reads[path, name] = frozen(value, self.paths)
+        elif path is None and (id(module), name) not in self.outside:
+            self.outside[id(module), name] = module, frozen(value, self.paths)
+        else:
+            return
+        if isinstance(value, Iterator):
+            self.problems.append(f"{type(module).__name__}.{name} is an iterator")
+        elif Snapshot({name: {name: value}}).table_of(self.identities):
+            self.problems.append(f"{type(module).__name__}.{name} has an entry per module")
 
-    def saw_problem(self, module: nn.Module, text: str) -> None:
-        if id(module) in self.paths:
-            self.problems.append(text)
-
-    def saw_globals(self, label: str, namespace: Mapping[str, Any]) -> None:
-        if id(namespace) not in self.namespaces:
-            self.namespaces[id(namespace)] = _Namespace(label, namespace, None)
-
-    def saw_type(self, owner: type) -> None:
-        if id(owner) not in self.namespaces:
-            self.namespaces[id(owner)] = _Namespace(owner.__name__, vars(owner), owner)
+    def saw_space(self, label: str, space: Mapping[str, Any] | type) -> None:
+        """The globals of a file or a class whose code runs."""
+        if id(space) not in self.spaces:
+            self.spaces[id(space)] = Snapshot({label: space})
 
     def finish(self) -> None:
-        """Note the globals and class attributes that the call changed."""
-        for space in self.namespaces.values():
-            self.problems += [f"{space.label}.{name} is changed" for name in space.changes()]
+        """Note what the call changed that modules share, and tables in which each has a place."""
+        for space in self.spaces.values():
+            self.problems += [f"{name} is changed" for name in space.changes()]
+            if table := space.table_of(self.identities):
+                self.problems.append(f"{table} has an entry per module")
 
     def restore(self) -> None:
-        """Give globals and class attributes the values from before the call."""
-        for space in self.namespaces.values():
+        """Give what modules share the values from before the call."""
+        for space in self.spaces.values():
             space.restore()
 
     def difference(self, root: nn.Module) -> str:
@@ -175,33 +135,46 @@ class Recording:
         for (path, name), value in self.reads.items():
             if frozen(getattr(modules[path], name, _Missing.MISSING), paths) != value:
                 return f"{path}.{name}" if path else name
-        for space in self.namespaces.values():
-            for name in space.changes():
-                return f"{space.label}.{name}"
-        return ""
+        for (_, name), (module, value) in self.outside.items():
+            if frozen(getattr(module, name, _Missing.MISSING), paths) != value:
+                return f"{type(module).__name__}.{name}"
+        return next(filter(None, (space.change() for space in self.spaces.values())), "")
 
 
 class Recorder:
-    """Feeds the recordings under way. Modules of a watched tree get a subclass of their own class
-    that reports reads and writes, and give it back afterwards."""
+    """Feeds the recordings under way. Every module of the model gets a subclass of its own class
+    that reports reads and writes, and gives it back afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.active: list[Recording] = []
         self.types: dict[type, type] = {}
+        tensors = (*model.parameters(), *model.buffers())
+        self.identities = frozenset(map(id, (*model.modules(), *tensors)))
 
     @contextmanager
-    def recording(self, root: nn.Module) -> Iterator[Recording]:
-        profiler = sys.getprofile()
-        if profiler not in (None, self._saw_call):
-            raise RuntimeError("a Python profiler is active, so globals cannot be watched")
-        record = Recording(root)
-        before = {m: type(m) for m in root.modules() if type(m) not in self.types.values()}
-        for base in dict.fromkeys(type(m) for m in root.modules()):
-            for owner in base.__mro__[: base.__mro__.index(nn.Module)]:
-                record.saw_type(owner)
+    def watching(self) -> Iterator[None]:
+        """The time of a run of the model."""
+        before = {m: type(m) for m in self.model.modules()}
         try:
             for module, base in before.items():
                 module.__class__ = self._recording_type(base)
+            yield
+        finally:
+            for module, base in before.items():
+                module.__class__ = base
+
+    @contextmanager
+    def recording(self, root: nn.Module) -> Iterator[Recording]:
+        """The time of a call of `root` while it is watched."""
+        profiler = sys.getprofile()
+        if profiler not in (None, self._saw_call):
+            raise RuntimeError("a Python profiler is active, so globals cannot be watched")
+        record = Recording(root, self.identities)
+        for base in dict.fromkeys(type(m) for m in root.modules()):
+            for owner in base.__mro__[: base.__mro__.index(nn.Module)]:
+                record.saw_space(owner.__name__, owner)
+        try:
             self.active.append(record)
             sys.setprofile(self._saw_call)
             yield record
@@ -209,30 +182,28 @@ class Recorder:
             sys.setprofile(profiler)
             if record in self.active:
                 self.active.remove(record)
-            for module, base in before.items():
-                module.__class__ = base
             record.finish()
 
     def adopt(self, recording: Recording) -> None:
         """Running calls depend on what a call did that now is not repeated."""
         for record in self.active:
-            for key, space in recording.namespaces.items():
-                record.namespaces.setdefault(key, space)
+            for key, space in recording.spaces.items():
+                record.spaces.setdefault(key, space)  # its own context stays
 
     def _saw_call(self, frame: FrameType, event: str, arg: object) -> None:
         if event == "call" and is_user_file(frame.f_code.co_filename):
             label = str(frame.f_globals.get("__name__", frame.f_code.co_filename))
             for record in self.active:
-                record.saw_globals(label, frame.f_globals)
+                record.saw_space(label, frame.f_globals)
 
     def saw_attribute(self, module: nn.Module, name: str, value: object) -> None:
         if name not in _INTERNAL:
             for record in self.active:
                 record.saw(module, name, value)
 
-    def saw_problem(self, module: nn.Module, text: str) -> None:
+    def saw_problem(self, text: str) -> None:
         for record in self.active:
-            record.saw_problem(module, text)
+            record.problems.append(text)
 
     def _recording_type(self, base: type) -> type:
         if base not in self.types:
@@ -254,17 +225,16 @@ def _make_recording_type(base: Any, recorder: Recorder) -> type:
             if name in own:
                 recorder.saw_attribute(self, name, value)
             elif name == "__dict__" and is_user_file(sys._getframe(1).f_code.co_filename):
-                recorder.saw_problem(self, f"{base.__name__} reads its own __dict__")
+                recorder.saw_problem(f"{base.__name__} reads its own __dict__")
             return value
 
         def __setattr__(self, name: str, value: Any) -> None:
-            recorder.saw_problem(self, f"{base.__name__}.{name} is written")
+            recorder.saw_problem(f"{base.__name__}.{name} is written")
             super().__setattr__(name, value)
 
         def __delattr__(self, name: str) -> None:
-            recorder.saw_problem(self, f"{base.__name__}.{name} is deleted")
+            recorder.saw_problem(f"{base.__name__}.{name} is deleted")
             super().__delattr__(name)
 
-    Recorded.__name__, Recorded.__qualname__ = base.__name__, base.__qualname__
-    Recorded.__module__ = base.__module__
+    take_name(Recorded, base)
     return Recorded

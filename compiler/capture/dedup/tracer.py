@@ -10,14 +10,11 @@ traced), so the tracer recomputes every key and read set and raises RetraceError
 difference.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshfold.capture.dedup.arguments import NotPlainError, comparable
 from meshfold.capture.dedup.classes import (
@@ -31,12 +28,13 @@ from meshfold.capture.dedup.classes import (
 )
 from meshfold.capture.dedup.graph_ops import CallLabel, MarkLabel, call, mark
 from meshfold.capture.dedup.modules import Child, wrapped
+from meshfold.capture.dedup.structure import Structure
 from meshfold.capture.trace.export import RetraceError
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
+from meshfold.capture.trace.snapshots import Snapshot, attributes_of, shared_state
 from meshfold.torch_compat.fake_tensors import as_exporting, casts_of_nothing
+from meshfold.torch_compat.global_hooks import global_hooks
 from meshfold.torch_compat.pytree import fill_slots
-
-_HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
 
 
 @dataclass(frozen=True)
@@ -56,47 +54,32 @@ def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child])
 
     Raises RetraceError if the model cannot be run that way, whatever the reason.
     """
-    learner = Learner()
-    with _attributes_restored(fake.module):
-        try:
-            with (
-                fake.mode,
-                as_exporting(),
-                casts_of_nothing(),
-                torch.enable_grad(),
-                wrapped(children, learner),
-            ):
-                fake.module(**inputs.rebuild(inputs.tensors))
-        except Exception as error:
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            raise RetraceError(f"the first run failed: {reason}") from error
-        finally:
-            learner.restore()
-    return CallPlan(tuple(learner.decisions()), tuple(learner.refusals()))
-
-
-@contextmanager
-def _attributes_restored(root: nn.Module) -> Iterator[None]:
-    """Undo what a run changes in attributes of modules, and in the containers and objects (a
-    configuration) that they hold."""
-    containers: dict[int, Any] = {}
-    for module in root.modules():
-        containers[id(vars(module))] = vars(module)
-        for name, value in vars(module).items():
-            if name in _HOOKS:
-                continue
-            if isinstance(value, (list, dict, set)):
-                containers[id(value)] = value
-            elif hasattr(value, "__dict__") and not isinstance(value, type):
-                containers[id(vars(value))] = vars(value)
-    before = [(container, copy.copy(container)) for container in containers.values()]
+    if registered := global_hooks():
+        raise RetraceError(f"hooks of all modules are registered ({', '.join(registered)})")
+    learner = Learner(fake.module)
+    structure = Structure(fake.module)
+    before = Snapshot({**attributes_of(fake.module), **shared_state(fake.module)}, context=True)
     try:
-        yield
+        with (
+            fake.mode,
+            as_exporting(),
+            casts_of_nothing(),
+            torch.enable_grad(),
+            wrapped(children, learner),
+            learner.recorder.watching(),
+        ):
+            fake.module(**inputs.rebuild(inputs.tensors))
+        if installed := structure.change():
+            raise RetraceError(f"the first run of the model {installed}")
+    except RetraceError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise RetraceError(f"the first run failed: {reason}") from error
     finally:
-        for container, content in before:
-            container.clear()
-            add = container.extend if isinstance(container, list) else container.update
-            add(content)
+        learner.restore()
+        before.restore()
+    return CallPlan(tuple(learner.decisions()), tuple(learner.refusals()))
 
 
 def strip(children: Sequence[Child], decisions: Sequence[Decision]) -> None:
@@ -145,6 +128,7 @@ class CallTracer:
         if decision.role is Role.STUB:
             return self._stub(child, call_class, number, this)
         if decision.role is Role.FIRST:
+            call_class.recording.see_context()
             return self._traced(child, call_class, number, this, forward)
         return self._quietly(lambda: self._traced(child, call_class, number, this, forward))
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from meshfold.codegen.program.emitted import PLACE
+from meshfold.models.from_argument import BuiltModel
 from meshfold.training.compiled_model import CompiledModel
 from meshfold.validation import verify
 
@@ -37,6 +38,22 @@ def _compare_spoiled(plan_text: str, model: str, spoil: Callable[[CompiledModel]
         return compare(plan_text, model)
     finally:
         verify.bind = right
+
+
+def compare_a_wrong_capture(plan_text: str, model: str, name: str) -> Any:
+    """Compare with a model that computes something else than what was captured of it."""
+    right = verify._take_from_first_rank
+
+    def wrong(built: BuiltModel) -> None:
+        right(built)
+        module = built.model.get_submodule(name)
+        module.register_forward_hook(lambda module, args, output: output * (1 + 1e-6))
+
+    verify._take_from_first_rank = wrong
+    try:
+        return compare(plan_text, model)
+    finally:
+        verify._take_from_first_rank = right
 
 
 class _Skewed(torch.autograd.Function):

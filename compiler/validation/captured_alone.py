@@ -1,0 +1,55 @@
+"""Is the captured program the model? Both on one process, before a plan is blamed.
+
+Whatever a capture gets wrong, every plan computes alike, and no op of the emitted programs differs
+from the captured graph.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ops.reference_interpreter import run_graph
+
+Tensors = Mapping[str, Tensor]
+
+
+def captured_step(
+    folded: FoldedGraph, constants: Tensors, parameters: Tensors, buffers: Tensors, inputs: Tensors
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss of the captured graph in one process, and the gradient of every parameter."""
+    leaves = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters.items()}
+    copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    loss = run_graph(folded, leaves, copies, constants, inputs)[folded.outputs[0].name]
+    torch.autograd.backward(loss.sum())
+    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def capture_difference(
+    captured: tuple[Tensor, Mapping[str, Tensor | None]],
+    model: tuple[Tensor, Mapping[str, Tensor | None]],
+    tolerance: float,
+) -> str:
+    """One clause that says how the captured step differs from the model's, "" if it does not."""
+    says = "the captured program differs from the model on one process"
+    (loss, gradients), (right, right_gradients) = captured, model
+    if not _size(loss - right) <= tolerance * max(1.0, _size(right)):
+        return f"{says}: the losses are {loss.sum().item()!r} and {right.sum().item()!r}"
+    largest = max((_size(g) for g in right_gradients.values() if g is not None), default=0.0)
+    for name, mine in gradients.items():
+        theirs = right_gradients[name]
+        if mine is None and theirs is None:
+            continue
+        zero = torch.zeros((), dtype=right.dtype)
+        difference = _size((zero if mine is None else mine) - (zero if theirs is None else theirs))
+        # What is zero but for rounding is not compared with itself.
+        scale = max(0.0 if theirs is None else _size(theirs), 1e-3 * largest)
+        if not difference <= tolerance * scale:
+            by = difference / scale if scale else difference
+            return f"{says}: the gradient of {name} by {by:.1e}"
+    return ""
+
+
+def _size(x: Tensor) -> float:
+    return float(x.detach().abs().max()) if x.numel() else 0.0
