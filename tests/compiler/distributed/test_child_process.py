@@ -13,10 +13,13 @@ pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).resolve().parents[3]
 PARENT = """
+import signal
 import sys
 from support.processes.groups import say_process_id
 from meshfold.distributed.local_processes import run_local
 if __name__ == "__main__":
+    # A shell that starts the tests in the background lets them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     show = lambda rank, process: print(process, flush=True)
     try:
         run_local(2, say_process_id, on_report=show, quiet=True)
