@@ -89,11 +89,8 @@ class MicrobatchGraphs:
             if not apart:
                 break
             whole |= apart
-        classes = {
-            boundaries.slots[r][v] for r, v in self._needed_full() if v < len(boundaries.slots[r])
-        }
         self._unsliced = [
-            frozenset(i for i, c in enumerate(of_region) if c in classes & boundaries.inputs)
+            frozenset(i for i, c in enumerate(of_region) if c in needed & boundaries.inputs)
             for of_region in boundaries.slots
         ]
 

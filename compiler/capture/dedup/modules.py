@@ -120,5 +120,6 @@ def _asking_type(base: Any, session: Session) -> type:
 
 
 def take_name(stand_in: type, base: type) -> None:
+    """Let a class that stands in for `base` print as it does."""
     for name in ("__name__", "__qualname__", "__module__"):
         type.__setattr__(stand_in, name, getattr(base, name))

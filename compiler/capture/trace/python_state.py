@@ -6,7 +6,6 @@ refused. What only counts (a log of calls) is left.
 """
 
 import copy
-import sys
 from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfold.capture.trace.snapshots import is_of_user
 from meshfold.errors import CaptureError
-from meshfold.torch_compat.source_lines import is_user_file
 
 State = Mapping[tuple[str, str], Any]
 """Plain values by (module path, attribute); those that instances share by ("", "file:name") and
@@ -50,12 +49,12 @@ def plain_state(model: nn.Module) -> State:
         own = {name: x for name, x in vars(module).items() if not name.startswith("_")}
         _add(found, path, "", own)
         for name, value in own.items():
-            if _is_of_user(type(value)) and not isinstance(value, (nn.Module, torch.Tensor, type)):
+            if is_of_user(type(value)) and not isinstance(value, (nn.Module, torch.Tensor, type)):
                 _add(found, path, f"{name}.", getattr(value, "__dict__", {}))
-        if _is_of_user(type(module)):
+        if is_of_user(type(module)):
             space = getattr(type(module).forward, "__globals__", {})
             shared[id(space)] = f"{space.get('__file__')}:", space
-            for base in filter(_is_of_user, type(module).__mro__):
+            for base in filter(is_of_user, type(module).__mro__):
                 shared[id(base)] = f"{base.__module__}:{base.__qualname__}.", vars(base)
     for prefix, values in shared.values():
         _add(found, "", prefix, values)
@@ -68,11 +67,6 @@ def _add(
     for name, value in values.items():
         if not name.startswith("__") and _is_plain(value):
             found[path, prefix + name] = copy.copy(value)
-
-
-def _is_of_user(kind: type) -> bool:
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is not None and is_user_file(file)
 
 
 def _is_plain(value: Any) -> bool:
