@@ -17,8 +17,8 @@ from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import PricedStrategy
 from meshfold.ir.strategy import UniformStrategy
-from meshfold.passes.one_pass.planner import MeshPlanner
 from meshfold.passes.one_pass.priced import Priced, order_of
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.pipeline.best_first import Solution, best_first
 from meshfold.passes.pipeline.bounds import kernels_bound_s, peak_rate_bounds_s
 from meshfold.passes.pipeline.layers import StrategyCosts

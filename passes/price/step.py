@@ -14,7 +14,7 @@ where k_i and u_i are what is saved and gradients moving between device and host
 (passes/memory/zero.py): the link to the host is not the network, and carries both ways at once.
 The excess of each max over f_i or b_i is exposed. Each instance is charged with its own gather and
 reduction, so a step is a sum over instances, which the run search minimises
-(passes/one_pass/planner.py). Where two neighbours differ in the layout of a value, the
+(passes/one_pass/search.py). Where two neighbours differ in the layout of a value, the
 consumer converts it (border_s). The optimizer is one memory-bound pass over the local states; what
 the host updates comes back after it.
 """

@@ -20,8 +20,8 @@ from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import slot_facts
 from meshfold.passes.one_pass.chain import CandidateChain, _SavedOutputs
-from meshfold.passes.one_pass.planner import MeshPlanner
 from meshfold.passes.one_pass.priced import NothingFits, order_of
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.tree import strategies_on
 from meshfold.passes.price.parameters import stored_bytes
 from meshfold.passes.region.typing import MeshSearch
