@@ -1,2 +1,2 @@
-"""The mesh of one rank and its collectives, start and wait; lost ranks; what a step remembers
-between forward and backward; local gloo processes."""
+"""The mesh of one rank and its collectives, start and wait; agreement of ranks and ranks that are
+lost; what ops know of the step; local gloo processes."""

@@ -22,7 +22,7 @@ NUM_WORST = 5
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """A gradient, or a parameter after NUM_STEPS steps: its largest entry, and the largest of the
     difference, over all shards."""
 
@@ -42,9 +42,9 @@ class VerifyReport:
     """Loss of the model in one process."""
     loss: float
     """The loss that is furthest from it, over all ranks."""
-    gradients: tuple[Difference, ...]
+    gradients: tuple[TensorDifference, ...]
     """Worst first."""
-    parameters: tuple[Difference, ...] = ()
+    parameters: tuple[TensorDifference, ...] = ()
     """After NUM_STEPS steps of `optimizer`; worst first."""
     optimizer: str = ""
     first_divergence: str = ""
@@ -107,7 +107,7 @@ _UNKNOWN: Mapping[str, float] = MappingProxyType({})
 
 def differences(
     by_rank: Sequence[Sizes], rounding: Mapping[str, float] = _UNKNOWN, bound: float = 0.0
-) -> tuple[Difference, ...]:
+) -> tuple[TensorDifference, ...]:
     """The worst of all ranks per name, worst first. A rank has the names of its stages.
 
     A difference is relative to the largest entry of its tensor. Of one that is zero but for
@@ -122,7 +122,7 @@ def differences(
         terms = min(rounding.get(name, 0.0) * ROUNDINGS / TOLERANCE, largest)
         scale = max(size, terms)
         relative = worst / scale if scale else math.inf if worst else 0.0
-        found.append(Difference(name, size, worst, relative))
+        found.append(TensorDifference(name, size, worst, relative))
     return tuple(sorted(found, key=lambda d: (-badness(d.relative), d.name)))
 
 
@@ -160,7 +160,9 @@ def report_view(report: VerifyReport) -> RenderableType:
     return Group(*parts, order, verdict) if report.passed else Group(*parts)
 
 
-def _worst_view(title: str, compared: Sequence[Difference], report: VerifyReport) -> RenderableType:
+def _worst_view(
+    title: str, compared: Sequence[TensorDifference], report: VerifyReport
+) -> RenderableType:
     view = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     view.add_column(title, overflow="fold")
     for name in ("largest entry", "difference", "relative"):
