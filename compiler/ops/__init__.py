@@ -1,2 +1,2 @@
-"""What an emitted graph calls, forward and backward, one file per op: conversions, experts,
-attention, losses, draws, norms."""
+"""What an emitted graph calls, forward and backward, one file per op: conversions
+(collectives and their backward), experts, attention, losses, draws, norms."""

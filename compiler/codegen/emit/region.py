@@ -32,6 +32,7 @@ from meshfold.codegen.program.emitted import (
     EmittedProgram,
     ProgramStep,
     RegionProgram,
+    group_name,
 )
 from meshfold.codegen.program.text import TYPE
 from meshfold.errors import PlanMismatchError
@@ -210,7 +211,7 @@ class _RegionEmitter:
         self.step_node = self.graph.placeholder(CONTEXT)
         self.ahead = self.graph.placeholder("ahead")
         self.instance = self.graph.placeholder("instance")
-        self.in_flight = [self.graph.placeholder(f"group_{k}") for k in range(len(self.groups))]
+        self.in_flight = [self.graph.placeholder(group_name(k)) for k in range(len(self.groups))]
         direct = tuple(sorted(self.direct))
         for v in direct:
             self._bind(v, self.arriving[v], self._placeholder(self._label(v)))

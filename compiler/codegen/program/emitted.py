@@ -31,12 +31,24 @@ from meshfold.zero.parameter_group import GroupBuffers, ParameterGroup
 CONTEXT = "context"
 """Name of the first placeholder of every graph: the StepContext."""
 
+_GROUP = "group_"
+
 PLACE = "meshfold_place"
 """Key of fx.Node.meta: (value of the region, layout) that a node stands for."""
 
 ORIGIN = "meshfold_origin"
 """Key of fx.Node.meta: the number of the op that a node is part of, or (value, step of its
 conversion)."""
+
+
+def group_name(group: int) -> str:
+    """Name of the placeholder through which parameter group `group` of a region arrives."""
+    return f"{_GROUP}{group}"
+
+
+def group_number(placeholder: str) -> int:
+    """The parameter group that arrives through this placeholder."""
+    return int(placeholder.removeprefix(_GROUP))
 
 
 @dataclass(frozen=True)
