@@ -147,6 +147,8 @@ class Pools:
 
 def _serve(rank: int, connection: Connection, world_size: int, port: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What was imported stays: the collections below need not look at it.
+    gc.freeze()
     for number in itertools.count():
         try:
             if (message := connection.recv() if number else None) == LEAVE:
