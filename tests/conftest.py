@@ -12,6 +12,13 @@ settings.register_profile("tests", deadline=None, derandomize=True, max_examples
 settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of ours."""
+    parser.addoption(
+        "--exhaustive", action="store_true", help="Tests that take a sample run all of it."
+    )
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
     """Gloo processes, see pool.Pools. Mark tests that use it `multiprocess`."""
