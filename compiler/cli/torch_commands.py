@@ -42,7 +42,12 @@ def make_plan(
     def plan_for(default_batch: int) -> Plan:
         built = build_model(model, batch=batch, sequence=sequence, default_batch=default_batch)
         return find_plan(
-            built.model, cluster, built.example_inputs, options=options, progress=progress
+            built.model,
+            cluster,
+            built.example_inputs,
+            options=options,
+            loss_fn=built.loss_fn,
+            progress=progress,
         )
 
     try:

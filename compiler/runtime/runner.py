@@ -67,10 +67,21 @@ class ProgramRunner:
         *,
         rng: tuple[int, int] = (0, 0),
     ) -> Tensor:
-        """One forward pass: the model's output, ready for backward. rng: see StepContext; the rest
-        as in run_microbatch."""
+        """One forward pass: the loss, ready for backward; else as run_all."""
+        return self.run_all(parameters, buffers, inputs, rng=rng)[0]
+
+    def run_all(
+        self,
+        parameters: Tensors,
+        buffers: Tensors,
+        inputs: LocalInputs,
+        *,
+        rng: tuple[int, int] = (0, 0),
+    ) -> list[Tensor]:
+        """One forward pass: all outputs, ready for backward. rng: see StepContext; the rest as in
+        run_microbatch."""
         context = StepContext(self.mesh, rng)
-        return self.run_microbatch(context, parameters, buffers, inputs, {}, SharedStep())[0]
+        return self.run_microbatch(context, parameters, buffers, inputs, {}, SharedStep())
 
     def run_microbatch(
         self,
@@ -176,7 +187,8 @@ class _Forward:
                 self._run_instance(action)
 
     def outputs(self) -> list[Tensor]:
-        """What the model returns, the same on all ranks; of a stage also what it sends."""
+        """What the model returns, the same on all ranks but for outputs that stay shards; of a
+        stage also what it sends."""
         folded = self.program.folded
         return [self._fetch(output.source, self.program.unsharded) for output in folded.outputs]
 

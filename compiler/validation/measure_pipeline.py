@@ -51,7 +51,7 @@ def _measure(_: Report, plan_text: str, model_argument: str) -> list[list[Action
     plan = plan_from_json(plan_text)
     built = build_for_plan(model_argument, plan, device="cpu")
     captured = captured_as_planned(plan, built)
-    compiled = bind(built.model, plan, captured, built.example_inputs)
+    compiled = bind(built.model, plan, captured, built.example_inputs, loss_fn=built.loss_fn)
     runner = compiled.runner()
     assert isinstance(runner, PipelineRunner) and isinstance(compiled.program, EmittedPipeline)
     assert compiled.rank_mesh is not None

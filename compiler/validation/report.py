@@ -44,6 +44,8 @@ class VerifyReport:
     """The loss that is furthest from it, over all ranks."""
     gradients: tuple[TensorDifference, ...]
     """Worst first."""
+    outputs: tuple[TensorDifference, ...] = ()
+    """What a step returns, where that is more than its loss; worst first."""
     parameters: tuple[TensorDifference, ...] = ()
     """After NUM_STEPS steps of `optimizer`; worst first."""
     optimizer: str = ""
@@ -66,7 +68,7 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        compared = (*self.gradients, *self.parameters)
+        compared = (*self.outputs, *self.gradients, *self.parameters)
         return not self.collective_mismatch and all(
             d <= self.tolerance for d in (self.loss_difference, *(c.relative for c in compared))
         )
@@ -75,10 +77,11 @@ class VerifyReport:
     def verdict(self) -> str:
         """One line."""
         if self.passed:
-            what = f"loss and {len(self.gradients)} gradients"
+            loss = f"loss, {len(self.outputs)} outputs" if self.outputs else "loss"
+            what = f"{loss} and {len(self.gradients)} gradients"
             if self.parameters:
                 steps = f"{NUM_STEPS} steps of {self.optimizer}"
-                what = f"loss, {len(self.gradients)} gradients and parameters after {steps}"
+                what = f"{loss}, {len(self.gradients)} gradients and parameters after {steps}"
             where = ", on a scaled-down model and plan" if self.shrunk else ""
             return f"{what} agree to {self.tolerance:.0e}{where}"
         if self.collective_mismatch:
@@ -89,7 +92,12 @@ class VerifyReport:
 
     def _worst(self) -> str:
         """What differs most."""
-        for kind, compared in (("gradients", self.gradients), ("parameters", self.parameters)):
+        kinds = {
+            "outputs": self.outputs,
+            "gradients": self.gradients,
+            "parameters": self.parameters,
+        }
+        for kind, compared in kinds.items():
             wrong = sum(not c.relative <= self.tolerance for c in compared)
             if wrong:
                 after = f" after {NUM_STEPS} steps" if kind == "parameters" else ""

@@ -33,6 +33,15 @@ def test_differences_are_relative_to_the_largest_entry_of_their_tensor(plan: Pla
     assert not report.passed
 
 
+def test_outputs_are_compared_and_named(plan: Plan) -> None:
+    found = _Compared(2.0, 2.0, {"w": (1.0, 0.0)}, {}, (), outputs={"logits": (2.0, 2e-3)})
+    report = _report(plan, [found])
+    assert not report.passed
+    assert report.verdict.startswith("1 of 1 outputs differ, worst logits by 1.0e-03")
+    right = _report(plan, [_Compared(2.0, 2.0, {"w": (1.0, 0.0)}, {}, (), outputs={"y": (1.0, 0)})])
+    assert right.verdict == "loss, 1 outputs and 1 gradients agree to 1e-10"
+
+
 def test_what_is_zero_but_for_rounding_is_relative_to_its_terms() -> None:
     sizes = [{"large": (1.0, 0.0), "noise": (1e-17, 2e-17), "tiny": (1e-17, 1e-20)}]
     found = differences(sizes, {"large": 1e-16, "noise": 1e-17, "tiny": 1e-32})
