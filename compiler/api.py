@@ -95,7 +95,11 @@ def _capture(
     model: nn.Module, example_inputs: Mapping[str, Any], options: CompileOptions
 ) -> Captured:
     return capture(
-        model, example_inputs, full_capture=options.full_capture, precision=options.precision
+        model,
+        example_inputs,
+        full_capture=options.full_capture,
+        precision=options.precision,
+        rules=options.custom_rules,
     )
 
 
@@ -111,6 +115,7 @@ def plan_captured(
     if isinstance(cluster_spec, str):
         cluster_spec = _resolve(cluster_spec)
     check_output(captured)
+    options = with_checkpointing(options, captured)
     plan = find_plan_for(
         captured.graph,
         cluster_spec,
@@ -121,6 +126,13 @@ def plan_captured(
         progress=progress,
     )
     return refined(plan, captured.graph, options)
+
+
+def with_checkpointing(options: CompileOptions, captured: Captured) -> CompileOptions:
+    """`options` with recomputation pinned where the model asks for it and that is to be kept."""
+    if not (options.keep_checkpointing and captured.checkpointed):
+        return options
+    return replace(options, pins={"recompute": "full", **options.pins})
 
 
 def _resolve(text: str) -> ClusterSpec:

@@ -2,7 +2,7 @@
 
     model --fake_copy--> fake --export_fake--> exported --read_program--> program
           --with_draws, plain_masks, share_scatters, join_experts, with_dispatch--> program
-          --number--> flat graph --fold--> folded graph
+          --number--> flat graph --with_custom_ops--> flat graph --fold--> folded graph
 
 Forward only; no weights are needed or allocated, so the model may be on the meta device. The first
 layer of the compiler that runs the user's code, and the last.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfold.capture.custom_ops.annotate import with_custom_ops
 from meshfold.capture.dedup.expand import expand_calls
 from meshfold.capture.dedup.modules import Child, find_children, wrapped
 from meshfold.capture.dedup.tracer import CallPlan, CallTracer, plan_calls, strip
@@ -24,7 +25,7 @@ from meshfold.capture.rewrites.expert_dispatch import with_dispatch
 from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.masked_scatter import share_scatters
 from meshfold.capture.rewrites.refusals import refuse_draws, refuse_steps
-from meshfold.capture.trace.checkpointed_calls import plain_checkpoints
+from meshfold.capture.trace.checkpointed_calls import CheckpointedCalls, plain_checkpoints
 from meshfold.capture.trace.export import Exported, RetraceError, export_fake
 from meshfold.capture.trace.fake_model import (
     ExampleInputs,
@@ -34,6 +35,7 @@ from meshfold.capture.trace.fake_model import (
     flatten_inputs,
     model_names,
 )
+from meshfold.capture.trace.functions import FunctionCalls
 from meshfold.capture.trace.lower import read_program
 from meshfold.capture.trace.module_names import refuse_names
 from meshfold.capture.trace.python_state import (
@@ -45,6 +47,7 @@ from meshfold.capture.trace.raw_program import RawProgram, number
 from meshfold.capture.trace.snapshots import Snapshot, shared_state
 from meshfold.errors import CaptureError
 from meshfold.gc_pause import collector_paused
+from meshfold.ir.custom_ops import CustomRule
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import Precision
 from meshfold.passes.fold.assemble import fingerprint
@@ -55,11 +58,14 @@ from meshfold.passes.fold.find_regions import fold
 class Captured:
     """graph: the folded program; with a loss, only what the loss needs.
     constants: values of CONSTANT sources by name, small CPU tensors.
-    model_outputs: path of every tensor the model returned, those that were dropped too."""
+    model_outputs: path of every tensor the model returned, those that were dropped too.
+    rules: of custom ops, as they were given. checkpointed: what the model asks to be recomputed."""
 
     graph: FoldedGraph
     constants: Mapping[str, torch.Tensor]
     model_outputs: tuple[str, ...]
+    rules: tuple[CustomRule, ...] = ()
+    checkpointed: tuple[str, ...] = ()
 
 
 def capture(
@@ -68,6 +74,7 @@ def capture(
     *,
     full_capture: bool = False,
     precision: Precision = "model",
+    rules: Sequence[CustomRule] = (),
 ) -> Captured:
     """Capture `model(**example_inputs)`.
 
@@ -75,18 +82,28 @@ def capture(
     inputs (only their shapes and dtypes are read), anything else a constant of the capture.
     full_capture traces every layer, where otherwise layers proven equal are traced once.
     precision: what it is to compute in (meshfold.capture.trace.mixed_precision).
+    rules: of custom ops that the model calls.
     The model is used as it is: train or eval mode, dtype, ties. It is not changed.
 
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
-    OptionError if example_inputs holds no tensor.
+    OptionError if example_inputs holds no tensor, or a rule is wrong.
     """
     shared = Snapshot(shared_state(model), context=True)
     try:
-        with collector_paused(), plain_checkpoints():
-            return _capture(model, example_inputs, full_capture, precision)
+        with collector_paused(), plain_checkpoints() as checkpoints:
+            captured = _capture(model, example_inputs, full_capture, precision, rules)
+        return _with_checkpoints(captured, checkpoints)
     finally:
         # What forward keeps there are fake tensors and hooks of the fake copy.
         shared.restore()
+
+
+def _with_checkpoints(captured: Captured, calls: CheckpointedCalls) -> Captured:
+    """`captured` with a note of what the model asks to be recomputed."""
+    if not calls.names:
+        return captured
+    graph = replace(captured.graph, notes=(*captured.graph.notes, calls.note))
+    return replace(captured, graph=graph, checkpointed=calls.names)
 
 
 def _capture(
@@ -94,10 +111,12 @@ def _capture(
     example_inputs: Mapping[str, Any],
     full_capture: bool,
     precision: Precision,
+    rules: Sequence[CustomRule],
 ) -> Captured:
     refuse_gradient_hooks(model)
     refuse_names(model)
     names = model_names(model, precision)
+    functions = FunctionCalls(rules)
 
     def traced(
         has_calls: bool, note: str = "", prepare: Callable[[nn.Module], None] = lambda _: None
@@ -105,8 +124,9 @@ def _capture(
         fake = fake_copy(model, precision)
         prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision)
-        fake = replace(fake, notes=(*fake.notes, *filter(None, [note])))
-        return _trace(fake, inputs, names, find_children(fake.module) if has_calls else [])
+        fake = replace(fake, notes=(*fake.notes, *filter(None, [note])), functions=functions)
+        children = find_children(fake.module) if has_calls else []
+        return _trace(fake, inputs, names, children, rules)
 
     try:
         captured, changed = traced(not full_capture)
@@ -122,7 +142,11 @@ def _capture(
 
 
 def _trace(
-    fake: FakeCopy, inputs: ExampleInputs, names: Names, children: Sequence[Child]
+    fake: FakeCopy,
+    inputs: ExampleInputs,
+    names: Names,
+    children: Sequence[Child],
+    rules: Sequence[CustomRule],
 ) -> tuple[Captured, Changes]:
     """Trace the fake copy, with call nodes for those of `children` that equal one traced before.
 
@@ -134,7 +158,7 @@ def _trace(
     if not plan.has_stubs:
         exported = export_fake(fake, inputs)
         program = read_program(exported, names, inputs.infos)
-        return _fold(program, names, inputs, exported, notes), exported.changed
+        return _fold(program, names, inputs, exported, notes, rules), exported.changed
     strip(children, plan.decisions)
     tracer = CallTracer(plan.decisions)
     try:
@@ -143,7 +167,7 @@ def _trace(
         program = expand_calls(read_program(exported, names, inputs.infos), names)
     except CaptureError as error:
         raise RetraceError(str(error)) from error
-    return _fold(program, names, inputs, exported, notes), exported.changed
+    return _fold(program, names, inputs, exported, notes, rules), exported.changed
 
 
 def _fold(
@@ -152,12 +176,18 @@ def _fold(
     inputs: ExampleInputs,
     exported: Exported,
     notes: Sequence[str],
+    rules: Sequence[CustomRule],
 ) -> Captured:
     refuse_steps(program)
     program = with_draws(program)
     routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
     refuse_draws(routed)
-    flat = number(routed, names, inputs.infos, notes)
+    flat = with_custom_ops(number(routed, names, inputs.infos, notes), rules)
     if not flat.graph.num_ops:
         raise CaptureError("the model computes nothing; return a loss that its ops make")
-    return Captured(fold(flat.graph, flat.stacks), dict(program.constants), exported.model_outputs)
+    return Captured(
+        fold(flat.graph, flat.stacks),
+        dict(program.constants),
+        exported.model_outputs,
+        tuple(rules),
+    )

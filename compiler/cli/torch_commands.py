@@ -48,8 +48,9 @@ def make_plan(
 
     def plan_for(default_batch: int) -> Plan:
         built = build_model(model, batch=batch, sequence=sequence, default_batch=default_batch)
+        given = replace(options, custom_rules=built.rules)
         return find_plan(
-            built.model, cluster, built.example_inputs, options=options, progress=progress
+            built.model, cluster, built.example_inputs, options=given, progress=progress
         )
 
     try:

@@ -1,8 +1,9 @@
 """The MODEL argument of the command line: a factory or a Hugging Face configuration file.
 
-    package.module:factory    factory() returns (model, example_inputs); the working directory is
-                              importable. With --batch or --seq, which it must then accept,
-                              factory(batch=B, seq=S).
+    package.module:factory    factory() returns (model, example_inputs), or with a third item
+                              rules of its custom ops (meshfold.register_rule); the working
+                              directory is importable. With --batch or --seq, which it must then
+                              accept, factory(batch=B, seq=S).
     path/to/config.json       the model class is the file's first architecture, else the class for
                               its model_type; example inputs, labels included so that the loss is
                               inside, follow from what the class is for.
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 
 from meshfold.errors import OptionError
+from meshfold.ir.custom_ops import CustomRule
 from meshfold.ir.plan import Plan
 from meshfold.models.config_file import Configuration, read_configuration
 from meshfold.models.user_code import user_code
@@ -50,10 +52,11 @@ _NEEDS_MASK = ("longt5", "switch_transformers")
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model with keyword arguments for one call of it."""
+    """A model with keyword arguments for one call of it. rules: of its custom ops."""
 
     model: nn.Module
     example_inputs: dict[str, Any]
+    rules: tuple[CustomRule, ...] = ()
 
 
 def build_model(
@@ -139,8 +142,8 @@ def _from_factory(argument: str, batch: int | None, sequence: int | None) -> Bui
             )
     with user_code(f"{argument}: the factory", remedy="correct it"):
         made = factory(**sizes)
-        if isinstance(made, tuple) and len(made) == 2:
-            model, inputs = made
+        if isinstance(made, tuple) and len(made) in (2, 3):
+            model, inputs, *rest = made
             if isinstance(model, nn.Module) and isinstance(inputs, Mapping):
                 inputs = dict(inputs)
                 for name, value in inputs.items():
@@ -148,11 +151,23 @@ def _from_factory(argument: str, batch: int | None, sequence: int | None) -> Bui
                         raise OptionError(f"{argument}: input {name!r} is empty; give it entries")
                 if all(isinstance(name, str) for name in inputs):
                     _check_dtypes(argument, model)
-                    return BuiltModel(model, inputs)
+                    return BuiltModel(model, inputs, _rules(argument, *rest))
         raise OptionError(
             f"{argument}: the factory must return (torch.nn.Module, dict of keyword arguments), "
             f"it returned {_describe(made)}; correct it"
         )
+
+
+def _rules(argument: str, rules: object = ()) -> tuple[CustomRule, ...]:
+    """The third item that a factory returned."""
+    found = tuple(rules) if isinstance(rules, tuple | list) else (rules,)
+    for rule in found:
+        if not isinstance(rule, CustomRule):
+            raise OptionError(
+                f"{argument}: the third item that the factory returned is no rule but "
+                f"{_describe(rule)}; return what meshfold.register_rule does"
+            )
+    return found
 
 
 def _check_dtypes(argument: str, model: nn.Module) -> None:

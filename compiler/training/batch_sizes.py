@@ -82,7 +82,12 @@ class OtherSizes:
     def _new_form(self, batch: Mapping[str, Any], shapes: Shapes) -> Form:
         first = self._first
         inputs = with_shapes(batch, shapes)
-        captured = capture(self._skeleton, inputs, precision=first.plan.precision)
+        captured = capture(
+            self._skeleton,
+            inputs,
+            precision=first.plan.precision,
+            rules=first.captured.rules,
+        )
         plan = _for_size(first.plan, captured)
         _check_same_ops(first.captured.graph, captured.graph)
         program = emit_plan(captured.graph, plan)

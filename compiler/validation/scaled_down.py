@@ -98,7 +98,9 @@ def scaled_down(plan: Plan, model: str, captured: Captured) -> ScaledDown:
         if is_configuration(model):
             small_model, changes = _smaller(plan, read_configuration(Path(model)))
         built = _built(plan, small_model, degrees)
-        captured_small = capture(built.model, built.example_inputs, precision=plan.precision)
+        captured_small = capture(
+            built.model, built.example_inputs, precision=plan.precision, rules=built.rules
+        )
         small, left_out = _planned(plan, captured_small, degrees)
     except MeshfoldError as error:
         raise MeshfoldError(

@@ -90,7 +90,9 @@ def _run(plan: Plan, model: str | Configuration) -> VerifyReport:
 
 def captured_as_planned(plan: Plan, built: BuiltModel) -> Captured:
     """The captured model. Raises PlanMismatchError if it is not the one that was planned."""
-    captured = capture(built.model, built.example_inputs, precision=plan.precision)
+    captured = capture(
+        built.model, built.example_inputs, precision=plan.precision, rules=built.rules
+    )
     check_fingerprint(plan, captured)
     return captured
 
@@ -113,7 +115,7 @@ def _compare(_: Report, plan_text: str, model: str | Configuration) -> _Compared
     plan = plan_from_json(plan_text)
     built = build_for_plan(model, plan, device="cpu")
     captured = _exact(captured_as_planned(plan, built))
-    built = BuiltModel(built.model.double(), _double(built.example_inputs))
+    built = replace(built, model=built.model.double(), example_inputs=_double(built.example_inputs))
     _take_from_first_rank(built)
     output = captured.graph.outputs[0].name
     compiled = bind(built.model, _planned_for(plan, captured), captured, built.example_inputs)
