@@ -18,7 +18,8 @@ from meshfold.torch_compat.pytree import flat
 class FunctionOp:
     """An autograd.Function as an op: called with its positional arguments, it returns its tensors.
 
-    __name__ is what programs print; __module__ is this one, which exists wherever a program runs.
+    Its tensors come contiguous, as they mostly do in one process: kernels count on that, and shards
+    and what collectives return are often views. __name__ is what programs print.
     fake: the results without their numbers, for what cannot run on tensors without storage.
     """
 
@@ -30,8 +31,8 @@ class FunctionOp:
         self.__name__ = name
 
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        returned = self.function.apply(*map(_tuples, args))  # type: ignore[no-untyped-call]
-        return _tensors(returned)
+        given = map(_contiguous, map(_tuples, args))
+        return _tensors(self.function.apply(*given))  # type: ignore[no-untyped-call]
 
     def without_storage(self, *args: Any) -> Any:
         """What the Function returns on tensors without storage, containers and all."""
@@ -82,3 +83,9 @@ def _tensors(returned: Any) -> tuple[torch.Tensor, ...]:
 def _tuples(arg: Any) -> Any:
     """Sequences as tuples: a graph does not tell them from lists."""
     return tuple(map(_tuples, arg)) if isinstance(arg, (tuple, list)) else arg
+
+
+def _contiguous(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return arg.contiguous()
+    return tuple(map(_contiguous, arg)) if isinstance(arg, tuple) else arg

@@ -70,7 +70,8 @@ def test_loss_and_gradients_are_those_of_one_process(
 
 def test_scheduled_programs_run_their_backward_too() -> None:
     model, batch, found = captured()
-    options = CompileOptions(pins={"tp": 2, "dp": 2, "sp": 1, "zero": 2}, mode="scheduled")
+    pins = {"tp": 2, "dp": 2, "sp": 1, "zero": 2, "micro_chunks": 1, "collective_matmul": 0}
+    options = CompileOptions(pins=pins, mode="scheduled")
     plan = plan_captured(found, "Stack", "local-cpux4", options)
     program = emit_plan(found.graph, plan)
     assert isinstance(program, EmittedProgram)

@@ -72,18 +72,26 @@ def test_a_rule_lets_ranks_share_a_loss(strategy: UniformStrategy) -> None:
 
 
 def test_microbatches_split_a_loss_that_has_a_rule() -> None:
+    model, batch = Classes(), {"x": torch.randn(8, 4), "labels": torch.zeros(8, dtype=torch.int64)}
     cluster = resolve_cluster("local-cpu", 2)
-    graphs = MicrobatchGraphs(ruled()[2].graph, cluster, 8)
-    (rows,) = {
-        region.graph.values[op.operands[0]].shape[0]
-        for region in graphs.graph(2).regions
-        for op in region.graph.ops
-        if "LinearLoss" in op.target
-    }
-    assert rows == 16
-    model, batch = function_model(2, "sum")
-    with pytest.raises(OptionError, match="cannot be split into microbatches"):
+    split = MicrobatchGraphs(capture(model, batch, rules=[LOSS]).graph, cluster, 8).graph(2)
+    (region,) = split.regions
+    (loss,) = (op for op in region.graph.ops if "LinearLoss" in op.target)
+    assert region.graph.values[loss.operands[0]].shape == (4, 4)
+    with pytest.raises(OptionError, match="is needed for the whole batch"):
         MicrobatchGraphs(capture(model, batch).graph, cluster, 8)
+
+
+class Classes(nn.Module):
+    """A linear layer, and a loss that is a sum over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return LinearLoss.apply(self.body(x), self.head, labels, "sum")  # type: ignore[no-any-return]
 
 
 def test_costs_are_as_the_rule_says_on_local_shapes() -> None:

@@ -22,7 +22,7 @@ from meshfold.errors import CaptureError
 from meshfold.ir.custom_ops import CustomRule
 from meshfold.ops.functions import FunctionOp
 from meshfold.torch_compat.autograd_functions import gradients_on_fakes, outside_of_tracing
-from meshfold.torch_compat.fake_tensors import fake_like, fake_mode
+from meshfold.torch_compat.fake_tensors import fake_mode
 from meshfold.torch_compat.pytree import TensorSlot, fill_slots, map_leaves, map_named
 
 FUNCTION = "meshfold.function.default"
@@ -122,10 +122,13 @@ class FunctionCalls:
     def _found(
         self, op: FunctionOp, arguments: Any, tensors: Sequence[torch.Tensor]
     ) -> FunctionCall:
-        with outside_of_tracing(), fake_mode() as mode:
-            fakes = [fake_like(t.detach(), mode) for t in tensors]
-            for fake, tensor in zip(fakes, tensors, strict=True):
-                fake.requires_grad_(tensor.requires_grad)
+        facts = [tensor_facts(t) for t in tensors]
+        with outside_of_tracing(), fake_mode():
+            leaves = empty_results(facts)
+            for leaf, tensor in zip(leaves, tensors, strict=True):
+                leaf.requires_grad_(tensor.requires_grad)
+            # No leaves: those may not be changed in place, which is for the message below to say.
+            fakes = [leaf.clone() for leaf in leaves]
             returned = self._returned(op, fill_slots(arguments, fakes))
             made: list[torch.Tensor] = []
 
@@ -141,9 +144,14 @@ class FunctionCalls:
                     op,
                     "changes an argument in place; let it work on a copy, or return a new tensor",
                 )
-            facts = tuple(map(tensor_facts, made))
-            trained = tuple(x.requires_grad for x in made)
-            return FunctionCall(op, arguments, results, facts, trained, _untrained(made, fakes))
+            return FunctionCall(
+                op,
+                arguments,
+                results,
+                tuple(map(tensor_facts, made)),
+                tuple(x.requires_grad for x in made),
+                _untrained(made, fakes),
+            )
 
     def _returned(self, op: FunctionOp, args: Any) -> Any:
         """What the Function returns on tensors without storage."""

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from meshfold.capture.custom_ops.register import register_rule
+from meshfold.ir.custom_ops import CustomRule
+
 ROWS, POSITIONS, WIDTH, CLASSES, DOMAINS = 8, 4, 8, 12, 4
 
 
@@ -132,7 +135,8 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers, a loss of classes, and one of domains behind a reversed gradient."""
+    """Layers, a loss of classes, and one of domains behind a reversed gradient; with reduction
+    "none" the latter alone."""
 
     def __init__(self, num_layers: int, reduction: str, gelu: type[Function]) -> None:
         super().__init__()
@@ -144,9 +148,9 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        domains = self.domain(Reverse.apply(x, 0.3)).square().mean()
         if self.reduction == "none":
-            return (x @ self.head.T).square().mean() + domains
+            return self.domain(Reverse.apply(x, 0.3)).square().mean()  # type: ignore[no-any-return]
+        domains = self.domain(Reverse.apply(x, 0.3)).square().mean()
         rows = x.reshape(-1, WIDTH)
         loss = LinearLoss.apply(rows, self.head, labels.reshape(-1), self.reduction)
         return loss + domains
@@ -159,6 +163,13 @@ def local_gelu() -> type[Function]:
         pass
 
     return Local
+
+
+def ruled_functions() -> tuple[nn.Module, dict[str, Tensor], CustomRule]:
+    """A factory for commands: a Stack in float32, and the rule that its loss is a sum over rows."""
+    model, batch = function_model(2, "sum")
+    inputs = {"x": batch["x"].float(), "labels": batch["labels"]}
+    return model.float(), inputs, register_rule(LinearLoss, "n _, _ _, n ->")
 
 
 def function_model(
