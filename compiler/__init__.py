@@ -30,6 +30,7 @@ _EXPORTS = {
     "load_checkpoint": "meshfold.training.checkpoint",
     "save_checkpoint": "meshfold.training.checkpoint",
     "load_plan": "meshfold.plan_file.io",
+    "register_rule": "meshfold.capture.custom_ops.register",
     "save_plan": "meshfold.plan_file.io",
 }
 __all__ = [
@@ -52,12 +53,14 @@ __all__ = [
     "find_plan",
     "load_checkpoint",
     "load_plan",
+    "register_rule",
     "save_checkpoint",
     "save_plan",
 ]
 
 if TYPE_CHECKING:
     from meshfold.api import compile, find_plan
+    from meshfold.capture.custom_ops.register import register_rule
     from meshfold.errors import (
         CaptureError,
         ClusterSpecError,

@@ -132,6 +132,7 @@ def _capture(
         precision=options.precision,
         returns=options.returns,
         loss_fn=loss_fn,
+        rules=options.custom_rules,
     )
 
 
@@ -147,6 +148,7 @@ def plan_captured(
     if isinstance(cluster_spec, str):
         cluster_spec = _resolve(cluster_spec)
     check_output(captured)
+    options = with_checkpointing(options, captured)
     plan = find_plan_for(
         captured.graph,
         cluster_spec,
@@ -157,6 +159,13 @@ def plan_captured(
         progress=progress,
     )
     return refined(plan, captured.graph, options)
+
+
+def with_checkpointing(options: CompileOptions, captured: Captured) -> CompileOptions:
+    """`options` with recomputation pinned where the model asks for it and that is to be kept."""
+    if not (options.keep_checkpointing and captured.checkpointed):
+        return options
+    return replace(options, pins={"recompute": "full", **options.pins})
 
 
 def _resolve(text: str) -> ClusterSpec:

@@ -2,7 +2,7 @@
 
     model --fake_copy--> fake --export_fake--> exported --read_program--> program
           --with_draws, plain_masks, share_scatters, join_experts, with_dispatch--> program
-          --number--> flat graph --fold--> folded graph
+          --number--> flat graph --with_custom_ops--> flat graph --fold--> folded graph
 
 Forward only; no weights are needed or allocated, so the model may be on the meta device. The first
 layer of the compiler that runs the user's code, and the last.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfold.capture.custom_ops.annotate import with_custom_ops
 from meshfold.capture.dedup.expand import expand_calls
 from meshfold.capture.dedup.modules import Child, find_children, wrapped
 from meshfold.capture.dedup.tracer import CallPlan, CallTracer, plan_calls, strip
@@ -24,7 +25,7 @@ from meshfold.capture.rewrites.expert_dispatch import with_dispatch
 from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.masked_scatter import share_scatters
 from meshfold.capture.rewrites.refusals import refuse_draws, refuse_steps
-from meshfold.capture.trace.checkpointed_calls import plain_checkpoints
+from meshfold.capture.trace.checkpointed_calls import CheckpointedCalls, plain_checkpoints
 from meshfold.capture.trace.export import Exported, RetraceError, export_fake
 from meshfold.capture.trace.fake_model import (
     ExampleInputs,
@@ -34,6 +35,7 @@ from meshfold.capture.trace.fake_model import (
     flatten_inputs,
     model_names,
 )
+from meshfold.capture.trace.functions import FunctionCalls
 from meshfold.capture.trace.loss_function import LossFunction, check_arguments
 from meshfold.capture.trace.lower import read_program
 from meshfold.capture.trace.module_names import refuse_names
@@ -48,6 +50,7 @@ from meshfold.capture.trace.snapshots import Snapshot, shared_state
 from meshfold.capture.trace.structures import Node
 from meshfold.errors import CaptureError
 from meshfold.gc_pause import collector_paused
+from meshfold.ir.custom_ops import CustomRule
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import Precision
 from meshfold.ir.returns import LOSS_ALONE, Returns
@@ -62,6 +65,7 @@ class Wanted:
     returns: Returns
     loss_fn: LossFunction | None
     precision: Precision
+    rules: tuple[CustomRule, ...]
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,15 @@ class Captured:
     """graph: the folded program; with a loss, only what it and the outputs asked for need.
     constants: values of CONSTANT sources by name, small CPU tensors.
     structure: what a step returns around the outputs of `graph`, by their names.
-    no_loss: why the first output is no loss, for the user."""
+    no_loss: why the first output is no loss, for the user.
+    rules: of custom ops, as they were given. checkpointed: what the model asks to be recomputed."""
 
     graph: FoldedGraph
     constants: Mapping[str, torch.Tensor]
     structure: Node = NOTHING
     no_loss: str = ""
+    rules: tuple[CustomRule, ...] = ()
+    checkpointed: tuple[str, ...] = ()
 
 
 def capture(
@@ -85,6 +92,7 @@ def capture(
     precision: Precision = "model",
     returns: Returns = LOSS_ALONE,
     loss_fn: LossFunction | None = None,
+    rules: Sequence[CustomRule] = (),
 ) -> Captured:
     """Capture `model(**example_inputs)`.
 
@@ -93,23 +101,33 @@ def capture(
     full_capture traces every layer, where otherwise layers proven equal are traced once.
     precision: what it is to compute in (meshfold.capture.trace.mixed_precision). returns: what of
     its return value; loss_fn: what computes the loss of that and the rest of the example inputs
-    (meshfold.capture.trace.loss_function).
+    (meshfold.capture.trace.loss_function). rules: of custom ops that the model calls.
     The model is used as it is: train or eval mode, dtype, ties. It is not changed.
 
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
-    OptionError if example_inputs holds no tensor, or not the arguments of the model.
+    OptionError if example_inputs holds no tensor, or not the arguments of the model, or a rule is
+    wrong.
     """
     check_arguments(model, example_inputs, loss_fn)
     if not returns.has_loss:
         loss_fn = None
-    wanted = Wanted(returns, loss_fn, precision)
+    wanted = Wanted(returns, loss_fn, precision, tuple(rules))
     shared = Snapshot(shared_state(model), context=True)
     try:
-        with collector_paused(), plain_checkpoints():
-            return _capture(model, example_inputs, full_capture, wanted)
+        with collector_paused(), plain_checkpoints() as checkpoints:
+            captured = _capture(model, example_inputs, full_capture, wanted)
+        return _with_checkpoints(captured, checkpoints)
     finally:
         # What forward keeps there are fake tensors and hooks of the fake copy.
         shared.restore()
+
+
+def _with_checkpoints(captured: Captured, calls: CheckpointedCalls) -> Captured:
+    """`captured` with a note of what the model asks to be recomputed."""
+    if not calls.names:
+        return captured
+    graph = replace(captured.graph, notes=(*captured.graph.notes, calls.note))
+    return replace(captured, graph=graph, checkpointed=calls.names)
 
 
 def _capture(
@@ -122,6 +140,7 @@ def _capture(
     refuse_names(model)
     precision = wanted.precision
     names = model_names(model, precision)
+    functions = FunctionCalls(wanted.rules)
 
     def traced(
         has_calls: bool, note: str = "", prepare: Callable[[nn.Module], None] = lambda _: None
@@ -129,9 +148,9 @@ def _capture(
         fake = fake_copy(model, precision)
         prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn)
-        fake = replace(fake, notes=(*fake.notes, *filter(None, [note])))
+        fake = replace(fake, notes=(*fake.notes, *filter(None, [note])), functions=functions)
         children = find_children(fake.module) if has_calls else []
-        return _trace(fake, inputs, names, children, wanted.returns)
+        return _trace(fake, inputs, names, children, wanted)
 
     try:
         captured, changed = traced(not full_capture)
@@ -151,7 +170,7 @@ def _trace(
     inputs: ExampleInputs,
     names: Names,
     children: Sequence[Child],
-    returns: Returns,
+    wanted: Wanted,
 ) -> tuple[Captured, Changes]:
     """Trace the fake copy, with call nodes for those of `children` that equal one traced before.
 
@@ -161,18 +180,18 @@ def _trace(
     plan = plan_calls(fake, inputs, children) if children else CallPlan()
     notes = (*fake.notes, *plan.refusals)
     if not plan.has_stubs:
-        exported = export_fake(fake, inputs, returns)
+        exported = export_fake(fake, inputs, wanted.returns)
         program = read_program(exported, names, inputs.infos)
-        return _fold(program, names, inputs, exported, notes), exported.changed
+        return _fold(program, names, inputs, exported, notes, wanted.rules), exported.changed
     strip(children, plan.decisions)
     tracer = CallTracer(plan.decisions)
     try:
         with wrapped(children, tracer):
-            exported = export_fake(fake, inputs, returns, tracer.marked)
+            exported = export_fake(fake, inputs, wanted.returns, tracer.marked)
         program = expand_calls(read_program(exported, names, inputs.infos), names)
     except CaptureError as error:
         raise RetraceError(str(error)) from error
-    return _fold(program, names, inputs, exported, notes), exported.changed
+    return _fold(program, names, inputs, exported, notes, wanted.rules), exported.changed
 
 
 def _fold(
@@ -181,14 +200,16 @@ def _fold(
     inputs: ExampleInputs,
     exported: Exported,
     notes: Sequence[str],
+    rules: Sequence[CustomRule],
 ) -> Captured:
     refuse_steps(program)
     program = with_draws(program)
     routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
     refuse_draws(routed)
-    flat = number(routed, names, inputs.infos, notes)
+    flat = with_custom_ops(number(routed, names, inputs.infos, notes), rules)
     if not flat.graph.num_ops:
         raise CaptureError("the model computes nothing; return a loss that its ops make")
     folded = replace(fold(flat.graph, flat.stacks), returns=exported.chosen.returns)
     constants = dict(program.constants)
-    return Captured(folded, constants, exported.chosen.structure, exported.chosen.no_loss)
+    chosen = exported.chosen
+    return Captured(folded, constants, chosen.structure, chosen.no_loss, tuple(rules))

@@ -41,11 +41,12 @@ def make_plan(
 
     def plan_for(default_batch: int) -> Plan:
         built = build_model(model, batch=batch, sequence=sequence, default_batch=default_batch)
+        given = replace(options, custom_rules=built.rules)
         return find_plan(
             built.model,
             cluster,
             built.example_inputs,
-            options=options,
+            options=given,
             loss_fn=built.loss_fn,
             progress=progress,
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from meshfold.ir.custom_ops import CustomOp
 from meshfold.ir.returns import Returns
 
 
@@ -141,7 +142,8 @@ class Op:
     """One call. `target` is "aten.linear.default"; `outputs` are value indices, one per tensor
     the op returns (a list result is flattened, getitem is folded away). `scope` is the module path
     relative to the region and `source` "file:line": both for messages only, never compared. draw:
-    of a random op in the graph of a microbatch; without it the op draws as its position says."""
+    of a random op in the graph of a microbatch; without it the op draws as its position says.
+    custom: what is known of an op that the user's code defines."""
 
     target: str
     args: tuple[Arg, ...]
@@ -150,6 +152,7 @@ class Op:
     scope: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
     draw: Draw | None = None
+    custom: CustomOp | None = None
 
     @cached_property
     def operands(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from meshfold.errors import OptionError
+from meshfold.ir.custom_ops import CustomRule
 from meshfold.ir.returns import ALL, Path, Returns, paths_of, summands_of
 from meshfold.ir.strategy import Offload, Recompute
 from meshfold.units import is_bytes, parse_bytes
@@ -147,6 +148,11 @@ class CompileOptions:
     """Let pipelines compete without a pin; their models train by train_step alone."""
     allow_planned: bool = False
     """Offer what can be priced and planned, but not run yet, and pipelines."""
+    custom_rules: tuple[CustomRule, ...] = ()
+    """Rules of custom ops and autograd.Functions of the model's own (meshfold.register_rule)."""
+    keep_checkpointing: bool = False
+    """Recompute everything where the model asks for recomputation of some (torch.utils.checkpoint),
+    as the pin recompute=full does; else the search chooses."""
     without_rules: tuple[str, ...] = ()
     """Pruning rules of the search (passes.one_pass.tree.PRUNING_RULES) to do without, for those who
     doubt one."""
@@ -163,6 +169,12 @@ class CompileOptions:
         object.__setattr__(self, "pins", MappingProxyType(dict(self.pins)))
         for name, value in self.pins.items():
             _check_pin(name, value)
+        object.__setattr__(self, "custom_rules", tuple(self.custom_rules))
+        others = [rule for rule in self.custom_rules if not isinstance(rule, CustomRule)]
+        if others:
+            raise OptionError(
+                f"custom_rules: {others[0]!r} is no rule; pass what meshfold.register_rule returns"
+            )
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise OptionError(f"memory: {self.memory_bytes} bytes; write more than 0")
         if self.optimizer not in ("adamw", "sgd"):

@@ -23,7 +23,11 @@ from meshfold.ops.registry import torch_target
 def pointwise_sample(key: ProbeKey) -> ProbeKey | None:
     """The same call on the fewest elements that stand for all; None where sizes may matter, and
     where there is nothing to gain."""
-    if not key.operands or torch.Tag.pointwise not in getattr(torch_target(key.target), "tags", ()):
+    if (
+        not key.operands
+        or key.custom
+        or torch.Tag.pointwise not in getattr(torch_target(key.target), "tags", ())
+    ):
         return None
     shape = key.operands[0].shape
     if any(spec.shape != shape or not is_dense(spec) for spec in key.operands):

@@ -10,7 +10,8 @@ random state).
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from meshfold.cost_models.memory.op_memory import (
     ProbeKey,
     TensorSpec,
 )
+from meshfold.ir.custom_ops import OfShapes
 from meshfold.ir.op_graph import Arg, Hole, Ref, Symbol
 from meshfold.memory_probe.linear import linear_at_size, linear_samples
 from meshfold.memory_probe.pointwise import at_size, pointwise_sample
+from meshfold.ops.functions import FunctionOp
 from meshfold.ops.registry import torch_target
 from meshfold.torch_compat.dtypes import dtype_name, torch_constant, torch_dtype
 from meshfold.torch_compat.fake_tensors import fake_mode
@@ -73,6 +76,9 @@ class OpProber:
         return linear_at_size(self(first), key) if self._is_linear[first] else None
 
     def _probe(self, key: ProbeKey) -> OpProbe:
+        if key.custom is not None:
+            with self._mode:
+                return _run_custom(key, key.custom.costs.saved_bytes)
         if _has_one_value_a_channel(key):
             # Without data, torch divides by the number of values less one. These are few bytes.
             return _run(key, torch.device("cpu"))
@@ -95,6 +101,22 @@ def _run(key: ProbeKey, device: torch.device) -> OpProbe:
     run.forward()
     run.backward()
     return run.result()
+
+
+def _run_custom(key: ProbeKey, saved_bytes: OfShapes | None) -> OpProbe:
+    """An op of the user's: its backward may look at values, or launch a kernel, which only real
+    tensors have. Then a new gradient is taken for every operand that wants one."""
+    run = _Run(key, torch.device("cpu"))
+    run.forward()
+    try:
+        run.backward()
+    except Exception:
+        run.gradients = [torch.empty_like(t) if t.requires_grad else None for t in run.operands]
+    found = run.result()
+    if saved_bytes is None:
+        return found
+    stated = int(saved_bytes(*(spec.shape for spec in key.operands)))
+    return replace(found, saved_operands=(), saved_outputs=(), saved_bytes=stated)
 
 
 def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
@@ -153,6 +175,9 @@ class _Run:
         self.kept: dict[int, torch.Tensor] = {}
         """What autograd keeps, one tensor per storage, by storage id."""
         self.forward_peak_bytes = 0
+        self.left_bytes = 0
+        """Of storages that a Function made and that outlive its forward: results, what it saved,
+        what it put on its context without telling autograd."""
         self.gradients: list[torch.Tensor | None] = [None] * len(self.operands)
         self.incoming: list[torch.Tensor | None] = []
         self.backward_scratch_bytes = 0
@@ -162,10 +187,18 @@ class _Run:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t), counter:
             args = [self._real(a) for a in self.key.args]
             kwargs = {name: self._real(a) for name, a in self.key.kwargs}
-            result = torch_target(self.key.target)(*args, **kwargs)
+            result = self._function()(*args, **kwargs)
         parts = [result] if isinstance(result, torch.Tensor) else list(result)
         self.outputs = [t for t in parts if isinstance(t, torch.Tensor)]
         self.forward_peak_bytes = counter.peak_bytes
+        if self.key.custom is not None and self.key.custom.function is not None:
+            self.left_bytes = counter.current_bytes
+
+    def _function(self) -> Callable[..., Any]:
+        known = self.key.custom.function if self.key.custom else None
+        if isinstance(known, FunctionOp):
+            return known.tensors_without_storage
+        return torch_target(self.key.target)
 
     def backward(self) -> None:
         wanted = [k for k, t in enumerate(self.operands) if t.requires_grad]
@@ -195,7 +228,9 @@ class _Run:
             for s, t in self.kept.items()
             if s not in operand_ids and s not in output_ids
         )
-        made_bytes = sum(o.num_bytes for o in outputs) + internal
+        output_bytes = sum(o.num_bytes for o in outputs)
+        internal = max(internal, self.left_bytes - output_bytes)
+        made_bytes = output_bytes + internal
         incoming_ids = [storage_id(g) if g is not None else 0 for g in self.incoming]
         fresh = self._fresh()
         sources = [*incoming_ids, *fresh]

@@ -1,8 +1,9 @@
 """The MODEL argument of the command line: a factory or a Hugging Face configuration file.
 
-    package.module:factory    factory() returns (model, example_inputs) or, where the loss is not
-                              inside, (model, example_inputs, loss_fn); the working directory is
-                              importable. With --batch or --seq, which it must then accept,
+    package.module:factory    factory() returns (model, example_inputs); behind them may come a loss
+                              function, where the loss is not inside, and rules of custom ops
+                              (meshfold.register_rule). The working directory is importable. With
+                              --batch or --seq, which it must then accept,
                               factory(batch=B, seq=S).
     path/to/config.json       the model class is the file's first architecture, else the class for
                               its model_type; example inputs, labels included so that the loss is
@@ -16,7 +17,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ from torch import nn
 
 from meshfold.capture.trace.loss_function import LossFunction
 from meshfold.errors import OptionError
+from meshfold.ir.custom_ops import CustomRule
 from meshfold.ir.plan import Plan
 from meshfold.models.config_file import Configuration, read_configuration
 from meshfold.models.user_code import user_code
@@ -53,11 +55,12 @@ _NEEDS_MASK = ("longt5", "switch_transformers")
 @dataclass(frozen=True)
 class BuiltModel:
     """A model with keyword arguments for one call of it. loss_fn: what computes the loss of what it
-    returns, if not the model itself."""
+    returns, if not the model itself. rules: of its custom ops."""
 
     model: nn.Module
     example_inputs: dict[str, Any]
     loss_fn: LossFunction | None = None
+    rules: tuple[CustomRule, ...] = ()
 
 
 def build_model(
@@ -143,21 +146,40 @@ def _from_factory(argument: str, batch: int | None, sequence: int | None) -> Bui
             )
     with user_code(f"{argument}: the factory", remedy="correct it"):
         made = factory(**sizes)
-        if isinstance(made, tuple) and len(made) in (2, 3):
-            model, inputs, *loss_fn = made
-            callables = all(map(callable, loss_fn))
-            if isinstance(model, nn.Module) and isinstance(inputs, Mapping) and callables:
+        if isinstance(made, tuple) and len(made) in (2, 3, 4):
+            model, inputs, *others = made
+            if isinstance(model, nn.Module) and isinstance(inputs, Mapping):
                 inputs = dict(inputs)
                 for name, value in inputs.items():
                     if isinstance(value, torch.Tensor) and not value.numel():
                         raise OptionError(f"{argument}: input {name!r} is empty; give it entries")
                 if all(isinstance(name, str) for name in inputs):
                     _check_dtypes(argument, model)
-                    return BuiltModel(model, inputs, *loss_fn)
+                    return BuiltModel(model, inputs, *_loss_and_rules(argument, others))
         raise OptionError(
             f"{argument}: the factory must return (torch.nn.Module, dict of keyword arguments), "
-            f"or a loss function as third, it returned {_describe(made)}; correct it"
+            f"it returned {_describe(made)}; correct it"
         )
+
+
+def _loss_and_rules(
+    argument: str, others: Sequence[object]
+) -> tuple[LossFunction | None, tuple[CustomRule, ...]]:
+    """What a factory returned behind the example inputs: a loss function, and rules."""
+    loss_fn: LossFunction | None = None
+    rules: list[CustomRule] = []
+    for item in others:
+        if callable(item) and loss_fn is None:
+            loss_fn = item
+            continue
+        for rule in item if isinstance(item, tuple | list) else (item,):
+            if not isinstance(rule, CustomRule):
+                raise OptionError(
+                    f"{argument}: the factory returned {_describe(rule)} behind the example "
+                    "inputs; return a loss function there, or what meshfold.register_rule does"
+                )
+            rules.append(rule)
+    return loss_fn, tuple(rules)
 
 
 def _check_dtypes(argument: str, model: nn.Module) -> None:

@@ -3,13 +3,13 @@
 Slow and plain on purpose. Emitted programs and captures are held against it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from meshfold.ir.op_graph import Arg, FoldedGraph, Hole, Op, Ref, Source, SourceKind, Symbol
-from meshfold.ops.registry import torch_target
+from meshfold.ops.registry import op_function
 from meshfold.torch_compat.dtypes import torch_constant
 
 Tensors = Mapping[str, torch.Tensor]
@@ -72,17 +72,25 @@ def run_op(
     op: Op, values: Mapping[int, torch.Tensor], floats: tuple[float, ...], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """The tensors that one op returns, a list result flattened."""
-
-    def real(arg: Arg) -> Any:
-        if isinstance(arg, Ref):
-            return values[arg.index]
-        if isinstance(arg, Hole):
-            return floats[arg.index]
-        if isinstance(arg, Symbol):
-            return torch_constant(arg, device)
-        return [real(a) for a in arg] if isinstance(arg, tuple) else arg
-
-    result = torch_target(op.target)(*map(real, op.args), **{k: real(v) for k, v in op.kwargs})
+    args = [argument(a, values, floats, device) for a in op.args]
+    kwargs = {name: argument(a, values, floats, device) for name, a in op.kwargs}
+    result = op_function(op)(*args, **kwargs)
     if isinstance(result, torch.Tensor):
         return (result,)
     return tuple(t for t in result if t is not None)
+
+
+def argument(
+    arg: Arg,
+    values: Mapping[int, torch.Tensor] | Sequence[torch.Tensor],
+    floats: Sequence[float],
+    device: torch.device,
+) -> Any:
+    """What an op is called with: tensors for references, numbers for holes."""
+    if isinstance(arg, Ref):
+        return values[arg.index]
+    if isinstance(arg, Hole):
+        return floats[arg.index]
+    if isinstance(arg, Symbol):
+        return torch_constant(arg, device)
+    return [argument(a, values, floats, device) for a in arg] if isinstance(arg, tuple) else arg

@@ -2,6 +2,7 @@
 
 "aten.linear.default"            torch.ops.aten.linear.default
 "meshfold.expert_linear.default" torch.ops.meshfold.expert_linear.default
+"package.module:Name"            a torch.autograd.Function
 Symbol("dtype", "float32")       torch.float32
 Symbol("layout", "strided")      torch.strided
 Symbol("memory_format", ...)     torch.contiguous_format ...
@@ -17,16 +18,27 @@ import meshfold.ops.draws
 import meshfold.ops.expert_dispatch
 import meshfold.ops.expert_linear  # noqa: F401  all define ops of namespace meshfold
 from meshfold.errors import UnsupportedOpError
+from meshfold.ir.custom_ops import is_function
+from meshfold.ir.op_graph import Op
+from meshfold.ops.functions import imported_function
 
 _SWITCHES = ("train", "training")
 _PROBABILITIES = ("p", "dropout", "dropout_p")
 
 
-def torch_target(name: str) -> Callable[..., Any]:
-    """The torch op called `name` ("namespace.op.overload").
+def op_function(op: Op) -> Callable[..., Any]:
+    """What an op of a graph calls. Raises UnsupportedOpError, as torch_target."""
+    known = op.custom.function if op.custom else None
+    return known or torch_target(op.target)
 
-    Raises UnsupportedOpError if this torch has no such op.
+
+def torch_target(name: str) -> Callable[..., Any]:
+    """The torch op called `name` ("namespace.op.overload"), or the autograd.Function.
+
+    Raises UnsupportedOpError if there is none.
     """
+    if is_function(name):
+        return imported_function(name)
     found: Any = torch.ops
     for part in name.split("."):
         try:
@@ -45,7 +57,8 @@ def torch_target(name: str) -> Callable[..., Any]:
 def draws(target: str, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]]) -> bool:
     """Whether an op draws random numbers from a generator, as its tag says: not if it is told that
     it does not train, or drops with probability 0."""
-    function: Any = torch_target(target) if "." in target else None
+    named = "." in target and not is_function(target)
+    function: Any = torch_target(target) if named else None
     if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
         return False
     schema = function._schema.arguments

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -29,6 +29,7 @@ __all__ = [
     "fake_like",
     "fake_mode",
     "is_fake",
+    "lacks_fake",
     "lazy_graphs",
 ]
 
@@ -58,6 +59,12 @@ def fake_like(
         fake.requires_grad_(tensor.requires_grad)
         fake._is_param = True
     return fake
+
+
+def lacks_fake(error: BaseException) -> bool:
+    """Whether an op could not run on fake tensors because nobody said what it returns."""
+    is_unknown = isinstance(error, UnsupportedOperatorException)
+    return is_unknown or "no fake impl" in str(error)
 
 
 @contextmanager

@@ -100,6 +100,7 @@ class OtherSizes:
             precision=first.plan.precision,
             returns=first.captured.graph.returns,
             loss_fn=self.loss_fn,
+            rules=first.captured.rules,
         )
         plan = _for_size(first.plan, captured)
         _check_same_ops(first.captured.graph, captured.graph)

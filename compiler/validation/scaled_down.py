@@ -104,6 +104,7 @@ def scaled_down(plan: Plan, model: str, captured: Captured) -> ScaledDown:
             precision=plan.precision,
             returns=plan.model.returns,
             loss_fn=built.loss_fn,
+            rules=built.rules,
         )
         small, left_out = _planned(plan, captured_small, degrees)
     except MeshfoldError as error:

@@ -98,6 +98,7 @@ def captured_as_planned(plan: Plan, built: BuiltModel) -> Captured:
         precision=plan.precision,
         returns=plan.model.returns,
         loss_fn=built.loss_fn,
+        rules=built.rules,
     )
     check_fingerprint(plan, captured)
     return captured
@@ -122,8 +123,11 @@ def _compare(_: Report, plan_text: str, model: str | Configuration) -> _Compared
     plan = plan_from_json(plan_text)
     built = build_for_plan(model, plan, device="cpu")
     captured = _exact(captured_as_planned(plan, built))
-    built = BuiltModel(
-        built.model.double(), _double(built.example_inputs), wide_loss(built.loss_fn)
+    built = replace(
+        built,
+        model=built.model.double(),
+        example_inputs=_double(built.example_inputs),
+        loss_fn=wide_loss(built.loss_fn),
     )
     _take_from_first_rank(built)
     output = captured.graph.outputs[0].name

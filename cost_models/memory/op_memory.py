@@ -9,6 +9,7 @@ answers, so a model of any depth needs a few dozen probes.
 import math
 from dataclasses import dataclass
 
+from meshfold.ir.custom_ops import CustomOp
 from meshfold.ir.op_graph import ITEM_BYTES, Arg
 
 NO_GRADIENT = -1
@@ -54,6 +55,8 @@ class ProbeKey:
     args: tuple[Arg, ...]
     kwargs: tuple[tuple[str, Arg], ...]
     operands: tuple[TensorSpec, ...]
+    custom: CustomOp | None = None
+    """Of an op of the user's, what is known of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.op_costs.einsum import dims_of
+from meshfold.ir.custom_ops import CustomCosts
 from meshfold.ir.op_graph import ITEM_BYTES, Op, OpGraph, Value
 
 # Positions of the two factors among the operands.
@@ -83,6 +84,9 @@ _PART_VIEWS = frozenset(
 _LOOKUPS = frozenset("embedding gather index index_select take_along_dim".split())
 
 
+_NAMESPACES = ("aten.", "meshfold.")
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What one op does: flops and bytes of memory traffic, each for forward and backward."""
@@ -94,19 +98,42 @@ class Work:
 
 
 def op_name(target: str) -> str:
-    """ "linear" for "aten.linear.default": the op without its namespace and overload."""
+    """ "linear" for "aten.linear.default": the op without its namespace and overload. An op of
+    another namespace, or a Function, is none of these: it keeps its full name."""
+    if not target.startswith(_NAMESPACES):
+        return target
     parts = target.split(".")
     return parts[1] if len(parts) > 2 else parts[-1]
 
 
 def op_work(graph: OpGraph, op: Op) -> Work:
-    """Work of `op` on the global shapes of `graph`."""
+    """Work of `op` on the global shapes of `graph`; none of an op whose rule states its work, which
+    is so on local shapes alone (stated_work)."""
     name = op_name(op.target)
-    if op.target.startswith(("aten.", "meshfold.")):
-        for names, counter in _COUNTERS:
-            if name in names:
-                return counter(graph, op)
+    if op.custom is not None and op.custom.costs.states_work:
+        return Work(0, 0, 0, 0)
+    for names, counter in _COUNTERS:
+        if name in names:
+            return counter(graph, op)
     return _memory_bound(graph, op)
+
+
+def stated_work(
+    costs: CustomCosts, shapes: Sequence[Sequence[int]], graph: OpGraph, op: Op, share: float
+) -> Work:
+    """Work of an op as its rule states it, on local shapes of its operands. What it does not state
+    is that of an op bound by memory, `share` of it; flops of a backward are twice those of the
+    forward."""
+    moved = _memory_bound(graph, op)
+    flops = costs.flops(*shapes) if costs.flops else 0.0
+    is_trained = moved.backward_bytes > 0
+    return Work(
+        flops,
+        costs.num_bytes(*shapes) if costs.num_bytes else moved.num_bytes * share,
+        is_trained * (costs.backward_flops(*shapes) if costs.backward_flops else 2 * flops),
+        is_trained
+        * (costs.backward_bytes(*shapes) if costs.backward_bytes else moved.backward_bytes * share),
+    )
 
 
 def _operands(graph: OpGraph, op: Op) -> list[Value]:

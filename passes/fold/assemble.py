@@ -163,6 +163,7 @@ def rewrite_op(op: Op, rewrite: Callable[[Arg], Arg], number: dict[int, int], sc
         tuple(number[v] for v in op.outputs),
         scope,
         op.source,
+        custom=op.custom,
     )
 
 
@@ -191,5 +192,8 @@ def graph_fingerprint(graph: OpGraph) -> str:
 
 
 def _graph_facts(graph: OpGraph) -> tuple[object, ...]:
-    ops = tuple((op.target, op.args, op.kwargs, op.outputs) for op in graph.ops)
+    ops = tuple(
+        (op.target, op.args, op.kwargs, op.outputs, *(op.custom.facts if op.custom else ()))
+        for op in graph.ops
+    )
     return graph.slots, graph.values, ops, graph.outputs, graph.mutations

@@ -5,7 +5,8 @@ inside are numbered as they come, values from outside at first use. The form hol
 without hashing anything away:
 
     per op         target, constants with every float replaced by a hole, operand numbers,
-                   and shape, dtype, gradient flow and dependence of each result
+                   and shape, dtype, gradient flow and dependence of each result; what is known of
+                   an op of the user's
     per slot       kind, shape, dtype, gradient flow, dependence; of a buffer whether it is
                    persistent; of a constant which one it is (constants are named by value)
     outside        which values live on, and which buffers are updated by which values
@@ -140,7 +141,7 @@ class _Walk:
         for value in op.outputs:
             self.locals[value] = len(self.locals)
         results = tuple(_facts(self.index.graph.values[v]) for v in op.outputs)
-        return op.target, args, kwargs, results
+        return op.target, args, kwargs, results, op.custom
 
     def _arg_form(self, arg: Arg) -> Form:
         # Tagged, because Python holds True, 1 and 1.0 for equal.

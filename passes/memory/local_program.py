@@ -151,6 +151,7 @@ class LocalProgramBuilder:
             tuple(self._bound(a, count) for a in args),
             tuple((name, self._bound(a, count)) for name, a in kwargs),
             _with_picked_heads(op.target, tuple(self.specs[t] for t in operands)),
+            op.custom,
         )
         if (call := ring_call(op, typing.rules, self.mesh.sizes)) is not None:
             key = ProbeKey(RING_ATTENTION, call, (), key.operands)

@@ -27,8 +27,9 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshfold.cost_models.op_costs.compute import Work, op_work
+from meshfold.cost_models.op_costs.compute import Work, op_work, stated_work
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.custom_ops import CustomCosts
 from meshfold.ir.op_graph import ITEM_BYTES, Op, OpGraph
 from meshfold.ir.spmd import local_shape
 from meshfold.passes.rules.ops.collective_matmul import ALL_GATHER_MATMUL, COLLECTIVE_MATMUL_RULES
@@ -81,6 +82,9 @@ class OpTimer:
         self.mesh = costs.mesh
         self.costs = costs
         self.work = work or op_work(graph, op)
+        stated = op.custom.costs if op.custom else CustomCosts()
+        self._stated = (graph, op, stated) if stated.states_work else None
+        """Of an op whose rule states its work."""
         self._only_dispatches = op.target in DISPATCH_OPS
         self._target = op.target
         self._moving = 0 if op.target == ALL_GATHER_MATMUL else _RESULT
@@ -98,7 +102,7 @@ class OpTimer:
         """Time under one rule per axis: flops as the busiest rank has them, divided by the axes
         whose rule splits the work; memory traffic by what the rule leaves of operands and results
         on a rank (a weight read by every rank of a batch-parallel product is not divided)."""
-        kernels = self._kernels_s(self._work_shards(rules), self._shards(rules))
+        kernels = self._kernels_of(rules)
         if not any(rule.comm for rule in rules):
             # Rows that are not dispatched are not put in another order.
             forward_s, backward_s = (0.0, 0.0) if self._only_dispatches else kernels
@@ -112,6 +116,28 @@ class OpTimer:
             for of in (there, back, recomputed)
         )
         return OpTime(*kernels, *by_axis)
+
+    def _kernels_of(self, rules: Sequence[AxisRule]) -> tuple[float, float]:
+        """Kernels forward and backward under one rule per axis."""
+        if self._stated is None:
+            return self._kernels_s(self._work_shards(rules), self._shards(rules))
+        graph, op, costs = self._stated
+        shapes = [
+            local_shape(shape, tuple(rule.inputs[k] for rule in rules), self.mesh.sizes)
+            for k, shape in enumerate(self._shapes[: len(op.operands)])
+        ]
+        work = stated_work(costs, shapes, graph, op, self._share(self._shards(rules)))
+        compute_s = self.costs.compute_s
+        return (
+            compute_s(work.flops, work.num_bytes, self.dtype),
+            compute_s(work.backward_flops, work.backward_bytes, self.dtype),
+        )
+
+    def _share(self, shards: tuple[float, ...]) -> float:
+        """Of the bytes of all tensors, what is local."""
+        total = sum(self._tensor_bytes)
+        local = sum(size / n for size, n in zip(self._tensor_bytes, shards, strict=True))
+        return local / total if total else 1.0
 
     def _work_shards(self, rules: Sequence[AxisRule]) -> float:
         """How many times the work of the busiest rank makes the op's."""
@@ -150,9 +176,7 @@ class OpTimer:
         """Kernels forward and backward, the work split in `work_shards`, every tensor in shards."""
         key = work_shards, shards
         if key not in self._kernels:
-            total = sum(self._tensor_bytes)
-            local = sum(size / n for size, n in zip(self._tensor_bytes, shards, strict=True))
-            share = local / total if total else 1.0
+            share = self._share(shards)
             work, compute_s = self.work, self.costs.compute_s
             self._kernels[key] = (
                 compute_s(work.flops / work_shards, work.num_bytes * share, self.dtype),

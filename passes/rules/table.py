@@ -14,7 +14,8 @@ the axis rules follow, for an axis of n ranks (_label_rule, _fixed_rules):
 
 A value without gradient is Invariant where a rule would say Replicate: they are the same for it.
 An op without a row, or called in a way its row does not know, has the rule "I" alone: it runs on
-unsharded values.
+unsharded values. An op of the user's has its labels with it (passes.rules.ops.custom), and no rule
+"R" unless its backward is linear.
 
 Which shards: those that some op of the region asks for (passes.rules.ops.shards).
 """
@@ -29,6 +30,7 @@ from meshfold.passes.rules.ops.attention import ATTENTION_RULES
 from meshfold.passes.rules.ops.collective_matmul import COLLECTIVE_MATMUL_RULES
 from meshfold.passes.rules.ops.complex import COMPLEX_RULES
 from meshfold.passes.rules.ops.contraction import CONTRACTION_RULES
+from meshfold.passes.rules.ops.custom import custom_labels
 from meshfold.passes.rules.ops.experts import EXPERT_RULES
 from meshfold.passes.rules.ops.index import INDEX_RULES
 from meshfold.passes.rules.ops.labels import OpLabels, OpRule, RuleComm, Special, bind
@@ -89,6 +91,8 @@ class AxisRule:
 
 def op_labels(graph: OpGraph, op: Op) -> OpLabels | None:
     """Labels of an op; None if it has no rule."""
+    if op.custom is not None:
+        return custom_labels(op)
     row = OP_RULES.get(op.target)
     bound = bind(graph, op, row.parameters) if row else None
     return row.labels(bound) if row and bound else None
@@ -226,8 +230,9 @@ def _fixed_rules(graph: OpGraph, op: Op, spec: OpLabels | None) -> list[AxisRule
     rules = [AxisRule("I", *invariant, local=local)]
     if spec is None:
         return rules
-    replicate = tuple(map(_same, inputs)), tuple(map(_same, outputs))
-    rules.append(AxisRule("R", *replicate, local=local))
+    if spec.takes_summands:
+        replicate = tuple(map(_same, inputs)), tuple(map(_same, outputs))
+        rules.append(AxisRule("R", *replicate, local=local))
     for number, partial in enumerate(spec.linear):
         names = {op.operands[k] for k in partial}
         mixed = any(v in names for k, v in enumerate(op.operands) if k not in partial)

@@ -54,6 +54,7 @@ ORDER = (
     "meshfold.capture.trace",
     "meshfold.capture.dedup",
     "meshfold.capture.rewrites",
+    "meshfold.capture.custom_ops",
     "meshfold.capture",
     "meshfold.codegen.program",
     "meshfold.codegen.schedule",

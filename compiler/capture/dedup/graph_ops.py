@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshfold.torch_compat.dtypes import dtype_name, torch_dtype
+from meshfold.capture.trace.tensor_facts import empty_results
 
 MARK = "meshfold.mark.default"
 CALLS = ("meshfold.call.default", "meshfold.call_one.default")
@@ -57,18 +57,6 @@ class CallLabel:
         fields = json.loads(text)
         results = tuple((tuple(s), tuple(t), dtype) for s, t, dtype in fields["results"])
         return CallLabel(fields["call"], fields["model_call"], results)
-
-
-TensorFacts = tuple[tuple[int, ...], tuple[int, ...], str]
-"""Shape, strides and dtype name."""
-
-
-def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
-    return tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype)
-
-
-def empty_results(facts: Sequence[TensorFacts]) -> list[torch.Tensor]:
-    return [torch.empty_strided(s, t, dtype=torch_dtype(name)) for s, t, name in facts]
 
 
 def _fake_mark(x: torch.Tensor, label: str) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from meshfold.capture.dedup.graph_ops import tensor_facts
+from meshfold.capture.trace.tensor_facts import tensor_facts
 
 MIN_SUBMODULES = 4
 

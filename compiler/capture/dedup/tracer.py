@@ -32,6 +32,7 @@ from meshfold.capture.dedup.structure import Structure
 from meshfold.capture.trace.export import RetraceError
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.capture.trace.snapshots import Snapshot, attributes_of, shared_state
+from meshfold.torch_compat.autograd_functions import functions_met
 from meshfold.torch_compat.fake_tensors import as_exporting, casts_of_nothing
 from meshfold.torch_compat.global_hooks import global_hooks
 from meshfold.torch_compat.pytree import fill_slots
@@ -66,6 +67,7 @@ def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child])
             casts_of_nothing(),
             torch.enable_grad(),
             wrapped(children, learner),
+            functions_met(fake.functions.on_call),
             learner.recorder.watching(),
         ):
             inputs.call(fake.module, inputs.tensors)

@@ -143,6 +143,8 @@ def _made(op: RawOp, program: RawProgram, result: Value, known: dict[Key, Known]
 
 def _computed(op: RawOp, known: dict[Key, Known]) -> Tensor | None:
     """The numbers that an op makes of known ones, unless it draws them."""
+    if op.custom is not None:
+        return None
     try:
         function: Any = torch_target(op.target)
     except UnsupportedOpError:

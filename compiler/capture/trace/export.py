@@ -6,7 +6,8 @@ norms and losses as single ops and makes in-place ops pure. Three things need ca
 detaches          run_decompositions silently drops no_grad blocks and detach_; explicit
                   `detach` ops go in before it (meshfold.capture.trace.detaches).
 hidden state      a branch on a tensor's value, a draw from Python's or numpy's generator and a
-                  custom autograd.Function would each be baked in or lost: refused, with the line.
+                  Function of torch's own would each be baked in or lost: refused, with the line.
+                  (A custom autograd.Function is one op: meshfold.capture.trace.functions.)
 outputs           the loss and what is asked for besides, nothing else is captured
                   (meshfold.capture.trace.returned).
 """
@@ -30,6 +31,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from meshfold.capture.trace.detaches import write_detaches
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
+from meshfold.capture.trace.functions import FunctionCall, definition
 from meshfold.capture.trace.python_state import (
     Changes,
     changed_state,
@@ -39,7 +41,8 @@ from meshfold.capture.trace.python_state import (
 from meshfold.capture.trace.returned import Chosen, chosen_outputs, name_outputs
 from meshfold.errors import CaptureError
 from meshfold.ir.returns import Returns
-from meshfold.torch_compat.fake_tensors import casts_of_nothing, lazy_graphs
+from meshfold.torch_compat.autograd_functions import functions_met, is_of_op
+from meshfold.torch_compat.fake_tensors import casts_of_nothing, lacks_fake, lazy_graphs
 from meshfold.torch_compat.source_lines import is_user_file, line_in, user_line
 
 SOURCE = "meshfold_source"
@@ -55,11 +58,12 @@ class RetraceError(Exception):
 class Exported:
     """`chosen`: the tensors that the program returns, of the model's return value. `program` is in
     decomposed form; its ops carry "file:line" as meta custom[SOURCE]. `changed`: the plain state
-    that forward changed."""
+    that forward changed. `functions`: what its ops `meshfold::function` stand for."""
 
     program: ExportedProgram
     chosen: Chosen
     changed: Changes
+    functions: Sequence[FunctionCall] = ()
 
 
 class _Watch(TorchFunctionMode):
@@ -160,19 +164,19 @@ class _Report:
 
 
 def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Parameter]) -> None:
-    """Refuse what a graph would lose: the backward of a custom autograd.Function, which traces as
-    its forward only, and the gradient of a parameter that is not registered."""
+    """Refuse what a graph would lose: the backward of an autograd.Function of torch's own, which
+    traces as its forward only, and the gradient of a parameter that is not registered."""
     stack: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_of_op(node):
             name = type(node).__name__.removesuffix("Backward")
             raise CaptureError(
                 f"{name} is a torch.autograd.Function, whose own backward a captured graph loses; "
-                "write it with ordinary ops (x + (f(x) - x).detach() for a straight-through)",
+                "write it with ordinary ops",
                 op=name,
-                source=_definition(type(node)),
+                source=definition(vars(type(node)).get("_forward_cls") or type(node)),
             )
         # Only the node that accumulates into a leaf has a variable.
         if hasattr(node, "variable") and node.variable not in known:
@@ -186,15 +190,6 @@ def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Paramet
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
-
-
-def _definition(backward: type[torch.autograd.function.BackwardCFunction]) -> str:
-    """ "file:line" of the function that a node of the backward belongs to, "" without source."""
-    function: type = vars(backward).get("_forward_cls") or backward
-    try:
-        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
-    except (OSError, TypeError):
-        return ""
 
 
 def export_fake(
@@ -221,6 +216,7 @@ def export_fake(
         casts_of_nothing(),
         torch.enable_grad(),
         explain_failure(watch),
+        functions_met(fake.functions.on_call),
         _refuse_hidden_draws(rerun),
     ):
         program = torch.export.export(traced, inputs.tensors, strict=False)
@@ -228,7 +224,7 @@ def export_fake(
         write_detaches(program.graph_module)
         program = program.run_decompositions({})
     report = traced.report
-    return Exported(program, report.chosen, report.changed)
+    return Exported(program, report.chosen, report.changed, tuple(fake.functions.calls))
 
 
 @contextmanager
@@ -251,6 +247,8 @@ def explain_failure(watch: _Watch) -> Iterator[None]:
     except Exception as error:
         op = watch.failed or "the model"
         reason = str(error).strip().split("\n")[0] or type(error).__name__
+        if lacks_fake(error):
+            reason = "it has no fake implementation, which says what it returns without running it"
         raise CaptureError(
             f"{op} cannot be captured: {reason}; {_repair(reason)}",
             op=op,
@@ -260,6 +258,8 @@ def explain_failure(watch: _Watch) -> Iterator[None]:
 
 def _repair(reason: str) -> str:
     """What to do next."""
+    if "fake implementation" in reason:
+        return "register one with torch.library.register_fake"
     if "'NoneType' object" in reason:
         # As LongT5 and Switch Transformers make their mask of padding.
         return (

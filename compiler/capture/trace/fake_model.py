@@ -5,7 +5,7 @@ No storage is allocated whatever the model's size, and the user's model is not t
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshfold.capture.trace.expert_loops import without_loops
+from meshfold.capture.trace.functions import FunctionCalls
 from meshfold.capture.trace.loss_function import LossFunction, call_model
 from meshfold.capture.trace.mixed_precision import MASTER_DTYPE, narrow_dtype, parameter_casts
 from meshfold.errors import CaptureError, OptionError
@@ -40,11 +41,13 @@ class Names:
 
 @dataclass(frozen=True)
 class FakeCopy:
-    """`module` runs under `mode`. `notes` tell what differs from the user's model."""
+    """`module` runs under `mode`. `notes` tell what differs from the user's model. `functions`: the
+    calls of custom autograd.Functions that were met."""
 
     module: nn.Module
     mode: FakeTensorMode
     notes: tuple[str, ...]
+    functions: FunctionCalls = field(default_factory=FunctionCalls)
 
 
 def model_names(model: nn.Module, precision: Precision = "model") -> Names:

@@ -15,11 +15,14 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
 from meshfold.capture.trace.export import MODEL, SOURCE, Exported
 from meshfold.capture.trace.fake_model import Names
+from meshfold.capture.trace.functions import FUNCTION, call_number
 from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
 from meshfold.errors import CaptureError
+from meshfold.ir.custom_ops import CustomOp
 from meshfold.ir.op_graph import InputInfo, Source, SourceKind, Value
 from meshfold.torch_compat.dtypes import dtype_name, symbol
 from meshfold.torch_compat.fake_tensors import is_fake
+from meshfold.torch_compat.pytree import fill_slots
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
@@ -126,7 +129,15 @@ class _Reader:
             keys.append(key if result is not None else None)
             if result is not None:
                 self.program.values[key] = tensor_value(result, node)
+        refuse_mutation(node)
+        custom = None
         target, args, kwargs = settled(node)
+        if target == FUNCTION:
+            tensors, label = args
+            call = self.exported.functions[call_number(label)]
+            target, args = call.op.__name__, fill_slots(call.arguments, tensors)
+            untrained = (k for k, trained in enumerate(call.trained) if not trained)
+            custom = CustomOp(function=call.op, untrained=frozenset(untrained))
         op = RawOp(
             target,
             tuple(map(self._arg, args)),
@@ -134,6 +145,7 @@ class _Reader:
             tuple(k for k in keys if isinstance(k, str)),
             module_stack(node),
             source_line(node),
+            custom,
         )
         self.program.ops.append(op)
         return tuple(keys)
@@ -170,6 +182,17 @@ class _Reader:
                     f"the model writes to {spec.target}; only buffers may change in a step",
                     op=str(spec.target),
                 )
+
+
+def refuse_mutation(node: fx.Node) -> None:
+    """Refuses an op of the user's that changes its arguments: torch writes a call around it."""
+    if str(node.target).startswith("auto_functionalized"):
+        name = str(node.args[0])
+        raise CaptureError(
+            f"{name} changes an argument in place; let it return a new tensor (mutates_args=())",
+            op=name,
+            source=source_line(node),
+        )
 
 
 def tensor_value(result: object, node: fx.Node) -> Value:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from meshfold.capture.trace.fake_model import Names
+from meshfold.ir.custom_ops import CustomOp
 from meshfold.ir.op_graph import (
     DRAWS,
     Arg,
@@ -90,6 +91,7 @@ class RawOp:
     outputs: tuple[str, ...]
     stack: tuple[str, ...]
     source: str
+    custom: CustomOp | None = None
 
     @property
     def operands(self) -> Iterator[Key]:
@@ -206,6 +208,7 @@ class _Numbering:
             value = self.program.values[key]
             self.index[key] = len(self.values)
             trained = flows and value.is_float and not (k and raw.target in WITH_STATISTICS)
+            trained = trained and not (raw.custom and k in raw.custom.untrained)
             self.values.append(replace(value, requires_grad=trained, depends=depends))
         self.ops.append(
             Op(
@@ -215,6 +218,7 @@ class _Numbering:
                 tuple(self.index[key] for key in raw.outputs),
                 raw.stack[-1] if raw.stack else "",
                 raw.source,
+                custom=raw.custom,
             )
         )
 

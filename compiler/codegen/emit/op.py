@@ -27,7 +27,8 @@ from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scat
 from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.ops.distributed_index import put_rows, take_rows
 from meshfold.ops.draws import local_draw
-from meshfold.ops.registry import draws, torch_target
+from meshfold.ops.functions import FunctionOp
+from meshfold.ops.registry import draws, op_function
 from meshfold.ops.ring_attention import ring_attention
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.collective_matmul import RING
@@ -54,7 +55,7 @@ def emit_op(context: OpContext) -> list[fx.Node]:
 
 def _plain(context: OpContext) -> list[fx.Node]:
     """The torch op on local shapes."""
-    function: Any = torch_target(context.op.target)
+    function: Any = op_function(context.op)
     if draws(context.op.target, context.op.args, context.op.kwargs):
         raise UnsupportedOpError(
             f"{context.op.target} draws random numbers, which ranks would not agree on; switch it "
@@ -74,7 +75,9 @@ def _plain(context: OpContext) -> list[fx.Node]:
 
 
 def _returns_many(function: Any) -> bool:
-    """Whether a torch op returns a list or several tensors."""
+    """Whether an op returns a list or several tensors, as a Function does."""
+    if isinstance(function, FunctionOp):
+        return True
     returns = function._schema.returns
     return len(returns) > 1 or str(returns[0].type) != "Tensor"
 

@@ -94,6 +94,9 @@ class OpLabels:
     """An extra label -> Dims of operands and outputs, for another way to share the op."""
     local: str = "plain"
     """Local implementation under every rule."""
+    takes_summands: bool = True
+    """Whether ranks may hold summands of the results' gradients, as they may where the backward is
+    linear in them: it is in every op of torch."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ def test_the_option_surface_is_frozen() -> None:
         "mode",
         "allow_pipelines",
         "allow_planned",
+        "custom_rules",
+        "keep_checkpointing",
         "without_rules",
         "loss",
         "outputs",

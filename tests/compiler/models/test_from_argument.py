@@ -61,6 +61,7 @@ TINY = {
 
 FACTORIES = """
 import torch
+from meshfold.ir.custom_ops import CustomRule
 
 def plain():
     return torch.nn.Linear(2, 2), {"input": torch.ones(4, 2)}
@@ -70,6 +71,13 @@ def sized(batch=4, seq=8):
 
 def wrong():
     return torch.nn.Linear(2, 2), [torch.ones(4, 2)]
+
+def ruled():
+    rule = CustomRule("mine::op", "a -> a", (("a",),), (("a",),), ("a",))
+    return *plain(), rule
+
+def wrongly_ruled():
+    return *plain(), ["a -> a"]
 
 def failing():
     raise KeyError("weights")
@@ -102,6 +110,13 @@ def test_a_factory_in_the_working_directory(here: Path) -> None:
     assert built.example_inputs["input"].shape == (4, 2)
     sized = build_model("mine_for_test:sized", batch=6, sequence=3)
     assert sized.example_inputs["input"].shape == (6, 3, 2)
+
+
+def test_a_factory_may_return_rules_of_its_ops(here: Path) -> None:
+    (rule,) = build_model("mine_for_test:ruled").rules
+    assert rule.target == "mine::op" and build_model("mine_for_test:plain").rules == ()
+    with pytest.raises(OptionError, match="the factory returned .* behind the example inputs"):
+        build_model("mine_for_test:wrongly_ruled")
 
 
 @pytest.mark.parametrize("family", sorted(TINY))

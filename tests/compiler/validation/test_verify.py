@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from support.models import hard_to_verify, returns
 from support.models.draws import drop_path
 from support.models.factories import classes, regression, switch
+from support.models.functions import ruled_functions
 from support.models.hard_to_verify import encoder
 from support.models.hugging_face import tiny_model
 from support.processes.pool import Pools
@@ -50,6 +51,18 @@ def test_a_model_that_draws_is_compared_with_itself(pools: Pools) -> None:
     model, inputs = drop_path()
     plan = find_plan(model, "local-cpux2", inputs, options=options)
     factory = "support.models.draws:drop_path"
+    results = pools.run(2, "support.processes.verify:compare", plan_to_json(plan), factory)
+    report = _report(plan, results)
+    assert report.passed and max(g.relative for g in report.gradients) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_functions_and_rules_of_a_factory_are_verified(pools: Pools) -> None:
+    model, inputs, rule = ruled_functions()
+    options = CompileOptions(pins={"dp": 2, "zero": 3}, custom_rules=(rule,))
+    plan = find_plan(model, "local-cpux2", inputs, options=options)
+    factory = "support.models.functions:ruled_functions"
     results = pools.run(2, "support.processes.verify:compare", plan_to_json(plan), factory)
     report = _report(plan, results)
     assert report.passed and max(g.relative for g in report.gradients) < 1e-12

@@ -27,6 +27,7 @@ from meshfold.training.compiled_model import CompiledModel
 from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.draws import drawing_model
+from support.models.functions import function_model
 from support.models.hugging_face import tiny_model
 from support.programs.local_programs import stack_model
 
@@ -165,7 +166,15 @@ def dropout_losses(pins: Mapping[str, int], num_steps: int) -> list[float]:
 
 def drawing_losses(pins: Mapping[str, int]) -> list[float]:
     """Losses of three steps of training a model that draws random numbers."""
-    model, batch = drawing_model(4)
+    return _losses(*drawing_model(4), pins)
+
+
+def function_losses(pins: Mapping[str, int]) -> list[float]:
+    """The same of a model that calls custom autograd.Functions."""
+    return _losses(*function_model(4, "none"), pins)
+
+
+def _losses(model: nn.Module, batch: Mapping[str, Any], pins: Mapping[str, int]) -> list[float]:
     with float64_everywhere():
         compiled = meshfold.compile(
             model, _cluster(), batch, options=meshfold.CompileOptions(pins=pins, seed=3)

@@ -1,5 +1,8 @@
 """torch.utils.checkpoint in a model: captured as a plain call."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from support.models.hard_to_verify import (
     checkpointed_blocks,
@@ -10,7 +13,9 @@ from support.models.hard_to_verify import (
 from torch import nn
 from torch.utils import checkpoint
 
+from meshfold.api import plan_captured
 from meshfold.capture.pipeline import capture
+from meshfold.ir.options import CompileOptions
 from meshfold.passes.fold.assemble import fingerprint
 
 
@@ -20,6 +25,27 @@ def test_a_checkpointed_model_is_captured_as_without() -> None:
     assert fingerprint(capture(*checkpointed_blocks()).graph) == plain
     assert fingerprint(capture(*recomputed_blocks()).graph) == plain
     assert checkpoint.CheckpointFunction is before
+
+
+@pytest.mark.parametrize("built", [checkpointed_blocks, recomputed_blocks])
+def test_the_plan_says_what_the_model_asks_for_and_may_keep_it(
+    built: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]],
+) -> None:
+    captured = capture(*built())
+    assert len(captured.checkpointed) == 1
+    plan = plan_captured(captured, "Blocks", "local-cpux1", CompileOptions())
+    assert any("asks for recomputation of Blocks.forward.<lambda>" in note for note in plan.notes)
+    assert {region.typing.recompute for region in plan.regions} == {"none"}
+    kept = CompileOptions(keep_checkpointing=True)
+    plan = plan_captured(captured, "Blocks", "local-cpux1", kept)
+    assert {region.typing.recompute for region in plan.regions} == {"full"}
+    plain = plan_captured(capture(*plain_blocks()), "Blocks", "local-cpux1", kept)
+    assert {region.typing.recompute for region in plain.regions} == {"none"}
+
+
+def test_modules_go_by_their_class() -> None:
+    captured = capture(Lost(), {"x": torch.randn(2, 4)})
+    assert captured.checkpointed == ("Linear",)
 
 
 class Lost(nn.Module):

@@ -1,0 +1,83 @@
+"""Calls of custom autograd.Functions, met while a model runs. The one file that stands in for
+torch.autograd.Function.apply, and that steps out of what torch traces with."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._library import autograd as library_autograd
+from torch.autograd import Function
+from torch.utils import _python_dispatch
+
+OnCall = Callable[[type[Function], tuple[Any, ...]], Any]
+
+_OWN = ("torch", "meshfold")
+"""Packages whose Functions are parts of ops."""
+
+
+@contextmanager
+def functions_met(on_call: OnCall) -> Iterator[None]:
+    """A context in which on_call(Function, positional arguments) answers what Function.apply is
+    asked, but for calls inside of on_call; not for threads side by side."""
+    before = vars(Function)["apply"]
+    is_inside = False
+
+    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_inside
+        package = function.__module__.partition(".")[0]
+        if is_inside or package in _OWN or not _has_tensor((args, kwargs)):
+            return before.__get__(None, function)(*args, **kwargs)
+        is_inside = True
+        try:
+            return on_call(function, _positional(function, args, kwargs))
+        finally:
+            is_inside = False
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        Function.apply = before  # type: ignore[method-assign]
+
+
+def is_of_op(node: torch.autograd.graph.Node) -> bool:
+    """Whether a node of the backward is the one that torch makes for an op of torch.library, which
+    a graph keeps with its op."""
+    function = vars(type(node)).get("_forward_cls")
+    return getattr(function, "__module__", "") == library_autograd.__name__
+
+
+def _has_tensor(values: object) -> bool:
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    if isinstance(values, (tuple, list)):
+        return any(map(_has_tensor, values))
+    return isinstance(values, torch.Tensor)
+
+
+def _positional(
+    function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The arguments of forward in order, as torch allows names where there is setup_context."""
+    if not kwargs:
+        return args
+    bound = inspect.signature(function.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args
+
+
+@contextmanager
+def outside_of_tracing() -> Iterator[None]:
+    """A context in which ops run as if nothing were traced, and no mode saw them."""
+    with _python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def gradients_on_fakes(
+    results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """The gradients of `operands` for unknown ones of `results`."""
+    given = [torch.empty_like(x) for x in results]
+    return list(torch.autograd.grad(results, operands, given, allow_unused=True))
