@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._library import autograd as library_autograd
+from torch._library import custom_ops as library_ops
 from torch.autograd import Function
 from torch.utils import _python_dispatch
 
@@ -42,11 +43,22 @@ def functions_met(on_call: OnCall) -> Iterator[None]:
         Function.apply = before  # type: ignore[method-assign]
 
 
-def is_of_op(node: torch.autograd.graph.Node) -> bool:
+def is_of_op(node: Any) -> bool:
     """Whether a node of the backward is the one that torch makes for an op of torch.library, which
     a graph keeps with its op."""
     function = vars(type(node)).get("_forward_cls")
     return getattr(function, "__module__", "") == library_autograd.__name__
+
+
+def overload_of(op: Any) -> Any:
+    """The overload that an op of torch.library stands for, the first of several; another object is
+    itself."""
+    if isinstance(op, library_ops.CustomOpDef):
+        return op._opoverload
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        packet: Any = op
+        return getattr(packet, packet.overloads()[0])
+    return op
 
 
 def _has_tensor(values: object) -> bool:

@@ -29,7 +29,7 @@ def checkpoints_as(
         on_other(function)
         yield
 
-    checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
+    checkpoint.CheckpointFunction = reentrant  # type: ignore[assignment,misc]
     setattr(checkpoint, _NOT_REENTRANT, plain)
     try:
         yield

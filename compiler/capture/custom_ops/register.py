@@ -19,6 +19,7 @@ from meshfold.ir.op_graph import Arg, Ref, Value
 from meshfold.ops.functions import FunctionOp
 from meshfold.ops.registry import torch_target
 from meshfold.passes.rules.table import OP_RULES
+from meshfold.torch_compat.autograd_functions import overload_of
 from meshfold.torch_compat.dtypes import dtype_name, symbol
 
 _LABEL = re.compile(r"[a-z][a-z0-9]*|_")
@@ -80,13 +81,10 @@ def _target_of(op: Any) -> tuple[str, type[Function] | None]:
     """The name of an op, and the Function if it is one."""
     if isinstance(op, type) and issubclass(op, Function):
         return f"{op.__module__}:{op.__qualname__}", op
-    if isinstance(op, torch.library.CustomOpDef):
-        op = op._opoverload
     if isinstance(op, str):
         name = op.replace("::", ".")
         op = _named(op, name if name.count(".") == 2 else f"{name}.default")
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        op = getattr(op, op.overloads()[0])
+    op = overload_of(op)
     if not isinstance(op, torch._ops.OpOverload):
         raise OptionError(
             f"rule {op!r}: no op; pass a torch.autograd.Function, an op of torch.library, or its "
