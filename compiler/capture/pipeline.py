@@ -1,7 +1,8 @@
 """Capture: an unmodified model and example inputs become a folded op graph.
 
     model --fake_copy--> fake --export_fake--> exported --read_program--> program
-          --with_draws, plain_masks, share_scatters, join_experts, with_dispatch--> program
+          --with_draws, with_bags, plain_masks, share_scatters, join_experts--> program
+          --with_dispatch--> program
           --number--> flat graph --fold--> folded graph
 
 Forward only; no weights are needed or allocated, so the model may be on the meta device. The first
@@ -20,6 +21,7 @@ from meshfold.capture.dedup.modules import Child, find_children, wrapped
 from meshfold.capture.dedup.tracer import CallPlan, CallTracer, plan_calls, strip
 from meshfold.capture.rewrites.causal_masks import plain_masks
 from meshfold.capture.rewrites.draws import with_draws
+from meshfold.capture.rewrites.embedding_bag import with_bags
 from meshfold.capture.rewrites.expert_dispatch import with_dispatch
 from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.masked_scatter import share_scatters
@@ -154,7 +156,7 @@ def _fold(
     notes: Sequence[str],
 ) -> Captured:
     refuse_steps(program)
-    program = with_draws(program)
+    program = with_bags(with_draws(program))
     routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
     refuse_draws(routed)
     flat = number(routed, names, inputs.infos, notes)

@@ -15,6 +15,7 @@ which operands need a gradient. Times come from CostModel.compute_s.
     pooling       a maximum writes where it was found (int64); backward reads that and not x
     views         nothing forward; backward of slicing and splitting fills the whole gradient,
                   of expand sums it
+    bags          read the row of every id, whose gradient is dense
     cdist         3 * the product of rows, rows and width; as much for each gradient
     other         memory-bound: every operand read and every result written once; backward reads
                   the gradients of the results and the operands, writes the operands' gradients
@@ -233,6 +234,19 @@ def _lookup(graph: OpGraph, op: Op) -> Work:
     return Work(0, moved, 0, backward)
 
 
+def _bags(graph: OpGraph, op: Op) -> Work:
+    """Reads the rows of every bag; the gradient of the table is dense: zeros, then added to."""
+    table, *rest = _operands(graph, op)
+    (bags,) = _results(graph, op)
+    rows = math.prod(rest[0].shape) * table.num_bytes // table.shape[0]
+    forward = rows + _total_bytes(rest) + bags.num_bytes
+    wanted = [v for v in rest if v.requires_grad]
+    dense = table.num_bytes + rows if table.requires_grad else 0
+    weights = rows + _total_bytes(wanted) if wanted else 0
+    back = dense + weights
+    return Work(0, forward, 0, back + bags.num_bytes + rest[0].num_bytes if back else 0)
+
+
 def _trained_batch_norm(graph: OpGraph, op: Op) -> Work:
     """Statistics, then the result; backward two sums, then the gradient of x."""
     forward, backward = _traffic(graph, op)
@@ -276,5 +290,6 @@ _COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], W
     (_POOLS, _pool),
     (VIEWS, _view),
     (_LOOKUPS, _lookup),
+    (("embedding_bag",), _bags),
     (("cross_entropy_loss",), _cross_entropy),
 )

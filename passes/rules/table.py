@@ -26,6 +26,7 @@ from meshfold.ir.op_graph import Dependence, Op, OpGraph, Value
 from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, SpmdType
 from meshfold.ir.strategy import OpTyping
 from meshfold.passes.rules.ops.attention import ATTENTION_RULES
+from meshfold.passes.rules.ops.bags import BAG_RULES
 from meshfold.passes.rules.ops.collective_matmul import COLLECTIVE_MATMUL_RULES
 from meshfold.passes.rules.ops.complex import COMPLEX_RULES
 from meshfold.passes.rules.ops.contraction import CONTRACTION_RULES
@@ -60,6 +61,7 @@ OP_RULES: dict[str, OpRule] = {
     **ATTENTION_RULES,
     **EXPERT_RULES,
     **INDEX_RULES,
+    **BAG_RULES,
     **LOSS_RULES,
     **SHAPE_RULES,
     **RANDOM_RULES,

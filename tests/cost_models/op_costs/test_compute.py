@@ -249,6 +249,13 @@ def test_embedding_reads_its_rows_and_has_a_dense_gradient() -> None:
     assert work("aten.embedding.default", [table, tokens], [X]) == expected
 
 
+def test_bags_read_every_row_once() -> None:
+    table, ids = value(100, 4), value(2, 3, grad=False, dtype="int64")
+    rows, out = 6 * 4 * F32, 2 * 4 * F32
+    expected = Work(0, rows + 48 + out, 0, 400 * F32 + rows + out + 48)
+    assert work("meshfold.embedding_bag.default", [table, ids], [value(2, 4)]) == expected
+
+
 def test_cross_entropy_touches_the_logits_four_times() -> None:
     logits, labels = value(6, 100), value(6, grad=False, dtype="int64")
     got = work("aten.cross_entropy_loss.default", [logits, labels], [value()])
