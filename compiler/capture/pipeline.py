@@ -1,8 +1,8 @@
 """Capture: an unmodified model and example inputs become a folded op graph.
 
     model --fake_copy--> fake --export_fake--> exported --read_program--> program
-          --with_draws, with_bags, plain_masks, share_scatters, join_experts--> program
-          --with_dispatch--> program
+          --with_layers, with_draws, with_bags, plain_masks, share_scatters--> program
+          --join_experts, with_dispatch--> program
           --number--> flat graph --fold--> folded graph
 
 Forward only; no weights are needed or allocated, so the model may be on the meta device. The first
@@ -25,6 +25,7 @@ from meshfold.capture.rewrites.embedding_bag import with_bags
 from meshfold.capture.rewrites.expert_dispatch import with_dispatch
 from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.masked_scatter import share_scatters
+from meshfold.capture.rewrites.recurrence import with_layers
 from meshfold.capture.rewrites.refusals import refuse_draws, refuse_steps
 from meshfold.capture.trace.checkpointed_calls import plain_checkpoints
 from meshfold.capture.trace.export import Exported, RetraceError, export_fake
@@ -156,7 +157,7 @@ def _fold(
     notes: Sequence[str],
 ) -> Captured:
     refuse_steps(program)
-    program = with_bags(with_draws(program))
+    program = with_bags(with_draws(with_layers(program)))
     routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
     refuse_draws(routed)
     flat = number(routed, names, inputs.infos, notes)

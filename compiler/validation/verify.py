@@ -346,6 +346,7 @@ class _NoDropout(SeeingMode):
         F.dropout: (1, "p"),
         torch.dropout: (1, "p"),
         F.scaled_dot_product_attention: (4, "dropout_p"),
+        **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (5, "dropout")),
     }
 
     def __torch_function__(

@@ -37,6 +37,7 @@ from meshfold.passes.rules.ops.loss import LOSS_RULES
 from meshfold.passes.rules.ops.normalization import NORMALIZATION_RULES
 from meshfold.passes.rules.ops.pointwise import POINTWISE_RULES
 from meshfold.passes.rules.ops.random import RANDOM_RULES
+from meshfold.passes.rules.ops.recurrence import RECURRENCE_RULES
 from meshfold.passes.rules.ops.reduction import REDUCTION_RULES
 from meshfold.passes.rules.ops.shape import SHAPE_RULES
 from meshfold.passes.rules.ops.shards import (
@@ -56,6 +57,7 @@ OP_RULES: dict[str, OpRule] = {
     **CONTRACTION_RULES,
     **COMPLEX_RULES,
     **REDUCTION_RULES,
+    **RECURRENCE_RULES,
     **NORMALIZATION_RULES,
     **SPATIAL_RULES,
     **ATTENTION_RULES,

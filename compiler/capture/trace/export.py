@@ -41,6 +41,11 @@ from meshfold.torch_compat.pytree import named_contents
 from meshfold.torch_compat.source_lines import is_user_file, line_in, user_line
 
 SOURCE = "meshfold_source"
+_REMEDIES = {
+    "_pack_padded_sequence": "pass padded sequences to the LSTM or GRU, not packed ones, and leave "
+    "padding out of the loss"
+}
+"""What to do instead of a function whose shapes depend on values."""
 MODEL = "model"
 """Attribute of the traced wrapper that holds the fake copy, so the first part of every name."""
 
@@ -110,9 +115,10 @@ def refuse_dynamic(result: Any, func: Any) -> None:
         sizes = part.shape if isinstance(part, torch.Tensor) else (part,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
             name = function_name(func)
+            remedy = _REMEDIES.get(name, "use an op with a fixed shape (torch.where, a mask)")
             raise CaptureError(
                 f"{name} gives a shape or a number that depends on values, which a graph cannot "
-                "hold; use an op with a fixed shape (torch.where, a mask)",
+                f"hold; {remedy}",
                 op=name,
                 source=user_line(traceback.walk_stack(inspect.currentframe())),
             )

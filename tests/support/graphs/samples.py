@@ -13,6 +13,7 @@ from support.graphs.calls import Sample, X, call
 from support.graphs.complex_samples import COMPLEX, WINDOWS
 from support.graphs.loss_samples import LOSS
 from support.graphs.own_samples import BAGS, EXPERTS, RANDOM
+from support.graphs.recurrence_samples import RECURRENCE
 from support.graphs.ring_samples import RING
 from support.graphs.tensors import (
     few,
@@ -363,6 +364,7 @@ SAMPLES: tuple[Sample, ...] = (
     *WINDOWS,
     *CONTRACTION,
     *REDUCTION,
+    *RECURRENCE,
     *NORMALIZATION,
     *SPATIAL,
     *ATTENTION,
