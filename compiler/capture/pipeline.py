@@ -27,8 +27,9 @@ from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.masked_scatter import share_scatters
 from meshfold.capture.rewrites.recurrence import with_layers
 from meshfold.capture.rewrites.refusals import refuse_draws, refuse_steps
+from meshfold.capture.rewrites.skipped_layers import with_skips
 from meshfold.capture.trace.checkpointed_calls import plain_checkpoints
-from meshfold.capture.trace.export import Exported, RetraceError, export_fake
+from meshfold.capture.trace.export import Exported, RetraceError, branch_error, export_fake
 from meshfold.capture.trace.fake_model import (
     ExampleInputs,
     FakeCopy,
@@ -37,6 +38,7 @@ from meshfold.capture.trace.fake_model import (
     flatten_inputs,
     model_names,
 )
+from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.lower import read_program
 from meshfold.capture.trace.module_names import refuse_names
 from meshfold.capture.trace.python_state import (
@@ -103,30 +105,62 @@ def _capture(
     names = model_names(model, precision)
 
     def traced(
-        has_calls: bool, note: str = "", prepare: Callable[[nn.Module], None] = lambda _: None
-    ) -> tuple[Captured, Changes]:
+        has_calls: bool,
+        note: str = "",
+        prepare: Callable[[nn.Module], None] = lambda _: None,
+        skips: bool = False,
+    ) -> _Trace:
         fake = fake_copy(model, precision)
         prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision)
         fake = replace(fake, notes=(*fake.notes, *filter(None, [note])))
-        return _trace(fake, inputs, names, find_children(fake.module) if has_calls else [])
+        children = find_children(fake.module) if has_calls else []
+        return _trace(fake, inputs, names, children, skips)
 
     try:
-        captured, changed = traced(not full_capture)
+        trace = traced(not full_capture)
     except RetraceError as error:
-        captured, changed = traced(False, f"every layer was traced in full: {error}")
+        trace = traced(False, f"every layer was traced in full: {error}")
 
     def is_same(prepare: Callable[[nn.Module], None]) -> bool:
-        second, _ = traced(False, prepare=prepare)
-        return fingerprint(second.graph) == fingerprint(captured.graph)
+        second = traced(False, prepare=prepare).captured
+        return fingerprint(second.graph) == fingerprint(trace.captured.graph)
 
-    refuse_changing_state(changed, is_same)
-    return captured
+    refuse_changing_state(trace.changed, is_same)
+    if trace.drops.num_branches:
+        _refuse_other_branches(trace, lambda: traced(False, skips=True))
+    return trace.captured
+
+
+def _refuse_other_branches(trace: "_Trace", skipping: Callable[[], "_Trace"]) -> None:
+    """Refuses branches on draws that do more than skip a layer. skipping: traces the model as it is
+    where all of them skip."""
+    try:
+        is_same = skipping().skipped == trace.skipped
+    except CaptureError:
+        is_same = False
+    if not is_same:
+        raise branch_error(trace.drops.source)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """changed: the plain state that forward changed. drops: layers that it may skip. skipped: the
+    fingerprint of the program without them."""
+
+    captured: Captured
+    changed: Changes
+    drops: LayerDrops
+    skipped: str
 
 
 def _trace(
-    fake: FakeCopy, inputs: ExampleInputs, names: Names, children: Sequence[Child]
-) -> tuple[Captured, Changes]:
+    fake: FakeCopy,
+    inputs: ExampleInputs,
+    names: Names,
+    children: Sequence[Child],
+    skips: bool,
+) -> _Trace:
     """Trace the fake copy, with call nodes for those of `children` that equal one traced before.
 
     Raises RetraceError if a proof of that fails, or anything else with call nodes in play: an error
@@ -135,18 +169,37 @@ def _trace(
     plan = plan_calls(fake, inputs, children) if children else CallPlan()
     notes = (*fake.notes, *plan.refusals)
     if not plan.has_stubs:
-        exported = export_fake(fake, inputs)
+        exported = export_fake(fake, inputs, skips=skips)
         program = read_program(exported, names, inputs.infos)
-        return _fold(program, names, inputs, exported, notes), exported.changed
+        return _traced(program, names, inputs, exported, notes)
     strip(children, plan.decisions)
     tracer = CallTracer(plan.decisions)
     try:
         with wrapped(children, tracer):
-            exported = export_fake(fake, inputs, tracer.marked)
+            exported = export_fake(fake, inputs, tracer.marked, skips=skips)
         program = expand_calls(read_program(exported, names, inputs.infos), names)
     except CaptureError as error:
         raise RetraceError(str(error)) from error
-    return _fold(program, names, inputs, exported, notes), exported.changed
+    return _traced(program, names, inputs, exported, notes)
+
+
+def _traced(
+    program: RawProgram,
+    names: Names,
+    inputs: ExampleInputs,
+    exported: Exported,
+    notes: Sequence[str],
+) -> _Trace:
+    drops, skipped = exported.drops, ""
+    if drops.num_branches:
+        skipped = fingerprint(_fold(with_skips(program), names, inputs, exported, ()).graph)
+        notes = (
+            *notes,
+            f"LayerDrop: {drops.num_chosen} layers are skipped by chance; they are computed in "
+            "any case, and a skipped one gets gradients of zeros, where the model leaves None",
+        )
+    captured = _fold(program, names, inputs, exported, notes)
+    return _Trace(captured, exported.changed, drops, skipped)
 
 
 def _fold(

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from meshfold.capture.trace.detaches import write_detaches
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
+from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.python_state import (
     Changes,
     changed_state,
@@ -58,19 +59,21 @@ class RetraceError(Exception):
 class Exported:
     """`outputs` names the tensors that the program returns, `model_outputs` all that the model
     returned. `program` is in decomposed form; its ops carry "file:line" as meta custom[SOURCE].
-    `changed`: the plain state that forward changed."""
+    `changed`: the plain state that forward changed. `drops`: layers that a branch may skip."""
 
     program: ExportedProgram
     outputs: tuple[str, ...]
     model_outputs: tuple[str, ...]
     changed: Changes
+    drops: LayerDrops
 
 
 class _Watch(TorchFunctionMode):
     """Refuses branches on values, and remembers which call failed for the error message."""
 
-    def __init__(self) -> None:
+    def __init__(self, drops: LayerDrops) -> None:
         super().__init__()
+        self.drops = drops
         self.failed = ""
 
     def __torch_function__(
@@ -81,12 +84,11 @@ class _Watch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.__bool__:
-            raise CaptureError(
-                "a Python branch depends on the value of a tensor, which a graph cannot hold; "
-                "write it with torch.where, or decide it outside the model",
-                op="Tensor.__bool__",
-                source=user_line(traceback.walk_stack(inspect.currentframe())),
-            )
+            source = user_line(traceback.walk_stack(inspect.currentframe()))
+            answer = self.drops.answer(args[0], source)
+            if answer is None:
+                raise branch_error(source)
+            return answer
         refused = refused_call(func)
         if refused is not None:
             name, remedy = refused
@@ -101,7 +103,18 @@ class _Watch(TorchFunctionMode):
             self.failed = self.failed or function_name(func)
             raise
         refuse_dynamic(result, func)
+        self.drops.see(func, args, result)
         return result
+
+
+def branch_error(source: str) -> CaptureError:
+    """The error for a branch on the value of a tensor."""
+    return CaptureError(
+        "a Python branch depends on the value of a tensor, which a graph cannot hold; "
+        "write it with torch.where, or decide it outside the model",
+        op="Tensor.__bool__",
+        source=source,
+    )
 
 
 def function_name(func: Any) -> str:
@@ -138,7 +151,7 @@ class _Traced(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = plain_state(self.model)
-        with self.watch:
+        with self.watch, self.watch.drops.watching():
             returned = self.model(**self.inputs.rebuild(tensors))
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
@@ -216,13 +229,18 @@ def _definition(backward: type[torch.autograd.function.BackwardCFunction]) -> st
 
 
 def export_fake(
-    fake: FakeCopy, inputs: ExampleInputs, marked: Sequence[torch.Tensor] = ()
+    fake: FakeCopy,
+    inputs: ExampleInputs,
+    marked: Sequence[torch.Tensor] = (),
+    *,
+    skips: bool = False,
 ) -> Exported:
     """Trace the fake copy. `marked` is read after the model ran: tensors to return besides its own.
+    skips: whether layers that a draw may skip are skipped.
 
     Raises CaptureError with op and source line.
     """
-    watch = _Watch()
+    watch = _Watch(LayerDrops(skips))
     traced = _Traced(fake.module, inputs, watch, marked)
 
     def rerun() -> None:
@@ -241,8 +259,10 @@ def export_fake(
         _stamp_sources(program.graph_module)
         write_detaches(program.graph_module)
         program = program.run_decompositions({})
-    report = traced.report
-    return Exported(program, report.names, report.all_names, report.changed)
+    report, drops = traced.report, watch.drops
+    if drops.num_branches != drops.num_chosen and not skips:
+        raise branch_error(drops.source)
+    return Exported(program, report.names, report.all_names, report.changed, drops)
 
 
 @contextmanager
