@@ -54,6 +54,7 @@ from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import Precision
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.fold.find_regions import fold
+from meshfold.torch_compat.flex_attention import dense_flex_attention
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def capture(
     """
     shared = Snapshot(shared_state(model), context=True)
     try:
-        with collector_paused(), plain_checkpoints():
+        with collector_paused(), plain_checkpoints(), dense_flex_attention():
             return _capture(model, example_inputs, full_capture, precision)
     finally:
         # What forward keeps there are fake tensors and hooks of the fake copy.
