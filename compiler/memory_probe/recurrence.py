@@ -42,9 +42,10 @@ def at_length(answers: tuple[OpProbe, ...], key: ProbeKey) -> OpProbe | None:
     }
     if len(structures) > 1:
         return None
-    names = ("saved_bytes", "forward_scratch_bytes", "backward_scratch_bytes")
     try:
-        sizes = {name: grown(*(getattr(a, name) for a in answers)) for name in names}
+        saved = grown(*(a.saved_bytes for a in answers))
+        forward = grown(*(a.forward_scratch_bytes for a in answers))
+        backward = grown(*(a.backward_scratch_bytes for a in answers))
         fresh = zip(*(a.fresh_gradient_bytes for a in answers), strict=True)
         outputs = tuple(
             replace(
@@ -62,8 +63,14 @@ def at_length(answers: tuple[OpProbe, ...], key: ProbeKey) -> OpProbe | None:
     x = key.operands[0]
     joined = [x.num_bytes] if x.requires_grad else []
     joined += [outputs[0].num_bytes] if key.args[_NUM_LAYERS] != 1 else []
-    sizes["backward_scratch_bytes"] = max(sizes["backward_scratch_bytes"], *joined, 0)
-    return replace(first, outputs=outputs, fresh_gradient_bytes=gradients, **sizes)
+    return replace(
+        first,
+        outputs=outputs,
+        saved_bytes=saved,
+        forward_scratch_bytes=forward,
+        fresh_gradient_bytes=gradients,
+        backward_scratch_bytes=max(backward, *joined, 0),
+    )
 
 
 def _time_dim(key: ProbeKey) -> int:
