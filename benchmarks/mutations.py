@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[Sample, ...]] = {
     name.lower(): getattr(samples, name)
     for name in (
         *("POINTWISE", "CONTRACTION", "NORMALIZATION", "SPATIAL", "REDUCTION", "ATTENTION"),
-        *("EXPERTS", "INDEX", "LOSS", "SHAPE", "RANDOM"),
+        *("EXPERTS", "INDEX", "BAGS", "RECURRENCE", "LOSS", "SHAPE", "RANDOM"),
     )
 }
 

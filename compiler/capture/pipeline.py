@@ -1,7 +1,8 @@
 """Capture: an unmodified model and example inputs become a folded op graph.
 
     model --fake_copy--> fake --export_fake--> exported --read_program--> program
-          --with_draws, plain_masks, share_scatters, join_experts, with_dispatch--> program
+          --with_layers, with_draws, with_bags, plain_masks, share_scatters--> program
+          --join_experts, with_dispatch--> program
           --number--> flat graph --with_custom_ops--> flat graph --fold--> folded graph
 
 Forward only; no weights are needed or allocated, so the model may be on the meta device. The first
@@ -21,12 +22,15 @@ from meshfold.capture.dedup.modules import Child, find_children, wrapped
 from meshfold.capture.dedup.tracer import CallPlan, CallTracer, plan_calls, strip
 from meshfold.capture.rewrites.causal_masks import plain_masks
 from meshfold.capture.rewrites.draws import with_draws
+from meshfold.capture.rewrites.embedding_bag import with_bags
 from meshfold.capture.rewrites.expert_dispatch import with_dispatch
 from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.masked_scatter import share_scatters
+from meshfold.capture.rewrites.recurrence import with_layers
 from meshfold.capture.rewrites.refusals import refuse_draws, refuse_steps
+from meshfold.capture.rewrites.skipped_layers import with_skips
 from meshfold.capture.trace.checkpointed_calls import CheckpointedCalls, plain_checkpoints
-from meshfold.capture.trace.export import Exported, RetraceError, export_fake
+from meshfold.capture.trace.export import Exported, RetraceError, branch_error, export_fake
 from meshfold.capture.trace.fake_model import (
     ExampleInputs,
     FakeCopy,
@@ -36,6 +40,7 @@ from meshfold.capture.trace.fake_model import (
     model_names,
 )
 from meshfold.capture.trace.functions import FunctionCalls
+from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.loss_function import LossFunction, check_arguments
 from meshfold.capture.trace.lower import read_program
 from meshfold.capture.trace.module_names import refuse_names
@@ -56,6 +61,7 @@ from meshfold.ir.options import Precision
 from meshfold.ir.returns import LOSS_ALONE, Returns
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.fold.find_regions import fold
+from meshfold.torch_compat.flex_attention import dense_flex_attention
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ def capture(
     wanted = Wanted(returns, loss_fn, precision, tuple(rules))
     shared = Snapshot(shared_state(model), context=True)
     try:
-        with collector_paused(), plain_checkpoints() as checkpoints:
+        with collector_paused(), plain_checkpoints() as checkpoints, dense_flex_attention():
             captured = _capture(model, example_inputs, full_capture, wanted)
         return _with_checkpoints(captured, checkpoints)
     finally:
@@ -143,26 +149,53 @@ def _capture(
     functions = FunctionCalls(wanted.rules)
 
     def traced(
-        has_calls: bool, note: str = "", prepare: Callable[[nn.Module], None] = lambda _: None
-    ) -> tuple[Captured, Changes]:
+        has_calls: bool,
+        note: str = "",
+        prepare: Callable[[nn.Module], None] = lambda _: None,
+        skips: bool = False,
+    ) -> _Trace:
         fake = fake_copy(model, precision)
         prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn)
         fake = replace(fake, notes=(*fake.notes, *filter(None, [note])), functions=functions)
         children = find_children(fake.module) if has_calls else []
-        return _trace(fake, inputs, names, children, wanted)
+        return _trace(fake, inputs, names, children, wanted, skips)
 
     try:
-        captured, changed = traced(not full_capture)
+        trace = traced(not full_capture)
     except RetraceError as error:
-        captured, changed = traced(False, f"every layer was traced in full: {error}")
+        trace = traced(False, f"every layer was traced in full: {error}")
 
     def is_same(prepare: Callable[[nn.Module], None]) -> bool:
-        second, _ = traced(False, prepare=prepare)
-        return fingerprint(second.graph) == fingerprint(captured.graph)
+        second = traced(False, prepare=prepare).captured
+        return fingerprint(second.graph) == fingerprint(trace.captured.graph)
 
-    refuse_changing_state(changed, is_same)
-    return captured
+    refuse_changing_state(trace.changed, is_same)
+    if trace.drops.num_branches:
+        _refuse_other_branches(trace, lambda: traced(False, skips=True))
+    return trace.captured
+
+
+def _refuse_other_branches(trace: "_Trace", skipping: Callable[[], "_Trace"]) -> None:
+    """Refuses branches on draws that do more than skip a layer. skipping: traces the model as it is
+    where all of them skip."""
+    try:
+        is_same = skipping().skipped == trace.skipped
+    except CaptureError:
+        is_same = False
+    if not is_same:
+        raise branch_error(trace.drops.source)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """changed: the plain state that forward changed. drops: layers that it may skip. skipped: the
+    fingerprint of the program without them."""
+
+    captured: Captured
+    changed: Changes
+    drops: LayerDrops
+    skipped: str
 
 
 def _trace(
@@ -171,7 +204,8 @@ def _trace(
     names: Names,
     children: Sequence[Child],
     wanted: Wanted,
-) -> tuple[Captured, Changes]:
+    skips: bool,
+) -> _Trace:
     """Trace the fake copy, with call nodes for those of `children` that equal one traced before.
 
     Raises RetraceError if a proof of that fails, or anything else with call nodes in play: an error
@@ -180,18 +214,39 @@ def _trace(
     plan = plan_calls(fake, inputs, children) if children else CallPlan()
     notes = (*fake.notes, *plan.refusals)
     if not plan.has_stubs:
-        exported = export_fake(fake, inputs, wanted.returns)
+        exported = export_fake(fake, inputs, wanted.returns, skips=skips)
         program = read_program(exported, names, inputs.infos)
-        return _fold(program, names, inputs, exported, notes, wanted.rules), exported.changed
+        return _traced(program, names, inputs, exported, notes, wanted.rules)
     strip(children, plan.decisions)
     tracer = CallTracer(plan.decisions)
     try:
         with wrapped(children, tracer):
-            exported = export_fake(fake, inputs, wanted.returns, tracer.marked)
+            exported = export_fake(fake, inputs, wanted.returns, tracer.marked, skips=skips)
         program = expand_calls(read_program(exported, names, inputs.infos), names)
     except CaptureError as error:
         raise RetraceError(str(error)) from error
-    return _fold(program, names, inputs, exported, notes, wanted.rules), exported.changed
+    return _traced(program, names, inputs, exported, notes, wanted.rules)
+
+
+def _traced(
+    program: RawProgram,
+    names: Names,
+    inputs: ExampleInputs,
+    exported: Exported,
+    notes: Sequence[str],
+    rules: Sequence[CustomRule],
+) -> _Trace:
+    drops, skipped = exported.drops, ""
+    if drops.num_branches:
+        kept = _fold(with_skips(program), names, inputs, exported, (), rules)
+        skipped = fingerprint(kept.graph)
+        notes = (
+            *notes,
+            f"LayerDrop: {drops.num_chosen} layers are skipped by chance; they are computed in "
+            "any case, and a skipped one gets gradients of zeros, where the model leaves None",
+        )
+    captured = _fold(program, names, inputs, exported, notes, rules)
+    return _Trace(captured, exported.changed, drops, skipped)
 
 
 def _fold(
@@ -203,7 +258,7 @@ def _fold(
     rules: Sequence[CustomRule],
 ) -> Captured:
     refuse_steps(program)
-    program = with_draws(program)
+    program = with_bags(with_draws(with_layers(program)))
     routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
     refuse_draws(routed)
     flat = with_custom_ops(number(routed, names, inputs.infos, notes), rules)

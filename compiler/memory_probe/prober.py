@@ -31,6 +31,7 @@ from meshfold.ir.custom_ops import OfShapes
 from meshfold.ir.op_graph import Arg, Hole, Ref, Symbol
 from meshfold.memory_probe.linear import linear_at_size, linear_samples
 from meshfold.memory_probe.pointwise import at_size, pointwise_sample
+from meshfold.memory_probe.recurrence import at_length, recurrence_samples
 from meshfold.ops.functions import FunctionOp
 from meshfold.ops.registry import torch_target
 from meshfold.torch_compat.dtypes import dtype_name, torch_constant, torch_dtype
@@ -50,7 +51,7 @@ TRAINED_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 
 class OpProber:
     """Answers ProbeKeys; every distinct key is run once, a pointwise op once and a linear layer
-    twice for all sizes."""
+    twice for all sizes, a recurrence three times for all lengths."""
 
     def __init__(self) -> None:
         self._known: dict[ProbeKey, OpProbe] = {}
@@ -68,6 +69,8 @@ class OpProber:
         """The answer to `key` from that to the same call at another size, if it tells."""
         if (sample := pointwise_sample(key)) is not None:
             return at_size(self(sample), key)
+        if (lengths := recurrence_samples(key)) is not None:
+            return at_length(tuple(map(self, lengths)), key)
         if (samples := linear_samples(key)) is None:
             return None
         first, second = samples

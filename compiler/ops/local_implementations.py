@@ -23,6 +23,7 @@ from meshfold.ops.counter_rng import keep_mask, stream_key
 from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.ops.distributed_index import check_indices, put_rows, take_rows
 from meshfold.ops.draws import BatchSlice, global_indices, local_draw
+from meshfold.ops.embedding_bag import local_bags
 from meshfold.ops.expert_dispatch import combine, dispatch
 from meshfold.ops.vocab_parallel_cross_entropy import sharded_cross_entropy
 from meshfold.sharding.indices import ShardDigits, key_heads_of, shard_indices_of
@@ -263,6 +264,7 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "reshape": reshape,
     "valid_rows": valid_rows,
     "embedding": embedding,
+    "embedding_bag": local_bags,
     "expert_linear": local_experts,
     "dispatch": dispatch,
     "combine": combine,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import meshfold.ops.draws
+import meshfold.ops.embedding_bag
 import meshfold.ops.expert_dispatch
 import meshfold.ops.expert_linear  # noqa: F401  all define ops of namespace meshfold
 from meshfold.errors import UnsupportedOpError

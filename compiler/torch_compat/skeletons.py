@@ -5,7 +5,7 @@ stay ties, no storage is copied whatever the model's size, and the model is not 
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +13,21 @@ from torch import Tensor, nn
 
 
 def copy_with(model: nn.Module, new_tensor: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy with `new_tensor(tensor)` for each parameter and buffer, in the model's mode."""
-    memo: dict[int, Any] = {
-        id(tensor): new_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())
-    }
+    """A copy with `new_tensor(tensor)` for each parameter and buffer, in the model's mode.
+
+    Also for what modules keep that was computed of them: no deepcopy takes it (the weight that
+    weight_norm makes anew before every forward)."""
+    tensors = (*model.parameters(), *model.buffers(), *_computed(model))
+    memo: dict[int, Any] = {id(tensor): new_tensor(tensor) for tensor in tensors}
     return copy.deepcopy(model, memo)
+
+
+def _computed(model: nn.Module) -> Iterator[Tensor]:
+    """Attributes of modules that are tensors with a history."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                yield value
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

@@ -32,6 +32,7 @@ from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.graph.without_dropout import exact
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.sharding.layout import shard_of
+from meshfold.torch_compat.flex_attention import dense_flex_attention
 from meshfold.torch_compat.pytree import flat, map_leaves
 from meshfold.training.compiled_model import CompiledModel
 from meshfold.training.local_gradient import local_tensor
@@ -364,6 +365,7 @@ class _NoDropout(SeeingMode):
         F.dropout: (1, "p"),
         torch.dropout: (1, "p"),
         F.scaled_dot_product_attention: (4, "dropout_p"),
+        **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (5, "dropout")),
     }
 
     def __torch_function__(
@@ -381,6 +383,7 @@ class _NoDropout(SeeingMode):
 @contextmanager
 def without_dropout() -> Iterator[None]:
     """A context in which no dropout of torch drops, and other random ops (drop path, dropout of
-    channels, noise) draw as the exact program does; train mode stays train mode otherwise."""
-    with _NoDropout(), alike_draws():
+    channels, noise) draw as the exact program does; train mode stays train mode otherwise.
+    flex_attention is dense: torch's own has no backward on a CPU."""
+    with _NoDropout(), alike_draws(), dense_flex_attention():
         yield

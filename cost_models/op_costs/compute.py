@@ -15,6 +15,9 @@ which operands need a gradient. Times come from CostModel.compute_s.
     pooling       a maximum writes where it was found (int64); backward reads that and not x
     views         nothing forward; backward of slicing and splitting fills the whole gradient,
                   of expand sums it
+    bags          read the row of every id, whose gradient is dense
+    recurrences   2 GEMMs a step, layer and direction; the weights of the state are read in every
+                  step. Backward twice that
     cdist         3 * the product of rows, rows and width; as much for each gradient
     other         memory-bound: every operand read and every result written once; backward reads
                   the gradients of the results and the operands, writes the operands' gradients
@@ -35,6 +38,9 @@ MATMUL_FACTORS = {
     "mm": (0, 1),
     "bmm": (0, 1),
     "matmul": (0, 1),
+    "mv": (0, 1),
+    "dot": (0, 1),
+    "vdot": (0, 1),
     "linear": (0, 1),
     "addmm": (1, 2),
     "baddbmm": (1, 2),
@@ -56,6 +62,8 @@ _CONVOLUTIONS = (
     *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)),
 )
 
+_RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
 _TRAINED_BATCH_NORMS = ("_native_batch_norm_legit_functional", "_native_batch_norm_legit")
 
 _POOLS = tuple(
@@ -65,7 +73,9 @@ _POOLS = tuple(
     for indices in ("", "_with_indices")
 )
 
-PRODUCTS = frozenset((*MATMUL_FACTORS, "all_gather_matmul", "einsum", *_ATTENTION, *_CONVOLUTIONS))
+PRODUCTS = frozenset(
+    (*MATMUL_FACTORS, "all_gather_matmul", "einsum", *_ATTENTION, *_CONVOLUTIONS, *_RECURRENCES)
+)
 """Ops with many flops per byte (names as op_name gives them): what they make is dear to make again.
 All other ops are bound by memory."""
 
@@ -260,6 +270,34 @@ def _lookup(graph: OpGraph, op: Op) -> Work:
     return Work(0, moved, 0, backward)
 
 
+def _recurrence(graph: OpGraph, op: Op) -> Work:
+    """Every matrix among the parameters is multiplied with a row per step and sample; that of the
+    state, the second of each layer and direction, cannot be used for all steps at once."""
+    x, *rest = _operands(graph, op)
+    batch_dim = 0 if op.args[8] is True else 1
+    steps, batch = x.shape[1 - batch_dim], x.shape[batch_dim]
+    matrices = [v for v in rest if len(v.shape) == 2]
+    flops = 2 * steps * batch * sum(math.prod(v.shape) for v in matrices)
+    again = (steps - 1) * _total_bytes(matrices[1::2])
+    forward, backward = _traffic(graph, op)
+    if not backward:
+        return Work(flops, forward + again, 0, 0)
+    return Work(flops, forward + again, 2 * flops, backward + again)
+
+
+def _bags(graph: OpGraph, op: Op) -> Work:
+    """Reads the rows of every bag; the gradient of the table is dense: zeros, then added to."""
+    table, *rest = _operands(graph, op)
+    (bags,) = _results(graph, op)
+    rows = math.prod(rest[0].shape) * table.num_bytes // table.shape[0]
+    forward = rows + _total_bytes(rest) + bags.num_bytes
+    wanted = [v for v in rest if v.requires_grad]
+    dense = table.num_bytes + rows if table.requires_grad else 0
+    weights = rows + _total_bytes(wanted) if wanted else 0
+    back = dense + weights
+    return Work(0, forward, 0, back + bags.num_bytes + rest[0].num_bytes if back else 0)
+
+
 def _trained_batch_norm(graph: OpGraph, op: Op) -> Work:
     """Statistics, then the result; backward two sums, then the gradient of x."""
     forward, backward = _traffic(graph, op)
@@ -303,5 +341,7 @@ _COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], W
     (_POOLS, _pool),
     (VIEWS, _view),
     (_LOOKUPS, _lookup),
+    (("embedding_bag",), _bags),
+    (_RECURRENCES, _recurrence),
     (("cross_entropy_loss",), _cross_entropy),
 )

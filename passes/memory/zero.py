@@ -14,7 +14,7 @@ The link to the host carries both directions at once, both overlapped with compu
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
@@ -205,6 +205,29 @@ def _padded_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int
     if dim < 0 or padding[dim] > MOST_PADDING:
         return stored
     return (*stored[:axis], PaddedShard(dim), *stored[axis + 1 :])
+
+
+def whole_notes(
+    graph: OpGraph, layouts: Sequence[Layout], slots: Iterable[int], mesh: Mesh
+) -> list[str]:
+    """What a plan says of parameters in these slots that ZeRO was to shard and did not. layouts: of
+    all slots. Nothing of those that ops read as shards on all axes of ZeRO."""
+    axes = zero_axes(mesh)
+    num_ranks = math.prod(mesh.sizes[axis] for axis in axes)
+    notes = []
+    for i in slots:
+        value, stored = graph.values[i], layouts[i]
+        name = f"{graph.slots[i].name} {list(value.shape)}"
+        if all(stored[axis].is_shard for axis in axes):
+            continue
+        if sharded_layout(value, stored, mesh) == stored:
+            notes.append(unsharded_note(name, num_ranks))
+        else:
+            notes.append(
+                f"ZeRO keeps {name} whole: an op reads it as Invariant in the layouts that were "
+                "found fastest, so that nothing gathers it"
+            )
+    return notes
 
 
 def unsharded_note(name: str, num_ranks: int) -> str:

@@ -22,7 +22,7 @@ from meshfold.ir.plan import (
 from meshfold.ir.returns import SUM
 from meshfold.passes.fold.assemble import fingerprint, graph_fingerprint
 from meshfold.passes.memory.local_program import Probe
-from meshfold.passes.memory.zero import unsharded_note, zero_axes
+from meshfold.passes.memory.zero import whole_notes
 from meshfold.passes.one_pass.candidates import StrategyCandidate
 from meshfold.passes.one_pass.priced import Priced
 from meshfold.passes.one_pass.search import MeshPlanner
@@ -105,16 +105,18 @@ def _unsharded_notes(best: Priced, pinned: Collection[tuple[int, int]]) -> list[
     """Parameters that ZeRO was to shard and could not; none that the user wanted unsharded."""
     if not best.strategy.zero:
         return []
-    num_ranks = math.prod(best.mesh.sizes[axis] for axis in zero_axes(best.mesh))
-    found = set()
+    found: set[str] = set()
     for r, (region, candidate) in enumerate(zip(best.split.regions, best.candidates, strict=True)):
         if candidate.strategy.zero and len(candidate.sharded) == candidate.num_shardable:
-            for i, slot in enumerate(region.graph.slots):
-                if slot.kind is not SlotKind.PARAMETER or (r, i) in pinned:
-                    continue
-                if i not in candidate.sharded:
-                    found.add(f"{slot.name} {list(region.graph.values[i].shape)}")
-    return [unsharded_note(name, num_ranks) for name in sorted(found)]
+            whole = [
+                i
+                for i, slot in enumerate(region.graph.slots)
+                if slot.kind is SlotKind.PARAMETER
+                and (r, i) not in pinned
+                and i not in candidate.sharded
+            ]
+            found.update(whole_notes(region.graph, candidate.typing.slots, whole, best.mesh))
+    return sorted(found)
 
 
 def model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:

@@ -27,6 +27,7 @@ from meshfold.ir.op_graph import Dependence, Op, OpGraph, Value
 from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, SpmdType
 from meshfold.ir.strategy import OpTyping
 from meshfold.passes.rules.ops.attention import ATTENTION_RULES
+from meshfold.passes.rules.ops.bags import BAG_RULES
 from meshfold.passes.rules.ops.collective_matmul import COLLECTIVE_MATMUL_RULES
 from meshfold.passes.rules.ops.complex import COMPLEX_RULES
 from meshfold.passes.rules.ops.contraction import CONTRACTION_RULES
@@ -38,6 +39,7 @@ from meshfold.passes.rules.ops.loss import LOSS_RULES
 from meshfold.passes.rules.ops.normalization import NORMALIZATION_RULES
 from meshfold.passes.rules.ops.pointwise import POINTWISE_RULES
 from meshfold.passes.rules.ops.random import RANDOM_RULES
+from meshfold.passes.rules.ops.recurrence import RECURRENCE_RULES
 from meshfold.passes.rules.ops.reduction import REDUCTION_RULES
 from meshfold.passes.rules.ops.shape import SHAPE_RULES
 from meshfold.passes.rules.ops.shards import (
@@ -57,11 +59,13 @@ OP_RULES: dict[str, OpRule] = {
     **CONTRACTION_RULES,
     **COMPLEX_RULES,
     **REDUCTION_RULES,
+    **RECURRENCE_RULES,
     **NORMALIZATION_RULES,
     **SPATIAL_RULES,
     **ATTENTION_RULES,
     **EXPERT_RULES,
     **INDEX_RULES,
+    **BAG_RULES,
     **LOSS_RULES,
     **SHAPE_RULES,
     **RANDOM_RULES,

@@ -60,6 +60,26 @@ def test_what_a_model_keeps_wide_is_not_cast_under_a_narrow_precision() -> None:
     assert {p.dtype for p in captured.graph.parameters} == {"float32"}
 
 
+class Float8(nn.Module):
+    """A product of numbers in float8, as torchao makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = (t.detach().to(torch.float8_e4m3fn) for t in (x, self.linear.weight))
+        one = torch.ones(())
+        product = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16)
+        return product.float().mean() + self.linear(x).mean()
+
+
+def test_float8_is_refused_in_one_line() -> None:
+    with pytest.raises(CaptureError, match="float8_e4m3fn, which no plan shards") as e:
+        capture(Float8(), {"x": torch.zeros(16, 16)})
+    assert "test_capture_refusals.py" in e.value.source and "\n" not in str(e.value)
+
+
 def test_a_model_without_ops_is_refused() -> None:
     with pytest.raises(CaptureError, match="computes nothing; return a loss"):
         capture(nn.Identity(), {"input": torch.zeros(4)})

@@ -78,15 +78,24 @@ def _refuse_change_of_outer_value(op: fx.Node, outer: Mapping[fx.Node, Any]) -> 
     if not (isinstance(op.target, torch._ops.OpOverload) and op.target._schema.is_mutable):
         return
     base: Any = op.args[0]
-    while isinstance(base, fx.Node) and base.op == "call_function":
-        base = base.args[0] if base.args else None
-    if base in outer and _carries_gradient(outer[base]):
+    while isinstance(base, fx.Node) and _shares_memory(base):
+        base = base.args[0]
+    is_outer = isinstance(base, fx.Node) and base.op == "placeholder"
+    if is_outer and _carries_gradient(outer[base]):
         raise CaptureError(
             f"{op.target} changes a tensor inside torch.no_grad whose gradient is used; "
             "write it out of place",
             op=str(op.target),
             source=line_in(op.meta.get("stack_trace") or ""),
         )
+
+
+def _shares_memory(op: fx.Node) -> bool:
+    """Whether the result of an op is, or may be, its first operand or a part of it."""
+    schema = getattr(op.target, "_schema", None)
+    if op.op != "call_function" or schema is None:
+        return False
+    return bool(schema.arguments) and schema.arguments[0].alias_info is not None
 
 
 def _carries_gradient(value: fx.Node) -> bool:

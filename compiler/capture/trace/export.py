@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from meshfold.capture.trace.detaches import write_detaches
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.capture.trace.functions import FunctionCall, definition
+from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.python_state import (
     Changes,
     changed_state,
@@ -46,6 +47,11 @@ from meshfold.torch_compat.fake_tensors import casts_of_nothing, lacks_fake, laz
 from meshfold.torch_compat.source_lines import is_user_file, line_in, user_line
 
 SOURCE = "meshfold_source"
+_REMEDIES = {
+    "_pack_padded_sequence": "pass padded sequences to the LSTM or GRU, not packed ones, and leave "
+    "padding out of the loss"
+}
+"""What to do instead of a function whose shapes depend on values."""
 MODEL = "model"
 """Attribute of the traced wrapper that holds the fake copy, so the first part of every name."""
 
@@ -58,19 +64,22 @@ class RetraceError(Exception):
 class Exported:
     """`chosen`: the tensors that the program returns, of the model's return value. `program` is in
     decomposed form; its ops carry "file:line" as meta custom[SOURCE]. `changed`: the plain state
-    that forward changed. `functions`: what its ops `meshfold::function` stand for."""
+    that forward changed. `drops`: layers that a branch may skip. `functions`: what its ops
+    `meshfold::function` stand for."""
 
     program: ExportedProgram
     chosen: Chosen
     changed: Changes
+    drops: LayerDrops
     functions: Sequence[FunctionCall] = ()
 
 
 class _Watch(TorchFunctionMode):
     """Refuses branches on values, and remembers which call failed for the error message."""
 
-    def __init__(self) -> None:
+    def __init__(self, drops: LayerDrops) -> None:
         super().__init__()
+        self.drops = drops
         self.failed = ""
 
     def __torch_function__(
@@ -81,12 +90,11 @@ class _Watch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.__bool__:
-            raise CaptureError(
-                "a Python branch depends on the value of a tensor, which a graph cannot hold; "
-                "write it with torch.where, or decide it outside the model",
-                op="Tensor.__bool__",
-                source=user_line(traceback.walk_stack(inspect.currentframe())),
-            )
+            source = user_line(traceback.walk_stack(inspect.currentframe()))
+            answer = self.drops.answer(args[0], source)
+            if answer is None:
+                raise branch_error(source)
+            return answer
         refused = refused_call(func)
         if refused is not None:
             name, remedy = refused
@@ -101,7 +109,18 @@ class _Watch(TorchFunctionMode):
             self.failed = self.failed or function_name(func)
             raise
         refuse_dynamic(result, func)
+        self.drops.see(func, args, result)
         return result
+
+
+def branch_error(source: str) -> CaptureError:
+    """The error for a branch on the value of a tensor."""
+    return CaptureError(
+        "a Python branch depends on the value of a tensor, which a graph cannot hold; "
+        "write it with torch.where, or decide it outside the model",
+        op="Tensor.__bool__",
+        source=source,
+    )
 
 
 def function_name(func: Any) -> str:
@@ -115,9 +134,10 @@ def refuse_dynamic(result: Any, func: Any) -> None:
         sizes = part.shape if isinstance(part, torch.Tensor) else (part,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
             name = function_name(func)
+            remedy = _REMEDIES.get(name, "use an op with a fixed shape (torch.where, a mask)")
             raise CaptureError(
                 f"{name} gives a shape or a number that depends on values, which a graph cannot "
-                "hold; use an op with a fixed shape (torch.where, a mask)",
+                f"hold; {remedy}",
                 op=name,
                 source=user_line(traceback.walk_stack(inspect.currentframe())),
             )
@@ -137,7 +157,7 @@ class _Traced(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = plain_state(self.model)
-        with self.watch:
+        with self.watch, self.watch.drops.watching():
             returned = self.inputs.call(self.model, tensors)
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
@@ -197,13 +217,16 @@ def export_fake(
     inputs: ExampleInputs,
     returns: Returns,
     marked: Sequence[torch.Tensor] = (),
+    *,
+    skips: bool = False,
 ) -> Exported:
     """Trace the fake copy. returns: what of its return value is computed. `marked` is read after
-    the model ran: tensors to return besides its own.
+    the model ran: tensors to return besides its own. skips: whether layers that a draw may skip are
+    skipped.
 
     Raises CaptureError with op and source line.
     """
-    watch = _Watch()
+    watch = _Watch(LayerDrops(skips))
     traced = _Traced(fake.module, inputs, watch, _Report(returns, marked))
 
     def rerun() -> None:
@@ -223,8 +246,11 @@ def export_fake(
         _stamp_sources(program.graph_module)
         write_detaches(program.graph_module)
         program = program.run_decompositions({})
-    report = traced.report
-    return Exported(program, report.chosen, report.changed, tuple(fake.functions.calls))
+    report, drops = traced.report, watch.drops
+    if drops.num_branches != drops.num_chosen and not skips:
+        raise branch_error(drops.source)
+    functions = tuple(fake.functions.calls)
+    return Exported(program, report.chosen, report.changed, drops, functions)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from meshfold.capture.trace.functions import FUNCTION, call_number
 from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
 from meshfold.errors import CaptureError
 from meshfold.ir.custom_ops import CustomOp
-from meshfold.ir.op_graph import InputInfo, Source, SourceKind, Value
+from meshfold.ir.op_graph import ITEM_BYTES, InputInfo, Source, SourceKind, Value
 from meshfold.torch_compat.dtypes import dtype_name, symbol
 from meshfold.torch_compat.fake_tensors import is_fake
 from meshfold.torch_compat.pytree import fill_slots
@@ -41,6 +41,31 @@ _FRESH = {
 }
 """Ops that make a constant beside a tensor, or memory as it is found; the number it is full of,
 None where it is given."""
+OTHER_NAMES = {
+    f"aten.{other}.{overload}": f"aten.{name}.{overload}"
+    for others, name, overloads in (
+        ("multiply", "mul", "Tensor Scalar"),
+        ("divide true_divide", "div", "Tensor Scalar"),
+        ("divide", "div", "Tensor_mode"),
+        ("subtract", "sub", "Tensor Scalar"),
+        ("concat concatenate", "cat", "default"),
+        ("clip", "clamp", "default Tensor"),
+        ("negative", "neg", "default"),
+        ("absolute", "abs", "default"),
+        ("greater", "gt", "Tensor Scalar"),
+        ("greater_equal", "ge", "Tensor Scalar"),
+        ("less", "lt", "Tensor Scalar"),
+        ("less_equal", "le", "Tensor Scalar"),
+        ("not_equal", "ne", "Tensor Scalar"),
+        ("special_expit", "sigmoid", "default"),
+        ("special_erf", "erf", "default"),
+        ("special_log1p", "log1p", "default"),
+        ("special_expm1", "expm1", "default"),
+    )
+    for other in others.split()
+    for overload in overloads.split()
+}
+"""Ops that torch has under two names: the one that rules know. Arguments are the same."""
 _SAME_IF_SAME_SHAPE = (*_SIZED, _aten.alias.default, _aten.slice.Tensor)
 
 
@@ -203,7 +228,15 @@ def tensor_value(result: object, node: fx.Node) -> Value:
             op=str(node.target),
             source=source_line(node),
         )
-    return Value(tuple(result.shape), dtype_name(result.dtype))
+    dtype = dtype_name(result.dtype)
+    if dtype not in ITEM_BYTES:
+        raise CaptureError(
+            f"{node.target} makes or takes {dtype}, which no plan shards or adds up; keep it in "
+            "bfloat16 or wider (of torchao or transformer_engine, turn float8 off)",
+            op=str(node.target),
+            source=source_line(node),
+        )
+    return Value(tuple(result.shape), dtype)
 
 
 def constant_name(tensor: torch.Tensor) -> str:
@@ -271,6 +304,7 @@ def settled(node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     new_zeros  and the like: a constant, which reads nothing of what it is called on
     """
     target, args, kwargs = str(node.target), tuple(node.args), dict(node.kwargs)
+    target = OTHER_NAMES.get(target, target)
     result = node.meta["val"]
     if node.target is _aten.type_as.default:
         return CAST, args[:1], {"dtype": result.dtype}

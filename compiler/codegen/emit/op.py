@@ -27,6 +27,7 @@ from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scat
 from meshfold.ops.distributed_cumsum import cumsum
 from meshfold.ops.distributed_index import put_rows, take_rows
 from meshfold.ops.draws import local_draw
+from meshfold.ops.embedding_bag import local_bags
 from meshfold.ops.functions import FunctionOp
 from meshfold.ops.registry import draws, op_function
 from meshfold.ops.ring_attention import ring_attention
@@ -124,6 +125,23 @@ def _embedding(context: OpContext) -> list[fx.Node]:
             named.get("padding_idx", -1),
             weight.shape[0],
             context.digits(layout, 0),
+        )
+    ]
+
+
+def _embedding_bag(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    table = context.op_graph.values[context.op.operands[0]]
+    tensors = (named.get(name) for name in ("table", "ids", "offsets", "weights"))
+    settings = ("mode", 0), ("include_last_offset", False), ("padding_idx", -1)
+    return [
+        context.call(
+            local_bags,
+            context.step_node,
+            *tensors,
+            *(named.get(name, default) for name, default in settings),
+            table.shape[0],
+            context.digits(context.typing.inputs[0], 0),
         )
     ]
 
@@ -337,6 +355,7 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "reshape": _reshape,
     "valid_rows": _valid_rows,
     "embedding": _embedding,
+    "embedding_bag": _embedding_bag,
     "expert_linear": expert_linear,
     "dispatch": dispatch,
     "combine": combine,

@@ -62,8 +62,8 @@ def _baddbmm(op: BoundOp) -> OpLabels:
 
 
 def _matmul(op: BoundOp) -> OpLabels:
-    """a [..., m, k] or [k], b [..., k, o] or [k]; leading dims broadcast. Also mm and bmm. Between
-    two tensors of four dims, the second is one of heads."""
+    """a [..., m, k] or [k], b [..., k, o] or [k]; leading dims broadcast. Also mm, bmm, mv and
+    dot. Between two tensors of four dims, the second is one of heads."""
     a, b = (v.shape for v in op.values)
     shape = op.outputs[0].shape
     inner = int(len(a) > 1) + int(len(b) > 1)
@@ -166,6 +166,9 @@ CONTRACTION_RULES = {
     "aten.mm.default": rule("self mat2", _matmul),
     "aten.bmm.default": rule("self mat2", _matmul),
     "aten.matmul.default": rule("self other", _matmul),
+    "aten.mv.default": rule("self vec", _matmul),
+    "aten.dot.default": rule("self tensor", _matmul),
+    "aten.vdot.default": rule("self other", _matmul),
     "aten.einsum.default": rule("equation tensors path", _einsum),
     **{
         f"aten.conv{n}d.{overload}": rule(_CONVOLUTION, _convolution)

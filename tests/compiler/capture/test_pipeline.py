@@ -11,9 +11,11 @@ from support.models import hugging_face
 from torch import nn
 
 from meshfold.capture.pipeline import Captured, capture
+from meshfold.capture.trace.lower import OTHER_NAMES
 from meshfold.errors import CaptureError, OptionError
 from meshfold.ir.op_graph import Dependence, SourceKind
 from meshfold.ops.reference_interpreter import run_graph
+from meshfold.ops.registry import torch_target
 from meshfold.validation.float64_mode import float64_everywhere
 
 X = {"x": torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4)}
@@ -163,6 +165,27 @@ def test_type_as_is_a_cast_to_a_dtype() -> None:
     assert targets.count("aten._to_copy.default") == 2
     assert not any("type_as" in t for t in targets)
     assert_same_numbers(model, X, model(**X))
+
+
+def test_other_names_of_an_op_are_the_op() -> None:
+    def function(y: torch.Tensor) -> torch.Tensor:
+        both = torch.concat([torch.multiply(y, 2.0), torch.subtract(y, y.absolute())], -1)
+        return torch.clip(both, -1.0, 1.0).divide(3.0).sum()
+
+    model = Model(function)
+    targets = {op.target for r in capture(model, X).graph.regions for op in r.graph.ops}
+    assert targets >= {"aten.mul.Tensor", "aten.sub.Tensor", "aten.cat.default"}
+    assert targets.isdisjoint(OTHER_NAMES)
+    assert_same_numbers(model, X, model(**X))
+
+
+def test_every_op_has_the_arguments_of_its_other_name() -> None:
+    for other, name in OTHER_NAMES.items():
+        (left, right) = (
+            [argument.name for argument in torch_target(op)._schema.arguments]  # type: ignore[attr-defined]
+            for op in (other, name)
+        )
+        assert left == right, other
 
 
 def test_a_copy_in_place_keeps_the_gradient_of_what_is_copied() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from meshfold.cost_models.op_costs.compute import Work, op_name, op_work
+from meshfold.cost_models.op_costs.einsum import dims_of
 from meshfold.ir.op_graph import Arg, Op, OpGraph, Ref, Slot, SlotKind, Value
 
 F32 = 4
@@ -249,6 +250,13 @@ def test_embedding_reads_its_rows_and_has_a_dense_gradient() -> None:
     assert work("aten.embedding.default", [table, tokens], [X]) == expected
 
 
+def test_bags_read_every_row_once() -> None:
+    table, ids = value(100, 4), value(2, 3, grad=False, dtype="int64")
+    rows, out = 6 * 4 * F32, 2 * 4 * F32
+    expected = Work(0, rows + 48 + out, 0, 400 * F32 + rows + out + 48)
+    assert work("meshfold.embedding_bag.default", [table, ids], [value(2, 4)]) == expected
+
+
 def test_cross_entropy_touches_the_logits_four_times() -> None:
     logits, labels = value(6, 100), value(6, grad=False, dtype="int64")
     got = work("aten.cross_entropy_loss.default", [logits, labels], [value()])
@@ -280,5 +288,22 @@ def test_an_einsum_counts_all_its_letters() -> None:
         (2,),
     )
     assert op_work(graph, graph.ops[0]) == work("aten.linear.default", [X, W], [Y])
-    unsaid = Op("aten.einsum.default", ("...k,ok->...o", (Ref(0), Ref(1))), (), (2,))
-    assert op_work(graph, unsaid).flops == 0
+    dots = Op("aten.einsum.default", ("...k,ok->...o", (Ref(0), Ref(1))), (), (2,))
+    assert op_work(graph, dots) == op_work(graph, graph.ops[0])
+    diagonal = Op("aten.einsum.default", ("bsk,kk->bsk", (Ref(0), Ref(1))), (), (2,))
+    assert op_work(graph, diagonal).flops == 0
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "expected"),
+    [
+        ("...qd,...kd->...qk", [(2, 3, 4), (3, 4)], ["e0 q d", "k d", "e0 q k"]),
+        ("...a,a...", [(2, 3, 4), (4, 3)], ["e0 e1 a", "a e1", "e0 e1"]),
+        ("ba,cb", [(2, 3), (4, 2)], ["b a", "c b", "a c"]),
+        ("...a->a", [(2, 3)], ["e0 a", "a"]),
+    ],
+)
+def test_letters_of_an_einsum(
+    equation: str, shapes: list[tuple[int, ...]], expected: list[str]
+) -> None:
+    assert dims_of(equation, shapes) == tuple(tuple(term.split()) for term in expected)

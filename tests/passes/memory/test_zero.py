@@ -15,8 +15,9 @@ from meshfold.capture.pipeline import capture
 from meshfold.codegen.emit.pass_pipeline import emit
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
-from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.op_graph import FoldedGraph, OpGraph, Slot, SlotKind, Value
 from meshfold.ir.options import CompileOptions
+from meshfold.ir.spmd import INVARIANT, Shard
 from meshfold.ir.strategy import Degrees, UniformStrategy
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.zero import (
@@ -25,6 +26,8 @@ from meshfold.passes.memory.zero import (
     program_shards,
     program_states,
     slot_facts,
+    whole_notes,
+    zero_axes,
     zero_layouts,
 )
 from meshfold.passes.one_pass.candidates import StrategyCandidate
@@ -259,3 +262,16 @@ def test_the_plan_with_planned_leaves_is_within_its_gap_of_every_program(share: 
     gap = found.best.time.step_s / found.lower_bound_s - 1
     assert found.best.time.step_s <= best.time.step_s * (1 + gap)
     assert found.best.time.step_s <= best.time.step_s * 1.02
+
+
+def test_a_note_names_the_reason_for_a_parameter_that_stays_whole() -> None:
+    names = ("odd", "read", "sharded")
+    values = tuple(Value(shape, "float32", True) for shape in ((1, 3), (32, 32), (32, 32)))
+    graph = OpGraph(tuple(Slot(SlotKind.PARAMETER, name) for name in names), values, (), ())
+    mesh = build_mesh(resolve_cluster("local-cpu", 2), 2, 1)
+    (axis,) = zero_axes(mesh)
+    whole = (INVARIANT,) * len(mesh.axes)
+    shard = tuple(Shard(0) if k == axis else INVARIANT for k in range(len(mesh.axes)))
+    odd, read = whole_notes(graph, (whole, whole, shard), range(3), mesh)
+    assert odd.startswith("ZeRO keeps odd [1, 3] whole: no dim divides over 2 ranks")
+    assert read.startswith("ZeRO keeps read [32, 32] whole: an op reads it as Invariant")

@@ -11,6 +11,7 @@ from support.graphs.ops import SingleOp, check_typings, mesh_of
 from support.graphs.rules import is_legal_typing
 from support.graphs.samples import (
     ATTENTION,
+    BAGS,
     COMPLEX,
     CONTRACTION,
     EXPERTS,
@@ -59,7 +60,7 @@ def test_every_rule_computes_what_the_unsharded_op_computes(sample: Sample) -> N
 
 NOT_ELEMENTWISE = [
     *(*CONTRACTION, *REDUCTION, *NORMALIZATION, *SPATIAL, *ATTENTION),
-    *(*EXPERTS, *INDEX, *LOSS, *SHAPE, *RANDOM, *RING, *COMPLEX, *WINDOWS),
+    *(*EXPERTS, *INDEX, *LOSS, *SHAPE, *RANDOM, *RING, *COMPLEX, *WINDOWS, *BAGS),
 ]
 
 
@@ -79,6 +80,7 @@ TWO_AXES = [
     *NORMALIZATION,
     *ATTENTION,
     *EXPERTS[1:3],
+    *BAGS[4:8],
     *LOSS,
     *RANDOM,
 ]

@@ -26,6 +26,23 @@ EXPERTS: tuple[Sample, ...] = (
     _own(real(24, 12), whole(12, 24), 12, op="combine"),
 )
 
+_OFFSETS = torch.tensor([0, 0, 5, 7, 7, 12, 20, 23, 24, 24, 30, 33, 36])
+
+BAGS: tuple[Sample, ...] = (
+    *(
+        _own(real(24, 12), whole(24, 12, 5), None, None, mode, False, padding, op="embedding_bag")
+        for mode in (0, 1, 2)
+        for padding in (-1, 3)
+    ),
+    _own(real(24, 12), whole(24, 12, 5), None, real(12, 5), 0, False, 7, op="embedding_bag"),
+    *(
+        _own(real(24, 12), whole(24, 36), _OFFSETS, None, mode, last, 3, op="embedding_bag")
+        for mode, last in ((0, False), (1, True), (2, False))
+    ),
+    _own(real(24, 12), whole(24, 36), _OFFSETS, real(36), 0, True, op="embedding_bag"),
+    _own(real(24, 12, grad=False), whole(24, 36), _OFFSETS, real(36), op="embedding_bag"),
+)
+
 RANDOM: tuple[Sample, ...] = (
     call("dropout.default", real(*X), 0.3, True),
     call("dropout.default", real(*X), 0.3, False),

@@ -12,7 +12,8 @@ from meshfold.passes.rules.ops.pointwise import BINARY, UNARY
 from support.graphs.calls import Sample, X, call
 from support.graphs.complex_samples import COMPLEX, WINDOWS
 from support.graphs.loss_samples import LOSS
-from support.graphs.own_samples import EXPERTS, RANDOM
+from support.graphs.own_samples import BAGS, EXPERTS, RANDOM
+from support.graphs.recurrence_samples import RECURRENCE
 from support.graphs.ring_samples import RING
 from support.graphs.tensors import (
     few,
@@ -106,6 +107,10 @@ POINTWISE: tuple[Sample, ...] = (
     call("gelu.default", real(*X), approximate="tanh"),
     call("gelu.default", real(*X)),
     call("clamp.default", real(*X), 0.3, 0.7),
+    call("clamp.Tensor", real(*X), real(24), 1 + real(12, 1).detach()),
+    call("clamp.Tensor", real(*X), None, real(12, 24)),
+    call("clamp_min.Tensor", real(*X), real(24)),
+    call("clamp_max.Tensor", real(*X), real(24)),
     call("clamp_min.default", real(*X), 0.4),
     call("clamp_max.default", real(*X), 0.4),
     call("leaky_relu.default", real(*X), 0.1),
@@ -143,8 +148,13 @@ CONTRACTION: tuple[Sample, ...] = (
     call("matmul.default", real(24), real(24, 12)),
     call("matmul.default", real(12, 24), real(24)),
     call("matmul.default", real(24), real(24)),
+    call("mv.default", real(12, 24), real(24)),
+    call("dot.default", real(24), real(24, seed=8)),
+    call("vdot.default", real(24), real(24, seed=8)),
     call("einsum.default", "bsd,edh->besh", [real(4, 3, 12), real(12, 12, 4)]),
     call("einsum.default", "bsd, bs -> d", [real(4, 12, 12), real(4, 12)]),
+    call("einsum.default", "...qd,...kd->...qk", [real(4, 12, 6, 4), real(12, 12, 4)]),
+    call("einsum.default", "...nd,gd", [real(4, 1, 12), real(12, 12)]),
     call("einsum.default", "ij,jk,kl->il", [real(4, 12), real(12, 24), real(24, 2)]),
     call("einsum.default", "bhs,hs->bh", [real(4, 12, 24), real(12, 1)]),
     call("conv1d.default", real(4, 12, 9), real(24, 12, 3), real(24), [2], [1]),
@@ -363,11 +373,13 @@ SAMPLES: tuple[Sample, ...] = (
     *WINDOWS,
     *CONTRACTION,
     *REDUCTION,
+    *RECURRENCE,
     *NORMALIZATION,
     *SPATIAL,
     *ATTENTION,
     *EXPERTS,
     *INDEX,
+    *BAGS,
     *LOSS,
     *SHAPE,
     *RANDOM,
