@@ -95,7 +95,11 @@ def _capture(
     model: nn.Module, example_inputs: Mapping[str, Any], options: CompileOptions
 ) -> Captured:
     return capture(
-        model, example_inputs, full_capture=options.full_capture, precision=options.precision
+        model,
+        example_inputs,
+        full_capture=options.full_capture,
+        precision=options.precision,
+        value_checks=options.value_checks,
     )
 
 

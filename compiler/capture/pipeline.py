@@ -46,7 +46,7 @@ from meshfold.capture.trace.snapshots import Snapshot, shared_state
 from meshfold.errors import CaptureError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.options import Precision
+from meshfold.ir.options import Precision, ValueChecks
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.fold.find_regions import fold
 
@@ -68,13 +68,15 @@ def capture(
     *,
     full_capture: bool = False,
     precision: Precision = "model",
+    value_checks: ValueChecks = "drop",
 ) -> Captured:
     """Capture `model(**example_inputs)`.
 
     example_inputs are keyword arguments; tensors, nested in dicts, lists and tuples too, become
     inputs (only their shapes and dtypes are read), anything else a constant of the capture.
     full_capture traces every layer, where otherwise layers proven equal are traced once.
-    precision: what it is to compute in (meshfold.capture.trace.mixed_precision).
+    value_checks: whether its assertions on values are left out or run; to be run, every layer is
+    traced. precision: what it is to compute in (meshfold.capture.trace.mixed_precision).
     The model is used as it is: train or eval mode, dtype, ties. It is not changed.
 
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
@@ -83,7 +85,7 @@ def capture(
     shared = Snapshot(shared_state(model), context=True)
     try:
         with collector_paused(), plain_checkpoints():
-            return _capture(model, example_inputs, full_capture, precision)
+            return _capture(model, example_inputs, full_capture, precision, value_checks == "run")
     finally:
         # What forward keeps there are fake tensors and hooks of the fake copy.
         shared.restore()
@@ -94,6 +96,7 @@ def _capture(
     example_inputs: Mapping[str, Any],
     full_capture: bool,
     precision: Precision,
+    runs_checks: bool,
 ) -> Captured:
     refuse_gradient_hooks(model)
     refuse_names(model)
@@ -106,10 +109,11 @@ def _capture(
         prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision)
         fake = replace(fake, notes=(*fake.notes, *filter(None, [note])))
-        return _trace(fake, inputs, names, find_children(fake.module) if has_calls else [])
+        children = find_children(fake.module) if has_calls else []
+        return _trace(fake, inputs, names, children, runs_checks)
 
     try:
-        captured, changed = traced(not full_capture)
+        captured, changed = traced(not full_capture and not runs_checks)
     except RetraceError as error:
         captured, changed = traced(False, f"every layer was traced in full: {error}")
 
@@ -122,7 +126,11 @@ def _capture(
 
 
 def _trace(
-    fake: FakeCopy, inputs: ExampleInputs, names: Names, children: Sequence[Child]
+    fake: FakeCopy,
+    inputs: ExampleInputs,
+    names: Names,
+    children: Sequence[Child],
+    runs_checks: bool,
 ) -> tuple[Captured, Changes]:
     """Trace the fake copy, with call nodes for those of `children` that equal one traced before.
 
@@ -132,7 +140,7 @@ def _trace(
     plan = plan_calls(fake, inputs, children) if children else CallPlan()
     notes = (*fake.notes, *plan.refusals)
     if not plan.has_stubs:
-        exported = export_fake(fake, inputs)
+        exported = export_fake(fake, inputs, runs_checks=runs_checks)
         program = read_program(exported, names, inputs.infos)
         return _fold(program, names, inputs, exported, notes), exported.changed
     strip(children, plan.decisions)
@@ -157,7 +165,7 @@ def _fold(
     program = with_draws(program)
     routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
     refuse_draws(routed)
-    flat = number(routed, names, inputs.infos, notes)
+    flat = number(routed, names, inputs.infos, (*notes, *exported.notes))
     if not flat.graph.num_ops:
         raise CaptureError("the model computes nothing; return a loss that its ops make")
     return Captured(fold(flat.graph, flat.stacks), dict(program.constants), exported.model_outputs)

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+import meshfold.ops.ctc_loss
 import meshfold.ops.draws
 import meshfold.ops.expert_dispatch
-import meshfold.ops.expert_linear  # noqa: F401  all define ops of namespace meshfold
+import meshfold.ops.expert_linear
+import meshfold.ops.value_checks  # noqa: F401  all define ops of namespace meshfold
 from meshfold.errors import UnsupportedOpError
 
 _SWITCHES = ("train", "training")

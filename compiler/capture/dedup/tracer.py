@@ -32,6 +32,7 @@ from meshfold.capture.dedup.structure import Structure
 from meshfold.capture.trace.export import RetraceError
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.capture.trace.snapshots import Snapshot, attributes_of, shared_state
+from meshfold.capture.trace.value_checks import Answering, ValueChecks
 from meshfold.torch_compat.fake_tensors import as_exporting, casts_of_nothing
 from meshfold.torch_compat.global_hooks import global_hooks
 from meshfold.torch_compat.pytree import fill_slots
@@ -59,6 +60,7 @@ def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child])
     learner = Learner(fake.module)
     structure = Structure(fake.module)
     before = Snapshot({**attributes_of(fake.module), **shared_state(fake.module)}, context=True)
+    checks = ValueChecks()
     try:
         with (
             fake.mode,
@@ -67,8 +69,10 @@ def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child])
             torch.enable_grad(),
             wrapped(children, learner),
             learner.recorder.watching(),
+            Answering(checks),
         ):
             fake.module(**inputs.rebuild(inputs.tensors))
+        checks.refuse_kept()
         if installed := structure.change():
             raise RetraceError(f"the first run of the model {installed}")
     except RetraceError:

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.overrides import TorchFunctionMode, resolve_name
 
 from meshfold.capture.trace.detaches import write_detaches
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
@@ -34,6 +33,12 @@ from meshfold.capture.trace.python_state import (
     changed_state,
     plain_state,
     refused_call,
+)
+from meshfold.capture.trace.value_checks import (
+    Answering,
+    ValueChecks,
+    function_name,
+    refused_number,
 )
 from meshfold.errors import CaptureError
 from meshfold.torch_compat.fake_tensors import casts_of_nothing, lazy_graphs
@@ -53,19 +58,20 @@ class RetraceError(Exception):
 class Exported:
     """`outputs` names the tensors that the program returns, `model_outputs` all that the model
     returned. `program` is in decomposed form; its ops carry "file:line" as meta custom[SOURCE].
-    `changed`: the plain state that forward changed."""
+    `changed`: the plain state that forward changed. `notes`: what was left out."""
 
     program: ExportedProgram
     outputs: tuple[str, ...]
     model_outputs: tuple[str, ...]
     changed: Changes
+    notes: tuple[str, ...]
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(Answering):
     """Refuses branches on values, and remembers which call failed for the error message."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, checks: ValueChecks) -> None:
+        super().__init__(checks)
         self.failed = ""
 
     def __torch_function__(
@@ -75,13 +81,6 @@ class _Watch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.Tensor.__bool__:
-            raise CaptureError(
-                "a Python branch depends on the value of a tensor, which a graph cannot hold; "
-                "write it with torch.where, or decide it outside the model",
-                op="Tensor.__bool__",
-                source=user_line(traceback.walk_stack(inspect.currentframe())),
-            )
         refused = refused_call(func)
         if refused is not None:
             name, remedy = refused
@@ -91,7 +90,7 @@ class _Watch(TorchFunctionMode):
                 source=user_line(traceback.walk_stack(inspect.currentframe())),
             )
         try:
-            result = func(*args, **(kwargs or {}))
+            result = super().__torch_function__(func, types, args, kwargs)
         except Exception:
             self.failed = self.failed or function_name(func)
             raise
@@ -99,23 +98,13 @@ class _Watch(TorchFunctionMode):
         return result
 
 
-def function_name(func: Any) -> str:
-    """ "torch.Tensor.nonzero" for the function that user code called."""
-    return resolve_name(func) or str(getattr(func, "__name__", func))
-
-
 def refuse_dynamic(result: Any, func: Any) -> None:
     """Refuse a number or a shape that depends on the values of a tensor."""
     for part in result if isinstance(result, (tuple, list)) else (result,):
         sizes = part.shape if isinstance(part, torch.Tensor) else (part,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
-            name = function_name(func)
-            raise CaptureError(
-                f"{name} gives a shape or a number that depends on values, which a graph cannot "
-                "hold; use an op with a fixed shape (torch.where, a mask)",
-                op=name,
-                source=user_line(traceback.walk_stack(inspect.currentframe())),
-            )
+            source = user_line(traceback.walk_stack(inspect.currentframe()))
+            raise refused_number(function_name(func), source)
 
 
 class _Traced(nn.Module):
@@ -134,6 +123,7 @@ class _Traced(nn.Module):
         before = plain_state(self.model)
         with self.watch:
             returned = self.model(**self.inputs.rebuild(tensors))
+        self.watch.checks.refuse_kept()
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
         named = name_outputs(returned)
@@ -142,7 +132,7 @@ class _Traced(nn.Module):
                 "the model returns no tensor; return its loss", op=type(self.model).__name__
             )
         refuse_lost_gradients(named.values(), set(self.model.parameters()))
-        captured = loss_of(named)
+        captured = self.watch.checks.kept(loss_of(named))
         self.report.names, self.report.all_names = tuple(captured), tuple(named)
         return *captured.values(), *self.report.marked
 
@@ -210,13 +200,18 @@ def _definition(backward: type[torch.autograd.function.BackwardCFunction]) -> st
 
 
 def export_fake(
-    fake: FakeCopy, inputs: ExampleInputs, marked: Sequence[torch.Tensor] = ()
+    fake: FakeCopy,
+    inputs: ExampleInputs,
+    marked: Sequence[torch.Tensor] = (),
+    *,
+    runs_checks: bool = False,
 ) -> Exported:
     """Trace the fake copy. `marked` is read after the model ran: tensors to return besides its own.
+    runs_checks: keep the model's assertions on values.
 
     Raises CaptureError with op and source line.
     """
-    watch = _Watch()
+    watch = _Watch(ValueChecks(runs=runs_checks))
     traced = _Traced(fake.module, inputs, watch, marked)
 
     def rerun() -> None:
@@ -236,7 +231,8 @@ def export_fake(
         write_detaches(program.graph_module)
         program = program.run_decompositions({})
     report = traced.report
-    return Exported(program, report.names, report.all_names, report.changed)
+    notes = watch.checks.notes()
+    return Exported(program, report.names, report.all_names, report.changed, notes)
 
 
 @contextmanager
@@ -260,14 +256,20 @@ def explain_failure(watch: _Watch) -> Iterator[None]:
         op = watch.failed or "the model"
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CaptureError(
-            f"{op} cannot be captured: {reason}; {_repair(reason)}",
+            f"{op} cannot be captured: {reason}; {_repair(reason, error)}",
             op=op,
             source=user_line(reversed([*traceback.walk_tb(error.__traceback__)])),
         ) from error
 
 
-def _repair(reason: str) -> str:
+def _repair(reason: str, error: Exception) -> str:
     """What to do next."""
+    if any(_MATCHING in f.f_code.co_names for f, _ in traceback.walk_tb(error.__traceback__)):
+        return (
+            "a loss that matches predictions with labels (DETR and its kin) runs on the CPU, "
+            "outside of torch; capture the model without labels, and compute its loss from what "
+            "it returns"
+        )
     if "'NoneType' object" in reason:
         # As LongT5 and Switch Transformers make their mask of padding.
         return (
@@ -279,6 +281,10 @@ def _repair(reason: str) -> str:
         "write it with ops of fixed shape, or keep it out of the model (a loss can be computed "
         "from the logits)"
     )
+
+
+_MATCHING = "linear_sum_assignment"
+"""The function of scipy that finds the cheapest matching."""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfold.capture.trace.expert_loops import without_loops
+from meshfold.capture.expert_loops.forms import without_loops
 from meshfold.capture.trace.mixed_precision import MASTER_DTYPE, narrow_dtype, parameter_casts
 from meshfold.errors import CaptureError, OptionError
 from meshfold.ir.op_graph import BufferInfo, InputInfo, ParameterInfo, Source, SourceKind

@@ -12,7 +12,7 @@ from meshfold.passes.rules.ops.pointwise import BINARY, UNARY
 from support.graphs.calls import Sample, X, call
 from support.graphs.complex_samples import COMPLEX, WINDOWS
 from support.graphs.loss_samples import LOSS
-from support.graphs.own_samples import EXPERTS, RANDOM
+from support.graphs.own_samples import CHECKS, EXPERTS, RANDOM
 from support.graphs.ring_samples import RING
 from support.graphs.tensors import (
     few,
@@ -367,6 +367,7 @@ SAMPLES: tuple[Sample, ...] = (
     *SPATIAL,
     *ATTENTION,
     *EXPERTS,
+    *CHECKS,
     *INDEX,
     *LOSS,
     *SHAPE,
