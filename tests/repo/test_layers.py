@@ -46,7 +46,7 @@ ORDER = (
     "meshfold.torch_compat",
     "meshfold.distributed",
     "meshfold.sharding",
-    "meshfold.checkpoint",
+    "meshfold.checkpoint_files",
     "meshfold.ops",
     "meshfold.zero",
     "meshfold.memory_probe",
