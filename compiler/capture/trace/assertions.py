@@ -8,14 +8,14 @@
 Python asks for the truth of a value while it runs one instruction. Its position leads to the
 expression in the source, and the expression up through not, and, or, all(), any() and names that
 stand for it to the statement that decides. A branch whose two sides both compute decides nothing
-here.
+here, and one whose exception is caught has two such sides.
 """
 
 import ast
 import dis
 import linecache
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -72,11 +72,20 @@ class Sources:
         its current instruction; None if there is none, or no source. is_check: that instruction
         calls a library's function that checks."""
         name = frame.f_code.co_filename
-        if name not in self.files:
-            self.files[name] = _File.read(name)
-        file, position = self.files[name], _position(frame)
+        file, position = self._file(name), _position(frame)
         node = file.expression(position) if file and position else None
         return None if file is None or node is None else _Climb(file, name).asked(node, is_check)
+
+    def catches(self, frame: FrameType) -> bool:
+        """Whether `frame` goes on after an exception in what it is doing now."""
+        file = self._file(frame.f_code.co_filename)
+        line = frame.f_lineno
+        return file is not None and any(a <= line <= b for a, b in file.caught)
+
+    def _file(self, name: str) -> "_File | None":
+        if name not in self.files:
+            self.files[name] = _File.read(name)
+        return self.files[name]
 
 
 _Position = tuple[int, int, int, int]
@@ -101,6 +110,8 @@ class _File:
     expressions: dict[_Position, ast.expr]
     ends: dict[tuple[int, int], ast.Call]
     parents: dict[ast.AST, ast.AST]
+    caught: tuple[tuple[int, int], ...]
+    """First and last lines of code whose exceptions are not passed on."""
 
     @staticmethod
     def read(name: str) -> "_File | None":
@@ -117,7 +128,7 @@ class _File:
             (n.lineno, n.col_offset, n.end_lineno or 0, n.end_col_offset or 0): n for n in nodes
         }
         ends = {place[2:]: n for place, n in places.items() if isinstance(n, ast.Call)}
-        return _File(places, ends, parents)
+        return _File(places, ends, parents, tuple(_caught(tree)))
 
     def expression(self, position: _Position) -> ast.expr | None:
         """A call of a method that goes over several lines is only known by its end."""
@@ -236,6 +247,18 @@ class _Climb:
     def _is_told(self, node: ast.AST) -> bool:
         """Whether an expression is only printed: in an f-string."""
         return isinstance(self.file.parents.get(node), ast.FormattedValue)
+
+
+def _caught(tree: ast.AST) -> Iterator[tuple[int, int]]:
+    for node in ast.walk(tree):
+        is_try = isinstance(node, ast.Try) and any(not _raises(h.body) for h in node.handlers)
+        is_with = isinstance(node, ast.With) and any(
+            _called(i.context_expr) == "suppress"
+            for i in node.items
+            if isinstance(i.context_expr, ast.Call)
+        )
+        if isinstance(node, ast.Try | ast.With) and (is_try or is_with):
+            yield node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno
 
 
 def _negated(wanted: _Wanted | None) -> _Wanted | None:

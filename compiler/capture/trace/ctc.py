@@ -36,17 +36,12 @@ class Selected:
         order = torch.argsort(torch.where(self.mask, place, place + length), dim=-1)
         return self.labels.masked_fill(~self.mask, 0).gather(-1, order)
 
-    def __getattr__(self, name: str) -> Any:
+    def _refuse(self, *_: Any) -> Any:
         raise self.refused
 
-    def __len__(self) -> int:
-        raise self.refused
-
-    def __getitem__(self, _: Any) -> Any:
-        raise self.refused
-
-    def __bool__(self) -> bool:
-        raise self.refused
+    __getattr__ = __len__ = __getitem__ = __iter__ = __bool__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _refuse
 
     @classmethod
     def __torch_function__(

@@ -168,8 +168,9 @@ def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Paramet
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            name = type(node).__name__.removesuffix("Backward")
+        name = type(node).__name__.removesuffix("Backward")
+        is_kept = name.startswith(_OWN_OPS)
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_kept:
             raise CaptureError(
                 f"{name} is a torch.autograd.Function, whose own backward a captured graph loses; "
                 "write it with ordinary ops (x + (f(x) - x).detach() for a straight-through)",
@@ -282,6 +283,9 @@ def _repair(reason: str, error: Exception) -> str:
         "from the logits)"
     )
 
+
+_OWN_OPS = "GeneratedBackwardFor_meshfold_"
+"""What the backward of an op is called that the graph keeps, and meshfold defines."""
 
 _MATCHING = "linear_sum_assignment"
 """The function of scipy that finds the cheapest matching."""

@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -127,7 +128,8 @@ class ValueChecks:
         """The assertion for whose sake the user's code asks. Other code of torch in between asks
         for reasons of its own."""
         is_check = False
-        for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        frames = (frame for frame, _ in traceback.walk_stack(inspect.currentframe()))
+        for frame in frames:
             name = frame.f_code.co_filename
             if is_own_file(name) or frame.f_code.co_name in _PASSES_ON:
                 continue
@@ -136,11 +138,26 @@ class ValueChecks:
             elif not is_user_file(name):
                 return None
             else:
-                return self.sources.assertion(frame, is_check)
+                found = self.sources.assertion(frame, is_check)
+                return None if found is None or self._is_caught([frame, *frames]) else found
         return None
+
+    def _is_caught(self, frames: Sequence[FrameType]) -> bool:
+        """Whether the model goes on after an exception there. The frames start with the innermost,
+        and go beyond the model's."""
+        for frame in frames:
+            name, function = frame.f_code.co_filename, frame.f_code.co_name
+            if is_own_file(name) and function in _RUNS_THE_MODEL:
+                return False
+            if is_user_file(name) and self.sources.catches(frame):
+                return True
+        return False
 
 
 _ASSERTS = (torch._assert, torch._assert_async)
+_RUNS_THE_MODEL = frozenset({"export_fake", "plan_calls"})
+"""Functions of capture outside of which frames are not the model's."""
+
 _PASSES_ON = frozenset({"handle_torch_function", "wrapped", "__contains__"})
 """Functions of torch between a value and who asks for it."""
 

@@ -1,5 +1,6 @@
 """Checks that models make of tensors. Not in a test file, whose assertions pytest writes anew."""
 
+import contextlib
 import math
 
 import torch
@@ -33,6 +34,30 @@ def bounded(x: Tensor) -> None:
     assert x.max() < 0.9
     if (x.min() < -0.9).item():
         raise ValueError
+
+
+def small(x: Tensor) -> None:
+    if x.max() > 3:
+        raise OverflowError
+
+
+def caught(x: Tensor) -> None:
+    try:
+        small(x)
+    except OverflowError:
+        x.mul_(0)
+
+
+def suppressed(x: Tensor) -> None:
+    with contextlib.suppress(OverflowError):
+        small(x)
+
+
+def passed_on(x: Tensor) -> None:
+    try:
+        small(x)
+    except OverflowError as error:
+        raise ValueError from error
 
 
 def either(x: Tensor) -> None:

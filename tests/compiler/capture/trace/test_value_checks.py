@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import checks
 from support.models.checks import all_at_once, bounded, either, finite
 from support.programs.local_programs import emit_uniform, errors_of_a_step, on_ranks
 from torch import Tensor, nn
@@ -95,6 +96,16 @@ def test_a_number_that_goes_elsewhere_is_refused(use: Any, reason: str) -> None:
     with pytest.raises(CaptureError, match=reason) as caught:
         capture(Checked(use), X)
     assert f"test_value_checks.py:{use.__code__.co_firstlineno + 1}" in caught.value.source
+
+
+@pytest.mark.parametrize("check", [checks.caught, checks.suppressed])
+def test_a_check_whose_exception_is_caught_is_a_branch(check: Any) -> None:
+    try:
+        with pytest.raises(CaptureError, match="a Python branch depends on the value"):
+            capture(Checked(check), X)
+        assert capture(Checked(checks.passed_on), X).graph.notes
+    except OverflowError:
+        pytest.fail("nothing is raised here, and what catches around a capture is not the model's")
 
 
 def test_a_number_that_is_kept_for_the_next_call_is_refused() -> None:
