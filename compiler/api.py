@@ -133,6 +133,7 @@ def _capture(
         returns=options.returns,
         loss_fn=loss_fn,
         rules=options.custom_rules,
+        value_checks=options.value_checks,
     )
 
 

@@ -11,6 +11,7 @@ MeshfoldError                       base; the CLI prints one line and exits 1
 ├── RanksDifferError                ranks have other programs, weights, calls or batches (which)
 ├── RankLostError                   other ranks do not come to a collective (step, region, which)
 │   └── StageLostError              another stage of a pipeline died or hangs (stage and action)
+├── ValueCheckError(ValueError)     an assertion of the model does not hold in a step (line, text)
 └── PassError                       a pass of ours failed (pass and op)
 """
 
@@ -89,6 +90,10 @@ class RankLostError(MeshfoldError):
 
 class StageLostError(RankLostError):
     """Another stage of a pipeline did not send what an action waited for."""
+
+
+class ValueCheckError(MeshfoldError, ValueError):
+    """An assertion of the model, run at step time, does not hold for a batch."""
 
 
 class PassError(MeshfoldError):

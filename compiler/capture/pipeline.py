@@ -30,7 +30,7 @@ from meshfold.capture.rewrites.recurrence import with_layers
 from meshfold.capture.rewrites.refusals import refuse_draws, refuse_steps
 from meshfold.capture.rewrites.skipped_layers import with_skips
 from meshfold.capture.trace.checkpointed_calls import CheckpointedCalls, plain_checkpoints
-from meshfold.capture.trace.export import Exported, RetraceError, branch_error, export_fake
+from meshfold.capture.trace.export import Exported, RetraceError, export_fake
 from meshfold.capture.trace.fake_model import (
     ExampleInputs,
     FakeCopy,
@@ -53,11 +53,12 @@ from meshfold.capture.trace.raw_program import RawProgram, number
 from meshfold.capture.trace.returned import NOTHING
 from meshfold.capture.trace.snapshots import Snapshot, shared_state
 from meshfold.capture.trace.structures import Node
+from meshfold.capture.trace.value_checks import refused_branch
 from meshfold.errors import CaptureError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.custom_ops import CustomRule
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.options import Precision
+from meshfold.ir.options import Precision, ValueChecks
 from meshfold.ir.returns import LOSS_ALONE, Returns
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.fold.find_regions import fold
@@ -72,6 +73,7 @@ class Wanted:
     loss_fn: LossFunction | None
     precision: Precision
     rules: tuple[CustomRule, ...]
+    runs_checks: bool
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ def capture(
     returns: Returns = LOSS_ALONE,
     loss_fn: LossFunction | None = None,
     rules: Sequence[CustomRule] = (),
+    value_checks: ValueChecks = "drop",
 ) -> Captured:
     """Capture `model(**example_inputs)`.
 
@@ -108,6 +111,8 @@ def capture(
     precision: what it is to compute in (meshfold.capture.trace.mixed_precision). returns: what of
     its return value; loss_fn: what computes the loss of that and the rest of the example inputs
     (meshfold.capture.trace.loss_function). rules: of custom ops that the model calls.
+    value_checks: whether its assertions on values are left out or run; to be run, every layer is
+    traced.
     The model is used as it is: train or eval mode, dtype, ties. It is not changed.
 
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
@@ -117,7 +122,7 @@ def capture(
     check_arguments(model, example_inputs, loss_fn)
     if not returns.has_loss:
         loss_fn = None
-    wanted = Wanted(returns, loss_fn, precision, tuple(rules))
+    wanted = Wanted(returns, loss_fn, precision, tuple(rules), value_checks == "run")
     shared = Snapshot(shared_state(model), context=True)
     try:
         with collector_paused(), plain_checkpoints() as checkpoints, dense_flex_attention():
@@ -162,7 +167,7 @@ def _capture(
         return _trace(fake, inputs, names, children, wanted, skips)
 
     try:
-        trace = traced(not full_capture)
+        trace = traced(not full_capture and not wanted.runs_checks)
     except RetraceError as error:
         trace = traced(False, f"every layer was traced in full: {error}")
 
@@ -184,7 +189,7 @@ def _refuse_other_branches(trace: "_Trace", skipping: Callable[[], "_Trace"]) ->
     except CaptureError:
         is_same = False
     if not is_same:
-        raise branch_error(trace.drops.source)
+        raise refused_branch("Tensor.__bool__", trace.drops.source)
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,9 @@ def _trace(
     plan = plan_calls(fake, inputs, children) if children else CallPlan()
     notes = (*fake.notes, *plan.refusals)
     if not plan.has_stubs:
-        exported = export_fake(fake, inputs, wanted.returns, skips=skips)
+        exported = export_fake(
+            fake, inputs, wanted.returns, skips=skips, runs_checks=wanted.runs_checks
+        )
         program = read_program(exported, names, inputs.infos)
         return _traced(program, names, inputs, exported, notes, wanted.rules)
     strip(children, plan.decisions)
@@ -261,7 +268,8 @@ def _fold(
     program = with_bags(with_draws(with_layers(program)))
     routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
     refuse_draws(routed)
-    flat = with_custom_ops(number(routed, names, inputs.infos, notes), rules)
+    noted = number(routed, names, inputs.infos, (*notes, *exported.notes))
+    flat = with_custom_ops(noted, rules)
     if not flat.graph.num_ops:
         raise CaptureError("the model computes nothing; return a loss that its ops make")
     folded = replace(fold(flat.graph, flat.stacks), returns=exported.chosen.returns)

@@ -25,6 +25,11 @@ Mode = Literal["eager", "scheduled"]
 """How a rank's program runs: region graphs as written, with autograd's backward; or their segments
 in an order found with the cost model, in which compute overlaps collectives."""
 
+ValueChecks = Literal["drop", "run"]
+"""What becomes of the model's assertions on values of tensors: they are left out of the program, as
+they hold for every batch that trains and the host would wait for the device at each; or run in
+every step, on the whole condition."""
+
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev"
 ]
@@ -143,6 +148,7 @@ class CompileOptions:
     seed: int = 0
     """Of the counter-based generator behind dropout."""
     precision: Precision = "model"
+    value_checks: ValueChecks = "drop"
     mode: Mode = "eager"
     allow_pipelines: bool = False
     """Let pipelines compete without a pin; their models train by train_step alone."""
@@ -181,6 +187,8 @@ class CompileOptions:
             raise OptionError(f"optimizer {self.optimizer!r} is unknown; write adamw or sgd")
         if self.mode not in get_args(Mode):
             raise OptionError(f"mode {self.mode!r} is unknown; write eager or scheduled")
+        if self.value_checks not in get_args(ValueChecks):
+            raise OptionError(f"value_checks {self.value_checks!r} is unknown; write drop or run")
         if self.mode == "eager" and self.pins.get(MICRO_CHUNKS, 1) != 1:
             raise OptionError(
                 f"pin {MICRO_CHUNKS}={self.pins[MICRO_CHUNKS]}: regions run in micro-chunks in "

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+import meshfold.ops.ctc_loss
 import meshfold.ops.draws
 import meshfold.ops.embedding_bag
 import meshfold.ops.expert_dispatch
-import meshfold.ops.expert_linear  # noqa: F401  all define ops of namespace meshfold
+import meshfold.ops.expert_linear
+import meshfold.ops.value_checks  # noqa: F401  all define ops of namespace meshfold
 from meshfold.errors import UnsupportedOpError
 from meshfold.ir.custom_ops import is_function
 from meshfold.ir.op_graph import Op

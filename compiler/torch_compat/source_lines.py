@@ -26,6 +26,10 @@ def user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     return ""
 
 
+def is_own_file(name: str) -> bool:
+    return name.startswith(_LIBRARIES[1])
+
+
 def is_user_file(name: str) -> bool:
     standard = name.startswith(_STANDARD) and "site-packages" not in name
     return not (standard or name.startswith(_LIBRARIES) or name.startswith("<"))

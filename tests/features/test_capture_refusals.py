@@ -1,5 +1,7 @@
 """Models that do something else where they are traced: refused in plain words."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -83,3 +85,24 @@ def test_float8_is_refused_in_one_line() -> None:
 def test_a_model_without_ops_is_refused() -> None:
     with pytest.raises(CaptureError, match="computes nothing; return a loss"):
         capture(nn.Identity(), {"input": torch.zeros(4)})
+
+
+def linear_sum_assignment(cost: torch.Tensor) -> Any:
+    """Stands in for scipy's, which reads numbers, too."""
+    return cost.numpy().argmin(1)
+
+
+def test_a_loss_that_matches_outside_of_torch_is_to_be_computed_outside() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            return y[linear_sum_assignment(y.detach())].sum()
+
+    with pytest.raises(
+        CaptureError, match="capture the model without labels, and compute its loss"
+    ):
+        capture(Detector(), X)

@@ -51,6 +51,7 @@ ORDER = (
     "meshfold.ops",
     "meshfold.zero",
     "meshfold.memory_probe",
+    "meshfold.capture.expert_loops",
     "meshfold.capture.trace",
     "meshfold.capture.dedup",
     "meshfold.capture.rewrites",

@@ -32,6 +32,7 @@ from meshfold.capture.dedup.structure import Structure
 from meshfold.capture.trace.export import RetraceError
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.capture.trace.snapshots import Snapshot, attributes_of, shared_state
+from meshfold.capture.trace.value_checks import Answering, ValueChecks
 from meshfold.torch_compat.autograd_functions import functions_met
 from meshfold.torch_compat.fake_tensors import as_exporting, casts_of_nothing
 from meshfold.torch_compat.global_hooks import global_hooks
@@ -60,6 +61,7 @@ def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child])
     learner = Learner(fake.module)
     structure = Structure(fake.module)
     before = Snapshot({**attributes_of(fake.module), **shared_state(fake.module)}, context=True)
+    checks = ValueChecks()
     try:
         with (
             fake.mode,
@@ -69,8 +71,10 @@ def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child])
             wrapped(children, learner),
             functions_met(fake.functions.on_call),
             learner.recorder.watching(),
+            Answering(checks),
         ):
             inputs.call(fake.module, inputs.tensors)
+        checks.refuse_kept()
         if installed := structure.change():
             raise RetraceError(f"the first run of the model {installed}")
     except RetraceError:

@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.overrides import TorchFunctionMode, resolve_name
 
 from meshfold.capture.trace.detaches import write_detaches
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
@@ -40,6 +39,13 @@ from meshfold.capture.trace.python_state import (
     refused_call,
 )
 from meshfold.capture.trace.returned import Chosen, chosen_outputs, name_outputs
+from meshfold.capture.trace.value_checks import (
+    Answering,
+    ValueChecks,
+    function_name,
+    refused_branch,
+    refused_number,
+)
 from meshfold.errors import CaptureError
 from meshfold.ir.returns import Returns
 from meshfold.torch_compat.autograd_functions import functions_met, is_of_op
@@ -47,11 +53,6 @@ from meshfold.torch_compat.fake_tensors import casts_of_nothing, lacks_fake, laz
 from meshfold.torch_compat.source_lines import is_user_file, line_in, user_line
 
 SOURCE = "meshfold_source"
-_REMEDIES = {
-    "_pack_padded_sequence": "pass padded sequences to the LSTM or GRU, not packed ones, and leave "
-    "padding out of the loss"
-}
-"""What to do instead of a function whose shapes depend on values."""
 MODEL = "model"
 """Attribute of the traced wrapper that holds the fake copy, so the first part of every name."""
 
@@ -65,20 +66,21 @@ class Exported:
     """`chosen`: the tensors that the program returns, of the model's return value. `program` is in
     decomposed form; its ops carry "file:line" as meta custom[SOURCE]. `changed`: the plain state
     that forward changed. `drops`: layers that a branch may skip. `functions`: what its ops
-    `meshfold::function` stand for."""
+    `meshfold::function` stand for. `notes`: what was left out."""
 
     program: ExportedProgram
     chosen: Chosen
     changed: Changes
     drops: LayerDrops
     functions: Sequence[FunctionCall] = ()
+    notes: tuple[str, ...] = ()
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(Answering):
     """Refuses branches on values, and remembers which call failed for the error message."""
 
-    def __init__(self, drops: LayerDrops) -> None:
-        super().__init__()
+    def __init__(self, drops: LayerDrops, checks: ValueChecks) -> None:
+        super().__init__(checks)
         self.drops = drops
         self.failed = ""
 
@@ -91,10 +93,8 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.__bool__:
             source = user_line(traceback.walk_stack(inspect.currentframe()))
-            answer = self.drops.answer(args[0], source)
-            if answer is None:
-                raise branch_error(source)
-            return answer
+            if (answer := self.drops.answer(args[0], source)) is not None:
+                return answer
         refused = refused_call(func)
         if refused is not None:
             name, remedy = refused
@@ -104,7 +104,7 @@ class _Watch(TorchFunctionMode):
                 source=user_line(traceback.walk_stack(inspect.currentframe())),
             )
         try:
-            result = func(*args, **(kwargs or {}))
+            result = super().__torch_function__(func, types, args, kwargs)
         except Exception:
             self.failed = self.failed or function_name(func)
             raise
@@ -113,34 +113,13 @@ class _Watch(TorchFunctionMode):
         return result
 
 
-def branch_error(source: str) -> CaptureError:
-    """The error for a branch on the value of a tensor."""
-    return CaptureError(
-        "a Python branch depends on the value of a tensor, which a graph cannot hold; "
-        "write it with torch.where, or decide it outside the model",
-        op="Tensor.__bool__",
-        source=source,
-    )
-
-
-def function_name(func: Any) -> str:
-    """ "torch.Tensor.nonzero" for the function that user code called."""
-    return resolve_name(func) or str(getattr(func, "__name__", func))
-
-
 def refuse_dynamic(result: Any, func: Any) -> None:
     """Refuse a number or a shape that depends on the values of a tensor."""
     for part in result if isinstance(result, (tuple, list)) else (result,):
         sizes = part.shape if isinstance(part, torch.Tensor) else (part,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
-            name = function_name(func)
-            remedy = _REMEDIES.get(name, "use an op with a fixed shape (torch.where, a mask)")
-            raise CaptureError(
-                f"{name} gives a shape or a number that depends on values, which a graph cannot "
-                f"hold; {remedy}",
-                op=name,
-                source=user_line(traceback.walk_stack(inspect.currentframe())),
-            )
+            source = user_line(traceback.walk_stack(inspect.currentframe()))
+            raise refused_number(function_name(func), source)
 
 
 class _Traced(nn.Module):
@@ -159,6 +138,7 @@ class _Traced(nn.Module):
         before = plain_state(self.model)
         with self.watch, self.watch.drops.watching():
             returned = self.inputs.call(self.model, tensors)
+        self.watch.checks.refuse_kept()
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
         named = name_outputs(returned)
@@ -169,8 +149,9 @@ class _Traced(nn.Module):
         refuse_lost_gradients(named.values(), set(self.model.parameters()))
         with self.watch:
             chosen = chosen_outputs(returned, self.report.returns)
-        self.report.chosen = chosen
-        return *chosen.tensors.values(), *self.report.marked
+        tensors_checked = self.watch.checks.kept(chosen.tensors)
+        self.report.chosen = replace(chosen, tensors=tensors_checked)
+        return *tensors_checked.values(), *self.report.marked
 
 
 class _Report:
@@ -190,8 +171,9 @@ def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Paramet
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_of_op(node):
-            name = type(node).__name__.removesuffix("Backward")
+        name = type(node).__name__.removesuffix("Backward")
+        is_kept = name.startswith(_OWN_OPS) or is_of_op(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_kept:
             raise CaptureError(
                 f"{name} is a torch.autograd.Function, whose own backward a captured graph loses; "
                 "write it with ordinary ops",
@@ -219,14 +201,15 @@ def export_fake(
     marked: Sequence[torch.Tensor] = (),
     *,
     skips: bool = False,
+    runs_checks: bool = False,
 ) -> Exported:
     """Trace the fake copy. returns: what of its return value is computed. `marked` is read after
     the model ran: tensors to return besides its own. skips: whether layers that a draw may skip are
-    skipped.
+    skipped. runs_checks: keep the model's assertions on values.
 
     Raises CaptureError with op and source line.
     """
-    watch = _Watch(LayerDrops(skips))
+    watch = _Watch(LayerDrops(skips), ValueChecks(runs=runs_checks))
     traced = _Traced(fake.module, inputs, watch, _Report(returns, marked))
 
     def rerun() -> None:
@@ -248,9 +231,9 @@ def export_fake(
         program = program.run_decompositions({})
     report, drops = traced.report, watch.drops
     if drops.num_branches != drops.num_chosen and not skips:
-        raise branch_error(drops.source)
-    functions = tuple(fake.functions.calls)
-    return Exported(program, report.chosen, report.changed, drops, functions)
+        raise refused_branch("Tensor.__bool__", drops.source)
+    functions, notes = tuple(fake.functions.calls), watch.checks.notes()
+    return Exported(program, report.chosen, report.changed, drops, functions, notes)
 
 
 @contextmanager
@@ -276,16 +259,22 @@ def explain_failure(watch: _Watch) -> Iterator[None]:
         if lacks_fake(error):
             reason = "it has no fake implementation, which says what it returns without running it"
         raise CaptureError(
-            f"{op} cannot be captured: {reason}; {_repair(reason)}",
+            f"{op} cannot be captured: {reason}; {_repair(reason, error)}",
             op=op,
             source=user_line(reversed([*traceback.walk_tb(error.__traceback__)])),
         ) from error
 
 
-def _repair(reason: str) -> str:
+def _repair(reason: str, error: Exception) -> str:
     """What to do next."""
     if "fake implementation" in reason:
         return "register one with torch.library.register_fake"
+    if any(_MATCHING in f.f_code.co_names for f, _ in traceback.walk_tb(error.__traceback__)):
+        return (
+            "a loss that matches predictions with labels (DETR and its kin) runs on the CPU, "
+            "outside of torch; capture the model without labels, and compute its loss from what "
+            "it returns"
+        )
     if "'NoneType' object" in reason:
         # As LongT5 and Switch Transformers make their mask of padding.
         return (
@@ -297,6 +286,13 @@ def _repair(reason: str) -> str:
         "write it with ops of fixed shape, or keep it out of the model (a loss can be computed "
         "from the logits)"
     )
+
+
+_OWN_OPS = "GeneratedBackwardFor_meshfold_"
+"""What the backward of an op is called that the graph keeps, and meshfold defines."""
+
+_MATCHING = "linear_sum_assignment"
+"""The function of scipy that finds the cheapest matching."""
 
 
 @contextmanager

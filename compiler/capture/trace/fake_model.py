@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfold.capture.trace.expert_loops import without_loops
+from meshfold.capture.expert_loops.forms import without_loops
 from meshfold.capture.trace.functions import FunctionCalls
 from meshfold.capture.trace.loss_function import LossFunction, call_model
 from meshfold.capture.trace.mixed_precision import MASTER_DTYPE, narrow_dtype, parameter_casts

@@ -135,10 +135,19 @@ def _negative_log_likelihood(op: BoundOp) -> OpLabels | None:
     return OpLabels(inputs, ((),), summed=summed, special=special)
 
 
+def _ctc(op: BoundOp) -> OpLabels:
+    """log_probs [t, n, c], targets [n, s], lengths [n] -> [n]: sequences are apart."""
+    n = dim_label("n")
+    return OpLabels(((None, n, None), (n, None), (n,), (n,)), ((n,),))
+
+
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 NLL_LOSS = "aten.nll_loss_nd.default"
 
 LOSS_RULES = {
+    "meshfold.ctc_loss.default": rule(
+        "log_probs targets input_lengths target_lengths blank zero_infinity", _ctc
+    ),
     CROSS_ENTROPY: rule(
         "self target weight reduction ignore_index label_smoothing", _cross_entropy
     ),

@@ -250,7 +250,16 @@ def _constant(op: BoundOp) -> OpLabels:
 
 _CONSTANT = "size dtype layout device pin_memory"
 
+
+def _check(op: BoundOp) -> OpLabels:
+    """x [...], condition [] -> x: every rank sees the whole condition, so that all of them raise"""
+    labels = numbered(op.value("x").shape)
+    condition: Dims = (None,) * len(op.value("condition").shape)
+    return _moved((labels, condition), (labels,))
+
+
 SHAPE_RULES = {
+    "meshfold.check.default": rule("x condition holds text", _check),
     "aten.view.default": rule("self size", _view),
     "aten._unsafe_view.default": rule("self size", _view),
     "aten.reshape.default": rule("self shape", _view),

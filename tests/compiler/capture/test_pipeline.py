@@ -347,13 +347,13 @@ def test_an_op_with_data_dependent_shape_is_refused_with_its_line() -> None:
     assert caught.value.source == line_of(function, 1)
 
 
-def test_ctc_loss_is_refused_with_its_line() -> None:
+def test_a_ctc_loss_of_targets_all_in_a_row_is_refused_with_its_line() -> None:
     lengths = torch.tensor([2, 2])
 
     def function(y: torch.Tensor) -> torch.Tensor:
         logits = y.log_softmax(-1)[:, None].expand(2, 2, 4)
         return nn.functional.ctc_loss(
-            logits, torch.ones(2, 1, dtype=torch.long), lengths, lengths // 2
+            logits, torch.ones(2, dtype=torch.long), lengths, lengths // 2
         )
 
     with pytest.raises(CaptureError) as caught:

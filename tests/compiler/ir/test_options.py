@@ -17,6 +17,7 @@ def test_the_option_surface_is_frozen() -> None:
         "full_capture",
         "seed",
         "precision",
+        "value_checks",
         "mode",
         "allow_pipelines",
         "allow_planned",

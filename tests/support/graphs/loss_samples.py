@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from support.graphs.calls import Sample, X, call
+from support.graphs.ops import SingleOp
 from support.graphs.tensors import flags, real, steps, targets, whole
 
 
@@ -18,7 +19,20 @@ def _signs(*shape: int) -> Tensor:
 
 _SIGNS = ("soft_margin_loss", "hinge_embedding_loss")
 
+
+def _ctc(zero_infinity: bool) -> Sample:
+    """Of one target there are more labels than inputs: an infinite loss, or none."""
+    target = "meshfold.ctc_loss.default"
+    lengths = whole(3, 12) + 4, torch.tensor([*range(4), 0, 6, *range(6)])
+    longest = lengths[1] if zero_infinity else lengths[1].clamp(max=2)
+    log_probs = _logits(6, 12, 8).detach().log_softmax(-1).requires_grad_()
+    tensors = log_probs, whole(7, 12, 6) + 1, lengths[0], longest
+    return target, lambda: SingleOp(target, *tensors, 0, zero_infinity)
+
+
 LOSS: tuple[Sample, ...] = (
+    _ctc(zero_infinity=False),
+    _ctc(zero_infinity=True),
     call("cross_entropy_loss.default", _logits(24, 36), targets(24, 36)),
     call("cross_entropy_loss.default", _logits(24, 36), targets(24, 36), None, 2),
     call("cross_entropy_loss.default", _logits(24, 36), targets(24, 36), None, 0),

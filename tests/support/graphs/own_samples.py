@@ -1,4 +1,4 @@
-"""One-op graphs of what meshfold runs by functions of its own: experts, and random ops."""
+"""One-op graphs of what meshfold runs by functions of its own: experts, checks, random ops."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 from support.graphs.calls import Sample, X, call
 from support.graphs.ops import SingleOp
-from support.graphs.tensors import real, whole
+from support.graphs.tensors import flags, real, whole
 
 
 def _own(*args: Any, op: str = "expert_linear") -> Sample:
@@ -41,6 +41,11 @@ BAGS: tuple[Sample, ...] = (
     ),
     _own(real(24, 12), whole(24, 36), _OFFSETS, real(36), 0, True, op="embedding_bag"),
     _own(real(24, 12, grad=False), whole(24, 36), _OFFSETS, real(36), op="embedding_bag"),
+)
+
+CHECKS: tuple[Sample, ...] = (
+    _own(real(12, 24), flags(1)[0] | True, True, "file.py:1: assert x", op="check"),
+    _own(real(), flags(1) & False, False, "file.py:2: if x: raise", op="check"),
 )
 
 RANDOM: tuple[Sample, ...] = (

@@ -25,6 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.capture.expert_loops.builds import are_alike, has_only
+from meshfold.capture.expert_loops.routed import without_loops_of
+
 _SWITCH = """
 def forward(self, hidden_states, selected_experts, routing_weights):
     final_hidden_states = torch.zeros_like(hidden_states)
@@ -94,11 +97,9 @@ class _Form:
             len(experts) > 0
             and list(module._modules) == [f"expert_{k}" for k in range(len(experts))]
             and _same_code(type(module), self.code)
-            and len({type(expert) for expert in experts}) == 1
             and _same_code(type(experts[0]), self.expert_code)
-            and len({_build(expert) for expert in experts}) == 1
-            and all(_has_only(expert, self.linears) for expert in experts)
-            and not any(_has_hooks(part) for e in experts for part in e.modules())
+            and are_alike(experts)
+            and all(has_only(expert, self.linears) for expert in experts)
         )
 
 
@@ -113,19 +114,26 @@ def without_loops(fake: nn.Module) -> tuple[str, ...]:
     """Give modules of `fake` whose loops have a form here that form, by a class of their own;
     returns notes of what differs from the model."""
     types: dict[type, type] = {}
+    changed: dict[str, None] = {}
     for module in fake.modules():
         base = type(module)
         form = _FORMS.get(f"{base.__module__}.{base.__qualname__}")
-        if form is not None and form.stands_for(module):
-            module.__class__ = types.setdefault(base, _with_forward(base, form.replacement))
+        forward: Callable[..., Any] | None = None
+        if form is not None:
+            forward = form.replacement if form.stands_for(module) else None
+        elif "forward" not in vars(module):
+            forward = without_loops_of(module)
+        if forward is not None:
+            module.__class__ = types.setdefault(base, _with_forward(base, forward))
+            changed[base.__name__] = None
     return tuple(
-        f"{base.__name__}: all experts run in one graph, and one that no row chose gets gradients "
-        "of zeros, where the model by itself leaves None"
-        for base in types
+        f"{name}: all experts run in one graph, and one that no row chose gets gradients of zeros, "
+        "where the model by itself leaves None"
+        for name in changed
     )
 
 
-def _with_forward(base: Any, forward: Callable[..., Tensor]) -> type:
+def _with_forward(base: Any, forward: Callable[..., Any]) -> type:
     names = {"forward": forward, "__qualname__": base.__qualname__, "__module__": base.__module__}
     return type(base.__name__, (base,), names)
 
@@ -150,27 +158,3 @@ def _plain_code(code: str) -> str:
     body = function.body[ast.get_docstring(function) is not None :]
     arguments = [argument.arg for argument in function.args.args]
     return ast.dump(ast.Module([*map(ast.Expr, map(ast.Name, arguments)), *body], []))
-
-
-def _build(expert: nn.Module) -> object:
-    """What experts must have in common: modules and their settings, tensors by name."""
-    settings = tuple(
-        (path, type(part), name, value)
-        for path, part in expert.named_modules()
-        for name, value in sorted(vars(part).items())
-        if isinstance(value, bool | int | float | str | None)
-    )
-    return settings, tuple((name, p.shape, p.dtype) for name, p in expert.named_parameters())
-
-
-def _has_only(expert: nn.Module, linears: tuple[str, ...]) -> bool:
-    """Whether the weights of plain linears are all the tensors of an expert."""
-    names = [name for name, _ in (*expert.named_parameters(), *expert.named_buffers())]
-    return sorted(names) == sorted(f"{linear}.weight" for linear in linears) and all(
-        type(getattr(expert, linear)) is nn.Linear for linear in linears
-    )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    own_forward = "forward" in vars(module)
-    return own_forward or bool(module._forward_hooks or module._forward_pre_hooks)

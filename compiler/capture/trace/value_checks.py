@@ -1,0 +1,338 @@
+"""Truths and numbers that a model asks a tensor for while it is traced, on tensors without values.
+
+What an assertion asks for (meshfold.capture.trace.assertions) is answered as it is for every batch
+that trains, and kept as a Check. Anything else is refused with its line: a graph cannot hold it.
+
+    bool(x)     answered if it decides an assertion
+    x.item()    the same; else a Number, which may be compared in an assertion and nothing else
+"""
+
+import inspect
+import operator
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from meshfold.capture.trace.assertions import Assertion, Sources, is_library_check
+from meshfold.capture.trace.ctc import Selected, ctc_loss, is_selection
+from meshfold.errors import CaptureError
+from meshfold.ops.value_checks import checked
+from meshfold.torch_compat.source_lines import is_own_file, is_user_file, user_line
+
+
+@dataclass(frozen=True)
+class Check:
+    """`condition`, a tensor of one bool, is `assertion.holds`."""
+
+    assertion: Assertion
+    condition: torch.Tensor
+
+
+class ValueChecks:
+    """One trace of a model: what was answered. runs: whether assertions are to be run."""
+
+    def __init__(self, *, runs: bool = False) -> None:
+        self.runs = runs
+        self.found: list[Check] = []
+        self.numbers: weakref.WeakSet[Number] = weakref.WeakSet()
+        self.sources = Sources()
+
+    def notes(self) -> tuple[str, ...]:
+        """A line for every assertion."""
+        return tuple(
+            dict.fromkeys(
+                f"{'a warning' if c.assertion.only_warns else 'a check of values'} is "
+                f"{'run in every step' if self._is_run(c) else 'left out'} ({c.assertion.note})"
+                for c in self.found
+            )
+        )
+
+    def kept(self, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the model returns, the first of it checked by the assertions that are to be run."""
+        kept = dict(outputs)
+        name = next(iter(kept))
+        for check in filter(self._is_run, self.found):
+            holds, note = check.assertion.holds, check.assertion.note
+            kept[name] = checked(kept[name], check.condition, holds, note)
+        return kept
+
+    def _is_run(self, check: Check) -> bool:
+        return self.runs and not check.assertion.only_warns
+
+    def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function of torch that gives a truth or a number gives here; NotImplemented for
+        another function. Raises CaptureError where no assertion asks."""
+        if func in _ASSERTS:
+            if (asserted := self._asked()) is not None:
+                self._keep(asserted, args[0])
+            return None
+        if func is torch.Tensor.item:
+            return self._item(args[0])
+        if func not in _TRUTHS:
+            return NotImplemented
+        assertion = self._asked()
+        if assertion is None:
+            raise refused_branch(function_name(func), _line())
+        return self._keep(assertion, _TRUTHS[func](*args, **kwargs))
+
+    def compared(self, condition: torch.Tensor) -> bool:
+        """The truth of a comparison of a Number."""
+        assertion = self._asked()
+        if assertion is None:
+            raise refused_branch("Tensor.item", _line())
+        return self._keep(assertion, condition)
+
+    def tested(self, number: "Number") -> float:
+        """A float for math.isnan(x.item()) and its like, which answers as the assertion wants."""
+        assertion = self._asked()
+        if assertion is None or _FLOAT_TESTS.get(assertion.called) != assertion.holds:
+            raise number.refused()
+        name = assertion.called
+        self._keep(assertion, getattr(torch, name)(number.tensor))
+        return 0.0
+
+    def refuse_kept(self) -> None:
+        """Raises CaptureError for a number that outlives forward, which may read it next time."""
+        for number in self.numbers:
+            raise number.refused()
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        assertion = self._asked()
+        if assertion is None:
+            number = Number(tensor, self, _line())
+            self.numbers.add(number)
+            return number
+        self._keep(assertion, tensor)
+        if tensor.dtype == torch.bool:
+            return assertion.holds
+        return float(assertion.holds) if tensor.is_floating_point() else int(assertion.holds)
+
+    def _keep(self, assertion: Assertion, condition: torch.Tensor) -> bool:
+        if self.runs and not assertion.is_all:
+            raise CaptureError(
+                f"{assertion.text} cannot be run in a step, since one of several values decides "
+                "it; write a statement for each, or leave checks out (value_checks='drop')",
+                op="Tensor.__bool__",
+                source=assertion.source,
+            )
+        self.found.append(Check(assertion, condition))
+        return assertion.holds
+
+    def _asked(self) -> Assertion | None:
+        """The assertion for whose sake the user's code asks. Other code of torch in between asks
+        for reasons of its own."""
+        is_check = False
+        frames = (frame for frame, _ in traceback.walk_stack(inspect.currentframe()))
+        for frame in frames:
+            name = frame.f_code.co_filename
+            if is_own_file(name) or frame.f_code.co_name in _PASSES_ON:
+                continue
+            if is_library_check(frame):
+                is_check = True
+            elif not is_user_file(name):
+                return None
+            else:
+                found = self.sources.assertion(frame, is_check)
+                return None if found is None or self._is_caught([frame, *frames]) else found
+        return None
+
+    def _is_caught(self, frames: Sequence[FrameType]) -> bool:
+        """Whether the model goes on after an exception there. The frames start with the innermost,
+        and go beyond the model's."""
+        for frame in frames:
+            name, function = frame.f_code.co_filename, frame.f_code.co_name
+            if is_own_file(name) and function in _RUNS_THE_MODEL:
+                return False
+            if is_user_file(name) and self.sources.catches(frame):
+                return True
+        return False
+
+
+_ASSERTS = (torch._assert, torch._assert_async)
+_RUNS_THE_MODEL = frozenset({"export_fake", "plan_calls"})
+"""Functions of capture outside of which frames are not the model's."""
+
+_PASSES_ON = frozenset({"handle_torch_function", "wrapped", "__contains__"})
+"""Functions of torch between a value and who asks for it."""
+
+_TRUTHS: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.Tensor.__bool__: lambda x: x,
+    torch.is_nonzero: lambda x: x,
+    torch.Tensor.is_nonzero: lambda x: x,
+    torch.Tensor.__contains__: lambda x, element: (x == element).any(),
+    torch.equal: lambda x, other: (x == other).all(),
+    torch.Tensor.equal: lambda x, other: (x == other).all(),
+    torch.allclose: lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
+    torch.Tensor.allclose: lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
+}
+"""Functions that give a bool, and the tensor that holds it."""
+
+_FLOAT_TESTS = {"isnan": False, "isinf": False, "isfinite": True}
+"""Functions of math, and what they say of 0.0."""
+
+
+def function_name(func: Any) -> str:
+    """ "torch.Tensor.nonzero" for the function that user code called."""
+    return resolve_name(func) or str(getattr(func, "__name__", func))
+
+
+_CHOICES = frozenset({"nonzero", "where", "unique", "argwhere", "__getitem__", "bincount"})
+"""Functions that loops over experts choose rows with."""
+
+_KNOWN_LOOP = (
+    "for e, expert in enumerate(self.experts): rows, k = torch.where(ids == e); "
+    "y[rows] += weights[rows, k, None] * expert(x[rows])"
+)
+
+
+_REMEDIES = {
+    "_pack_padded_sequence": "pass padded sequences to the LSTM or GRU, not packed ones, and leave "
+    "padding out of the loss"
+}
+"""What to do instead of a function whose shapes depend on values."""
+
+
+def _line() -> str:
+    return user_line(traceback.walk_stack(inspect.currentframe()))
+
+
+def refused_branch(name: str, source: str) -> CaptureError:
+    """A branch on the value of a tensor."""
+    return CaptureError(
+        "a Python branch depends on the value of a tensor, which a graph cannot hold; write it "
+        "with torch.where, or decide it outside the model (a branch with a side that only raises "
+        "is a check, and captured)",
+        op=name.removeprefix("torch."),
+        source=source,
+    )
+
+
+def refused_number(name: str, source: str) -> CaptureError:
+    """What gives a number, or a shape, that depends on values."""
+    is_choice = name.rpartition(".")[2] in _CHOICES
+    experts = f"; of loops over experts this form is known: {_KNOWN_LOOP}" if is_choice else ""
+    remedy = _REMEDIES.get(name, f"use an op with a fixed shape (torch.where, a mask){experts}")
+    return CaptureError(
+        f"{name} gives a shape or a number that depends on values, which a graph cannot "
+        f"hold; {remedy}",
+        op=name,
+        source=source,
+    )
+
+
+class Number:
+    """x.item() of a tensor without values. Comparisons of it are answered in assertions; all else
+    that needs a number raises CaptureError."""
+
+    def __init__(self, tensor: torch.Tensor, checks: ValueChecks, source: str) -> None:
+        self.tensor = tensor
+        self.checks = checks
+        self.source = source
+
+    def refused(self) -> CaptureError:
+        return refused_number("torch.Tensor.item", self.source)
+
+    def _made(self, function: Callable[..., torch.Tensor], *others: Any) -> "Number":
+        tensor = function(self.tensor, *map(_plain, others))
+        return Number(tensor, self.checks, self.source)
+
+    def _compared(self, function: Callable[..., torch.Tensor], other: Any) -> bool:
+        return self.checks.compared(function(self.tensor, _plain(other)))
+
+    def __lt__(self, other: Any) -> bool:
+        return self._compared(operator.lt, other)
+
+    def __le__(self, other: Any) -> bool:
+        return self._compared(operator.le, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._compared(operator.gt, other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._compared(operator.ge, other)
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared(operator.eq, other)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compared(operator.ne, other)
+
+    def __bool__(self) -> bool:
+        return self._compared(operator.ne, 0)
+
+    def __add__(self, other: Any) -> "Number":
+        return self._made(operator.add, other)
+
+    def __sub__(self, other: Any) -> "Number":
+        return self._made(operator.sub, other)
+
+    def __mul__(self, other: Any) -> "Number":
+        return self._made(operator.mul, other)
+
+    def __truediv__(self, other: Any) -> "Number":
+        return self._made(operator.truediv, other)
+
+    def __mod__(self, other: Any) -> "Number":
+        return self._made(operator.mod, other)
+
+    def __abs__(self) -> "Number":
+        return self._made(abs)
+
+    def __neg__(self) -> "Number":
+        return self._made(operator.neg)
+
+    __hash__ = object.__hash__
+
+    def __float__(self) -> float:
+        return self.checks.tested(self)
+
+    def __index__(self) -> int:
+        raise self.refused()
+
+    def __format__(self, _: str) -> str:
+        """In the message of an assertion."""
+        return "?"
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.refused()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        found = [arg for arg in args if isinstance(arg, cls)]
+        raise found[0].refused() if found else refused_number(function_name(func), _line())
+
+
+def _plain(value: Any) -> Any:
+    return value.tensor if isinstance(value, Number) else value
+
+
+class Answering(TorchFunctionMode):
+    """Answers for assertions, writes CTC losses in ops of fixed shape, and leaves everything else
+    as it is."""
+
+    def __init__(self, checks: ValueChecks) -> None:
+        super().__init__()
+        self.checks = checks
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if is_selection(func, args):
+            refused = refused_number(function_name(func), _line())
+            return Selected(args[0], args[1], refused)
+        answer = ctc_loss(func, args, kwargs or {})
+        if answer is NotImplemented:
+            answer = self.checks.answer(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if answer is NotImplemented else answer

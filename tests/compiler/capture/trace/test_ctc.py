@@ -1,0 +1,81 @@
+"""CTC losses: in ops of fixed shape, with the reductions of torch on every rank."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.programs.local_programs import emit_uniform, errors_of_a_step
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.capture.pipeline import capture
+from meshfold.errors import CaptureError
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.validation.float64_mode import float64_everywhere
+
+BATCH, STEPS, LABELS, CLASSES = 4, 10, 4, 6
+
+
+class Speech(nn.Module):
+    """Labels are -100 where there are none, at the end of a row or in between."""
+
+    def __init__(self, reduction: str, in_a_row: bool) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(4, 8)
+        self.head = nn.Linear(8, CLASSES)
+        self.options: dict[str, Any] = {"reduction": reduction, "zero_infinity": True}
+        self.in_a_row = in_a_row
+
+    def forward(self, x: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+        log_probs = self.head(torch.tanh(self.hidden(x))).log_softmax(-1).transpose(0, 1)
+        mask = labels >= 0
+        targets = labels.masked_select(mask) if self.in_a_row else labels
+        loss = F.ctc_loss(log_probs, targets, lengths, mask.sum(-1), **self.options)
+        return loss.square().mean()  # type: ignore[no-any-return]
+
+
+def batch_of(in_a_row: bool) -> dict[str, Tensor]:
+    """Lengths differ from row to row; one row has no label, one more than it has steps."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(1, CLASSES, (BATCH, LABELS), generator=generator)
+    labels[1, 2:], labels[3] = -100, -100
+    if in_a_row:
+        labels[2, 0] = -100
+    x = torch.randn(BATCH, STEPS, 4, generator=generator, dtype=torch.float64)
+    return {"x": x, "lengths": torch.tensor([2, 10, 9, 7]), "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("reduction", "in_a_row"), [("mean", True), ("mean", False), ("sum", True), ("none", False)]
+)
+def test_a_ctc_loss_is_that_of_one_process(reduction: str, in_a_row: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Speech(reduction, in_a_row).double(), batch_of(in_a_row)
+    with float64_everywhere():
+        captured = capture(model, batch)
+    for strategy in (UniformStrategy(dp=2, zero=3), UniformStrategy(dp=2, tp=2)):
+        program = emit_uniform(captured, strategy, BATCH)
+        for errors in errors_of_a_step(model, batch, captured, program):
+            assert max(errors.values()) < 1e-12
+
+
+def test_the_batch_is_sharded() -> None:
+    model, batch = Speech("mean", False).double(), batch_of(False)
+    with float64_everywhere():
+        captured = capture(model, batch)
+    program = emit_uniform(captured, UniformStrategy(dp=2), BATCH)
+    (region,) = captured.graph.regions
+    number = [op.target for op in region.graph.ops].index("meshfold.ctc_loss.default")
+    (losses,) = program.typings[0].ops[number].outputs
+    assert [t.kind for t in losses][:1] == ["S"]
+
+
+@pytest.mark.parametrize("use", [lambda s: s.sum(), lambda s: s + 1, len, lambda s: s[0]])
+def test_selected_labels_are_for_nothing_else(use: Any) -> None:
+    class Uses(nn.Module):
+        def forward(self, labels: Tensor) -> Any:
+            return use(labels.masked_select(labels > 0)) * labels.sum()
+
+    with pytest.raises(CaptureError, match="masked_select gives a shape or a number") as caught:
+        capture(Uses(), {"labels": torch.ones(2, 3, dtype=torch.long)})
+    assert "test_ctc.py" in caught.value.source

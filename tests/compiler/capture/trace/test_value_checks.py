@@ -1,0 +1,154 @@
+"""Checks on values of tensors: left out, or run in every step; numbers that go elsewhere."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.models import checks
+from support.models.checks import all_at_once, bounded, either, finite
+from support.programs.local_programs import emit_uniform, errors_of_a_step, on_ranks
+from torch import Tensor, nn
+
+from meshfold.capture.pipeline import capture
+from meshfold.errors import CaptureError, ValueCheckError
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.validation.float64_mode import float64_everywhere
+
+BATCH, WIDTH = 4, 8
+
+
+class Checked(nn.Module):
+    """Checks the results of its layers, and its labels."""
+
+    def __init__(self, check: Callable[[Tensor], object], layers: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.check = check
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            self.check(x)
+        return x.square().mean()
+
+
+X = {"x": torch.linspace(-1, 1, BATCH * WIDTH).reshape(BATCH, WIDTH)}
+
+
+def test_assertions_are_left_out_and_named() -> None:
+    graph = capture(Checked(all_at_once), X).graph
+    plain = capture(Checked(lambda x: None), X).graph
+    assert graph.regions == plain.regions
+    notes = [n for n in graph.notes if n.startswith("a check of values is left out (checks.py")]
+    assert len(notes) == 9
+    assert any(n.endswith(": torch._check(x.max().item() < 3))") for n in notes)
+
+
+class Block(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        finite(x)
+        return x
+
+
+def test_layers_that_check_are_traced_once_all_the_same() -> None:
+    def block() -> nn.Module:
+        return Block(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    model = nn.Sequential(*(block() for _ in range(4)), nn.Flatten(0), nn.Linear(32, 1))
+    found = capture(model, {"input": X["x"]}).graph
+    assert len(found.notes) == 1 and "if not x.isfinite().all(): raise)" in found.notes[0]
+    assert found == capture(model, {"input": X["x"]}, full_capture=True).graph
+
+
+def used(x: Tensor) -> Any:
+    return x * x.max().item()
+
+
+def chosen(x: Tensor) -> Any:
+    return x if x.max().item() > 3 else -x
+
+
+def sliced(x: Tensor) -> Any:
+    return x[: x.max().item()]
+
+
+def called(x: Tensor) -> Any:
+    return x.max().item().bit_length()
+
+
+def filled(x: Tensor) -> Any:
+    return torch.full((2,), x.max().item())
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (used, "torch.Tensor.item gives a shape or a number that depends on values"),
+        (chosen, "a Python branch depends on the value of a tensor"),
+        (sliced, "torch.Tensor.item gives a shape or a number"),
+        (called, "torch.Tensor.item gives a shape or a number"),
+        (filled, "torch.Tensor.item gives a shape or a number"),
+    ],
+)
+def test_a_number_that_goes_elsewhere_is_refused(use: Any, reason: str) -> None:
+    with pytest.raises(CaptureError, match=reason) as caught:
+        capture(Checked(use), X)
+    assert f"test_value_checks.py:{use.__code__.co_firstlineno + 1}" in caught.value.source
+
+
+@pytest.mark.parametrize("check", [checks.caught, checks.suppressed])
+def test_a_check_whose_exception_is_caught_is_a_branch(check: Any) -> None:
+    try:
+        with pytest.raises(CaptureError, match="a Python branch depends on the value"):
+            capture(Checked(check), X)
+        assert capture(Checked(checks.passed_on), X).graph.notes
+    except OverflowError:
+        pytest.fail("nothing is raised here, and what catches around a capture is not the model's")
+
+
+def test_a_number_that_is_kept_for_the_next_call_is_refused() -> None:
+    class Keeps(nn.Module):
+        last: Any = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.last if isinstance(self.last, float) else x
+            self.last = x.max().item()
+            return y.sum()
+
+    with pytest.raises(CaptureError, match="Tensor.item gives a shape or a number"):
+        capture(Keeps(), X)
+
+
+@pytest.mark.parametrize(
+    "strategy", [UniformStrategy(dp=2, zero=3), UniformStrategy(tp=2)], ids=str
+)
+def test_checks_run_in_every_step_on_all_ranks(strategy: UniformStrategy) -> None:
+    torch.manual_seed(0)
+    model = Checked(bounded, layers=2).double()
+    batch = {"x": X["x"].double()}
+    with float64_everywhere():
+        captured = capture(model, batch, value_checks="run")
+    assert [note.split(" (")[0] for note in captured.graph.notes] == [
+        "a check of values is run in every step"
+    ] * 2
+    program = emit_uniform(captured, strategy, BATCH)
+    errors = errors_of_a_step(model, batch, captured, program)
+    assert max(e for rank in errors for e in rank.values()) < 1e-12
+
+    def fails(rank: Any) -> str:
+        with pytest.raises(ValueCheckError) as caught:
+            rank.loss({"x": 1e3 * batch["x"]})
+        return str(caught.value)
+
+    model.layers[-1].weight.data.copy_(10 * torch.eye(WIDTH))
+    messages = set(on_ranks(model, captured, program, fails))
+    assert len(messages) == 1
+    assert "a check of values fails (checks.py" in messages.pop()
+
+
+def test_what_one_of_two_values_decides_cannot_be_run() -> None:
+    assert capture(Checked(either), X).graph.notes
+    with pytest.raises(CaptureError, match="cannot be run in a step, since one of several values"):
+        capture(Checked(either), X, value_checks="run")
