@@ -1,7 +1,8 @@
 """Capture: an unmodified model and example inputs become a folded op graph.
 
     model --fake_copy--> fake --export_fake--> exported --read_program--> program
-          --with_draws, plain_masks, share_scatters, join_experts, with_dispatch--> program
+          --with_draws, plain_indices, plain_masks, share_scatters, join_experts,
+            with_dispatch--> program
           --number--> flat graph --fold--> folded graph
 
 Forward only; no weights are needed or allocated, so the model may be on the meta device. The first
@@ -23,6 +24,7 @@ from meshfold.capture.rewrites.draws import with_draws
 from meshfold.capture.rewrites.expert_dispatch import with_dispatch
 from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.masked_scatter import share_scatters
+from meshfold.capture.rewrites.ordered_indices import plain_indices
 from meshfold.capture.rewrites.refusals import refuse_draws, refuse_steps
 from meshfold.capture.trace.checkpointed_calls import plain_checkpoints
 from meshfold.capture.trace.export import Exported, RetraceError, export_fake
@@ -155,7 +157,8 @@ def _fold(
 ) -> Captured:
     refuse_steps(program)
     program = with_draws(program)
-    routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
+    plain = plain_masks(plain_indices(program))
+    routed = with_dispatch(join_experts(share_scatters(plain)))
     refuse_draws(routed)
     flat = number(routed, names, inputs.infos, notes)
     if not flat.graph.num_ops:
