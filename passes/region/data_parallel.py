@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph, SlotKind
-from meshfold.ir.spmd import INVARIANT, Layout, SpmdType
+from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, SpmdType
 from meshfold.passes.graph.boundaries import Boundaries, batch_type
 from meshfold.passes.price.op_time import OpTimers, OpWorks
 from meshfold.passes.region.parameter_tables import Prices
@@ -70,16 +70,20 @@ def follow_batch(
     batch_size: int,
     works: OpWorks | None = None,
     whole: frozenset[int] = frozenset(),
+    *,
+    adds_up: bool = False,
 ) -> DataParallel:
     """Solve every region on the data parallel axis, axis 0 of the mesh of `costs`.
 
     rules[r]: rule table of region r on that axis alone. works: if at hand. whole: boundary
-    classes that leave their regions unsharded.
+    classes that leave their regions unsharded. adds_up: whether results, and numbers that pass
+    between regions, may leave as pending sums.
     """
     costs = replace(costs, mesh=Mesh(costs.mesh.axes[:1]), within=costs.mesh)
     (axis_size,) = costs.mesh.sizes
     tables = SearchTables(costs, (AxisRole.DATA,), OpTimers(costs, works))
-    types: dict[int, SpmdType] = dict.fromkeys(boundaries.results | whole, INVARIANT)
+    decided = whole if adds_up else boundaries.results | whole
+    types: dict[int, SpmdType] = dict.fromkeys(decided, INVARIANT)
     for c in sorted(boundaries.inputs - boundaries.results):
         types[c] = batch_type(boundaries.values[c], batch_size, axis_size)
     solutions: dict[int, RegionSolution] = {}
@@ -92,6 +96,8 @@ def follow_batch(
         outputs = [
             [(types[c],)]
             if c in types
+            else [(INVARIANT,), (PARTIAL,)]
+            if adds_up and (c in boundaries.results or not graph.values[v].shape)
             else _leaving(graph, v, rules[r], batch_type(graph.values[v], batch_size, axis_size))
             for c, v in zip(boundaries.outputs[r], graph.outputs, strict=True)
         ]

@@ -12,13 +12,14 @@ Which indices are in order is proven from the program's constants, of which smal
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from meshfold.capture.rewrites.known_values import computed, known_values
 from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
-from meshfold.ir.op_graph import Value
+from meshfold.ir.op_graph import Source, Value
 
 INDEX = "aten.index.Tensor"
 LARGEST = 2**22
@@ -74,7 +75,8 @@ class _Index:
         if not given or any(values[key].dtype != "int64" for _, key in given):
             return None
         shape = values[op.args[0].key].shape
-        full = tuple(torch.broadcast_shapes(*(values[key].shape for _, key in given)))
+        backwards = zip_longest(*(values[key].shape[::-1] for _, key in given), fillvalue=1)
+        full = tuple(next((n for n in of_dim if n != 1), 1) for of_dim in backwards)[::-1]
         indexed = tuple(d for d, _ in given)
         lies = tuple(_lies(known.get(key), shape[d], full) for d, key in given)
         adjacent = indexed == tuple(range(indexed[0], indexed[0] + len(indexed)))
@@ -158,7 +160,7 @@ class _Index:
 
 
 def _operand(arg: object) -> RawArg:
-    return arg if isinstance(arg, int | tuple) else Operand(arg)
+    return Operand(arg) if isinstance(arg, str | Source) else arg
 
 
 def _lies(index: Tensor | None, size: int, full: Shape) -> int | None:
