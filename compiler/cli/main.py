@@ -39,6 +39,7 @@ from meshfold.report.terminal import (
     progress,
 )
 from meshfold.units import bytes_text, parse_bytes
+from meshfold.validation.report import report_json, report_view
 
 
 def torch_commands() -> Any:
@@ -295,9 +296,9 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
     with progress(f"running {loaded.world_size} processes and the model alone"):
         report = commands.verify_plan(loaded, model)
     if as_json:
-        _echo(commands.report_json(report), as_json=True)
+        _echo(report_json(report), as_json=True)
     else:
-        print_view(commands.report_view(report))
+        print_view(report_view(report))
     if not report.passed:
         raise Failure(report.verdict, 1)
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshfold.codegen.program.emitted import EmittedProgram, RegionInstance, Step
+from meshfold.codegen.program.emitted import EmittedProgram, ProgramStep, RegionInstance
 from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.distributed.step_context import StepContext
 from meshfold.ir.op_graph import Source, SourceKind
@@ -164,7 +164,7 @@ class _Forward:
         self.unfinished: dict[int, ChainedExecution] = {}
         """Executions whose epilogue the next instance runs, by instance."""
 
-    def act(self, action: Step) -> None:
+    def act(self, action: ProgramStep) -> None:
         match action.action:
             case "G":
                 self.step.start_gathers(action.instance)
@@ -185,7 +185,7 @@ class _Forward:
             for buffer, value in self.updates:
                 buffer.copy_(value)
 
-    def _run_instance(self, action: Step) -> None:
+    def _run_instance(self, action: ProgramStep) -> None:
         k = action.instance
         region = self.program.region_of(k)
         instance = self.program.folded.instances[k]

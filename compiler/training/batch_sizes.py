@@ -4,7 +4,7 @@
 
 The skeleton is a copy of the model without storage. It is traced again, in a second or so and once
 for each size, since Python may do other things with another size; what it does is held against the
-plan's types by the rule table, so a size that the plan cannot cut is refused before it runs.
+plan's types by the rule table, so a size that the plan cannot divide is refused before it runs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ from meshfold.torch_compat.skeletons import meta_copy
 
 
 @dataclass(frozen=True)
-class Form:
+class ProgramForm:
     """What runs batches of one size: plan, program, and what reads a batch."""
 
     plan: Plan
@@ -43,27 +43,27 @@ def form_of(
     program: EmittedProgram | EmittedPipeline,
     mesh: RankMesh,
     fixed: Mapping[str, Any],
-) -> Form:
+) -> ProgramForm:
     parts = program.stages if isinstance(program, EmittedPipeline) else (program,)
     reader = BatchReader(parts, mesh, fixed, casts=plan.precision != "model")
-    return Form(plan, captured, program, reader)
+    return ProgramForm(plan, captured, program, reader)
 
 
 class OtherSizes:
     """The forms for other sizes than that of `first`, made when they first come."""
 
     def __init__(
-        self, model: nn.Module, first: Form, mesh: RankMesh, fixed: Mapping[str, Any]
+        self, model: nn.Module, first: ProgramForm, mesh: RankMesh, fixed: Mapping[str, Any]
     ) -> None:
         self._skeleton = meta_copy(model)
         self._first = first
         self._mesh = mesh
         self._fixed = fixed
-        self._forms: dict[tuple[tuple[str, tuple[int, ...]], ...], Form] = {}
+        self._forms: dict[tuple[tuple[str, tuple[int, ...]], ...], ProgramForm] = {}
 
-    def form(self, batch: Mapping[str, Any], shapes: Shapes) -> Form:
+    def form(self, batch: Mapping[str, Any], shapes: Shapes) -> ProgramForm:
         """For global batches of these shapes. Raises OptionError for sizes that the plan cannot
-        cut, or with which the model does something else."""
+        divide, or with which the model does something else."""
         key = tuple(sorted(shapes.items()))
         if key not in self._forms:
             try:
@@ -79,7 +79,7 @@ class OtherSizes:
     def _planned_sizes(self) -> str:
         return ", ".join(f"{n} {list(shape)}" for n, shape, _ in self._first.plan.model.inputs)
 
-    def _new_form(self, batch: Mapping[str, Any], shapes: Shapes) -> Form:
+    def _new_form(self, batch: Mapping[str, Any], shapes: Shapes) -> ProgramForm:
         first = self._first
         inputs = with_shapes(batch, shapes)
         captured = capture(self._skeleton, inputs, precision=first.plan.precision)

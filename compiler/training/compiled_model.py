@@ -29,13 +29,13 @@ from meshfold.runtime.runner import ProgramRunner
 from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.training.agreement import NUM_COMPARED, StepAgreement
-from meshfold.training.batch_sizes import Form, OtherSizes, form_of
+from meshfold.training.batch_sizes import OtherSizes, ProgramForm, form_of
 from meshfold.training.captured_mode import CapturedMode
 from meshfold.training.foreign_wrappers import OwnParallelism
-from meshfold.training.gradient_norm import clip_gradients, cuts_of
+from meshfold.training.gradient_norm import clip_gradients, sharded_axes
 from meshfold.training.initialization import initial_values
 from meshfold.training.local_gradient import guard_gradients, mark_gradient
-from meshfold.training.local_state import full_tensors, held_tensors, stored_tensors
+from meshfold.training.local_state import full_tensors, local_tensors, stored_tensors
 from meshfold.training.state_dict import StateExchange
 from meshfold.training.use_symmetric_memory import share_memory
 
@@ -76,7 +76,7 @@ class CompiledModel(OwnParallelism):
         self.training = model.training
         if rank_mesh is None:
             return
-        self._held = held_tensors(program.stage_programs(rank_mesh.coords))
+        self._local_tensors = local_tensors(program.stage_programs(rank_mesh.coords))
         self._states = StateExchange(rank_mesh, stored_tensors(program))
         self._form = form_of(plan, captured, program, rank_mesh, fixed)
         self._others = OtherSizes(model, self._form, rank_mesh, fixed)
@@ -85,7 +85,7 @@ class CompiledModel(OwnParallelism):
             if isinstance(rank_mesh, ProcessMesh)
             else None
         )
-        self._sharded = frozenset(name for name, axes in cuts_of(program).items() if axes)
+        self._sharded = frozenset(name for name, axes in sharded_axes(program).items() if axes)
         """Parameters of which another rank holds another shard, or none."""
         self._adopt(model, self._initial_state(model, rank_mesh))
 
@@ -116,9 +116,9 @@ class CompiledModel(OwnParallelism):
         A batch of another size than the captured one, as the last of an epoch, gets a program of
         its own (meshfold.training.batch_sizes); all ranks pass the same sizes, parts if they passed
         parts before. Raises OptionError for a batch that does not fit the captured inputs or that
-        the plan cannot cut, and for a plan with stages or microbatches, whose forward and backward
-        take turns. Raises RankLostError, here or in backward, when other ranks do not come to a
-        collective within the timeout of the default process group.
+        the plan cannot divide, and for a plan with stages or microbatches, whose forward and
+        backward take turns. Raises RankLostError, here or in backward, when other ranks do not come
+        to a collective within the timeout of the default process group.
         """
         form = self._form_for(batch, "forward")
         runner = self.runner(form)
@@ -193,7 +193,7 @@ class CompiledModel(OwnParallelism):
 
     def _form_for(
         self, batch: Mapping[str, Any], call: str, timeout_s: float | None = None
-    ) -> Form:
+    ) -> ProgramForm:
         """What runs batches of this size, after the ranks have compared what they run."""
         self._check_processes()
         assert self.rank_mesh is not None
@@ -208,7 +208,7 @@ class CompiledModel(OwnParallelism):
 
     def _run(
         self,
-        form: Form,
+        form: ProgramForm,
         runner: ProgramRunner | PipelineRunner,
         batch: Mapping[str, Any],
         timeout_s: float | None = None,
@@ -263,9 +263,9 @@ class CompiledModel(OwnParallelism):
         """state_dict with full plain tensors, on every rank."""
         local = super().state_dict()
         if isinstance(self.program, EmittedPipeline) and self.rank_mesh is not None:
-            held = {self._canonical[name]: x for name, x in local.items()}
-            whole = full_tensors(self.program, self.rank_mesh, self._states, held)
-            return {n: whole[c] for n, c in self._canonical.items() if c in whole}
+            shards = {self._canonical[name]: x for name, x in local.items()}
+            full = full_tensors(self.program, self.rank_mesh, self._states, shards)
+            return {n: full[c] for n, c in self._canonical.items() if c in full}
         return {
             name: self._states.full(self._canonical[name], value) for name, value in local.items()
         }
@@ -301,20 +301,20 @@ class CompiledModel(OwnParallelism):
         """
         if assign:
             raise OptionError("assign=True would replace local shards; load without it")
-        held = {*self._held.parameters, *self._held.buffers}
+        names = {*self._local_tensors.parameters, *self._local_tensors.buffers}
         local = {
             name: self._states.inside(self._canonical[name], value)
             if name in self._canonical
             else value
             for name, value in state_dict.items()
             # Of other stages this rank holds nothing.
-            if self._canonical.get(name, name) in held or name not in self._canonical
+            if self._canonical.get(name, name) in names or name not in self._canonical
         }
         return super().load_state_dict(local, strict)
 
     # Building.
 
-    def runner(self, form: Form | None = None) -> ProgramRunner | PipelineRunner:
+    def runner(self, form: ProgramForm | None = None) -> ProgramRunner | PipelineRunner:
         """What runs the program of `form` (default: that of the plan's batch) in the present
         mode."""
         assert self.rank_mesh is not None
@@ -335,10 +335,10 @@ class CompiledModel(OwnParallelism):
     def _initial_state(self, model: nn.Module, mesh: RankMesh) -> dict[str, Tensor]:
         """Local parts of parameters and of the buffers that somebody needs, by canonical name."""
         local: dict[str, Tensor] = {}
-        held = self._held
-        dtypes = {name: torch_dtype(p.dtype) for name, p in held.parameters.items()}
+        needs = self._local_tensors
+        dtypes = {name: torch_dtype(p.dtype) for name, p in needs.parameters.items()}
         needed = list(dtypes)
-        needed += [b.name for b in held.buffers.values() if b.persistent or b.name in held.read]
+        needed += [b.name for b in needs.buffers.values() if b.persistent or b.name in needs.read]
         for name, value in initial_values(model, needed, seed=self.plan.seed, device=mesh.device):
             layout = self._states.tensors[name].layout
             part = shard_of(value, layout, mesh.mesh.sizes, mesh.coords)
@@ -355,7 +355,7 @@ class CompiledModel(OwnParallelism):
             self._canonical.update(dict.fromkeys((name, *aliases), name))
         parameters = {
             p.name: nn.Parameter(local[p.name], requires_grad=p.requires_grad)
-            for p in self._held.parameters.values()
+            for p in self._local_tensors.parameters.values()
         }
         if not isinstance(self.program, EmittedPipeline):
             for name in self._sharded & parameters.keys():
@@ -364,7 +364,7 @@ class CompiledModel(OwnParallelism):
             if self._canonical[name] in parameters:
                 owner, leaf = self._owner(name)
                 owner.register_parameter(leaf, parameters[self._canonical[name]])
-        persistent = {b.name: b.persistent for b in self._held.buffers.values()}
+        persistent = {b.name: b.persistent for b in self._local_tensors.buffers.values()}
         for name, _ in model.named_buffers(remove_duplicate=False):
             canonical = self._canonical[name]
             if canonical in local:

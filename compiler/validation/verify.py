@@ -32,7 +32,7 @@ from meshfold.passes.graph.without_dropout import exact
 from meshfold.passes.split.microbatch import has_own_statistics
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.sharding.layout import shard_of
-from meshfold.torch_compat.pytree import flat, map_leaves, named_leaves
+from meshfold.torch_compat.pytree import flat, map_leaves
 from meshfold.training.compiled_model import CompiledModel
 from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.alike_draws import alike_draws
@@ -188,15 +188,9 @@ def _capture_difference(built: BuiltModel, captured: Captured, output: str) -> s
     """What the captured program alone does otherwise than the model, "" if nothing: the same text
     on all ranks."""
     parameters = dict(built.model.named_parameters())
-    inputs = {n: x for n, x in named_leaves(dict(built.example_inputs)) if isinstance(x, Tensor)}
+    buffers, batch = dict(built.model.named_buffers()), built.example_inputs
     with float64_everywhere(), without_dropout():
-        found = captured_step(
-            captured.graph,
-            captured.constants,
-            parameters,
-            dict(built.model.named_buffers()),
-            inputs,
-        )
+        found = captured_step(captured.graph, captured.constants, parameters, buffers, batch)
     built.model.zero_grad()
     loss = _eager_step(built, output)
     right = {name: parameter.grad for name, parameter in parameters.items()}

@@ -23,8 +23,8 @@ from meshfold.passes.fold.assemble import fingerprint, graph_fingerprint
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.zero import unsharded_note, zero_axes
 from meshfold.passes.one_pass.candidates import StrategyCandidate
-from meshfold.passes.one_pass.planner import MeshPlanner
 from meshfold.passes.one_pass.priced import Priced
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import Shortlisted
 from meshfold.passes.planner.check import placements
 from meshfold.units import bytes_text, seconds_text

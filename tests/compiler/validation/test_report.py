@@ -7,7 +7,7 @@ from support.programs.plans import example_plan
 
 from meshfold.ir.plan import Plan
 from meshfold.validation.collective_order import StartedCollective
-from meshfold.validation.report import TOLERANCE, Difference, VerifyReport, differences
+from meshfold.validation.report import TOLERANCE, TensorDifference, VerifyReport, differences
 from meshfold.validation.verify import _Compared, _report
 
 
@@ -27,8 +27,8 @@ def test_differences_are_relative_to_the_largest_entry_of_their_tensor(plan: Pla
         {"large": (10.0, 1e-13), "small": (1e-15, 1e-18)},
     )
     assert report.gradients == (
-        Difference("small", 1e-15, 1e-18, 1e-3),
-        Difference("large", 10.0, 1e-12, 1e-13),
+        TensorDifference("small", 1e-15, 1e-18, 1e-3),
+        TensorDifference("large", 10.0, 1e-12, 1e-13),
     )
     assert not report.passed
 
