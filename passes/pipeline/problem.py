@@ -30,7 +30,6 @@ from meshfold.ir.op_graph import ITEM_BYTES, FoldedGraph, SourceKind
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import Degrees, Recompute, TpMode, UniformStrategy
-from meshfold.passes.graph.stage_crossing import crossing_values
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import program_states
@@ -42,6 +41,7 @@ from meshfold.passes.region.search import RegionSolution
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.run.hull import FloatArray, IntArray
 from meshfold.passes.split.microbatch import MicrobatchGraphs, has_own_statistics
+from meshfold.passes.split.stage_crossing import crossing_values
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
 
 _TableKey = tuple[int, Degrees, TpMode, tuple[Recompute, ...]]

@@ -34,6 +34,9 @@ class DataParallel:
         return tuple(op.rules[0] for op in self.solutions[region].typing.ops)
 
 
+SUMS: list[Layout] = [(INVARIANT,), (PARTIAL,)]
+"""Layouts of what may leave as a pending sum."""
+
 Followed = dict[Hashable, DataParallel]
 """What was found, by batch_problem."""
 
@@ -82,8 +85,7 @@ def follow_batch(
     costs = replace(costs, mesh=Mesh(costs.mesh.axes[:1]), within=costs.mesh)
     (axis_size,) = costs.mesh.sizes
     tables = SearchTables(costs, (AxisRole.DATA,), OpTimers(costs, works))
-    decided = whole if adds_up else boundaries.results | whole
-    types: dict[int, SpmdType] = dict.fromkeys(decided, INVARIANT)
+    types = dict.fromkeys(whole if adds_up else boundaries.results | whole, INVARIANT)
     for c in sorted(boundaries.inputs - boundaries.results):
         types[c] = batch_type(boundaries.values[c], batch_size, axis_size)
     solutions: dict[int, RegionSolution] = {}
@@ -96,7 +98,7 @@ def follow_batch(
         outputs = [
             [(types[c],)]
             if c in types
-            else [(INVARIANT,), (PARTIAL,)]
+            else SUMS
             if adds_up and (c in boundaries.results or not graph.values[v].shape)
             else _leaving(graph, v, rules[r], batch_type(graph.values[v], batch_size, axis_size))
             for c, v in zip(boundaries.outputs[r], graph.outputs, strict=True)

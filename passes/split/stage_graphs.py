@@ -6,7 +6,7 @@
     boundary s   what stage s takes over from stage s - 1: every other value that is computed before
                  it and is read by it or behind it, in order
 
-passes/graph/stage_crossing.py says which values cross. What a later stage reads is passed on
+passes/split/stage_crossing.py says which values cross. What a later stage reads is passed on
 from neighbour to neighbour, as it is priced (passes/pipeline/problem.py); gradients come back the
 same way. Model inputs cross nothing: every stage reads the batch. A parameter that several stages
 read is in each of them.
@@ -32,8 +32,8 @@ from meshfold.ir.op_graph import (
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.places import op_place
-from meshfold.passes.graph.stage_crossing import crossing_values
 from meshfold.passes.rules.ops.random import draw_of
+from meshfold.passes.split.stage_crossing import crossing_values
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from meshfold.capture.pipeline import capture
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.passes.graph.stage_crossing import crossing_values
 from meshfold.passes.split.pieces import cut_as
+from meshfold.passes.split.stage_crossing import crossing_values
 
 BATCH, WIDTH = 2, 4
 
