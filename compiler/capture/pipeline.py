@@ -1,8 +1,8 @@
 """Capture: an unmodified model and example inputs become a folded op graph.
 
     model --fake_copy--> fake --export_fake--> exported --read_program--> program
-          --with_layers, with_draws, with_bags, plain_masks, share_scatters--> program
-          --join_experts, with_dispatch--> program
+          --with_layers, with_draws, with_bags, plain_indices, plain_masks--> program
+          --share_scatters, join_experts, with_dispatch--> program
           --number--> flat graph --with_custom_ops--> flat graph --fold--> folded graph
 
 Forward only; no weights are needed or allocated, so the model may be on the meta device. The first
@@ -26,6 +26,7 @@ from meshfold.capture.rewrites.embedding_bag import with_bags
 from meshfold.capture.rewrites.expert_dispatch import with_dispatch
 from meshfold.capture.rewrites.expert_linear import join_experts
 from meshfold.capture.rewrites.masked_scatter import share_scatters
+from meshfold.capture.rewrites.ordered_indices import plain_indices
 from meshfold.capture.rewrites.recurrence import with_layers
 from meshfold.capture.rewrites.refusals import refuse_draws, refuse_steps
 from meshfold.capture.rewrites.skipped_layers import with_skips
@@ -266,7 +267,8 @@ def _fold(
 ) -> Captured:
     refuse_steps(program)
     program = with_bags(with_draws(with_layers(program)))
-    routed = with_dispatch(join_experts(share_scatters(plain_masks(program))))
+    plain = plain_masks(plain_indices(program))
+    routed = with_dispatch(join_experts(share_scatters(plain)))
     refuse_draws(routed)
     noted = number(routed, names, inputs.infos, (*notes, *exported.notes))
     flat = with_custom_ops(noted, rules)

@@ -42,6 +42,8 @@ COLLECTIVE_MATMUL = "collective_matmul"
 REDUCE_BUCKET, ALLGATHER_BUCKET = "reduce_bucket_bytes", "allgather_bucket_bytes"
 HIERARCHICAL_ALL_REDUCE = "hierarchical_all_reduce"
 VIRTUAL_STAGES = "virtual_stages"
+BATCH_NORM = "batch_norm"
+PER_MICROBATCH = "microbatch"
 LAYOUT = "layout:"
 """What the name of a pin starts with that is about a parameter's layout."""
 
@@ -60,6 +62,8 @@ PINS: Mapping[str, str] = MappingProxyType(
         "schedule": "the order in which stages run microbatches",
         VIRTUAL_STAGES: "stages per device; more than one under interleaved schedules, zbv and "
         "dualpipev only",
+        BATCH_NORM: "whose samples batch norms take statistics of, and after whose forward buffers "
+        "are updated: each microbatch's",
         MICRO_CHUNKS: "in which a region runs its batch, in mode scheduled",
         CHAINED_CHUNKS: "whether micro-chunks cross the boundaries of layers (0 or 1)",
         COLLECTIVE_MATMUL: "whether matrix products overlap with their own collective (0 or 1)",
@@ -90,6 +94,7 @@ _WORDS = {
     "recompute": get_args(Recompute),
     "offload": get_args(Offload),
     "schedule": get_args(ScheduleName),
+    BATCH_NORM: (PER_MICROBATCH,),
 }
 """Pins that are words, and what they can be."""
 
@@ -210,7 +215,7 @@ class CompileOptions:
     @property
     def strategy_pins(self) -> dict[str, PinValue]:
         """Pins about strategies."""
-        others = (LAYOUT, MICRO_CHUNKS, CHAINED_CHUNKS, COLLECTIVE_MATMUL, *_SIZES)
+        others = (LAYOUT, BATCH_NORM, MICRO_CHUNKS, CHAINED_CHUNKS, COLLECTIVE_MATMUL, *_SIZES)
         return {k: v for k, v in self.pins.items() if not k.startswith(others)}
 
     @property

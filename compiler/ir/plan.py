@@ -319,6 +319,9 @@ class Plan:
     hierarchical_all_reduce_bytes: Bytes = 0
     """Size of the pieces in which all-reduces of gradients run hierarchically, by node
     (meshfold.ir.node_groups); 0 where none do."""
+    pieces: tuple[Count, ...] = ()
+    """Ops of each layer, in order, where regions were cut in pieces for stages
+    (meshfold.passes.split.pieces); empty where none were."""
     stages: tuple[StagePlan, ...]
     regions: tuple[RegionPlan, ...]
     cluster: ClusterSpec

@@ -30,6 +30,7 @@ from meshfold.models.config_file import Configuration
 from meshfold.models.from_argument import BuiltModel, build_for_plan, is_configuration
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.graph.without_dropout import exact
+from meshfold.passes.split.microbatch import has_own_statistics
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.flex_attention import dense_flex_attention
@@ -71,8 +72,14 @@ def verify(plan: Plan, model_argument: str) -> VerifyReport:
     (meshfold.validation.scaled_down), which the report says.
 
     Raises PlanMismatchError if the plan is for another model, MeshfoldError if it cannot be scaled
-    down, LocalProcessError if a process fails.
+    down or does not mean what one process does, LocalProcessError if a process fails.
     """
+    if has_own_statistics(plan.pins) and plan.strategy.microbatches > 1:
+        raise MeshfoldError(
+            "verify compares with one process that runs the batch as a whole, and under "
+            "batch_norm=microbatch each microbatch has statistics of its own; verify the plan with "
+            "microbatches=1, or that of model.eval()"
+        )
     built = build_for_plan(model_argument, plan)
     captured = captured_as_planned(plan, built)
     if not is_configuration(model_argument) and any(p.is_meta for p in built.model.parameters()):

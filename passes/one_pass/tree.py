@@ -87,6 +87,9 @@ class SearchSpec:
     experts: Collection[int] = ()
     """Numbers of experts of the layers; ep is offered where it divides them all, without cp."""
 
+    whole_batch: str = ""
+    """Why a pipeline cannot split the batch, if it cannot."""
+
 
 def grow_tree(spec: SearchSpec) -> Tree:
     """Every strategy on all devices that no rule prunes.

@@ -26,7 +26,7 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.cost_models.pipeline.bubble_bounds import hop_link, hop_s
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.op_graph import ITEM_BYTES, Dependence, FoldedGraph, SourceKind
+from meshfold.ir.op_graph import ITEM_BYTES, FoldedGraph, SourceKind
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import Degrees, Recompute, TpMode, UniformStrategy
@@ -40,7 +40,8 @@ from meshfold.passes.price.weight_gradients import weight_gradients_s
 from meshfold.passes.region.search import RegionSolution
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.run.hull import FloatArray, IntArray
-from meshfold.passes.split.microbatch import MicrobatchGraphs
+from meshfold.passes.split.microbatch import MicrobatchGraphs, has_own_statistics
+from meshfold.passes.split.stage_crossing import crossing_values
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
 
 _TableKey = tuple[int, Degrees, TpMode, tuple[Recompute, ...]]
@@ -93,7 +94,9 @@ class PipelineProblems:
         self.options = options
         self.batch_size = batch_size
         self.probe = probe
-        self.microbatches = MicrobatchGraphs(folded, cluster, batch_size)
+        self.microbatches = MicrobatchGraphs(
+            folded, cluster, batch_size, per_microbatch=has_own_statistics(options.pins)
+        )
         self.reserve_bytes = max(group.device.reserve_bytes for group in cluster.groups)
         smallest = min(group.device.memory_bytes for group in cluster.groups)
         self.capacity_bytes = options.memory_bytes or smallest
@@ -324,11 +327,12 @@ def _crossing_bytes(
             if source.kind is SourceKind.VALUE:
                 last_reader[source.instance, source.output] = k
     crossing = np.zeros(len(folded.instances), np.int64)
+    crosses_stages = crossing_values(folded)
     for (maker, output), reader in last_reader.items():
         region = folded.instances[maker].region
         graph = folded.regions[region].graph
         value = graph.values[graph.outputs[output]]
-        if value.depends is Dependence.BATCH:
+        if (maker, output) in crosses_stages:
             size = local_bytes(value, outputs[region][output], search.mesh.sizes)
             crossing[maker + 1 : reader + 1] += size
     return crossing

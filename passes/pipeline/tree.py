@@ -34,6 +34,7 @@ from meshfold.passes.pipeline.parameters import PIPELINE_ZERO_LEVELS
 from meshfold.passes.stages.schedules import offered_schedules
 
 BATCH = "batch does not divide over dp x ep x microbatches"
+WHOLE_BATCH = "batch cannot be split into microbatches"
 LAYERS = "more stages than layers"
 SCHEDULE = "no schedule that is pinned"
 
@@ -91,6 +92,7 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
     rules: list[tuple[str, Callable[[UniformStrategy], bool]]] = [
         (PINNED, lambda d: keeps_pins(d, pins) and bool(_strategies(d, kinds))),
         (BATCH, lambda d: spec.batch_size % (d.degrees.batch_ranks * d.microbatches) == 0),
+        (WHOLE_BATCH, lambda d: not spec.whole_batch or d.dp * d.microbatches == 1),
         (LAYERS, lambda d: d.pp <= num_layers),
     ]
     if kind or num_virtual_stages:
@@ -213,6 +215,7 @@ def _why_not(name: str, spec: SearchSpec, num_layers: int) -> str:
             f"of {size} keeps them; ep divides the number of experts, cp the sequence"
         ),
         BATCH: f"a batch of {size} does not divide over dp x ep x microbatches",
+        WHOLE_BATCH: spec.whole_batch,
         LAYERS: f"the model has {num_layers} layers, fewer than stages",
         SCHEDULE: (
             f"no pp > 1 and microbatches have such a schedule for {num_layers} layers; interleaved "

@@ -14,18 +14,20 @@ from dataclasses import replace
 import numpy as np
 
 from meshfold.cost_models.memory.step_memory import STATE_FACTOR
+from meshfold.cost_models.pipeline.schedules import V_ORDERS
 from meshfold.errors import InfeasibleError, OptionError
-from meshfold.ir.options import CompileOptions, PinValue
+from meshfold.ir.options import VIRTUAL_STAGES, CompileOptions, PinValue
 from meshfold.ir.plan import MeshOutcome, Plan, PricedStrategy, SearchStats
 from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_maps
 from meshfold.passes.one_pass.tree import SearchSpec
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
 from meshfold.passes.pipeline.tree import SCHEDULE_PINS, PipelineTree, grow_pipelines
-from meshfold.passes.planner.assembly import PlanRequest
+from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.baselines import best_uniform_pipeline
 from meshfold.passes.planner.pipeline_assembly import assemble_pipeline
 from meshfold.passes.rules.expert_axis import shared_experts
+from meshfold.passes.split.pieces import in_pieces, sizes_of
 from meshfold.units import bytes_text
 
 
@@ -47,11 +49,14 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
     """
     options = request.options
     try:
-        spec = search_spec(request, options.without_rules)
-        tree = grow_pipelines(spec, len(request.folded.instances))
+        pieces = in_pieces(request.folded, _most_stages(request)).folded
+        is_cut = pieces is not request.folded
         problems = PipelineProblems(
-            request.folded, request.cluster, options, request.batch_size, request.probe
+            pieces, request.cluster, options, request.batch_size, request.probe
         )
+        spec = search_spec(request, options.without_rules)
+        spec = replace(spec, whole_batch=problems.microbatches.refusal)
+        tree = grow_pipelines(spec, len(pieces.instances))
     except OptionError as error:
         if without is None:
             raise
@@ -72,10 +77,11 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
     return assemble_pipeline(
         problems,
         best,
-        model_name=request.model_name,
+        model=model_info(request.folded, request.model_name, request.batch_size),
+        pieces=sizes_of(pieces) if is_cut else (),
         baselines=(*earlier, *baselines),
         stats=stats,
-        notes=(*_notes(best), *_why(options, without, best)),
+        notes=(*_notes(request, problems, best), *_why(options, without, best)),
     )
 
 
@@ -105,17 +111,47 @@ def _why(options: CompileOptions, without: Plan | None, best: PricedPipeline) ->
         yield f"stages run eager, not {options.mode}: their schedule splits the backward itself"
 
 
-def _notes(best: PricedPipeline) -> tuple[str, ...]:
+def _most_stages(request: PlanRequest) -> int:
+    """The most stages that are asked for; of what nobody asks for, no more than
+    UNASKED_STAGES."""
+    pins = request.options.pins
+    default = min(request.cluster.num_devices, UNASKED_STAGES)
+    virtual = 2 if pins.get("schedule") in V_ORDERS else 1
+    return int(pins.get("pp", default)) * int(pins.get(VIRTUAL_STAGES, virtual))
+
+
+UNASKED_STAGES = 8
+"""Stages that a model with few equal layers is cut for where no pin says how many."""
+
+
+def _notes(
+    request: PlanRequest, problems: PipelineProblems, best: PricedPipeline
+) -> tuple[str, ...]:
     """How it trains; and a plan that uses what cannot run yet says so."""
     planned = [x.strategy.label for x in best.layers if not x.strategy.runs]
     notes = [f"{name}: planned, cannot run yet" for name in dict.fromkeys(planned)]
     if not notes:
         notes = ["forward and backward take turns: train by train_step(batch)"]
     degrees = best.problem.degrees
+    whole, pieces = len(request.folded.instances), len(problems.folded.instances)
+    if whole != pieces:
+        notes.append(f"fewer equal layers than stages: {whole} regions are cut into {pieces}")
+    if degrees.microbatches > 1 and _updates_buffers(problems):
+        notes.append(OWN_STATISTICS)
     if degrees.microbatches > 1 and degrees.degrees.zero_ranks > 1:
         notes += [_HOW_OFTEN[zero] for zero in sorted({x.strategy.zero for x in best.layers})]
     return tuple(notes)
 
+
+def _updates_buffers(problems: PipelineProblems) -> bool:
+    """Whether the forward updates buffers, as batch norms in training do."""
+    return any(region.graph.mutations for region in problems.folded.regions)
+
+
+OWN_STATISTICS = (
+    "batch norms take statistics of each microbatch; buffers are updated by one microbatch after "
+    "the other"
+)
 
 ALONE = "nothing fits while every batch runs in one pass"
 """Why there is a pipeline that nobody pinned."""

@@ -18,6 +18,7 @@ from meshfold.ir.plan import (
     Alternative,
     ConversionRecord,
     MemoryEstimate,
+    ModelInfo,
     Plan,
     PricedStrategy,
     RegionPlan,
@@ -35,7 +36,7 @@ from meshfold.passes.memory.zero import sharded_layout
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PricedPipeline
-from meshfold.passes.planner.assembly import model_info, why_lost
+from meshfold.passes.planner.assembly import why_lost
 from meshfold.passes.planner.check import placements
 from meshfold.passes.region.typing import MeshSearch
 
@@ -46,16 +47,17 @@ def assemble_pipeline(
     problems: PipelineProblems,
     found: PricedPipeline,
     *,
-    model_name: str,
+    model: ModelInfo,
+    pieces: tuple[int, ...],
     baselines: tuple[PricedStrategy, ...],
     stats: SearchStats,
     notes: tuple[str, ...],
 ) -> Plan:
-    """The plan of `found`."""
+    """The plan of `found`. model: that was captured; pieces: ops of each layer if it was cut."""
     writer = _Writer(problems, found)
     options = problems.options
     return Plan(
-        model=model_info(problems.folded, model_name, problems.batch_size),
+        model=model,
         cluster=problems.cluster,
         mesh=writer.mesh,
         strategy=writer.most_used(),
@@ -73,6 +75,7 @@ def assemble_pipeline(
         meshfold_version=__version__,
         notes=(*problems.folded.notes, *writer.search.slack_notes(), *notes),
         schedule=str(found.plan.schedule),
+        pieces=pieces,
     )
 
 

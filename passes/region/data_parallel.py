@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph, SlotKind, Value
+from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph, SlotKind
 from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, SpmdType
 from meshfold.passes.graph.boundaries import Boundaries, batch_type
 from meshfold.passes.price.op_time import OpTimers, OpWorks
@@ -33,6 +33,9 @@ class DataParallel:
         """Name of the axis rule of every op of a region."""
         return tuple(op.rules[0] for op in self.solutions[region].typing.ops)
 
+
+SUMS: list[Layout] = [(INVARIANT,), (PARTIAL,)]
+"""Layouts of what may leave as a pending sum."""
 
 Followed = dict[Hashable, DataParallel]
 """What was found, by batch_problem."""
@@ -76,13 +79,15 @@ def follow_batch(
     """Solve every region on the data parallel axis, axis 0 of the mesh of `costs`.
 
     rules[r]: rule table of region r on that axis alone. works: if at hand. whole: boundary
-    classes that leave their regions unsharded. sums: whether numbers that the program returns, its
-    losses, leave as pending sums: what adds up, adds up last.
+    classes that leave their regions unsharded. sums: whether results, and numbers that pass between
+    regions, may leave as pending sums. What outputs besides the loss leave in has no say in where
+    the batch goes: they are gathered in the end.
     """
     costs = replace(costs, mesh=Mesh(costs.mesh.axes[:1]), within=costs.mesh)
     (axis_size,) = costs.mesh.sizes
     tables = SearchTables(costs, (AxisRole.DATA,), OpTimers(costs, works))
-    types = _decided(boundaries, whole, sums=sums)
+    full = boundaries.results - boundaries.apart
+    types = dict.fromkeys(whole if sums else full | whole, INVARIANT)
     for c in sorted(boundaries.inputs - boundaries.results):
         types[c] = batch_type(boundaries.values[c], batch_size, axis_size)
     solutions: dict[int, RegionSolution] = {}
@@ -95,6 +100,8 @@ def follow_batch(
         outputs = [
             [(types[c],)]
             if c in types
+            else SUMS
+            if sums and (c in full or not graph.values[v].shape)
             else _leaving(graph, v, rules[r], batch_type(graph.values[v], batch_size, axis_size))
             for c, v in zip(boundaries.outputs[r], graph.outputs, strict=True)
         ]
@@ -111,22 +118,6 @@ def follow_batch(
         tuple(types[c] for c in range(len(boundaries.values))),
         tuple(solutions[r] for r in range(len(folded.regions))),
     )
-
-
-def _decided(boundaries: Boundaries, whole: frozenset[int], *, sums: bool) -> dict[int, SpmdType]:
-    """Types that are decided before any region is solved, by boundary class. What outputs leave in
-    has no say in where the batch goes: they are gathered in the end."""
-    types: dict[int, SpmdType] = dict.fromkeys(
-        (boundaries.results - boundaries.apart) | whole, INVARIANT
-    )
-    if sums:
-        numbers = (c for c in boundaries.results if _is_number(boundaries.values[c]))
-        types.update(dict.fromkeys(numbers, PARTIAL))
-    return types
-
-
-def _is_number(value: Value) -> bool:
-    return value.is_float and not value.shape
 
 
 def _leaving(graph: OpGraph, v: int, rules: RuleTable, batch: SpmdType) -> list[Layout]:

@@ -74,10 +74,13 @@ def loss_counts(folded: FoldedGraph) -> tuple[LossCount, ...]:
 def _check_unweighted(op: Op) -> None:
     if isinstance(_arguments(op).get("weight"), Ref):
         raise OptionError(
-            f"the batch cannot be split into microbatches: {op.target} "
-            f"({op.source or op.scope or 'the loss'}) takes a mean by the weights of classes, "
-            "which does not add up over microbatches; sum the losses, or plan one microbatch"
+            f"{_place(op)} takes a mean by the weights of classes, which does not add up over "
+            "microbatches; sum the losses, or plan one microbatch"
         )
+
+
+def _place(op: Op) -> str:
+    return f"{op.target} ({op.source or op.scope or 'the loss'})"
 
 
 def _arguments(op: Op) -> dict[str, Arg]:
@@ -109,9 +112,8 @@ class _Ancestors:
     def _behind(self, source: Source) -> list[tuple[int, int]]:
         if source.kind is SourceKind.PARAMETER:
             raise OptionError(
-                f"the batch cannot be split into microbatches: the targets of {self.loss.target} "
-                f"({self.loss.source or self.loss.scope or 'the loss'}) follow from {source.name}, "
-                "so their count is not known before the step"
+                f"the targets of {_place(self.loss)} follow from {source.name}, so their count is "
+                "not known before the step"
             )
         if source.kind is not SourceKind.VALUE:
             return []

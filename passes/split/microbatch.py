@@ -18,12 +18,17 @@ losses over classes the sum over rows by the targets of the whole step that coun
 before the first microbatch, see passes/split/loss_counts.py).
 
 Inputs that some op needs for the whole batch (T5 shifts its labels) are not sliced: they are there
-before the first microbatch. Any other value of which an op needs more than a slice (statistics over
-the batch, an op without a rule, a product of two means) would not be what one process computes:
-such a model is refused, naming the value.
+before the first microbatch. Any other value of which an op needs more than a slice (similarities of
+all samples, an op without a rule, a product of two means) would not be what one process computes:
+several microbatches of such a model are refused, naming the op and its line. One is always there.
+
+Batch norms take statistics over the batch, and update buffers. Where the user says so
+(per_microbatch), each microbatch has statistics of its own and updates the buffers after the one
+before, as if one process ran the microbatches one after the other.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from meshfold.errors import OptionError
 from meshfold.ir.cluster import ClusterSpec
@@ -39,8 +44,10 @@ from meshfold.ir.op_graph import (
     Symbol,
     Value,
 )
+from meshfold.ir.options import BATCH_NORM, PER_MICROBATCH, PinValue
 from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, local_shape
 from meshfold.ir.strategy import OpTyping, RegionTyping
+from meshfold.passes.graph.places import made_at, op_place
 from meshfold.passes.graph.typed import layouts_of_values, value_name
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.random import draw_of
@@ -60,28 +67,58 @@ MICROBATCH = Symbol("microbatch", "number")
 DIVIDE = "aten.div.Tensor"
 
 
+ONE_MICROBATCH = "plan one microbatch on one rank of dp"
+STATISTICS = (
+    "pin batch_norm=microbatch for statistics and updates of each microbatch, plan one microbatch, "
+    "or compile model.eval() if that keeps buffers as they are"
+)
+"""What to do instead."""
+
+
+def has_own_statistics(pins: Mapping[str, PinValue]) -> bool:
+    """Whether pins, of options or of a plan, give each microbatch statistics of its own."""
+    return pins.get(BATCH_NORM) == PER_MICROBATCH
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Value `value` of region `region`, which its op number `op` needs for the whole batch, or
+    makes where a later region does."""
+
+    region: int
+    value: int
+    op: int
+
+
 class MicrobatchGraphs:
     """Folded graphs of the microbatches of one program.
 
-    Raises OptionError, naming the value, where the batch cannot be split.
+    refusal: why there cannot be several microbatches, or nothing. per_microbatch: whether each has
+    statistics and updates of buffers of its own. Raises OptionError for outputs asked for sharded.
     """
 
-    def __init__(self, folded: FoldedGraph, cluster: ClusterSpec, batch_size: int) -> None:
+    def __init__(
+        self,
+        folded: FoldedGraph,
+        cluster: ClusterSpec,
+        batch_size: int,
+        *,
+        per_microbatch: bool = False,
+    ) -> None:
         self.folded = folded
         self.batch_size = batch_size
+        self.per_microbatch = per_microbatch
+        self.refusal = ""
+        if folded.returns.sharded:
+            raise OptionError(
+                "sharded_outputs: stages and microbatches gather their outputs; leave it out, or "
+                "plan one stage and one microbatch"
+            )
         self._known: dict[int, FoldedGraph] = {1: folded}
         if batch_size > 1:
             self._follow(cluster)
-            loss_counts(folded)
-            refused = self._refused()
-            if refused:
-                raise OptionError(
-                    f"the batch cannot be split into microbatches: {refused} is needed for the "
-                    "whole batch"
-                )
-        _check_updates(folded)
-        if batch_size > 1:
-            self._check_results()
+            why = next(self._refusals(), "")
+            self.refusal = why and f"the batch cannot be split into microbatches: {why}"
 
     def _follow(self, cluster: ClusterSpec) -> None:
         """Type every region on the free axis. What is made without the batch (noise) leaves its
@@ -92,9 +129,9 @@ class MicrobatchGraphs:
             self._boundaries = boundaries = batch.boundaries
             self._typings = batch.typings
             needed = {
-                boundaries.slots[r][v]
-                for r, v in self._needed_full()
-                if v < len(boundaries.slots[r])
+                boundaries.slots[need.region][need.value]
+                for need in self._needed_full()
+                if need.value < len(boundaries.slots[need.region])
             }
             apart = {c for c in needed - whole if c is not None and self._is_apart(c)}
             if not apart:
@@ -115,29 +152,63 @@ class MicrobatchGraphs:
         ]
         return bool(makers) and all(makers)
 
-    def _check_results(self) -> None:
-        """Raises OptionError unless the loss is a sum over the batch, since microbatches add up,
-        and other outputs can be put together from those of microbatches."""
-        if self.folded.returns.sharded:
-            raise OptionError(
-                "sharded_outputs: microbatches gather their outputs; leave it out, or plan one "
-                "stage and one microbatch"
-            )
+    def _refusals(self) -> Iterator[str]:
+        """What forbids microbatches."""
+        try:
+            loss_counts(self.folded)
+        except OptionError as error:
+            yield str(error)
+        for need in self._needed_full():
+            if need.value not in self._unsliced[need.region]:
+                graph = self.folded.regions[need.region].graph
+                where = op_place(self.folded, need.region, need.op)
+                name = value_name(graph, need.value)
+                yield f"{where} needs {name} of all samples at once; {ONE_MICROBATCH}"
+        if not self.per_microbatch:
+            yield from self._statistics()
+        yield from self._outputs()
+
+    def _outputs(self) -> Iterator[str]:
+        """A loss that is no sum over the batch, since microbatches add up, and other outputs that
+        cannot be put together from those of microbatches."""
         apart = self.folded.apart
         for output in self.folded.outputs:
             (found,) = self._output_layout(output)
             if output in apart:
                 if found.is_shard and found.blocks > 1:
-                    raise OptionError(
-                        f"the batch cannot be split into microbatches: output {output.name!r} has "
-                        "the samples of a microbatch in several places; leave it out of outputs"
+                    yield (
+                        f"output {output.name!r} has the samples of a microbatch in several "
+                        f"places; leave it out of outputs, or {ONE_MICROBATCH}"
                     )
             elif output.shape or found != PARTIAL:
-                raise OptionError(
-                    f"the batch cannot be split into microbatches: the model returns a tensor of "
-                    f"shape {list(output.shape)}, not a loss that is a sum or mean over the batch; "
-                    "pass labels, or plan one microbatch"
+                yield (
+                    f"the model returns a tensor of shape {list(output.shape)}"
+                    f"{made_at(self.folded, output.source)}, not a loss that is a sum or mean over "
+                    f"the batch; pass labels, or {ONE_MICROBATCH}"
                 )
+
+    def _statistics(self) -> Iterator[str]:
+        """What looks at more than one microbatch, or is changed by every one."""
+        for r, (region, typing) in enumerate(zip(self.folded.regions, self._typings, strict=True)):
+            for k, chosen in enumerate(typing.ops):
+                for local in rule_locals(region.graph, k, chosen)[1:]:
+                    if local in OVER_BATCH:
+                        where = op_place(self.folded, r, k)
+                        does = f"{where} {OVER_BATCH[local]}"
+                        instead = STATISTICS if local == "batch_norm" else ONE_MICROBATCH
+                        yield f"{does}; {instead}"
+        for instance in self.folded.instances:
+            graph = self.folded.regions[instance.region].graph
+            for slot, value in graph.mutations:
+                where = op_place(self.folded, instance.region, graph.producers[value])
+                yield (
+                    f"every one of them would update buffer {instance.sources[slot].name} ({where})"
+                    f"; {STATISTICS}"
+                )
+
+    def output_layouts(self) -> tuple[Layout, ...]:
+        """Layout of every output but the loss on the free axis."""
+        return tuple(map(self._output_layout, self.folded.apart))
 
     def _output_layout(self, output: OutputInfo) -> Layout:
         """What a microbatch has of an output."""
@@ -147,22 +218,6 @@ class MicrobatchGraphs:
         graph = self.folded.regions[region].graph
         natives = [x for x, _ in layouts_of_values(graph, self._typings[region])]
         return natives[graph.outputs[output.source.output]]
-
-    def output_layouts(self) -> tuple[Layout, ...]:
-        """Layout of every output but the loss on the free axis."""
-        return tuple(map(self._output_layout, self.folded.apart))
-
-    def _refused(self) -> str:
-        """A value that forbids microbatches, or nothing."""
-        for r, v in self._needed_full():
-            if v not in self._unsliced[r]:
-                return value_name(self.folded.regions[r].graph, v)
-        for region, typing in zip(self.folded.regions, self._typings, strict=True):
-            for k, (op, chosen) in enumerate(zip(region.graph.ops, typing.ops, strict=True)):
-                for local in rule_locals(region.graph, k, chosen)[1:]:
-                    if local in OVER_BATCH:
-                        return f"the input of {op.target}, which {OVER_BATCH[local]},"
-        return ""
 
     def input_layouts(self) -> dict[str, Layout]:
         """Layout of every model input on the free axis: which dim is split, if any."""
@@ -177,7 +232,10 @@ class MicrobatchGraphs:
         return layouts
 
     def graph(self, count: int) -> FoldedGraph:
-        """The program over one of `count` microbatches of the batch."""
+        """The program over one of `count` microbatches of the batch. Raises OptionError, naming op
+        and line, where the batch cannot be split."""
+        if count > 1 and self.refusal:
+            raise OptionError(self.refusal)
         if count not in self._known:
             if self.batch_size % count:
                 raise ValueError(
@@ -194,34 +252,30 @@ class MicrobatchGraphs:
             )
         return self._known[count]
 
-    def _needed_full(self) -> list[tuple[int, int]]:
-        """(region, value) of what is split, or a pending sum, and then needed for the whole batch.
-        The model's own outputs are not: sums over microbatches are their value."""
+    def _needed_full(self) -> list[_Need]:
+        """What is split, or a pending sum, and then needed for the whole batch. The model's own
+        outputs are not: sums over microbatches are their value."""
         found = []
         for r, typing in enumerate(self._typings):
             graph = self.folded.regions[r].graph
             native = [layout for layout, _ in layouts_of_values(graph, typing)]
             wanted = [
-                (v, layout)
-                for op, chosen in zip(graph.ops, typing.ops, strict=True)
+                (v, layout, k)
+                for k, (op, chosen) in enumerate(zip(graph.ops, typing.ops, strict=True))
                 for v, layout in zip(op.operands, chosen.inputs, strict=True)
             ]
             crossing = zip(graph.outputs, typing.outputs, self._boundaries.outputs[r], strict=True)
-            wanted += [(v, x) for v, x, c in crossing if c not in self._boundaries.results]
-            found += [(r, v) for v, x in wanted if native[v] != x and is_per_microbatch(native[v])]
+            wanted += [
+                (v, x, graph.producers[v])
+                for v, x, c in crossing
+                if c not in self._boundaries.results
+            ]
+            found += [
+                _Need(r, v, k)
+                for v, x, k in wanted
+                if native[v] != x and is_per_microbatch(native[v])
+            ]
         return found
-
-
-def _check_updates(folded: FoldedGraph) -> None:
-    """Raises OptionError where the forward updates a buffer: every microbatch would repeat it,
-    and a stage that reads it might have another one than the stage that updates it."""
-    for instance in folded.instances:
-        for slot, _ in folded.regions[instance.region].graph.mutations:
-            raise OptionError(
-                f"the batch cannot be split into microbatches: every one of them would update "
-                f"buffer {instance.sources[slot].name}; leave pipelines and microbatches out, or "
-                "compile model.eval() if that keeps it as it is"
-            )
 
 
 class _Writer:

@@ -27,17 +27,23 @@ OVER_BATCH = {
 """What local implementations do where the batch is sharded, and ranks have to talk."""
 
 
+WHOLE_S = 1e-3 * UNDONE_SHARD_S
+"""Seconds of what asks for a value of the full batch. Far less than undoing a shard: where what
+comes from parameters meets the batch, the batch stays sharded."""
+
+
 @dataclass(frozen=True)
 class _FreeAxis(CostModel):
-    """Prices on an axis whose ranks are moments in time: as many as there are samples. What all of
-    them gather or reduce is there already; what one would send to another is not."""
+    """Prices on an axis whose ranks are moments in time: as many as there are samples. None can
+    send to another; what all of them would gather or reduce is there for inputs alone, so that as
+    little is asked for as can be."""
 
     def __post_init__(self) -> None:
         """No devices are counted."""
 
     def collective_s(self, kind: str, num_bytes: float, axes: Iterable[int]) -> float:
-        """Nothing, or more than any other way takes."""
-        return UNDONE_SHARD_S if kind == "all_to_all" else 0.0
+        """More than any op on one sample takes, and more than any other way at all."""
+        return UNDONE_SHARD_S if kind == "all_to_all" else WHOLE_S
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,24 @@
 """A typed program, split into the programs of its pipeline stages.
 
     stage s      instances of its own, in order, behind copies of earlier ones that are reduced to
-                 what does not depend on the batch (masks, rotary tables, position biases)
-    boundary s   what stage s takes over from stage s - 1: every value that is computed before it,
-                 depends on the batch and is read by it or behind it, in order
+                 what does not depend on the batch, or on inputs alone (masks, rotary tables,
+                 position biases)
+    boundary s   what stage s takes over from stage s - 1: every other value that is computed before
+                 it and is read by it or behind it, in order
 
-Only values that depend on the batch cross a stage boundary. What a later stage reads is passed on
+passes/split/stage_crossing.py says which values cross. What a later stage reads is passed on
 from neighbour to neighbour, as it is priced (passes/pipeline/problem.py); gradients come back the
 same way. Model inputs cross nothing: every stage reads the batch. A parameter that several stages
 read is in each of them.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from meshfold.errors import OptionError
 from meshfold.ir.op_graph import (
     Arg,
-    Dependence,
     FoldedGraph,
     Instance,
     OpGraph,
@@ -29,7 +31,9 @@ from meshfold.ir.op_graph import (
 )
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.graph.places import op_place
 from meshfold.passes.rules.ops.random import draw_of
+from meshfold.passes.split.stage_crossing import crossing_values
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,10 @@ class StageGraph:
 def stage_graphs(
     folded: FoldedGraph, typings: Sequence[RegionTyping], first: Sequence[int]
 ) -> tuple[StageGraph, ...]:
-    """The stages of `folded`. first: first instance of each stage, ascending from 0."""
+    """The stages of `folded`. first: first instance of each stage, ascending from 0.
+
+    Raises OptionError where a stage reads a buffer that another one updates."""
+    _check_updates(folded, first)
     ends = [*first[1:], len(folded.instances)]
     boundaries = [*_boundaries(folded, typings, first), ()]
     return tuple(
@@ -79,6 +86,26 @@ def stage_graphs(
         )
         for s, (begin, end) in enumerate(zip(first, ends, strict=True))
     )
+
+
+def _check_updates(folded: FoldedGraph, first: Sequence[int]) -> None:
+    """A device that only reads a buffer would not see what another one writes into it."""
+    readers: dict[str, set[int]] = {}
+    updated: dict[str, str] = {}
+    for k, instance in enumerate(folded.instances):
+        graph = folded.regions[instance.region].graph
+        for source in instance.sources:
+            if source.kind is SourceKind.BUFFER:
+                readers.setdefault(source.name, set()).add(bisect_right(first, k))
+        for slot, value in graph.mutations:
+            place = op_place(folded, instance.region, graph.producers[value])
+            updated[instance.sources[slot].name] = place
+    for name, place in updated.items():
+        if len(readers[name]) > 1:
+            raise OptionError(
+                f"buffer {name}, which {place} updates, is read in {len(readers[name])} stages; "
+                "plan fewer stages, or none"
+            )
 
 
 def _boundaries(
@@ -94,11 +121,12 @@ def _boundaries(
         if result.source.kind is SourceKind.VALUE:
             last_reader[result.source.instance, result.source.output] = len(folded.instances)
     crossing: list[list[StageBoundaryValue]] = [[] for _ in first]
+    crosses_stages = crossing_values(folded)
     for (producer, output), reader in sorted(last_reader.items()):
         region = folded.instances[producer].region
         graph = folded.regions[region].graph
         value = graph.values[graph.outputs[output]]
-        if value.depends is Dependence.BATCH:
+        if (producer, output) in crosses_stages:
             crosses = StageBoundaryValue(producer, output, value, typings[region].outputs[output])
             for stage, begin in enumerate(first):
                 if producer < begin <= reader:
@@ -160,7 +188,7 @@ class _Stage:
         return OutputInfo(of.name, source, of.value.shape, of.value.dtype)
 
     def _recomputed_outputs(self) -> dict[int, set[int]]:
-        """Outputs of each earlier instance that do not depend on the batch and are read here."""
+        """Outputs of each earlier instance that do not cross and are read here."""
         wanted: dict[int, set[int]] = {}
 
         def want(source: Source) -> None:

@@ -76,7 +76,7 @@ def test_several_losses_without_a_name_are_refused() -> None:
 def test_shards_of_microbatches_are_refused() -> None:
     model, batch = decoder()
     options = CompileOptions(pins={"microbatches": 2}, **SHARDED)
-    with pytest.raises(OptionError, match="sharded_outputs: microbatches gather their outputs"):
+    with pytest.raises(OptionError, match="sharded_outputs: stages and microbatches gather"):
         meshfold.find_plan(model, "local-cpux1", batch, options=options)
 
 

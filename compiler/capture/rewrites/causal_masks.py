@@ -17,18 +17,15 @@ which may change) is not known, and the mask is not rewritten.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshfold.capture.rewrites.known_values import computed, known_values
 from meshfold.capture.trace.raw_program import Key, Operand, RawArg, RawOp, RawProgram
-from meshfold.errors import UnsupportedOpError
-from meshfold.ir.op_graph import Source, SourceKind, Symbol, Value
-from meshfold.ops.registry import torch_target
-from meshfold.torch_compat.dtypes import torch_constant
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -61,7 +58,7 @@ def plain_masks(program: RawProgram) -> RawProgram:
     masks = {m.key: None for op in program.ops if (m := _mask(op)) is not None}
     if not masks:
         return program
-    known = _known(program, list(masks))
+    known = known_values(program, list(masks), _made)
     ops = [_without_mask(op, program, known) for op in program.ops]
     return replace(program, ops=ops)
 
@@ -76,7 +73,7 @@ def _named(op: RawOp) -> dict[str, RawArg]:
     return dict(zip(_PARAMETERS, op.args, strict=False)) | dict(op.kwargs)
 
 
-def _without_mask(op: RawOp, program: RawProgram, known: dict[Key, Known]) -> RawOp:
+def _without_mask(op: RawOp, program: RawProgram, known: Mapping[Key, Known]) -> RawOp:
     mask = _mask(op)
     if mask is None or program.values[mask.key].dtype != "bool":
         return op
@@ -95,41 +92,12 @@ def _without_mask(op: RawOp, program: RawProgram, known: dict[Key, Known]) -> Ra
     return replace(op, args=op.args[:3], kwargs=tuple(rest.items()))
 
 
-def _known(program: RawProgram, wanted: list[Key]) -> dict[Key, Known]:
-    """What is known of these values and of all that they are computed from."""
-    known: dict[Key, Known] = {
-        Source(SourceKind.CONSTANT, name): tensor for name, tensor in program.constants.items()
-    }
-    makers = _makers(program, wanted)
-    last = {key: k for k, op in enumerate(makers) for key in op.operands}
-    for k, op in enumerate(makers):
-        if len(op.outputs) == 1 and all(key in known for key in op.operands):
-            (result,) = op.outputs
-            found = _made(op, program, program.values[result], known)
-            if found is not None:
-                known[result] = found
-        for key in set(op.operands).difference(wanted):
-            if last[key] == k:  # the last reader: lines of a large batch need not pile up
-                known.pop(key, None)
-    return known
-
-
-def _makers(program: RawProgram, wanted: list[Key]) -> list[RawOp]:
-    """The ops that compute `wanted`, in order."""
-    needed = set(wanted)
-    makers = []
-    for op in reversed(program.ops):
-        if not needed.isdisjoint(op.outputs):
-            makers.append(op)
-            needed.update(op.operands)
-    return makers[::-1]
-
-
-def _made(op: RawOp, program: RawProgram, result: Value, known: dict[Key, Known]) -> Known | None:
+def _made(op: RawOp, program: RawProgram, known: Mapping[Key, Known]) -> Known | None:
+    result = program.values[op.outputs[0]]
     operands = [known[key] for key in op.operands]
     tensors = [x for x in operands if isinstance(x, Tensor)]
     if math.prod(result.shape) <= LARGEST and len(tensors) == len(operands):
-        return _computed(op, known)
+        return computed(op, known)
     if op.target in _KEEPS:
         (source,) = op.operands
         same = program.values[source].shape[-2:] == result.shape[-2:]
@@ -139,29 +107,6 @@ def _made(op: RawOp, program: RawProgram, result: Value, known: dict[Key, Known]
     if op.target in _COMPARES and len(tensors) == 2:
         return _compared(_COMPARES[op.target], *tensors)
     return None
-
-
-def _computed(op: RawOp, known: dict[Key, Known]) -> Tensor | None:
-    """The numbers that an op makes of known ones, unless it draws them."""
-    if op.custom is not None:
-        return None
-    try:
-        function: Any = torch_target(op.target)
-    except UnsupportedOpError:
-        return None
-    if torch.Tag.nondeterministic_seeded in function.tags:
-        return None
-
-    def real(arg: RawArg) -> Any:
-        if isinstance(arg, Operand):
-            return known[arg.key]
-        if isinstance(arg, Symbol):
-            return torch_constant(arg, torch.device("cpu"))
-        return [real(a) for a in arg] if isinstance(arg, tuple) else arg
-
-    with torch.no_grad():
-        computed = function(*map(real, op.args), **{name: real(a) for name, a in op.kwargs})
-    return computed if isinstance(computed, Tensor) else None
 
 
 def _pattern(known: Known | None) -> Pattern | None:

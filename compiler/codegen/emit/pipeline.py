@@ -11,7 +11,7 @@ device, its coordinate on the axis pp. meshfold.runtime.pipeline_runner runs the
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshfold.codegen.emit.check_program import check_program
@@ -34,15 +34,17 @@ from meshfold.ir.spmd import Layout
 from meshfold.passes.graph.variants import planned_graph
 from meshfold.passes.planner.plan_types import check_plan_types
 from meshfold.passes.split.loss_counts import LossCount, loss_counts
-from meshfold.passes.split.microbatch import MicrobatchGraphs
+from meshfold.passes.split.microbatch import MicrobatchGraphs, has_own_statistics
+from meshfold.passes.split.pieces import cut_as
 from meshfold.passes.split.stage_graphs import StageGraph, stage_graphs
 
 
 @dataclass(frozen=True)
 class EmittedPipeline:
-    """A pipeline of `mesh`. folded: the full batch's graph, as captured. graphs, stages: per stage
-    its graph and its program. input_layouts: per input its layout over the microbatches;
-    output_layouts: of every output but the loss. counts: the means over targets of `folded`."""
+    """A pipeline of `mesh`. folded: the full batch's graph, in the pieces of the plan. graphs,
+    stages: per stage its graph and its program. input_layouts: per input its layout over the
+    microbatches; output_layouts: of every output but the loss. counts: the means over targets of
+    `folded`; their instances are numbered as captured."""
 
     folded: FoldedGraph
     mesh: Mesh
@@ -147,7 +149,12 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
     check_runs(plan)
     schedule = _schedule(plan)
     num_microbatches = schedule.num_microbatches
-    graphs = MicrobatchGraphs(folded, plan.cluster, plan.model.batch_size)
+    pieces = cut_as(folded, plan.pieces)
+    folded = pieces.folded
+    per_microbatch = has_own_statistics(plan.pins)
+    graphs = MicrobatchGraphs(
+        folded, plan.cluster, plan.model.batch_size, per_microbatch=per_microbatch
+    )
     planned = planned_graph(graphs.graph(num_microbatches), plan)
     typings = [region.typing for region in plan.regions]
     check_plan_types(planned, plan)
@@ -158,7 +165,7 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
             stage.folded,
             stage.typings,
             costs,
-            stage.numbers,
+            tuple(pieces.numbers[k] for k in stage.numbers),
             {value.name: value.layout for value in stage.arrives},
         )
         for stage in by_stage
@@ -174,7 +181,8 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         for stage in stages:
             for region in stage.regions:
                 split_backward(region.graph, stage.folded.regions[region.region].graph)
-    counts = loss_counts(folded) if num_microbatches > 1 else ()
+    found = loss_counts(folded) if num_microbatches > 1 else ()
+    counts = tuple(replace(c, op=(pieces.numbers[c.op[0]], c.op[1])) for c in found)
     inputs = graphs.input_layouts() if num_microbatches > 1 else {}
     return EmittedPipeline(
         folded,

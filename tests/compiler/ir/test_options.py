@@ -41,6 +41,7 @@ def test_the_option_surface_is_frozen() -> None:
         "microbatches",
         "schedule",
         "virtual_stages",
+        "batch_norm",
         "micro_chunks",
         "chained_chunks",
         "collective_matmul",
@@ -58,6 +59,7 @@ def test_the_option_surface_is_frozen() -> None:
             "pin 'xp' is unknown; pins are dp, ep, cp, tp, zero, sp, recompute, offload, pp, "
             "microbatches, schedule, virtual_stages",
         ),
+        ({"pins": {"batch_norm": "batch"}}, "pin batch_norm=batch: unknown; write microbatch"),
         ({"pins": {"pp": 0}}, "pin pp=0: no degree; write 1 or more"),
         ({"pins": {"cp": 0}}, "pin cp=0: no degree; write 1 or more"),
         ({"pins": {"ep": 0}}, "pin ep=0: no degree; write 1 or more"),

@@ -1,5 +1,7 @@
 """verify: what it compares, and what it calls different."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,6 +94,13 @@ def test_ranks_compare_the_same_numbers(pools: Pools, plan: Plan) -> None:
 def test_a_model_without_values_is_refused(plan: Plan) -> None:
     with pytest.raises(MeshfoldError, match="on_meta: the model is on the meta device"):
         verify(plan, "support.models.factories:on_meta")
+
+
+def test_statistics_of_each_microbatch_are_not_those_of_one_process(plan: Plan) -> None:
+    several = replace(plan.strategy, microbatches=2)
+    own = replace(plan, strategy=several, pins={"batch_norm": "microbatch"})
+    with pytest.raises(MeshfoldError, match="under batch_norm=microbatch each microbatch has"):
+        verify(own, "anything:at_all")
 
 
 def test_without_dropout_nothing_is_dropped() -> None:

@@ -147,10 +147,13 @@ def test_a_pinned_pipeline_places_every_layer_once(family, pins):
     assert found.strategy.pp == pins["pp"] == len(found.stages)
     assert found.mesh.names[0] == "pp" and found.mesh.num_ranks == 4
     placed = [(run.first + k) for s in found.stages for run in s.runs for k in range(run.count)]
-    assert placed == list(range(len(graph_of(family).instances)))
+    # Two layers of bert are cut for four stages.
+    assert placed == list(range(len(found.pieces or graph_of(family).instances)))
+    assert bool(found.pieces) == (family == "bert")
     assert found.time.step_s == pytest.approx(max(s.costs.end_s for s in found.stages))
     assert found.memory.peak == max(s.costs.peak_bytes for s in found.stages)
-    assert 0 <= found.gap < 0.05
+    # The bound does not see that pieces of tiny layers cannot be divided evenly.
+    assert 0 <= found.gap < (0.5 if found.pieces else 0.05)
     names = [row.name for row in found.baselines]
     assert "best uniform 3D" in names
     uniform = found.baselines[names.index("best uniform 3D")]
@@ -257,11 +260,10 @@ def test_encoder_output_is_resident_on_later_stages():
     [
         ({"pp": 3}, "contradict|keeps them"),
         ({"microbatches": 3}, "divide a batch of 4"),
-        ({"pp": 8, "tp": 1}, "fewer than stages|keeps them"),
         ({"pp": 2, "ep": 2}, "ep divides the number of experts"),
         (
-            {"schedule": "interleaved", "virtual_stages": 3},
-            "schedule=interleaved, virtual_stages=3: .* layers",
+            {"schedule": "interleaved", "virtual_stages": 1},
+            "schedule=interleaved, virtual_stages=1: .* need 2 or more virtual stages",
         ),
         ({"schedule": "gpipe", "virtual_stages": 2}, "the others have one"),
         ({"schedule": "1f1b", "pp": 1}, "schedule=1f1b, pp=1: no pp > 1"),
@@ -269,7 +271,7 @@ def test_encoder_output_is_resident_on_later_stages():
 )
 def test_pins_that_cannot_be_kept(pins, match):
     with pytest.raises(OptionError, match=match):
-        plan("llama", num_devices=8 if pins.get("pp") == 8 else 4, pins=pins)
+        plan("llama", num_devices=4, pins=pins)
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zero_bubble"])

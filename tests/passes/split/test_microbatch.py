@@ -70,8 +70,9 @@ class MeanOverBatch(nn.Module):
 
 def test_statistics_over_the_batch_are_refused():
     folded = capture(MeanOverBatch(), {"x": torch.zeros(4, 8)}).graph
-    with pytest.raises(OptionError, match="cannot be split into microbatches"):
-        MicrobatchGraphs(folded, CLUSTER, 4)
+    where = r"mean.dim \(.*test_microbatch.py:\d+\)|sub.Tensor \(.*test_microbatch.py:\d+\)"
+    with pytest.raises(OptionError, match=f"cannot be split into microbatches: ({where})"):
+        MicrobatchGraphs(folded, CLUSTER, 4).graph(2)
 
 
 class Normalised(nn.Module):
@@ -85,8 +86,16 @@ class Normalised(nn.Module):
 
 def test_statistics_of_a_batch_norm_are_refused_by_name():
     folded = capture(Normalised(), {"x": torch.zeros(4, 8)}).graph
-    with pytest.raises(OptionError, match="_native_batch_norm_legit_functional.*statistics"):
-        MicrobatchGraphs(folded, CLUSTER, 4)
+    graphs = MicrobatchGraphs(folded, CLUSTER, 4)
+    named = r"_native_batch_norm_legit_functional \(.*test_microbatch.py:\d+, in norm\)"
+    with pytest.raises(OptionError, match=f"{named} takes statistics over the batch; pin batch_n"):
+        graphs.graph(2)
+    assert graphs.graph(1) is folded
+    own = MicrobatchGraphs(folded, CLUSTER, 4, per_microbatch=True).graph(2)
+    (region,) = own.regions
+    (norm,) = (op for op in region.graph.ops if "batch_norm" in op.target)
+    assert region.graph.values[norm.operands[0]].shape == (2, 8)
+    assert region.graph.mutations
 
 
 class ProductOfMeans(nn.Module):
@@ -104,9 +113,9 @@ class ProductOfMeans(nn.Module):
 def test_products_of_means_are_refused():
     folded = capture(ProductOfMeans(), {"x": torch.zeros(4, 8)}).graph
     with pytest.raises(
-        OptionError, match="cannot be split into microbatches: .* is needed for the whole batch"
+        OptionError, match=r"mul.Tensor \(.*test_microbatch.py:\d+\) needs mean.* of all samples"
     ):
-        MicrobatchGraphs(folded, CLUSTER, 4)
+        MicrobatchGraphs(folded, CLUSTER, 4).graph(2)
 
 
 class LearnedTargets(nn.Module):
@@ -122,7 +131,7 @@ class LearnedTargets(nn.Module):
 def test_a_count_of_targets_that_the_model_computes_is_refused():
     folded = capture(LearnedTargets(), {"x": torch.zeros(4, 8)}).graph
     with pytest.raises(OptionError, match="targets of aten.cross_entropy_loss.* follow from first"):
-        MicrobatchGraphs(folded, CLUSTER, 4)
+        MicrobatchGraphs(folded, CLUSTER, 4).graph(2)
 
 
 class Counts(nn.Module):
@@ -140,4 +149,4 @@ class Counts(nn.Module):
 def test_buffers_that_the_forward_updates_are_refused_by_name():
     folded = capture(Counts(), {"x": torch.randn(BATCH, 4)}).graph
     with pytest.raises(OptionError, match="every one of them would update buffer largest"):
-        MicrobatchGraphs(folded, CLUSTER, BATCH)
+        MicrobatchGraphs(folded, CLUSTER, BATCH).graph(2)

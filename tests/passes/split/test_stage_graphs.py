@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 from support.models.hugging_face import BATCH, tiny_model
+from support.models.padded import padded_model
 
 from meshfold.capture.pipeline import capture
 from meshfold.cost_models.hardware.devices import resolve_cluster
@@ -13,13 +14,16 @@ from meshfold.ir.op_graph import Dependence, FoldedGraph, SourceKind
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.split.stage_graphs import StageGraph, stage_graphs
+from meshfold.validation.float64_mode import float64_everywhere
 
 
 @cache
 def typed(family: str) -> tuple[FoldedGraph, tuple[RegionTyping, ...]]:
     """A model of three layers, T5 of three per stack, typed for one rank."""
-    model, batch = tiny_model(family, layers=3)
-    folded = capture(model, batch).graph
+    is_padded = family == "padded llama"
+    model, batch = padded_model("llama") if is_padded else tiny_model(family, layers=3)
+    with float64_everywhere():
+        folded = capture(model, batch).graph
     cluster = resolve_cluster("local-cpu", 1)
     search = MeshSearch(folded, cluster, build_mesh(cluster, 1, 1), BATCH)
     return folded, tuple(search.solve(zero=0, mode="tensor").typings)
@@ -70,6 +74,18 @@ def test_only_what_depends_on_the_batch_crosses(family: str, first: list[int]) -
         assert read == names
     # The one thing that a stage returns beside its boundary is the loss, and the last one does.
     assert [len(s.folded.outputs) - len(s.leaves) for s in stages] == [0] * (len(first) - 1) + [1]
+
+
+def test_masks_of_a_padded_batch_are_made_where_they_are_read() -> None:
+    """Inputs are in every stage; only hidden states cross."""
+    for stage in stages_of("padded llama", [0, 1, 3])[1:]:
+        (hidden,) = stage.arrives
+        assert hidden.value.requires_grad
+    again = stages_of("padded llama", [0, 1, 3])[1].folded.instances[0]
+    assert {s.name for s in again.sources if s.kind is SourceKind.INPUT} == {
+        "attention_mask",
+        "position_ids",
+    }
 
 
 def test_rotary_tables_are_recomputed() -> None:

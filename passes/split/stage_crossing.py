@@ -1,0 +1,54 @@
+"""Which values stages hand each other, and which each makes for itself.
+
+    made of parameters and the batch         cross, with their gradients
+    made of inputs and constants alone       computed again in every stage that reads them: masks
+                                             and positions of a padded batch, which is there anyway
+    not of the batch at all                  computed again, too (rotary tables, position biases)
+
+Random numbers cross: they are drawn once. So does what is made of a buffer that a step updates.
+"""
+
+from collections.abc import Iterator
+
+from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph, Source, SourceKind
+from meshfold.passes.rules.ops.random import RANDOM_OPS
+
+Made = tuple[int, int]
+"""(instance, output)."""
+
+
+def crossing_values(folded: FoldedGraph) -> frozenset[Made]:
+    """The outputs of instances that cross stage boundaries where a later stage reads them."""
+    needs = [list(_needs(region.graph)) for region in folded.regions]
+    updated = {
+        instance.sources[slot].name
+        for instance in folded.instances
+        for slot, _ in folded.regions[instance.region].graph.mutations
+    }
+    crossing: set[Made] = set()
+
+    def is_at_hand(source: Source) -> bool:
+        if source.kind is SourceKind.VALUE:
+            return (source.instance, source.output) in again
+        return source.kind is not SourceKind.PARAMETER and source.name not in updated
+
+    again: set[Made] = set()
+    for k, instance in enumerate(folded.instances):
+        graph = folded.regions[instance.region].graph
+        for output, (slots, draws) in enumerate(needs[instance.region]):
+            if not draws and all(is_at_hand(instance.sources[slot]) for slot in slots):
+                again.add((k, output))
+            elif graph.values[graph.outputs[output]].depends is Dependence.BATCH:
+                crossing.add((k, output))
+    return frozenset(crossing)
+
+
+def _needs(graph: OpGraph) -> Iterator[tuple[list[int], bool]]:
+    """Per output the slots that lead to it, and whether random numbers do."""
+    for v in graph.outputs:
+        values, draws = {v}, False
+        for op in reversed(graph.ops):
+            if not values.isdisjoint(op.outputs):
+                values.update(op.operands)
+                draws = draws or op.target in RANDOM_OPS
+        yield [i for i in range(len(graph.slots)) if i in values], draws
