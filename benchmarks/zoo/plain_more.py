@@ -1,4 +1,4 @@
-"""Entries of zoo/plain_fields.py and zoo/plain_nets.py, and small nets of torch's own layers."""
+"""What benchmarks/zoo/plain_fields.py and plain_nets have, and small nets of torch's own layers."""
 
 from collections.abc import Callable
 

@@ -125,7 +125,8 @@ def _open_clip(name: str, kind: str, sigmoid: bool = False, **fields: Any) -> En
         }
         ids = torch.randint(0, 64, (BATCH, 8))
         net = _Contrastive(made(**given), sigmoid=sigmoid).train()
-        return net, {"image": _noise(3, 32, 32), "text": ids}
+        pixels = given["vision_cfg"]["image_size"]
+        return net, {"image": _noise(3, pixels, pixels), "text": ids}
 
     return Entry("open_clip", name, build)
 
