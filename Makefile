@@ -17,6 +17,8 @@ SOURCES := find compiler passes cost_models -name '*.py' -o -name '*.json' -o -n
 NAMES := $(shell $(SOURCES) | LC_ALL=C sort | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/installed
 LINKED := $(VENV)/linked-$(NAMES)
+# Tests start many processes; compiled once, sources are not compiled in each of them.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 STRICT := --config-settings editable_mode=strict
 
 .PHONY: demo test slow lint format schema readme install clean
@@ -27,11 +29,11 @@ demo: install
 
 test: lint
 	@echo "== tests"
-	@$(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadgroup
+	@$(PYTEST) -m "not gpu and not slow"
 
 slow: install
 	@echo "== slow tests"
-	@$(BIN)/python -m pytest -q -m "slow and not gpu" -n 2 --dist loadgroup
+	@$(PYTEST) -m "slow and not gpu"
 
 lint: install
 	@echo "== format"

@@ -6,7 +6,7 @@ model, example inputs --capture--> folded graph --search--> Plan --emit--> progr
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshfold.capture.pipeline import Captured, capture
+from meshfold.capture.trace.loss_function import LossFunction
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import resolve_cluster
@@ -30,32 +31,37 @@ from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.planner.find import Progress, find_plan_for
 from meshfold.plan_file.io import load_plan
 from meshfold.refine.pipeline import refined
-from meshfold.torch_compat.pytree import named_leaves
 from meshfold.training.agreement import NUM_COMPARED, agreed_states, states_text
+from meshfold.training.call_arguments import named_inputs
 from meshfold.training.compiled_model import CompiledModel
+
+ExampleArguments = Mapping[str, Any] | Sequence[Any]
+"""Arguments of one call of a model, by name or by position."""
 
 
 def find_plan(
     model: nn.Module,
     cluster_spec: ClusterSpec | str,
-    example_inputs: Mapping[str, Any],
+    example_inputs: ExampleArguments,
     *,
     options: CompileOptions | None = None,
+    loss_fn: LossFunction | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan that fits. See `compile` for arguments and errors."""
     options = options or CompileOptions()
-    captured = _capture(model, example_inputs, options)
+    captured = _capture(model, named_inputs(model, example_inputs), options, loss_fn)
     return plan_captured(captured, type(model).__name__, cluster_spec, options, progress=progress)
 
 
 def compile(
     model: nn.Module,
     cluster_spec: ClusterSpec | str,
-    example_inputs: Mapping[str, Any],
+    example_inputs: ExampleArguments,
     *,
     plan: Plan | str | os.PathLike[str] | None = None,
     options: CompileOptions | None = None,
+    loss_fn: LossFunction | None = None,
     sync_module_states: bool = True,
     num_compared_batches: int | None = NUM_COMPARED,
 ) -> CompiledModel:
@@ -63,10 +69,11 @@ def compile(
 
     model: an unmodified module, in the mode (train or eval) it is to be captured in; on the meta
     device it is initialised shard by shard. cluster_spec: a ClusterSpec, or a preset: "dgx-h100x4".
-    example_inputs: keyword arguments of one global batch; only shapes and dtypes are read. plan: a
-    plan or its file instead of a search. Planning needs no process group and no accelerator; with
-    a process group (torchrun) the model is bound to it, otherwise the result is for inspection,
-    unless the plan is for one device.
+    example_inputs: keyword arguments of one global batch, or a tuple in the order of the model's;
+    only shapes and dtypes are read. loss_fn(outputs, ...): what computes the loss of what the model
+    returns and of what else the batch has. plan: a plan or its file instead of a search. Planning
+    needs no process group and no accelerator; with a process group (torchrun) the model is bound to
+    it, otherwise the result is for inspection, unless the plan is for one device.
 
     sync_module_states: where initial values differ between ranks, take those of rank 0 and warn;
     else refuse. num_compared_batches: forward passes in which ranks that must hold the same rows
@@ -77,25 +84,54 @@ def compile(
     ranks if one of them raises, or has another program.
     """
     options = options or CompileOptions()
+    inputs = named_inputs(model, example_inputs)
 
     def emitted() -> _Emitted:
         chosen = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
         given = options
         if chosen is not None:
-            given = replace(options, precision=chosen.precision, mode=chosen.mode)
-        captured = _capture(model, example_inputs, given)
+            given = _as_planned(options, chosen)
+        captured = _capture(model, inputs, given, loss_fn)
         if chosen is None:
             chosen = plan_captured(captured, type(model).__name__, cluster_spec, given)
         return _emitted(model, chosen, captured)
 
-    return _bound(model, emitted, example_inputs, sync_module_states, num_compared_batches)
+    binding = Binding(sync_module_states, num_compared_batches, loss_fn)
+    return _bound(model, emitted, inputs, binding)
+
+
+def _as_planned(options: CompileOptions, plan: Plan) -> CompileOptions:
+    """The options of a plan that is given. Raises PlanMismatchError for a loss or outputs that it
+    does not have."""
+    returns, asked = plan.model.returns, options.returns
+    if asked.loss not in ((), returns.loss) or (asked.outputs and not returns.outputs):
+        raise PlanMismatchError(
+            f"the plan is for loss {plan.model.loss!r} and outputs {list(returns.outputs)}; plan "
+            "again for other ones, or leave loss and outputs out"
+        )
+    return replace(
+        options,
+        precision=plan.precision,
+        mode=plan.mode,
+        loss=returns.loss,
+        outputs=returns.outputs,
+        sharded_outputs=returns.sharded,
+    )
 
 
 def _capture(
-    model: nn.Module, example_inputs: Mapping[str, Any], options: CompileOptions
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    options: CompileOptions,
+    loss_fn: LossFunction | None,
 ) -> Captured:
     return capture(
-        model, example_inputs, full_capture=options.full_capture, precision=options.precision
+        model,
+        inputs,
+        full_capture=options.full_capture,
+        precision=options.precision,
+        returns=options.returns,
+        loss_fn=loss_fn,
     )
 
 
@@ -132,21 +168,17 @@ def _resolve(text: str) -> ClusterSpec:
 
 
 def check_output(captured: Captured) -> None:
-    """Raises CaptureError unless the program computes one tensor, the loss or the only output."""
-    if len(captured.graph.outputs) != 1:
-        names = ", ".join(captured.model_outputs)
-        raise CaptureError(
-            f"the model returns several tensors ({names}) and none of them is its loss; pass "
-            "labels, or wrap the model so that it returns one tensor"
-        )
+    """Raises CaptureError unless the first output of the program is the loss, or the only one."""
+    if captured.no_loss:
+        raise CaptureError(captured.no_loss)
 
 
 def batch_size_of(captured: Captured) -> int:
-    """Size of dim 0 that most inputs share: the global batch."""
-    sizes = [info.shape[0] for info in captured.graph.inputs if info.shape]
-    if not sizes:
+    """The global batch. Raises OptionError where no input has a batch dim."""
+    size = captured.graph.batch_size
+    if not size:
         raise OptionError("no input has a batch dim; pass a batch of tensors as example_inputs")
-    return max(sizes, key=lambda n: (sizes.count(n), n))
+    return size
 
 
 @dataclass(frozen=True)
@@ -168,14 +200,22 @@ class _Emitted:
         }
 
 
+@dataclass(frozen=True)
+class Binding:
+    """Arguments of `compile` for a model that is emitted."""
+
+    sync_module_states: bool = True
+    num_compared_batches: int | None = NUM_COMPARED
+    loss_fn: LossFunction | None = None
+
+
 def bind(
     model: nn.Module,
     plan: Plan,
     captured: Captured,
     example_inputs: Mapping[str, Any],
     *,
-    sync_module_states: bool = True,
-    num_compared_batches: int | None = NUM_COMPARED,
+    loss_fn: LossFunction | None = None,
 ) -> CompiledModel:
     """Emit the program of `plan` and, with processes, initialise this rank's shards of the model.
 
@@ -183,7 +223,7 @@ def bind(
     """
 
     work = partial(_emitted, model, plan, captured)
-    return _bound(model, work, example_inputs, sync_module_states, num_compared_batches)
+    return _bound(model, work, example_inputs, Binding(loss_fn=loss_fn))
 
 
 def _emitted(model: nn.Module, plan: Plan, captured: Captured) -> _Emitted:
@@ -202,17 +242,24 @@ def _bound(
     model: nn.Module,
     work: Callable[[], _Emitted],
     example_inputs: Mapping[str, Any],
-    sync_module_states: bool,
-    num_compared_batches: int | None,
+    binding: Binding,
 ) -> CompiledModel:
     """What `work` emits, once the ranks agree on it, on this rank's shards of the model."""
     emitted = compared(work, _Emitted.facts) if _is_in_job() else work()
     plan, program = emitted.plan, emitted.program
     if _is_in_job():
-        agreed_states(model, sync=sync_module_states)
+        agreed_states(model, sync=binding.sync_module_states)
     mesh = _rank_mesh(model, plan, program)
-    fixed = {k: v for k, v in named_leaves(dict(example_inputs)) if not isinstance(v, torch.Tensor)}
-    return CompiledModel(model, plan, emitted.captured, program, mesh, fixed, num_compared_batches)
+    return CompiledModel(
+        model,
+        plan,
+        emitted.captured,
+        program,
+        mesh,
+        example_inputs,
+        binding.num_compared_batches,
+        binding.loss_fn,
+    )
 
 
 def check_fingerprint(plan: Plan, captured: Captured) -> None:

@@ -1,4 +1,4 @@
-"""Units at the border: texts of bytes, seconds and counts for people, and back.
+"""Units that people read and write: texts of bytes, seconds and counts for people, and back.
 
 GB is 1e9 bytes and GiB is 2**30 bytes, here and in everything that meshfold prints.
 """

@@ -17,10 +17,10 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshfold
-from meshfold.cli.torch_commands import report_view
 from meshfold.distributed.local_processes import Report, run_local
 from meshfold.report.plan import summary_view
 from meshfold.units import count_text, parse_bytes
+from meshfold.validation.report import report_view
 from meshfold.validation.verify import verify
 
 WORLD_SIZE = 4

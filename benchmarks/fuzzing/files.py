@@ -104,10 +104,10 @@ def paths(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | 
 
 
 def changed(document: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """A copy with another value in one place."""
-    new = copy.deepcopy(document)
-    inner = new
+    """A copy with another value in one place; what is beside the path is shared."""
+    new = inner = copy.copy(document)
     for key in path[:-1]:
+        inner[key] = copy.copy(inner[key])
         inner = inner[key]
     if value is MISSING:
         del inner[path[-1]]

@@ -1,1 +1,1 @@
-"""Capture: an nn.Module becomes a folded op graph."""
+"""The passes of capture in order: an nn.Module becomes a folded op graph."""

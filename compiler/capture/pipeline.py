@@ -34,6 +34,7 @@ from meshfold.capture.trace.fake_model import (
     flatten_inputs,
     model_names,
 )
+from meshfold.capture.trace.loss_function import LossFunction, check_arguments
 from meshfold.capture.trace.lower import read_program
 from meshfold.capture.trace.module_names import refuse_names
 from meshfold.capture.trace.python_state import (
@@ -42,24 +43,38 @@ from meshfold.capture.trace.python_state import (
     refuse_gradient_hooks,
 )
 from meshfold.capture.trace.raw_program import RawProgram, number
+from meshfold.capture.trace.returned import NOTHING
 from meshfold.capture.trace.snapshots import Snapshot, shared_state
+from meshfold.capture.trace.structures import Node
 from meshfold.errors import CaptureError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import Precision
+from meshfold.ir.returns import LOSS_ALONE, Returns
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.fold.find_regions import fold
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """What of a model is captured: see `capture`."""
+
+    returns: Returns
+    loss_fn: LossFunction | None
+    precision: Precision
+
+
+@dataclass(frozen=True)
 class Captured:
-    """graph: the folded program; with a loss, only what the loss needs.
+    """graph: the folded program; with a loss, only what it and the outputs asked for need.
     constants: values of CONSTANT sources by name, small CPU tensors.
-    model_outputs: path of every tensor the model returned, those that were dropped too."""
+    structure: what a step returns around the outputs of `graph`, by their names.
+    no_loss: why the first output is no loss, for the user."""
 
     graph: FoldedGraph
     constants: Mapping[str, torch.Tensor]
-    model_outputs: tuple[str, ...]
+    structure: Node = NOTHING
+    no_loss: str = ""
 
 
 def capture(
@@ -68,22 +83,30 @@ def capture(
     *,
     full_capture: bool = False,
     precision: Precision = "model",
+    returns: Returns = LOSS_ALONE,
+    loss_fn: LossFunction | None = None,
 ) -> Captured:
     """Capture `model(**example_inputs)`.
 
     example_inputs are keyword arguments; tensors, nested in dicts, lists and tuples too, become
     inputs (only their shapes and dtypes are read), anything else a constant of the capture.
     full_capture traces every layer, where otherwise layers proven equal are traced once.
-    precision: what it is to compute in (meshfold.capture.trace.mixed_precision).
+    precision: what it is to compute in (meshfold.capture.trace.mixed_precision). returns: what of
+    its return value; loss_fn: what computes the loss of that and the rest of the example inputs
+    (meshfold.capture.trace.loss_function).
     The model is used as it is: train or eval mode, dtype, ties. It is not changed.
 
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
-    OptionError if example_inputs holds no tensor.
+    OptionError if example_inputs holds no tensor, or not the arguments of the model.
     """
+    check_arguments(model, example_inputs, loss_fn)
+    if not returns.has_loss:
+        loss_fn = None
+    wanted = Wanted(returns, loss_fn, precision)
     shared = Snapshot(shared_state(model), context=True)
     try:
         with collector_paused(), plain_checkpoints():
-            return _capture(model, example_inputs, full_capture, precision)
+            return _capture(model, example_inputs, full_capture, wanted)
     finally:
         # What forward keeps there are fake tensors and hooks of the fake copy.
         shared.restore()
@@ -93,10 +116,11 @@ def _capture(
     model: nn.Module,
     example_inputs: Mapping[str, Any],
     full_capture: bool,
-    precision: Precision,
+    wanted: Wanted,
 ) -> Captured:
     refuse_gradient_hooks(model)
     refuse_names(model)
+    precision = wanted.precision
     names = model_names(model, precision)
 
     def traced(
@@ -104,9 +128,10 @@ def _capture(
     ) -> tuple[Captured, Changes]:
         fake = fake_copy(model, precision)
         prepare(fake.module)
-        inputs = flatten_inputs(example_inputs, fake.mode, precision)
+        inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn)
         fake = replace(fake, notes=(*fake.notes, *filter(None, [note])))
-        return _trace(fake, inputs, names, find_children(fake.module) if has_calls else [])
+        children = find_children(fake.module) if has_calls else []
+        return _trace(fake, inputs, names, children, wanted.returns)
 
     try:
         captured, changed = traced(not full_capture)
@@ -122,7 +147,11 @@ def _capture(
 
 
 def _trace(
-    fake: FakeCopy, inputs: ExampleInputs, names: Names, children: Sequence[Child]
+    fake: FakeCopy,
+    inputs: ExampleInputs,
+    names: Names,
+    children: Sequence[Child],
+    returns: Returns,
 ) -> tuple[Captured, Changes]:
     """Trace the fake copy, with call nodes for those of `children` that equal one traced before.
 
@@ -132,14 +161,14 @@ def _trace(
     plan = plan_calls(fake, inputs, children) if children else CallPlan()
     notes = (*fake.notes, *plan.refusals)
     if not plan.has_stubs:
-        exported = export_fake(fake, inputs)
+        exported = export_fake(fake, inputs, returns)
         program = read_program(exported, names, inputs.infos)
         return _fold(program, names, inputs, exported, notes), exported.changed
     strip(children, plan.decisions)
     tracer = CallTracer(plan.decisions)
     try:
         with wrapped(children, tracer):
-            exported = export_fake(fake, inputs, tracer.marked)
+            exported = export_fake(fake, inputs, returns, tracer.marked)
         program = expand_calls(read_program(exported, names, inputs.infos), names)
     except CaptureError as error:
         raise RetraceError(str(error)) from error
@@ -160,4 +189,6 @@ def _fold(
     flat = number(routed, names, inputs.infos, notes)
     if not flat.graph.num_ops:
         raise CaptureError("the model computes nothing; return a loss that its ops make")
-    return Captured(fold(flat.graph, flat.stacks), dict(program.constants), exported.model_outputs)
+    folded = replace(fold(flat.graph, flat.stacks), returns=exported.chosen.returns)
+    constants = dict(program.constants)
+    return Captured(folded, constants, exported.chosen.structure, exported.chosen.no_loss)

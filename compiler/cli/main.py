@@ -26,6 +26,7 @@ from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError
 from meshfold.ir.options import PINS, CompileOptions, Mode, Precision
 from meshfold.ir.plan import Plan
+from meshfold.ir.returns import ALL
 from meshfold.plan_file.io import load_plan, plan_to_json, save_plan
 from meshfold.plan_file.output_file import write_whole
 from meshfold.report.plan import plan_view, summary_view
@@ -40,6 +41,7 @@ from meshfold.report.terminal import (
     progress,
 )
 from meshfold.units import bytes_text, parse_bytes
+from meshfold.validation.report import report_json, report_view
 
 
 def torch_commands() -> Any:
@@ -104,6 +106,19 @@ def cli(ctx: click.Context) -> None:
     metavar="RULE",
     help="Search without a pruning rule that 'show' names; repeatable.",
 )
+@click.option(
+    "--loss",
+    metavar="PATH",
+    help="Where the loss is in what the model returns: losses.box, 1; of several the sum, 'a + b'. "
+    "[default: the one scalar that it can be]",
+)
+@click.option(
+    "--return",
+    "returned",
+    multiple=True,
+    metavar="PATH",
+    help="What a step returns besides its loss, all for everything; repeatable.",
+)
 @click.option("--output", "-o", type=FilePath(), help="The plan file to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
@@ -118,18 +133,19 @@ def plan(
     pin: tuple[str, ...],
     allow: str | None,
     without_rule: tuple[str, ...],
+    loss: str | None,
+    returned: tuple[str, ...],
     output: Path | None,
     as_json: bool,
 ) -> None:
     """Find the best plan for MODEL on a cluster and write it to a file.
 
-    MODEL is package.module:factory, where factory() returns (model, example_inputs), or a Hugging
-    Face configuration file.
+    MODEL is package.module:factory, where factory() returns (model, example_inputs) or (model,
+    example_inputs, loss_fn), or a Hugging Face configuration file.
 
     \b
     Example:
-      meshfold plan examples/configs/llama-3-8b.json --cluster dgx-h100x2 \\
-          --batch 32 --pin tp=8 -o plan.json
+      meshfold plan examples/configs/llama-3-8b.json -c dgx-h100x2 --batch 32 -o plan.json
     """
     if output is None and not as_json:
         raise OptionError("nothing to write to; name a file with -o, or say --json")
@@ -142,18 +158,23 @@ def plan(
         allow_pipelines=allow == "pipelines",
         allow_planned=allow == "planned",
         without_rules=without_rule,
+        loss=loss,
+        outputs=ALL if ALL in returned else returned,
     )
     spec = resolve_cluster(cluster, devices)
     with progress(f"capturing {model}") as status:
 
         def tell(done: int, total: int, label: str) -> None:
-            text = f"planning for {spec.num_devices} devices: {done} of {total}, {label}"
-            status.update(lines_view([text]))
+            status.update(lines_view([_planning_text(spec.num_devices, done, total, label)]))
 
         made = torch_commands().make_plan(
             model, spec, options, batch=batch, sequence=seq, progress=tell
         )
     _give(made, output, as_json=as_json)
+
+
+def _planning_text(num_devices: int, done: int, total: int, label: str) -> str:
+    return f"planning for {num_devices} devices: {done} of {total}, {label}"
 
 
 def _give(made: Plan, output: Path | None, *, as_json: bool) -> None:
@@ -296,9 +317,9 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
     with progress(f"running {loaded.world_size} processes and the model alone"):
         report = commands.verify_plan(loaded, model)
     if as_json:
-        _echo(commands.report_json(report), as_json=True)
+        _echo(report_json(report), as_json=True)
     else:
-        print_view(commands.report_view(report))
+        print_view(report_view(report))
     if not report.passed:
         raise Failure(report.verdict, 1)
 

@@ -1,14 +1,9 @@
 """What the command line runs that needs torch: plan, graph, verify. See meshfold.cli.main."""
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from meshfold.api import find_plan
 from meshfold.codegen.emit.pass_pipeline import PassRun
@@ -28,10 +23,8 @@ from meshfold.report.step_timeline import Timeline
 from meshfold.units import seconds_text
 from meshfold.validation.measure_overlap import measure_overlap, overlap_json, overlap_text
 from meshfold.validation.measure_pipeline import measured_spans
-from meshfold.validation.report import NUM_STEPS, Difference, VerifyReport
+from meshfold.validation.report import VerifyReport
 from meshfold.validation.verify import captured_as_planned, verify
-
-NUM_WORST = 5
 
 
 def make_plan(
@@ -49,7 +42,12 @@ def make_plan(
     def plan_for(default_batch: int) -> Plan:
         built = build_model(model, batch=batch, sequence=sequence, default_batch=default_batch)
         return find_plan(
-            built.model, cluster, built.example_inputs, options=options, progress=progress
+            built.model,
+            cluster,
+            built.example_inputs,
+            options=options,
+            loss_fn=built.loss_fn,
+            progress=progress,
         )
 
     try:
@@ -113,49 +111,3 @@ def measured_timeline(plan: Plan, model: str | None, trace: Path | None) -> Time
         raise OptionError("--trace is of the prediction; leave out --measured, or --trace")
     found = measure_overlap(plan, model)
     return Timeline(overlap_text(found), overlap_json(found), "")
-
-
-def report_json(report: VerifyReport) -> str:
-    """The report as JSON, ending in a newline."""
-    facts = asdict(report) | {"passed": report.passed, "verdict": report.verdict}
-    return json.dumps(facts, indent=2) + "\n"
-
-
-def report_view(report: VerifyReport) -> RenderableType:
-    """The worst parameters as a table."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("", overflow="fold")
-    for name in ("one process", f"{report.world_size} processes", "difference"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_row(
-        "loss", f"{report.eager_loss:.12g}", f"{report.loss:.12g}", f"{report.loss_difference:.1e}"
-    )
-    worst = [_worst_view(f"worst of {len(report.gradients)} gradients", report.gradients, report)]
-    if report.parameters:
-        title = f"worst parameters after {NUM_STEPS} steps of {report.optimizer}"
-        worst.append(_worst_view(title, report.parameters, report))
-    style = "bold green" if report.passed else "bold red"
-    headline = Text(f"{report.strategy} on {report.world_size} local processes, float64\n")
-    verdict = Text(f"\n{report.verdict}", style=style)
-    order = Text(f"\n{report.num_collectives} collectives a step, in one order on all ranks")
-    small = [Text("a scaled-down model and plan, not the real size:")] if report.shrunk else []
-    small += [Text(f"  {change}") for change in report.shrunk] + [Text()] * bool(report.shrunk)
-    parts = (*small, headline, table, *(part for view in worst for part in (Text(), view)))
-    return Group(*parts, order, verdict) if report.passed else Group(*parts)
-
-
-def _worst_view(title: str, compared: Sequence[Difference], report: VerifyReport) -> RenderableType:
-    view = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    view.add_column(title, overflow="fold")
-    for name in ("largest entry", "difference", "relative"):
-        view.add_column(name, justify="right", no_wrap=True)
-    for c in compared[:NUM_WORST]:
-        bad = not c.relative <= report.tolerance
-        view.add_row(
-            c.name,
-            f"{c.largest:.3g}",
-            f"{c.difference:.1e}",
-            f"{c.relative:.1e}",
-            style="bold red" if bad else "",
-        )
-    return view

@@ -30,8 +30,8 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, eq=False)
 class RankMesh(ABC):
-    """The mesh as one rank sees it. Frozen: what changes within a step is in
-    meshfold.distributed.step_context.
+    """The mesh as one rank sees it. Frozen: what ops read and changes within a step is in
+    meshfold.distributed.step_context; `place` is for errors.
 
     Every start returns a tensor in flight at once: its shape and dtype are those of the result, its
     contents are not to be read before wait. The ranks of a group must start the same collectives in

@@ -1,2 +1,2 @@
-"""Frozen data that every phase reads: cluster, mesh, SPMD types, op graph, strategy, plan, step
-events."""
+"""Frozen data that every phase reads, and its arithmetic: cluster, mesh, SPMD types, op graph,
+options, strategy, plan, step events."""

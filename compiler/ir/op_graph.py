@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from meshfold.ir.returns import Returns
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -287,6 +289,21 @@ class FoldedGraph:
     outputs: tuple[OutputInfo, ...]
     notes: tuple[str, ...] = ()
     """What the user should know: refusals with their reason, unused parameters, branches."""
+    returns: Returns = Returns()
+    """What of the model's return value `outputs` are."""
+
+    @property
+    def apart(self) -> tuple[OutputInfo, ...]:
+        """The outputs that were asked for besides the loss: copies, which no layer reads."""
+        if not self.returns.outputs:
+            return ()
+        return self.outputs[int(self.returns.has_loss) :]
+
+    @property
+    def batch_size(self) -> int:
+        """Size of dim 0 that most inputs share: the global batch. 0 where no input has a dim."""
+        sizes = [info.shape[0] for info in self.inputs if info.shape]
+        return max(sizes, key=lambda n: (sizes.count(n), n), default=0)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from meshfold.errors import OptionError
+from meshfold.ir.returns import ALL, Path, Returns, paths_of, summands_of
 from meshfold.ir.strategy import Offload, Recompute
 from meshfold.units import is_bytes, parse_bytes
 
@@ -149,6 +150,14 @@ class CompileOptions:
     without_rules: tuple[str, ...] = ()
     """Pruning rules of the search (passes.one_pass.tree.PRUNING_RULES) to do without, for those who
     doubt one."""
+    loss: Path | tuple[Path, ...] | None = None
+    """The path of the loss in what the model returns ("loss", 1, "losses.box"); of several, joined
+    by " + " or in a tuple, the sum is the loss. None: the one scalar that it can be."""
+    outputs: str | tuple[Path, ...] = ()
+    """Paths of tensors that steps return besides the loss, in the model's own structure; "all" for
+    every one. Without any, steps return the loss alone."""
+    sharded_outputs: bool = False
+    """Leave outputs on the ranks that compute them, as DTensors, instead of gathering them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pins", MappingProxyType(dict(self.pins)))
@@ -167,6 +176,16 @@ class CompileOptions:
             )
         if self.precision not in get_args(Precision):
             raise OptionError(f"precision {self.precision!r} is unknown; write model, bf16 or fp16")
+        if self.sharded_outputs and not self.outputs:
+            raise OptionError("sharded_outputs: there are no outputs; name some in outputs")
+
+    @property
+    def returns(self) -> Returns:
+        """What of the model's return value steps compute."""
+        wanted = self.outputs
+        if wanted != ALL:
+            wanted = paths_of((wanted,) if isinstance(wanted, str) else wanted)
+        return Returns(summands_of(self.loss), wanted, sharded=self.sharded_outputs)
 
     @property
     def strategy_pins(self) -> dict[str, PinValue]:

@@ -12,6 +12,7 @@ from meshfold.ir.limits import Bytes, Count, Instances, Positive, Seconds
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CHAINED_CHUNKS, Mode, Precision
+from meshfold.ir.returns import SUM, Returns
 from meshfold.ir.spmd import Layout
 from meshfold.ir.step_events import SimulatedStep, StepEvents
 from meshfold.ir.strategy import Chunking, RegionTyping, UniformStrategy
@@ -48,6 +49,21 @@ class ModelInfo:
     num_distinct_ops: Count
     inputs: tuple[ModelInput, ...]
     batch_size: Positive
+    loss: str = ""
+    """Path of the loss in what the model returns; of several joined by " + " the sum."""
+    outputs: tuple[str, ...] = ()
+    """Paths of what a step returns in the model's structure; none where it returns the loss."""
+    sharded_outputs: bool = False
+    """Whether these stay on the ranks that compute them."""
+
+    @property
+    def returns(self) -> Returns:
+        """What of the model's return value is computed."""
+        return Returns(
+            tuple(self.loss.split(SUM)) if self.loss else (),
+            self.outputs,
+            sharded=self.sharded_outputs,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The MODEL argument of the command line: a factory or a Hugging Face configuration file.
 
-    package.module:factory    factory() returns (model, example_inputs); the working directory is
+    package.module:factory    factory() returns (model, example_inputs) or, where the loss is not
+                              inside, (model, example_inputs, loss_fn); the working directory is
                               importable. With --batch or --seq, which it must then accept,
                               factory(batch=B, seq=S).
     path/to/config.json       the model class is the file's first architecture, else the class for
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshfold.capture.trace.loss_function import LossFunction
 from meshfold.errors import OptionError
 from meshfold.ir.plan import Plan
 from meshfold.models.config_file import Configuration, read_configuration
@@ -50,10 +52,12 @@ _NEEDS_MASK = ("longt5", "switch_transformers")
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model with keyword arguments for one call of it."""
+    """A model with keyword arguments for one call of it. loss_fn: what computes the loss of what it
+    returns, if not the model itself."""
 
     model: nn.Module
     example_inputs: dict[str, Any]
+    loss_fn: LossFunction | None = None
 
 
 def build_model(
@@ -139,19 +143,20 @@ def _from_factory(argument: str, batch: int | None, sequence: int | None) -> Bui
             )
     with user_code(f"{argument}: the factory", remedy="correct it"):
         made = factory(**sizes)
-        if isinstance(made, tuple) and len(made) == 2:
-            model, inputs = made
-            if isinstance(model, nn.Module) and isinstance(inputs, Mapping):
+        if isinstance(made, tuple) and len(made) in (2, 3):
+            model, inputs, *loss_fn = made
+            callables = all(map(callable, loss_fn))
+            if isinstance(model, nn.Module) and isinstance(inputs, Mapping) and callables:
                 inputs = dict(inputs)
                 for name, value in inputs.items():
                     if isinstance(value, torch.Tensor) and not value.numel():
                         raise OptionError(f"{argument}: input {name!r} is empty; give it entries")
                 if all(isinstance(name, str) for name in inputs):
                     _check_dtypes(argument, model)
-                    return BuiltModel(model, inputs)
+                    return BuiltModel(model, inputs, *loss_fn)
         raise OptionError(
             f"{argument}: the factory must return (torch.nn.Module, dict of keyword arguments), "
-            f"it returned {_describe(made)}; correct it"
+            f"or a loss function as third, it returned {_describe(made)}; correct it"
         )
 
 

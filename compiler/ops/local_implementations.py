@@ -21,13 +21,12 @@ from meshfold.ops.batch_norm import batch_norm
 from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from meshfold.ops.counter_rng import keep_mask, stream_key
 from meshfold.ops.distributed_cumsum import cumsum
-from meshfold.ops.distributed_index import put_rows, take_rows
+from meshfold.ops.distributed_index import check_indices, put_rows, take_rows
 from meshfold.ops.draws import BatchSlice, global_indices, local_draw
 from meshfold.ops.expert_dispatch import combine, dispatch
 from meshfold.ops.vocab_parallel_cross_entropy import sharded_cross_entropy
 from meshfold.sharding.indices import ShardDigits, key_heads_of, shard_indices_of
 from meshfold.sharding.slicing import (
-    check_indices,
     cropped_blocks,
     local_indices,
     local_row,

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from meshfold.distributed.rank_mesh import RankMesh, all_reduced
+from meshfold.ops.distributed_index import check_indices
 from meshfold.sharding.indices import ShardDigits, shard_indices_of
 from meshfold.sharding.layout import filled
-from meshfold.sharding.slicing import check_indices, local_indices, locate_indices
+from meshfold.sharding.slicing import local_indices, locate_indices
 
 
 def sharded_cross_entropy(

@@ -1,1 +1,2 @@
-"""plan.json and cluster.json, both directions, and the JSON Schema of a plan."""
+"""Files in and out, without torch: plan.json and cluster.json both ways, the JSON Schema, reading
+within limits, writing whole or not at all."""

@@ -1,1 +1,2 @@
-"""Choices of a plan that need the emitted, simulated program."""
+"""Choices of a plan that need the emitted program, simulated: micro-chunks, collective matmuls,
+exact events."""

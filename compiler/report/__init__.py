@@ -1,1 +1,2 @@
-"""Plans and steps as text, JSON and traces. No torch."""
+"""Plans, searches and predicted steps as text, tables, JSON and traces, and the terminal; no
+torch."""

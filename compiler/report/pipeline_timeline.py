@@ -22,7 +22,7 @@ MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ActionSpan:
     """One action of a device ("2F0"), or the update behind its last one; from the start of the
     step. kind: F, B, W, or nothing for the update."""
 
@@ -35,17 +35,17 @@ class Span:
     end_s: float
 
     @classmethod
-    def of(cls, device: int, action: StageAction, start_s: float, end_s: float) -> "Span":
+    def of(cls, device: int, action: StageAction, start_s: float, end_s: float) -> "ActionSpan":
         """That of an action."""
         kind, microbatch = action.kind, action.microbatch
         return cls(device, action.stage, str(action), kind, microbatch, start_s, end_s)
 
-    def later(self, seconds: float) -> "Span":
+    def later(self, seconds: float) -> "ActionSpan":
         """The same, so much later."""
         return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
 
 
-def predicted_spans(plan: Plan) -> tuple[Span, ...]:
+def predicted_spans(plan: Plan) -> tuple[ActionSpan, ...]:
     """Every action of a step, by device and time. Raises OptionError for a plan without stages."""
     figures = [stage.costs for stage in plan.stages if stage.costs is not None]
     if not plan.schedule or len(figures) != len(plan.stages):
@@ -57,14 +57,14 @@ def predicted_spans(plan: Plan) -> tuple[Span, ...]:
     times = StageTimes.build([f.forward_s for f in figures], [f.backward_s for f in figures])
     found = []
     for device, actions in enumerate(action_spans(schedule.actions(), times)):
-        found += [Span.of(device, *span) for span in actions]
+        found += [ActionSpan.of(device, *span) for span in actions]
         last = found[-1]
         sync_s = sum(figures[s].sync_s for s in schedule.stages_of(device))
-        found.append(Span(device, last.stage, UPDATE, "", 0, last.end_s, last.end_s + sync_s))
+        found.append(ActionSpan(device, last.stage, UPDATE, "", 0, last.end_s, last.end_s + sync_s))
     return tuple(found)
 
 
-def bubble_share(spans: Sequence[Span]) -> float:
+def bubble_share(spans: Sequence[ActionSpan]) -> float:
     """Of the devices' time from the first pass to the last, what they wait; updates left out."""
     passes = [span for span in spans if span.kind]
     busy_s = sum(span.end_s - span.start_s for span in passes)
@@ -72,7 +72,7 @@ def bubble_share(spans: Sequence[Span]) -> float:
     return 1 - busy_s / (whole_s * (1 + spans[-1].device)) if whole_s else 0.0
 
 
-def spans_text(spans: Sequence[Span], how: str = "predicted") -> str:
+def spans_text(spans: Sequence[ActionSpan], how: str = "predicted") -> str:
     """One row per device: digits are forwards, letters backwards, of microbatch 0, 1, ..."""
     step_s = max(span.end_s for span in spans) or 1.0
     rows = []
@@ -90,12 +90,12 @@ def spans_text(spans: Sequence[Span], how: str = "predicted") -> str:
     return "\n".join([*rows, f"{step}: {legend}"]) + "\n"
 
 
-def both_text(predicted: Sequence[Span], measured: Sequence[Span] = ()) -> str:
+def both_text(predicted: Sequence[ActionSpan], measured: Sequence[ActionSpan] = ()) -> str:
     """What is predicted, and below it what was measured, if anything."""
     return spans_text(predicted) + (spans_text(measured, "measured") if measured else "")
 
 
-def _mark(span: Span) -> str:
+def _mark(span: ActionSpan) -> str:
     if span.kind == Pass.FORWARD:
         return str(span.microbatch % 10)
     if span.kind == Pass.BACKWARD:
@@ -103,7 +103,7 @@ def _mark(span: Span) -> str:
     return "w" if span.kind else "="
 
 
-def spans_json(spans: Sequence[Span], measured: Sequence[Span] = ()) -> str:
+def spans_json(spans: Sequence[ActionSpan], measured: Sequence[ActionSpan] = ()) -> str:
     """A list of spans, ending in a newline; with measured ones an object of both lists."""
     document: object = [asdict(span) for span in spans]
     if measured:
@@ -111,7 +111,7 @@ def spans_json(spans: Sequence[Span], measured: Sequence[Span] = ()) -> str:
     return json.dumps(document, indent=2) + "\n"
 
 
-def trace_json(spans: Sequence[Span], measured: Sequence[Span] = ()) -> str:
+def trace_json(spans: Sequence[ActionSpan], measured: Sequence[ActionSpan] = ()) -> str:
     """A Chrome trace: a process per device, behind them one for what was measured of each, a thread
     per stage."""
     num_devices = 1 + max(span.device for span in spans)
@@ -126,7 +126,7 @@ def trace_json(spans: Sequence[Span], measured: Sequence[Span] = ()) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
 
-def _event(span: Span, process: int) -> dict[str, object]:
+def _event(span: ActionSpan, process: int) -> dict[str, object]:
     return {
         "name": span.name,
         "cat": span.kind or UPDATE,

@@ -1,1 +1,2 @@
-"""Executes an emitted program, in one pass or as a pipeline."""
+"""Runs an emitted program, in one pass or as a pipeline: batches in, regions in their mode,
+recomputation, messages of stages."""

@@ -51,23 +51,56 @@ class BatchReader:
 
     def read(self, batch: Mapping[str, Any]) -> "LocalBatch":
         """The tensors of `batch`. Raises OptionError for one that does not fit the program."""
-        arguments = dict(named_leaves(dict(batch)))
-        tensors = {k: v for k, v in arguments.items() if isinstance(v, Tensor)}
-        for name, value in arguments.items():
-            if name not in tensors and (name not in self.fixed or self.fixed[name] != value):
-                raise OptionError(
-                    f"argument {name}={value!r} was not captured with this value; compile again "
-                    "with it in example_inputs"
-                )
-        if tensors.keys() != self.infos.keys():
-            raise OptionError(
-                f"the batch has tensors {', '.join(sorted(tensors)) or 'none'}; the program was "
-                f"captured with {', '.join(sorted(self.infos))}"
-            )
+        self.refuse_arguments(batch)
+        tensors = {k: v for k, v in named_leaves(dict(batch)) if isinstance(v, Tensor)}
         local = {name: self._is_local(name, value) for name, value in tensors.items()}
         dtypes = {name: torch_dtype(info.dtype) for name, info in self.infos.items()}
         placed = {n: value.to(self.mesh.device, dtypes[n]) for n, value in tensors.items()}
         return LocalBatch(self.mesh, self.axis, placed, local)
+
+    def has_arguments(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a batch has the arguments that the program was captured with, of any shapes."""
+        return not self._other_argument(batch)
+
+    def refuse_arguments(self, batch: Mapping[str, Any]) -> None:
+        """Raises OptionError for a batch with other arguments."""
+        if other := self._other_argument(batch):
+            raise OptionError(
+                f"{other}; call it so under torch.no_grad(), or compile again with these arguments "
+                "in example_inputs"
+            )
+
+    def _other_argument(self, batch: Mapping[str, Any]) -> str:
+        """What differs from the captured arguments, "" if nothing."""
+        arguments = dict(named_leaves(dict(batch)))
+        tensors = {k for k, v in arguments.items() if isinstance(v, Tensor)}
+        for name, value in arguments.items():
+            if name not in tensors and (name not in self.fixed or self.fixed[name] != value):
+                return f"argument {name}={value!r} was not captured with this value"
+        if tensors != self.infos.keys():
+            return (
+                f"the batch has tensors {', '.join(sorted(tensors)) or 'none'}; the program was "
+                f"captured with {', '.join(sorted(self.infos))}"
+            )
+        return ""
+
+    def global_shapes(self, batch: Mapping[str, Any]) -> Shapes:
+        """Global shapes of a batch of other arguments. A tensor that the program knows is this
+        rank's slice if it has that shape, or was one in the last batch of the program's own size;
+        one that it does not know is as the others are."""
+        tensors = {k: v for k, v in named_leaves(dict(batch)) if isinstance(v, Tensor)}
+        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        known = [n for n in shapes if n in self.infos and shapes[n]]
+        sliced = {n for n in known if self._is_slice(n, shapes[n])}
+        rows = {shapes[n][0] for n in sliced}
+        sliced |= {n for n, s in shapes.items() if n not in known and s and s[0] in rows}
+        ranks = self.mesh.mesh.sizes[self.axis] if sliced else 1
+        return {n: (s[0] * ranks, *s[1:]) if n in sliced else s for n, s in shapes.items()}
+
+    def _is_slice(self, name: str, shape: tuple[int, ...]) -> bool:
+        if shape in (self.infos[name].shape, self._part(name)):
+            return shape != self.infos[name].shape
+        return name in self.local_inputs
 
     def other_shapes(self, batch: Mapping[str, Any]) -> Shapes | None:
         """Global shapes of a batch of another size than the program takes; None for one that it
@@ -170,6 +203,12 @@ class LocalBatch:
         self._tensors[name] = self._mesh.wait(local_inputs)
         self._is_local[name] = False
         return shard_of(self._tensors[name], layout, sizes, coords)
+
+
+def constants_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What of some arguments is no tensor, by path."""
+    leaves = named_leaves(dict(arguments))
+    return {name: leaf for name, leaf in leaves if not isinstance(leaf, Tensor)}
 
 
 def with_shapes(batch: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:

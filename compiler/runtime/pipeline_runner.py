@@ -26,11 +26,12 @@ from meshfold.distributed.deferred_weight_grads import DeferredWeightGrads
 from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
 from meshfold.distributed.step_context import StepContext
 from meshfold.distributed.waiting import Place
-from meshfold.ir.mesh import PIPELINE_AXIS
+from meshfold.ir.mesh import DATA_AXIS, PIPELINE_AXIS
 from meshfold.ir.spmd import local_shape
 from meshfold.passes.split.stage_graphs import StageBoundaryValue
 from meshfold.runtime.batches import LocalBatch
 from meshfold.runtime.loss_targets import count_targets
+from meshfold.runtime.microbatch_outputs import MicrobatchOutputs
 from meshfold.runtime.runner import ProgramRunner, Tensors
 from meshfold.runtime.stage_p2p import Receipt, Shapes, StageLinks, wait_for
 from meshfold.torch_compat.dtypes import torch_dtype
@@ -72,7 +73,18 @@ class PipelineRunner:
         *,
         rng: tuple[int, int] = (0, 0),
     ) -> Tensor:
-        """Forward and backward of a batch; the loss, detached, the same on all ranks.
+        """The loss alone; else as run_all."""
+        return self.run_all(parameters, buffers, batch, rng=rng)[0]
+
+    def run_all(
+        self,
+        parameters: Tensors,
+        buffers: Tensors,
+        batch: LocalBatch,
+        *,
+        rng: tuple[int, int] = (0, 0),
+    ) -> list[Tensor]:
+        """Forward and backward of a batch; its outputs, detached, the same on all ranks.
 
         parameters: by canonical name; their gradients are added to `.grad`. buffers: by canonical
         name. rng: see StepContext. Raises RankLostError when another rank does not answer within
@@ -93,13 +105,11 @@ class PipelineRunner:
             parameter.grad = None
         running = _Running(self, context, (parameters, buffers), microbatches)
         try:
-            loss = running.run(pipeline.actions[self.device])
+            outputs = running.run(pipeline.actions[self.device])
             self.peak_in_flight, self.spans = running.peak_in_flight, running.spans
             for tied in self.tied:
                 tied.add_up(parameters, self.mesh.place)
-            if self.links is not None:
-                last = pipeline.schedule.device_of(len(pipeline.stages) - 1)
-                loss = self.links.broadcast(loss, last)
+            outputs = self._on_all(outputs)
         except BaseException:
             for name, gradient in earlier.items():
                 parameters[name].grad = gradient
@@ -108,7 +118,21 @@ class PipelineRunner:
             now = parameters[name].grad
             if gradient is not None:
                 parameters[name].grad = gradient if now is None else gradient.add_(now)
-        return loss.to(_loss_dtype(pipeline))
+        loss, *others = outputs
+        return [loss.to(_loss_dtype(pipeline)), *others]
+
+    def _on_all(self, outputs: list[Tensor]) -> list[Tensor]:
+        """The outputs of the last stage on all devices. outputs: on others the loss, of any value,
+        alone."""
+        if self.links is None:
+            return outputs
+        last = self.pipeline.schedule.device_of(len(self.pipeline.stages) - 1)
+        if self.device != last:
+            outputs += [
+                torch.empty(o.shape, dtype=torch_dtype(o.dtype), device=self.mesh.device)
+                for o in self.pipeline.folded.apart
+            ]
+        return [self.links.broadcast(x.contiguous(), last) for x in outputs]
 
     def _targets(self, buffers: Tensors, batch: LocalBatch) -> dict[tuple[int, int], int]:
         # A copy: what is gathered here stays local in the microbatches.
@@ -165,9 +189,15 @@ class _Running:
         # A sum of many small summands: not in 16 bits.
         wide = torch.promote_types(_loss_dtype(self.pipeline), torch.float32)
         self.loss = torch.zeros((), device=self.mesh.device, dtype=wide)
+        names, sizes = self.mesh.mesh.names, self.mesh.mesh.sizes
+        is_sliced = context.slices_own_batch and DATA_AXIS in names
+        self.outputs = MicrobatchOutputs(
+            [t for (t,) in self.pipeline.output_layouts],
+            sizes[names.index(DATA_AXIS)] if is_sliced else 1,
+        )
 
-    def run(self, actions: Sequence[StageAction]) -> Tensor:
-        """The loss, on the device of the last stage."""
+    def run(self, actions: Sequence[StageAction]) -> list[Tensor]:
+        """The outputs, on the device of the last stage; on others a loss without meaning."""
         ends = Pass.WEIGHT_GRADIENT if self.splits else Pass.BACKWARD
         last = {a.stage: a for a in actions if a.kind is ends}
         for k, action in enumerate(actions):
@@ -181,7 +211,8 @@ class _Running:
         assert all(shared.is_empty for shared in self.shared.values())
         if self.owner.links is not None:
             self.owner.links.finish(actions[-1])
-        return self.loss
+        is_last = len(self.pipeline.stages) - 1 in self.owner.runners
+        return [self.loss, *(self.outputs.whole() if is_last else ())]
 
     def _forward(self, action: StageAction) -> None:
         stage, graph = action.stage, self.pipeline.graphs[action.stage]
@@ -196,7 +227,10 @@ class _Running:
         )
         self._send(action, outputs[: len(graph.leaves)])
         if stage + 1 == len(self.pipeline.stages):
-            self.loss += outputs[-1].detach()
+            loss, *others = outputs
+            self.loss += loss.detach()
+            self.outputs.add(action.microbatch, others)
+            outputs = [loss]
         trained = [x for x in outputs if x.requires_grad]
         self.saved[stage, action.microbatch] = _Saved(arrived, trained, deferred)
 

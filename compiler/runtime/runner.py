@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshfold.codegen.program.emitted import EmittedProgram, RegionInstance, Step
+from meshfold.codegen.program.emitted import EmittedProgram, ProgramStep, RegionInstance
 from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.distributed.step_context import StepContext
 from meshfold.ir.op_graph import Source, SourceKind
@@ -67,10 +67,21 @@ class ProgramRunner:
         *,
         rng: tuple[int, int] = (0, 0),
     ) -> Tensor:
-        """One forward pass: the model's output, ready for backward. rng: see StepContext; the rest
-        as in run_microbatch."""
+        """One forward pass: the loss, ready for backward; else as run_all."""
+        return self.run_all(parameters, buffers, inputs, rng=rng)[0]
+
+    def run_all(
+        self,
+        parameters: Tensors,
+        buffers: Tensors,
+        inputs: LocalInputs,
+        *,
+        rng: tuple[int, int] = (0, 0),
+    ) -> list[Tensor]:
+        """One forward pass: all outputs, ready for backward. rng: see StepContext; the rest as in
+        run_microbatch."""
         context = StepContext(self.mesh, rng)
-        return self.run_microbatch(context, parameters, buffers, inputs, {}, SharedStep())[0]
+        return self.run_microbatch(context, parameters, buffers, inputs, {}, SharedStep())
 
     def run_microbatch(
         self,
@@ -164,7 +175,7 @@ class _Forward:
         self.unfinished: dict[int, ChainedExecution] = {}
         """Executions whose epilogue the next instance runs, by instance."""
 
-    def act(self, action: Step) -> None:
+    def act(self, action: ProgramStep) -> None:
         match action.action:
             case "G":
                 self.step.start_gathers(action.instance)
@@ -176,7 +187,8 @@ class _Forward:
                 self._run_instance(action)
 
     def outputs(self) -> list[Tensor]:
-        """What the model returns, the same on all ranks; of a stage also what it sends."""
+        """What the model returns, the same on all ranks but for outputs that stay shards; of a
+        stage also what it sends."""
         folded = self.program.folded
         return [self._fetch(output.source, self.program.unsharded) for output in folded.outputs]
 
@@ -185,7 +197,7 @@ class _Forward:
             for buffer, value in self.updates:
                 buffer.copy_(value)
 
-    def _run_instance(self, action: Step) -> None:
+    def _run_instance(self, action: ProgramStep) -> None:
         k = action.instance
         region = self.program.region_of(k)
         instance = self.program.folded.instances[k]

@@ -1,1 +1,2 @@
-"""The only files that touch torch's private modules, and names of torch objects."""
+"""The only files that touch torch's private modules (fake tensors, DTensor, pytrees, process
+groups, symmetric memory), and names of torch objects."""

@@ -4,7 +4,7 @@
 
 The skeleton is a copy of the model without storage. It is traced again, in a second or so and once
 for each size, since Python may do other things with another size; what it does is held against the
-plan's types by the rule table, so a size that the plan cannot cut is refused before it runs.
+plan's types by the rule table, so a size that the plan cannot divide is refused before it runs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from meshfold.capture.pipeline import Captured, capture
+from meshfold.capture.trace.loss_function import LossFunction
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.distributed.rank_mesh import RankMesh
@@ -28,13 +29,15 @@ from meshfold.torch_compat.skeletons import meta_copy
 
 
 @dataclass(frozen=True)
-class Form:
+class ProgramForm:
     """What runs batches of one size: plan, program, and what reads a batch."""
 
     plan: Plan
     captured: Captured
     program: EmittedProgram | EmittedPipeline
     reader: BatchReader
+    is_training: bool = True
+    """The mode that the model was captured in."""
 
 
 def form_of(
@@ -43,27 +46,36 @@ def form_of(
     program: EmittedProgram | EmittedPipeline,
     mesh: RankMesh,
     fixed: Mapping[str, Any],
-) -> Form:
+    *,
+    is_training: bool,
+) -> ProgramForm:
     parts = program.stages if isinstance(program, EmittedPipeline) else (program,)
     reader = BatchReader(parts, mesh, fixed, casts=plan.precision != "model")
-    return Form(plan, captured, program, reader)
+    return ProgramForm(plan, captured, program, reader, is_training)
 
 
 class OtherSizes:
-    """The forms for other sizes than that of `first`, made when they first come."""
+    """The forms for other sizes than that of `first`, made when they first come. skeleton: of the
+    model, in its mode; loss_fn: what it was compiled with."""
 
     def __init__(
-        self, model: nn.Module, first: Form, mesh: RankMesh, fixed: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        first: ProgramForm,
+        mesh: RankMesh,
+        fixed: Mapping[str, Any],
+        loss_fn: LossFunction | None = None,
     ) -> None:
-        self._skeleton = meta_copy(model)
-        self._first = first
+        self.skeleton = meta_copy(model)
+        self.first = first
+        self.loss_fn = loss_fn
         self._mesh = mesh
         self._fixed = fixed
-        self._forms: dict[tuple[tuple[str, tuple[int, ...]], ...], Form] = {}
+        self._forms: dict[tuple[tuple[str, tuple[int, ...]], ...], ProgramForm] = {}
 
-    def form(self, batch: Mapping[str, Any], shapes: Shapes) -> Form:
+    def form(self, batch: Mapping[str, Any], shapes: Shapes) -> ProgramForm:
         """For global batches of these shapes. Raises OptionError for sizes that the plan cannot
-        cut, or with which the model does something else."""
+        divide, or with which the model does something else."""
         key = tuple(sorted(shapes.items()))
         if key not in self._forms:
             try:
@@ -77,19 +89,27 @@ class OtherSizes:
         return self._forms[key]
 
     def _planned_sizes(self) -> str:
-        return ", ".join(f"{n} {list(shape)}" for n, shape, _ in self._first.plan.model.inputs)
+        return ", ".join(f"{n} {list(shape)}" for n, shape, _ in self.first.plan.model.inputs)
 
-    def _new_form(self, batch: Mapping[str, Any], shapes: Shapes) -> Form:
-        first = self._first
+    def _new_form(self, batch: Mapping[str, Any], shapes: Shapes) -> ProgramForm:
+        first = self.first
         inputs = with_shapes(batch, shapes)
-        captured = capture(self._skeleton, inputs, precision=first.plan.precision)
+        captured = capture(
+            self.skeleton,
+            inputs,
+            precision=first.plan.precision,
+            returns=first.captured.graph.returns,
+            loss_fn=self.loss_fn,
+        )
         plan = _for_size(first.plan, captured)
         _check_same_ops(first.captured.graph, captured.graph)
         program = emit_plan(captured.graph, plan)
         unknown = set(program.axis_sets()) - set(first.program.axis_sets())
         if unknown:
             raise OptionError(f"it communicates over {unknown}, for which there is no group")
-        return form_of(plan, captured, program, self._mesh, self._fixed)
+        return form_of(
+            plan, captured, program, self._mesh, self._fixed, is_training=first.is_training
+        )
 
 
 def _for_size(plan: Plan, captured: Captured) -> Plan:

@@ -16,23 +16,28 @@ class CapturedMode:
         self._depends_on_mode = any(map(_depends_on_mode, model.modules()))
 
     def check(self, is_training: bool) -> None:
-        """Raises OptionError if the program cannot run in this mode."""
-        if is_training == self.is_training:
-            return
-        if is_training and self._depends_on_mode:
+        """Raises OptionError if no program can run in this mode."""
+        if is_training and not self.is_training and self._depends_on_mode:
             raise OptionError(
                 "the model was captured in eval mode, without dropout; call model.train() before "
                 "meshfold.compile"
             )
-        if not is_training and self._updates_buffers:
-            raise OptionError(
-                "the model was captured in train mode and updates buffers (running statistics); "
-                "compile model.eval() for evaluation"
+
+    def needs_capture(self, is_training: bool) -> bool:
+        """Whether this mode needs a program of its own, which the captured one cannot become."""
+        return self.is_training and not is_training and (self._updates_buffers or self._draws)
+
+    def check_program(self, is_training: bool) -> None:
+        """Raises OptionError if the captured program itself cannot run in this mode."""
+        if self.needs_capture(is_training):
+            does = (
+                "updates buffers (running statistics)"
+                if self._updates_buffers
+                else "draws random numbers, which eval mode may not (drop path, noise)"
             )
-        if not is_training and self._draws:
             raise OptionError(
-                "the model was captured in train mode and draws random numbers, which eval mode "
-                "may not (drop path, noise); compile model.eval() for evaluation"
+                f"the model was captured in train mode and {does}; evaluate it under "
+                "torch.no_grad(), or compile model.eval()"
             )
 
 

@@ -4,7 +4,7 @@
     load   into any plan of the model: other mesh, other stages, other number of processes; all of
            it or, where anything is damaged or does not fit, nothing
 
-How a folder is made up and what survives a save that dies: meshfold.checkpoint.folder.
+How a folder is made up and what survives a save that dies: meshfold.checkpoint_files.folder.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshfold.checkpoint.dtypes import DTYPES, NAMES
-from meshfold.checkpoint.folder import (
+from meshfold.checkpoint_files.dtypes import DTYPES, NAMES
+from meshfold.checkpoint_files.folder import (
     REMEDY,
     check_file,
     commit,
@@ -29,7 +29,7 @@ from meshfold.checkpoint.folder import (
     read_checked,
     read_checksums,
 )
-from meshfold.checkpoint.index import (
+from meshfold.checkpoint_files.index import (
     VERSION,
     Index,
     Piece,
@@ -38,8 +38,8 @@ from meshfold.checkpoint.index import (
     index_from_bytes,
     index_to_bytes,
 )
-from meshfold.checkpoint.safetensors_files import bytes_of, read_part, write_pieces
-from meshfold.checkpoint.values import decoded, encoded, tensor_names
+from meshfold.checkpoint_files.safetensors_files import bytes_of, read_part, write_pieces
+from meshfold.checkpoint_files.values import decoded, encoded, tensor_names
 from meshfold.distributed.agreement import agreed, gathered
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.torch_compat.dtensor import empty_as, part_of
@@ -85,7 +85,7 @@ def save_checkpoint(
 ) -> None:
     """Save parameters, buffers, optimizer states, the count of forward passes that dropout draws
     from, and `extra`: whatever else the training goes on from (step, scheduler, random states), the
-    same on all ranks; see meshfold.checkpoint.values for what it may hold.
+    same on all ranks; see meshfold.checkpoint_files.values for what it may hold.
 
     Called on all ranks together; they share the folder's file system. A checkpoint that was in
     `folder` is replaced when the new one is complete, other files in there stay. Raises on all

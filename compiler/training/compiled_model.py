@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.capture.pipeline import Captured
+from meshfold.capture.trace.loss_function import LossFunction
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
@@ -24,19 +25,24 @@ from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.mesh import DATA_AXIS
 from meshfold.ir.plan import Plan
 from meshfold.passes.graph.without_dropout import without_dropout
+from meshfold.runtime.batches import constants_of
 from meshfold.runtime.pipeline_runner import PipelineRunner
 from meshfold.runtime.runner import ProgramRunner
 from meshfold.sharding.layout import shard_of
 from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.training.agreement import NUM_COMPARED, StepAgreement
-from meshfold.training.batch_sizes import Form, OtherSizes, form_of
+from meshfold.training.batch_sizes import OtherSizes, ProgramForm, form_of
+from meshfold.training.call_arguments import CallArguments
 from meshfold.training.captured_mode import CapturedMode
 from meshfold.training.foreign_wrappers import OwnParallelism
-from meshfold.training.gradient_norm import clip_gradients, cuts_of
+from meshfold.training.gradient_norm import clip_gradients, sharded_axes
 from meshfold.training.initialization import initial_values
 from meshfold.training.local_gradient import guard_gradients, mark_gradient
-from meshfold.training.local_state import full_tensors, held_tensors, stored_tensors
+from meshfold.training.local_state import full_tensors, local_tensors, stored_tensors
+from meshfold.training.module_tree import register_shards
+from meshfold.training.other_calls import Calls
 from meshfold.training.state_dict import StateExchange
+from meshfold.training.step_results import step_result
 from meshfold.training.use_symmetric_memory import share_memory
 
 
@@ -45,7 +51,7 @@ class CompiledModel(OwnParallelism):
 
     plan, program: what was chosen and what was emitted, for any cluster size. rank_mesh: this rank
     among the processes, or None when there are none; then there are no parameters and forward
-    raises. fixed: the arguments of the captured call that are no tensors.
+    raises. example_inputs: the arguments of the captured call.
 
     Parameters are local shards. state_dict gives DTensors and load_state_dict takes DTensors or
     full tensors, see meshfold.training.state_dict; both are called on all ranks together.
@@ -58,8 +64,9 @@ class CompiledModel(OwnParallelism):
         captured: Captured,
         program: EmittedProgram | EmittedPipeline,
         rank_mesh: RankMesh | None,
-        fixed: Mapping[str, Any],
+        example_inputs: Mapping[str, Any],
         num_compared_batches: int | None = NUM_COMPARED,
+        loss_fn: LossFunction | None = None,
     ) -> None:
         super().__init__()
         self.plan = plan
@@ -71,21 +78,24 @@ class CompiledModel(OwnParallelism):
         self._is_closed = False
         self._canonical: dict[str, str] = {}
         self._modes = CapturedMode(model, captured.graph)
+        self._arguments = CallArguments.of(model, example_inputs)
         self._runners: dict[tuple[int, bool], ProgramRunner | PipelineRunner] = {}
         """By the program's id and self.training."""
         self.training = model.training
         if rank_mesh is None:
             return
-        self._held = held_tensors(program.stage_programs(rank_mesh.coords))
+        self._local_tensors = local_tensors(program.stage_programs(rank_mesh.coords))
         self._states = StateExchange(rank_mesh, stored_tensors(program))
-        self._form = form_of(plan, captured, program, rank_mesh, fixed)
-        self._others = OtherSizes(model, self._form, rank_mesh, fixed)
+        fixed = constants_of(example_inputs)
+        self._form = form_of(plan, captured, program, rank_mesh, fixed, is_training=model.training)
+        sizes = OtherSizes(model, self._form, rank_mesh, fixed, loss_fn)
+        self._calls = Calls(sizes, self._modes, self._arguments)
         self._agreement = (
             StepAgreement.of(rank_mesh, num_compared_batches)
             if isinstance(rank_mesh, ProcessMesh)
             else None
         )
-        self._sharded = frozenset(name for name, axes in cuts_of(program).items() if axes)
+        self._sharded = frozenset(name for name, axes in sharded_axes(program).items() if axes)
         """Parameters of which another rank holds another shard, or none."""
         self._adopt(model, self._initial_state(model, rank_mesh))
 
@@ -110,31 +120,38 @@ class CompiledModel(OwnParallelism):
         axis = mesh.names.index(DATA_AXIS)
         return self.rank_mesh.coords[axis], mesh.sizes[axis]
 
-    def forward(self, **batch: Any) -> Tensor:
-        """The model's loss (or its only output) for the global batch or this rank's part of it.
+    def forward(self, *arguments: Any, **batch: Any) -> Any:
+        """The model's loss (or its only output) for the global batch or this rank's part of it;
+        where outputs were asked for, the model's own structure with the loss and them in it.
 
-        A batch of another size than the captured one, as the last of an epoch, gets a program of
-        its own (meshfold.training.batch_sizes); all ranks pass the same sizes, parts if they passed
-        parts before. Raises OptionError for a batch that does not fit the captured inputs or that
-        the plan cannot cut, and for a plan with stages or microbatches, whose forward and backward
-        take turns. Raises RankLostError, here or in backward, when other ranks do not come to a
-        collective within the timeout of the default process group.
+        Arguments are those of the model's forward, by position or name. A batch of another size
+        than the captured one, as the last of an epoch, gets a program of its own
+        (meshfold.training.batch_sizes); all ranks pass the same sizes, parts if they passed
+        parts before. So do other arguments (no labels) under torch.no_grad(), which return what the
+        model returns for them (meshfold.training.other_calls). Raises OptionError for a batch that
+        does not fit the captured inputs or that the plan cannot divide, and for a plan with stages
+        or microbatches, whose forward and backward take turns. Raises RankLostError, here or in
+        backward, when other ranks do not come to a collective within the timeout of the default
+        process group.
         """
-        form = self._form_for(batch, "forward")
+        named = self._arguments.named(arguments, batch)
+        form = self._form_for(named, "forward")
         runner = self.runner(form)
         if isinstance(runner, PipelineRunner):
             raise OptionError(
                 f"{self.plan.strategy.label}: forward and backward of microbatches take turns, "
                 "there is no forward alone; call train_step(batch)"
             )
-        return self._run(form, runner, batch)
+        return step_result(form, self._run(form, runner, named), self._states)
 
-    def train_step(self, batch: Mapping[str, Any], *, timeout_s: float | None = None) -> Tensor:
+    def train_step(self, batch: Any, *, timeout_s: float | None = None) -> Any:
         """Forward and backward of a batch (the global one, or this rank's part) under any plan.
+        batch: arguments by name, or a tuple of them in the order of the model's forward.
 
         Gradients of the whole batch are added to `.grad`, ready for the optimizer. Returns the loss
-        (0-dim, detached), the same on all ranks. timeout_s: how long this rank waits for others at
-        each collective; None: as long as the default process group does.
+        (0-dim, detached), the same on all ranks, or what forward returns, detached. timeout_s: how
+        long this rank waits for others at each collective; None: as long as the default process
+        group does.
 
         Raises OptionError for a batch that does not fit the captured inputs or a timeout that is
         not above 0, RankLostError when other ranks die, hang or come late. A step that raises
@@ -142,7 +159,9 @@ class CompiledModel(OwnParallelism):
         """
         if timeout_s is not None and timeout_s <= 0:
             raise OptionError(f"timeout_s {timeout_s:g}: give seconds above 0, or none")
-        form = self._form_for(batch, "train_step", timeout_s)
+        positional, given = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+        named = self._arguments.named(positional, given)
+        form = self._form_for(named, "train_step", timeout_s)
         runner = self.runner(form)
         runs_backward = isinstance(runner, PipelineRunner)
         if not runs_backward:
@@ -150,13 +169,13 @@ class CompiledModel(OwnParallelism):
         step = self.num_forwards
         try:
             with torch.enable_grad():
-                loss = self._run(form, runner, batch, timeout_s)
+                outputs = self._run(form, runner, named, timeout_s)
                 if not runs_backward:
-                    torch.autograd.backward(loss)
+                    torch.autograd.backward(outputs[0])
                 for name, parameter in self.named_parameters():
                     if self._canonical[name] in self._sharded:
                         mark_gradient(parameter)
-                return loss.detach()
+                return step_result(form, [x.detach() for x in outputs], self._states)
         except BaseException:
             # A retry draws the same dropout masks.
             self.num_forwards = step
@@ -189,36 +208,35 @@ class CompiledModel(OwnParallelism):
 
     def run_with(self, runner: ProgramRunner, batch: Mapping[str, Any]) -> Tensor:
         """As forward, on another runner of this program. Raises OptionError as forward does."""
-        return self._run(self._form, runner, batch)
+        return self._run(self._form, runner, batch)[0]
 
     def _form_for(
         self, batch: Mapping[str, Any], call: str, timeout_s: float | None = None
-    ) -> Form:
+    ) -> ProgramForm:
         """What runs batches of this size, after the ranks have compared what they run."""
         self._check_processes()
         assert self.rank_mesh is not None
         self.rank_mesh.begin_step(self.num_forwards, timeout_s)
         if self._agreement is not None:
             self._agreement.check_call(call, batch, self.num_forwards, self.training)
-        shapes = self._form.reader.other_shapes(batch)
-        form = self._form if shapes is None else self._others.form(batch, shapes)
+        form = self._calls.form(batch, call, self.training)
         if self._agreement is not None:
             self._agreement.check_contents(batch, self._form.reader.local_inputs)
         return form
 
     def _run(
         self,
-        form: Form,
+        form: ProgramForm,
         runner: ProgramRunner | PipelineRunner,
         batch: Mapping[str, Any],
         timeout_s: float | None = None,
-    ) -> Tensor:
+    ) -> list[Tensor]:
         inputs = form.reader.read(batch)
         parameters, buffers = (
             self._tensors(named) for named in (self.named_parameters, self.named_buffers)
         )
         step = self._next_step(timeout_s)
-        return runner.run(parameters, buffers, inputs, rng=(self.plan.seed, step))
+        return runner.run_all(parameters, buffers, inputs, rng=(self.plan.seed, step))
 
     def train(self, mode: bool = True) -> "CompiledModel":
         """Switch dropout on or off. Raises OptionError where the captured program cannot follow."""
@@ -253,7 +271,7 @@ class CompiledModel(OwnParallelism):
         that compile many models. Called on all ranks together; forward raises afterwards."""
         if isinstance(self.rank_mesh, ProcessMesh):
             self.rank_mesh.close()
-            del self._states, self._form, self._others, self._agreement
+            del self._states, self._form, self._calls, self._agreement
         self.rank_mesh = None
         self._is_closed = True
         self._runners.clear()
@@ -263,9 +281,9 @@ class CompiledModel(OwnParallelism):
         """state_dict with full plain tensors, on every rank."""
         local = super().state_dict()
         if isinstance(self.program, EmittedPipeline) and self.rank_mesh is not None:
-            held = {self._canonical[name]: x for name, x in local.items()}
-            whole = full_tensors(self.program, self.rank_mesh, self._states, held)
-            return {n: whole[c] for n, c in self._canonical.items() if c in whole}
+            shards = {self._canonical[name]: x for name, x in local.items()}
+            full = full_tensors(self.program, self.rank_mesh, self._states, shards)
+            return {n: full[c] for n, c in self._canonical.items() if c in full}
         return {
             name: self._states.full(self._canonical[name], value) for name, value in local.items()
         }
@@ -301,20 +319,20 @@ class CompiledModel(OwnParallelism):
         """
         if assign:
             raise OptionError("assign=True would replace local shards; load without it")
-        held = {*self._held.parameters, *self._held.buffers}
+        names = {*self._local_tensors.parameters, *self._local_tensors.buffers}
         local = {
             name: self._states.inside(self._canonical[name], value)
             if name in self._canonical
             else value
             for name, value in state_dict.items()
             # Of other stages this rank holds nothing.
-            if self._canonical.get(name, name) in held or name not in self._canonical
+            if self._canonical.get(name, name) in names or name not in self._canonical
         }
         return super().load_state_dict(local, strict)
 
     # Building.
 
-    def runner(self, form: Form | None = None) -> ProgramRunner | PipelineRunner:
+    def runner(self, form: ProgramForm | None = None) -> ProgramRunner | PipelineRunner:
         """What runs the program of `form` (default: that of the plan's batch) in the present
         mode."""
         assert self.rank_mesh is not None
@@ -322,7 +340,7 @@ class CompiledModel(OwnParallelism):
         key = id(form.program), self.training
         if key not in self._runners:
             program = form.program
-            if self._modes.is_training and not self.training:
+            if form.is_training and not self.training:
                 program = emit_plan(without_dropout(program.folded), form.plan)
             constants = form.captured.constants
             self._runners[key] = (
@@ -335,10 +353,10 @@ class CompiledModel(OwnParallelism):
     def _initial_state(self, model: nn.Module, mesh: RankMesh) -> dict[str, Tensor]:
         """Local parts of parameters and of the buffers that somebody needs, by canonical name."""
         local: dict[str, Tensor] = {}
-        held = self._held
-        dtypes = {name: torch_dtype(p.dtype) for name, p in held.parameters.items()}
+        needs = self._local_tensors
+        dtypes = {name: torch_dtype(p.dtype) for name, p in needs.parameters.items()}
         needed = list(dtypes)
-        needed += [b.name for b in held.buffers.values() if b.persistent or b.name in held.read]
+        needed += [b.name for b in needs.buffers.values() if b.persistent or b.name in needs.read]
         for name, value in initial_values(model, needed, seed=self.plan.seed, device=mesh.device):
             layout = self._states.tensors[name].layout
             part = shard_of(value, layout, mesh.mesh.sizes, mesh.coords)
@@ -355,36 +373,14 @@ class CompiledModel(OwnParallelism):
             self._canonical.update(dict.fromkeys((name, *aliases), name))
         parameters = {
             p.name: nn.Parameter(local[p.name], requires_grad=p.requires_grad)
-            for p in self._held.parameters.values()
+            for p in self._local_tensors.parameters.values()
         }
         if not isinstance(self.program, EmittedPipeline):
             for name in self._sharded & parameters.keys():
                 guard_gradients(parameters[name])
-        for name, _ in model.named_parameters(remove_duplicate=False):
-            if self._canonical[name] in parameters:
-                owner, leaf = self._owner(name)
-                owner.register_parameter(leaf, parameters[self._canonical[name]])
-        persistent = {b.name: b.persistent for b in self._held.buffers.values()}
-        for name, _ in model.named_buffers(remove_duplicate=False):
-            canonical = self._canonical[name]
-            if canonical in local:
-                owner, leaf = self._owner(name)
-                owner.register_buffer(leaf, local[canonical], persistent=persistent[canonical])
-
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """The module that holds the tensor called `name`, made if needed, and its name in there."""
-        *path, leaf = name.split(".")
-        module: nn.Module = self
-        for part in path:
-            if part not in module._modules:
-                if hasattr(module, part):
-                    raise MeshfoldError(
-                        f"the model calls a submodule {part!r}, which is an attribute of "
-                        "CompiledModel; rename it in the model"
-                    )
-                module.add_module(part, OwnParallelism())
-            module = module._modules[part]  # type: ignore[assignment]
-        return module, leaf
+        buffers = {n: x for n, x in local.items() if n not in parameters}
+        persistent = {b.name: b.persistent for b in self._local_tensors.buffers.values()}
+        register_shards(self, model, self._canonical, parameters, buffers, persistent)
 
     def _tensors(self, named: Any) -> dict[str, Tensor]:
         """Live tensors by canonical name: the user may have moved or replaced them."""

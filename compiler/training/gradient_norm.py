@@ -1,11 +1,11 @@
 """The norm of all gradients of a model whose ranks hold shards.
 
-    local sum of |g|^p per set of axes over which ranks hold different parts
-        -> summed over these axes: every part is counted once, what is whole on an axis once
+    local sum of |g|^p per set of axes over which ranks hold different shards
+        -> summed over these axes: every shard is counted once, what is unsharded on an axis once
         -> the root of the sum over all sets: the same on all ranks
 
-One all-reduce per axis, of one number per set. In a pipeline the stages are parts, too; a parameter
-that several stages hold counts on the first.
+One all-reduce per axis, of one number per set. In a pipeline a stage has its own parameters; one
+that several stages have counts on the first.
 """
 
 import math
@@ -22,11 +22,11 @@ from meshfold.errors import OptionError
 from meshfold.ir.mesh import PIPELINE_AXIS
 from meshfold.training.local_gradient import local_tensor
 
-Cuts = Mapping[str, frozenset[str]]
-"""By name of a parameter the axes over which ranks hold different parts."""
+ShardedAxes = Mapping[str, frozenset[str]]
+"""By name of a parameter the axes over which ranks hold different shards."""
 
 
-def cuts_of(program: EmittedProgram | EmittedPipeline) -> Cuts:
+def sharded_axes(program: EmittedProgram | EmittedPipeline) -> ShardedAxes:
     """Of every parameter of the model, those of other stages included."""
     mesh = program.mesh
     named = list(zip(mesh.names, mesh.sizes, strict=True))
@@ -44,7 +44,7 @@ def cuts_of(program: EmittedProgram | EmittedPipeline) -> Cuts:
 def is_counted(
     program: EmittedProgram | EmittedPipeline, name: str, coords: tuple[int, ...]
 ) -> bool:
-    """Whether a rank counts its part of a parameter, or leaves it to an earlier stage."""
+    """Whether a rank counts its shard of a parameter, or leaves it to an earlier stage."""
     if not isinstance(program, EmittedPipeline):
         return True
     return program.holders[name][0] == program.device_of(coords)
@@ -67,7 +67,7 @@ def clip_gradients(
         for name, p in local.items()
         if p.grad is not None and is_counted(program, name, mesh.coords)
     }
-    norm = total_norm(gradients, cuts_of(program), mesh, norm_type)
+    norm = total_norm(gradients, sharded_axes(program), mesh, norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of the gradients is {norm.item()}; look for what diverges, or lower the "
@@ -78,25 +78,25 @@ def clip_gradients(
 
 
 def total_norm(
-    gradients: Mapping[str, Tensor], cuts: Cuts, mesh: RankMesh, norm_type: float
+    gradients: Mapping[str, Tensor], sharded: ShardedAxes, mesh: RankMesh, norm_type: float
 ) -> Tensor:
     """The norm of the gradients of the whole model, a 0-dim tensor in float32 or wider.
 
-    gradients: the parts that this rank counts, by name. cuts: the same on all ranks.
+    gradients: the shards that this rank counts, by name. sharded: the same on all ranks.
     """
     is_max = math.isinf(norm_type)
-    order = sorted(set(cuts.values()), key=sorted)
+    order = sorted(set(sharded.values()), key=sorted)
     values = torch.zeros(len(order), dtype=torch.float64, device=mesh.device)
     for name, gradient in gradients.items():
-        k = order.index(cuts[name])
+        k = order.index(sharded[name])
         wide = torch.promote_types(gradient.dtype, torch.float32)
         norm = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=wide)
         values[k] = torch.maximum(values[k], norm) if is_max else values[k] + norm**norm_type
     for axis in mesh.mesh.names:
-        is_cut = [axis in cut for cut in order]
-        if any(is_cut):
+        is_sharded = [axis in axes for axes in order]
+        if any(is_sharded):
             reduced = all_reduced(mesh, values, (axis,), "max" if is_max else "sum")
-            values = torch.where(torch.tensor(is_cut, device=values.device), reduced, values)
+            values = torch.where(torch.tensor(is_sharded, device=values.device), reduced, values)
     if not order:
         return torch.zeros((), device=mesh.device)
     return values.max() if is_max else values.sum() ** (1.0 / norm_type)

@@ -1,4 +1,4 @@
-"""Which parameters and buffers a rank holds: of a pipeline those of its stages."""
+"""Which parameters and buffers are local to a rank: of a pipeline those of its stages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from meshfold.training.state_dict import StateExchange, StoredTensor
 
 
 @dataclass(frozen=True)
-class HeldTensors:
+class LocalTensors:
     """By canonical name. read: the buffers that some op reads."""
 
     parameters: Mapping[str, ParameterInfo]
@@ -25,11 +25,11 @@ class HeldTensors:
     read: frozenset[str]
 
 
-def held_tensors(parts: Sequence[EmittedProgram]) -> HeldTensors:
+def local_tensors(programs: Sequence[EmittedProgram]) -> LocalTensors:
     """What the programs of a rank need."""
-    graphs = [part.folded for part in parts]
+    graphs = [program.folded for program in programs]
     sources = (s for graph in graphs for i in graph.instances for s in i.sources)
-    return HeldTensors(
+    return LocalTensors(
         {p.name: p for graph in graphs for p in graph.parameters},
         {b.name: b for graph in graphs for b in graph.buffers},
         frozenset(s.name for s in sources if s.kind is SourceKind.BUFFER),
@@ -47,7 +47,7 @@ def stored_tensors(program: EmittedProgram | EmittedPipeline) -> dict[str, Store
 def full_tensors(
     pipeline: EmittedPipeline, mesh: RankMesh, states: StateExchange, local: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer of the model whole, on every rank.
+    """Every parameter and persistent buffer of the model unsharded, on every rank.
 
     local: what this rank holds, by canonical name. Called on all ranks together.
     """

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.index import Index, SavedGroup, SavedOptimizer
-from meshfold.checkpoint.values import encoded, tensor_names
+from meshfold.checkpoint_files.index import Index, SavedGroup, SavedOptimizer
+from meshfold.checkpoint_files.values import encoded, tensor_names
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.training.compiled_model import CompiledModel
 

@@ -53,6 +53,15 @@ class StateExchange:
         part = cropped(part, valid_shape(stored.shape, saved, sizes, self.mesh.coords))
         return as_dtensor(part, stored.shape, *drop_axes(saved, sizes), self.device_mesh)
 
+    def as_dtensor(self, local: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
+        """The tensor of which this rank has `local`, as a DTensor, plain on one rank. A gradient
+        flows through it unless its blocks have to be put together first."""
+        if self.device_mesh is None:
+            return local
+        saved = checkpoint_layout(layout, self._sizes)
+        part = self._reshard(local, shape, layout, saved)
+        return as_dtensor(part, shape, *drop_axes(saved, self._sizes), self.device_mesh)
+
     def inside(self, name: str, value: Tensor) -> Tensor:
         """The local part of a DTensor or of a full plain tensor.
 

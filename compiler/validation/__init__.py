@@ -1,1 +1,2 @@
-"""Is the program right (verify), and does it run as predicted (measure)."""
+"""Is the program right (verify), does it run as predicted (measure): runs on local processes, and
+the reports of both."""

@@ -5,23 +5,32 @@ from the captured graph.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ops.reference_interpreter import run_graph
+from meshfold.ops.reference_interpreter import Watch, run_graph
+from meshfold.torch_compat.pytree import named_leaves
 
 Tensors = Mapping[str, Tensor]
 
 
 def captured_step(
-    folded: FoldedGraph, constants: Tensors, parameters: Tensors, buffers: Tensors, inputs: Tensors
+    folded: FoldedGraph,
+    constants: Tensors,
+    parameters: Tensors,
+    buffers: Tensors,
+    batch: Mapping[str, Any],
+    watch: Watch | None = None,
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Loss of the captured graph in one process, and the gradient of every parameter."""
+    """Loss of the captured graph in one process, and the gradient of every parameter. watch: see
+    run_graph."""
     leaves = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters.items()}
     copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    loss = run_graph(folded, leaves, copies, constants, inputs)[folded.outputs[0].name]
+    inputs = {n: x for n, x in named_leaves(dict(batch)) if isinstance(x, Tensor)}
+    loss = run_graph(folded, leaves, copies, constants, inputs, watch)[folded.outputs[0].name]
     torch.autograd.backward(loss.sum())
     return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
 

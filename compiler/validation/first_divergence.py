@@ -20,14 +20,12 @@ from torch import Tensor, fx
 from meshfold.codegen.program.emitted import PLACE, RegionInstance, RegionProgram
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.spmd import INVARIANT, Layout
-from meshfold.ops.reference_interpreter import run_graph
 from meshfold.runtime.region_modes import EagerRegion, RegionMode
 from meshfold.runtime.runner import ProgramRunner
 from meshfold.sharding.layout import shard_of
-from meshfold.torch_compat.pytree import named_leaves
 from meshfold.training.compiled_model import CompiledModel
+from meshfold.validation.captured_alone import Tensors, captured_step
 
-Tensors = Mapping[str, Tensor]
 ValueRef = tuple[int, int]
 """(instance, value of its region)."""
 
@@ -129,11 +127,7 @@ def _reference_values(
     def watch(instance: int, value: int, tensor: Tensor) -> None:
         found[instance, value] = _with_gradient(tensor)
 
-    leaves = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in parameters.items()}
-    copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    inputs = {n: x for n, x in named_leaves(dict(batch)) if isinstance(x, Tensor)}
-    outputs = run_graph(folded, leaves, copies, constants, inputs, watch)
-    torch.autograd.backward(outputs[folded.outputs[0].name].sum())
+    captured_step(folded, constants, parameters, buffers, batch, watch)
     return found
 
 

@@ -28,6 +28,7 @@ from meshfold.ir.plan import Plan
 from meshfold.models.from_argument import build_for_plan
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.report.step_timeline import axes_width, simulated_timeline
+from meshfold.runtime.runner import ProgramRunner
 from meshfold.units import seconds_text
 from meshfold.validation.collective_order import STARTS, replaced_methods
 from meshfold.validation.scaled_down import MAX_PROCESSES
@@ -135,14 +136,16 @@ def _run(_: Report, plan_text: str, model_argument: str) -> tuple[float, list[li
     plan = plan_from_json(plan_text)
     built = build_for_plan(model_argument, plan, device="cpu")
     captured = captured_as_planned(plan, built)
-    compiled = bind(built.model, plan, captured, built.example_inputs)
+    compiled = bind(built.model, plan, captured, built.example_inputs, loss_fn=built.loss_fn)
     assert compiled.rank_mesh is not None
+    runner = compiled.runner()
+    assert isinstance(runner, ProgramRunner), "a pipeline is measured by its actions"
     seconds, logs = [], []
     for _step in range(WARM_UP + STEPS):
         compiled.zero_grad()
         with notes_of(compiled.rank_mesh) as notes:
             start = time.perf_counter()
-            loss: Tensor = compiled(**built.example_inputs)
+            loss = compiled.run_with(runner, built.example_inputs)
             torch.autograd.backward(loss.sum())
             seconds.append(time.perf_counter() - start)
         logs.append(notes)

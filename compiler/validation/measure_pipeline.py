@@ -15,7 +15,7 @@ from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.plan import Plan
 from meshfold.models.from_argument import build_for_plan
 from meshfold.plan_file.io import plan_from_json, plan_to_json
-from meshfold.report.pipeline_timeline import Span
+from meshfold.report.pipeline_timeline import ActionSpan
 from meshfold.runtime.pipeline_runner import PipelineRunner
 from meshfold.validation.scaled_down import MAX_PROCESSES
 from meshfold.validation.verify import captured_as_planned
@@ -24,7 +24,7 @@ NUM_STEPS = 4
 """The first one brings in what torch loads late and is not measured."""
 
 
-def measured_spans(plan: Plan, model_argument: str) -> tuple[Span, ...]:
+def measured_spans(plan: Plan, model_argument: str) -> tuple[ActionSpan, ...]:
     """Every action of a step, by device and time, of one rank per device; from the first start.
 
     Raises OptionError for a plan without stages, MeshfoldError if it needs more processes than this
@@ -46,12 +46,12 @@ def measured_spans(plan: Plan, model_argument: str) -> tuple[Span, ...]:
     return min((_joined(step) for step in steps), key=lambda spans: max(s.end_s for s in spans))
 
 
-def _measure(_: Report, plan_text: str, model_argument: str) -> list[list[Span]]:
+def _measure(_: Report, plan_text: str, model_argument: str) -> list[list[ActionSpan]]:
     """The spans of this rank by step; none where another one stands for its device."""
     plan = plan_from_json(plan_text)
     built = build_for_plan(model_argument, plan, device="cpu")
     captured = captured_as_planned(plan, built)
-    compiled = bind(built.model, plan, captured, built.example_inputs)
+    compiled = bind(built.model, plan, captured, built.example_inputs, loss_fn=built.loss_fn)
     runner = compiled.runner()
     assert isinstance(runner, PipelineRunner) and isinstance(compiled.program, EmittedPipeline)
     assert compiled.rank_mesh is not None
@@ -62,11 +62,13 @@ def _measure(_: Report, plan_text: str, model_argument: str) -> list[list[Span]]
         dist.barrier()
         compiled.train_step(built.example_inputs)
         compiled.zero_grad()
-        found.append([Span.of(device, *span) for span in runner.spans] if stands_for_it else [])
+        found.append(
+            [ActionSpan.of(device, *span) for span in runner.spans] if stands_for_it else []
+        )
     return found[1:]
 
 
-def _joined(devices: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
+def _joined(devices: Sequence[Sequence[ActionSpan]]) -> tuple[ActionSpan, ...]:
     """The spans of all devices from the start of the first."""
     start_s = min(spans[0].start_s for spans in devices)
     ordered = sorted(devices, key=lambda spans: spans[0].device)

@@ -1,9 +1,15 @@
-"""What verify found: differences of losses, gradients and trained parameters, and the verdict."""
+"""What verify found: differences of losses, gradients and trained parameters, the verdict, and all
+of it as text and JSON."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 TOLERANCE = 1e-10
 """Right programs differ by 1e-13 and less, wrong ones by 1e-3 and more."""
@@ -15,10 +21,12 @@ largest tensor."""
 OWN_ROUNDINGS = 30.0
 """A difference of as many roundings is none, whatever its size: a model that is so ill-conditioned
 (batch norms of a few numbers, one behind another) does not agree with itself any better."""
+NUM_WORST = 5
+"""Gradients or parameters that are printed."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """A gradient, or a parameter after NUM_STEPS steps: its largest entry, and the largest of the
     difference, over all shards."""
 
@@ -41,9 +49,11 @@ class VerifyReport:
     """Loss of the model in one process."""
     loss: float
     """The loss that is furthest from it, over all ranks."""
-    gradients: tuple[Difference, ...]
+    gradients: tuple[TensorDifference, ...]
     """Worst first."""
-    parameters: tuple[Difference, ...] = ()
+    outputs: tuple[TensorDifference, ...] = ()
+    """What a step returns, where that is more than its loss; worst first."""
+    parameters: tuple[TensorDifference, ...] = ()
     """After NUM_STEPS steps of `optimizer`; worst first."""
     optimizer: str = ""
     first_divergence: str = ""
@@ -65,7 +75,7 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        compared = (*self.gradients, *self.parameters)
+        compared = (*self.outputs, *self.gradients, *self.parameters)
         return not self.collective_mismatch and all(
             d <= self.tolerance for d in (self.loss_difference, *(c.relative for c in compared))
         )
@@ -74,10 +84,11 @@ class VerifyReport:
     def verdict(self) -> str:
         """One line."""
         if self.passed:
-            what = f"loss and {len(self.gradients)} gradients"
+            loss = f"loss, {len(self.outputs)} outputs" if self.outputs else "loss"
+            what = f"{loss} and {len(self.gradients)} gradients"
             if self.parameters:
                 steps = f"{NUM_STEPS} steps of {self.optimizer}"
-                what = f"loss, {len(self.gradients)} gradients and parameters after {steps}"
+                what = f"{loss}, {len(self.gradients)} gradients and parameters after {steps}"
             where = ", on a scaled-down model and plan" if self.shrunk else ""
             moved = max((c.rounding for c in (*self.gradients, *self.parameters)), default=0.0)
             where += f", or to what rounding alone does to the model ({moved:.0e})" if moved else ""
@@ -90,7 +101,12 @@ class VerifyReport:
 
     def _worst(self) -> str:
         """What differs most."""
-        for kind, compared in (("gradients", self.gradients), ("parameters", self.parameters)):
+        kinds = {
+            "outputs": self.outputs,
+            "gradients": self.gradients,
+            "parameters": self.parameters,
+        }
+        for kind, compared in kinds.items():
             wrong = sum(not c.relative <= self.tolerance for c in compared)
             if wrong:
                 after = f" after {NUM_STEPS} steps" if kind == "parameters" else ""
@@ -108,7 +124,7 @@ _UNKNOWN: Mapping[str, float] = MappingProxyType({})
 
 def differences(
     by_rank: Sequence[Sizes], rounding: Mapping[str, float] = _UNKNOWN, bound: float = 0.0
-) -> tuple[Difference, ...]:
+) -> tuple[TensorDifference, ...]:
     """The worst of all ranks per name, worst first. A rank has the names of its stages.
 
     A difference is relative to the largest entry of its tensor. Of one that is zero but for
@@ -127,10 +143,58 @@ def differences(
         own = 0.0
         if TOLERANCE < relative and worst <= moved * OWN_ROUNDINGS:
             relative, own = worst / moved / OWN_ROUNDINGS * TOLERANCE, moved / scale
-        found.append(Difference(name, size, worst, relative, own))
+        found.append(TensorDifference(name, size, worst, relative, own))
     return tuple(sorted(found, key=lambda d: (-badness(d.relative), d.name)))
 
 
 def badness(difference: float) -> float:
     """Its size; NaN is worse than anything."""
     return math.inf if math.isnan(difference) else abs(difference)
+
+
+def report_json(report: VerifyReport) -> str:
+    """The report as JSON, ending in a newline."""
+    facts = asdict(report) | {"passed": report.passed, "verdict": report.verdict}
+    return json.dumps(facts, indent=2) + "\n"
+
+
+def report_view(report: VerifyReport) -> RenderableType:
+    """The worst parameters as a table."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("", overflow="fold")
+    for name in ("one process", f"{report.world_size} processes", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row(
+        "loss", f"{report.eager_loss:.12g}", f"{report.loss:.12g}", f"{report.loss_difference:.1e}"
+    )
+    worst = [_worst_view(f"worst of {len(report.gradients)} gradients", report.gradients, report)]
+    if report.parameters:
+        title = f"worst parameters after {NUM_STEPS} steps of {report.optimizer}"
+        worst.append(_worst_view(title, report.parameters, report))
+    style = "bold green" if report.passed else "bold red"
+    headline = Text(f"{report.strategy} on {report.world_size} local processes, float64\n")
+    verdict = Text(f"\n{report.verdict}", style=style)
+    order = Text(f"\n{report.num_collectives} collectives a step, in one order on all ranks")
+    small = [Text("a scaled-down model and plan, not the real size:")] if report.shrunk else []
+    small += [Text(f"  {change}") for change in report.shrunk] + [Text()] * bool(report.shrunk)
+    parts = (*small, headline, table, *(part for view in worst for part in (Text(), view)))
+    return Group(*parts, order, verdict) if report.passed else Group(*parts)
+
+
+def _worst_view(
+    title: str, compared: Sequence[TensorDifference], report: VerifyReport
+) -> RenderableType:
+    view = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    view.add_column(title, overflow="fold")
+    for name in ("largest entry", "difference", "relative"):
+        view.add_column(name, justify="right", no_wrap=True)
+    for c in compared[:NUM_WORST]:
+        bad = not c.relative <= report.tolerance
+        view.add_row(
+            c.name,
+            f"{c.largest:.3g}",
+            f"{c.difference:.1e}",
+            f"{c.relative:.1e}",
+            style="bold red" if bad else "",
+        )
+    return view

@@ -98,7 +98,13 @@ def scaled_down(plan: Plan, model: str, captured: Captured) -> ScaledDown:
         if is_configuration(model):
             small_model, changes = _smaller(plan, read_configuration(Path(model)))
         built = _built(plan, small_model, degrees)
-        captured_small = capture(built.model, built.example_inputs, precision=plan.precision)
+        captured_small = capture(
+            built.model,
+            built.example_inputs,
+            precision=plan.precision,
+            returns=plan.model.returns,
+            loss_fn=built.loss_fn,
+        )
         small, left_out = _planned(plan, captured_small, degrees)
     except MeshfoldError as error:
         raise MeshfoldError(

@@ -10,7 +10,7 @@ then of every parameter after some steps of the plan's optimizer (meshfold.valid
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from meshfold.api import bind, check_fingerprint
 from meshfold.capture.pipeline import Captured, capture
-from meshfold.capture.trace.export import name_outputs
+from meshfold.capture.trace.loss_function import call_model
+from meshfold.capture.trace.returned import named_total
 from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import MeshfoldError
 from meshfold.ir.node_groups import node_levels
@@ -31,7 +32,7 @@ from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.graph.without_dropout import exact
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.sharding.layout import shard_of
-from meshfold.torch_compat.pytree import flat, map_leaves, named_leaves
+from meshfold.torch_compat.pytree import flat, map_leaves
 from meshfold.training.compiled_model import CompiledModel
 from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.alike_draws import alike_draws
@@ -41,6 +42,7 @@ from meshfold.validation.collective_order import (
     collective_mismatch,
     collectives_of,
 )
+from meshfold.validation.compared_outputs import loss_in, output_sizes, wide_loss
 from meshfold.validation.first_divergence import first_divergence
 from meshfold.validation.float64_mode import float64_everywhere
 from meshfold.validation.function_bodies import SeeingMode
@@ -90,7 +92,13 @@ def _run(plan: Plan, model: str | Configuration) -> VerifyReport:
 
 def captured_as_planned(plan: Plan, built: BuiltModel) -> Captured:
     """The captured model. Raises PlanMismatchError if it is not the one that was planned."""
-    captured = capture(built.model, built.example_inputs, precision=plan.precision)
+    captured = capture(
+        built.model,
+        built.example_inputs,
+        precision=plan.precision,
+        returns=plan.model.returns,
+        loss_fn=built.loss_fn,
+    )
     check_fingerprint(plan, captured)
     return captured
 
@@ -107,6 +115,7 @@ class _Compared:
     first_divergence: str = ""
     rounding: Rounding = Rounding()
     """Known where they differ."""
+    outputs: Sizes = field(default_factory=dict)
 
 
 def _compare(_: Report, plan_text: str, model: str | Configuration) -> _Compared:
@@ -119,28 +128,32 @@ def compare_on_this_rank(plan: Plan, captured: Captured, built: BuiltModel) -> _
     """Runs the plan and the model itself. Every rank of the default process group calls it;
     `_report` takes what they return. `built` becomes float64 and is trained."""
     captured = _exact(captured)
-    built = BuiltModel(built.model.double(), _double(built.example_inputs))
+    built = BuiltModel(
+        built.model.double(), _double(built.example_inputs), wide_loss(built.loss_fn)
+    )
     _take_from_first_rank(built)
     output = captured.graph.outputs[0].name
-    compiled = bind(built.model, _planned_for(plan, captured), captured, built.example_inputs)
+    compiled = _bound(plan, built, captured)
     assert compiled.rank_mesh is not None
+    with float64_everywhere(), without_dropout():
+        outputs = output_sizes(built, captured, compiled)
     initial = state_of(built.model)
     with collectives_of(compiled.rank_mesh) as calls:
-        eager_loss, loss = _eager_step(built, output), _compiled_step(compiled, built)
+        eager_loss, loss = _eager_step(built, output), _compiled_step(compiled, built, captured)
     _zeros_for_none(built.model, compiled)
     gradients = _sizes(compiled, built.model, _gradient)
     optimizers = [_optimizer(plan, m) for m in (built.model, compiled)]
     for step in range(NUM_STEPS):
         if step:
             _eager_step(built, output)
-            _compiled_step(compiled, built)
+            _compiled_step(compiled, built, captured)
             _zeros_for_none(built.model, compiled)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     parameters = _sizes(compiled, built.model, torch.Tensor.detach)
     losses = eager_loss.sum().item(), loss.sum().item()
-    compared = _Compared(*losses, gradients, parameters, tuple(calls))
+    compared = _Compared(*losses, gradients, parameters, tuple(calls), outputs=outputs)
     if _passes(plan, compared):
         return compared
     compared = replace(compared, rounding=_rounding(plan, built, output, initial))
@@ -152,6 +165,11 @@ def compare_on_this_rank(plan: Plan, captured: Captured, built: BuiltModel) -> _
     if plan.schedule:
         return compared
     return replace(compared, first_divergence=_first_divergence(plan, built, captured))
+
+
+def _bound(plan: Plan, built: BuiltModel, captured: Captured) -> CompiledModel:
+    planned = _planned_for(plan, captured)
+    return bind(built.model, planned, captured, built.example_inputs, loss_fn=built.loss_fn)
 
 
 def _passes(plan: Plan, compared: _Compared) -> bool:
@@ -187,15 +205,9 @@ def _capture_difference(built: BuiltModel, captured: Captured, output: str) -> s
     """What the captured program alone does otherwise than the model, "" if nothing: the same text
     on all ranks."""
     parameters = dict(built.model.named_parameters())
-    inputs = {n: x for n, x in named_leaves(dict(built.example_inputs)) if isinstance(x, Tensor)}
+    buffers, batch = dict(built.model.named_buffers()), built.example_inputs
     with float64_everywhere(), without_dropout():
-        found = captured_step(
-            captured.graph,
-            captured.constants,
-            parameters,
-            dict(built.model.named_buffers()),
-            inputs,
-        )
+        found = captured_step(captured.graph, captured.constants, parameters, buffers, batch)
     built.model.zero_grad()
     loss = _eager_step(built, output)
     right = {name: parameter.grad for name, parameter in parameters.items()}
@@ -211,7 +223,7 @@ def _first_divergence(plan: Plan, built: BuiltModel, captured: Captured) -> str:
     saving = replace(_planned_for(plan, captured), regions=tuple(regions))
     with float64_everywhere(), without_dropout():
         return first_divergence(
-            bind(built.model, saving, captured, built.example_inputs),
+            bind(built.model, saving, captured, built.example_inputs, loss_fn=built.loss_fn),
             captured.constants,
             dict(built.model.named_parameters()),
             dict(built.model.named_buffers()),
@@ -220,13 +232,14 @@ def _first_divergence(plan: Plan, built: BuiltModel, captured: Captured) -> str:
         )
 
 
-def _compiled_step(compiled: CompiledModel, built: BuiltModel) -> Tensor:
+def _compiled_step(compiled: CompiledModel, built: BuiltModel, captured: Captured) -> Tensor:
     """Forward and backward of the emitted program; gradients are left in `.grad`."""
     # The graph names the dtype of most new tensors, not of those that had the default one.
     with float64_everywhere():
         if compiled.plan.schedule:
-            return compiled.train_step(built.example_inputs)
-        loss: Tensor = compiled(**built.example_inputs)
+            returned = compiled.train_step(built.example_inputs)
+            return loss_in(captured, returned)
+        loss = loss_in(captured, compiled(**built.example_inputs))
         torch.autograd.backward(loss.sum())
     return loss.detach()
 
@@ -294,7 +307,7 @@ def _eager_step(built: BuiltModel, output: str, scale: float = 1.0) -> Tensor:
     """Forward and backward of the model itself; gradients, times `scale`, are left in `.grad`."""
     _loop_over_experts(built.model)
     with float64_everywhere(), without_dropout():
-        value = name_outputs(built.model(**built.example_inputs))[output]
+        value = named_total(output, call_model(built.model, built.example_inputs, built.loss_fn))
         torch.autograd.backward(value.sum() * scale)
     return value.detach()
 
@@ -336,6 +349,7 @@ def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
         strategy=plan.strategy.label,
         eager_loss=first.eager_loss,
         loss=max((r.loss for r in results), key=lambda x: badness(x - first.eager_loss)),
+        outputs=differences([r.outputs for r in results]),
         gradients=differences([r.gradients for r in results], first.rounding.gradients, bound),
         parameters=differences([r.parameters for r in results], first.rounding.parameters, bound),
         optimizer=OPTIMIZER_NAMES[plan.optimizer],

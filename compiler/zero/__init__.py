@@ -1,1 +1,2 @@
-"""The ZeRO engine: parameters gathered ahead of use, gradients reduced in groups."""
+"""The ZeRO engine at run time: parameters gathered ahead of use, gradients reduced in groups and
+buckets."""

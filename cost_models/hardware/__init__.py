@@ -1,1 +1,2 @@
-"""What devices and links there are, and which link every mesh axis lies on."""
+"""What devices and links there are (presets, each fact with its source), and on which links and
+nodes the ranks of a mesh axis lie."""

@@ -1,1 +1,2 @@
-"""Bytes over time: of one op, of a region, and of a whole step."""
+"""Bytes over time, from plain sizes: live ranges of a local program, what recomputation saves, the
+peak of a step; passes.memory asks it."""

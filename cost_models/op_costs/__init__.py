@@ -1,1 +1,1 @@
-"""Seconds of one kernel and of one collective."""
+"""Seconds of one kernel and of one collective: flops, bytes and link rates."""

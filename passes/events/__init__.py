@@ -1,1 +1,2 @@
-"""A typed program as events for the simulator, and collectives bucketed by simulation."""
+"""A typed program as events for the simulator; bucket sizes and hierarchical all-reduces chosen by
+simulating them."""

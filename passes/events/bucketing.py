@@ -51,13 +51,12 @@ class BucketSizes:
     hierarchical: int | None = None
 
 
-def with_buckets(plan: Plan, pinned: BucketSizes, costs: CostModel | None = None) -> Plan:
+def with_buckets(plan: Plan, pinned: BucketSizes) -> Plan:
     """`plan` with the sizes of its buckets, and the events and the simulated step of these.
-    costs: of the plan's cluster and mesh, if at hand.
 
     Raises OptionError where hierarchical all-reduces are pinned on groups that have no levels.
     """
-    costs = costs or CostModel(plan.cluster, plan.mesh)
+    costs = CostModel(plan.cluster, plan.mesh)
     if pinned.hierarchical and not hierarchical_on(costs, 1).has_levels:
         raise OptionError(
             f"pin {HIERARCHICAL_ALL_REDUCE}: the ranks of {plan.mesh} do not lie on several nodes "

@@ -69,7 +69,8 @@ def region_events(
 ) -> PricedRegion:
     """The events of one instance whose values arrive as `arriving`. pricer: of the same ops under
     the same rules; floats: its bindings."""
-    return _Writer(name, typing, arriving, pricer, probe, floats).write()
+    builder = LocalProgramBuilder(pricer.graph, typing, arriving, pricer.costs, probe, floats)
+    return _Writer(name, pricer, builder).write()
 
 
 def bytes_inside(
@@ -89,28 +90,21 @@ def bytes_inside(
 
 
 class _Writer:
-    def __init__(
-        self,
-        name: str,
-        typing: RegionTyping,
-        arriving: tuple[Layout, ...],
-        pricer: RegionPricer,
-        probe: Probe,
-        floats: Sequence[float],
-    ) -> None:
+    """builder: has not built its program yet."""
+
+    def __init__(self, name: str, pricer: RegionPricer, builder: LocalProgramBuilder) -> None:
         self.name = name
-        self.typing = typing
         self.pricer = pricer
         self.costs = pricer.costs
         self.mesh = pricer.mesh
         self.graph = pricer.graph
-        self.arriving = arriving
-        self.builder = LocalProgramBuilder(self.graph, typing, arriving, self.costs, probe, floats)
-        self.program: LocalProgram = self.builder.build()
+        self.builder = builder
+        self.typing, self.arriving = builder.typing, builder.arriving
+        self.program: LocalProgram = builder.build()
         self.trace: RegionTrace = trace_region(self.program)
         groups: dict[ParameterGroupKey, list[tuple[int, Layout]]] = {}
         for v, used in self.builder.uses:
-            key = parameter_group_key(v, self.graph.values[v], arriving[v], used, self.costs)
+            key = parameter_group_key(v, self.graph.values[v], self.arriving[v], used, self.costs)
             if key is not None:
                 groups.setdefault(key, []).append((v, used))
         self.groups = list(groups.items())
@@ -120,9 +114,7 @@ class _Writer:
         self.opened_at = self._opened_at()
         self.copies = [
             group_copies(
-                [(self.graph.values[v], arriving[v]) for v, _ in uses],
-                key.gather,
-                self.costs,
+                [(self.graph.values[v], self.arriving[v]) for v, _ in uses], key.gather, self.costs
             )
             for key, uses in self.groups
         ]

@@ -1,1 +1,2 @@
-"""Facts of a folded or typed graph: who reads what, boundaries, variants. No prices."""
+"""Facts of a folded or typed graph without prices: who reads what, boundaries, variants of a
+region, the same graph without dropout."""

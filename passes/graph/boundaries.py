@@ -9,12 +9,12 @@ consumer takes it. Slots and outputs that are linked by some instance form a cla
 A run of equal layers links its output to its own slot, so what is carried along keeps its layout.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from networkx.utils import UnionFind
 
-from meshfold.ir.op_graph import Dependence, FoldedGraph, SourceKind, Value
+from meshfold.ir.op_graph import Dependence, FoldedGraph, OutputInfo, SourceKind, Value
 from meshfold.ir.spmd import INVARIANT, Shard, SpmdType
 
 
@@ -23,7 +23,9 @@ class Boundaries:
     """slots[r][i]: class of slot i of region r, None for what does not cross (parameters, buffers,
     constants); outputs[r][k]: class of output k. values[c] is the tensor of class c.
 
-    inputs: classes that hold a model input; results: classes that hold a model output.
+    inputs: classes that hold a model input; results: classes that hold a model output. apart: those
+    of them that no region reads, and that are no loss; free: those of these that may leave as
+    shards.
     """
 
     slots: tuple[tuple[int | None, ...], ...]
@@ -31,6 +33,8 @@ class Boundaries:
     values: tuple[Value, ...]
     inputs: frozenset[int]
     results: frozenset[int]
+    apart: frozenset[int] = frozenset()
+    free: frozenset[int] = frozenset()
 
 
 def find_boundaries(folded: FoldedGraph) -> Boundaries:
@@ -62,17 +66,20 @@ def find_boundaries(folded: FoldedGraph) -> Boundaries:
             tuple(number(("out", r, k), graph.values[v]) for k, v in enumerate(graph.outputs))
         )
     inputs = (numbers.get(classes["input", i.name]) for i in folded.inputs)
-    results = [
-        outputs[folded.instances[o.source.instance].region][o.source.output]
-        for o in folded.outputs
-        if o.source.kind is SourceKind.VALUE
-    ]
+
+    def classes_of(infos: Iterable[OutputInfo]) -> frozenset[int]:
+        sources = (o.source for o in infos if o.source.kind is SourceKind.VALUE)
+        return frozenset(outputs[folded.instances[s.instance].region][s.output] for s in sources)
+
+    apart = classes_of(folded.apart)
     return Boundaries(
         tuple(slots),
         tuple(outputs),
         tuple(values),
         frozenset(c for c in inputs if c is not None),
-        frozenset(results),
+        classes_of(folded.outputs),
+        apart,
+        apart if folded.returns.sharded else frozenset(),
     )
 
 

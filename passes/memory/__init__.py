@@ -1,1 +1,2 @@
-"""Bytes of a typed program: what each rank keeps, and the peak of a step."""
+"""Bytes of a typed program: which rank keeps which states (ZeRO, offload), what a region's local
+program holds, the peak of the step."""

@@ -1,1 +1,2 @@
-"""The best plan on one mesh without microbatches, and which meshes may hold it."""
+"""The search without microbatches: the decision tree, candidates of a region, the fastest mix on
+each mesh, bounds, and which mesh wins."""

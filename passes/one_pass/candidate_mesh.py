@@ -16,7 +16,7 @@ from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.strategy import Degrees, UniformStrategy
 from meshfold.passes.graph.boundaries import num_instances
 from meshfold.passes.one_pass.bounds import LeastCompute, least_compute
-from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.region.typing import MeshSearch
 
 ROUNDING = 1e-12

@@ -3,11 +3,11 @@
 The chain of runs (passes/one_pass/chain.py) prices a change of layout by a table. Two tables are
 made:
 
-    by border   layouts are (region, mode); an entry is what converting the values costs that pass
-                from an instance of one region to the next instance, of another. Exact, where every
-                value passes to the next instance and no other.
-    by mode     layouts are modes; an entry is the dearest change that a region between others can
-                cause, per instance. For all other programs, and for those of many regions.
+    by boundary  layouts are (region, mode); an entry is what converting the values costs that
+                 pass from an instance of one region to the next instance, of another. Exact, where
+                 every value passes to the next instance and no other.
+    by mode      layouts are modes; an entry is the dearest change that a region between others can
+                 cause, per instance. For all other programs, and for those of many regions.
 """
 
 import itertools
@@ -29,7 +29,7 @@ Typings = Mapping[TpMode, Sequence[RegionTyping]]
 """One typing per region, by mode."""
 
 MOST_REGIONS = 30
-"""Above, borders are not told apart: the run search takes time cubic in the layouts."""
+"""Above, boundaries are not told apart: the run search takes time cubic in the layouts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ def mode_changes(
     reads: of `folded`, if at hand."""
     modes = tuple(mode for mode in TP_MODES if mode in typings)
     if "data" in modes and len(folded.regions) <= MOST_REGIONS and passes_on(folded):
-        return ModeChanges(modes, _by_border(folded, modes, typings, costs), True)
+        return ModeChanges(modes, _by_boundary(folded, modes, typings, costs), True)
     return ModeChanges(modes, _by_mode(folded, modes, typings, costs, reads), False)
 
 
@@ -69,7 +69,7 @@ def passes_on(folded: FoldedGraph) -> bool:
     )
 
 
-def _by_border(
+def _by_boundary(
     folded: FoldedGraph, modes: Sequence[TpMode], typings: Typings, costs: CostModel
 ) -> FloatArray:
     """Pairs that never meet get the sum of all that do: no detour over them is a bargain."""
@@ -112,8 +112,8 @@ def _by_mode(
     costs: CostModel,
     reads: ProgramReads | None,
 ) -> FloatArray:
-    """The dearest over regions, both of its borders together: what goes to and from its instances
-    is converted, while within one mode nothing is."""
+    """The dearest over regions, both boundaries of one together: what goes to and from its
+    instances is converted, while within one mode nothing is."""
     table = np.zeros((len(modes), len(modes)))
     if len(modes) < 2:
         return table

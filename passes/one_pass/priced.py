@@ -78,7 +78,7 @@ def order_of(priced: Priced) -> tuple[float, int, int, str]:
 
 
 @dataclass(frozen=True)
-class NothingFits:
+class NoMeshFits:
     """A search that found no plan."""
 
     smallest: tuple[Priced, ...]
@@ -91,9 +91,9 @@ class NothingFits:
         """What a message may say of it."""
         return "nothing fits" if self.is_proven else "found nothing that fits"
 
-    def and_in(self, other: "NothingFits") -> "NothingFits":
+    def and_in(self, other: "NoMeshFits") -> "NoMeshFits":
         """This search and another one."""
-        return NothingFits((*self.smallest, *other.smallest), self.is_proven and other.is_proven)
+        return NoMeshFits((*self.smallest, *other.smallest), self.is_proven and other.is_proven)
 
     def error(self, num_devices: int) -> InfeasibleError:
         """What to say of it."""

@@ -5,8 +5,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from meshfold.ir.plan import MeshOutcome, SearchStats
-from meshfold.passes.one_pass.planner import MeshPlanner
 from meshfold.passes.one_pass.priced import MeshPlan, Priced
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.tree import Tree
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from meshfold.cost_models.simulation.step import simulate
 from meshfold.ir.step_events import SimulatedStep, StepEvents
 from meshfold.passes.events.program import program_events
-from meshfold.passes.one_pass.planner import MeshPlanner
 from meshfold.passes.one_pass.priced import MeshPlan, Priced, order_of
+from meshfold.passes.one_pass.search import MeshPlanner
 
 CONTENTION_RATIO = 1.1
 """Programs up to this multiple of the best additive step time are simulated. Chosen: contention

@@ -1,1 +1,2 @@
-"""The best plan with stages and microbatches: best-first over pipeline degrees."""
+"""The search with stages and microbatches: the tree of degrees, costs of a layer per microbatch,
+what of its parameters is stored and sent, best-first over degrees."""

@@ -5,8 +5,8 @@
         -> ZeRO level -> recompute                                     by layer
 
 A candidate is a UniformStrategy of degrees alone; every layer then takes one of the strategies that
-`strategies_of` lists. One stage and one microbatch is the tree of one_pass/tree.py. Cuts are named
-and counted in leaves, under the first rule that applies, as there.
+`strategies_of` lists. One stage and one microbatch is the tree of one_pass/tree.py. Pruning rules
+are named and counted in leaves, under the first rule that applies, as there.
 """
 
 from collections import Counter

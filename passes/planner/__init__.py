@@ -1,1 +1,2 @@
-"""The Plan of a folded graph: the searches are called, the plan written down, checked, priced."""
+"""From a graph to a Plan and back: calls the searches, writes their answer down beside baselines,
+checks and prices plans that come from a file."""

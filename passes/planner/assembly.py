@@ -19,12 +19,13 @@ from meshfold.ir.plan import (
     StagePlan,
     model_inputs,
 )
+from meshfold.ir.returns import SUM
 from meshfold.passes.fold.assemble import fingerprint, graph_fingerprint
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.zero import unsharded_note, zero_axes
 from meshfold.passes.one_pass.candidates import StrategyCandidate
-from meshfold.passes.one_pass.planner import MeshPlanner
 from meshfold.passes.one_pass.priced import Priced
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import Shortlisted
 from meshfold.passes.planner.check import placements
 from meshfold.units import bytes_text, seconds_text
@@ -126,6 +127,9 @@ def model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:
         num_distinct_ops=sum(len(region.graph.ops) for region in folded.regions),
         inputs=model_inputs(folded),
         batch_size=batch_size,
+        loss=SUM.join(folded.returns.loss),
+        outputs=tuple(folded.returns.outputs),
+        sharded_outputs=folded.returns.sharded,
     )
 
 

@@ -17,8 +17,8 @@ from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import PricedStrategy
 from meshfold.ir.strategy import UniformStrategy
-from meshfold.passes.one_pass.planner import MeshPlanner
 from meshfold.passes.one_pass.priced import Priced, order_of
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.pipeline.best_first import Solution, best_first
 from meshfold.passes.pipeline.bounds import kernels_bound_s, peak_rate_bounds_s
 from meshfold.passes.pipeline.layers import StrategyCosts
@@ -115,18 +115,18 @@ def uniform_pipeline(
     """All layers under `strategy`; None where there are fewer layers than stages."""
     by_region = problems.layer_costs([strategy])
     layers = [by_region[i.region][0] for i in problems.folded.instances]
-    cuts = even_boundaries(problems.folded, strategy.pp)
+    boundaries = even_boundaries(problems.folded, strategy.pp)
     schedule = Schedule(ScheduleKind.ONE_F_ONE_B, strategy.pp, strategy.microbatches)
-    stages = [layers[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    stages = [layers[a:b] for a, b in zip(boundaries, boundaries[1:], strict=False)]
     times = StageTimes.build(
         [sum(x.forward_s for x in stage) for stage in stages],
         [sum(x.backward_s for x in stage) for stage in stages],
-        hop_s=problem.chain.hop_s[cuts[1:-1]],
+        hop_s=problem.chain.hop_s[boundaries[1:-1]],
     )
     ends_s = device_ends_s(schedule, times) + [sum(x.sync_s for x in stage) for stage in stages]
     peaks = [
         _peak_bytes(stage, int(problem.chain.resident_bytes[first]), in_flight)
-        for stage, first, in_flight in zip(stages, cuts, schedule.in_flight, strict=False)
+        for stage, first, in_flight in zip(stages, boundaries, schedule.in_flight, strict=False)
     ]
     step_s = float(ends_s.max()) + problem.launch_s
     return UniformPipeline(strategy, step_s, max(peaks) + problem.fixed_bytes)

@@ -3,7 +3,7 @@
     decision tree (one_pass/tree.py)   what is left of dp x ep x cp x tp, ZeRO, recomputation
         -> meshes in order of their bound, which rises while their regions are typed one by one
            (one_pass/candidate_mesh.py, region/typing.py)
-        -> the best program on each, strategies mixed by layer (one_pass/planner.py), until the next
+        -> the best program on each, strategies mixed by layer (one_pass/search.py), until the next
            bound reaches the best program found
         -> Plan, with the lower bound, the pruning and the named baselines
 
@@ -33,9 +33,9 @@ from meshfold.passes.graph.reads import program_reads
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.one_pass.bounds import LeastCompute, Room, least_compute, least_step_s
 from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
-from meshfold.passes.one_pass.planner import MeshPlanner
-from meshfold.passes.one_pass.priced import NothingFits, Priced, order_of
+from meshfold.passes.one_pass.priced import NoMeshFits, Priced, order_of
 from meshfold.passes.one_pass.record import MeshRecord, search_stats
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import Shortlisted, rank_shortlist, simulated_times
 from meshfold.passes.one_pass.tree import NODE, PRUNING_RULES, Tree, grow_tree
 from meshfold.passes.planner.assembly import PlanRequest, assemble_plan
@@ -217,7 +217,7 @@ class _Search:
     def _tree(self, without: Sequence[str]) -> Tree:
         return grow_tree(search_spec(self.request, without))
 
-    def _over(self, tree: Tree) -> "_Found | NothingFits":
+    def _over(self, tree: Tree) -> "_Found | NoMeshFits":
         """The best of a tree, or per mesh the program with the least memory."""
         by_mesh: dict[Degrees, list[UniformStrategy]] = {}
         # In an order of our own, so that the order of the strategies decides nothing.
@@ -234,7 +234,7 @@ class _Search:
         if not state.planners and not state.skipped:
             raise self._no_mesh(by_mesh, state.pruned)
         if state.best is None:
-            return NothingFits(
+            return NoMeshFits(
                 tuple(p.smallest for p in state.plans.values() if p.smallest is not None),
                 all(math.isinf(p.lower_bound_s) for p in state.plans.values()),
             )

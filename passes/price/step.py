@@ -14,9 +14,9 @@ where k_i and u_i are what is saved and gradients moving between device and host
 (passes/memory/zero.py): the link to the host is not the network, and carries both ways at once.
 The excess of each max over f_i or b_i is exposed. Each instance is charged with its own gather and
 reduction, so a step is a sum over instances, which the run search minimises
-(passes/one_pass/planner.py). Where two neighbours differ in the layout of a value, the
-consumer converts it (border_s). The optimizer is one memory-bound pass over the local states; what
-the host updates comes back after it.
+(passes/one_pass/search.py). Where two neighbours differ in the layout of a value, the
+consumer converts it (boundary_s). The optimizer is one memory-bound pass over the local states;
+what the host updates comes back after it.
 """
 
 from collections import Counter
@@ -57,7 +57,7 @@ def estimate_step(
         # Nothing to communicate: no rounding either.
         total_s = forward_s + backward_s
     total_s += sum(ends_s(prices[i.region]) for i in folded.instances[:1])
-    total_s += border_s(folded, typings, costs, reads)
+    total_s += boundary_s(folded, typings, costs, reads)
     communication_s = {
         name: sum(n * prices[r].total_communication_s[name] for r, n in counts.items())
         for name in costs.mesh.names
@@ -90,7 +90,7 @@ def ends_s(price: RegionPrice) -> float:
     return moved_s + price.host.gradients_s
 
 
-def border_s(
+def boundary_s(
     folded: FoldedGraph,
     typings: Sequence[RegionTyping],
     costs: CostModel,

@@ -1,1 +1,2 @@
-"""The cheapest typing of a region, by variable elimination."""
+"""The cheapest typing of a region: a rule per op and a layout per value, by variable elimination,
+given the role of each mesh axis."""

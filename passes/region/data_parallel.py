@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph, SlotKind
-from meshfold.ir.spmd import INVARIANT, Layout, SpmdType
+from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph, SlotKind, Value
+from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, SpmdType
 from meshfold.passes.graph.boundaries import Boundaries, batch_type
 from meshfold.passes.price.op_time import OpTimers, OpWorks
 from meshfold.passes.region.parameter_tables import Prices
@@ -70,16 +70,19 @@ def follow_batch(
     batch_size: int,
     works: OpWorks | None = None,
     whole: frozenset[int] = frozenset(),
+    *,
+    sums: bool = False,
 ) -> DataParallel:
     """Solve every region on the data parallel axis, axis 0 of the mesh of `costs`.
 
     rules[r]: rule table of region r on that axis alone. works: if at hand. whole: boundary
-    classes that leave their regions unsharded.
+    classes that leave their regions unsharded. sums: whether numbers that the program returns, its
+    losses, leave as pending sums: what adds up, adds up last.
     """
     costs = replace(costs, mesh=Mesh(costs.mesh.axes[:1]), within=costs.mesh)
     (axis_size,) = costs.mesh.sizes
     tables = SearchTables(costs, (AxisRole.DATA,), OpTimers(costs, works))
-    types: dict[int, SpmdType] = dict.fromkeys(boundaries.results | whole, INVARIANT)
+    types = _decided(boundaries, whole, sums=sums)
     for c in sorted(boundaries.inputs - boundaries.results):
         types[c] = batch_type(boundaries.values[c], batch_size, axis_size)
     solutions: dict[int, RegionSolution] = {}
@@ -102,11 +105,28 @@ def follow_batch(
         assert solution is not None, "running everything Invariant is always possible"
         solutions[r] = solution
         for c, layout in zip(boundaries.outputs[r], solution.typing.outputs, strict=True):
-            types.setdefault(c, layout[0])
+            is_gathered = c in boundaries.apart - boundaries.free
+            types.setdefault(c, INVARIANT if is_gathered else layout[0])
     return DataParallel(
         tuple(types[c] for c in range(len(boundaries.values))),
         tuple(solutions[r] for r in range(len(folded.regions))),
     )
+
+
+def _decided(boundaries: Boundaries, whole: frozenset[int], *, sums: bool) -> dict[int, SpmdType]:
+    """Types that are decided before any region is solved, by boundary class. What outputs leave in
+    has no say in where the batch goes: they are gathered in the end."""
+    types: dict[int, SpmdType] = dict.fromkeys(
+        (boundaries.results - boundaries.apart) | whole, INVARIANT
+    )
+    if sums:
+        numbers = (c for c in boundaries.results if _is_number(boundaries.values[c]))
+        types.update(dict.fromkeys(numbers, PARTIAL))
+    return types
+
+
+def _is_number(value: Value) -> bool:
+    return value.is_float and not value.shape
 
 
 def _leaving(graph: OpGraph, v: int, rules: RuleTable, batch: SpmdType) -> list[Layout]:

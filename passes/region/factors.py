@@ -30,7 +30,7 @@ Factors, all in seconds
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -261,8 +261,11 @@ def build_factors(
     parameter_prices: ParameterPrices,
     slot_layouts: Sequence[Sequence[Layout]],
     output_layouts: Sequence[Sequence[Layout]],
+    apart: Collection[int] = (),
 ) -> FactorGraph:
-    """The factor graph of one region. op_times[o][c]: seconds of op o under joint rule c."""
+    """The factor graph of one region. op_times[o][c]: seconds of op o under joint rule c. apart:
+    outputs, by number, that are gathered for the user, whom no role of an axis forbids that and who
+    asks for no gradient: each has a conversion of its own."""
     b = _Builder(graph, tables)
     ops: list[int | None] = []
     for k, (domain, times) in enumerate(zip(op_domains, op_times, strict=True)):
@@ -272,8 +275,9 @@ def build_factors(
             b.factors.append(Factor((variable,), times))
     users = _user_ports(graph, op_domains, ops)
     outputs = tuple(b.port(allowed) for allowed in output_layouts)
+    gathered: list[list[Port]] = [[] for _ in graph.values]
     for k, v in enumerate(graph.outputs):
-        users[v].append(outputs[k])
+        (gathered if k in apart else users)[v].append(outputs[k])
     for slot, v in graph.mutations:
         # The buffer takes the value, so it leaves as the buffer arrives.
         users[v].append(Port(None, tuple(slot_layouts[slot])))
@@ -288,6 +292,8 @@ def build_factors(
         source = b.port(slot_layouts[v]) if is_slot else _native_port(graph, op_domains, ops, v)
         if is_slot:
             slots.append(source)
+        for port in gathered[v]:
+            b.add((source, port), b.convert(replace(value, requires_grad=False), source, port))
         if value.depends is Dependence.CONSTANT:
             for user in users[v]:
                 b.add((source, user), b.convert(value, source, user))

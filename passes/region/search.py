@@ -237,6 +237,7 @@ def prepare_region(
     fixed_rules: Mapping[int, Sequence[Collection[str]]] | None = None,
     rules: RuleTable | None = None,
     like: RegionProblem | None = None,
+    apart: Collection[int] = (),
 ) -> RegionProblem:
     """Build the tables of a region.
 
@@ -244,7 +245,7 @@ def prepare_region(
     output_layouts[k]: layouts in which output k may leave. fixed_rules: axis -> rule names per op,
     for axes that are decided already, of most ops to one. rules: region_rules(graph, mesh.sizes) if
     at hand. like: a problem that differs in layouts and roles alone: its domains and the times of
-    its ops serve.
+    its ops serve. apart: outputs with a conversion of their own, see build_factors.
     """
     rules = rules or region_rules(graph, costs.mesh.sizes)
     timers = tables.timers.of(graph)
@@ -257,7 +258,14 @@ def prepare_region(
     else:
         domains, times = like.domains, list(like.times)
     factors = build_factors(
-        graph, domains, times, tables.conversions, tables.parameters, slot_layouts, output_layouts
+        graph,
+        domains,
+        times,
+        tables.conversions,
+        tables.parameters,
+        slot_layouts,
+        output_layouts,
+        apart,
     )
     return RegionProblem(graph, costs, rules, domains, timers, tuple(times), factors, tables.plans)
 

@@ -21,6 +21,7 @@ tp axis   Boundary values are Invariant or, with sequence parallelism, shards of
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, Value
@@ -62,12 +63,17 @@ class SearchCache:
         return SearchCache(find_boundaries(folded), rules, {}, OpWorks(), EliminationPlans())
 
 
+KeptSlots = Mapping[tuple[int, int], Layout]
+"""The stored layout of a parameter, by (region, slot)."""
+
+
 class SearchSpace:
     """Rules and layouts of the regions of one folded program on one mesh. `role` below is what the
     tp axis is for; regions are numbers.
 
     cache: what other meshes of this program found, to use and to add to. pinned: parameters whose
-    layout the user fixed; keeps_pins tells whether this mesh can store them so.
+    layout the user fixed; keeps_pins tells whether this mesh can store them so. kept: parameters
+    that are stored already, each in the one layout that is left, without the shards of ZeRO.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class SearchSpace:
         batch_size: int,
         cache: SearchCache,
         pinned: PinnedSlots,
+        kept: KeptSlots = MappingProxyType({}),
     ) -> None:
         self.folded = folded
         self.mesh = costs.mesh
@@ -84,6 +91,7 @@ class SearchSpace:
         self.batch_size = batch_size
         self.cache = cache
         self.pinned = pinned
+        self.kept = kept
         self.graphs: list[OpGraph] = [region.graph for region in folded.regions]
         self.boundaries: Boundaries = cache.boundaries
         axes = map(self._axis, ("dp", "ep", "cp", "tp"))
@@ -146,7 +154,27 @@ class SearchSpace:
 
     def output_layouts(self, region: int, role: AxisRole) -> list[list[Layout]]:
         """The layouts in which each output may leave."""
-        return [[self._boundary(c, role)] for c in self.boundaries.outputs[region]]
+        return [
+            self._free_layouts(c, role) if c in self.boundaries.free else [self._boundary(c, role)]
+            for c in self.boundaries.outputs[region]
+        ]
+
+    def priced_apart(self, region: int) -> frozenset[int]:
+        """The outputs of a region that the user asked for, by number: gathered whatever the role of
+        an axis, and by a conversion of their own."""
+        apart = self.boundaries.apart
+        return frozenset(k for k, c in enumerate(self.boundaries.outputs[region]) if c in apart)
+
+    def _free_layouts(self, boundary_class: int, role: AxisRole) -> list[Layout]:
+        """An output that may leave as a shard: of the batch on dp, on tp of any dim."""
+        plain, value = self._boundary(boundary_class, role), self.boundaries.values[boundary_class]
+        if self.tp_axis is None or role is AxisRole.DATA:
+            return [plain]
+        shards = [Shard(d) for d in range(len(value.shape))]
+        ways = [
+            (*plain[: self.tp_axis], t, *plain[self.tp_axis + 1 :]) for t in (INVARIANT, *shards)
+        ]
+        return [x for x in ways if is_legal(value.shape, x, self.mesh.sizes)]
 
     def keeps_pins(self, role: AxisRole) -> bool:
         """Whether there is a pinned layout for every parameter that has one."""
@@ -280,7 +308,7 @@ class SearchSpace:
             value.shape, self._layout(dp=dp, ep=ep), self.mesh.sizes
         ):
             ep = INVARIANT
-        if boundary_class in b.inputs | b.results:
+        if boundary_class in (b.inputs | b.results) - b.free:
             return self._layout(dp=dp, ep=ep)
         return self._shard_sequence(value, dp, ep, role)
 
@@ -307,6 +335,8 @@ class SearchSpace:
         return next(x for x in layouts if is_legal(value.shape, x, self.mesh.sizes))
 
     def _stored(self, region: int, slot: int) -> list[Layout]:
+        if (region, slot) in self.kept:
+            return [self.kept[region, slot]]
         pin = self.pinned.get((region, slot))
         shared = self._expert_weights[region].get(slot, INVARIANT)
         ep = shared if pin is None else INVARIANT

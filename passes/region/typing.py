@@ -39,7 +39,7 @@ from meshfold.passes.region.search import (
     SearchTables,
     prepare_region,
 )
-from meshfold.passes.region.space import SearchCache, SearchSpace
+from meshfold.passes.region.space import KeptSlots, SearchCache, SearchSpace
 
 PRICE_LADDER = (0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
 """Seconds per byte of parameter on a rank. Chosen: decades around the time that a link takes for a
@@ -80,7 +80,7 @@ class MeshSearch:
     """Searches of one folded program on one mesh. Rules, tables and the dp axis are shared.
 
     cache: what other meshes of this program found, to use and to add to. pinned: parameters whose
-    layout the user fixed.
+    layout the user fixed; kept: those that are stored already.
     """
 
     def __init__(
@@ -91,13 +91,14 @@ class MeshSearch:
         batch_size: int,
         cache: SearchCache | None = None,
         pinned: PinnedSlots = MappingProxyType({}),
+        kept: KeptSlots = MappingProxyType({}),
     ) -> None:
         self.folded = folded
         self.mesh = mesh
         self.batch_size = batch_size
         self.costs = CostModel(cluster, mesh)
         cache = cache or SearchCache.of(folded)
-        self.space = SearchSpace(folded, self.costs, batch_size, cache, pinned)
+        self.space = SearchSpace(folded, self.costs, batch_size, cache, pinned, kept)
         self.counts = num_instances(folded)
         self.graphs: list[OpGraph] = self.space.graphs
         timers = OpTimers(self.costs, cache.works)
@@ -179,6 +180,7 @@ class MeshSearch:
             fixed_rules={} if joint else space.fixed_rules(region),
             rules=space.rules_of(region, role),
             like=self._like.get(region) if shared else None,
+            apart=space.priced_apart(region),
         )
         if shared:
             self._like.setdefault(region, problem)

@@ -1,1 +1,2 @@
-"""The one rule table: how an op may be sharded on each mesh axis."""
+"""The one rule table: the labels of rules.ops as rules of a mesh axis, the special axes (context,
+experts), and arguments of an op on one rank."""

@@ -1,1 +1,2 @@
-"""The fastest strategy candidates of a chain of layers under a memory budget: numbers only."""
+"""The fastest strategy candidates of a chain of layers under a memory budget: numbers only, no
+graphs."""

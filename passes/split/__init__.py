@@ -1,1 +1,1 @@
-"""Splits a program: microbatches of the batch, micro-chunks of a region, graphs of stages."""
+"""Splits a typed program: microbatches of the batch, micro-chunks of a region, graphs of stages."""

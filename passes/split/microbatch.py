@@ -27,7 +27,18 @@ from dataclasses import replace
 
 from meshfold.errors import OptionError
 from meshfold.ir.cluster import ClusterSpec
-from meshfold.ir.op_graph import Arg, Draw, FoldedGraph, Op, OpGraph, Ref, SourceKind, Symbol, Value
+from meshfold.ir.op_graph import (
+    Arg,
+    Draw,
+    FoldedGraph,
+    Op,
+    OpGraph,
+    OutputInfo,
+    Ref,
+    SourceKind,
+    Symbol,
+    Value,
+)
 from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, local_shape
 from meshfold.ir.strategy import OpTyping, RegionTyping
 from meshfold.passes.graph.typed import layouts_of_values, value_name
@@ -77,7 +88,7 @@ class MicrobatchGraphs:
         region whole where a dim of it only happens to be as large."""
         whole: frozenset[int] = frozenset()
         while True:
-            batch = follow_samples(self.folded, cluster, self.batch_size, whole)
+            batch = follow_samples(self.folded, cluster, self.batch_size, whole, sums=True)
             self._boundaries = boundaries = batch.boundaries
             self._typings = batch.typings
             needed = {
@@ -105,20 +116,41 @@ class MicrobatchGraphs:
         return bool(makers) and all(makers)
 
     def _check_results(self) -> None:
-        """Raises OptionError unless the model returns sums over the batch: microbatches add up."""
+        """Raises OptionError unless the loss is a sum over the batch, since microbatches add up,
+        and other outputs can be put together from those of microbatches."""
+        if self.folded.returns.sharded:
+            raise OptionError(
+                "sharded_outputs: microbatches gather their outputs; leave it out, or plan one "
+                "stage and one microbatch"
+            )
+        apart = self.folded.apart
         for output in self.folded.outputs:
-            layout = UNSLICED
-            if output.source.kind is SourceKind.VALUE:
-                region = self.folded.instances[output.source.instance].region
-                graph = self.folded.regions[region].graph
-                natives = [x for x, _ in layouts_of_values(graph, self._typings[region])]
-                layout = natives[graph.outputs[output.source.output]]
-            if output.shape or layout != (PARTIAL,):
+            (found,) = self._output_layout(output)
+            if output in apart:
+                if found.is_shard and found.blocks > 1:
+                    raise OptionError(
+                        f"the batch cannot be split into microbatches: output {output.name!r} has "
+                        "the samples of a microbatch in several places; leave it out of outputs"
+                    )
+            elif output.shape or found != PARTIAL:
                 raise OptionError(
                     f"the batch cannot be split into microbatches: the model returns a tensor of "
                     f"shape {list(output.shape)}, not a loss that is a sum or mean over the batch; "
                     "pass labels, or plan one microbatch"
                 )
+
+    def _output_layout(self, output: OutputInfo) -> Layout:
+        """What a microbatch has of an output."""
+        if output.source.kind is not SourceKind.VALUE or self.batch_size == 1:
+            return UNSLICED
+        region = self.folded.instances[output.source.instance].region
+        graph = self.folded.regions[region].graph
+        natives = [x for x, _ in layouts_of_values(graph, self._typings[region])]
+        return natives[graph.outputs[output.source.output]]
+
+    def output_layouts(self) -> tuple[Layout, ...]:
+        """Layout of every output but the loss on the free axis."""
+        return tuple(map(self._output_layout, self.folded.apart))
 
     def _refused(self) -> str:
         """A value that forbids microbatches, or nothing."""

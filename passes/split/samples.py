@@ -53,14 +53,17 @@ def follow_samples(
     cluster: ClusterSpec,
     batch_size: int,
     whole: frozenset[int] = frozenset(),
+    *,
+    sums: bool = False,
 ) -> BatchTyping:
     """Types of all regions on a free axis of one rank per sample. Types say which dims are split
-    whatever the number of microbatches. whole: boundary classes that are not split."""
+    whatever the number of microbatches. whole: boundary classes that are not split; sums: see
+    follow_batch."""
     mesh = Mesh((MeshAxis("microbatch", batch_size),))
     boundaries = find_boundaries(folded)
     rules = [region_rules(region.graph, mesh.sizes) for region in folded.regions]
     costs = _FreeAxis(cluster, mesh)
-    data = follow_batch(folded, boundaries, rules, costs, batch_size, whole=whole)
+    data = follow_batch(folded, boundaries, rules, costs, batch_size, whole=whole, sums=sums)
     return BatchTyping(boundaries, tuple(solution.typing for solution in data.solutions))
 
 

@@ -1,1 +1,2 @@
-"""Divides a chain of layers into pipeline stages, each with its schedule: numbers only."""
+"""Divides a chain of layers into pipeline stages, with bounds on every division: numbers only, no
+graphs."""

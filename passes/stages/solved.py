@@ -6,7 +6,7 @@ relaxations, until no threshold left can win. Solved stages are made on demand, 
 are solved once: a stage inside a run of equal layers is known by its number of layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,6 +52,23 @@ def step_ends_s(
     own = map(schedule.stages_of, range(schedule.num_devices))
     sync_s = [sum(stages[s].sync_s for s in numbers) for numbers in own]
     return np.asarray(ends_s + sync_s)
+
+
+def summed_costs(
+    layers: Iterable[tuple[LayerCosts, int, int]], in_flight: int
+) -> tuple[tuple[float, float, float, float], int, int]:
+    """((forward_s, backward_s, weight_s, sync_s), bytes without transients, the largest transient)
+    of layers: their costs, the number of the strategy, how many."""
+    seconds = np.zeros(4)
+    resident = transient = 0
+    for costs, at, count in layers:
+        tables = (costs.forward_s, costs.backward_s, costs.weight_s, costs.sync_s)
+        seconds += count * np.array([table[at] for table in tables])
+        each = costs.state_bytes[at] + in_flight * costs.activation_bytes[at]
+        resident += count * int(each)
+        transient = max(transient, int(costs.transient_bytes[at]))
+    forward_s, backward_s, weight_s, sync_s = seconds.tolist()
+    return (forward_s, backward_s, weight_s, sync_s), resident, transient
 
 
 class StageSolver:
@@ -146,26 +163,17 @@ class StageSolver:
         masks: list[NDArray[np.bool_]],
         in_flight: int,
     ) -> SolvedStage:
-        blocks = []
-        seconds = np.zeros(4)
-        memory = transient = 0
+        blocks, layers = [], []
         for block in plan.blocks:
             costs = self.problem.runs[slices[block.run][0]].layer
             at = int(np.flatnonzero(masks[block.run])[block.strategy])
             blocks.append(LayerBlock(block.run, costs.name, block.name, block.count))
-            tables = (costs.forward_s, costs.backward_s, costs.weight_s, costs.sync_s)
-            seconds += block.count * np.array([table[at] for table in tables])
-            each = costs.state_bytes[at] + in_flight * costs.activation_bytes[at]
-            memory += block.count * int(each)
-            transient = max(transient, int(costs.transient_bytes[at]))
-        forward_s, backward_s, weight_s, sync_s = seconds.tolist()
+            layers.append((costs, at, block.count))
+        seconds, resident_bytes, transient_bytes = summed_costs(layers, in_flight)
         return SolvedStage(
             tuple(blocks),
-            forward_s,
-            backward_s,
-            weight_s,
-            sync_s,
-            memory + transient,
+            *seconds,
+            resident_bytes + transient_bytes,
             plan.time_s,
             plan.time_s / (1 + plan.gap),
         )

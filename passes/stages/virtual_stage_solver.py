@@ -22,7 +22,7 @@ from meshfold.cost_models.pipeline.schedules import Schedule, resident_by_virtua
 from meshfold.passes.run.hull import IntArray
 from meshfold.passes.stages.answer import LayerBlock, Stage
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
-from meshfold.passes.stages.solved import SolvedStage, StageSolver
+from meshfold.passes.stages.solved import SolvedStage, StageSolver, summed_costs
 
 InFlight = tuple[int, ...]
 """Microbatches in flight in each virtual stage of a device at one moment."""
@@ -148,20 +148,11 @@ class VirtualStageSolver:
             blocks[group.virtual_stage].append(replace(block, run=group.run))
         stages, transients = [], []
         for n, (first, end), own in zip(in_flight, spans, blocks, strict=True):
-            seconds = np.zeros(4)
-            memory, transient = n * int(self.problem.resident_bytes[first]), 0
-            for block in own:
-                costs = self.problem.runs[block.run].layer
-                at = costs.strategies.index(block.strategy)
-                tables = (costs.forward_s, costs.backward_s, costs.weight_s, costs.sync_s)
-                seconds += block.count * np.array([table[at] for table in tables])
-                each = costs.state_bytes[at] + n * costs.activation_bytes[at]
-                memory += block.count * int(each)
-                transient = max(transient, int(costs.transient_bytes[at]))
-            forward_s, backward_s, weight_s, sync_s = seconds.tolist()
-            stages.append(
-                Stage(first, end, tuple(own), forward_s, backward_s, weight_s, sync_s, n, memory)
-            )
+            layers = [(self.problem.runs[b.run].layer, b.strategy, b.count) for b in own]
+            numbered = [(costs, costs.strategies.index(s), count) for costs, s, count in layers]
+            seconds, memory, transient = summed_costs(numbered, n)
+            memory += n * int(self.problem.resident_bytes[first])
+            stages.append(Stage(first, end, tuple(own), *seconds, n, memory))
             transients.append(transient)
         most = transients.index(max(transients))
         stages[most] = replace(

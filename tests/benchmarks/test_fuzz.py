@@ -10,19 +10,16 @@ from fuzzing.case import Case, broken
 
 LEAST = 1500
 QUICK = {"arguments": arguments.cases, "fields": files.wrong_fields, "outputs": outputs.cases}
+TABLES = tables(seed=0)
 CASES = [
-    (family, case)
-    for family, cases in tables(seed=0).items()
-    if family in QUICK
-    for case in cases[:15]
+    (family, case) for family, cases in TABLES.items() if family in QUICK for case in cases[:15]
 ]
 
 
 def test_there_are_enough_cases() -> None:
-    found = tables(seed=0)
-    assert set(found) == set(FAMILIES)
-    assert sum(map(len, found.values())) >= LEAST
-    assert all(len(cases) > 20 for cases in found.values())
+    assert set(TABLES) == set(FAMILIES)
+    assert sum(map(len, TABLES.values())) >= LEAST
+    assert all(len(cases) > 20 for cases in TABLES.values())
 
 
 @pytest.mark.parametrize(("family", "case"), CASES, ids=[str(k) for k in range(len(CASES))])

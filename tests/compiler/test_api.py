@@ -99,7 +99,7 @@ class TwoOutputs(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"state": self.linear(x), "pooled": self.linear(x).mean()}
+        return {"state": self.linear(x), "pooled": self.linear(x).mean(0)}
 
 
 def test_several_outputs_without_a_loss_are_refused() -> None:

@@ -21,7 +21,7 @@ from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import build_model
 from meshfold.passes.one_pass.bounds import Room, least_compute_s, least_step_s
 from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
-from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.tree import strategies_on
 from meshfold.passes.pipeline.bounds import kernels_bound_s
 from meshfold.passes.pipeline.problem import PipelineProblems

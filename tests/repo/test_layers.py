@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ ORDER = (
     "meshfold.torch_compat",
     "meshfold.distributed",
     "meshfold.sharding",
-    "meshfold.checkpoint",
+    "meshfold.checkpoint_files",
     "meshfold.ops",
     "meshfold.zero",
     "meshfold.memory_probe",
@@ -100,8 +101,13 @@ def may_import_torch(module: str) -> bool:
     return layer(module) >= FIRST_WITH_TORCH and module not in FACE_WITHOUT_TORCH
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+@cache
+def imports(module: str) -> tuple[str, ...]:
     """Modules imported anywhere, type checking included: a type is a dependency too."""
+    return tuple(_imports(parsed(module)))
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -110,6 +116,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from [s for s in submodules if s in MODULES] or [node.module]
 
 
+@cache
 def parsed(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
@@ -127,7 +134,7 @@ DOORS = {
 def test_optional_machinery_has_one_entry(folder: str) -> None:
     outside = [module for module in MODULES if room(module) != folder]
     inside = {module for module in MODULES if module.startswith(f"{folder}.")}
-    assert [m for m in outside if inside & set(imports(parsed(m)))] == []
+    assert [m for m in outside if inside & set(imports(m))] == []
 
 
 def test_the_order_names_every_folder_once() -> None:
@@ -135,26 +142,32 @@ def test_the_order_names_every_folder_once() -> None:
     assert sorted(ORDER) == sorted(rooms)
 
 
+# One test of all modules: hundreds of tests cost more than what they look at.
 # The package's __init__ is exempt: its imports of upper layers are lazy (PEP 562).
-@pytest.mark.parametrize("module", sorted(set(MODULES) - {"meshfold"}))
-def test_imports_go_down(module: str) -> None:
-    used = [name for name in imports(parsed(module)) if name.split(".")[0] == "meshfold"]
-    assert [u for u in used if layer(u) > layer(module)] == []
-    if not may_import_torch(module):
-        outside = {name.split(".")[0] for name in imports(parsed(module))}
-        assert not outside & {"torch", "transformers"}
+def test_imports_go_down() -> None:
+    found = {module: wrong_imports(module) for module in MODULES if module != "meshfold"}
+    assert {module: names for module, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_no_import_inside_a_function(module: str) -> None:
-    inside = [
-        f"{function.name}, line {node.lineno}"
+def wrong_imports(module: str) -> set[str]:
+    """Of upper layers, and of torch where it is not met yet."""
+    ours = [name for name in imports(module) if name.split(".")[0] == "meshfold"]
+    upper = {name for name in ours if layer(name) > layer(module)}
+    if may_import_torch(module):
+        return upper
+    return upper | ({name.split(".")[0] for name in imports(module)} & {"torch", "transformers"})
+
+
+def test_no_import_inside_a_function() -> None:
+    found = {
+        f"{module}, {function.name}, line {node.lineno}"
+        for module in MODULES
         for function in ast.walk(parsed(module))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
-    assert inside == []
+    }
+    assert found == set()
 
 
 def loaded_by(code: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Equal child modules are traced once.
+"""Equal child modules are traced once: modules, arguments and what they read are compared as data.
 
 A model's layers are run one by one on fake tensors, and what each reads is recorded: attributes by
 a subclass that a module gets for the time of a call (`__class__`), globals by `sys.setprofile`

@@ -110,7 +110,7 @@ def wrapped(children: Sequence[Child], session: Session) -> Iterator[None]:
 
 
 def _asking_type(base: Any, session: Session) -> type:
-    class Asking(base, metaclass=writes_to(base)):  # type: ignore[misc]
+    class Asking(base, metaclass=writes_to(base)):  # type: ignore[misc, metaclass]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             child = object.__getattribute__(self, "__dict__")[_CHILD]
             return session.on_call(child, super().forward, args, kwargs)

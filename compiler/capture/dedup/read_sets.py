@@ -215,7 +215,7 @@ def _make_recording_type(base: Any, recorder: Recorder) -> type:
     def seen(name: str) -> None:
         recorder.saw_problem(f"{base.__name__}.{name} of the class is written")
 
-    class Recorded(base, metaclass=writes_to(base, seen)):  # type: ignore[misc]
+    class Recorded(base, metaclass=writes_to(base, seen)):  # type: ignore[misc, metaclass]
         def __getattribute__(self, name: str) -> Any:
             own = object.__getattribute__(self, "__dict__")
             try:

@@ -68,7 +68,7 @@ def plan_calls(fake: FakeCopy, inputs: ExampleInputs, children: Sequence[Child])
             wrapped(children, learner),
             learner.recorder.watching(),
         ):
-            fake.module(**inputs.rebuild(inputs.tensors))
+            inputs.call(fake.module, inputs.tensors)
         if installed := structure.change():
             raise RetraceError(f"the first run of the model {installed}")
     except RetraceError:

@@ -1,1 +1,2 @@
-"""Patterns of captured programs become shardable ops, or are refused."""
+"""Patterns of captured programs (causal masks, draws, experts) become shardable ops, or are
+refused."""

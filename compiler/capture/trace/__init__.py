@@ -1,1 +1,2 @@
-"""A fake copy of the model, torch.export, and its graph lowered to plain data."""
+"""A fake copy of the model, torch.export, and its graph lowered to plain data; what the model's
+Python changes meanwhile."""

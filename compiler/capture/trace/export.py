@@ -7,7 +7,8 @@ detaches          run_decompositions silently drops no_grad blocks and detach_; 
                   `detach` ops go in before it (meshfold.capture.trace.detaches).
 hidden state      a branch on a tensor's value, a draw from Python's or numpy's generator and a
                   custom autograd.Function would each be baked in or lost: refused, with the line.
-loss only         when the model returns a loss, nothing else is captured.
+outputs           the loss and what is asked for besides, nothing else is captured
+                  (meshfold.capture.trace.returned).
 """
 
 import inspect
@@ -35,9 +36,10 @@ from meshfold.capture.trace.python_state import (
     plain_state,
     refused_call,
 )
+from meshfold.capture.trace.returned import Chosen, chosen_outputs, name_outputs
 from meshfold.errors import CaptureError
+from meshfold.ir.returns import Returns
 from meshfold.torch_compat.fake_tensors import casts_of_nothing, lazy_graphs
-from meshfold.torch_compat.pytree import named_contents
 from meshfold.torch_compat.source_lines import is_user_file, line_in, user_line
 
 SOURCE = "meshfold_source"
@@ -51,13 +53,12 @@ class RetraceError(Exception):
 
 @dataclass(frozen=True)
 class Exported:
-    """`outputs` names the tensors that the program returns, `model_outputs` all that the model
-    returned. `program` is in decomposed form; its ops carry "file:line" as meta custom[SOURCE].
-    `changed`: the plain state that forward changed."""
+    """`chosen`: the tensors that the program returns, of the model's return value. `program` is in
+    decomposed form; its ops carry "file:line" as meta custom[SOURCE]. `changed`: the plain state
+    that forward changed."""
 
     program: ExportedProgram
-    outputs: tuple[str, ...]
-    model_outputs: tuple[str, ...]
+    chosen: Chosen
     changed: Changes
 
 
@@ -122,18 +123,18 @@ class _Traced(nn.Module):
     """The fake copy with tensors in and tensors out, for torch.export."""
 
     def __init__(
-        self, fake: nn.Module, inputs: ExampleInputs, watch: _Watch, marked: Sequence[torch.Tensor]
+        self, fake: nn.Module, inputs: ExampleInputs, watch: _Watch, report: "_Report"
     ) -> None:
         super().__init__()
         self.model = fake
         self.inputs = inputs
         self.watch = watch
-        self.report = _Report(marked)
+        self.report = report
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = plain_state(self.model)
         with self.watch:
-            returned = self.model(**self.inputs.rebuild(tensors))
+            returned = self.inputs.call(self.model, tensors)
         # Here: torch.export sets attributes back.
         self.report.changed = changed_state(before, self.model)
         named = name_outputs(returned)
@@ -142,33 +143,20 @@ class _Traced(nn.Module):
                 "the model returns no tensor; return its loss", op=type(self.model).__name__
             )
         refuse_lost_gradients(named.values(), set(self.model.parameters()))
-        captured = loss_of(named)
-        self.report.names, self.report.all_names = tuple(captured), tuple(named)
-        return *captured.values(), *self.report.marked
+        with self.watch:
+            chosen = chosen_outputs(returned, self.report.returns)
+        self.report.chosen = chosen
+        return *chosen.tensors.values(), *self.report.marked
 
 
 class _Report:
     """What the wrapper saw. A plain object: export forbids new attributes on the module itself."""
 
-    def __init__(self, marked: Sequence[torch.Tensor]) -> None:
+    def __init__(self, returns: Returns, marked: Sequence[torch.Tensor]) -> None:
+        self.returns = returns
         self.marked = marked
         self.changed: Changes = {}
-        self.names: tuple[str, ...] = ()
-        self.all_names: tuple[str, ...] = ()
-
-
-def name_outputs(returned: Any) -> dict[str, torch.Tensor]:
-    """Tensors of what a model returned by path, "" for a bare tensor; None is left out."""
-    return {name: x for name, x in named_contents(returned) if isinstance(x, torch.Tensor)}
-
-
-def loss_of(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The loss alone if there is one: "loss", a bare scalar, or the first of a tuple if scalar."""
-    for name in ("loss", "", "0"):
-        tensor = named.get(name)
-        if tensor is not None and tensor.ndim == 0 and tensor.is_floating_point():
-            return {name: tensor}
-    return dict(named)
+        self.chosen = Chosen({})
 
 
 def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Parameter]) -> None:
@@ -210,14 +198,18 @@ def _definition(backward: type[torch.autograd.function.BackwardCFunction]) -> st
 
 
 def export_fake(
-    fake: FakeCopy, inputs: ExampleInputs, marked: Sequence[torch.Tensor] = ()
+    fake: FakeCopy,
+    inputs: ExampleInputs,
+    returns: Returns,
+    marked: Sequence[torch.Tensor] = (),
 ) -> Exported:
-    """Trace the fake copy. `marked` is read after the model ran: tensors to return besides its own.
+    """Trace the fake copy. returns: what of its return value is computed. `marked` is read after
+    the model ran: tensors to return besides its own.
 
     Raises CaptureError with op and source line.
     """
     watch = _Watch()
-    traced = _Traced(fake.module, inputs, watch, marked)
+    traced = _Traced(fake.module, inputs, watch, _Report(returns, marked))
 
     def rerun() -> None:
         with fake.mode:
@@ -236,7 +228,7 @@ def export_fake(
         write_detaches(program.graph_module)
         program = program.run_decompositions({})
     report = traced.report
-    return Exported(program, report.names, report.all_names, report.changed)
+    return Exported(program, report.chosen, report.changed)
 
 
 @contextmanager

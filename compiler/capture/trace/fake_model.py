@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshfold.capture.trace.expert_loops import without_loops
+from meshfold.capture.trace.loss_function import LossFunction, call_model
 from meshfold.capture.trace.mixed_precision import MASTER_DTYPE, narrow_dtype, parameter_casts
 from meshfold.errors import CaptureError, OptionError
 from meshfold.ir.op_graph import BufferInfo, InputInfo, ParameterInfo, Source, SourceKind
@@ -129,15 +130,24 @@ def _settle(fake: Any) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class ExampleInputs:
     """Example inputs as a flat list of tensors. `rebuild(tensors)` gives the keyword arguments,
-    with everything that is no tensor as a constant of the capture."""
+    with everything that is no tensor as a constant of the capture. loss_fn: what computes the loss
+    outside of the model."""
 
     infos: tuple[InputInfo, ...]
     tensors: tuple[torch.Tensor, ...]
     rebuild: Callable[[Sequence[torch.Tensor]], dict[str, Any]]
+    loss_fn: LossFunction | None = None
+
+    def call(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the model returns for these tensors."""
+        return call_model(model, self.rebuild(tensors), self.loss_fn)
 
 
 def flatten_inputs(
-    example_inputs: Mapping[str, Any], mode: FakeTensorMode, precision: Precision = "model"
+    example_inputs: Mapping[str, Any],
+    mode: FakeTensorMode,
+    precision: Precision = "model",
+    loss_fn: LossFunction | None = None,
 ) -> ExampleInputs:
     """Name every tensor of nested containers by its path ("images.0").
 
@@ -158,4 +168,4 @@ def flatten_inputs(
     template = map_named(strip, dict(example_inputs))
     if not tensors:
         raise OptionError("example_inputs holds no tensor; pass a batch as keyword arguments")
-    return ExampleInputs(tuple(infos), tuple(tensors), partial(fill_slots, template))
+    return ExampleInputs(tuple(infos), tuple(tensors), partial(fill_slots, template), loss_fn)

@@ -24,6 +24,7 @@ from meshfold.torch_compat.fake_tensors import is_fake
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 CAST = "aten._to_copy.default"
+ALIAS = "aten.alias.default"
 _SIZED = (*_VIEWS, _aten.reshape.default, _aten.expand.default)
 FULL = "aten.full.default"
 _FRESH = {
@@ -45,7 +46,21 @@ def read_program(exported: Exported, names: Names, inputs: tuple[InputInfo, ...]
     reader = _Reader(exported, names, inputs)
     for node in exported.program.graph.nodes:
         reader.read(node)
+    if exported.chosen.returns.outputs:
+        _set_outputs_apart(reader.program, int(exported.chosen.returns.has_loss))
     return reader.program
+
+
+def _set_outputs_apart(program: RawProgram, num_losses: int) -> None:
+    """Ends a program with a copy of every output but the loss, which nobody else reads: so the
+    layout in which outputs leave decides nothing for the layers that read the same values."""
+    apart = program.outputs[:num_losses]
+    for name, key in program.outputs[num_losses:]:
+        copy = f"output {name}"
+        program.values[copy] = program.values[key]
+        program.ops.append(RawOp(ALIAS, (Operand(key),), (), (copy,), (), ""))
+        apart.append((name, copy))
+    program.outputs[:] = apart
 
 
 class _Reader:
@@ -137,7 +152,7 @@ class _Reader:
         raise CaptureError(f"an argument of type {type(value).__name__} cannot be kept: {value}")
 
     def _read_outputs(self, node: fx.Node) -> None:
-        names = iter(self.exported.outputs)
+        names = iter(self.exported.chosen.tensors)
         values: tuple[Any, ...] = node.args
         specs = self.exported.program.graph_signature.output_specs
         for spec, value in zip(specs, values[0], strict=True):

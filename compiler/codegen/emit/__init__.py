@@ -1,1 +1,2 @@
-"""Typed graphs become fx graphs with collectives; every pass is checked."""
+"""Typed graphs become fx graphs with collectives: what is emitted for each op, parameter groups,
+what cannot run, checks after every pass."""

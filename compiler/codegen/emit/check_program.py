@@ -9,7 +9,13 @@ collectives   every start has one wait, behind it; a schedule has those of its g
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from meshfold.codegen.program.emitted import CONTEXT, PLACE, EmittedProgram, RegionProgram
+from meshfold.codegen.program.emitted import (
+    CONTEXT,
+    PLACE,
+    EmittedProgram,
+    RegionProgram,
+    group_name,
+)
 from meshfold.codegen.program.region_schedule import ActionKind, RegionAction, RegionSchedule
 from meshfold.codegen.schedule.split_backward import deferred_names
 from meshfold.errors import PassError
@@ -36,7 +42,7 @@ def check_program(program: EmittedProgram, after: str) -> None:
 def _check_wiring(_: EmittedProgram, region: RegionProgram) -> None:
     region.graph.graph.lint()
     names = [n.name for n in region.graph.graph.nodes if n.op == "placeholder"]
-    groups = tuple(f"group_{k}" for k in range(len(region.groups)))
+    groups = tuple(group_name(k) for k in range(len(region.groups)))
     assert tuple(names[: len(FIRST) + len(groups)]) == (*FIRST, *groups), "placeholders"
     if region.schedule is not None:
         _check_schedule(region.schedule, set(names))

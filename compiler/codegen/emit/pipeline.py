@@ -41,8 +41,8 @@ from meshfold.passes.split.stage_graphs import StageGraph, stage_graphs
 @dataclass(frozen=True)
 class EmittedPipeline:
     """A pipeline of `mesh`. folded: the full batch's graph, as captured. graphs, stages: per stage
-    its graph and its program. input_layouts: per input its layout over the microbatches. counts:
-    the means over targets of `folded`."""
+    its graph and its program. input_layouts: per input its layout over the microbatches;
+    output_layouts: of every output but the loss. counts: the means over targets of `folded`."""
 
     folded: FoldedGraph
     mesh: Mesh
@@ -50,6 +50,7 @@ class EmittedPipeline:
     graphs: tuple[StageGraph, ...]
     stages: tuple[EmittedProgram, ...]
     input_layouts: Mapping[str, Layout]
+    output_layouts: tuple[Layout, ...]
     counts: tuple[LossCount, ...]
 
     @cached_property
@@ -175,7 +176,16 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
                 split_backward(region.graph, stage.folded.regions[region.region].graph)
     counts = loss_counts(folded) if num_microbatches > 1 else ()
     inputs = graphs.input_layouts() if num_microbatches > 1 else {}
-    return EmittedPipeline(folded, plan.mesh, schedule, by_stage, stages, inputs, counts)
+    return EmittedPipeline(
+        folded,
+        plan.mesh,
+        schedule,
+        by_stage,
+        stages,
+        inputs,
+        graphs.output_layouts(),
+        counts,
+    )
 
 
 def _free_bytes(plan: Plan, stage: int) -> int:

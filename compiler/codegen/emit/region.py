@@ -30,8 +30,9 @@ from meshfold.codegen.program.emitted import (
     ORIGIN,
     PLACE,
     EmittedProgram,
+    ProgramStep,
     RegionProgram,
-    Step,
+    group_name,
 )
 from meshfold.codegen.program.text import TYPE
 from meshfold.errors import PlanMismatchError
@@ -109,17 +110,19 @@ def emit_typed(
     )
 
 
-def schedule(materializes: Sequence[bool], *, releases_all: bool = False) -> tuple[Step, ...]:
+def schedule(
+    materializes: Sequence[bool], *, releases_all: bool = False
+) -> tuple[ProgramStep, ...]:
     """G, F and X steps for instances that materialize parameters (gather or cast) or do not:
     every gather one such instance ahead. The last one is released only where its backward does not
     come next."""
     gathering = [k for k, is_gathering in enumerate(materializes) if is_gathering]
     following = dict(zip(gathering, gathering[1:], strict=False))
-    steps = [Step("G", gathering[0])] if gathering else []
+    steps = [ProgramStep("G", gathering[0])] if gathering else []
     for k in range(len(materializes)):
-        steps.append(Step("F", k, following.get(k, -1)))
+        steps.append(ProgramStep("F", k, following.get(k, -1)))
         if k in following or (releases_all and materializes[k]):
-            steps.append(Step("X", k))
+            steps.append(ProgramStep("X", k))
     return tuple(steps)
 
 
@@ -208,7 +211,7 @@ class _RegionEmitter:
         self.step_node = self.graph.placeholder(CONTEXT)
         self.ahead = self.graph.placeholder("ahead")
         self.instance = self.graph.placeholder("instance")
-        self.in_flight = [self.graph.placeholder(f"group_{k}") for k in range(len(self.groups))]
+        self.in_flight = [self.graph.placeholder(group_name(k)) for k in range(len(self.groups))]
         direct = tuple(sorted(self.direct))
         for v in direct:
             self._bind(v, self.arriving[v], self._placeholder(self._label(v)))

@@ -31,12 +31,24 @@ from meshfold.zero.parameter_group import GroupBuffers, ParameterGroup
 CONTEXT = "context"
 """Name of the first placeholder of every graph: the StepContext."""
 
+_GROUP = "group_"
+
 PLACE = "meshfold_place"
 """Key of fx.Node.meta: (value of the region, layout) that a node stands for."""
 
 ORIGIN = "meshfold_origin"
 """Key of fx.Node.meta: the number of the op that a node is part of, or (value, step of its
 conversion)."""
+
+
+def group_name(group: int) -> str:
+    """Name of the placeholder through which parameter group `group` of a region arrives."""
+    return f"{_GROUP}{group}"
+
+
+def group_number(placeholder: str) -> int:
+    """The parameter group that arrives through this placeholder."""
+    return int(placeholder.removeprefix(_GROUP))
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class RegionInstance:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgramStep:
     """One action, see the module docstring. `ahead` (F only): -1 for none."""
 
     action: Literal["G", "F", "X"]
@@ -120,7 +132,7 @@ class EmittedProgram:
     typings: tuple[RegionTyping, ...]
     regions: tuple[RegionProgram, ...]
     programs: tuple[int, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     stored: Mapping[str, Layout]
     numbers: tuple[int, ...]
     reduce_bucket_bytes: int = 0
@@ -243,7 +255,7 @@ class EmittedProgram:
 
     def _step_runs(self) -> Iterator[str]:
         """One line per run of instances that do alike; the steps are those of its first one."""
-        by_instance: dict[int, list[Step]] = {}
+        by_instance: dict[int, list[ProgramStep]] = {}
         for step in self.steps:
             by_instance.setdefault(step.instance, []).append(step)
         start = 0
@@ -257,8 +269,8 @@ class EmittedProgram:
             yield f"{name} {where}: {' '.join(map(str, by_instance[start]))}{more}"
             start = k
 
-    def _alike(self, left: list[Step], right: list[Step], a: int, b: int) -> bool:
-        def shape(steps: list[Step], at: int) -> list[tuple[str, int]]:
+    def _alike(self, left: list[ProgramStep], right: list[ProgramStep], a: int, b: int) -> bool:
+        def shape(steps: list[ProgramStep], at: int) -> list[tuple[str, int]]:
             return [(s.action, s.ahead - at if s.ahead >= 0 else -1) for s in steps]
 
         return self.programs[a] == self.programs[b] and shape(left, a) == shape(right, b)

@@ -1,1 +1,2 @@
-"""The graph of a region in segments, and the order in which they run."""
+"""The fx graph of a region in segments between collectives, their costs, the order in which they
+run, weight gradients split off."""

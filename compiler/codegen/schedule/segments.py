@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from meshfold.codegen.program.emitted import CONTEXT, ORIGIN
+from meshfold.codegen.program.emitted import CONTEXT, ORIGIN, group_number
 from meshfold.codegen.program.region_schedule import CollectiveSegment, OpsSegment, SegmentedGraph
 from meshfold.ops.conversions import STARTS, WAITS
 from meshfold.zero.graph_ops import replicate_group, start_ahead, wait_group
@@ -105,7 +105,7 @@ def _is_group(node: fx.Node) -> bool:
 
 def _group_of(opened: Any) -> int:
     """Number of the group that a node opens."""
-    return int(opened.args[0].name.removeprefix("group_"))
+    return group_number(opened.args[0].name)
 
 
 def _grouped(nodes: Sequence[fx.Node], limits: SegmentLimits) -> list[list[fx.Node]]:

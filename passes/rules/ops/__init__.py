@@ -1,1 +1,2 @@
-"""Rules of single ops, one file per family of ops, as dim labels."""
+"""How single ops may be sharded, a file per family (attention, contraction, loss, ...): a function
+per op labels its dims."""

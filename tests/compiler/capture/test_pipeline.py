@@ -70,7 +70,6 @@ def test_loss_and_every_gradient_equal_the_model(family: str) -> None:
         captured = assert_same_numbers(model, inputs, model(**inputs).loss)
     graph = captured.graph
     assert [out.name for out in graph.outputs] == ["loss"]
-    assert {"loss", "logits"} <= set(captured.model_outputs)
     assert max(count for _, _, count in graph.runs) == (1 if family == "t5" else 2)
     assert all(p.used for p in graph.parameters)
 

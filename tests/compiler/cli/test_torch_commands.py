@@ -18,7 +18,7 @@ from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.plan_file.io import load_plan, save_plan
 from meshfold.plan_file.schema import plan_schema
-from meshfold.validation.report import Difference, VerifyReport
+from meshfold.validation.report import TensorDifference, VerifyReport
 
 PASSES = ("emit", "micro_chunks", "collective_matmul", "schedule", "chain", "bucket")
 MODEL = "support.models.factories:regression"
@@ -148,7 +148,7 @@ def test_verify_runs_the_plan(plan_file: Path, capsys: pytest.CaptureFixture[str
 def test_verify_fails_with_the_worst_gradient(
     plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gradients = (Difference("up.bias", 0.5, 0.01, 0.02),)
+    gradients = (TensorDifference("up.bias", 0.5, 0.01, 0.02),)
     report = VerifyReport(2, "tp2", 1.0, 1.0, gradients)
     monkeypatch.setattr(cli_torch, "verify", lambda *_: report)
     assert run(["verify", "plan.json", "--model", MODEL]) == 1

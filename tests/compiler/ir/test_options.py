@@ -21,6 +21,9 @@ def test_the_option_surface_is_frozen() -> None:
         "allow_pipelines",
         "allow_planned",
         "without_rules",
+        "loss",
+        "outputs",
+        "sharded_outputs",
     ]
     assert tuple(PINS) == (
         "dp",

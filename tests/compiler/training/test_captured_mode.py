@@ -39,8 +39,14 @@ CASES = [
 def test_the_other_mode(middle: nn.Module, is_training: bool, asked: bool, refusal: str) -> None:
     model = Layers(middle).train(is_training)
     mode = CapturedMode(model, capture(model, {"x": torch.randn(8, 4)}).graph)
-    if refusal:
+    if asked and refusal:
         with pytest.raises(OptionError, match=refusal):
             mode.check(asked)
+        return
+    mode.check(asked)
+    assert mode.needs_capture(asked) is bool(refusal)
+    if refusal:
+        with pytest.raises(OptionError, match=f"{refusal}.*evaluate it under torch.no_grad"):
+            mode.check_program(asked)
     else:
-        mode.check(asked)
+        mode.check_program(asked)

@@ -21,7 +21,7 @@ from support.processes.pool import Pools
 from support.programs.local_programs import stack_model
 
 import meshfold
-from meshfold.checkpoint.folder import CHECKSUMS
+from meshfold.checkpoint_files.folder import CHECKSUMS
 from meshfold.errors import MeshfoldError
 
 POOLED = "support.processes.checkpoint"

@@ -13,7 +13,7 @@ import meshfold
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.strategy import UniformStrategy
-from meshfold.training.gradient_norm import cuts_of, total_norm
+from meshfold.training.gradient_norm import sharded_axes, total_norm
 from meshfold.validation.float64_mode import float64_everywhere
 
 STRATEGIES = [
@@ -48,8 +48,8 @@ def test_norms_are_those_of_one_process(family: str, strategy: UniformStrategy) 
     def norms(rank: Rank) -> list[float]:
         rank.loss(batch).backward()
         mine = {name: p.grad for name, p in rank.parameters.items() if p.grad is not None}
-        cuts = cuts_of(program)
-        return [float(total_norm(mine, cuts, rank.mesh, p)) for p in (2.0, 1.0, math.inf)]
+        sharded = sharded_axes(program)
+        return [float(total_norm(mine, sharded, rank.mesh, p)) for p in (2.0, 1.0, math.inf)]
 
     expected = [float(torch.linalg.vector_norm(everything, p)) for p in (2.0, 1.0, math.inf)]
     for found in on_ranks(model, captured, program, norms):
@@ -88,6 +88,6 @@ def test_a_model_without_gradients_has_norm_zero() -> None:
     program = emit_uniform(captured, UniformStrategy(dp=2, zero=3), len(batch["labels"]))
 
     def norm(rank: Rank) -> float:
-        return float(total_norm({}, cuts_of(program), rank.mesh, 2.0))
+        return float(total_norm({}, sharded_axes(program), rank.mesh, 2.0))
 
     assert on_ranks(model, captured, program, norm) == [0.0, 0.0]

@@ -9,7 +9,7 @@ import torch
 from support.processes.checkpoint import Run, contents, same
 
 import meshfold
-from meshfold.checkpoint.index import SavedGroup, SavedOptimizer
+from meshfold.checkpoint_files.index import SavedGroup, SavedOptimizer
 from meshfold.errors import OptionError
 from meshfold.training.optimizer_state import encoded_optimizer, merged, restore, state_of
 

@@ -7,7 +7,7 @@ from support.programs.plans import example_plan
 
 from meshfold.ir.plan import Plan
 from meshfold.validation.collective_order import StartedCollective
-from meshfold.validation.report import TOLERANCE, Difference, VerifyReport, differences
+from meshfold.validation.report import TOLERANCE, TensorDifference, VerifyReport, differences
 from meshfold.validation.verify import _Compared, _report
 
 
@@ -27,10 +27,19 @@ def test_differences_are_relative_to_the_largest_entry_of_their_tensor(plan: Pla
         {"large": (10.0, 1e-13), "small": (1e-15, 1e-18)},
     )
     assert report.gradients == (
-        Difference("small", 1e-15, 1e-18, 1e-3),
-        Difference("large", 10.0, 1e-12, 1e-13),
+        TensorDifference("small", 1e-15, 1e-18, 1e-3),
+        TensorDifference("large", 10.0, 1e-12, 1e-13),
     )
     assert not report.passed
+
+
+def test_outputs_are_compared_and_named(plan: Plan) -> None:
+    found = _Compared(2.0, 2.0, {"w": (1.0, 0.0)}, {}, (), outputs={"logits": (2.0, 2e-3)})
+    report = _report(plan, [found])
+    assert not report.passed
+    assert report.verdict.startswith("1 of 1 outputs differ, worst logits by 1.0e-03")
+    right = _report(plan, [_Compared(2.0, 2.0, {"w": (1.0, 0.0)}, {}, (), outputs={"y": (1.0, 0)})])
+    assert right.verdict == "loss, 1 outputs and 1 gradients agree to 1e-10"
 
 
 def test_what_is_zero_but_for_rounding_is_relative_to_its_terms() -> None:
@@ -53,7 +62,7 @@ def test_what_rounding_alone_moves_as_far_agrees_and_says_so() -> None:
     (found,) = differences([{"a": (1.0, 1e-3)}], {"a": 1e-4})
     assert 0 < found.relative < TOLERANCE
     assert found.rounding == 1e-4
-    report = VerifyReport(2, "dp2", 1.0, 1.0, (), (found,), "AdamW")
+    report = VerifyReport(2, "dp2", 1.0, 1.0, (), parameters=(found,), optimizer="AdamW")
     assert report.passed
     assert report.verdict.endswith("or to what rounding alone does to the model (1e-04)")
     (wrong,) = differences([{"a": (1.0, 1e-3)}], {"a": 1e-5})

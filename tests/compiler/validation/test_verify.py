@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import hard_to_verify
+from support.models import hard_to_verify, returns
 from support.models.draws import drop_path
 from support.models.factories import classes, regression, switch
 from support.models.hard_to_verify import encoder
@@ -152,3 +152,24 @@ def test_right_programs_of_models_that_are_hard_to_compare_pass(pools: Pools, na
     results = pools.run(2, "support.processes.verify:compare", plan_to_json(plan), argument)
     report = _report(plan, results)
     assert report.passed, report.verdict
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("factory", "outputs"),
+    [("decoder_with_outputs", 4), ("classifier_with_criterion", 1)],
+)
+def test_outputs_and_loss_functions_are_verified_too(
+    pools: Pools, factory: str, outputs: int
+) -> None:
+    model, inputs, *loss_fn = getattr(returns, factory)()
+    options = CompileOptions(pins={"dp": 2, "zero": 3}, outputs="all")
+    plan = find_plan(
+        model, "local-cpux2", inputs, options=options, loss_fn=next(iter(loss_fn), None)
+    )
+    argument = f"support.models.returns:{factory}"
+    results = pools.run(2, "support.processes.verify:compare", plan_to_json(plan), argument)
+    report = _report(plan, results)
+    assert report.passed and f"loss, {outputs} outputs, " in report.verdict
+    assert max(d.relative for d in report.outputs) < 1e-13

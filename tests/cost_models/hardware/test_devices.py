@@ -71,7 +71,7 @@ def test_overlap_takes_cores_where_these_move_the_bytes() -> None:
     assert cluster("dgx-h100").overlap_slowdown == OVERLAP_SLOWDOWN
 
 
-def test_figures_are_converted_at_this_border() -> None:
+def test_figures_are_converted_where_they_are_read() -> None:
     h100 = cluster("dgx-h100").groups[0]
     assert h100.device.memory_bytes == 80 * 2**30
     assert h100.device.memory_bytes_per_s == 3350e9

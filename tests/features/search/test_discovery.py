@@ -16,7 +16,7 @@ from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.memory_probe.prober import OpProber
-from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.planner.check import price_plan
 from meshfold.passes.price.step import estimate_step
 from meshfold.passes.region.typing import MeshSearch

@@ -122,7 +122,7 @@ def test_steps_are_taken_where_they_are_faster(cluster: str, pays: bool) -> None
 def test_no_size_that_was_tried_is_better() -> None:
     plain = planned("a10gx3", hierarchical_all_reduce=0)
     costs = CostModel(plain.cluster, plain.mesh)
-    found = with_buckets(plain, BucketSizes(), costs)
+    found = with_buckets(plain, BucketSizes())
     assert found.events is not None and plain.events is not None and found.simulated is not None
     sizes = list(piece_sizes(plain.events, costs))
     assert len(sizes) > 1 and sizes == sorted(sizes, reverse=True)

@@ -28,8 +28,8 @@ from meshfold.passes.memory.zero import (
     zero_layouts,
 )
 from meshfold.passes.one_pass.candidates import StrategyCandidate
-from meshfold.passes.one_pass.planner import MeshPlanner
 from meshfold.passes.one_pass.priced import order_of
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.tree import strategies_on
 from meshfold.passes.region.typing import MeshSearch
 

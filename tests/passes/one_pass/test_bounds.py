@@ -15,7 +15,7 @@ from meshfold.ir.options import CompileOptions
 from meshfold.ir.strategy import Degrees
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.one_pass.bounds import Room, least_step_s
-from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.tree import strategies_on
 from meshfold.passes.region.typing import MeshSearch
 

@@ -16,7 +16,7 @@ from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.graph.boundaries import num_instances
 from meshfold.passes.one_pass.bounds import least_compute_s
 from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
-from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.tree import strategies_on
 from meshfold.passes.region.pins import pinned_slots
 from meshfold.passes.region.typing import ROLES, MeshSearch

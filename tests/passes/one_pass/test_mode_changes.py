@@ -14,7 +14,7 @@ from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.passes.one_pass.mode_changes import ModeChanges, Typings, mode_changes, passes_on
-from meshfold.passes.price.step import border_s
+from meshfold.passes.price.step import boundary_s
 from meshfold.passes.region.typing import MeshSearch
 
 BATCH = 4
@@ -54,7 +54,7 @@ def test_boundary_costs_add_up_to_those_of_the_program(degrees: tuple[int, int])
         mixed = [typings[mode][r] for r, mode in enumerate(choice)]
         layouts = [changes.layout(i.region, choice[i.region]) for i in folded.instances]
         total_s = sum(changes.table_s[a, b] for a, b in itertools.pairwise(layouts))
-        assert total_s == pytest.approx(border_s(folded, mixed, search.costs), abs=1e-15)
+        assert total_s == pytest.approx(boundary_s(folded, mixed, search.costs), abs=1e-15)
         totals.add(round(total_s, 12))
     assert len(totals) > 2
 

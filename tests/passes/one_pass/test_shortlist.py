@@ -16,7 +16,7 @@ from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.one_pass import shortlist
-from meshfold.passes.one_pass.planner import MeshPlanner
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import rank_shortlist, simulated_times
 from meshfold.passes.planner import find as planner
 from meshfold.passes.planner.check import price_plan

@@ -10,7 +10,7 @@ from meshfold.ir.spmd import INVARIANT, Shard
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.price.conversions import conversion_cost
 from meshfold.passes.price.region import RegionPrice
-from meshfold.passes.price.step import OPTIMIZER_PASSES, border_s, estimate_step
+from meshfold.passes.price.step import OPTIMIZER_PASSES, boundary_s, estimate_step
 
 PRICE = RegionPrice(
     forward_s=1.0,
@@ -76,12 +76,12 @@ def test_a_value_that_changes_layout_between_instances_is_converted_by_the_consu
         RegionTyping(tuple((INVARIANT,) for _ in r.graph.slots), (), ((INVARIANT,),))
         for r in FOLDED.regions
     ]
-    assert border_s(FOLDED, agreeing, costs) == 0.0
+    assert boundary_s(FOLDED, agreeing, costs) == 0.0
     leaving = [*agreeing[:1], replace(agreeing[1], outputs=((Shard(0),),)), *agreeing[2:]]
     (value,) = {FOLDED.regions[1].graph.values[v] for v in FOLDED.regions[1].graph.outputs}
     one_s = conversion_cost(value, (Shard(0),), (INVARIANT,), costs).total_s
     # Layer 1 reads layer 0, the last region reads layer 1.
-    assert border_s(FOLDED, leaving, costs) == pytest.approx(2 * one_s)
+    assert boundary_s(FOLDED, leaving, costs) == pytest.approx(2 * one_s)
     priced = estimate_step(FOLDED, leaving, [PRICE] * 3, costs, "adamw")
     assert priced.exposed_communication_s == pytest.approx(2 * one_s)
 

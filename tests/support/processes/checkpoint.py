@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshfold
-from meshfold.checkpoint.folder import CHECKSUMS
+from meshfold.checkpoint_files.folder import CHECKSUMS
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.training.compiled_model import CompiledModel
 from support.programs.local_programs import stack_model

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
 import meshfold
+from meshfold.api import bind, plan_captured
+from meshfold.capture.pipeline import Captured, capture
 from meshfold.errors import MeshfoldError
+from meshfold.ir.plan import Plan
 from support.processes.agreement import CLUSTER, batch, model
 
 Parameters = Iterable[nn.Parameter]
@@ -106,9 +110,19 @@ def losses(made: nn.Module, optimizer_name: str, between: str) -> list[float]:
     return found
 
 
+@cache
+def captured() -> Captured:
+    return capture(model(), batch())
+
+
+@cache
+def planned(**pins: Any) -> Plan:
+    return plan_captured(captured(), "Mlp", CLUSTER, meshfold.CompileOptions(pins=pins))
+
+
 def compiled(pins: dict[str, Any]) -> meshfold.CompiledModel:
-    options = meshfold.CompileOptions(pins=pins)
-    return meshfold.compile(model(), CLUSTER, batch(), options=options)
+    """A model of its own for every loop, of one plan: what compile() does, but the search once."""
+    return bind(model(), planned(**pins), captured(), batch())
 
 
 def compiled_losses(pins: dict[str, Any], loops: list[tuple[str, str]]) -> list[list[float] | str]:

@@ -28,8 +28,8 @@ def compare_a_wrong_program(plan_text: str, model: str, name: str) -> Any:
 def _compare_spoiled(plan_text: str, model: str, spoil: Callable[[CompiledModel], None]) -> Any:
     right = verify.bind
 
-    def wrong(*args: Any) -> CompiledModel:
-        compiled = right(*args)
+    def wrong(*args: Any, **kwargs: Any) -> CompiledModel:
+        compiled = right(*args, **kwargs)
         spoil(compiled)
         return compiled
 

@@ -20,8 +20,8 @@ from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import slot_facts
 from meshfold.passes.one_pass.chain import CandidateChain, _SavedOutputs
-from meshfold.passes.one_pass.planner import MeshPlanner
-from meshfold.passes.one_pass.priced import NothingFits, order_of
+from meshfold.passes.one_pass.priced import NoMeshFits, order_of
+from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.tree import strategies_on
 from meshfold.passes.price.parameters import stored_bytes
 from meshfold.passes.region.typing import MeshSearch
@@ -216,7 +216,7 @@ def test_what_nobody_reads_is_not_saved_in_any_program() -> None:
 def test_that_nothing_fits_is_said_where_a_bound_proves_it(is_proven: bool, words: str) -> None:
     smallest = planner("gpt2", 2, 2, memory_bytes=50_000).plan().smallest
     assert smallest is not None
-    assert str(NothingFits((smallest,), is_proven).error(4)).startswith(f"{words} in ")
+    assert str(NoMeshFits((smallest,), is_proven).error(4)).startswith(f"{words} in ")
 
 
 def every_program(of: MeshPlanner, chain: CandidateChain):

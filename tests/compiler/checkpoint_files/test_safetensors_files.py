@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from meshfold.checkpoint.dtypes import NAMES
-from meshfold.checkpoint.index import Piece, SavedTensor
-from meshfold.checkpoint.safetensors_files import read_part, write_pieces
+from meshfold.checkpoint_files.dtypes import NAMES
+from meshfold.checkpoint_files.index import Piece, SavedTensor
+from meshfold.checkpoint_files.safetensors_files import read_part, write_pieces
 from meshfold.errors import MeshfoldError
 
 WHOLE = torch.arange(6 * 5).reshape(6, 5)

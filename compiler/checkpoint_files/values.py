@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.dtypes import NAMES
+from meshfold.checkpoint_files.dtypes import NAMES
 from meshfold.errors import MeshfoldError, OptionError
 
 _PLAIN = (type(None), bool, int, float, str)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import ValidationError
 from pydantic_core.core_schema import any_schema
 
-from meshfold.checkpoint.dtypes import DTYPES
+from meshfold.checkpoint_files.dtypes import DTYPES
 from meshfold.errors import MeshfoldError
 from meshfold.plan_file.records import Records, Special, first_fault
 
@@ -46,7 +46,7 @@ class SavedGroup:
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """kind: the name of its class; state: by parameter and key, encoded (checkpoint/values.py)."""
+    """kind: the name of its class; state: by parameter and key, encoded (values.py)."""
 
     kind: str
     groups: tuple[SavedGroup, ...]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.checkpoint.folder import (
+from meshfold.checkpoint_files.folder import (
     CHECKSUMS,
     Target,
     check_file,

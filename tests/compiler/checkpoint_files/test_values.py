@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshfold.checkpoint.values import decoded, encoded, tensor_names
+from meshfold.checkpoint_files.values import decoded, encoded, tensor_names
 from meshfold.errors import MeshfoldError, OptionError
 
 KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.text())

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshfold.checkpoint.index import (
+from meshfold.checkpoint_files.index import (
     Index,
     Piece,
     SavedGroup,

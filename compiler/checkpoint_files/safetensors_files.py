@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.dtypes import DTYPES, NAMES
-from meshfold.checkpoint.folder import REMEDY, new_file, regular_file
-from meshfold.checkpoint.index import Piece, SavedTensor
+from meshfold.checkpoint_files.dtypes import DTYPES, NAMES
+from meshfold.checkpoint_files.folder import REMEDY, new_file, regular_file
+from meshfold.checkpoint_files.index import Piece, SavedTensor
 from meshfold.errors import MeshfoldError
 
 

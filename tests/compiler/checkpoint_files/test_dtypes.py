@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import _TYPES
 
-from meshfold.checkpoint.dtypes import DTYPES, NAMES
+from meshfold.checkpoint_files.dtypes import DTYPES, NAMES
 
 
 def test_every_name_is_that_of_safetensors() -> None:

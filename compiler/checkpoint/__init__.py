@@ -1,1 +1,0 @@
-"""A checkpoint's folder: safetensors files, a JSON index and checksums, none of which is code."""
