@@ -2,8 +2,8 @@
 
     python benchmarks/families.py [NAME ...] [--mode scheduled] [--write docs/families.md]
 
-For every family of benchmarks/family_models.py: capture the model, plan it four ways, run each plan
-on four gloo processes in float64, and compare with the model itself in one process: the loss, every
+For every family of benchmarks/zoo/family_models.py: capture the model, plan it four ways, run each
+plan on four gloo processes in float64, and compare with the model in one process: the loss, every
 gradient, and every parameter after three steps of AdamW. One row a family; the figure is the
 largest relative difference of all. --write puts the table into a file. Exits 1 when a family
 differs by more than TOLERANCE or fails.
@@ -18,8 +18,8 @@ from typing import Any, get_args
 import click
 import torch
 import torch.distributed as dist
-from family_models import FAMILIES, find, make
 from torch import Tensor, nn
+from zoo.family_models import FAMILIES, find, make
 
 import meshfold
 from meshfold.api import bind, plan_captured

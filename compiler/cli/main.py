@@ -21,6 +21,7 @@ import click
 from meshfold._version import __version__
 from meshfold.cli.arguments import FilePath, Number, check_output, parse_pins
 from meshfold.cli.command import INTERRUPTED, Command, Failure
+from meshfold.cli.crash_guard import guarded
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError
 from meshfold.ir.options import PINS, CompileOptions, Mode, Precision
@@ -392,4 +393,9 @@ def main() -> NoReturn:
         # One line on stderr is the contract; libraries below are chatty.
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
-    sys.exit(run())
+    sys.exit(guarded(run, _say_crash, debug="--debug" in sys.argv))
+
+
+def _say_crash(message: str) -> None:
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    click.echo(error_line(f"{' '.join(filter(None, ('meshfold', command)))}: {message}"), err=True)

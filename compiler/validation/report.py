@@ -16,7 +16,11 @@ TOLERANCE = 1e-10
 NUM_STEPS = 3
 """Steps of the plan's optimizer before parameters are compared."""
 ROUNDINGS = 1e3
-"""A difference of as many roundings (meshfold.validation.rounding) is none."""
+"""A difference of as many roundings (meshfold.validation.rounding) is none, up to the size of the
+largest tensor."""
+OWN_ROUNDINGS = 30.0
+"""A difference of as many roundings is none, whatever its size: a model that is so ill-conditioned
+(batch norms of a few numbers, one behind another) does not agree with itself any better."""
 NUM_WORST = 5
 """Gradients or parameters that are printed."""
 
@@ -30,6 +34,9 @@ class TensorDifference:
     largest: float
     difference: float
     relative: float
+    rounding: float = 0.0
+    """How far rounding alone moves it in one process, relative to its largest entry, where it
+    agrees to no more than that."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,8 @@ class VerifyReport:
                 steps = f"{NUM_STEPS} steps of {self.optimizer}"
                 what = f"{loss}, {len(self.gradients)} gradients and parameters after {steps}"
             where = ", on a scaled-down model and plan" if self.shrunk else ""
+            moved = max((c.rounding for c in (*self.gradients, *self.parameters)), default=0.0)
+            where += f", or to what rounding alone does to the model ({moved:.0e})" if moved else ""
             return f"{what} agree to {self.tolerance:.0e}{where}"
         if self.collective_mismatch:
             found = self.collective_mismatch
@@ -119,18 +128,22 @@ def differences(
     """The worst of all ranks per name, worst first. A rank has the names of its stages.
 
     A difference is relative to the largest entry of its tensor. Of one that is zero but for
-    rounding, it is relative to the size of the terms that would leave as much rounding. rounding:
-    by name, where it is known. bound: that no such terms are larger than.
+    rounding, it is relative to the size of the terms that would leave as much rounding; no such
+    terms are larger than `bound` and all tensors. rounding: by name, where it is known. What
+    differs by no more than rounding alone moves it agrees, and says so.
     """
     first = {name: size for sizes in by_rank for name, size in sizes.items()}
     largest = max((bound, *(size for size, _ in first.values())))
     found = []
     for name, (size, _) in first.items():
         worst = max((sizes[name][1] for sizes in by_rank if name in sizes), key=badness)
-        terms = min(rounding.get(name, 0.0) * ROUNDINGS / TOLERANCE, largest)
-        scale = max(size, terms)
+        moved = rounding.get(name, 0.0)
+        scale = max(size, min(moved * ROUNDINGS / TOLERANCE, largest))
         relative = worst / scale if scale else math.inf if worst else 0.0
-        found.append(TensorDifference(name, size, worst, relative))
+        own = 0.0
+        if TOLERANCE < relative and worst <= moved * OWN_ROUNDINGS:
+            relative, own = worst / moved / OWN_ROUNDINGS * TOLERANCE, moved / scale
+        found.append(TensorDifference(name, size, worst, relative, own))
     return tuple(sorted(found, key=lambda d: (-badness(d.relative), d.name)))
 
 

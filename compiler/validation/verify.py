@@ -130,7 +130,13 @@ class _Compared:
 def _compare(_: Report, plan_text: str, model: str | Configuration) -> _Compared:
     plan = plan_from_json(plan_text)
     built = build_for_plan(model, plan, device="cpu")
-    captured = _exact(captured_as_planned(plan, built))
+    return compare_on_this_rank(plan, captured_as_planned(plan, built), built)
+
+
+def compare_on_this_rank(plan: Plan, captured: Captured, built: BuiltModel) -> _Compared:
+    """Runs the plan and the model itself. Every rank of the default process group calls it;
+    `_report` takes what they return. The model of `built` becomes float64 and is trained."""
+    captured = _exact(captured)
     built = replace(
         built,
         model=built.model.double(),
@@ -347,6 +353,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
+    """What `compare_on_this_rank` found on all ranks, in their order."""
     first = results[0]
     bound = abs(first.eager_loss) if math.isfinite(first.eager_loss) else 0.0
     return VerifyReport(

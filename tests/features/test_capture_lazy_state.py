@@ -133,7 +133,7 @@ class Model(nn.Module):
         return {"x": x, "reads": reads, "sunk": self.sink().drain()}
 
 
-HABITS = ("attribute", "own memo", "argument", "global", "lazy buffer")
+HABITS = ("attribute", "own memo", "argument", "class", "global", "lazy buffer")
 
 
 def assert_captured_or_refused(make: Callable[[], nn.Module]) -> tuple[str, ...]:
@@ -217,6 +217,30 @@ def test_a_layer_that_keeps_what_it_computes(habit: str) -> None:
     sink = Sink("list", "act")
     notes = assert_captured_or_refused(lambda: Model(sink, frozenset([habit]), "none", "act"))
     assert any("in full" in note for note in notes)
+
+
+def test_a_class_attribute_is_written_where_the_model_reads_it() -> None:
+    """Beside layers that are reused, so that those that write it are traced as what they are."""
+
+    class Writing(Layer):
+        last: Any = 0.0
+
+    class Beside(Model):
+        def __init__(self, sink: Sink) -> None:
+            super().__init__(sink, frozenset(), "none", "act")
+            self.writing = nn.ModuleList(Writing(frozenset(["class"])) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Any:
+            reads = []
+            for layer in self.writing:
+                x = layer(x, {})
+                reads.append(x + Writing.last)
+            return super().forward(x) | {"reads": reads}
+
+    sink = Sink("list", "act")
+    notes = assert_captured_or_refused(lambda: Beside(sink))
+    assert any("Writing.last" in note for note in notes), notes
+    assert not isinstance(Writing.last, float)
 
 
 def test_hooks_installed_by_the_first_forward_are_named() -> None:

@@ -110,13 +110,38 @@ def wrapped(children: Sequence[Child], session: Session) -> Iterator[None]:
 
 
 def _asking_type(base: Any, session: Session) -> type:
-    class Asking(base):  # type: ignore[misc]
+    class Asking(base, metaclass=writes_to(base)):  # type: ignore[misc, metaclass]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             child = object.__getattribute__(self, "__dict__")[_CHILD]
             return session.on_call(child, super().forward, args, kwargs)
 
     take_name(Asking, base)
     return Asking
+
+
+def writes_to(base: Any, seen: Callable[[str], None] = lambda name: None) -> Any:
+    """The metaclass of a class that stands in for `base`: what code writes to the class of its
+    module (`type(self).steps = ...`) is written to `base`, where everyone else reads it. seen(name)
+    is told of it."""
+
+    class StandIn(type(base)):  # type: ignore[misc]
+        def __setattr__(cls, name: str, value: Any) -> None:
+            if _is_of_python(name):  # Python's own, while the class is made
+                type.__setattr__(cls, name, value)
+                return
+            seen(name)
+            setattr(base, name, value)
+
+        def __delattr__(cls, name: str) -> None:
+            seen(name)
+            delattr(base, name)
+
+    return StandIn
+
+
+def _is_of_python(name: str) -> bool:
+    """Whether Python keeps something under the name in a class, and not a user."""
+    return name.startswith("__") or name == "_abc_impl"
 
 
 def take_name(stand_in: type, base: type) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from meshfold.capture.dedup.arguments import comparable_leaf, is_plain
-from meshfold.capture.dedup.modules import take_name
+from meshfold.capture.dedup.modules import take_name, writes_to
 from meshfold.capture.trace.snapshots import Snapshot
 from meshfold.torch_compat.fake_tensors import is_fake
 from meshfold.torch_compat.source_lines import is_user_file
@@ -212,7 +212,10 @@ class Recorder:
 
 
 def _make_recording_type(base: Any, recorder: Recorder) -> type:
-    class Recorded(base):  # type: ignore[misc]
+    def seen(name: str) -> None:
+        recorder.saw_problem(f"{base.__name__}.{name} of the class is written")
+
+    class Recorded(base, metaclass=writes_to(base, seen)):  # type: ignore[misc, metaclass]
         def __getattribute__(self, name: str) -> Any:
             own = object.__getattribute__(self, "__dict__")
             try:

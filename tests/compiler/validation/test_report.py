@@ -51,10 +51,25 @@ def test_what_is_zero_but_for_rounding_is_relative_to_its_terms() -> None:
         "tiny": False,
     }
     # However much rounding there is, terms are not larger than any gradient or the loss.
-    assert differences([{"a": (1.0, 1e-3)}], {"a": 1e3})[0].relative == 1e-3
-    assert differences([{"a": (0.0, 1e-9)}], {"a": 1.0}, bound=10.0)[0].relative == 1e-10
+    assert differences([{"a": (1.0, 1e-3)}], {"a": 1e-5})[0].relative == 1e-3
+    assert differences([{"a": (0.0, 1e-9)}], {"a": 1e-12}, bound=10.0)[0].relative == 1e-10
     assert differences([{"a": (0.0, 1e-9)}])[0].relative == math.inf
     assert differences([{"a": (0.0, 0.0)}])[0].relative == 0.0
+
+
+def test_what_rounding_alone_moves_as_far_agrees_and_says_so() -> None:
+    """A model that does not agree with itself: nothing more can be said of it."""
+    (found,) = differences([{"a": (1.0, 1e-3)}], {"a": 1e-4})
+    assert 0 < found.relative < TOLERANCE
+    assert found.rounding == 1e-4
+    report = VerifyReport(2, "dp2", 1.0, 1.0, (), parameters=(found,), optimizer="AdamW")
+    assert report.passed
+    assert report.verdict.endswith("or to what rounding alone does to the model (1e-04)")
+    (wrong,) = differences([{"a": (1.0, 1e-3)}], {"a": 1e-5})
+    assert wrong.relative == 1e-3 and wrong.rounding == 0.0
+    assert "rounding" not in VerifyReport(2, "dp2", 1.0, 1.0, (wrong,)).verdict
+    (exact,) = differences([{"a": (1.0, 1e-12)}], {"a": 1e-4})
+    assert exact.rounding == 0.0
 
 
 def test_nan_is_the_worst_difference(plan: Plan) -> None:

@@ -189,13 +189,95 @@ class Mixing(nn.Module):
         return x + self.scale * y
 
 
+class Gated(nn.Module):
+    """A gated linear unit, plain or over the sequence unfolded in windows."""
+
+    def __init__(self, sizes: Sizes, draw: random.Random, dropout: float) -> None:
+        super().__init__()
+        self.windows = draw.random() < 0.5
+        self.up = nn.Linear(sizes.width * (3 if self.windows else 1), 2 * sizes.hidden)
+        self.down = nn.Linear(sizes.hidden, sizes.width)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        y = x
+        if self.windows:
+            y = functional.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1).flatten(2)
+        return x + self.down(functional.glu(self.up(y), dim=-1))
+
+
+class Spectrum(nn.Module):
+    """Fourier transforms along the sequence or the width, with complex weights or without."""
+
+    def __init__(self, sizes: Sizes, draw: random.Random, dropout: float) -> None:
+        super().__init__()
+        self.over = draw.choice([1, 2])
+        size = sizes.sequence if self.over == 1 else sizes.width
+        shape = (size // 2 + 1, 1, 2) if self.over == 1 else (1, size // 2 + 1, 2)
+        self.weight = nn.Parameter(0.3 * torch.randn(shape)) if draw.random() < 0.7 else None
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x, dim=self.over, norm="ortho")
+        if self.weight is not None:
+            spectrum = spectrum * torch.view_as_complex(self.weight)
+        return x + torch.fft.irfft(spectrum, n=x.shape[self.over], dim=self.over, norm="ortho")
+
+
+class Turned(nn.Module):
+    """Rotary positions as products of complex numbers."""
+
+    def __init__(self, sizes: Sizes, draw: random.Random, dropout: float) -> None:
+        super().__init__()
+        self.pairs = 2 * sizes.hidden
+        self.up, self.down = (
+            nn.Linear(*ends) for ends in ((sizes.width, self.pairs), (self.pairs, sizes.width))
+        )
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        y = self.up(x)
+        number = torch.view_as_complex(y.unflatten(-1, (-1, 2)))
+        places, speeds = (torch.arange(n, dtype=x.dtype) for n in (x.shape[1], self.pairs // 2))
+        angles = torch.outer(places, 1.0 / (1 + speeds))
+        turned = number * torch.polar(torch.ones_like(angles), angles)
+        return x + self.down(torch.view_as_real(turned).flatten(-2))
+
+
+class Scan(nn.Module):
+    """Running products, and running sums in log space."""
+
+    def __init__(self, sizes: Sizes, draw: random.Random, dropout: float) -> None:
+        super().__init__()
+        self.by_product = draw.random() < 0.5
+        self.gate = nn.Linear(sizes.width, sizes.width)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        keep = torch.sigmoid(self.gate(x))
+        if self.by_product:
+            return x + keep.cumprod(1) * x
+        return x + torch.exp(keep.log().cumsum(1)) * x
+
+
+class Recurrent(nn.Module):
+    def __init__(self, sizes: Sizes, draw: random.Random, dropout: float) -> None:
+        super().__init__()
+        kind = draw.choice([nn.LSTM, nn.GRU])
+        self.cells = kind(sizes.width, sizes.width, batch_first=True)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + self.cells(x)[0]
+
+
 BLOCKS = (SelfAttention, CrossAttention, FusedAttention, Mlp, Mlp, Experts, Convolution, Mixing)
+MORE_BLOCKS = (Gated, Spectrum, Turned, Scan, Recurrent)
+"""Of the ops that came later: drawn by themselves, since what others draw follows from a seed."""
 
 
 class Model(nn.Module):
-    """Token numbers or numbers in; the loss. The first states are the blocks' memory."""
+    """Token numbers or numbers in; the loss. The first states are the blocks' memory. more: draws
+    a block of MORE_BLOCKS for each layer, half of the time."""
 
-    def __init__(self, sizes: Sizes, draw: random.Random, dropout: float) -> None:
+    def __init__(
+        self, sizes: Sizes, draw: random.Random, dropout: float, more: random.Random | None = None
+    ) -> None:
         super().__init__()
         self.stem = draw.choice(["tokens", "tokens", "image"])
         self.reduction = draw.choice(["mean", "mean", "sum"])
@@ -203,6 +285,8 @@ class Model(nn.Module):
         self.embed = table if self.stem == "tokens" else nn.Conv2d(3, sizes.width, 2, stride=2)
         kinds = [draw.choice(BLOCKS) for _ in range(draw.randint(1, 3))]
         depth = draw.choice([1, 2, 3])
+        if more is not None and more.random() < 0.5:
+            kinds.insert(more.randint(0, len(kinds)), more.choice(MORE_BLOCKS))
         self.blocks = nn.ModuleList(
             kind(sizes, random.Random(k), dropout)
             for _ in range(depth)

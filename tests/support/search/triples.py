@@ -42,6 +42,8 @@ from support.programs.pipeline import without_start_up
 TOLERANCE = 1e-10
 """Tolerance for the loss and every entry of every gradient."""
 IGNORED = -100
+NO_MORE_BLOCKS = 5000
+"""Seeds from here on draw none of MORE_BLOCKS: some of them stand for what they found once."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def _random_model(
     dropout = draw.choice([0.0, 0.0, 0.3])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Model(sizes, draw, dropout).double().train()
+        more = random.Random(seed + 1) if seed < NO_MORE_BLOCKS else None
+        model = Model(sizes, draw, dropout, more).double().train()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))

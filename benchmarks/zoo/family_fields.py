@@ -1,5 +1,5 @@
 """What families of transformers have in common: fields of small configurations, and how a family
-is written down. benchmarks/family_models.py has the families."""
+is written down. benchmarks/zoo/family_models.py has the families."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import transformers
-from family_fields import (
+from torch import Tensor, nn
+
+from zoo.family_fields import (
     BART,
     CLASSES,
     DECODER,
@@ -35,7 +37,6 @@ from family_fields import (
     image,
     masked,
 )
-from torch import Tensor, nn
 
 BATCH, SEQUENCE, IGNORED = 4, 8, -100
 

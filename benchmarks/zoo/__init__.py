@@ -1,0 +1,1 @@
+"""Small models of many libraries, made from their configurations, with a batch for each."""
