@@ -19,7 +19,7 @@ INSTALLED := $(VENV)/installed
 LINKED := $(VENV)/linked-$(NAMES)
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: demo test slow lint format schema readme install clean
+.PHONY: demo test slow accuracy lint format schema readme install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -32,6 +32,10 @@ test: lint
 slow: install
 	@echo "== slow tests"
 	@$(BIN)/python -m pytest -q -m "slow and not gpu" -n 2 --dist loadgroup
+
+# Predictions against published training runs; RUNS=file.json scores another file of them.
+accuracy: install
+	@$(BIN)/python benchmarks/accuracy.py $(RUNS)
 
 lint: install
 	@echo "== format"
