@@ -21,7 +21,7 @@ LINKED := $(VENV)/linked-$(NAMES)
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: demo test slow lint format schema readme install clean
+.PHONY: demo test slow accuracy lint format schema readme install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -34,6 +34,10 @@ test: lint
 slow: install
 	@echo "== slow tests"
 	@$(PYTEST) -m "slow and not gpu"
+
+# Predictions against published training runs; RUNS=file.json scores another file of them.
+accuracy: install
+	@$(BIN)/python benchmarks/accuracy.py $(RUNS)
 
 lint: install
 	@echo "== format"

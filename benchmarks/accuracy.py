@@ -1,0 +1,134 @@
+"""Predicted step times and memory against published training runs.
+
+    python benchmarks/accuracy.py [RUNS] [--dataset NAME] [--sample N] [--save FILE] [--rows]
+
+RUNS is a JSON file of runs (benchmarks/published/runs.py says which fields); without it the runs
+that come with the project. Every run goes through the pipeline that users call, its degrees as
+pins, and is captured once per shape. --save keeps predictions in a file and goes on where it
+stopped; delete the file after a change of the cost model. --sample takes N runs of each dataset,
+evenly. A row a dataset: runs, mean absolute error, bias and worst error of the step time, the mean
+absolute error of one constant efficiency per family of devices (the yardstick), runs that are said
+not to fit, and the memory error; then regrets of the plan that is predicted fastest in groups of
+plans, and what could not be expressed, by reason. The last line is the summary over dense runs of
+quality A and B.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+
+import click
+from published.predict import Prediction, predicted
+from published.runs import DEFAULT, Run, read_runs
+from published.score import Scored, Summary, by_dataset, regrets, timed, yardstick
+
+
+def predictions(runs: Sequence[Run], save: Path | None) -> list[Scored]:
+    """The prediction of every run, those that are saved from their file."""
+    known = json.loads(save.read_text("utf-8")) if save and save.exists() else {}
+    out = []
+    with click.progressbar(sorted(runs, key=shape_key), label="runs") as bar:
+        for run in bar:
+            if run.id not in known:
+                known[run.id] = asdict(predicted(run))
+                if save:
+                    new = save.with_suffix(save.suffix + ".new")
+                    new.write_text(json.dumps(known), "utf-8")
+                    os.replace(new, save)
+            out.append(Scored(run, Prediction(**known[run.id])))
+    return out
+
+
+def shape_key(run: Run) -> tuple[str | int, ...]:
+    """Runs of one shape are next to each other: they are captured once."""
+    return run.dataset, run.hidden_size, run.num_layers, run.seq_len, run.global_batch_size, run.id
+
+
+def sampled(runs: Sequence[Run], count: int) -> list[Run]:
+    """`count` runs of each dataset, evenly."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.dataset, []).append(run)
+    out = []
+    for group in groups.values():
+        step = max(1.0, len(group) / count)
+        out += [group[int(k * step)] for k in range(min(count, len(group)))]
+    return out
+
+
+def table(scored: Sequence[Scored]) -> None:
+    """A row a dataset."""
+    constants = yardstick(scored)
+    click.echo(
+        f"{'dataset':<24}{'runs':>5}{'mean':>8}{'bias':>8}{'worst':>8}{'yardstick':>11}"
+        f"{'refused':>9}{'memory':>8}"
+    )
+    for dataset, group in by_dataset(timed(scored)).items():
+        errors = Summary.of([s.error for s in group])
+        memory = [abs(m) for s in group if (m := s.memory_error) is not None]
+        constant = f"{constants[dataset]:.1%}" if dataset in constants else "-"
+        refused = sum(s.prediction.fits is False for s in group)
+        click.echo(
+            f"{dataset:<24}{errors.num_runs:>5}{errors.mean_absolute:>8.1%}{errors.bias:>+8.1%}"
+            f"{errors.worst:>+8.1%}{constant:>11}{refused:>9}"
+            f"{f'{mean(memory):.1%}' if memory else '-':>8}"
+        )
+
+
+def rows(scored: Sequence[Scored]) -> None:
+    """A row a run."""
+    for s in scored:
+        step_s = s.prediction.step_s
+        if step_s is None or s.run.iter_time_s is None:
+            click.echo(f"{s.run.id:<52} {s.prediction.reason}")
+        else:
+            click.echo(
+                f"{s.run.id:<52}{s.run.iter_time_s:>10.3f}{step_s:>10.3f}{s.error:>+8.1%}"
+                f"{'' if s.prediction.fits else '  does not fit'}"
+            )
+
+
+@click.command(help=__doc__)
+@click.argument("runs", type=click.Path(path_type=Path, dir_okay=False), default=DEFAULT)
+@click.option("--dataset", multiple=True, help="Of this dataset alone.")
+@click.option("--sample", type=click.IntRange(1), help="Runs of each dataset.")
+@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Keeps predictions.")
+@click.option("--rows", "with_rows", is_flag=True, help="Also a row a run.")
+def main(
+    runs: Path,
+    dataset: tuple[str, ...],
+    sample: int | None,
+    save: Path | None,
+    with_rows: bool,
+) -> None:
+    found = read_runs(runs)
+    chosen = [r for r in found.runs if r.is_dense_step and (not dataset or r.dataset in dataset)]
+    if not chosen:
+        raise click.ClickException(f"{runs}: no dense runs of quality A or B with a step time")
+    scored = predictions(chosen if sample is None else sampled(chosen, sample), save)
+    if with_rows:
+        rows(scored)
+    table(scored)
+    if losses := regrets(scored):
+        click.echo(
+            f"\nregret of the plan predicted fastest, {len(losses)} groups: mean "
+            f"{mean(losses):.1%}, worst {max(losses):.1%}"
+        )
+    reasons = Counter(s.prediction.reason for s in scored if s.prediction.reason)
+    for reason, count in (*reasons.most_common(), *found.incomplete.items()):
+        click.echo(f"not predicted: {count:>4}  {reason}")
+    if both := timed(scored):
+        total = Summary.of([s.error for s in both])
+        refused = sum(s.prediction.fits is False for s in both)
+        click.echo(
+            f"\nsummary: {total.num_runs} runs, mean absolute error {total.mean_absolute:.1%}, "
+            f"bias {total.bias:+.1%}, worst {total.worst:+.1%}, {refused} refused for memory"
+        )
+
+
+if __name__ == "__main__":
+    main()

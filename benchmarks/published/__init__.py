@@ -1,0 +1,1 @@
+"""Published training runs, and how far meshfold's predictions are from them."""

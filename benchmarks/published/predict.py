@@ -1,0 +1,88 @@
+"""Predictions of published runs by the pipeline that users call: capture, plan under pins,
+refine."""
+
+import time
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from meshfold.api import batch_size_of
+from meshfold.capture.pipeline import Captured, capture
+from meshfold.errors import InfeasibleError, MeshfoldError
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.models.config_file import Configuration
+from meshfold.models.from_argument import build_model
+from meshfold.passes.planner.find import find_plan_for
+from meshfold.refine.pipeline import refined
+from published.runs import Run
+from published.setup import NotExpressible, Setup, Shape, setup_of
+
+AMPLE_BYTES = 10**15
+"""A budget under which nothing is refused, for the step time of runs that would be."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What meshfold says of a run. reason: why it says nothing."""
+
+    step_s: float | None = None
+    """The headline: simulated where the plan has a simulated step."""
+    peak_bytes: float | None = None
+    """Of the stage that needs most."""
+    allocated_bytes: float | None = None
+    """peak_bytes without the reserve."""
+    fits: bool | None = None
+    """In the memory of the run's device."""
+    plan_cpu_s: float = 0.0
+    reason: str = ""
+
+
+def predicted(run: Run) -> Prediction:
+    """The prediction, or the reason why there is none."""
+    try:
+        setup = setup_of(run)
+        captured = _captured(setup.shape)
+        start = time.process_time()
+        try:
+            plan = _planned(captured, setup)
+        except InfeasibleError:
+            ample = replace(setup.options, memory_bytes=AMPLE_BYTES)
+            plan = _planned(captured, replace(setup, options=ample))
+    except NotExpressible as error:
+        return Prediction(reason=str(error))
+    except MeshfoldError as error:
+        return Prediction(reason=f"{type(error).__name__}: {error}".split(";")[0][:100])
+    cpu_s = time.process_time() - start
+    peak, reserve = _peak(plan)
+    usable = setup.cluster.memory_bytes
+    return Prediction(headline_s(plan), peak, peak - reserve, peak <= usable, cpu_s)
+
+
+def _planned(captured: Captured, setup: Setup) -> Plan:
+    """Raises InfeasibleError where the run does not fit."""
+    plan = find_plan_for(
+        captured.graph,
+        setup.cluster,
+        setup.options,
+        model_name="published run",
+        batch_size=batch_size_of(captured),
+        probe=OpProber(),
+    )
+    return refined(plan, captured.graph, setup.options)
+
+
+def headline_s(plan: Plan) -> float:
+    """The step time that a plan states first."""
+    return plan.time.step_s if plan.simulated is None else plan.simulated.step_s
+
+
+def _peak(plan: Plan) -> tuple[float, float]:
+    return float(plan.memory.peak), float(plan.memory.reserve)
+
+
+@lru_cache(maxsize=8)
+def _captured(shape: Shape) -> Captured:
+    configuration = Configuration(Path("published-run.json"), dict(shape.fields))
+    built = build_model(configuration, batch=shape.batch, sequence=shape.sequence)
+    return capture(built.model, built.example_inputs, precision=shape.precision)

@@ -1,0 +1,128 @@
+"""Published runs: read, asked for, and scored by hand-computed cases."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import accuracy
+import click
+import pytest
+from click.testing import CliRunner
+from published.predict import Prediction, predicted
+from published.runs import DEFAULT, Run, read_runs
+from published.score import Scored, Summary, ideal_s, regrets, yardstick
+from published.setup import NotExpressible, setup_of
+
+RUNS = {run.id: run for run in read_runs(DEFAULT).runs}
+SMALL = next(run for run in RUNS.values() if run.dataset == "vtrain_single" and run.pp == 2)
+
+
+def scored(run: Run, step_s: float | None, **fields: object) -> Scored:
+    return Scored(replace(run, **fields), Prediction(step_s=step_s))
+
+
+def test_all_runs_that_come_along_are_complete() -> None:
+    found = read_runs(DEFAULT)
+    assert not found.incomplete
+    assert len(found.runs) == len(RUNS) == 537
+    assert all(run.is_dense_step for run in found.runs)
+
+
+def test_degrees_become_pins() -> None:
+    setup = setup_of(SMALL)
+    assert setup.options.pins["pp"] == 2
+    assert setup.options.pins["schedule"] == "1f1b"
+    assert setup.options.pins["microbatches"] == SMALL.num_microbatches
+    assert setup.cluster.num_devices == SMALL.num_gpus
+    assert setup.options.precision == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"gpu": "RTX-1"}, "no preset for RTX-1"),
+        ({"zero_stage": "1 within 8 GPUs"}, "HSDP"),
+        ({"precision": "int8"}, "precision int8"),
+        ({"arch": "cnn"}, "architecture cnn"),
+        ({"recompute": "some"}, "recompute some"),
+        ({"dp": 3}, "do not make the devices"),
+    ],
+)
+def test_what_cannot_be_said_has_a_reason(fields: dict[str, object], reason: str) -> None:
+    run = replace(SMALL, **fields)  # type: ignore[arg-type]
+    with pytest.raises(NotExpressible, match=reason):
+        setup_of(run)
+    assert reason in predicted(run).reason
+
+
+def test_summary_by_hand() -> None:
+    assert Summary.of([0.1, -0.3, 0.2]) == Summary(3, pytest.approx(0.2), pytest.approx(0.0), -0.3)
+    with pytest.raises(ValueError, match="no runs"):
+        Summary.of([])
+
+
+def test_regret_is_of_the_plan_predicted_fastest() -> None:
+    published, predictions = (1.0, 1.2, 2.0, 3.0, 4.0), (1.5, 1.4, 2.0, 3.0, 4.0)
+    group = [
+        scored(SMALL, predicted_s, iter_time_s=s)
+        for s, predicted_s in zip(published, predictions, strict=True)
+    ]
+    assert regrets(group) == [pytest.approx(0.2)]
+    assert regrets(group[:4]) == []
+
+
+def test_the_yardstick_by_hand() -> None:
+    run = replace(
+        SMALL,
+        dataset="one",
+        gpu="A100-SXM4-80GB",
+        calc_model_tflops_per_gpu=156.0,
+        iter_time_s=3.0,
+        recompute="full",
+        pp=1,
+    )
+    assert ideal_s(run) == pytest.approx(3.0 / 2 * 4 / 3)
+    # Efficiencies 2/3 and 1/3, their median 1/2: predicted 4/3 and 2/3 of the published times.
+    both = [scored(run, 1.0), scored(run, 1.0, calc_model_tflops_per_gpu=78.0)]
+    assert yardstick(both) == {"one": pytest.approx(1 / 3)}
+
+
+def test_a_file_without_runs_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(click.ClickException, match="no runs"):
+        read_runs(tmp_path / "a.json")
+    row = json.loads(DEFAULT.read_text())["rows"][0]
+    del row["tp"]
+    (tmp_path / "a.json").write_text(json.dumps({"rows": [row]}))
+    assert read_runs(tmp_path / "a.json").incomplete == {"tp: Field required": 1}
+
+
+def test_predictions_are_kept_and_taken_up(tmp_path: Path) -> None:
+    """A tiny run is predicted; the second call reads what the first one saved."""
+    row = json.loads(DEFAULT.read_text())["rows"][0]
+    tiny = {
+        "id": "tiny",
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "vocab_size": 128,
+        "seq_len": 16,
+        "num_gpus": 2,
+        "dp": 2,
+        "tp": 1,
+        "micro_batch_size": 1,
+        "global_batch_size": 2,
+    }
+    runs, kept = tmp_path / "runs.json", tmp_path / "kept.json"
+    runs.write_text(json.dumps({"rows": [row | tiny]}))
+    arguments = [str(runs), "--save", str(kept), "--rows"]
+    first = CliRunner().invoke(accuracy.main, arguments, catch_exceptions=False)
+    assert "summary: 1 runs, mean absolute error" in first.output
+    known = json.loads(kept.read_text())
+    assert known["tiny"]["step_s"] > 0
+    known["tiny"]["step_s"] = 2 * row["iter_time_s"]
+    kept.write_text(json.dumps(known))
+    again = CliRunner().invoke(accuracy.main, arguments, catch_exceptions=False)
+    assert "mean absolute error 100.0%" in again.output
