@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from distinct import TOKENS, distinct_model
+from zoo.distinct import TOKENS, distinct_model
 
 from meshfold.capture.pipeline import capture
 from meshfold.cost_models.hardware.devices import cluster as preset

@@ -10,7 +10,12 @@ import ctypes
 import faulthandler
 import os
 import signal
+import sys
 from collections.abc import Callable
+
+import click
+
+from meshfold.report.terminal import error_line
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl."""
@@ -76,3 +81,9 @@ def _bind_to(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
+
+
+def say_crash(message: str) -> None:
+    """Prints on stderr which command ended so."""
+    words = ["meshfold", *(word for word in sys.argv[1:] if not word.startswith("-"))]
+    click.echo(error_line(f"{' '.join(words[:2])}: {message}"), err=True)

@@ -21,7 +21,7 @@ import click
 from meshfold._version import __version__
 from meshfold.cli.arguments import FilePath, Number, check_output, parse_pins
 from meshfold.cli.command import INTERRUPTED, Command, Failure
-from meshfold.cli.crash_guard import guarded
+from meshfold.cli.crash_guard import guarded, say_crash
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError
 from meshfold.ir.options import PINS, CompileOptions, Mode, Precision
@@ -389,13 +389,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
-    if "--debug" not in sys.argv:
-        # One line on stderr is the contract; libraries below are chatty.
+    if "--debug" not in sys.argv:  # one line on stderr is the contract; libraries are chatty
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
-    sys.exit(guarded(run, _say_crash, debug="--debug" in sys.argv))
-
-
-def _say_crash(message: str) -> None:
-    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    click.echo(error_line(f"{' '.join(filter(None, ('meshfold', command)))}: {message}"), err=True)
+    sys.exit(guarded(run, say_crash, debug="--debug" in sys.argv))

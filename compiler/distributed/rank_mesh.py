@@ -4,7 +4,7 @@ RankMesh is what an emitted graph sees of the machine. ProcessMesh realises it o
 process groups, SingleMesh on one process; this is the one file that touches
 torch.ops._c10d_functional. The raw ops carry an autograd formula that doubles gradients of
 Partial -> Invariant, so they are only called from the forward and backward of the functions in
-meshfold.ops.async_autograd, where autograd does not record.
+meshfold.sharding.async_autograd, where autograd does not record.
 """
 
 import math

@@ -26,7 +26,6 @@ from meshfold.ir.conversion_step import Step, exchange_is_even
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Value
 from meshfold.ir.spmd import INVARIANT, Layout, Shard, local_blocks, padded_shape
-from meshfold.ops.async_autograd import Action, Actions, InFlight, Local, Start, Wait
 from meshfold.ops.expert_dispatch import (
     combine_actions,
     dispatch_actions,
@@ -35,6 +34,7 @@ from meshfold.ops.expert_dispatch import (
     wait_combine,
     wait_dispatch,
 )
+from meshfold.sharding.async_autograd import Action, Actions, InFlight, Local, Start, Wait
 from meshfold.sharding.slicing import filled_blocks
 
 

@@ -12,7 +12,7 @@ axis of n ranks that share the experts, rank r holding experts r * e / n and on,
 
 Nothing is dropped and nothing padded: how many rows a rank gets depends on the routing. In backward
 rows go the other way, with the counts that the forward found: the backward of the wait starts the
-exchange of gradients, that of the start waits for it (meshfold.ops.async_autograd).
+exchange of gradients, that of the start waits for it (meshfold.sharding.async_autograd).
 """
 
 import math
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.distributed.step_context import StepContext
-from meshfold.ops.async_autograd import Actions, InFlight, Start, Wait, row_actions
+from meshfold.sharding.async_autograd import Actions, InFlight, Start, Wait, row_actions
 
 
 def _dispatched(x: Tensor, ids: Tensor, num_experts: int, load: float = 0.0) -> Tensor:

@@ -25,8 +25,8 @@ from meshfold.codegen.program.region_schedule import ActionKind, OpsSegment, Reg
 from meshfold.distributed.deferred_weight_grads import DeferredWeightGrads
 from meshfold.distributed.step_context import StepContext
 from meshfold.errors import MeshfoldError
-from meshfold.ops.async_autograd import Actions
 from meshfold.runtime.recomputation import Recomputation, Run, start_nothing
+from meshfold.sharding.async_autograd import Actions
 from meshfold.zero.step import SECOND_BACKWARD, GroupUse, TrainingStep
 
 

@@ -5,15 +5,18 @@ op. Under `alike_draws` the random ops of an eager model take their numbers from
 the two can be compared although they draw: drop path keeps the same samples, noise is the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.ops.draws import alike_draw
+from meshfold.torch_compat.flex_attention import dense_flex_attention
+from meshfold.validation.function_bodies import SeeingMode
 
 
 class _AlikeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -94,3 +97,33 @@ _NUMBERS: dict[str, Callable[[Mapping[str, Any], Tensor], Tensor]] = {
     "randint": _whole,
     "randint_like": _whole,
 }
+
+
+class _NoDropout(SeeingMode):
+    # Position and name of the probability.
+    _FUNCTIONS = {
+        F.dropout: (1, "p"),
+        torch.dropout: (1, "p"),
+        F.scaled_dot_product_attention: (4, "dropout_p"),
+        **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (5, "dropout")),
+    }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._FUNCTIONS:
+            position, name = self._FUNCTIONS[func]
+            args = [0.0 if k == position else a for k, a in enumerate(args)]
+            if len(args) <= position:
+                kwargs[name] = 0.0
+        return self.run(func, args, kwargs)
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """A context in which no dropout of torch drops, and other random ops (drop path, dropout of
+    channels, noise) draw as the exact program does; train mode stays train mode otherwise.
+    flex_attention is dense: torch's own has no backward on a CPU."""
+    with _NoDropout(), alike_draws(), dense_flex_attention():
+        yield

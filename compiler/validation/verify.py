@@ -8,14 +8,12 @@ then of every parameter after some steps of the plan's optimizer (meshfold.valid
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfold.api import bind, check_fingerprint
@@ -33,11 +31,10 @@ from meshfold.passes.graph.without_dropout import exact
 from meshfold.passes.split.microbatch import has_own_statistics
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.sharding.layout import shard_of
-from meshfold.torch_compat.flex_attention import dense_flex_attention
 from meshfold.torch_compat.pytree import flat, map_leaves
 from meshfold.training.compiled_model import CompiledModel
 from meshfold.training.local_gradient import local_tensor
-from meshfold.validation.alike_draws import alike_draws
+from meshfold.validation.alike_draws import without_dropout
 from meshfold.validation.captured_alone import capture_difference, captured_step
 from meshfold.validation.collective_order import (
     StartedCollective,
@@ -47,7 +44,6 @@ from meshfold.validation.collective_order import (
 from meshfold.validation.compared_outputs import loss_in, output_sizes, wide_loss
 from meshfold.validation.first_divergence import first_divergence
 from meshfold.validation.float64_mode import float64_everywhere
-from meshfold.validation.function_bodies import SeeingMode
 from meshfold.validation.report import (
     NUM_STEPS,
     TOLERANCE,
@@ -371,33 +367,3 @@ def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
             node_levels(plan.cluster, plan.mesh), [r.collectives for r in results]
         ),
     )
-
-
-class _NoDropout(SeeingMode):
-    # Position and name of the probability.
-    _FUNCTIONS = {
-        F.dropout: (1, "p"),
-        torch.dropout: (1, "p"),
-        F.scaled_dot_product_attention: (4, "dropout_p"),
-        **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (5, "dropout")),
-    }
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._FUNCTIONS:
-            position, name = self._FUNCTIONS[func]
-            args = [0.0 if k == position else a for k, a in enumerate(args)]
-            if len(args) <= position:
-                kwargs[name] = 0.0
-        return self.run(func, args, kwargs)
-
-
-@contextmanager
-def without_dropout() -> Iterator[None]:
-    """A context in which no dropout of torch drops, and other random ops (drop path, dropout of
-    channels, noise) draw as the exact program does; train mode stays train mode otherwise.
-    flex_attention is dense: torch's own has no backward on a CPU."""
-    with _NoDropout(), alike_draws(), dense_flex_attention():
-        yield

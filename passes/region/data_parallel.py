@@ -78,11 +78,9 @@ def follow_batch(
 ) -> DataParallel:
     """Solve every region on the data parallel axis, axis 0 of the mesh of `costs`.
 
-    rules[r]: rule table of region r on that axis alone. works: if at hand. whole: boundary
-    classes that leave their regions unsharded. sums: whether results, and numbers that pass between
-    regions, may leave as pending sums. What outputs besides the loss leave in has no say in where
-    the batch goes: they are gathered in the end.
-    """
+    rules[r]: rule table of region r on that axis alone. works: if at hand. whole: boundary classes
+    that leave their regions unsharded. sums: whether results, and numbers between regions, may
+    leave as pending sums. Outputs besides the loss are gathered, and have no say."""
     costs = replace(costs, mesh=Mesh(costs.mesh.axes[:1]), within=costs.mesh)
     (axis_size,) = costs.mesh.sizes
     tables = SearchTables(costs, (AxisRole.DATA,), OpTimers(costs, works))
@@ -91,10 +89,7 @@ def follow_batch(
     for c in sorted(boundaries.inputs - boundaries.results):
         types[c] = batch_type(boundaries.values[c], batch_size, axis_size)
     solutions: dict[int, RegionSolution] = {}
-    for instance in folded.instances:
-        r = instance.region
-        if r in solutions:
-            continue
+    for r in dict.fromkeys(instance.region for instance in folded.instances):
         graph = folded.regions[r].graph
         slots = [[(INVARIANT if c is None else types[c],)] for c in boundaries.slots[r]]
         outputs = [

@@ -31,8 +31,8 @@ from typing import Literal
 from torch import fx
 
 from meshfold.ir.conversion_step import Step
-from meshfold.ops.async_autograd import Actions
 from meshfold.ops.expert_dispatch import Route
+from meshfold.sharding.async_autograd import Actions
 
 Origin = int | tuple[int, Step]
 """What a node is part of: fx.Node.meta[ORIGIN]."""

@@ -392,10 +392,8 @@ def test_sources_and_scopes_lead_back_to_the_user() -> None:
 def test_every_source_is_a_canonical_name() -> None:
     model, inputs = hugging_face.tiny_model("bert")
     graph = capture(model, inputs).graph
-    known = {
-        SourceKind.PARAMETER: {p.name for p in graph.parameters},
-        SourceKind.BUFFER: {b.name for b in graph.buffers},
-        SourceKind.INPUT: {i.name for i in graph.inputs},
-    }
+    kinds = (SourceKind.PARAMETER, SourceKind.BUFFER, SourceKind.INPUT)
+    infos = (graph.parameters, graph.buffers, graph.inputs)
+    known = {kind: {i.name for i in of_kind} for kind, of_kind in zip(kinds, infos, strict=True)}
     for source in (s for i in graph.instances for s in i.sources):
         assert source.kind not in known or source.name in known[source.kind]

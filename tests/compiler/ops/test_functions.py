@@ -54,7 +54,7 @@ def test_names_lead_to_functions() -> None:
     [
         ("support.models.functions:Absent", "no autograd.Function .*:Absent can be imported"),
         ("support.models.functions:Gelu#2", "no autograd.Function .*:Gelu#2 can be imported"),
-        ("support.models.nothing:Gelu", "no autograd.Function .* can be imported; capture"),
+        ("support.graphs:Gelu", "no autograd.Function .* can be imported; capture"),
         ("support.models.functions:function_model", "is no autograd.Function; name one"),
     ],
 )

@@ -1,5 +1,5 @@
 """Programs for other arguments and modes, on one device; on several see
-tests/features/test_returns.py."""
+tests/features/capture/test_returns.py."""
 
 import pytest
 import torch

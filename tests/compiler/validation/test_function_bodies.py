@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshfold.validation.alike_draws import without_dropout
 from meshfold.validation.float64_mode import float64_everywhere
 from meshfold.validation.function_bodies import SeeingMode
-from meshfold.validation.verify import without_dropout
 
 
 class Recorder(SeeingMode):

@@ -19,8 +19,9 @@ from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.models.from_argument import BuiltModel
 from meshfold.plan_file.io import plan_to_json
+from meshfold.validation.alike_draws import without_dropout
 from meshfold.validation.float64_mode import float64_everywhere
-from meshfold.validation.verify import _eager_step, _report, verify, without_dropout
+from meshfold.validation.verify import _eager_step, _report, verify
 
 MODEL = "support.models.factories:regression"
 

@@ -1,5 +1,6 @@
 """LSTM and GRU: shared by batch, with dropout between the layers that every plan draws alike."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -19,8 +20,8 @@ from meshfold.errors import CaptureError
 from meshfold.ir.spmd import Shard
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.graph.without_dropout import exact
+from meshfold.validation.alike_draws import without_dropout
 from meshfold.validation.float64_mode import float64_everywhere
-from meshfold.validation.verify import without_dropout
 
 BATCH, LENGTH, WIDTH = 4, 3, 4
 STRATEGIES = [UniformStrategy(), UniformStrategy(dp=4), UniformStrategy(dp=2, tp=2, zero=3)]
@@ -68,7 +69,7 @@ def test_without_chance_ranks_compute_what_one_process_computes(
     dropout: float, strategy: UniformStrategy
 ) -> None:
     model, batch, found = captured(dropout)
-    found = Captured(exact(found.graph), found.constants, found.model_outputs)
+    found = replace(found, graph=exact(found.graph))
     with without_dropout():
         loss = model(**batch)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -87,7 +88,7 @@ def test_every_plan_draws_the_same() -> None:
         return loss.detach(), {n: p.grad for n, p in rank.parameters.items() if p.grad is not None}
 
     (loss, expected), *_ = on_ranks(model, found, emit_uniform(found, STRATEGIES[0], BATCH), step)
-    certain = Captured(exact(found.graph), found.constants, found.model_outputs)
+    certain = replace(found, graph=exact(found.graph))
     alone = emit_uniform(certain, STRATEGIES[0], BATCH)
     assert abs(loss - on_ranks(model, certain, alone, step)[0][0]) > 1e-3, "nothing is dropped"
     for strategy in STRATEGIES[1:]:

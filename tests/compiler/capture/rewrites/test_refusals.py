@@ -102,20 +102,3 @@ def test_random_numbers_without_a_rule_are_refused_with_their_line(op: str) -> N
     forward = inspect.getsourcelines(Loop.forward)[1]
     assert caught.value.source == f"{__file__}:{forward + 1}"
     assert "\n" not in str(caught.value)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], dropout: float) -> None:
-        super().__init__()
-        self.inner = kind(4, 4, num_layers=2, dropout=dropout, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)[0].sum()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrence_of_torch_is_refused_with_dropout_only(kind: type[nn.RNNBase]) -> None:
-    assert capture(Recurrent(kind, 0.0), sequence(4)).graph.num_ops
-    assert capture(Recurrent(kind, 0.5).eval(), sequence(4)).graph.num_ops
-    with pytest.raises(UnsupportedOpError, match=r"in inner draws random numbers"):
-        capture(Recurrent(kind, 0.5), sequence(4))

@@ -24,7 +24,7 @@ def test_what_is_missing_where_it_is_traced_is_asked_for() -> None:
 
     with pytest.raises(CaptureError, match="'NoneType' object .* pass it in example_inputs") as e:
         capture(Masked(), X)
-    assert "test_capture_refusals.py" in e.value.source
+    assert "test_refusals.py" in e.value.source
 
 
 class Router(nn.Module):
@@ -44,7 +44,7 @@ def test_a_module_that_casts_another_while_it_runs_is_refused() -> None:
     reason = r"Linear of float32 is cast to bfloat16 .*; do it before meshfold.compile, or"
     with pytest.raises(CaptureError, match=reason) as e:
         capture(Router(torch.bfloat16), X)
-    assert "test_capture_refusals.py" in e.value.source
+    assert "test_refusals.py" in e.value.source
 
 
 def test_a_cast_to_the_dtype_that_a_module_has_is_none() -> None:
@@ -79,7 +79,7 @@ class Float8(nn.Module):
 def test_float8_is_refused_in_one_line() -> None:
     with pytest.raises(CaptureError, match="float8_e4m3fn, which no plan shards") as e:
         capture(Float8(), {"x": torch.zeros(16, 16)})
-    assert "test_capture_refusals.py" in e.value.source and "\n" not in str(e.value)
+    assert "test_refusals.py" in e.value.source and "\n" not in str(e.value)
 
 
 def test_a_model_without_ops_is_refused() -> None:
