@@ -4,8 +4,8 @@ Autograd's own saved-tensor hooks say what is kept, storage identity says what i
 counter of the storages that ops make says what else is alive. Nothing is allocated, and no table of
 ops has to be maintained. Meta tensors answer several times faster than fake ones, but what picks a
 kernel by device takes another one for them: DEVICE_OPS are run on fakes, which live on the CPU.
-What a CUDA-only kernel keeps may differ (it is the fused attention kernels that do: a few bytes of
-random state).
+What a CUDA-only kernel keeps may differ (the fused attention kernels do, by a few bytes of random
+state). Recurrences are probed step by step (recurrence.py): fused ones keep other workspaces.
 """
 
 import math
@@ -43,6 +43,7 @@ DEVICE_OPS = frozenset(
         "meshfold.ring_attention.default",
         "aten.mish.default",
         "aten._native_batch_norm_legit_no_training.default",
+        "meshfold.embedding_bag.default",
     }
 )
 
