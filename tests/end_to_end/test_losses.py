@@ -16,8 +16,7 @@ from meshfold.passes.planner.find import find_plan_for
 EXACT = 1e-12
 UNEVEN = {
     "weighted": "takes a mean by the weights of classes",
-    "divergence": "kl_div is needed for the whole batch",
-    "similarity": "mean is needed for the whole batch",
+    "similarity": r"rsub.Scalar \(.*losses.py:[0-9]+\) needs .* of all samples at once",
 }
 """What microbatches cannot add up, and what is said of it: something is done with the mean."""
 

@@ -16,6 +16,7 @@ from meshfold.ir.mesh import Mesh, MeshAxis
 from meshfold.ir.op_graph import Arg, Op, OpGraph, Ref, Slot, SlotKind, Value
 from meshfold.ir.strategy import OpTyping
 from meshfold.ops.registry import torch_target
+from meshfold.passes.rules.ops.recurrence import RECURRENCES
 from meshfold.passes.rules.ops.shards import Divisions
 from meshfold.passes.rules.table import AxisRule, typing_of
 from meshfold.torch_compat.dtypes import dtype_name, symbol
@@ -190,6 +191,13 @@ def _check_sizes(op: SingleOp, operands: Sequence[Tensor]) -> None:
     if "weight_norm" in op.target:
         pairs = zip(others[0], first, strict=True)
         assert all(norms in (1, size) for norms, size in pairs), "sizes of norms differ"
+    if op.target in RECURRENCES:
+        full = [t.shape for t in op.tensors[1:]]
+        states = [own for own in others if len(own) == 3]
+        pairs = zip(others, full, strict=True)
+        assert all(a[::2] == b[::2] if len(b) == 3 else a == b for a, b in pairs), "sizes differ"
+        assert {own[1] for own in states} <= {*first[:2]}, "sizes of the batch differ"
+        assert len({own[1] for own in states}) == 1, "sizes of the batch differ"
     if "attention" in op.target:
         key, value, *mask = others
         assert key[:-1] == value[:-1] and key[-1] == first[-1], "sizes of key and value differ"
