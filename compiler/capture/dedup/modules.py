@@ -119,14 +119,21 @@ def _asking_type(base: Any, session: Session) -> type:
     return Asking
 
 
+_MADE = "__meshfold_made__"
+
+
 def writes_to(base: Any, seen: Callable[[str], None] = lambda name: None) -> Any:
     """The metaclass of a class that stands in for `base`: what code writes to the class of its
     module (`type(self).steps = ...`) is written to `base`, where everyone else reads it. seen(name)
-    is told of it."""
+    is told of it. What `__init_subclass__` writes belongs to the class that is being made."""
 
     class StandIn(type(base)):  # type: ignore[misc]
+        def __init__(cls, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            type.__setattr__(cls, _MADE, True)
+
         def __setattr__(cls, name: str, value: Any) -> None:
-            if _is_of_python(name):  # Python's own, while the class is made
+            if _is_of_python(name) or _MADE not in vars(cls):
                 type.__setattr__(cls, name, value)
                 return
             seen(name)

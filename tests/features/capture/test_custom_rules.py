@@ -78,8 +78,8 @@ def test_microbatches_split_a_loss_that_has_a_rule() -> None:
     (region,) = split.regions
     (loss,) = (op for op in region.graph.ops if "LinearLoss" in op.target)
     assert region.graph.values[loss.operands[0]].shape == (4, 4)
-    with pytest.raises(OptionError, match="is needed for the whole batch"):
-        MicrobatchGraphs(capture(model, batch).graph, cluster, 8)
+    with pytest.raises(OptionError, match="needs .* of all samples at once"):
+        MicrobatchGraphs(capture(model, batch).graph, cluster, 8).graph(2)
 
 
 class Classes(nn.Module):
