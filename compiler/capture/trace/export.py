@@ -171,9 +171,8 @@ def refuse_lost_gradients(outputs: Iterable[torch.Tensor], known: set[nn.Paramet
     seen = set(stack)
     while stack:
         node = stack.pop()
-        name = type(node).__name__.removesuffix("Backward")
-        is_kept = name.startswith(_OWN_OPS) or is_of_op(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_kept:
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_of_op(node):
+            name = type(node).__name__.removesuffix("Backward")
             raise CaptureError(
                 f"{name} is a torch.autograd.Function, whose own backward a captured graph loses; "
                 "write it with ordinary ops",
@@ -287,9 +286,6 @@ def _repair(reason: str, error: Exception) -> str:
         "from the logits)"
     )
 
-
-_OWN_OPS = "GeneratedBackwardFor_meshfold_"
-"""What the backward of an op is called that the graph keeps, and meshfold defines."""
 
 _MATCHING = "linear_sum_assignment"
 """The function of scipy that finds the cheapest matching."""
