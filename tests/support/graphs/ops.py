@@ -15,6 +15,7 @@ from meshfold.distributed.step_context import StepContext
 from meshfold.ir.mesh import Mesh, MeshAxis
 from meshfold.ir.op_graph import Arg, Op, OpGraph, Ref, Slot, SlotKind, Value
 from meshfold.ir.strategy import OpTyping
+from meshfold.ops.ctc_loss import CTC_LOSS
 from meshfold.ops.registry import torch_target
 from meshfold.passes.rules.ops.recurrence import RECURRENCES
 from meshfold.passes.rules.ops.shards import Divisions
@@ -191,6 +192,11 @@ def _check_sizes(op: SingleOp, operands: Sequence[Tensor]) -> None:
     if "weight_norm" in op.target:
         pairs = zip(others[0], first, strict=True)
         assert all(norms in (1, size) for norms, size in pairs), "sizes of norms differ"
+    if op.target == CTC_LOSS:
+        num_steps, _, num_classes = op.tensors[0].shape
+        assert (first[0], first[2]) == (num_steps, num_classes), "sizes of the alphabet differ"
+        assert {own[0] for own in others} == {first[1]}, "sizes of the batch differ"
+        assert others[0][1] == op.tensors[1].shape[1], "sizes of the targets differ"
     if op.target in RECURRENCES:
         full = [t.shape for t in op.tensors[1:]]
         states = [own for own in others if len(own) == 3]
