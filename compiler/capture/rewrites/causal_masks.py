@@ -7,7 +7,8 @@ and no mask is kept. Where all flags are set, there is none.
 
 What a mask holds is proven, from its constants up:
 
-    small values     computed, every number of them
+    small values     computed, every number of them; large ones by their first row, where all rows
+                     are the same and the op does the same to each
     large flags      known as a pattern, ALL or CAUSAL; by ops that keep one, and by comparisons of
                      a column of numbers with a row of them:  keys[t] <= rows[s]  is CAUSAL if keys
                      never fall and rows[i] has exactly the keys up to i on its side
@@ -47,6 +48,24 @@ _KEEPS = frozenset(
     f"aten.{name}.default" for name in ("expand", "unsqueeze", "clone", "alias", "detach")
 )
 """Ops that repeat flags, if the last two dims stay."""
+
+_ROW_BY_ROW = frozenset(
+    f"aten.{name}"
+    for name in (
+        "expand.default reshape.default slice.Tensor diff.default cumsum.default ne.Scalar "
+        "eq.Scalar add.Tensor sub.Tensor mul.Tensor"
+    ).split()
+)
+"""Ops that make each row, along the first dim, of the same row of what they read."""
+
+_DIM_OF_ROWS = {
+    "aten.slice.Tensor": (1, 0),
+    "aten.diff.default": (2, -1),
+    "aten.cumsum.default": (1, 0),
+}
+"""Where such an op says the dim that it works along, and what it is if it does not."""
+
+_SIZES = frozenset({"aten.expand.default", "aten.reshape.default"})
 
 _AND = frozenset({"aten.__and__.Tensor", "aten.bitwise_and.Tensor", "aten.logical_and.default"})
 _MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
@@ -96,8 +115,11 @@ def _made(op: RawOp, program: RawProgram, known: Mapping[Key, Known]) -> Known |
     result = program.values[op.outputs[0]]
     operands = [known[key] for key in op.operands]
     tensors = [x for x in operands if isinstance(x, Tensor)]
-    if math.prod(result.shape) <= LARGEST and len(tensors) == len(operands):
-        return computed(op, known)
+    if len(tensors) == len(operands):
+        if (repeated := _by_first_row(op, result.shape, known)) is not None:
+            return repeated
+        if math.prod(result.shape) <= LARGEST:
+            return computed(op, known)
     if op.target in _KEEPS:
         (source,) = op.operands
         same = program.values[source].shape[-2:] == result.shape[-2:]
@@ -107,6 +129,43 @@ def _made(op: RawOp, program: RawProgram, known: Mapping[Key, Known]) -> Known |
     if op.target in _COMPARES and len(tensors) == 2:
         return _compared(_COMPARES[op.target], *tensors)
     return None
+
+
+def _by_first_row(op: RawOp, shape: tuple[int, ...], known: Mapping[Key, Known]) -> Tensor | None:
+    """What an op makes of operands whose rows are all the same, from one of them; expanded, so it
+    takes the memory of a row. None where rows may differ."""
+    if op.target not in _ROW_BY_ROW or _works_along_rows(op, len(shape)):
+        return None
+    if len(shape) < 2 or shape[0] < 2 or math.prod(shape[1:]) > LARGEST:
+        return None
+    rows: dict[Key, Known] = {}
+    for key in op.operands:
+        tensor = known[key]
+        if not isinstance(tensor, Tensor):
+            return None
+        if tensor.dim() == len(shape) or op.target == "aten.reshape.default":
+            if tensor.dim() < 1 or (tensor.shape[0] != 1 and tensor.stride(0) != 0):
+                return None
+            tensor = tensor[:1]
+        rows[key] = tensor
+    if op.target in _SIZES:
+        sizes = op.args[1] if len(op.args) > 1 else None
+        if not isinstance(sizes, tuple) or not sizes or sizes[0] != shape[0]:
+            return None
+        op = replace(op, args=(op.args[0], (1, *sizes[1:]), *op.args[2:]))
+    row = computed(op, rows)
+    if row is None or row.shape != (1, *shape[1:]):
+        return None
+    return row.expand(shape)
+
+
+def _works_along_rows(op: RawOp, num_dims: int) -> bool:
+    """Whether the dim that an op names is the first, or not known."""
+    if op.target not in _DIM_OF_ROWS:
+        return False
+    place, default = _DIM_OF_ROWS[op.target]
+    named = dict(op.kwargs).get("dim", op.args[place] if len(op.args) > place else default)
+    return not isinstance(named, int) or named % num_dims == 0
 
 
 def _pattern(known: Known | None) -> Pattern | None:
@@ -133,6 +192,7 @@ def _both(left: Pattern | None, right: Pattern | None) -> Pattern | None:
 
 def _compared(name: str, left: Tensor, right: Tensor) -> Pattern | None:
     """The comparison of left with right, which are broadcast to large flags."""
+    left, right = (_without_repeats(x) for x in (left, right))
     ends = [(x.min(), x.max()) for x in (left, right)]
     compare = getattr(torch, name)
     if all(bool(compare(a, b)) for a in ends[0] for b in ends[1]):
@@ -145,6 +205,14 @@ def _compared(name: str, left: Tensor, right: Tensor) -> Pattern | None:
     if right.shape[-2] == 1 and left.shape[-1] == 1:
         return _triangle(_MIRRORED[name], keys=right, rows=left)
     return None
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """One of what is expanded along a dim."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _triangle(name: str, *, keys: Tensor, rows: Tensor) -> Pattern | None:

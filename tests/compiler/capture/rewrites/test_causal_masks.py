@@ -1,6 +1,6 @@
 """Masks of attention that are proven to be causal, or to hide nothing; and those that are not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.capture.rewrites import causal_masks as capture_masks
-from meshfold.capture.rewrites.causal_masks import ATTENTION, Pattern
+from meshfold.capture.rewrites.causal_masks import ATTENTION, Known, Pattern
+from meshfold.capture.rewrites.known_values import computed
+from meshfold.capture.trace.raw_program import Key, RawOp
 from meshfold.ir.op_graph import Op
 from meshfold.ops.reference_interpreter import run_graph
 from meshfold.validation.float64_mode import float64_everywhere
@@ -70,6 +72,17 @@ def of_one_document(x: Tensor) -> Tensor:
     return keys_up_to(x) & (document[:, None] == document[None, :])
 
 
+def of_documents_by_position(x: Tensor) -> Tensor:
+    """As transformers looks for documents that were packed into a row: there are none."""
+    return keys_up_to(x) & _same_document(positions(x)[None].expand(BATCH, ROWS))
+
+
+def _same_document(places: Tensor) -> Tensor:
+    jumps = torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1
+    document = jumps.cumsum(-1)
+    return document.reshape(BATCH, 1, ROWS, 1) == document.reshape(BATCH, 1, 1, ROWS)
+
+
 def everything(x: Tensor) -> Tensor:
     line = positions(x)
     return line[None, :] >= line[:, None] - ROWS
@@ -83,6 +96,13 @@ def window(x: Tensor) -> Tensor:
 def two_documents(x: Tensor) -> Tensor:
     document = positions(x) // 4
     return keys_up_to(x) & (document[:, None] == document[None, :])
+
+
+def packed_in_one_row(x: Tensor) -> Tensor:
+    """The second row starts anew, the first does not: no row stands for all."""
+    places = positions(x)[None].expand(BATCH, ROWS)
+    starts = torch.tensor([ROWS, 3], device=x.device)[:, None]
+    return keys_up_to(x) & _same_document(places % starts)
 
 
 def strictly(x: Tensor) -> Tensor:
@@ -110,8 +130,25 @@ def buffered(x: Tensor) -> Tensor:
     raise AssertionError("a buffer is not made")
 
 
-CAUSAL = (triangle, upper, keys_up_to, rows_from, keys_before_next, of_one_document)
-OTHERS = (window, two_documents, strictly, of_batch, reversed_rows, as_numbers, buffered)
+CAUSAL = (
+    triangle,
+    upper,
+    keys_up_to,
+    rows_from,
+    keys_before_next,
+    of_one_document,
+    of_documents_by_position,
+)
+OTHERS = (
+    window,
+    two_documents,
+    packed_in_one_row,
+    strictly,
+    of_batch,
+    reversed_rows,
+    as_numbers,
+    buffered,
+)
 
 
 @pytest.fixture(params=[2**22, 8], ids=["computed", "as patterns"])
@@ -203,3 +240,79 @@ def test_a_comparison_is_what_its_flags_are(
         assert not flags.all()
         is_sorted = keys == sorted(keys)
         assert not (is_sorted and len(rows) == len(keys) and torch.equal(flags, square.tril()))
+
+
+ROW_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "aten.ne.Scalar": lambda x, y: x != 1,
+    "aten.eq.Scalar": lambda x, y: x == 1,
+    "aten.add.Tensor": lambda x, y: x + y,
+    "aten.cumsum.default": lambda x, y: x.cumsum(1),
+    "aten.diff.default": lambda x, y: torch.diff(x, prepend=y[:, :1], dim=1),
+    "aten.slice.Tensor": lambda x, y: x[:, 1:3],
+    "aten.reshape.default": lambda x, y: x.reshape(x.shape[0], 1, -1, 1),
+}
+ALONG_ROWS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: x.cumsum(0),
+    lambda x: torch.diff(x, dim=0, prepend=x[:1] - 1),
+    lambda x: x[1:],
+    lambda x: x.reshape(-1),
+)
+
+
+class Numbers(nn.Module):
+    """Attention under flags that numbers of the batch's rows decide."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.make = make
+        self.project = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.project(x)
+        row = torch.arange(4)[None].expand(3, 4)
+        made = self.make(row, row + 1)
+        flags = made.reshape(-1)[:1].expand(ROWS, ROWS) == made.reshape(-1)[:1]
+        return F.scaled_dot_product_attention(y, y, y, flags).square().sum()
+
+
+@pytest.mark.parametrize("name", ROW_OPS)
+def test_what_is_made_of_one_row_is_what_all_rows_make(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Tensor] = {}
+    original = capture_masks._by_first_row
+
+    def spied(op: RawOp, shape: tuple[int, ...], known: Mapping[Key, Known]) -> Tensor | None:
+        made = original(op, shape, known)
+        if made is not None:
+            found[op.target] = made
+        return made
+
+    monkeypatch.setattr(capture_masks, "_by_first_row", spied)
+    capture(Numbers(ROW_OPS[name]), {"x": torch.randn(BATCH, HEADS, ROWS, WIDTH).double()})
+    row = torch.arange(4)[None].expand(3, 4)
+    if name in found:  # eq.Scalar is not on the list: it is computed
+        assert torch.equal(found[name], ROW_OPS[name](row, row + 1))
+        assert found[name].stride(0) == 0
+    else:
+        assert name == "aten.eq.Scalar"
+
+
+@pytest.mark.parametrize("make", ALONG_ROWS)
+def test_what_works_along_the_rows_is_not_made_of_one(
+    make: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong: list[str] = []
+    original = capture_masks._by_first_row
+
+    def spied(op: RawOp, shape: tuple[int, ...], known: Mapping[Key, Known]) -> Tensor | None:
+        made = original(op, shape, known)
+        expected = computed(op, known)
+        if made is not None and (expected is None or not torch.equal(made, expected)):
+            wrong.append(op.target)
+        return made
+
+    monkeypatch.setattr(capture_masks, "_by_first_row", spied)
+    model = Numbers(lambda x, y: make(x))
+    capture(model, {"x": torch.randn(BATCH, HEADS, ROWS, WIDTH).double()})
+    assert not wrong
