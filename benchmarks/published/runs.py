@@ -61,6 +61,8 @@ class Run:
     peak_mem_gib: float | None = None
     mem_kind: str | None = None
     """allocated, reserved, or as text."""
+    framework: str = ""
+    """Of the publication, with its version or year."""
     calc_model_tflops_per_gpu: float | None = None
     """Model TFLOP/s of one device by the one formula of all rows."""
 

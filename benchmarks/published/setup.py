@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshfold.cost_models.hardware.devices import resolve_cluster, subset
-from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.cluster import ClusterSpec, DeviceSpec
 from meshfold.ir.options import CompileOptions, Precision
 from published.runs import Run
 
@@ -25,6 +25,29 @@ PRESETS: Mapping[str, str] = {
 LINE_RATE_SHARE = 0.86
 """Of a network's line rate that a ring reaches: 86 of 100 GB/s on 2 x 8 A100,
 NVIDIA/nccl-tests#175."""
+
+
+UNFUSED_ATTENTION = (
+    "Megatron-LM v2 (2020)",
+    "Megatron-LM (April 2021)",
+    "Megatron-LM PTD",
+    "Megatron-LM 2022",
+    "DeepSpeed ZeRO-3",
+)
+"""How rows name frameworks whose attention went through memory: FlashAttention is of May 2022
+(arXiv 2205.14135), these are older or ran without."""
+
+
+FLASH_ATTENTION_1: Mapping[str, tuple[float, float]] = {
+    "A100": (0.4, 0.3),
+    "H100": (0.21, 0.16),
+}
+"""Fractions of the peak, forward and backward, of its kernels: 30 to 50 % and 25 to 35 % of an A100
+(Dao, FlashAttention-2, section 1); they use instructions of that generation, of which an H100 does
+1.5 times as many, at a peak 3.2 times as high."""
+
+OF_FLASH_ATTENTION_1 = ("llm-foundry",)
+"""How rows name frameworks that ran them: flash-attn 1.0 was current when these were published."""
 
 
 class NotExpressible(Exception):
@@ -74,7 +97,8 @@ def _precision(run: Run) -> tuple[str, Precision]:
 
 
 def _configuration(run: Run) -> dict[str, Any]:
-    """Without dropout: published code draws it inside of kernels that run anyway."""
+    """Without dropout, which published code draws inside of kernels that run anyway, and with GELU
+    in one kernel, as there."""
     match run.arch:
         case "gpt":
             return {
@@ -85,6 +109,7 @@ def _configuration(run: Run) -> dict[str, Any]:
                 "n_inner": run.ffn_hidden_size,
                 "n_positions": run.seq_len,
                 "vocab_size": run.vocab_size,
+                "activation_function": "gelu_pytorch_tanh",
                 **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
             }
         case "llama" | "gpt_sqrelu":
@@ -114,7 +139,22 @@ def _cluster(run: Run) -> ClusterSpec:
     if run.nic_gbps_per_node is not None and nodes > 1:
         rate = run.nic_gbps_per_node / 8 * 1e9 / run.gpus_per_node * LINE_RATE_SHARE
         cluster = replace(cluster, network=replace(cluster.network, bytes_per_s=rate))
+    cluster = replace(
+        cluster, groups=tuple(replace(g, device=_device(run, g.device)) for g in cluster.groups)
+    )
     return subset(cluster, run.num_gpus) if run.num_gpus < cluster.num_devices else cluster
+
+
+def _device(run: Run, device: DeviceSpec) -> DeviceSpec:
+    """The device with the attention kernels of the run's framework."""
+    if run.framework.startswith(UNFUSED_ATTENTION):
+        return replace(device, fused_attention=False)
+    rates = FLASH_ATTENTION_1.get(run.gpu.split("-")[0])
+    if rates and run.framework.startswith(OF_FLASH_ATTENTION_1):
+        return replace(
+            device, attention_efficiency=rates[0], attention_backward_efficiency=rates[1]
+        )
+    return device
 
 
 def _pins(run: Run) -> dict[str, int | str]:

@@ -43,6 +43,17 @@ class DeviceSpec:
     overlap_slowdown: float = OVERLAP_SLOWDOWN
     """By which compute and a collective are slower while they overlap, from 1 (neither takes
     anything from the other) to 2 (nothing is gained)."""
+    attention_efficiency: float = 0.0
+    """Fraction of the peak that a fused attention kernel reaches forward, of the flops that it has
+    to do (the causal half), with heads of 128; 0: a share of matmul_efficiency, see
+    cost_models/op_costs/attention.py."""
+    attention_backward_efficiency: float = 0.0
+    """The same, backward."""
+    host_op_s: float = 0.0
+    """Seconds in which the host issues one op of an eager program while the device works; 0 where
+    the host is the device."""
+    fused_attention: bool = True
+    """Whether attention runs as one kernel. Without it, scores go through memory."""
 
 
 class RankRate(NamedTuple):
@@ -155,7 +166,11 @@ def _check_device(path: str, device: DeviceSpec) -> None:
     _check_positive(f"{path}.memory_bytes_per_s", device.memory_bytes_per_s)
     _check_fraction(f"{path}.matmul_efficiency", device.matmul_efficiency)
     _check_fraction(f"{path}.memory_efficiency", device.memory_efficiency)
+    for name in ("attention_efficiency", "attention_backward_efficiency"):
+        if getattr(device, name):
+            _check_fraction(f"{path}.{name}", getattr(device, name))
     _check_not_negative(f"{path}.launch_s", device.launch_s)
+    _check_not_negative(f"{path}.host_op_s", device.host_op_s)
     _check_not_negative(f"{path}.reserve_bytes", device.reserve_bytes)
     _check_not_negative(f"{path}.host_bytes_per_s", device.host_bytes_per_s)
     if not 1 <= device.overlap_slowdown <= 2:

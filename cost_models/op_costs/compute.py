@@ -1,7 +1,7 @@
 """Work of one op: floating point operations and bytes of memory traffic, forward and backward.
 
 On *global* shapes; a rule that splits its op divides by the axis size. Backward work follows from
-which operands need a gradient. Times come from CostModel.compute_s.
+which operands need a gradient. Times come from CostModel.op_s.
 
     GEMM family   flops 2 m n k; each gradient (of either factor) is one more GEMM of 2 m n k;
                   expert_linear as one GEMM of all rows, that reads the weights of all experts;
@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from meshfold.cost_models.op_costs.attention import Scores
 from meshfold.cost_models.op_costs.einsum import dims_of
 from meshfold.ir.custom_ops import CustomCosts
 from meshfold.ir.op_graph import ITEM_BYTES, Op, OpGraph, Value
@@ -105,6 +106,8 @@ class Work:
     num_bytes: float
     backward_flops: float
     backward_bytes: float
+    scores: Scores | None = None
+    """Of attention, whose kernels have a rate of their own."""
 
 
 def op_name(target: str) -> str:
@@ -218,10 +221,11 @@ def _einsum(graph: OpGraph, op: Op) -> Work:
 def _attention(graph: OpGraph, op: Op) -> Work:
     query, key, value = _operands(graph, op)[:3]
     rows = math.prod(query.shape[:-1])  # batch x heads x query length
-    square = rows * key.shape[-2] / (2 if _is_causal(op) else 1)
-    flops = 2 * square * (query.shape[-1] + value.shape[-1])
+    widths = query.shape[-1] + value.shape[-1]
+    scores = Scores(rows * key.shape[-2], widths / 2, _is_causal(op))
+    flops = 2 * scores.num / (2 if scores.is_causal else 1) * widths
     forward, backward = _traffic(graph, op)
-    return Work(flops, forward, 2.5 * flops if backward else 0, backward)
+    return Work(flops, forward, 2.5 * flops if backward else 0, backward, scores)
 
 
 def _is_causal(op: Op) -> bool:

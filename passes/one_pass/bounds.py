@@ -124,10 +124,9 @@ def least_compute_s(graph: OpGraph, costs: CostModel) -> tuple[float, float]:
         if op.target in DISPATCH_OPS:
             continue  # rows that stay are not put in another order
         work, dtype = op_work(graph, op), compute_dtype(graph, op)
-        forward_s += costs.compute_s(work.flops / num_shards, work.num_bytes / num_shards, dtype)
-        backward_s += costs.compute_s(
-            work.backward_flops / num_shards, work.backward_bytes / num_shards, dtype
-        )
+        there_s, back_s = costs.op_s(work, dtype, num_shards, 1 / num_shards)
+        forward_s += there_s
+        backward_s += back_s
     return forward_s, backward_s
 
 

@@ -106,6 +106,6 @@ def _peak_rate_s(graph: OpGraph, costs: CostModel) -> tuple[float, float]:
         work = op_work(graph, op)
         operands = [graph.values[v] for v in op.operands]
         dtype = next((v.dtype for v in operands if v.is_float), "float32")
-        for at, flops in enumerate((work.flops, work.backward_flops)):
-            seconds[at] += max(0.0, costs.compute_s(flops, 0.0, dtype) - costs.launch_s)
+        for at, kernels_s in enumerate(costs.op_s(work, dtype, share=0.0)):
+            seconds[at] += max(0.0, kernels_s - costs.launch_s)
     return seconds[0], sum(seconds)

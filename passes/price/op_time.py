@@ -127,11 +127,7 @@ class OpTimer:
             for k, shape in enumerate(self._shapes[: len(op.operands)])
         ]
         work = stated_work(costs, shapes, graph, op, self._share(self._shards(rules)))
-        compute_s = self.costs.compute_s
-        return (
-            compute_s(work.flops, work.num_bytes, self.dtype),
-            compute_s(work.backward_flops, work.backward_bytes, self.dtype),
-        )
+        return self.costs.op_s(work, self.dtype)
 
     def _share(self, shards: tuple[float, ...]) -> float:
         """Of the bytes of all tensors, what is local."""
@@ -177,13 +173,7 @@ class OpTimer:
         key = work_shards, shards
         if key not in self._kernels:
             share = self._share(shards)
-            work, compute_s = self.work, self.costs.compute_s
-            self._kernels[key] = (
-                compute_s(work.flops / work_shards, work.num_bytes * share, self.dtype),
-                compute_s(
-                    work.backward_flops / work_shards, work.backward_bytes * share, self.dtype
-                ),
-            )
+            self._kernels[key] = self.costs.op_s(self.work, self.dtype, work_shards, share)
         return self._kernels[key]
 
     def inside(self, rules: Sequence[AxisRule]) -> tuple[InsideCollective, ...]:

@@ -1,7 +1,8 @@
 """The price of a typed region, from the conversions that will be emitted.
 
-    forward_s, backward_s   sum over ops of the roofline time on local sizes, launches included, and
-                            copies of parameters and gradients (parameters.py)
+    forward_s, backward_s   sum over ops of their kernels on local sizes, launches included, what
+                            the host needs longer (host_issue.py), and copies of parameters and
+                            gradients (parameters.py)
     graph_forward_s,        in-graph conversions (conversions.plan_conversions per value, one per
     graph_backward_s        demanded layout), local ones too, and collectives inside rules
     communication_s[axis]   the same by axis, both directions
@@ -36,6 +37,7 @@ from meshfold.passes.price.conversions import (
     plan_conversions,
     steps_cost,
 )
+from meshfold.passes.price.host_issue import issued_by_host
 from meshfold.passes.price.op_time import OpTime, OpTimer
 from meshfold.passes.price.parameter_groups import (
     is_unbucketed,
@@ -194,6 +196,18 @@ class RegionPricer:
         for v, (native, _) in enumerate(layouts):
             if v not in parameters and any(d != native for d in self._demands[v]):
                 self._inside.merge(self._value(v, native))
+        self._wait_for_host()
+
+    def _wait_for_host(self) -> None:
+        """Adds what the host needs longer than the device (host_issue.py)."""
+        issued = issued_by_host(self.op_times, self.graph, self.costs.device.host_op_s)
+        for k, (time, before) in enumerate(zip(issued, self.op_times, strict=True)):
+            added_s = time.forward_s - before.forward_s
+            self._forward_s += added_s
+            self._backward_s += time.backward_s - before.backward_s
+            if k in self._recomputed.ops:
+                self._inside.recomputed_ops_s += added_s
+        self.op_times = issued
 
     def price(
         self,

@@ -184,14 +184,20 @@ def test_kernels_of_a_pipeline_are_below_all_of_its_stages(
 
 
 def test_microbatches_whose_stages_save_copies_are_searched(folder: Path) -> None:
-    """One of 456.7 ms was called optimal."""
+    """One that was 4 % slower than four microbatches was called optimal."""
     graph = graph_of("llama-3-8b", "bf16", folder, batch=64, sequence=512)
-    found = find_plan_for(
-        graph,
-        resolve_cluster("dgx-h100", 8),
-        CompileOptions(precision="bf16", pins={"pp": 2}),
-        model_name="llama",
-        batch_size=64,
-        probe=PROBER,
-    )
-    assert found.strategy.microbatches == 4 and found.time.step_s < 0.440
+
+    def found(**pins: int) -> Plan:
+        return find_plan_for(
+            graph,
+            resolve_cluster("dgx-h100", 8),
+            CompileOptions(precision="bf16", pins={"pp": 2, **pins}),
+            model_name="llama",
+            batch_size=64,
+            probe=PROBER,
+        )
+
+    best = found()
+    assert best.strategy.microbatches == 4
+    for pins in ({"zero": 1}, {"zero": 2}, {"zero": 3}, {"microbatches": 2}, {"microbatches": 8}):
+        assert best.time.step_s <= found(**pins).time.step_s * (1 + 1e-9)

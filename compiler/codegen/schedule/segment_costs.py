@@ -19,6 +19,7 @@ from meshfold.ir.spmd import Layout, local_shape, padded_shape
 from meshfold.ir.step_events import CollectiveEvent
 from meshfold.passes.events.region import collective
 from meshfold.passes.price.conversions import COLLECTIVES, StepAction, step_actions
+from meshfold.passes.price.host_issue import issued_by_host
 from meshfold.passes.price.op_time import OpTime, OpTimer, op_time
 from meshfold.passes.price.parameter_groups import group_copies
 from meshfold.passes.price.parameters import GroupCopies, local_bytes
@@ -52,6 +53,7 @@ class SegmentCosts:
                     else:
                         found.append((event, c.is_backward))
             self._inside.append(tuple(found))
+        self.op_times = issued_by_host(self.op_times, ops, costs.device.host_op_s)
 
     def works(self, graph: SegmentedGraph, segment: OpsSegment, direction: int) -> Iterator[Work]:
         """A segment forward (0) or backward (1), op by op. An op of several nodes counts where

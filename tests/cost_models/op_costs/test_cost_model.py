@@ -17,12 +17,12 @@ NETWORK = LinkSpec("network", 10.0, 5.0, "test")
 MIXED = ClusterSpec("mixed", (NodeGroup(FAST, 2, 4, LINK), NodeGroup(SLOW, 1, 4, LINK)), NETWORK)
 
 
-def test_roofline_is_launch_plus_the_slower_of_flops_and_bytes() -> None:
+def test_a_kernel_is_its_launch_its_flops_and_its_bytes() -> None:
     costs = CostModel(MIXED, Mesh(()))
     assert costs.launch_s == 2
     assert costs.compute_s(100, 0, "float32") == pytest.approx(2 + 100 / 5)
     assert costs.compute_s(100, 0, "bfloat16") == pytest.approx(2 + 100 / 20)
-    assert costs.compute_s(100, 4000, "float32") == pytest.approx(2 + 100)
+    assert costs.compute_s(100, 4000, "float32") == pytest.approx(2 + 20 + 100)
     assert costs.compute_s(0, 0, "float32") == 0
 
 

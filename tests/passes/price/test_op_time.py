@@ -20,8 +20,10 @@ def test_work_is_divided_by_the_axes_that_split_it() -> None:
     by_name = {rule.name: rule for rule in region_rules(graph, (2,))[0][0]}
     whole = op_time(graph, graph.ops[0], (by_name["I"],), costs)
     split = op_time(graph, graph.ops[0], (by_name["o"],), costs)
-    launch_s = costs.launch_s
-    assert split.forward_s - launch_s == pytest.approx((whole.forward_s - launch_s) / 2)
+    # Columns of the weight and of the result are halved, rows of x are not.
+    flops, matrix = 2 * 4096**3, 4 * 4096**2
+    assert whole.forward_s == pytest.approx(costs.compute_s(flops, 3 * matrix, "float32"))
+    assert split.forward_s == pytest.approx(costs.compute_s(flops / 2, 2 * matrix, "float32"))
     assert split.backward_s < whole.backward_s
 
 
