@@ -176,7 +176,7 @@ def test_zero_1_in_one_pass_is_zero_2() -> None:
 
 def test_a_tied_parameter_is_sharded_where_all_of_its_readers_gather_it() -> None:
     """On cp alone the embedding of a BERT gathers its table, the head reads rows of it."""
-    folded, cluster = graph_of("bert"), resolve_cluster("local-cpu", 4)
+    folded, cluster = graph_of("bert"), resolve_cluster("dgx-h100", 4)
     mesh = build_mesh(cluster, 1, 1, cp=4)
     typings = MeshSearch(folded, cluster, mesh, BATCH).solve(zero=0, mode="tensor").typings
     (group,) = folded.tied_slots
