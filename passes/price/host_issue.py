@@ -6,8 +6,8 @@ region take the longer of their kernels and
 
 What the host needs longer is divided evenly among the ops, so that sums, events and what is
 recomputed all have it. Collectives between ops are not taken off it: published steps of small
-models under tensor parallelism are 3 to 30 % longer than with that (VIA-Research/vTrain), not
-shorter.
+models under tensor parallelism are 3 to 30 % longer than with that, not shorter
+(VIA-Research/vTrain).
 """
 
 from collections.abc import Sequence
