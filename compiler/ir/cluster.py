@@ -44,6 +44,10 @@ class DeviceSpec:
     """By which compute and a collective are slower while they overlap, from 1 (neither takes
     anything from the other) to 2 (nothing is gained)."""
 
+    def peak(self, dtype: str) -> float:
+        """Dense flops per second in a dtype; the float32 figure for one that has none."""
+        return self.peak_flops_per_s.get(dtype, self.peak_flops_per_s["float32"])
+
 
 class RankRate(NamedTuple):
     """The measured rate of a small group."""

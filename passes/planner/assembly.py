@@ -28,6 +28,7 @@ from meshfold.passes.one_pass.priced import Priced
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import Shortlisted
 from meshfold.passes.planner.check import placements
+from meshfold.passes.price.model_flops import model_flops
 from meshfold.units import bytes_text, seconds_text
 
 NUM_ALTERNATIVES = 6
@@ -121,6 +122,7 @@ def _unsharded_notes(best: Priced, pinned: Collection[tuple[int, int]]) -> list[
 
 def model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:
     """What a plan says about its model."""
+    flops, compute_dtype = model_flops(folded)
     return ModelInfo(
         name=name,
         fingerprint=fingerprint(folded),
@@ -132,6 +134,8 @@ def model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:
         loss=SUM.join(folded.returns.loss),
         outputs=tuple(folded.returns.outputs),
         sharded_outputs=folded.returns.sharded,
+        flops=flops,
+        compute_dtype=compute_dtype,
     )
 
 
