@@ -9,7 +9,7 @@ from support.programs.plans import example_plan
 
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.plan import TimeEstimate
-from meshfold.report.plan import Waterfall, plan_view, summary_view
+from meshfold.report.plan import plan_view, summary_view
 from meshfold.report.search import explain_view
 
 
@@ -18,24 +18,6 @@ def page(view: RenderableType, width: int = 80, encoding: str = "utf-8") -> list
     Console(file=stream, width=width).print(view)
     stream.seek(0)
     return [line.rstrip() for line in stream.read().splitlines()]
-
-
-def test_a_waterfall_starts_each_bar_where_the_one_before_ended() -> None:
-    parts = (("forward", 1.0, "1 s"), ("backward", 2.0, "2 s"), ("nothing", 0.0, "0 s"))
-    assert page(Waterfall(parts), width=29) == [
-        "  forward   1 s  ####".replace("#", "█"),
-        "  backward  2 s      ########".replace("#", "█"),
-        "  nothing   0 s",
-    ]
-
-
-def test_a_waterfall_shows_small_parts_and_what_is_free() -> None:
-    parts = (("a", 1.0, "1"), ("b", 0.001, "0"), ("c", 4.0, "4"))
-    assert page(Waterfall(parts, capacity=10.0), width=28, encoding="ascii") == [
-        "  a  1  ##",
-        "  b  0    |",
-        "  c  4    ########",
-    ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
