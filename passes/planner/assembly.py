@@ -71,7 +71,7 @@ def assemble_plan(
         pins=dict(options.pins),
         optimizer=options.optimizer,
         seed=options.seed,
-        precision=options.precision,
+        precision=options.captured_precision,
         mode=options.mode,
         regions=tuple(_region_plan(best, r, origin[r], planner) for r in range(len(split.regions))),
         stages=(
