@@ -1,4 +1,4 @@
-"""The table of errors that plans print (cost_models/hardware/error_bands.json), from scored runs."""
+"""The table of errors that plans print (cost_models/hardware/error_bands.json), of scored runs."""
 
 import json
 from collections import defaultdict

@@ -10,10 +10,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshfold.ir.cluster import MEMORY_MARGIN
 from meshfold.ir.plan import Plan, RegionPlan, RegionRun, StagePlan
 from meshfold.plan_file.text import write_layout
 from meshfold.report.search import proof_text, search_view, share_text
-from meshfold.report.step_time import NOTHING, by_axis_text, precision_text, step_view
+from meshfold.report.step_time import (
+    NOTHING,
+    by_axis_text,
+    memory_band_text,
+    precision_text,
+    step_view,
+)
 from meshfold.report.tables import indented, section, table_of
 from meshfold.report.terminal import lines_view
 from meshfold.report.waterfall import Waterfall
@@ -134,6 +141,17 @@ def _memory_title(plan: Plan) -> str:
     return f"Peak memory {bytes_text(memory.peak)} of {bytes_text(memory.capacity)}{share}"
 
 
+def _budget(plan: Plan) -> str:
+    """Whose the budget is, and what is left of a device beside it."""
+    budget, device = plan.memory.capacity, plan.cluster.memory_bytes
+    if budget == plan.cluster.budget_bytes:
+        return (
+            f"{100 * MEMORY_MARGIN:.0f} % of the device's {bytes_text(device)} are left free as a "
+            f"margin, --memory states another budget; {memory_band_text()}"
+        )
+    return f"the budget was stated; a device has {bytes_text(device)}; {memory_band_text()}"
+
+
 def _memory(plan: Plan) -> RenderableType:
     memory = plan.memory
     parts = (
@@ -152,6 +170,7 @@ def _memory(plan: Plan) -> RenderableType:
     return Group(
         Waterfall(bars, memory.capacity),
         Text(f"  {free[0]:<19}  {bytes_text(free[1]):>{max(len(t) for _, _, t in bars)}}"),
+        indented(Text(_budget(plan), style="dim")),
     )
 
 

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshfold.cost_models.hardware.error_bands import (
+    ErrorBand,
     PlanKind,
     error_bands,
     family_of,
@@ -77,8 +78,16 @@ def band_text(plan: Plan) -> str:
     band = error_bands().of(plan.cluster, kind_of(plan))
     if band is None:
         return "no published run of this kind was compared"
-    low, high = _percent(band.low), _percent(band.high)
-    return f"published runs of this kind: {low} to {high}"
+    return f"published runs of this kind: {_range(band)}"
+
+
+def memory_band_text() -> str:
+    """How far predicted peaks were from published ones."""
+    band = error_bands().memory
+    if band is None:
+        return "no predicted peak was held against a published run"
+    runs = f"{band.rows} published run" + "s" * (band.rows > 1)
+    return f"predicted peaks of {runs}: {_range(band)}"
 
 
 def kind_of(plan: Plan) -> PlanKind:
@@ -157,6 +166,10 @@ def _how(plan: Plan) -> str:
     if any(not region.strategy.runs for region in plan.regions):
         return "layers added up: a step that cannot run yet is not simulated"
     return "layers added up, not simulated"
+
+
+def _range(band: ErrorBand) -> str:
+    return f"{_percent(band.low)} to {_percent(band.high)}"
 
 
 def _percent(share: float) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from meshfold.ir.cluster import ClusterSpec
 
@@ -45,6 +45,9 @@ class ErrorBands:
     """The table."""
 
     bands: Mapping[Kind, ErrorBand]
+    """Of step times."""
+    memory: ErrorBand | None = None
+    """Of peaks, over all kinds; None where no run says its own."""
 
     def of(self, cluster: ClusterSpec, kind: PlanKind) -> ErrorBand | None:
         """The band of plans of that kind on such a cluster; None where no run was compared."""
@@ -60,11 +63,16 @@ def error_bands() -> ErrorBands:
 
 def read_bands(text: str) -> ErrorBands:
     """The table in a text of JSON."""
-    found: dict[Kind, ErrorBand] = {}
-    for row in json.loads(text)["bands"]:
-        figures = (row["rows"], row["bias"], row["low"], row["high"])
-        found[row["family"], row["kind"], row["spread"]] = ErrorBand(*figures)
-    return ErrorBands(MappingProxyType(found))
+    data = json.loads(text)
+    found: dict[Kind, ErrorBand] = {
+        (row["family"], row["kind"], row["spread"]): _band(row) for row in data["bands"]
+    }
+    memory = data.get("memory")
+    return ErrorBands(MappingProxyType(found), _band(memory) if memory else None)
+
+
+def _band(row: Mapping[str, Any]) -> ErrorBand:
+    return ErrorBand(row["rows"], row["bias"], row["low"], row["high"])
 
 
 def family_of(cluster: ClusterSpec) -> str:

@@ -1,4 +1,4 @@
-"""The step time of a plan: one figure, its rates, and how far such figures were from real runs."""
+"""The step time of a plan: one figure, its rates, how far such figures were from real runs."""
 
 import io
 from dataclasses import replace
