@@ -205,4 +205,6 @@ def why_lost(
         return f"{seconds_text(slower_s)} slower and holds {bytes_text(more_bytes)} more"
     if slower_s >= 0:
         return f"{seconds_text(slower_s)} slower; its {bytes_text(-more_bytes)} less are not needed"
-    return f"holds {bytes_text(more_bytes)} more, which does not fit in every layer"
+    if more_bytes > 0:
+        return f"holds {bytes_text(more_bytes)} more, which does not fit in every layer"
+    return "faster and no larger by itself, but not beside what other regions do"
