@@ -90,6 +90,7 @@ class ParameterPlacement:
     name: str
     shape: tuple[Count, ...]
     dtype: str
+    """That it is stored in; ops may read it in fewer bits (precision)."""
     stored: Layout
     """Layout between steps."""
     used: Layout

@@ -29,10 +29,8 @@ def step_view(plan: Plan) -> RenderableType:
     """The section about the step time."""
     simulated = plan.simulated
     bars = _added_up(plan.time) if simulated is None else _simulated(simulated)
-    lines = [*_rates(plan), _band_detail(plan), _how(plan)]
-    if simulated is not None and simulated.overlap:
-        lines.append(f"{100 * simulated.hidden_share:.0f} % of communication is hidden")
-    elif simulated is None and (before := by_axis_text(plan.time.communication_s)) != NOTHING:
+    lines = [*_rates(plan), *_band_detail(plan), _how(plan)]
+    if simulated is None and (before := by_axis_text(plan.time.communication_s)) != NOTHING:
         lines.append(f"communication before overlap: {before}")
     title = f"Step time {seconds_text(plan.step_s)}  ({band_text(plan)})"
     return section(title, Group(bars, indented(Text("\n".join(lines), style="dim"))))
@@ -142,23 +140,29 @@ def _rates(plan: Plan) -> list[str]:
     ]
 
 
-def _band_detail(plan: Plan) -> str:
-    """What the band is of."""
+def _band_detail(plan: Plan) -> list[str]:
+    """What the band is of, if there is one."""
     band = error_bands().of(plan.cluster, kind_of(plan))
-    where = f"{family_of(plan.cluster)}, {kind_of(plan)}, {spread_of(plan.cluster)}"
     if band is None:
-        return f"the prediction has not been held against a run on {where}"
+        return []
+    where = f"{family_of(plan.cluster)}, {kind_of(plan)}, {spread_of(plan.cluster)}"
     runs = f"{band.rows} run" + "s" * (band.rows > 1)
-    return (
+    return [
         f"band: predicted / published - 1, 10th to 90th percentile of {runs} on {where}; mean "
         f"{_percent(band.bias)}"
-    )
+    ]
 
 
 def _how(plan: Plan) -> str:
     """Which time it is."""
-    if plan.simulated is not None:
-        return "simulated from the events of the step, collectives beside compute"
+    step = plan.simulated
+    if step is not None:
+        return (
+            f"simulated: {100 * step.hidden_share:.0f} % of communication hidden, "
+            f"{seconds_text(step.exposed_s)} exposed"
+            if step.overlap
+            else "simulated"
+        )
     if plan.strategy.pp > 1:
         return "layers added up per microbatch, then stages simulated; no overlap inside of stages"
     if plan.schedule:
