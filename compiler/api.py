@@ -134,7 +134,7 @@ def _capture(
         model,
         inputs,
         full_capture=options.full_capture,
-        precision=options.precision,
+        precision=options.captured_precision,
         returns=options.returns,
         loss_fn=loss_fn,
         rules=options.custom_rules,

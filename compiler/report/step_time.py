@@ -23,6 +23,8 @@ from meshfold.report.waterfall import Waterfall
 from meshfold.units import count_text, seconds_text, three_digits
 
 NOTHING = "-"
+LEAST_ROWS = 3
+"""Runs that make a band; of fewer the mean is said."""
 
 
 def step_view(plan: Plan) -> RenderableType:
@@ -76,6 +78,9 @@ def band_text(plan: Plan) -> str:
     band = error_bands().of(plan.cluster, kind_of(plan))
     if band is None:
         return "no published run of this kind was compared"
+    if band.rows < LEAST_ROWS:
+        runs = f"{band.rows} published run" + "s" * (band.rows > 1)
+        return f"{runs} of this kind: {_percent(band.bias)}"
     return f"published runs of this kind: {_range(band)}"
 
 
@@ -85,7 +90,7 @@ def memory_band_text() -> str:
     if band is None:
         return "no predicted peak was held against a published run"
     runs = f"{band.rows} published run" + "s" * (band.rows > 1)
-    return f"predicted peaks of {runs}: {_range(band)}"
+    return f"predicted peaks of {runs} were off by {_range(band)}"
 
 
 def kind_of(plan: Plan) -> PlanKind:
@@ -146,10 +151,11 @@ def _band_detail(plan: Plan) -> list[str]:
     if band is None:
         return []
     where = f"{family_of(plan.cluster)}, {kind_of(plan)}, {spread_of(plan.cluster)}"
-    runs = f"{band.rows} run" + "s" * (band.rows > 1)
+    if band.rows < LEAST_ROWS:
+        return [f"mean of predicted / published - 1 on {where}: too few runs for a band"]
     return [
-        f"band: predicted / published - 1, 10th to 90th percentile of {runs} on {where}; mean "
-        f"{_percent(band.bias)}"
+        f"band: predicted / published - 1, 10th to 90th percentile of {band.rows} runs on {where}; "
+        f"mean {_percent(band.bias)}"
     ]
 
 

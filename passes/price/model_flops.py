@@ -10,7 +10,7 @@ trained, less where weights are frozen or inputs need none. A kernel that makes 
 computes, where PaLM's formula counts all of it. Ops bound by memory count nothing.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from meshfold.cost_models.op_costs.compute import op_work, stated_work
@@ -29,7 +29,7 @@ class ModelFlops(NamedTuple):
 def model_flops(folded: FoldedGraph) -> ModelFlops:
     """The flops of a model; float32 where it has none."""
     counts = Counter(instance.region for instance in folded.instances)
-    by_dtype: Counter[str] = Counter()
+    by_dtype: dict[str, float] = defaultdict(float)
     for r, count in counts.items():
         graph = folded.regions[r].graph
         for op in graph.ops:

@@ -50,6 +50,15 @@ def test_the_page_fits_and_says_everything(width: int) -> None:
         assert part in text, part
 
 
+def test_the_margin_beside_the_budget_is_said() -> None:
+    plan = example_plan()
+    stated = " ".join(" ".join(page(summary_view(plan))).split())
+    assert "the budget was stated; a device has 85.9 GB; predicted peaks of" in stated
+    memory = replace(plan.memory, capacity=plan.cluster.budget_bytes)
+    text = " ".join(" ".join(page(summary_view(replace(plan, memory=memory)))).split())
+    assert "5 % of the device's 85.9 GB are left free as a margin, --memory states another" in text
+
+
 def test_what_is_bucketed_is_said() -> None:
     plain, bucketed = (
         " ".join(page(summary_view(replace(example_plan(), reduce_bucket_bytes=n))))

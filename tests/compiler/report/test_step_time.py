@@ -113,6 +113,14 @@ def test_the_band_of_the_kind_stands_beside_the_step_time(monkeypatch: pytest.Mo
     assert "10th to 90th percentile of 7 runs on test, one pass, several nodes; mean -2 %" in page
 
 
+def test_too_few_runs_make_no_band(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind: Kind = ("test", "one pass", "several nodes")
+    known({kind: ErrorBand(2, -0.2, -0.3, -0.1)}, monkeypatch)
+    page = text_of(step_view(example_plan()))
+    assert "Step time 341 ms (2 published runs of this kind: -20 %)" in page
+    assert "on test, one pass, several nodes: too few runs for a band" in page
+
+
 def test_a_kind_without_runs_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     known({}, monkeypatch)
     assert band_text(example_plan()) == "no published run of this kind was compared"
