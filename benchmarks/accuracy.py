@@ -1,16 +1,20 @@
 """Predicted step times and memory against published training runs.
 
     python benchmarks/accuracy.py [RUNS] [--dataset NAME] [--sample N] [--save FILE] [--rows]
+                                  [--bands FILE]
 
 RUNS is a JSON file of runs (benchmarks/published/runs.py says which fields); without it the runs
 that come with the project. Every run goes through the pipeline that users call, its degrees as
 pins, and is captured once per shape. --save keeps predictions in a file and goes on where it
 stopped; delete the file after a change of the cost model. --sample takes N runs of each dataset,
-evenly. A row a dataset: runs, mean absolute error, bias and worst error of the step time, the mean
-absolute error of one constant efficiency per family of devices (the yardstick), runs that are said
-not to fit, and the memory error; then regrets of the plan that is predicted fastest in groups of
-plans, and what could not be expressed, by reason. The last line is the summary over dense runs of
-quality A and B.
+evenly. --bands writes the table of errors that plans print beside their step time
+(cost_models/hardware/error_bands.json).
+
+A row a dataset: runs, mean absolute error, bias and worst error of the step time, the mean absolute
+error of one constant efficiency per family of devices (the yardstick), runs that are said not to
+fit, and the memory error; then regrets of the plan that is predicted fastest in groups of plans,
+and what could not be expressed, by reason. The last line is the summary over dense runs of quality
+A and B.
 """
 
 import json
@@ -22,6 +26,7 @@ from pathlib import Path
 from statistics import mean
 
 import click
+from published.bands import bands_json
 from published.predict import Prediction, predicted
 from published.runs import DEFAULT, Run, read_runs
 from published.score import Scored, Summary, by_dataset, regrets, timed, yardstick
@@ -97,12 +102,14 @@ def rows(scored: Sequence[Scored]) -> None:
 @click.option("--dataset", multiple=True, help="Of this dataset alone.")
 @click.option("--sample", type=click.IntRange(1), help="Runs of each dataset.")
 @click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Keeps predictions.")
+@click.option("--bands", type=click.Path(path_type=Path, dir_okay=False), help="Write the table.")
 @click.option("--rows", "with_rows", is_flag=True, help="Also a row a run.")
 def main(
     runs: Path,
     dataset: tuple[str, ...],
     sample: int | None,
     save: Path | None,
+    bands: Path | None,
     with_rows: bool,
 ) -> None:
     found = read_runs(runs)
@@ -110,6 +117,11 @@ def main(
     if not chosen:
         raise click.ClickException(f"{runs}: no dense runs of quality A or B with a step time")
     scored = predictions(chosen if sample is None else sampled(chosen, sample), save)
+    if bands:
+        asked = [f"--dataset {name}" for name in dataset]
+        asked += [f"--sample {sample}"] if sample is not None else []
+        command = " ".join(("python benchmarks/accuracy.py", *asked, "--bands"))
+        bands.write_text(bands_json(scored, command), "utf-8")
     if with_rows:
         rows(scored)
     table(scored)

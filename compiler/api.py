@@ -49,9 +49,10 @@ def find_plan(
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan that fits. See `compile` for arguments and errors."""
-    options = options or CompileOptions()
+    cluster = _resolve(cluster_spec)
+    options = _on(cluster, options or CompileOptions())
     captured = _capture(model, named_inputs(model, example_inputs), options, loss_fn)
-    return plan_captured(captured, type(model).__name__, cluster_spec, options, progress=progress)
+    return plan_captured(captured, type(model).__name__, cluster, options, progress=progress)
 
 
 def compile(
@@ -71,9 +72,12 @@ def compile(
     device it is initialised shard by shard. cluster_spec: a ClusterSpec, or a preset: "dgx-h100x4".
     example_inputs: keyword arguments of one global batch, or a tuple in the order of the model's;
     only shapes and dtypes are read. loss_fn(outputs, ...): what computes the loss of what the model
-    returns and of what else the batch has. plan: a plan or its file instead of a search. Planning
-    needs no process group and no accelerator; with a process group (torchrun) the model is bound to
-    it, otherwise the result is for inspection, unless the plan is for one device.
+    returns and of what else the batch has. options: without a precision, ops compute in bfloat16 on
+    devices that are fast in it, whatever the dtype of the model (float64 stays), with weights,
+    reductions of gradients and optimizer states in float32; else as the model is. plan: a plan or
+    its file instead of a search. Planning needs no process group and no accelerator; with a process
+    group (torchrun) the model is bound to it, otherwise the result is for inspection, unless the
+    plan is for one device.
 
     sync_module_states: where initial values differ between ranks, take those of rank 0 and warn;
     else refuse. num_compared_batches: forward passes in which ranks that must hold the same rows
@@ -88,12 +92,13 @@ def compile(
 
     def emitted() -> _Emitted:
         chosen = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
-        given = options
         if chosen is not None:
             given = _as_planned(options, chosen)
+            return _emitted(model, chosen, _capture(model, inputs, given, loss_fn))
+        cluster = _resolve(cluster_spec)
+        given = _on(cluster, options)
         captured = _capture(model, inputs, given, loss_fn)
-        if chosen is None:
-            chosen = plan_captured(captured, type(model).__name__, cluster_spec, given)
+        chosen = plan_captured(captured, type(model).__name__, cluster, given)
         return _emitted(model, chosen, captured)
 
     binding = Binding(sync_module_states, num_compared_batches, loss_fn)
@@ -129,7 +134,7 @@ def _capture(
         model,
         inputs,
         full_capture=options.full_capture,
-        precision=options.precision,
+        precision=options.captured_precision,
         returns=options.returns,
         loss_fn=loss_fn,
         rules=options.custom_rules,
@@ -145,14 +150,13 @@ def plan_captured(
     *,
     progress: Progress | None = None,
 ) -> Plan:
-    """find_plan for a model that is captured already."""
-    if isinstance(cluster_spec, str):
-        cluster_spec = _resolve(cluster_spec)
+    """find_plan for a model that is captured already, in `options.captured_precision`."""
+    cluster = _resolve(cluster_spec)
     check_output(captured)
     options = with_checkpointing(options, captured)
     plan = find_plan_for(
         captured.graph,
-        cluster_spec,
+        cluster,
         options,
         model_name=model_name,
         batch_size=batch_size_of(captured),
@@ -169,8 +173,15 @@ def with_checkpointing(options: CompileOptions, captured: Captured) -> CompileOp
     return replace(options, pins={"recompute": "full", **options.pins})
 
 
-def _resolve(text: str) -> ClusterSpec:
+def _on(cluster: ClusterSpec, options: CompileOptions) -> CompileOptions:
+    """`options` with the precision that they mean on a cluster."""
+    return replace(options, precision=options.precision_on(cluster))
+
+
+def _resolve(text: ClusterSpec | str) -> ClusterSpec:
     """What the text means; a preset without a count is as large as the job, if there is one."""
+    if isinstance(text, ClusterSpec):
+        return text
     has_count = text.endswith(".json") or "/" in text or re.search(r"x\d+$", text) is not None
     if has_count or not _is_in_job():
         return resolve_cluster(text)

@@ -56,7 +56,7 @@ def predicted(run: Run) -> Prediction:
     cpu_s = time.process_time() - start
     peak, reserve = _peak(plan)
     usable = setup.cluster.memory_bytes
-    return Prediction(headline_s(plan), peak, peak - reserve, peak <= usable, cpu_s)
+    return Prediction(plan.step_s, peak, peak - reserve, peak <= usable, cpu_s)
 
 
 def _planned(captured: Captured, setup: Setup) -> Plan:
@@ -70,11 +70,6 @@ def _planned(captured: Captured, setup: Setup) -> Plan:
         probe=OpProber(),
     )
     return refined(plan, captured.graph, setup.options)
-
-
-def headline_s(plan: Plan) -> float:
-    """The step time that a plan states first."""
-    return plan.time.step_s if plan.simulated is None else plan.simulated.step_s
 
 
 def _peak(plan: Plan) -> tuple[float, float]:

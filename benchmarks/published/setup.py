@@ -85,8 +85,15 @@ def setup_of(run: Run) -> Setup:
     dtype, precision = _precision(run)
     fields = _configuration(run) | {"dtype": dtype}
     shape = Shape(tuple(fields.items()), run.global_batch_size, run.seq_len, precision)
-    options = CompileOptions(pins=_pins(run), precision=precision, allow_planned=True)
-    return Setup(shape, _cluster(run), options)
+    cluster = _cluster(run)
+    options = CompileOptions(
+        # Whoever published a run left no margin for us.
+        memory_bytes=cluster.memory_bytes,
+        pins=_pins(run),
+        precision=precision,
+        allow_planned=True,
+    )
+    return Setup(shape, cluster, options)
 
 
 def _precision(run: Run) -> tuple[str, Precision]:

@@ -24,7 +24,7 @@ from meshfold.cli.command import INTERRUPTED, Command, Failure
 from meshfold.cli.crash_guard import guarded, say_crash
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError
-from meshfold.ir.options import PINS, CompileOptions, Mode, Precision
+from meshfold.ir.options import PINS, CompileOptions, Mode, PrecisionChoice
 from meshfold.ir.plan import Plan
 from meshfold.ir.returns import ALL
 from meshfold.plan_file.io import load_plan, plan_to_json, save_plan
@@ -70,11 +70,12 @@ def cli(ctx: click.Context) -> None:
 @click.option("--seq", type=Number(), help="Sequence length. [default: the model's, at most 2048]")
 @click.option(
     "--precision",
-    type=click.Choice(get_args(Precision)),
-    default="model",
+    type=click.Choice(get_args(PrecisionChoice)),
+    default="auto",
     show_default=True,
     help="What ops compute in: the model's own dtypes, or 16 bits with parameters, reductions of "
-    "gradients and optimizer states in float32.",
+    "gradients and optimizer states in float32. auto: bf16 on devices that are fast in it, else "
+    "model.",
 )
 @click.option(
     "--mode",
@@ -84,7 +85,7 @@ def cli(ctx: click.Context) -> None:
     help="How a rank's program runs: as written, or scheduled, compute overlapping collectives "
     "also inside of layers.",
 )
-@click.option("--memory", help="Budget per device, 16GB or 16GiB. [default: the device's]")
+@click.option("--memory", help="Budget per device, 16GB or 16GiB. [default: 95 % of its memory]")
 @click.option(
     "--pin",
     multiple=True,
@@ -127,7 +128,7 @@ def plan(
     devices: int | None,
     batch: int | None,
     seq: int | None,
-    precision: Precision,
+    precision: PrecisionChoice,
     mode: Mode,
     memory: str | None,
     pin: tuple[str, ...],

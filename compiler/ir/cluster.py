@@ -18,6 +18,13 @@ OVERLAP_SLOWDOWN = 1.1256
 overlap_coefficient.json, measured on A100-class devices; about 1.3 is told of TITAN RTX."""
 
 
+MEMORY_MARGIN = 0.05
+"""Of a device's memory that a plan leaves free where nobody states a budget, for what the model of
+memory does not know: fragmentation beyond the reserve, libraries that allocate on their own. A
+round figure; how far predicted peaks were from published ones is in
+cost_models/hardware/error_bands.json, and every plan says it."""
+
+
 @dataclass(frozen=True)
 class DeviceSpec:
     """One accelerator."""
@@ -54,6 +61,10 @@ class DeviceSpec:
     the host is the device."""
     fused_attention: bool = True
     """Whether attention runs as one kernel. Without it, scores go through memory."""
+
+    def peak(self, dtype: str) -> float:
+        """Dense flops per second in a dtype; the float32 figure for one that has none."""
+        return self.peak_flops_per_s.get(dtype, self.peak_flops_per_s["float32"])
 
 
 class RankRate(NamedTuple):
@@ -121,6 +132,11 @@ class ClusterSpec:
     def memory_bytes(self) -> int:
         """Memory of the smallest device: a plan gives every device the same work."""
         return min(g.device.memory_bytes for g in self.groups)
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a plan may use of the smallest device, reserve included, where nobody says."""
+        return int(self.memory_bytes * (1 - MEMORY_MARGIN))
 
     @property
     def reserve_bytes(self) -> int:

@@ -5,6 +5,8 @@ from typing import Annotated, NamedTuple
 MOST_NUMBER = 2**63 - 1
 """Of a count or of bytes."""
 MOST_SECONDS = 1e15
+MOST_FLOPS = 1e36
+"""Of a step, and of a second."""
 MOST_SIZE = 2**31 - 1
 """Of a batch, a sequence, a degree."""
 MOST_DEVICES = 131_072
@@ -25,3 +27,4 @@ Positive = Annotated[int, Limits(1, MOST_NUMBER)]
 Instances = Annotated[int, Limits(1, MOST_INSTANCES)]
 Bytes = Annotated[int, Limits(0, MOST_NUMBER)]
 Seconds = Annotated[float, Limits(0, MOST_SECONDS)]
+Flops = Annotated[float, Limits(0, MOST_FLOPS)]

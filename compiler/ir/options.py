@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from meshfold.errors import OptionError
+from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.custom_ops import CustomRule
 from meshfold.ir.returns import ALL, Path, Returns, paths_of, summands_of
 from meshfold.ir.strategy import Offload, Recompute
@@ -17,6 +18,13 @@ PinValue = int | str
 Precision = Literal["model", "bf16", "fp16"]
 """What ops compute in: what the model's own dtypes say; or 16 bits, with parameters, reductions of
 gradients and optimizer states in float32."""
+
+PrecisionChoice = Literal["auto", Precision]
+"""What a user asks for. "auto" is bf16 where every device has a bfloat16 peak far above float32's
+(CompileOptions.precision_on), else what the model's own dtypes say."""
+
+LEAST_ADVANTAGE = 2.0
+"""Of a bfloat16 peak over float32's, from which on people train in bf16."""
 
 COMPUTE_DTYPES: Mapping[Precision, str] = MappingProxyType({"bf16": "bfloat16", "fp16": "float16"})
 """Names of the narrow dtypes."""
@@ -143,7 +151,8 @@ class CompileOptions:
     """What a user asks of a compilation. OptionError for a value that cannot be."""
 
     memory_bytes: int | None = None
-    """Budget per device; None: the device's own usable memory."""
+    """Budget per device, reserve included; None: the device's memory without a margin
+    (ClusterSpec.budget_bytes)."""
     pins: Mapping[str, PinValue] = field(default_factory=dict)
     """Choices that the search must keep, by the names of PINS."""
     optimizer: str = "adamw"
@@ -152,7 +161,7 @@ class CompileOptions:
     """Trace every layer instead of proving equal ones equal."""
     seed: int = 0
     """Of the counter-based generator behind dropout."""
-    precision: Precision = "model"
+    precision: PrecisionChoice = "auto"
     value_checks: ValueChecks = "drop"
     mode: Mode = "eager"
     allow_pipelines: bool = False
@@ -199,8 +208,10 @@ class CompileOptions:
                 f"pin {MICRO_CHUNKS}={self.pins[MICRO_CHUNKS]}: regions run in micro-chunks in "
                 "mode scheduled alone; add --mode scheduled"
             )
-        if self.precision not in get_args(Precision):
-            raise OptionError(f"precision {self.precision!r} is unknown; write model, bf16 or fp16")
+        if self.precision not in get_args(PrecisionChoice):
+            raise OptionError(
+                f"precision {self.precision!r} is unknown; write auto, model, bf16 or fp16"
+            )
         if self.sharded_outputs and not self.outputs:
             raise OptionError("sharded_outputs: there are no outputs; name some in outputs")
 
@@ -211,6 +222,21 @@ class CompileOptions:
         if wanted != ALL:
             wanted = paths_of((wanted,) if isinstance(wanted, str) else wanted)
         return Returns(summands_of(self.loss), wanted, sharded=self.sharded_outputs)
+
+    def precision_on(self, cluster: ClusterSpec) -> Precision:
+        """The precision on a cluster: "auto" resolved by its devices."""
+        if self.precision != "auto":
+            return self.precision
+        narrow = COMPUTE_DTYPES["bf16"]
+        peaks = [group.device.peak_flops_per_s for group in cluster.groups]
+        is_faster = all(p.get(narrow, 0.0) >= LEAST_ADVANTAGE * p["float32"] for p in peaks)
+        return "bf16" if is_faster else "model"
+
+    @property
+    def captured_precision(self) -> Precision:
+        """That a graph was captured in which these options came with: an "auto" that nobody
+        resolved left it as it was."""
+        return "model" if self.precision == "auto" else self.precision
 
     @property
     def strategy_pins(self) -> dict[str, PinValue]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from meshfold.ir.cluster import ClusterSpec
-from meshfold.ir.limits import Bytes, Count, Instances, Positive, Seconds
+from meshfold.ir.limits import Bytes, Count, Flops, Instances, Positive, Seconds
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CHAINED_CHUNKS, Mode, Precision
@@ -16,8 +16,11 @@ from meshfold.ir.returns import SUM, Returns
 from meshfold.ir.spmd import Layout
 from meshfold.ir.step_events import SimulatedStep, StepEvents
 from meshfold.ir.strategy import Chunking, RegionTyping, UniformStrategy
+from meshfold.ir.throughput import Throughput
 
 PLAN_VERSION: Literal[2] = 2
+
+TOKEN_DTYPES = ("int64", "int32")
 
 
 ConversionKind = Literal["activation", "parameter"]
@@ -55,6 +58,20 @@ class ModelInfo:
     """Paths of what a step returns in the model's structure; none where it returns the loss."""
     sharded_outputs: bool = False
     """Whether these stay on the ranks that compute them."""
+    flops: Flops = 0.0
+    """Of one step on the global batch, forward and backward, each op once
+    (meshfold.passes.price.model_flops); 0 in a plan that does not say."""
+    compute_dtype: str = ""
+    """In which most of these are."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the global batch: the elements of the first input of whole numbers by [sample,
+        position]; 0 for a model without one."""
+        for _, shape, dtype in self.inputs:
+            if len(shape) == 2 and shape[0] == self.batch_size and dtype in TOKEN_DTYPES:
+                return math.prod(shape)
+        return 0
 
     @property
     def returns(self) -> Returns:
@@ -73,6 +90,7 @@ class ParameterPlacement:
     name: str
     shape: tuple[Count, ...]
     dtype: str
+    """That it is stored in; ops may read it in fewer bits (precision)."""
     stored: Layout
     """Layout between steps."""
     used: Layout
@@ -338,6 +356,25 @@ class Plan:
     @property
     def world_size(self) -> int:
         return self.mesh.num_ranks
+
+    @property
+    def step_s(self) -> Seconds:
+        """The step time that the plan states: as simulated where it is, else as added up."""
+        return self.time.step_s if self.simulated is None else self.simulated.step_s
+
+    @property
+    def throughput(self) -> Throughput | None:
+        """What a step of that time amounts to; None where the time or the flops are not known."""
+        if self.step_s <= 0 or self.model.flops <= 0:
+            return None
+        return Throughput.of(
+            self.step_s,
+            self.cluster,
+            flops=self.model.flops,
+            dtype=self.model.compute_dtype,
+            samples=self.model.batch_size,
+            tokens=self.model.tokens,
+        )
 
     @property
     def gap(self) -> float:

@@ -24,6 +24,7 @@ from meshfold.ir.plan import MemoryEstimate, Plan, RegionPlan, SearchStats, Time
 from meshfold.ir.spmd import Layout
 from meshfold.ir.step_events import CollectiveEvent, Event, SimulatedStep, StepEvents
 from meshfold.ir.strategy import ChunkDim, Chunking, OpTyping, RegionTyping, UniformStrategy
+from meshfold.ir.throughput import Throughput
 from meshfold.plan_file.event_text import (
     from_run_lengths,
     read_collective,
@@ -63,6 +64,11 @@ class _RegionKeys(TypedDict):
 class _SearchKeys(TypedDict):
     gap: Seconds | None
     """Step time over the lower bound, less 1; null where nothing was proven."""
+
+
+class _PlanKeys(TypedDict):
+    throughput: NotRequired[Throughput | None]
+    """What a step amounts to, at the step time that the plan states; null where it is not known."""
 
 
 class _ClusterKeys(TypedDict):
@@ -148,6 +154,7 @@ RECORDS = Records(
         SimulatedStep: Form(derived=("step_s", "hidden_share")),
         SearchStats: Form(shown=_SearchKeys, show=lambda _: {"gap": None}),
         Mesh: Form(only="axes"),
+        Plan: Form(shown=_PlanKeys, show=lambda plan: {"throughput": plan.throughput}),
         RegionPlan: Form(
             shown=_RegionKeys,
             show=_region_keys,
@@ -173,8 +180,15 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan as json.dumps takes it. Raises ValidationError for a plan that no file can hold."""
     document = RECORDS.write(plan)
     document["search"]["gap"] = plan.gap if math.isfinite(plan.gap) else None
-    plan_from_document(document)
-    return document
+    # In front of what people scroll past.
+    after = document.pop("throughput")
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        found[key] = value
+        if key == "time":
+            found["throughput"] = after
+    plan_from_document(found)
+    return found
 
 
 def plan_from_document(document: Any) -> Plan:
@@ -189,7 +203,18 @@ def plan_from_document(document: Any) -> Plan:
             if run.region not in names:
                 what = f"no region {run.region!r} in this plan; it has {', '.join(sorted(names))}"
                 raise fault(("stages", s, "runs", r, "region"), what, run.region)
+    if "throughput" in document:
+        _check_throughput(document["throughput"], plan)
     gap = document["search"]["gap"]
     if gap is not None:
         check_derived(("search", "gap"), gap, plan.gap)
     return plan
+
+
+def _check_throughput(found: Any, plan: Plan) -> None:
+    right = RECORDS.write(plan.throughput) if plan.throughput else None
+    if found is None or right is None:
+        check_derived(("throughput",), found, right)
+        return
+    for key, figure in right.items():
+        check_derived(("throughput", key), found[key], figure)

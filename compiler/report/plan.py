@@ -4,53 +4,27 @@ plan_view gives the whole page, summary_view its top (what `meshfold plan` print
 made for 80 columns and uses more when there is more; without colour nothing is lost.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.segment import Segment
-from rich.style import Style
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshfold.ir.plan import Plan, PricedStrategy, RegionPlan, RegionRun, StagePlan
-from meshfold.ir.step_events import SimulatedStep
+from meshfold.ir.cluster import MEMORY_MARGIN
+from meshfold.ir.plan import Plan, RegionPlan, RegionRun, StagePlan
 from meshfold.plan_file.text import write_layout
-from meshfold.report.search import proof_text, search_view
+from meshfold.report.search import proof_text, search_view, share_text
+from meshfold.report.step_time import (
+    NOTHING,
+    by_axis_text,
+    memory_band_text,
+    precision_text,
+    step_view,
+)
 from meshfold.report.tables import indented, section, table_of
 from meshfold.report.terminal import lines_view
+from meshfold.report.waterfall import Waterfall
 from meshfold.units import bytes_text, count_text, seconds_text
-
-COLOURS = ("cyan", "blue", "magenta", "green", "yellow", "bright_blue", "red", "white")
-NOTHING = "-"
-
-
-@dataclass(frozen=True)
-class Waterfall:
-    """Labelled parts of a total, one line each, every bar starting where the one before ended.
-
-    `capacity`, where given, is the full width; else `sum(parts)` is.
-    """
-
-    parts: tuple[tuple[str, float, str], ...]
-    """(label, amount, amount as text)"""
-    capacity: float = 0.0
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        labels = max(len(label) for label, _, _ in self.parts)
-        figures = max(len(text) for _, _, text in self.parts)
-        width = max(10, min(options.max_width - labels - figures - 6, 72))
-        total = sum(amount for _, amount, _ in self.parts)
-        full = max(total, self.capacity) or 1.0
-        block = "#" if options.ascii_only else "█"
-        start = 0.0
-        for k, (label, amount, text) in enumerate(self.parts):
-            first, last = round(start / full * width), round((start + amount) / full * width)
-            start += amount
-            yield Segment(f"  {label:<{labels}}  {text:>{figures}}  {' ' * first}")
-            bar = block * (last - first) if last > first or not amount else "|"
-            yield Segment(bar, Style.parse(COLOURS[k % len(COLOURS)]))
-            yield Segment.line()
 
 
 def plan_view(plan: Plan) -> RenderableType:
@@ -71,7 +45,7 @@ def summary_view(plan: Plan) -> RenderableType:
     return Group(
         _headline(plan),
         *_mix(plan),
-        section(f"Step time {seconds_text(plan.time.step_s)}", _time(plan)),
+        step_view(plan),
         section(_memory_title(plan), _memory(plan)),
         *_stages(plan),
         section("Against the baselines", _baselines_table(plan)),
@@ -90,8 +64,6 @@ def _headline(plan: Plan) -> RenderableType:
     )
     links = ", ".join(f"{a.name} over {a.link}" for a in plan.mesh.axes if a.link)
     pins = ", ".join(f"{name}={value}" for name, value in sorted(plan.pins.items()))
-    wide = "parameters, gradients and optimizer states in float32"
-    precision = [] if plan.precision == "model" else [("precision", f"{plan.precision}, {wide}")]
     mode = [("mode", plan.mode)] if plan.mode != "eager" else []
     sizes = {"reductions": plan.reduce_bucket_bytes, "gathers": plan.allgather_bucket_bytes}
     bucketed = [
@@ -107,7 +79,7 @@ def _headline(plan: Plan) -> RenderableType:
         ("model", f"{model.name}, {count_text(model.num_parameters)} parameters"),
         ("", f"{model.num_ops:,} ops, {model.num_distinct_ops:,} distinct"),
         ("batch", ", ".join(f"{n} {'x'.join(map(str, s))} {d}" for n, s, d in model.inputs)),
-        *precision,
+        ("precision", precision_text(plan)),
         *mode,
         *bucketed,
         *hierarchical,
@@ -163,38 +135,21 @@ def _run_text(run: RegionRun) -> str:
     return run.region if run.count == 1 else f"{run.region}x{run.count}"
 
 
-def _time(plan: Plan) -> RenderableType:
-    time = plan.time
-    parts = [
-        ("forward", time.forward_s),
-        ("backward", time.backward_s),
-        ("exposed communication", time.exposed_communication_s),
-        ("optimizer", time.optimizer_s),
-    ]
-    if time.bubble_s:
-        parts.append(("bubble", time.bubble_s))
-    bars = Waterfall(tuple((label, s, seconds_text(s)) for label, s in parts))
-    lines = []
-    before = _by_axis(time.communication_s)
-    if before != NOTHING:
-        lines.append(f"communication before overlap: {before}")
-    if plan.simulated is not None and plan.simulated.overlap:
-        lines.append(_simulated(plan.simulated))
-    return Group(bars, *(Text(f"  {line}", style="dim") for line in lines))
-
-
-def _simulated(step: SimulatedStep) -> str:
-    """The step as simulated, in one line."""
-    return (
-        f"simulated: {seconds_text(step.step_s)}, {100 * step.hidden_share:.0f} % of communication "
-        f"hidden, {seconds_text(step.exposed_s)} exposed"
-    )
-
-
 def _memory_title(plan: Plan) -> str:
     memory = plan.memory
     share = f", {100 * memory.peak / memory.capacity:.0f} %" if memory.capacity else ""
     return f"Peak memory {bytes_text(memory.peak)} of {bytes_text(memory.capacity)}{share}"
+
+
+def _budget(plan: Plan) -> str:
+    """Whose the budget is, and what is left of a device beside it."""
+    budget, device = plan.memory.capacity, plan.cluster.memory_bytes
+    if budget == plan.cluster.budget_bytes:
+        return (
+            f"{100 * MEMORY_MARGIN:.0f} % of the device's {bytes_text(device)} are left free as a "
+            f"margin, --memory states another budget; {memory_band_text()}"
+        )
+    return f"the budget was stated; a device has {bytes_text(device)}; {memory_band_text()}"
 
 
 def _memory(plan: Plan) -> RenderableType:
@@ -215,43 +170,38 @@ def _memory(plan: Plan) -> RenderableType:
     return Group(
         Waterfall(bars, memory.capacity),
         Text(f"  {free[0]:<19}  {bytes_text(free[1]):>{max(len(t) for _, _, t in bars)}}"),
+        indented(Text(_budget(plan), style="dim")),
     )
 
 
 def _baselines_table(plan: Plan) -> RenderableType:
-    figures = ("step", "x", "peak memory")
+    """With seconds only where those of the search are the step time that the plan states; they are
+    compared like with like in any case."""
+    seconds = ("step",) if plan.simulated is None else ()
+    figures = (*seconds, "x", "peak memory")
     table = table_of("", "strategy", *figures, "", right=figures, fold=("", "strategy"))
     table.add_row(
         "this plan",
         plan.strategy.label,
-        seconds_text(plan.time.step_s),
+        *(seconds_text(plan.time.step_s) for _ in seconds),
         "1.00",
         bytes_text(plan.memory.peak),
         "fits" if plan.memory.fits else "",
         style="bold green",
     )
     for candidate in plan.baselines:
-        table.add_row(*_baseline_row(candidate, plan), style="" if candidate.fits else "dim")
-    return Group(indented(table), indented(Text(proof_text(plan), style="dim")))
-
-
-def _baseline_row(candidate: PricedStrategy, plan: Plan) -> Sequence[str]:
-    slower = candidate.step_s / plan.time.step_s if plan.time.step_s else 0.0
-    return (
-        candidate.name,
-        candidate.strategy.label,
-        seconds_text(candidate.step_s),
-        f"{slower:.2f}",
-        bytes_text(candidate.peak_bytes),
-        "fits" if candidate.fits else "OOM",
-    )
-
-
-def _by_axis(communication_s: Mapping[str, float]) -> str:
-    return (
-        ", ".join(f"{axis} {seconds_text(s)}" for axis, s in communication_s.items() if s)
-        or NOTHING
-    )
+        slower = candidate.step_s / plan.time.step_s if plan.time.step_s else 0.0
+        table.add_row(
+            candidate.name,
+            candidate.strategy.label,
+            *(seconds_text(candidate.step_s) for _ in seconds),
+            f"{slower:.2f}",
+            bytes_text(candidate.peak_bytes),
+            "fits" if candidate.fits else "OOM",
+            style="" if candidate.fits else "dim",
+        )
+    proof = proof_text(plan) if seconds else share_text(plan)
+    return Group(indented(table), indented(Text(proof, style="dim")))
 
 
 def _regions_table(plan: Plan) -> RenderableType:
@@ -273,7 +223,7 @@ def _regions_table(plan: Plan) -> RenderableType:
             _where(region),
             seconds_text(region.forward_s),
             seconds_text(region.backward_s),
-            _by_axis(region.communication_s),
+            by_axis_text(region.communication_s),
             bytes_text(region.saved_bytes),
         )
     note = "  n instances; times and bytes per instance and rank; saved for the backward"

@@ -140,15 +140,15 @@ def _chosen(region: RegionPlan) -> str:
 
 
 def _figures(first: Plan, second: Plan) -> tuple[Difference, ...]:
-    rows = [
-        Difference("step time", seconds_text(first.time.step_s), seconds_text(second.time.step_s))
-    ]
+    plans = (first, second)
+    sums = [seconds_text(plan.time.step_s) for plan in plans]
+    steps = [seconds_text(plan.simulated.step_s) for plan in plans if plan.simulated]
+    rows = [Difference("step time", *steps)] if len(steps) == 2 else []
+    # Like with like: a sum is not held against a simulated step.
+    rows.append(Difference("step as added up" if steps else "step time", *sums))
     for name in ("forward_s", "backward_s", "exposed_communication_s", "optimizer_s"):
-        values = (seconds_text(getattr(plan.time, name)) for plan in (first, second))
+        values = (seconds_text(getattr(plan.time, name)) for plan in plans)
         rows.append(Difference("  " + name.removesuffix("_s").replace("_", " "), *values))
-    if first.simulated is not None and second.simulated is not None:
-        simulated = (seconds_text(p.simulated.step_s) for p in (first, second) if p.simulated)
-        rows.append(Difference("step as simulated", *simulated))
     rows.append(Difference("peak memory", _bytes(first.memory), _bytes(second.memory)))
     for name in asdict(first.memory):
         values = (bytes_text(getattr(plan.memory, name)) for plan in (first, second))

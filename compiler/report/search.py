@@ -4,6 +4,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshfold.ir.plan import Plan, RegionPlan
+from meshfold.report.step_time import sum_view
 from meshfold.report.tables import indented, section, table_of
 from meshfold.report.terminal import lines_view
 from meshfold.units import bytes_text, seconds_text
@@ -29,6 +30,19 @@ def proof_text(plan: Plan) -> str:
     return text
 
 
+def share_text(plan: Plan) -> str:
+    """proof_text without seconds, which are of another kind than those of a simulated step."""
+    found = plan.search
+    if found.lower_bound_s <= 0:
+        return "no lower bound"
+    text = f"optimality gap {100 * plan.gap:.2f} % as the search adds up times"
+    assert plan.simulated is not None
+    if plan.mode == "scheduled" or plan.simulated.step_s < found.lower_bound_s:
+        text += ", which is no bound of the simulated step"
+    costs = plan.time.step_s / found.unlimited_s - 1 if found.unlimited_s else 0.0
+    return text + (f"; the memory limit costs {100 * costs:.1f} %" if costs > 5e-4 else "")
+
+
 def search_view(plan: Plan) -> RenderableType:
     """The decision tree and what rules pruned of it, programs priced, bound and meshes."""
     search = plan.search
@@ -44,6 +58,9 @@ def search_view(plan: Plan) -> RenderableType:
         f"before the mix was closed: {100 * search.gap_before:.2f} %"
         + ("; a search stopped at its limit" if search.capped else ""),
     ]
+    if plan.simulated is not None:
+        added = seconds_text(plan.time.step_s)
+        facts.append(f"times of the search are added up: {added} for this plan ('explain')")
     meshes = table_of("mesh", "bound", "best", "", right=("bound", "best"), fold=("",))
     for outcome in search.meshes:
         best = seconds_text(outcome.step_s) if outcome.step_s is not None else "-"
@@ -56,7 +73,7 @@ def search_view(plan: Plan) -> RenderableType:
 def explain_view(plan: Plan, regions: tuple[RegionPlan, ...]) -> RenderableType:
     """Per region the strategy taken and the best that lost, each with the reason."""
     headline = lines_view([f"{plan.model.name} on {plan.cluster.name}: {plan.mesh}"])
-    sections: list[RenderableType] = [headline]
+    sections: list[RenderableType] = [headline, *sum_view(plan)]
     for region in regions:
         title = (
             f"Region {region.name}  {region.num_instances} x "

@@ -79,9 +79,8 @@ class MeshPlanner:
         self.search = search
         self.costs: CostModel = search.costs
         self.reads = reads or program_reads(folded)
-        self.reserve_bytes = max(group.device.reserve_bytes for group in cluster.groups)
-        smallest = min(group.device.memory_bytes for group in cluster.groups)
-        self.capacity_bytes = options.memory_bytes or smallest
+        self.reserve_bytes = cluster.reserve_bytes
+        self.capacity_bytes = options.memory_bytes or cluster.budget_bytes
         modes = dict.fromkeys(s.tp_mode for s in strategies)
         self.programs: dict[TpMode, ProgramTyping] = {}
         for mode in modes:

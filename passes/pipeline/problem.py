@@ -97,9 +97,8 @@ class PipelineProblems:
         self.microbatches = MicrobatchGraphs(
             folded, cluster, batch_size, per_microbatch=has_own_statistics(options.pins)
         )
-        self.reserve_bytes = max(group.device.reserve_bytes for group in cluster.groups)
-        smallest = min(group.device.memory_bytes for group in cluster.groups)
-        self.capacity_bytes = options.memory_bytes or smallest
+        self.reserve_bytes = cluster.reserve_bytes
+        self.capacity_bytes = options.memory_bytes or cluster.budget_bytes
         self.launch_s = CostModel(cluster, build_mesh(cluster, 1, 1)).launch_s
         self._holders = _num_holders(folded)
         self._searches: dict[tuple[int, Degrees], MeshSearch] = {}

@@ -28,6 +28,7 @@ from meshfold.passes.one_pass.priced import Priced
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import Shortlisted
 from meshfold.passes.planner.check import placements
+from meshfold.passes.price.model_flops import model_flops
 from meshfold.units import bytes_text, seconds_text
 
 NUM_ALTERNATIVES = 6
@@ -70,7 +71,7 @@ def assemble_plan(
         pins=dict(options.pins),
         optimizer=options.optimizer,
         seed=options.seed,
-        precision=options.precision,
+        precision=options.captured_precision,
         mode=options.mode,
         regions=tuple(_region_plan(best, r, origin[r], planner) for r in range(len(split.regions))),
         stages=(
@@ -121,6 +122,7 @@ def _unsharded_notes(best: Priced, pinned: Collection[tuple[int, int]]) -> list[
 
 def model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:
     """What a plan says about its model."""
+    flops, compute_dtype = model_flops(folded)
     return ModelInfo(
         name=name,
         fingerprint=fingerprint(folded),
@@ -132,6 +134,8 @@ def model_info(folded: FoldedGraph, name: str, batch_size: int) -> ModelInfo:
         loss=SUM.join(folded.returns.loss),
         outputs=tuple(folded.returns.outputs),
         sharded_outputs=folded.returns.sharded,
+        flops=flops,
+        compute_dtype=compute_dtype,
     )
 
 
@@ -201,4 +205,6 @@ def why_lost(
         return f"{seconds_text(slower_s)} slower and holds {bytes_text(more_bytes)} more"
     if slower_s >= 0:
         return f"{seconds_text(slower_s)} slower; its {bytes_text(-more_bytes)} less are not needed"
-    return f"holds {bytes_text(more_bytes)} more, which does not fit in every layer"
+    if more_bytes > 0:
+        return f"holds {bytes_text(more_bytes)} more, which does not fit in every layer"
+    return "faster and no larger by itself, but not beside what other regions do"

@@ -152,7 +152,7 @@ def placements(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> tuple[Parame
             ParameterPlacement(
                 name=graph.slots[i].name,
                 shape=value.shape,
-                dtype=value.dtype,
+                dtype=value.stored_dtype,
                 stored=stored,
                 used=demands[0] if demands else stored,
                 num_bytes=stored_bytes(value, stored, mesh.sizes),

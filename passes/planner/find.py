@@ -331,7 +331,7 @@ class _Search:
         factor = 2 + STATE_FACTOR[optimizer] + FOREACH_FACTOR[optimizer]
         if self.options.allow_planned:
             factor = 1
-        capacity_bytes = self.options.memory_bytes or self.cluster.memory_bytes
+        capacity_bytes = self.options.memory_bytes or self.cluster.budget_bytes
         return Room(capacity_bytes / factor, capacity_bytes)
 
     def _no_mesh(self, by_mesh: Mapping[Degrees, object], pruned: Counter[str]) -> OptionError:

@@ -64,7 +64,7 @@ def assemble_pipeline(
         pins=dict(options.pins),
         optimizer=options.optimizer,
         seed=options.seed,
-        precision=options.precision,
+        precision=options.captured_precision,
         mode="eager" if found.plan.schedule.splits_backward else options.mode,
         regions=tuple(writer.region(r) for r in range(len(writer.split.regions))),
         stages=tuple(writer.stage(s) for s in range(len(found.plan.stages))),

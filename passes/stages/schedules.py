@@ -6,8 +6,9 @@
     interleaved_zero_bubble     the same
     zbv, dualpipev              2 stages per device; these three only where they are asked for
 
-Depth hides transfers, and at few microbatches it favours early stages that are heavier; it costs
-activations in flight. What runs the same actions as another one is left out.
+1f1b that is asked for is the published one, with the least warm-up. Depth hides transfers, and at
+few microbatches it favours early stages that are heavier; it costs activations in flight. What runs
+the same actions as another one is left out.
 """
 
 from meshfold.cost_models.pipeline.schedules import V_ORDERS, Schedule, ScheduleKind
@@ -45,7 +46,10 @@ def offered_schedules(
                 offered, num_devices, num_microbatches, num_layers, num_virtual_stages
             )
         elif num_virtual_stages in (None, 1):
-            found += _of_one_stage_a_device(offered, num_devices, num_microbatches)
+            is_published = kind is ScheduleKind.ONE_F_ONE_B
+            found += _of_one_stage_a_device(
+                offered, num_devices, num_microbatches, least=is_published
+            )
     distinct: dict[object, Schedule] = {}
     for schedule in found:
         distinct.setdefault(_order_key(schedule), schedule)
@@ -59,8 +63,9 @@ def _order_key(schedule: Schedule) -> object:
     return schedule.num_virtual_stages, schedule.splits_backward, warm_up
 
 
-def _of_one_stage_a_device(kind: ScheduleKind, p: int, m: int) -> list[Schedule]:
-    if kind is ScheduleKind.GPIPE:
+def _of_one_stage_a_device(kind: ScheduleKind, p: int, m: int, *, least: bool) -> list[Schedule]:
+    """least: with the least warm-up alone."""
+    if least or kind is ScheduleKind.GPIPE:
         return [Schedule(kind, p, m)]
     deepest = p - 1
     extras = {0, deepest, *(2**k for k in range(deepest.bit_length()))}

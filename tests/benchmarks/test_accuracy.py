@@ -8,10 +8,13 @@ import accuracy
 import click
 import pytest
 from click.testing import CliRunner
+from published.bands import bands_json, kind_of
 from published.predict import Prediction, predicted
 from published.runs import DEFAULT, Run, read_runs
 from published.score import Scored, Summary, ideal_s, regrets, yardstick
 from published.setup import NotExpressible, setup_of
+
+from meshfold.cost_models.hardware.error_bands import read_bands
 
 RUNS = {run.id: run for run in read_runs(DEFAULT).runs}
 SMALL = next(run for run in RUNS.values() if run.dataset == "vtrain_single" and run.pp == 2)
@@ -126,3 +129,26 @@ def test_predictions_are_kept_and_taken_up(tmp_path: Path) -> None:
     kept.write_text(json.dumps(known))
     again = CliRunner().invoke(accuracy.main, arguments, catch_exceptions=False)
     assert "mean absolute error 100.0%" in again.output
+
+
+def test_bands_by_hand() -> None:
+    """Errors of -0.2 and 0.2 have their 10th percentile at -0.16."""
+    runs = [scored(SMALL, s, iter_time_s=1.0) for s in (0.8, 1.2)]
+    assert kind_of(SMALL) == ("A100", "stages", "one node")
+    text = bands_json([*runs, scored(SMALL, None)], "a command")
+    assert json.loads(text)["measured_by"] == "a command"
+    assert json.loads(text)["memory"] is None
+    band = read_bands(text).bands[kind_of(SMALL)]
+    assert band.rows == 2
+    assert (band.bias, band.low, band.high) == pytest.approx((0.0, -0.16, 0.16))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"pp": 1, "micro_batch_size": 1, "dp": 8, "global_batch_size": 8}, "one pass"),
+        ({"pp": 1, "micro_batch_size": 1, "dp": 8, "global_batch_size": 16}, "microbatches"),
+    ],
+)
+def test_runs_on_one_stage_are_told_apart(fields: dict[str, int], kind: str) -> None:
+    assert kind_of(replace(SMALL, **fields))[1] == kind  # type: ignore[arg-type]

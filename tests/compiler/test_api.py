@@ -27,6 +27,35 @@ def test_find_plan_takes_a_preset_and_keeps_pins() -> None:
     assert plan.model.name == "Stack" and plan.model.batch_size == 8
 
 
+def _stored(plan: meshfold.Plan) -> set[str]:
+    return {p.dtype for region in plan.regions for p in region.parameters}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dtype", "precision", "computes", "stored"),
+    [
+        ("dgx-h100", torch.float32, "bf16", "bfloat16", "float32"),
+        ("dgx-h100", torch.bfloat16, "bf16", "bfloat16", "float32"),
+        ("dgx-h100", torch.float64, "bf16", "float64", "float64"),  # always deliberate
+        ("dgx-v100", torch.float32, "model", "float32", "float32"),
+        ("local-cpux2", torch.bfloat16, "model", "bfloat16", "bfloat16"),
+    ],
+)
+def test_by_default_a_plan_computes_in_what_its_devices_are_fast_in(
+    cluster: str, dtype: torch.dtype, precision: str, computes: str, stored: str
+) -> None:
+    model, batch = stack_model(2, width=16, batch=8)
+    inputs = {name: x.to(dtype) for name, x in batch.items()}
+    plan = meshfold.find_plan(model.to(dtype), cluster, inputs)
+    assert plan.precision == precision
+    assert plan.model.compute_dtype == computes
+    assert _stored(plan) == {stored}
+    kept = meshfold.CompileOptions(precision="model")
+    plan = meshfold.find_plan(model, cluster, inputs, options=kept)
+    assert plan.precision == "model"
+    assert _stored(plan) == {str(dtype).removeprefix("torch.")}
+
+
 def test_compile_takes_a_plan_and_a_plan_file(tmp_path: Path) -> None:
     model, batch = stack_model(2)
     plan = meshfold.find_plan(model, TWO, batch)

@@ -99,7 +99,9 @@ def plan_table() -> str:
 
 
 def estimate_table() -> str:
-    return fields_table(("time.", "TimeEstimate"), ("memory.", "MemoryEstimate"))
+    return fields_table(
+        ("time.", "TimeEstimate"), ("throughput.", "Throughput"), ("memory.", "MemoryEstimate")
+    )
 
 
 def search_table() -> str:

@@ -87,3 +87,13 @@ def test_links_need_no_more_than_rate_and_latency() -> None:
     link = LinkSpec("wire", 1.0, 0.0, "test")
     group = NodeGroup(GROUP.device, 1, 1, link)
     assert ClusterSpec("c", (group,), GOOD.network).num_devices == 1
+
+
+def test_a_plan_may_use_all_but_a_margin_of_the_smallest_device() -> None:
+    smaller = with_device(memory_bytes=40 * 10**9)
+    assert smaller.budget_bytes == 38 * 10**9
+    assert GOOD.budget_bytes == int(0.95 * GROUP.device.memory_bytes)
+
+
+def test_a_dtype_without_a_peak_has_float32s() -> None:
+    assert GROUP.device.peak("float8") == GROUP.device.peak("float32") == 67e12

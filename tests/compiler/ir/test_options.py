@@ -1,11 +1,14 @@
 """Options: the surface is frozen, and every wrong value gets one clear line."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError
-from meshfold.ir.options import PINS, CompileOptions
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.options import PINS, CompileOptions, Precision
 
 
 def test_the_option_surface_is_frozen() -> None:
@@ -110,3 +113,31 @@ def test_sizes_of_coalesced_reductions_are_read() -> None:
     ]
     assert found == [None, 0, 25_000_000]
     assert CompileOptions(pins={"reduce_bucket_bytes": 0, "tp": 2}).strategy_pins == {"tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision"),
+    [
+        ("dgx-h100x2", "bf16"),
+        ("dgx-a100-40", "bf16"),
+        ("a10g", "bf16"),  # 70 TFLOP/s over 31
+        ("dgx-v100", "model"),  # no bfloat16
+        ("local-cpux4", "model"),  # slower in it
+    ],
+)
+def test_auto_is_bf16_where_devices_are_fast_in_it(cluster: str, precision: Precision) -> None:
+    spec = resolve_cluster(cluster)
+    assert CompileOptions().precision_on(spec) == precision
+    for asked in get_args(Precision):
+        assert CompileOptions(precision=asked).precision_on(spec) == asked
+
+
+def test_one_slow_device_keeps_auto_from_bf16() -> None:
+    fast, slow = (resolve_cluster(name) for name in ("dgx-h100", "dgx-v100"))
+    mixed = ClusterSpec("mixed", (*fast.groups, *slow.groups), fast.network)
+    assert CompileOptions().precision_on(mixed) == "model"
+
+
+def test_an_auto_that_nobody_resolved_left_the_graph_as_it_was() -> None:
+    assert CompileOptions().captured_precision == "model"
+    assert CompileOptions(precision="fp16").captured_precision == "fp16"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,3 +58,19 @@ def test_contradictions_are_refused_with_their_path(edit: Edit, message: str) ->
     edit(document)
     with pytest.raises(PlanFormatError, match=message):
         plan_from_json(json.dumps(document))
+
+
+def test_throughput_stands_in_front_and_must_follow_from_the_rest() -> None:
+    plan = example_plan()
+    plan = replace(plan, model=replace(plan.model, flops=1e15, compute_dtype="bfloat16"))
+    document = json.loads(plan_to_json(plan))
+    keys = list(document)
+    assert keys.index("throughput") == keys.index("time") + 1
+    document["throughput"]["mfu"] = 0.9
+    with pytest.raises(PlanFormatError, match=r"throughput.mfu: the file says 0.9, the rest gives"):
+        plan_from_json(json.dumps(document))
+    document["throughput"] = None
+    with pytest.raises(PlanFormatError, match="throughput: the file says None, the rest gives"):
+        plan_from_json(json.dumps(document))
+    del document["throughput"]  # as in files from before it
+    assert plan_from_json(json.dumps(document)) == plan

@@ -9,7 +9,7 @@ from support.programs.plans import example_plan
 
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.plan import TimeEstimate
-from meshfold.report.plan import Waterfall, plan_view, summary_view
+from meshfold.report.plan import plan_view, summary_view
 from meshfold.report.search import explain_view
 
 
@@ -18,24 +18,6 @@ def page(view: RenderableType, width: int = 80, encoding: str = "utf-8") -> list
     Console(file=stream, width=width).print(view)
     stream.seek(0)
     return [line.rstrip() for line in stream.read().splitlines()]
-
-
-def test_a_waterfall_starts_each_bar_where_the_one_before_ended() -> None:
-    parts = (("forward", 1.0, "1 s"), ("backward", 2.0, "2 s"), ("nothing", 0.0, "0 s"))
-    assert page(Waterfall(parts), width=29) == [
-        "  forward   1 s  ####".replace("#", "█"),
-        "  backward  2 s      ########".replace("#", "█"),
-        "  nothing   0 s",
-    ]
-
-
-def test_a_waterfall_shows_small_parts_and_what_is_free() -> None:
-    parts = (("a", 1.0, "1"), ("b", 0.001, "0"), ("c", 4.0, "4"))
-    assert page(Waterfall(parts, capacity=10.0), width=28, encoding="ascii") == [
-        "  a  1  ##",
-        "  b  0    |",
-        "  c  4    ########",
-    ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -66,6 +48,15 @@ def test_the_page_fits_and_says_everything(width: int) -> None:
         "B aten.cumsum.default",
     ):
         assert part in text, part
+
+
+def test_the_margin_beside_the_budget_is_said() -> None:
+    plan = example_plan()
+    stated = " ".join(" ".join(page(summary_view(plan))).split())
+    assert "the budget was stated; a device has 85.9 GB; predicted peaks of" in stated
+    memory = replace(plan.memory, capacity=plan.cluster.budget_bytes)
+    text = " ".join(" ".join(page(summary_view(replace(plan, memory=memory)))).split())
+    assert "5 % of the device's 85.9 GB are left free as a margin, --memory states another" in text
 
 
 def test_what_is_bucketed_is_said() -> None:

@@ -74,8 +74,11 @@ def test_simulated_steps_are_compared() -> None:
     assert plan.simulated is not None
     longer = replace(plan.simulated, exposed_s=plan.simulated.exposed_s + 1.0)
     found = compare_plans(plan, replace(plan, simulated=longer))
-    (row,) = [figure for figure in found.figures if figure.what == "step as simulated"]
+    (row,) = [figure for figure in found.figures if figure.what == "step time"]
     assert row.first != row.second and found.choices == ()
+    # A sum is held against a sum.
+    names = [f.what for f in compare_plans(plan, replace(plan, simulated=None)).figures]
+    assert names[0] == "step as added up" and "step time" not in names
 
 
 def test_diff_says_so_in_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

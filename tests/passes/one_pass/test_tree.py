@@ -15,6 +15,7 @@ from meshfold.passes.one_pass.tree import (
     NOTHING_SAVED,
     PINNED,
     PLANNED,
+    UNASKED_OFFLOAD,
     SearchSpec,
     Tree,
     divisors,
@@ -127,6 +128,15 @@ def test_offload_needs_a_link_to_the_host_and_states() -> None:
     assert NO_HOST_LINK not in known.pruned and stateless.pruned[NO_STATES] > 0
     # Two ways to offload, three to recompute; four ZeRO levels on dp2, tp2 with and without sp.
     assert tree(2, allow_planned=True).pruned[NO_HOST_LINK] == 2 * 3 * (4 + 2)
+
+
+def test_selective_recomputation_that_is_pinned_brings_no_offload_along() -> None:
+    spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
+    found = tree(2, pins={"recompute": "selective"}, **spec)
+    assert {strategy.offload for strategy in found.strategies} == {"none"}
+    assert found.pruned[UNASKED_OFFLOAD] > 0
+    both = tree(2, pins={"recompute": "selective", "offload": "optimizer"}, **spec)
+    assert {strategy.offload for strategy in both.strategies} == {"optimizer"}
 
 
 def test_nothing_is_offloaded_where_nothing_is_saved() -> None:

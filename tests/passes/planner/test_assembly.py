@@ -15,6 +15,7 @@ TAKEN = Alternative("taken", 2e-3, 5_000_000, "")
         (3e-3, 6_000_000, "1.00 ms slower and holds 1.00 MB more"),
         (3e-3, 4_000_000, "1.00 ms slower; its 1.00 MB less are not needed"),
         (1e-3, 6_000_000, "holds 1.00 MB more, which does not fit in every layer"),
+        (1e-3, 4_000_000, "faster and no larger by itself, but not beside what other regions do"),
     ],
 )
 def test_the_reason_names_what_is_worse(time_s: float, held_bytes: int, reason: str) -> None:

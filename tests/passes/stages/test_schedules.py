@@ -14,8 +14,14 @@ def test_pins_name_the_kinds_there_are():
 
 
 def test_warm_up_in_powers_of_two():
-    found = offered_schedules(8, 64, 32, ScheduleKind.ONE_F_ONE_B)
-    assert [s.extra_warm_up for s in found] == [0, 1, 2, 4, 7]
+    found = offered_schedules(8, 64, 32)
+    for kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE):
+        assert [s.extra_warm_up for s in found if s.kind is kind] == [0, 1, 2, 4, 7]
+
+
+def test_1f1b_that_is_pinned_is_the_published_one():
+    (found,) = offered_schedules(8, 64, 32, ScheduleKind.ONE_F_ONE_B)
+    assert found.warm_up == (7, 6, 5, 4, 3, 2, 1, 0)
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 16), (4, 3), (2, 1), (1, 4)])

@@ -209,5 +209,5 @@ def test_a_plan_carries_its_precision() -> None:
 
 
 def test_another_precision_is_refused() -> None:
-    with pytest.raises(OptionError, match="precision 'int4' is unknown; write model, bf16 or fp16"):
+    with pytest.raises(OptionError, match="'int4' is unknown; write auto, model, bf16 or fp16"):
         CompileOptions(precision="int4")  # type: ignore[arg-type]
