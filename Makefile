@@ -18,7 +18,7 @@ NAMES := $(shell $(SOURCES) | LC_ALL=C sort | cksum | cut -d' ' -f1)
 INSTALLED := $(VENV)/installed
 LINKED := $(VENV)/linked-$(NAMES)
 # Tests start many processes; compiled once, sources are not compiled in each of them.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 STRICT := --config-settings editable_mode=strict
 
 .PHONY: demo test slow accuracy lint format schema readme install clean
