@@ -5,7 +5,7 @@
     @pytest.mark.parametrize("strategy", ...)
 
 Every value of every parameter is in two cases at least, where it has so many, and with three or
-more parameters every two values of two of them are in one. Cases that are not marked slow are
+more parameters every two values of two of them are in one. If some are marked slow, the others are
 always among them, and cases whose mark says that they take longer are taken last. The choice is the
 same on every worker and in every run.
 """
@@ -29,21 +29,29 @@ def without_unsampled(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], 
     left = set()
     for cases in matrices.values():
         (times,) = cases[0].get_closest_marker("sampled").args
-        cases = sorted(cases, key=lambda item: (seconds_of(item), _draw(item)))
-        values = [_values(item) for item in cases]
+        values = _values(cases)
+        # Equal for equal values: tests of one matrix choose the same, and share what they make.
+        draws = [zlib.crc32(str(case).encode()) for case in values]
+        order = sorted(range(len(cases)), key=lambda k: (seconds_of(cases[k]), draws[k]))
+        cases, values = [cases[k] for k in order], [values[k] for k in order]
         quick = [k for k, item in enumerate(cases) if not item.get_closest_marker("slow")]
-        chosen = sample(values, times, quick)
+        chosen = sample(values, times, quick if len(quick) < len(cases) else ())
         left |= {item for k, item in enumerate(cases) if k not in chosen}
     return [item for item in items if item not in left], [item for item in items if item in left]
 
 
-def _values(item: pytest.Item) -> dict[str, str]:
-    return {name: repr(value) for name, value in sorted(item.callspec.params.items())}
-
-
-def _draw(item: pytest.Item) -> int:
-    """Equal for equal values: tests of the same matrix choose the same, and share what it makes."""
-    return zlib.crc32(str(_values(item)).encode())
+def _values(items: Sequence[pytest.Item]) -> list[dict[str, str]]:
+    """By case and parameter, the value as text or, where that is an address, its number."""
+    numbers: dict[int, int] = {}
+    return [
+        {
+            name: f"{numbers.setdefault(id(value), len(numbers))}"
+            if " at 0x" in (text := repr(value))
+            else text
+            for name, value in sorted(item.callspec.params.items())
+        }
+        for item in items
+    ]
 
 
 def seconds_of(item: pytest.Item) -> float:

@@ -40,7 +40,7 @@ FAMILIES = ("gpt2", "llama", "t5", "vit", "mixtral")
 
 
 def cases() -> list[Any]:
-    """(family, mesh, which schedules): GPT-2 on pp4 under all, shared experts under half of them per
+    """(family, mesh, which schedules): GPT-2 on pp4 under all, shared experts under half of them a
     mesh, of the others one of the first five each and one of the last three, so that every family
     and every one of MESHES meets every schedule."""
     found = [
