@@ -2,14 +2,13 @@
 against the whole op, every result and every gradient."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs.ops import SingleOp, check_typings, mesh_of
-from support.graphs.rules import is_legal_typing
+from support.graphs.rules import faults_of, is_legal_typing
 from support.graphs.samples import (
     ATTENTION,
     BAGS,
@@ -33,12 +32,10 @@ from support.graphs.tensors import flags, real, whole
 from meshfold.ir.op_graph import Dependence, Hole, Op, OpGraph, Ref, Slot, SlotKind, Value
 from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Shard, SpmdType, is_legal
 from meshfold.ir.strategy import OpTyping
-from meshfold.ops.local_implementations import LOCAL_OPS
 from meshfold.passes.rules.ops.shape import view_labels
 from meshfold.passes.rules.ops.shards import Divisions, grown_shardings
 from meshfold.passes.rules.table import (
     OP_RULES,
-    AxisRule,
     op_labels,
     region_rules,
     rule_inside,
@@ -116,21 +113,6 @@ def test_what_does_not_divide_twice_has_no_rule_inside() -> None:
     (inside,) = (rule_inside(op.graph, 0, rows, 2, 3),)
     assert inside is not None
     assert (inside.name, inside.inputs) == ("d0/2", (Shard(0, 2), REPLICATE))
-
-
-def faults_of(rules: Sequence[AxisRule]) -> list[str]:
-    """A rule without an emitter, names that are not unique, a first rule that is not invariant, and
-    what does not know whether it splits work."""
-    counts = Counter(rule.name for rule in rules)
-    found = [f"{name} stands twice" for name, count in counts.items() if count > 1]
-    if rules[0].name != "I" or not {*rules[0].inputs, *rules[0].outputs} <= {INVARIANT}:
-        found.append("the first rule is not invariant")
-    for rule in rules:
-        if rule.local != "plain" and rule.local not in LOCAL_OPS:
-            found.append(f"{rule.name} has no emitter")
-        if rule.splits_work != any(t.is_shard for t in (*rule.inputs, *rule.outputs)):
-            found.append(f"{rule.name} splits work: {rule.splits_work}")
-    return found
 
 
 def test_rules_have_a_name_and_an_emitter_and_the_first_is_invariant() -> None:
