@@ -1,11 +1,16 @@
 """Fixtures of the whole test suite."""
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 from support.processes.pool import Pools
+from support.sampling import seconds_of, without_unsampled
+
+PROCESSES = "processes"
+"""Group of the tests that start processes of their own."""
 
 # A deadline per example measures the machine; derandomized, a failure is there again next time.
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
@@ -34,25 +39,31 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `-n`, the order of groups and what one worker runs."""
-    items.sort(key=_turn)
-    for item in items:
-        if item.get_closest_marker("multiprocess") or not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
-
-
-def _turn(item: pytest.Item) -> int:
-    """Long groups start first: one that starts last is alone at the end."""
-    if item.get_closest_marker("multiprocess"):
-        return 0
-    return 1 if "repo" in item.path.parts else 2
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What runs by default; under `-n`, what one worker runs, and what starts first."""
+    if not config.getoption("exhaustive"):
+        items[:], left = without_unsampled(items)
+        config.hook.pytest_deselected(items=left)
+    groups = {item: _group(item) for item in items}
+    seconds: Counter[str] = Counter()
+    is_quick = "not slow" in config.getoption("markexpr")
+    for item, group in groups.items():
+        if not (is_quick and item.get_closest_marker("slow")):
+            seconds[group] += seconds_of(item)
+    # Long groups start first: one that starts last is alone at the end.
+    items.sort(key=lambda item: (groups[item] != PROCESSES, -seconds[groups[item]], groups[item]))
+    for item, group in groups.items():
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def _group(item: pytest.Item) -> str:
-    """Users of pools share one worker, so that there is one pool per world size and no two jobs at
-    once; so do tests that start processes of their own. The others of a file share what the
-    file captures, plans and emits."""
-    if item.get_closest_marker("multiprocess"):
-        return "pools" if "pools" in getattr(item, "fixturenames", ()) else "processes"
+    """A file is run by one worker, so that its tests share what it captures, plans and emits; files
+    may share a worker by a mark. Tests that start processes of their own are one group: two of them
+    at once would have more processes than the machine has cores, and some watch the clock."""
+    named = item.get_closest_marker("xdist_group")
+    if named:
+        return str(named.args[0])
+    if item.get_closest_marker("multiprocess") and "pools" not in getattr(item, "fixturenames", ()):
+        return PROCESSES
     return item.nodeid.partition("::")[0]

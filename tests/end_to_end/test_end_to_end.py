@@ -106,6 +106,7 @@ def plan_for(family: str, strategy: str) -> Plan:
     return plan_captured(captured_family(family), family, cluster, options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", families("llama"))
 @pytest.mark.parametrize("strategy", PINS)
 def test_loss_and_every_gradient_equal_one_process(
@@ -219,6 +220,7 @@ def test_padded_parameters_train_and_load_elsewhere(pools: Pools, tmp_path: Path
 
 
 # T5 of two layers is one region, which carries no sequence to another.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", families(without=("t5",)))
 @pytest.mark.parametrize("strategy", CONTEXT_PINS)
 def test_with_the_sequence_sharded_loss_and_every_gradient_equal_one_process(

@@ -34,17 +34,17 @@ def test_a_sample_of_today_is_right_or_clearly_refused(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_what_is_known_is_not_run_again_and_the_table_is_written(tmp_path: Path) -> None:
     results, table = tmp_path / "found.json", tmp_path / "survey.md"
-    first = run("--only", "torch/mlp", "--results", str(results))
+    first = run("--only", "torch/resnet_plain", "--results", str(results))
     assert first.returncode == 0, first.stdout + first.stderr
     found = json.loads(results.read_text())
-    plans = found["torch/mlp"]["plans"]
+    plans = found["torch/resnet_plain"]["plans"]
     assert {plans[name]["kind"] for name in ("zero3", "tp+sp", "scheduled")} == {"ok"}
-    assert "fewer than stages" in plans["pp2"]["text"]
+    assert "takes statistics over the batch" in plans["pp2"]["text"]
     plans["zero3"]["worst"] = 0.5
     results.write_text(json.dumps(found))
-    again = run("--only", "torch/mlp", "--results", str(results), "--write", str(table))
+    again = run("--only", "torch/resnet_plain", "--results", str(results), "--write", str(table))
     assert again.returncode == 0
-    assert "| torch | mlp |" in table.read_text() and "| 5e-01 | " in table.read_text()
+    assert "| torch | resnet_plain |" in table.read_text() and "| 5e-01 | " in table.read_text()
     assert "| all | 1 | 1 | 1 | 1 | 0 | 1 | 1 |" in table.read_text()
 
 

@@ -26,6 +26,7 @@ def captured(kind: str) -> tuple[nn.Module, dict[str, Tensor], Captured]:
         return model, batch, capture(model, batch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("degrees", "zero", "sequence_parallel"),
     [

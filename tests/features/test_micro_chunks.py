@@ -50,6 +50,7 @@ def cases() -> list[object]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "pins"), cases())
 def test_loss_and_every_gradient_equal_one_process(family: str, pins: str) -> None:
     model, batch = tiny_model(family)
@@ -60,6 +61,7 @@ def test_loss_and_every_gradient_equal_one_process(family: str, pins: str) -> No
     assert max(max(errors.values()) for errors in found) < EXACT
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "pins"), cases())
 def test_the_same_for_rows_of_the_sequence(family: str, pins: str) -> None:
     """vit has 10 rows, which do not divide over two ranks and two parts."""

@@ -66,6 +66,7 @@ def alone(program: EmittedProgram) -> list[ParameterGroup]:
     return [b for region in program.regions for b in region.groups if b.is_unbucketed]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["eager", "scheduled"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", families("gpt2", "llama", "mixtral", without=("t5",)))

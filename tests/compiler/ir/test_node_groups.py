@@ -174,6 +174,7 @@ def planned(family: str, case: str, mode: Mode = "eager", size: str | int = "64B
     return plan_captured(captured_family(family), family, cluster, options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["eager", "scheduled"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", families("gpt2", "llama", without=("t5",)))

@@ -71,6 +71,7 @@ def cases() -> list[object]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "pins", "mode", "parts"), cases())
 def test_loss_and_every_gradient_equal_one_process(
     family: str, pins: str, mode: Mode, parts: int
@@ -192,6 +193,7 @@ def wide_llama() -> Captured:
     return capture(built.model, built.example_inputs)
 
 
+@cache
 def on_h100s(mode: Mode = "eager", **pins: Any) -> Plan:
     options = CompileOptions(pins={"tp": 8, "sp": 1, **pins}, mode=mode)
     return plan_captured(wide_llama(), "llama", resolve_cluster("dgx-h100"), options)

@@ -50,16 +50,20 @@ def plan_of(family: str, pins: str, parts: int = 2) -> Plan:
     return plan_captured(deep(family), family, cluster, options)
 
 
+@cache
 def program_of(family: str, pins: str, parts: int = 2) -> EmittedProgram:
     return emit(deep(family).graph, plan_of(family, pins, parts))
 
 
 def cases() -> list[object]:
-    return [
-        pytest.param(family, pins, marks=() if family == "llama" else pytest.mark.slow)
-        for family in ("llama", "gpt2", "bert", "t5", "vit", "mixtral")
-        for pins in CASES
-    ]
+    """(family, pins). T5 has regions that take half a minute to emit where rows are cut, too."""
+    long = {("t5", "tp+sp"), ("t5", "zero3 x tp+sp")}
+    found = []
+    for family in ("llama", "gpt2", "bert", "t5", "vit", "mixtral"):
+        for pins in CASES:
+            slow = pytest.mark.slow(30 if (family, pins) in long else 4)
+            found.append(pytest.param(family, pins, marks=() if family == "llama" else slow))
+    return found
 
 
 def errors(family: str, program: EmittedProgram) -> float:
@@ -69,6 +73,7 @@ def errors(family: str, program: EmittedProgram) -> float:
     return max(max(of_rank.values()) for of_rank in found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "pins"), cases())
 def test_loss_and_every_gradient_equal_one_process(family: str, pins: str) -> None:
     program = program_of(family, pins)

@@ -40,9 +40,9 @@ FAMILIES = ("gpt2", "llama", "t5", "vit", "mixtral")
 
 
 def cases() -> list[Any]:
-    """(family, mesh, which schedules): GPT-2 on pp4 and shared experts under all, of the others two
-    of the first five each and one of the last three, so that every family and every one of MESHES
-    meets every schedule."""
+    """(family, mesh, which schedules): GPT-2 on pp4 under all, shared experts under half of them a
+    mesh, of the others one of the first five each and one of the last three, so that every family
+    and every one of MESHES meets every schedule."""
     found = [
         pytest.param("gpt2", "pp4", [4], id="gpt2-pp4"),
         pytest.param("gpt2", "pp4", [0, 1, 2, 3], marks=pytest.mark.slow, id="gpt2-pp4-others"),
@@ -50,12 +50,11 @@ def cases() -> list[Any]:
     ]
     for f, family in enumerate(FAMILIES):
         for k, mesh in enumerate(MESHES):
-            chosen = [(f + k) % 5, (f + k + 2) % 5, 5 + (f + k) % 3]
+            chosen = [(f + k) % 5, 5 + (f + k) % 3]
             slow = pytest.param(family, mesh, chosen, marks=pytest.mark.slow, id=f"{family}-{mesh}")
             found += [slow] if (family, mesh) != ("gpt2", "pp4") else []
-    for mesh in EXPERT_MESHES:
-        every = pytest.param("mixtral", mesh, range(8), marks=pytest.mark.slow)
-        found.append(every)
+    for k, mesh in enumerate(EXPERT_MESHES):
+        found.append(pytest.param("mixtral", mesh, range(k, 8, 2), marks=pytest.mark.slow))
     for f, family in enumerate(("gpt2", "llama", "t5")):
         for k, mesh in enumerate(ZERO_MESHES):
             chosen = [(f + 2 * k) % 5, (f + 2 * k + 1) % 5]

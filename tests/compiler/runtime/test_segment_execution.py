@@ -11,7 +11,14 @@ from support.models.recompute import dropping_model
 from support.processes.pool import Pools
 from support.programs.local_programs import Rank, errors_of_a_step, on_ranks
 from support.programs.memory import EmittedStep
-from support.programs.schedules import PINS, captured_family, emitted, plan_text, planned
+from support.programs.schedules import (
+    PINS,
+    captured_family,
+    emitted,
+    matrix,
+    plan_text,
+    planned,
+)
 
 from meshfold.api import plan_captured
 from meshfold.capture.pipeline import capture
@@ -33,19 +40,8 @@ ON_PROCESSES = (
 )
 
 
-def cases(*quick: str) -> list[object]:
-    """(family, pins) of all six families."""
-    found = []
-    for pins in PINS:
-        for family in ("gpt2", "llama", "bert", "t5", "vit", "mixtral"):
-            if ("cp" in pins and family == "t5") or ("ep" in pins and family != "mixtral"):
-                continue
-            marks = () if family in quick else pytest.mark.slow
-            found.append(pytest.param(family, pins, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize(("family", "pins"), cases("llama"))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("family", "pins"), matrix("llama"))
 def test_loss_and_every_gradient_equal_one_process(family: str, pins: str) -> None:
     model, batch = tiny_model(family)
     with float64_everywhere():
@@ -54,6 +50,7 @@ def test_loss_and_every_gradient_equal_one_process(family: str, pins: str) -> No
 
 
 @pytest.mark.multiprocess
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pins", ON_PROCESSES)
 @pytest.mark.parametrize("family", families("llama"))
 def test_the_same_on_processes(pools: Pools, family: str, pins: str) -> None:

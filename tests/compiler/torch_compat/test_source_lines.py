@@ -13,9 +13,9 @@ PACKAGE = Path(meshfold.__file__).parents[1]
 MODULES = sorted(str(path) for path in PACKAGE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("name", MODULES, ids=lambda n: str(Path(n).relative_to(PACKAGE)))
-def test_no_file_of_meshfold_is_the_users_however_deep_its_folder(name: str) -> None:
-    assert not is_user_file(name)
+def test_no_file_of_meshfold_is_the_users_however_deep_its_folder() -> None:
+    assert len(MODULES) > 100
+    assert [name for name in MODULES if is_user_file(name)] == []
 
 
 @pytest.mark.parametrize("name", [torch.nn.__file__, linecache.__file__, "<string>"])

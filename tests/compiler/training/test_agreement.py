@@ -6,9 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.processes.agreement import ODD, batch, model
+from support.models.hugging_face import tiny_model
+from support.processes.agreement import CLUSTER, ODD, batch, model
 from support.processes.pool import Pools
 
+from meshfold.api import plan_captured
+from meshfold.capture.pipeline import capture
+from meshfold.ir.options import CompileOptions
+from meshfold.plan_file.io import plan_to_json
 from meshfold.training.agreement import checksum
 
 LINES = {
@@ -86,10 +91,10 @@ def test_a_checksum_of_nothing_and_of_a_scalar() -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [("labels", "class .* is not one of"), ("input_ids", "embedding index .* is not one of")],
-)
-def test_numbers_beyond_a_sharded_vocabulary_raise(pools: Pools, name: str, line: str) -> None:
-    for found in pools.run(4, "support.processes.agreement:beyond_vocabulary", "llama", name):
-        assert re.search(line, found)
+def test_numbers_beyond_a_sharded_vocabulary_raise(pools: Pools) -> None:
+    captured = capture(*tiny_model("llama", dtype=torch.float32))
+    plan = plan_captured(captured, "llama", CLUSTER, CompileOptions(pins={"tp": 4}))
+    arguments = "llama", captured, plan_to_json(plan)
+    for found in pools.run(4, "support.processes.agreement:beyond_vocabulary", *arguments):
+        assert re.search("class .* is not one of", found["labels"])
+        assert re.search("embedding index .* is not one of", found["input_ids"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from support.programs.schedules import PINS, captured_family, planned
 from torch import Tensor
 
 from meshfold.api import plan_captured
-from meshfold.capture.pipeline import capture
+from meshfold.capture.pipeline import Captured, capture
 from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import resolve_cluster
@@ -27,6 +28,7 @@ from meshfold.cost_models.simulation.step import simulate
 from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.ir.mesh import Mesh, MeshAxis
 from meshfold.ir.options import CompileOptions, Mode
+from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import parse_layout
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.events.bucketing import BucketSizes, bucketed_events, with_bucket_sizes
@@ -43,16 +45,27 @@ FOUR = ("dp", "zero3", "tp+sp", "zero3 x tp+sp")
 MORE = ("zero2 x tp", "zero3 x tp+sp, again")
 
 
-def gradients(family: str, pins: str, mode: Mode, most_bytes: int) -> list[list[Tensor | None]]:
-    """Of every simulated rank."""
-    # T5 has layers that repeat from three on.
+@cache
+def captured_deep(family: str) -> Captured:
+    """T5 has layers that repeat from three on."""
     model, batch = tiny_model(family, layers=3 if family == "t5" else 2)
     with float64_everywhere():
-        captured = capture(model, batch)
+        return capture(model, batch)
+
+
+@cache
+def plan_of(family: str, pins: str, mode: Mode) -> Plan:
     num_processes, fixed = PINS[pins]
     cluster = resolve_cluster("local-cpu", num_processes)
     options = CompileOptions(pins={**fixed, "micro_chunks": 1}, mode=mode)
-    plan = plan_captured(captured, family, cluster, options)
+    return plan_captured(captured_deep(family), family, cluster, options)
+
+
+@cache
+def gradients(family: str, pins: str, mode: Mode, most_bytes: int) -> list[list[Tensor | None]]:
+    """Of every simulated rank."""
+    model, batch = tiny_model(family, layers=3 if family == "t5" else 2)
+    captured, plan = captured_deep(family), plan_of(family, pins, mode)
     plan = replace(plan, reduce_bucket_bytes=most_bytes, allgather_bucket_bytes=most_bytes)
     program = emit_plan(captured.graph, plan)
     assert isinstance(program, EmittedProgram)
@@ -73,6 +86,7 @@ def assert_equal(left: Sequence[Sequence[Tensor | None]], right: Sequence[Sequen
             assert x is None or y is None or torch.equal(x, y)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["eager", "scheduled"])
 @pytest.mark.parametrize("pins", [*FOUR, *MORE])
 @pytest.mark.parametrize("family", families("gpt2", "llama"))
@@ -87,6 +101,7 @@ def test_groups_of_a_few_are_as_good(pins: str) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "pins", [pytest.param(p, marks=pytest.mark.slow) for p in FOUR[:3]] + ["zero3 x tp+sp"]
 )

@@ -49,6 +49,7 @@ def merged_case(case: Eager, most_bytes: int) -> Eager:
     return replace(case, events=events, program=_merged(case.program, most_bytes))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_everything", [False, True], ids=["pairs", "everything"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=label)
 @pytest.mark.parametrize("family", families("llama", without=("mixtral",)))

@@ -23,6 +23,7 @@ from meshfold.cost_models.simulation.step import simulate
 from meshfold.ir.strategy import UniformStrategy
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=label)
 @pytest.mark.parametrize("family", families("llama", without=("mixtral",)))
 def test_collectives_are_those_of_a_real_step_in_their_order(

@@ -7,14 +7,17 @@ from functools import cache
 
 import pytest
 from support.processes.pool import Pools
-from support.programs.type_changes import captured_of, changed_plans
+from support.programs.local_programs import errors_of_a_step, one_process
+from support.programs.type_changes import captured_of, changed_plans, model_of
 
 from meshfold.api import plan_captured
-from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
+from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.errors import PlanMismatchError
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.plan_file.io import plan_to_json
+from meshfold.validation.float64_mode import float64_everywhere
 
 PINS: Mapping[str, Mapping[str, int]] = {
     "dp": {"dp": 4},
@@ -37,7 +40,10 @@ SAMPLES = 48
 QUICK = {("mlp", "tp+sp"), ("mlp", "zero3"), ("gpt2", "pp"), ("mixtral", "ep")}
 MOST_PROGRAMS = 14
 """Changed programs that run, per case; `pytest --exhaustive` runs all, some 70."""
+MOST_ON_PROCESSES = 5
+"""The same where every rank is a process, and emits the program."""
 TOLERANCE = 1e-10
+EmittedPlan = EmittedProgram | EmittedPipeline
 
 
 @cache
@@ -69,38 +75,74 @@ def test_a_changed_type_is_refused_in_one_line_or_emitted(family: str, pins: str
     assert 0 < refused
 
 
-@pytest.mark.multiprocess
+def programs_of(
+    family: str, pins: str, most: int | None
+) -> dict[str, tuple[str, Plan, EmittedPlan]]:
+    """What is not refused: what was changed, the plan and its program, by digest. Changes of slots
+    and outputs, and one in 20 of those of ops: a sample, of which `most` (None: all) are taken."""
+    plan = plan_of(family, pins)
+    draw = random.Random(f"{family} {pins}")
+    changes = [c for c in changed_plans(plan) if ", op " not in c[0] or draw.random() <= 0.05]
+    draw.shuffle(changes)
+    unchanged = emit_plan(captured_of(family).graph, plan)
+    programs = {unchanged.digest: ("unchanged", plan, unchanged)}
+    for where, changed in changes:
+        if most is not None and len(programs) > most:
+            break
+        try:
+            program = emit_plan(captured_of(family).graph, changed)
+        except PlanMismatchError:
+            continue
+        programs.setdefault(program.digest, (where, changed, program))
+    return programs
+
+
 @pytest.mark.parametrize(
     ("family", "pins"),
     [
         pytest.param(*case, marks=() if case == ("mlp", "tp+sp") else pytest.mark.slow)
         for case in CASES
+        if case[1] != "pp"
     ],
 )
 def test_what_is_not_refused_computes_what_one_process_does(
+    family: str, pins: str, pytestconfig: pytest.Config
+) -> None:
+    most = None if pytestconfig.getoption("exhaustive") else MOST_PROGRAMS
+    captured, (model, batch) = captured_of(family), model_of(family)
+    right, wrong = one_process(model, batch), {}
+    for where, _, program in programs_of(family, pins, most).values():
+        assert isinstance(program, EmittedProgram)
+        with float64_everywhere():
+            found = errors_of_a_step(model, batch, captured, program, right)
+        worst = [error for errors in found for error in errors.values()]
+        if not all(error <= TOLERANCE for error in worst):
+            wrong[where] = max(worst)
+    assert not wrong
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("family", "pins"),
+    [
+        ("mlp", "tp+sp"),
+        *(pytest.param(*case, marks=pytest.mark.slow(20)) for case in CASES if case[1] == "pp"),
+    ],
+)
+def test_the_same_on_processes(
     pools: Pools, family: str, pins: str, pytestconfig: pytest.Config
 ) -> None:
-    """Changes of slots and outputs, and one in 20 of those of ops: a sample."""
-    plan = plan_of(family, pins)
-    draw = random.Random(f"{family} {pins}")
-    changes = [c for c in changed_plans(plan) if ", op " not in c[0] or draw.random() <= 0.05]
-    draw.shuffle(changes)
-    most = len(changes) if pytestconfig.getoption("exhaustive") else MOST_PROGRAMS
-    programs = {emitted(family, plan): ("unchanged", plan)}
-    for where, changed in changes:
-        if len(programs) > most:
-            break
-        digest = emitted(family, changed)
-        if not digest.startswith("refused"):
-            programs.setdefault(digest, (where, changed))
-    texts = [plan_to_json(changed) for _, changed in programs.values()]
+    """Stages are on processes alone."""
+    most = None if pytestconfig.getoption("exhaustive") else MOST_ON_PROCESSES
+    programs = programs_of(family, pins, most).values()
+    texts = [plan_to_json(plan) for _, plan, _ in programs]
     by_rank = pools.run(
         4, "support.programs.type_changes:worst_errors", family, texts, timeout_s=900.0
     )
     worst = map(max, zip(*by_rank, strict=True))
     wrong = {
         where: error
-        for (where, _), error in zip(programs.values(), worst, strict=True)
+        for (where, _, _), error in zip(programs, worst, strict=True)
         if not error <= TOLERANCE
     }
     assert not wrong

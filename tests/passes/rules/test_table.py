@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs.ops import SingleOp, check_typings, mesh_of
-from support.graphs.rules import is_legal_typing
+from support.graphs.rules import faults_of, is_legal_typing
 from support.graphs.samples import (
     ATTENTION,
     BAGS,
@@ -32,7 +32,6 @@ from support.graphs.tensors import flags, real, whole
 from meshfold.ir.op_graph import Dependence, Hole, Op, OpGraph, Ref, Slot, SlotKind, Value
 from meshfold.ir.spmd import INVARIANT, PARTIAL, REPLICATE, Shard, SpmdType, is_legal
 from meshfold.ir.strategy import OpTyping
-from meshfold.ops.local_implementations import LOCAL_OPS
 from meshfold.passes.rules.ops.shape import view_labels
 from meshfold.passes.rules.ops.shards import Divisions, grown_shardings
 from meshfold.passes.rules.table import (
@@ -64,6 +63,7 @@ NOT_ELEMENTWISE = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sample", NOT_ELEMENTWISE, ids=name_of)
 @pytest.mark.parametrize("size", [3, 4])
 def test_on_more_ranks(sample: Sample, size: int) -> None:
@@ -115,22 +115,23 @@ def test_what_does_not_divide_twice_has_no_rule_inside() -> None:
     assert (inside.name, inside.inputs) == ("d0/2", (Shard(0, 2), REPLICATE))
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
-def test_a_rule_without_an_emitter_does_not_exist(sample: Sample) -> None:
-    for rule in sample[1]().axis_rules(2):
-        assert rule.local == "plain" or rule.local in LOCAL_OPS
+def test_rules_have_a_name_and_an_emitter_and_the_first_is_invariant() -> None:
+    faults = {
+        f"{name} {k}": faults_of(make().axis_rules(2)) for k, (name, make) in enumerate(SAMPLES)
+    }
+    assert {name: found for name, found in faults.items() if found} == {}
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
-def test_names_are_unique_and_the_first_rule_is_invariant(sample: Sample) -> None:
-    rules = sample[1]().axis_rules(2)
-    names = [r.name for r in rules]
-    assert len(set(names)) == len(names)
-    assert rules[0].name == "I"
-    assert {*rules[0].inputs, *rules[0].outputs} <= {INVARIANT}
-    for rule in rules:
-        types = (*rule.inputs, *rule.outputs)
-        assert rule.splits_work == any(t.is_shard for t in types)
+def test_a_faulty_row_is_named() -> None:
+    first, *others = SingleOp("aten.linear.default", real(36, 12), real(24, 12)).axis_rules(2)
+    strange = dataclasses.replace(others[0], local="nowhere", splits_work=not others[0].splits_work)
+    assert faults_of([first, *others]) == []
+    assert faults_of([strange, strange]) == [
+        f"{strange.name} stands twice",
+        "the first rule is not invariant",
+        *[f"{strange.name} has no emitter", f"{strange.name} splits work: {strange.splits_work}"]
+        * 2,
+    ]
 
 
 def linear() -> SingleOp:

@@ -20,7 +20,13 @@ def families(*quick: str, without: tuple[str, ...] = ()) -> list[Any]:
     """All families but some as parameters of a test; those not named are marked slow."""
     assert set(quick) | set(without) <= set(FAMILIES)
     chosen = [f for f in FAMILIES if f not in without]
-    return [f if f in quick else pytest.param(f, marks=pytest.mark.slow) for f in chosen]
+    return [f if f in quick else pytest.param(f, marks=slow(f)) for f in chosen]
+
+
+def slow(family: str) -> pytest.MarkDecorator:
+    """The mark of a slow test of a family. T5 of few layers has regions that are larger, and do
+    not repeat."""
+    return pytest.mark.slow(10) if family == "t5" else pytest.mark.slow
 
 
 BATCH = 4

@@ -9,7 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 import meshfold
+from meshfold.api import bind
+from meshfold.capture.pipeline import Captured
 from meshfold.errors import MeshfoldError
+from meshfold.plan_file.io import plan_from_json
 from support.models.hugging_face import VOCABULARY, tiny_model
 from support.programs.type_changes import Mlp
 
@@ -162,15 +165,17 @@ def sliced_losses() -> list[float]:
     return [float(made.train_step(b)) for b in (own, batch())]
 
 
-def beyond_vocabulary(family: str, name: str) -> str:
-    """What a step raises under tensor parallelism for a number beyond the vocabulary."""
+def beyond_vocabulary(family: str, captured: Captured, plan_text: str) -> dict[str, str]:
+    """What a step raises under tensor parallelism for a number beyond the vocabulary, by input."""
     made, inputs = tiny_model(family, dtype=torch.float32)
-    options = meshfold.CompileOptions(pins={"tp": 4})
-    runs = meshfold.compile(made, CLUSTER, inputs, options=options)
-    wrong = inputs[name].clone()
-    wrong[-1, -2] = VOCABULARY + 5
-    try:
-        runs.train_step({**inputs, name: wrong})
-    except IndexError as error:
-        return str(error)
-    return ""
+    found = {}
+    for name in ("labels", "input_ids"):
+        runs = bind(made, plan_from_json(plan_text), captured, inputs)
+        wrong = inputs[name].clone()
+        wrong[-1, -2] = VOCABULARY + 5
+        try:
+            runs.train_step({**inputs, name: wrong})
+        except IndexError as error:
+            found[name] = str(error)
+        runs.close()
+    return found

@@ -36,6 +36,7 @@ from meshfold.distributed.local_processes import (
 from meshfold.torch_compat.process_groups import loopback_store
 
 STARTUP_S = 120.0
+MOST_POOLS = 2
 LEAVE = "leave"
 """Sent when all ranks have answered: the process group is ended until the next call."""
 IMPORTED = (
@@ -124,15 +125,18 @@ class Pool:
 
 
 class Pools:
-    """Pools by world size, started when first used."""
+    """Pools by world size, started when first used; of MOST_POOLS sizes at most, since every
+    process holds memory."""
 
     def __init__(self) -> None:
         self._pools: dict[int, Pool] = {}
 
     def run(self, world_size: int, function: str, *args: Any, **kwargs: Any) -> list[Any]:
         """See Pool.run. Raises WorkerFailure."""
-        if world_size not in self._pools:
-            self._pools[world_size] = Pool(world_size)
+        pool = self._pools.pop(world_size, None)
+        while pool is None and len(self._pools) >= MOST_POOLS:
+            self._pools.pop(next(iter(self._pools))).close()
+        self._pools[world_size] = pool or Pool(world_size)
         try:
             return self._pools[world_size].run(function, *args, **kwargs)
         except WorkerFailure:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
+
 from meshfold.api import plan_captured
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.codegen.emit.pipeline import emit_plan
@@ -15,7 +17,7 @@ from meshfold.ir.options import CompileOptions, Mode
 from meshfold.ir.plan import Plan
 from meshfold.plan_file.io import plan_to_json
 from meshfold.validation.float64_mode import float64_everywhere
-from support.models.hugging_face import tiny_model
+from support.models.hugging_face import FAMILIES, slow, tiny_model
 
 PINS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "dp": (2, {"dp": 2, "zero": 0}),
@@ -33,6 +35,18 @@ PINS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "zero3 x ep, again": (4, {"dp": 2, "ep": 2, "zero": 3, "recompute": "full"}),
 }
 """(processes, pins) by name."""
+
+
+def matrix(*quick: str) -> list[Any]:
+    """(family, pins) of all six families, of a test; families not named are marked slow."""
+    found = []
+    for pins in PINS:
+        for family in FAMILIES:
+            if ("cp" in pins and family == "t5") or ("ep" in pins and family != "mixtral"):
+                continue
+            marks = () if family in quick else slow(family)
+            found.append(pytest.param(family, pins, marks=marks))
+    return found
 
 
 @cache
@@ -58,11 +72,12 @@ def planned(family: str, pins: str, mode: Mode = "scheduled", parts: int = 1) ->
     return plan_captured(captured_family(family), family, cluster, options)
 
 
+@cache
 def emitted(
     family: str, pins: str, *, capacity_bytes: int | None = None, parts: int = 1
 ) -> EmittedProgram:
-    """The scheduled program. capacity_bytes: what a device is said to have beyond the plan's
-    peak. parts: of its samples, in which every region runs that can."""
+    """The scheduled program, made once: leave it as it is. capacity_bytes: what a device is said to
+    have beyond the plan's peak. parts: of its samples, in which every region runs that can."""
     plan = planned(family, pins, parts=parts)
     if capacity_bytes is not None:
         memory = replace(plan.memory, capacity=plan.memory.peak + capacity_bytes)

@@ -51,8 +51,10 @@ def model_of(family: str) -> tuple[nn.Module, dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def captured_of(family: str) -> Captured:
+    """In float64."""
     model, batch = model_of(family)
-    return capture(model, batch)
+    with float64_everywhere():
+        return capture(model, batch)
 
 
 def changed_plans(plan: Plan) -> Iterator[tuple[str, Plan]]:

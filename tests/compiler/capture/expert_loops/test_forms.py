@@ -28,6 +28,7 @@ def targets(captured: Captured) -> list[str]:
     return [op.target for i in captured.graph.instances for op in regions[i.region].graph.ops]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("capacity", [1, 2, 8])
 @pytest.mark.parametrize("with_router_losses", [False, True])
 def test_the_graph_computes_what_the_loop_does(capacity: int, with_router_losses: bool) -> None:

@@ -1,0 +1,93 @@
+"""Which cases of a matrix run by default; `pytest --exhaustive` runs them all.
+
+    @pytest.mark.sampled(2)
+    @pytest.mark.parametrize("family", ...)
+    @pytest.mark.parametrize("strategy", ...)
+
+Every value of every parameter is in two cases at least, where it has so many, and with three or
+more parameters every two values of two of them are in one. If some are marked slow, the others are
+always among them, and cases whose mark says that they take longer are taken last. The choice is the
+same on every worker and in every run.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations
+
+import pytest
+
+Case = Mapping[str, Hashable]
+
+
+def without_unsampled(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """(items that run by default, others), both in their order."""
+    matrices: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and hasattr(item, "callspec"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = set()
+    for cases in matrices.values():
+        (times,) = cases[0].get_closest_marker("sampled").args
+        values = _values(cases)
+        # Equal for equal values: tests of one matrix choose the same, and share what they make.
+        draws = [zlib.crc32(str(case).encode()) for case in values]
+        order = sorted(range(len(cases)), key=lambda k: (seconds_of(cases[k]), draws[k]))
+        cases, values = [cases[k] for k in order], [values[k] for k in order]
+        quick = [k for k, item in enumerate(cases) if not item.get_closest_marker("slow")]
+        chosen = sample(values, times, quick if len(quick) < len(cases) else ())
+        left |= {item for k, item in enumerate(cases) if k not in chosen}
+    return [item for item in items if item not in left], [item for item in items if item in left]
+
+
+def _values(items: Sequence[pytest.Item]) -> list[dict[str, str]]:
+    """By case and parameter, the value as text or, where that is an address, its number."""
+    numbers: dict[int, int] = {}
+    return [
+        {
+            name: f"{numbers.setdefault(id(value), len(numbers))}"
+            if " at 0x" in (text := repr(value))
+            else text
+            for name, value in sorted(item.callspec.params.items())
+        }
+        for item in items
+    ]
+
+
+def seconds_of(item: pytest.Item) -> float:
+    """About what a test takes, for an order alone: its mark `slow` may say it."""
+    if slow := item.get_closest_marker("slow"):
+        return float(slow.args[0]) if slow.args else 4.0
+    return 2.0 if item.get_closest_marker("multiprocess") else 0.1
+
+
+def sample(cases: Sequence[Case], times: int, kept: Sequence[int] = ()) -> set[int]:
+    """Numbers of the cases that run, `kept` among them: always the one next that has most of what
+    is still missing."""
+    wanted = [wanted_of(case) for case in cases]
+    missing = Counter(what for found in wanted for what in found)
+    for what, count in missing.items():
+        missing[what] = min(count, times if len(what) == 1 else 1)
+    chosen: set[int] = set()
+    turn: int | None
+    for turn in kept:
+        chosen.add(turn)
+        missing.subtract(wanted[turn])
+    while True:
+        gains = [sum(missing[what] > 0 for what in found) for found in wanted]
+        turn = max(
+            (k for k in range(len(cases)) if k not in chosen and gains[k]),
+            key=lambda k: gains[k],
+            default=None,
+        )
+        if turn is None:
+            return chosen
+        chosen.add(turn)
+        missing.subtract(wanted[turn])
+
+
+def wanted_of(case: Case) -> list[tuple[tuple[str, Hashable], ...]]:
+    """The values of a case, and, of three or more, every two of them."""
+    values = sorted(case.items(), key=lambda item: item[0])
+    sizes = (1, 2) if len(values) > 2 else (1,)
+    return [some for size in sizes for some in combinations(values, size)]
