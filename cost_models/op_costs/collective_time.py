@@ -22,10 +22,10 @@ ring      all-gather and reduce-scatter take one pass, all-reduce two. It enters
           node over the k ports of its ranks there, and both levels work at the same time (measured:
           86 GB/s bus bandwidth of 100 GB/s of network on 2 x 8 A100, NVIDIA/nccl-tests#175).
           All ranks send in every step, so each of the n - 1 steps waits for the slowest of m hops
-          over the network: w = 1.2 a2 (H_m - 1), H_m = 1 + 1/2 + ... + 1/m, the expected largest of
+          over the network: w = 0.25 a2 (H_m - 1), H_m = 1 + 1/2 + ... + 1/m, the expected largest of
           m exponentially distributed delays less their mean. Thus a gather over many ranks loses
           its rate: 32 nodes of 8 H100 were measured at 200 of 376 GB/s for 2 GiB
-          (NVIDIA/nccl#1218).
+          (NVIDIA/nccl#1218), and are given 275.
 tree      all-reduce over nodes: a chain in each and two complementary binary trees over them
           (Sanders, Speck, Traeff 2009); between 2 nodes half the bytes, as each is the root of one
           tree and a leaf of the other (NVIDIA/nccl#946: "2x less traffic on the network"). In nodes
@@ -75,10 +75,11 @@ BULK_LATENCIES = 3.5
 """Latencies that a hop between nodes takes under the bulk protocol. Published: 14 us for Simple
 over 4 us for LL128, tuning.cc."""
 
-HOP_JITTER = 1.2
-"""Mean of the random delay of a hop between nodes, in latencies. Fitted: the 2 GiB all-gather of 32
-nodes of 8 H100 at 200 GB/s, NVIDIA/nccl#1218, one point; checked with nothing else: no other gather
-over many nodes is published with its size."""
+HOP_JITTER = 0.25
+"""Mean of the random delay of a hop between nodes, in latencies. Fitted between what disagrees: an
+all-gather of 2 GiB on 32 nodes of 8 H100 asks for 1.2 (NVIDIA/nccl#1218; it is priced 27 % below now),
+all-reduces of 24 A100 for none (NVIDIA/nccl-tests#119; 9 % too slow), and the step of 2048 H100,
+0.12 s longer than that of 16 (NVIDIA/dgxc-benchmarking@741c886), for 0.25 at most."""
 
 NODES_PER_SWITCH = 32
 """Nodes that one level of switches joins. Published: the scalable unit of a DGX H100 SuperPOD has

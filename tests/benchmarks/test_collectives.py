@@ -22,7 +22,7 @@ def test_the_mean_error_is_what_it_was() -> None:
     """A change of the formulas that makes it worse has to say so here."""
     count, mean, worst = summary_of([errors_of(curve) for curve in CURVES])
     assert count == 59
-    assert mean < 0.045 and abs(worst) < 0.45
+    assert mean < 0.048 and abs(worst) < 0.45
 
 
 def test_an_error_by_hand() -> None:

@@ -56,11 +56,12 @@ def test_each_axis_knows_its_slowest_link() -> None:
     costs = CostModel(MIXED, build_mesh(MIXED, 3, 4))
     assert [costs.group_link([0]).name, costs.group_link([1]).name] == ["network", "link"]
     assert costs.collective_s("all_gather", 120, (1,)) == pytest.approx(3 + 90 / 100)
-    # 2 bulk hops of 17.5, and 2 steps that wait 1.2 * 5 * (1/2 + 1/3) for the slowest of 3 hops.
-    assert costs.collective_s("all_gather", 120, (0,)) == pytest.approx(35 + 10 + 80 / 10)
-    # Both axes together: 9 hops in nodes, 2 of low latency between, 11 steps that wait 5, 4 ports
-    # at an eighth of their rate; in any order.
-    both = 9 + 10 + 55 + 110 / 5
+    # 2 bulk hops of 17.5, and 2 steps that wait 5/4 * (1/2 + 1/3) for the slowest of 3 hops.
+    wait = 25 / 24
+    assert costs.collective_s("all_gather", 120, (0,)) == pytest.approx(35 + 2 * wait + 80 / 10)
+    # Both axes together: 9 hops in nodes, 2 of low latency between, 11 steps, 4 ports at an eighth
+    # of their rate; in any order.
+    both = 9 + 10 + 11 * wait + 110 / 5
     assert costs.collective_s("all_gather", 120, (0, 1)) == pytest.approx(both)
     assert costs.collective_s("all_gather", 120, (1, 0)) == pytest.approx(both)
     assert costs.collective_s("all_gather", 120, ()) == 0
