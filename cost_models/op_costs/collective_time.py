@@ -22,8 +22,8 @@ ring      all-gather and reduce-scatter take one pass, all-reduce two. It enters
           node over the k ports of its ranks there, and both levels work at the same time (measured:
           86 GB/s bus bandwidth of 100 GB/s of network on 2 x 8 A100, NVIDIA/nccl-tests#175).
           All ranks send in every step, so each of the n - 1 steps waits for the slowest of m hops
-          over the network: w = 0.25 a2 (H_m - 1), H_m = 1 + 1/2 + ... + 1/m, the expected largest of
-          m exponentially distributed delays less their mean. Thus a gather over many ranks loses
+          over the network: w = 0.25 a2 (H_m - 1), H_m = 1 + 1/2 + ... + 1/m, the expected largest
+          of m exponentially distributed delays less their mean. Thus a gather over many ranks loses
           its rate: 32 nodes of 8 H100 were measured at 200 of 376 GB/s for 2 GiB
           (NVIDIA/nccl#1218), and are given 275.
 tree      all-reduce over nodes: a chain in each and two complementary binary trees over them
@@ -77,9 +77,9 @@ over 4 us for LL128, tuning.cc."""
 
 HOP_JITTER = 0.25
 """Mean of the random delay of a hop between nodes, in latencies. Fitted between what disagrees: an
-all-gather of 2 GiB on 32 nodes of 8 H100 asks for 1.2 (NVIDIA/nccl#1218; it is priced 27 % below now),
-all-reduces of 24 A100 for none (NVIDIA/nccl-tests#119; 9 % too slow), and the step of 2048 H100,
-0.12 s longer than that of 16 (NVIDIA/dgxc-benchmarking@741c886), for 0.25 at most."""
+all-gather of 2 GiB on 32 nodes of 8 H100 asks for 1.2 (NVIDIA/nccl#1218; its price is 27 % too low
+now), all-reduces of 24 A100 for none (NVIDIA/nccl-tests#119; 9 % too high), and the step of 2048
+H100, 0.12 s longer than that of 16 (NVIDIA/dgxc-benchmarking@741c886), for 0.25 at most."""
 
 NODES_PER_SWITCH = 32
 """Nodes that one level of switches joins. Published: the scalable unit of a DGX H100 SuperPOD has

@@ -13,6 +13,7 @@ import pytest
 from meshfold.capture.pipeline import capture
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.op_costs.stragglers import slowest_factor
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
@@ -184,7 +185,7 @@ def test_kernels_of_a_pipeline_are_below_all_of_its_stages(
 
 
 def test_microbatches_whose_stages_save_copies_are_searched(folder: Path) -> None:
-    """One of 456.7 ms was called optimal."""
+    """One of 456.7 ms was called optimal, when all devices were equally fast."""
     graph = graph_of("llama-3-8b", "bf16", folder, batch=64, sequence=512)
     found = find_plan_for(
         graph,
@@ -194,4 +195,5 @@ def test_microbatches_whose_stages_save_copies_are_searched(folder: Path) -> Non
         batch_size=64,
         probe=PROBER,
     )
-    assert found.strategy.microbatches == 4 and found.time.step_s < 0.440
+    slower = slowest_factor(8, 0.008)
+    assert found.strategy.microbatches == 4 and found.time.step_s < 0.440 * slower
