@@ -16,8 +16,8 @@ without the optimizer, and counts from a barrier to the last rank. Medians and r
     no communication     one process's part of the batch under the model alone
 
 gloo moves bytes with the cores that compute, so it hides little. With --wire collectives of
-meshfold run over a serial link of so many MB/s that needs no core (benchmarks/emulated_link.py):
-what there is to hide then shows; the others are left out, and plans are made for such a link.
+meshfold run over a serial link of so many MB/s that needs no core (ranks/emulated_link.py): what
+there is to hide then shows; the others are left out, and plans are made for such a link.
 Losses are compared first.
 
 Last comes how often the simulator has the order right: of all pairs of meshfold's programs whose
@@ -36,8 +36,8 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from emulated_link import EmulatedLink
 from machine import Sample, this_machine
+from ranks.emulated_link import EmulatedLink
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

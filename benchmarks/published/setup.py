@@ -16,15 +16,36 @@ from published.runs import Run
 PRESETS: Mapping[str, str] = {
     "A100-SXM4-40GB": "dgx-a100-40",
     "A100-SXM4-80GB": "dgx-a100-80",
+    "A100-PCIe-40GB": "a100-pcie-40",
+    "A100-PCIe-80GB": "a100-pcie-80",
+    "A800-SXM4-80GB": "dgx-a800",
     "H100-SXM5-80GB": "dgx-h100",
+    "H100-SXM5-96GB-HBM2e-500W": "h100-96",
+    "H100-PCIe-80GB": "h100-pcie",
+    "H800-SXM5-80GB": "dgx-h800",
     "H200-SXM-141GB": "dgx-h200",
+    "GH200-96GB": "gh200",
     "B200-SXM-180GB": "dgx-b200",
+    "B300-SXM-288GB": "dgx-b300",
+    "GB200-186GB": "gb200-nvl72",
+    "GB300-288GB": "gb300-nvl72",
+    "V100-SXM2-16GB": "dgx-v100-16",
+    "V100-SXM2-32GB": "dgx-v100",
+    "V100-SXM3-32GB": "dgx2-v100",
+    "TITAN-RTX-24GB": "titan-rtx",
+    "RTX-3090-24GB": "rtx-3090",
+    "RTX-4090-24GB": "rtx-4090",
+    "RTX-A6000-48GB": "rtx-a6000",
+    "A10G-24GB": "a10g",
+    "L4-24GB": "l4",
+    "L40S-48GB": "l40s",
+    "MI300X-192GB": "mi300x",
 }
 """Presets by the device of a run."""
 
-LINE_RATE_SHARE = 0.86
-"""Of a network's line rate that a ring reaches: 86 of 100 GB/s on 2 x 8 A100,
-NVIDIA/nccl-tests#175."""
+NVLINK_DOMAINS = ("gb200-nvl72", "gb300-nvl72")
+"""Presets in which NVLink joins the hosts that a run counts as nodes; a run is taken to have as
+many devices in each of as few domains as hold it."""
 
 
 UNFUSED_ATTENTION = (
@@ -145,13 +166,20 @@ def _cluster(run: Run) -> ClusterSpec:
     if run.gpu not in PRESETS:
         raise NotExpressible(f"no preset for {run.gpu}")
     preset = PRESETS[run.gpu]
-    nodes = -(-run.num_gpus // run.gpus_per_node)
-    cluster = resolve_cluster(f"{preset}x{nodes}")
-    if cluster.groups[0].devices_per_node != run.gpus_per_node:
+    rate = ""
+    if run.nic_gbps_per_node is not None:
+        rate = f"@{run.nic_gbps_per_node / run.gpus_per_node:g}g"
+    per_node = resolve_cluster(preset).groups[0].devices_per_node
+    is_domain = preset in NVLINK_DOMAINS
+    nodes = -(-run.num_gpus // (per_node if is_domain else run.gpus_per_node))
+    cluster = resolve_cluster(f"{preset}x{nodes}{rate}")
+    if is_domain and nodes > 1:
+        if run.num_gpus % nodes:
+            raise NotExpressible("NVLink domains with unequal numbers of devices")
+        group = replace(cluster.groups[0], devices_per_node=run.num_gpus // nodes)
+        return replace(cluster, groups=(group,))
+    if not is_domain and per_node != run.gpus_per_node:
         raise NotExpressible(f"nodes of {run.gpus_per_node} {run.gpu}")
-    if run.nic_gbps_per_node is not None and nodes > 1:
-        rate = run.nic_gbps_per_node / 8 * 1e9 / run.gpus_per_node * LINE_RATE_SHARE
-        cluster = replace(cluster, network=replace(cluster.network, bytes_per_s=rate))
     cluster = replace(
         cluster, groups=tuple(replace(g, device=_device(run, g.device)) for g in cluster.groups)
     )

@@ -60,7 +60,9 @@ def cli(ctx: click.Context) -> None:
 
 @cli.command(cls=Command)
 @click.argument("model")
-@click.option("--cluster", "-c", required=True, help="Preset (dgx-h100x16, local-cpux4) or file.")
+@click.option(
+    "--cluster", "-c", required=True, help="Preset (dgx-h100x16@200g, local-cpux4) or file."
+)
 @click.option("--devices", type=Number(), help="Use that many of the cluster's devices.")
 @click.option(
     "--batch",

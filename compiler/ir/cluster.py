@@ -17,6 +17,9 @@ OVERLAP_SLOWDOWN = 1.1256
 """Where nothing better is known, see DeviceSpec. Ported: PKU-DAIR/Hetu-Galvatron
 overlap_coefficient.json, measured on A100-class devices; about 1.3 is told of TITAN RTX."""
 
+MOST_SPREAD = 0.25
+"""Of DeviceSpec.speed_spread: beyond it devices are not equal."""
+
 
 MEMORY_MARGIN = 0.05
 """Of a device's memory that a plan leaves free where nobody states a budget, for what the model of
@@ -50,6 +53,9 @@ class DeviceSpec:
     overlap_slowdown: float = OVERLAP_SLOWDOWN
     """By which compute and a collective are slower while they overlap, from 1 (neither takes
     anything from the other) to 2 (nothing is gained)."""
+    speed_spread: float = 0.0
+    """Standard deviation of the speed of equal devices, as a fraction of it: the slowest decides,
+    see cost_models/op_costs/stragglers.py."""
     attention_efficiency: float = 0.0
     """Fraction of the peak that a fused attention kernel reaches forward, of the flops that it has
     to do (the causal half), with heads of 128; 0: a share of matmul_efficiency, see
@@ -87,12 +93,15 @@ class LinkSpec:
     start_s: float = 0.0
     """Per collective."""
     ramp_bytes: float = 0.0
-    """Message size at which a collective reaches half of bytes_per_s; the formula is in
-    cost_models/op_costs/collective_time.py."""
+    """Size of a message, one of many that a collective sends, at which half of bytes_per_s is
+    reached; the formula is in cost_models/op_costs/collective_time.py."""
     reduce_bytes_per_s: float = 0.0
-    """Tensor bytes per second of an all-reduce done by the switch (NVLS); 0 for a link without."""
+    """What the port of a device carries while the switch reduces (NVLS); 0 for a link without."""
     bytes_per_s_by_ranks: tuple[RankRate, ...] = ()
     """Where a small group gets another rate than the whole node, as on point-to-point links."""
+    congestion: float = 0.0
+    """Of a network: by which fraction each level of switches above the first lengthens what it
+    carries."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +203,11 @@ def _check_device(path: str, device: DeviceSpec) -> None:
             f"{path}.overlap_slowdown: must be from 1 (compute and collectives do not disturb each "
             f"other) to 2 (nothing is gained by overlap), got {device.overlap_slowdown}"
         )
+    if not 0 <= device.speed_spread <= MOST_SPREAD:
+        raise ClusterSpecError(
+            f"{path}.speed_spread: must be from 0 (all devices are equally fast) to {MOST_SPREAD}, "
+            f"got {device.speed_spread}"
+        )
     if device.reserve_bytes >= device.memory_bytes:
         raise ClusterSpecError(
             f"{path}.reserve_bytes: {device.reserve_bytes} leaves nothing of "
@@ -209,7 +223,7 @@ def _check_link(path: str, link: LinkSpec) -> None:
     _check_text(f"{path}.name", link.name)
     _check_text(f"{path}.source", link.source)
     _check_positive(f"{path}.bytes_per_s", link.bytes_per_s)
-    for field in ("latency_s", "start_s", "ramp_bytes", "reduce_bytes_per_s"):
+    for field in ("latency_s", "start_s", "ramp_bytes", "reduce_bytes_per_s", "congestion"):
         _check_not_negative(f"{path}.{field}", getattr(link, field))
     before = 1
     for k, (ranks, bytes_per_s) in enumerate(link.bytes_per_s_by_ranks):

@@ -1,9 +1,10 @@
 """Which products of a region are collective matmuls
 (passes/collective_matmul/rewrite.py).
 
-Those that are faster than their collective and products one after the other. Regions are emitted
-with them unchunked and simulated, those first in which the step spends most; what makes
-the whole step faster, and still fits, stays.
+Those that are faster than their collective and products one after the other, or all of a region
+where some are: one after the other is an estimate. Regions are emitted with them unchunked and
+simulated, those first in which the step spends most; what makes the whole step faster, and still
+fits, stays.
 """
 
 from dataclasses import dataclass, replace
@@ -50,7 +51,9 @@ def with_collective_matmul(plan: Plan, folded: FoldedGraph, options: CompileOpti
     for region in by_time(plan):
         # Micro-chunks hide collectives themselves: both together only where these are pinned.
         chunking = Chunking() if options.micro_chunks_pin is None else best.regions[region].chunking
-        if matmuls := problem.paying(region, chunking):
+        paying = problem.paying(region, chunking)
+        choices = dict.fromkeys((paying, problem.possible(region, chunking))) if paying else ()
+        for matmuls in choices:
             found = _with(best, region, chunking, matmuls)
             found = with_program_events(found, folded, problem.costs, probe)
             best = found if is_better(found, best) else best

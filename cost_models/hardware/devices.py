@@ -1,6 +1,7 @@
 """Devices and clusters by name. The facts and where each comes from are in presets.json.
 
 resolve_cluster("dgx-h100x16")          16 nodes of 8 H100
+resolve_cluster("dgx-h100x16@200g")     the same over a network of 200 Gb/s per device
 resolve_cluster("local-cpux4")          4 processes on this machine
 resolve_cluster("my_cluster.json", 16)  16 devices of a described cluster
 """
@@ -28,6 +29,7 @@ from meshfold.ir.cluster import (
 from meshfold.plan_file.cluster_file import load_cluster
 
 _COUNTED = re.compile(r"^(?P<name>.+)x(?P<count>-?[0-9]{1,18})$")
+_RATE = re.compile(r"^[0-9]{1,6}(\.[0-9]{1,3})?g$")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class Preset:
     name: str
     group: NodeGroup
     network: LinkSpec
+    line_gbit_per_s: float
+    """Line rate of the network per device, one direction; 0 where there is none."""
     one_node: bool
+    suffix: str = ""
+    """Behind the name of a cluster: the rate that was asked for."""
 
     def cluster(self, count: int) -> ClusterSpec:
         """`count` nodes, or processes where the preset is one node."""
@@ -46,7 +52,14 @@ class Preset:
         else:
             group = replace(self.group, num_nodes=count)
         name = self.name if count == 1 else f"{self.name}x{count}"
-        return ClusterSpec(name, (group,), self.network)
+        return ClusterSpec(name + self.suffix, (group,), self.network)
+
+    def at_rate(self, gbit_per_s: float) -> "Preset":
+        """The same over a network of another line rate, of which as large a share is reached."""
+        if gbit_per_s == self.line_gbit_per_s:
+            return self
+        network = _at_rate(self.network, self.line_gbit_per_s, gbit_per_s)
+        return replace(self, network=network, line_gbit_per_s=gbit_per_s)
 
 
 @cache
@@ -58,34 +71,35 @@ def presets() -> Mapping[str, Preset]:
     data = json.loads(text)
     devices = {name: _device(name, facts) for name, facts in data["devices"].items()}
     links = {name: _link(name, facts) for name, facts in data["links"].items()}
-    return MappingProxyType(
-        {
-            name: Preset(
-                name=name,
-                group=NodeGroup(
-                    devices[row["device"]], 1, row["devices_per_node"], links[row["link"]]
-                ),
-                network=links[row["network"]],
-                one_node=row.get("one_node", False),
-            )
-            for name, row in data["presets"].items()
-        }
-    )
+    found = {}
+    for name, row in data["presets"].items():
+        network, _, rate = row["network"].partition("@")
+        preset = Preset(
+            name=name,
+            group=NodeGroup(devices[row["device"]], 1, row["devices_per_node"], links[row["link"]]),
+            network=links[network],
+            line_gbit_per_s=data["links"][network].get("line_gbit_per_s", [0])[0],
+            one_node=row.get("one_node", False),
+        )
+        found[name] = preset.at_rate(float(rate.rstrip("g"))) if rate else preset
+    return MappingProxyType(found)
 
 
 def cluster(text: str) -> ClusterSpec:
-    """The preset `text`, with "xN" behind it for N nodes (local-cpu: N processes).
+    """The preset `text`, with "xN" behind it for N nodes (local-cpu: N processes) and "@Rg" for a
+    network of R Gb/s per device.
 
-    Raises ClusterSpecError for an unknown name, naming the nearest, and for N below 1.
+    Raises ClusterSpecError for an unknown name, naming the nearest, for N below 1, and for a rate
+    that is none.
     """
     preset, count = _parse(text)
     return preset.cluster(1 if count is None else count)
 
 
 def resolve_cluster(text: str, num_devices: int | None = None) -> ClusterSpec:
-    """The cluster that a person means by `text`: a preset, with or without "xN", or the path of a
-    JSON file. `num_devices` takes that many of its devices: part of one node, or whole nodes; a
-    preset without "xN" grows to them.
+    """The cluster that a person means by `text`: a preset, with or without "xN" and "@Rg" as for
+    `cluster`, or the path of a JSON file. `num_devices` takes that many of its devices: part of one
+    node, or whole nodes; a preset without "xN" grows to them.
 
     Raises ClusterSpecError for an unknown preset (naming the nearest), a bad file, zero or
     negative devices, more devices than there are, or a number that is not whole nodes.
@@ -137,6 +151,25 @@ def subset(spec: ClusterSpec, num_devices: int) -> ClusterSpec:
 
 
 def _parse(text: str) -> tuple[Preset, int | None]:
+    text, at, rate = text.partition("@")
+    preset, count = _named(text)
+    return (_over_network(preset, f"{text}@{rate}", rate) if at else preset), count
+
+
+def _over_network(preset: Preset, text: str, rate: str) -> Preset:
+    if _RATE.fullmatch(rate) is None or not float(rate[:-1]):
+        raise ClusterSpecError(
+            f"cluster: {text!r}: {rate!r} is no rate of a network; "
+            "write Gb/s per device behind the number of nodes, such as @400g"
+        )
+    if not preset.line_gbit_per_s:
+        raise ClusterSpecError(
+            f"cluster: {text!r}: {preset.name} has no network; leave @{rate} out"
+        )
+    return replace(preset.at_rate(float(rate[:-1])), suffix=f"@{rate}")
+
+
+def _named(text: str) -> tuple[Preset, int | None]:
     known = presets()
     if text in known:
         return known[text], None
@@ -169,6 +202,7 @@ def _device(name: str, facts: Mapping[str, Any]) -> DeviceSpec:
         host_op_s=_seconds(value.get("host_op_us", 0)),
         attention_efficiency=value.get("attention_efficiency", 0.0),
         attention_backward_efficiency=value.get("attention_backward_efficiency", 0.0),
+        speed_spread=value.get("speed_spread", 0.0),
     )
 
 
@@ -184,6 +218,16 @@ def _link(name: str, facts: Mapping[str, Any]) -> LinkSpec:
         ramp_bytes=float(value.get("ramp_kib", 0) * 2**10),
         reduce_bytes_per_s=value.get("reduce_gb_per_s", 0) * 1e9,
         bytes_per_s_by_ranks=tuple(RankRate(ranks, gb_per_s * 1e9) for ranks, gb_per_s in by_ranks),
+        congestion=value.get("congestion", 0.0),
+    )
+
+
+def _at_rate(network: LinkSpec, line_gbit_per_s: float, gbit_per_s: float) -> LinkSpec:
+    return replace(
+        network,
+        name=f"{network.name.partition('@')[0]}@{gbit_per_s:g}g",
+        bytes_per_s=network.bytes_per_s * gbit_per_s / line_gbit_per_s,
+        source=f"{network.source}; gb_per_s in proportion to {gbit_per_s:g} Gb/s per device",
     )
 
 

@@ -1,33 +1,53 @@
 """Time of one collective, from the shape of its group and the links it crosses.
 
 Alpha-beta models (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations
-in MPICH, IJHPCA 19(1), 2005), with the two algorithms and the latency counts that NCCL's own tuner
-uses (NVIDIA/nccl, src/graph/tuning.cc). Symbols: a group of n ranks on m nodes, k ranks per node;
+in MPICH, IJHPCA 19(1), 2005), with the algorithms and the latency counts that NCCL's own tuner uses
+(NVIDIA/nccl, src/graph/tuning.cc). Symbols: a group of n ranks on m nodes, k ranks per node;
 s = bytes as each function says; a = latency_s, b = bytes_per_s, of the link in a node (1) and of
-the network (2).
+the network (2). T = start + latency + the slower level's volume / rate * ramp:
 
-    ring      T = start + hops(n) * latency + volume / rate * ramp
-              hops:   all-gather, reduce-scatter n - 1, all-reduce 2 (n - 1), each round trip of the
-                      ring crossing the network m - 1 times and staying in a node n - m times
-              volume: all-gather, reduce-scatter s (n - 1) / n, all-reduce twice that
-              rate:   min(b1, k * b2): the ring enters and leaves every node over the k ports of its
-                      ranks there, and both levels work at the same time (measured: 86 GB/s bus
-                      bandwidth of 100 GB/s of network on 2 x 8 A100, NVIDIA/nccl-tests#175)
-    tree      all-reduce: latency 2 ((k - 1) a1 + ceil(log2 m) a2): a chain in each node and two
-              complementary binary trees over the nodes (Sanders, Speck, Traeff 2009); every link
-              carries 2 s at 0.92 of its rate, but between 2 nodes s: each is the root of one tree
-              and a leaf of the other (NVIDIA/nccl#946: "2x less traffic on the network")
-    switch    all-reduce inside a node of a switch that reduces (NVLS): start + s / reduce_rate *
-              ramp; independent of n, which the published H200 and B200 rates confirm
-    pairwise  all-to-all: s (k - 1) / n at b1 and s (n - k) / n at b2, both at once; every rank
-              sends n - 1 messages
+              latency                                   volume / rate        message of the ramp
+    ring      passes ((n - m) a1 + (m - 1) a2 + (n - 1) w)
+                                                        passes s (n - 1) / n
+                                                            in a node b1         s / k
+                                                            network k b2         s
+    tree      2 ((k - 1) a1 + ceil(log2 m) a2)          2 s, between 2 nodes s
+                                                            in a node 0.92 b1    s / k
+                                                            network 0.92 k b2    s
+    switch    0                                         s (1 + 1/n) / r          s / n
+    pairwise  (k - 1) a1 + ceil((n - k) / 8) a2         s (k - 1) / n at 0.89 b1     s
+                                                        s (n - k) / n at b2          s
 
-An all-reduce takes the fastest. Size-dependent efficiency: ramp = 1 + sqrt(ramp_bytes / s), fitted
-to the size curves in the presets, so that T rises with s everywhere and tends to the full rate.
+ring      all-gather and reduce-scatter take one pass, all-reduce two. It enters and leaves every
+          node over the k ports of its ranks there, and both levels work at the same time (measured:
+          86 GB/s bus bandwidth of 100 GB/s of network on 2 x 8 A100, NVIDIA/nccl-tests#175).
+          All ranks send in every step, so each of the n - 1 steps waits for the slowest of m hops
+          over the network: w = 0.25 a2 (H_m - 1), H_m = 1 + 1/2 + ... + 1/m, the expected largest
+          of m exponentially distributed delays less their mean. Thus a gather over many ranks loses
+          its rate: 32 nodes of 8 H100 were measured at 200 of 376 GB/s for 2 GiB
+          (NVIDIA/nccl#1218), and are given 275.
+tree      all-reduce over nodes: a chain in each and two complementary binary trees over them
+          (Sanders, Speck, Traeff 2009); between 2 nodes half the bytes, as each is the root of one
+          tree and a leaf of the other (NVIDIA/nccl#946: "2x less traffic on the network"). In nodes
+          whose switch reduces, that takes the place of the chain's volume.
+switch    all-reduce in a node whose switch reduces (NVLS): a rank sends all of s to the switch,
+          which reduces, and 1/n of the result, which the switch multicasts: s (1 + 1/n) through its
+          port. Derived; r is then the same within 2 % for 5 to 8 H200 and for 6 to 8 B200.
+pairwise  all-to-all: every rank sends n - 1 messages, both levels at once.
+
+An all-reduce takes the fastest. Over the network there are two protocols, and the faster one counts
+(tuning.cc): a low-latency one, which reaches 1/8 of the rate, and the bulk one, whose hop between
+nodes takes 3.5 latencies.
+
+ramp = 1 + sqrt(ramp_bytes / message): a message of ramp_bytes moves at half the rate. T rises with
+s everywhere. Between more nodes than one leaf switch serves, every further level of switches
+lengthens what the network carries by link.congestion.
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 
 from meshfold.cost_models.hardware.topology import GroupShape
@@ -36,8 +56,34 @@ from meshfold.ir.cluster import LinkSpec
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")
 
 TREE_EFFICIENCY = 0.92
-"""Fraction of a link's rate under the tree algorithm: busBw of NCCL_ALGO_TREE,
+"""Fraction of a link's rate under the tree algorithm. Published: busBw of NCCL_ALGO_TREE,
 src/graph/tuning.cc."""
+
+PAIRWISE_EFFICIENCY = 0.89
+"""Fraction of the ring's rate in a node that an all-to-all reaches. Published: 537 and 606 GB/s on
+8 B200, MooreThreads/SimuMax@4dcaae5, configs/system/b200_bf16_ceperm.json."""
+
+PEERS_AT_ONCE = 8
+"""Messages to other nodes that a rank has under way together. Published: the point-to-point
+operations that NCCL puts into one batch of work (from memory, not looked up)."""
+
+LOW_LATENCY_RATE = 1 / 8
+"""Fraction of the network's rate under the low-latency protocol. Published: llMaxBws of tuning.cc,
+22.5 of the 172 GB/s of 8 HDR ports and 45 of the 376 GB/s of 8 NDR ports, 2 nodes."""
+
+BULK_LATENCIES = 3.5
+"""Latencies that a hop between nodes takes under the bulk protocol. Published: 14 us for Simple
+over 4 us for LL128, tuning.cc."""
+
+HOP_JITTER = 0.25
+"""Mean of the random delay of a hop between nodes, in latencies. Fitted between what disagrees: an
+all-gather of 2 GiB on 32 nodes of 8 H100 asks for 1.2 (NVIDIA/nccl#1218; its price is 27 % too low
+now), all-reduces of 24 A100 for none (NVIDIA/nccl-tests#119; 9 % too high), and the step of 2048
+H100, 0.12 s longer than that of 16 (NVIDIA/dgxc-benchmarking@741c886), for 0.25 at most."""
+
+NODES_PER_SWITCH = 32
+"""Nodes that one level of switches joins. Published: the scalable unit of a DGX H100 SuperPOD has
+32 nodes; a level above it joins as many units (estimate)."""
 
 _RING_PASSES: Mapping[str, int] = MappingProxyType(
     {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -56,16 +102,17 @@ def collective_s(
         raise ValueError(f"unknown collective {kind!r}; known are {', '.join(KINDS)}")
     if group.num_ranks == 1 or num_bytes <= 0:
         return 0.0
+    levels = _Levels(float(num_bytes), group, link, network)
     if kind == "all_to_all":
-        return _pairwise_s(num_bytes, group, link, network)
+        return levels.pairwise_s()
     if kind == "shift":
         pairs = [link] * (group.max_per_node > 1) + [network] * group.crosses_nodes
         return max(transfer_s(num_bytes, pair) for pair in pairs)
-    times = [_ring_s(_RING_PASSES[kind], num_bytes, group, link, network)]
-    if kind == "all_reduce":
-        times.append(_tree_s(num_bytes, group, link, network))
-        if link.reduce_bytes_per_s and not group.crosses_nodes:
-            times.append(_switch_s(num_bytes, link))
+    times = [levels.ring_s(_RING_PASSES[kind])]
+    if kind == "all_reduce" and group.crosses_nodes:
+        times.append(levels.tree_s())
+    elif kind == "all_reduce" and link.reduce_bytes_per_s:
+        times.append(levels.switch_s())
     return min(times)
 
 
@@ -92,61 +139,103 @@ def link_rate_bytes_per_s(link: LinkSpec, num_ranks: int) -> float:
     return before[1]
 
 
-def _ring_s(
-    passes: int, num_bytes: float, group: GroupShape, link: LinkSpec, network: LinkSpec
-) -> float:
-    in_node = group.num_ranks - group.num_nodes
-    latency_s = passes * (in_node * link.latency_s + (group.num_nodes - 1) * network.latency_s)
-    volume = passes * num_bytes * (group.num_ranks - 1) / group.num_ranks
-    return latency_s + _volume_s(num_bytes, (volume, volume), group, link, network)
+def congestion_factor(network: LinkSpec, num_nodes: int) -> float:
+    """By what the network takes longer between `num_nodes` nodes than under one leaf switch."""
+    if num_nodes <= NODES_PER_SWITCH:
+        return 1.0
+    return 1 + network.congestion * (math.log(num_nodes, NODES_PER_SWITCH) - 1)
 
 
-def _tree_s(num_bytes: float, group: GroupShape, link: LinkSpec, network: LinkSpec) -> float:
-    depth = math.ceil(math.log2(group.num_nodes))
-    latency_s = 2 * ((group.max_per_node - 1) * link.latency_s + depth * network.latency_s)
-    both_ways = 2 * num_bytes / TREE_EFFICIENCY
-    between = both_ways / 2 if group.num_nodes == 2 else both_ways
-    return latency_s + _volume_s(num_bytes, (both_ways, between), group, link, network)
+@dataclass(frozen=True)
+class _Levels:
+    """One collective of num_bytes on the levels of links that its group crosses."""
+
+    num_bytes: float
+    group: GroupShape
+    link: LinkSpec
+    network: LinkSpec
+
+    def ring_s(self, passes: int) -> float:
+        n, m = self.group.num_ranks, self.group.num_nodes
+        volume = passes * self.num_bytes * (n - 1) / n
+        in_node_s = self._in_node_s(volume)
+        latency_s = passes * (n - m) * self.link.latency_s
+        jitter_s = HOP_JITTER * (_harmonic(m) - 1) * self.network.latency_s
+        latency_s += passes * (n - 1) * jitter_s
+        return self._fastest_s(latency_s, in_node_s, passes * (m - 1), self._between_s(volume))
+
+    def tree_s(self) -> float:
+        """Of a group on several nodes."""
+        m, per_node = self.group.num_nodes, self.group.max_per_node
+        both_ways = 2 * self.num_bytes / TREE_EFFICIENCY
+        if self.link.reduce_bytes_per_s and per_node > 1:
+            in_node_s = self._reduced_s(per_node)
+        else:
+            in_node_s = self._in_node_s(both_ways)
+        between = both_ways / 2 if m == 2 else both_ways
+        latency_s = 2 * (per_node - 1) * self.link.latency_s
+        hops = 2 * math.ceil(math.log2(m))
+        return self._fastest_s(latency_s, in_node_s, hops, self._between_s(between))
+
+    def switch_s(self) -> float:
+        """Of a group in one node whose switch reduces."""
+        return self.link.start_s + self._reduced_s(self.group.num_ranks)
+
+    def pairwise_s(self) -> float:
+        group, link, network = self.group, self.link, self.network
+        peers, away = group.max_per_node - 1, group.num_ranks - group.min_per_node
+        latency_s, start_s, times = peers * link.latency_s, 0.0, [0.0]
+        if peers:
+            rate = link_rate_bytes_per_s(link, group.max_per_node) * PAIRWISE_EFFICIENCY
+            start_s = link.start_s
+            times.append(
+                self.num_bytes * peers / group.num_ranks / rate * _ramp(link, self.num_bytes)
+            )
+        if group.crosses_nodes:
+            latency_s += math.ceil(away / PEERS_AT_ONCE) * network.latency_s
+            start_s = network.start_s
+            seconds = self.num_bytes * away / group.num_ranks / network.bytes_per_s
+            seconds *= congestion_factor(network, group.num_nodes)
+            times.append(seconds * _ramp(network, self.num_bytes))
+        return start_s + latency_s + max(times)
+
+    def _fastest_s(self, latency_s: float, in_node_s: float, hops: int, between_s: float) -> float:
+        """Under the better protocol. latency_s: inside the nodes; hops: over the network, one after
+        the other; between_s: what the network carries, under the bulk protocol."""
+        if not self.group.crosses_nodes:
+            return self.link.start_s + latency_s + in_node_s
+        start_s, hop_s = self.network.start_s, self.network.latency_s
+        low_latency_s = hops * hop_s + max(in_node_s, between_s / LOW_LATENCY_RATE)
+        bulk_s = hops * hop_s * BULK_LATENCIES + max(in_node_s, between_s)
+        return start_s + latency_s + min(low_latency_s, bulk_s)
+
+    def _in_node_s(self, volume: float) -> float:
+        """volume: bytes through the port of a rank."""
+        per_node = self.group.max_per_node
+        if per_node == 1:
+            return 0.0
+        seconds = volume / link_rate_bytes_per_s(self.link, per_node)
+        return seconds * _ramp(self.link, self.num_bytes / per_node)
+
+    def _between_s(self, volume: float) -> float:
+        """volume: bytes through the ports of a node together."""
+        if not self.group.crosses_nodes:
+            return 0.0
+        seconds = volume / (self.group.min_per_node * self.network.bytes_per_s)
+        congested_s = seconds * congestion_factor(self.network, self.group.num_nodes)
+        return congested_s * _ramp(self.network, self.num_bytes)
+
+    def _reduced_s(self, num_ranks: int) -> float:
+        """What a switch that reduces takes for the ranks of a node."""
+        volume = self.num_bytes * (1 + 1 / num_ranks)
+        message = self.num_bytes / num_ranks
+        return volume / self.link.reduce_bytes_per_s * _ramp(self.link, message)
 
 
-def _volume_s(
-    num_bytes: float,
-    volumes: tuple[float, float],
-    group: GroupShape,
-    link: LinkSpec,
-    network: LinkSpec,
-) -> float:
-    """Start and transfer, both levels at the same time. volumes: bytes through the port of a rank
-    in its node, and through the ports of a node together; num_bytes: for the ramp."""
-    levels: list[tuple[LinkSpec, float]] = []
-    if group.max_per_node > 1:
-        levels.append((link, volumes[0] / link_rate_bytes_per_s(link, group.max_per_node)))
-    if group.crosses_nodes:
-        levels.append((network, volumes[1] / (group.min_per_node * network.bytes_per_s)))
-    start_s = max(level.start_s for level, _ in levels)
-    return start_s + max(seconds * _ramp(level, num_bytes) for level, seconds in levels)
+@cache
+def _harmonic(count: int) -> float:
+    return math.fsum(1 / k for k in range(1, count + 1))
 
 
-def _switch_s(num_bytes: float, link: LinkSpec) -> float:
-    return link.start_s + num_bytes / link.reduce_bytes_per_s * _ramp(link, num_bytes)
-
-
-def _pairwise_s(num_bytes: float, group: GroupShape, link: LinkSpec, network: LinkSpec) -> float:
-    peers = group.max_per_node - 1
-    away = group.num_ranks - group.min_per_node
-    latency_s = peers * link.latency_s
-    times = []
-    if peers:
-        rate = link_rate_bytes_per_s(link, group.max_per_node)
-        times.append(num_bytes * peers / group.num_ranks / rate * _ramp(link, num_bytes))
-    start_s = link.start_s if peers else network.start_s
-    if group.crosses_nodes:
-        latency_s += away * network.latency_s
-        start_s = max(start_s, network.start_s)
-        rate = network.bytes_per_s
-        times.append(num_bytes * away / group.num_ranks / rate * _ramp(network, num_bytes))
-    return start_s + latency_s + max(times)
-
-
-def _ramp(link: LinkSpec, num_bytes: float) -> float:
-    return 1 + math.sqrt(link.ramp_bytes / num_bytes)
+def _ramp(link: LinkSpec, message_bytes: float) -> float:
+    return 1 + math.sqrt(link.ramp_bytes / message_bytes)

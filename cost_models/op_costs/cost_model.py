@@ -5,7 +5,7 @@ the links; on unequal hardware a plan gives every device the same work, so the s
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
@@ -13,6 +13,7 @@ from meshfold.cost_models.hardware.topology import GroupShape, group_shape, slow
 from meshfold.cost_models.op_costs import collective_time as collectives
 from meshfold.cost_models.op_costs.attention import BACKWARD_SHARE, FORWARD_SHARE, Scores
 from meshfold.cost_models.op_costs.compute import Work
+from meshfold.cost_models.op_costs.stragglers import slowest_factor
 from meshfold.errors import ClusterSpecError
 from meshfold.ir.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from meshfold.ir.mesh import Mesh
@@ -40,10 +41,21 @@ class CostModel:
 
     @cached_property
     def device(self) -> DeviceSpec:
-        """The slowest device: least float32 peak, then least memory bandwidth."""
-        return min(
+        """The slowest device: least float32 peak, then least memory bandwidth; of all that are
+        equal on paper, the one that is slower than the others (stragglers.py)."""
+        device = min(
             (g.device for g in self.cluster.groups),
             key=lambda d: (d.peak_flops_per_s["float32"], d.memory_bytes_per_s),
+        )
+        slower = slowest_factor(self.cluster.num_devices, device.speed_spread)
+        if slower == 1:
+            return device
+        peaks = {dtype: peak / slower for dtype, peak in device.peak_flops_per_s.items()}
+        return replace(
+            device,
+            peak_flops_per_s=peaks,
+            memory_bytes_per_s=device.memory_bytes_per_s / slower,
+            launch_s=device.launch_s * slower,
         )
 
     @cached_property

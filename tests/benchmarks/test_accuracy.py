@@ -40,6 +40,21 @@ def test_degrees_become_pins() -> None:
     assert setup.options.precision == "fp16"
 
 
+def test_devices_and_networks_become_presets() -> None:
+    on_v100 = next(
+        run for run in RUNS.values() if run.gpu == "V100-SXM3-32GB" and run.num_gpus == 8
+    )
+    spec = setup_of(on_v100).cluster
+    assert (spec.num_devices, spec.groups[0].devices_per_node) == (8, 8)
+    run = replace(SMALL, gpu="GB200-186GB", gpus_per_node=4, num_gpus=128, tp=1, pp=2, dp=64)
+    run = replace(run, micro_batch_size=1, global_batch_size=128, nic_gbps_per_node=800.0)
+    spec = setup_of(run).cluster
+    assert [(g.num_nodes, g.devices_per_node) for g in spec.groups] == [(2, 64)]
+    assert spec.network.name == "ndr-ib@200g"
+    with pytest.raises(NotExpressible, match="nodes of 4 H100"):
+        setup_of(replace(run, gpu="H100-SXM5-80GB"))
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -42,6 +42,8 @@ CASES: list[tuple[Any, str]] = [
     (lambda: with_device(reserve_bytes=2**40), "groups[1].device.reserve_bytes: 1099511627776 lea"),
     (lambda: with_device(host_bytes_per_s=-1), "groups[1].device.host_bytes_per_s: must be 0 or"),
     (lambda: with_device(overlap_slowdown=0.9), "groups[1].device.overlap_slowdown: must be from"),
+    (lambda: with_device(speed_spread=-0.1), "groups[1].device.speed_spread: must be from 0 (all"),
+    (lambda: with_device(speed_spread=0.3), "groups[1].device.speed_spread: must be from 0 (all"),
     (lambda: with_device(overlap_slowdown=2.1), "groups[1].device.overlap_slowdown: must be from"),
     (
         lambda: with_device(peak_flops_per_s={"float16": 1.0}),
@@ -59,6 +61,7 @@ CASES: list[tuple[Any, str]] = [
     (lambda: with_network(latency_s=-1), "network.latency_s: must be 0 or more, got -1"),
     (lambda: with_network(start_s=-1), "network.start_s: must be 0 or more"),
     (lambda: with_network(ramp_bytes=-1), "network.ramp_bytes: must be 0 or more"),
+    (lambda: with_network(congestion=-1), "network.congestion: must be 0 or more, got -1"),
     (lambda: with_network(reduce_bytes_per_s=-1), "network.reduce_bytes_per_s: must be 0 or more"),
     (
         lambda: with_network(bytes_per_s_by_ranks=((2, 1.0), (2, 1.0))),

@@ -11,25 +11,43 @@ from meshfold.cost_models.hardware.devices import cluster, presets, resolve_clus
 from meshfold.errors import ClusterSpecError
 from meshfold.ir.cluster import OVERLAP_SLOWDOWN, ClusterSpec
 
-NAMES = [
-    "dgx-a100-40",
-    "dgx-a100-80",
-    "dgx-h100",
-    "dgx-h200",
-    "dgx-b200",
-    "dgx-v100",
-    "titan-rtx",
-    "a10g",
-    "l4",
-    "mi300x",
-    "local-cpu",
-]
+HOST_GB_PER_S = {
+    "dgx-a100-40": 31,
+    "dgx-a100-80": 31,
+    "a100-pcie-40": 31,
+    "a100-pcie-80": 31,
+    "dgx-a800": 31,
+    "dgx-h100": 63,
+    "h100-96": 63,
+    "h100-pcie": 63,
+    "dgx-h800": 63,
+    "dgx-h200": 63,
+    "gh200": 225,
+    "dgx-b200": 63,
+    "dgx-b300": 121,
+    "gb200-nvl72": 112,
+    "gb300-nvl72": 112,
+    "dgx-v100-16": 15.75,
+    "dgx-v100": 15.75,
+    "dgx2-v100": 15.75,
+    "titan-rtx": 15.75,
+    "rtx-3090": 31,
+    "rtx-4090": 31,
+    "rtx-a6000": 31,
+    "a10g": 31,
+    "l4": 31,
+    "l40s": 31,
+    "mi300x": 63,
+    "local-cpu": 0,  # its memory is the host's
+}
+NAMES = list(HOST_GB_PER_S)
+PER_NODE = {"local-cpu": 1, "gh200": 4, "dgx2-v100": 16, "gb200-nvl72": 72, "gb300-nvl72": 72}
 
 
 def test_every_preset_is_a_valid_cluster() -> None:
     assert list(presets()) == NAMES
     for name in NAMES:
-        assert cluster(name).num_devices == (1 if name == "local-cpu" else 8)
+        assert cluster(name).num_devices == PER_NODE.get(name, 8)
 
 
 def test_every_figure_has_a_source() -> None:
@@ -44,23 +62,8 @@ def test_every_figure_has_a_source() -> None:
                 assert len(source) >= 8, f"{table}.{name}.{key}"
 
 
-HOST_GB_PER_S = {
-    "dgx-a100-40": 31,
-    "dgx-a100-80": 31,
-    "dgx-h100": 63,
-    "dgx-h200": 63,
-    "dgx-b200": 63,
-    "dgx-v100": 15.75,
-    "titan-rtx": 15.75,
-    "a10g": 31,
-    "l4": 31,
-    "mi300x": 63,
-    "local-cpu": 0,  # its memory is the host's
-}
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_the_link_to_the_host_is_that_of_the_pcie_generation(name: str) -> None:
+def test_the_link_to_the_host_is_that_of_the_host(name: str) -> None:
     assert cluster(name).host_bytes_per_s == HOST_GB_PER_S[name] * 1e9
     assert ("host_gb_per_s" in cluster(name).groups[0].device.source) == (name != "local-cpu")
 
@@ -78,7 +81,7 @@ def test_figures_are_converted_where_they_are_read() -> None:
     assert h100.device.peak_flops_per_s["bfloat16"] == 989.4e12
     assert h100.device.launch_s == 3e-6
     assert h100.device.host_op_s == 8e-6
-    assert h100.link.bytes_per_s == 366e9
+    assert h100.link.bytes_per_s == 370e9
     assert h100.link.latency_s == 1.9e-6
     assert "MAMF" in h100.device.source and "dgxc-benchmarking" in h100.link.source
 
@@ -89,6 +92,29 @@ def test_a_count_means_nodes_and_processes_on_the_local_machine() -> None:
     assert (local.num_nodes, local.num_devices) == (1, 4)
     assert cluster("mi300x").num_devices == 8
     assert cluster("mi300xx2").num_devices == 16
+
+
+def test_equal_devices_are_not_equally_fast() -> None:
+    assert cluster("dgx-h100").groups[0].device.speed_spread == 0.008
+    assert cluster("local-cpu").groups[0].device.speed_spread == 0
+
+
+def test_a_rate_behind_a_preset_is_that_of_the_network_per_device() -> None:
+    default, slow = cluster("dgx-h100x16"), cluster("dgx-h100x16@100g")
+    assert (slow.name, slow.network.name) == ("dgx-h100x16@100g", "ndr-ib@100g")
+    # 47 of 400 Gb/s are reached, so 11.75 of 100.
+    assert slow.network.bytes_per_s == pytest.approx(11.75e9)
+    assert slow.network.source.endswith("gb_per_s in proportion to 100 Gb/s per device")
+    assert slow.groups == default.groups
+    assert cluster("dgx-h100x16@400g").network == default.network
+    assert cluster("a100-pcie-80@12.5g").network.name == "hdr-ib@12.5g"
+    assert resolve_cluster("dgx-h100@200g", 16).num_nodes == 2
+
+
+def test_a_node_is_what_one_link_joins() -> None:
+    domain = cluster("gb200-nvl72x2")
+    assert (domain.num_nodes, domain.num_devices) == (2, 144)
+    assert cluster("a100-pcie-80").network.name == "hdr-ib@25g"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +143,12 @@ def test_devices_picks_part_of_a_node_or_whole_nodes(
         ("mi300x2", None, "did you mean mi300x?"),
         ("dgx-h100xtwo", None, "did you mean dgx-h100?"),
         ("?!", None, "presets are dgx-a100-40, dgx-a100-80"),
+        ("dgx-h10@400g", None, "cluster: unknown preset 'dgx-h10'; did you mean dgx-h100?"),
+        ("dgx-h100@fast", None, "cluster: 'dgx-h100@fast': 'fast' is no rate of a network; write"),
+        ("dgx-h100@", None, "'' is no rate of a network; write Gb/s per device"),
+        ("dgx-h100@0g", None, "'0g' is no rate of a network"),
+        ("dgx-h100@400gx2", None, "behind the number of nodes, such as @400g"),
+        ("local-cpux2@1g", None, "local-cpu has no network; leave @1g out"),
         ("dgx-h100x0", None, "'dgx-h100x0' asks for 0 nodes; write x1 or more"),
         ("dgx-h100x-2", None, "asks for -2 nodes"),
         ("dgx-h100", 0, "devices: must be 1 or more, got 0"),

@@ -1,5 +1,8 @@
 """CostModel: roofline, groups of axes, refusals."""
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,13 +40,28 @@ def test_unequal_hardware_is_as_slow_as_its_slowest_and_as_small_as_its_smallest
     assert MIXED.num_nodes == 3 and MIXED.num_devices == 12
 
 
+def test_the_slowest_of_equal_devices_decides() -> None:
+    spread = replace(SLOW, speed_spread=0.01)
+    eight = ClusterSpec("eight", (NodeGroup(spread, 1, 8, LINK),), NETWORK)
+    costs = CostModel(eight, Mesh(()))
+    slower = 1 + 0.01 * math.sqrt(2 * math.log(8))
+    assert costs.launch_s == pytest.approx(2 * slower)
+    assert costs.compute_s(100, 0, "float32") == pytest.approx((2 + 20) * slower)
+    assert costs.compute_s(0, 4000, "float32") == pytest.approx((2 + 100) * slower)
+    alone = ClusterSpec("alone", (NodeGroup(spread, 1, 1, LINK),), NETWORK)
+    assert CostModel(alone, Mesh(())).device == spread
+
+
 def test_each_axis_knows_its_slowest_link() -> None:
     costs = CostModel(MIXED, build_mesh(MIXED, 3, 4))
     assert [costs.group_link([0]).name, costs.group_link([1]).name] == ["network", "link"]
     assert costs.collective_s("all_gather", 120, (1,)) == pytest.approx(3 + 90 / 100)
-    assert costs.collective_s("all_gather", 120, (0,)) == pytest.approx(10 + 80 / 10)
-    # Both axes together: 9 hops in nodes, 2 between, 4 ports; in any order.
-    both = 9 + 10 + 110 / 40
+    # 2 bulk hops of 17.5, and 2 steps that wait 5/4 * (1/2 + 1/3) for the slowest of 3 hops.
+    wait = 25 / 24
+    assert costs.collective_s("all_gather", 120, (0,)) == pytest.approx(35 + 2 * wait + 80 / 10)
+    # Both axes together: 9 hops in nodes, 2 of low latency between, 11 steps, 4 ports at an eighth
+    # of their rate; in any order.
+    both = 9 + 10 + 11 * wait + 110 / 5
     assert costs.collective_s("all_gather", 120, (0, 1)) == pytest.approx(both)
     assert costs.collective_s("all_gather", 120, (1, 0)) == pytest.approx(both)
     assert costs.collective_s("all_gather", 120, ()) == 0

@@ -40,21 +40,24 @@ WHOLE = CollectiveEvent(
 
 def test_hand_computed_steps() -> None:
     found = in_steps(WHOLE, HierarchicalSplit(4, 2, 1), COSTS)
-    # 0.5 start, 3 steps, 800 * 3/4 at 100; of 200 the ring's 2 steps of 5, 2 * 200 / 2 at 10
+    # 0.5 start, 3 steps, 800 * 3/4 at 100; of 200 the ring's 2 steps of 3.5 * 5, each of which
+    # waits 5/4 * 1/2 for the slower of 2 hops, 2 * 200 / 2 at 10
     expected = [
         ("reduce_scatter", ("dp", IN_NODE), "link", 800, 0.5 + 3 + 6),
-        ("all_reduce", ("dp", ACROSS_NODES), "network", 200, 2 + 2 * 5 + 20),
+        ("all_reduce", ("dp", ACROSS_NODES), "network", 200, 2 + 2 * 17.5 + 2 * 0.625 + 20),
         ("all_gather", ("dp", IN_NODE), "link", 800, 0.5 + 3 + 6),
     ]
     assert [(p.kind, p.axes, p.link, p.num_bytes, p.seconds) for p in found.steps] == expected
-    assert (found.num_bytes, found.pieces, found.seconds) == (800, 1, 9.5 + 32 + 9.5)
+    assert (found.num_bytes, found.pieces, found.seconds) == (800, 1, 9.5 + 58.25 + 9.5)
 
 
 def test_pieces_overlap_each_other() -> None:
     found = in_steps(WHOLE, HierarchicalSplit(4, 2, 2), COSTS)
-    assert [p.seconds for p in found.steps] == [6.5, 22.0, 6.5]
+    # A tree between 2 nodes: up and down 3.5 * 5, 100 at 0.92 of 10.
+    tree_s = 2 + 2 * 17.5 + 100 / 9.2
+    assert [p.seconds for p in found.steps] == pytest.approx([6.5, tree_s, 6.5])
     # The network is what both wait for: the first piece is there after 6.5.
-    assert found.seconds == 6.5 + 2 * 22 + 6.5
+    assert found.seconds == pytest.approx(6.5 + 2 * tree_s + 6.5)
 
 
 @given(
@@ -83,7 +86,7 @@ def test_a_line_of_the_plan_file() -> None:
     found = in_steps(WHOLE, HierarchicalSplit(4, 2, 2), COSTS)
     text = write_collective(found)
     assert text.startswith(
-        "all_reduce dp network 800 57.0 = 2 x reduce_scatter dp,in-node link 400"
+        "all_reduce dp network 800 108.73913043478261 = 2 x reduce_scatter dp,in-node link 400"
     )
     assert read_collective(text) == found
     for wrong in (

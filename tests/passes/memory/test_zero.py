@@ -2,6 +2,7 @@
 search."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -134,7 +135,8 @@ def test_offloaded_states_leave_and_the_way_there_and_back_is_paid() -> None:
     assert (moved.optimizer_bytes, moved.gradient_bytes) == (0, 0)
     assert moved.parameter_bytes == num_bytes
     one_way_s = num_bytes / HOST_BYTES_PER_S
-    device_s = 7 * num_bytes / (900e9 * 0.91)
+    # The slowest of 4 devices that differ by 0.8 %: sqrt(2 ln 4) = 1.66511.
+    device_s = 7 * num_bytes / (900e9 * 0.91) * (1 + 0.008 * math.sqrt(2 * math.log(4)))
     hidden = max(plain.price.backward_s, one_way_s)
     expected_s = plain.price.forward_s + hidden + one_way_s
     assert plain.time_s == pytest.approx(
