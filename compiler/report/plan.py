@@ -16,6 +16,7 @@ from rich.text import Text
 from meshfold.ir.plan import Plan, PricedStrategy, RegionPlan, RegionRun, StagePlan
 from meshfold.ir.step_events import SimulatedStep
 from meshfold.plan_file.text import write_layout
+from meshfold.report.hybrid_shard import hybrid_shard_text
 from meshfold.report.search import proof_text, search_view
 from meshfold.report.tables import indented, section, table_of
 from meshfold.report.terminal import lines_view
@@ -114,6 +115,7 @@ def _headline(plan: Plan) -> RenderableType:
         ("cluster", f"{cluster.name}: {devices}"),
         ("mesh", f"{plan.mesh}" + (f" ({links})" if links else "")),
         ("strategy", plan.strategy.label + (f" (pinned: {pins})" if pins else "")),
+        *[("states", text) for text in [hybrid_shard_text(plan)] if text],
     ]
     grid = Table.grid(padding=(0, 2))
     for label, text in rows:
