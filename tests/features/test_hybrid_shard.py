@@ -242,6 +242,14 @@ def test_recomputed_regions_equal_one_process(pools: Pools) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+def test_a_call_without_labels_gathers_the_same_shards(pools: Pools) -> None:
+    arguments = "gpt2", captured_family("gpt2"), plan_to_json(plan_for("gpt2", 3))
+    found = pools.run(RANKS, "support.programs.emit:inference_error", *arguments)
+    assert max(found) <= EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_clipping_counts_every_shard_once(pools: Pools) -> None:
     expected = clipped_steps("gpt2", {}, 0.3)
     for found in pools.run(RANKS, "support.programs.emit:clipped_steps", "gpt2", PINS, 0.3):
