@@ -4,6 +4,7 @@ What meshfold cannot say is not approximated: `setup_of` raises NotExpressible w
 reasons are counted.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -199,20 +200,26 @@ def _device(run: Run, device: DeviceSpec) -> DeviceSpec:
     return device
 
 
+_ZERO = re.compile(r"(?P<level>[0-3])( within (?P<ranks>[0-9]+) GPUs, replicated across)?")
+"""A ZeRO level, over all data parallel ranks or over some (HSDP)."""
+
+
 def _pins(run: Run) -> dict[str, int | str]:
     if run.num_gpus != run.tp * run.pp * run.dp * run.cp:
         raise NotExpressible("degrees that do not make the devices")
     if run.dp * run.micro_batch_size * run.num_microbatches != run.global_batch_size:
         raise NotExpressible("a batch that does not divide")
-    if run.zero_stage not in (0, 1, 2, 3, "0", "1", "2", "3"):
-        raise NotExpressible("ZeRO in a part of the data parallel ranks (HSDP)")
+    zero = _ZERO.fullmatch(str(run.zero_stage))
+    if zero is None:
+        raise NotExpressible(f"ZeRO {run.zero_stage}")
     if run.recompute not in ("none", "full", "selective"):
         raise NotExpressible(f"recompute {run.recompute}")
     pins: dict[str, int | str] = {
         "tp": run.tp,
         "dp": run.dp,
         "cp": run.cp,
-        "zero": int(run.zero_stage),
+        "zero": int(zero["level"]),
+        "dp_shard": int(zero["ranks"] or run.dp),
         "recompute": run.recompute,
         "offload": "none",
         "microbatches": run.num_microbatches,

@@ -1,12 +1,12 @@
-"""The nodes that groups of ranks lie on. A group is written as its axes, and a level of it as these
-and IN_NODE or ACROSS_NODES at the end."""
+"""The nodes that groups of ranks lie on. A group is written as its axes, of the mesh or of its
+storage mesh, and a level of it as these and IN_NODE or ACROSS_NODES at the end."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from meshfold.ir.cluster import ClusterSpec
-from meshfold.ir.mesh import Mesh, MeshAxis
+from meshfold.ir.mesh import REPLICATE_AXIS, SHARD_AXIS, Mesh, MeshAxis
 
 IN_NODE, ACROSS_NODES = "in-node", "across-nodes"
 NUM_STEPS = 3
@@ -26,6 +26,8 @@ class NodeLevels:
     def sizes(self, axes: Axes) -> tuple[int, int] | None:
         """(ranks of a group on each of its nodes, its nodes); None where that differs, or where
         there is one level alone."""
+        if (storage := self._of_storage(axes)) is not None:
+            return storage.sizes(axes)
         if self._fine is None:
             return None
         in_node, across = (self._size(axes, level, self._fine) for level in (IN_NODE, ACROSS_NODES))
@@ -42,6 +44,8 @@ class NodeLevels:
 
         Raises ValueError for a level of groups that have none.
         """
+        if (storage := self._of_storage(axes)) is not None:
+            return storage.resolved(axes)
         *names, level = axes or ("",)
         if level not in (IN_NODE, ACROSS_NODES):
             return self.mesh, axes
@@ -51,6 +55,11 @@ class NodeLevels:
                 f"{self.node_ranks} ranks a node"
             )
         return self._fine, tuple(_digit(name, level) for name in names)
+
+    def _of_storage(self, axes: Axes) -> "NodeLevels | None":
+        """The levels of the storage mesh, if these are axes that it alone has."""
+        is_there = self.mesh.replicas == 1 or not {REPLICATE_AXIS, SHARD_AXIS} & {*axes}
+        return None if is_there else NodeLevels(self.mesh.storage, self.node_ranks)
 
     @cached_property
     def _fine(self) -> Mesh | None:

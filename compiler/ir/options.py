@@ -62,6 +62,7 @@ PINS: Mapping[str, str] = MappingProxyType(
         "cp": "context parallel degree",
         "tp": "tensor parallel degree",
         "zero": "ZeRO level",
+        "dp_shard": "data parallel ranks that ZeRO shards over, replicated over the rest (HSDP)",
         "sp": "whether tp shards the sequence of activations between its ops (0 or 1)",
         "recompute": "which activations are recomputed in the backward",
         "offload": "what lives in the host's memory",
@@ -94,6 +95,8 @@ _FORMER_PINS = MappingProxyType(
     }
 )
 """Names of pins up to version 1 of the plan file, and those of today."""
+
+_DEGREES = ("dp", "ep", "cp", "tp", "pp", "dp_shard", "microbatches")
 
 _SIZES = (REDUCE_BUCKET, ALLGATHER_BUCKET, HIERARCHICAL_ALL_REDUCE)
 """Pins that are sizes."""
@@ -309,10 +312,7 @@ def _check_pin(name: str, value: PinValue) -> None:
         return
     if not isinstance(value, int):
         raise OptionError(f"pin {name}={value}: no number; write one")
-    if (
-        name in ("dp", "ep", "cp", "tp", "pp", "microbatches", VIRTUAL_STAGES, MICRO_CHUNKS)
-        and value < 1
-    ):
+    if name in (*_DEGREES, VIRTUAL_STAGES, MICRO_CHUNKS) and value < 1:
         raise OptionError(f"pin {name}={value}: no degree; write 1 or more")
     if name == "zero" and value not in range(4):
         raise OptionError(f"pin zero={value}: no ZeRO level; write 0, 1, 2 or 3")

@@ -16,6 +16,11 @@ padding rows: zeros in a stored parameter and in its gradient, anything finite i
 from it. No conversion leads from it, and to it only one from the unsharded value; parameters are
 read as they are stored, or gathered unsharded (ZeRO).
 
+A Shard of several *copies* is how HSDP stores what ZeRO shards: the ranks of the axis are as many
+runs of consecutive ranks, each of which holds the whole tensor, sharded over its own ranks alone.
+Only parameters are stored so, and they are gathered before use. Everything below then says of a
+run what it says of the axis.
+
 (The types of JAX shard_map's varying axes and of torch spmd_types; blocks are ours.)
 
 Sizes and blocks are those of the *global* tensor. With an axis of n ranks, rank r of Shard(d, g)
@@ -30,19 +35,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-_TEXT = re.compile(r"^(?:[IRP]|([SE])([0-9]{1,9})(?:/([0-9]{1,9}))?(?:(\+)([0-9]{0,9}))?)$")
+_TEXT = re.compile(
+    r"^(?:[IRP]|([SE])([0-9]{1,9})(?:/([0-9]{1,9}))?(?:(\+)([0-9]{0,9}))?(?:\*([0-9]{1,9}))?)$"
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class SpmdType:
     """Type of a value on one mesh axis. `dim` and `blocks` belong to kinds "S" and "E" only,
     `unit` to an "S" that is padded, and is 0 elsewhere; an "E" divides its rows evenly for all that
-    is counted."""
+    is counted. `copies`: runs of ranks that each hold the tensor, of an "S"."""
 
     kind: Literal["I", "R", "P", "S", "E"]
     dim: int = -1
     blocks: int = 1
     unit: int = 0
+    copies: int = 1
     padded: bool = field(init=False, compare=False, repr=False)
     is_shard: bool = field(init=False, compare=False, repr=False)
     _hash: int = field(init=False, compare=False, repr=False)
@@ -59,10 +67,12 @@ class SpmdType:
             raise ValueError(f"blocks must be 1 or more, on Shard only, got {self.blocks}")
         if self.unit < 0 or (self.padded and self.kind != "S"):
             raise ValueError(f"unit must be 0 or more, 0 but on Shard, got {self.unit}")
+        if self.copies < 1 or (self.copies > 1 and self.kind != "S"):
+            raise ValueError(f"copies must be 1 or more, 1 but on Shard, got {self.copies}")
 
     @property
-    def _numbers(self) -> tuple[int, int, int, int]:
-        return ord(self.kind[:1] or " "), self.dim, self.blocks, self.unit
+    def _numbers(self) -> tuple[int, int, int, int, int]:
+        return ord(self.kind[:1] or " "), self.dim, self.blocks, self.unit, self.copies
 
     def __hash__(self) -> int:
         return self._hash
@@ -72,21 +82,27 @@ class SpmdType:
             return self.kind
         blocks = f"/{self.blocks}" if self.blocks > 1 else ""
         unit = "" if not self.padded else f"+{self.unit}" if self.unit > 1 else "+"
-        return f"{self.kind}{self.dim}{blocks}{unit}"
+        copies = f"*{self.copies}" if self.copies > 1 else ""
+        return f"{self.kind}{self.dim}{blocks}{unit}{copies}"
+
+    def num_shards(self, num_ranks: int) -> int:
+        """Shards of a Shard on an axis of `num_ranks` ranks: these, or the ranks of a copy."""
+        return num_ranks // self.copies
 
     @staticmethod
     def parse(text: str) -> "SpmdType":
-        """Inverse of str(): "I", "R", "P", "S0", "S1/3", "S0+", "S0/3+64", "E0". Raises
-        ValueError."""
+        """Inverse of str(): "I", "R", "P", "S0", "S1/3", "S0+", "S0/3+64", "S0*4", "E0".
+        Raises ValueError."""
         match = _TEXT.match(text)
         if match is None:
             raise ValueError(
-                f"{text!r} is no SPMD type; write I, R, P or S<dim>, with /<blocks> and +<unit>"
+                f"{text!r} is no SPMD type; write I, R, P or S<dim>, with /<blocks>, +<unit> and "
+                "*<copies>"
             )
         if match[1]:
             kind: Literal["S", "E"] = "S" if match[1] == "S" else "E"
             unit = int(match[5] or 1) if match[4] else 0
-            return SpmdType(kind, int(match[2]), int(match[3] or 1), unit)
+            return SpmdType(kind, int(match[2]), int(match[3] or 1), unit, int(match[6] or 1))
         return SpmdType(text)  # type: ignore[arg-type]
 
 
@@ -127,7 +143,7 @@ def is_legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool
     """Whether a tensor of `shape` can have `layout` on axes of `sizes` ranks.
 
     Every sharded dim must divide, and digits of axes on one dim must not overlap; a padded dim is
-    sharded by one axis, and divides into its blocks of granules.
+    sharded by one axis, and divides into its blocks of granules. Copies divide the ranks.
     """
     for d, size in enumerate(shape):
         steps = [t.blocks * t.unit for t in layout if t.padded and t.dim == d]
@@ -135,13 +151,15 @@ def is_legal(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool
             if sum(t.dim == d for t in layout) > 1 or size % steps[0]:
                 return False
             continue
-        digits = sorted((t.blocks, n) for t, n in zip(layout, sizes, strict=True) if t.dim == d)
+        digits = sorted(
+            (t.blocks, n // t.copies) for t, n in zip(layout, sizes, strict=True) if t.dim == d
+        )
         end = 1
         for blocks, n in digits:
             if blocks % end or size % (blocks * n):
                 return False
             end = blocks * n
-    return all(t.dim < len(shape) for t in layout)
+    return all(t.dim < len(shape) and n % t.copies == 0 for t, n in zip(layout, sizes, strict=True))
 
 
 def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -149,9 +167,9 @@ def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> t
     local = list(shape)
     for t, n in zip(layout, sizes, strict=True):
         if t.padded:
-            local[t.dim] = _filled_up(local[t.dim], t, n) // n
+            local[t.dim] = _filled_up(local[t.dim], t, n) // t.num_shards(n)
         elif t.is_shard:
-            local[t.dim] = -(-local[t.dim] // n)
+            local[t.dim] = -(-local[t.dim] // t.num_shards(n))
     return tuple(local)
 
 
@@ -166,8 +184,8 @@ def padded_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> 
 
 def _filled_up(size: int, padded: SpmdType, num_ranks: int) -> int:
     """A dim of `size` with every block filled up."""
-    step = padded.blocks * padded.unit
-    return -(-size // (step * num_ranks)) * num_ranks * step
+    step = padded.blocks * padded.unit * padded.num_shards(num_ranks)
+    return -(-size // step) * step
 
 
 def local_blocks(layout: Layout, sizes: Sequence[int], axis: int) -> int:
@@ -180,5 +198,5 @@ def local_blocks(layout: Layout, sizes: Sequence[int], axis: int) -> int:
     above = 1
     for k, (t, n) in enumerate(zip(layout, sizes, strict=True)):
         if k != axis and t.dim == mine.dim and t.is_shard and t.blocks < mine.blocks:
-            above *= n
+            above *= t.num_shards(n)
     return mine.blocks // above

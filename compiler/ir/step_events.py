@@ -66,9 +66,10 @@ class CollectiveEvent:
     num_bytes: Bytes
     """As CostModel.collective_s takes them."""
     seconds: float
-    """Alone on the link; of a hierarchical one, of all steps together."""
+    """Alone on the link; of one in steps, of all together."""
     steps: tuple["CollectiveEvent", ...] = ()
-    """The steps of each of its pieces, where it is hierarchical (meshfold.ir.node_groups)."""
+    """The steps of each of its pieces, where it is hierarchical (meshfold.ir.node_groups); of the
+    reduce-scatter of HSDP, itself and the all-reduce over replicas."""
     pieces: int = 1
 
 

@@ -42,6 +42,19 @@ class Degrees(NamedTuple):
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    dp_shard: int = 0
+    """Of dp, the ranks that ZeRO shards over; 0: all."""
+
+    @property
+    def replicas(self) -> int:
+        """Runs of dp ranks each of which holds all states that ZeRO shards: HSDP if more than 1."""
+        return self.dp // self.dp_shard if self.dp_shard else 1
+
+    @property
+    def of_mesh(self) -> dict[str, int]:
+        """As build_mesh takes them."""
+        axes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
+        return {**axes, "replicas": self.replicas}
 
     @property
     def batch_ranks(self) -> int:
@@ -51,7 +64,7 @@ class Degrees(NamedTuple):
     @property
     def zero_ranks(self) -> int:
         """Ranks that ZeRO shards over."""
-        return self.batch_ranks * self.cp
+        return self.batch_ranks * self.cp // self.replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +147,19 @@ class UniformStrategy:
     """Ranks that share the sequence, with unsharded weights."""
     ep: Positive = 1
     """Ranks that shard the batch as dp does and share the experts."""
+    dp_shard: Annotated[int, Limits(0)] = 0
+    """Of dp, the neighbours that ZeRO shards over, replicated over the rest (HSDP); 0: all of dp.
+    Without ZeRO it says nothing, and is 0."""
 
     @property
     def label(self) -> str:
-        """How people read it: "pp8 x dp2 x tp4+sp, zero1, recompute full, 64 microbatches"."""
+        """How people read it: "pp8 x dp2 x tp4+sp, zero1, recompute full, 64 microbatches", or
+        "dp32 (dp_shard8), zero3"."""
         sizes = (("pp", self.pp), ("dp", self.dp), ("ep", self.ep), ("cp", self.cp))
         degrees = [f"{name}{size}" for name, size in sizes if size > 1]
+        if self.dp_shard:
+            dp = f"dp{self.dp}"
+            degrees = [f"{d} (dp_shard{self.dp_shard})" if d == dp else d for d in degrees]
         if self.tp > 1:
             degrees.append(f"tp{self.tp}" + _TP_SUFFIX[self.tp_mode])
         words = [" x ".join(degrees) or "one device"]
@@ -156,7 +176,7 @@ class UniformStrategy:
     @property
     def degrees(self) -> Degrees:
         """The axes of the mesh of one stage."""
-        return Degrees(self.dp, self.cp, self.tp, self.ep)
+        return Degrees(self.dp, self.cp, self.tp, self.ep, self.dp_shard)
 
     @property
     def tp_mode(self) -> TpMode:

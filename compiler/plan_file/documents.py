@@ -125,11 +125,13 @@ def _from_changes(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(accumulate(from_run_lengths(runs)))
 
 
+_TYPE = r"([IRP]|[SE][0-9]+(/[0-9]+)?(\+[0-9]*)?(\*[0-9]+)?)"
 _LAYOUT = text(
     read_layout,
     write_layout,
-    pattern=r"^(-|([IRP]|[SE][0-9]+(/[0-9]+)?(\+[0-9]*)?)(,([IRP]|[SE][0-9]+(/[0-9]+)?(\+[0-9]*)?))*)$",
-    description="One SPMD type per mesh axis: I, R, P, S<dim> or S<dim>/<blocks>; - for none",
+    pattern=rf"^(-|{_TYPE}(,{_TYPE})*)$",
+    description="One SPMD type per mesh axis: I, R, P, S<dim> or S<dim>/<blocks>, with *<copies> "
+    "under HSDP; - for none",
     context=True,
 )
 _PEAK_FLOPS = Special(

@@ -13,6 +13,7 @@ Every read function raises ValueError.
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import get_args
 
 from meshfold.ir.limits import MOST_INSTANCES, MOST_SECONDS
@@ -30,13 +31,17 @@ _BARE_KINDS = (
     "run_epilogue",
 )
 
+_NUM_STEPS = MappingProxyType({"all_reduce": NUM_STEPS, "reduce_scatter": 2})
+"""Of a reduction in steps, by kind."""
+
 _COUNT = re.compile("[0-9]{1,18}")
 _AS, _TIMES, _THEN = " = ", " x ", " + "
 
 
 def write_collective(c: CollectiveEvent) -> str:
     """One line; a hierarchical one in two pieces is `all_reduce ... = 2 x reduce_scatter ... +
-    all_reduce ... + all_gather ...`."""
+    all_reduce ... + all_gather ...`, that of HSDP `reduce_scatter ... = 1 x reduce_scatter ... +
+    all_reduce ...`."""
     whole = f"{c.kind} {','.join(c.axes)} {c.link} {c.num_bytes} {c.seconds!r}"
     if not c.steps:
         return whole
@@ -51,10 +56,11 @@ def read_collective(text: str) -> CollectiveEvent:
         return found
     pieces, _, steps = steps.partition(_TIMES)
     collectives = steps.split(_THEN)
-    is_complete = found.kind == "all_reduce" and len(collectives) == NUM_STEPS
+    is_complete = len(collectives) == _NUM_STEPS.get(found.kind)
     if not (is_complete and _COUNT.fullmatch(pieces) and int(pieces) > 0):
         raise ValueError(
-            f"{text!r}: write 'all_reduce ... = PIECES x' and {NUM_STEPS} steps, joined by +"
+            f"{text!r}: write 'all_reduce ... = PIECES x' and {NUM_STEPS} steps, joined by +, or "
+            "'reduce_scatter ... = 1 x' and 2"
         )
     return replace(found, steps=tuple(map(_read_whole, collectives)), pieces=int(pieces))
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from meshfold.ir.cluster import MEMORY_MARGIN
 from meshfold.ir.plan import Plan, RegionPlan, RegionRun, StagePlan
 from meshfold.plan_file.text import write_layout
+from meshfold.report.hybrid_shard import hybrid_shard_text
 from meshfold.report.search import proof_text, search_view, share_text
 from meshfold.report.step_time import (
     NOTHING,
@@ -86,6 +87,7 @@ def _headline(plan: Plan) -> RenderableType:
         ("cluster", f"{cluster.name}: {devices}"),
         ("mesh", f"{plan.mesh}" + (f" ({links})" if links else "")),
         ("strategy", plan.strategy.label + (f" (pinned: {pins})" if pins else "")),
+        *[("states", text) for text in [hybrid_shard_text(plan)] if text],
     ]
     grid = Table.grid(padding=(0, 2))
     for label, text in rows:

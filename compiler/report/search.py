@@ -4,6 +4,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshfold.ir.plan import Plan, RegionPlan
+from meshfold.report.hybrid_shard import hybrid_shard_text
 from meshfold.report.step_time import sum_view
 from meshfold.report.tables import indented, section, table_of
 from meshfold.report.terminal import lines_view
@@ -72,8 +73,12 @@ def search_view(plan: Plan) -> RenderableType:
 
 def explain_view(plan: Plan, regions: tuple[RegionPlan, ...]) -> RenderableType:
     """Per region the strategy taken and the best that lost, each with the reason."""
-    headline = lines_view([f"{plan.model.name} on {plan.cluster.name}: {plan.mesh}"])
-    sections: list[RenderableType] = [headline, *sum_view(plan)]
+    states = hybrid_shard_text(plan)
+    lines = [
+        f"{plan.model.name} on {plan.cluster.name}: {plan.mesh}",
+        *([states] if states else []),
+    ]
+    sections: list[RenderableType] = [lines_view(lines), *sum_view(plan)]
     for region in regions:
         title = (
             f"Region {region.name}  {region.num_instances} x "

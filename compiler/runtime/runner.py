@@ -47,7 +47,7 @@ class ProgramRunner:
         self.program = program
         self.mesh = mesh
         self.constants = {name: value.to(mesh.device) for name, value in constants.items()}
-        sizes = program.mesh.sizes
+        sizes = program.mesh.storage.sizes
         self._buffers = [
             [GroupBuffers(b, sizes, r.name) for b in r.groups] for r in program.regions
         ]

@@ -40,8 +40,9 @@ def shard_of(
     axes = [k for k, t in enumerate(layout) if t.is_shard and k != done]
     for k in sorted(axes, key=lambda k: layout[k].blocks):
         dim, blocks = layout[k].dim, local_blocks(layout, sizes, k)
-        digits = x.reshape(*x.shape[:dim], blocks, sizes[k], -1, *x.shape[dim + 1 :])
-        x = digits.select(dim + 1, coords[k]).flatten(dim, dim + 1)
+        num_shards = layout[k].num_shards(sizes[k])
+        digits = x.reshape(*x.shape[:dim], blocks, num_shards, -1, *x.shape[dim + 1 :])
+        x = digits.select(dim + 1, coords[k] % num_shards).flatten(dim, dim + 1)
     return x
 
 

@@ -358,8 +358,9 @@ class CompiledModel(OwnParallelism):
         needed = list(dtypes)
         needed += [b.name for b in needs.buffers.values() if b.persistent or b.name in needs.read]
         for name, value in initial_values(model, needed, seed=self.plan.seed, device=mesh.device):
-            layout = self._states.tensors[name].layout
-            part = shard_of(value, layout, mesh.mesh.sizes, mesh.coords)
+            states = self._states
+            layout = states.tensors[name].layout
+            part = shard_of(value, layout, states.storage.sizes, states.coords)
             dtype = dtypes.get(name, part.dtype)
             local[name] = part.to(mesh.device, dtype, copy=True).contiguous()
         return local

@@ -23,18 +23,20 @@ from meshfold.ir.mesh import PIPELINE_AXIS
 from meshfold.training.local_gradient import local_tensor
 
 ShardedAxes = Mapping[str, frozenset[str]]
-"""By name of a parameter the axes over which ranks hold different shards."""
+"""By name of a parameter the axes of the storage mesh over which ranks hold different shards."""
 
 
 def sharded_axes(program: EmittedProgram | EmittedPipeline) -> ShardedAxes:
     """Of every parameter of the model, those of other stages included."""
-    mesh = program.mesh
+    mesh = program.mesh.storage
     named = list(zip(mesh.names, mesh.sizes, strict=True))
     stages = {PIPELINE_AXIS} if isinstance(program, EmittedPipeline) else set()
     return {
         p.name: frozenset(
             name
-            for (name, size), kind in zip(named, program.stored[p.name], strict=True)
+            for (name, size), kind in zip(
+                named, program.mesh.on_storage(program.stored[p.name]), strict=True
+            )
             if size > 1 and (kind.is_shard or name in stages)
         )
         for p in program.folded.parameters
@@ -92,7 +94,7 @@ def total_norm(
         wide = torch.promote_types(gradient.dtype, torch.float32)
         norm = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=wide)
         values[k] = torch.maximum(values[k], norm) if is_max else values[k] + norm**norm_type
-    for axis in mesh.mesh.names:
+    for axis in mesh.mesh.storage.names:
         is_sharded = [axis in axes for axes in order]
         if any(is_sharded):
             reduced = all_reduced(mesh, values, (axis,), "max" if is_max else "sum")

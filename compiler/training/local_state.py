@@ -37,11 +37,12 @@ def local_tensors(programs: Sequence[EmittedProgram]) -> LocalTensors:
 
 
 def stored_tensors(program: EmittedProgram | EmittedPipeline) -> dict[str, StoredTensor]:
-    """Shape and layout of every parameter and buffer of the model, by canonical name."""
-    folded = program.folded
-    stored = {p.name: StoredTensor(p.shape, program.stored[p.name]) for p in folded.parameters}
-    stored.update({b.name: StoredTensor(b.shape, program.unsharded) for b in folded.buffers})
-    return stored
+    """Shape and layout, on the storage mesh, of every parameter and buffer of the model, by
+    canonical name."""
+    folded, mesh = program.folded, program.mesh
+    layouts = {p.name: (p.shape, program.stored[p.name]) for p in folded.parameters}
+    layouts.update({b.name: (b.shape, program.unsharded) for b in folded.buffers})
+    return {name: StoredTensor(shape, mesh.on_storage(x)) for name, (shape, x) in layouts.items()}
 
 
 def full_tensors(

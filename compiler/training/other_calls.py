@@ -22,6 +22,7 @@ from meshfold.codegen.emit.region import emit_typed
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.errors import OptionError
+from meshfold.ir.mesh import SHARD_AXIS
 from meshfold.ir.op_graph import SourceKind
 from meshfold.ir.returns import ALL, Returns
 from meshfold.ir.spmd import INVARIANT
@@ -40,16 +41,24 @@ def gathered_over(program: EmittedProgram) -> set[tuple[int, ...]]:
 
 def stored_parameters(program: EmittedProgram) -> dict[str, StoredParameter]:
     """How a program stores its parameters, by name, and how without the axes that it gathers."""
-    gathered: dict[str, set[int]] = {}
+    mesh = program.mesh
+    gathered: dict[str, set[str]] = {}
     for k in range(len(program.programs)):
         sources = program.folded.instances[k].sources
         for group in program.region_of(k).groups:
             for member in group.members:
-                gathered.setdefault(sources[member.slot].name, set()).update(group.gather)
+                gathered.setdefault(sources[member.slot].name, set()).update(
+                    mesh.storage.names[k] for k in group.gather
+                )
     return {
         name: StoredParameter(
             layout,
-            tuple(INVARIANT if k in gathered.get(name, ()) else t for k, t in enumerate(layout)),
+            tuple(
+                INVARIANT
+                if (SHARD_AXIS if axis.replicas > 1 else axis.name) in gathered.get(name, ())
+                else t
+                for axis, t in zip(mesh.axes, layout, strict=True)
+            ),
         )
         for name, layout in program.stored.items()
     }

@@ -1,6 +1,6 @@
 """State of a CompiledModel: local shards in, DTensors or full tensors out, and back.
 
-With several ranks a state_dict holds DTensors on the plan's mesh, so that
+With several ranks a state_dict holds DTensors on the plan's storage mesh, so that
 torch.distributed.checkpoint saves every rank's part and loads it under another plan. A parameter
 that is stored in interleaved blocks is re-sharded on the way (one gather of that parameter):
 state_dict and load_state_dict are called on all ranks together.
@@ -25,7 +25,7 @@ from meshfold.torch_compat.dtensor import as_dtensor, checkpoint_layout, drop_ax
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A parameter or buffer: global shape and the layout of its local part."""
+    """A parameter or buffer: global shape and the layout of its local part on the storage mesh."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -37,8 +37,10 @@ class StateExchange:
     def __init__(self, mesh: RankMesh, tensors: Mapping[str, StoredTensor]) -> None:
         self.mesh = mesh
         self.tensors = tensors
+        self.storage = mesh.mesh.storage
+        self.coords = self.storage.coords(mesh.rank)
         # Nothing is sharded over stages: each tensor is its own stages' alone.
-        self._sizes = tuple(1 if a.name == PIPELINE_AXIS else a.size for a in mesh.mesh.axes)
+        self._sizes = tuple(1 if a.name == PIPELINE_AXIS else a.size for a in self.storage.axes)
         self.device_mesh = _device_mesh(mesh) if isinstance(mesh, ProcessMesh) else None
 
     def outside(self, name: str, local: Tensor) -> Tensor:
@@ -50,14 +52,15 @@ class StateExchange:
         saved = checkpoint_layout(stored.layout, sizes)
         part = self._reshard(local, stored.shape, stored.layout, saved)
         # DTensor has no padding: the last ranks hold fewer rows, or none.
-        part = cropped(part, valid_shape(stored.shape, saved, sizes, self.mesh.coords))
+        part = cropped(part, valid_shape(stored.shape, saved, sizes, self.coords))
         return as_dtensor(part, stored.shape, *drop_axes(saved, sizes), self.device_mesh)
 
     def as_dtensor(self, local: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
-        """The tensor of which this rank has `local`, as a DTensor, plain on one rank. A gradient
-        flows through it unless its blocks have to be put together first."""
+        """The tensor of which this rank has `local`, in a layout on the mesh, as a DTensor, plain
+        on one rank. A gradient flows through it unless its blocks have to be put together first."""
         if self.device_mesh is None:
             return local
+        layout = self.mesh.mesh.on_storage(layout)
         saved = checkpoint_layout(layout, self._sizes)
         part = self._reshard(local, shape, layout, saved)
         return as_dtensor(part, shape, *drop_axes(saved, self._sizes), self.device_mesh)
@@ -82,7 +85,7 @@ class StateExchange:
                 part = filled(value.to_local(), local_shape(stored.shape, saved, sizes))
                 return self._reshard(part, stored.shape, saved, stored.layout)
             value = value.full_tensor()
-        return shard_of(value, stored.layout, sizes, self.mesh.coords)
+        return shard_of(value, stored.layout, sizes, self.coords)
 
     def full(self, name: str, local: Tensor) -> Tensor:
         """The whole tensor, on every rank."""
@@ -95,7 +98,7 @@ class StateExchange:
     ) -> Tensor:
         if source == target:
             return local
-        names, sizes = self.mesh.mesh.names, self.mesh.mesh.sizes
+        names, sizes = self.storage.names, self.storage.sizes
         now = source
         x = local.detach()
         for k, kind in enumerate(source):
@@ -106,20 +109,21 @@ class StateExchange:
                 stacked = self.mesh.wait(flat).view(sizes[k], -1)
                 x = Assembly(shape, now, sizes, (k,)).gathered(stacked)
             now = (*now[:k], INVARIANT, *now[k + 1 :])
-        return shard_of(x, target, sizes, self.mesh.coords).contiguous()
+        return shard_of(x, target, sizes, self.coords).contiguous()
 
 
 def _device_mesh(mesh: ProcessMesh) -> DeviceMesh | None:
     """The axes of more than one rank as a DeviceMesh on the groups that exist already; of a
     pipeline those of this rank's stage."""
-    axes = [a for a in mesh.mesh.axes if a.size > 1 and a.name != PIPELINE_AXIS]
+    of = mesh.mesh.storage
+    axes = [a for a in of.axes if a.size > 1 and a.name != PIPELINE_AXIS]
     if not axes:
         return None
     groups: list[dist.ProcessGroup] = [mesh.group((a.name,)) for a in axes]
-    ranks = torch.arange(mesh.mesh.num_ranks).view(mesh.mesh.sizes)
-    if PIPELINE_AXIS in mesh.mesh.names:
-        axis = mesh.mesh.index(PIPELINE_AXIS)
-        ranks = ranks.select(axis, mesh.coords[axis])
+    ranks = torch.arange(of.num_ranks).view(of.sizes)
+    if PIPELINE_AXIS in of.names:
+        axis = of.index(PIPELINE_AXIS)
+        ranks = ranks.select(axis, of.coords(mesh.rank)[axis])
     return DeviceMesh.from_group(
         groups if len(groups) > 1 else groups[0],
         mesh.device.type,

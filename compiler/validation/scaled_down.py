@@ -127,6 +127,8 @@ def _small_degrees(plan: Plan) -> dict[str, int]:
     for name in DROPPED_FIRST:
         if prod(new.values()) > MAX_PROCESSES:
             new[name] = 1
+    if strategy.dp_shard and strategy.zero and 2 * prod(new.values()) <= MAX_PROCESSES:
+        new["dp"] *= 2
     return new
 
 
@@ -175,6 +177,7 @@ def _planned(
     """The plan of the scaled-down model, and what of the real one it leaves out."""
     strategy = plan.strategy
     pins: dict[str, PinValue] = {**degrees, "zero": strategy.zero, "recompute": strategy.recompute}
+    pins |= {"dp_shard": 2} if strategy.dp_shard and degrees["dp"] > 2 else {}
     if prod(degrees[name] for name in ("dp", "ep", "cp")) == 1:
         del pins["zero"]
     if degrees["tp"] > 1 and not strategy.batch_on_tp:
@@ -227,6 +230,8 @@ def _not_shown(
     labels = dict.fromkeys(r.strategy.label for r in plan.regions)
     if plan.hierarchical_all_reduce_bytes:
         yield "left out: hierarchical all-reduces; the processes of this machine are one node"
+    if plan.mesh.replicas > small.mesh.replicas == 1:
+        yield f"left out: replicas of HSDP; {MAX_PROCESSES} processes are too few"
     if len(labels) > 1:
         yield f"left out: the mix of {len(labels)} strategies; all layers do {small.strategy.label}"
     lost = sorted(_targets(captured) - _targets(captured_small))

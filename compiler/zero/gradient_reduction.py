@@ -44,10 +44,13 @@ class Reduction:
         shard_numels = [(key, buffers.shard_numel) for key, buffers in members]
         self._buffer = CollectiveBuffer(first.num_shards, shard_numels)
         self._region = first.region
-        names = of.mesh.mesh.names
+        names = of.mesh.mesh.storage.names
         group = first.group
         self._scatters = bool(group.gather)
         self._axes: Axes = tuple(names[k] for k in group.gather or group.reduce)
+        self._replicas: Axes = tuple(names[k] for k in group.replicas)
+        self.sums_replicas = False
+        """Whether the sum over replicas is part of it: else shards wait for later microbatches."""
         self._flat: Tensor | None = None
         self._packed: set[Key] = set()
         self._in_flight: Tensor | Started | None = None
@@ -100,12 +103,26 @@ class Reduction:
         total = self._of.shared.add(self._key, flat) if self._on_last_microbatch else flat
         if total is None:
             return
-        if self._scatters:
+        self.sums_replicas = bool(self._replicas) and self._has_all_of_the_step
+        if self.sums_replicas:
+            self._in_flight = self._of.all_reduces.start_scattered(
+                total, self._axes, self._replicas
+            )
+        elif self._scatters:
             self._in_flight = self._of.mesh.start_reduce_scatter(total, self._axes)
         else:
             self._in_flight = self._of.all_reduces.start(total, self._axes)
         if self._of.waits_at_once:
             self._wait()
+
+    @property
+    def _has_all_of_the_step(self) -> bool:
+        """Whether no shards of earlier microbatches wait to be reduced further."""
+        return self._of.shared.is_last and not any(
+            self._of.shared.waits((*key, m))
+            for key, buffers in self._members.items()
+            for m in range(len(buffers.group.members))
+        )
 
     def _wait(self) -> None:
         if self._in_flight is None:

@@ -1,4 +1,6 @@
-"""The all-reduces of gradients of one step, some of them hierarchical (meshfold.ir.node_groups)."""
+"""The reductions of gradients of one step that may take several steps: all-reduces, some of them
+hierarchical (meshfold.ir.node_groups), and those of HSDP, which are scattered among the ranks that
+share states and summed over the replicas."""
 
 from collections.abc import Generator
 
@@ -35,13 +37,31 @@ class AllReduces:
         self._interleaver.begin(steps)
         return None, steps
 
+    def start_scattered(self, flat: Tensor, axes: Axes, replicas: Axes) -> Started:
+        """Of flat [n * num_shards] the sum over axes and replicas, of which rank i of axes gets
+        shard i [n]."""
+        steps = _scattered(self._mesh, flat, axes, replicas)
+        del flat
+        self._interleaver.begin(steps, 2)
+        return None, steps
+
     def finish(self, started: Started) -> Tensor:
-        """The sum [n]. Once for each."""
+        """The sum, or the shard of it. Once for each."""
         in_flight, steps = started
         if steps is not None:
             return self._interleaver.finish(steps)
         assert in_flight is not None
         return self._mesh.wait(in_flight)
+
+
+def _scattered(mesh: RankMesh, flat: Tensor, axes: Axes, replicas: Axes) -> Steps:
+    scattered = mesh.start_reduce_scatter(flat, axes)
+    del flat
+    yield
+    summed = mesh.start_all_reduce_in_place(mesh.wait(scattered), replicas)
+    del scattered
+    yield
+    return mesh.wait(summed)
 
 
 def _in_steps(mesh: RankMesh, flat: Tensor, axes: Axes, split: HierarchicalSplit) -> Steps:

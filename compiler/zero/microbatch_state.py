@@ -35,7 +35,11 @@ class SharedStep:
 
     def is_only(self, key: Key) -> bool:
         """Whether the microbatch at hand has the full gradient."""
-        return self.is_last and key not in self._sums
+        return self.is_last and not self.waits(key)
+
+    def waits(self, key: Key) -> bool:
+        """Whether gradients of earlier microbatches wait to be reduced."""
+        return key in self._sums
 
     @property
     def is_empty(self) -> bool:

@@ -39,7 +39,8 @@ class GroupMember:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The members, and what they have in common."""
+    """The members, and what they have in common. Axes and layouts are on the storage mesh
+    (meshfold.ir.mesh)."""
 
     gather: tuple[int, ...]
     """Axes (indices, mesh order) that all members are gathered over; () for a group whose gradients
@@ -52,6 +53,9 @@ class ParameterGroup:
     """The dtype in which the members are stored, if another (see Value)."""
     is_unbucketed: bool = False
     """One member, with collectives of its own: never coalesced with those of other groups."""
+    replicas: tuple[int, ...] = ()
+    """The axis over which scattered gradients are all-reduced right behind, with those of all
+    members: dp_replicate under HSDP."""
 
     @property
     def is_materialized(self) -> bool:
@@ -63,6 +67,12 @@ class ParameterGroup:
         """Axes of the first gradient collective of a group without a gather, () for none."""
         assert not self.gather
         return self.members[0].reduce
+
+    def left_axes(self, member: int, sums_replicas: bool) -> tuple[int, ...]:
+        """Axes that scattered gradients of a member are still to be reduced over. sums_replicas:
+        whether they are summed over replicas."""
+        done = self.replicas if sums_replicas else ()
+        return tuple(k for k in self.members[member].reduce if k not in done)
 
 
 class GroupBuffers:

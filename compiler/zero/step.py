@@ -70,7 +70,7 @@ class GroupUse:
         self.shards = tuple(shards)
         self._step = step
         self._buffers = buffers
-        self._gather = tuple(step.mesh.mesh.names[k] for k in self.group.gather)
+        self._gather = tuple(step.mesh.mesh.storage.names[k] for k in self.group.gather)
         self._dtype = torch_dtype(self.group.dtype)
         self._gathers_with: Sequence[GroupUse] = (self,)
         self._gathering: Gather | None = None
@@ -366,18 +366,18 @@ def _finish_all(step: TrainingStep, uses: Sequence[GroupUse]) -> list[list[Tenso
     for use, of_use in zip(uses, gradients, strict=True):
         if of_use is None or not use.group.gather:
             continue
-        for m, member in enumerate(use.group.members):
-            gradient = of_use[m]
-            if member.reduce and gradient is not None:
+        for m in range(len(use.group.members)):
+            gradient, axes = of_use[m], use.group.left_axes(m, use._reduction.sums_replicas)
+            if axes and gradient is not None:
                 of_use[m] = total = step.shared.add((*use.key, m), gradient)
                 if total is not None:
-                    second.setdefault((member.reduce, total.dtype), []).append((of_use, m))
+                    second.setdefault((axes, total.dtype), []).append((of_use, m))
     started = []
     all_reduces = step.reducing.all_reduces
     for (axes, _), owed in second.items():
         shards = [shard for of_use, m in owed if (shard := of_use[m]) is not None]
         flat = torch.cat([shard.reshape(-1) for shard in shards])
-        names = tuple(mesh.mesh.names[k] for k in axes)
+        names = tuple(mesh.mesh.storage.names[k] for k in axes)
         started.append((owed, [shard.shape for shard in shards], all_reduces.start(flat, names)))
     for owed, shapes, sums in started:
         summed = torch.split(all_reduces.finish(sums), [s.numel() for s in shapes])

@@ -14,10 +14,17 @@ from meshfold.ir.mesh import Mesh, MeshAxis
 
 
 def build_mesh(
-    cluster: ClusterSpec, dp: int, tp: int, pp: int = 1, *, cp: int = 1, ep: int = 1
+    cluster: ClusterSpec,
+    dp: int,
+    tp: int,
+    pp: int = 1,
+    *,
+    cp: int = 1,
+    ep: int = 1,
+    replicas: int = 1,
 ) -> Mesh:
     """The mesh of pp x dp x ep x cp x tp ranks, axes of one rank left out (one device: a mesh of no
-    axes).
+    axes). replicas: runs of dp ranks that ZeRO shards within, neighbours on the mesh.
 
     Each axis names the slowest link that its groups cross. Raises ClusterSpecError when the
     cluster has fewer devices.
@@ -37,9 +44,10 @@ def build_mesh(
         )
     axes = tuple(MeshAxis(name, size) for name, size in degrees if size > 1)
     bare = Mesh(axes)
-    return Mesh(
+    mesh = Mesh(
         tuple(
             MeshAxis(a.name, a.size, slowest_link(cluster, group_shape(cluster, bare, (k,))).name)
             for k, a in enumerate(axes)
         )
     )
+    return mesh.with_replicas(replicas)

@@ -40,6 +40,25 @@ class CostModel:
             )
 
     @cached_property
+    def storage(self) -> "CostModel":
+        """Prices for the storage mesh (meshfold.ir.mesh): these but under HSDP."""
+        if self.mesh.replicas == 1:
+            return self
+        return CostModel(self.cluster, self.mesh.storage)
+
+    @cached_property
+    def _with_replicas(self) -> "dict[int, CostModel]":
+        return {self.mesh.replicas: self}
+
+    def with_replicas(self, replicas: int) -> "CostModel":
+        """Prices for the same mesh with so many replicas on dp."""
+        found = self._with_replicas.get(replicas)
+        if found is None:
+            mesh = self.mesh.with_replicas(replicas)
+            found = self._with_replicas[replicas] = CostModel(self.cluster, mesh)
+        return found
+
+    @cached_property
     def device(self) -> DeviceSpec:
         """The slowest device: least float32 peak, then least memory bandwidth; of all that are
         equal on paper, the one that is slower than the others (stragglers.py)."""

@@ -1,5 +1,6 @@
-"""Reductions of gradients on the streams of a simulated rank, some of them hierarchical
-(meshfold.ir.node_groups), as meshfold.zero.gradient_reduction runs them."""
+"""Reductions of gradients on the streams of a simulated rank, some of them in steps: hierarchical
+all-reduces (meshfold.ir.node_groups), and reduce-scatters whose shards are summed over the replicas
+of HSDP; as meshfold.zero.gradient_reduction runs them."""
 
 from collections.abc import Generator
 
@@ -9,27 +10,32 @@ from meshfold.ir.step_events import CollectiveEvent
 
 
 class HierarchicalReduction:
-    """A hierarchical reduction. extra_bytes: of the shard that crosses nodes, besides the gradients
-    themselves."""
+    """A reduction in steps. extra_bytes: of the shard that crosses nodes, besides the gradients
+    themselves; what is scattered and summed is the result, and no more than that."""
 
     def __init__(self, of: CollectiveEvent) -> None:
-        self.extra_bytes = of.pieces * of.steps[1].num_bytes
+        self.is_scattered = of.kind == "reduce_scatter"
+        self.extra_bytes = 0 if self.is_scattered else of.pieces * of.steps[1].num_bytes
         self._of = of
         self._last: Transfer | None = None
 
     @property
     def is_done(self) -> bool:
+        """Whether its buffers are free: of what is scattered after the first step."""
         return self._last is not None and self._last.is_done
 
     def run(self, streams: Streams, instance: int) -> Generator[None, None, None]:
         first, *others = self._of.steps
         flying = [streams.start(first, instance) for _ in range(self._of.pieces)]
+        if self.is_scattered:
+            self._last = flying[0]
         for step in others:
             yield
             for k, piece in enumerate(flying):
                 streams.wait(piece)
                 flying[k] = streams.start(step, instance)
-        self._last = flying[-1]
+        if not self.is_scattered:
+            self._last = flying[-1]
         yield
         for piece in flying:
             streams.wait(piece)
@@ -48,7 +54,7 @@ class ReductionStreams:
             return self._streams.start(of, instance)
         one = HierarchicalReduction(of)
         self._running[one] = one.run(self._streams, instance)
-        self._interleaver.begin(self._running[one])
+        self._interleaver.begin(self._running[one], len(of.steps))
         return one
 
     def finish(self, one: Transfer | HierarchicalReduction) -> None:

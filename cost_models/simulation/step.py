@@ -322,12 +322,14 @@ class _Run:
         self.result_bytes += group.result_bytes
         self._note(moment, event.inside_bytes)
 
-    def _start_reduction(self, of: CollectiveEvent, use: _Use) -> Transfer | None:
+    def _start_reduction(
+        self, of: CollectiveEvent, use: _Use
+    ) -> Transfer | HierarchicalReduction | None:
         """What reads the buffer of gradients longer than this backward, if anything: what is not
         scattered is the gradient itself, and resident as such from the next moment."""
         reduction = self.reducing.start(of, use.instance)
         self.reductions.append(reduction)
-        if isinstance(reduction, HierarchicalReduction):
+        if isinstance(reduction, HierarchicalReduction) and not reduction.is_scattered:
             self.flying.append((reduction, reduction.extra_bytes))
             return None
         return reduction if of.kind == "reduce_scatter" else None

@@ -28,7 +28,7 @@ from meshfold.ir.step_events import (
     StepEvents,
 )
 from meshfold.passes.events.hierarchical import hierarchical_events, hierarchical_on, piece_sizes
-from meshfold.passes.events.region import collective
+from meshfold.passes.events.region import collective, summed_over
 
 FACTOR = 4
 LEAST_GAIN = 1e-4
@@ -240,8 +240,21 @@ def _priced(members: Iterable[CollectiveEvent | None], costs: CostModel) -> Coll
     found = [member for member in members if member is not None]
     if not found:
         return None
-    axes = [costs.mesh.index(name) for name in found[0].axes]
-    return collective(found[0].kind, sum(member.num_bytes for member in found), axes, costs)
+    of = costs.storage
+
+    def together(like: CollectiveEvent, num_bytes: int) -> CollectiveEvent:
+        return collective(like.kind, num_bytes, [of.mesh.index(name) for name in like.axes], of)
+
+    total = together(found[0], sum(member.num_bytes for member in found))
+    if found[0].kind != "reduce_scatter" or not found[0].steps:
+        return total
+    scattering, summing = found[0].steps
+    return summed_over(
+        total,
+        [of.mesh.index(name) for name in summing.axes],
+        scattering.num_bytes // summing.num_bytes,
+        of,
+    )
 
 
 def _sizes(found: Sequence[BucketMember]) -> Iterator[int]:

@@ -73,7 +73,8 @@ def hierarchical_events(events: StepEvents, piece_bytes: int, costs: CostModel) 
         if split is not None:
             return in_steps(of, split, costs)
         if of.steps:
-            return collective(of.kind, of.num_bytes, [costs.mesh.index(a) for a in of.axes], costs)
+            own = costs.storage
+            return collective(of.kind, of.num_bytes, [own.mesh.index(a) for a in of.axes], own)
         return of
 
     def of_region(region: RegionEvents) -> RegionEvents:

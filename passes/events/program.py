@@ -37,7 +37,7 @@ def program_events(
     """The events of a step in one pass. typings, pricers: per region. optimizer_s: seconds of its
     update. memory_model, reads: if at hand."""
     reads = reads or program_reads(folded)
-    written, numbers = _written(folded, typings, pricers, probe, reads)
+    written, numbers = _written(folded, typings, pricers, costs, probe, reads)
     states = program_states(folded, typings, costs.mesh, None, reads)
     memory_model = memory_model or MemoryModel(costs, probe)
     memory = memory_model.instances(folded, typings, reads=reads)
@@ -50,7 +50,7 @@ def program_events(
         regions=tuple(region.events for region in written),
         instances=tuple(numbers),
         trailing=tuple(
-            collective("all_reduce", num_bytes, axes, costs)
+            collective("all_reduce", num_bytes, axes, costs.storage)
             for (axes, _), num_bytes in _reduced_at_end(written, numbers).items()
         ),
         optimizer_s=optimizer_s,
@@ -68,6 +68,7 @@ def _written(
     folded: FoldedGraph,
     typings: Sequence[RegionTyping],
     pricers: Sequence[RegionPricer],
+    costs: CostModel,
     probe: Probe,
     reads: ProgramReads,
 ) -> tuple[list[PricedRegion], list[int]]:
@@ -86,7 +87,7 @@ def _written(
             regions[key] = len(written)
             name = folded.regions[r].name + (f".{variant}" if variant else "")
             written.append(
-                region_events(name, typings[r], key[1], pricers[r], probe, instance.floats)
+                region_events(name, typings[r], key[1], pricers[r], probe, instance.floats, costs)
             )
         numbers.append(regions[key])
     return written, numbers

@@ -35,7 +35,8 @@ from meshfold.passes.price.parameters import local_bytes, stored_bytes
 from meshfold.passes.price.region import RegionPricer
 
 ReducedAtEnd = Mapping[tuple[tuple[int, ...], str], int]
-"""(axes, dtype) -> bytes of gradients of one instance that are all-reduced at the end."""
+"""(axes of the storage mesh, dtype) -> bytes of gradients of one instance that are all-reduced at
+the end."""
 
 _Work = tuple[float, CollectiveEvent | None]
 """Kernels of so many seconds, or a collective."""
@@ -52,11 +53,19 @@ class PricedRegion:
 def collective(
     kind: str, num_bytes: int, axes: Sequence[int], costs: CostModel, seconds: float | None = None
 ) -> CollectiveEvent:
-    """A collective over mesh axes by number. seconds: if known."""
+    """A collective over axes of the mesh of `costs` by number. seconds: if known."""
     if seconds is None:
         seconds = costs.collective_s(kind, num_bytes, axes)
     names = tuple(costs.mesh.names[k] for k in axes)
     return CollectiveEvent(kind, names, costs.group_link(axes).name, num_bytes, seconds)
+
+
+def summed_over(
+    of: CollectiveEvent, replicas: Sequence[int], num_shards: int, costs: CostModel
+) -> CollectiveEvent:
+    """A reduce-scatter among num_shards ranks whose shards are then all-reduced over replicas."""
+    steps = of, collective("all_reduce", of.num_bytes // num_shards, replicas, costs)
+    return replace(of, seconds=sum(step.seconds for step in steps), steps=steps)
 
 
 def region_events(
@@ -66,10 +75,13 @@ def region_events(
     pricer: RegionPricer,
     probe: Probe,
     floats: Sequence[float],
+    costs: CostModel | None = None,
 ) -> PricedRegion:
     """The events of one instance whose values arrive as `arriving`. pricer: of the same ops under
-    the same rules; floats: its bindings."""
-    builder = LocalProgramBuilder(pricer.graph, typing, arriving, pricer.costs, probe, floats)
+    the same rules; floats: its bindings; costs: of its mesh with the replicas of HSDP, which those
+    of the pricer need not know."""
+    costs = costs or pricer.costs
+    builder = LocalProgramBuilder(pricer.graph, typing, arriving, costs, probe, floats)
     return _Writer(name, pricer, builder).write()
 
 
@@ -95,16 +107,19 @@ class _Writer:
     def __init__(self, name: str, pricer: RegionPricer, builder: LocalProgramBuilder) -> None:
         self.name = name
         self.pricer = pricer
-        self.costs = pricer.costs
-        self.mesh = pricer.mesh
+        self.costs = builder.costs
+        self.mesh = self.costs.mesh
         self.graph = pricer.graph
         self.builder = builder
         self.typing, self.arriving = builder.typing, builder.arriving
         self.program: LocalProgram = builder.build()
         self.trace: RegionTrace = trace_region(self.program)
+        self.storage = self.costs.storage
+        self.stored = [self.mesh.on_storage(x) for x in self.arriving]
         groups: dict[ParameterGroupKey, list[tuple[int, Layout]]] = {}
         for v, used in self.builder.uses:
-            key = parameter_group_key(v, self.graph.values[v], self.arriving[v], used, self.costs)
+            read = self.mesh.on_storage(used)
+            key = parameter_group_key(v, self.graph.values[v], self.stored[v], read, self.storage)
             if key is not None:
                 groups.setdefault(key, []).append((v, used))
         self.groups = list(groups.items())
@@ -114,7 +129,7 @@ class _Writer:
         self.opened_at = self._opened_at()
         self.copies = [
             group_copies(
-                [(self.graph.values[v], self.arriving[v]) for v, _ in uses], key.gather, self.costs
+                [(self.graph.values[v], self.stored[v]) for v, _ in uses], key.gather, self.storage
             )
             for key, uses in self.groups
         ]
@@ -125,7 +140,8 @@ class _Writer:
             if not (key.gather and key.requires_grad):
                 continue
             for v, used in uses:
-                _, reduce = changed_axes(self.arriving[v], used)
+                _, reduce = changed_axes(self.stored[v], self.mesh.on_storage(used))
+                reduce = tuple(k for k in reduce if k not in key.replicas)
                 if reduce:
                     value = self.graph.values[v]
                     num_bytes = stored_bytes(value, self.arriving[v], self.mesh.sizes)
@@ -168,14 +184,17 @@ class _Writer:
     def _group_events(self, b: int) -> ParameterGroupEvents:
         key, uses = self.groups[b]
         gather, is_trained = key.gather, key.requires_grad
-        sizes, costs = self.mesh.sizes, self.costs
+        costs = self.storage
+        sizes = costs.mesh.sizes
         shards = math.prod(sizes[k] for k in gather)
-        pairs = [(self.graph.values[v], self.arriving[v]) for v, _ in uses]
+        pairs = [(self.graph.values[v], self.stored[v]) for v, _ in uses]
         full_bytes = shards * sum(local_bytes(value, stored, sizes) for value, stored in pairs)
         shard_bytes = sum(stored_bytes(value, stored, sizes) for value, stored in pairs)
         reduction = None
         if is_trained and gather:
             reduction = collective("reduce_scatter", shards * shard_bytes, gather, costs)
+            if key.replicas:
+                reduction = summed_over(reduction, key.replicas, shards, costs)
         elif is_trained and key.reduce:
             reduction = collective("all_reduce", shard_bytes, key.reduce, costs)
         return ParameterGroupEvents(

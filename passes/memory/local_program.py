@@ -30,7 +30,7 @@ from meshfold.ir.strategy import OpTyping, RegionTyping
 from meshfold.passes.graph.without_dropout import ATTENTION
 from meshfold.passes.price.conversion_trees import conversion_trees
 from meshfold.passes.price.conversions import axis_conversion, conversion_steps
-from meshfold.passes.price.parameter_groups import changed_axes, is_unbucketed
+from meshfold.passes.price.parameter_groups import changed_axes, is_unbucketed, stored_use
 from meshfold.passes.price.parameters import local_bytes, stored_bytes
 from meshfold.passes.price.recompute import is_saved_op, is_saved_step
 from meshfold.passes.rules.localize import localize
@@ -119,14 +119,14 @@ class LocalProgramBuilder:
         return tuple(found)
 
     def _is_unbucketed(self, v: int, used: Layout) -> bool:
-        gather, _ = changed_axes(self.arriving[v], used)
-        value = self.graph.values[v]
-        return is_unbucketed(value, self.arriving[v], gather, self.costs)
+        stored, used, costs = stored_use(self.arriving[v], used, self.costs)
+        gather, _ = changed_axes(stored, used)
+        return is_unbucketed(self.graph.values[v], stored, gather, costs)
 
     def _num_gathered(self, stored: Layout, used: Layout) -> int:
         """The number of shards that are gathered."""
         pairs = zip(stored, used, self.mesh.sizes, strict=True)
-        return math.prod(n for s, u, n in pairs if s.is_shard and not u.is_shard)
+        return math.prod(s.num_shards(n) for s, u, n in pairs if s.is_shard and not u.is_shard)
 
     # Tensors and steps, in the order in which they are computed.
 

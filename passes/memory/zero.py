@@ -15,7 +15,7 @@ The link to the host carries both directions at once, both overlapped with compu
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.memory.step_memory import States
@@ -79,7 +79,7 @@ def zero_layouts(
     """Slot -> layout, where sharding the parameter on the axes changes it."""
     found = {}
     for i, of_slot in axes.items():
-        layout = zero3_layout(graph.values[i], typing.slots[i], mesh.sizes, of_slot)
+        layout = zero3_layout(graph.values[i], typing.slots[i], mesh, of_slot)
         if layout != typing.slots[i]:
             found[i] = layout
     return found
@@ -164,38 +164,41 @@ def zero_axes(mesh: Mesh) -> tuple[int, ...]:
     return tuple(k for k, a in enumerate(mesh.axes) if a.name in ZERO_AXES and a.size > 1)
 
 
-def zero3_layout(value: Value, stored: Layout, sizes: Sequence[int], axes: Sequence[int]) -> Layout:
+def zero3_layout(value: Value, stored: Layout, mesh: Mesh, axes: Sequence[int]) -> Layout:
     """`stored` with the parameter also sharded on the axes number `axes`, outermost first; on an
-    axis where that would pad by more than MOST_PADDING it stays as it is.
+    axis where that would pad by more than MOST_PADDING it stays as it is. Under HSDP every replica
+    of the mesh holds a copy.
 
     The first dim wins that all axes divide, on a dim that another axis shards the share inside of
     it: the local tensor is then split into contiguous equal shards. If none does, the axes are
     placed one by one, and where no dim divides, the one that needs the least padding is padded.
     """
+    sizes = mesh.sizes
     inner = {t.dim: t.blocks * n for t, n in zip(stored, sizes, strict=True) if t.is_shard}
     for dim in range(len(value.shape)):
         for blocks in dict.fromkeys((inner.get(dim, 1), 1)):
             layout = list(stored)
             for axis in axes:
-                layout[axis] = Shard(dim, blocks)
-                blocks *= sizes[axis]
+                layout[axis] = replace(Shard(dim, blocks), copies=mesh.axes[axis].replicas)
+                blocks *= layout[axis].num_shards(sizes[axis])
             if is_legal(value.shape, tuple(layout), sizes):
                 return tuple(layout)
     if len(axes) > 1:
         for axis in axes:
-            stored = zero3_layout(value, stored, sizes, (axis,))
+            stored = zero3_layout(value, stored, mesh, (axis,))
         return stored
-    return _padded_layout(value, stored, sizes, axes[0]) if axes else stored
+    return _padded_layout(value, stored, mesh, axes[0]) if axes else stored
 
 
 def sharded_layout(value: Value, layout: Layout, mesh: Mesh) -> Layout:
     """`layout` with the parameter also sharded on the axes of ZeRO, where it is not yet."""
     axes = [k for k in zero_axes(mesh) if layout[k] == INVARIANT]
-    return zero3_layout(value, layout, mesh.sizes, axes) if axes else layout
+    return zero3_layout(value, layout, mesh, axes) if axes else layout
 
 
-def _padded_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int) -> Layout:
-    num_ranks = sizes[axis]
+def _padded_layout(value: Value, stored: Layout, mesh: Mesh, axis: int) -> Layout:
+    copies = mesh.axes[axis].replicas
+    num_ranks = mesh.sizes[axis] // copies
     padding = {
         dim: -(-size // num_ranks) * num_ranks / size
         for dim, size in enumerate(value.shape)
@@ -204,7 +207,7 @@ def _padded_layout(value: Value, stored: Layout, sizes: Sequence[int], axis: int
     dim = min(padding, key=lambda d: (padding[d], d), default=-1)
     if dim < 0 or padding[dim] > MOST_PADDING:
         return stored
-    return (*stored[:axis], PaddedShard(dim), *stored[axis + 1 :])
+    return (*stored[:axis], replace(PaddedShard(dim), copies=copies), *stored[axis + 1 :])
 
 
 def whole_notes(
@@ -213,7 +216,7 @@ def whole_notes(
     """What a plan says of parameters in these slots that ZeRO was to shard and did not. layouts: of
     all slots. Nothing of those that ops read as shards on all axes of ZeRO."""
     axes = zero_axes(mesh)
-    num_ranks = math.prod(mesh.sizes[axis] for axis in axes)
+    num_ranks = math.prod(mesh.sizes[axis] for axis in axes) // mesh.replicas
     notes = []
     for i in slots:
         value, stored = graph.values[i], layouts[i]

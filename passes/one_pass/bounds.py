@@ -13,6 +13,9 @@ memory has room for with their gradients and states, or stay gathered as without
 where that saves most a byte. A sum of maxima is no less than the maximum of sums, and time is
 concave in bytes, so that subsets of a region take no less than their share of it.
 
+Under HSDP parameters are gathered and gradients scattered over a part of dp; what is then summed
+over the replicas is left out.
+
 Typing a mesh takes a search per region; this takes microseconds. It prunes meshes on which dp is
 what it is elsewhere while fewer ranks shard the weights, as context parallelism with tensor
 parallelism.
@@ -20,11 +23,12 @@ parallelism.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshfold.cost_models.op_costs.compute import op_work
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import REPLICATE_AXIS, SHARD_AXIS
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, SourceKind
 from meshfold.ir.spmd import REPLICATE
 from meshfold.ir.strategy import RegionTyping
@@ -147,8 +151,15 @@ def _reduction(graph: OpGraph, typing: RegionTyping, costs: CostModel) -> _Reduc
     stored = sum(stored_bytes(v, (), ()) for v in read) // num_shards
     batch_axes = [k for k, name in enumerate(mesh.names) if name != "tp"]
 
+    groups: list[tuple[CostModel, Sequence[int]]] = [(costs, (0,)), (costs, batch_axes)]
+    if mesh.replicas > 1:
+        names = list(enumerate(costs.storage.mesh.names))
+        groups.append((costs.storage, [k for k, name in names if name == SHARD_AXIS]))
+        within = [k for k, name in names if name not in (REPLICATE_AXIS, "tp")]
+        groups.append((costs.storage, within))
+
     def least_s(kind: str, num_bytes: int) -> float:
-        return min(costs.collective_s(kind, num_bytes, axes) for axes in ((0,), batch_axes))
+        return min(of.collective_s(kind, num_bytes, axes) for of, axes in groups)
 
     gather_s, scatter_s = least_s("all_gather", gathered), least_s("reduce_scatter", stored)
     return _Reduction(stored, gathered, least_s("all_reduce", stored), gather_s, scatter_s)

@@ -59,7 +59,8 @@ MAX_ROUNDS = 10
 
 
 class MeshPlanner:
-    """Candidates and chain of one folded program on one mesh. reads: of the program, if at hand."""
+    """Candidates and chain of one folded program on one mesh, whose strategies share their axes and
+    the part of dp that ZeRO shards over. reads, memory_model: of the program, if at hand."""
 
     def __init__(
         self,
@@ -70,14 +71,16 @@ class MeshPlanner:
         options: CompileOptions,
         probe: Probe,
         reads: ProgramReads | None = None,
+        memory_model: MemoryModel | None = None,
     ) -> None:
         self.folded = folded
-        self.mesh = search.mesh
+        replicas = max(s.degrees.replicas for s in strategies)
+        self.costs: CostModel = search.costs.with_replicas(replicas)
+        self.mesh = self.costs.mesh
         self.strategies = strategies
         self.options = options
         self.probe = probe
         self.search = search
-        self.costs: CostModel = search.costs
         self.reads = reads or program_reads(folded)
         self.reserve_bytes = cluster.reserve_bytes
         self.capacity_bytes = options.memory_bytes or cluster.budget_bytes
@@ -88,7 +91,7 @@ class MeshPlanner:
             with suppress(UnkeptPinError):
                 self.programs[mode] = self.search.solve(zero=0, mode=mode)
         self._priced: dict[tuple[Hashable, ...], Priced] = {}
-        self.memory_model = MemoryModel(self.costs, probe)
+        self.memory_model = memory_model or MemoryModel(self.costs, probe)
 
     @property
     def sharded_fraction(self) -> float:

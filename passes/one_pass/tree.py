@@ -1,7 +1,7 @@
 """The decision tree: what one region may do, and the named rules that prune it before pricing.
 
-    axes (dp x ep x cp x tp = devices) -> role of tp (tensor, tensor + sequence, data)
-        -> ZeRO level on dp -> recompute -> offload
+    axes (dp x ep x cp x tp = devices) -> ranks of dp that ZeRO shards over (all, a node's)
+        -> role of tp (tensor, tensor + sequence, data) -> ZeRO level on dp -> recompute -> offload
 
 The result is a tuple of UniformStrategy. Regions of one plan share the axes; below that each takes
 its own, parameter by parameter in the ZeRO level (passes/one_pass/candidates.py). Every strategy
@@ -35,6 +35,7 @@ NOTHING_SAVED = "full recomputation keeps nothing to offload"
 CONTEXT = "cp while the batch can be cut further"
 EXPERTS = "no experts to share"
 GRADIENTS = "zero 1 in one pass is zero 2"
+NO_ZERO = "dp_shard without ZeRO"
 PRUNING_RULES = (NODE, NOTHING_SAVED, CONTEXT, EXPERTS, GRADIENTS)
 """Rules of the tree that can be switched off."""
 
@@ -117,6 +118,16 @@ def grow_tree(spec: SearchSpec) -> Tree:
         remaining = [strategy for strategy in left if not prunes(strategy)]
         pruned[name] = len(left) - len(remaining)
         left = remaining
+    # A part of dp is there for what ZeRO shards in some region; others may be whole beside it.
+    useful = {strategy.degrees for strategy in left if strategy.zero}
+    remaining = [s for s in left if not s.dp_shard or s.degrees in useful]
+    pruned[NO_ZERO] = len(left) - len(remaining)
+    if not remaining:
+        raise OptionError(
+            f"pin dp_shard={spec.pins['dp_shard']}: zero=0 shards nothing; pin zero=1 or more, or "
+            "leave dp_shard out"
+        )
+    left = remaining
     return Tree(tuple(left), num_strategies, {k: n for k, n in sorted(pruned.items()) if n})
 
 
@@ -129,9 +140,22 @@ def _choices_of_axes(spec: SearchSpec) -> list[Degrees]:
         if cp == 1 or any(size % cp == 0 for size in spec.sequences)
         for tp in divisors(n // cp)
     ]
-    return without + [
+    everything = without + [
         Degrees(n // ep // tp, 1, tp, ep) for ep in divisors(n)[1:] for tp in divisors(n // ep)
     ]
+    return [x for degrees in everything for x in _choices_of_shards(degrees, spec)]
+
+
+def _choices_of_shards(degrees: Degrees, spec: SearchSpec) -> list[Degrees]:
+    """ZeRO over all of dp; and over a part of it (HSDP), which is pinned, or so large that every
+    replica of the states is on one node, where there are several."""
+    if (pinned := spec.pins.get("dp_shard")) is not None:
+        size = int(pinned)
+    else:
+        inside = degrees.tp * degrees.cp * degrees.ep
+        size = spec.devices_per_node // inside if spec.devices_per_node % inside == 0 else 1
+    is_part = 1 < size < degrees.dp and degrees.dp % size == 0
+    return [degrees, degrees._replace(dp_shard=size)] if is_part else [degrees]
 
 
 def offered_axes(spec: SearchSpec) -> list[Degrees]:
@@ -246,6 +270,7 @@ def pinned_values(strategy: UniformStrategy) -> dict[str, PinValue]:
         "cp": strategy.cp,
         "tp": strategy.tp,
         "zero": strategy.zero,
+        "dp_shard": strategy.dp_shard or strategy.dp,
         "sp": int(strategy.sequence_parallel),
         "recompute": strategy.recompute,
         "offload": strategy.offload,
@@ -290,6 +315,8 @@ def _broken_pin(everything: Sequence[UniformStrategy], spec: SearchSpec) -> str:
         remaining = [strategy for strategy in left if keeps_pins(strategy, {name: wanted})]
         if not remaining:
             offered = dict.fromkeys(pinned_values(strategy)[name] for strategy in left)
+            if name == "dp_shard":
+                offered = dict.fromkeys(d for s in left for d in divisors(s.dp)[1:] or [1])
             return (
                 f"pin {name}={wanted} cannot be kept on {spec.num_devices} devices"
                 f"{' with the other pins' if len(left) < len(everything) else ''}; "

@@ -43,7 +43,7 @@ def peak_rate_bounds_s(
     layers = [by_region[i.region] for i in problems.folded.instances]
     bounds = []
     for degrees in tree.candidates:
-        num_shards = degrees.degrees.zero_ranks * degrees.tp * degrees.microbatches
+        num_shards = degrees.degrees.batch_ranks * degrees.cp * degrees.tp * degrees.microbatches
         kinds = _kinds(tree, degrees) if kind is None else {kind}
         bounds.append(least_step_s(degrees, kinds, layers) / num_shards)
     return np.array(bounds)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.op_costs.cost_model import CostModel
-from meshfold.ir.mesh import Mesh
+from meshfold.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Mesh
 from meshfold.ir.op_graph import OpGraph, SlotKind, Value
 from meshfold.ir.spmd import INVARIANT, Layout
 from meshfold.ir.strategy import RegionTyping
@@ -30,7 +30,7 @@ from meshfold.passes.price.parameters import GroupCopies, local_bytes, member_co
 PIPELINE_ZERO_LEVELS = (0, 1, 2, 3)
 
 Axes = tuple[str, ...]
-"""Names of the axes of one group of ranks."""
+"""Names of the axes of one group of ranks, of the storage mesh (meshfold.ir.mesh)."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def parameters_of(
 
 @dataclass(frozen=True)
 class _Placed:
-    """A parameter under one ZeRO level. unsharded, layout: in a step and between steps; shard_axes:
-    the axes between them, in the order of the mesh; rest: those that its gradient is all-reduced
-    over."""
+    """A parameter under one ZeRO level, on the storage mesh. unsharded, layout: in a step and
+    between steps; shard_axes: the axes between them, in the order of the mesh; rest: those that its
+    gradient is all-reduced over."""
 
     unsharded: Layout
     layout: Layout
@@ -75,11 +75,15 @@ class _Placed:
 
 
 def _place(parameter: Parameter, zero: int, mesh: Mesh) -> _Placed:
-    data = ("dp",) if mesh.names[:1] == ("dp",) else ()
+    data: Axes = (DATA_AXIS,) if mesh.names[:1] == (DATA_AXIS,) else ()
     unsharded = (*(INVARIANT for _ in data), *parameter.layout)
     is_unsharded = parameter.num_holders > 1 or not zero
     layout = unsharded if is_unsharded else sharded_layout(parameter.value, unsharded, mesh)
-    shard_axes = tuple(n for n, a, b in zip(mesh.names, unsharded, layout, strict=True) if a != b)
+    unsharded, layout = mesh.on_storage(unsharded), mesh.on_storage(layout)
+    names = mesh.storage.names
+    shard_axes = tuple(n for n, a, b in zip(names, unsharded, layout, strict=True) if a != b)
+    if data and mesh.replicas > 1:
+        data = REPLICATE_AXIS, SHARD_AXIS
     rest = tuple(name for name in (*data, *parameter.summed) if name not in shard_axes)
     return _Placed(unsharded, layout, shard_axes, rest)
 
@@ -104,9 +108,12 @@ def copies_of(
     axes, and others."""
     forward_s = backward_s = once_s = 0.0
     alone = defaultdict[tuple[str, Axes], list[int]](list)
+    costs = costs.storage
     for parameter in parameters:
         value, placed = parameter.value, _place(parameter, zero, mesh)
-        unsharded, layout = (_on(costs.mesh, mesh, x) for x in (placed.unsharded, placed.layout))
+        unsharded, layout = (
+            _on(costs.mesh, mesh.storage, x) for x in (placed.unsharded, placed.layout)
+        )
         gather = [costs.mesh.index(name) for name in placed.shard_axes]
         before, (gathered, reduced) = GroupCopies(), (GroupCopies(), GroupCopies())
         if parameter.summed or value.master:
@@ -160,7 +167,7 @@ class ParameterSums:
     def _add(self, parameter: Parameter, zero: int, mesh: Mesh) -> None:
         value, placed = parameter.value, _place(parameter, zero, mesh)
         used, shard_bytes = (
-            local_bytes(value, x, mesh.sizes) for x in (placed.unsharded, placed.layout)
+            local_bytes(value, x, mesh.storage.sizes) for x in (placed.unsharded, placed.layout)
         )
         shard_axes, rest = placed.shard_axes, placed.rest
         wide = widening(value)

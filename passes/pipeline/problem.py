@@ -108,7 +108,7 @@ class PipelineProblems:
     def tables(self, degrees: UniformStrategy, recomputes: Sequence[Recompute]) -> ProgramTables:
         """The typed program that the axes, microbatches and sequence_parallel ask for."""
         num_slices, words = degrees.dp * degrees.microbatches, tuple(sorted(recomputes))
-        key = num_slices, degrees.degrees._replace(dp=1), degrees.tp_mode, words
+        key = num_slices, degrees.degrees._replace(dp=1, dp_shard=0), degrees.tp_mode, words
         if key not in self._tables:
             self._tables[key] = self._typed(*key)
         return self._tables[key]
@@ -170,8 +170,7 @@ class PipelineProblems:
 
     def mesh(self, degrees: UniformStrategy) -> Mesh:
         """The mesh of all ranks."""
-        axes = degrees.degrees._asdict()
-        return build_mesh(self.cluster, pp=degrees.pp, **axes)
+        return build_mesh(self.cluster, pp=degrees.pp, **degrees.degrees.of_mesh)
 
     def untied_parameters(self, region: int) -> list[int]:
         """Parameter slots of a region that one layer alone reads."""
@@ -185,7 +184,7 @@ class PipelineProblems:
         folded = self.microbatches.graph(num_slices)
         key = num_slices, degrees
         if key not in self._searches:
-            mesh = build_mesh(self.cluster, **degrees._asdict())
+            mesh = build_mesh(self.cluster, **degrees.of_mesh)
             size = self.batch_size // num_slices
             self._searches[key] = MeshSearch(folded, self.cluster, mesh, size)
         search = self._searches[key]
@@ -247,7 +246,8 @@ class PipelineProblems:
             over_pp = group_shape(self.cluster, mesh, (mesh.index("pp"),))
 
         def over(kind: str, num_bytes: float, axes: Axes) -> float:
-            return costs.collective_s(kind, num_bytes, map(mesh.index, axes))
+            of = costs.storage
+            return of.collective_s(kind, num_bytes, map(of.mesh.index, axes))
 
         def over_holders(num_bytes: float, holders: int) -> float:
             holders = min(holders, degrees.pp)

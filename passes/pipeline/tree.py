@@ -1,6 +1,7 @@
 """The part of the decision tree that divides a model into stages and a batch into microbatches.
 
-    pp x dp x ep x cp x tp = devices, all factorisations -> microbatches, all divisors of the batch
+    pp x dp x ep x cp x tp = devices, all factorisations (a part of dp that ZeRO shards over where
+        it is pinned) -> microbatches, all divisors of the batch
         -> role of tp (tensor, tensor + sequence)                      one candidate: its degrees
         -> ZeRO level -> recompute                                     by layer
 
@@ -42,7 +43,7 @@ ALL_KINDS = len(PIPELINE_ZERO_LEVELS) * len(get_args(Recompute))
 KINDS_WITHOUT_ZERO = len(get_args(Recompute))
 """Strategy candidates below one choice of degrees, ZeRO needing ranks to shard over."""
 
-DEGREE_PINS = ("pp", "dp", "ep", "cp", "tp", "sp", "microbatches")
+DEGREE_PINS = ("pp", "dp", "ep", "cp", "tp", "dp_shard", "sp", "microbatches")
 
 SCHEDULE_PINS = ("schedule", "virtual_stages")
 
@@ -151,6 +152,8 @@ def _all_degrees(spec: SearchSpec) -> Iterator[UniformStrategy]:
     n = spec.num_devices
     for pp in divisors(n):
         for degrees in offered_axes(replace(spec, num_devices=n // pp)):
+            if degrees.dp_shard and "dp_shard" not in spec.pins:
+                continue  # twice the candidates, for a part that seldom wins
             for m in divisors(spec.batch_size):
                 if pp == m == 1:
                     continue

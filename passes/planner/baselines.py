@@ -1,9 +1,10 @@
 """The strategies that people would try first, priced beside the plan.
 
-In one pass: DDP, ZeRO-3, Megatron's tp in a node, and the best strategy that all layers share. As a
-pipeline what people write down by hand (Narayanan et al., SC 2021): tp inside a node, pp stages of
-equally many layers with the embedding on the first and the head on the last, dp with the rest; 1f1b
-with the least warm-up. Of all such pipelines that fit the fastest, lowest bound first.
+In one pass: DDP, ZeRO-3, ZeRO-3 inside a node and replicated over nodes (HSDP), Megatron's tp in a
+node, and the best strategy that all layers share. As a pipeline what people write down by hand
+(Narayanan et al., SC 2021): tp inside a node, pp stages of equally many layers with the embedding
+on the first and the head on the last, dp with the rest; 1f1b with the least warm-up. Of all such
+pipelines that fit the fastest, lowest bound first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,8 @@ def named_baselines(cluster: ClusterSpec) -> dict[str, UniformStrategy]:
     if n > 1:
         named["DDP"] = UniformStrategy(dp=n)
         named["ZeRO-3"] = UniformStrategy(dp=n, zero=3)
+        if 1 < node < n and n % node == 0:
+            named["HSDP"] = UniformStrategy(dp=n, zero=3, dp_shard=node)
         if node > 1 and n % node == 0:
             named["Megatron tp+sp in a node, dp outside"] = UniformStrategy(
                 dp=n // node, tp=node, sequence_parallel=True

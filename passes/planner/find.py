@@ -31,6 +31,7 @@ from meshfold.ir.plan import Plan, SearchStats
 from meshfold.ir.strategy import Degrees, UniformStrategy
 from meshfold.passes.graph.reads import program_reads
 from meshfold.passes.memory.local_program import Probe
+from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.one_pass.bounds import LeastCompute, Room, least_compute, least_step_s
 from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
 from meshfold.passes.one_pass.priced import NoMeshFits, Priced, order_of
@@ -174,6 +175,7 @@ class _Search:
         self.cluster, self.options = request.cluster, request.options
         self.pinned = pinned_slots(folded, self.options.layout_pins)
         self._searches: dict[Degrees, MeshSearch] = {}
+        self._memory_models: dict[MeshSearch, MemoryModel] = {}
         self._reads = program_reads(folded)
         self._cache = SearchCache.of(folded)
 
@@ -195,24 +197,28 @@ class _Search:
     def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
         """A planner for these strategies of one mesh."""
         search = self._search(degrees)
+        probe = self.request.probe
         return MeshPlanner(
             self.folded,
             self.cluster,
             search,
             strategies,
             self.options,
-            self.request.probe,
+            probe,
             self._reads,
+            self._memory_models.setdefault(search, MemoryModel(search.costs, probe)),
         )
 
     def _search(self, degrees: Degrees) -> MeshSearch:
+        """The typings of a mesh, which are the same whatever part of dp ZeRO shards over."""
+        degrees = degrees._replace(dp_shard=0)
         if degrees not in self._searches:
             of_mesh = self.cluster, self._mesh(degrees), self.request.batch_size
             self._searches[degrees] = MeshSearch(self.folded, *of_mesh, self._cache, self.pinned)
         return self._searches[degrees]
 
     def _mesh(self, degrees: Degrees) -> Mesh:
-        return build_mesh(self.cluster, degrees.dp, degrees.tp, cp=degrees.cp, ep=degrees.ep)
+        return build_mesh(self.cluster, **degrees.of_mesh)
 
     def _tree(self, without: Sequence[str]) -> Tree:
         return grow_tree(search_spec(self.request, without))
@@ -221,7 +227,9 @@ class _Search:
         """The best of a tree, or per mesh the program with the least memory."""
         by_mesh: dict[Degrees, list[UniformStrategy]] = {}
         # In an order of our own, so that the order of the strategies decides nothing.
-        for strategy in sorted(tree.strategies, key=lambda s: (-s.dp, s.ep, s.cp, s.label)):
+        for strategy in sorted(
+            tree.strategies, key=lambda s: (-s.dp, s.ep, s.cp, s.dp_shard, s.label)
+        ):
             by_mesh.setdefault(strategy.degrees, []).append(strategy)
         state = MeshRecord(Counter(tree.pruned))
         for is_second in (False, True):

@@ -163,7 +163,7 @@ class _Writer:
         self.problems = problems
         self.found = found
         self.mesh = found.problem.mesh
-        self.inner = build_mesh(problems.cluster, **degrees.degrees._asdict())
+        self.inner = build_mesh(problems.cluster, **degrees.degrees.of_mesh)
         self.folded: FoldedGraph = problems.microbatches.graph(degrees.microbatches)
         names = [x.strategy.label for x in found.layers]
         self.split = split_regions(self.folded, names)

@@ -84,8 +84,26 @@ def _layouts(graph: OpGraph, planned: RegionPlan) -> Iterator[tuple[str, Value, 
         yield f"{where}, output {k} {value_name(graph, v)}", graph.values[v], layout
 
 
+def _check_copies(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
+    """Parameters alone are stored in copies, one for each replica of the mesh."""
+    for number, (at, _, layout) in enumerate(_layouts(graph, planned)):
+        is_parameter = number < len(graph.slots) and (
+            graph.slots[number].kind is SlotKind.PARAMETER
+        )
+        for axis, t in zip(mesh.axes, layout, strict=True):
+            if t.copies == 1:
+                continue
+            if not is_parameter:
+                raise PlanMismatchError(f"{at}: {t} is in copies; only parameters are stored so")
+            if t.copies != axis.replicas:
+                raise PlanMismatchError(
+                    f"{at}: {t} on axis {axis.name}, of which the mesh has {axis.replicas} replicas"
+                )
+
+
 def _check_legal(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
     """Layouts that shapes allow, and that can be between regions."""
+    _check_copies(graph, planned, mesh)
     for at, value, layout in _layouts(graph, planned):
         check_layout(at, value.shape, layout, mesh)
         for axis, t in zip(mesh.axes, layout, strict=True):
@@ -112,7 +130,8 @@ def _check_conversions(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
             for there, wanted in zip(arrived, demand, strict=True):
                 if there == wanted:
                     continue
-                if "E" in (there.kind, wanted.kind) or not has_conversion(there, wanted):
+                is_known = there.copies == 1 and has_conversion(there, wanted)
+                if "E" in (there.kind, wanted.kind) or not is_known:
                     raise PlanMismatchError(
                         f"region {planned.name}, {value_name(graph, v)}: no conversion leads from "
                         f"{layout_text(native)}, in which it is there, to {layout_text(demand)}, "

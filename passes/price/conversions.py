@@ -354,7 +354,7 @@ def _ends(value: Value, step: Step, mesh: Mesh) -> tuple[int, int]:
     shards = 1
     for axis, (t, size) in enumerate(zip(step.before, mesh.sizes, strict=True)):
         if t.is_shard and axis != step.axis:
-            shards *= size
+            shards *= t.num_shards(size)
     size, num_bytes = mesh.sizes[step.axis], value.num_bytes
     before = shards * size if step.source.is_shard else shards
     after = shards * size if step.target.is_shard else shards

@@ -1,10 +1,15 @@
 """Which parameters are in one group: those gathered over the same axes, or only reduced over the
-same, of one dtype. The emitter makes groups so, and the simulator counts their collectives so."""
+same, of one dtype. The emitter makes groups so, and the simulator counts their collectives so.
+
+Groups communicate over axes of the storage mesh (meshfold.ir.mesh), which is the mesh but under
+HSDP: layouts and costs here are on that mesh, `stored_use` takes them there.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshfold.ir.mesh import Mesh
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import REPLICATE_AXIS, Mesh
 from meshfold.ir.op_graph import Value
 from meshfold.ir.spmd import REPLICATE, Layout
 from meshfold.passes.price.conversions import ConversionCosts
@@ -22,12 +27,25 @@ class ParameterGroupKey:
     """Axes that they are gathered over."""
     reduce: tuple[int, ...]
     """Axes of the first reduction, where nothing is gathered."""
+    replicas: tuple[int, ...]
+    """Axes over which gradients are all-reduced as soon as they are scattered: those of replicas
+    under HSDP."""
     dtype: str
     requires_grad: bool
     master: str
     """Dtype of the master copy."""
     unbucketed: Unbucketed | None
     """Who it is that has its own collective."""
+
+
+def stored_use(stored: Layout, used: Layout, costs: CostModel) -> tuple[Layout, Layout, CostModel]:
+    """The same on the storage mesh. The mesh of costs may not know its replicas yet: candidates
+    that store states in different numbers of copies are priced on one mesh."""
+    copies = max([t.copies for t in stored], default=1)
+    if copies > 1:
+        costs = costs.with_replicas(copies)
+    mesh = costs.mesh
+    return mesh.on_storage(stored), mesh.on_storage(used), costs.storage
 
 
 def is_unbucketed(
@@ -118,6 +136,13 @@ def parameter_group_key(
     if not (gather or (reduce and value.requires_grad) or value.master):
         return None
     own = (v, used) if is_unbucketed(value, stored, gather, costs) else None
+    replicas = tuple(k for k in reduce if costs.mesh.names[k] == REPLICATE_AXIS)
     return ParameterGroupKey(
-        gather, () if gather else reduce, value.dtype, value.requires_grad, value.master, own
+        gather,
+        () if gather else reduce,
+        replicas if gather else (),
+        value.dtype,
+        value.requires_grad,
+        value.master,
+        own,
     )

@@ -52,7 +52,7 @@ def local_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
         if t.padded:
             return math.prod(local_shape(value.shape, layout, sizes)) * ITEM_BYTES[value.dtype]
         if t.is_shard:
-            shards *= size
+            shards *= t.num_shards(size)
     return value.num_bytes // shards
 
 

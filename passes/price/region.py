@@ -25,6 +25,7 @@ from functools import cached_property
 from operator import itemgetter
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS
 from meshfold.ir.op_graph import OpGraph, SlotKind
 from meshfold.ir.plan import ConversionKind, ConversionRecord
 from meshfold.ir.spmd import Layout
@@ -43,6 +44,7 @@ from meshfold.passes.price.parameter_groups import (
     is_unbucketed,
     parameter_copies,
     parameter_group_key,
+    stored_use,
     used_layout,
 )
 from meshfold.passes.price.parameters import (
@@ -272,9 +274,10 @@ class RegionPricer:
         """Copies of every group that a parameter is in."""
         value, mesh, costs = self.graph.values[v], self.mesh, self.costs
         for used in dict.fromkeys(used_layout(native, d, mesh) for d in self._demands[v]):
-            key = parameter_group_key(v, value, native, used, costs)
+            stored, read, of = stored_use(native, used, costs)
+            key = parameter_group_key(v, value, stored, read, of)
             if key is not None:
-                sums.add_copies(parameter_copies(value, native, key.gather, costs))
+                sums.add_copies(parameter_copies(value, stored, key.gather, of))
 
 
 _Edge = tuple[Layout, Layout]
@@ -296,30 +299,33 @@ def _price_parameter(
     What is stored as shards on several axes is gathered over them as one process group, what is
     unsharded on several is reduced over them so. What is gathered is gathered for the backward in
     any case, also where the rest is recomputed."""
-    mesh, value = sums.mesh, graph.values[v]
-    gathered: list[int] = []
-    reduced: list[int] = []
+    value = graph.values[v]
     steps = conversion_steps(value, *edge, costs)
     for step in steps:
         if is_grouped(step.source, step.target):
-            (gathered if step.source.is_shard else reduced).append(step.axis)
             continue
         cost = steps_cost(value, (step,), costs)
         sums.add(cost)
         if is_recomputed:
             sums.add_recomputed(cost)
-    here, stored_here = (size(value, edge[0], mesh.sizes) for size in (local_bytes, stored_bytes))
+    stored, read, of = stored_use(*edge, costs)
+    pairs = list(enumerate(zip(stored, read, strict=True)))
+    gathered = tuple(k for k, (s, u) in pairs if is_grouped(s, u) and s.is_shard)
+    reduced = tuple(k for k, (s, u) in pairs if is_grouped(s, u) and not s.is_shard)
+    here, stored_here = (size(value, stored, of.mesh.sizes) for size in (local_bytes, stored_bytes))
+    replicas = max(t.copies for t in edge[0]) if edge[0] else 1
     if gathered:
-        axes = tuple(sorted(gathered))
-        shards = math.prod(mesh.sizes[k] for k in axes)
-        has_own = is_unbucketed(value, edge[0], axes, costs)
-        own = (v, used_layout(*edge, mesh)) if has_own else None
-        sums.add_bytes(axes, "all_gather", own, shards * here)
+        shards = math.prod(of.mesh.sizes[k] for k in gathered)
+        has_own = is_unbucketed(value, stored, gathered, of)
+        own = (v, used_layout(*edge, costs.mesh)) if has_own else None
+        sums.add_bytes(gathered, "all_gather", own, replicas, shards * here)
         if value.requires_grad:
-            sums.add_bytes(axes, "reduce_scatter", own, shards * stored_here)
+            sums.add_bytes(gathered, "reduce_scatter", own, replicas, shards * stored_here)
     if reduced and value.requires_grad:
-        sums.add_bytes(tuple(sorted(reduced)), "all_reduce", None, stored_here)
-    _record(graph, v, "parameter", edge, steps_cost(value, steps, costs), sums)
+        sums.add_bytes(reduced, "all_reduce", None, replicas, stored_here)
+    if of.mesh != costs.mesh:
+        steps = conversion_steps(value, stored, read, of)
+    _record(graph, v, "parameter", edge, steps_cost(value, steps, of), sums)
 
 
 def _record(
@@ -351,11 +357,14 @@ def _finish(
     """forward_s, backward_s: kernels of ops. ops_s: those and what is communicated between them."""
     names = sums.mesh.names
     gather_s, reduce_s = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-    groups = [(axes, kind, size) for (axes, kind, _), size in sums.group_bytes.items()]
-    for axes, kind, num_bytes in sorted(groups):
+    groups = [(axes, kind, n, size) for (axes, kind, _, n), size in sums.group_bytes.items()]
+    for axes, kind, replicas, num_bytes in sorted(groups):
         # The outermost axis has the slowest links of the group.
         seconds = gather_s if kind == "all_gather" else reduce_s
-        seconds[names[axes[0]]] += costs.collective_s(kind, num_bytes, axes)
+        of = costs.with_replicas(replicas).storage if replicas > 1 else costs.storage
+        name = of.mesh.names[axes[0]]
+        name = DATA_AXIS if name in (REPLICATE_AXIS, SHARD_AXIS) else name
+        seconds[name] += of.collective_s(kind, num_bytes, axes)
     return RegionPrice(
         forward_s=forward_s + sums.gathered_s,
         backward_s=backward_s + sums.gathered_s + sums.reduced_s,

@@ -27,11 +27,11 @@ class PriceSums:
     reduced_s: float = 0.0
     communication_s: list[float] = field(init=False)
     recomputed_by_axis_s: list[float] = field(init=False)
-    group_bytes: dict[tuple[tuple[int, ...], str, Unbucketed | None], int] = field(
+    group_bytes: dict[tuple[tuple[int, ...], str, Unbucketed | None, int], int] = field(
         default_factory=dict
     )
-    """Bytes by the axes of a collective, which act as one group, its kind, and who has its own
-    (passes/price/parameter_groups.py)."""
+    """Bytes by the axes of a collective, which act as one group, its kind, who has its own
+    (passes/price/parameter_groups.py), and the replicas on whose storage mesh these axes are."""
     records: list[tuple[int, ConversionRecord]] = field(default_factory=list)
     """(number of the value, record)."""
     has_seconds: bool = False
@@ -62,11 +62,16 @@ class PriceSums:
             self.recomputed_by_axis_s[axis] += other.recomputed_by_axis_s[axis]
 
     def add_bytes(
-        self, axes: tuple[int, ...], kind: str, own: Unbucketed | None, num_bytes: int
+        self,
+        axes: tuple[int, ...],
+        kind: str,
+        own: Unbucketed | None,
+        replicas: int,
+        num_bytes: int,
     ) -> None:
         """Parameters or gradients that go into a collective over these axes; own: of a
         ParameterGroupKey, `unbucketed`."""
-        key = (axes, kind, own)
+        key = (axes, kind, own, replicas)
         self.group_bytes[key] = self.group_bytes.get(key, 0) + num_bytes
 
     def add(self, cost: ConversionCost) -> None:

@@ -283,7 +283,7 @@ class MeshSearch:
             typing = replace(solution.typing, slots=tuple(slots), reshard_after_forward=reshard)
             typings.append(typing)
             prices.append(solution.pricer.price(typing.slots, reshard_after_forward=reshard))
-        num_ranks = math.prod(self.mesh.sizes[axis] for axis in axes)
+        num_ranks = math.prod(self.mesh.sizes[axis] for axis in axes) // self.mesh.replicas
         notes = tuple(unsharded_note(name, num_ranks) for name in sorted(unsharded))
         return ProgramTyping(tuple(typings), tuple(prices), fraction, self.fallback_ops, notes)
 

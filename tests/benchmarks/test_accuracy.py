@@ -55,11 +55,17 @@ def test_devices_and_networks_become_presets() -> None:
         setup_of(replace(run, gpu="H100-SXM5-80GB"))
 
 
+def test_zero_inside_a_part_of_the_ranks_is_pinned() -> None:
+    run = replace(SMALL, zero_stage="1 within 2 GPUs, replicated across")
+    pins = setup_of(run).options.pins
+    assert (pins["zero"], pins["dp_shard"]) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"gpu": "RTX-1"}, "no preset for RTX-1"),
-        ({"zero_stage": "1 within 8 GPUs"}, "HSDP"),
+        ({"zero_stage": "1 in part"}, "ZeRO 1 in part"),
         ({"precision": "int8"}, "precision int8"),
         ({"arch": "cnn"}, "architecture cnn"),
         ({"recompute": "some"}, "recompute some"),

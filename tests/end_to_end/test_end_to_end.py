@@ -243,7 +243,7 @@ def check_step(pools: Pools, family: str, strategy: str) -> None:
     num_processes, pins = ALL_PINS[strategy]
     plan = plan_for(family, strategy)
     chosen = plan.strategy
-    assert chosen.degrees == (pins["dp"], pins.get("cp", 1), pins["tp"], pins.get("ep", 1))
+    assert chosen.degrees == (pins["dp"], pins.get("cp", 1), pins["tp"], pins.get("ep", 1), 0)
     assert chosen.zero == pins.get("zero", 0) and chosen.sequence_parallel == bool(pins.get("sp"))
     results = pools.run(
         num_processes,

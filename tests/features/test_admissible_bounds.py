@@ -141,9 +141,7 @@ def test_a_mesh_whose_leaves_save_copies_is_planned(optimizer: Any, folder: Path
         return find_plan_for(
             graph,
             resolve_cluster("dgx-h100", 8),
-            CompileOptions(
-                precision="bf16", optimizer=optimizer, without_rules=without, pins=pins
-            ),
+            CompileOptions(precision="bf16", optimizer=optimizer, without_rules=without, pins=pins),
             model_name="llama",
             batch_size=BATCH,
             probe=PROBER,

@@ -35,6 +35,7 @@ from meshfold.codegen.program.emitted import (
     group_name,
 )
 from meshfold.codegen.program.text import TYPE
+from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.errors import PlanMismatchError
 from meshfold.ir.conversion_step import Step as ConversionStep
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, SlotKind, SourceKind
@@ -44,7 +45,7 @@ from meshfold.ir.strategy import OpTyping, RegionTyping
 from meshfold.ops.conversions import emit_step
 from meshfold.passes.graph.typed import arriving_layouts
 from meshfold.passes.price.conversion_trees import conversion_trees
-from meshfold.passes.price.conversions import ConversionCosts, conversion_steps
+from meshfold.passes.price.conversions import conversion_steps
 from meshfold.passes.price.parameter_groups import (
     ParameterGroupKey,
     changed_axes,
@@ -70,7 +71,7 @@ def check_runs(plan: Plan) -> None:
 def emit_typed(
     folded: FoldedGraph,
     typings: Sequence[RegionTyping],
-    costs: ConversionCosts,
+    costs: CostModel,
     numbers: Sequence[int] = (),
     boundary: Mapping[str, Layout] = MappingProxyType({}),
     written: Mapping[int, Written] = MappingProxyType({}),
@@ -148,7 +149,7 @@ class _RegionEmitter:
         ops: OpGraph,
         typing: RegionTyping,
         arriving: tuple[Layout, ...],
-        costs: ConversionCosts,
+        costs: CostModel,
     ) -> None:
         self.ops = ops
         self.typing = typing
@@ -157,12 +158,13 @@ class _RegionEmitter:
         self.graph = fx.Graph()
         self.nodes: dict[tuple[int, Layout], fx.Node] = {}
         self.costs = costs
+        self.storage = costs.storage
         self.parents, used = conversion_trees(ops, typing, arriving, costs)
         self.uses: dict[tuple[int, Layout], GroupMember] = {}
         self.direct = {v for v, s in enumerate(self.ops.slots) if s.kind is not SlotKind.PARAMETER}
         for v, layout in used:
             self._use_parameter(v, layout)
-        self.groups = _group(list(self.uses.values()), self.ops, self.costs)
+        self.groups = _group(list(self.uses.values()), self.ops, self.storage)
         self.is_ahead_started = False
 
     def emit(self, name: str, number: int, num_floats: int) -> RegionProgram:
@@ -195,10 +197,11 @@ class _RegionEmitter:
     def _use_parameter(self, v: int, used: Layout) -> None:
         """Put a parameter that ops read in the layout `used` in a group, or pass it directly."""
         value, stored = self.ops.values[v], self.arriving[v]
-        if parameter_group_key(v, value, stored, used, self.costs) is not None:
-            _, reduce = changed_axes(stored, used)
+        here, read = self.mesh.on_storage(stored), self.mesh.on_storage(used)
+        if parameter_group_key(v, value, here, read, self.storage) is not None:
+            _, reduce = changed_axes(here, read)
             name = self.ops.slots[v].name
-            self.uses[v, used] = GroupMember(v, name, value.shape, stored, used, reduce)
+            self.uses[v, used] = GroupMember(v, name, value.shape, here, read, reduce)
             return
         self.direct.add(v)
         if used != stored:
@@ -285,11 +288,12 @@ class _RegionEmitter:
         )
         function = wait_group if group.is_materialized else replicate_group
         opened = self.graph.call_function(function, (self.in_flight[number],))
+        use_of = {member: use for use, member in self.uses.items()}
         for k, member in enumerate(group.members):
             node = self.graph.create_node(
                 "call_function", operator.getitem, (opened, k), name=self._label(member.slot)
             )
-            self._bind(member.slot, member.used, node)
+            self._bind(*use_of[member], node)
         if group.is_materialized and not self.is_ahead_started:
             # Not before: then three regions would be in memory, one of them in flight.
             self.graph.call_function(start_ahead, (self.ahead,))
@@ -306,7 +310,7 @@ class _RegionEmitter:
 
 
 def _group(
-    uses: Sequence[GroupMember], ops: OpGraph, costs: ConversionCosts
+    uses: Sequence[GroupMember], ops: OpGraph, costs: CostModel
 ) -> tuple[ParameterGroup, ...]:
     """Members that are gathered over the same axes, or only reduced over the same, together, but
     for large ones (meshfold.passes.price.parameter_groups)."""
@@ -323,6 +327,7 @@ def _group(
             tuple(members),
             key.master,
             key.unbucketed is not None,
+            key.replicas,
         )
         for key, members in groups.items()
     )

@@ -185,7 +185,7 @@ class EmittedProgram:
             for number, group in enumerate(region.groups):
                 if group.gather and not group.is_unbucketed:
                     key = group.gather, group.dtype, region.reshard_after_forward
-                    num_bytes = GroupBuffers(group, self.mesh.sizes).unsharded_numel
+                    num_bytes = GroupBuffers(group, self.mesh.storage.sizes).unsharded_numel
                     yield BucketMember((k, number), key, num_bytes * ITEM_BYTES[group.dtype])
 
     def _reductions(self) -> Iterator[BucketMember]:
@@ -197,7 +197,7 @@ class EmittedProgram:
                     reduce_on_last_microbatch = not group.gather or region.accumulate_unsharded
                     dtype = group.master or group.dtype
                     key = bool(group.gather), axes, dtype, reduce_on_last_microbatch
-                    num_bytes = GroupBuffers(group, self.mesh.sizes).unsharded_numel
+                    num_bytes = GroupBuffers(group, self.mesh.storage.sizes).unsharded_numel
                     num_bytes *= ITEM_BYTES[dtype]
                     yield BucketMember((k, number), key, num_bytes)
 
@@ -208,14 +208,21 @@ class EmittedProgram:
 
     def axis_sets(self) -> tuple[tuple[str, ...], ...]:
         """The sets of axes that the program communicates over as one group, in a fixed order."""
-        names = self.mesh.names
+        names = self.mesh.storage.names
         sets: set[tuple[str, ...]] = {
-            (name,) for name, n in zip(names, self.mesh.sizes, strict=True) if n > 1
+            (name,)
+            for mesh in (self.mesh, self.mesh.storage)
+            for name, n in zip(mesh.names, mesh.sizes, strict=True)
+            if n > 1
         }
         for region in self.regions:
             for group in region.groups:
                 sets.add(tuple(names[k] for k in group.gather))
-                reduced = {tuple(names[k] for k in m.reduce) for m in group.members} - {()}
+                reduced = {
+                    tuple(names[k] for k in m.reduce if k not in without)
+                    for m in group.members
+                    for without in ((), group.replicas)
+                } - {()}
                 sets |= reduced
                 for axes in filter(self.levels.sizes, reduced):
                     sets |= {(*axes, IN_NODE), (*axes, ACROSS_NODES)}
@@ -245,7 +252,7 @@ class EmittedProgram:
             notes += "; gradients reduced once a step" if region.accumulate_unsharded else ""
             yield f"region {region.name}: {len(instances)} x, first {scope}{notes}"
             for number, group in enumerate(region.groups):
-                for line in group_text(number, group, self.mesh):
+                for line in group_text(number, group, self.mesh.storage):
                     yield f"  {line}"
             for line in graph_lines(region.graph.graph):
                 yield f"  {line}"

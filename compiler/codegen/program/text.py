@@ -45,6 +45,8 @@ def group_text(number: int, group: ParameterGroup, mesh: Mesh) -> Iterator[str]:
     if group.gather:
         axes = " x ".join(names)
         backward = f"reduce-scatter {axes}"
+        if group.replicas:
+            backward += f", all-reduce {' x '.join(mesh.names[k] for k in group.replicas)}"
         head = f"all-gather {axes}"
     else:
         reduce = " x ".join(mesh.names[k] for k in group.reduce)
@@ -57,8 +59,9 @@ def group_text(number: int, group: ParameterGroup, mesh: Mesh) -> Iterator[str]:
     for m in group.members:
         shape = ", ".join(map(str, m.shape))
         then = ""
-        if group.gather and m.reduce and group.requires_grad:
-            then = f", then all-reduce {' x '.join(mesh.names[k] for k in m.reduce)}"
+        late = [mesh.names[k] for k in m.reduce if k not in group.replicas]
+        if group.gather and late and group.requires_grad:
+            then = f", then all-reduce {' x '.join(late)}"
         yield f"  {m.name} [{shape}]: {layout_text(m.stored)} -> {layout_text(m.used)}{then}"
 
 

@@ -55,7 +55,7 @@ class _Writer:
             return self.add(ActionKind.PREFETCH, Task((needs,)))
         seconds = sum(costs.group_s("all_gather", group, group.gather) for group in groups)
         axes = max((group.gather for group in groups), key=len)
-        link = costs.costs.group_link(axes).name
+        link = costs.costs.storage.group_link(axes).name
         task = Task((needs,), 0.0, link, seconds, floats=True, is_due=True)
         return self.add(ActionKind.PREFETCH, task)
 
@@ -133,5 +133,5 @@ def _reduction(of: SegmentedRegion, group: ParameterGroup, needs: tuple[int, ...
         return Task(needs, copied_s)
     kind = "reduce_scatter" if group.gather else "all_reduce"
     seconds = of.costs.group_s(kind, group, axes)
-    link = of.costs.costs.group_link(axes).name
+    link = of.costs.costs.storage.group_link(axes).name
     return Task(needs, copied_s, link, seconds, floats=True)

@@ -98,13 +98,13 @@ class SegmentCosts:
 
     def group_s(self, kind: str, group: ParameterGroup, axes: Sequence[int]) -> float:
         """Seconds of a collective over the members of a parameter group, as ops read them."""
-        num_bytes, sizes = 0, self.costs.mesh.sizes
+        num_bytes, sizes = 0, self.costs.storage.mesh.sizes
         for member in group.members:
             unsharded = padded_shape(member.shape, member.stored, sizes)
             num_bytes += (
                 math.prod(local_shape(unsharded, member.used, sizes)) * ITEM_BYTES[group.dtype]
             )
-        return self.costs.collective_s(kind, num_bytes, axes)
+        return self.costs.storage.collective_s(kind, num_bytes, axes)
 
     def added_s(self, v: int, layout: Layout) -> float:
         """Seconds that the gradient of weight v takes longer because it is added to another one,
@@ -116,4 +116,4 @@ class SegmentCosts:
     def copies(self, group: ParameterGroup) -> GroupCopies:
         """Seconds of the copies around the collectives of a parameter group."""
         members = [(self.ops.values[m.slot], m.stored) for m in group.members]
-        return group_copies(members, group.gather, self.costs)
+        return group_copies(members, group.gather, self.costs.storage)

@@ -37,6 +37,7 @@ def test_the_option_surface_is_frozen() -> None:
         "cp",
         "tp",
         "zero",
+        "dp_shard",
         "sp",
         "recompute",
         "offload",
@@ -59,11 +60,12 @@ def test_the_option_surface_is_frozen() -> None:
     [
         (
             {"pins": {"xp": 2}},
-            "pin 'xp' is unknown; pins are dp, ep, cp, tp, zero, sp, recompute, offload, pp, "
-            "microbatches, schedule, virtual_stages",
+            "pin 'xp' is unknown; pins are dp, ep, cp, tp, zero, dp_shard, sp, recompute, "
+            "offload, pp, microbatches, schedule, virtual_stages",
         ),
         ({"pins": {"batch_norm": "batch"}}, "pin batch_norm=batch: unknown; write microbatch"),
         ({"pins": {"pp": 0}}, "pin pp=0: no degree; write 1 or more"),
+        ({"pins": {"dp_shard": 0}}, "pin dp_shard=0: no degree; write 1 or more"),
         ({"pins": {"cp": 0}}, "pin cp=0: no degree; write 1 or more"),
         ({"pins": {"ep": 0}}, "pin ep=0: no degree; write 1 or more"),
         ({"pins": {"tp": 0}}, "pin tp=0: no degree; write 1 or more"),

@@ -138,3 +138,15 @@ def test_overlapping_digits_are_illegal_and_nested_ones_legal() -> None:
     assert is_legal((16,), (Shard(0), Shard(0, 2)), (2, 4))
     assert not is_legal((16,), (Shard(1),), (2,)), "there is no dim 1"
     assert not is_legal((15,), (Shard(0),), (2,))
+
+
+def test_copies_divide_the_ranks() -> None:
+    assert is_legal((8,), parse_layout("S0*4"), (8,)) and not is_legal((8,), (Shard(0),), (16,))
+    assert is_legal((8,), parse_layout("S0*2"), (16,))
+    assert not is_legal((8,), parse_layout("S0*3"), (8,))
+    assert local_shape((8, 3), parse_layout("S0*4"), (8,)) == (4, 3)
+    assert local_shape((7, 3), parse_layout("S0+*4"), (8,)) == (4, 3)
+    for text in ("S0*4", "S1/3*2", "S0/3+64*2"):
+        assert str(SpmdType.parse(text)) == text
+    with pytest.raises(ValueError, match="copies must be 1 or more"):
+        SpmdType("I", copies=2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import meshfold
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.errors import MeshfoldError, OptionError
+from meshfold.ir.mesh import Mesh
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.training.gradient_norm import sharded_axes, total_norm
 from meshfold.validation.float64_mode import float64_everywhere
@@ -59,10 +60,7 @@ def test_norms_are_those_of_one_process(family: str, strategy: UniformStrategy) 
 def test_narrow_gradients_are_summed_in_wide_numbers() -> None:
     class OneRank:
         device = torch.device("cpu")
-
-        class mesh:
-            sizes = ()
-            names = ()
+        mesh = Mesh(())
 
     gradient = torch.full((4096,), 0.125, dtype=torch.bfloat16)
     norm = total_norm({"w": gradient}, {"w": frozenset()}, OneRank(), 2.0)  # type: ignore[arg-type]

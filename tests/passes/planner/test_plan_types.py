@@ -16,12 +16,14 @@ from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.errors import PlanMismatchError
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
+from meshfold.ir.spmd import Layout, SpmdType
 from meshfold.plan_file.io import plan_to_json
 from meshfold.validation.float64_mode import float64_everywhere
 
 PINS: Mapping[str, Mapping[str, int]] = {
     "dp": {"dp": 4},
     "zero3": {"dp": 4, "zero": 3},
+    "hsdp": {"dp": 4, "zero": 3, "dp_shard": 2},
     "tp+sp": {"dp": 2, "tp": 2, "sp": 1},
     "tp": {"tp": 4},
     "pp": {"pp": 2, "tp": 2, "microbatches": 2},
@@ -33,7 +35,9 @@ CASES = [
     (family, pins)
     for family in FAMILIES
     for pins in PINS
-    if (pins != "ep" or family == "mixtral") and (family != "mlp" or pins not in ("pp", "cp"))
+    if (pins != "ep" or family == "mixtral")
+    and (family != "mlp" or pins not in ("pp", "cp"))
+    and (family == "mlp" or pins != "hsdp")
 ]
 SAMPLES = 48
 """Changes that are held against the tables, per case: 1,104 in all."""
@@ -192,3 +196,21 @@ def test_missing_layouts_and_rules_are_refused(what: str) -> None:
     (region,) = plan.regions
     changed = replace(plan, regions=(replace(region, typing=ARITIES[what](region.typing)),))
     assert emitted("mlp", changed).startswith("refused: ")
+
+
+def test_copies_are_of_parameters_and_as_many_as_replicas() -> None:
+    plan = plan_of("mlp", "hsdp")
+    region = next(r for r in plan.regions if r.parameters)
+    slots = list(region.typing.slots)
+    k = next(k for k, layout in enumerate(slots) if layout[0].copies == 2)
+
+    def with_slots(changed: tuple[Layout, ...]) -> Plan:
+        typing = replace(region.typing, slots=changed)
+        regions = tuple(replace(r, typing=typing) if r is region else r for r in plan.regions)
+        return replace(plan, regions=regions)
+
+    four = (*slots[:k], (replace(slots[k][0], copies=4),), *slots[k + 1 :])
+    assert "of which the mesh has 2 replicas" in emitted("mlp", with_slots(four))
+    v = next(v for v, layout in enumerate(slots) if layout[0].copies == 1)
+    other = (*slots[:v], (SpmdType("S", 0, copies=2),), *slots[v + 1 :])
+    assert "only parameters are stored so" in emitted("mlp", with_slots(other))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from support.graphs.op_graphs import GraphBuilder, costs_on, folded_stack, mlp
 
+from meshfold.ir.mesh import Mesh, MeshAxis
 from meshfold.ir.op_graph import Dependence, Value
 from meshfold.ir.spmd import (
     INVARIANT,
@@ -87,11 +88,10 @@ def test_parameter_without_user_is_unsharded():
     ],
 )
 def test_zero3_layout(shape, stored, expected):
-    found = zero3_layout(
-        Value(shape, "float32", True), stored, (4 if 24 not in shape else 2, 2), (0,)
-    )
+    mesh = Mesh((MeshAxis("dp", 4 if 24 not in shape else 2), MeshAxis("tp", 2)))
+    found = zero3_layout(Value(shape, "float32", True), stored, mesh, (0,))
     assert found == expected
-    assert is_legal(shape, found, (4 if 24 not in shape else 2, 2))
+    assert is_legal(shape, found, mesh.sizes)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,25 @@ def test_zero3_layout(shape, stored, expected):
     ],
 )
 def test_zero3_layout_over_two_axes(shape, stored, expected):
-    sizes = (4, 2, 2)
-    found = zero3_layout(Value(shape, "float32", True), parse_layout(stored), sizes, (0, 1))
+    mesh = Mesh((MeshAxis("dp", 4), MeshAxis("cp", 2), MeshAxis("tp", 2)))
+    found = zero3_layout(Value(shape, "float32", True), parse_layout(stored), mesh, (0, 1))
     assert layout_text(found) == expected
-    assert is_legal(shape, found, sizes)
+    assert is_legal(shape, found, mesh.sizes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored", "expected"),
+    [
+        ((16, 6), "I,I,I", "S0*4,S0/2,I"),  # 2 shards of dp, then 2 of cp
+        ((16, 6), "I,I,S0", "S0/2*4,S0/4,S0"),
+        ((3, 7), "I,I,I", "S1+*4,I,I"),  # dp pads, then no dim is left
+    ],
+)
+def test_zero3_layout_inside_of_replicas(shape, stored, expected):
+    mesh = Mesh((MeshAxis("dp", 8, replicas=4), MeshAxis("cp", 2), MeshAxis("tp", 2)))
+    found = zero3_layout(Value(shape, "float32", True), parse_layout(stored), mesh, (0, 1))
+    assert layout_text(found) == expected
+    assert is_legal(shape, found, mesh.sizes)
 
 
 def test_what_regions_take_that_is_made_of_parameters_is_followed_per_size() -> None:

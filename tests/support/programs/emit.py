@@ -65,6 +65,19 @@ def compare_step(
     return float((loss.detach() - expected).abs()), worst, name_of_worst, uneven
 
 
+def inference_error(family: str, captured: Captured, plan_text: str) -> float:
+    """Of the logits of a call without labels, on a plan's parameters."""
+    model, batch = tiny_model(family)
+    compiled = bind(model, plan_from_json(plan_text), captured, batch)
+    model.eval()
+    compiled.eval()
+    batch = {name: x for name, x in batch.items() if name != "labels"}
+    with float64_everywhere(), torch.no_grad():
+        found, expected = compiled(**batch), model(**batch).logits
+    logits = found if isinstance(found, Tensor) else found.logits
+    return float((logits - expected).abs().max())
+
+
 def part_of(compiled: CompiledModel, name: str, whole: Tensor) -> Tensor:
     """This rank's part of a parameter or gradient of one process."""
     assert compiled.rank_mesh is not None
