@@ -1,4 +1,4 @@
-"""The command line: plan, show, explain, diff, check, graph, verify, timeline.
+"""The command line: plan, show, explain, diff, check, graph, verify, timeline, profile.
 
 Exit codes: 0 done, 1 expected failure (nothing fits, plan and model differ, numbers differ),
 2 usage or a bad file. A failure is one line on stderr and leaves no file behind; --debug adds the
@@ -22,6 +22,7 @@ from meshfold._version import __version__
 from meshfold.cli.arguments import FilePath, Number, check_output, parse_pins
 from meshfold.cli.command import INTERRUPTED, Command, Failure
 from meshfold.cli.crash_guard import guarded, say_crash
+from meshfold.cli.profile_command import profile
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError
 from meshfold.ir.options import PINS, CompileOptions, Mode, Precision
@@ -349,6 +350,9 @@ def timeline(
     if trace is not None:
         write_whole(trace, shown.trace)
     _echo(shown.json, as_json=True) if as_json else _echo(shown.text)
+
+
+cli.add_command(profile)
 
 
 def _echo(text: str, *, as_json: bool = False) -> None:
