@@ -1,4 +1,5 @@
-"""The command `profile`: measure this machine and write a cluster file. No torch before it runs."""
+"""The command `profile`: measure this machine and write a cluster file. Neither torch nor numpy
+before it runs."""
 
 import contextlib
 import importlib
@@ -15,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from meshfold._version import __version__
 from meshfold.cli.arguments import FilePath, Number, check_output
 from meshfold.cli.command import INTERRUPTED, Command, Failure
-from meshfold.cost_models.calibration.fitted_cluster import Fitted, fitted
 from meshfold.cost_models.calibration.points import Profile
 from meshfold.cost_models.calibration.points_file import (
     load_profile,
@@ -24,7 +24,6 @@ from meshfold.cost_models.calibration.points_file import (
 )
 from meshfold.errors import OptionError
 from meshfold.plan_file.cluster_file import cluster_to_json, save_cluster
-from meshfold.report.profile import profile_view
 from meshfold.report.terminal import escaped_json, escaped_lines, print_view
 
 MOST_MINUTES = 10.0
@@ -44,7 +43,7 @@ class Keeper:
         """A point more."""
         self.profile, self.total = profile, total
         self._bar.update(self._task, completed=profile.num_points, total=total)
-        if time.monotonic() - self._saved_s > SAVE_EVERY_S:
+        if time.monotonic() - self._saved_s >= SAVE_EVERY_S:
             self.save()
 
     def save(self) -> None:
@@ -72,8 +71,8 @@ def profile(output: Path, processes: int | None, minutes: float | None, as_json:
     """Measure this machine and write a cluster file that planning uses.
 
     Kernels, collectives and both at once are timed on all processes at the same time, and the
-    figures of a cluster fitted to that. Points are kept beside the file, in NAME.points.json:
-    interrupted (Ctrl-C), the same command goes on.
+    figures of a cluster fitted to that. Points are kept beside the file, in NAME.points.json: when
+    it was interrupted (Ctrl-C), or its minutes were over, the same command goes on.
 
     \b
     Example:
@@ -119,7 +118,6 @@ def _kept(path: Path, *, is_shown: bool) -> Iterator[Keeper]:
         except KeyboardInterrupt as error:
             if keeper.profile is None or not is_shown:
                 raise
-            keeper.save()
             count, total = keeper.profile.num_points, keeper.total
             raise Failure(
                 f"interrupted; {count} of {total or 'all'} points are in {path}, and the same "
@@ -138,16 +136,21 @@ def _finish(keeper: Keeper, output: Path, *, as_json: bool) -> None:
     if as_json:
         click.echo(escaped_json(cluster_to_json(found.cluster)), nl=False)
         return
-    print_view(profile_view(keeper.profile, found))
-    text = f"\nwritten to {output}; 'meshfold plan MODEL --cluster {output} -o plan.json' uses it\n"
-    click.echo(escaped_lines(text), nl=False)
+    report = importlib.import_module("meshfold.report.profile")
+    print_view(report.profile_view(keeper.profile, found))
+    lines = [f"written to {output}; 'meshfold plan MODEL --cluster {output} -o plan.json' uses it"]
+    if not keeper.profile.finished:
+        done = f"{keeper.profile.num_points} of {keeper.total} points"
+        lines.append(f"{done} were measured; the same command goes on with the others")
+    click.echo(escaped_lines("\n" + "\n".join(lines) + "\n"), nl=False)
 
 
-def cluster_of(profile: Profile, name: str) -> Fitted:
-    """The cluster of a profile, with where it comes from."""
+def cluster_of(profile: Profile, name: str) -> Any:
+    """The cluster of a profile with where it comes from, and the errors of its fit."""
     machine = profile.machine
     source = (
         f"meshfold profile {__version__}, {date.today():%B %Y}, {machine.processes} processes on "
         f"nodes of {machine.cores} cores, torch {machine.torch}"
     )
-    return fitted(profile, name, source)
+    fitting = importlib.import_module("meshfold.cost_models.calibration.fitted_cluster")
+    return fitting.fitted(profile, name, source)

@@ -1,16 +1,22 @@
 """The collectives that a profile times: all kinds over sizes, in groups as meshes have them, and a
 product beside an all-reduce."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshfold.cost_models.calibration.points import CollectivePoint, ContentionPoint
+from meshfold.distributed.rank_mesh import ProcessMesh, process_mesh
+from meshfold.ir.mesh import Mesh, MeshAxis
 from meshfold.profiling.kernels import Run
 from meshfold.profiling.timing import Timer
 
+OUTER, INNER = "outer", "inner"
+"""Axes of the meshes whose groups are timed."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift")
 SIZES = {
     "cpu": (2**20, 2**12, 2**23, 2**16),
@@ -23,57 +29,58 @@ CONTENDED = {"cpu": (2**21, 256), "cuda": (2**26, 4096)}
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of this rank's group; all groups of its size work at once."""
+    """The group of this rank on one axis of a mesh; all groups of the axis work at once."""
 
-    group: dist.ProcessGroup
-    ranks: tuple[int, ...]
+    mesh: ProcessMesh
+    axis: str
     per_node: int
 
     @property
-    def name(self) -> str:
-        return f"{len(self.ranks)} ranks on {len(self._on_nodes)} nodes"
+    def ranks(self) -> tuple[int, ...]:
+        groups = self.mesh.levels.groups((self.axis,))
+        return next(ranks for ranks in groups if self.mesh.rank in ranks)
 
     @property
-    def _on_nodes(self) -> dict[int, int]:
-        """Ranks by node."""
-        nodes = [rank // self.per_node for rank in self.ranks]
-        return {node: nodes.count(node) for node in nodes}
+    def name(self) -> str:
+        return f"{len(self.ranks)} ranks on {len(self._ranks_on_nodes)} nodes"
+
+    @property
+    def _ranks_on_nodes(self) -> list[int]:
+        return list(Counter(rank // self.per_node for rank in self.ranks).values())
 
     def point(self, kind: str, num_bytes: int, seconds: float) -> CollectivePoint:
-        counts = self._on_nodes.values()
+        """What was measured."""
+        on_nodes = self._ranks_on_nodes
+        most, least = max(on_nodes), min(on_nodes)
+        num_ranks = len(self.ranks)
         return CollectivePoint(
-            kind,
-            float(num_bytes),
-            len(self.ranks),
-            len(counts),
-            max(counts),
-            min(counts),
-            seconds,
+            kind, float(num_bytes), num_ranks, len(on_nodes), most, least, seconds
         )
 
 
-def partitions(num_ranks: int, per_node: int) -> list[list[tuple[int, ...]]]:
-    """Ways to divide all ranks into groups of one size, as axes of meshes do: all, a half, a
-    quarter in a row; with several nodes also a rank of each."""
-    sizes = [num_ranks // k for k in (1, 2, 4, 8) if num_ranks % k == 0 and num_ranks // k > 1]
-    if 1 < per_node < num_ranks and per_node not in sizes:
+def meshes(num_ranks: int, per_node: int) -> list[tuple[Mesh, str]]:
+    """(mesh, axis): groups of one size as axes of meshes are, all ranks, halves and quarters of
+    them in a row; with several nodes also the ranks of each node, and one rank of each."""
+    sizes = [num_ranks // k for k in (1, 2, 4) if num_ranks % k == 0 and num_ranks // k > 1]
+    several = 1 < per_node < num_ranks
+    if several and per_node not in sizes:
         sizes.append(per_node)
-    found = [[tuple(range(at, at + n)) for at in range(0, num_ranks, n)] for n in sizes]
-    if 1 < per_node < num_ranks:
-        found.append([tuple(range(k, num_ranks, per_node)) for k in range(per_node)])
+    found = [(_mesh(num_ranks // n, n), INNER) for n in sizes]
+    if several:
+        found.append((_mesh(num_ranks // per_node, per_node), OUTER))
     return found
 
 
-def groups(per_node: int, backend: str | None) -> list[Group]:
-    """This rank's groups of each partition. Called on all ranks."""
-    rank, found = dist.get_rank(), []
-    for partition in partitions(dist.get_world_size(), per_node):
-        for ranks in partition:
-            group = dist.new_group(list(ranks), backend=backend)
-            if rank in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                found.append(Group(group, ranks, per_node))
-    return found
+def _mesh(outer: int, inner: int) -> Mesh:
+    return Mesh((MeshAxis(OUTER, outer), MeshAxis(INNER, inner)))
+
+
+def groups(device: torch.device, per_node: int) -> list[Group]:
+    """This rank's groups of each size. Called on all ranks."""
+    return [
+        Group(process_mesh(mesh, device, [(axis,)]), axis, per_node)
+        for mesh, axis in meshes(dist.get_world_size(), per_node)
+    ]
 
 
 def cases(found: Sequence[Group], device_type: str) -> Iterator[tuple[str, Group, str, int]]:
@@ -84,41 +91,46 @@ def cases(found: Sequence[Group], device_type: str) -> Iterator[tuple[str, Group
                 yield f"{kind}/{num_bytes}/{group.name}", group, kind, num_bytes
 
 
-def collective(group: Group, kind: str, num_bytes: int, device: torch.device) -> Run:
-    """What runs a collective once. num_bytes: as collective_time has them."""
-    count = len(group.ranks)
+def collective(group: Group, kind: str, num_bytes: int) -> Run:
+    """What runs a collective once, as programs do. num_bytes: as collective_time has them."""
+    mesh, axes, count = group.mesh, (group.axis,), len(group.ranks)
     numel = max(num_bytes // 4 // count, 1) * count
-    whole = torch.zeros(numel, device=device)
-    part = torch.zeros(numel // count, device=device)
-    pg = group.group
-    if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=pg)
-    if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=pg)
-    if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=pg)
-    other = torch.zeros_like(whole)
-    if kind == "all_to_all":
-        return lambda: dist.all_to_all_single(other, whole, group=pg)
-    assert kind == "shift", kind
-    own = group.ranks.index(dist.get_rank())
-    after, before = group.ranks[(own + 1) % count], group.ranks[own - 1]
+    whole = torch.zeros(numel, device=mesh.device)
+    part = torch.zeros(numel // count, device=mesh.device)
+    if kind == "shift":
+        return _shift(group, whole)
+    starts: dict[str, Callable[[], Tensor]] = {
+        "all_reduce": lambda: mesh.start_all_reduce_in_place(whole, axes),
+        "all_gather": lambda: mesh.start_all_gather(part, axes),
+        "reduce_scatter": lambda: mesh.start_reduce_scatter(whole, axes),
+        "all_to_all": lambda: mesh.start_all_to_all(whole, axes),
+    }
+    start = starts[kind]
+    return lambda: mesh.wait(start())
 
-    def shift() -> None:
-        sends = dist.P2POp(dist.isend, whole, after, pg), dist.P2POp(dist.irecv, other, before, pg)
-        for work in dist.batch_isend_irecv(list(sends)):
+
+def _shift(group: Group, sent: Tensor) -> Run:
+    """To the next rank, from the one before, as stages of a pipeline send."""
+    ranks, received = group.ranks, torch.zeros_like(sent)
+    own = ranks.index(group.mesh.rank)
+    after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
+    pg = group.mesh.group((group.axis,))
+
+    def run() -> None:
+        ops = dist.P2POp(dist.isend, sent, after, pg), dist.P2POp(dist.irecv, received, before, pg)
+        for work in dist.batch_isend_irecv(list(ops)):
             work.wait()
 
-    return shift
+    return run
 
 
 def contention(group: Group, timer: Timer) -> ContentionPoint | None:
     """Products for about as long as an all-reduce takes, alone and beside it."""
-    device = timer.device
-    num_bytes, width = CONTENDED[device.type]
-    buffer = torch.zeros(num_bytes // 4, device=device)
-    square = torch.zeros(width, width, device=device)
-    collective_s = timer.seconds(lambda: dist.all_reduce(buffer, group=group.group))
+    mesh, axes = group.mesh, (group.axis,)
+    num_bytes, width = CONTENDED[mesh.device.type]
+    buffer = torch.zeros(num_bytes // 4, device=mesh.device)
+    square = torch.zeros(width, width, device=mesh.device)
+    collective_s = timer.seconds(lambda: mesh.wait(mesh.start_all_reduce_in_place(buffer, axes)))
     product_s = timer.seconds(lambda: square @ square)
     if collective_s is None or product_s is None:
         return None
@@ -126,13 +138,12 @@ def contention(group: Group, timer: Timer) -> ContentionPoint | None:
 
     def compute() -> None:
         for _ in range(repeats):
-            square @ square
+            torch.mm(square, square)
 
     def both() -> None:
-        work = dist.all_reduce(buffer, group=group.group, async_op=True)
+        in_flight = mesh.start_all_reduce_in_place(buffer, axes)
         compute()
-        assert work is not None
-        work.wait()
+        mesh.wait(in_flight)
 
     compute_s, both_s = timer.seconds(compute), timer.seconds(both)
     if compute_s is None or both_s is None:

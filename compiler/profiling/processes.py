@@ -2,8 +2,7 @@
 starts."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import OptionError
 from meshfold.profiling.machine import usable_cores
 from meshfold.profiling.session import Tell, profile
+from meshfold.torch_compat.process_groups import loopback_store, store_at
 
 MOST_BY_DEFAULT = 4
 """Processes on a CPU."""
@@ -42,25 +42,25 @@ def is_first() -> bool:
 
 def profile_job(minutes: float, known: Profile | None, tell: Tell) -> Profile:
     """The profile of the processes of this job. Called in all of them."""
-    with _joined() as device:
+    device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(_backend(device))
+    try:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         return profile(device, per_node, minutes, known, tell)
-
-
-@contextmanager
-def _joined() -> Iterator[torch.device]:
-    """The default group, of torchrun's processes."""
-    if device_type() == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
-    try:
-        yield device
     finally:
         dist.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _backend(device: torch.device) -> str:
+    """Of a default group for tensors of the device and of the CPU."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def profile_local(
@@ -93,9 +93,23 @@ def profile_local(
 
 
 def _profile_rank(report: Report, minutes: float, known: Profile | None) -> Profile:
-    device = torch.device("cpu")
-    if device_type() == "cuda":
-        device = torch.device("cuda", dist.get_rank())
-        torch.cuda.set_device(device)
+    device = _device(dist.get_rank())
+    if device.type == "cuda":
+        join_again(_backend(device))
     tell = lambda now, total: report((now, total))  # noqa: E731
     return profile(device, dist.get_world_size(), minutes, known, tell)
+
+
+def join_again(backend: str) -> None:
+    """Another default group of the same processes, all of this machine."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    port = torch.zeros(1, dtype=torch.int64)
+    store = loopback_store() if rank == 0 else None
+    if store is not None:
+        port[0] = store.port
+    dist.broadcast(port, 0)
+    if store is None:
+        store = store_at(int(port))
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

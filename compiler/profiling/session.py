@@ -15,7 +15,6 @@ from meshfold.profiling import blocks, collectives, kernels
 from meshfold.profiling.kernels import Kernels
 from meshfold.profiling.machine import HOST_BYTES, device_memory, this_machine
 from meshfold.profiling.timing import SAMPLES, Timer
-from meshfold.torch_compat.process_groups import host_backend
 
 SHORTEST_S, LONGEST_S = 0.003, 0.1
 """Of a sample."""
@@ -39,20 +38,21 @@ class Task:
 def profile(
     device: torch.device, per_node: int, minutes: float, known: Profile | None, tell: Tell
 ) -> Profile:
-    """The profile of this machine, on all ranks of the default group, which all call this.
+    """The profile of this machine, on all ranks of the default group, which all call this. The
+    group takes tensors of the CPU, too.
 
     per_node: ranks of a node, which are next to each other. known: on rank 0, what is measured
-    already, if it is of such processes on such a machine and not finished.
+    already, if it is of such processes on such a machine and not finished. tell: after every point.
     """
     start_s = time.monotonic()
     is_first = dist.get_rank() == 0
-    control = dist.new_group(backend=host_backend())
+    control = dist.new_group()
     assert isinstance(control, dist.ProcessGroup)
     backend = "nccl" if device.type == "cuda" else "gloo"
     machine = this_machine(device, backend, per_node)
     begun = [known if known is not None and goes_on(known, machine) else None]
     dist.broadcast_object_list(begun, group=control)
-    groups = collectives.groups(per_node, "nccl" if device.type == "cuda" else None)
+    groups = collectives.groups(device, per_node)
     now = begun[0] or Profile(
         1, machine, False, device_memory(device, per_node), {}, {}, None, None
     )
@@ -62,7 +62,7 @@ def profile(
     for task in todo:
         is_over = is_first and time.monotonic() - start_s > 60 * minutes
         if timer.agreed([is_over])[0]:
-            break
+            return replace(now, memory=device_memory(device, per_node))
         if not task.is_known(now):
             now = task.run(timer, now) or now
             if is_first:
@@ -130,7 +130,7 @@ def _collective_tasks(groups: Sequence[collectives.Group], device_type: str) -> 
             kind: str = kind,
             num_bytes: int = num_bytes,
         ) -> Profile | None:
-            make = lambda: collectives.collective(group, kind, num_bytes, timer.device)  # noqa: E731
+            make = lambda: collectives.collective(group, kind, num_bytes)  # noqa: E731
             seconds = timer.seconds(_made_late(make))
             if seconds is None:
                 return None

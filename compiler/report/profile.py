@@ -16,7 +16,9 @@ def profile_view(profile: Profile, found: Fitted) -> RenderableType:
     table = table_of("what", "value", "about")
     for row in _figures(profile, found):
         table.add_row(*row)
-    errors = table_of("points", "number", "rms error", "median", "worst", right=_RIGHT)
+    errors = table_of(
+        "points", "number", "rms error", "median", "worst", right=_RIGHT, fold=("worst",)
+    )
     for kind, of in found.residuals.items():
         errors.add_row(
             kind,
@@ -49,7 +51,10 @@ def _figures(profile: Profile, found: Fitted) -> Iterator[tuple[str, str, str]]:
         _rate(found.rates.memory_bytes_per_s, "B/s"),
         f"{device.memory_efficiency:.0%} of the fastest kernel",
     )
-    yield "launch", seconds_text(device.launch_s), "per kernel"
+    alone = seconds_text(found.alone.launch_s)
+    yield "launch", seconds_text(device.launch_s), f"per kernel in a model; by itself {alone}"
+    slower = found.alone.memory_bytes_per_s / found.rates.memory_bytes_per_s
+    yield "in a model", f"{slower:.2f}", "times slower than kernels by themselves"
     if profile.host_bytes_per_s:
         yield "to the host", _rate(profile.host_bytes_per_s, "B/s"), "each direction"
     if profile.contention:

@@ -4,7 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from meshfold.cost_models.calibration.kernel_rates import Rates, best_rate, fitted_rates
+from meshfold.cost_models.calibration.kernel_rates import (
+    Rates,
+    best_rate,
+    kernel_rates,
+    model_rates,
+)
 from meshfold.cost_models.calibration.link_rates import fitted_link, fitted_network, link_errors
 from meshfold.cost_models.calibration.points import CollectivePoint, KernelPoint, Profile
 from meshfold.cost_models.calibration.residuals import Residual, residual
@@ -16,10 +21,14 @@ _UNKNOWN = LinkSpec(LINK, 4e8, 1e-5, "not measured: no two processes of the prof
 
 @dataclass(frozen=True)
 class Fitted:
-    """The cluster of a profile. residuals: by kind of kernel, and by collective."""
+    """The cluster of a profile. residuals: by kind of kernel, and by collective; of kernels by
+    themselves from their own rates."""
 
     cluster: ClusterSpec
+    alone: Rates
+    """Of kernels by themselves."""
     rates: Rates
+    """Of kernels in a model: those of the cluster."""
     residuals: Mapping[str, Residual]
 
 
@@ -29,9 +38,15 @@ def fitted(profile: Profile, name: str, source: str) -> Fitted:
     Raises ClusterSpecError where too little was measured.
     """
     machine = profile.machine
-    rates = fitted_rates(profile.kernels)
-    kernel_errors = {n: rates.seconds(p) / p.seconds - 1 for n, p in profile.kernels.items()}
-    residuals = _grouped(profile.kernels, kernel_errors, lambda p: p.kind)
+    alone = kernel_rates(profile.kernels)
+    rates = model_rates(profile.kernels, alone)
+    kernel_errors = {
+        name: (rates if p.kind == "block" else alone).seconds(p) / p.seconds - 1
+        for name, p in profile.kernels.items()
+        if rates.knows(p)
+    }
+    known = {name: profile.kernels[name] for name in kernel_errors}
+    residuals = _grouped(known, kernel_errors, lambda p: p.kind)
     link, network = _UNKNOWN, replace(_UNKNOWN, name=NETWORK)
     in_node = {n: p for n, p in profile.collectives.items() if p.num_nodes == 1}
     between = {n: p for n, p in profile.collectives.items() if p.num_nodes > 1}
@@ -45,7 +60,7 @@ def fitted(profile: Profile, name: str, source: str) -> Fitted:
     residuals |= _grouped(profile.collectives, errors, lambda p: p.kind)
     device = _device(profile, rates, _source(source, kernel_errors))
     nodes = NodeGroup(device, machine.processes // machine.per_node, machine.per_node, link)
-    return Fitted(ClusterSpec(name, (nodes,), network), rates, residuals)
+    return Fitted(ClusterSpec(name, (nodes,), network), alone, rates, residuals)
 
 
 def _source(source: str, errors: Mapping[str, float]) -> str:

@@ -1,37 +1,12 @@
-"""Two small solvers of least squares: linear with factors of 0 or more, and of a few positive
-factors of any formula."""
+"""Least squares of any formula of a few positive factors."""
 
 from collections.abc import Callable, Sequence
-from itertools import combinations
 
 import numpy as np
 
 ROUNDS = 200
 STEP = 1e-4
 """Relative, of the numeric derivatives."""
-
-
-def non_negative(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
-    """The x >= 0 with the least |rows x - wanted|^2.
-
-    Exact: of all sets of columns the best whose plain solution has no negative factor; there are
-    few columns. rows: [n, m].
-    """
-    a, b = np.asarray(rows, dtype=float), np.asarray(wanted, dtype=float)
-    num_columns = a.shape[1]
-    best, best_error = np.zeros(num_columns), float(b @ b)
-    for count in range(1, num_columns + 1):
-        for columns in combinations(range(num_columns), count):
-            part = a[:, columns]
-            scale = np.linalg.norm(part, axis=0)
-            if not scale.all():
-                continue
-            found = np.linalg.lstsq(part / scale, b, rcond=None)[0] / scale
-            error = float(np.sum((part @ found - b) ** 2))
-            if (found >= 0).all() and error < best_error * (1 - 1e-12):
-                best, best_error = np.zeros(num_columns), error
-                best[list(columns)] = found
-    return [float(x) for x in best]
 
 
 def positive(

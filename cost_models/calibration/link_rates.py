@@ -1,7 +1,8 @@
 """A link from measured collectives: start, latency, ramp, and a rate for each size of group, with
 which meshfold.cost_models.op_costs.collective_time comes nearest to the measured curves, by least
-squares of relative errors."""
+squares of log(fitted / measured)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -34,7 +35,7 @@ def fitted_link(points: Points, unknown: LinkSpec) -> LinkSpec:
         return replace(_link(unknown, alike, rates[-1]), bytes_per_s_by_ranks=by_ranks)
 
     def errors(factors: Sequence[float]) -> list[float]:
-        return list(link_errors(points, link_of(factors), unknown).values())
+        return _logs(link_errors(points, link_of(factors), unknown))
 
     return _without_traces(link_of(positive(errors, _start(points, len(sizes)))))
 
@@ -46,9 +47,13 @@ def fitted_network(points: Points, link: LinkSpec, unknown: LinkSpec) -> LinkSpe
         return _link(unknown, factors[:3], factors[3])
 
     def errors(factors: Sequence[float]) -> list[float]:
-        return list(link_errors(points, link, network_of(factors)).values())
+        return _logs(link_errors(points, link, network_of(factors)))
 
     return _without_traces(network_of(positive(errors, _start(points, 1))))
+
+
+def _logs(errors: Mapping[str, float]) -> list[float]:
+    return [math.log1p(error) for error in errors.values()]
 
 
 def _link(unknown: LinkSpec, alike: Sequence[float], bytes_per_s: float) -> LinkSpec:

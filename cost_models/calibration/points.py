@@ -103,8 +103,7 @@ class Profile:
     version: Literal[1]
     machine: Machine
     finished: bool
-    """Whether nothing is left to measure, or time ran out: a profile that was interrupted goes
-    on."""
+    """Whether nothing is left to measure; else the next profile of this machine goes on."""
     memory: Memory
     kernels: Mapping[str, KernelPoint]
     collectives: Mapping[str, CollectivePoint]
