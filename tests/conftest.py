@@ -6,6 +6,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 from support.processes.pool import Pools
+from support.readme import MANY_CORES
+
+from meshfold.cost_models.hardware import shared_cores
 
 # A deadline per example measures the machine; derandomized, a failure is there again next time.
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
@@ -25,6 +28,12 @@ def pools() -> Iterator[Pools]:
     found = Pools()
     yield found
     found.close()
+
+
+@pytest.fixture(autouse=True)
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of the command line are those of a machine with a core for each process."""
+    monkeypatch.setattr(shared_cores, "usable_cores", lambda: MANY_CORES)
 
 
 def pytest_collection_finish() -> None:

@@ -23,7 +23,7 @@ from meshfold.cli.arguments import FilePath, Number, check_output, parse_pins
 from meshfold.cli.command import INTERRUPTED, Command, Failure
 from meshfold.cli.crash_guard import guarded, say_crash
 from meshfold.cli.profile_command import profile
-from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.hardware.shared_cores import resolve_here
 from meshfold.errors import OptionError
 from meshfold.ir.options import PINS, CompileOptions, Mode, Precision
 from meshfold.ir.plan import Plan
@@ -162,14 +162,14 @@ def plan(
         loss=loss,
         outputs=ALL if ALL in returned else returned,
     )
-    spec = resolve_cluster(cluster, devices)
+    spec, notes = resolve_here(cluster, devices)
     with progress(f"capturing {model}") as status:
 
         def tell(done: int, total: int, label: str) -> None:
             status.update(lines_view([_planning_text(spec.num_devices, done, total, label)]))
 
         made = torch_commands().make_plan(
-            model, spec, options, batch=batch, sequence=seq, progress=tell
+            model, spec, options, batch=batch, sequence=seq, notes=notes, progress=tell
         )
     _give(made, output, as_json=as_json)
 

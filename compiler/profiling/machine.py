@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from meshfold.cost_models.calibration.points import Machine, Memory
+from meshfold.cost_models.hardware.shared_cores import usable_cores
 
 CPU_DEVICE = "cpu-process"
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -25,13 +26,6 @@ def this_machine(device: torch.device, backend: str, per_node: int) -> Machine:
         cores=usable_cores(),
         torch=torch.__version__,
     )
-
-
-def usable_cores() -> int:
-    """That this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def device_memory(device: torch.device, per_node: int) -> Memory:

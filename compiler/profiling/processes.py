@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from meshfold.cost_models.calibration.points import Profile
+from meshfold.cost_models.hardware.shared_cores import usable_cores
 from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import OptionError
-from meshfold.profiling.machine import usable_cores
 from meshfold.profiling.session import Tell, profile
 from meshfold.torch_compat.process_groups import loopback_store, store_at
 
