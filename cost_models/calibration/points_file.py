@@ -6,7 +6,7 @@ from pydantic_core import ValidationError
 
 from meshfold.cost_models.calibration.points import Profile
 from meshfold.errors import ClusterSpecError
-from meshfold.plan_file.json_input import JsonFault, read_json
+from meshfold.plan_file.json_input import JsonFault, parse_json, read_json
 from meshfold.plan_file.output_file import write_whole
 from meshfold.plan_file.records import Records, first_fault
 from meshfold.plan_file.text import json_text
@@ -28,6 +28,12 @@ def profile_to_json(profile: Profile) -> str:
 def save_profile(profile: Profile, path: Path) -> None:
     """Raises OptionError or OSError where it cannot be written."""
     write_whole(path, profile_to_json(profile))
+
+
+def profile_from_json(text: str) -> Profile:
+    """Inverse of profile_to_json. Raises JsonFault or ValidationError."""
+    profile: Profile = _PROFILE.validate_python(parse_json(text))
+    return profile
 
 
 def load_profile(path: Path) -> Profile:

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 from support.programs.profiles import example_profile
 
-from meshfold.cost_models.calibration.points_file import load_profile, points_path, save_profile
+from meshfold.cost_models.calibration.points_file import (
+    load_profile,
+    points_path,
+    profile_from_json,
+    profile_to_json,
+    save_profile,
+)
 from meshfold.errors import ClusterSpecError
 
 
@@ -15,6 +21,7 @@ def test_both_ways(tmp_path: Path) -> None:
     assert path.name == "cluster.points.json"
     save_profile(example_profile(), path)
     assert load_profile(path) == example_profile()
+    assert profile_from_json(profile_to_json(example_profile())) == example_profile()
 
 
 @pytest.mark.parametrize(
