@@ -124,10 +124,7 @@ def row_of(
 
     def step() -> None:
         made.zero_grad()
-        if made.plan.schedule:
-            made.train_step(**batch)
-        else:
-            made(**batch).backward()
+        made.train_step(dict(batch))
 
     measured_s = median_step_s(step, steps)
     made.close()
