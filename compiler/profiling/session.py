@@ -145,14 +145,14 @@ def _single_tasks(groups: Sequence[collectives.Group], device_type: str) -> Iter
 
         def contend(timer: Timer, before: Profile) -> Profile | None:
             found = collectives.contention(groups[0], timer)
-            return found and replace(before, contention=found)
+            return replace(before, contention=found) if found else None
 
         yield Task("contention", lambda p: p.contention is not None, contend)
     if device_type == "cuda":
 
         def copy(timer: Timer, before: Profile) -> Profile | None:
             rate = _host_bytes_per_s(timer)
-            return rate and replace(before, host_bytes_per_s=rate)
+            return replace(before, host_bytes_per_s=rate) if rate else None
 
         yield Task("host", lambda p: p.host_bytes_per_s is not None, copy)
 

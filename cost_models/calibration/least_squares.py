@@ -10,15 +10,20 @@ STEP = 1e-4
 
 
 def positive(
-    errors: Callable[[Sequence[float]], Sequence[float]], start: Sequence[float]
+    errors: Callable[[Sequence[float]], Sequence[float]],
+    start: Sequence[float],
+    pull: float = 0.0,
 ) -> list[float]:
     """Factors > 0 with the least sum of squares of `errors(factors)`, by Levenberg-Marquardt on
-    their logarithms from `start`."""
+    their logarithms from `start`. pull: of pull * log(factor / start) as well, so that a factor
+    that hardly shows does not run away."""
+    first = np.log(np.asarray(start, dtype=float))
 
     def residual(logs: np.ndarray) -> np.ndarray:
-        return np.asarray(errors([float(x) for x in np.exp(logs)]), dtype=float)
+        found = np.asarray(errors([float(x) for x in np.exp(logs)]), dtype=float)
+        return np.concatenate([found, pull * (logs - first)])
 
-    x = np.log(np.asarray(start, dtype=float))
+    x = first
     now, damping = residual(x), 1e-2
     for _ in range(ROUNDS):
         columns = [(residual(x + STEP * unit) - now) / STEP for unit in np.eye(len(x))]

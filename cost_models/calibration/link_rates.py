@@ -11,8 +11,8 @@ from meshfold.cost_models.calibration.points import CollectivePoint
 from meshfold.cost_models.op_costs.collective_time import collective_s
 from meshfold.ir.cluster import LinkSpec, RankRate
 
-LEAST_S = 1e-8
-"""Of a start or a latency that is told from none."""
+PULL = 0.003
+"""Towards the start of the fit: where all is latency, any rate would do."""
 
 Points = Mapping[str, CollectivePoint]
 
@@ -37,7 +37,7 @@ def fitted_link(points: Points, unknown: LinkSpec) -> LinkSpec:
     def errors(factors: Sequence[float]) -> list[float]:
         return _logs(link_errors(points, link_of(factors), unknown))
 
-    return _without_traces(link_of(positive(errors, _start(points, len(sizes)))))
+    return link_of(positive(errors, _start(points, len(sizes)), PULL))
 
 
 def fitted_network(points: Points, link: LinkSpec, unknown: LinkSpec) -> LinkSpec:
@@ -49,7 +49,7 @@ def fitted_network(points: Points, link: LinkSpec, unknown: LinkSpec) -> LinkSpe
     def errors(factors: Sequence[float]) -> list[float]:
         return _logs(link_errors(points, link, network_of(factors)))
 
-    return _without_traces(network_of(positive(errors, _start(points, 1))))
+    return network_of(positive(errors, _start(points, 1), PULL))
 
 
 def _logs(errors: Mapping[str, float]) -> list[float]:
@@ -71,13 +71,3 @@ def _start(points: Points, num_rates: int) -> list[float]:
     least_s = min(p.seconds for p in points.values())
     rate = max(p.num_bytes / p.seconds for p in points.values())
     return [least_s / 2, least_s / 4, 1e4, *[rate] * num_rates]
-
-
-def _without_traces(link: LinkSpec) -> LinkSpec:
-    """Terms that the fit has made next to nothing are nothing."""
-    return replace(
-        link,
-        start_s=link.start_s if link.start_s > LEAST_S else 0.0,
-        latency_s=link.latency_s if link.latency_s > LEAST_S else 0.0,
-        ramp_bytes=link.ramp_bytes if link.ramp_bytes >= 1 else 0.0,
-    )

@@ -23,6 +23,15 @@ def test_a_factor_without_effect_stays_where_it_is() -> None:
     assert found == pytest.approx([7.0, 5.0], rel=1e-4)
 
 
+def test_a_factor_that_hardly_shows_does_not_run_away() -> None:
+    def errors(factors: Sequence[float]) -> list[float]:
+        start, rate = factors
+        return [(start + x / rate) / 1e-3 - 1 for x in (1.0, 2.0, 3.0)]
+
+    free, held = (positive(errors, [5e-4, 1e5], pull)[1] for pull in (0.0, 0.02))
+    assert free > 1e7 > held > 1e5
+
+
 def test_the_least_errors_where_none_is_zero() -> None:
     # The mean of 1, 2 and 6.
     found = positive(lambda f: [f[0] - 1, f[0] - 2, f[0] - 6], [10.0])
