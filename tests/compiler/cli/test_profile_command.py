@@ -15,6 +15,7 @@ from meshfold.cli.main import run
 from meshfold.cost_models.calibration.points import Profile
 from meshfold.cost_models.calibration.points_file import load_profile, save_profile
 from meshfold.plan_file.cluster_file import load_cluster
+from meshfold.plan_file.io import load_plan
 
 Measure = Callable[..., Profile]
 
@@ -170,13 +171,11 @@ def test_a_failure_is_one_line(
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_of_this_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured for real, planned with; what there was no time for is measured the next time."""
     monkeypatch.chdir(tmp_path)
     arguments = ["profile", "-o", "mine.json", "--processes", "2", "--minutes"]
-    assert run([*arguments, "0.5"]) in (0, 2)
+    assert run([*arguments, "0.3"]) in (0, 2)
     before = load_profile(Path("mine.points.json"))
     assert run([*arguments, "1"]) == 0
     after = load_profile(Path("mine.points.json"))
@@ -186,4 +185,4 @@ def test_two_processes_of_this_machine(
     assert cluster.num_devices == 2
     config = Path(__file__).parents[3] / "examples" / "configs" / "llama-tiny.json"
     assert run(["plan", str(config), "-c", "mine.json", "-o", "plan.json"]) == 0
-    assert "on mine" in capsys.readouterr().out
+    assert load_plan("plan.json").cluster == cluster
