@@ -16,13 +16,13 @@ without the optimizer, and counts from a barrier to the last rank. Medians and r
     no communication     one process's part of the batch under the model alone
 
 gloo moves bytes with the cores that compute, so it hides little. With --wire collectives of
-meshfold run over a serial link of so many MB/s that needs no core (ranks/emulated_link.py): what
-there is to hide then shows; the others are left out, and plans are made for such a link.
+meshfold run over a serial link of so many MB/s that needs no core (measuring/emulated_link.py):
+what there is to hide then shows; the others are left out, and plans are made for such a link.
 Losses are compared first.
 
 Last comes how often the simulator has the order right: of all pairs of meshfold's programs whose
 medians differ by more than a tenth, the share that it has in the measured order. Plans are made for
-this machine as it is in this run (benchmarks/machine.py).
+this machine as it is in this run (benchmarks/measuring/here.py).
 """
 
 import copy
@@ -36,8 +36,8 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from machine import Sample, this_machine
-from ranks.emulated_link import EmulatedLink
+from measuring.emulated_link import EmulatedLink
+from measuring.here import this_machine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -64,8 +64,7 @@ from meshfold.runtime.runner import ProgramRunner
 from meshfold.training.compiled_model import CompiledModel
 
 SAMPLES, SEQUENCE, VOCABULARY = 4, 64, 1024
-SMALL_WIDTH = 32
-"""Of the model whose kernels are hardly more than their starts."""
+PROFILE_MINUTES = 1.0
 WARM_UP = 2
 CLOSE = 1e-3
 """Of losses in float32; the mean over ranks of equal parts is the mean of all."""
@@ -211,8 +210,7 @@ def variants(layers: int, width: int, wire: float) -> Programs:
         parallelize_module(layer, mesh, styles)
 
     alone = loss_step(copy.deepcopy(model), part)
-    small = build_model(layers, SMALL_WIDTH)
-    cluster = this_machine(Sample(model, part, alone), Sample(small, part, loss_step(small, part)))
+    cluster = this_machine(PROFILE_MINUTES)
     link = EmulatedLink(wire) if wire else None
     if link is not None:
         cluster = linked(cluster, link)

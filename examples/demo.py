@@ -8,7 +8,10 @@ every gradient, and parameters after steps of the optimizer, as `meshfold verify
 
 import argparse
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 from rich.console import Console
@@ -17,9 +20,10 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshfold
+from meshfold.cost_models.hardware.shared_cores import resolve_here
 from meshfold.distributed.local_processes import Report, run_local
 from meshfold.report.plan import summary_view
-from meshfold.units import count_text, parse_bytes
+from meshfold.units import count_text, parse_bytes, seconds_text
 from meshfold.validation.report import report_view
 from meshfold.validation.verify import verify
 
@@ -56,28 +60,33 @@ def make_batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def train(report: Report, model: torch.nn.Module, steps: int) -> list[float]:
+def train(report: Report, model: torch.nn.Module, steps: int) -> tuple[list[float], list[float]]:
+    """Losses, and seconds of steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
+    losses, seconds = [], []
     for step in range(steps):
+        start = time.perf_counter()
         loss = model(**make_batch(step))
         loss = getattr(loss, "loss", loss)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
         report(losses[-1])
-    return losses
+    return losses, seconds
 
 
-def train_one_rank(report: Report, plan_file: str, steps: int) -> list[float]:
+def train_one_rank(report: Report, plan_file: str, steps: int) -> tuple[list[float], list[float]]:
     """Runs on each of the four processes."""
     model = meshfold.compile(build_model(), "local-cpux4", make_batch(0), plan=plan_file)
     return train(report, model, steps)
 
 
-def train_with_progress(console: Console, steps: int) -> tuple[list[float], list[float]]:
-    """Losses on four processes, and in this one."""
+def train_with_progress(
+    console: Console, steps: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Losses on four processes, and in this one; seconds of steps of rank 0 of the four."""
     columns = (TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns, TextColumn("{task.fields[loss]}"), TimeElapsedColumn(), console=console
@@ -89,17 +98,17 @@ def train_with_progress(console: Console, steps: int) -> tuple[list[float], list
             if rank == 0:
                 progress.update(many, advance=1, loss=f"loss {loss:.4f}")
 
-        parallel, *_ = run_local(
+        (parallel, seconds), *_ = run_local(
             WORLD_SIZE, train_one_rank, str(PLAN_FILE), steps, on_report=show, quiet=True
         )
         torch.set_num_threads(1)
         progress.start_task(one)
-        alone = train(
+        alone, _ = train(
             lambda loss: progress.update(one, advance=1, loss=f"loss {loss:.4f}"),
             build_model(),
             steps,
         )
-    return parallel, alone
+    return parallel, alone, seconds
 
 
 def comparison(parallel: list[float], alone: list[float]) -> Table:
@@ -122,12 +131,17 @@ def main() -> None:
     num_parameters = count_text(sum(p.numel() for p in model.parameters()))
     console.rule(f"planning a Llama of {num_parameters} parameters, {MEMORY} per process")
     options = meshfold.CompileOptions(memory_bytes=parse_bytes(MEMORY))
-    plan = meshfold.find_plan(model, f"local-cpux{WORLD_SIZE}", make_batch(0), options=options)
+    cluster, notes = resolve_here("local-cpu", WORLD_SIZE)
+    plan = meshfold.find_plan(model, cluster, make_batch(0), options=options)
+    plan = replace(plan, notes=(*plan.notes, *notes))
     PLAN_FILE.parent.mkdir(exist_ok=True)
     meshfold.save_plan(plan, PLAN_FILE)
     console.print(summary_view(plan))
     console.rule(f"training {steps} steps")
-    parallel, alone = train_with_progress(console, steps)
+    parallel, alone, seconds = train_with_progress(console, steps)
+    step = plan.simulated.step_s if plan.simulated else plan.time.step_s
+    measured = median(seconds[1:] or seconds)  # the first one allocates
+    console.print(f"step predicted {seconds_text(step)}, measured {seconds_text(measured)}")
     console.rule("losses")
     console.print(comparison(parallel, alone))
     largest = max(abs(a - b) for a, b in zip(parallel, alone, strict=True))

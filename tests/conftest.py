@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 from support.processes.pool import Pools
+from support.readme import MANY_CORES
 from support.sampling import seconds_of, without_unsampled
+
+from meshfold.cost_models.hardware import shared_cores
 
 PROCESSES = "processes"
 """Group of the tests that start processes of their own."""
@@ -30,6 +33,12 @@ def pools() -> Iterator[Pools]:
     found = Pools()
     yield found
     found.close()
+
+
+@pytest.fixture(autouse=True)
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of the command line are those of a machine with a core for each process."""
+    monkeypatch.setattr(shared_cores, "usable_cores", lambda: MANY_CORES)
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""The command line: plan, show, explain, diff, check, graph, verify, timeline.
+"""The command line: plan, show, explain, diff, check, graph, verify, timeline, profile.
 
 Exit codes: 0 done, 1 expected failure (nothing fits, plan and model differ, numbers differ),
 2 usage or a bad file. A failure is one line on stderr and leaves no file behind; --debug adds the
@@ -22,7 +22,8 @@ from meshfold._version import __version__
 from meshfold.cli.arguments import FilePath, Number, check_output, parse_pins
 from meshfold.cli.command import INTERRUPTED, Command, Failure
 from meshfold.cli.crash_guard import guarded, say_crash
-from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cli.profile_command import profile
+from meshfold.cost_models.hardware.shared_cores import resolve_here
 from meshfold.errors import OptionError
 from meshfold.ir.options import PINS, CompileOptions, Mode, PrecisionChoice
 from meshfold.ir.plan import Plan
@@ -164,14 +165,14 @@ def plan(
         loss=loss,
         outputs=ALL if ALL in returned else returned,
     )
-    spec = resolve_cluster(cluster, devices)
+    spec, notes = resolve_here(cluster, devices)
     with progress(f"capturing {model}") as status:
 
         def tell(done: int, total: int, label: str) -> None:
             status.update(lines_view([_planning_text(spec.num_devices, done, total, label)]))
 
         made = torch_commands().make_plan(
-            model, spec, options, batch=batch, sequence=seq, progress=tell
+            model, spec, options, batch=batch, sequence=seq, notes=notes, progress=tell
         )
     _give(made, output, as_json=as_json)
 
@@ -352,6 +353,9 @@ def timeline(
     if trace is not None:
         write_whole(trace, shown.trace)
     _echo(shown.json, as_json=True) if as_json else _echo(shown.text)
+
+
+cli.add_command(profile)
 
 
 def _echo(text: str, *, as_json: bool = False) -> None:

@@ -34,15 +34,16 @@ def make_plan(
     *,
     batch: int | None,
     sequence: int | None,
+    notes: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> Plan:
     """The plan for MODEL. Its batch defaults to one sample per device, and to one per node where
-    that does not fit, with a note."""
+    that does not fit, with a note. notes: more of them."""
 
     def plan_for(default_batch: int) -> Plan:
         built = build_model(model, batch=batch, sequence=sequence, default_batch=default_batch)
         given = replace(options, custom_rules=built.rules)
-        return find_plan(
+        made = find_plan(
             built.model,
             cluster,
             built.example_inputs,
@@ -50,6 +51,7 @@ def make_plan(
             loss_fn=built.loss_fn,
             progress=progress,
         )
+        return replace(made, notes=(*made.notes, *notes))
 
     try:
         return plan_for(cluster.num_devices)

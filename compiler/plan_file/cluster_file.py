@@ -14,7 +14,9 @@ from meshfold.errors import ClusterSpecError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.plan_file.documents import CLUSTER_VERSION, RECORDS
 from meshfold.plan_file.json_input import JsonFault, parse_json, read_json
+from meshfold.plan_file.output_file import write_whole
 from meshfold.plan_file.records import first_fault
+from meshfold.plan_file.text import json_text
 
 _CLUSTER = RECORDS.validator(ClusterSpec)
 
@@ -34,6 +36,17 @@ def load_cluster(path: Path) -> ClusterSpec:
         return _cluster(read_json(path))
     except (JsonFault, ClusterSpecError) as error:
         raise ClusterSpecError(f"{path}: {error}; correct the file") from error
+
+
+def cluster_to_json(spec: ClusterSpec) -> str:
+    """The text of a cluster file, ending in a newline."""
+    written = RECORDS.write(spec)
+    return json_text({"version": written.pop("version"), **written})
+
+
+def save_cluster(spec: ClusterSpec, path: Path) -> None:
+    """Write a cluster file, whole or not at all. Raises OptionError or OSError."""
+    write_whole(path, cluster_to_json(spec))
 
 
 def _cluster(data: Any) -> ClusterSpec:

@@ -41,6 +41,11 @@ def loopback_store() -> Any:
     )
 
 
+def store_at(port: int) -> Any:
+    """The store that another process of this machine has made."""
+    return _c10d.TCPStore(HOST, port, is_master=False)
+
+
 def join_on_loopback(rank: int, world_size: int, port: int, name: str, timeout: timedelta) -> None:
     """Make this process a rank of the default group. It and all later groups of this process are
     gloo on 127.0.0.1, whatever network GLOO_SOCKET_IFNAME names. name: of the group, of several

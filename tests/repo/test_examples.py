@@ -55,4 +55,5 @@ def test_the_demo_compares_four_processes_with_one(tmp_path: Path) -> None:
     assert difference is not None
     assert float(difference[1]) < 1e-4
     assert "agree to 1e-10" in out
+    assert re.search(r"step predicted [\d.]+ \w+, measured [\d.]+ \w+", out)
     assert (tmp_path / "demo-out" / "plan.json").is_file()

@@ -23,6 +23,7 @@ ORDER = (
     "meshfold.plan_file",
     "meshfold.cost_models.hardware",
     "meshfold.cost_models.op_costs",
+    "meshfold.cost_models.calibration",
     "meshfold.cost_models.memory",
     "meshfold.cost_models.pipeline",
     "meshfold.cost_models.simulation",
@@ -57,6 +58,7 @@ ORDER = (
     "meshfold.capture.rewrites",
     "meshfold.capture.custom_ops",
     "meshfold.capture",
+    "meshfold.profiling",
     "meshfold.codegen.program",
     "meshfold.codegen.schedule",
     "meshfold.codegen.chained_chunks",
@@ -70,7 +72,7 @@ ORDER = (
     "meshfold.cli",
 )
 FIRST_WITH_TORCH = ORDER.index("meshfold.torch_compat")
-FACE_WITHOUT_TORCH = {"meshfold.cli.main", "meshfold.cli.command"}
+FACE_WITHOUT_TORCH = {"meshfold.cli.main", "meshfold.cli.command", "meshfold.cli.profile_command"}
 SHARED = {"meshfold.errors", "meshfold.units", "meshfold.gc_pause", "meshfold._version"}
 """Files of the root that every folder may use; they import each other at most."""
 

@@ -105,7 +105,12 @@ def check_options(words: list[str]) -> None:
     failures = []
     for name, command in cli.commands.items():
         rest = [*words, *([] if len(words) > 1 or _is_flag(command, words[0]) else ["1"])]
-        needed = {"plan": ["MODEL", "--cluster", "C"], "diff": ["A", "B"]}.get(name, ["PLAN"])
+        known = {
+            "plan": ["MODEL", "--cluster", "C"],
+            "diff": ["A", "B"],
+            "profile": ["-o", "C.json"],
+        }
+        needed = known.get(name, ["PLAN"])
         if name in ("check", "graph", "verify") and "--model" not in rest:
             needed = [*needed, "--model", "MODEL"]
         if "--cluster" in rest:

@@ -24,8 +24,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 from meshfold.cli.main import run
+from meshfold.cost_models.hardware import shared_cores
 from support.tables import TABLES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,8 @@ DOCUMENTS = (
     ROOT / "examples" / "configs" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 )
+MANY_CORES = 64
+"""Sessions are those of a machine with a core for each process."""
 HIDDEN = "[...]"
 """Stands for lines of output that a document leaves out; the command runs all the same."""
 _SESSION = re.compile(r"(<!-- session( slow)? -->\n```console\n)(.*?)(```\n)", re.DOTALL)
@@ -109,7 +113,8 @@ def replay(text: str, *, with_slow: bool) -> list[Session]:
     """The sessions of a document with what their commands print now; slow ones as they are unless
     asked for."""
     replayed = []
-    with clean_folder(text):
+    cores = mock.patch.object(shared_cores, "usable_cores", lambda: MANY_CORES)
+    with clean_folder(text), cores:
         for session in sessions(text):
             if with_slow or not session.is_slow:
                 session = replace(session, commands=tuple(_run_all(session.commands)))

@@ -12,7 +12,17 @@ from support.programs.plans import example_plan
 from meshfold.cli.main import cli, run
 from meshfold.plan_file.io import plan_to_json, save_plan
 
-COMMANDS = ("check", "diff", "explain", "graph", "plan", "show", "timeline", "verify")
+COMMANDS = (
+    "check",
+    "diff",
+    "explain",
+    "graph",
+    "plan",
+    "profile",
+    "show",
+    "timeline",
+    "verify",
+)
 
 
 @pytest.fixture
@@ -52,6 +62,7 @@ def test_the_commands_and_options_are_frozen() -> None:
             "--without-rule",
             "model",
         ],
+        "profile": ["--json", "--minutes", "--output", "--processes"],
         "show": ["--json", "plan_file"],
         "timeline": ["--json", "--measured", "--model", "--trace", "plan_file"],
         "verify": ["--json", "--model", "plan_file"],

@@ -1,7 +1,7 @@
 """Time to emit the program of one rank: Llama-3-405B on 16,384 ranks (dp 2048 x tp 8, ZeRO-3,
 sequence parallel), at most 1 s.
 
-    python benchmarks/emission.py
+    python benchmarks/ranks/emission.py
 
 Capture and search come first and are timed apart; the text of the program and the tables that the
 runtime keeps per bucket are part of what is measured.

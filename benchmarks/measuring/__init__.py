@@ -1,0 +1,1 @@
+"""What benchmarks measure with: this machine's profile, one rank of many, an emulated link."""

@@ -1,0 +1,1 @@
+"""Measures the machine that it runs on: kernels, pieces of models, collectives, contention."""

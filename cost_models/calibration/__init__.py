@@ -1,0 +1,1 @@
+"""From what `meshfold profile` measured to the figures of a cluster."""
