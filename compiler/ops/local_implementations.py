@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from meshfold.distributed.rank_mesh import Axes, RankMesh, all_reduced
 from meshfold.distributed.step_context import StepContext
+from meshfold.ops import vocab_parallel_cross_entropy as classes
 from meshfold.ops.batch_norm import batch_norm
 from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from meshfold.ops.counter_rng import keep_mask, stream_key
@@ -25,7 +26,6 @@ from meshfold.ops.distributed_index import check_indices, put_rows, take_rows
 from meshfold.ops.draws import BatchSlice, global_indices, local_draw
 from meshfold.ops.embedding_bag import local_bags
 from meshfold.ops.expert_dispatch import combine, dispatch
-from meshfold.ops import vocab_parallel_cross_entropy as classes
 from meshfold.sharding.indices import ShardDigits, key_heads_of, shard_indices_of
 from meshfold.sharding.slicing import (
     cropped_blocks,

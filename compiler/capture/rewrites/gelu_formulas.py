@@ -56,9 +56,7 @@ def _gelu(patterns: Patterns, product: RawOp) -> RawOp | None:
         formula = _formula_of(inside, key)
         if formula and (how := _approximation(formula, key)):
             kwargs = (("approximate", how),)
-            return replace(
-                product, target="aten.gelu.default", args=(Operand(key),), kwargs=kwargs
-            )
+            return replace(product, target="aten.gelu.default", args=(Operand(key),), kwargs=kwargs)
     return None
 
 

@@ -88,9 +88,7 @@ def _comes_from_product(patterns: Patterns, x: Operand) -> bool:
     return patterns.maker(x, *_PRODUCTS) is not None
 
 
-def _as_far_as_it_goes(
-    patterns: Patterns, product: RawOp, x: Operand, eps: float
-) -> RawOp | None:
+def _as_far_as_it_goes(patterns: Patterns, product: RawOp, x: Operand, eps: float) -> RawOp | None:
     """The norm, from its first product on through casts and a weight, to the last result that has
     the dtype of x."""
     width = patterns.values[x.key].shape[-1]

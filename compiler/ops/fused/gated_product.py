@@ -1,7 +1,7 @@
 """The op meshfold::gated_product: act(gate) * x, of gated linear units (Shazeer 2020,
 arXiv:2002.05202), which keeps gate and x alone.
 
-As two ops autograd keeps act(gate), too, for the gradient of x. Here the backward computes it again,
+As two ops autograd keeps act(gate), too, for the gradient of x. Here backward computes it again,
 and no tensor is needed besides the gradients:
 
     d gate = act'(gate) (g x),   dx = act(gate) g
@@ -59,7 +59,5 @@ class _GatedProduct(torch.autograd.Function):
         return of_gate, of_x, None
 
 
-torch.library.define(
-    "meshfold::gated_product", "(Tensor gate, Tensor x, str activation) -> Tensor"
-)
+torch.library.define("meshfold::gated_product", "(Tensor gate, Tensor x, str activation) -> Tensor")
 torch.library.impl("meshfold::gated_product", "CompositeImplicitAutograd", gated_product)

@@ -24,7 +24,7 @@ RMS_NORM = "meshfold.rms_norm.default"
 def rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float = 0.0
 ) -> Tensor:
-    """x [..., n] -> [..., n] in its dtype; normalized_shape: [n]; weight [n], of any float dtype."""
+    """x [..., n] -> [..., n] in its dtype; normalized_shape: [n]; weight [n], of any float."""
     if x.is_cuda and (weight is None or weight.dtype == x.dtype):
         return functional.rms_norm(x, normalized_shape, weight, eps)
     return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]

@@ -217,7 +217,7 @@ def test_memory_of_a_program_whose_layers_are_recomputed(
     family: str, strategy: UniformStrategy, captures: Captures
 ) -> None:
     """Peak, and what is kept after the forward, by counting storages; in one process the peak by
-    the allocator's events, too, and much less of it than without recomputation."""
+    the allocator's events, too; and much less is kept than without recomputation."""
     torch.set_num_threads(1)
     model, batch, captured = captures(family)
     plain = emit_uniform(captured, strategy, batch["labels"].shape[0])
@@ -232,9 +232,8 @@ def test_memory_of_a_program_whose_layers_are_recomputed(
         tolerance = EXPERT_COPY if family == "mixtral" else 0.01
         allocated = allocator_peak_bytes(step.train)
         assert peak - local_batch == pytest.approx(allocated, rel=tolerance)
-        # Experts as one op keep little to begin with.
-        much_less = 0.95 if family == "mixtral" else 0.75
-        assert peak < much_less * peak_and_kept(plain)[0]
+        # The peak of a tiny model is that of its head: kept is what recomputation is for.
+        assert peak <= peak_and_kept(plain)[0] and kept < 0.35 * peak_and_kept(plain)[1]
 
 
 def peak_and_kept(program: EmittedProgram) -> tuple[int, int]:

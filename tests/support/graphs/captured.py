@@ -1,4 +1,4 @@
-"""A small module as capture sees it: its targets, and whether its graph computes what it computes."""
+"""A small module as capture sees it: its targets, and whether its graph computes the same."""
 
 from collections.abc import Mapping
 

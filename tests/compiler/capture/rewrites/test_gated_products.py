@@ -18,7 +18,7 @@ GATED: list[Gate] = [
 ]
 OTHERS: list[Gate] = [
     lambda gate, x: F.silu(gate) * x.sum(),
-    lambda gate, x: F.silu(gate) * F.silu(gate) + x,
+    lambda gate, x: (y := F.silu(gate)) * y + x,
     lambda gate, x: (y := F.silu(gate)) * x + y,
     lambda gate, x: F.silu(gate) * 2.0 + x,
     lambda gate, x: F.relu(gate) * x,
