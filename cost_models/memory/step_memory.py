@@ -5,7 +5,8 @@ instance j saves, F_i and B_i the worst moments inside i, and G_j gradients of p
 
     forward i    sum_{j<i} S_j + F_i
     backward i   sum_{j<i} S_j + B_i + sum_{j>i} G_j           (B_i includes S_i)
-    reduction i  sum_{j<i} S_j + R_i + buckets + sum_{j>i} G_j (R_i: when i's gradients are there)
+    reduction i  sum_{j<i} S_j + R_i + buckets + sum_{j>i} G_j (R_i: when i's gradients are there,
+                 and values that its last steps saved are gone)
     optimizer    states + G + what the optimizer itself needs; no activations
 
 The head is an instance like any other. Also alive, over ranges of moments:
@@ -23,7 +24,7 @@ All bytes are those of one rank. Gradients are fresh each step (set to None by z
 while activations shrink.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -229,6 +230,8 @@ class _Timeline:
         self.gradients = _Ranges(self.last + 1)
         self.in_flight = _Ranges(self.last + 1)
         self.unsharded = _Ranges(self.last + 1)
+        self.done = [0] * len(instances)
+        """Bytes of values that arrived and are gone when an instance's gradients are reduced."""
         for i, instance in enumerate(instances):
             self._add_saved(i, instance)
             if not instance.reshard_after_forward:
@@ -268,7 +271,8 @@ class _Timeline:
             buckets = in_flight[t] + sums.flat + sums.result
             if sums.flat or sums.result:
                 behind += unsharded[t]
-                found.append(_Moment(gradients[t], activations[t], behind, buckets, inside))
+                held = activations[t] - self.done[i]
+                found.append(_Moment(gradients[t], held, behind, buckets, inside))
         return found
 
     def _add_saved(self, i: int, instance: InstanceMemory) -> None:
@@ -305,6 +309,17 @@ class _Timeline:
         for (maker, output), last in until.items():
             num_bytes = self.instances[maker].memory.output_bytes[output]
             self.activations.add(maker + 1, last, num_bytes)
+        self._note_done(until, {self._root(value) for value in model_outputs})
+
+    def _note_done(
+        self, until: Mapping[InstanceOutput, int], returned: Collection[InstanceOutput | None]
+    ) -> None:
+        for i, instance in enumerate(self.instances):
+            done = (instance.sources.get(k) for k in instance.memory.done_slots)
+            roots = {self._root(source) for source in done}.difference(returned)
+            for root in roots:
+                if root is not None and until[root] == self.backward(i):
+                    self.done[i] += self.instances[root[0]].memory.output_bytes[root[1]]
 
     def _root(self, value: InstanceOutput | None) -> InstanceOutput | None:
         """The value that owns the storage of `value`; None for a storage from outside."""

@@ -200,6 +200,30 @@ def test_reductions_hold_their_buffers() -> None:
     assert reduced.buckets == 500 + 500 and reduced.gradients == 1000
 
 
+def test_a_value_that_is_done_with_is_not_there_at_the_reduction() -> None:
+    memory = replace(
+        LAYER,
+        saved_bytes=0,
+        forward_peak_bytes=0,
+        backward_peak_bytes=510,
+        reduction_bytes=510,
+        slot_gradient_bytes=(10, 500),
+    )
+    use = ParameterUse(1, 500, 500, 500, 500, "reduced")
+    first = InstanceMemory(replace(memory, backward_peak_bytes=10), {}, ())
+
+    def held(done: frozenset[int], *outputs: InstanceOutput) -> int:
+        last = InstanceMemory(replace(memory, done_slots=done), {0: (0, 0)}, (use,))
+        estimate, _ = compose([first, last], outputs=outputs)
+        assert estimate.buckets == 500 + 500
+        return estimate.activations
+
+    assert held(frozenset()) == 10
+    assert held(frozenset({0, 1})) == 0
+    # A result of the model stays.
+    assert held(frozenset({0, 1}), (0, 0)) == 10
+
+
 @pytest.mark.parametrize(("optimizer", "states", "transient"), [("adamw", 2, 1), ("sgd", 0, 0)])
 def test_optimizer_states_and_what_its_step_makes(
     optimizer: str, states: int, transient: int
