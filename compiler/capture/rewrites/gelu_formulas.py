@@ -5,8 +5,8 @@ GPT-2's (transformers' NewGELUActivation) is eight ops, of which autograd keeps 
     0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))
 
 Whatever the spelling: a product of which tanh or erf is a part, made by elementwise arithmetic from
-one tensor and read nowhere else inside, is computed on numbers in float64 and held against both
-forms of GELU. Formulas of so few constants that agree to 1e-12 on all of them are one function;
+one tensor of its shape and dtype, is computed on numbers in float64 and held against both forms of
+GELU. Formulas of so few constants that agree to 1e-12 on all of them are one function;
 another one is left as it is.
 """
 
@@ -53,7 +53,7 @@ def _gelu(patterns: Patterns, product: RawOp) -> RawOp | None:
     if not any(op.target in _CURVES for op in inside):
         return None
     for key in dict.fromkeys(key for op in inside for key in op.operands):
-        formula = _formula_of(inside, key)
+        formula = _formula_of(inside, key) if _is_alike(patterns, key, product) else []
         if formula and (how := _approximation(formula, key)):
             kwargs = (("approximate", how),)
             return replace(product, target="aten.gelu.default", args=(Operand(key),), kwargs=kwargs)
@@ -67,27 +67,27 @@ def _inside(patterns: Patterns, product: RawOp) -> list[RawOp]:
     while waiting and len(found) <= _MOST_OPS:
         for key in waiting.pop(0).operands:
             op = patterns.maker(Operand(key), *_ARITHMETIC)
-            if op is not None and op.outputs[0] not in found and _is_alike(patterns, op, product):
+            if op is not None and key not in found and _is_alike(patterns, key, product):
                 found[op.outputs[0]] = op
                 waiting.append(op)
     return list(found.values())
 
 
-def _is_alike(patterns: Patterns, op: RawOp, product: RawOp) -> bool:
-    one, other = patterns.values[op.outputs[0]], patterns.values[product.outputs[0]]
-    return (one.shape, one.dtype) == (other.shape, other.dtype)
+def _is_alike(patterns: Patterns, key: Key, product: RawOp) -> bool:
+    one, other = patterns.value(Operand(key)), patterns.values[product.outputs[0]]
+    return one is not None and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def _formula_of(inside: list[RawOp], key: Key) -> list[RawOp]:
-    """The ops, in order, that make the first of `inside` of the value `key` and of nothing else,
-    none of whose results is read elsewhere; empty if there are none."""
-    makers = {op.outputs[0]: op for op in inside}
+    """The ops, in order, that make the first of `inside` of the value `key` and of nothing else;
+    empty if there are none."""
+    makers: dict[Key, RawOp] = {op.outputs[0]: op for op in inside}
     ordered: dict[Key, RawOp] = {}
 
     def visit(wanted: Key) -> Iterator[bool]:
         if wanted == key or wanted in ordered:
             return
-        op = makers.get(wanted)  # type: ignore[call-overload]
+        op = makers.get(wanted)
         if op is None:
             yield False
             return
