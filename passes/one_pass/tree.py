@@ -203,6 +203,9 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
     ]
     if not spec.allow_planned:
         rules.append((PLANNED, lambda strategy: strategy.runs))
+    elif spec.pins.get("recompute") == "selective" and "offload" not in spec.pins:
+        # Who allows what cannot run yet for the sake of one has not asked for the other.
+        rules.append((PLANNED, lambda strategy: strategy.offload == "none"))
     if not spec.host_bytes_per_s:
         rules.append((NO_HOST_LINK, lambda strategy: strategy.offload == "none"))
     if not spec.has_states:
