@@ -7,6 +7,8 @@ instance j saves, F_i and B_i the worst moments inside i, and G_j gradients of p
     backward i   sum_{j<i} S_j + B_i + sum_{j>i} G_j           (B_i includes S_i)
     reduction i  sum_{j<i} S_j + R_i + buckets + sum_{j>i} G_j (R_i: when i's gradients are there,
                  and values that its last steps saved are gone)
+    sums         G of every use + the sum of a parameter reduced in several: these are columns of
+                 buffers, which are not added to in place
     optimizer    states + G + what the optimizer itself needs; no activations
 
 The head is an instance like any other. Also alive, over ranges of moments:
@@ -24,6 +26,7 @@ All bytes are those of one rank. Gradients are fresh each step (set to None by z
 while activations shrink.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -146,7 +149,7 @@ def compose_step(
     stepping = _Moment(
         timeline.final_gradients, 0, 0, 0, FOREACH_FACTOR[optimizer] * states.trained
     )
-    worst = max([*timeline.moments(), stepping], key=lambda m: m.total)
+    worst = max([*timeline.moments(), timeline.summing, stepping], key=lambda m: m.total)
     estimate = MemoryEstimate(
         parameters=states.parameters + states.buffers,
         gradients=worst.gradients,
@@ -230,8 +233,8 @@ class _Timeline:
         self.gradients = _Ranges(self.last + 1)
         self.in_flight = _Ranges(self.last + 1)
         self.unsharded = _Ranges(self.last + 1)
-        self.done = [0] * len(instances)
-        """Bytes of values that arrived and are gone when an instance's gradients are reduced."""
+        self.last_resident = 0  # gradients of the first instance, the last to be there
+        self.done = [0] * len(instances)  # values that arrived, gone at the reduction
         for i, instance in enumerate(instances):
             self._add_saved(i, instance)
             if not instance.reshard_after_forward:
@@ -239,6 +242,7 @@ class _Timeline:
         self._add_values(model_outputs)
         self._add_value_gradients()
         self.final_gradients = self._add_parameter_gradients()
+        self.summing = self._summing()
 
     def backward(self, instance: int) -> int:
         """Moment of an instance's backward; its forward is moment `instance`."""
@@ -358,7 +362,20 @@ class _Timeline:
                 final[use.name] = use.resident_bytes
             self.gradients.add(t + 1, self.last, resident)
             self.in_flight.add(t + 1, min(t + 1, self.last), in_flight)
+            self.last_resident = resident
         return total + sum(final.values())
+
+    def _summing(self) -> _Moment:
+        """When gradients of one parameter are added up, at the end of the backward."""
+        num_parts: Counter[str] = Counter()
+        largest = 0
+        for sums in self.sums:
+            for use in sums.shared:
+                num_parts[use.name] += use.how != "direct" and not use.is_unbucketed
+                if num_parts[use.name] > 1:
+                    largest = max(largest, use.resident_bytes)
+        held = self.gradients.totals()[self.last] + self.last_resident
+        return _Moment(held if largest else 0, 0, 0, 0, largest)
 
 
 def _sums_of(instances: Sequence[InstanceMemory]) -> list[_ParameterSums]:

@@ -116,6 +116,16 @@ def test_a_tied_parameter_has_one_gradient() -> None:
         replace(i, parameters=(replace(i.parameters[0], how="reduced"),)) for i in [*tied, *tied]
     ]
     assert compose(bucketed)[0].gradients > 500
+    # Then both are there, and their sum.
+    cast = [
+        replace(i, parameters=(replace(i.parameters[0], how="cast"),))
+        for i in with_weight(chain(2), 500, name="w")
+    ]
+    summing, _ = compose(cast)
+    assert (summing.gradients, summing.transient, summing.peak) == (1000, 500, 1500)
+    # What has a collective of its own is added to in place.
+    alone = [replace(i, parameters=(replace(i.parameters[0], is_unbucketed=True),)) for i in cast]
+    assert compose(alone)[0].peak < 1500
 
 
 def test_a_value_lives_until_the_first_instance_that_keeps_it_is_done() -> None:
