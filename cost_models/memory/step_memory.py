@@ -7,8 +7,7 @@ instance j saves, F_i and B_i the worst moments inside i, and G_j gradients of p
     backward i   sum_{j<i} S_j + B_i + sum_{j>i} G_j           (B_i includes S_i)
     reduction i  sum_{j<i} S_j + R_i + buckets + sum_{j>i} G_j (R_i: when i's gradients are there,
                  and values that its last steps saved are gone)
-    sums         G of every use + the sum of a parameter reduced in several: these are columns of
-                 buffers, which are not added to in place
+    sums         G + two gradients of one parameter + their sum, made anew (measured)
     optimizer    states + G + what the optimizer itself needs; no activations
 
 The head is an instance like any other. Also alive, over ranges of moments:
@@ -27,7 +26,7 @@ while activations shrink.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -149,7 +148,7 @@ def compose_step(
     stepping = _Moment(
         timeline.final_gradients, 0, 0, 0, FOREACH_FACTOR[optimizer] * states.trained
     )
-    worst = max([*timeline.moments(), timeline.summing, stepping], key=lambda m: m.total)
+    worst = max([*timeline.moments(), *timeline.sums_of_uses(), stepping], key=lambda m: m.total)
     estimate = MemoryEstimate(
         parameters=states.parameters + states.buffers,
         gradients=worst.gradients,
@@ -242,7 +241,6 @@ class _Timeline:
         self._add_values(model_outputs)
         self._add_value_gradients()
         self.final_gradients = self._add_parameter_gradients()
-        self.summing = self._summing()
 
     def backward(self, instance: int) -> int:
         """Moment of an instance's backward; its forward is moment `instance`."""
@@ -313,14 +311,12 @@ class _Timeline:
         for (maker, output), last in until.items():
             num_bytes = self.instances[maker].memory.output_bytes[output]
             self.activations.add(maker + 1, last, num_bytes)
-        self._note_done(until, {self._root(value) for value in model_outputs})
+        self._note_done(until, model_outputs)
 
-    def _note_done(
-        self, until: Mapping[InstanceOutput, int], returned: Collection[InstanceOutput | None]
-    ) -> None:
+    def _note_done(self, until: dict[InstanceOutput, int], kept: Sequence[InstanceOutput]) -> None:
         for i, instance in enumerate(self.instances):
             done = (instance.sources.get(k) for k in instance.memory.done_slots)
-            roots = {self._root(source) for source in done}.difference(returned)
+            roots = {self._root(source) for source in done}.difference(map(self._root, kept))
             for root in roots:
                 if root is not None and until[root] == self.backward(i):
                     self.done[i] += self.instances[root[0]].memory.output_bytes[root[1]]
@@ -365,17 +361,21 @@ class _Timeline:
             self.last_resident = resident
         return total + sum(final.values())
 
-    def _summing(self) -> _Moment:
-        """When gradients of one parameter are added up, at the end of the backward."""
-        num_parts: Counter[str] = Counter()
-        largest = 0
-        for sums in self.sums:
-            for use in sums.shared:
-                num_parts[use.name] += use.how != "direct" and not use.is_unbucketed
-                if num_parts[use.name] > 1:
-                    largest = max(largest, use.resident_bytes)
-        held = self.gradients.totals()[self.last] + self.last_resident
-        return _Moment(held if largest else 0, 0, 0, 0, largest)
+    def sums_of_uses(self) -> list[_Moment]:
+        """When two gradients of one parameter are added up, those from buckets at the end."""
+        num_parts: Counter[tuple[str, bool]] = Counter()
+        gradients, activations = self.gradients.totals(), self.activations.totals()
+        at_end, found = gradients[self.last] + self.last_resident, list[_Moment]()
+        for i in reversed(range(len(self.instances))):
+            own, t = sum(self.instances[i].memory.slot_gradient_bytes), self.backward(i)
+            for use in self.sums[i].shared:
+                is_direct, size = use.how == "direct", use.resident_bytes
+                num_parts[use.name, is_direct] += not use.is_unbucketed
+                if num_parts[use.name, is_direct] > 1 and is_direct:
+                    found.append(_Moment(gradients[t], activations[t], 0, 0, own + size))
+                elif num_parts[use.name, is_direct] > 1:
+                    found.append(_Moment(at_end, 0, 0, 0, size))
+        return found
 
 
 def _sums_of(instances: Sequence[InstanceMemory]) -> list[_ParameterSums]:

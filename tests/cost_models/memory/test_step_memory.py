@@ -123,6 +123,12 @@ def test_a_tied_parameter_has_one_gradient() -> None:
     ]
     summing, _ = compose(cast)
     assert (summing.gradients, summing.transient, summing.peak) == (1000, 500, 1500)
+    # Without buckets at once: gradients of both, their sum, that of the first's value.
+    direct, _ = compose(with_weight(chain(2), 500, name="w"))
+    assert direct.peak == 500 + (10 + 20) + 500
+    large = [replace(i, memory=replace(LAYER, slot_gradient_bytes=(10, 500))) for i in chain(2)]
+    direct, _ = compose(with_weight(large, 500, name="w"))
+    assert (direct.gradients, direct.transient) == (500, 10 + 500 + 500)
     # What has a collective of its own is added to in place.
     alone = [replace(i, parameters=(replace(i.parameters[0], is_unbucketed=True),)) for i in cast]
     assert compose(alone)[0].peak < 1500
