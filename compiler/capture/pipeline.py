@@ -2,6 +2,7 @@
 
     model --fake_copy--> fake --export_fake--> exported --read_program--> program
           --with_layers, with_draws, with_bags, plain_indices, plain_masks--> program
+          --with_norms, with_gelus, with_gated_products, with_narrow_logits--> program
           --share_scatters, join_experts, with_dispatch--> program
           --number--> flat graph --with_custom_ops--> flat graph --fold--> folded graph
 
@@ -25,10 +26,14 @@ from meshfold.capture.rewrites.draws import with_draws
 from meshfold.capture.rewrites.embedding_bag import with_bags
 from meshfold.capture.rewrites.expert_dispatch import with_dispatch
 from meshfold.capture.rewrites.expert_linear import join_experts
+from meshfold.capture.rewrites.gated_products import with_gated_products
+from meshfold.capture.rewrites.gelu_formulas import with_gelus
 from meshfold.capture.rewrites.masked_scatter import share_scatters
+from meshfold.capture.rewrites.narrow_logits import with_narrow_logits
 from meshfold.capture.rewrites.ordered_indices import plain_indices
 from meshfold.capture.rewrites.recurrence import with_layers
 from meshfold.capture.rewrites.refusals import refuse_draws, refuse_steps
+from meshfold.capture.rewrites.rms_norms import with_norms
 from meshfold.capture.rewrites.skipped_layers import with_skips
 from meshfold.capture.trace.checkpointed_calls import CheckpointedCalls, plain_checkpoints
 from meshfold.capture.trace.export import Exported, RetraceError, export_fake
@@ -257,6 +262,11 @@ def _traced(
     return _Trace(captured, exported.changed, drops, skipped)
 
 
+def _lean(program: RawProgram) -> RawProgram:
+    """`program` that keeps less for its backward, and computes the same."""
+    return with_narrow_logits(with_gated_products(with_gelus(with_norms(program))))
+
+
 def _fold(
     program: RawProgram,
     names: Names,
@@ -268,7 +278,7 @@ def _fold(
     refuse_steps(program)
     program = with_bags(with_draws(with_layers(program)))
     plain = plain_masks(plain_indices(program))
-    routed = with_dispatch(join_experts(share_scatters(plain)))
+    routed = with_dispatch(join_experts(share_scatters(_lean(plain))))
     refuse_draws(routed)
     noted = number(routed, names, inputs.infos, (*notes, *exported.notes))
     flat = with_custom_ops(noted, rules)

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from meshfold.distributed.rank_mesh import Axes, RankMesh, all_reduced
 from meshfold.distributed.step_context import StepContext
+from meshfold.ops import vocab_parallel_cross_entropy as classes
 from meshfold.ops.batch_norm import batch_norm
 from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from meshfold.ops.counter_rng import keep_mask, stream_key
@@ -25,7 +26,6 @@ from meshfold.ops.distributed_index import check_indices, put_rows, take_rows
 from meshfold.ops.draws import BatchSlice, global_indices, local_draw
 from meshfold.ops.embedding_bag import local_bags
 from meshfold.ops.expert_dispatch import combine, dispatch
-from meshfold.ops.vocab_parallel_cross_entropy import sharded_cross_entropy
 from meshfold.sharding.indices import ShardDigits, key_heads_of, shard_indices_of
 from meshfold.sharding.slicing import (
     cropped_blocks,
@@ -95,17 +95,19 @@ def cross_entropy(
     num_classes: int,
     class_digits: ShardDigits,
     row_axes: Axes,
+    is_wide: bool = False,
 ) -> Tensor:
     """Cross entropy of logits [rows, v, ...], target [rows, ...] and unsharded weights of classes
-    [v].
+    [v]. is_wide: the loss is in float32 at least, else in the dtype of the logits.
 
     class_digits: axes that shard v; the result is the same on them. row_axes: axes that shard rows;
     the result is a pending sum over them. reduction: "mean" (over the targets of all ranks that are
     not ignored, by their weights), "sum" or "none".
     """
-    if class_digits:
-        losses = sharded_cross_entropy(
-            context.mesh,
+    if class_digits or is_wide:
+        mesh = context.mesh if class_digits else None
+        losses = classes.class_losses(
+            mesh,
             logits,
             target,
             weight,
@@ -114,6 +116,7 @@ def cross_entropy(
             num_classes,
             class_digits,
         )
+        losses = losses if is_wide else losses.to(logits.dtype)
         if reduction == "none":
             return losses
         total = losses.sum()
@@ -156,10 +159,8 @@ def _mean_of_targets(
 ) -> Tensor:
     if reduction == "sum":
         return total
-    counts = target != ignore_index
-    if weight is not None:
-        counts = weight[torch.where(counts, target, 0)] * counts
-    return total / all_reduced(mesh, counts.sum().to(total.dtype), row_axes)
+    counts = classes.target_count(target, weight, ignore_index, total.dtype)
+    return total / all_reduced(mesh, counts, row_axes)
 
 
 def targets_of_step(context: StepContext, instance: int, op: int) -> int:

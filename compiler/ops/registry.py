@@ -19,7 +19,10 @@ import meshfold.ops.draws
 import meshfold.ops.embedding_bag
 import meshfold.ops.expert_dispatch
 import meshfold.ops.expert_linear
-import meshfold.ops.value_checks  # noqa: F401  all define ops of namespace meshfold
+import meshfold.ops.fused.gated_product
+import meshfold.ops.fused.rms_norm
+import meshfold.ops.value_checks
+import meshfold.ops.vocab_parallel_cross_entropy  # noqa: F401  all define ops of namespace meshfold
 from meshfold.errors import UnsupportedOpError
 from meshfold.ir.custom_ops import is_function
 from meshfold.ir.op_graph import Op

@@ -1,5 +1,12 @@
-"""Cross entropy over classes of which every rank has a shard."""
+"""Cross entropy of logits that are kept in their own dtype, over all classes or a shard of them.
 
+Losses are computed in float32 at least, and logits are widened a few rows at a time: there is never
+a float32 copy of them all. The op meshfold::cross_entropy is that for all classes; capture writes
+it where a model widens its logits first (meshfold.capture.rewrites.narrow_logits). Importing this
+defines the op.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,13 +14,19 @@ from torch import Tensor
 
 from meshfold.distributed.rank_mesh import RankMesh, all_reduced
 from meshfold.ops.distributed_index import check_indices
+from meshfold.ops.fused.rms_norm import wide_dtype
 from meshfold.sharding.indices import ShardDigits, shard_indices_of
-from meshfold.sharding.layout import filled
 from meshfold.sharding.slicing import local_indices, locate_indices
 
+CHUNK_NUMEL = 2**25
+"""Numbers that are widened at a time: 128 MiB in float32. Derived: several times what fills a GPU,
+and little beside the logits where these count."""
 
-def sharded_cross_entropy(
-    mesh: RankMesh,
+_NONE, _MEAN = 0, 1
+
+
+def class_losses(
+    mesh: RankMesh | None,
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -23,16 +36,58 @@ def sharded_cross_entropy(
     digits: ShardDigits,
 ) -> Tensor:
     """Losses of rows: logits [rows, own classes, ...], target [rows, ...], weight [classes],
-    unsharded. digits: of the axes that shard the classes, which may be padded."""
-    losses: Tensor = _ShardedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    unsharded. digits: of the axes of `mesh` that shard the classes, which may be padded; empty
+    where all classes are here, and no mesh is needed then."""
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         mesh, logits, target, weight, ignore_index, label_smoothing, num_classes, digits
     )
     return losses
 
 
-class _ShardedCrossEntropy(torch.autograd.Function):
-    """Cross entropy over shards of classes. With m, z the maximum and the sum of exp(x - m) over
-    all V classes, w the weights of classes, W their sum, t the target, e the smoothing, a loss is
+def target_count(
+    target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """What a mean over targets divides by: how many count, by the weights of their classes."""
+    counts = target != ignore_index
+    if weight is not None:
+        counts = weight[torch.where(counts, target, 0)] * counts
+    return counts.sum().to(dtype)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As torch's cross entropy of the widened logits [rows, classes, ...] and targets that are
+    numbers of classes [rows, ...]; reduction by the number that aten has for it."""
+    num_classes = logits.shape[1]
+    losses = class_losses(
+        None, logits, target, weight, ignore_index, label_smoothing, num_classes, ()
+    )
+    if reduction == _NONE:
+        return losses
+    total = losses.sum()
+    if reduction != _MEAN:
+        return total
+    return total / target_count(target, weight, ignore_index, total.dtype)
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Rows that are widened together."""
+    rows = logits.shape[0]
+    step = max(1, CHUNK_NUMEL * rows // max(logits.numel(), 1))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy over classes, or shards of them. With m, z the maximum and the sum of
+    exp(x - m) over all V classes, w the weights of classes, W their sum, t the target, e the
+    smoothing, a loss is
 
         (1 - e) w[t] (m + log z - x[t])  +  e / V (W (m + log z) - sum_c w[c] x[c])
 
@@ -40,14 +95,14 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
         ((1 - e) w[t] + e W / V) exp(x - m) / z  -  (1 - e) w[t] [class is t]  -  e w / V
 
-    Backward needs no communication. What is beyond the end of padded classes is not looked at and
-    gets zeros.
+    The ranks' own maxima are all-reduced, then the sums. Backward needs no communication. What is
+    beyond the end of padded classes is not looked at and gets zeros.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        mesh: RankMesh,
+        mesh: RankMesh | None,
         logits: Tensor,
         target: Tensor,
         weight: Tensor | None,
@@ -56,50 +111,91 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         num_classes: int,
         digits: ShardDigits,
     ) -> Tensor:
-        axes = tuple(axis for axis, *_ in digits)
-        indices = shard_indices_of(mesh, digits)
+        wide = wide_dtype(logits)
+        indices = () if mesh is None else shard_indices_of(mesh, digits)
         own = local_indices(num_classes, indices, logits.device)
-        own = own[own < num_classes]
-        x = logits[:, : own.numel()]
-        x = x if x.dtype.itemsize >= 4 else x.float()
-        largest = all_reduced(mesh, x.amax(1), axes, "max")
+        own = own[own < num_classes] if indices else own
         # An ignored target may be any number: it is given class 0 and masked out.
         counts = target != ignore_index
         target = torch.where(counts, target, 0)
         check_indices(target, num_classes, "class")
         is_local, column = locate_indices(target, num_classes, indices)
         column = column.clamp_max(own.numel() - 1)
-        picked = x.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~is_local, 0.0)
-        sums_of_ranks = [(x - largest.unsqueeze(1)).exp_().sum(1), picked]
-        shares = torch.ones_like(own, dtype=x.dtype) if weight is None else weight[own].to(x.dtype)
-        shares = shares.view(-1, *(1,) * (x.dim() - 2))
-        if smoothing:
-            sums_of_ranks.append((x * shares).sum(1))
-        sums = all_reduced(mesh, torch.stack(sums_of_ranks), axes)
+        shares = torch.ones_like(own, dtype=wide) if weight is None else weight[own].to(wide)
+        shares = shares.view(-1, *(1,) * (logits.dim() - 2))
+        largest, sums = _row_sums(logits, column, shares, bool(smoothing))
+        sums[1].masked_fill_(~is_local, 0.0)
+        if mesh is not None:
+            axes = tuple(axis for axis, *_ in digits)
+            of_all = all_reduced(mesh, largest, axes, "max")
+            sums[0] *= (largest - of_all).exp_()
+            largest, sums = of_all, all_reduced(mesh, sums, axes)
         normalizer = largest + sums[0].log()
-        factor = (1.0 - smoothing) * counts.to(x.dtype)
+        factor = (1.0 - smoothing) * counts.to(wide)
         total: float | Tensor = float(num_classes)
         if weight is not None:
-            factor = factor * weight[target].to(x.dtype)
-            total = weight.sum().to(x.dtype)
+            factor = factor * weight[target].to(wide)
+            total = weight.sum().to(wide)
         losses = factor * (normalizer - sums[1])
         if smoothing:
             spread = smoothing / num_classes * (total * normalizer - sums[2])
             losses = losses + spread.masked_fill(~counts, 0.0)
-        ctx.save_for_backward(logits, normalizer, counts, is_local, column, factor, shares)
+        evenly = shares if smoothing else None
+        ctx.save_for_backward(logits, normalizer, counts, is_local, column, factor, evenly)
         ctx.evenly = smoothing / num_classes, total
-        return losses.masked_fill(~counts, 0.0).to(logits.dtype)
+        ctx.num_own = own.numel()
+        return losses.masked_fill(~counts, 0.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         logits, normalizer, counts, is_local, column, factor, shares = ctx.saved_tensors
         each, total = ctx.evenly
-        x = logits[:, : shares.shape[0]].to(normalizer.dtype)
-        result = (x - normalizer.unsqueeze(1)).exp_()
         gradient = gradient * counts
-        result *= ((factor + each * total) * gradient).unsqueeze(1)
-        result.scatter_add_(1, column.unsqueeze(1), (-factor * is_local * gradient).unsqueeze(1))
-        if each:
-            result -= each * shares * gradient.unsqueeze(1)
-        result = filled(result.to(logits.dtype), logits.shape)
+        of_all = (factor + each * total) * gradient
+        of_target = -factor * is_local * gradient
+        num_own = ctx.num_own
+        result = torch.empty_like(logits)
+        result[:, num_own:].zero_()
+        for rows in _chunks(logits):
+            x = logits[rows, :num_own].to(normalizer.dtype)
+            x = _difference(x, normalizer[rows], logits).exp_()
+            x *= of_all[rows].unsqueeze(1)
+            x.scatter_add_(1, column[rows].unsqueeze(1), of_target[rows].unsqueeze(1))
+            if each:
+                x -= each * shares * gradient[rows].unsqueeze(1)
+            result[rows, :num_own] = x
         return None, result, None, None, None, None, None, None
+
+
+def _row_sums(
+    logits: Tensor, column: Tensor, shares: Tensor, weighs: bool
+) -> tuple[Tensor, Tensor]:
+    """Of each row of the local classes: its maximum m; and the sum of exp(x - m), the number in
+    `column` and, if it `weighs`, the sum of x by its shares, stacked."""
+    largest = torch.empty_like(column, dtype=shares.dtype)
+    sums = largest.new_empty((3 if weighs else 2, *column.shape))
+    for rows in _chunks(logits):
+        x = logits[rows, : shares.shape[0]].to(shares.dtype)
+        largest[rows] = x.amax(1)
+        sums[1, rows] = x.gather(1, column[rows].unsqueeze(1)).squeeze(1)
+        if weighs:
+            sums[2, rows] = (x * shares).sum(1)
+        # A row of nothing but -inf has no maximum to be measured from.
+        start = largest[rows].masked_fill(largest[rows] == float("-inf"), 0.0)
+        sums[0, rows] = _difference(x, start, logits).exp_().sum(1)
+    return largest, sums
+
+
+def _difference(x: Tensor, of_rows: Tensor, logits: Tensor) -> Tensor:
+    """x minus a number of each row, in place where x is a copy."""
+    if x.dtype == logits.dtype:
+        return x - of_rows.unsqueeze(1)
+    return x.sub_(of_rows.unsqueeze(1))
+
+
+torch.library.define(
+    "meshfold::cross_entropy",
+    "(Tensor self, Tensor target, Tensor? weight=None, int reduction=1, int ignore_index=-100, "
+    "float label_smoothing=0.0) -> Tensor",
+)
+torch.library.impl("meshfold::cross_entropy", "CompositeImplicitAutograd", cross_entropy)

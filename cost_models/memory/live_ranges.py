@@ -62,6 +62,7 @@ class RegionMemory:
     backward_peak_bytes: worst moment of the backward: what is saved or recomputed, gradients
         coming in, made, and leaving; storages of slots and outputs not included.
     reduction_bytes: alive when the gradients of grouped tensors are all there, these included.
+    done_slots: saved slots that no step needs any more by then.
     slot_gradient_bytes: of each slot, 0 where there is none.
     """
 
@@ -74,6 +75,7 @@ class RegionMemory:
     backward_peak_bytes: int
     reduction_bytes: int
     slot_gradient_bytes: tuple[int, ...]
+    done_slots: frozenset[int] = frozenset()
 
 
 class _Heap:
@@ -172,6 +174,7 @@ class _Simulation:
         self.saved: list[list[int]] = [[] for _ in program.steps]
         self.gradient: list[int] = [-1] * len(program.specs)
         self.reduction_bytes = 0
+        self.reduction_at = 0
         self.forward_bytes: list[int] = []
         self.backward_bytes = [0] * len(program.steps)
         self.after_bytes = [0] * len(program.steps)
@@ -210,7 +213,15 @@ class _Simulation:
             ),
             reduction_bytes=self.reduction_bytes,
             slot_gradient_bytes=tuple(gradients),
+            done_slots=self._done_slots(),
         )
+
+    def _done_slots(self) -> frozenset[int]:
+        """What recomputation started from it holds to the end."""
+        if self.recompute is not None:
+            return frozenset()
+        of_all: frozenset[int] = frozenset().union(*self.needs)
+        return of_all.difference(*self.needs[: self.reduction_at])
 
     # Forward.
 
@@ -301,7 +312,7 @@ class _Simulation:
             self.after_bytes[k] = self.heap.current_bytes
             if not self.program.grouped.isdisjoint(step.operands):
                 # The last time this happens counts: the first step that reads one.
-                self.reduction_bytes = self.heap.current_bytes
+                self.reduction_bytes, self.reduction_at = self.heap.current_bytes, k
 
     def _run_backward(self, step: LocalStep) -> None:
         heap, probe = self.heap, step.probe

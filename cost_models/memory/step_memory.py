@@ -5,7 +5,9 @@ instance j saves, F_i and B_i the worst moments inside i, and G_j gradients of p
 
     forward i    sum_{j<i} S_j + F_i
     backward i   sum_{j<i} S_j + B_i + sum_{j>i} G_j           (B_i includes S_i)
-    reduction i  sum_{j<i} S_j + R_i + buckets + sum_{j>i} G_j (R_i: when i's gradients are there)
+    reduction i  sum_{j<i} S_j + R_i + buckets + sum_{j>i} G_j (R_i: when i's gradients are there,
+                 and values that its last steps saved are gone)
+    sums         G + two gradients of one parameter + their sum, made anew (measured)
     optimizer    states + G + what the optimizer itself needs; no activations
 
 The head is an instance like any other. Also alive, over ranges of moments:
@@ -23,6 +25,7 @@ All bytes are those of one rank. Gradients are fresh each step (set to None by z
 while activations shrink.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -145,7 +148,7 @@ def compose_step(
     stepping = _Moment(
         timeline.final_gradients, 0, 0, 0, FOREACH_FACTOR[optimizer] * states.trained
     )
-    worst = max([*timeline.moments(), stepping], key=lambda m: m.total)
+    worst = max([*timeline.moments(), *timeline.sums_of_uses(), stepping], key=lambda m: m.total)
     estimate = MemoryEstimate(
         parameters=states.parameters + states.buffers,
         gradients=worst.gradients,
@@ -229,6 +232,8 @@ class _Timeline:
         self.gradients = _Ranges(self.last + 1)
         self.in_flight = _Ranges(self.last + 1)
         self.unsharded = _Ranges(self.last + 1)
+        self.last_resident = 0  # gradients of the first instance, the last to be there
+        self.done = [0] * len(instances)  # values that arrived, gone at the reduction
         for i, instance in enumerate(instances):
             self._add_saved(i, instance)
             if not instance.reshard_after_forward:
@@ -268,7 +273,8 @@ class _Timeline:
             buckets = in_flight[t] + sums.flat + sums.result
             if sums.flat or sums.result:
                 behind += unsharded[t]
-                found.append(_Moment(gradients[t], activations[t], behind, buckets, inside))
+                held = activations[t] - self.done[i]
+                found.append(_Moment(gradients[t], held, behind, buckets, inside))
         return found
 
     def _add_saved(self, i: int, instance: InstanceMemory) -> None:
@@ -305,6 +311,15 @@ class _Timeline:
         for (maker, output), last in until.items():
             num_bytes = self.instances[maker].memory.output_bytes[output]
             self.activations.add(maker + 1, last, num_bytes)
+        self._note_done(until, model_outputs)
+
+    def _note_done(self, until: dict[InstanceOutput, int], kept: Sequence[InstanceOutput]) -> None:
+        for i, instance in enumerate(self.instances):
+            done = (instance.sources.get(k) for k in instance.memory.done_slots)
+            roots = {self._root(source) for source in done}.difference(map(self._root, kept))
+            for root in roots:
+                if root is not None and until[root] == self.backward(i):
+                    self.done[i] += self.instances[root[0]].memory.output_bytes[root[1]]
 
     def _root(self, value: InstanceOutput | None) -> InstanceOutput | None:
         """The value that owns the storage of `value`; None for a storage from outside."""
@@ -343,7 +358,24 @@ class _Timeline:
                 final[use.name] = use.resident_bytes
             self.gradients.add(t + 1, self.last, resident)
             self.in_flight.add(t + 1, min(t + 1, self.last), in_flight)
+            self.last_resident = resident
         return total + sum(final.values())
+
+    def sums_of_uses(self) -> list[_Moment]:
+        """When two gradients of one parameter are added up, those from buckets at the end."""
+        num_parts: Counter[tuple[str, bool]] = Counter()
+        gradients, activations = self.gradients.totals(), self.activations.totals()
+        at_end, found = gradients[self.last] + self.last_resident, list[_Moment]()
+        for i in reversed(range(len(self.instances))):
+            own, t = sum(self.instances[i].memory.slot_gradient_bytes), self.backward(i)
+            for use in self.sums[i].shared:
+                is_direct, size = use.how == "direct", use.resident_bytes
+                num_parts[use.name, is_direct] += not use.is_unbucketed
+                if num_parts[use.name, is_direct] > 1 and is_direct:
+                    found.append(_Moment(gradients[t], activations[t], 0, 0, own + size))
+                elif num_parts[use.name, is_direct] > 1:
+                    found.append(_Moment(at_end, 0, 0, 0, size))
+        return found
 
 
 def _sums_of(instances: Sequence[InstanceMemory]) -> list[_ParameterSums]:

@@ -18,6 +18,8 @@ which operands need a gradient. Times come from CostModel.op_s.
     bags          read the row of every id, whose gradient is dense
     recurrences   2 GEMMs a step, layer and direction; the weights of the state are read in every
                   step. Backward twice that
+    losses        passes over the logits; of narrow ones, over rows of them widened
+    gated         a product and what it is gated by, computed again in backward
     cdist         3 * the product of rows, rows and width; as much for each gradient
     other         memory-bound: every operand read and every result written once; backward reads
                   the gradients of the results and the operands, writes the operands' gradients
@@ -326,6 +328,24 @@ def _cross_entropy(graph: OpGraph, op: Op) -> Work:
     return Work(0, moved, 0, moved if logits.requires_grad else 0)
 
 
+def _narrow_cross_entropy(graph: OpGraph, op: Op) -> Work:
+    """Passes over the logits, widened (to 4 bytes a number at least). Forward: the cast, the
+    maximum, a difference, its exponential, their sum. Backward: the cast, a difference, its
+    exponential, times the gradients of the rows, and back."""
+    logits = _operands(graph, op)[0]
+    wide = logits.num_bytes * max(4, ITEM_BYTES[logits.dtype]) // ITEM_BYTES[logits.dtype]
+    cast = logits.num_bytes + wide if wide > logits.num_bytes else 0
+    backward = 2 * cast + 6 * wide if logits.requires_grad else 0
+    return Work(0, cast + 6 * wide, 0, backward)
+
+
+def _gated_product(graph: OpGraph, op: Op) -> Work:
+    """An activation and a product; backward two products, the slope, and the activation again."""
+    gate, x = _operands(graph, op)
+    of_gate, of_x = (6 * gate.requires_grad, 5 * x.requires_grad)
+    return Work(0, 5 * gate.num_bytes, 0, (of_gate + of_x) * gate.num_bytes)
+
+
 def _distances(graph: OpGraph, op: Op) -> Work:
     """A difference, its power and a sum per pair of rows and column."""
     operands = _operands(graph, op)
@@ -348,4 +368,6 @@ _COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], W
     (("embedding_bag",), _bags),
     (_RECURRENCES, _recurrence),
     (("cross_entropy_loss",), _cross_entropy),
+    (("cross_entropy",), _narrow_cross_entropy),
+    (("gated_product",), _gated_product),
 )

@@ -11,12 +11,18 @@ from dataclasses import dataclass, replace
 
 from meshfold.errors import OptionError
 from meshfold.ir.op_graph import Arg, FoldedGraph, Op, Ref, Source, SourceKind
-from meshfold.passes.rules.ops.loss import CROSS_ENTROPY, MEAN, NLL_LOSS, SUM
+from meshfold.passes.rules.ops.loss import (
+    CROSS_ENTROPY,
+    MEAN,
+    NARROW_CROSS_ENTROPY,
+    NLL_LOSS,
+    SUM,
+)
 from meshfold.passes.rules.table import OP_RULES
 
 COUNT = "count"
 """Kind of the Symbol that stands for the count of a loss; its text is the number of the op."""
-COUNTED = (CROSS_ENTROPY, NLL_LOSS)
+COUNTED = (CROSS_ENTROPY, NARROW_CROSS_ENTROPY, NLL_LOSS)
 """Losses whose mean is over targets that count."""
 IGNORED = -100
 """What they ignore unless it is told otherwise."""

@@ -49,6 +49,7 @@ ORDER = (
     "meshfold.distributed",
     "meshfold.sharding",
     "meshfold.checkpoint_files",
+    "meshfold.ops.fused",
     "meshfold.ops",
     "meshfold.zero",
     "meshfold.memory_probe",

@@ -33,6 +33,7 @@ from meshfold.ops.registry import draws, op_function
 from meshfold.ops.ring_attention import ring_attention
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.collective_matmul import RING
+from meshfold.passes.rules.ops.loss import NARROW_CROSS_ENTROPY
 from meshfold.passes.rules.ops.random import may_draw
 from meshfold.passes.rules.table import op_labels, rule_locals, summed_axes
 from meshfold.sharding.indices import ShardDigits
@@ -191,6 +192,7 @@ def _cross_entropy(context: OpContext) -> list[fx.Node]:
     named = context.named()
     logits = context.op_graph.values[context.op.operands[0]]
     rows = summed_axes(context.op_graph, context.op_index, context.typing)
+    wide = {"is_wide": True} if context.op.target == NARROW_CROSS_ENTROPY else {}
     return [
         context.call(
             local_ops.cross_entropy,
@@ -204,6 +206,7 @@ def _cross_entropy(context: OpContext) -> list[fx.Node]:
             logits.shape[1],
             context.digits(context.typing.inputs[0], 1),
             tuple(context.mesh.names[k] for k in rows),
+            **wide,
         )
     ]
 

@@ -98,7 +98,7 @@ def _cross_entropy(op: BoundOp) -> OpLabels | None:
         return _reduced(op, (of_logits, of_logits, *weights), rows)
     row_labels = [p[0] for p in rows if p is not None]
     num_rows = math.prod(target.shape)
-    scalar = ITEM_BYTES[logits.dtype]
+    scalar = max(ITEM_BYTES[logits.dtype], ITEM_BYTES["float32"])
     num_sums = 2 + (op.get("label_smoothing", 0.0) != 0)
     vocabulary = tuple(RuleComm("all_reduce", n * num_rows * scalar) for n in (1, num_sums))
     reduction = op.integer("reduction", MEAN)
@@ -142,6 +142,8 @@ def _ctc(op: BoundOp) -> OpLabels:
 
 
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
+NARROW_CROSS_ENTROPY = "meshfold.cross_entropy.default"
+"""The same of narrow logits, losses in float32 (meshfold.ops.vocab_parallel_cross_entropy)."""
 NLL_LOSS = "aten.nll_loss_nd.default"
 
 LOSS_RULES = {
@@ -149,6 +151,9 @@ LOSS_RULES = {
         "log_probs targets input_lengths target_lengths blank zero_infinity", _ctc
     ),
     CROSS_ENTROPY: rule(
+        "self target weight reduction ignore_index label_smoothing", _cross_entropy
+    ),
+    NARROW_CROSS_ENTROPY: rule(
         "self target weight reduction ignore_index label_smoothing", _cross_entropy
     ),
     NLL_LOSS: rule("self target weight reduction ignore_index", _negative_log_likelihood),

@@ -93,6 +93,12 @@ def _chosen(found: OpLabels, op: BoundOp, flags: str) -> OpLabels:
     return replace(found, keeps_padding=frozenset(found.names) - {p[0] for p in carried if p})
 
 
+def _gated(op: BoundOp) -> OpLabels:
+    """act(gate) * x: linear in x, and zeros times zeros beyond the end."""
+    found = _pointwise(op, (frozenset({1}),))
+    return replace(found, keeps_padding=frozenset(found.names))
+
+
 def _padded(labels: LabelFunction) -> LabelFunction:
     """The same labels, for an op that keeps padding."""
 
@@ -186,5 +192,6 @@ POINTWISE_RULES = {
     **{f"aten.{name}": rule(names, labels) for name, (names, labels) in _ROWS.items()},
     **{f"aten.{name}.default": rule("self", _nonlinear) for name in UNARY},
     "aten.tanh.default": rule("self", _padded(_nonlinear)),
+    "meshfold.gated_product.default": rule("gate x activation", _gated),
     **{f"aten.{name}": rule("self other", _nonlinear) for name in BINARY},
 }

@@ -143,4 +143,5 @@ REDUCTION_RULES = {
         "input normalized_shape weight bias eps cudnn_enable", _normalization
     ),
     "aten.rms_norm.default": rule("input normalized_shape weight eps", _normalization),
+    "meshfold.rms_norm.default": rule("input normalized_shape weight eps", _normalization),
 }

@@ -149,6 +149,32 @@ def test_bucketed_gradients_are_reduced_when_the_first_reader_is_done() -> None:
     assert simulate_region(plain).reduction_bytes == 0
 
 
+def test_values_saved_for_the_first_reader_are_gone_when_it_is_done() -> None:
+    # slots x, z, v; out = (x @ v) * z: both values are saved, and v is reduced last of all.
+    mul = OpProbe((new(10),), saved_operands=(0, 1), gradients=(1, 2), fresh_gradient_bytes=(9, 9))
+    steps = [LocalStep((0, 2), (3,), linear(10, 100)), LocalStep((3, 1), (4,), mul)]
+    plain = program([spec(10), spec(10), spec(100)], steps, [4])
+    grouped = replace(plain, grouped=frozenset({2}))
+    assert simulate_region(grouped).done_slots == {0, 1, 2}
+    # Before it a step saves x, too, whose backward is still to come.
+    keep = OpProbe((new(10),), saved_operands=(0,), gradients=(1,), fresh_gradient_bytes=(10,))
+    later = replace(
+        program(
+            [spec(10), spec(10), spec(100)],
+            [
+                LocalStep((0,), (3,), keep),
+                LocalStep((3, 2), (4,), linear(10, 100)),
+                LocalStep((4, 1), (5,), mul),
+            ],
+            [5],
+        ),
+        grouped=frozenset({2}),
+    )
+    assert simulate_region(later).done_slots == {1, 2}
+    # What recomputation starts from stays.
+    assert simulate_region(replace(grouped, recomputes=True)).done_slots == set()
+
+
 def test_scratch_counts_at_its_moment_only() -> None:
     first = OpProbe(
         (new(10),),

@@ -116,6 +116,22 @@ def test_a_tied_parameter_has_one_gradient() -> None:
         replace(i, parameters=(replace(i.parameters[0], how="reduced"),)) for i in [*tied, *tied]
     ]
     assert compose(bucketed)[0].gradients > 500
+    # Then both are there, and their sum.
+    cast = [
+        replace(i, parameters=(replace(i.parameters[0], how="cast"),))
+        for i in with_weight(chain(2), 500, name="w")
+    ]
+    summing, _ = compose(cast)
+    assert (summing.gradients, summing.transient, summing.peak) == (1000, 500, 1500)
+    # Without buckets at once: gradients of both, their sum, that of the first's value.
+    direct, _ = compose(with_weight(chain(2), 500, name="w"))
+    assert direct.peak == 500 + (10 + 20) + 500
+    large = [replace(i, memory=replace(LAYER, slot_gradient_bytes=(10, 500))) for i in chain(2)]
+    direct, _ = compose(with_weight(large, 500, name="w"))
+    assert (direct.gradients, direct.transient) == (500, 10 + 500 + 500)
+    # What has a collective of its own is added to in place.
+    alone = [replace(i, parameters=(replace(i.parameters[0], is_unbucketed=True),)) for i in cast]
+    assert compose(alone)[0].peak < 1500
 
 
 def test_a_value_lives_until_the_first_instance_that_keeps_it_is_done() -> None:
@@ -198,6 +214,30 @@ def test_reductions_hold_their_buffers() -> None:
     assert scattered.gradients == 125 and scattered.gathered_parameters == 500
     reduced, _ = compose([small(k, "reduced", 500) for k in range(3)])
     assert reduced.buckets == 500 + 500 and reduced.gradients == 1000
+
+
+def test_a_value_that_is_done_with_is_not_there_at_the_reduction() -> None:
+    memory = replace(
+        LAYER,
+        saved_bytes=0,
+        forward_peak_bytes=0,
+        backward_peak_bytes=510,
+        reduction_bytes=510,
+        slot_gradient_bytes=(10, 500),
+    )
+    use = ParameterUse(1, 500, 500, 500, 500, "reduced")
+    first = InstanceMemory(replace(memory, backward_peak_bytes=10), {}, ())
+
+    def held(done: frozenset[int], *outputs: InstanceOutput) -> int:
+        last = InstanceMemory(replace(memory, done_slots=done), {0: (0, 0)}, (use,))
+        estimate, _ = compose([first, last], outputs=outputs)
+        assert estimate.buckets == 500 + 500
+        return estimate.activations
+
+    assert held(frozenset()) == 10
+    assert held(frozenset({0, 1})) == 0
+    # A result of the model stays.
+    assert held(frozenset({0, 1}), (0, 0)) == 10
 
 
 @pytest.mark.parametrize(("optimizer", "states", "transient"), [("adamw", 2, 1), ("sgd", 0, 0)])

@@ -263,6 +263,25 @@ def test_cross_entropy_touches_the_logits_four_times() -> None:
     assert got == Work(0, 2 * 600 * F32, 0, 2 * 600 * F32)
 
 
+def test_narrow_logits_are_widened_and_passed_over() -> None:
+    labels = value(6, grad=False, dtype="int64")
+    logits = value(6, 100, dtype="bfloat16")
+    # Forward 2 + 4 for the cast and six passes of 4; backward twice the cast, and six passes.
+    expected = Work(0, 600 * (6 + 24), 0, 600 * (12 + 24))
+    assert work("meshfold.cross_entropy.default", [logits, labels], [value()]) == expected
+    wide = work("meshfold.cross_entropy.default", [value(6, 100), labels], [value()])
+    assert wide == Work(0, 600 * 24, 0, 600 * 24)
+
+
+def test_a_gated_product_is_computed_again() -> None:
+    # silu 2, product 3; backward product 3 and slope 3 for the gate, silu 2 and product 3 for x.
+    got = work("meshfold.gated_product.default", [X, X], [X], "silu")
+    assert got == Work(0, 5 * X_BYTES, 0, 11 * X_BYTES)
+    constant = value(2, 3, 4, grad=False)
+    got = work("meshfold.gated_product.default", [X, constant], [X], "silu")
+    assert got == Work(0, 5 * X_BYTES, 0, 6 * X_BYTES)
+
+
 def test_everything_else_is_memory_traffic() -> None:
     got = work("aten.mul.Tensor", [X, X], [X])
     assert got == Work(0, 3 * X_BYTES, 0, 5 * X_BYTES)

@@ -87,6 +87,17 @@ def test_degrees_that_are_no_powers_of_two() -> None:
     }
 
 
+def test_a_pin_of_selective_recomputation_brings_no_offload() -> None:
+    spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
+    selective = tree(2, **spec, pins={"recompute": "selective"})
+    assert {strategy.offload for strategy in selective.strategies} == {"none"}
+    assert selective.pruned[PLANNED] > 0
+    both = tree(2, **spec, pins={"recompute": "selective", "offload": "activations"})
+    assert {strategy.offload for strategy in both.strategies} == {"activations"}
+    full = tree(2, **spec, pins={"recompute": "none"})
+    assert len({strategy.offload for strategy in full.strategies}) > 1
+
+
 @pytest.mark.parametrize("allow_planned", [False, True])
 def test_every_strategy_candidate_is_counted_once(allow_planned: bool) -> None:
     found = tree(16, 12, per_node=4, allow_planned=allow_planned, pins={"sp": 0})

@@ -15,6 +15,7 @@ from support.graphs.samples import (
     COMPLEX,
     CONTRACTION,
     EXPERTS,
+    FUSED,
     INDEX,
     LOSS,
     NORMALIZATION,
@@ -59,7 +60,7 @@ def test_every_rule_computes_what_the_unsharded_op_computes(sample: Sample) -> N
 
 NOT_ELEMENTWISE = [
     *(*CONTRACTION, *REDUCTION, *NORMALIZATION, *SPATIAL, *ATTENTION),
-    *(*EXPERTS, *INDEX, *LOSS, *SHAPE, *RANDOM, *RING, *COMPLEX, *WINDOWS, *BAGS),
+    *(*EXPERTS, *INDEX, *LOSS, *SHAPE, *RANDOM, *RING, *COMPLEX, *WINDOWS, *BAGS, *FUSED),
 ]
 
 
@@ -81,6 +82,7 @@ TWO_AXES = [
     *ATTENTION,
     *EXPERTS[1:3],
     *BAGS[4:8],
+    *FUSED,
     *LOSS,
     *RANDOM,
 ]

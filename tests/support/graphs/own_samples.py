@@ -43,6 +43,30 @@ BAGS: tuple[Sample, ...] = (
     _own(real(24, 12, grad=False), whole(24, 36), _OFFSETS, real(36), op="embedding_bag"),
 )
 
+_LABELS = whole(36, 24).masked_fill(whole(3, 24) == 0, -100)
+
+FUSED: tuple[Sample, ...] = (
+    _own(real(*X), [24], real(24), 1e-6, op="rms_norm"),
+    _own(real(*X), [24], None, 1e-3, op="rms_norm"),
+    _own(real(*X), [24], real(24, grad=False), 1e-6, op="rms_norm"),
+    *(
+        _own(real(*X), real(*X, seed=3), activation, op="gated_product")
+        for activation in ("silu", "gelu", "gelu_tanh")
+    ),
+    _own(real(*X, grad=False), real(*X, seed=3), "silu", op="gated_product"),
+    *(
+        _own(real(24, 36), _LABELS, *others, op="cross_entropy")
+        for others in (
+            (),
+            (None, 0),
+            (real(36, grad=False), 2),
+            (real(36, grad=False), 1, -100, 0.3),
+        )
+    ),
+    _own(real(24, 36), whole(36, 24), None, 1, 4, op="cross_entropy"),
+    _own(real(12, 24, 4), whole(24, 12, 4), None, 1, -100, 0.3, op="cross_entropy"),
+)
+
 CHECKS: tuple[Sample, ...] = (
     _own(real(12, 24), flags(1)[0] | True, True, "file.py:1: assert x", op="check"),
     _own(real(), flags(1) & False, False, "file.py:2: if x: raise", op="check"),

@@ -12,7 +12,7 @@ from meshfold.passes.rules.ops.pointwise import BINARY, UNARY
 from support.graphs.calls import Sample, X, call
 from support.graphs.complex_samples import COMPLEX, WINDOWS
 from support.graphs.loss_samples import LOSS
-from support.graphs.own_samples import BAGS, CHECKS, EXPERTS, RANDOM
+from support.graphs.own_samples import BAGS, CHECKS, EXPERTS, FUSED, RANDOM
 from support.graphs.recurrence_samples import RECURRENCE
 from support.graphs.ring_samples import RING
 from support.graphs.tensors import (
@@ -379,6 +379,7 @@ SAMPLES: tuple[Sample, ...] = (
     *ATTENTION,
     *EXPERTS,
     *CHECKS,
+    *FUSED,
     *INDEX,
     *BAGS,
     *LOSS,
