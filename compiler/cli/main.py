@@ -169,16 +169,13 @@ def plan(
     with progress(f"capturing {model}") as status:
 
         def tell(done: int, total: int, label: str) -> None:
-            status.update(lines_view([_planning_text(spec.num_devices, done, total, label)]))
+            text = f"planning for {spec.num_devices} devices: {done} of {total}, {label}"
+            status.update(lines_view([text]))
 
         made = torch_commands().make_plan(
             model, spec, options, batch=batch, sequence=seq, notes=notes, progress=tell
         )
     _give(made, output, as_json=as_json)
-
-
-def _planning_text(num_devices: int, done: int, total: int, label: str) -> str:
-    return f"planning for {num_devices} devices: {done} of {total}, {label}"
 
 
 def _give(made: Plan, output: Path | None, *, as_json: bool) -> None:

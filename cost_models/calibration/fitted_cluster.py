@@ -88,18 +88,39 @@ def _device(profile: Profile, rates: Rates, source: str) -> DeviceSpec:
     flops_per_s, bytes_per_s = rates.flops_per_s["float32"], rates.memory_bytes_per_s
     efficiency = flops_per_s / max(best_rate(points, "gemm", "float32"), flops_per_s)
     bandwidth = max(best_rate(points, "memory"), bytes_per_s)
+    peaks = {d: rate / efficiency for d, rate in rates.flops_per_s.items()}
+    attention = _attention_efficiency(rates, peaks)
     device = DeviceSpec(
         name=profile.machine.device,
         memory_bytes=profile.memory.total_bytes,
         memory_bytes_per_s=bandwidth,
-        peak_flops_per_s={d: rate / efficiency for d, rate in rates.flops_per_s.items()},
+        peak_flops_per_s=peaks,
         matmul_efficiency=efficiency,
         memory_efficiency=bytes_per_s / bandwidth,
         launch_s=rates.launch_s,
         reserve_bytes=profile.memory.reserve_bytes,
         source=source,
         host_bytes_per_s=profile.host_bytes_per_s or 0.0,
+        attention_efficiency=attention,
+        attention_backward_efficiency=attention,
+        host_op_s=_host_op_s(profile),
     )
     if profile.contention is None:
         return device
     return replace(device, overlap_slowdown=profile.contention.slowdown)
+
+
+def _attention_efficiency(rates: Rates, peaks: Mapping[str, float]) -> float:
+    """Of attention forward and backward together, which are measured so; 0 where none was."""
+    for dtype in ("bfloat16", "float32"):
+        if dtype in rates.attention_flops_per_s and dtype in peaks:
+            return min(1.0, rates.attention_flops_per_s[dtype] / peaks[dtype])
+    return 0.0
+
+
+def _host_op_s(profile: Profile) -> float:
+    """What the host needs for one op of a chain of tiny ones, where it issues them to a device."""
+    chain = profile.kernels.get("starts/backward")
+    if profile.machine.backend != "nccl" or chain is None:
+        return 0.0
+    return chain.seconds / chain.kernels

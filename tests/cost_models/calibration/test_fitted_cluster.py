@@ -19,6 +19,10 @@ def test_the_products_of_peaks_and_efficiencies_are_what_was_fitted() -> None:
     assert (found.cluster.name, group.num_nodes, group.devices_per_node) == ("mine", 1, 2)
     for dtype, rate in found.rates.flops_per_s.items():
         assert device.peak_flops_per_s[dtype] * device.matmul_efficiency == pytest.approx(rate)
+    attention = device.peak_flops_per_s["float32"] * device.attention_efficiency
+    assert attention == pytest.approx(found.rates.attention_flops_per_s["float32"])
+    assert device.attention_backward_efficiency == device.attention_efficiency
+    assert device.host_op_s == 0
     bandwidth = device.memory_bytes_per_s * device.memory_efficiency
     assert bandwidth == pytest.approx(found.rates.memory_bytes_per_s)
     assert (device.memory_bytes, device.reserve_bytes) == (8 * 10**9, 10**9)
@@ -33,6 +37,18 @@ def test_the_products_of_peaks_and_efficiencies_are_what_was_fitted() -> None:
         "all_reduce",
         "all_gather",
     }
+
+
+def test_a_host_that_issues_to_a_device_takes_its_time_per_op() -> None:
+    profile = example_profile()
+    chain = KernelPoint("launch", "float32", 32, 0, 0, 64.0, 4e-4)
+    on_device = replace(
+        profile,
+        machine=replace(profile.machine, backend="nccl"),
+        kernels={**profile.kernels, "starts/backward": chain},
+    )
+    (group,) = fitted(on_device, "mine", "a test").cluster.groups
+    assert group.device.host_op_s == pytest.approx(4e-4 / 32)
 
 
 def test_a_fit_above_every_measured_rate_has_no_efficiency_above_1() -> None:
