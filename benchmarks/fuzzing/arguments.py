@@ -19,8 +19,10 @@ LAST = {
     "graph": ("plan.json", "--model", NOWHERE),
     "verify": ("plan.json", "--model", NOWHERE),
     "timeline": ("plan.json", "--measured", "--model", NOWHERE),
+    "profile": ("-o", "out.txt"),
 }
-"""What each command needs besides the option in question."""
+"""What each command needs besides the option in question; profile would measure for a minute under
+any other name."""
 
 VALUES = (
     *("", " ", "-", "--", "=", "x", "0", "-0", "-1", "1.5", "1e3", "1_000", "+2", " 2", "2 "),

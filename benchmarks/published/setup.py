@@ -218,7 +218,7 @@ def _pins(run: Run) -> dict[str, int | str]:
         "tp": run.tp,
         "dp": run.dp,
         "cp": run.cp,
-        "zero": int(zero["level"]),
+        "zero": int(zero["level"]) if run.dp > 1 or zero["ranks"] else 0,
         "dp_shard": int(zero["ranks"] or run.dp),
         "recompute": run.recompute,
         "offload": "none",

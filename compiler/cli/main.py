@@ -169,8 +169,7 @@ def plan(
     with progress(f"capturing {model}") as status:
 
         def tell(done: int, total: int, label: str) -> None:
-            text = f"planning for {spec.num_devices} devices: {done} of {total}, {label}"
-            status.update(lines_view([text]))
+            status.update(lines_view([f"planning for {spec.name}: {done} of {total}, {label}"]))
 
         made = torch_commands().make_plan(
             model, spec, options, batch=batch, sequence=seq, notes=notes, progress=tell

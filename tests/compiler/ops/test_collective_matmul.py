@@ -33,6 +33,7 @@ from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scat
 from meshfold.passes.planner.check import price_plan
 from meshfold.passes.rules.ops.collective_matmul import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
 from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.refine.micro_chunks import LEAST_GAIN
 from meshfold.refine.program_events import with_program_events
 from meshfold.report.plan_diff import compare_plans
 from meshfold.training.use_symmetric_memory import ring_axes, share_memory
@@ -226,7 +227,8 @@ def test_chunks_and_a_ring_are_weighed_against_each_other() -> None:
     assert chosen.simulated is not None
     for other in others:
         assert other.simulated is not None
-        assert chosen.simulated.step_s <= other.simulated.step_s
+        # What gains less than that is left.
+        assert chosen.simulated.step_s <= other.simulated.step_s / (1 - LEAST_GAIN)
 
 
 def test_plans_keep_the_ring_and_its_figures() -> None:

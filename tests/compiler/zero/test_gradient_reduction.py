@@ -196,6 +196,8 @@ def test_memory_of_a_step_is_as_simulated(zero: int, merges: str) -> None:
         step = EmittedStep(case.model, case.captured, program, case.batch)
         step.runner.mesh.start_all_reduce_in_place = lambda x, axes: x  # type: ignore[method-assign]
         counted.append(step.counted_peak_bytes())
-    # What is merged is held as simulated; here a buffer is read until the next reduction starts.
+    # What is merged is held as simulated; here a buffer is read until the next reduction starts, so
+    # that shards of two layers are there besides.
+    shard_bytes = max(g.flat_bytes for r in case.events.regions for g in r.groups) // 4
     for real, expected in zip(counted, simulated, strict=True):
-        assert real <= 1.05 * expected
+        assert real <= expected + 2 * shard_bytes

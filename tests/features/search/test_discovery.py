@@ -73,12 +73,13 @@ def check_discovered(plan: Plan, gain: float) -> None:
 
 def test_a_wide_head_is_sharded_over_a_data_parallel_trunk() -> None:
     """At 100,000 classes a trunk this small is as fast under ZeRO 2 alone, to 0.2 %. Not on two
-    nodes, between which an all-reduce of everything moves half as much."""
+    nodes, between which an all-reduce of everything moves half as much. Than DDP it is 18 %
+    faster."""
     with torch.device("meta"):
         model = ResNet((3,), 64, 8 * CLASSES)
     captured = capture(model, batch_of(32 * 32))
     plan = plan_captured(captured, "ResNet", "dgx-v100x4", CompileOptions())
-    check_discovered(plan, 1.2)
+    check_discovered(plan, 1.18)
     again = price_plan(captured.graph, plan_from_json(plan_to_json(plan)), OpProber())
     assert (again.time, again.memory) == (plan.time, plan.memory)
 

@@ -91,7 +91,7 @@ def test_a_pin_of_selective_recomputation_brings_no_offload() -> None:
     spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
     selective = tree(2, **spec, pins={"recompute": "selective"})
     assert {strategy.offload for strategy in selective.strategies} == {"none"}
-    assert selective.pruned[PLANNED] > 0
+    assert selective.pruned[UNASKED_OFFLOAD] > 0
     both = tree(2, **spec, pins={"recompute": "selective", "offload": "activations"})
     assert {strategy.offload for strategy in both.strategies} == {"activations"}
     full = tree(2, **spec, pins={"recompute": "none"})

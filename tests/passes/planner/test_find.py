@@ -22,9 +22,17 @@ from meshfold.plan_file.io import plan_from_json, plan_to_json
 PROBER = OpProber()
 
 
+DEEP_BATCH = 8 * BATCH
+
+
 @cache
 def graph_of(family: str) -> FoldedGraph:
-    model, batch = tiny_model(family)
+    """`deep gpt2`: activations of its layers are most of its memory."""
+    if family == "deep gpt2":
+        model, batch = tiny_model("gpt2", layers=6)
+        batch = {name: x.repeat(DEEP_BATCH // BATCH, 1) for name, x in batch.items()}
+    else:
+        model, batch = tiny_model(family)
     return capture(model, batch).graph
 
 
@@ -201,12 +209,13 @@ def test_the_gap_is_true():
 
 def test_layers_are_mixed_when_memory_lies_between():
     """Neither all layers plain nor all recomputed: the budget is used up."""
-    graph = graph_of("gpt2")
-    plain = plan(1, "gpt2")
+    graph = graph_of("deep gpt2")
+    deep = (1, "deep gpt2", DEEP_BATCH)
+    plain = plan(*deep)
     with pytest.raises(InfeasibleError) as caught:
-        plan(1, "gpt2", memory_bytes=10_000)
+        plan(*deep, memory_bytes=10_000)
     budget = (plain.memory.peak + caught.value.required_bytes) // 2
-    mixed = plan(1, "gpt2", memory_bytes=budget)
+    mixed = plan(*deep, memory_bytes=budget)
     layers = [r for r in mixed.regions if "recompute full" in r.choice.name]
     assert layers and any(r.strategy.recompute == "none" for r in mixed.regions)
     assert sum(run.count for run in mixed.stages[0].runs) == len(graph.instances)
@@ -300,7 +309,7 @@ def on_v100(family: str = "gpt2", **options) -> Plan:
         resolve_cluster("dgx-v100", 1),
         CompileOptions(**options),
         model_name=family,
-        batch_size=BATCH,
+        batch_size=DEEP_BATCH if family == "deep gpt2" else BATCH,
         probe=PROBER,
     )
 
@@ -309,13 +318,13 @@ def on_v100(family: str = "gpt2", **options) -> Plan:
 def tight_bytes() -> int:
     """A budget in which some layers must recompute or offload."""
     with pytest.raises(InfeasibleError) as caught:
-        on_v100(memory_bytes=2**30)
-    return (caught.value.required_bytes + on_v100().memory.peak) // 2
+        on_v100("deep gpt2", memory_bytes=2**30)
+    return (caught.value.required_bytes + on_v100("deep gpt2").memory.peak) // 2
 
 
 def test_what_cannot_run_yet_is_never_chosen_unasked():
-    runs = on_v100(memory_bytes=tight_bytes())
-    asked = on_v100(memory_bytes=tight_bytes(), allow_planned=True)
+    runs = on_v100("deep gpt2", memory_bytes=tight_bytes())
+    asked = on_v100("deep gpt2", memory_bytes=tight_bytes(), allow_planned=True)
     assert all(region.strategy.runs for region in runs.regions)
     assert not any("cannot run yet" in note for note in runs.notes)
     assert runs.search.pruned[PLANNED] == 7
@@ -359,9 +368,10 @@ def test_offload_without_a_link_to_the_host_is_not_priced():
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_leaving_out_what_keeps_nothing_keeps_the_optimum(share):
-    budget = round(tight_bytes() + share * (on_v100().memory.peak - tight_bytes()))
+    most = on_v100("deep gpt2").memory.peak
+    budget = round(tight_bytes() + share * (most - tight_bytes()))
     pruned, whole = (
-        on_v100(memory_bytes=budget, allow_planned=True, without_rules=without)
+        on_v100("deep gpt2", memory_bytes=budget, allow_planned=True, without_rules=without)
         for without in ((), (NOTHING_SAVED,))
     )
     assert pruned.search.pruned[NOTHING_SAVED] == 1 and NOTHING_SAVED not in whole.search.pruned

@@ -108,13 +108,14 @@ def test_one_device_computes_what_the_casts_compute(family: str, precision: Prec
     expected, right = narrow_step(model, batch, compiled._form.captured)
     loss = compiled(**batch)
     loss.backward()
-    assert torch.equal(loss.detach(), expected)
+    rounding = torch.finfo(torch_dtype(COMPUTE_DTYPES[precision])).eps
+    # Norms, GELU and the loss are one op each, which rounds once where the model rounds every step.
+    assert abs(loss.detach() - expected) <= rounding / 16 * expected
     for name, parameter in compiled.named_parameters():
         assert parameter.dtype == torch.float32
         gradient = right[name]
         assert gradient is not None and parameter.grad is not None
         # Sums of several gradients are rounded in another order.
-        rounding = torch.finfo(torch_dtype(COMPUTE_DTYPES[precision])).eps
         assert (parameter.grad - gradient).norm() <= 4 * rounding * gradient.norm(), name
 
 
