@@ -143,8 +143,11 @@ def _by_first_row(op: RawOp, shape: tuple[int, ...], known: Mapping[Key, Known])
         tensor = known[key]
         if not isinstance(tensor, Tensor):
             return None
-        if tensor.dim() == len(shape) or op.target == "aten.reshape.default":
-            if tensor.dim() < 1 or (tensor.shape[0] != 1 and tensor.stride(0) != 0):
+        is_reshaped = op.target == "aten.reshape.default"
+        if tensor.dim() == len(shape) or is_reshaped:
+            if tensor.dim() < 1 or (is_reshaped and tensor.shape[0] != shape[0]):
+                return None
+            if tensor.shape[0] != 1 and tensor.stride(0) != 0:
                 return None
             tensor = tensor[:1]
         rows[key] = tensor

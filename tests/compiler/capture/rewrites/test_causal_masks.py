@@ -256,6 +256,7 @@ ALONG_ROWS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: torch.diff(x, dim=0, prepend=x[:1] - 1),
     lambda x: x[1:],
     lambda x: x.reshape(-1),
+    lambda x: x[:1].reshape(2, 2) + 1,
 )
 
 
