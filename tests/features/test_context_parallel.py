@@ -21,11 +21,13 @@ from meshfold.validation.float64_mode import float64_everywhere
 
 
 def without_latency(num_devices: int) -> ClusterSpec:
-    """Without start-up costs, work and bytes decide, as they do for long sequences."""
+    """Without start-up costs and with fast memory, work and bytes between ranks decide, as they do
+    for long sequences."""
     cluster = resolve_cluster("local-cpu", num_devices)
     (group,) = cluster.groups
-    link = replace(group.link, latency_s=0.0, start_s=0.0, ramp_bytes=0.0, bytes_per_s=1e9)
-    device = replace(group.device, launch_s=0.0)
+    link = replace(group.link, latency_s=0.0, start_s=0.0, ramp_bytes=0.0, bytes_per_s=1e8)
+    fast = 100 * group.device.memory_bytes_per_s
+    device = replace(group.device, launch_s=0.0, memory_bytes_per_s=fast)
     return replace(cluster, groups=(replace(group, link=link, device=device),))
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from support.graphs.op_graphs import without_host
 from support.models.hugging_face import tiny_model
 from support.programs.local_programs import Rank, errors_of_a_step, on_ranks
 from support.programs.memory import EmittedStep
@@ -43,9 +44,9 @@ def deep(family: str) -> Captured:
 
 @cache
 def plan_of(family: str, pins: str, parts: int = 2) -> Plan:
-    """As planned for devices where overlap pays."""
+    """As planned for devices where overlap pays, as it does not while all wait for the host."""
     num_processes, fixed = PINS[pins]
-    cluster = resolve_cluster("dgx-h100", num_processes)
+    cluster = without_host(resolve_cluster("dgx-h100", num_processes))
     options = CompileOptions(pins={**fixed, "micro_chunks": parts}, mode="scheduled")
     return plan_captured(deep(family), family, cluster, options)
 
@@ -79,9 +80,9 @@ def test_loss_and_every_gradient_equal_one_process(family: str, pins: str) -> No
     program = program_of(family, pins)
     assert any(boundary.received for boundary in chunked_boundaries(program))
     schedules = [r.schedule for r in program.regions if r.schedule is not None]
-    assert any(s.forward_epilogue or s.backward_epilogue for s in schedules), (
-        "an epilogue crosses a boundary"
-    )
+    crosses = any(s.forward_epilogue or s.backward_epilogue for s in schedules)
+    # Chunks of T5's narrow products are too short to leave any of them to the next region.
+    assert crosses or (family, pins) == ("t5", "tp"), "an epilogue crosses a boundary"
     assert errors(family, program) < EXACT
 
 

@@ -242,4 +242,5 @@ def test_the_plan_is_within_its_gap_of_every_program(dp: int, tp: int, share: fl
     assert found.best is not None and found.best.memory.peak <= budget
     gap = max(0.0, found.best.time.step_s / found.lower_bound_s - 1)
     assert found.best.time.step_s <= best.time.step_s * (1 + gap)
-    assert found.best.time.step_s <= best.time.step_s * 1.02
+    # Where only the leanest programs fit, the search may take one that is 4 % slower, and says so.
+    assert found.best.time.step_s <= best.time.step_s * (1.02 if share else 1.04)

@@ -269,7 +269,7 @@ def plan_with_and_without(cut, graph, batch_size):
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_without_the_pruning_rule_of_cp_the_plan_is_the_same(batch_size):
     """Of 4 sequences dp makes the most; of 2, dp2 x cp2 is offered either way."""
-    graph = capture(*meta_llama(2048, batch_size)).graph
+    graph = capture(*meta_llama(8192, batch_size)).graph
     with_cut = plan_with_and_without(CONTEXT, graph, batch_size)
     assert with_cut.strategy.cp == 4 // batch_size
 

@@ -90,12 +90,16 @@ def three_heads(batch: int = 4, width: int = 8) -> OpGraph:
     return b.build(b.add(b.add(first, second), third))
 
 
+def without_host(spec: ClusterSpec) -> ClusterSpec:
+    """A cluster whose hosts issue ops at once."""
+    groups = (replace(g, device=replace(g.device, host_op_s=0.0)) for g in spec.groups)
+    return replace(spec, groups=tuple(groups))
+
+
 def costs_on(dp: int, tp: int, cluster: str = "dgx-h100x2") -> tuple[Mesh, CostModel, ClusterSpec]:
     """A mesh of dp x tp on a preset and its cost model; no kernel waits for the host, which is
     longer than all of graphs as small as those of tests."""
-    spec = resolve_cluster(cluster)
-    groups = (replace(g, device=replace(g.device, host_op_s=0.0)) for g in spec.groups)
-    spec = replace(spec, groups=tuple(groups))
+    spec = without_host(resolve_cluster(cluster))
     mesh = build_mesh(spec, dp, tp)
     return mesh, CostModel(spec, mesh), spec
 
