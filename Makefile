@@ -2,7 +2,7 @@
 #
 #   make demo    plan a model, train it on four local processes, compare with one process
 #   make test    lint, format, strict types, then every test but the slow ones
-#   make slow    the slow tests: every model family, whole scripts; some 30 minutes
+#   make slow    the slow tests: every model family, whole scripts; some 20 minutes
 #
 # Both make .venv first. To use another interpreter: make demo PYTHON=python3.12
 
