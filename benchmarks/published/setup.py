@@ -69,13 +69,13 @@ FLASH_ATTENTION_1: Mapping[str, tuple[float, float]] = {
 (Dao, FlashAttention-2, section 1); they use instructions of that generation, of which an H100 does
 1.5 times as many, at a peak 3.2 times as high."""
 
+OF_FLASH_ATTENTION_1 = ("llm-foundry",)
+"""How rows name frameworks that ran them: flash-attn 1.0 was current when these were published."""
+
 HOST_OP_S = 34e-6
 """Of the frameworks of published runs, per op of our graph: modules in Python, with hooks and
 checkpoints, issue twice as many kernels as an emitted program. Fitted: a microbatch of a small
 model takes 3.4 ms a layer, recomputed, whatever its size (VIA-Research/vTrain)."""
-
-OF_FLASH_ATTENTION_1 = ("llm-foundry",)
-"""How rows name frameworks that ran them: flash-attn 1.0 was current when these were published."""
 
 
 class NotExpressible(Exception):
@@ -132,8 +132,7 @@ def _precision(run: Run) -> tuple[str, Precision]:
 
 
 def _configuration(run: Run) -> dict[str, Any]:
-    """Without dropout, which published code draws inside of kernels that run anyway, and with GELU
-    in one kernel, as there."""
+    """Without dropout, which published code draws inside of kernels that run anyway."""
     match run.arch:
         case "gpt":
             return {
@@ -144,7 +143,6 @@ def _configuration(run: Run) -> dict[str, Any]:
                 "n_inner": run.ffn_hidden_size,
                 "n_positions": run.seq_len,
                 "vocab_size": run.vocab_size,
-                "activation_function": "gelu_pytorch_tanh",
                 **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
             }
         case "llama" | "gpt_sqrelu":

@@ -37,7 +37,6 @@ class Scores:
 
     num: float
     head_size: float
-    is_causal: bool
 
     @property
     def of_rate(self) -> float:

@@ -224,8 +224,8 @@ def _attention(graph: OpGraph, op: Op) -> Work:
     query, key, value = _operands(graph, op)[:3]
     rows = math.prod(query.shape[:-1])  # batch x heads x query length
     widths = query.shape[-1] + value.shape[-1]
-    scores = Scores(rows * key.shape[-2], widths / 2, _is_causal(op))
-    flops = 2 * scores.num / (2 if scores.is_causal else 1) * widths
+    scores = Scores(rows * key.shape[-2], widths / 2)
+    flops = 2 * scores.num / (2 if _is_causal(op) else 1) * widths
     forward, backward = _traffic(graph, op)
     return Work(flops, forward, 2.5 * flops if backward else 0, backward, scores)
 

@@ -139,7 +139,7 @@ class CostModel:
         if flops <= 0 and num_bytes <= 0:
             return 0.0
         device = self.device
-        flops_s = flops / (self._peak(dtype) * device.matmul_efficiency)
+        flops_s = flops / (device.peak(dtype) * device.matmul_efficiency)
         return device.launch_s + flops_s + self._memory_s(num_bytes)
 
     def op_s(
@@ -158,7 +158,8 @@ class CostModel:
         self, work: Work, scores: Scores, dtype: str, work_shards: float, share: float
     ) -> tuple[float, float]:
         """op_s of attention, see meshfold.cost_models.op_costs.attention."""
-        device, peak = self.device, self._peak(dtype)
+        device = self.device
+        peak = device.peak(dtype)
         if not device.fused_attention:
             flops, extra = scores.unfused_flops(), scores.unfused_bytes(ITEM_BYTES[dtype])
             forward_s, backward_s = (
@@ -179,10 +180,6 @@ class CostModel:
         backward_s = work.backward_flops / work_shards / rates[1]
         backward_s += self._memory_s(work.backward_bytes * share)
         return device.launch_s + forward_s, device.launch_s + backward_s
-
-    def _peak(self, dtype: str) -> float:
-        peaks = self.device.peak_flops_per_s
-        return peaks.get(dtype, peaks["float32"])
 
     def _memory_s(self, num_bytes: float) -> float:
         return num_bytes / (self.device.memory_bytes_per_s * self.device.memory_efficiency)

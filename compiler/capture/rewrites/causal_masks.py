@@ -139,11 +139,11 @@ def _by_first_row(op: RawOp, shape: tuple[int, ...], known: Mapping[Key, Known])
     if len(shape) < 2 or shape[0] < 2 or math.prod(shape[1:]) > LARGEST:
         return None
     rows: dict[Key, Known] = {}
+    is_reshaped = op.target == "aten.reshape.default"
     for key in op.operands:
         tensor = known[key]
         if not isinstance(tensor, Tensor):
             return None
-        is_reshaped = op.target == "aten.reshape.default"
         if tensor.dim() == len(shape) or is_reshaped:
             if tensor.dim() < 1 or (is_reshaped and tensor.shape[0] != shape[0]):
                 return None

@@ -25,7 +25,7 @@ def work(head_size: int, *, is_causal: bool = False) -> Work:
     """Of 2 x 3 heads of 4 queries and 5 keys: 120 scores."""
     num = 2 * 3 * 4 * 5
     flops = 4 * num * head_size / (2 if is_causal else 1)
-    return Work(flops, 400, 2.5 * flops, 800, Scores(num, head_size, is_causal))
+    return Work(flops, 400, 2.5 * flops, 800, Scores(num, head_size))
 
 
 def test_a_fused_kernel_runs_at_its_own_rate() -> None:
@@ -43,9 +43,9 @@ def test_a_device_without_rates_has_shares_of_its_products() -> None:
 
 def test_small_heads_have_less_work_for_matrix_units() -> None:
     """(1 + 22 / 128) / (1 + 22 / 64) = 0.872, as published."""
-    assert Scores(1, 64, True).of_rate == pytest.approx(0.872, abs=5e-4)
-    assert Scores(1, 128, True).of_rate == 1
-    assert Scores(1, 256, True).of_rate > 1
+    assert Scores(1, 64).of_rate == pytest.approx(0.872, abs=5e-4)
+    assert Scores(1, 128).of_rate == 1
+    assert Scores(1, 256).of_rate > 1
 
 
 def test_a_causal_kernel_has_half_of_the_flops_and_unfused_all() -> None:

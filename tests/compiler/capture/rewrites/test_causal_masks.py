@@ -292,11 +292,8 @@ def test_what_is_made_of_one_row_is_what_all_rows_make(
     monkeypatch.setattr(capture_masks, "_by_first_row", spied)
     capture(Numbers(ROW_OPS[name]), {"x": torch.randn(BATCH, HEADS, ROWS, WIDTH).double()})
     row = torch.arange(4)[None].expand(3, 4)
-    if name in found:  # eq.Scalar is not on the list: it is computed
-        assert torch.equal(found[name], ROW_OPS[name](row, row + 1))
-        assert found[name].stride(0) == 0
-    else:
-        assert name == "aten.eq.Scalar"
+    assert torch.equal(found[name], ROW_OPS[name](row, row + 1))
+    assert found[name].stride(0) == 0
 
 
 @pytest.mark.parametrize("make", ALONG_ROWS)
