@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.optimize import least_squares
 
-ROUNDS = 200
 STEP = 1e-4
-"""Relative, of the numeric derivatives."""
+"""Of the numeric derivatives, on logarithms."""
 
 
 def positive(
@@ -23,22 +23,5 @@ def positive(
         found = np.asarray(errors([float(x) for x in np.exp(logs)]), dtype=float)
         return np.concatenate([found, pull * (logs - first)])
 
-    x = first
-    now, damping = residual(x), 1e-2
-    for _ in range(ROUNDS):
-        columns = [(residual(x + STEP * unit) - now) / STEP for unit in np.eye(len(x))]
-        jacobian = np.stack(columns, axis=1)
-        square = jacobian.T @ jacobian
-        damped = square + damping * (np.diag(np.diag(square)) + 1e-12 * np.eye(len(x)))
-        move = np.clip(-np.linalg.solve(damped, jacobian.T @ now), -1.0, 1.0)
-        then = residual(x + move)
-        if then @ then < now @ now:
-            is_done = now @ now - then @ then <= 1e-9 * (now @ now)
-            x, now, damping = x + move, then, damping / 3
-            if is_done:
-                break
-        elif damping > 1e8:
-            break
-        else:
-            damping *= 4
-    return [float(v) for v in np.exp(x)]
+    found = least_squares(residual, first, method="lm", diff_step=STEP)
+    return [float(v) for v in np.exp(found.x)]
