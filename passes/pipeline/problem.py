@@ -103,6 +103,7 @@ class PipelineProblems:
         self._holders = _num_holders(folded)
         self._searches: dict[tuple[int, Degrees], MeshSearch] = {}
         self._tables: dict[_TableKey, ProgramTables] = {}
+        self._layer_costs: dict[tuple[UniformStrategy, ...], list[list[StrategyCosts]]] = {}
         self._contexts: dict[tuple[int, Degrees], StageContext] = {}
 
     def tables(self, degrees: UniformStrategy, recomputes: Sequence[Recompute]) -> ProgramTables:
@@ -148,6 +149,14 @@ class PipelineProblems:
 
     def layer_costs(self, strategies: Sequence[UniformStrategy]) -> list[list[StrategyCosts]]:
         """The costs of a layer of each region under each of `strategies`, alike in all degrees."""
+        key = tuple(strategies)
+        if key not in self._layer_costs:
+            self._layer_costs[key] = self._costs_of_layers(key)
+        return self._layer_costs[key]
+
+    def _costs_of_layers(
+        self, strategies: Sequence[UniformStrategy]
+    ) -> list[list[StrategyCosts]]:
         recomputes = list(dict.fromkeys(s.recompute for s in strategies))
         tables = self.tables(strategies[0], recomputes)
         context = self._context(strategies[0])

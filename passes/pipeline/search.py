@@ -2,9 +2,10 @@
 
     tree of degrees (tree.py), a bound for each
         -> lowest bound first, until it reaches the best plan found (best_first.best_first),
-           bounds in three tiers, each dearer and higher than the one before:
+           bounds in four tiers, each dearer and higher than the one before:
 
     peak rate, kernels   bounds.py
+    memory               all layers fluid, under the memory of every device (stages/memory_bound.py)
     stages               the bound of the stage search before its gap is closed (stages/search.py)
 
 The last one comes with a plan, so that the best one is known early; only degrees whose bound is
@@ -25,9 +26,11 @@ from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
 from meshfold.passes.pipeline.tree import PipelineTree
 from meshfold.passes.stages.answer import PipelinePlan
-from meshfold.passes.stages.search import search_faster_stages
+from meshfold.passes.stages.memory_bound import memory_bound_s
+from meshfold.passes.stages.search import StageSearch
 from meshfold.passes.stages.solved import step_ends_s
 
+MEMORY = "layers under the memory above the best plan"
 STAGES = "stages above the best plan"
 
 TOLERANCE = 1e-3
@@ -103,6 +106,8 @@ class _PipelineSearch:
         self.without = Solution[PricedPipeline | None](step_s, lower_bound_s, None)
         self.incumbent_s = step_s
         self.found: dict[int, PricedPipeline] = {}
+        self._problems: dict[int, PipelineProblem] = {}
+        self._searches: dict[int, StageSearch] = {}
         self.tiers = dict.fromkeys(range(len(self.degrees)), PEAK_RATE)
         """The last bound that was asked for, by number of the candidate, until it is solved."""
         self.searched: dict[int, tuple[UniformStrategy, float, float | None]] = {}
@@ -122,7 +127,7 @@ class _PipelineSearch:
         if np.isfinite(self.incumbent_s):
             candidates.append((0,) * len(candidates[0]))
             bounds = np.append(bounds, self.without.lower_bound_s)
-        refine = [self._kernels_s, self._stages_s]
+        refine = [self._kernels_s, self._memory_s, self._stages_s]
         return best_first(candidates, bounds, self._solve, refine=refine, tolerance=TOLERANCE)
 
     def _kernels_s(self, index: int) -> float:
@@ -131,46 +136,55 @@ class _PipelineSearch:
         self.tiers[index] = KERNELS
         return kernels_bound_s(self.problems, self.tree, self.degrees[index])
 
+    def _memory_s(self, index: int) -> float:
+        if index == len(self.degrees):
+            return 0.0
+        self.tiers[index] = MEMORY
+        problem = self._problem(index)
+        kinds = {schedule.kind for schedule in self.tree.schedules_of(self.degrees[index])}
+        return memory_bound_s(problem.chain, kinds) + problem.launch_s
+
+    def _problem(self, index: int) -> PipelineProblem:
+        if index not in self._problems:
+            strategies = self.tree.strategies_of(self.degrees[index])
+            self._problems[index] = self.problems.problem(strategies)
+        return self._problems[index]
+
     def _stages_s(self, index: int) -> float:
         """Looks for a plan as well; after it the incumbent is the best of all."""
         if index == len(self.degrees):
             return 0.0
         self.tiers[index] = STAGES
-        bound_s, step_s = self._search(index, max_branches=0)
-        self.searched[index] = self.degrees[index], bound_s, step_s
-        return bound_s
+        problem = self._problem(index)
+        schedules = self.tree.schedules_of(self.degrees[index])
+        search = self._searches[index] = StageSearch(problem.chain, schedules)
+        search.close(self.incumbent_s - problem.launch_s)
+        return self._taken(index)
 
     def _solve(self, index: int, limit_s: float) -> Solution[PricedPipeline | None] | float:
         if index == len(self.degrees):
             return self.without
         del self.tiers[index]
-        bound_s, _ = self._search(index, max_branches=MAX_BRANCHES)
+        problem, search = self._problem(index), self._searches.pop(index)
+        search.branch(self.incumbent_s - problem.launch_s, MAX_BRANCHES)
+        bound_s = self._taken(index, search)
         found = self.found.get(index)
-        bound_s = max(bound_s, self.searched[index][1])
-        if found is None:
-            self.searched[index] = self.degrees[index], bound_s, None
-            return bound_s
-        bound_s = min(found.step_s, bound_s)
-        self.searched[index] = self.degrees[index], bound_s, found.step_s
-        return Solution(found.step_s, bound_s, found)
+        return bound_s if found is None else Solution(found.step_s, bound_s, found)
 
-    def _search(self, index: int, max_branches: int) -> tuple[float, float | None]:
-        """(lower bound, step if there is a plan) of the stages under one choice of degrees."""
-        problem = self.problems.problem(self.tree.strategies_of(self.degrees[index]))
-        schedules = self.tree.schedules_of(self.degrees[index])
-        beat_s = self.incumbent_s
-        if index in self.found:
-            beat_s = np.inf
-        plan = search_faster_stages(
-            problem.chain, schedules, beat_s - problem.launch_s, max_branches=max_branches
-        )
-        if not isinstance(plan, PipelinePlan):
-            return plan + problem.launch_s, None
-        priced = priced_pipeline(problem, plan)
-        if index not in self.found or priced.step_s < self.found[index].step_s:
-            self.found[index] = priced
-        self.incumbent_s = min(self.incumbent_s, priced.step_s)
-        return plan.lower_bound_s + problem.launch_s, self.found[index].step_s
+    def _taken(self, index: int, search: StageSearch | None = None) -> float:
+        """Keeps what the search of one choice of degrees has found; the bound it proves."""
+        search = search or self._searches[index]
+        problem = self._problem(index)
+        bound_s, beat_s = search.bound_s + problem.launch_s, self.incumbent_s - problem.launch_s
+        plan = search.answer(beat_s)
+        if isinstance(plan, PipelinePlan):
+            self.found[index] = priced_pipeline(problem, plan)
+            self.incumbent_s = min(self.incumbent_s, self.found[index].step_s)
+        found = self.found.get(index)
+        if found is not None:
+            bound_s = min(bound_s, found.step_s)
+        self.searched[index] = self.degrees[index], bound_s, found.step_s if found else None
+        return bound_s
 
 
 def _key(degrees: UniformStrategy) -> tuple[int, ...]:

@@ -143,6 +143,26 @@ def device_bounds_of(problem: StageProblem, schedule: Schedule) -> tuple[DeviceB
     )
 
 
+def bounds_of_any(problem: StageProblem, schedules: Sequence[Schedule]) -> tuple[DeviceBound, ...]:
+    """What bounds every device under each of the schedules: its own work, after the forwards of the
+    stages before it, and before their backwards."""
+    found = []
+    for of_device in zip(*(device_bounds_of(problem, s) for s in schedules), strict=True):
+        first = of_device[0]
+        found.append(
+            DeviceBound(
+                first.num_microbatches,
+                0,
+                (),
+                first.forward_low,
+                first.forward_high,
+                max(x.weight_high for x in of_device),
+                max(x.num_deferred for x in of_device),
+            )
+        )
+    return tuple(found)
+
+
 @dataclass(frozen=True, eq=False)
 class Arcs:
     """The stages a device may get: layers [start, end), at least total_s per microbatch without
@@ -217,7 +237,7 @@ def _least_sums(
         np.minimum.at(slowest[i + 1], of_i.end, np.maximum(slowest[i][of_i.start], of_i.total_s))
         before[i + 1] += 2 * hop_s
     after = {}
-    for j in sorted({j for device_bound in device_bounds for j, _ in device_bound.turns}):
+    for j in sorted({p - 1, *(j for bound in device_bounds for j, _ in bound.turns)}):
         sums = [np.full(size, np.inf) for _ in range(j + 1)]
         sums.append(np.zeros(size))
         for i in reversed(range(j + 1)):

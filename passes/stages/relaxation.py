@@ -33,15 +33,16 @@ def relaxed_s(
     in_flight: int,
     budget_bytes: int,
     width: int,
+    max_thresholds: int = MAX_THRESHOLDS,
 ) -> FloatArray:
     """T of the module docstring, shape (L + 1, width + 1): row a, column c layers.
 
-    objectives_s: per run, seconds of each strategy. Infinite where even the least memory does not
+    objectives_s: per run, seconds of each strategy. max_thresholds: groups of transients. Infinite where even the least memory does not
     fit, beyond the end of the chain, and in column 0.
     """
     layers = [run.layer for run in problem.runs]
     best = np.full((problem.num_layers + 1, width + 1), np.inf)
-    for threshold, least in transient_groups(layers):
+    for threshold, least in transient_groups(layers, max_thresholds):
         allowed = [layer.transient_bytes <= threshold for layer in layers]
         memory = [layer.state_bytes + in_flight * layer.activation_bytes for layer in layers]
         room = budget_bytes - least - in_flight * problem.resident_bytes
@@ -50,10 +51,12 @@ def relaxed_s(
     return best
 
 
-def transient_groups(layers: Sequence[LayerCosts]) -> list[tuple[int, int]]:
+def transient_groups(
+    layers: Sequence[LayerCosts], most: int = MAX_THRESHOLDS
+) -> list[tuple[int, int]]:
     """(largest, least) transient of groups of like transients, together covering all."""
     values = np.unique(np.concatenate([layer.transient_bytes for layer in layers]))
-    groups = np.array_split(values, min(len(values), MAX_THRESHOLDS))
+    groups = np.array_split(values, min(len(values), most))
     return [(int(group[-1]), int(group[0])) for group in groups]
 
 

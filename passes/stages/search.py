@@ -15,12 +15,16 @@ schedule of one stage per device is skipped, too, when the tables of one with fe
 already bound it (bound_from).
 """
 
+import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import OptionError
 from meshfold.passes.stages.answer import PipelinePlan
 from meshfold.passes.stages.boundaries import BoundarySearch
+from meshfold.passes.stages.bounds import bounds_of_any, tighten
 from meshfold.passes.stages.problem import StageProblem
 from meshfold.passes.stages.solved import StageSolver
 from meshfold.passes.stages.tables import StageTables
@@ -51,32 +55,99 @@ def search_faster_stages(
     more of them, as the bounds get tighter. max_branches: 0 leaves the
     gap that BoundarySearch.close leaves. Raises OptionError for schedules of other sizes.
     """
-    _check(problem, schedules)
-    if tolerance is None:
-        tolerance = 0.005 * min(1.0, problem.num_devices / problem.num_microbatches)
-    tables = StageTables(problem, StageSolver(problem))
-    searches: list[BoundarySearch | VirtualStageSearch] = []
-    best: BoundarySearch | VirtualStageSearch | None = None
-    limit_s = beat_s
-    pruned_s: list[float] = []
-    for schedule in _in_order(schedules):
-        search, bound_s = _started(problem, schedule, tables, searches, limit_s)
-        if bound_s * (1 + tolerance) >= limit_s:
-            pruned_s.append(bound_s)
-            continue
-        searches.append(search)
-        search.close(limit_s, tolerance)
-        if search.step_s < limit_s:
-            best, limit_s = search, search.step_s
-    for search in sorted(searches, key=lambda s: s.bound_s) if max_branches else ():
-        if isinstance(search, BoundarySearch):
-            search.branch(limit_s, tolerance, max_branches)
-        if search.step_s < limit_s:
-            best, limit_s = search, search.step_s
-    lower_s = min([limit_s, *pruned_s, *(search.bound_s for search in searches)])
-    if best is None:
-        return lower_s
-    return best.plan(lower_s, any(search.capped for search in searches))
+    search = StageSearch(problem, schedules, tolerance)
+    search.close(beat_s)
+    if max_branches:
+        search.branch(beat_s, max_branches)
+    return search.answer(beat_s)
+
+
+class StageSearch:
+    """The stages of one problem under some schedules, in two steps that share what they find out:
+    `close` looks for plans and bounds, `branch` closes what is left between them.
+
+    step_s: of the best plan found, infinite before there is one. Raises OptionError for schedules
+    of other sizes.
+    """
+
+    def __init__(
+        self, problem: StageProblem, schedules: Sequence[Schedule], tolerance: float | None = None
+    ) -> None:
+        _check(problem, schedules)
+        if tolerance is None:
+            tolerance = 0.005 * min(1.0, problem.num_devices / problem.num_microbatches)
+        self.problem, self.tolerance = problem, tolerance
+        self.step_s = math.inf
+        self._solver = StageSolver(problem)
+        self._waiting = _in_order(schedules)
+        """Schedules that are not searched, for the bounds beside them."""
+
+        self._pruned_s = [0.0] * len(self._waiting)
+        self._coarse_s = 0.0
+        self._searches: list[BoundarySearch | VirtualStageSearch] = []
+        self._best: BoundarySearch | VirtualStageSearch | None = None
+
+    def close(self, beat_s: float) -> None:
+        """Searches every schedule that may have a plan faster than beat_s."""
+        self._coarse_s = _coarse_bound_s(self.problem, self._solver, self._waiting, beat_s)
+        if self._coarse_s >= beat_s:
+            return
+        tables = StageTables(self.problem, self._solver)
+        left: list[tuple[Schedule, float]] = []
+        for schedule in self._waiting:
+            limit_s = min(beat_s, self.step_s)
+            search, bound_s = _started(self.problem, schedule, tables, self._searches, limit_s)
+            if bound_s * (1 + self.tolerance) >= limit_s:
+                left.append((schedule, bound_s))
+                continue
+            self._searches.append(search)
+            search.close(limit_s, self.tolerance)
+            self._take(search)
+        self._waiting = [schedule for schedule, _ in left]
+        self._pruned_s = [bound_s for _, bound_s in left]
+
+    def branch(self, beat_s: float, max_branches: int) -> None:
+        """Splits what is open, up to max_branches sets of divisions times devices per schedule."""
+        for search in sorted(self._searches, key=lambda s: s.bound_s):
+            if isinstance(search, BoundarySearch):
+                search.branch(min(beat_s, self.step_s), self.tolerance, max_branches)
+            self._take(search)
+
+    def answer(self, beat_s: float) -> PipelinePlan | float:
+        """The best plan where it is faster than beat_s, else the bound."""
+        if self._best is None or self.step_s >= beat_s:
+            return min(beat_s, self.bound_s)
+        return self._best.plan(self.bound_s, any(search.capped for search in self._searches))
+
+    @property
+    def bound_s(self) -> float:
+        """No plan is faster."""
+        open_s = [search.bound_s for search in self._searches]
+        return min(self.step_s, max(self._coarse_s, min([*self._pruned_s, *open_s])))
+
+    def _take(self, search: BoundarySearch | VirtualStageSearch) -> None:
+        if search.step_s < self.step_s:
+            self._best, self.step_s = search, search.step_s
+
+
+def _coarse_bound_s(
+    problem: StageProblem, solver: StageSolver, schedules: Sequence[Schedule], limit_s: float
+) -> float:
+    """A bound on all schedules at once from coarse tables, limit_s at most; 0 where nothing is
+    known of one of them."""
+    if any(schedule.num_virtual_stages > 1 for schedule in schedules) or np.isinf(limit_s):
+        return 0.0
+    tables = StageTables(problem, solver, is_coarse=True)
+    least = np.min([schedule.in_flight for schedule in schedules], axis=0).tolist()
+    kinds = list(zip(least, problem.memory_bytes.tolist(), strict=True))
+    most_s = limit_s / problem.num_microbatches
+    beyond = [tables.beyond_s(kind, None if i else 0) for i, kind in enumerate(kinds)]
+    beyond_s = problem.num_microbatches * min(beyond)
+    if beyond_s < limit_s and tables.width < problem.num_layers:
+        return 0.0
+    arcs = [tables.arcs(kind, i, most_s) for i, kind in enumerate(kinds)]
+    bounds = bounds_of_any(problem, schedules)
+    return tighten(bounds, arcs, problem.hop_s, limit_s).bound_s
 
 
 def _started(

@@ -28,12 +28,23 @@ class Table:
     objective_s: FloatArray
 
 
-class StageTables:
-    """Tables of stages of up to `width` layers, computed on demand."""
+COARSE_THRESHOLDS = 2
+"""Groups of transients that coarse tables tell apart."""
 
-    def __init__(self, problem: StageProblem, solver: StageSolver) -> None:
-        self.problem, self.solver = problem, solver
-        self.has_sync = any(run.layer.sync_s.any() for run in problem.runs)
+
+class StageTables:
+    """Tables of stages of up to `width` layers, computed on demand.
+
+    is_coarse: lower, for a tenth of the time: without sync_s, and devices with like numbers of
+    microbatches in flight share the table of the least of them.
+    """
+
+    def __init__(
+        self, problem: StageProblem, solver: StageSolver, *, is_coarse: bool = False
+    ) -> None:
+        self.problem, self.solver, self.is_coarse = problem, solver, is_coarse
+        has_sync = any(run.layer.sync_s.any() for run in problem.runs)
+        self.has_sync = has_sync and not is_coarse
         even = problem.num_layers / problem.num_devices
         self.width = min(problem.num_layers, int(1.5 * even) + 2)
         self._tables: dict[Kind, Table] = {}
@@ -41,8 +52,15 @@ class StageTables:
 
     def table(self, kind: Kind) -> Table:
         """The table of stages with kind[0] microbatches in flight under kind[1] bytes."""
+        if self.is_coarse:
+            kind = _rounded_down(kind[0]), kind[1]
         if kind not in self._tables:
             costs = [run.layer for run in self.problem.runs]
+            if self.is_coarse:
+                totals = [layer.total_s for layer in costs]
+                values = relaxed_s(self.problem, totals, *kind, self.width, COARSE_THRESHOLDS)
+                self._tables[kind] = Table(values, values)
+                return self._tables[kind]
             objectives = [self.solver.objective_s(layer) for layer in costs]
             full = relaxed_s(self.problem, objectives, *kind, self.width)
             plain = full
@@ -111,3 +129,9 @@ class StageTables:
         if not self.has_sync:
             return Arcs(start, end, full, None)
         return Arcs(start, end, table.total_s[start, end - start], full)
+
+
+def _rounded_down(number: int) -> int:
+    """To three binary digits: 1 to 8, 10, 12, 14, 16, 20, ..."""
+    unit = 1 << max(0, number.bit_length() - 3)
+    return number // unit * unit
