@@ -117,7 +117,7 @@ class _PipelineSearch:
         """Strategies left out, by rule."""
         pruned: Counter[str] = Counter()
         for index, rule in self.tiers.items():
-            pruned[rule] += len(self.tree.strategies_of(self.degrees[index]))
+            pruned[rule] += self.tree.num_kinds(self.degrees[index])
         return dict(pruned)
 
     def run(self) -> BestFirstResult[PricedPipeline | None] | None:

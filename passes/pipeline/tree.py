@@ -11,7 +11,7 @@ are named and counted in leaves, under the first rule that applies, as there.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -24,7 +24,6 @@ from meshfold.passes.one_pass.tree import (
     PINNED,
     PLANNED,
     SearchSpec,
-    Tree,
     can_shard_batch,
     divisors,
     keeps_pins,
@@ -51,11 +50,13 @@ SCHEDULE_PINS = ("schedule", "virtual_stages")
 @dataclass(frozen=True)
 class PipelineTree:
     """candidates: degrees that no rule prunes; kinds: (ZeRO level, recompute) that pins leave.
-    num_layers: of the model; kind, num_virtual_stages: what pins leave of schedules, None: any."""
+    num_strategies: before any rule; pruned: rule -> number of strategies that it took. num_layers:
+    of the model; kind, num_virtual_stages: what pins leave of schedules, None: any."""
 
     candidates: tuple[UniformStrategy, ...]
     kinds: tuple[tuple[int, Recompute], ...]
-    tree: Tree
+    num_strategies: int
+    pruned: Mapping[str, int]
     num_layers: int
     kind: ScheduleKind | None = None
     num_virtual_stages: int | None = None
@@ -77,6 +78,10 @@ class PipelineTree:
         """What a layer may do under `degrees`."""
         return _strategies(degrees, self.kinds)
 
+    def num_kinds(self, degrees: UniformStrategy) -> int:
+        """How many strategies_of are."""
+        return _num_kinds(degrees, self.kinds)
+
 
 def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
     """Every candidate that no rule prunes. Raises OptionError naming the rule, and the pins, when
@@ -91,7 +96,7 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
     num_strategies = _num_strategies(left)
     pins = {k: v for k, v in spec.pins.items() if k in DEGREE_PINS}
     rules: list[tuple[str, Callable[[UniformStrategy], bool]]] = [
-        (PINNED, lambda d: keeps_pins(d, pins) and bool(_strategies(d, kinds))),
+        (PINNED, lambda d: keeps_pins(d, pins) and _num_kinds(d, kinds) > 0),
         (BATCH, lambda d: spec.batch_size % (d.degrees.batch_ranks * d.microbatches) == 0),
         (WHOLE_BATCH, lambda d: not spec.whole_batch or d.dp * d.microbatches == 1),
         (LAYERS, lambda d: d.pp <= num_layers),
@@ -121,12 +126,13 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
         inside = [d for d in left if d.tp <= spec.devices_per_node]
         pruned[NODE] += _num_strategies(left) - _num_strategies(inside or left)
         left = inside or left
-    strategies = tuple(s for d in left for s in _strategies(d, kinds))
-    num_pinned = sum(len(_strategies(d, pinned)) for d in left)
+    num_pinned, num_left = (sum(_num_kinds(d, of) for d in left) for of in (pinned, kinds))
     pruned[PINNED] += _num_strategies(left) - num_pinned
-    pruned[PLANNED] += num_pinned - len(strategies)
-    tree = Tree(strategies, num_strategies, {k: n for k, n in sorted(pruned.items()) if n})
-    return PipelineTree(tuple(left), kinds, tree, num_layers, kind, num_virtual_stages)
+    pruned[PLANNED] += num_pinned - num_left
+    counts = {k: n for k, n in sorted(pruned.items()) if n}
+    return PipelineTree(
+        tuple(left), kinds, num_strategies, counts, num_layers, kind, num_virtual_stages
+    )
 
 
 def _could_shard_batch(degrees: UniformStrategy, spec: SearchSpec) -> bool:
@@ -192,6 +198,13 @@ def _running(
             f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
         )
     return left
+
+
+def _num_kinds(degrees: UniformStrategy, kinds: Sequence[tuple[int, Recompute]]) -> int:
+    """How many `_strategies` are."""
+    if degrees.degrees.zero_ranks > 1:
+        return len(kinds)
+    return sum(zero == 0 for zero, _ in kinds)
 
 
 def _strategies(

@@ -95,7 +95,7 @@ def best_uniform_pipeline(problems: PipelineProblems, tree: PipelineTree) -> Uni
         strategies = tree.strategies_of(tree.candidates[index])
         problem = problems.problem(strategies)
         found = [uniform_pipeline(problems, problem, strategy) for strategy in strategies]
-        fitting = [x for x in found if x is not None and x.peak_bytes <= problem.capacity_bytes]
+        fitting = [x for x in found if x is not None]
         if not fitting:
             return np.inf
         best = min(fitting, key=lambda x: (x.step_s, x.strategy.label))
@@ -115,24 +115,26 @@ def best_uniform_pipeline(problems: PipelineProblems, tree: PipelineTree) -> Uni
 def uniform_pipeline(
     problems: PipelineProblems, problem: PipelineProblem, strategy: UniformStrategy
 ) -> UniformPipeline | None:
-    """All layers under `strategy`; None where there are fewer layers than stages."""
+    """All layers under `strategy`; None where they do not fit."""
     by_region = problems.layer_costs([strategy])
     layers = [by_region[i.region][0] for i in problems.folded.instances]
     boundaries = even_boundaries(problems.folded, strategy.pp)
     schedule = Schedule(ScheduleKind.ONE_F_ONE_B, strategy.pp, strategy.microbatches)
     stages = [layers[a:b] for a, b in zip(boundaries, boundaries[1:], strict=False)]
+    peaks = [
+        _peak_bytes(stage, int(problem.chain.resident_bytes[first]), in_flight)
+        for stage, first, in_flight in zip(stages, boundaries, schedule.in_flight, strict=False)
+    ]
+    peak_bytes = max(peaks) + problem.fixed_bytes
+    if peak_bytes > problem.capacity_bytes:
+        return None
     times = StageTimes.build(
         [sum(x.forward_s for x in stage) for stage in stages],
         [sum(x.backward_s for x in stage) for stage in stages],
         hop_s=problem.chain.hop_s[boundaries[1:-1]],
     )
     ends_s = device_ends_s(schedule, times) + [sum(x.sync_s for x in stage) for stage in stages]
-    peaks = [
-        _peak_bytes(stage, int(problem.chain.resident_bytes[first]), in_flight)
-        for stage, first, in_flight in zip(stages, boundaries, schedule.in_flight, strict=False)
-    ]
-    step_s = float(ends_s.max()) + problem.launch_s
-    return UniformPipeline(strategy, step_s, max(peaks) + problem.fixed_bytes)
+    return UniformPipeline(strategy, float(ends_s.max()) + problem.launch_s, peak_bytes)
 
 
 def _peak_bytes(stage: list[StrategyCosts], resident_bytes: int, in_flight: int) -> int:

@@ -194,7 +194,7 @@ def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -
     best = outcome.best
     earlier = without.search if without else SearchStats(0, 0, 0, lower_bound_s=float("inf"))
     pruned = dict(earlier.pruned)
-    for name, count in tree.tree.pruned.items():
+    for name, count in tree.pruned.items():
         pruned[name] = pruned.get(name, 0) + count
     for name, count in outcome.pruned.items():
         pruned[name] = pruned.get(name, 0) + count
@@ -204,7 +204,7 @@ def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -
         meshes = tuple(_overtaken(m, best.step_s) for m in meshes)
     return replace(
         earlier,
-        num_leaves=earlier.num_leaves + tree.tree.num_strategies,
+        num_leaves=earlier.num_leaves + tree.num_strategies,
         num_priced=earlier.num_priced + outcome.num_priced + outcome.num_infeasible,
         num_infeasible=earlier.num_infeasible + outcome.num_infeasible,
         pruned=dict(sorted(pruned.items())),

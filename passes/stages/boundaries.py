@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshfold.cost_models.pipeline.schedules import Schedule
+from meshfold.passes.run.hull import FloatArray
 from meshfold.passes.stages.answer import PipelinePlan, Stage
 from meshfold.passes.stages.bounds import Arcs, Bound, device_bounds_of, split, tighten
 from meshfold.passes.stages.moves import judge_s, neighbours
@@ -202,20 +203,22 @@ class BoundarySearch:
         """The solved stages, each replaced by one that weighs sync_s otherwise where that is
         faster, and the step: how much of sync_s is exposed shows only in the pipeline."""
         hop_s = self.problem.hop_s[list(boundaries[1:-1])]
-        step_s = float(step_ends_s(self.schedule, solved_stages, hop_s).max())
+        ends_s = step_ends_s(self.schedule, solved_stages, hop_s)
+        step_s = float(ends_s.max())
         if not self.tables.has_sync:
             return solved_stages, step_s
         for i in range(len(solved_stages)):
             for weight in SYNC_WEIGHTS:
+                now = solved_stages[i]
                 other = self.tables.solver.solve(
                     boundaries[i], boundaries[i + 1], *self._kinds[i], weight
                 )
-                if other is None or other == solved_stages[i]:
+                if other is None or other == now or not _may_help(now, other, i, ends_s):
                     continue
                 changed = [*solved_stages[:i], other, *solved_stages[i + 1 :]]
-                changed_s = float(step_ends_s(self.schedule, changed, hop_s).max())
-                if changed_s < step_s:
-                    solved_stages, step_s = changed, changed_s
+                changed_ends_s = step_ends_s(self.schedule, changed, hop_s)
+                if (changed_s := float(changed_ends_s.max())) < step_s:
+                    solved_stages, step_s, ends_s = changed, changed_s, changed_ends_s
         return solved_stages, step_s
 
     def _local_search(self) -> None:
@@ -235,3 +238,13 @@ class BoundarySearch:
                 :SHORTLIST_SIZE
             ]
             improved = any(self.try_boundaries(boundaries) for boundaries in fresh)
+
+
+def _may_help(now: SolvedStage, other: SolvedStage, device: int, ends_s: FloatArray) -> bool:
+    """Whether a stage instead of another on a device may make the step shorter: it has less to do
+    per microbatch, or less at the end of the device that ends last."""
+    if other.forward_s + other.backward_s < now.forward_s + now.backward_s:
+        return bool(ends_s[device] - now.sync_s + other.sync_s < ends_s.max()) or (
+            other.sync_s <= now.sync_s
+        )
+    return other.sync_s < now.sync_s and ends_s[device] >= ends_s.max()

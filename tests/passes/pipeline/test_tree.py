@@ -19,8 +19,8 @@ def cps(found: PipelineTree) -> set[int]:
 
 def test_cp_is_pruned_where_the_batch_can_be_sharded_over_all() -> None:
     found = pipelines(8)
-    assert cps(found) == {1} and found.tree.pruned[CONTEXT] > 0
-    assert found.tree.num_strategies == len(found.tree.strategies) + sum(found.tree.pruned.values())
+    assert cps(found) == {1} and found.pruned[CONTEXT] > 0
+    assert found.num_strategies == sum(map(found.num_kinds, found.candidates)) + sum(found.pruned.values())
 
 
 def test_few_sequences_are_sharded_themselves() -> None:
