@@ -34,6 +34,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
+import numpy as np
+
 from meshfold.cost_models.pipeline.actions import ActionLists, Pass, StageAction
 from meshfold.cost_models.pipeline.v_schedules import dualpipev_actions, far_stage, zbv_actions
 from meshfold.errors import OptionError
@@ -257,11 +259,13 @@ def resident_by_virtual_stage(schedule: Schedule) -> tuple[tuple[tuple[int, ...]
 
 def _largest(seen: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Those that no other one is at least as large as in every entry, in order."""
-    return tuple(
-        n
-        for n in sorted(seen)
-        if not any(o != n and all(a >= b for a, b in zip(o, n, strict=True)) for o in seen)
-    )
+    # By falling sums only earlier ones can be as large, and of those the largest say it all.
+    ordered = np.array(sorted(seen, key=lambda n: (-sum(n), n)))
+    found = np.empty((0, ordered.shape[1]), ordered.dtype)
+    for n in ordered:
+        if not (found >= n).all(axis=1).any():
+            found = np.vstack([found, n])
+    return tuple(sorted(tuple(n) for n in found.tolist()))
 
 
 def measured_in_flight(actions: Sequence[Iterable[StageAction]]) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ pipeline to fill, about (p - 1) / (v m) of the step, is in neither: the gap of i
 says so.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from meshfold.cost_models.pipeline.schedules import Schedule, resident_by_virtual_stage
@@ -24,12 +26,12 @@ from meshfold.passes.stages.problem import LayerCosts, StageProblem
 
 def virtual_stage_bound_s(problem: StageProblem, schedule: Schedule) -> float:
     """No plan under the interleaved `schedule` is faster; infinite where none fits."""
-    return max(_work_s(problem, schedule), _counting_s(problem, schedule))
+    in_flight = [_in_flight_of_all(moments) for moments in resident_by_virtual_stage(schedule)]
+    return max(_work_s(problem, min(in_flight)), _counting_s(problem, schedule, in_flight))
 
 
-def _work_s(problem: StageProblem, schedule: Schedule) -> float:
+def _work_s(problem: StageProblem, in_flight: float) -> float:
     p, m = problem.num_devices, problem.num_microbatches
-    in_flight = min(_in_flight_of_all(schedule, i) for i in range(p))
     types = [
         (_objective_s(run.layer, m), _least_bytes(run.layer, in_flight), run.count)
         for run in problem.runs
@@ -39,15 +41,14 @@ def _work_s(problem: StageProblem, schedule: Schedule) -> float:
     return m * float(lp_values(types, budget)) / p + hops_s
 
 
-def _counting_s(problem: StageProblem, schedule: Schedule) -> float:
+def _counting_s(problem: StageProblem, schedule: Schedule, in_flights: Sequence[float]) -> float:
     p, m = problem.num_devices, problem.num_microbatches
     longest = max(range(len(problem.runs)), key=lambda r: (problem.runs[r].count, -r))
     run = problem.runs[longest]
     counts = np.arange(1, run.count + 1)
     hop_s = _least_hop_s(problem)
     values = []
-    for device in range(p):
-        in_flight = _in_flight_of_all(schedule, device)
+    for device, in_flight in zip(range(p), in_flights, strict=True):
         room = int(problem.memory_bytes[device]) - _least_transient(problem)
         seconds = 0.0
         at_last = device == schedule.device_of(schedule.num_stages - 1)
@@ -61,10 +62,10 @@ def _counting_s(problem: StageProblem, schedule: Schedule) -> float:
     return float(np.sort(np.concatenate(values))[run.count - 1])
 
 
-def _in_flight_of_all(schedule: Schedule, device: int) -> float:
+def _in_flight_of_all(resident: Sequence[tuple[int, ...]]) -> float:
     """Microbatches in flight in every virtual stage of a device at least, at one moment or in the
-    mean."""
-    moments = np.array(resident_by_virtual_stage(schedule)[device], float)
+    mean. resident: of the device, by virtual stage and moment."""
+    moments = np.array(resident, float)
     return float(max(moments.min(axis=1).max(), moments.mean(axis=0).min()))
 
 
