@@ -100,9 +100,8 @@ def cli(ctx: click.Context) -> None:
 )
 @click.option(
     "--allow",
-    type=click.Choice(["pipelines", "planned"]),
-    help="pipelines: let pipelines compete, which train by train_step. planned: also what can be "
-    "planned, not run yet: selective recomputation, offload.",
+    type=click.Choice(["planned"]),
+    help="planned: also what can be planned, not run yet: selective recomputation, offload.",
 )
 @click.option(
     "--without-rule",
@@ -159,7 +158,6 @@ def plan(
         pins=parse_pins(pin),
         precision=precision,
         mode=mode,
-        allow_pipelines=allow == "pipelines",
         allow_planned=allow == "planned",
         without_rules=without_rule,
         loss=loss,

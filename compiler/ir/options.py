@@ -167,10 +167,8 @@ class CompileOptions:
     precision: PrecisionChoice = "auto"
     value_checks: ValueChecks = "drop"
     mode: Mode = "eager"
-    allow_pipelines: bool = False
-    """Let pipelines compete without a pin; their models train by train_step alone."""
     allow_planned: bool = False
-    """Offer what can be priced and planned, but not run yet, and pipelines."""
+    """Offer what can be priced and planned, but not run yet."""
     custom_rules: tuple[CustomRule, ...] = ()
     """Rules of custom ops and autograd.Functions of the model's own (meshfold.register_rule)."""
     keep_checkpointing: bool = False

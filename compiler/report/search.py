@@ -28,7 +28,14 @@ def proof_text(plan: Plan) -> str:
     costs = plan.time.step_s / plan.search.unlimited_s - 1 if plan.search.unlimited_s else 0.0
     if costs > 5e-4:
         text += f"; the memory limit costs {100 * costs:.1f} %"
-    return text
+    return text + _left_out_text(plan)
+
+
+def _left_out_text(plan: Plan) -> str:
+    """What the gap is not over."""
+    found = plan.search
+    names = [f"{name} ({found.pruned.get(name, 0):,})" for name in found.left_out]
+    return f"; left out of the search, without a bound: {', '.join(names)}" if names else ""
 
 
 def share_text(plan: Plan) -> str:
@@ -41,7 +48,8 @@ def share_text(plan: Plan) -> str:
     if plan.mode == "scheduled" or plan.simulated.step_s < found.lower_bound_s:
         text += ", which is no bound of the simulated step"
     costs = plan.time.step_s / found.unlimited_s - 1 if found.unlimited_s else 0.0
-    return text + (f"; the memory limit costs {100 * costs:.1f} %" if costs > 5e-4 else "")
+    text += f"; the memory limit costs {100 * costs:.1f} %" if costs > 5e-4 else ""
+    return text + _left_out_text(plan)
 
 
 def search_view(plan: Plan) -> RenderableType:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from meshfold.ir.plan import MeshOutcome, SearchStats
 from meshfold.passes.one_pass.priced import MeshPlan, Priced
 from meshfold.passes.one_pass.search import MeshPlanner
-from meshfold.passes.one_pass.tree import Tree
+from meshfold.passes.one_pass.tree import RESTRICTIONS, Tree
 
 
 @dataclass
@@ -49,6 +49,7 @@ def search_stats(tree: Tree, state: MeshRecord) -> SearchStats:
         ),
         capped=any(p.capped for p in plans.values()),
         meshes=tuple(outcomes),
+        left_out=tuple(sorted(rule for rule in RESTRICTIONS if state.pruned[rule])),
     )
 
 

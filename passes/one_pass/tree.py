@@ -8,8 +8,9 @@ its own, parameter by parameter in the ZeRO level (passes/one_pass/candidates.py
 that is left out is counted under the first rule that takes it:
 
     requirements   a pin, the batch, what the emitter can run: always in force
-    pruning rules  take what is known to lose; each can be switched off by name, and the optimum
-                   must stay (tests/passes/one_pass/test_tree.py)
+    pruning rules  take what loses; each can be switched off by name, and the optimum must stay
+                   (tests/passes/one_pass/test_tree.py)
+    restrictions   pruning rules that seldom take what wins; plans name them beside the gap
 """
 
 import math
@@ -38,6 +39,9 @@ GRADIENTS = "zero 1 in one pass is zero 2"
 NO_ZERO = "dp_shard without ZeRO"
 PRUNING_RULES = (NODE, NOTHING_SAVED, CONTEXT, EXPERTS, GRADIENTS)
 """Rules of the tree that can be switched off."""
+
+RESTRICTIONS = (NODE, CONTEXT)
+"""Rules that may take what wins: no bound covers what they leave out, and plans say so."""
 
 
 def divisors(number: int) -> list[int]:

@@ -154,9 +154,7 @@ class PipelineProblems:
             self._layer_costs[key] = self._costs_of_layers(key)
         return self._layer_costs[key]
 
-    def _costs_of_layers(
-        self, strategies: Sequence[UniformStrategy]
-    ) -> list[list[StrategyCosts]]:
+    def _costs_of_layers(self, strategies: Sequence[UniformStrategy]) -> list[list[StrategyCosts]]:
         recomputes = list(dict.fromkeys(s.recompute for s in strategies))
         tables = self.tables(strategies[0], recomputes)
         context = self._context(strategies[0])

@@ -22,6 +22,7 @@ import numpy as np
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.pipeline.best_first import BestFirstResult, Solution, best_first
 from meshfold.passes.pipeline.bounds import KERNELS, PEAK_RATE, kernels_bound_s, peak_rate_bounds_s
+from meshfold.passes.pipeline.interleaved import InterleavedOutcome, search_interleaved
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
 from meshfold.passes.pipeline.tree import PipelineTree
@@ -58,13 +59,16 @@ class PricedPipeline:
 @dataclass(frozen=True, eq=False)
 class PipelineOutcome:
     """best: None where the plan without a pipeline is faster, or nothing fits. lower_bound_s: no
-    plan of any candidate, the one without a pipeline included, is faster. searched: (degrees,
+    plan of any candidate, the one without a pipeline included, with one stage per device is faster;
+    where several won, none of the schedules that were tried either. searched: (degrees,
     bound, step) of the candidates whose stages were searched; step None where no plan is faster."""
 
     best: PricedPipeline | None
     lower_bound_s: float
     pruned: dict[str, int]
     searched: tuple[tuple[UniformStrategy, float, float | None], ...]
+    num_interleaved: int = 0
+    """Schedules of several virtual stages that the bound says nothing about."""
 
     @property
     def num_priced(self) -> int:
@@ -88,10 +92,15 @@ def search_pipelines(
     bound is `lower_bound_s` (both infinite where there is none)."""
     search = _PipelineSearch(problems, tree, step_s, lower_bound_s)
     result = search.run()
+    several = search.run_interleaved()
     searched = tuple(search.searched[i] for i in sorted(search.searched))
-    if result is None:
-        return PipelineOutcome(None, np.inf, {}, searched)
-    return PipelineOutcome(result.solution.plan, result.lower_bound_s, search.pruned(), searched)
+    best = result.solution.plan if result else None
+    bound_s = result.lower_bound_s if result else np.inf
+    if several.best is not None:
+        best = search.found[several.best[0]]
+        bound_s = min(bound_s, several.bound_s, best.step_s)
+    pruned = search.pruned() if result else {}
+    return PipelineOutcome(best, bound_s, pruned, searched, several.num_left_out)
 
 
 class _PipelineSearch:
@@ -129,6 +138,18 @@ class _PipelineSearch:
             bounds = np.append(bounds, self.without.lower_bound_s)
         refine = [self._kernels_s, self._memory_s, self._stages_s]
         return best_first(candidates, bounds, self._solve, refine=refine, tolerance=TOLERANCE)
+
+    def run_interleaved(self) -> InterleavedOutcome:
+        """Whether a schedule of several virtual stages is faster than all of them."""
+        schedules = {i: self.tree.interleaved_of(self.degrees[i]) for i in self._problems}
+        outcome = search_interleaved(self._problems, schedules, self.incumbent_s)
+        if outcome.best is not None:
+            index, plan = outcome.best
+            self.found[index] = found = priced_pipeline(self._problems[index], plan)
+            self.incumbent_s = found.step_s
+            degrees, bound_s, _ = self.searched.get(index, (self.degrees[index], 0.0, None))
+            self.searched[index] = degrees, min(bound_s, found.step_s), found.step_s
+        return outcome
 
     def _kernels_s(self, index: int) -> float:
         if index == len(self.degrees):

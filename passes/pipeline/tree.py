@@ -62,17 +62,23 @@ class PipelineTree:
     num_virtual_stages: int | None = None
 
     def schedules_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
-        """The orders in which stages may run the microbatches of `degrees`.
-
-        interleaved only where a pin asks for it: it is searched without a tight bound, in seconds
-        for each choice of degrees instead of tenths of a second.
-        """
-        offered = offered_schedules(
-            degrees.pp, degrees.microbatches, self.num_layers, self.kind, self.num_virtual_stages
-        )
+        """The orders in which stages may run the microbatches of `degrees`: of one stage per device
+        unless a pin asks for others, which have no tight bound (interleaved_of)."""
+        offered = self._offered(degrees)
         if self.kind is None and self.num_virtual_stages is None:
             return tuple(s for s in offered if s.num_virtual_stages == 1)
         return offered
+
+    def interleaved_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
+        """The orders of several stages per device that no pin asks for."""
+        if self.kind is not None or self.num_virtual_stages is not None:
+            return ()
+        return tuple(s for s in self._offered(degrees) if s.num_virtual_stages > 1)
+
+    def _offered(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
+        return offered_schedules(
+            degrees.pp, degrees.microbatches, self.num_layers, self.kind, self.num_virtual_stages
+        )
 
     def strategies_of(self, degrees: UniformStrategy) -> list[UniformStrategy]:
         """What a layer may do under `degrees`."""

@@ -70,10 +70,8 @@ def find_plan_for(
     probe: Probe,
     progress: Progress | None = None,
 ) -> Plan:
-    """The fastest plan on all devices of `cluster` that fits the memory budget.
-
-    Pipelines compete where they are asked for, and are tried where nothing else fits: searching
-    them always takes five to nine times as long.
+    """The fastest plan on all devices of `cluster` that fits the memory budget: in one pass, with
+    the batch in microbatches, or with the model in stages, whichever wins.
 
     batch_size: global batch, the size of dim 0 of the inputs that are to be sharded. probe: what
     the memory model asks about local ops. Raises OptionError for a pin or batch that cannot be
@@ -81,23 +79,23 @@ def find_plan_for(
     request = PlanRequest(folded, cluster, options, model_name, batch_size, probe)
     needs_pipeline = is_pipeline_pinned(options.pins)
     _check_options(options, needs_pipeline)
-    is_asked = options.allow_pipelines or options.allow_planned or needs_pipeline
-    one_pass_only = excludes_pipelines(options.pins) or bool(options.layout_pins)
+    if needs_pipeline:
+        return plan_with_pipelines(request, None)
     plan: Plan | None = None
     too_large: InfeasibleError | None = None
-    if not needs_pipeline:
-        try:
-            plan = _plan_in_one_pass(request, progress)
-            if one_pass_only or not is_asked:
-                return plan
-        except InfeasibleError as error:
-            if one_pass_only:
-                raise
-            too_large = error
+    one_pass_only = excludes_pipelines(options.pins) or bool(options.layout_pins)
+    try:
+        plan = _plan_in_one_pass(request, progress)
+        if one_pass_only:
+            return plan
+    except InfeasibleError as error:
+        if one_pass_only:
+            raise
+        too_large = error
     try:
         return plan_with_pipelines(request, plan)
     except (OptionError, InfeasibleError) as error:
-        if is_asked or too_large is None:
+        if too_large is None:
             raise
         raise too_large from error  # it says what is missing without a pipeline
 

@@ -19,7 +19,8 @@ from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.options import VIRTUAL_STAGES, CompileOptions, PinValue
 from meshfold.ir.plan import MeshOutcome, Plan, PricedStrategy, SearchStats
 from meshfold.passes.graph.boundaries import carried_sequences, carries_feature_maps
-from meshfold.passes.one_pass.tree import SearchSpec
+from meshfold.passes.one_pass.tree import RESTRICTIONS, SearchSpec
+from meshfold.passes.pipeline.interleaved import INTERLEAVED
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
 from meshfold.passes.pipeline.tree import SCHEDULE_PINS, PipelineTree, grow_pipelines
@@ -37,9 +38,8 @@ def is_pipeline_pinned(pins: Mapping[str, PinValue]) -> bool:
 
 
 def excludes_pipelines(pins: Mapping[str, PinValue]) -> bool:
-    """Whether pins ask for one stage and one microbatch."""
-    is_one = all(pins.get(name) == 1 for name in ("pp", "microbatches"))
-    return is_one and not is_pipeline_pinned(pins)
+    """Whether pins ask for one microbatch, which no stages are worth."""
+    return pins.get("microbatches") == 1 and not is_pipeline_pinned(pins)
 
 
 def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
@@ -198,12 +198,17 @@ def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -
         pruned[name] = pruned.get(name, 0) + count
     for name, count in outcome.pruned.items():
         pruned[name] = pruned.get(name, 0) + count
+    left_out = sorted({*earlier.left_out, *(r for r in RESTRICTIONS if tree.pruned.get(r))})
+    if outcome.num_interleaved:
+        pruned[INTERLEAVED] = outcome.num_interleaved
+        left_out.append(INTERLEAVED)
     meshes = earlier.meshes
     if best is not None:
         assert without is None or without.time.step_s >= best.step_s
         meshes = tuple(_overtaken(m, best.step_s) for m in meshes)
     return replace(
         earlier,
+        left_out=tuple(left_out),
         num_leaves=earlier.num_leaves + tree.num_strategies,
         num_priced=earlier.num_priced + outcome.num_priced + outcome.num_infeasible,
         num_infeasible=earlier.num_infeasible + outcome.num_infeasible,

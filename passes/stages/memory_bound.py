@@ -38,7 +38,7 @@ def memory_bound_s(problem: StageProblem, kinds: Collection[ScheduleKind]) -> fl
     families = list(_families(problem, kinds))
     if not families or any(k not in _KNOWN for k in kinds):
         return 0.0
-    return min(_least_s(problem, *family) for family in families)
+    return min(fluid_step_s(problem, *family) for family in families)
 
 
 _KNOWN = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZERO_BUBBLE)
@@ -72,7 +72,9 @@ class _Columns:
     memory_bytes: FloatArray
 
 
-def _least_s(problem: StageProblem, in_flight: IntArray, factor: float) -> float:
+def fluid_step_s(problem: StageProblem, in_flight: IntArray, factor: float) -> float:
+    """z of the module docstring. in_flight: by device, shape (p,). factor: of the sum of all
+    stages."""
     counts: dict[LayerCosts, int] = {}
     for run in problem.runs:
         counts[run.layer] = counts.get(run.layer, 0) + run.count

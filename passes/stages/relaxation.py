@@ -37,7 +37,8 @@ def relaxed_s(
 ) -> FloatArray:
     """T of the module docstring, shape (L + 1, width + 1): row a, column c layers.
 
-    objectives_s: per run, seconds of each strategy. max_thresholds: groups of transients. Infinite where even the least memory does not
+    objectives_s: per run, seconds of each strategy. max_thresholds: groups of transients.
+    Infinite where even the least memory does not
     fit, beyond the end of the chain, and in column 0.
     """
     layers = [run.layer for run in problem.runs]

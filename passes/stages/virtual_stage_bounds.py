@@ -1,21 +1,24 @@
 """Lower bounds on the interleaved schedule, whatever layers a device gets.
 
-A device is busy with all of its layers for all m microbatches, and its first forward comes after i
-transfers. Nothing is asked of where its virtual stages begin, so the bounds hold for every
+A device is busy with all of its layers for all m microbatches. Its first forward comes after those
+of the first stages of the i devices before it, its last backward before theirs, and each of these
+stages has a layer: fill_i, the i fastest layers and i transfers (their forwards alone where the
+backward is split). Nothing is asked of where virtual stages begin, so the bounds hold for every
 division:
 
-    work      p devices share the chain:  makespan >= m LP(sum of M_i) / p + least transfers
+    work      p devices share the chain:  makespan >= m LP(sum of M_i) / p + mean of fill_i
     counting  of a run of n equal layers the devices together take n, and device i with c of them
-              takes m g_i(c) + i transfers;  the n-th least of these over all i and c >= 1
+              takes m g_i(c) + fill_i;  the n-th least of these over all i and c >= 1
+
+What a device does once per step, sync_s, runs while the backwards before it do: either these are
+in the bound, or sync_s and forwards alone; the higher one counts.
 
 LP is the relaxed least time of all layers (run/hull.py), g_i(c) that of c layers of the run and the
 layer at an end of the chain that device i has to take. What a device needs is bounded by a mean
-over moments (schedules.resident_by_virtual_stage) that all virtual stages share. The wait for the
-pipeline to fill, about (p - 1) / (v m) of the step, is in neither: the gap of interleaved plans
-says so.
+over moments (schedules.resident_by_virtual_stage) that all virtual stages share.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,26 +30,61 @@ from meshfold.passes.stages.problem import LayerCosts, StageProblem
 def virtual_stage_bound_s(problem: StageProblem, schedule: Schedule) -> float:
     """No plan under the interleaved `schedule` is faster; infinite where none fits."""
     in_flight = [_in_flight_of_all(moments) for moments in resident_by_virtual_stage(schedule)]
-    return max(_work_s(problem, min(in_flight)), _counting_s(problem, schedule, in_flight))
+    bounds = []
+    for has_sync in (False, True):
+        fill_s = _fill_s(problem, is_forward=has_sync or schedule.splits_backward)
+        objective_s = _with_sync_s if has_sync else _total_s
+        work_s = _work_s(problem, min(in_flight), objective_s) + float(fill_s.mean())
+        counting_s = _counting_s(problem, schedule, in_flight, fill_s, objective_s)
+        bounds += [work_s, counting_s]
+    return max(bounds)
 
 
-def _work_s(problem: StageProblem, in_flight: float) -> float:
+def _total_s(costs: LayerCosts, num_microbatches: int) -> FloatArray:
+    return costs.total_s
+
+
+def _with_sync_s(costs: LayerCosts, num_microbatches: int) -> FloatArray:
+    return costs.total_s + costs.sync_s / num_microbatches
+
+
+_Objective = Callable[[LayerCosts, int], FloatArray]
+"""Seconds per microbatch of each strategy of a layer, given the number of microbatches."""
+
+
+def _fill_s(problem: StageProblem, *, is_forward: bool) -> FloatArray:
+    """fill_i of the module docstring, by device. is_forward: without backwards."""
+    least = [
+        float((run.layer.forward_s if is_forward else run.layer.total_s).min())
+        for run in problem.runs
+    ]
+    each_s = np.sort(np.repeat(least, [run.count for run in problem.runs]))
+    done_s = np.concatenate(([0.0], np.cumsum(each_s)))
+    devices = np.arange(problem.num_devices)
+    return np.asarray(done_s[devices] + devices * _least_hop_s(problem))
+
+
+def _work_s(problem: StageProblem, in_flight: float, objective_s: _Objective) -> float:
     p, m = problem.num_devices, problem.num_microbatches
     types = [
-        (_objective_s(run.layer, m), _least_bytes(run.layer, in_flight), run.count)
+        (objective_s(run.layer, m), _least_bytes(run.layer, in_flight), run.count)
         for run in problem.runs
     ]
     budget = int(problem.memory_bytes.sum()) - p * _least_transient(problem)
-    hops_s = _least_hop_s(problem) * (p - 1) / 2
-    return m * float(lp_values(types, budget)) / p + hops_s
+    return m * float(lp_values(types, budget)) / p
 
 
-def _counting_s(problem: StageProblem, schedule: Schedule, in_flights: Sequence[float]) -> float:
+def _counting_s(
+    problem: StageProblem,
+    schedule: Schedule,
+    in_flights: Sequence[float],
+    fill_s: FloatArray,
+    objective_s: _Objective,
+) -> float:
     p, m = problem.num_devices, problem.num_microbatches
     longest = max(range(len(problem.runs)), key=lambda r: (problem.runs[r].count, -r))
     run = problem.runs[longest]
     counts = np.arange(1, run.count + 1)
-    hop_s = _least_hop_s(problem)
     values = []
     for device, in_flight in zip(range(p), in_flights, strict=True):
         room = int(problem.memory_bytes[device]) - _least_transient(problem)
@@ -55,10 +93,10 @@ def _counting_s(problem: StageProblem, schedule: Schedule, in_flights: Sequence[
         for at_end, end in ((device == 0, 0), (at_last, len(problem.runs) - 1)):
             if at_end and end != longest:
                 layer = problem.runs[end].layer
-                seconds += float(_objective_s(layer, m).min())
+                seconds += float(objective_s(layer, m).min())
                 room -= int(_least_bytes(layer, in_flight).min())
-        hull = lower_hull(_objective_s(run.layer, m), _least_bytes(run.layer, in_flight))
-        values.append(m * (seconds + hull.time_at_s(room, counts)) + device * hop_s)
+        hull = lower_hull(objective_s(run.layer, m), _least_bytes(run.layer, in_flight))
+        values.append(m * (seconds + hull.time_at_s(room, counts)) + fill_s[device])
     return float(np.sort(np.concatenate(values))[run.count - 1])
 
 
@@ -67,10 +105,6 @@ def _in_flight_of_all(resident: Sequence[tuple[int, ...]]) -> float:
     mean. resident: of the device, by virtual stage and moment."""
     moments = np.array(resident, float)
     return float(max(moments.min(axis=1).max(), moments.mean(axis=0).min()))
-
-
-def _objective_s(costs: LayerCosts, num_microbatches: int) -> FloatArray:
-    return costs.total_s + costs.sync_s / num_microbatches
 
 
 def _least_bytes(costs: LayerCosts, in_flight: float) -> IntArray:

@@ -22,7 +22,6 @@ def test_the_option_surface_is_frozen() -> None:
         "precision",
         "value_checks",
         "mode",
-        "allow_pipelines",
         "allow_planned",
         "custom_rules",
         "keep_checkpointing",

@@ -20,7 +20,9 @@ def cps(found: PipelineTree) -> set[int]:
 def test_cp_is_pruned_where_the_batch_can_be_sharded_over_all() -> None:
     found = pipelines(8)
     assert cps(found) == {1} and found.pruned[CONTEXT] > 0
-    assert found.num_strategies == sum(map(found.num_kinds, found.candidates)) + sum(found.pruned.values())
+    assert found.num_strategies == sum(map(found.num_kinds, found.candidates)) + sum(
+        found.pruned.values()
+    )
 
 
 def test_few_sequences_are_sharded_themselves() -> None:
@@ -33,7 +35,7 @@ def test_few_sequences_are_sharded_themselves() -> None:
 
 def test_cp_is_offered_where_it_is_pinned_or_its_rule_is_off() -> None:
     pinned = pipelines(8, pins={"cp": 2})
-    assert cps(pinned) == {2} and CONTEXT not in pinned.tree.pruned
+    assert cps(pinned) == {2} and CONTEXT not in pinned.pruned
     assert cps(pipelines(8, switched_off=(CONTEXT,))) == {1, 2, 4, 8}
 
 

@@ -326,9 +326,9 @@ def test_what_cannot_run_needs_to_be_allowed():
         plan("llama", pins={"pp": 2, "recompute": "selective"}, allow_planned=False)
     assert plan("llama", pins={"virtual_stages": 1}, allow_planned=False).strategy.pp == 1
     assert plan("llama", pins={"pp": 2}, allow_planned=False).strategy.pp == 2
-    alone = plan("llama", allow_planned=False)
+    alone = plan("llama", allow_planned=False, pins={"microbatches": 1})
     assert alone.schedule == "" and not any("pp" in m.mesh for m in alone.search.meshes)
-    asked = plan("llama", allow_planned=False, allow_pipelines=True)
+    asked = plan("llama", allow_planned=False)
     assert asked.time.step_s <= alone.time.step_s and all(r.strategy.runs for r in asked.regions)
     assert len(asked.search.meshes) > len(alone.search.meshes)
     alone = plan("llama", pins={"pp": 1, "microbatches": 1})
@@ -369,10 +369,22 @@ def test_a_search_over_stages_that_finds_nothing_keeps_its_bound(monkeypatch) ->
     tree = grow_pipelines(SearchSpec(2, 2, BATCH, {"pp": 2}), len(problems.folded.instances))
     step_s = 1.0 + search_pipelines(problems, tree).best.step_s
 
-    def proves_little(chain, schedules, beat_s, **options):
-        return 0.5 * beat_s
+    class ProvesLittle:
+        bound_s = 0.5 * step_s
 
-    monkeypatch.setattr(pipeline_search, "search_faster_stages", proves_little)
+        def __init__(self, chain, schedules):
+            pass
+
+        def close(self, beat_s):
+            pass
+
+        def branch(self, beat_s, max_branches):
+            pass
+
+        def answer(self, beat_s):
+            return self.bound_s
+
+    monkeypatch.setattr(pipeline_search, "StageSearch", ProvesLittle)
     outcome = search_pipelines(problems, tree, step_s=step_s, lower_bound_s=step_s)
     assert outcome.best is None
     assert outcome.lower_bound_s <= 0.51 * step_s
