@@ -47,16 +47,18 @@ Collective = Callable[[str, float, Axes], float]
 
 @dataclass(frozen=True, eq=False)
 class RegionTable:
-    """A region typed for one microbatch of one rank. prices and memories: by what is recomputed.
-    weight_s: of the backward, what only makes weight gradients (price/weight_gradients.py).
+    """A region typed for one microbatch of one rank. prices: by what is recomputed. weight_s: of
+    the backward, what only makes weight gradients (price/weight_gradients.py).
+
+    Bytes are asked for where seconds do not rule a strategy out. memory: given what is recomputed.
     saved_output_bytes: of its outputs, what a reader keeps for its backward."""
 
     mesh: Mesh
     prices: Mapping[Recompute, RegionPrice]
-    memories: Mapping[Recompute, RegionMemory]
     parameters: tuple[Parameter, ...]
     weight_s: float
-    saved_output_bytes: int
+    memory: Callable[[Recompute], RegionMemory]
+    saved_output_bytes: Callable[[], int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,19 +153,51 @@ class StageContext:
         return self.placed[key]
 
 
+@dataclass(frozen=True)
+class MicrobatchSeconds:
+    """A microbatch of one layer: kernels and collectives in the graph; what ZeRO gathers and
+    reduces beside them; both, overlapped."""
+
+    busy_forward_s: float
+    busy_backward_s: float
+    gather_s: float
+    shard_reduce_s: float
+
+    @property
+    def forward_s(self) -> float:
+        return max(self.busy_forward_s, self.gather_s)
+
+    @property
+    def backward_s(self) -> float:
+        return max(self.busy_backward_s, self.gather_s + self.shard_reduce_s)
+
+
+def microbatch_seconds(
+    table: RegionTable, strategy: UniformStrategy, context: StageContext
+) -> MicrobatchSeconds:
+    """What a microbatch of a layer of `table` takes under `strategy`."""
+    price = table.prices[strategy.recompute]
+    sums, copies = context.place(table.parameters, strategy.zero)
+    return MicrobatchSeconds(
+        _forward_s(price) + copies.forward_s,
+        _backward_s(price) + copies.backward_s,
+        _seconds("all_gather", sums.gathered, context, copies.alone),
+        _seconds("reduce_scatter", sums.scattered, context, copies.alone),
+    )
+
+
 def strategy_costs(
     table: RegionTable, strategy: UniformStrategy, context: StageContext
 ) -> StrategyCosts:
     """The costs of a layer of `table` under `strategy`."""
-    price, memory = table.prices[strategy.recompute], table.memories[strategy.recompute]
+    price, memory = table.prices[strategy.recompute], table.memory(strategy.recompute)
     sums, copies = context.place(table.parameters, strategy.zero)
-    forward_s = _forward_s(price) + copies.forward_s
-    backward_s = _backward_s(price) + copies.backward_s
-    gather_s, shard_reduce_s, gather_once_s, reduce_s, all_reduce_s = (
+    seconds = microbatch_seconds(table, strategy, context)
+    forward_s, backward_s = seconds.busy_forward_s, seconds.busy_backward_s
+    gather_s, shard_reduce_s = seconds.gather_s, seconds.shard_reduce_s
+    gather_once_s, reduce_s, all_reduce_s = (
         _seconds(kind, bytes_by_group, context, copies.alone)
         for kind, bytes_by_group in (
-            ("all_gather", sums.gathered),
-            ("reduce_scatter", sums.scattered),
             ("all_gather", sums.gathered_once),
             ("reduce_scatter", sums.scattered_once),
             ("all_reduce", sums.reduced),
@@ -173,14 +207,14 @@ def strategy_costs(
     whole_s = optimizer_s(sums.updated, context.costs, context.optimizer)
     late_s = max(0.0, reduce_s - backward_s) + max(0.0, gather_once_s - forward_s)
     first_s = reduce_s + gather_once_s - late_s + gather_s + shard_reduce_s
-    activation_bytes = memory.saved_bytes + table.saved_output_bytes
+    activation_bytes = memory.saved_bytes + table.saved_output_bytes()
     update_bytes = FOREACH_FACTOR[context.optimizer] * sums.updated
     return StrategyCosts(
         strategy=strategy,
         compute_forward_s=price.forward_s + copies.forward_s,
         compute_backward_s=price.backward_s + copies.backward_s,
-        forward_s=max(forward_s, gather_s),
-        backward_s=max(backward_s, gather_s + shard_reduce_s),
+        forward_s=seconds.forward_s,
+        backward_s=seconds.backward_s,
         weight_s=table.weight_s,
         gather_s=gather_s,
         shard_reduce_s=shard_reduce_s,

@@ -16,6 +16,7 @@ is, so that the layouts at the boundaries agree.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -31,13 +32,19 @@ from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import Degrees, Recompute, TpMode, UniformStrategy
 from meshfold.passes.memory.local_program import Probe
-from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import program_states
-from meshfold.passes.pipeline.layers import RegionTable, StageContext, StrategyCosts, strategy_costs
+from meshfold.passes.pipeline.layers import (
+    RegionTable,
+    StageContext,
+    StrategyCosts,
+    microbatch_seconds,
+    strategy_costs,
+)
 from meshfold.passes.pipeline.parameters import Axes, parameters_of
+from meshfold.passes.pipeline.region_bytes import RegionBytes
 from meshfold.passes.price.parameters import local_bytes
 from meshfold.passes.price.weight_gradients import weight_gradients_s
-from meshfold.passes.region.search import RegionSolution
+from meshfold.passes.region.space import SearchCache
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.run.hull import FloatArray, IntArray
 from meshfold.passes.split.microbatch import MicrobatchGraphs, has_own_statistics
@@ -102,6 +109,7 @@ class PipelineProblems:
         self.launch_s = CostModel(cluster, build_mesh(cluster, 1, 1)).launch_s
         self._holders = _num_holders(folded)
         self._searches: dict[tuple[int, Degrees], MeshSearch] = {}
+        self._caches: dict[int, SearchCache] = {}
         self._tables: dict[_TableKey, ProgramTables] = {}
         self._layer_costs: dict[tuple[UniformStrategy, ...], list[list[StrategyCosts]]] = {}
         self._contexts: dict[tuple[int, Degrees], StageContext] = {}
@@ -166,13 +174,12 @@ class PipelineProblems:
     def fastest_s(self, strategies: Sequence[UniformStrategy]) -> list[tuple[float, float]]:
         """Least seconds of a forward, and of a microbatch both ways, for each layer."""
         tables = self.tables(strategies[0], list(dict.fromkeys(s.recompute for s in strategies)))
-        least = [
-            (
-                min(x.forward_s for x in layer_costs),
-                min(x.forward_s + x.backward_s for x in layer_costs),
-            )
-            for layer_costs in self.layer_costs(strategies)
-        ]
+        context = self._context(strategies[0])
+        least = []
+        for table in tables.regions:
+            each = [microbatch_seconds(table, strategy, context) for strategy in strategies]
+            forward_s = min(x.forward_s for x in each)
+            least.append((forward_s, min(x.forward_s + x.backward_s for x in each)))
         return [least[i.region] for i in tables.folded.instances]
 
     def mesh(self, degrees: UniformStrategy) -> Mesh:
@@ -193,48 +200,32 @@ class PipelineProblems:
         if key not in self._searches:
             mesh = build_mesh(self.cluster, **degrees.of_mesh)
             size = self.batch_size // num_slices
-            self._searches[key] = MeshSearch(folded, self.cluster, mesh, size)
+            cache = self._caches.setdefault(num_slices, SearchCache.of(folded))
+            self._searches[key] = MeshSearch(folded, self.cluster, mesh, size, cache)
         search = self._searches[key]
         program = search.solve(zero=0, mode=mode)
         solutions = search.solutions(mode)
+        bytes_of = RegionBytes(folded, search, solutions, recomputes, self.probe)
         tables = [
-            self._region(folded, r, search, solution, recomputes)
-            for r, solution in enumerate(solutions)
+            RegionTable(
+                search.mesh,
+                {x: solution.pricer.price(solution.typing.slots, x) for x in recomputes},
+                parameters_of(region.graph, solution.typing, search.mesh, self._holders[r]),
+                weight_gradients_s(region.graph, solution.rules, search.costs),
+                partial(bytes_of.memory, r),
+                partial(bytes_of.saved_output_bytes, r),
+            )
+            for r, (region, solution) in enumerate(zip(folded.regions, solutions, strict=True))
         ]
-        saved = _saved_outputs(folded, tables)
         states = program_states(folded, program.typings, search.mesh)
         crossing = _crossing_bytes(folded, [s.typing.outputs for s in solutions], search)
         return ProgramTables(
             folded,
-            tuple(
-                replace(table, saved_output_bytes=k) for table, k in zip(tables, saved, strict=True)
-            ),
+            tuple(tables),
             crossing,
             states.buffers,
             states.inputs,
             program.sharded_fraction,
-        )
-
-    def _region(
-        self,
-        folded: FoldedGraph,
-        region: int,
-        search: MeshSearch,
-        solution: RegionSolution,
-        recomputes: Sequence[Recompute],
-    ) -> RegionTable:
-        graph, typing = folded.regions[region].graph, solution.typing
-        memory = MemoryModel(search.costs, self.probe)
-        floats = next(i.floats for i in folded.instances if i.region == region)
-        return RegionTable(
-            mesh=search.mesh,
-            prices={r: solution.pricer.price(typing.slots, r) for r in recomputes},
-            memories={
-                r: memory.region(graph, replace(typing, recompute=r), floats) for r in recomputes
-            },
-            parameters=parameters_of(graph, typing, search.mesh, self._holders[region]),
-            weight_s=weight_gradients_s(graph, solution.rules, search.costs),
-            saved_output_bytes=0,
         )
 
     # StageContext.
@@ -306,21 +297,6 @@ def _num_holders(folded: FoldedGraph) -> list[list[int]]:
             if source.kind is SourceKind.PARAMETER:
                 of_region[i] = max(of_region[i], len(readers[source.name]))
     return holders
-
-
-def _saved_outputs(folded: FoldedGraph, tables: Sequence[RegionTable]) -> list[int]:
-    """Bytes of each region's outputs that a reader saves for its backward in any case."""
-    saved: list[dict[int, int]] = [{} for _ in tables]
-    for instance in folded.instances:
-        readers = tables[instance.region].memories.values()
-        for slot, source in enumerate(instance.sources):
-            if source.kind is not SourceKind.VALUE:
-                continue
-            if any(slot in memory.saved_slots for memory in readers):
-                maker = folded.instances[source.instance].region
-                sizes = [m.output_bytes[source.output] for m in tables[maker].memories.values()]
-                saved[maker][source.output] = max(sizes)
-    return [sum(outputs.values()) for outputs in saved]
 
 
 def _crossing_bytes(

@@ -66,6 +66,10 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
     )
     outcome = search_pipelines(problems, tree, step_s=known[0], lower_bound_s=known[1])
     best = outcome.best
+    if best is not None and without is not None:
+        least_s = without.time.step_s * (1 - LEAST_GAIN)
+        if best.step_s > least_s:
+            best, outcome = None, replace(outcome, best=None)
     if best is None and without is None:
         raise _infeasible(problems, tree)
     baselines = _baselines(problems, tree, without if best else None)
@@ -83,6 +87,11 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
         stats=stats,
         notes=(*_notes(request, problems, best), *_why(options, without, best)),
     )
+
+
+LEAST_GAIN = 5e-3
+"""What a pipeline is faster by than a plan in one pass, which trains by a plain loop, to be
+taken; the gap covers it."""
 
 
 def search_spec(request: PlanRequest, without: Sequence[str]) -> SearchSpec:

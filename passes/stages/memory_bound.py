@@ -109,7 +109,7 @@ def fluid_step_s(problem: StageProblem, in_flight: IntArray, factor: float) -> f
     if answer.x is None:
         return 0.0
     prices = np.maximum(0.0, -answer.ineqlin.marginals)
-    return scale * _dual(prices, left, of_z, limits, columns.layer, numbers)
+    return float(scale * _dual(prices, left, of_z, limits, columns.layer, numbers))
 
 
 def _dual(
