@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.memory.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.cost_models.op_costs.cost_model import CostModel
-from meshfold.ir.mesh import Mesh
+from meshfold.ir.mesh import DATA_AXIS, Mesh
 from meshfold.ir.strategy import Recompute, UniformStrategy
 from meshfold.passes.pipeline.parameters import (
     Axes,
@@ -37,6 +37,7 @@ from meshfold.passes.pipeline.parameters import (
     Parameter,
     ParameterSums,
     copies_of,
+    data_axes,
 )
 from meshfold.passes.price.region import RegionPrice
 from meshfold.passes.price.step import optimizer_s
@@ -48,7 +49,8 @@ Collective = Callable[[str, float, Axes], float]
 @dataclass(frozen=True, eq=False)
 class RegionTable:
     """A region typed for one microbatch of one rank. prices: by what is recomputed. weight_s: of
-    the backward, what only makes weight gradients (price/weight_gradients.py).
+    the backward, what only makes weight gradients (price/weight_gradients.py). loss_bytes: of the
+    loss, which is summed over the ranks of dp with every microbatch; 0 in other regions.
 
     Bytes are asked for where seconds do not rule a strategy out. memory: given what is recomputed.
     saved_output_bytes: of its outputs, what a reader keeps for its backward."""
@@ -57,6 +59,7 @@ class RegionTable:
     prices: Mapping[Recompute, RegionPrice]
     parameters: tuple[Parameter, ...]
     weight_s: float
+    loss_bytes: int
     memory: Callable[[Recompute], RegionMemory]
     saved_output_bytes: Callable[[], int]
 
@@ -160,6 +163,9 @@ class MicrobatchSeconds:
 
     busy_forward_s: float
     busy_backward_s: float
+    loss_s: float
+    """Of busy_forward_s what sums the loss over dp."""
+
     gather_s: float
     shard_reduce_s: float
 
@@ -178,9 +184,11 @@ def microbatch_seconds(
     """What a microbatch of a layer of `table` takes under `strategy`."""
     price = table.prices[strategy.recompute]
     sums, copies = context.place(table.parameters, strategy.zero)
+    loss_s = context.over("all_reduce", table.loss_bytes, data_axes(context.mesh))
     return MicrobatchSeconds(
-        _forward_s(price) + copies.forward_s,
+        _forward_s(price) + copies.forward_s + loss_s,
         _backward_s(price) + copies.backward_s,
+        loss_s,
         _seconds("all_gather", sums.gathered, context, copies.alone),
         _seconds("reduce_scatter", sums.scattered, context, copies.alone),
     )
@@ -218,7 +226,7 @@ def strategy_costs(
         weight_s=table.weight_s,
         gather_s=gather_s,
         shard_reduce_s=shard_reduce_s,
-        graph_s=price.communication_s,
+        graph_s=_with_loss(price.communication_s, seconds.loss_s),
         once_s=gather_once_s + reduce_s,
         exposed_s=late_s + copies.once_s + context.first_share * first_s,
         tied_s=sum(context.over_holders(size, holders) for size, holders in sums.tied),
@@ -232,6 +240,10 @@ def strategy_costs(
         gathered_bytes=2 * sums.gathered.total(),
         workspace_bytes=sums.workspace_bytes(memory),
     )
+
+
+def _with_loss(graph_s: Mapping[str, float], loss_s: float) -> Mapping[str, float]:
+    return {**graph_s, DATA_AXIS: graph_s.get(DATA_AXIS, 0.0) + loss_s} if loss_s else graph_s
 
 
 def _seconds(

@@ -62,6 +62,13 @@ def parameters_of(
     return tuple(found)
 
 
+def data_axes(mesh: Mesh) -> Axes:
+    """The axes of the storage mesh that dp is."""
+    if mesh.names[:1] != (DATA_AXIS,):
+        return ()
+    return (REPLICATE_AXIS, SHARD_AXIS) if mesh.replicas > 1 else (DATA_AXIS,)
+
+
 @dataclass(frozen=True)
 class _Placed:
     """A parameter under one ZeRO level, on the storage mesh. unsharded, layout: in a step and
@@ -75,16 +82,15 @@ class _Placed:
 
 
 def _place(parameter: Parameter, zero: int, mesh: Mesh) -> _Placed:
-    data: Axes = (DATA_AXIS,) if mesh.names[:1] == (DATA_AXIS,) else ()
-    unsharded = (*(INVARIANT for _ in data), *parameter.layout)
+    has_data = mesh.names[:1] == (DATA_AXIS,)
+    unsharded = (*(INVARIANT for _ in range(has_data)), *parameter.layout)
     is_unsharded = parameter.num_holders > 1 or not zero
     layout = unsharded if is_unsharded else sharded_layout(parameter.value, unsharded, mesh)
     unsharded, layout = mesh.on_storage(unsharded), mesh.on_storage(layout)
     names = mesh.storage.names
     shard_axes = tuple(n for n, a, b in zip(names, unsharded, layout, strict=True) if a != b)
-    if data and mesh.replicas > 1:
-        data = REPLICATE_AXIS, SHARD_AXIS
-    rest = tuple(name for name in (*data, *parameter.summed) if name not in shard_axes)
+    summed = *data_axes(mesh), *parameter.summed
+    rest = tuple(name for name in summed if name not in shard_axes)
     return _Placed(unsharded, layout, shard_axes, rest)
 
 

@@ -205,6 +205,7 @@ class PipelineProblems:
         search = self._searches[key]
         program = search.solve(zero=0, mode=mode)
         solutions = search.solutions(mode)
+        loss_bytes = _loss_bytes(folded)
         bytes_of = RegionBytes(folded, search, solutions, recomputes, self.probe)
         tables = [
             RegionTable(
@@ -212,6 +213,7 @@ class PipelineProblems:
                 {x: solution.pricer.price(solution.typing.slots, x) for x in recomputes},
                 parameters_of(region.graph, solution.typing, search.mesh, self._holders[r]),
                 weight_gradients_s(region.graph, solution.rules, search.costs),
+                loss_bytes.get(r, 0),
                 partial(bytes_of.memory, r),
                 partial(bytes_of.saved_output_bytes, r),
             )
@@ -297,6 +299,16 @@ def _num_holders(folded: FoldedGraph) -> list[list[int]]:
             if source.kind is SourceKind.PARAMETER:
                 of_region[i] = max(of_region[i], len(readers[source.name]))
     return holders
+
+
+def _loss_bytes(folded: FoldedGraph) -> dict[int, int]:
+    """Bytes of the loss, by the region that makes it."""
+    source = folded.outputs[0].source
+    if not folded.returns.has_loss or source.kind is not SourceKind.VALUE:
+        return {}
+    region = folded.instances[source.instance].region
+    graph = folded.regions[region].graph
+    return {region: ITEM_BYTES[graph.values[graph.outputs[source.output]].dtype]}
 
 
 def _crossing_bytes(
