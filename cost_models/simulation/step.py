@@ -17,7 +17,7 @@ all-reduce (meshfold.ir.node_groups) has the shard that crosses nodes besides th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshfold.cost_models.simulation.chained_run import ChainedRun, Epilogue
 from meshfold.cost_models.simulation.hierarchical_all_reduce import (
@@ -38,6 +38,22 @@ from meshfold.ir.step_events import (
 
 
 @dataclass(frozen=True)
+class SimulatedPass:
+    """A pass of one microbatch by itself: none leaves anything on the links to the next one."""
+
+    compute_s: float = 0.0
+    contention_s: float = 0.0
+    exposed_s: float = 0.0
+    transfers: tuple[Transfer, ...] = ()
+    tail_s: float = 0.0
+    """Of a backward the end of exposed_s: its reductions, behind the gradients that it sends."""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.contention_s + self.exposed_s
+
+
+@dataclass(frozen=True)
 class Simulation:
     """A simulated step with its timeline: what ran when, and (from, bytes alive) over time."""
 
@@ -52,7 +68,8 @@ def simulate(events: StepEvents) -> Simulation:
     run = _Run(events)
     run.forward()
     run.backward()
-    run.end()
+    run.finish_reductions()
+    run.update()
     streams = run.streams
     peak_s, peak_bytes = max(run.memory, key=lambda sample: sample[1])
     contention_s = streams.now_s - streams.compute_s - streams.exposed_s
@@ -66,6 +83,27 @@ def simulate(events: StepEvents) -> Simulation:
         peak_s=peak_s,
     )
     return Simulation(step, tuple(streams.spans), tuple(streams.transfers), tuple(run.memory))
+
+
+def simulate_passes(events: StepEvents) -> tuple[SimulatedPass, SimulatedPass]:
+    """The forward and the backward of `events`, without the optimizer's update."""
+    run = _Run(events)
+    run.forward()
+    forward = _passed(run.streams, SimulatedPass())
+    run.backward()
+    sent_s = run.streams.now_s
+    run.finish_reductions()
+    backward = _passed(run.streams, forward)
+    return forward, replace(backward, tail_s=run.streams.now_s - sent_s)
+
+
+def _passed(streams: Streams, before: SimulatedPass) -> SimulatedPass:
+    """What has run since `before`, which began with the step."""
+    compute_s = streams.compute_s - before.compute_s
+    exposed_s = streams.exposed_s - before.exposed_s
+    contention_s = streams.now_s - before.seconds - compute_s - exposed_s
+    transfers = tuple(streams.transfers[len(before.transfers) :])
+    return SimulatedPass(compute_s, max(0.0, contention_s), exposed_s, transfers)
 
 
 class _Use:
@@ -159,11 +197,13 @@ class _Run:
             self._run(i, self.regions[i].backward, moment=2 * count - 1 - i)
             self._forget_packed()
 
-    def end(self) -> None:
+    def finish_reductions(self) -> None:
         for reduction in self.reductions:
             self.reducing.finish(reduction)
         for trailing in [self.reducing.start(c) for c in self.events.trailing]:
             self.reducing.finish(trailing)
+
+    def update(self) -> None:
         self._release(list(self.unsharded))
         self.flying = []
         self._note(2 * len(self.regions), 0)

@@ -1,0 +1,109 @@
+"""The program of a priced pipeline, typed on the mesh of one stage, and its simulated step.
+
+Layers were priced without the dp axis (layers.py). What is emitted has types on every axis, so the
+regions are typed once more here, on dp x ep x cp x tp for the graph of one microbatch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.simulation.pipeline import StageEvents, simulate_pipeline
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.step_events import SimulatedStep
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.events.stages import stage_events
+from meshfold.passes.graph.variants import split_regions
+from meshfold.passes.memory.zero import sharded_layout
+from meshfold.passes.pipeline.layers import StrategyCosts
+from meshfold.passes.pipeline.problem import PipelineProblems
+from meshfold.passes.pipeline.search import PricedPipeline
+from meshfold.passes.region.typing import MeshSearch
+
+
+@dataclass(frozen=True)
+class RegionChoice:
+    """What instances of one region of the split graph do. region: of the graph before."""
+
+    region: int
+    layer_costs: StrategyCosts
+
+
+class TypedPipeline:
+    """The program that `found` runs: folded, of one microbatch; split, with a region per choice;
+    typings of these, on `mesh`, that of one stage."""
+
+    def __init__(self, problems: PipelineProblems, found: PricedPipeline) -> None:
+        degrees = found.problem.degrees
+        self.problems = problems
+        self.found = found
+        self.mesh = build_mesh(problems.cluster, **degrees.degrees.of_mesh)
+        self.folded: FoldedGraph = problems.microbatches.graph(degrees.microbatches)
+        names = [x.strategy.label for x in found.layers]
+        self.split = split_regions(self.folded, names)
+        pairs = zip(self.split.instances, self.folded.instances, found.layers, strict=True)
+        self.choices = {new.region: RegionChoice(old.region, x) for new, old, x in pairs}
+        size = problems.batch_size // degrees.microbatches
+        self.search = MeshSearch(self.folded, problems.cluster, self.mesh, size)
+        self.program = self.search.solve(zero=0, mode=degrees.tp_mode)
+        self.typings = tuple(map(self._typing, range(len(self.split.regions))))
+
+    def _typing(self, region: int) -> RegionTyping:
+        choice = self.choices[region]
+        typing, strategy = self.program.typings[choice.region], choice.layer_costs.strategy
+        slots = list(typing.slots)
+        if strategy.zero:
+            graph = self.folded.regions[choice.region].graph
+            for i in self.problems.untied_parameters(choice.region):
+                slots[i] = sharded_layout(graph.values[i], slots[i], self.mesh)
+        return replace(
+            typing,
+            slots=tuple(slots),
+            recompute=strategy.recompute,
+            reshard_after_forward=strategy.reshard_after_forward,
+            accumulate_unsharded=strategy.accumulate_unsharded,
+        )
+
+    @cached_property
+    def events(self) -> tuple[StageEvents, ...]:
+        """What each stage does with a microbatch."""
+        found, degrees = self.found, self.found.problem.degrees
+        solutions = self.search.solutions(degrees.tp_mode)
+        written = stage_events(
+            self.split,
+            self.typings,
+            [solutions[self.choices[r].region].pricer for r in range(len(self.typings))],
+            self.search.costs,
+            self.problems.probe,
+            first=[stage.first for stage in found.plan.stages],
+            num_microbatches=degrees.microbatches,
+        )
+        return tuple(self._with_updates(written))
+
+    def _with_updates(self, written: list[StageEvents]) -> Iterator[StageEvents]:
+        found = self.found
+        splits = found.plan.schedule.splits_backward
+        for events, stage in zip(written, found.plan.stages, strict=True):
+            layers = found.layers[stage.first : stage.end]
+            yield replace(
+                events,
+                weight_s=stage.weight_s if splits else 0.0,
+                tied_s=sum(x.tied_s for x in layers),
+                update_s=sum(x.optimizer_s for x in layers),
+            )
+
+    def simulated_step(self) -> SimulatedStep | None:
+        """The step of the device that ends last; None where layers offload, which has no events."""
+        found = self.found
+        if any(x.strategy.offload != "none" for x in found.layers):
+            return None
+        problem = found.problem
+        needs = found.plan.memory_bytes
+        return simulate_pipeline(
+            found.plan.schedule,
+            self.events,
+            problem.chain.hop_s[[stage.first for stage in found.plan.stages[1:]]],
+            launch_s=problem.launch_s,
+            peak_bytes=max(needs) + problem.fixed_bytes,
+        )
