@@ -24,9 +24,13 @@ import numpy as np
 from meshfold.cost_models.pipeline.edge_microbatches import EdgeTimes, edge_ends_s
 from meshfold.cost_models.pipeline.makespan import Seconds, StageTimes
 from meshfold.cost_models.pipeline.schedules import Schedule
-from meshfold.cost_models.simulation.step import SimulatedPass, simulate_passes
+from meshfold.cost_models.simulation.passes import SimulatedPass, simulate_passes
 from meshfold.cost_models.simulation.streams import overlap_rows
 from meshfold.ir.step_events import OverlapRow, SimulatedStep, StepEvents
+
+
+ROUNDING = 1e-12
+"""Share of a step that sums of the same seconds in another order may differ by."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,7 @@ def simulate_pipeline(
         step,
         compute_s=compute_s,
         exposed_s=exposed_s,
-        # Rounding of sums may leave a little less than zero.
-        bubble_s=max(0.0, bubble_s),
+        bubble_s=bubble_s if bubble_s > ROUNDING * done_s[last] else 0.0,
         peak_bytes=peak_bytes,
     )
 

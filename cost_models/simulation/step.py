@@ -17,7 +17,7 @@ all-reduce (meshfold.ir.node_groups) has the shard that crosses nodes besides th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshfold.cost_models.simulation.chained_run import ChainedRun, Epilogue
 from meshfold.cost_models.simulation.hierarchical_all_reduce import (
@@ -38,22 +38,6 @@ from meshfold.ir.step_events import (
 
 
 @dataclass(frozen=True)
-class SimulatedPass:
-    """A pass of one microbatch by itself: none leaves anything on the links to the next one."""
-
-    compute_s: float = 0.0
-    contention_s: float = 0.0
-    exposed_s: float = 0.0
-    transfers: tuple[Transfer, ...] = ()
-    tail_s: float = 0.0
-    """Of a backward the end of exposed_s: its reductions, behind the gradients that it sends."""
-
-    @property
-    def seconds(self) -> float:
-        return self.compute_s + self.contention_s + self.exposed_s
-
-
-@dataclass(frozen=True)
 class Simulation:
     """A simulated step with its timeline: what ran when, and (from, bytes alive) over time."""
 
@@ -65,7 +49,7 @@ class Simulation:
 
 def simulate(events: StepEvents) -> Simulation:
     """Linear in the number of events."""
-    run = _Run(events)
+    run = StepRun(events)
     run.forward()
     run.backward()
     run.finish_reductions()
@@ -83,27 +67,6 @@ def simulate(events: StepEvents) -> Simulation:
         peak_s=peak_s,
     )
     return Simulation(step, tuple(streams.spans), tuple(streams.transfers), tuple(run.memory))
-
-
-def simulate_passes(events: StepEvents) -> tuple[SimulatedPass, SimulatedPass]:
-    """The forward and the backward of `events`, without the optimizer's update."""
-    run = _Run(events)
-    run.forward()
-    forward = _passed(run.streams, SimulatedPass())
-    run.backward()
-    sent_s = run.streams.now_s
-    run.finish_reductions()
-    backward = _passed(run.streams, forward)
-    return forward, replace(backward, tail_s=run.streams.now_s - sent_s)
-
-
-def _passed(streams: Streams, before: SimulatedPass) -> SimulatedPass:
-    """What has run since `before`, which began with the step."""
-    compute_s = streams.compute_s - before.compute_s
-    exposed_s = streams.exposed_s - before.exposed_s
-    contention_s = streams.now_s - before.seconds - compute_s - exposed_s
-    transfers = tuple(streams.transfers[len(before.transfers) :])
-    return SimulatedPass(compute_s, max(0.0, contention_s), exposed_s, transfers)
 
 
 class _Use:
@@ -135,9 +98,13 @@ class _Bucket:
         self.flat_bytes = 0
 
 
-class _Run:
-    def __init__(self, events: StepEvents) -> None:
+class StepRun:
+    """The runtime during one step. releases_all: whether the parameters of the last instance are
+    released after its forward, too."""
+
+    def __init__(self, events: StepEvents, *, releases_all: bool = False) -> None:
         self.events = events
+        self.releases_all = releases_all
         self.streams = Streams(events.slowdown)
         self.regions: list[RegionEvents] = [events.regions[r] for r in events.instances]
         self.uses = [
@@ -232,7 +199,7 @@ class _Run:
         """An instance is over; its parameters are released as at the end of its body."""
         if self.is_backward:
             self._release([u for u in self.unsharded if u.instance > self.chained.own.instance])
-        elif i in self.following and self.regions[i].reshard_after_forward:
+        elif self.regions[i].reshard_after_forward and (i in self.following or self.releases_all):
             self._release(self.uses[i])
 
     def _act(self, i: int, event: Event, moment: int) -> None:
