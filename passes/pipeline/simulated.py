@@ -4,7 +4,7 @@ Layers were priced without the dp axis (layers.py). What is emitted has types on
 regions are typed once more here, on dp x ep x cp x tp for the graph of one microbatch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.events.stages import stage_events
 from meshfold.passes.graph.variants import split_regions
 from meshfold.passes.memory.zero import sharded_layout
+from meshfold.passes.one_pass.shortlist import CONTENTION_RATIO, SHORTLIST_SIZE
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PricedPipeline
@@ -107,3 +108,22 @@ class TypedPipeline:
             launch_s=problem.launch_s,
             peak_bytes=max(needs) + problem.fixed_bytes,
         )
+
+
+def simulated_step_s(problems: PipelineProblems, found: PricedPipeline) -> float:
+    """Seconds of the simulated step of `found`, in some 0.05 CPU seconds; added up where layers
+    offload."""
+    step = TypedPipeline(problems, found).simulated_step()
+    return found.step_s if step is None else step.step_s
+
+
+def rank_pipelines(
+    problems: PipelineProblems, found: Sequence[PricedPipeline]
+) -> list[PricedPipeline]:
+    """Pipelines of one program, the best first: by simulated time to four digits, then as added up.
+    Those that are no more than CONTENTION_RATIO slower than the best sum are simulated, at most
+    SHORTLIST_SIZE of them (passes/one_pass/shortlist.py); the others follow by their sums."""
+    by_sum = sorted(found, key=lambda x: x.step_s)
+    close = [x for x in by_sum if x.step_s <= CONTENTION_RATIO * by_sum[0].step_s][:SHORTLIST_SIZE]
+    ranked = sorted(close, key=lambda x: float(f"{simulated_step_s(problems, x):.3e}"))
+    return [*ranked, *by_sum[len(close) :]]

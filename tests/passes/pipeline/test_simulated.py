@@ -11,6 +11,12 @@ from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.one_pass.tree import SearchSpec
+from meshfold.passes.pipeline import simulated
+from meshfold.passes.pipeline.problem import PipelineProblems
+from meshfold.passes.pipeline.search import PricedPipeline, search_pipelines
+from meshfold.passes.pipeline.simulated import rank_pipelines, simulated_step_s
+from meshfold.passes.pipeline.tree import grow_pipelines
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 
@@ -61,3 +67,37 @@ def test_reductions_of_the_last_microbatch_overlap_its_backward() -> None:
 
 def test_what_only_can_be_planned_is_simulated_but_for_offload() -> None:
     assert planned(2, dp=2, microbatches=2, recompute="selective").simulated is not None
+
+
+def pipelines() -> tuple[PipelineProblems, list[PricedPipeline]]:
+    """Three of one model on two devices."""
+    cluster = resolve_cluster("local-cpu", 2)
+    problems = PipelineProblems(llama(), cluster, CompileOptions(), BATCH, PROBER)
+    found = []
+    for pins in ({"pp": 2, "microbatches": 2}, {"pp": 2, "microbatches": 4}, {"dp": 2, "microbatches": 2}):
+        spec = SearchSpec(2, 2, BATCH, pins=pins)
+        best = search_pipelines(problems, grow_pipelines(spec, len(llama().instances))).best
+        assert best is not None
+        found.append(best)
+    return problems, found
+
+
+def test_pipelines_are_ranked_by_their_simulated_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems, found = pipelines()
+    by_sum = sorted(found, key=lambda x: x.step_s)
+    seconds = {id(x): 10.0 - k for k, x in enumerate(by_sum)}
+    monkeypatch.setattr(simulated, "simulated_step_s", lambda _, x: seconds[id(x)])
+    monkeypatch.setattr(simulated, "CONTENTION_RATIO", by_sum[1].step_s / by_sum[0].step_s)
+    ranked = rank_pipelines(problems, found)
+    # The third is too far behind by its sum to be simulated.
+    assert [id(x) for x in ranked] == [id(x) for x in (by_sum[1], by_sum[0], by_sum[2])]
+    monkeypatch.setattr(simulated, "simulated_step_s", lambda _, x: 1.0)
+    assert rank_pipelines(problems, found[::-1]) == by_sum
+
+
+def test_the_simulated_step_of_a_priced_pipeline_is_that_of_its_plan() -> None:
+    problems, found = pipelines()
+    steps = [simulated_step_s(problems, x) for x in found]
+    # Without collectives, each is its sum.
+    assert steps[:2] == pytest.approx([x.step_s for x in found[:2]], rel=1e-9)
+    assert steps[0] == planned(2, pp=2, microbatches=2).step_s
