@@ -66,7 +66,8 @@ def simulate_stages(stages: Sequence[StageEvents]) -> list[StagePasses]:
     known: dict[tuple[object, ...], tuple[SimulatedPass, SimulatedPass]] = {}
 
     def passes(events: StepEvents) -> tuple[SimulatedPass, SimulatedPass]:
-        key = id(events.regions), events.instances, events.trailing
+        buckets = events.reduce_buckets, events.allgather_buckets
+        key = id(events.regions), events.instances, events.trailing, buckets
         if key not in known:
             known[key] = simulate_passes(events)
         return known[key]

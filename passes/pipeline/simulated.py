@@ -13,6 +13,7 @@ from meshfold.cost_models.simulation.pipeline import StageEvents, simulate_pipel
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.step_events import SimulatedStep
 from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.events.bucketing import BucketSizes, bucketed_events
 from meshfold.passes.events.stages import stage_events
 from meshfold.passes.graph.variants import split_regions
 from meshfold.passes.memory.zero import sharded_layout
@@ -85,7 +86,17 @@ class TypedPipeline:
     def _with_updates(self, written: list[StageEvents]) -> Iterator[StageEvents]:
         found = self.found
         splits = found.plan.schedule.splits_backward
+        options = self.problems.options
+        pinned = options.reduce_bucket_pin, options.allgather_bucket_pin
+        sizes = BucketSizes(*pinned, options.hierarchical_all_reduce_pin)
+        costs = self.search.costs
         for events, stage in zip(written, found.plan.stages, strict=True):
+            if any((sizes.reductions, sizes.gathers, sizes.hierarchical)):
+                edge, inner = (
+                    bucketed_events(of, sizes, costs, keeps_last=False)
+                    for of in (events.edge, events.inner)
+                )
+                events = replace(events, edge=edge, inner=inner)
             layers = found.layers[stage.first : stage.end]
             yield replace(
                 events,

@@ -15,6 +15,7 @@ from meshfold.cost_models.simulation.pipeline import simulate_stages
 from meshfold.ir.op_graph import ITEM_BYTES
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
+from meshfold.passes.events.bucketing import BucketSizes, with_bucket_sizes
 from meshfold.passes.pipeline.simulated import TypedPipeline
 from meshfold.passes.planner import pipeline_assembly
 from meshfold.passes.planner.find import find_plan_for
@@ -22,6 +23,7 @@ from meshfold.runtime.batches import BatchReader
 from meshfold.runtime.pipeline_runner import PipelineRunner
 from meshfold.validation.collective_order import collectives_of
 
+BUCKETS = {"reduce_bucket_bytes": "40KB", "allgather_bucket_bytes": "40KB"}
 Collectives = list[tuple[str, str, int]]
 
 
@@ -53,7 +55,9 @@ def planned(
         probe=PROBER,
     )
     (typed,) = made
-    return plan, typed
+    options = typed.problems.options
+    sizes = BucketSizes(options.reduce_bucket_pin, options.allgather_bucket_pin)
+    return with_bucket_sizes(plan, sizes), typed
 
 
 def recorded(plan: Plan) -> Collectives:
@@ -101,6 +105,7 @@ def predicted(typed: TypedPipeline, num_microbatches: int) -> Collectives:
         {"dp": 2, "tp": 2, "sp": 0, "microbatches": 2, "zero": 1, "recompute": "full"},
         {"dp": 4, "dp_shard": 2, "microbatches": 2, "zero": 3},
         {"dp": 4, "dp_shard": 2, "microbatches": 2, "zero": 1},
+        *({"dp": 4, "microbatches": 2, "zero": zero, **BUCKETS} for zero in (0, 1, 3)),
     ],
     ids=lambda pins: "-".join(f"{k}{v}" for k, v in pins.items()),
 )

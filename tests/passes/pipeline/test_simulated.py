@@ -74,7 +74,11 @@ def pipelines() -> tuple[PipelineProblems, list[PricedPipeline]]:
     cluster = resolve_cluster("local-cpu", 2)
     problems = PipelineProblems(llama(), cluster, CompileOptions(), BATCH, PROBER)
     found = []
-    for pins in ({"pp": 2, "microbatches": 2}, {"pp": 2, "microbatches": 4}, {"dp": 2, "microbatches": 2}):
+    for pins in (
+        {"pp": 2, "microbatches": 2},
+        {"pp": 2, "microbatches": 4},
+        {"dp": 2, "microbatches": 2},
+    ):
         spec = SearchSpec(2, 2, BATCH, pins=pins)
         best = search_pipelines(problems, grow_pipelines(spec, len(llama().instances))).best
         assert best is not None
