@@ -72,6 +72,15 @@ FLASH_ATTENTION_1: Mapping[str, tuple[float, float]] = {
 OF_FLASH_ATTENTION_1 = ("llm-foundry",)
 """How rows name frameworks that ran them: flash-attn 1.0 was current when these were published."""
 
+WITHOUT_OVERLAP = ("DeepSpeed ZeRO-3",)
+"""How rows name frameworks that are taken to gain nothing by overlap: that of reductions
+(overlap_comm) was off by default in 2021 (microsoft/DeepSpeed, runtime/zero/constants.py). That
+gathers gained nothing either is assumed: from 768 to 1536 devices, at half the work of each, a step
+of the rows takes as long. The rates of their gathers are not published."""
+
+NO_GAIN = 2.0
+"""DeviceSpec.overlap_slowdown at which nothing is gained by overlap."""
+
 HOST_OP_S = 34e-6
 """Of the frameworks of published runs, per op of our graph: modules in Python, with hooks and
 checkpoints, issue twice as many kernels as an emitted program. Fitted: a microbatch of a small
@@ -188,6 +197,8 @@ def _cluster(run: Run) -> ClusterSpec:
 def _device(run: Run, device: DeviceSpec) -> DeviceSpec:
     """The device with the attention kernels and the host of the run's framework."""
     device = replace(device, host_op_s=HOST_OP_S)
+    if run.framework.startswith(WITHOUT_OVERLAP):
+        device = replace(device, overlap_slowdown=NO_GAIN)
     if run.framework.startswith(UNFUSED_ATTENTION):
         return replace(device, fused_attention=False)
     rates = FLASH_ATTENTION_1.get(run.gpu.split("-")[0])

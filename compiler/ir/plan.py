@@ -346,7 +346,8 @@ class Plan:
     regions: tuple[RegionPlan, ...]
     cluster: ClusterSpec
     simulated: SimulatedStep | None = None
-    """The step as simulated from its events; `time` is what the search added up."""
+    """The step as simulated from its events, or from those of its microbatches; `time` is what the
+    search added up."""
     events: StepEvents | None = None
     """Of a step without microbatches that can run."""
 

@@ -241,7 +241,8 @@ class OverlapRow:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A simulated step; step_s is the sum of the first three."""
+    """A simulated step, in a pipeline of the device that ends last; step_s is the sum of what
+    compute does and what it waits."""
 
     compute_s: Seconds
     contention_s: Seconds
@@ -250,12 +251,15 @@ class SimulatedStep:
     """What compute waits for collectives."""
     overlap: tuple[OverlapRow, ...]
     peak_bytes: Bytes
+    """With microbatches that of the memory model, which is not simulated; peak_s is 0 then."""
     peak_s: Seconds
     """When memory is at its peak, from the start of the step."""
+    bubble_s: Seconds = 0.0
+    """What the device waits for other stages, transfers included."""
 
     @property
     def step_s(self) -> Seconds:
-        return self.compute_s + self.contention_s + self.exposed_s
+        return self.compute_s + self.contention_s + self.exposed_s + self.bubble_s
 
     @property
     def hidden_share(self) -> Seconds:

@@ -121,11 +121,13 @@ def _added_up(time: TimeEstimate) -> Waterfall:
 
 
 def _simulated(step: SimulatedStep) -> Waterfall:
-    parts = (
+    parts = [
         ("compute", step.compute_s),
         ("slower beside collectives", step.contention_s),
         ("exposed communication", step.exposed_s),
-    )
+    ]
+    if step.bubble_s:
+        parts.append(("bubble", step.bubble_s))
     return Waterfall(tuple((label, s, seconds_text(s)) for label, s in parts))
 
 
@@ -169,10 +171,6 @@ def _how(plan: Plan) -> str:
             if step.overlap
             else "simulated"
         )
-    if plan.strategy.pp > 1:
-        return "layers added up per microbatch, then stages simulated; no overlap inside of stages"
-    if plan.schedule:
-        return "layers added up per microbatch: a step with microbatches is not simulated yet"
     if any(not region.strategy.runs for region in plan.regions):
         return "layers added up: a step that cannot run yet is not simulated"
     return "layers added up, not simulated"

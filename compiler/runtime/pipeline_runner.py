@@ -1,7 +1,8 @@
 """One training step of a pipeline: a device runs its actions in order.
 
     2F0   receive the inputs of stage 2 from stage 1, run the forward of microbatch 0, send
-    2B0   receive gradients from stage 3, run autograd's backward, send those of its inputs
+    2B0   receive gradients from stage 3, run autograd's backward; those of its inputs are sent as
+          soon as they are there, reductions are waited for afterwards
     2W0   make the gradients of weights that B left (meshfold.codegen.schedule.split_backward)
 
 Gradients add up in `.grad` over the microbatches. Once per step come: gathers of parameters that
@@ -12,7 +13,8 @@ to all. Microbatches on one device (gradient accumulation) go the same way, with
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -159,6 +161,30 @@ class _Saved:
     deferred: DeferredWeightGrads | None
 
 
+@contextmanager
+def _sending_back(
+    arrived: Sequence[Tensor], send: Callable[[Sequence[Tensor]], None]
+) -> Iterator[None]:
+    """Sends the gradients of what arrived to the stage before as soon as the backward inside has
+    all of them: that stage goes on while this one still waits for its reductions. What has no
+    gradient is sent as zeros, after the backward."""
+    missing = set(map(id, arrived))
+
+    def note(x: Tensor) -> None:
+        missing.discard(id(x))
+        if not missing:
+            send([x.grad for x in arrived if x.grad is not None])
+
+    hooks = [x.register_post_accumulate_grad_hook(note) for x in arrived]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if missing or not arrived:
+        send([torch.zeros_like(x) if x.grad is None else x.grad for x in arrived])
+
+
 class _Running:
     """One step."""
 
@@ -243,14 +269,10 @@ class _Running:
         gradients = self._take(action)
         if action.stage + 1 == len(self.pipeline.stages):
             gradients = [torch.ones_like(x) for x in trained]
-        if trained:
-            torch.autograd.backward(trained, gradients)
-        back = [
-            torch.zeros_like(x) if x.grad is None else x.grad
-            for x in arrived.values()
-            if x.requires_grad
-        ]
-        self._send(action, back)
+        waiting = [x for x in arrived.values() if x.requires_grad]
+        with _sending_back(waiting, lambda back: self._send(action, back)):
+            if trained:
+                torch.autograd.backward(trained, gradients)
 
     def _weight_gradients(self, action: StageAction) -> None:
         deferred = self.saved.pop((action.stage, action.microbatch)).deferred

@@ -9,8 +9,9 @@ for the schedules of meshfold.cost_models.pipeline.schedules by vectors over dev
 throughout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +21,8 @@ from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.cost_models.pipeline.vector_makespan import interleaved_ends_s, one_f_one_b_ends_s
 
 Seconds = NDArray[np.float64]
+
+NONE: Mapping[StageAction, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,14 +116,18 @@ def _gpipe_ends_s(num_microbatches: int, f: Seconds, b: Seconds, hop: Seconds) -
     return forwards_s + way_up + later * slowest_up
 
 
-def simulate_actions(actions: Sequence[Sequence[StageAction]], times: StageTimes) -> Seconds:
+def simulate_actions(
+    actions: Sequence[Sequence[StageAction]],
+    times: StageTimes,
+    extra_s: Mapping[StageAction, float] = NONE,
+) -> Seconds:
     """When each device ends, given the actions of each in order (any order, any number of virtual
-    stages).
+    stages). extra_s: what single actions take longer than others of their kind and stage.
 
     A W in the actions of a stage makes its B the input gradient. Raises ValueError for a deadlock,
     naming the action each stuck device waits with.
     """
-    timeline = _Timeline(actions, times)
+    timeline = _Timeline(actions, times, extra_s)
     return np.array([timeline.end_s(device[-1]) if device else 0.0 for device in actions])
 
 
@@ -163,7 +170,12 @@ class _Timeline:
     """When every action ends; by number, since a pipeline has many: (kind, stage, microbatch) in
     lexicographic order."""
 
-    def __init__(self, actions: Sequence[Sequence[StageAction]], times: StageTimes) -> None:
+    def __init__(
+        self,
+        actions: Sequence[Sequence[StageAction]],
+        times: StageTimes,
+        extra_s: Mapping[StageAction, float] = NONE,
+    ) -> None:
         self._stages = len(times.forward_s)
         self._microbatches = 1 + max((a.microbatch for d in actions for a in d), default=0)
         self._ends_s = [-1.0] * (3 * self._stages * self._microbatches)
@@ -173,8 +185,12 @@ class _Timeline:
             for stage in range(self._stages)
             for kind in Pass
         }
+        longer = {self._number(a): s for a, s in extra_s.items()}
         orders = [
-            [(self._number(a), self._needs(a, times), seconds[a.stage, a.kind]) for a in device]
+            [
+                (n, self._needs(a, times), seconds[a.stage, a.kind] + longer.get(n, 0.0))
+                for n, a in zip(map(self._number, device), device, strict=True)
+            ]
             for device in actions
         ]
         position = self._run(orders)

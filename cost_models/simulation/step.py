@@ -49,10 +49,11 @@ class Simulation:
 
 def simulate(events: StepEvents) -> Simulation:
     """Linear in the number of events."""
-    run = _Run(events)
+    run = StepRun(events)
     run.forward()
     run.backward()
-    run.end()
+    run.finish_reductions()
+    run.update()
     streams = run.streams
     peak_s, peak_bytes = max(run.memory, key=lambda sample: sample[1])
     contention_s = streams.now_s - streams.compute_s - streams.exposed_s
@@ -97,9 +98,13 @@ class _Bucket:
         self.flat_bytes = 0
 
 
-class _Run:
-    def __init__(self, events: StepEvents) -> None:
+class StepRun:
+    """The runtime during one step. releases_all: whether the parameters of the last instance are
+    released after its forward, too."""
+
+    def __init__(self, events: StepEvents, *, releases_all: bool = False) -> None:
         self.events = events
+        self.releases_all = releases_all
         self.streams = Streams(events.slowdown)
         self.regions: list[RegionEvents] = [events.regions[r] for r in events.instances]
         self.uses = [
@@ -159,11 +164,13 @@ class _Run:
             self._run(i, self.regions[i].backward, moment=2 * count - 1 - i)
             self._forget_packed()
 
-    def end(self) -> None:
+    def finish_reductions(self) -> None:
         for reduction in self.reductions:
             self.reducing.finish(reduction)
         for trailing in [self.reducing.start(c) for c in self.events.trailing]:
             self.reducing.finish(trailing)
+
+    def update(self) -> None:
         self._release(list(self.unsharded))
         self.flying = []
         self._note(2 * len(self.regions), 0)
@@ -192,7 +199,7 @@ class _Run:
         """An instance is over; its parameters are released as at the end of its body."""
         if self.is_backward:
             self._release([u for u in self.unsharded if u.instance > self.chained.own.instance])
-        elif i in self.following and self.regions[i].reshard_after_forward:
+        elif self.regions[i].reshard_after_forward and (i in self.following or self.releases_all):
             self._release(self.uses[i])
 
     def _act(self, i: int, event: Event, moment: int) -> None:

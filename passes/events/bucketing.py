@@ -174,8 +174,11 @@ def sizes_of(plan: Plan) -> BucketSizes:
     )
 
 
-def bucketed_events(events: StepEvents, sizes: BucketSizes, costs: CostModel) -> StepEvents:
-    """The same step with buckets of these sizes."""
+def bucketed_events(
+    events: StepEvents, sizes: BucketSizes, costs: CostModel, *, keeps_last: bool = True
+) -> StepEvents:
+    """The same step with buckets of these sizes. keeps_last: whether the last region stays
+    unsharded for its backward."""
     reductions = []
     for groups in fill_buckets(reductions_of(events), sizes.reductions or 0):
         of = _priced((_group(events, group).reduce for group in groups), costs)
@@ -186,8 +189,7 @@ def bucketed_events(events: StepEvents, sizes: BucketSizes, costs: CostModel) ->
     for groups in fill_buckets(gathers_of(events), sizes.gathers or 0):
         of = _priced((_group(events, group).gather for group in groups), costs)
         assert of is not None
-        # The last region stays unsharded for its backward.
-        saved = [g for g in groups if _group(events, g).saved and g[0] != last]
+        saved = [g for g in groups if _group(events, g).saved and not (keeps_last and g[0] == last)]
         regather = _priced((_group(events, group).gather for group in saved), costs)
         gathers.append(AllGatherBucket(groups, of, regather))
     events = replace(events, reduce_buckets=tuple(reductions), allgather_buckets=tuple(gathers))

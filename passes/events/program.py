@@ -12,9 +12,9 @@ from meshfold.cost_models.memory.step_memory import STATE_FACTOR, resident_over_
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph, SourceKind
 from meshfold.ir.spmd import Layout
-from meshfold.ir.step_events import StepEvents
+from meshfold.ir.step_events import CollectiveEvent, StepEvents
 from meshfold.ir.strategy import RegionTyping
-from meshfold.passes.events.region import PricedRegion, collective, region_events
+from meshfold.passes.events.region import Microbatch, PricedRegion, collective, region_events
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.region import MemoryModel
@@ -37,7 +37,7 @@ def program_events(
     """The events of a step in one pass. typings, pricers: per region. optimizer_s: seconds of its
     update. memory_model, reads: if at hand."""
     reads = reads or program_reads(folded)
-    written, numbers = _written(folded, typings, pricers, costs, probe, reads)
+    written, numbers = written_regions(folded, typings, pricers, costs, probe, reads)
     states = program_states(folded, typings, costs.mesh, None, reads)
     memory_model = memory_model or MemoryModel(costs, probe)
     memory = memory_model.instances(folded, typings, reads=reads)
@@ -49,10 +49,7 @@ def program_events(
     return StepEvents(
         regions=tuple(region.events for region in written),
         instances=tuple(numbers),
-        trailing=tuple(
-            collective("all_reduce", num_bytes, axes, costs.storage)
-            for (axes, _), num_bytes in _reduced_at_end(written, numbers).items()
-        ),
+        trailing=reduced_at_end(written, numbers, costs),
         optimizer_s=optimizer_s,
         resident_bytes=resident_over_time(memory, outputs, states, optimizer),
         fixed_bytes=states.parameters
@@ -64,13 +61,14 @@ def program_events(
     )
 
 
-def _written(
+def written_regions(
     folded: FoldedGraph,
     typings: Sequence[RegionTyping],
     pricers: Sequence[RegionPricer],
     costs: CostModel,
     probe: Probe,
     reads: ProgramReads,
+    microbatch: Microbatch = Microbatch.ONLY,
 ) -> tuple[list[PricedRegion], list[int]]:
     """(events per region and layouts that arrive, number of them per instance)."""
     regions: dict[tuple[int, tuple[Layout, ...]], int] = {}
@@ -86,19 +84,22 @@ def _written(
             variant = sum(region == r for region, _ in regions)
             regions[key] = len(written)
             name = folded.regions[r].name + (f".{variant}" if variant else "")
-            written.append(
-                region_events(name, typings[r], key[1], pricers[r], probe, instance.floats, costs)
-            )
+            of_region = typings[r], key[1], pricers[r], probe, instance.floats, costs, microbatch
+            written.append(region_events(name, *of_region))
         numbers.append(regions[key])
     return written, numbers
 
 
-def _reduced_at_end(
-    written: Sequence[PricedRegion], numbers: Sequence[int]
-) -> Counter[tuple[tuple[int, ...], str]]:
-    """(axes, dtype) -> bytes of gradients that all instances leave to the end."""
+def reduced_at_end(
+    written: Sequence[PricedRegion], numbers: Sequence[int], costs: CostModel
+) -> tuple[CollectiveEvent, ...]:
+    """The collectives of the gradients that instances, by number of what is written, leave to the
+    end: one for all alike in axes and dtype."""
     at_end: Counter[tuple[tuple[int, ...], str]] = Counter()
     for number, count in Counter(numbers).items():
         for where, num_bytes in written[number].reduced_at_end.items():
             at_end[where] += count * num_bytes
-    return at_end
+    return tuple(
+        collective("all_reduce", num_bytes, axes, costs.storage)
+        for (axes, _), num_bytes in at_end.items()
+    )

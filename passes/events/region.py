@@ -14,6 +14,7 @@ member, so its gradients are complete after the backward of that step.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from meshfold.cost_models.memory.live_ranges import LocalProgram, RegionTrace, trace_region
 from meshfold.cost_models.op_costs.cost_model import CostModel
@@ -31,7 +32,7 @@ from meshfold.passes.price.parameter_groups import (
     group_copies,
     parameter_group_key,
 )
-from meshfold.passes.price.parameters import local_bytes, stored_bytes
+from meshfold.passes.price.parameters import GroupCopies, local_bytes, stored_bytes
 from meshfold.passes.price.region import RegionPricer
 
 ReducedAtEnd = Mapping[tuple[tuple[int, ...], str], int]
@@ -40,6 +41,17 @@ the end."""
 
 _Work = tuple[float, CollectiveEvent | None]
 """Kernels of so many seconds, or a collective."""
+
+
+class Microbatch(Enum):
+    """Which microbatch of a step events are of (meshfold.zero.microbatch_state)."""
+
+    ONLY = auto()
+    EDGE = auto()
+    """Of several: the forward is that of the first, which gathers what stays unsharded, the
+    backward that of the last, which reduces what was added up."""
+    INNER = auto()
+    """Of several: the forward is not that of the first, the backward not that of the last."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +88,14 @@ def region_events(
     probe: Probe,
     floats: Sequence[float],
     costs: CostModel | None = None,
+    microbatch: Microbatch = Microbatch.ONLY,
 ) -> PricedRegion:
     """The events of one instance whose values arrive as `arriving`. pricer: of the same ops under
     the same rules; floats: its bindings; costs: of its mesh with the replicas of HSDP, which those
-    of the pricer need not know."""
+    of the pricer need not know; microbatch: that they are of."""
     costs = costs or pricer.costs
     builder = LocalProgramBuilder(pricer.graph, typing, arriving, costs, probe, floats)
-    return _Writer(name, pricer, builder).write()
+    return _Writer(name, pricer, builder, microbatch).write()
 
 
 def bytes_inside(
@@ -104,8 +117,15 @@ def bytes_inside(
 class _Writer:
     """builder: has not built its program yet."""
 
-    def __init__(self, name: str, pricer: RegionPricer, builder: LocalProgramBuilder) -> None:
+    def __init__(
+        self,
+        name: str,
+        pricer: RegionPricer,
+        builder: LocalProgramBuilder,
+        microbatch: Microbatch = Microbatch.ONLY,
+    ) -> None:
         self.name = name
+        self.microbatch = microbatch
         self.pricer = pricer
         self.costs = builder.costs
         self.mesh = self.costs.mesh
@@ -127,21 +147,17 @@ class _Writer:
             self.builder.uses[use]: b for b, (_, uses) in enumerate(self.groups) for use in uses
         }
         self.opened_at = self._opened_at()
-        self.copies = [
-            group_copies(
-                [(self.graph.values[v], self.stored[v]) for v, _ in uses], key.gather, self.storage
-            )
-            for key, uses in self.groups
-        ]
+        self.copies = [self._copies(key, uses) for key, uses in self.groups]
 
     def write(self) -> PricedRegion:
         at_end: dict[tuple[tuple[int, ...], str], int] = {}
         for key, uses in self.groups:
-            if not (key.gather and key.requires_grad):
+            if not (key.gather and key.requires_grad) or self.microbatch is Microbatch.INNER:
                 continue
             for v, used in uses:
                 _, reduce = changed_axes(self.stored[v], self.mesh.on_storage(used))
-                reduce = tuple(k for k in reduce if k not in key.replicas)
+                if self.sums_replicas:
+                    reduce = tuple(k for k in reduce if k not in key.replicas)
                 if reduce:
                     value = self.graph.values[v]
                     num_bytes = stored_bytes(value, self.arriving[v], self.mesh.sizes)
@@ -158,6 +174,27 @@ class _Writer:
         return PricedRegion(events, at_end)
 
     # Parameter groups.
+
+    def _copies(self, key: ParameterGroupKey, uses: Sequence[tuple[int, Layout]]) -> GroupCopies:
+        members = [(self.graph.values[v], self.stored[v]) for v, _ in uses]
+        copies = group_copies(members, key.gather, self.storage)
+        return GroupCopies(reduced_s=copies.reduced_s) if self._is_there(key) else copies
+
+    def _is_there(self, key: ParameterGroupKey) -> bool:
+        """Whether the first microbatch has gathered the group for this one, too."""
+        is_kept = bool(key.gather) and not self.typing.reshard_after_forward
+        return is_kept and self.microbatch is Microbatch.INNER
+
+    def _is_left(self, key: ParameterGroupKey) -> bool:
+        """Whether gradients are added up and left to the last microbatch."""
+        is_summed = self.typing.accumulate_unsharded or not key.gather
+        return is_summed and self.microbatch is Microbatch.INNER
+
+    @property
+    def sums_replicas(self) -> bool:
+        """Whether the reductions of HSDP include those over replicas; else shards of earlier
+        microbatches wait for them until the end."""
+        return self.microbatch is Microbatch.ONLY or self.typing.accumulate_unsharded
 
     def _opened_at(self) -> list[int]:
         """First step that reads a member of each group; past the end if none does."""
@@ -191,16 +228,21 @@ class _Writer:
         full_bytes = shards * sum(local_bytes(value, stored, sizes) for value, stored in pairs)
         shard_bytes = sum(stored_bytes(value, stored, sizes) for value, stored in pairs)
         reduction = None
-        if is_trained and gather:
+        is_there = self._is_there(key)
+        if self._is_left(key):
+            pass
+        elif is_trained and gather:
             reduction = collective("reduce_scatter", shards * shard_bytes, gather, costs)
-            if key.replicas:
+            if key.replicas and self.sums_replicas:
                 reduction = summed_over(reduction, key.replicas, shards, costs)
         elif is_trained and key.reduce:
             reduction = collective("all_reduce", shard_bytes, key.reduce, costs)
         return ParameterGroupEvents(
-            gather=collective("all_gather", full_bytes, gather, costs) if gather else None,
+            gather=collective("all_gather", full_bytes, gather, costs)
+            if gather and not is_there
+            else None,
             reduce=reduction,
-            unsharded_bytes=full_bytes if gather or key.master else 0,
+            unsharded_bytes=full_bytes if (gather or key.master) and not is_there else 0,
             flat_bytes=shards * shard_bytes if is_trained else 0,
             result_bytes=shard_bytes if reduction is not None else 0,
             saved=self._is_saved(b),

@@ -1,19 +1,16 @@
 """The Plan of a pipeline: mesh, stages with their runs, costs of the worst stage.
 
-Layers were priced without the dp axis (pipeline/layers.py). What a file holds are types on every
-axis of the mesh, so the regions are typed once more here, on dp x ep x cp x tp for the graph of one
-microbatch; on the pp axis nothing is shared and every type is Invariant.
+Its program is typed on the mesh of one stage (pipeline/simulated.py); on the pp axis nothing is
+shared and every type is Invariant.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from meshfold._version import __version__
-from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import (
     Alternative,
     ConversionRecord,
@@ -31,14 +28,12 @@ from meshfold.ir.plan import (
 from meshfold.ir.spmd import INVARIANT, Layout
 from meshfold.ir.strategy import OpTyping, RegionTyping, UniformStrategy
 from meshfold.passes.fold.assemble import graph_fingerprint
-from meshfold.passes.graph.variants import split_regions
-from meshfold.passes.memory.zero import sharded_layout
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PricedPipeline
+from meshfold.passes.pipeline.simulated import RegionChoice, TypedPipeline
 from meshfold.passes.planner.assembly import why_lost
 from meshfold.passes.planner.check import placements
-from meshfold.passes.region.typing import MeshSearch
 
 T = TypeVar("T")
 
@@ -54,7 +49,8 @@ def assemble_pipeline(
     notes: tuple[str, ...],
 ) -> Plan:
     """The plan of `found`. model: that was captured; pieces: ops of each layer if it was cut."""
-    writer = _Writer(problems, found)
+    typed = TypedPipeline(problems, found)
+    writer = _Writer(problems, found, typed)
     options = problems.options
     return Plan(
         model=model,
@@ -76,6 +72,7 @@ def assemble_pipeline(
         notes=(*problems.folded.notes, *writer.search.slack_notes(), *notes),
         schedule=str(found.plan.schedule),
         pieces=pieces,
+        simulated=typed.simulated_step(),
     )
 
 
@@ -149,29 +146,16 @@ def worst_memory(problems: PipelineProblems, found: PricedPipeline) -> MemoryEst
     )
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """What instances of one region of the split graph do."""
-
-    region: int
-    layer_costs: StrategyCosts
-
-
 class _Writer:
-    def __init__(self, problems: PipelineProblems, found: PricedPipeline) -> None:
-        degrees = found.problem.degrees
+    def __init__(
+        self, problems: PipelineProblems, found: PricedPipeline, typed: TypedPipeline
+    ) -> None:
         self.problems = problems
         self.found = found
+        self.typed = typed
         self.mesh = found.problem.mesh
-        self.inner = build_mesh(problems.cluster, **degrees.degrees.of_mesh)
-        self.folded: FoldedGraph = problems.microbatches.graph(degrees.microbatches)
-        names = [x.strategy.label for x in found.layers]
-        self.split = split_regions(self.folded, names)
-        pairs = zip(self.split.instances, self.folded.instances, found.layers, strict=True)
-        self.choices = {new.region: _Choice(old.region, x) for new, old, x in pairs}
-        size = problems.batch_size // degrees.microbatches
-        self.search = MeshSearch(self.folded, problems.cluster, self.inner, size)
-        self.program = self.search.solve(zero=0, mode=degrees.tp_mode)
+        self.split, self.choices = typed.split, typed.choices
+        self.search, self.program = typed.search, typed.program
 
     def most_used(self) -> UniformStrategy:
         """What most ops do."""
@@ -206,7 +190,7 @@ class _Writer:
         """What one region of the split graph does."""
         region, choice = self.split.regions[r], self.choices[r]
         instances = [i for i in self.split.instances if i.region == r]
-        typing = self._typing(choice)
+        typing = self._typing(r)
         price = self.program.prices[choice.region]
         taken = self._alternative(choice.layer_costs, "taken")
         return RegionPlan(
@@ -245,7 +229,7 @@ class _Writer:
             reason,
         )
 
-    def _alternatives(self, choice: _Choice, taken: Alternative) -> tuple[Alternative, ...]:
+    def _alternatives(self, choice: RegionChoice, taken: Alternative) -> tuple[Alternative, ...]:
         others = [
             self._alternative(x, "")
             for (region, _), x in self.found.problem.layer_costs.items()
@@ -256,15 +240,11 @@ class _Writer:
 
     # Types on the whole mesh.
 
-    def _typing(self, choice: _Choice) -> RegionTyping:
-        typing = self.program.typings[choice.region]
-        slots = list(typing.slots)
-        if choice.layer_costs.strategy.zero:
-            graph = self.folded.regions[choice.region].graph
-            for i in self.problems.untied_parameters(choice.region):
-                slots[i] = sharded_layout(graph.values[i], slots[i], self.inner)
-        return RegionTyping(
-            slots=self._on_mesh(slots),
+    def _typing(self, region: int) -> RegionTyping:
+        typing = self.typed.typings[region]
+        return replace(
+            typing,
+            slots=self._on_mesh(typing.slots),
             ops=tuple(
                 OpTyping(
                     (*self._prefix("I"), *op.rules),
@@ -274,9 +254,6 @@ class _Writer:
                 for op in typing.ops
             ),
             outputs=self._on_mesh(typing.outputs),
-            recompute=choice.layer_costs.strategy.recompute,
-            reshard_after_forward=choice.layer_costs.strategy.reshard_after_forward,
-            accumulate_unsharded=choice.layer_costs.strategy.accumulate_unsharded,
         )
 
     def _on_mesh(self, layouts: Sequence[Layout]) -> tuple[Layout, ...]:

@@ -14,6 +14,7 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Dependence, FoldedGraph, OpGraph, SlotKind
 from meshfold.ir.spmd import INVARIANT, PARTIAL, Layout, SpmdType
 from meshfold.passes.graph.boundaries import Boundaries, batch_type
+from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.price.op_time import OpTimers, OpWorks
 from meshfold.passes.region.parameter_tables import Prices
 from meshfold.passes.region.roles import AxisRole
@@ -100,11 +101,14 @@ def follow_batch(
             else _leaving(graph, v, rules[r], batch_type(graph.values[v], batch_size, axis_size))
             for c, v in zip(boundaries.outputs[r], graph.outputs, strict=True)
         ]
-        problem = prepare_region(
-            graph, costs, tables, slot_layouts=slots, output_layouts=outputs, rules=rules[r]
-        )
-        solution = problem.solve(Prices())
-        assert solution is not None, "running everything Invariant is always possible"
+        solution = _solve(graph, costs, tables, slots, outputs, rules[r])
+        if _moves_batch(graph, solution):
+            as_batch = [
+                _as_batch(x, (batch_type(graph.values[v], batch_size, axis_size),))
+                for x, v in zip(outputs, graph.outputs, strict=True)
+            ]
+            kept = _solve(graph, costs, tables, slots, as_batch, rules[r])
+            solution = solution if _moves_batch(graph, kept) else kept
         solutions[r] = solution
         for c, layout in zip(boundaries.outputs[r], solution.typing.outputs, strict=True):
             is_gathered = c in boundaries.apart - boundaries.free
@@ -113,6 +117,41 @@ def follow_batch(
         tuple(types[c] for c in range(len(boundaries.values))),
         tuple(solutions[r] for r in range(len(folded.regions))),
     )
+
+
+def _solve(
+    graph: OpGraph,
+    costs: CostModel,
+    tables: SearchTables,
+    slots: Sequence[Sequence[Layout]],
+    outputs: Sequence[Sequence[Layout]],
+    rules: RuleTable,
+) -> RegionSolution:
+    problem = prepare_region(
+        graph, costs, tables, slot_layouts=slots, output_layouts=outputs, rules=rules
+    )
+    solution = problem.solve(Prices())
+    assert solution is not None, "running everything Invariant is always possible"
+    return solution
+
+
+def _moves_batch(graph: OpGraph, solution: RegionSolution) -> bool:
+    """Whether the batch goes from one dim to another. For a region by itself it may pay, where
+    ranks share the work on positions so (a table of them, added to every sample); the regions
+    behind it would have to bring it back, attention for one, every time."""
+    layouts = zip(graph.values, layouts_of_values(graph, solution.typing), strict=False)
+    return any(
+        value.depends is Dependence.BATCH
+        and native[0].is_shard
+        and any(demand[0].is_shard and demand != native for demand in demands)
+        for value, (native, demands) in layouts
+    )
+
+
+def _as_batch(layouts: list[Layout], batch: Layout) -> list[Layout]:
+    """Of the layouts in which an output may leave those that shard nothing but the batch."""
+    kept = [x for x in layouts if not x[0].is_shard or x == batch]
+    return kept if batch in kept else layouts
 
 
 def _leaving(graph: OpGraph, v: int, rules: RuleTable, batch: SpmdType) -> list[Layout]:

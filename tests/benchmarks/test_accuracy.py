@@ -55,6 +55,12 @@ def test_devices_and_networks_become_presets() -> None:
         setup_of(replace(run, gpu="H100-SXM5-80GB"))
 
 
+def test_frameworks_without_overlap_gain_nothing_by_it() -> None:
+    run = replace(SMALL, framework="DeepSpeed ZeRO-3")
+    slowdowns = [setup_of(r).cluster.overlap_slowdown for r in (SMALL, run)]
+    assert slowdowns[0] < slowdowns[1] == 2
+
+
 def test_zero_inside_a_part_of_the_ranks_is_pinned() -> None:
     run = replace(SMALL, zero_stage="1 within 2 GPUs, replicated across")
     pins = setup_of(run).options.pins

@@ -148,6 +148,11 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
     """The programs of a plan with stages or microbatches; raises as emit_plan does."""
     check_runs(plan)
     schedule = _schedule(plan)
+    if plan.mode == "scheduled" and schedule.splits_backward:
+        raise PlanMismatchError(
+            f"mode scheduled: the schedule {schedule} splits the backward itself; write mode eager, "
+            "or plan again"
+        )
     num_microbatches = schedule.num_microbatches
     pieces = cut_as(folded, plan.pieces)
     folded = pieces.folded

@@ -58,19 +58,12 @@ def test_the_simulated_step_is_the_step_time_and_the_sum_is_explained() -> None:
     assert "Step time as added up" not in text_of(explain_view(example_plan(), ()))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "said"),
-    [
-        ({"microbatches": 4}, "a step with microbatches is not simulated yet"),
-        ({"pp": 2, "microbatches": 4}, "then stages simulated; no overlap inside of stages"),
-    ],
-)
-def test_plans_without_a_simulated_step_say_which_time_they_show(
-    strategy: dict[str, int], said: str
-) -> None:
-    plan = example_plan()
-    plan = replace(plan, strategy=replace(plan.strategy, **strategy), schedule="1f1b(2 x 4)")
-    assert said in text_of(step_view(plan))
+def test_the_bubble_of_a_simulated_pipeline_is_part_of_its_step() -> None:
+    plan = replace(example_plan(), simulated=replace(SIMULATED, bubble_s=0.13))
+    page = text_of(step_view(plan))
+    assert page.startswith("Step time 500 ms")
+    assert "bubble 130 ms" in page
+    assert "bubble" not in text_of(step_view(replace(plan, simulated=SIMULATED)))
 
 
 def test_what_cannot_run_yet_says_so() -> None:

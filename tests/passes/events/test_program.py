@@ -19,6 +19,7 @@ from support.programs.events import (
     recorded,
 )
 
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.simulation.step import simulate
 from meshfold.ir.strategy import UniformStrategy
 
@@ -62,6 +63,17 @@ def test_seconds_are_those_of_the_prices(strategy: UniformStrategy) -> None:
             assert total_s <= expected_s * (1 + 1e-9)
             assert bool(copies_s) == strategy.sequence_parallel
     assert (case.prices[layer].regathered_s > 0) == (strategy.zero > 1)
+
+
+def test_regions_wait_for_the_host_as_they_do_in_the_prices() -> None:
+    case = eager("llama", DP, cluster_name="dgx-h100")
+    host_op_s = resolve_cluster("dgx-h100", 4).groups[0].device.host_op_s
+    for number, region in enumerate(case.events.regions):
+        price, pricer = case.prices[number], case.pricers[number]
+        assert sum(e.seconds for e in region.forward) == pytest.approx(price.forward_s)
+        assert sum(e.seconds for e in region.backward) == pytest.approx(price.backward_s)
+        # Kernels of a model as small as this one are shorter.
+        assert price.forward_s >= host_op_s * len(pricer.graph.ops) * (1 - 1e-9)
 
 
 def test_recomputation_runs_the_forward_in_the_backward() -> None:

@@ -318,6 +318,10 @@ def test_a_split_backward_leaves_nothing_to_schedule(kind, mode):
     assert found.mode == mode
     note = "stages run eager, not scheduled: their schedule splits the backward itself"
     assert (note in found.notes) == (mode == "eager")
+    # A file that says otherwise is refused: W would reduce gradients that B has reduced.
+    if mode == "eager":
+        with pytest.raises(PlanMismatchError, match="mode scheduled: the schedule zero_bubble"):
+            emit_plan(graph_of("llama"), replace(found, mode="scheduled"))
 
 
 @pytest.mark.slow

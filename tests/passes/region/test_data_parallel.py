@@ -1,10 +1,12 @@
 """The batch followed through the regions, and the stored layouts of parameters."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.graphs.op_graphs import GraphBuilder, costs_on, folded_stack, mlp
 
+from meshfold.capture.pipeline import capture
 from meshfold.ir.mesh import Mesh, MeshAxis
 from meshfold.ir.op_graph import Dependence, Value
 from meshfold.ir.spmd import (
@@ -16,6 +18,8 @@ from meshfold.ir.spmd import (
     layout_text,
     parse_layout,
 )
+from meshfold.models.config_file import Configuration
+from meshfold.models.from_argument import build_model
 from meshfold.passes.graph.boundaries import find_boundaries
 from meshfold.passes.memory.zero import zero3_layout
 from meshfold.passes.region.data_parallel import batch_problem, follow_batch, stored_options
@@ -51,6 +55,28 @@ def test_parameters_are_used_unsharded():
     first, _, second, _ = layer.ops
     assert first.inputs[1] == second.inputs[1] == (REPLICATE,)
     assert found.rules(1) == tuple(op.rules[0] for op in layer.ops)
+
+
+def test_the_batch_stays_on_its_dim_where_sharing_the_table_of_positions_would_pay():
+    # By itself the embedding would be sharded along positions, and every layer would go back and
+    # forth: attention shards the batch.
+    fields = {
+        "model_type": "gpt2",
+        "n_embd": 6144,
+        "n_layer": 3,
+        "n_head": 16,
+        "n_positions": 2048,
+        "dtype": "bfloat16",
+    }
+    model = build_model(Configuration(Path("wide.json"), fields), batch=32, sequence=2048)
+    folded = capture(model.model, model.example_inputs).graph
+    _, costs, _ = costs_on(8, 1, "dgx-a100-80x1")
+    rules = [region_rules(region.graph, (8,)) for region in folded.regions]
+    boundaries = find_boundaries(folded)
+    found = follow_batch(folded, boundaries, rules, costs, 32)
+    carried = boundaries.slots[1][0]
+    assert carried is not None and boundaries.values[carried].shape == (32, 2048, 6144)
+    assert found.types[carried] == Shard(0)
 
 
 def test_another_first_dim_is_no_batch():

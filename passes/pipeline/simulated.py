@@ -1,0 +1,140 @@
+"""The program of a priced pipeline, typed on the mesh of one stage, and its simulated step.
+
+Layers were priced without the dp axis (layers.py). What is emitted has types on every axis, so the
+regions are typed once more here, on dp x ep x cp x tp for the graph of one microbatch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.simulation.pipeline import StageEvents, simulate_pipeline
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.step_events import SimulatedStep
+from meshfold.ir.strategy import RegionTyping
+from meshfold.passes.events.bucketing import BucketSizes, bucketed_events
+from meshfold.passes.events.stages import stage_events
+from meshfold.passes.graph.variants import split_regions
+from meshfold.passes.memory.zero import sharded_layout
+from meshfold.passes.one_pass.shortlist import CONTENTION_RATIO, SHORTLIST_SIZE
+from meshfold.passes.pipeline.layers import StrategyCosts
+from meshfold.passes.pipeline.problem import PipelineProblems
+from meshfold.passes.pipeline.search import PricedPipeline
+from meshfold.passes.region.typing import MeshSearch
+
+
+@dataclass(frozen=True)
+class RegionChoice:
+    """What instances of one region of the split graph do. region: of the graph before."""
+
+    region: int
+    layer_costs: StrategyCosts
+
+
+class TypedPipeline:
+    """The program that `found` runs: folded, of one microbatch; split, with a region per choice;
+    typings of these, on `mesh`, that of one stage."""
+
+    def __init__(self, problems: PipelineProblems, found: PricedPipeline) -> None:
+        degrees = found.problem.degrees
+        self.problems = problems
+        self.found = found
+        self.mesh = build_mesh(problems.cluster, **degrees.degrees.of_mesh)
+        self.folded: FoldedGraph = problems.microbatches.graph(degrees.microbatches)
+        names = [x.strategy.label for x in found.layers]
+        self.split = split_regions(self.folded, names)
+        pairs = zip(self.split.instances, self.folded.instances, found.layers, strict=True)
+        self.choices = {new.region: RegionChoice(old.region, x) for new, old, x in pairs}
+        size = problems.batch_size // degrees.microbatches
+        self.search = MeshSearch(self.folded, problems.cluster, self.mesh, size)
+        self.program = self.search.solve(zero=0, mode=degrees.tp_mode)
+        self.typings = tuple(map(self._typing, range(len(self.split.regions))))
+
+    def _typing(self, region: int) -> RegionTyping:
+        choice = self.choices[region]
+        typing, strategy = self.program.typings[choice.region], choice.layer_costs.strategy
+        slots = list(typing.slots)
+        if strategy.zero:
+            graph = self.folded.regions[choice.region].graph
+            for i in self.problems.untied_parameters(choice.region):
+                slots[i] = sharded_layout(graph.values[i], slots[i], self.mesh)
+        return replace(
+            typing,
+            slots=tuple(slots),
+            recompute=strategy.recompute,
+            reshard_after_forward=strategy.reshard_after_forward,
+            accumulate_unsharded=strategy.accumulate_unsharded,
+        )
+
+    @cached_property
+    def events(self) -> tuple[StageEvents, ...]:
+        """What each stage does with a microbatch."""
+        found, degrees = self.found, self.found.problem.degrees
+        solutions = self.search.solutions(degrees.tp_mode)
+        written = stage_events(
+            self.split,
+            self.typings,
+            [solutions[self.choices[r].region].pricer for r in range(len(self.typings))],
+            self.search.costs,
+            self.problems.probe,
+            first=[stage.first for stage in found.plan.stages],
+            num_microbatches=degrees.microbatches,
+        )
+        return tuple(self._with_updates(written))
+
+    def _with_updates(self, written: list[StageEvents]) -> Iterator[StageEvents]:
+        found = self.found
+        splits = found.plan.schedule.splits_backward
+        options = self.problems.options
+        pinned = options.reduce_bucket_pin, options.allgather_bucket_pin
+        sizes = BucketSizes(*pinned, options.hierarchical_all_reduce_pin)
+        costs = self.search.costs
+        for events, stage in zip(written, found.plan.stages, strict=True):
+            if any((sizes.reductions, sizes.gathers, sizes.hierarchical)):
+                edge, inner = (
+                    bucketed_events(of, sizes, costs, keeps_last=False)
+                    for of in (events.edge, events.inner)
+                )
+                events = replace(events, edge=edge, inner=inner)
+            layers = found.layers[stage.first : stage.end]
+            yield replace(
+                events,
+                weight_s=stage.weight_s if splits else 0.0,
+                tied_s=sum(x.tied_s for x in layers),
+                update_s=sum(x.optimizer_s for x in layers),
+            )
+
+    def simulated_step(self) -> SimulatedStep | None:
+        """The step of the device that ends last; None where layers offload, which has no events."""
+        found = self.found
+        if any(x.strategy.offload != "none" for x in found.layers):
+            return None
+        problem = found.problem
+        needs = found.plan.memory_bytes
+        return simulate_pipeline(
+            found.plan.schedule,
+            self.events,
+            problem.chain.hop_s[[stage.first for stage in found.plan.stages[1:]]],
+            launch_s=problem.launch_s,
+            peak_bytes=max(needs) + problem.fixed_bytes,
+        )
+
+
+def simulated_step_s(problems: PipelineProblems, found: PricedPipeline) -> float:
+    """Seconds of the simulated step of `found`, in some 0.05 CPU seconds; added up where layers
+    offload."""
+    step = TypedPipeline(problems, found).simulated_step()
+    return found.step_s if step is None else step.step_s
+
+
+def rank_pipelines(
+    problems: PipelineProblems, found: Sequence[PricedPipeline]
+) -> list[PricedPipeline]:
+    """Pipelines of one program, the best first: by simulated time to four digits, then as added up.
+    Those that are no more than CONTENTION_RATIO slower than the best sum are simulated, at most
+    SHORTLIST_SIZE of them (passes/one_pass/shortlist.py); the others follow by their sums."""
+    by_sum = sorted(found, key=lambda x: x.step_s)
+    close = [x for x in by_sum if x.step_s <= CONTENTION_RATIO * by_sum[0].step_s][:SHORTLIST_SIZE]
+    ranked = sorted(close, key=lambda x: float(f"{simulated_step_s(problems, x):.3e}"))
+    return [*ranked, *by_sum[len(close) :]]

@@ -1,0 +1,118 @@
+"""Events of microbatches: the collectives of a step that really runs, microbatch by microbatch."""
+
+from functools import cache
+
+import pytest
+from support.programs.events import PROBER, SCALAR
+from support.programs.memory import EchoMesh, local_part
+from support.programs.pipeline import ROWS, model_and_batch
+from torch import device, nn
+
+from meshfold.capture.pipeline import capture
+from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.cost_models.simulation.pipeline import simulate_stages
+from meshfold.ir.op_graph import ITEM_BYTES
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.passes.events.bucketing import BucketSizes, with_bucket_sizes
+from meshfold.passes.pipeline.simulated import TypedPipeline
+from meshfold.passes.planner import pipeline_assembly
+from meshfold.passes.planner.find import find_plan_for
+from meshfold.runtime.batches import BatchReader
+from meshfold.runtime.pipeline_runner import PipelineRunner
+from meshfold.validation.collective_order import collectives_of
+
+BUCKETS = {"reduce_bucket_bytes": "40KB", "allgather_bucket_bytes": "40KB"}
+Collectives = list[tuple[str, str, int]]
+
+
+@cache
+def captured_llama():
+    model, batch = model_and_batch("llama", 3)
+    return model, batch, capture(model, batch)
+
+
+def planned(
+    pins: dict[str, int | str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Plan, TypedPipeline]:
+    """The plan on four devices, and the typed program that it was written down from."""
+    made: list[TypedPipeline] = []
+
+    class Noted(TypedPipeline):
+        def __init__(self, *arguments) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(pipeline_assembly, "TypedPipeline", Noted)
+    _, _, captured = captured_llama()
+    plan = find_plan_for(
+        captured.graph,
+        resolve_cluster("local-cpu", 4),
+        CompileOptions(pins=pins),
+        model_name="llama",
+        batch_size=ROWS,
+        probe=PROBER,
+    )
+    (typed,) = made
+    options = typed.problems.options
+    sizes = BucketSizes(options.reduce_bucket_pin, options.allgather_bucket_pin)
+    return with_bucket_sizes(plan, sizes), typed
+
+
+def recorded(plan: Plan) -> Collectives:
+    """(kind, axes, bytes as the cost model counts them) of a step of rank 0 without peers; no
+    scalars."""
+    model, batch, captured = captured_llama()
+    pipeline = emit_plan(captured.graph, plan)
+    assert isinstance(pipeline, EmittedPipeline)
+    mesh = EchoMesh(pipeline.mesh, 0, device("cpu"), pipeline.levels)
+    (program,) = pipeline.stages
+    parameters = {
+        p.name: nn.Parameter(local_part(program, p.name, model.get_parameter(p.name), mesh))
+        for p in captured.graph.parameters
+    }
+    buffers = {b.name: model.get_buffer(b.name).clone() for b in captured.graph.buffers}
+    runner = PipelineRunner(pipeline, mesh, captured.constants)
+    with collectives_of(mesh) as calls:
+        runner.run(parameters, buffers, BatchReader([program], mesh, {}).read(batch))
+    found = []
+    for call in calls:
+        num_bytes = ITEM_BYTES[call.dtype]
+        for size in call.shape:
+            num_bytes *= size
+        if call.kind == "all_gather":
+            num_bytes *= mesh.size(call.axes)
+        if call.kind != "all_reduce_in_place":  # starts an all_reduce, which is noted, too
+            found.append((call.kind, ",".join(call.axes), num_bytes))
+    return [call for call in found if call[2] > SCALAR]
+
+
+def predicted(typed: TypedPipeline, num_microbatches: int) -> Collectives:
+    (passes,) = simulate_stages(typed.events)
+    inner = [passes.backward, passes.forward]
+    run = [passes.first_forward, *inner * (num_microbatches - 1), passes.last_backward]
+    of = [t.collective for one in run for t in one.transfers]
+    return [(c.kind, ",".join(c.axes), c.num_bytes) for c in of if c.num_bytes > SCALAR]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "pins",
+    [
+        *({"dp": 4, "microbatches": 2, "zero": zero} for zero in range(4)),
+        {"dp": 2, "tp": 2, "sp": 1, "microbatches": 2, "zero": 3},
+        {"dp": 2, "tp": 2, "sp": 0, "microbatches": 2, "zero": 1, "recompute": "full"},
+        {"dp": 4, "dp_shard": 2, "microbatches": 2, "zero": 3},
+        {"dp": 4, "dp_shard": 2, "microbatches": 2, "zero": 1},
+        *({"dp": 4, "microbatches": 2, "zero": zero, **BUCKETS} for zero in (0, 1, 3)),
+    ],
+    ids=lambda pins: "-".join(f"{k}{v}" for k, v in pins.items()),
+)
+def test_collectives_are_those_of_a_real_step_in_their_order(
+    pins: dict[str, int | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, typed = planned(pins, monkeypatch)
+    real = recorded(plan)
+    assert len(real) > 3
+    assert predicted(typed, 2) == real
