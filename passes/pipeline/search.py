@@ -67,6 +67,9 @@ class PipelineOutcome:
     lower_bound_s: float
     pruned: dict[str, int]
     searched: tuple[tuple[UniformStrategy, float, float | None], ...]
+    found: tuple[PricedPipeline, ...] = ()
+    """The plans of all candidates that have one, best among them."""
+
     num_interleaved: int = 0
     """Schedules of several virtual stages that the bound says nothing about."""
 
@@ -100,7 +103,8 @@ def search_pipelines(
         best = search.found[several.best[0]]
         bound_s = min(bound_s, several.bound_s, best.step_s)
     pruned = search.pruned() if result else {}
-    return PipelineOutcome(best, bound_s, pruned, searched, several.num_left_out)
+    found = tuple(search.found[i] for i in sorted(search.found))
+    return PipelineOutcome(best, bound_s, pruned, searched, found, several.num_left_out)
 
 
 class _PipelineSearch:

@@ -23,6 +23,7 @@ from meshfold.passes.one_pass.tree import RESTRICTIONS, SearchSpec
 from meshfold.passes.pipeline.interleaved import INTERLEAVED
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
+from meshfold.passes.pipeline.simulated import rank_pipelines, simulated_step_s
 from meshfold.passes.pipeline.tree import SCHEDULE_PINS, PipelineTree, grow_pipelines
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.baselines import best_uniform_pipeline
@@ -65,11 +66,10 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
         (np.inf, np.inf) if without is None else (without.time.step_s, without.search.lower_bound_s)
     )
     outcome = search_pipelines(problems, tree, step_s=known[0], lower_bound_s=known[1])
-    best = outcome.best
-    if best is not None and without is not None:
-        least_s = without.time.step_s * (1 - LEAST_GAIN)
-        if best.step_s > least_s:
-            best, outcome = None, replace(outcome, best=None)
+    best = rank_pipelines(problems, outcome.found)[0] if outcome.best else None
+    if best and without and not _is_worth(problems, best, without):
+        best = None
+    outcome = replace(outcome, best=best)
     if best is None and without is None:
         raise _infeasible(problems, tree)
     baselines = _baselines(problems, tree, without if best else None)
@@ -87,6 +87,16 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
         stats=stats,
         notes=(*_notes(request, problems, best), *_why(options, without, best)),
     )
+
+
+def _is_worth(problems: PipelineProblems, best: PricedPipeline, without: Plan) -> bool:
+    """Whether a pipeline is faster than a plan in one pass by LEAST_GAIN, added up and simulated:
+    the sum over layers sees less of what overlaps in one pass."""
+    most = 1 - LEAST_GAIN
+    if best.step_s > most * without.time.step_s:
+        return False
+    known = without.simulated
+    return known is None or simulated_step_s(problems, best) <= most * known.step_s
 
 
 LEAST_GAIN = 5e-3
@@ -226,7 +236,7 @@ def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -
         gap_before=best.plan.gap_before if best else earlier.gap_before,
         unlimited_s=best.step_s if best else earlier.unlimited_s,
         capped=earlier.capped or bool(best and best.plan.capped),
-        meshes=(*meshes, *_outcomes(outcome)),
+        meshes=(*meshes, *_outcomes(outcome, without)),
     )
 
 
@@ -237,7 +247,7 @@ def _overtaken(outcome: MeshOutcome, step_s: float) -> MeshOutcome:
     return replace(outcome, reason=f"{outcome.step_s / step_s:.2f} of this plan's time")
 
 
-def _outcomes(outcome: PipelineOutcome) -> list[MeshOutcome]:
+def _outcomes(outcome: PipelineOutcome, without: Plan | None) -> list[MeshOutcome]:
     """One row per choice of degrees whose stages were searched."""
     best = outcome.best
     found = []
@@ -245,7 +255,8 @@ def _outcomes(outcome: PipelineOutcome) -> list[MeshOutcome]:
         if step_s is None:
             reason = "has no plan that fits and is faster"
         elif best is None:
-            reason = "slower than the plan in one pass"
+            is_less = without is not None and step_s < without.time.step_s
+            reason = "hardly faster, or not as simulated" if is_less else "slower than in one pass"
         elif degrees == best.problem.degrees:
             reason = "taken"
         else:
