@@ -63,7 +63,10 @@ def main() -> None:
         dist.init_process_group("gloo")
     num_devices = int(os.environ.get("WORLD_SIZE", "1"))
     cluster = f"local-cpux{num_devices}"
-    model = meshfold.compile(build_model(), cluster, make_batch(0), plan=arguments.plan)
+    options = meshfold.CompileOptions(pins={"microbatches": 1})  # what a plain loop trains
+    model = meshfold.compile(
+        build_model(), cluster, make_batch(0), plan=arguments.plan, options=options
+    )
     losses = train(model, arguments.steps)
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"{model.plan.strategy.label}: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
