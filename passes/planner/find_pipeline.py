@@ -39,8 +39,13 @@ def is_pipeline_pinned(pins: Mapping[str, PinValue]) -> bool:
 
 
 def excludes_pipelines(pins: Mapping[str, PinValue]) -> bool:
-    """Whether pins ask for one microbatch, which no stages are worth."""
-    return pins.get("microbatches") == 1 and not is_pipeline_pinned(pins)
+    """Whether pins ask for one microbatch, which no stages are worth, or for what stages do not
+    do."""
+    is_one = pins.get("microbatches") == 1 or any(pins.get(name) for name in ONE_PASS_PINS)
+    return is_one and not is_pipeline_pinned(pins)
+
+
+ONE_PASS_PINS = ("micro_chunks", "chained_chunks", "collective_matmul")
 
 
 def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:

@@ -171,9 +171,8 @@ def data_part(compiled: CompiledModel, value: Tensor) -> Tensor:
 def dropout_losses(pins: Mapping[str, int], num_steps: int) -> list[float]:
     """Losses of a model that drops half of everything, one per step, without training."""
     model, batch = stack_model(2, dropout=0.5)
-    compiled = meshfold.compile(
-        model.train(), _cluster(), batch, options=meshfold.CompileOptions(pins=pins, seed=3)
-    )
+    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins}, seed=3)
+    compiled = meshfold.compile(model.train(), _cluster(), batch, options=options)
     return [float(compiled(**batch).detach()) for _ in range(num_steps)]
 
 
