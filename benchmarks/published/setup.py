@@ -74,7 +74,7 @@ OF_FLASH_ATTENTION_1 = ("llm-foundry",)
 
 WITHOUT_OVERLAP = ("DeepSpeed ZeRO-3",)
 """How rows name frameworks that are taken to gain nothing by overlap: that of reductions
-(overlap_comm) was off by default in 2021 (microsoft/DeepSpeed, runtime/zero/constants.py). That
+(overlap_comm) was off by default in 2021 (microsoft/DeepSpeed, constants of its ZeRO). That
 gathers gained nothing either is assumed: from 768 to 1536 devices, at half the work of each, a step
 of the rows takes as long. The rates of their gathers are not published."""
 

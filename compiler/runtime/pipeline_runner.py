@@ -175,7 +175,10 @@ def _sending_back(
         if not missing:
             send([x.grad for x in arrived if x.grad is not None])
 
-    hooks = [x.register_post_accumulate_grad_hook(note) for x in arrived]
+    hooks = [
+        x.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        for x in arrived
+    ]
     try:
         yield
     finally:

@@ -52,8 +52,7 @@ def edge_ends_s(
     """When each device ends its last pass, shape (num_devices,). times: as for device_ends_s, but
     weight_s of any schedule is what a backward does behind the gradients that it sends."""
     if schedule.num_stages == 1:
-        extra_s = edges.forward_s + edges.backward_s + edges.weight_s
-        return device_ends_s(schedule, times) + extra_s
+        return device_ends_s(schedule, times) + edges.forward_s + edges.backward_s + edges.weight_s
     short = _short(schedule, most_actions)
     has_vectors = schedule.num_virtual_stages == 1 or not schedule.splits_backward
     is_whole = schedule.splits_backward or not times.weight_s.any()
@@ -70,7 +69,7 @@ def edge_ends_s(
     if has_vectors:
         return device_ends_s(schedule, times) + (short_s - device_ends_s(short, times))
     total_s, own = times.total_s, map(schedule.stages_of, range(schedule.num_devices))
-    busiest_s = max(sum(total_s[s] for s in stages) for stages in own)
+    busiest_s = max(sum(float(total_s[s]) for s in stages) for stages in own)
     return short_s + (schedule.num_microbatches - short.num_microbatches) * busiest_s
 
 

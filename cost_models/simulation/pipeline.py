@@ -28,7 +28,6 @@ from meshfold.cost_models.simulation.passes import SimulatedPass, simulate_passe
 from meshfold.cost_models.simulation.streams import overlap_rows
 from meshfold.ir.step_events import OverlapRow, SimulatedStep, StepEvents
 
-
 ROUNDING = 1e-12
 """Share of a step that sums of the same seconds in another order may differ by."""
 

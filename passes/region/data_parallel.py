@@ -93,21 +93,18 @@ def follow_batch(
     for r in dict.fromkeys(instance.region for instance in folded.instances):
         graph = folded.regions[r].graph
         slots = [[(INVARIANT if c is None else types[c],)] for c in boundaries.slots[r]]
-        outputs = [
+        batches = [batch_type(graph.values[v], batch_size, axis_size) for v in graph.outputs]
+        outputs: list[Sequence[Layout]] = [
             [(types[c],)]
             if c in types
             else SUMS
             if sums and (c in full or not graph.values[v].shape)
-            else _leaving(graph, v, rules[r], batch_type(graph.values[v], batch_size, axis_size))
-            for c, v in zip(boundaries.outputs[r], graph.outputs, strict=True)
+            else _leaving(graph, v, rules[r], batch)
+            for c, v, batch in zip(boundaries.outputs[r], graph.outputs, batches, strict=True)
         ]
         solution = _solve(graph, costs, tables, slots, outputs, rules[r])
         if _moves_batch(graph, solution):
-            as_batch = [
-                _as_batch(x, (batch_type(graph.values[v], batch_size, axis_size),))
-                for x, v in zip(outputs, graph.outputs, strict=True)
-            ]
-            kept = _solve(graph, costs, tables, slots, as_batch, rules[r])
+            kept = _solve(graph, costs, tables, slots, _as_batch(outputs, batches), rules[r])
             solution = solution if _moves_batch(graph, kept) else kept
         solutions[r] = solution
         for c, layout in zip(boundaries.outputs[r], solution.typing.outputs, strict=True):
@@ -148,10 +145,16 @@ def _moves_batch(graph: OpGraph, solution: RegionSolution) -> bool:
     )
 
 
-def _as_batch(layouts: list[Layout], batch: Layout) -> list[Layout]:
-    """Of the layouts in which an output may leave those that shard nothing but the batch."""
-    kept = [x for x in layouts if not x[0].is_shard or x == batch]
-    return kept if batch in kept else layouts
+def _as_batch(
+    outputs: Sequence[Sequence[Layout]], batches: Sequence[SpmdType]
+) -> list[Sequence[Layout]]:
+    """Of the layouts in which outputs may leave those that shard nothing but the batch."""
+    return [
+        [x for x in layouts if not x[0].is_shard or x == (batch,)]
+        if (batch,) in layouts
+        else layouts
+        for layouts, batch in zip(outputs, batches, strict=True)
+    ]
 
 
 def _leaving(graph: OpGraph, v: int, rules: RuleTable, batch: SpmdType) -> list[Layout]:

@@ -148,11 +148,6 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
     """The programs of a plan with stages or microbatches; raises as emit_plan does."""
     check_runs(plan)
     schedule = _schedule(plan)
-    if plan.mode == "scheduled" and schedule.splits_backward:
-        raise PlanMismatchError(
-            f"mode scheduled: the schedule {schedule} splits the backward itself; write mode eager, "
-            "or plan again"
-        )
     num_microbatches = schedule.num_microbatches
     pieces = cut_as(folded, plan.pieces)
     folded = pieces.folded
@@ -209,11 +204,16 @@ def _free_bytes(plan: Plan, stage: int) -> int:
 
 
 def _schedule(plan: Plan) -> Schedule:
-    """The plan's schedule, checked against its stages and mesh."""
+    """The plan's schedule, checked against its mode, stages and mesh."""
     try:
         schedule = Schedule.parse(plan.schedule)
     except OptionError as error:
         raise PlanMismatchError(f"the plan's schedule: {error}") from error
+    if plan.mode == "scheduled" and schedule.splits_backward:
+        raise PlanMismatchError(
+            f"mode scheduled: the schedule {schedule} splits the backward itself; write mode "
+            "eager, or plan again"
+        )
     names = plan.mesh.names
     devices = plan.mesh.sizes[names.index(PIPELINE_AXIS)] if PIPELINE_AXIS in names else 1
     if (schedule.num_devices, schedule.num_stages) != (devices, len(plan.stages)):
