@@ -1,4 +1,4 @@
-"""What the command line runs that needs torch: plan, graph, verify. See meshfold.cli.main."""
+"""What the command line runs that needs torch: plan, sweep, graph, verify and the like."""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +19,10 @@ from meshfold.passes.planner.find import Progress
 from meshfold.plan_file.output_file import output_target, write_whole
 from meshfold.refine.program_events import with_program_events
 from meshfold.report.pipeline_timeline import both_text, predicted_spans, spans_json, trace_json
+from meshfold.report.plan_rows import PlanRow, Setting
 from meshfold.report.step_timeline import Timeline
+from meshfold.studies.captured_models import CapturedModels
+from meshfold.studies.plan_rows import Point, Tell, plan_rows
 from meshfold.units import seconds_text
 from meshfold.validation.measure_overlap import measure_overlap, overlap_json, overlap_text
 from meshfold.validation.measure_pipeline import measured_spans
@@ -64,6 +67,19 @@ def make_plan(
         f"--batch {cluster.num_nodes} would make it"
     )
     return replace(plan, notes=(*plan.notes, note))
+
+
+def make_rows(
+    model: str,
+    places: Sequence[tuple[ClusterSpec, Setting]],
+    options: CompileOptions,
+    tell: Tell,
+) -> tuple[PlanRow, ...]:
+    """The best plan for MODEL in each place. Its batch defaults to one sample per device of the
+    largest, and is the same in all."""
+    most = max(cluster.num_devices for cluster, _ in places)
+    points = [Point(*place) for place in places]
+    return plan_rows(CapturedModels(model, most), points, options, tell)
 
 
 def program_text(
