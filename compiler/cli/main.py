@@ -22,6 +22,7 @@ from meshfold._version import __version__
 from meshfold.cli.arguments import FilePath, Number, check_output
 from meshfold.cli.command import INTERRUPTED, Command, Failure, echo, torch_commands
 from meshfold.cli.crash_guard import guarded, say_crash
+from meshfold.cli.explain_command import explain
 from meshfold.cli.plan_command import plan
 from meshfold.cli.profile_command import profile
 from meshfold.cli.sweep_command import sweep
@@ -30,7 +31,6 @@ from meshfold.plan_file.io import load_plan, plan_to_json, save_plan
 from meshfold.plan_file.output_file import write_whole
 from meshfold.report.plan import plan_view
 from meshfold.report.plan_diff import compare_plans, diff_view, differences_json
-from meshfold.report.search import explain_view
 from meshfold.report.terminal import error_line, print_view, progress
 from meshfold.units import bytes_text
 from meshfold.validation.report import report_json, report_view
@@ -61,26 +61,6 @@ def show(plan_file: Path, as_json: bool) -> None:
         echo(plan_to_json(loaded), as_json=True)
     else:
         print_view(plan_view(loaded))
-
-
-@cli.command(cls=Command)
-@click.argument("plan_file", type=FilePath())
-@click.argument("regions", nargs=-1)
-def explain(plan_file: Path, regions: tuple[str, ...]) -> None:
-    """Say why PLAN_FILE does what it does: per region (all, or those named) the strategy taken and
-    the best that lost, with the reason; then the other meshes and what ruled them out.
-
-    \b
-    Example:
-      meshfold explain plan.json B
-    """
-    loaded = load_plan(plan_file)
-    known = {region.name: region for region in loaded.regions}
-    unknown = [name for name in regions if name not in known]
-    if unknown:
-        raise OptionError(f"no region {unknown[0]} in {plan_file}; it has {', '.join(known)}")
-    wanted = tuple(known[name] for name in regions or known)
-    print_view(explain_view(loaded, wanted))
 
 
 @cli.command(cls=Command)
@@ -208,6 +188,7 @@ def timeline(
     echo(shown.json, as_json=True) if as_json else echo(shown.text)
 
 
+cli.add_command(explain)
 cli.add_command(plan)
 cli.add_command(profile)
 cli.add_command(sweep)

@@ -1,7 +1,7 @@
 """What the command line runs that needs torch: plan, sweep, graph, verify and the like."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from meshfold.codegen.emit.pass_pipeline import PassRun
 from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.cluster import ClusterSpec
-from meshfold.ir.options import CompileOptions
+from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import build_for_plan, build_model
@@ -21,8 +21,10 @@ from meshfold.refine.program_events import with_program_events
 from meshfold.report.pipeline_timeline import both_text, predicted_spans, spans_json, trace_json
 from meshfold.report.plan_rows import PlanRow, Setting
 from meshfold.report.step_timeline import Timeline
+from meshfold.report.why_not import WhyNot
 from meshfold.studies.captured_models import CapturedModels
 from meshfold.studies.plan_rows import Point, Tell, plan_rows
+from meshfold.studies.why_not import why_not
 from meshfold.units import seconds_text
 from meshfold.validation.measure_overlap import measure_overlap, overlap_json, overlap_text
 from meshfold.validation.measure_pipeline import measured_spans
@@ -80,6 +82,12 @@ def make_rows(
     most = max(cluster.num_devices for cluster, _ in places)
     points = [Point(*place) for place in places]
     return plan_rows(CapturedModels(model, most), points, options, tell)
+
+
+def answer_why_not(
+    plan: Plan, model: str, pins: Mapping[str, PinValue], tell: Callable[[str], None]
+) -> WhyNot:
+    return why_not(plan, model, pins, tell)
 
 
 def program_text(

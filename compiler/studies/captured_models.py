@@ -21,6 +21,20 @@ class CapturedModels:
         self._captured: dict[tuple[int | None, int | None, Precision], Captured] = {}
         self._probe = OpProber()
 
+    def captured(
+        self, options: CompileOptions, *, batch: int | None = None, sequence: int | None = None
+    ) -> Captured:
+        """The model for such a batch. options: with a precision; what they say of the loss and of
+        outputs is the same in all calls. Raises CaptureError, and what build_model raises."""
+        built = self._build(batch, sequence)
+        key = (batch, sequence, options.captured_precision)
+        if key not in self._captured:
+            given = replace(options, custom_rules=built.rules)
+            self._captured[key] = capture_model(
+                built.model, built.example_inputs, given, built.loss_fn
+            )
+        return self._captured[key]
+
     def plan(
         self,
         cluster: ClusterSpec,
@@ -30,25 +44,22 @@ class CapturedModels:
         sequence: int | None = None,
         progress: Progress | None = None,
     ) -> Plan:
-        """The best plan. options: their loss, outputs and capture options are the same in all
-        calls. Errors as of api.find_plan and build_model."""
-        sizes = batch, sequence
-        if sizes not in self._built:
-            self._built[sizes] = build_model(
-                self._model, batch=batch, sequence=sequence, default_batch=self._default_batch
-            )
-        built = self._built[sizes]
+        """The best plan. Errors as of api.find_plan and build_model."""
+        built = self._build(batch, sequence)
         options = on_cluster(cluster, replace(options, custom_rules=built.rules))
-        key = (*sizes, options.captured_precision)
-        if key not in self._captured:
-            self._captured[key] = capture_model(
-                built.model, built.example_inputs, options, built.loss_fn
-            )
         return plan_captured(
-            self._captured[key],
+            self.captured(options, batch=batch, sequence=sequence),
             type(built.model).__name__,
             cluster,
             options,
             progress=progress,
             probe=self._probe,
         )
+
+    def _build(self, batch: int | None, sequence: int | None) -> BuiltModel:
+        sizes = batch, sequence
+        if sizes not in self._built:
+            self._built[sizes] = build_model(
+                self._model, batch=batch, sequence=sequence, default_batch=self._default_batch
+            )
+        return self._built[sizes]

@@ -77,6 +77,7 @@ FIRST_WITH_TORCH = ORDER.index("meshfold.torch_compat")
 FACE_WITHOUT_TORCH = {
     "meshfold.cli.arguments",
     "meshfold.cli.command",
+    "meshfold.cli.explain_command",
     "meshfold.cli.main",
     "meshfold.cli.plan_command",
     "meshfold.cli.profile_command",

@@ -63,7 +63,7 @@ def test_the_commands_and_options_are_frozen() -> None:
     assert options == {
         "check": ["--json", "--model", "--output", "plan_file"],
         "diff": ["--json", "first", "second"],
-        "explain": ["plan_file", "regions"],
+        "explain": ["--model", "--why-not", "plan_file", "regions"],
         "graph": ["--model", "--passes", "--rank", "plan_file"],
         "plan": sorted([*SEARCH, "--output"]),
         "profile": ["--json", "--minutes", "--output", "--processes"],
