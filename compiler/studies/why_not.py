@@ -94,16 +94,17 @@ class _Asked:
 
     def check_model(self) -> None:
         """Raises PlanMismatchError unless the plan was made for MODEL."""
-        check_fingerprint(
-            self._plan, self._models.captured(self._options, **self._sizes(self.world.batch))
-        )
+        batch, sequence = self._sizes(self.world.batch)
+        captured = self._models.captured(self._options, batch=batch, sequence=sequence)
+        check_fingerprint(self._plan, captured)
 
     def plan_or_reason(self, world: World, pinned: bool) -> tuple[Plan | None, str]:
         """The best plan, with the pins or without, or why there is none."""
         pins = {**self._options.pins, **(self._pins if pinned else {})}
         options = replace(self._options, pins=pins, memory_bytes=world.memory_bytes)
+        batch, sequence = self._sizes(world.batch)
         try:
-            made = self._models.plan(world.cluster, options, **self._sizes(world.batch))
+            made = self._models.plan(world.cluster, options, batch=batch, sequence=sequence)
         except (InfeasibleError, OptionError) as error:
             return None, str(error)
         return made, ""
@@ -112,8 +113,8 @@ class _Asked:
         """The same without the reason."""
         return self.plan_or_reason(world, pinned)[0]
 
-    def _sizes(self, batch: int) -> dict[str, int | None]:
-        """Of the example inputs, as far as MODEL can be asked for them."""
+    def _sizes(self, batch: int) -> tuple[int | None, int | None]:
+        """Batch and sequence of example inputs, as far as MODEL can be asked for them."""
         sizes = {"batch": batch, "seq": sequence_length(self._plan)}
         given = {name: size for name, size in sizes.items() if name in self._accepted}
-        return {"batch": given.get("batch"), "sequence": given.get("seq")}
+        return given.get("batch"), given.get("seq")

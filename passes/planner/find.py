@@ -39,6 +39,7 @@ from meshfold.passes.one_pass.record import MeshRecord, search_stats
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import Shortlisted, rank_shortlist, simulated_times
 from meshfold.passes.one_pass.tree import NODE, PRUNING_RULES, Tree, grow_tree
+from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, assemble_plan
 from meshfold.passes.planner.baselines import baseline_rows, named_baselines
 from meshfold.passes.planner.find_pipeline import (
@@ -120,7 +121,7 @@ def _plan_in_one_pass(request: PlanRequest, progress: Progress | None) -> Plan:
     return assemble_plan(
         request,
         found.best,
-        baselines=baseline_rows(rows, found.planners),
+        baselines=fitting_rows(request, baseline_rows(rows, found.planners)),
         stats=found.stats,
         notes=(
             *found.notes,

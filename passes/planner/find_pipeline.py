@@ -23,6 +23,7 @@ from meshfold.passes.one_pass.tree import SearchSpec
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
 from meshfold.passes.pipeline.tree import SCHEDULE_PINS, PipelineTree, grow_pipelines
+from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.baselines import best_uniform_pipeline
 from meshfold.passes.planner.pipeline_assembly import assemble_pipeline
@@ -70,7 +71,7 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
         raise _infeasible(problems, tree)
     baselines = _baselines(problems, tree, without if best else None)
     stats = _stats(tree, outcome, without)
-    earlier = without.baselines if without else ()
+    earlier = without.baselines if without else fitting_rows(request, problems=problems)
     if best is None:
         assert without is not None
         return replace(without, search=stats, baselines=(*earlier, *baselines))
