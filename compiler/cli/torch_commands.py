@@ -24,6 +24,7 @@ from meshfold.report.step_timeline import Timeline
 from meshfold.report.why_not import WhyNot
 from meshfold.studies.captured_models import CapturedModels
 from meshfold.studies.plan_rows import Point, Tell, plan_rows
+from meshfold.studies.remedies import with_remedies
 from meshfold.studies.why_not import why_not
 from meshfold.units import seconds_text
 from meshfold.validation.measure_overlap import measure_overlap, overlap_json, overlap_text
@@ -60,15 +61,39 @@ def make_plan(
 
     try:
         return plan_for(cluster.num_devices)
-    except InfeasibleError:
+    except InfeasibleError as error:
         if batch is not None or ":" in model or cluster.num_nodes == 1:
-            raise
-    plan = plan_for(cluster.num_nodes)
+            raise _with_remedies(error, model, cluster, options, batch, sequence) from error
+    try:
+        plan = plan_for(cluster.num_nodes)
+    except InfeasibleError as error:
+        size = cluster.num_nodes
+        raise _with_remedies(error, model, cluster, options, size, sequence) from error
     note = (
         f"a batch of one sample per device does not fit; this plan is for one per node, as "
         f"--batch {cluster.num_nodes} would make it"
     )
     return replace(plan, notes=(*plan.notes, note))
+
+
+def _with_remedies(
+    error: InfeasibleError,
+    model: str,
+    cluster: ClusterSpec,
+    options: CompileOptions,
+    batch: int | None,
+    sequence: int | None,
+) -> InfeasibleError:
+    """The error, saying also what would fit."""
+    models = CapturedModels(model, cluster.num_devices)
+
+    def plan_in(cluster: ClusterSpec, options: CompileOptions) -> Plan | None:
+        try:
+            return models.plan(cluster, options, batch=batch, sequence=sequence)
+        except (InfeasibleError, OptionError):
+            return None
+
+    return with_remedies(error, cluster, options, plan_in)
 
 
 def make_rows(

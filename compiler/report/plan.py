@@ -27,7 +27,6 @@ from meshfold.report.terminal import lines_view
 from meshfold.report.waterfall import Waterfall
 from meshfold.units import bytes_text, count_text, seconds_text
 
-
 NOTABLE = 0.995
 """Of the step time: less than that is said to be faster."""
 
