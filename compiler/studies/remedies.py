@@ -42,7 +42,7 @@ def with_remedies(
         words = f"planned again, these would fit: {'; '.join(found)}"
     else:
         most = TIMES[-1] * cluster.num_devices
-        words = f"planned again, nothing fits on {most} devices either"
+        words = f"planned again, nothing fits in one pass on {most} devices either"
     return InfeasibleError(
         f"{error}; {tried}{words}",
         binding_constraint=error.binding_constraint,
@@ -77,11 +77,8 @@ def _more_devices(cluster: ClusterSpec, options: CompileOptions, plan_in: PlanIn
     for times in TIMES:
         plan = plan_in(larger(cluster, times), whole)
         if plan is not None:
-            break
-    else:
-        plan = plan_in(larger(cluster, TIMES[0]), options)
-    if plan is not None:
-        yield f"{plan.world_size} devices ({plan.strategy.label})"
+            yield f"{plan.world_size} devices ({plan.strategy.label})"
+            return
 
 
 def larger(cluster: ClusterSpec, times: int) -> ClusterSpec:

@@ -18,7 +18,8 @@ from unittest import mock
 
 import click
 
-from meshfold.cli.main import cli, parse_pins
+from meshfold.cli.arguments import parse_pins
+from meshfold.cli.main import cli
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.ir.options import CompileOptions
 
