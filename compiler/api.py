@@ -50,8 +50,8 @@ def find_plan(
 ) -> Plan:
     """The fastest plan that fits. See `compile` for arguments and errors."""
     cluster = _resolve(cluster_spec)
-    options = _on(cluster, options or CompileOptions())
-    captured = _capture(model, named_inputs(model, example_inputs), options, loss_fn)
+    options = on_cluster(cluster, options or CompileOptions())
+    captured = capture_model(model, named_inputs(model, example_inputs), options, loss_fn)
     return plan_captured(captured, type(model).__name__, cluster, options, progress=progress)
 
 
@@ -94,10 +94,10 @@ def compile(
         chosen = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
         if chosen is not None:
             given = _as_planned(options, chosen)
-            return _emitted(model, chosen, _capture(model, inputs, given, loss_fn))
+            return _emitted(model, chosen, capture_model(model, inputs, given, loss_fn))
         cluster = _resolve(cluster_spec)
-        given = _on(cluster, options)
-        captured = _capture(model, inputs, given, loss_fn)
+        given = on_cluster(cluster, options)
+        captured = capture_model(model, inputs, given, loss_fn)
         chosen = plan_captured(captured, type(model).__name__, cluster, given)
         return _emitted(model, chosen, captured)
 
@@ -124,12 +124,13 @@ def _as_planned(options: CompileOptions, plan: Plan) -> CompileOptions:
     )
 
 
-def _capture(
+def capture_model(
     model: nn.Module,
     inputs: Mapping[str, Any],
     options: CompileOptions,
     loss_fn: LossFunction | None,
 ) -> Captured:
+    """What plan_captured plans. options: as of on_cluster. Raises CaptureError."""
     return capture(
         model,
         inputs,
@@ -149,8 +150,10 @@ def plan_captured(
     options: CompileOptions,
     *,
     progress: Progress | None = None,
+    probe: OpProber | None = None,
 ) -> Plan:
-    """find_plan for a model that is captured already, in `options.captured_precision`."""
+    """find_plan for a model that is captured already, in `options.captured_precision`. probe: one
+    that knows ops of earlier plans of the model."""
     cluster = _resolve(cluster_spec)
     check_output(captured)
     options = with_checkpointing(options, captured)
@@ -160,7 +163,7 @@ def plan_captured(
         options,
         model_name=model_name,
         batch_size=batch_size_of(captured),
-        probe=OpProber(),
+        probe=probe or OpProber(),
         progress=progress,
     )
     return refined(plan, captured.graph, options)
@@ -173,7 +176,7 @@ def with_checkpointing(options: CompileOptions, captured: Captured) -> CompileOp
     return replace(options, pins={"recompute": "full", **options.pins})
 
 
-def _on(cluster: ClusterSpec, options: CompileOptions) -> CompileOptions:
+def on_cluster(cluster: ClusterSpec, options: CompileOptions) -> CompileOptions:
     """`options` with the precision that they mean on a cluster."""
     return replace(options, precision=options.precision_on(cluster))
 

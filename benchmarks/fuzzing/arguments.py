@@ -20,6 +20,7 @@ LAST = {
     "verify": ("plan.json", "--model", NOWHERE),
     "timeline": ("plan.json", "--measured", "--model", NOWHERE),
     "profile": ("-o", "out.txt"),
+    "sweep": (NOWHERE, "-c", "local-cpux2", "--over", "batch=1..2"),
 }
 """What each command needs besides the option in question; profile would measure for a minute under
 any other name."""
@@ -51,11 +52,24 @@ MODELS = (
     *("builtins:print", "builtins:exit", "math:pi", "\x1b:\x1b", "\ud800:f", "a\x00:f", "é:f"),
     *("torch:nothing", "sys:exit", "os:abort_not", "a b:c", ".json", "\x1b.json", "x/.json"),
 )
+OVERS = ("batch", "batch=", "rate=1..8", "batch=8..4", "memory=16..80", "memory=16GB..", "seq=0,1")
 MORE = {
     "--cluster": CLUSTERS,
     "--model": MODELS,
     "--memory": SIZES,
-    "--devices": ("131073", str(10**9)),
+    "--devices": (
+        "131073",
+        str(10**9),
+        "8..",
+        "..8",
+        "8..4",
+        "0..8",
+        "1,2,x",
+        "1..2..4",
+        ",",
+        "²,2",
+    ),
+    "--over": (*OVERS, *(f"{name}={value}" for name in ("batch", "memory") for value in VALUES)),
 }
 
 
@@ -65,12 +79,12 @@ def cases() -> Iterator[Case]:
         for parameter in command.params:
             if isinstance(parameter, click.Option) and not parameter.is_flag:
                 option = max(parameter.opts, key=len)
-                if option not in ("--output", "--trace", "--passes"):
+                if option not in ("--output", "--trace", "--passes", "--csv", "--plot"):
                     for value in (*VALUES, *MORE.get(option, ())):
                         yield _case(name, option, value)
         for value in VALUES:
             yield Case(f"{name}, an unknown option {value[:20]!r}", (name, f"--{value}x"))
-            if name != "plan":
+            if name not in ("plan", "sweep"):
                 yield Case(f"{name} {value[:20]!r}", (name, value, *LAST[name][1:]), with_plan)
     for value in MODELS:
         yield Case(f"MODEL {value!r}", ("plan", value, *LAST["plan"][1:]))

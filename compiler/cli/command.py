@@ -1,11 +1,14 @@
-"""What every command of the command line has in common: --debug, and one line for a failure."""
+"""What every command of the command line has in common: --debug, one line for a failure, text on
+stdout, and the module that knows torch."""
 
+import importlib
 import traceback
 from typing import Any
 
 import click
 
 from meshfold.errors import MeshfoldError
+from meshfold.report.terminal import escaped_json, escaped_lines
 
 INTERRUPTED = 130
 """Exit code of Ctrl-C."""
@@ -43,6 +46,16 @@ class Command(click.Command):
             failure = _failure(error)
             failure.where = ctx.command_path
             raise failure from error
+
+
+def torch_commands() -> Any:
+    """meshfold.cli.torch_commands, which takes a second or two to load."""
+    return importlib.import_module("meshfold.cli.torch_commands")
+
+
+def echo(text: str, *, as_json: bool = False) -> None:
+    """Prints text of several lines on stdout."""
+    click.echo(escaped_json(text) if as_json else escaped_lines(text), nl=False)
 
 
 def _failure(error: Exception | SystemExit | KeyboardInterrupt) -> Failure:

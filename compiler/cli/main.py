@@ -1,4 +1,4 @@
-"""The command line: plan, show, explain, diff, check, graph, verify, timeline, profile.
+"""The command line: plan, sweep, show, explain, diff, check, graph, verify, timeline, profile.
 
 Exit codes: 0 done, 1 expected failure (nothing fits, plan and model differ, numbers differ),
 2 usage or a bad file. A failure is one line on stderr and leaves no file behind; --debug adds the
@@ -14,40 +14,26 @@ import logging
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import NoReturn
 
 import click
 
 from meshfold._version import __version__
-from meshfold.cli.arguments import FilePath, Number, check_output, parse_pins
-from meshfold.cli.command import INTERRUPTED, Command, Failure
+from meshfold.cli.arguments import FilePath, Number, check_output
+from meshfold.cli.command import INTERRUPTED, Command, Failure, echo, torch_commands
 from meshfold.cli.crash_guard import guarded, say_crash
+from meshfold.cli.explain_command import explain
+from meshfold.cli.plan_command import plan
 from meshfold.cli.profile_command import profile
-from meshfold.cost_models.hardware.shared_cores import resolve_here
+from meshfold.cli.sweep_command import sweep
 from meshfold.errors import OptionError
-from meshfold.ir.options import PINS, CompileOptions, Mode, PrecisionChoice
-from meshfold.ir.plan import Plan
-from meshfold.ir.returns import ALL
 from meshfold.plan_file.io import load_plan, plan_to_json, save_plan
 from meshfold.plan_file.output_file import write_whole
-from meshfold.report.plan import plan_view, summary_view
+from meshfold.report.plan import plan_view
 from meshfold.report.plan_diff import compare_plans, diff_view, differences_json
-from meshfold.report.search import explain_view
-from meshfold.report.terminal import (
-    error_line,
-    escaped_json,
-    escaped_lines,
-    lines_view,
-    print_view,
-    progress,
-)
-from meshfold.units import bytes_text, parse_bytes
+from meshfold.report.terminal import error_line, print_view, progress
+from meshfold.units import bytes_text
 from meshfold.validation.report import report_json, report_view
-
-
-def torch_commands() -> Any:
-    """meshfold.cli.torch_commands, which takes a second or two to load."""
-    return importlib.import_module("meshfold.cli.torch_commands")
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,133 +43,6 @@ def cli(ctx: click.Context) -> None:
     """Plan how a PyTorch model trains on a cluster, look at the plan, prove it."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-@cli.command(cls=Command)
-@click.argument("model")
-@click.option(
-    "--cluster", "-c", required=True, help="Preset (dgx-h100x16@200g, local-cpux4) or file."
-)
-@click.option("--devices", type=Number(), help="Use that many of the cluster's devices.")
-@click.option(
-    "--batch",
-    type=Number(),
-    help="Global batch size. [default: one sample per device, or per node where that does not fit]",
-)
-@click.option("--seq", type=Number(), help="Sequence length. [default: the model's, at most 2048]")
-@click.option(
-    "--precision",
-    type=click.Choice(get_args(PrecisionChoice)),
-    default="auto",
-    show_default=True,
-    help="What ops compute in: the model's own dtypes, or 16 bits with parameters, reductions of "
-    "gradients and optimizer states in float32. auto: bf16 on devices that are fast in it, else "
-    "model.",
-)
-@click.option(
-    "--mode",
-    type=click.Choice(get_args(Mode)),
-    default="eager",
-    show_default=True,
-    help="How a rank's program runs: as written, or scheduled, compute overlapping collectives "
-    "also inside of layers.",
-)
-@click.option("--memory", help="Budget per device, 16GB or 16GiB. [default: 95 % of its memory]")
-@click.option(
-    "--pin",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Fix a choice; repeatable. "
-    + "; ".join(f"{name}: {what}" for name, what in PINS.items())
-    + "; layout:NAME: how a parameter is stored (replicate, dp, tp:DIM or tp:DIM,dp; * in NAME "
-    "for any text; DIM+ if padded).",
-)
-@click.option(
-    "--allow",
-    type=click.Choice(["planned"]),
-    help="planned: also what can be planned, not run yet: selective recomputation, offload.",
-)
-@click.option(
-    "--without-rule",
-    multiple=True,
-    metavar="RULE",
-    help="Search without a pruning rule that 'show' names; repeatable.",
-)
-@click.option(
-    "--loss",
-    metavar="PATH",
-    help="Where the loss is in what the model returns: losses.box, 1; of several the sum, 'a + b'. "
-    "[default: the one scalar that it can be]",
-)
-@click.option(
-    "--return",
-    "returned",
-    multiple=True,
-    metavar="PATH",
-    help="What a step returns besides its loss, all for everything; repeatable.",
-)
-@click.option("--output", "-o", type=FilePath(), help="The plan file to write.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(
-    model: str,
-    cluster: str,
-    devices: int | None,
-    batch: int | None,
-    seq: int | None,
-    precision: PrecisionChoice,
-    mode: Mode,
-    memory: str | None,
-    pin: tuple[str, ...],
-    allow: str | None,
-    without_rule: tuple[str, ...],
-    loss: str | None,
-    returned: tuple[str, ...],
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Find the best plan for MODEL on a cluster and write it to a file.
-
-    MODEL is package.module:factory, where factory() returns (model, example_inputs) or (model,
-    example_inputs, loss_fn), or a Hugging Face configuration file.
-
-    \b
-    Example:
-      meshfold plan examples/configs/llama-3-8b.json -c dgx-h100x2 --batch 32 -o plan.json
-    """
-    if output is None and not as_json:
-        raise OptionError("nothing to write to; name a file with -o, or say --json")
-    check_output("-o", output, model, cluster)
-    options = CompileOptions(
-        memory_bytes=parse_bytes(memory) if memory is not None else None,
-        pins=parse_pins(pin),
-        precision=precision,
-        mode=mode,
-        allow_planned=allow == "planned",
-        without_rules=without_rule,
-        loss=loss,
-        outputs=ALL if ALL in returned else returned,
-    )
-    spec, notes = resolve_here(cluster, devices)
-    with progress(f"capturing {model}") as status:
-
-        def tell(done: int, total: int, label: str) -> None:
-            status.update(lines_view([f"planning for {spec.name}: {done} of {total}, {label}"]))
-
-        made = torch_commands().make_plan(
-            model, spec, options, batch=batch, sequence=seq, notes=notes, progress=tell
-        )
-    _give(made, output, as_json=as_json)
-
-
-def _give(made: Plan, output: Path | None, *, as_json: bool) -> None:
-    """Write a plan and show it, or print it as JSON."""
-    if output is not None:
-        save_plan(made, output)
-    if as_json:
-        _echo(plan_to_json(made), as_json=True)
-    else:
-        print_view(summary_view(made))
-        _echo(f"\nwritten to {output}; 'meshfold show {output}' has the details\n")
 
 
 @cli.command(cls=Command)
@@ -199,29 +58,9 @@ def show(plan_file: Path, as_json: bool) -> None:
     """
     loaded = load_plan(plan_file)
     if as_json:
-        _echo(plan_to_json(loaded), as_json=True)
+        echo(plan_to_json(loaded), as_json=True)
     else:
         print_view(plan_view(loaded))
-
-
-@cli.command(cls=Command)
-@click.argument("plan_file", type=FilePath())
-@click.argument("regions", nargs=-1)
-def explain(plan_file: Path, regions: tuple[str, ...]) -> None:
-    """Say why PLAN_FILE does what it does: per region (all, or those named) the strategy taken and
-    the best that lost, with the reason; then the other meshes and what ruled them out.
-
-    \b
-    Example:
-      meshfold explain plan.json B
-    """
-    loaded = load_plan(plan_file)
-    known = {region.name: region for region in loaded.regions}
-    unknown = [name for name in regions if name not in known]
-    if unknown:
-        raise OptionError(f"no region {unknown[0]} in {plan_file}; it has {', '.join(known)}")
-    wanted = tuple(known[name] for name in regions or known)
-    print_view(explain_view(loaded, wanted))
 
 
 @cli.command(cls=Command)
@@ -238,7 +77,7 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     """
     found = compare_plans(load_plan(first), load_plan(second))
     if as_json:
-        _echo(differences_json(found), as_json=True)
+        echo(differences_json(found), as_json=True)
     else:
         print_view(diff_view(found))
     if found.choices:
@@ -265,7 +104,7 @@ def check(plan_file: Path, model: str, output: Path | None, as_json: bool) -> No
     if output is not None:
         save_plan(priced, output)
     if as_json:
-        _echo(plan_to_json(priced), as_json=True)
+        echo(plan_to_json(priced), as_json=True)
     else:
         print_view(diff_view(compare_plans(loaded, priced)))
     memory = priced.memory
@@ -293,7 +132,7 @@ def graph(plan_file: Path, model: str, rank: int, passes: Path | None) -> None:
         raise OptionError(f"--rank {rank}: the plan has ranks 0 to {loaded.world_size - 1}")
     with progress(f"writing the program of rank {rank} of {loaded.world_size}"):
         text = torch_commands().program_text(loaded, model, rank, passes, (plan_file, Path(model)))
-    _echo(f"{text}\n")
+    echo(f"{text}\n")
 
 
 @cli.command(cls=Command)
@@ -315,7 +154,7 @@ def verify(plan_file: Path, model: str, as_json: bool) -> None:
     with progress(f"running {loaded.world_size} processes and the model alone"):
         report = commands.verify_plan(loaded, model)
     if as_json:
-        _echo(report_json(report), as_json=True)
+        echo(report_json(report), as_json=True)
     else:
         print_view(report_view(report))
     if not report.passed:
@@ -346,15 +185,13 @@ def timeline(
         shown = importlib.import_module("meshfold.report.step_timeline").timeline_of(plan)
     if trace is not None:
         write_whole(trace, shown.trace)
-    _echo(shown.json, as_json=True) if as_json else _echo(shown.text)
+    echo(shown.json, as_json=True) if as_json else echo(shown.text)
 
 
+cli.add_command(explain)
+cli.add_command(plan)
 cli.add_command(profile)
-
-
-def _echo(text: str, *, as_json: bool = False) -> None:
-    """Prints text of several lines on stdout."""
-    click.echo(escaped_json(text) if as_json else escaped_lines(text), nl=False)
+cli.add_command(sweep)
 
 
 def run(args: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
-"""What the command line runs that needs torch: plan, graph, verify. See meshfold.cli.main."""
+"""What the command line runs that needs torch: plan, sweep, graph, verify and the like."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from meshfold.codegen.emit.pass_pipeline import PassRun
 from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.cluster import ClusterSpec
-from meshfold.ir.options import CompileOptions
+from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import build_for_plan, build_model
@@ -19,7 +19,13 @@ from meshfold.passes.planner.find import Progress
 from meshfold.plan_file.output_file import output_target, write_whole
 from meshfold.refine.program_events import with_program_events
 from meshfold.report.pipeline_timeline import both_text, predicted_spans, spans_json, trace_json
+from meshfold.report.plan_rows import PlanRow, Setting
 from meshfold.report.step_timeline import Timeline
+from meshfold.report.why_not import WhyNot
+from meshfold.studies.captured_models import CapturedModels
+from meshfold.studies.plan_rows import Point, Tell, plan_rows
+from meshfold.studies.remedies import with_remedies
+from meshfold.studies.why_not import why_not
 from meshfold.units import seconds_text
 from meshfold.validation.measure_overlap import measure_overlap, overlap_json, overlap_text
 from meshfold.validation.measure_pipeline import measured_spans
@@ -55,15 +61,58 @@ def make_plan(
 
     try:
         return plan_for(cluster.num_devices)
-    except InfeasibleError:
+    except InfeasibleError as error:
         if batch is not None or ":" in model or cluster.num_nodes == 1:
-            raise
-    plan = plan_for(cluster.num_nodes)
+            raise _with_remedies(error, model, cluster, options, batch, sequence) from error
+    try:
+        plan = plan_for(cluster.num_nodes)
+    except InfeasibleError as error:
+        size = cluster.num_nodes
+        raise _with_remedies(error, model, cluster, options, size, sequence) from error
     note = (
         f"a batch of one sample per device does not fit; this plan is for one per node, as "
         f"--batch {cluster.num_nodes} would make it"
     )
     return replace(plan, notes=(*plan.notes, note))
+
+
+def _with_remedies(
+    error: InfeasibleError,
+    model: str,
+    cluster: ClusterSpec,
+    options: CompileOptions,
+    batch: int | None,
+    sequence: int | None,
+) -> InfeasibleError:
+    """The error, saying also what would fit."""
+    models = CapturedModels(model, cluster.num_devices)
+
+    def plan_in(cluster: ClusterSpec, options: CompileOptions) -> Plan | None:
+        try:
+            return models.plan(cluster, options, batch=batch, sequence=sequence)
+        except (InfeasibleError, OptionError):
+            return None
+
+    return with_remedies(error, cluster, options, plan_in)
+
+
+def make_rows(
+    model: str,
+    places: Sequence[tuple[ClusterSpec, Setting]],
+    options: CompileOptions,
+    tell: Tell,
+) -> tuple[PlanRow, ...]:
+    """The best plan for MODEL in each place. Its batch defaults to one sample per device of the
+    largest, and is the same in all."""
+    most = max(cluster.num_devices for cluster, _ in places)
+    points = [Point(*place) for place in places]
+    return plan_rows(CapturedModels(model, most), points, options, tell)
+
+
+def answer_why_not(
+    plan: Plan, model: str, pins: Mapping[str, PinValue], tell: Callable[[str], None]
+) -> WhyNot:
+    return why_not(plan, model, pins, tell)
 
 
 def program_text(

@@ -27,6 +27,9 @@ from meshfold.report.terminal import lines_view
 from meshfold.report.waterfall import Waterfall
 from meshfold.units import bytes_text, count_text, seconds_text
 
+NOTABLE = 0.995
+"""Of the step time: less than that is said to be faster."""
+
 
 def plan_view(plan: Plan) -> RenderableType:
     """The whole page."""
@@ -202,8 +205,12 @@ def _baselines_table(plan: Plan) -> RenderableType:
             "fits" if candidate.fits else "OOM",
             style="" if candidate.fits else "dim",
         )
-    proof = proof_text(plan) if seconds else share_text(plan)
-    return Group(indented(table), indented(Text(proof, style="dim")))
+    lines = [proof_text(plan) if seconds else share_text(plan)]
+    several = [b for b in plan.baselines if b.strategy.microbatches * b.strategy.pp > 1]
+    faster = [b.name for b in several if b.fits and b.step_s < NOTABLE * plan.time.step_s]
+    if faster and not plan.schedule:
+        lines.append(f"{', '.join(faster)}: faster in microbatches or stages, which a pin left out")
+    return Group(indented(table), indented(lines_view(lines, "dim")))
 
 
 def _regions_table(plan: Plan) -> RenderableType:

@@ -4,7 +4,8 @@ In one pass: DDP, ZeRO-3, ZeRO-3 inside a node and replicated over nodes (HSDP),
 node, and the best strategy that all layers share. As a pipeline what people write down by hand
 (Narayanan et al., SC 2021): tp inside a node, pp stages of equally many layers with the embedding
 on the first and the head on the last, dp with the rest; 1f1b with the least warm-up. Of all such
-pipelines that fit the fastest, lowest bound first.
+pipelines that fit the fastest, lowest bound first. What does not fit in one pass is in
+accumulation.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from meshfold.passes.pipeline.problem import PipelineProblem, PipelineProblems
 from meshfold.passes.pipeline.tree import PipelineTree
 from meshfold.units import bytes_text
 
+MEGATRON = "Megatron tp+sp in a node, dp outside"
+
 NUM_UNIFORM = 8
 """Uniform strategies per mesh whose exact costs are taken, the most promising first."""
 
@@ -42,9 +45,7 @@ def named_baselines(cluster: ClusterSpec) -> dict[str, UniformStrategy]:
         if 1 < node < n and n % node == 0:
             named["HSDP"] = UniformStrategy(dp=n, zero=3, dp_shard=node)
         if node > 1 and n % node == 0:
-            named["Megatron tp+sp in a node, dp outside"] = UniformStrategy(
-                dp=n // node, tp=node, sequence_parallel=True
-            )
+            named[MEGATRON] = UniformStrategy(dp=n // node, tp=node, sequence_parallel=True)
     return named
 
 

@@ -39,6 +39,7 @@ from meshfold.passes.one_pass.record import MeshRecord, search_stats
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import Shortlisted, rank_shortlist, simulated_times
 from meshfold.passes.one_pass.tree import NODE, PRUNING_RULES, Tree, grow_tree
+from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, assemble_plan
 from meshfold.passes.planner.baselines import baseline_rows, named_baselines
 from meshfold.passes.planner.find_pipeline import (
@@ -87,7 +88,7 @@ def find_plan_for(
     try:
         plan = _plan_in_one_pass(request, progress)
         if one_pass_only:
-            return plan
+            return replace(plan, baselines=fitting_rows(request, plan.baselines))
     except InfeasibleError as error:
         if one_pass_only:
             raise

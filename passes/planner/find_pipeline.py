@@ -25,6 +25,7 @@ from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
 from meshfold.passes.pipeline.simulated import rank_pipelines, simulated_step_s
 from meshfold.passes.pipeline.tree import SCHEDULE_PINS, PipelineTree, grow_pipelines
+from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.baselines import best_uniform_pipeline
 from meshfold.passes.planner.pipeline_assembly import assemble_pipeline
@@ -79,7 +80,7 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
         raise _infeasible(problems, tree)
     baselines = _baselines(problems, tree, without if best else None)
     stats = _stats(tree, outcome, without)
-    earlier = without.baselines if without else ()
+    earlier = fitting_rows(request, without.baselines if without else (), problems)
     if best is None:
         assert without is not None
         return replace(without, search=stats, baselines=(*earlier, *baselines))

@@ -69,11 +69,21 @@ ORDER = (
     "meshfold.training",
     "meshfold.models",
     "meshfold.api",
+    "meshfold.studies",
     "meshfold.validation",
     "meshfold.cli",
 )
 FIRST_WITH_TORCH = ORDER.index("meshfold.torch_compat")
-FACE_WITHOUT_TORCH = {"meshfold.cli.main", "meshfold.cli.command", "meshfold.cli.profile_command"}
+FACE_WITHOUT_TORCH = {
+    "meshfold.cli.arguments",
+    "meshfold.cli.command",
+    "meshfold.cli.explain_command",
+    "meshfold.cli.main",
+    "meshfold.cli.plan_command",
+    "meshfold.cli.profile_command",
+    "meshfold.cli.search_options",
+    "meshfold.cli.sweep_command",
+}
 SHARED = {"meshfold.errors", "meshfold.units", "meshfold.gc_pause", "meshfold._version"}
 """Files of the root that every folder may use; they import each other at most."""
 

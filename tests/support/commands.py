@@ -18,7 +18,8 @@ from unittest import mock
 
 import click
 
-from meshfold.cli.main import cli, parse_pins
+from meshfold.cli.arguments import parse_pins
+from meshfold.cli.main import cli
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.ir.options import CompileOptions
 
@@ -94,7 +95,9 @@ def check_values(params: dict[str, Any]) -> None:
     CompileOptions(pins=parse_pins(tuple(pins)), mode=mode)
     cluster = params.get("cluster")
     if cluster and not _is_open(cluster) and not cluster.endswith(".json"):
-        resolve_cluster(cluster, params.get("devices"))
+        devices = params.get("devices")
+        for count in devices if isinstance(devices, tuple) else (devices,):
+            resolve_cluster(cluster, count)
     model = params.get("model") or ""
     if model.startswith("examples/"):
         assert (ROOT / model).is_file(), f"no {model}"
@@ -109,6 +112,7 @@ def check_options(words: list[str]) -> None:
             "plan": ["MODEL", "--cluster", "C"],
             "diff": ["A", "B"],
             "profile": ["-o", "C.json"],
+            "sweep": ["MODEL", "--cluster", "C", "--over", "batch=1..8"],
         }
         needed = known.get(name, ["PLAN"])
         if name in ("check", "graph", "verify") and "--model" not in rest:

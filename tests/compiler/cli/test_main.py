@@ -20,9 +20,29 @@ COMMANDS = (
     "plan",
     "profile",
     "show",
+    "sweep",
     "timeline",
     "verify",
 )
+
+SEARCH = (
+    "--allow",
+    "--batch",
+    "--cluster",
+    "--devices",
+    "--json",
+    "--loss",
+    "--memory",
+    "--mode",
+    "--pin",
+    "--precision",
+    "--price-per-device-hour",
+    "--return",
+    "--seq",
+    "--without-rule",
+    "model",
+)
+"""Of the commands that plan."""
 
 
 @pytest.fixture
@@ -43,27 +63,12 @@ def test_the_commands_and_options_are_frozen() -> None:
     assert options == {
         "check": ["--json", "--model", "--output", "plan_file"],
         "diff": ["--json", "first", "second"],
-        "explain": ["plan_file", "regions"],
+        "explain": ["--model", "--why-not", "plan_file", "regions"],
         "graph": ["--model", "--passes", "--rank", "plan_file"],
-        "plan": [
-            "--allow",
-            "--batch",
-            "--cluster",
-            "--devices",
-            "--json",
-            "--loss",
-            "--memory",
-            "--mode",
-            "--output",
-            "--pin",
-            "--precision",
-            "--return",
-            "--seq",
-            "--without-rule",
-            "model",
-        ],
+        "plan": sorted([*SEARCH, "--output"]),
         "profile": ["--json", "--minutes", "--output", "--processes"],
         "show": ["--json", "plan_file"],
+        "sweep": sorted([*SEARCH, "--csv", "--over", "--plot"]),
         "timeline": ["--json", "--measured", "--model", "--trace", "plan_file"],
         "verify": ["--json", "--model", "plan_file"],
     }

@@ -59,6 +59,16 @@ def test_the_margin_beside_the_budget_is_said() -> None:
     assert "5 % of the device's 85.9 GB are left free as a margin, --memory states another" in text
 
 
+def test_a_baseline_in_microbatches_that_is_faster_is_said() -> None:
+    plan = example_plan()
+    words = "ZeRO-3: faster in microbatches or stages, which this search left out; --allow"
+    for step_s, microbatches, is_said in ((0.3, 2, True), (0.3, 1, False), (0.34, 2, False)):
+        strategy = replace(plan.baselines[1].strategy, microbatches=microbatches)
+        row = replace(plan.baselines[1], strategy=strategy, step_s=step_s)
+        text = " ".join(" ".join(page(summary_view(replace(plan, baselines=(row,))))).split())
+        assert (words in text) == is_said
+
+
 def test_what_is_bucketed_is_said() -> None:
     plain, bucketed = (
         " ".join(page(summary_view(replace(example_plan(), reduce_bucket_bytes=n))))

@@ -203,7 +203,8 @@ def test_the_gap_is_true():
     assert found.search.lower_bound_s <= found.time.step_s
     assert found.gap == pytest.approx(found.time.step_s / found.search.lower_bound_s - 1)
     for row in found.baselines:
-        assert not row.fits or row.step_s >= found.search.lower_bound_s * (1 - 1e-9)
+        if row.fits and row.strategy.microbatches == 1:  # in the space of this search
+            assert row.step_s >= found.search.lower_bound_s * (1 - 1e-9)
     assert found.search.unlimited_s <= found.search.lower_bound_s * (1 + 1e-9)
 
 

@@ -1,6 +1,7 @@
 """Plans built by hand, for tests of the plan file and of its faces."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 from meshfold.cost_models.simulation.step import simulate
@@ -31,6 +32,7 @@ from meshfold.ir.step_events import (
 )
 from meshfold.ir.strategy import OpTyping, RegionTyping, UniformStrategy
 from meshfold.plan_file.documents import RECORDS
+from meshfold.report.plan_rows import PlanFigures, PlanRow, RowTable, Setting
 
 GIB = 2**30
 MESH = Mesh((MeshAxis("dp", 2, "network"), MeshAxis("tp", 4, "nvlink")))
@@ -238,3 +240,14 @@ def simulated_plan() -> Plan:
     """A plan with events, and the step that they make."""
     events = example_step()
     return replace(example_plan(), events=events, simulated=simulate(events).step)
+
+
+def rows_of_rates(tokens_per_s: Mapping[int, float | None]) -> RowTable:
+    """Rows over device counts with these rates; None: without a plan."""
+    rows = []
+    for devices, rate in tokens_per_s.items():
+        found = None
+        if rate is not None:
+            found = PlanFigures(f"dp{devices}", 1 / rate, rate, rate, None, 1, None, devices / rate)
+        rows.append(PlanRow(Setting(devices), found, "" if found else "nothing fits"))
+    return RowTable("devices", tuple(rows))
