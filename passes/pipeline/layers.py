@@ -30,7 +30,7 @@ from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.memory.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
-from meshfold.ir.strategy import Recompute, UniformStrategy
+from meshfold.ir.strategy import KeptResults, Recompute, UniformStrategy
 from meshfold.passes.pipeline.parameters import (
     Axes,
     LayerCopies,
@@ -47,13 +47,15 @@ Collective = Callable[[str, float, Axes], float]
 
 @dataclass(frozen=True, eq=False)
 class RegionTable:
-    """A region typed for one microbatch of one rank. prices and memories: by what is recomputed.
-    weight_s: of the backward, what only makes weight gradients (price/weight_gradients.py).
+    """A region typed for one microbatch of one rank. prices and memories: by what is recomputed;
+    kept: by selective recomputation, if it is among them. weight_s: of the backward, what only
+    makes weight gradients (price/weight_gradients.py).
     saved_output_bytes: of its outputs, what a reader keeps for its backward."""
 
     mesh: Mesh
     prices: Mapping[Recompute, RegionPrice]
     memories: Mapping[Recompute, RegionMemory]
+    kept: KeptResults
     parameters: tuple[Parameter, ...]
     weight_s: float
     saved_output_bytes: int

@@ -29,7 +29,7 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import ITEM_BYTES, FoldedGraph, SourceKind
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import Degrees, Recompute, TpMode, UniformStrategy
+from meshfold.ir.strategy import Degrees, KeptResults, Recompute, TpMode, UniformStrategy
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import program_states
@@ -219,12 +219,20 @@ class PipelineProblems:
         graph, typing = folded.regions[region].graph, solution.typing
         memory = MemoryModel(search.costs, self.probe)
         floats = next(i.floats for i in folded.instances if i.region == region)
+        pricer, prices, memories, kept = solution.pricer, {}, {}, KeptResults()
+        for r in recomputes:
+            of, added = replace(typing, recompute=r), None
+            if r == "selective":
+                chosen = memory.selective(graph, typing, floats, pricer)
+                kept, added = chosen.kept, chosen.price
+                of = replace(of, kept=kept)
+            prices[r] = pricer.price(typing.slots, r, selective=added)
+            memories[r] = memory.region(graph, of, floats)
         return RegionTable(
             mesh=search.mesh,
-            prices={r: solution.pricer.price(typing.slots, r) for r in recomputes},
-            memories={
-                r: memory.region(graph, replace(typing, recompute=r), floats) for r in recomputes
-            },
+            prices=prices,
+            memories=memories,
+            kept=kept,
             parameters=parameters_of(graph, typing, search.mesh, self._holders[region]),
             weight_s=weight_gradients_s(graph, solution.rules, search.costs),
             saved_output_bytes=0,

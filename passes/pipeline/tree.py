@@ -22,7 +22,6 @@ from meshfold.passes.one_pass.tree import (
     CONTEXT,
     NODE,
     PINNED,
-    PLANNED,
     SearchSpec,
     Tree,
     can_shard_batch,
@@ -83,9 +82,6 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
     none is left."""
     kinds = _kinds(spec)
     kind, num_virtual_stages = _schedule_pins(spec)
-    pinned = kinds
-    if not spec.allow_planned:
-        kinds = _running(kinds, spec)
     left = list(_all_degrees(spec))
     pruned: Counter[str] = Counter()
     num_strategies = _num_strategies(left)
@@ -122,9 +118,7 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
         pruned[NODE] += _num_strategies(left) - _num_strategies(inside or left)
         left = inside or left
     strategies = tuple(s for d in left for s in _strategies(d, kinds))
-    num_pinned = sum(len(_strategies(d, pinned)) for d in left)
-    pruned[PINNED] += _num_strategies(left) - num_pinned
-    pruned[PLANNED] += num_pinned - len(strategies)
+    pruned[PINNED] += _num_strategies(left) - len(strategies)
     tree = Tree(strategies, num_strategies, {k: n for k, n in sorted(pruned.items()) if n})
     return PipelineTree(tuple(left), kinds, tree, num_layers, kind, num_virtual_stages)
 
@@ -174,24 +168,6 @@ def _kinds(spec: SearchSpec) -> tuple[tuple[int, Recompute], ...]:
         for zero, r in _every_kind()
         if keeps_pins(UniformStrategy(zero=zero, recompute=r), pins)
     )
-
-
-def _running(
-    kinds: tuple[tuple[int, Recompute], ...], spec: SearchSpec
-) -> tuple[tuple[int, Recompute], ...]:
-    """Those that run. Raises OptionError where pins ask for something else."""
-    # Two microbatches stand for what is not one pass.
-    left = tuple(
-        (zero, recompute)
-        for zero, recompute in kinds
-        if UniformStrategy(zero=zero, recompute=recompute, microbatches=2).runs
-    )
-    if kinds and not left:
-        pins = ", ".join(f"{name}={value}" for name, value in spec.pins.items())
-        raise OptionError(
-            f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
-        )
-    return left
 
 
 def _strategies(

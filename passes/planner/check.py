@@ -49,12 +49,19 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
             split.regions, typings, check_plan_types(split, plan), strict=True
         )
     ]
+    model = MemoryModel(costs, probe)
+    floats = {i.region: i.floats for i in split.instances}
     prices = [
-        pricer.price(t.slots, t.recompute, reshard_after_forward=t.reshard_after_forward)
-        for pricer, t in zip(pricers, typings, strict=True)
+        pricer.price(
+            t.slots,
+            t.recompute,
+            reshard_after_forward=t.reshard_after_forward,
+            selective=model.recompute_price(pricer.graph, t, floats[r], pricer),
+        )
+        for r, (pricer, t) in enumerate(zip(pricers, typings, strict=True))
     ]
     prices = _with_hosts(split, typings, prices, offloads, costs, probe)
-    memory, saved_bytes = MemoryModel(costs, probe).step(
+    memory, saved_bytes = model.step(
         split,
         typings,
         optimizer=plan.optimizer,

@@ -29,7 +29,7 @@ from meshfold.ir.plan import (
     TimeEstimate,
 )
 from meshfold.ir.spmd import INVARIANT, Layout
-from meshfold.ir.strategy import OpTyping, RegionTyping, UniformStrategy
+from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping, UniformStrategy
 from meshfold.passes.fold.assemble import graph_fingerprint
 from meshfold.passes.graph.variants import split_regions
 from meshfold.passes.memory.zero import sharded_layout
@@ -277,7 +277,16 @@ class _Writer:
             recompute=choice.layer_costs.strategy.recompute,
             reshard_after_forward=choice.layer_costs.strategy.reshard_after_forward,
             accumulate_unsharded=choice.layer_costs.strategy.accumulate_unsharded,
+            kept=self._kept(choice),
         )
+
+    def _kept(self, choice: _Choice) -> KeptResults:
+        if choice.layer_costs.strategy.recompute != "selective":
+            return KeptResults()
+        kept = self.found.problem.tables.regions[choice.region].kept
+        values = [v for v, _ in kept.conversions]
+        layouts = self._on_mesh([layout for _, layout in kept.conversions])
+        return KeptResults(kept.ops, tuple(zip(values, layouts, strict=True)))
 
     def _on_mesh(self, layouts: Sequence[Layout]) -> tuple[Layout, ...]:
         return tuple((*self._prefix(INVARIANT), *layout) for layout in layouts)

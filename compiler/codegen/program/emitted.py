@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 from torch import fx
@@ -31,6 +32,9 @@ from meshfold.zero.parameter_group import GroupBuffers, ParameterGroup
 CONTEXT = "context"
 """Name of the first placeholder of every graph: the StepContext."""
 
+INSTANCE = "instance"
+"""Name of the placeholder of an instance's number."""
+
 _GROUP = "group_"
 
 PLACE = "meshfold_place"
@@ -39,6 +43,15 @@ PLACE = "meshfold_place"
 ORIGIN = "meshfold_origin"
 """Key of fx.Node.meta: the number of the op that a node is part of, or (value, step of its
 conversion)."""
+
+
+_AGAIN: Mapping[Recompute, str] = MappingProxyType(
+    {
+        "none": "",
+        "selective": "; runs again in backward but for what is kept",
+        "full": "; runs again in backward",
+    }
+)
 
 
 def group_name(group: int) -> str:
@@ -86,7 +99,7 @@ class RegionProgram:
     def direct_names(self) -> tuple[str, ...]:
         """The placeholders of the slots passed directly."""
         names = tuple(n.name for n in self.graph.graph.nodes if n.op == "placeholder")
-        first = names.index("instance") + 1 + len(self.groups)
+        first = names.index(INSTANCE) + 1 + len(self.groups)
         return names[first : first + len(self.direct)]
 
     @property
@@ -247,7 +260,7 @@ class EmittedProgram:
         for k, region in enumerate(self.regions):
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"
-            notes = "; runs again in backward" if region.recompute == "full" else ""
+            notes = _AGAIN[region.recompute]
             notes += "" if region.reshard_after_forward else "; stays gathered for backward"
             notes += "; gradients reduced once a step" if region.accumulate_unsharded else ""
             yield f"region {region.name}: {len(instances)} x, first {scope}{notes}"
