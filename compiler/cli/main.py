@@ -102,7 +102,7 @@ def cli(ctx: click.Context) -> None:
     "--allow",
     type=click.Choice(["pipelines", "planned"]),
     help="pipelines: let pipelines compete, which train by train_step. planned: also what can be "
-    "planned, not run yet: selective recomputation, offload.",
+    "planned, not run yet: offload.",
 )
 @click.option(
     "--without-rule",

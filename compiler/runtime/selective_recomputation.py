@@ -33,6 +33,7 @@ from torch.fx.node import map_arg
 from meshfold.codegen.program.emitted import (
     CONTEXT,
     INSTANCE,
+    NAME,
     ORIGIN,
     RegionInstance,
     RegionProgram,
@@ -86,7 +87,11 @@ class SelectiveRegion:
         readers = {n.name: {u.name for u in n.users if u.op != "output"} for n in self.nodes}
         self.read_again = frozenset(k for k in self.kept if not readers[k] <= self.kept)
         """Those whose results a second run may read."""
-        groups = {n.name: group_number(n.args[0].name) for n in self.nodes if n.target in _GROUPS}  # type: ignore[union-attr]
+        groups = {
+            n.name: group_number(n.all_input_nodes[0].name)
+            for n in self.nodes
+            if n.target in _GROUPS
+        }
         self.groups = groups
         """The nodes that open a parameter group, and its number."""
         self.members = frozenset(
@@ -101,7 +106,7 @@ class SelectiveRegion:
         """The region's graph, or that of one of its segments."""
         if graph not in self._steps:
             self._steps[graph] = steps = _steps(graph)
-            assert self._names.issuperset(n.name for n, _ in steps.nodes), "segments keep names"
+            assert self._names.issuperset(name_of(n) for n, _ in steps.nodes)
         return self._steps[graph]
 
     def second_run(self, wanted: frozenset[str]) -> SecondRun:
@@ -123,22 +128,28 @@ class SelectiveRegion:
 
 
 def _steps(graph: fx.Graph) -> Steps:
-    inputs, nodes, read = [], [], set()
+    inputs, nodes = [], []
+    read: set[str] = set()
     output: Any = None
     for node in reversed(graph.nodes):
         if node.op == "placeholder":
-            inputs.append(node.name)
+            inputs.append(name_of(node))
             continue
         if node.op == "output":
             output = node.args[0]
         else:
             assert node.op == "call_function", "regions are emitted as functions"
-            dead = {n.name for n in node.all_input_nodes} - read
-            if node.name not in read:
-                dead.add(node.name)
+            dead = {name_of(n) for n in node.all_input_nodes} - read
+            if name_of(node) not in read:
+                dead.add(name_of(node))
             nodes.append((node, tuple(sorted(dead))))
-        read |= {n.name for n in node.all_input_nodes}
+        read |= {name_of(n) for n in node.all_input_nodes}
     return Steps(tuple(reversed(inputs)), tuple(reversed(nodes)), output)
+
+
+def name_of(node: fx.Node) -> str:
+    """A node's name in the region's graph."""
+    return str(node.meta.get(NAME, node.name))
 
 
 class SelectiveRecomputation:
@@ -189,17 +200,18 @@ class SelectiveRecomputation:
         for number in self._second_run.groups:
             uses[number].will_be_recomputed()
 
-    def run(self, graph: fx.Graph, arguments: Sequence[Any]) -> Any:
+    def run(self, graph: fx.Graph, arguments: Sequence[Any]) -> Sequence[Any]:
         """What the region's graph, or that of a segment, returns."""
         steps = self._region.steps(graph)
         values: dict[str, Any] = dict(zip(steps.inputs, arguments, strict=True))
         self._values = values
         for node, dead in steps.nodes:
-            values[node.name] = result = self._call(node, values)
-            self.note(node.name, result, [n.name for n in node.all_input_nodes])
-            for name in dead:
-                del values[name]
-        results = map_arg(steps.output, lambda n: values[n.name])
+            name = name_of(node)
+            values[name] = result = self._call(node, values)
+            self.note(name, result, [name_of(n) for n in node.all_input_nodes])
+            for key in dead:
+                del values[key]
+        results: Sequence[Any] = map_arg(steps.output, lambda n: values[name_of(n)])
         self._node, self._values = None, {}
         return results
 
@@ -223,10 +235,10 @@ class SelectiveRecomputation:
 
     def _call(self, node: fx.Node, values: Mapping[str, Any]) -> Any:
         self._node, self._values = node, values
-        args = map_arg(node.args, lambda n: values[n.name])
-        kwargs = map_arg(node.kwargs, lambda n: values[n.name])
+        args = map_arg(node.args, lambda n: values[name_of(n)])
+        kwargs = map_arg(node.kwargs, lambda n: values[name_of(n)])
         if self._counts is not None:
-            self._counts.node = node.name
+            self._counts.node = name_of(node)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _operand(self, tensor: Tensor) -> str | None:
@@ -234,9 +246,9 @@ class SelectiveRecomputation:
         assert self._node is not None
         storage = _storage(tensor)
         for n in self._node.all_input_nodes:
-            x = self._values.get(n.name)
+            x = self._values.get(name_of(n))
             if isinstance(x, Tensor) and _storage(x) == storage and _is_alike(x, tensor):
-                return n.name
+                return name_of(n)
         return None
 
     def _pack(self, tensor: Tensor) -> Saved:
@@ -250,16 +262,16 @@ class SelectiveRecomputation:
             self._wanted[name] += 1
             place = tensor.size(), tensor.stride(), tensor.storage_offset()
             return partial(self._take, name, place)
-        if node.name in self._region.kept:
+        if name_of(node) in self._region.kept:
             # Detached, or an op that saves its own result would hold itself alive.
             return tensor.detach()
-        inside = node.name, self._made[node.name]
-        self._made[node.name] += 1
+        inside = name_of(node), self._made[name_of(node)]
+        self._made[name_of(node)] += 1
         return partial(self._take_inside, inside)
 
     # Backward.
 
-    def _take(self, name: str, place: tuple[Any, Any, int]) -> Tensor:
+    def _take(self, name: str, place: tuple[Any, Any, Any]) -> Tensor:
         self._run_again()
         self._wanted[name] -= 1
         found = self._found[name] if self._wanted[name] else self._found.pop(name)
@@ -285,6 +297,7 @@ class SelectiveRecomputation:
             for node in self._region.nodes:
                 if node.name not in second.names:
                     continue
+                result: Any
                 if node.name in self._region.groups:
                     result = self._parameters(self._region.groups[node.name])
                 else:

@@ -54,6 +54,10 @@ _AGAIN: Mapping[Recompute, str] = MappingProxyType(
 )
 
 
+NAME = "meshfold_name"
+"""Key of fx.Node.meta in the graph of a segment: the node's name in the region's graph."""
+
+
 def group_name(group: int) -> str:
     """Name of the placeholder through which parameter group `group` of a region arrives."""
     return f"{_GROUP}{group}"

@@ -75,7 +75,7 @@ def test_plans_without_a_simulated_step_say_which_time_they_show(
 
 def test_what_cannot_run_yet_says_so() -> None:
     plan = example_plan()
-    region = replace(plan.regions[0], strategy=replace(plan.strategy, recompute="selective"))
+    region = replace(plan.regions[0], strategy=replace(plan.strategy, offload="optimizer"))
     said = text_of(step_view(replace(plan, regions=(region,))))
     assert "a step that cannot run yet is not simulated" in said
 

@@ -95,7 +95,7 @@ def test_the_winner_need_not_be_the_best_by_the_sum(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_cannot_run_is_not_simulated() -> None:
-    found = plan(allow_planned=True, pins={"recompute": "selective", "microbatches": 1, "pp": 1})
+    found = plan(allow_planned=True, pins={"offload": "optimizer", "microbatches": 1, "pp": 1})
     assert found.simulated is None and found.events is None
     assert price_plan(graph(), found, PROBER).events is None
 

@@ -49,7 +49,7 @@ def test_four_devices() -> None:
         "tp4",
         "tp4+sp",
     ]
-    assert len(tree(4).strategies) == 2 * len(plain)
+    assert len(tree(4).strategies) == 3 * len(plain)
     assert "dp4, zero3, recompute full" in {strategy.label for strategy in tree(4).strategies}
 
 

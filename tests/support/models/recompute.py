@@ -50,13 +50,15 @@ def recomputed(
 
 
 def selective(
-    folded: FoldedGraph, typings: Sequence[RegionTyping], costs: CostModel
+    folded: FoldedGraph, typings: Sequence[RegionTyping], costs: CostModel, *, only_layers: bool
 ) -> list[RegionTyping]:
-    """`typings` with selective recomputation everywhere."""
+    """`typings` with selective recomputation in the layers, or everywhere."""
     model = MemoryModel(costs, PROBER)
-    found = []
-    for region, typing in zip(folded.regions, typings, strict=True):
-        number = folded.regions.index(region)
+    layers, found = layer_regions(folded), []
+    for number, (region, typing) in enumerate(zip(folded.regions, typings, strict=True)):
+        if only_layers and number not in layers:
+            found.append(typing)
+            continue
         floats = next(i.floats for i in folded.instances if i.region == number)
         rules = typed_rules(region.graph, typing, region.name, costs.mesh)
         pricer = RegionPricer(region.graph, typing, rules, costs)
@@ -68,10 +70,10 @@ def selective(
 def emit_recomputed(
     program: EmittedProgram, *, only_layers: bool = False, recompute: Recompute = "full"
 ) -> EmittedProgram:
-    """`program` with full recomputation, or with selective recomputation everywhere."""
+    """`program` with recomputation in the layers, or everywhere."""
     costs = CostModel(resolve_cluster("local-cpu", program.mesh.num_ranks), program.mesh)
     if recompute == "selective":
-        typings = selective(program.folded, program.typings, costs)
+        typings = selective(program.folded, program.typings, costs, only_layers=only_layers)
     else:
         typings = recomputed(program.folded, program.typings, only_layers)
     return emit_typed(program.folded, typings, costs)
