@@ -64,10 +64,11 @@ class Steps:
 
 @dataclass(frozen=True, eq=False)
 class SecondRun:
-    """Names of the nodes that run again and, by name, of the values that none of them reads after
-    it; numbers of the parameter groups that they read."""
+    """Names of the nodes that run again, of what they read and, by name, of the values that none of
+    them reads after it; numbers of the parameter groups that they read."""
 
     names: frozenset[str]
+    reads: frozenset[str]
     dead: Mapping[str, Sequence[str]]
     groups: tuple[int, ...]
 
@@ -123,7 +124,8 @@ class SelectiveRegion:
                 read |= inputs
                 needed |= inputs
             groups = tuple(sorted({self.groups[k] for k in names & self.groups.keys()}))
-            self._second_runs[wanted] = SecondRun(frozenset(names), dead, groups)
+            second = SecondRun(frozenset(names), frozenset(needed), dead, groups)
+            self._second_runs[wanted] = second
         return self._second_runs[wanted]
 
 
@@ -194,8 +196,8 @@ class SelectiveRecomputation:
             yield self._rerun.first
         wanted = frozenset(self._wanted) | frozenset(self._made)
         self._second_run = self._region.second_run(wanted)
-        if not wanted:
-            self._results = {}
+        reads = self._second_run.reads
+        self._results = {k: x for k, x in self._results.items() if k in reads}
         uses = self._step.uses[self._instance.index]
         for number in self._second_run.groups:
             uses[number].will_be_recomputed()

@@ -7,10 +7,16 @@ from functools import cache
 
 import pytest
 import torch
-from support.models.hugging_face import families
+from support.models.hugging_face import families, tiny_model
 from support.models.recompute import dropping_model, emit_recomputed
 from support.processes.pool import Pools
-from support.programs.local_programs import Rank, capture, emit_uniform, on_ranks
+from support.programs.local_programs import (
+    Rank,
+    capture,
+    emit_uniform,
+    errors_of_a_step,
+    on_ranks,
+)
 from support.programs.local_programs import stack_model as stack
 from support.programs.one_device import difference
 from support.programs.schedules import PINS, captured_family, plan_text
@@ -130,6 +136,27 @@ def test_on_processes_scheduled(pools: Pools, family: str, pins: str) -> None:
     for loss_error, gradient_error, name, uneven in found:
         assert loss_error < EXACT and gradient_error < EXACT, name
         assert not uneven
+
+
+@pytest.mark.parametrize("pins", ["zero3 x tp+sp, selective"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_in_micro_chunks_and_as_collective_matmuls(pins: str, parts: int) -> None:
+    """What is kept of a region is kept of what is written in its place."""
+    num_ranks, fixed = PINS[pins]
+    model, batch = tiny_model("llama")
+    more = {"micro_chunks": parts} if parts > 1 else {"collective_matmul": 1}
+    plan = plan_captured(
+        captured_family("llama"),
+        "llama",
+        resolve_cluster("local-cpu", num_ranks),
+        CompileOptions(pins={**fixed, **more}, mode="scheduled"),
+    )
+    assert any(r.collective_matmul or r.chunking.count > 1 for r in plan.regions)
+    with float64_everywhere():
+        program = emit_plan(captured_family("llama").graph, plan)
+        assert isinstance(program, EmittedProgram)
+        found = errors_of_a_step(model, batch, captured_family("llama"), program)
+    assert max(max(errors.values()) for errors in found) < EXACT
 
 
 def test_stages_on_one_device() -> None:
