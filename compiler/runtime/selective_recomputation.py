@@ -41,8 +41,9 @@ from meshfold.codegen.program.emitted import (
 )
 from meshfold.distributed.replayed_counts import RecordedCounts, ReplayedCounts
 from meshfold.distributed.step_context import StepContext
+from meshfold.errors import MeshfoldError
 from meshfold.passes.memory.local_program import is_kept
-from meshfold.runtime.recomputation import Rerun
+from meshfold.runtime.recomputation import CHANGED, Rerun
 from meshfold.zero.graph_ops import replicate_group, wait_group
 from meshfold.zero.step import TrainingStep
 
@@ -198,6 +199,8 @@ class SelectiveRecomputation:
         self._second_run = self._region.second_run(wanted)
         reads = self._second_run.reads
         self._results = {k: x for k, x in self._results.items() if k in reads}
+        names = self._direct_names(len(arrived))
+        self._rerun.drop([k for k, name in enumerate(names) if name not in reads])
         uses = self._step.uses[self._instance.index]
         for number in self._second_run.groups:
             uses[number].will_be_recomputed()
@@ -259,7 +262,10 @@ class SelectiveRecomputation:
             return tensor.detach()
         name = self._operand(tensor)
         if name is not None and name in self._held:
-            return self._step.saved(tensor)
+            saved = self._step.saved(tensor)
+            if not isinstance(saved, Tensor):
+                return saved
+            return partial(_unchanged, saved, saved._version)
         if name is not None:
             self._wanted[name] += 1
             place = tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -315,14 +321,19 @@ class SelectiveRecomputation:
 
     def _given(self, context: StepContext, arrived: Sequence[Tensor]) -> dict[str, Any]:
         """What a second run starts from."""
-        names, floats = self._region.placeholders, self._instance.floats
-        first = len(names) - len(floats)
+        floats = self._instance.floats
+        names = self._region.placeholders[len(self._region.placeholders) - len(floats) :]
         values: dict[str, Any] = {CONTEXT: context, INSTANCE: self._instance.number}
-        values.update(zip(names[first:], floats, strict=True))
-        values.update(zip(names[first - len(arrived) : first], arrived, strict=True))
+        values.update(zip(names, floats, strict=True))
+        values.update(zip(self._direct_names(len(arrived)), arrived, strict=True))
         values.update(self._results)
         self._results = {}
         return values
+
+    def _direct_names(self, count: int) -> Sequence[str]:
+        """Names of what arrives: the placeholders in front of the floats."""
+        end = len(self._region.placeholders) - len(self._instance.floats)
+        return self._region.placeholders[end - count : end]
 
     def _parameters(self, group: int) -> list[Tensor]:
         use = self._step.uses[self._instance.index][group]
@@ -335,6 +346,12 @@ class SelectiveRecomputation:
         name = self._node.name
         self._found_inside[name, self._made[name]] = tensor.detach()
         self._made[name] += 1
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    if tensor._version != version:
+        raise MeshfoldError(CHANGED)
+    return tensor
 
 
 def _unpack(saved: Saved) -> Tensor:

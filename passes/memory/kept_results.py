@@ -53,11 +53,18 @@ class Selective:
     price: RecomputePrice
 
 
-def selective(program: LocalProgram, origins: Sequence[Origin], pricer: RegionPricer) -> Selective:
+def selective(
+    program: LocalProgram,
+    origins: Sequence[Origin],
+    pricer: RegionPricer,
+    *,
+    keeps_all: bool = False,
+) -> Selective:
     """The choice for a region. origins: what the steps of its local program are; pricer: of its
-    ops under the same rules."""
+    ops under the same rules; keeps_all: whether nothing is to be recomputed."""
     prices = [_step_price(origin, pricer) for origin in origins]
-    steps = cheapest_kept(program, [p.compute_s + p.graph_s for p in prices])
+    seconds = [p.compute_s + p.graph_s for p in prices]
+    steps = everything_kept(program) if keeps_all else cheapest_kept(program, seconds)
     kept = [origins[k] for k in sorted(steps)]
     return Selective(
         KeptResults(
@@ -77,6 +84,12 @@ def recompute_price(
     return _sum([_step_price(origins[k], pricer) for k in again], pricer)
 
 
+def everything_kept(program: LocalProgram) -> frozenset[int]:
+    """The steps of which the backward needs something."""
+    cut = Cut(program, [0.0] * len(program.steps))
+    return cut.needed(cut.steps)
+
+
 def cheapest_kept(program: LocalProgram, seconds: Sequence[float]) -> frozenset[int]:
     """The steps whose results are kept: see the module docstring. seconds: of the forward of every
     step. Everything that autograd keeps, where nothing beats the mix of that and of nothing."""
@@ -93,7 +106,8 @@ def cheapest_kept(program: LocalProgram, seconds: Sequence[float]) -> frozenset[
 
 
 def _recomputed(program: LocalProgram, kept: frozenset[int]) -> list[int]:
-    return sorted(plan_recompute(program.steps, program.num_slots, kept).steps)
+    plan = plan_recompute(program.steps, program.num_slots, kept)
+    return sorted(plan.steps) if plan.waiting else []
 
 
 class Cut:

@@ -139,12 +139,18 @@ class MemoryModel:
         return self._simulated(graph, typing, typing.slots, floats).memory
 
     def selective(
-        self, graph: OpGraph, typing: RegionTyping, floats: Sequence[float], pricer: RegionPricer
+        self,
+        graph: OpGraph,
+        typing: RegionTyping,
+        floats: Sequence[float],
+        pricer: RegionPricer,
+        *,
+        keeps_all: bool = False,
     ) -> Selective:
         """What one instance whose values arrive as `typing` declares keeps under selective
         recomputation (kept_results.py). pricer: of its ops under the same rules."""
         written = self._written(graph, typing, typing.slots, floats)
-        return selective(written.program, written.origins, pricer)
+        return selective(written.program, written.origins, pricer, keeps_all=keeps_all)
 
     def recompute_price(
         self, graph: OpGraph, typing: RegionTyping, floats: Sequence[float], pricer: RegionPricer

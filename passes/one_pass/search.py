@@ -218,8 +218,11 @@ class MeshPlanner:
         return self.memory_model.region(graph, typing, self._floats[region])
 
     def _selective_of(self, region: int, pricer: RegionPricer, typing: RegionTyping) -> Selective:
-        graph = self.folded.regions[region].graph
-        return self.memory_model.selective(graph, typing, self._floats[region], pricer)
+        # The backward of the last layer of all follows its forward: what it would drop is there
+        # again at once.
+        is_last = self.search.counts[region] == 1 and self.folded.instances[-1].region == region
+        graph, floats = self.folded.regions[region].graph, self._floats[region]
+        return self.memory_model.selective(graph, typing, floats, pricer, keeps_all=is_last)
 
     @cached_property
     def _floats(self) -> dict[int, tuple[float, ...]]:

@@ -13,13 +13,17 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Literal
 
 from torch import fx
 
 from meshfold.codegen.program.region_schedule import ChunkedBoundary, RegionSchedule
-from meshfold.codegen.program.text import graph_lines, group_text, rank_text
+from meshfold.codegen.program.text import (
+    graph_lines,
+    group_text,
+    rank_text,
+    recomputation_text,
+)
 from meshfold.hierarchical_all_reduce import HierarchicalAllReduce
 from meshfold.ir.bucketing import BucketMember, GroupRef, fill_buckets
 from meshfold.ir.mesh import Mesh
@@ -43,15 +47,6 @@ PLACE = "meshfold_place"
 ORIGIN = "meshfold_origin"
 """Key of fx.Node.meta: the number of the op that a node is part of, or (value, step of its
 conversion)."""
-
-
-_AGAIN: Mapping[Recompute, str] = MappingProxyType(
-    {
-        "none": "",
-        "selective": "; runs again in backward but for what is kept",
-        "full": "; runs again in backward",
-    }
-)
 
 
 NAME = "meshfold_name"
@@ -264,7 +259,7 @@ class EmittedProgram:
         for k, region in enumerate(self.regions):
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"
-            notes = _AGAIN[region.recompute]
+            notes = recomputation_text(region.recompute, region.typing.kept)
             notes += "" if region.reshard_after_forward else "; stays gathered for backward"
             notes += "; gradients reduced once a step" if region.accumulate_unsharded else ""
             yield f"region {region.name}: {len(instances)} x, first {scope}{notes}"

@@ -183,10 +183,20 @@ def test_collectives_whose_results_are_kept_do_not_run_again() -> None:
     assert collectives(keeping(plain, 0)) - without == collectives(emit_recomputed(plain)) - without
 
 
-def test_what_arrives_must_not_change_before_backward() -> None:
+def test_the_program_says_what_is_kept() -> None:
+    """Ranks that keep other results would run other collectives: the digest tells them apart."""
+    plain = plain_program("llama", TP_SP)
+    programs = [keeping(plain, share) for share in (0, 2, 3)]
+    assert "; runs again in backward but for ops none\n" in programs[0].text(0)
+    assert "; runs again in backward but for ops 0 2 4 " in programs[1].text(0)
+    assert len({program.digest for program in (plain, *programs)}) == 4
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_what_arrives_must_not_change_before_backward(share: int) -> None:
     model, batch = stack(4)
     found = capture(model, batch)
-    program = keeping(emit_uniform(found, ALONE, 4), 0)
+    program = keeping(emit_uniform(found, ALONE, 4), share)
 
     def body(rank: Rank) -> None:
         loss = rank.loss(batch)

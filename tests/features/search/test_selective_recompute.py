@@ -60,4 +60,4 @@ def test_selective_is_below_the_mix_of_keeping_all_and_nothing(
             e.collective.seconds if e.collective else e.seconds for e in events.recomputed
         )
         # Copies around collectives are charged by the simulator alone.
-        assert added_s <= again_s * (1 + 1e-9) and again_s == pytest.approx(added_s, rel=0.03)
+        assert added_s <= again_s * (1 + 1e-9) and again_s == pytest.approx(added_s, rel=0.05)

@@ -294,9 +294,9 @@ def test_selective_recomputation_runs_keeps_its_figures_and_what_it_keeps():
     assert any(region.typing.kept != KeptResults() for region in found.regions)
     loaded = plan_from_json(plan_to_json(found))
     assert loaded == found
-    priced = price_plan(graph_of("gpt2"), loaded, PROBER)
+    priced = price_plan(graph_of("llama"), loaded, PROBER)
     assert (priced.time, priced.memory) == (found.time, found.memory)
-    emit(graph_of("gpt2"), loaded)
+    emit(graph_of("llama"), loaded)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
