@@ -235,7 +235,7 @@ def test_memory_of_a_program_whose_layers_are_recomputed(
         tolerance = EXPERT_COPY if family == "mixtral" else 0.01
         allocated = allocator_peak_bytes(step.train)
         assert peak - local_batch == pytest.approx(allocated, rel=tolerance)
-        share = 0.35 if recompute == "full" else 0.7
+        share = 0.35 if recompute == "full" else 0.8
         # The peak of a tiny model is that of its head: kept is what recomputation is for.
         assert peak <= peak_and_kept(plain)[0] and kept < share * peak_and_kept(plain)[1]
 
