@@ -50,16 +50,7 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         )
     ]
     model = MemoryModel(costs, probe)
-    floats = {i.region: i.floats for i in split.instances}
-    prices = [
-        pricer.price(
-            t.slots,
-            t.recompute,
-            reshard_after_forward=t.reshard_after_forward,
-            selective=model.recompute_price(pricer.graph, t, floats[r], pricer),
-        )
-        for r, (pricer, t) in enumerate(zip(pricers, typings, strict=True))
-    ]
+    prices = _prices(split, typings, pricers, model)
     prices = _with_hosts(split, typings, prices, offloads, costs, probe)
     memory, saved_bytes = model.step(
         split,
@@ -84,6 +75,25 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         ),
         search=SearchStats(0, 1, int(not memory.fits)),
     )
+
+
+def _prices(
+    split: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    pricers: Sequence[RegionPricer],
+    model: MemoryModel,
+) -> list[RegionPrice]:
+    """The price of each region, recomputation included."""
+    floats = {i.region: i.floats for i in split.instances}
+    return [
+        pricer.price(
+            t.slots,
+            t.recompute,
+            reshard_after_forward=t.reshard_after_forward,
+            selective=model.recompute_price(pricer.graph, t, floats[r], pricer),
+        )
+        for r, (pricer, t) in enumerate(zip(pricers, typings, strict=True))
+    ]
 
 
 def _events(

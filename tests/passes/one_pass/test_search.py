@@ -92,6 +92,16 @@ def test_leaves_have_the_figures_of_their_own_typing(family: str, dp: int, tp: i
             assert candidate.price == exact
 
 
+def test_the_last_layer_of_all_drops_nothing_that_is_there_again_at_once() -> None:
+    of = planner("llama", 2, 2)
+    candidates = {c.key: c for c in of.candidates[of.folded.instances[-1].region]}
+    selective = [c for c in candidates.values() if c.strategy.recompute == "selective"]
+    assert selective
+    for candidate in selective:
+        plain = candidates[replace(candidate.strategy, recompute="none"), candidate.sharded]
+        assert (candidate.memory, candidate.time_s) == (plain.memory, plain.time_s)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_latest_local_program_serves_other_recomputation_alone(family: str) -> None:
     of = planner(family, 2, 2)
