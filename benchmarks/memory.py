@@ -1,7 +1,7 @@
 """Predicted against measured memory of one training step on this machine's CPU.
 
     python benchmarks/memory.py [--families gpt2,llama] [--dropout 0.1]
-        [--recompute]
+        [--recompute selective]
 
 Each row captures a model with random weights, predicts its step in one process, and runs the
 captured graph: what autograd keeps is read by its hooks, the peak from the CPU allocator's own
@@ -12,7 +12,8 @@ different places:
     par   few tokens, wide layers: at the end of the backward, in the gradients
     mix   between, with a large vocabulary: in the head
 
-With --recompute the layers keep nothing and run again in the backward, in an emitted program.
+With --recompute full the layers keep nothing and run again in the backward, in an emitted program;
+with --recompute selective they keep what the planner chooses.
 """
 
 import sys
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import torch
@@ -28,7 +29,7 @@ import transformers
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # support/
 
-from support.models.recompute import recomputed
+from support.models.recompute import recomputed, selective
 from support.programs.memory import (
     EmittedStep,
     RealStep,
@@ -43,6 +44,7 @@ from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import cluster
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import Mesh
+from meshfold.ir.strategy import Recompute
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.region import MemoryModel
 
@@ -178,7 +180,7 @@ def measured(
     model: nn.Module, step: RealStep, program: EmittedProgram, batch: dict[str, torch.Tensor]
 ) -> tuple[int, int]:
     """(bytes kept after the forward, bytes at the worst moment)."""
-    if any(region.recompute == "full" for region in program.regions):
+    if any(region.recompute != "none" for region in program.regions):
         emitted = EmittedStep(model, step.captured, program, batch)
         return emitted.counted_kept_bytes(), allocator_peak_bytes(emitted.train)
 
@@ -191,7 +193,7 @@ def measured(
     return saved_bytes(step), peak
 
 
-def row(family: str, s: Shape, dropout: float, recompute: bool) -> str:
+def row(family: str, s: Shape, dropout: float, recompute: Recompute) -> str:
     """One line of the table."""
     torch.manual_seed(0)
     model = FAMILIES[family](s, dropout).train(dropout > 0)
@@ -200,7 +202,9 @@ def row(family: str, s: Shape, dropout: float, recompute: bool) -> str:
     mesh = Mesh(())
     costs = CostModel(cluster("local-cpu"), mesh)
     typings = plain_typings(step.folded)
-    if recompute:
+    if recompute == "selective":
+        typings = selective(step.folded, typings, costs, only_layers=True)
+    if recompute == "full":
         typings = recomputed(step.folded, tuple(typings), only_layers=True)
     start = time.perf_counter()
     estimate, kept = MemoryModel(costs, OpProber()).step(
@@ -224,8 +228,8 @@ def row(family: str, s: Shape, dropout: float, recompute: bool) -> str:
 @click.command()
 @click.option("--families", default=",".join(FAMILIES), help="Comma-separated.")
 @click.option("--dropout", default=0.0, help="Of the families that have dropout.")
-@click.option("--recompute", is_flag=True, help="Run the layers again in the backward.")
-def main(families: str, dropout: float, recompute: bool) -> None:
+@click.option("--recompute", type=click.Choice(get_args(Recompute)), default="none")
+def main(families: str, dropout: float, recompute: Recompute) -> None:
     """Print the table, sizes in MiB, seconds to predict with all probes new."""
     torch.set_num_threads(1)
     # oneDNN convolutions take scratch memory that no dispatcher sees.

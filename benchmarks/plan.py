@@ -1,6 +1,6 @@
 """CPU time, proof and outcome of whole plans, beyond capture and imports.
 
-    python benchmarks/plan.py [--depth] [--devices] [--memory] [--distinct N]
+    python benchmarks/plan.py [--depth] [--devices] [--memory] [--selective] [--distinct N]
 
 One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds. --depth plans
 one model at 12 to 96 layers, once with memory for all and once with budgets that bind alike (where
@@ -10,7 +10,9 @@ first brings in what torch imports late. --memory measures how much the resident
 process grows from the imports to its peak, for capture and plan: a tiny model goes first and brings
 in the imports. --distinct plans N / 4, N / 2 and N layers that are all different, so that nothing
 folds: seconds per layer should stay while memory does not bind; at 1,000 layers it does, more
-meshes are planned, and a layer takes about twice as long.
+meshes are planned, and a layer takes about twice as long. --selective compares, per sample and
+layer, what selective recomputation keeps and adds with the mix of layers that keep all and layers
+that keep nothing, at the same bytes.
 """
 
 import json
@@ -18,7 +20,8 @@ import multiprocessing
 import resource
 import tempfile
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -26,13 +29,17 @@ from zoo.distinct import TOKENS, distinct_model
 
 from meshfold.capture.pipeline import capture
 from meshfold.cost_models.hardware.devices import cluster as preset
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
+from meshfold.ir.strategy import TpMode
 from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import build_model
+from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.region.typing import MeshSearch
 from meshfold.units import bytes_text, seconds_text
 
 CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
@@ -168,14 +175,53 @@ def measure_memory(cases: tuple[Case, ...]) -> None:
         click.echo(f"{case.name:<24}{bytes_text(imported):>10}{bytes_text(grown):>10}")
 
 
+LAYERS = (
+    ("Llama-3-8B", "llama-3-8b", "dgx-h100x1", 1, (("num_hidden_layers", 4),)),
+    ("Llama-3-8B", "llama-3-8b", "dgx-h100x1", 4, (("num_hidden_layers", 4),)),
+    ("GPT-3 175B", "gpt3-175b", "dgx-a100-80x1", 1, (("n_layer", 4),)),
+    ("GPT-3 175B", "gpt3-175b", "dgx-a100-80x1", 8, (("n_layer", 4),)),
+)
+"""Name, configuration, cluster, tp, fields."""
+
+
+def measure_selective() -> None:
+    """Print the table of layers."""
+    click.echo(f"{'':<24}{'all':>9}{'select.':>9}{'adds':>10}{'full adds':>11}{'of the mix':>11}")
+    for name, config, cluster, tp, fields in LAYERS:
+        graph = graph_of(Case(name, config, cluster, 8, fields))
+        mesh = build_mesh(preset(cluster), 8 // tp, tp)
+        search = MeshSearch(graph, preset(cluster), mesh, 8)
+        modes: tuple[TpMode, ...] = ("tensor", "sequence") if tp > 1 else ("tensor",)
+        for mode in modes:
+            typings = search.solve(zero=0, mode=mode).typings
+            (r, _), *_ = Counter(i.region for i in graph.instances).most_common(1)
+            pricer = search.solutions(mode)[r].pricer
+            floats = next(i.floats for i in graph.instances if i.region == r)
+            region, model = graph.regions[r].graph, MemoryModel(search.costs, OpProber())
+            chosen = model.selective(region, typings[r], floats, pricer)
+            of = replace(typings[r], recompute="selective", kept=chosen.kept)
+            all_bytes, kept_bytes = (
+                model.region(region, t, floats).saved_bytes for t in (typings[r], of)
+            )
+            full = pricer.price(typings[r].slots, "full").recomputed
+            full_s, added_s = (p.compute_s + p.graph_s for p in (full, chosen.price))
+            share = added_s / (full_s * (1 - kept_bytes / all_bytes))
+            click.echo(
+                f"{name + f', tp{tp}' + ('+sp' if mode == 'sequence' else ''):<24}"
+                f"{bytes_text(all_bytes):>9}{bytes_text(kept_bytes):>9}{seconds_text(added_s):>10}"
+                f"{seconds_text(full_s):>11}{share:>11.2f}"
+            )
+
+
 @click.command()
 @click.option("--depth", is_flag=True, help="12 to 96 layers.")
 @click.option("--devices", is_flag=True, help="8 to 16,384 devices.")
 @click.option("--memory", is_flag=True, help="Peak memory beyond imports.")
+@click.option("--selective", is_flag=True, help="Selective recomputation, layer by layer.")
 @click.option("--distinct", type=click.IntRange(1), help="Layers that are all different.")
-def main(depth: bool, devices: bool, memory: bool, distinct: int | None) -> None:
+def main(depth: bool, devices: bool, memory: bool, selective: bool, distinct: int | None) -> None:
     """Plan the cases and print what it took."""
-    if not (depth or devices or memory or distinct):
+    if not (depth or devices or memory or selective or distinct):
         measure(CASES)
     if depth:
         for binds in (False, True):
@@ -185,6 +231,8 @@ def main(depth: bool, devices: bool, memory: bool, distinct: int | None) -> None
         measure(DEVICES)
     if memory:
         measure_memory(CASES)
+    if selective:
+        measure_selective()
     if distinct:
         measure_distinct(distinct)
 

@@ -69,7 +69,7 @@ def _what_is_searched() -> tuple[Callable[..., Any], ...]:
     allow = click.option(
         "--allow",
         type=click.Choice(["planned"]),
-        help="planned: also what can be planned, not run yet: selective recomputation, offload.",
+        help="planned: also what can be planned, not run yet: offload.",
     )
     without_rule = click.option(
         "--without-rule",

@@ -1,23 +1,25 @@
-"""Row counts that ranks exchange in a region with full recomputation
-(meshfold.runtime.recomputation): the first run records them, the second reads them and waits for
-nobody.
+"""Row counts that ranks exchange in a region that recomputes (meshfold.runtime.recomputation): the
+first run records them, the second reads them and waits for nobody.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 
 class RecordedCounts:
-    """The counts of a first run, in the order in which they are exchanged."""
+    """The counts of a first run, in the order in which they are exchanged. node: what exchanges
+    them, where a second run may leave something out."""
 
     def __init__(self) -> None:
-        self._counts: list[Tensor] = []
+        self.node = ""
+        self._counts: dict[str, list[Tensor]] = {}
 
     def next(self, exchange: Callable[[], Tensor]) -> Tensor:
         """The next counts, exchanged."""
-        self._counts.append(exchange())
-        return self._counts[-1]
+        counts = exchange()
+        self._counts.setdefault(self.node, []).append(counts)
+        return counts
 
     def replayed(self) -> "ReplayedCounts":
         """What a second run reads."""
@@ -25,11 +27,12 @@ class RecordedCounts:
 
 
 class ReplayedCounts:
-    """The counts of a second run: those of the first, in its order."""
+    """The counts of a second run: those of the first, in its order, by node."""
 
-    def __init__(self, counts: Sequence[Tensor]) -> None:
-        self._counts = iter(counts)
+    def __init__(self, counts: Mapping[str, Sequence[Tensor]]) -> None:
+        self.node = ""
+        self._counts: dict[str, Iterator[Tensor]] = {k: iter(of) for k, of in counts.items()}
 
     def next(self, _: Callable[[], Tensor]) -> Tensor:
         """The next counts, without an exchange."""
-        return next(self._counts)
+        return next(self._counts[self.node])

@@ -14,8 +14,8 @@ from meshfold.ir.spmd import Layout
 
 Recompute = Literal["none", "selective", "full"]
 """Which activations inside a region are recomputed in the backward: "none"; "selective", all but
-the outputs of matrix products, attention and collectives other than gathers; or "full", so that
-only the region's inputs are saved. "selective" can be priced and planned, not run yet."""
+those that are dear to compute for their bytes (RegionTyping.kept); or "full", so that only the
+region's inputs are saved."""
 
 Offload = Literal["none", "optimizer", "activations"]
 """What lives in the host's memory between uses: nothing; gradients and optimizer states, which the
@@ -79,9 +79,22 @@ class OpTyping:
     """One layout per entry of `op.outputs`."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptResults:
+    """What the forward of a region with selective recomputation keeps for the backward, beside what
+    arrives: results that are saved where the backward needs them, and not computed twice. Found by
+    meshfold.passes.memory.kept_results."""
+
+    ops: tuple[int, ...] = ()
+    """Numbers of ops, all results of each."""
+    conversions: tuple[tuple[int, Layout], ...] = ()
+    """(number of a value, layout that a step of its conversion gave)."""
+
+
 @dataclass(frozen=True)
 class RegionTyping:
-    """The layouts of one region. ValueError where `recompute` is no word of Recompute.
+    """The layouts of one region. ValueError where `recompute` is no word of Recompute, or something
+    is kept though recomputation is not selective.
 
     Wherever a value's layout (slot or producer) differs from what an op or an output demands, the
     emitter inserts the conversion that `passes.price.conversions.plan_conversions` gives, one per
@@ -100,12 +113,16 @@ class RegionTyping:
     accumulate_unsharded: bool = False
     """Whether gradients of gathered parameters are accumulated unsharded over the microbatches and
     reduced once (ZeRO 1), instead of reduced with every microbatch."""
+    kept: KeptResults = KeptResults()
+    """What selective recomputation does not compute twice."""
 
     def __post_init__(self) -> None:
         if self.recompute not in get_args(Recompute):
             raise ValueError(
                 f"recompute is {' or '.join(get_args(Recompute))}, not {self.recompute!r}"
             )
+        if self.recompute != "selective" and self.kept != KeptResults():
+            raise ValueError(f"recompute {self.recompute} keeps no results; selective does")
 
 
 ChunkDim = Literal["samples", "sequence"]
@@ -199,4 +216,4 @@ class UniformStrategy:
     @property
     def runs(self) -> bool:
         """Whether the emitter can run it; else it can only be planned."""
-        return self.recompute != "selective" and self.offload == "none"
+        return self.offload == "none"

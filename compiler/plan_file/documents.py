@@ -18,12 +18,19 @@ from pydantic_core.core_schema import (
 )
 
 from meshfold.ir.cluster import ClusterSpec, DeviceSpec
-from meshfold.ir.limits import MOST_INSTANCES, MOST_NUMBER, Positive, Seconds
+from meshfold.ir.limits import MOST_INSTANCES, MOST_NUMBER, Count, Positive, Seconds
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.plan import MemoryEstimate, Plan, RegionPlan, SearchStats, TimeEstimate
 from meshfold.ir.spmd import Layout
 from meshfold.ir.step_events import CollectiveEvent, Event, SimulatedStep, StepEvents
-from meshfold.ir.strategy import ChunkDim, Chunking, OpTyping, RegionTyping, UniformStrategy
+from meshfold.ir.strategy import (
+    ChunkDim,
+    Chunking,
+    KeptResults,
+    OpTyping,
+    RegionTyping,
+    UniformStrategy,
+)
 from meshfold.ir.throughput import Throughput
 from meshfold.plan_file.event_text import (
     from_run_lengths,
@@ -59,6 +66,10 @@ class _RegionKeys(TypedDict):
     """That it runs its batch in, in mode scheduled."""
     chunk_dim: NotRequired[ChunkDim]
     """What is divided into micro-chunks."""
+    kept_ops: NotRequired[tuple[Count, ...]]
+    """Under selective recomputation, numbers of the ops whose results are not computed twice."""
+    kept_conversions: NotRequired[tuple[tuple[Count, Layout], ...]]
+    """The same for steps of conversions: number of a value, layout that the step gave."""
 
 
 class _SearchKeys(TypedDict):
@@ -89,6 +100,8 @@ def _region_keys(region: RegionPlan) -> dict[str, Any]:
         "outputs": typing.outputs,
         "micro_chunks": region.chunking.count,
         "chunk_dim": region.chunking.dim,
+        "kept_ops": typing.kept.ops,
+        "kept_conversions": typing.kept.conversions,
     }
 
 
@@ -102,6 +115,7 @@ def _region_fields(found: dict[str, Any]) -> dict[str, Any]:
             recompute=strategy.recompute,
             reshard_after_forward=strategy.reshard_after_forward,
             accumulate_unsharded=strategy.accumulate_unsharded,
+            kept=KeptResults(found.get("kept_ops", ()), found.get("kept_conversions", ())),
         ),
         "op_targets": names_or_none(target for target, _ in ops),
         "slot_names": names_or_none(name for name, _ in slots),

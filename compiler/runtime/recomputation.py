@@ -16,7 +16,7 @@ saves would go through the notes of meshfold.zero.step).
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,11 @@ from meshfold.distributed.replayed_counts import RecordedCounts
 from meshfold.distributed.step_context import StepContext
 from meshfold.errors import MeshfoldError
 from meshfold.zero.step import GroupUse, TrainingStep
+
+CHANGED = (
+    "a tensor that a recomputed region needs was changed in place between forward and backward; "
+    "update parameters and batches after backward"
+)
 
 
 class _StopRecomputation(BaseException):
@@ -46,15 +51,18 @@ class Rerun:
         self._autocast = _autocast_state(context.device.type)
         self._versions = [x._version for x in arrived]
 
+    def drop(self, numbers: Collection[int]) -> None:
+        """Forget tensors that the second run does not read, by number."""
+        for k in numbers:
+            self.arrived[k] = nothing = torch.empty(0)
+            self._versions[k] = nothing._version
+
     @contextlib.contextmanager
     def running(self) -> Iterator[StepContext]:
         """While open, autograd is as in the forward; gives the context of the second run. Raises
         MeshfoldError for a tensor that was changed since."""
         if [x._version for x in self.arrived] != self._versions:
-            raise MeshfoldError(
-                "a tensor that a recomputed region needs was changed in place between forward and "
-                "backward; update parameters and batches after backward"
-            )
+            raise MeshfoldError(CHANGED)
         second = replace(self.first, counts=self._counts.replayed())
         with torch.enable_grad(), torch.autocast(second.device.type, **self._autocast):
             yield second

@@ -17,6 +17,7 @@ from meshfold.distributed.step_context import StepContext
 from meshfold.runtime.chained_execution import ChainedExecution
 from meshfold.runtime.recomputation import Recomputation, start_nothing
 from meshfold.runtime.segment_execution import SegmentExecution, run_as_node
+from meshfold.runtime.selective_recomputation import SelectiveRecomputation, SelectiveRegion
 from meshfold.zero.step import TrainingStep
 
 
@@ -42,10 +43,11 @@ class RegionMode(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EagerRegion:
-    """graph: the region's, or what runs in its place."""
+    """graph: the region's, or what runs in its place. selective: see SegmentExecution."""
 
     instance: RegionInstance
     graph: Callable[..., Any]
+    selective: SelectiveRegion | None = None
 
     def run(self, call: RegionCall) -> Sequence[Tensor]:
         """See RegionMode."""
@@ -59,6 +61,12 @@ class EagerRegion:
         ) -> Any:
             return graph(context, ahead, instance.number, *uses, *arrived, *instance.floats)
 
+        if self.selective is not None and step.is_recording:
+            selective = SelectiveRecomputation(step, instance, self.selective)
+            with selective.recording(call.direct) as context:
+                first = context, call.ahead, instance.number
+                arguments = *first, *uses, *call.direct, *instance.floats
+                return selective.run(instance.region.graph.graph, arguments)
         if instance.region.recompute != "full" or not step.is_recording:
             return run(step.context, call.direct, call.ahead)  # type: ignore[no-any-return]
         recomputation = Recomputation(step, instance.index, run, uses)
@@ -71,10 +79,12 @@ class ScheduledRegion:
     """See the module docstring."""
 
     instance: RegionInstance
+    selective: SelectiveRegion | None = None
 
     def run(self, call: RegionCall) -> Sequence[Tensor]:
         """See RegionMode."""
-        return run_as_node(SegmentExecution(call.step, self.instance, call.ahead), call.direct)
+        execution = SegmentExecution(call.step, self.instance, call.ahead, selective=self.selective)
+        return run_as_node(execution, call.direct)
 
 
 @dataclass(frozen=True, slots=True)

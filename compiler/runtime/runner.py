@@ -21,6 +21,7 @@ from meshfold.runtime.region_modes import (
     RegionMode,
     ScheduledRegion,
 )
+from meshfold.runtime.selective_recomputation import SelectiveRegion
 from meshfold.sharding.layout import shard_of
 from meshfold.zero.microbatch_state import SharedStep
 from meshfold.zero.parameter_group import GroupBuffers
@@ -55,6 +56,11 @@ class ProgramRunner:
         self.mutated = _mutated_buffers(program)
         self._materializes = any(r.materializes_parameters for r in program.regions)
         self._waits_at_once = waits_at_once
+        self._selective = {
+            k: SelectiveRegion(region)
+            for k, region in enumerate(program.regions)
+            if region.recompute == "selective"
+        }
         instances = [program.instance(k) for k in range(len(program.programs))]
         self.training_modes = tuple(map(self.training_mode, instances))
         self.inference_modes = tuple(EagerRegion(i, i.region.graph) for i in instances)
@@ -127,11 +133,15 @@ class ProgramRunner:
     def training_mode(self, instance: RegionInstance) -> RegionMode:
         """How an instance runs in training."""
         if instance.region.schedule is None or self._waits_at_once:
-            return EagerRegion(instance, instance.region.graph)
+            return EagerRegion(instance, instance.region.graph, self.selective_of(instance))
         boundary = self.program.boundary_of(instance.index)
-        return (
-            ChainedRegion(instance, boundary) if boundary.is_crossed else ScheduledRegion(instance)
-        )
+        if boundary.is_crossed:
+            return ChainedRegion(instance, boundary)
+        return ScheduledRegion(instance, self.selective_of(instance))
+
+    def selective_of(self, instance: RegionInstance) -> SelectiveRegion | None:
+        """What its region needs for selective recomputation, if it has that."""
+        return self._selective.get(self.program.programs[instance.index])
 
     def _group_uses(self, step: TrainingStep, k: int, parameters: Tensors) -> list[GroupUse]:
         """The groups of instance `k` in this step."""
@@ -203,7 +213,7 @@ class _Forward:
         instance = self.program.folded.instances[k]
         arriving = {v: instance.sources[v] for v in region.direct}
         direct = {v: self._fetch(source, region.slots[v]) for v, source in arriving.items()}
-        if region.recompute == "full" and self.step.is_recording:
+        if region.recompute != "none" and self.step.is_recording:
             # The second run needs buffers as they were; they are updated after the forward.
             for v, source in arriving.items():
                 if source.kind is SourceKind.BUFFER and source.name in self.runner.mutated:

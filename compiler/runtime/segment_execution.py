@@ -9,7 +9,9 @@ else. Gradients of parameters go to the groups (meshfold.zero.step), which start
 when the schedule says; other gradients leave through the region's node.
 
 With full recomputation (meshfold.runtime.recomputation) autograd saves numbers instead of tensors;
-when the first comes back the segments run a second time, up to the last that is needed.
+when the first comes back the segments run a second time, up to the last that is needed. With
+selective recomputation (meshfold.runtime.selective_recomputation) segments run node by node, and
+what is missing runs again by the region's graph.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from meshfold.codegen.program.emitted import CONTEXT, RegionInstance
+from meshfold.codegen.program.emitted import CONTEXT, INSTANCE, RegionInstance
 from meshfold.codegen.program.region_schedule import ActionKind, OpsSegment, RegionSchedule
 from meshfold.distributed.deferred_weight_grads import DeferredWeightGrads
 from meshfold.distributed.step_context import StepContext
 from meshfold.errors import MeshfoldError
 from meshfold.runtime.recomputation import Recomputation, Run, start_nothing
+from meshfold.runtime.selective_recomputation import SelectiveRecomputation, SelectiveRegion
 from meshfold.sharding.async_autograd import Actions
 from meshfold.zero.step import SECOND_BACKWARD, GroupUse, TrainingStep
 
@@ -52,7 +55,8 @@ def run_as_node(execution: RegionExecution, direct: Sequence[Tensor]) -> tuple[T
 class SegmentExecution:
     """The segments of an instance during one step, and what is between them.
 
-    ahead: starts the gathers that come next. skipped: segments that do not run.
+    ahead: starts the gathers that come next. skipped: segments that do not run. selective: of a
+    region with selective recomputation.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class SegmentExecution:
         instance: RegionInstance,
         ahead: Callable[[], None] = start_nothing,
         skipped: Collection[int] = (),
+        selective: SelectiveRegion | None = None,
     ) -> None:
         region = instance.region
         assert region.schedule is not None
@@ -70,12 +75,15 @@ class SegmentExecution:
         self.instance = instance
         self.uses: list[GroupUse] = step.uses[instance.index]
         self.skipped = skipped
+        self._selective = selective
+        self._recomputation: SelectiveRecomputation | None = None
+        """In the forward of a region with selective recomputation."""
         self._ahead = ahead
         names = self.graph.placeholders
         first = len(names) - len(instance.floats)
         self.direct_names = names[first - len(region.direct) : first]
         self._constants: dict[str, Any] = dict(zip(names[first:], instance.floats, strict=True))
-        self._constants["instance"] = instance.number
+        self._constants[INSTANCE] = instance.number
         self.values: dict[str, Any] = {}
         """Tensors, none of which autograd follows."""
         self._in_flight: list[int] = []
@@ -99,6 +107,12 @@ class SegmentExecution:
                 recomputation = Recomputation(self.step, self.instance.index, recompute, self.uses)
                 with recomputation.saving_numbers(direct) as context:
                     results = self._run_forward(context, direct)
+            elif self._selective is not None:
+                selective = SelectiveRecomputation(self.step, self.instance, self._selective)
+                self._recomputation = selective
+                with selective.recording(direct) as context:
+                    results = self._run_forward(context, direct)
+                self._recomputation = None
             else:
                 results = self._run_forward(self.step.context, direct)
         return results, [name in self.trained for name in self.graph.results]
@@ -164,12 +178,15 @@ class SegmentExecution:
                 self._in_flight.remove(segment.partner)
         if source in self.trained:
             self.trained.add(target)
+        if segment.kind == "wait" and self._recomputation is not None:
+            result = self.values[target].detach().requires_grad_(target in self.trained)
+            self._recomputation.note(target, result, ())
 
     def _run_ops(self, number: int, segment: OpsSegment) -> None:
         arguments = [self.values[name] for name in segment.inputs]
         trained = [k for k, name in enumerate(segment.inputs) if name in self.trained]
         if not (trained and torch.is_grad_enabled()):
-            self.values.update(zip(segment.outputs, segment.graph.forward(*arguments), strict=True))
+            self.values.update(zip(segment.outputs, self._compute(segment, arguments), strict=True))
             return
         # A leaf of autograd's would hold its tensor; what stands behind an empty one does not.
         anchor = arguments[trained[0]].new_empty(0, requires_grad=True)
@@ -180,7 +197,7 @@ class SegmentExecution:
         if CONTEXT in segment.inputs:
             k = segment.inputs.index(CONTEXT)
             arguments[k] = replace(arguments[k], deferred=deferred)
-        results = segment.graph.forward(*arguments)
+        results = self._compute(segment, arguments)
         entries = [(segment.inputs[k], _edge(arguments[k])) for k in trained]
         exits = []
         for name, x in zip(segment.outputs, results, strict=True):
@@ -190,6 +207,11 @@ class SegmentExecution:
                 x = x.detach()
             self.values[name] = x
         self._saved[number] = _SavedSegment(entries, exits, deferred)
+
+    def _compute(self, segment: OpsSegment, arguments: Sequence[Any]) -> Sequence[Any]:
+        if self._recomputation is not None:
+            return self._recomputation.run(segment.graph.graph, arguments)
+        return segment.graph.forward(*arguments)  # type: ignore[no-any-return]
 
     # Backward.
 

@@ -150,8 +150,8 @@ class _WatchingRunner(ProgramRunner):
     def training_mode(self, instance: RegionInstance) -> RegionMode:
         """Node by node, in the order of the graph: segments have the same nodes."""
         region = instance.region
-        if region.recompute == "full":
-            return EagerRegion(instance, region.graph)
+        if region.recompute != "none":
+            return EagerRegion(instance, region.graph, self.selective_of(instance))
         graph = self.program.folded.regions[region.region].graph
         # A chunked region is compared by its outputs alone.
         values = dict(zip(region.ops.outputs, graph.outputs, strict=True))

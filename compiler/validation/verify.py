@@ -24,6 +24,7 @@ from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import MeshfoldError
 from meshfold.ir.node_groups import node_levels
 from meshfold.ir.plan import Plan, model_inputs
+from meshfold.ir.strategy import KeptResults
 from meshfold.models.config_file import Configuration
 from meshfold.models.from_argument import BuiltModel, build_for_plan, is_configuration
 from meshfold.passes.fold.assemble import fingerprint
@@ -227,7 +228,8 @@ def _capture_difference(built: BuiltModel, captured: Captured, output: str) -> s
 
 def _first_divergence(plan: Plan, built: BuiltModel, captured: Captured) -> str:
     """The op behind the difference, in programs without recomputation."""
-    regions = [replace(r, typing=replace(r.typing, recompute="none")) for r in plan.regions]
+    typings = [replace(r.typing, recompute="none", kept=KeptResults()) for r in plan.regions]
+    regions = [replace(r, typing=t) for r, t in zip(plan.regions, typings, strict=True)]
     saving = replace(_planned_for(plan, captured), regions=tuple(regions))
     with float64_everywhere(), without_dropout():
         return first_divergence(

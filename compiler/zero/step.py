@@ -13,8 +13,8 @@ that share a bucket (meshfold.ir.bucketing) start with the last of their members
 Gathered parameters are released after a region's forward. Autograd saves a note instead (saved
 tensor hooks) and the backward regathers them, one region ahead: two regions are unsharded at most.
 The last region stays unsharded for its backward, and so do regions without resharding after forward
-(ZeRO 1 and 2), these for all microbatches of a step (meshfold.zero.microbatch_state). A region with
-full recomputation (meshfold.runtime.recomputation) saves no notes; it regathers in the same order.
+(ZeRO 1 and 2), these for all microbatches of a step (meshfold.zero.microbatch_state). What a region
+recomputes (meshfold.runtime.recomputation) needs no notes; it regathers in the same order.
 """
 
 import weakref
@@ -235,11 +235,9 @@ class TrainingStep:
         for use in (u for u in self.uses[instance] if u.reshard_after_forward):
             use.release()
 
-    # Saved tensors.
-
     def saved_tensors(self) -> torch.autograd.graph.saved_tensors_hooks:
         """While open, autograd saves notes instead of gathered parameters."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.saved, _unpack)
 
     def note_unsharded(self, use: GroupUse, members: Sequence[Tensor]) -> None:
         """`members` are unsharded now; a saved tensor on their memory is theirs."""
@@ -250,7 +248,8 @@ class TrainingStep:
         for member in members:
             self._unsharded.pop(member.untyped_storage().data_ptr(), None)
 
-    def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+    def saved(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        """What autograd saves of a tensor: it, or what regathers it."""
         owner = self._unsharded.get(tensor.untyped_storage().data_ptr())
         # Detached, or an op that saves its own output would hold itself alive.
         if owner is None:

@@ -9,7 +9,7 @@ A step's tensors live on storages; a storage is freed when nothing refers to it 
        else into the newer one, else into a third
     4. gradients of slots stay to the end of the region: they leave it
     5. with recomputation the forward saves the slots, and under selective recomputation results of
-       some steps; when the backward first needs something from inside, what is missing is
+       the kept steps; when the backward first needs something from inside, what is missing is
        recomputed (cost_models/memory/recomputation.py) while the gradients so far are alive; then
        as above
 
@@ -45,7 +45,9 @@ class LocalProgram:
     """Tensors from outside whose gradients are reduced together, as soon as the backward of the
     first step that reads one is done."""
     recomputes: bool = False
-    """Whether the results of steps that are not saved are recomputed in the backward."""
+    """Whether the results of steps that are not kept are recomputed in the backward."""
+    kept: frozenset[int] | None = None
+    """The steps that are kept then; None for full recomputation."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,9 @@ class _Simulation:
         self.storage += [-1] * (len(program.specs) - program.num_slots)
         self.last_use = _last_uses(program)
         self.recompute: RecomputePlan | None = None
-        if program.recomputes and any(keeps(s.probe) for s in program.steps):
-            self.recompute = plan_recompute(program.steps, program.num_slots)
+        if program.recomputes:
+            recompute = plan_recompute(program.steps, program.num_slots, program.kept)
+            self.recompute = recompute if recompute.waiting else None
         self.saved: list[list[int]] = [[] for _ in program.steps]
         self.gradient: list[int] = [-1] * len(program.specs)
         self.reduction_bytes = 0
@@ -229,33 +232,39 @@ class _Simulation:
         for k, step in enumerate(self.program.steps):
             saved = self._run_forward(step)
             if self.recompute is not None:
-                saved = self._save(step, saved, self.recompute)
+                saved = self._save(k, saved, self.recompute)
             self.saved[k] = saved
             self.needs.append(frozenset(s for s in saved if s < self.program.num_slots))
             self.forward_bytes.append(self.heap.take_peak())
             self._release_dead(step, k)
 
-    def _save(self, step: LocalStep, saved: list[int], recompute: RecomputePlan) -> list[int]:
-        """Drop what autograd would keep of a step and is recomputed; the values that are saved for
+    def _save(self, k: int, saved: list[int], recompute: RecomputePlan) -> list[int]:
+        """Drop what autograd would keep of step k and is recomputed; the values that are saved for
         that get an owner."""
-        inside = saved[-1:] if step.is_saved and step.probe.saved_bytes else []
+        step = self.program.steps[k]
+        is_kept = self.program.kept is not None and k in self.program.kept
+        inside = saved[-1:] if is_kept and step.probe.saved_bytes else []
         self._release_all(saved[: len(saved) - len(inside)])
         for t in step.outputs:
             if t in recompute.saved:
                 self.heap.retain(self.storage[t])
         return inside
 
-    def _recompute(self, recompute: RecomputePlan) -> None:
-        """Compute what is missing, note what the backward needs, and drop the rest."""
-        steps = self.program.steps
-        for k, step in enumerate(steps):
+    def _recompute(self, recompute: RecomputePlan, at: int) -> None:
+        """Before the backward of step `at`, compute what is missing, note what the steps up to it
+        need, and drop the rest."""
+        for k, step in enumerate(self.program.steps):
+            noted: list[int] = []
             if k in recompute.steps:
-                self.saved[k] = self._run_forward(step)
-            elif keeps(step.probe):
+                noted = self._run_forward(step)
+            elif k <= at and keeps(step.probe):
                 noted = self._saved_values(step)
                 for s in noted:
                     self.heap.retain(s)
+            if k <= at:
                 self.saved[k] += noted
+            else:
+                self._release_all(noted)
             self._release_all([self.storage[t] for t in recompute.released[k]])
         self._release_all([self.storage[t] for t in recompute.released[-1]])
 
@@ -302,8 +311,8 @@ class _Simulation:
         for k in reversed(range(len(self.program.steps))):
             step = self.program.steps[k]
             if any(self.gradient[t] >= 0 for t in step.outputs):
-                if missing is not None and keeps(step.probe):
-                    self._recompute(missing)
+                if missing is not None and k in missing.waiting:
+                    self._recompute(missing, k)
                     missing = None
                     self.recompute_at, self.recompute_bytes = k, self.heap.take_peak()
                 self._run_backward(step)

@@ -14,10 +14,10 @@ so the results of saved steps are saved only where something wants them: the las
 layer, which is added to the residual and read by nothing else, is not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from meshfold.cost_models.memory.op_memory import OpProbe
+from meshfold.cost_models.memory.op_memory import NEW_STORAGE, OpProbe
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,6 @@ class LocalStep:
     """Tensors read, repeats included."""
     outputs: tuple[int, ...]
     probe: OpProbe
-    is_saved: bool = False
-    """Whether its results are saved for the backward where other steps are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,8 @@ class RecomputePlan:
     """Steps that are recomputed."""
     released: tuple[tuple[int, ...], ...]
     """The tensors not needed any more after each recomputed step, and at the end."""
+    waiting: frozenset[int]
+    """Steps whose backward needs something recomputed."""
 
 
 def keeps(probe: OpProbe) -> bool:
@@ -49,9 +49,11 @@ def keeps(probe: OpProbe) -> bool:
     return bool(probe.saved_operands or probe.saved_outputs or probe.saved_bytes)
 
 
-def plan_recompute(steps: Sequence[LocalStep], num_slots: int) -> RecomputePlan:
-    """Selective where a step is saved, full where none is."""
-    if not any(step.is_saved for step in steps):
+def plan_recompute(
+    steps: Sequence[LocalStep], num_slots: int, kept: Collection[int] | None = None
+) -> RecomputePlan:
+    """Selective with the results of these steps kept, full where kept is None."""
+    if kept is None:
         return _recompute_all(steps, num_slots)
     wanted: set[int] = set()
     recomputed = set()
@@ -60,11 +62,11 @@ def plan_recompute(steps: Sequence[LocalStep], num_slots: int) -> RecomputePlan:
         wanted.update(step.operands[j] for j in probe.saved_operands)
         wanted.update(step.outputs[j] for j in probe.saved_outputs)
         is_wanted = probe.saved_bytes > 0 or not wanted.isdisjoint(step.outputs)
-        if is_wanted and not step.is_saved:
+        if is_wanted and k not in kept:
             recomputed.add(k)
             wanted.update(step.operands)
     saved = wanted.intersection(range(num_slots))
-    saved.update(t for step in steps if step.is_saved for t in step.outputs if t in wanted)
+    saved.update(t for k in kept for t in steps[k].outputs if t in wanted)
     last_use: dict[int, int] = {}
     for k, step in enumerate(steps):
         tensors = step.operands if k in recomputed else _saved_operands(step)
@@ -74,7 +76,24 @@ def plan_recompute(steps: Sequence[LocalStep], num_slots: int) -> RecomputePlan:
         frozenset(saved),
         frozenset(recomputed),
         _released(steps, recomputed, saved_inside, last_use),
+        _waiting(steps, num_slots, kept),
     )
+
+
+def _waiting(steps: Sequence[LocalStep], num_slots: int, kept: Collection[int]) -> frozenset[int]:
+    """Steps of which autograd keeps what is on no storage of a slot or of a kept result."""
+    resident = set(range(num_slots))
+    waiting = set()
+    for k, step in enumerate(steps):
+        probe = step.probe
+        for t, output in zip(step.outputs, probe.outputs, strict=True):
+            is_view = output.storage != NEW_STORAGE
+            if k in kept or (is_view and step.operands[output.storage] in resident):
+                resident.add(t)
+        own = k not in kept and (probe.saved_bytes or probe.saved_outputs)
+        if own or not resident.issuperset(_saved_operands(step)):
+            waiting.add(k)
+    return frozenset(waiting)
 
 
 def _saved_operands(step: LocalStep) -> tuple[int, ...]:
@@ -96,7 +115,8 @@ def _recompute_all(steps: Sequence[LocalStep], num_slots: int) -> RecomputePlan:
         )
     recomputed = set(range(stop))
     released = _released(steps, recomputed, set(), last_use)
-    return RecomputePlan(frozenset(range(num_slots)), frozenset(recomputed), released)
+    waiting = frozenset(k for k, step in enumerate(steps) if keeps(step.probe))
+    return RecomputePlan(frozenset(range(num_slots)), frozenset(recomputed), released, waiting)
 
 
 def _released(

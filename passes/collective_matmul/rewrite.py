@@ -19,7 +19,7 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import Arg, Op, OpGraph, Ref
 from meshfold.ir.plan import RegionPlan
 from meshfold.ir.spmd import PARTIAL, REPLICATE, Layout, SpmdType
-from meshfold.ir.strategy import OpTyping, RegionTyping
+from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.rules.ops.collective_matmul import (
     ALL_GATHER_MATMUL,
@@ -85,15 +85,26 @@ def with_collective_matmuls(
     """
     written_at = {group.at: group for group in groups}
     gone = {k for group in groups for k in group.ops} - written_at.keys()
-    ops, typings = [], []
+    ops, typings, origins = [], [], []
     for k, (op, chosen) in enumerate(zip(graph.ops, typing.ops, strict=True)):
         if k in written_at:
             op, chosen = written_at[k].op, written_at[k].typing
         if k not in gone:
             ops.append(op if k in written_at else replace(op, draw=draw_of(op, k)))
             typings.append(chosen)
-    new = without_unmade(replace(graph, ops=tuple(ops)))
-    written = new, replace(typing, ops=tuple(_named(new, typings, mesh.sizes)))
+            origins.append(written_at[k].ops if k in written_at else (k,))
+    new, number = without_unmade(replace(graph, ops=tuple(ops)))
+    # What is scattered inside an op is its result.
+    also = {g.ops for g in groups if (g.value, g.edge[1]) in typing.kept.conversions}
+    kept = KeptResults(
+        tuple(
+            n
+            for n, of in enumerate(origins)
+            if of in also or not set(typing.kept.ops).isdisjoint(of)
+        ),
+        tuple((number[v], x) for v, x in typing.kept.conversions if v in number),
+    )
+    written = new, replace(typing, ops=tuple(_named(new, typings, mesh.sizes)), kept=kept)
     try:
         typed_rules(*written, "", mesh)
     except PlanMismatchError as error:
@@ -341,8 +352,8 @@ class _Finder:
         self.rewritten.update(ops)
 
 
-def without_unmade(graph: OpGraph) -> OpGraph:
-    """`graph` without the values that no op makes any more."""
+def without_unmade(graph: OpGraph) -> tuple[OpGraph, dict[int, int]]:
+    """`graph` without the values that no op makes any more, and the new numbers of the others."""
     left = sorted({*range(len(graph.slots)), *(v for op in graph.ops for v in op.outputs)})
     number = {v: k for k, v in enumerate(left)}
 
@@ -353,13 +364,14 @@ def without_unmade(graph: OpGraph) -> OpGraph:
         outputs = tuple(number[v] for v in op.outputs)
         return replace(op, args=args, kwargs=kwargs, outputs=outputs)
 
-    return OpGraph(
+    new = OpGraph(
         graph.slots,
         tuple(graph.values[v] for v in left),
         tuple(map(renumbered, graph.ops)),
         tuple(number[v] for v in graph.outputs),
         tuple((slot, number[v]) for slot, v in graph.mutations),
     )
+    return new, number
 
 
 def _is_shard(t: SpmdType, dim: int) -> bool:

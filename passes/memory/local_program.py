@@ -26,17 +26,34 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.conversion_step import Step
 from meshfold.ir.op_graph import Arg, Hole, OpGraph, Ref, SlotKind
 from meshfold.ir.spmd import Layout, local_shape
-from meshfold.ir.strategy import OpTyping, RegionTyping
+from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping
 from meshfold.passes.graph.without_dropout import ATTENTION
 from meshfold.passes.price.conversion_trees import conversion_trees
 from meshfold.passes.price.conversions import axis_conversion, conversion_steps
 from meshfold.passes.price.parameter_groups import changed_axes, is_unbucketed, stored_use
 from meshfold.passes.price.parameters import local_bytes, stored_bytes
-from meshfold.passes.price.recompute import is_saved_op, is_saved_step
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.attention import RING_ATTENTION, ring_call
 
 Probe = Callable[[ProbeKey], OpProbe]
+
+Origin = int | tuple[int, Step]
+"""What a step of a local program is: the number of an op, or (value, a step of its conversion)."""
+
+
+def is_kept(origin: Origin, kept: KeptResults) -> bool:
+    """Whether the backward keeps what a step gave."""
+    if isinstance(origin, int):
+        return origin in kept.ops
+    v, step = origin
+    return (v, step.after) in kept.conversions
+
+
+def kept_steps(origins: Sequence[Origin], typing: RegionTyping) -> frozenset[int] | None:
+    """Numbers of the steps that are kept; None where recomputation is not selective."""
+    if typing.recompute != "selective":
+        return None
+    return frozenset(k for k, origin in enumerate(origins) if is_kept(origin, typing.kept))
 
 
 class LocalProgramBuilder:
@@ -58,11 +75,10 @@ class LocalProgramBuilder:
         self.costs = costs
         self.probe = probe
         self.floats = floats
-        self.is_selective = typing.recompute == "selective"
         self.specs: list[TensorSpec] = []
         self.steps: list[LocalStep] = []
-        self.origins: list[int | tuple[int, Step]] = []
-        """What each step is: the number of an op, or (value, a step of its conversion)."""
+        self.origins: list[Origin] = []
+        """What each step is."""
         self.tensors: dict[tuple[int, Layout], int] = {}
         self.parents, self._parameters = conversion_trees(graph, typing, arriving, costs)
         self.uses: dict[tuple[int, Layout], int] = {}
@@ -92,6 +108,7 @@ class LocalProgramBuilder:
             outputs,
             bucketed,
             recomputes=self.typing.recompute != "none",
+            kept=kept_steps(self.origins, self.typing),
         )
 
     def parameter_uses(self) -> tuple[tuple[int, ParameterUse], ...]:
@@ -157,8 +174,7 @@ class LocalProgramBuilder:
             key = ProbeKey(RING_ATTENTION, call, (), key.operands)
         answer = self.probe(key)
         outputs = tuple(self._add(o.spec) for o in answer.outputs)
-        is_saved = self.is_selective and is_saved_op(op)
-        self.steps.append(LocalStep(operands, outputs, answer, is_saved))
+        self.steps.append(LocalStep(operands, outputs, answer))
         self.origins.append(k)
         for v, layout, t in zip(op.outputs, typing.outputs, outputs, strict=True):
             self.tensors[v, layout] = t
@@ -194,8 +210,7 @@ class LocalProgramBuilder:
         after = dense_spec(tuple(shape), before.dtype, before.requires_grad)
         new = self._add(after)
         probe = conversion_probe(step, sizes, before, after)
-        is_saved = self.is_selective and is_saved_step(step, self.mesh)
-        self.steps.append(LocalStep((t,), (new,), probe, is_saved))
+        self.steps.append(LocalStep((t,), (new,), probe))
         return new
 
 

@@ -19,10 +19,17 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph, Instance, OpGraph, SourceKind
 from meshfold.ir.plan import MemoryEstimate
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import Offload, OpTyping, Recompute, RegionTyping
+from meshfold.ir.strategy import KeptResults, Offload, OpTyping, Recompute, RegionTyping
 from meshfold.passes.graph.reads import ProgramReads, program_reads
-from meshfold.passes.memory.local_program import LocalProgramBuilder, Probe
+from meshfold.passes.memory.kept_results import Selective, recompute_price, selective
+from meshfold.passes.memory.local_program import (
+    LocalProgramBuilder,
+    Origin,
+    Probe,
+    kept_steps,
+)
 from meshfold.passes.memory.zero import program_states
+from meshfold.passes.price.region import RecomputePrice, RegionPricer
 
 Uses = tuple[tuple[int, ParameterUse], ...]
 """(slot, a use of its parameter), gradients being resident as parameters are stored."""
@@ -51,9 +58,8 @@ class MemoryModel:
     def __init__(self, costs: CostModel, probe: Probe) -> None:
         self.costs = costs
         self.probe = probe
-        self._regions: dict[tuple[_Key, Recompute], SimulatedRegion] = {}
-        self._key: tuple[_Key, bool] | None = None
-        self._latest: tuple[LocalProgram, Uses] | None = None
+        self._regions: dict[tuple[_Key, Recompute, KeptResults], SimulatedRegion] = {}
+        self._latest: _Written | None = None
 
     def step(
         self,
@@ -132,6 +138,29 @@ class MemoryModel:
         """Memory of one instance whose values arrive as `typing` declares. floats: its bindings."""
         return self._simulated(graph, typing, typing.slots, floats).memory
 
+    def selective(
+        self,
+        graph: OpGraph,
+        typing: RegionTyping,
+        floats: Sequence[float],
+        pricer: RegionPricer,
+        *,
+        keeps_all: bool = False,
+    ) -> Selective:
+        """What one instance whose values arrive as `typing` declares keeps under selective
+        recomputation (kept_results.py). pricer: of its ops under the same rules."""
+        written = self._written(graph, typing, typing.slots, floats)
+        return selective(written.program, written.origins, pricer, keeps_all=keeps_all)
+
+    def recompute_price(
+        self, graph: OpGraph, typing: RegionTyping, floats: Sequence[float], pricer: RegionPricer
+    ) -> RecomputePrice | None:
+        """What the selective recomputation of `typing` adds to the backward; None for another."""
+        if typing.recompute != "selective":
+            return None
+        written = self._written(graph, typing, typing.slots, floats)
+        return recompute_price(written.under(typing), written.origins, pricer)
+
     def _simulated(
         self,
         graph: OpGraph,
@@ -140,18 +169,44 @@ class MemoryModel:
         floats: Sequence[float],
     ) -> SimulatedRegion:
         key = id(graph), typing.ops, typing.outputs, arriving
-        found = self._regions.get((key, typing.recompute))
+        found = self._regions.get((key, typing.recompute, typing.kept))
         if found is None:
-            # Full recomputation runs the same program in another order, and is asked for next.
-            is_selective = typing.recompute == "selective"
-            if self._latest is None or self._key != (key, is_selective):
-                new = LocalProgramBuilder(graph, typing, arriving, self.costs, self.probe, floats)
-                self._key, self._latest = (key, is_selective), (new.build(), new.parameter_uses())
-            program, uses = self._latest
-            program = replace(program, recomputes=typing.recompute != "none")
-            found = SimulatedRegion(graph, simulate_region(program), uses)
-            self._regions[key, typing.recompute] = found
+            written = self._written(graph, typing, arriving, floats)
+            memory = simulate_region(written.under(typing))
+            found = SimulatedRegion(graph, memory, written.uses)
+            self._regions[key, typing.recompute, typing.kept] = found
         return found
+
+    def _written(
+        self,
+        graph: OpGraph,
+        typing: RegionTyping,
+        arriving: tuple[Layout, ...],
+        floats: Sequence[float],
+    ) -> "_Written":
+        """The local program. The same is asked for next: recomputation runs it in another order."""
+        key = id(graph), typing.ops, typing.outputs, arriving
+        if self._latest is None or self._latest.key != key:
+            new = LocalProgramBuilder(graph, typing, arriving, self.costs, self.probe, floats)
+            program = new.build()
+            self._latest = _Written(key, graph, program, new.parameter_uses(), tuple(new.origins))
+        return self._latest
+
+
+@dataclass(frozen=True, eq=False)
+class _Written:
+    """graph: referred to since its id is in the key."""
+
+    key: _Key
+    graph: OpGraph
+    program: LocalProgram
+    uses: Uses
+    origins: tuple[Origin, ...]
+
+    def under(self, typing: RegionTyping) -> LocalProgram:
+        """The program with the recomputation of `typing`."""
+        kept = kept_steps(self.origins, typing)
+        return replace(self.program, recomputes=typing.recompute != "none", kept=kept)
 
 
 class _Layer:

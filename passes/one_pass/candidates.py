@@ -27,14 +27,16 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import OpGraph
 from meshfold.ir.options import LayoutPin
 from meshfold.ir.spmd import Layout
-from meshfold.ir.strategy import RegionTyping, UniformStrategy
+from meshfold.ir.strategy import KeptResults, RegionTyping, UniformStrategy
 from meshfold.passes.graph.typed import layouts_of_values
+from meshfold.passes.memory.kept_results import Selective
 from meshfold.passes.memory.zero import SlotFacts, host_traffic
 from meshfold.passes.price.parameters import local_bytes, stored_bytes
 from meshfold.passes.price.region import RegionPrice, RegionPricer
 from meshfold.passes.price.step import ends_s, instance_s, optimizer_s
 
 MemoryOf = Callable[[RegionTyping], RegionMemory]
+SelectiveOf = Callable[[RegionTyping], Selective]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +120,9 @@ class RegionChoices:
 
     pricer: RegionPricer
     memory_of: MemoryOf
+    selective_of: SelectiveOf
+    """What it keeps under selective recomputation."""
+
     slots: SlotFacts
     shards: Mapping[int, Layout]
     """Layouts of the parameters that can be shards on dp."""
@@ -133,14 +138,16 @@ def region_candidates(
     memories: dict[RegionTyping, RegionMemory] = {}
     candidates = []
     for recompute, offload in dict.fromkeys((s.recompute, s.offload) for s in strategies):
-        typing = replace(region.typing, recompute=recompute)
+        selective = region.selective_of(region.typing) if recompute == "selective" else None
+        kept = selective.kept if selective else KeptResults()
+        typing = replace(region.typing, recompute=recompute, kept=kept)
         if typing not in memories:
             memories[typing] = region.memory_of(typing)
         alike = [s for s in strategies if (s.recompute, s.offload) == (recompute, offload)]
         levels = {s.zero: s for s in alike}
         for level, sharded in parameters.choices(set(levels)):
             candidates.append(
-                parameters.candidate(levels[level], sharded, typing, memories[typing])
+                parameters.candidate(levels[level], sharded, typing, memories[typing], selective)
             )
     return candidates
 
@@ -218,6 +225,7 @@ class _Parameters:
         sharded: tuple[int, ...],
         typing: RegionTyping,
         memory: RegionMemory,
+        selective: Selective | None,
     ) -> StrategyCandidate:
         """The costs of one candidate."""
         slots = list(typing.slots)
@@ -231,6 +239,7 @@ class _Parameters:
             typing.recompute,
             reshard_after_forward=reshard,
             host=host_traffic(strategy.offload, memory, updated, self.costs),
+            selective=selective.price if selective else None,
         )
         tied = self._tied
         num_free = sum(i not in tied for i in sharded)
@@ -240,9 +249,7 @@ class _Parameters:
             num_shardable=len(self.shards),
             ties=num_free < len(sharded) if tied else None,
             is_partial=0 < num_free < len(self.shards) - len(tied),
-            typing=RegionTyping(
-                tuple(slots), typing.ops, typing.outputs, typing.recompute, reshard
-            ),
+            typing=replace(typing, slots=tuple(slots), reshard_after_forward=reshard),
             price=price,
             memory=memory,
             time_s=instance_s(price) + self._optimizer_s(updated, is_here),

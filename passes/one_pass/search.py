@@ -14,7 +14,7 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.op_costs.cost_model import CostModel
@@ -25,6 +25,7 @@ from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping, TpMode, UniformStrategy
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.graph.variants import split_regions
+from meshfold.passes.memory.kept_results import Selective
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import SlotFacts, program_shards, program_states, slot_facts
@@ -38,6 +39,7 @@ from meshfold.passes.one_pass.chain import CandidateChain
 from meshfold.passes.one_pass.mode_changes import ModeChanges, mode_changes
 from meshfold.passes.one_pass.priced import ClosedChain, MeshPlan, Priced, order_of
 from meshfold.passes.one_pass.repair import Budgets, made_faster, made_smaller
+from meshfold.passes.price.region import RegionPricer
 from meshfold.passes.price.step import estimate_step
 from meshfold.passes.region.pins import UnkeptPinError
 from meshfold.passes.region.typing import MeshSearch, ProgramTyping
@@ -201,7 +203,8 @@ class MeshPlanner:
                 graph,
                 program.typings[region],
                 solution.pricer,
-                lambda typing: self._memory_of(region, typing),
+                partial(self._memory_of, region),
+                partial(self._selective_of, region, solution.pricer),
                 facts,
                 self._shards[mode][region],
                 {i: pin for (r, i), pin in self.search.space.pinned.items() if r == region},
@@ -213,6 +216,13 @@ class MeshPlanner:
     def _memory_of(self, region: int, typing: RegionTyping) -> RegionMemory:
         graph = self.folded.regions[region].graph
         return self.memory_model.region(graph, typing, self._floats[region])
+
+    def _selective_of(self, region: int, pricer: RegionPricer, typing: RegionTyping) -> Selective:
+        # The backward of the last layer of all follows its forward: what it would drop is there
+        # again at once.
+        is_last = self.search.counts[region] == 1 and self.folded.instances[-1].region == region
+        graph, floats = self.folded.regions[region].graph, self._floats[region]
+        return self.memory_model.selective(graph, typing, floats, pricer, keeps_all=is_last)
 
     @cached_property
     def _floats(self) -> dict[int, tuple[float, ...]]:

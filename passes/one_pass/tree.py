@@ -29,7 +29,6 @@ PINNED = "contradicts a pin"
 BATCH = "batch does not divide over dp"
 PLANNED = "cannot run yet"
 NO_HOST_LINK = "no figure for the link to the host"
-UNASKED_OFFLOAD = "nobody asks for offload beside selective recomputation"
 NO_STATES = "the optimizer has no states to offload"
 NODE = "tp leaves the node"
 NOTHING_SAVED = "full recomputation keeps nothing to offload"
@@ -232,9 +231,6 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
     ]
     if not spec.allow_planned:
         rules.append((PLANNED, lambda strategy: strategy.runs))
-    elif spec.pins.get("recompute") == "selective" and "offload" not in spec.pins:
-        # Planned steps are allowed for the pin's sake; they bring nothing else along.
-        rules.append((UNASKED_OFFLOAD, lambda strategy: strategy.offload == "none"))
     if not spec.host_bytes_per_s:
         rules.append((NO_HOST_LINK, lambda strategy: strategy.offload == "none"))
     if not spec.has_states:

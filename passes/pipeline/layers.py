@@ -30,7 +30,7 @@ from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.memory.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import DATA_AXIS, Mesh
-from meshfold.ir.strategy import Recompute, UniformStrategy
+from meshfold.ir.strategy import KeptResults, Recompute, UniformStrategy
 from meshfold.passes.pipeline.parameters import (
     Axes,
     LayerCopies,
@@ -48,15 +48,17 @@ Collective = Callable[[str, float, Axes], float]
 
 @dataclass(frozen=True, eq=False)
 class RegionTable:
-    """A region typed for one microbatch of one rank. prices: by what is recomputed. weight_s: of
-    the backward, what only makes weight gradients (price/weight_gradients.py). loss_bytes: of the
-    loss, which is summed over the ranks of dp with every microbatch; 0 in other regions.
+    """A region typed for one microbatch of one rank. price: given what is recomputed. kept: by
+    selective recomputation, if it is among that. weight_s: of the backward, what only makes weight
+    gradients (price/weight_gradients.py). loss_bytes: of the loss, which is summed over the ranks
+    of dp with every microbatch; 0 in other regions.
 
     Bytes are asked for where seconds do not rule a strategy out. memory: given what is recomputed.
     saved_output_bytes: of its outputs, what a reader keeps for its backward."""
 
     mesh: Mesh
-    prices: Mapping[Recompute, RegionPrice]
+    price: Callable[[Recompute], RegionPrice]
+    kept: Callable[[], KeptResults]
     parameters: tuple[Parameter, ...]
     weight_s: float
     loss_bytes: int
@@ -182,7 +184,7 @@ def microbatch_seconds(
     table: RegionTable, strategy: UniformStrategy, context: StageContext
 ) -> MicrobatchSeconds:
     """What a microbatch of a layer of `table` takes under `strategy`."""
-    price = table.prices[strategy.recompute]
+    price = table.price(strategy.recompute)
     sums, copies = context.place(table.parameters, strategy.zero)
     loss_s = context.over("all_reduce", table.loss_bytes, data_axes(context.mesh))
     return MicrobatchSeconds(
@@ -198,7 +200,7 @@ def strategy_costs(
     table: RegionTable, strategy: UniformStrategy, context: StageContext
 ) -> StrategyCosts:
     """The costs of a layer of `table` under `strategy`."""
-    price, memory = table.prices[strategy.recompute], table.memory(strategy.recompute)
+    price, memory = table.price(strategy.recompute), table.memory(strategy.recompute)
     sums, copies = context.place(table.parameters, strategy.zero)
     seconds = microbatch_seconds(table, strategy, context)
     forward_s, backward_s = seconds.busy_forward_s, seconds.busy_backward_s

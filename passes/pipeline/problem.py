@@ -41,7 +41,7 @@ from meshfold.passes.pipeline.layers import (
     strategy_costs,
 )
 from meshfold.passes.pipeline.parameters import Axes, parameters_of
-from meshfold.passes.pipeline.region_bytes import RegionBytes
+from meshfold.passes.pipeline.region_figures import RegionFigures
 from meshfold.passes.price.parameters import local_bytes
 from meshfold.passes.price.weight_gradients import weight_gradients_s
 from meshfold.passes.region.space import SearchCache
@@ -175,9 +175,11 @@ class PipelineProblems:
         """Least seconds of a forward, and of a microbatch both ways, for each layer."""
         tables = self.tables(strategies[0], list(dict.fromkeys(s.recompute for s in strategies)))
         context = self._context(strategies[0])
+        # Recomputation only adds seconds.
+        quick = [s for s in strategies if s.recompute == "none"] or strategies
         least = []
         for table in tables.regions:
-            each = [microbatch_seconds(table, strategy, context) for strategy in strategies]
+            each = [microbatch_seconds(table, strategy, context) for strategy in quick]
             forward_s = min(x.forward_s for x in each)
             least.append((forward_s, min(x.forward_s + x.backward_s for x in each)))
         return [least[i.region] for i in tables.folded.instances]
@@ -206,16 +208,17 @@ class PipelineProblems:
         program = search.solve(zero=0, mode=mode)
         solutions = search.solutions(mode)
         loss_bytes = _loss_bytes(folded)
-        bytes_of = RegionBytes(folded, search, solutions, recomputes, self.probe)
+        figures = RegionFigures(folded, search, solutions, recomputes, self.probe)
         tables = [
             RegionTable(
                 search.mesh,
-                {x: solution.pricer.price(solution.typing.slots, x) for x in recomputes},
+                partial(figures.price, r),
+                partial(figures.kept, r),
                 parameters_of(region.graph, solution.typing, search.mesh, self._holders[r]),
                 weight_gradients_s(region.graph, solution.rules, search.costs),
                 loss_bytes.get(r, 0),
-                partial(bytes_of.memory, r),
-                partial(bytes_of.saved_output_bytes, r),
+                partial(figures.memory, r),
+                partial(figures.saved_output_bytes, r),
             )
             for r, (region, solution) in enumerate(zip(folded.regions, solutions, strict=True))
         ]

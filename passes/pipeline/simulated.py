@@ -12,9 +12,10 @@ from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.cost_models.simulation.pipeline import StageEvents, simulate_pipeline
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.step_events import SimulatedStep
-from meshfold.ir.strategy import RegionTyping
+from meshfold.ir.strategy import KeptResults, RegionTyping
 from meshfold.passes.events.bucketing import BucketSizes, bucketed_events
 from meshfold.passes.events.stages import stage_events
+from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.graph.variants import split_regions
 from meshfold.passes.memory.zero import sharded_layout
 from meshfold.passes.one_pass.shortlist import CONTENTION_RATIO, SHORTLIST_SIZE
@@ -65,7 +66,22 @@ class TypedPipeline:
             recompute=strategy.recompute,
             reshard_after_forward=strategy.reshard_after_forward,
             accumulate_unsharded=strategy.accumulate_unsharded,
+            kept=self._kept(choice, typing),
         )
+
+    def _kept(self, choice: RegionChoice, typing: RegionTyping) -> KeptResults:
+        """What selective recomputation keeps, chosen without the dp axis, which its conversions
+        leave as it is."""
+        if choice.layer_costs.strategy.recompute != "selective":
+            return KeptResults()
+        kept = self.found.problem.tables.regions[choice.region].kept()
+        layouts = layouts_of_values(self.folded.regions[choice.region].graph, typing)
+        conversions = []
+        for v, layout in kept.conversions:
+            native, _ = layouts[v]
+            num_missing = len(native) - len(layout)
+            conversions.append((v, (*native[:num_missing], *layout)))
+        return KeptResults(kept.ops, tuple(conversions))
 
     @cached_property
     def events(self) -> tuple[StageEvents, ...]:

@@ -22,7 +22,6 @@ from meshfold.passes.one_pass.tree import (
     CONTEXT,
     NODE,
     PINNED,
-    PLANNED,
     SearchSpec,
     can_shard_batch,
     divisors,
@@ -94,9 +93,6 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
     none is left."""
     kinds = _kinds(spec)
     kind, num_virtual_stages = _schedule_pins(spec)
-    pinned = kinds
-    if not spec.allow_planned:
-        kinds = _running(kinds, spec)
     left = list(_all_degrees(spec))
     pruned: Counter[str] = Counter()
     num_strategies = _num_strategies(left)
@@ -132,9 +128,8 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
         inside = [d for d in left if d.tp <= spec.devices_per_node]
         pruned[NODE] += _num_strategies(left) - _num_strategies(inside or left)
         left = inside or left
-    num_pinned, num_left = (sum(_num_kinds(d, of) for d in left) for of in (pinned, kinds))
-    pruned[PINNED] += _num_strategies(left) - num_pinned
-    pruned[PLANNED] += num_pinned - num_left
+    num_left = sum(_num_kinds(d, kinds) for d in left)
+    pruned[PINNED] += _num_strategies(left) - num_left
     counts = {k: n for k, n in sorted(pruned.items()) if n}
     return PipelineTree(
         tuple(left), kinds, num_strategies, counts, num_layers, kind, num_virtual_stages
@@ -186,24 +181,6 @@ def _kinds(spec: SearchSpec) -> tuple[tuple[int, Recompute], ...]:
         for zero, r in _every_kind()
         if keeps_pins(UniformStrategy(zero=zero, recompute=r), pins)
     )
-
-
-def _running(
-    kinds: tuple[tuple[int, Recompute], ...], spec: SearchSpec
-) -> tuple[tuple[int, Recompute], ...]:
-    """Those that run. Raises OptionError where pins ask for something else."""
-    # Two microbatches stand for what is not one pass.
-    left = tuple(
-        (zero, recompute)
-        for zero, recompute in kinds
-        if UniformStrategy(zero=zero, recompute=recompute, microbatches=2).runs
-    )
-    if kinds and not left:
-        pins = ", ".join(f"{name}={value}" for name, value in spec.pins.items())
-        raise OptionError(
-            f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
-        )
-    return left
 
 
 def _num_kinds(degrees: UniformStrategy, kinds: Sequence[tuple[int, Recompute]]) -> int:

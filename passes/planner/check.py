@@ -49,12 +49,10 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
             split.regions, typings, check_plan_types(split, plan), strict=True
         )
     ]
-    prices = [
-        pricer.price(t.slots, t.recompute, reshard_after_forward=t.reshard_after_forward)
-        for pricer, t in zip(pricers, typings, strict=True)
-    ]
+    model = MemoryModel(costs, probe)
+    prices = _prices(split, typings, pricers, model)
     prices = _with_hosts(split, typings, prices, offloads, costs, probe)
-    memory, saved_bytes = MemoryModel(costs, probe).step(
+    memory, saved_bytes = model.step(
         split,
         typings,
         optimizer=plan.optimizer,
@@ -77,6 +75,25 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         ),
         search=SearchStats(0, 1, int(not memory.fits)),
     )
+
+
+def _prices(
+    split: FoldedGraph,
+    typings: Sequence[RegionTyping],
+    pricers: Sequence[RegionPricer],
+    model: MemoryModel,
+) -> list[RegionPrice]:
+    """The price of each region, recomputation included."""
+    floats = {i.region: i.floats for i in split.instances}
+    return [
+        pricer.price(
+            t.slots,
+            t.recompute,
+            reshard_after_forward=t.reshard_after_forward,
+            selective=model.recompute_price(pricer.graph, t, floats[r], pricer),
+        )
+        for r, (pricer, t) in enumerate(zip(pricers, typings, strict=True))
+    ]
 
 
 def _events(

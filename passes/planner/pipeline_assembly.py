@@ -26,7 +26,7 @@ from meshfold.ir.plan import (
     TimeEstimate,
 )
 from meshfold.ir.spmd import INVARIANT, Layout
-from meshfold.ir.strategy import OpTyping, RegionTyping, UniformStrategy
+from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping, UniformStrategy
 from meshfold.passes.fold.assemble import graph_fingerprint
 from meshfold.passes.pipeline.layers import StrategyCosts
 from meshfold.passes.pipeline.problem import PipelineProblems
@@ -254,7 +254,13 @@ class _Writer:
                 for op in typing.ops
             ),
             outputs=self._on_mesh(typing.outputs),
+            kept=self._kept(typing.kept),
         )
+
+    def _kept(self, kept: KeptResults) -> KeptResults:
+        values = [v for v, _ in kept.conversions]
+        layouts = self._on_mesh([layout for _, layout in kept.conversions])
+        return KeptResults(kept.ops, tuple(zip(values, layouts, strict=True)))
 
     def _on_mesh(self, layouts: Sequence[Layout]) -> tuple[Layout, ...]:
         return tuple((*self._prefix(INVARIANT), *layout) for layout in layouts)

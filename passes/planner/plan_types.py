@@ -1,6 +1,7 @@
 """The check of a plan's types: what comes from a file is held against the tables that emit it.
 
-    arity        every op, slot and output has a layout of one type per axis; every axis has a rule
+    arity        every op, slot and output has a layout of one type per axis; every axis has a rule;
+                 what a region keeps is there
     rules        the rules of an op exist, and give the layouts that the plan says (rules/typed.py)
     stored       parameters are Invariant or Shard, buffers and constants Invariant between steps,
                  tied ones alike in every region
@@ -64,6 +65,16 @@ def _check_arity(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
         _check_count(at, "outputs", chosen.outputs, len(op.outputs))
     for at, _, layout in _layouts(graph, planned):
         _check_count(at, "types", layout, axes)
+    counts = {"op": len(graph.ops), "value": len(graph.values)}
+    kept = [("op", k) for k in typing.kept.ops]
+    for v, layout in typing.kept.conversions:
+        _check_count(f"{where}, value {v} that it keeps", "types", layout, axes)
+        kept.append(("value", v))
+    for what, number in kept:
+        if number >= counts[what]:
+            raise PlanMismatchError(
+                f"{where}: keeps {what} {number}, it has {counts[what]} {what}s; plan again"
+            )
 
 
 def _check_count(where: str, what: str, found: Sequence[object], count: int) -> None:

@@ -11,34 +11,19 @@ of a region is not repeated: with
     not           all ops behind, conversions of outputs: the collective that ends a row-parallel
                   pair
 
-Selective recomputation saves what is dear to compute and recomputes the rest where the backward
-misses it (Korthikanti et al. 2022, arXiv:2205.05198, section 5, for any op graph). Dear, so saved,
-are the results of
-
-    products      matrix products, convolutions, attention
-    collectives   that make no more than they read: all of them but all-gathers
-
 The memory model decides the same on the local program, where probes say what autograd keeps
-(cost_models/memory/recomputation.py has the recurrence). Here tables say it, and an op that they do
-not list counts as if it kept its result: the price may be too high by what ends a region, never too
-low. meshfold.runtime.recomputation, which runs it, asks autograd itself.
+(cost_models/memory/recomputation.py). Here tables say it, and an op that they do not list counts as
+if it kept its result: the price may be too high by what ends a region, never too low.
+meshfold.runtime.recomputation, which runs it, asks autograd itself. What selective recomputation
+adds is read from the local program (passes/memory/kept_results.py).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from meshfold.cost_models.op_costs.compute import PRODUCTS, op_name
-from meshfold.ir.conversion_step import Step
-from meshfold.ir.mesh import Mesh
-from meshfold.ir.op_graph import Op, OpGraph, Value
+from meshfold.ir.op_graph import OpGraph
 from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import RegionTyping
-from meshfold.passes.price.conversions import (
-    ConversionCosts,
-    axis_conversion,
-    conversion_steps,
-    plan_conversions,
-)
 
 KEEPS_NOTHING = frozenset(
     f"aten.{name}"
@@ -79,24 +64,6 @@ def recomputed_prefix(graph: OpGraph) -> RecomputedPrefix:
     return RecomputedPrefix(0, 0)
 
 
-Edge = tuple[Layout, Layout]
-Layouts = Sequence[tuple[Layout, Sequence[Layout]]]
-"""The native layout of each value and those that are demanded of it."""
-
-_SAVED = frozenset({"all_reduce", "reduce_scatter", "all_to_all"})
-
-
-def is_saved_op(op: Op) -> bool:
-    """Whether selective recomputation saves the results of an op."""
-    return op_name(op.target) in PRODUCTS
-
-
-def is_saved_step(step: Step, mesh: Mesh) -> bool:
-    """Whether it saves the result of a step of a conversion."""
-    size = mesh.sizes[step.axis]
-    return size > 1 and axis_conversion(step.source, step.target, size).forward in _SAVED
-
-
 @dataclass(frozen=True)
 class Recomputed:
     """What of a typed region is recomputed."""
@@ -105,49 +72,17 @@ class Recomputed:
     """Numbers of the ops."""
     demands: Sequence[Collection[Layout]]
     """The layouts that recomputation, or autograd, wants of each value."""
-    is_selective: bool
 
-    def starts(
-        self, v: int, value: Value, edges: Sequence[Edge], costs: ConversionCosts
-    ) -> Mapping[Layout, Layout]:
-        """The edges of a tree of conversions of value number v that are recomputed: target of an
-        edge -> layout from which: where the edge starts, or later, after its last saved step."""
-        if not self.is_selective:
-            return _on_the_way({target: source for source, target in edges}, self.demands[v])
-        return _starts(value, edges, self.demands[v], costs)
-
-
-def _on_the_way(
-    parents: Mapping[Layout, Layout], demands: Collection[Layout]
-) -> dict[Layout, Layout]:
-    """The edges of a tree that lead to `demands`."""
-    found: dict[Layout, Layout] = {}
-    for layout in demands:
-        while layout in parents and layout not in found:
-            found[layout] = parents[layout]
-            layout = parents[layout]
-    return found
-
-
-def _starts(
-    value: Value,
-    edges: Sequence[Edge],
-    demands: Collection[Layout],
-    costs: ConversionCosts,
-) -> dict[Layout, Layout]:
-    """The same, as far back as something is saved."""
-    found: dict[Layout, Layout] = {}
-    parents: dict[Layout, Layout] = {}
-    for source, target in edges:
-        steps = conversion_steps(value, source, target, costs)
-        found[target] = next(
-            (s.after for s in reversed(steps) if is_saved_step(s, costs.mesh)), source
-        )
-        if found[target] == source:
-            parents[target] = source
-    reached = _on_the_way(parents, demands)
-    wanted = {*demands, *reached.values()}
-    return {target: start for target, start in found.items() if target in wanted}
+    def targets(self, v: int, edges: Sequence[tuple[Layout, Layout]]) -> set[Layout]:
+        """Of the edges of a tree of conversions of value number v, the ends of those that lead to
+        what is wanted."""
+        parents = {target: source for source, target in edges}
+        found: set[Layout] = set()
+        for layout in self.demands[v]:
+            while layout in parents and layout not in found:
+                found.add(layout)
+                layout = parents[layout]
+        return found
 
 
 def full_recompute(graph: OpGraph, typing: RegionTyping) -> Recomputed:
@@ -157,46 +92,4 @@ def full_recompute(graph: OpGraph, typing: RegionTyping) -> Recomputed:
     for op, chosen in zip(graph.ops[: prefix.num_prepared], typing.ops, strict=False):
         for v, layout in zip(op.operands, chosen.inputs, strict=True):
             demands[v].add(layout)
-    return Recomputed(range(prefix.num_ops), demands, is_selective=False)
-
-
-def selective_recompute(
-    graph: OpGraph, typing: RegionTyping, layouts: Layouts, costs: ConversionCosts
-) -> Recomputed:
-    """What selective recomputation recomputes: module docstring and
-    cost_models/memory/recomputation.py."""
-    if not any(map(is_saved_op, graph.ops)):
-        return full_recompute(graph, typing)
-    wanted: list[set[Layout]] = [set() for _ in graph.values]
-    recomputed = set()
-    for k in reversed(range(len(graph.ops))):
-        op = graph.ops[k]
-        is_kept = op.target not in KEEPS_NOTHING
-        is_kept &= any(graph.values[v].requires_grad for v in op.outputs)
-        is_wanted = is_kept and op.target not in KEEPS_OPERANDS
-        is_wanted |= any(
-            _reaches_native(graph.values[v], layouts[v], wanted[v], costs) for v in op.outputs
-        )
-        if is_wanted and not is_saved_op(op):
-            recomputed.add(k)
-        if is_kept or k in recomputed:
-            for v, layout in zip(op.operands, typing.ops[k].inputs, strict=True):
-                wanted[v].add(layout)
-    return Recomputed(frozenset(recomputed), wanted, is_selective=True)
-
-
-def _reaches_native(
-    value: Value,
-    layouts: tuple[Layout, Sequence[Layout]],
-    wanted: Collection[Layout],
-    costs: ConversionCosts,
-) -> bool:
-    """Whether the wanted layouts of a value are converted from what its op gave, not from what a
-    saved collective made of it."""
-    native, demands = layouts
-    if native in wanted:
-        return True
-    if not wanted:
-        return False
-    edges = plan_conversions(value, native, demands, costs)
-    return native in _starts(value, edges, wanted, costs).values()
+    return Recomputed(range(prefix.num_ops), demands)

@@ -12,8 +12,9 @@
     ops_forward_s,          ops and what is communicated between them, without recomputation and
     ops_backward_s          without anything of parameters: the same however they are stored
 
-Recomputation adds ops and conversions to the backward (recompute.py); no gather, since
-the backward gathers a region's parameters for itself in any case.
+Recomputation adds ops and conversions to the backward (recompute.py, for selective recomputation
+passes/memory/kept_results.py); no gather, since the backward gathers a region's parameters for
+itself in any case.
 
 All per instance and rank, in seconds, before any overlap.
 """
@@ -21,7 +22,6 @@ All per instance and rank, in seconds, before any overlap.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import itemgetter
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
@@ -52,7 +52,7 @@ from meshfold.passes.price.parameters import (
     local_bytes,
     stored_bytes,
 )
-from meshfold.passes.price.recompute import full_recompute, selective_recompute
+from meshfold.passes.price.recompute import full_recompute
 from meshfold.passes.price.sums import PriceSums
 from meshfold.passes.rules.table import AxisRule
 
@@ -95,8 +95,8 @@ class RegionPrice:
     reduce_s: Mapping[str, float]
     conversions: tuple[ConversionRecord, ...]
     recomputed: RecomputePrice = _NOT_RECOMPUTED
-    """What recomputation costs, selective where the region recomputes so, else full; included in
-    the other times or not."""
+    """What recomputation costs: full, unless under() was told of another; included in the other
+    times or not."""
     host: HostTraffic = _NO_TRAFFIC
     """Set by who knows what is offloaded (memory/zero.py)."""
     num_gathers: int = 2
@@ -106,12 +106,20 @@ class RegionPrice:
     """Ops and what is communicated between them, without copies of parameters."""
     ops_backward_s: float = 0.0
 
-    def under(self, recomputes: bool, num_gathers: int, host: HostTraffic) -> "RegionPrice":
+    def under(
+        self,
+        recomputes: bool,
+        num_gathers: int,
+        host: HostTraffic,
+        selective: RecomputePrice | None = None,
+    ) -> "RegionPrice":
         """This price, which is of two gathers and without recomputation, with or without that, so
-        many gathers, and what goes to the host."""
+        many gathers, and what goes to the host. selective: what recomputation adds if it is not
+        full."""
         # Every strategy candidate of every region asks: dataclasses.replace takes several times as
         # long.
-        added = self.recomputed if recomputes else _NOT_RECOMPUTED
+        recomputed = self.recomputed if selective is None else selective
+        added = recomputed if recomputes else _NOT_RECOMPUTED
         by_axis = added.communication_s
         backward_s = self.backward_s + added.compute_s
         if num_gathers == 1:
@@ -127,7 +135,7 @@ class RegionPrice:
             gather_s=self.gather_s,
             reduce_s=self.reduce_s,
             conversions=self.conversions,
-            recomputed=self.recomputed,
+            recomputed=recomputed,
             host=host,
             num_gathers=num_gathers,
             regathered_s=self.regathered_s,
@@ -153,8 +161,8 @@ class RegionPricer:
     """Prices of one region whose ops are typed, for any stored layouts of its parameters.
 
     rules[o]: the axis rules of op o. Ops and values are priced once, a parameter once per stored
-    layout: what differs between the candidates of a region costs microseconds. recompute: what
-    `RegionPrice.recomputed` is about. timers: of the ops, if at hand.
+    layout: what differs between the candidates of a region costs microseconds. timers: of the ops,
+    if at hand.
     """
 
     def __init__(
@@ -163,7 +171,6 @@ class RegionPricer:
         typing: RegionTyping,
         rules: Sequence[Sequence[AxisRule]],
         costs: CostModel,
-        recompute: Recompute = "full",
         timers: Sequence[OpTimer] | None = None,
     ) -> None:
         self.graph = graph
@@ -172,11 +179,7 @@ class RegionPricer:
         self.typing = typing
         self.rules = rules
         layouts = layouts_of_values(graph, typing)
-        if recompute == "selective":
-            self._recomputed = selective_recompute(graph, typing, layouts, costs)
-        else:
-            self._recomputed = full_recompute(graph, typing)
-        self._recompute = recompute
+        self._recomputed = full_recompute(graph, typing)
         self._demands = [demands for _, demands in layouts]
         self._parameters = [
             i for i, slot in enumerate(graph.slots) if slot.kind is SlotKind.PARAMETER
@@ -218,18 +221,18 @@ class RegionPricer:
         *,
         reshard_after_forward: bool = True,
         host: HostTraffic = _NO_TRAFFIC,
+        selective: RecomputePrice | None = None,
     ) -> RegionPrice:
         """The price of one instance whose slots are stored, or arrive, as `slots`; those that are
-        no parameters as the typing has them. host: what goes there."""
-        if recompute == "selective" and self._recompute != "selective":
-            return self._selective.price(
-                slots, recompute, reshard_after_forward=reshard_after_forward, host=host
-            )
+        no parameters as the typing has them. host: what goes there. selective: what selective
+        recomputation adds."""
+        assert (recompute == "selective") == (selective is not None)
         stored = tuple([slots[i] for i in self._parameters])
         price = self._prices.get(stored)
         if price is None:
             price = self._prices[stored] = self._price(slots)
-        return price.under(recompute != "none", 2 if reshard_after_forward else 1, host)
+        num_gathers = 2 if reshard_after_forward else 1
+        return price.under(recompute != "none", num_gathers, host, selective)
 
     def _price(self, slots: Sequence[Layout]) -> RegionPrice:
         """The price without recomputation."""
@@ -244,28 +247,21 @@ class RegionPricer:
         inside = forward_s + self._inside.forward_s, backward_s + self._inside.backward_s
         return _finish(forward_s, backward_s, inside, sums, self.costs)
 
-    @cached_property
-    def _selective(self) -> "RegionPricer":
-        """The same, made at the first call: it cannot run yet, so calls are few."""
-        return RegionPricer(self.graph, self.typing, self.rules, self.costs, "selective")
-
     def _value(self, v: int, native: Layout) -> PriceSums:
         """The conversions of one value."""
         sums = PriceSums(self.mesh)
         graph, value = self.graph, self.graph.values[v]
         is_parameter = v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
         edges = plan_conversions(value, native, self._demands[v], self.costs)
-        starts = self._recomputed.starts(v, value, edges, self.costs)
+        again = self._recomputed.targets(v, edges)
         for edge in edges:
-            start = starts.get(edge[1])
+            is_recomputed = edge[1] in again
             if is_parameter and edge[0] == native:
-                _price_parameter(graph, v, edge, sums, self.costs, start is not None)
+                _price_parameter(graph, v, edge, sums, self.costs, is_recomputed)
                 continue
             cost = _price_conversion(graph, v, edge, sums, self.costs)
-            if start == edge[0]:
+            if is_recomputed:
                 sums.add_recomputed(cost)
-            elif start is not None:
-                sums.add_recomputed(conversion_cost(value, start, edge[1], self.costs))
         if is_parameter:
             self._add_copies(v, native, sums)
         return sums

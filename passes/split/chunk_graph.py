@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from meshfold.ir.op_graph import Arg, Op, OpGraph, Ref, SlotKind
 from meshfold.ir.spmd import Layout, SpmdType, local_shape
-from meshfold.ir.strategy import OpTyping, RegionTyping
+from meshfold.ir.strategy import KeptResults, OpTyping, RegionTyping
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.rules.localize import localize
 from meshfold.passes.rules.ops.random import draw_of
@@ -138,6 +138,8 @@ class _ChunkWriter:
         self.values = list(graph.values[:num_slots])
         self.ops: list[Op] = []
         self.typings: list[OpTyping] = []
+        self.origins: list[int] = []
+        """Of every op the one that it stands for, -1 where it splits or joins."""
         self.at: dict[int, int] = {v: v for v in range(num_slots)}
         """What stands for a joined value, where it is joined."""
         self.of_chunk: dict[tuple[int, SpmdType], tuple[int, ...]] = {}
@@ -151,14 +153,27 @@ class _ChunkWriter:
                 operands = [self._together(v) for v in op.operands]
                 shapes = [self.unsplit.values[v].shape for v in op.outputs]
                 op = replace(op, draw=draw_of(op, k))
-                computed = self._write(op, op.args, op.kwargs, operands, self.typing.ops[k], shapes)
+                typing = self.typing.ops[k]
+                computed = self._write(op, op.args, op.kwargs, operands, typing, shapes, k)
                 self.at.update(zip(op.outputs, computed, strict=True))
         pairs = zip(self.unsplit.outputs, self.typing.outputs, strict=True)
         outputs = tuple(
             self.at[v] if v in self.at else self._joined(v, layout) for v, layout in pairs
         )
         graph = OpGraph(self.unsplit.slots, tuple(self.values), tuple(self.ops), outputs)
-        return graph, replace(self.typing, ops=tuple(self._with_rules(graph)))
+        return graph, replace(self.typing, ops=tuple(self._with_rules(graph)), kept=self._kept())
+
+    def _kept(self) -> KeptResults:
+        """What the region keeps, chunk by chunk."""
+        kept, conversions = self.typing.kept, []
+        for v, layout in kept.conversions:
+            if v in self.at:
+                conversions.append((self.at[v], layout))
+            time = self.time_types[v]
+            chunks = self.of_chunk.get((v, time), ())
+            conversions += [(chunk, self._chunk_layout(time, layout)) for chunk in chunks]
+        ops = tuple(n for n, k in enumerate(self.origins) if k in kept.ops)
+        return KeptResults(ops, tuple(conversions))
 
     def _ranks(self) -> int:
         """The most ranks that dim is sharded over."""
@@ -198,7 +213,7 @@ class _ChunkWriter:
                 self._split(v, time)[number] if time.is_shard else self._together(v)
                 for v, time in reads
             ]
-            computed.append(self._write(op, args, kwargs, operands, of_chunk, shapes))
+            computed.append(self._write(op, args, kwargs, operands, of_chunk, shapes, k))
         for v, *of_chunks in zip(op.outputs, *computed, strict=True):
             if self.time_types[v].is_shard:
                 self.of_chunk[v, self.time_types[v]] = tuple(of_chunks)
@@ -273,8 +288,9 @@ class _ChunkWriter:
         operands: Sequence[int],
         typing: OpTyping,
         shapes: Sequence[Shape],
+        origin: int = -1,
     ) -> tuple[int, ...]:
-        """Write `op` with other operands; its results, of these shapes."""
+        """Write `op` with other operands; its results, of these shapes. origin: see origins."""
         refs = iter(operands)
         args = tuple(rebound(arg, refs) for arg in args)
         kwargs = tuple((name, rebound(arg, refs)) for name, arg in kwargs)
@@ -286,6 +302,7 @@ class _ChunkWriter:
         outputs = tuple(range(first, len(self.values)))
         self.ops.append(replace(op, args=args, kwargs=kwargs, outputs=outputs))
         self.typings.append(typing)
+        self.origins.append(origin)
         return outputs
 
     def _with_rules(self, graph: OpGraph) -> Iterator[OpTyping]:

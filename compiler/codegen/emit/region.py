@@ -27,6 +27,7 @@ from meshfold.codegen.emit.op import emit_op
 from meshfold.codegen.emit.op_context import OpContext
 from meshfold.codegen.program.emitted import (
     CONTEXT,
+    INSTANCE,
     ORIGIN,
     PLACE,
     EmittedProgram,
@@ -82,7 +83,6 @@ def emit_typed(
     layouts of the values that it receives, by name. Other actions may come between its forward and
     its backward, so it releases everything. written: regions with another graph and typing.
     """
-    assert all(t.recompute != "selective" for t in typings), "emit refuses what cannot run yet"
     emitted: dict[tuple[int, tuple[Layout, ...]], int] = {}
     regions: list[RegionProgram] = []
     programs: list[int] = []
@@ -213,7 +213,7 @@ class _RegionEmitter:
         """Write the placeholders, see RegionProgram; returns the slots passed directly."""
         self.step_node = self.graph.placeholder(CONTEXT)
         self.ahead = self.graph.placeholder("ahead")
-        self.instance = self.graph.placeholder("instance")
+        self.instance = self.graph.placeholder(INSTANCE)
         self.in_flight = [self.graph.placeholder(group_name(k)) for k in range(len(self.groups))]
         direct = tuple(sorted(self.direct))
         for v in direct:

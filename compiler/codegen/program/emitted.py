@@ -18,7 +18,12 @@ from typing import Literal
 from torch import fx
 
 from meshfold.codegen.program.region_schedule import ChunkedBoundary, RegionSchedule
-from meshfold.codegen.program.text import graph_lines, group_text, rank_text
+from meshfold.codegen.program.text import (
+    graph_lines,
+    group_text,
+    rank_text,
+    recomputation_text,
+)
 from meshfold.hierarchical_all_reduce import HierarchicalAllReduce
 from meshfold.ir.bucketing import BucketMember, GroupRef, fill_buckets
 from meshfold.ir.mesh import Mesh
@@ -31,6 +36,9 @@ from meshfold.zero.parameter_group import GroupBuffers, ParameterGroup
 CONTEXT = "context"
 """Name of the first placeholder of every graph: the StepContext."""
 
+INSTANCE = "instance"
+"""Name of the placeholder of an instance's number."""
+
 _GROUP = "group_"
 
 PLACE = "meshfold_place"
@@ -39,6 +47,10 @@ PLACE = "meshfold_place"
 ORIGIN = "meshfold_origin"
 """Key of fx.Node.meta: the number of the op that a node is part of, or (value, step of its
 conversion)."""
+
+
+NAME = "meshfold_name"
+"""Key of fx.Node.meta in the graph of a segment: the node's name in the region's graph."""
 
 
 def group_name(group: int) -> str:
@@ -86,7 +98,7 @@ class RegionProgram:
     def direct_names(self) -> tuple[str, ...]:
         """The placeholders of the slots passed directly."""
         names = tuple(n.name for n in self.graph.graph.nodes if n.op == "placeholder")
-        first = names.index("instance") + 1 + len(self.groups)
+        first = names.index(INSTANCE) + 1 + len(self.groups)
         return names[first : first + len(self.direct)]
 
     @property
@@ -247,7 +259,7 @@ class EmittedProgram:
         for k, region in enumerate(self.regions):
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"
-            notes = "; runs again in backward" if region.recompute == "full" else ""
+            notes = recomputation_text(region.recompute, region.typing.kept)
             notes += "" if region.reshard_after_forward else "; stays gathered for backward"
             notes += "; gradients reduced once a step" if region.accumulate_unsharded else ""
             yield f"region {region.name}: {len(instances)} x, first {scope}{notes}"

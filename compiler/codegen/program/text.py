@@ -9,6 +9,7 @@ from torch import fx
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.node_groups import NodeLevels
 from meshfold.ir.spmd import layout_text
+from meshfold.ir.strategy import KeptResults, Recompute
 from meshfold.zero.parameter_group import ParameterGroup
 
 TYPE = "meshfold_type"
@@ -37,6 +38,18 @@ def group_of(mesh: Mesh, coords: tuple[int, ...], axes: tuple[str, ...]) -> list
         choices = range(axis.size) if axis.name in axes else (c,)
         ranks = [r * axis.size + x for r in ranks for x in choices]
     return ranks
+
+
+def recomputation_text(recompute: Recompute, kept: KeptResults) -> str:
+    """What of a region runs again, behind its name."""
+    if recompute == "none":
+        return ""
+    if recompute == "full":
+        return "; runs again in backward"
+    ops = " ".join(map(str, kept.ops)) or "none"
+    values = " ".join(f"{v}:{layout_text(layout)}" for v, layout in kept.conversions)
+    converted = f", converted values {values}" if values else ""
+    return f"; runs again in backward but for ops {ops}{converted}"
 
 
 def group_text(number: int, group: ParameterGroup, mesh: Mesh) -> Iterator[str]:

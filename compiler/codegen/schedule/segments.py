@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from meshfold.codegen.program.emitted import CONTEXT, ORIGIN, group_number
+from meshfold.codegen.program.emitted import CONTEXT, NAME, ORIGIN, group_number
 from meshfold.codegen.program.region_schedule import CollectiveSegment, OpsSegment, SegmentedGraph
 from meshfold.ops.conversions import STARTS, WAITS
 from meshfold.zero.graph_ops import replicate_group, start_ahead, wait_group
@@ -206,7 +206,8 @@ class _Writer:
             if self.numbers.get(m) != self.number:
                 self.copies[m] = self._read(m)
         for n in self.group:
-            self.copies[n] = self.graph.node_copy(n, self.copies.__getitem__)
+            self.copies[n] = copy = self.graph.node_copy(n, self.copies.__getitem__)
+            copy.meta[NAME] = n.name
         read = [n for n in self.group if any(self.numbers.get(u) != self.number for u in n.users)]
         self.graph.output(tuple(self.copies[n] for n in read))
         module = fx.GraphModule(torch.nn.Module(), self.graph, class_name=f"Segment{self.number}")
@@ -219,5 +220,5 @@ class _Writer:
             return self.mesh
         self.inputs.append(node.name)
         placeholder = self.graph.placeholder(node.name)
-        placeholder.meta = dict(node.meta)
+        placeholder.meta = {**node.meta, NAME: node.name}
         return placeholder

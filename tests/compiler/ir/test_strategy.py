@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshfold.ir.strategy import RegionTyping, UniformStrategy
+from meshfold.ir.strategy import KeptResults, RegionTyping, UniformStrategy
 
 
 def test_recompute_is_one_of_three_words() -> None:
@@ -12,12 +12,19 @@ def test_recompute_is_one_of_three_words() -> None:
         RegionTyping((), (), (), "some")  # type: ignore[arg-type]
 
 
+def test_selective_recomputation_alone_keeps_results() -> None:
+    kept = KeptResults((3,), ((1, ()),))
+    assert RegionTyping((), (), (), "selective", kept=kept).kept == kept
+    with pytest.raises(ValueError, match="recompute full keeps no results; selective does"):
+        RegionTyping((), (), (), "full", kept=kept)
+
+
 def test_what_cannot_run_yet_says_so_and_is_in_the_label() -> None:
     assert UniformStrategy(dp=2, zero=3, recompute="full").runs
     assert all(UniformStrategy(dp=2, zero=zero).runs for zero in range(4))
     selective = UniformStrategy(dp=2, recompute="selective", offload="optimizer")
     assert selective.label == "dp2, recompute selective, offload optimizer"
-    assert not UniformStrategy(recompute="selective").runs
+    assert UniformStrategy(recompute="selective").runs
     assert not UniformStrategy(offload="optimizer").runs
     assert not UniformStrategy(offload="activations").runs
 

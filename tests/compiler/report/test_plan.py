@@ -61,7 +61,7 @@ def test_the_margin_beside_the_budget_is_said() -> None:
 
 def test_a_baseline_in_microbatches_that_is_faster_is_said() -> None:
     plan = example_plan()
-    words = "ZeRO-3: faster in microbatches or stages, which this search left out; --allow"
+    words = "ZeRO-3: faster in microbatches or stages, which a pin left out"
     for step_s, microbatches, is_said in ((0.3, 2, True), (0.3, 1, False), (0.34, 2, False)):
         strategy = replace(plan.baselines[1].strategy, microbatches=microbatches)
         row = replace(plan.baselines[1], strategy=strategy, step_s=step_s)

@@ -236,8 +236,9 @@ def test_memory_of_a_step_with_zero(pools: Pools, zero: int) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_regions_that_run_again_in_a_pipeline(pools: Pools) -> None:
-    pins = {"pp": 2, "dp": 2, "zero": 3, "recompute": "full"}
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_regions_that_run_again_in_a_pipeline(pools: Pools, recompute: str) -> None:
+    pins = {"pp": 2, "dp": 2, "zero": 3, "recompute": recompute}
     base = planned("gpt2", 6, 4, pinned(pins))
     arguments = ("gpt2", 6, captured_model("gpt2", 6), [plan_to_json(base)])
     for (outcome,) in pools.run(4, "support.programs.pipeline:run_pipelines", *arguments):
@@ -248,6 +249,7 @@ DROPOUT_PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 microbatches": (1, {"microbatches": 2}),
     "4 microbatches, recompute full": (1, {"microbatches": 4, "recompute": "full"}),
     "pp2": (2, {"pp": 2, "microbatches": 4}),
+    "pp2, recompute selective": (2, {"pp": 2, "microbatches": 4, "recompute": "selective"}),
     "2 microbatches x dp2": (2, {"dp": 2, "microbatches": 2}),
     "2 microbatches x tp2": (2, {"tp": 2, "microbatches": 2}),
     "pp2 x dp2": (4, {"pp": 2, "dp": 2, "microbatches": 2}),

@@ -15,7 +15,7 @@ from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.ir.op_graph import FoldedGraph, SourceKind
 from meshfold.ir.options import CompileOptions
-from meshfold.ir.strategy import Degrees
+from meshfold.ir.strategy import Degrees, KeptResults
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.memory.zero import slot_facts
@@ -85,8 +85,21 @@ def test_leaves_have_the_figures_of_their_own_typing(family: str, dp: int, tp: i
             )
             assert candidate.memory.saved_bytes == alone.saved_bytes
             solution = of.search.solutions(candidate.strategy.tp_mode)[region]
-            exact = price_region(graph, candidate.typing, solution.rules, of.costs)
+            added = of.memory_model.recompute_price(
+                graph, candidate.typing, of._floats[region], solution.pricer
+            )
+            exact = price_region(graph, candidate.typing, solution.rules, of.costs, added)
             assert candidate.price == exact
+
+
+def test_the_last_layer_of_all_drops_nothing_that_is_there_again_at_once() -> None:
+    of = planner("llama", 2, 2)
+    candidates = {c.key: c for c in of.candidates[of.folded.instances[-1].region]}
+    selective = [c for c in candidates.values() if c.strategy.recompute == "selective"]
+    assert selective
+    for candidate in selective:
+        plain = candidates[replace(candidate.strategy, recompute="none"), candidate.sharded]
+        assert (candidate.memory, candidate.time_s) == (plain.memory, plain.time_s)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -98,7 +111,7 @@ def test_the_latest_local_program_serves_other_recomputation_alone(family: str) 
         typings = [candidate.typing for candidate in candidates[:4]]
         for typing in typings:
             for recompute in ("none", "full", "selective", "full"):
-                asked = replace(typing, recompute=recompute)
+                asked = replace(typing, recompute=recompute, kept=KeptResults())
                 fresh = MemoryModel(of.costs, PROBER)
                 assert known.region(graph, asked, floats) == fresh.region(graph, asked, floats)
 

@@ -15,7 +15,6 @@ from meshfold.passes.one_pass.tree import (
     NOTHING_SAVED,
     PINNED,
     PLANNED,
-    UNASKED_OFFLOAD,
     SearchSpec,
     Tree,
     divisors,
@@ -50,7 +49,7 @@ def test_four_devices() -> None:
         "tp4",
         "tp4+sp",
     ]
-    assert len(tree(4).strategies) == 2 * len(plain)
+    assert len(tree(4).strategies) == 3 * len(plain)
     assert "dp4, zero3, recompute full" in {strategy.label for strategy in tree(4).strategies}
 
 
@@ -75,7 +74,9 @@ def test_where_feature_maps_pass_tp_may_take_the_batch() -> None:
 
 
 def test_one_device_keeps_or_recomputes() -> None:
-    assert tree(1).strategies == (UniformStrategy(), UniformStrategy(recompute="full"))
+    assert tree(1).strategies == tuple(
+        UniformStrategy(recompute=word) for word in ("none", "selective", "full")
+    )
 
 
 def test_degrees_that_are_no_powers_of_two() -> None:
@@ -87,17 +88,6 @@ def test_degrees_that_are_no_powers_of_two() -> None:
     }
 
 
-def test_a_pin_of_selective_recomputation_brings_no_offload() -> None:
-    spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
-    selective = tree(2, **spec, pins={"recompute": "selective"})
-    assert {strategy.offload for strategy in selective.strategies} == {"none"}
-    assert selective.pruned[UNASKED_OFFLOAD] > 0
-    both = tree(2, **spec, pins={"recompute": "selective", "offload": "activations"})
-    assert {strategy.offload for strategy in both.strategies} == {"activations"}
-    full = tree(2, **spec, pins={"recompute": "none"})
-    assert len({strategy.offload for strategy in full.strategies}) > 1
-
-
 @pytest.mark.parametrize("allow_planned", [False, True])
 def test_every_strategy_candidate_is_counted_once(allow_planned: bool) -> None:
     found = tree(16, 12, per_node=4, allow_planned=allow_planned, pins={"sp": 0})
@@ -107,15 +97,16 @@ def test_every_strategy_candidate_is_counted_once(allow_planned: bool) -> None:
 
 
 def test_planned_leaves_come_on_request() -> None:
-    assert {strategy.recompute for strategy in tree(2).strategies} == {"none", "full"}
-    found = tree(2, allow_planned=True).strategies
-    assert {strategy.recompute for strategy in found} == {"none", "selective", "full"}
+    spec = {"host_bytes_per_s": 1e9}
+    assert {strategy.offload for strategy in tree(2, **spec).strategies} == {"none"}
+    found = tree(2, allow_planned=True, **spec).strategies
+    assert {strategy.offload for strategy in found} == {"none", "optimizer", "activations"}
 
 
 def test_zero_1_in_one_pass_is_zero_2() -> None:
     """Gradients are reduce-scattered as they come; it is offered where somebody pins it."""
     assert {strategy.zero for strategy in tree(2).strategies} == {0, 2, 3}
-    assert tree(2).pruned[GRADIENTS] == 2
+    assert tree(2).pruned[GRADIENTS] == 3
     assert {strategy.zero for strategy in tree(2, switched_off=(GRADIENTS,)).strategies} == {
         0,
         1,
@@ -141,15 +132,6 @@ def test_offload_needs_a_link_to_the_host_and_states() -> None:
     assert tree(2, allow_planned=True).pruned[NO_HOST_LINK] == 2 * 3 * (4 + 2)
 
 
-def test_selective_recomputation_that_is_pinned_brings_no_offload_along() -> None:
-    spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
-    found = tree(2, pins={"recompute": "selective"}, **spec)
-    assert {strategy.offload for strategy in found.strategies} == {"none"}
-    assert found.pruned[UNASKED_OFFLOAD] > 0
-    both = tree(2, pins={"recompute": "selective", "offload": "optimizer"}, **spec)
-    assert {strategy.offload for strategy in both.strategies} == {"optimizer"}
-
-
 def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
     spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
     found = tree(1, **spec)
@@ -167,7 +149,6 @@ def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
     ("pins", "spec", "message"),
     [
         ({"offload": "optimizer"}, {}, "pin offload=optimizer: can be planned, not run yet; say"),
-        ({"recompute": "selective"}, {}, "recompute=selective: can be planned, not run yet; say"),
         (
             {"offload": "activations"},
             {"allow_planned": True},
@@ -224,11 +205,6 @@ def test_pins() -> None:
         ({"dp": 4, "sp": 1}, 8, "pin sp=1 cannot be kept .* with the other pins; sp can be 0"),
         ({"dp": 4}, 6, "a batch of 6 does not divide over dp=4"),
         ({"zero": 3}, 3, "a batch of 3 does not divide over dp=2, dp=4"),
-        (
-            {"recompute": "selective"},
-            8,
-            "pin recompute=selective: can be planned, not run yet; say --allow planned",
-        ),
     ],
 )
 def test_pins_that_cannot_be_kept_name_themselves(pins, batch_size: int, message: str) -> None:

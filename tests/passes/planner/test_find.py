@@ -13,6 +13,7 @@ from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
+from meshfold.ir.strategy import KeptResults
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.one_pass.tree import CONTEXT, EXPERTS, NODE, NOTHING_SAVED, PLANNED
 from meshfold.passes.planner.check import price_plan
@@ -287,13 +288,16 @@ def test_an_unknown_pruning_is_named():
         plan(without_rules=("nodes",))
 
 
-def test_selective_recomputation_is_planned_only_on_request():
-    pins = {"recompute": "selective"}
-    with pytest.raises(OptionError, match="selective: can be planned, not run yet; say --allow"):
-        plan(pins=pins)
-    found = plan(pins=pins, allow_planned=True)
-    assert found.strategy.recompute == "selective"
-    assert any("cannot run yet" in note for note in found.notes)
+def test_selective_recomputation_runs_keeps_its_figures_and_what_it_keeps():
+    found = plan(pins={"recompute": "selective"})
+    assert found.strategy.recompute == "selective" and found.simulated is not None
+    assert not any("cannot run yet" in note for note in found.notes)
+    assert any(region.typing.kept != KeptResults() for region in found.regions)
+    loaded = plan_from_json(plan_to_json(found))
+    assert loaded == found
+    priced = price_plan(graph_of("llama"), loaded, PROBER)
+    assert (priced.time, priced.memory) == (found.time, found.memory)
+    emit(graph_of("llama"), loaded)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -328,7 +332,7 @@ def test_what_cannot_run_yet_is_never_chosen_unasked():
     asked = on_v100("deep gpt2", memory_bytes=tight_bytes(), allow_planned=True)
     assert all(region.strategy.runs for region in runs.regions)
     assert not any("cannot run yet" in note for note in runs.notes)
-    assert runs.search.pruned[PLANNED] == 7
+    assert runs.search.pruned[PLANNED] == 6
     assert any(not region.strategy.runs for region in asked.regions)
     # More leaves to choose from: faster here, where they are what memory asks for.
     assert asked.time.step_s < runs.time.step_s
@@ -337,7 +341,7 @@ def test_what_cannot_run_yet_is_never_chosen_unasked():
 
 @pytest.mark.parametrize(
     "pins",
-    [{"recompute": "selective"}, {"offload": "activations"}, {"offload": "optimizer"}],
+    [{"offload": "activations"}, {"offload": "optimizer"}],
     ids=str,
 )
 def test_a_planned_plan_says_so_keeps_its_figures_and_is_not_emitted(pins):

@@ -325,9 +325,9 @@ def test_a_split_backward_leaves_nothing_to_schedule(kind, mode):
 
 
 @pytest.mark.slow
-def test_what_cannot_run_needs_to_be_allowed():
-    with pytest.raises(OptionError, match="--allow planned"):
-        plan("llama", pins={"pp": 2, "recompute": "selective"}, allow_planned=False)
+def test_pipelines_need_to_be_asked_for():
+    found = plan("llama", pins={"pp": 2, "recompute": "selective"}, allow_planned=False)
+    assert {region.typing.recompute for region in found.regions} == {"selective"}
     assert plan("llama", pins={"virtual_stages": 1}, allow_planned=False).strategy.pp == 1
     assert plan("llama", pins={"pp": 2}, allow_planned=False).strategy.pp == 2
     alone = plan("llama", allow_planned=False, pins={"microbatches": 1})

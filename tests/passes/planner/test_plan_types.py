@@ -17,6 +17,7 @@ from meshfold.errors import PlanMismatchError
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import Layout, SpmdType
+from meshfold.ir.strategy import KeptResults, RegionTyping
 from meshfold.plan_file.io import plan_to_json
 from meshfold.validation.float64_mode import float64_everywhere
 
@@ -187,7 +188,14 @@ ARITIES = {
     "rules": lambda t: replace(t, ops=(replace(t.ops[0], rules=()), *t.ops[1:])),
     "inputs": lambda t: replace(t, ops=(replace(t.ops[0], inputs=()), *t.ops[1:])),
     "results": lambda t: replace(t, ops=(replace(t.ops[0], outputs=()), *t.ops[1:])),
+    "an op that is kept": lambda t: keeping(t, KeptResults((99,))),
+    "a value that is kept": lambda t: keeping(t, KeptResults((), ((99, t.slots[0]),))),
+    "a layout that is kept": lambda t: keeping(t, KeptResults((), ((0, ()),))),
 }
+
+
+def keeping(typing: RegionTyping, kept: KeptResults) -> RegionTyping:
+    return replace(typing, recompute="selective", kept=kept)
 
 
 @pytest.mark.parametrize("what", ARITIES)

@@ -1,7 +1,7 @@
 """Programs whose regions are recomputed in the backward, and models that drop values."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,15 @@ from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.strategy import RegionTyping
+from meshfold.ir.strategy import Recompute, RegionTyping
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.memory.region import MemoryModel
+from meshfold.passes.price.region import RegionPricer
+from meshfold.passes.rules.typed import typed_rules
 from support.models.hugging_face import tiny_model
 
 PROBABILITY = 0.25
+PROBER = OpProber()
 
 
 def dropping_model(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -44,11 +49,34 @@ def recomputed(
     return [replace(t, recompute="full") if k in chosen else t for k, t in enumerate(typings)]
 
 
-def emit_recomputed(program: EmittedProgram, *, only_layers: bool = False) -> EmittedProgram:
-    """`program` with full recomputation."""
-    cluster = resolve_cluster("local-cpu", program.mesh.num_ranks)
-    typings = recomputed(program.folded, program.typings, only_layers)
-    return emit_typed(program.folded, typings, CostModel(cluster, program.mesh))
+def selective(
+    folded: FoldedGraph, typings: Sequence[RegionTyping], costs: CostModel, *, only_layers: bool
+) -> list[RegionTyping]:
+    """`typings` with selective recomputation in the layers, or everywhere."""
+    model = MemoryModel(costs, PROBER)
+    layers, found = layer_regions(folded), []
+    for number, (region, typing) in enumerate(zip(folded.regions, typings, strict=True)):
+        if only_layers and number not in layers:
+            found.append(typing)
+            continue
+        floats = next(i.floats for i in folded.instances if i.region == number)
+        rules = typed_rules(region.graph, typing, region.name, costs.mesh)
+        pricer = RegionPricer(region.graph, typing, rules, costs)
+        kept = model.selective(region.graph, typing, floats, pricer).kept
+        found.append(replace(typing, recompute="selective", kept=kept))
+    return found
+
+
+def emit_recomputed(
+    program: EmittedProgram, *, only_layers: bool = False, recompute: Recompute = "full"
+) -> EmittedProgram:
+    """`program` with recomputation in the layers, or everywhere."""
+    costs = CostModel(resolve_cluster("local-cpu", program.mesh.num_ranks), program.mesh)
+    if recompute == "selective":
+        typings = selective(program.folded, program.typings, costs, only_layers=only_layers)
+    else:
+        typings = recomputed(program.folded, program.typings, only_layers)
+    return emit_typed(program.folded, typings, costs)
 
 
 class LoggedRuns(nn.Module):

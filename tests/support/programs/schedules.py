@@ -27,11 +27,16 @@ PINS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "zero2 x tp": (4, {"dp": 2, "tp": 2, "zero": 2, "sp": 0}),
     "zero3 x tp+sp": (4, {"dp": 2, "tp": 2, "zero": 3, "sp": 1}),
     "zero3 x tp+sp, again": (4, {"dp": 2, "tp": 2, "zero": 3, "sp": 1, "recompute": "full"}),
+    "zero3 x tp+sp, selective": (
+        4,
+        {"dp": 2, "tp": 2, "zero": 3, "sp": 1, "recompute": "selective"},
+    ),
     "zero3 x cp": (4, {"dp": 2, "cp": 2, "zero": 3}),
     "ep": (2, {"ep": 2, "zero": 0}),
     "ep4": (4, {"ep": 4, "zero": 0}),
     "ep x tp": (4, {"ep": 2, "tp": 2, "sp": 0, "zero": 0}),
     "zero3 x ep": (4, {"dp": 2, "ep": 2, "zero": 3}),
+    "zero3 x ep, selective": (2, {"dp": 1, "ep": 2, "zero": 3, "recompute": "selective"}),
     "zero3 x ep, again": (4, {"dp": 2, "ep": 2, "zero": 3, "recompute": "full"}),
 }
 """(processes, pins) by name."""

@@ -182,10 +182,8 @@ def test_a_plan_with_other_regions_is_refused() -> None:
 
 
 def test_a_plan_of_what_cannot_run_yet_is_refused() -> None:
-    planned = replace(BLOCK, strategy=UniformStrategy(dp=2, recompute="selective"))
-    with pytest.raises(
-        PlanMismatchError, match="region B is planned as dp2, recompute sel.* cannot"
-    ):
+    planned = replace(BLOCK, strategy=UniformStrategy(dp=2, offload="optimizer"))
+    with pytest.raises(PlanMismatchError, match="region B is planned as dp2, offload opt.* cannot"):
         emit(captured("llama", 3).graph, replace(example_plan(), regions=(planned,)))
 
 
