@@ -370,7 +370,9 @@ def test_even_boundaries_keep_the_ends_apart():
 def test_a_search_over_stages_that_finds_nothing_keeps_its_bound(monkeypatch) -> None:
     """What is proven of it may be well below the step that it should have beaten."""
     problems = problems_of(resolve_cluster("local-cpu", 2))
-    tree = grow_pipelines(SearchSpec(2, 2, BATCH, {"pp": 2}), len(problems.folded.instances))
+    tree = grow_pipelines(
+        SearchSpec(2, 2, BATCH, {"pp": 2, "schedule": "1f1b"}), len(problems.folded.instances)
+    )
     step_s = 1.0 + search_pipelines(problems, tree).best.step_s
 
     class ProvesLittle:

@@ -91,7 +91,7 @@ def train_steps(
     """Losses of AdamW steps through the public call. is_local: pass this rank's part of the batch
     instead of all of it."""
     model, batch = tiny_model(family)
-    options = meshfold.CompileOptions(pins=pins)
+    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins})
     with float64_everywhere():
         compiled = meshfold.compile(model, _cluster(), batch, options=options)
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2)
@@ -115,7 +115,7 @@ def clipped_steps(
     model, batch = tiny_model(family)
     with float64_everywhere():
         if pins:
-            options = meshfold.CompileOptions(pins=pins)
+            options = meshfold.CompileOptions(pins={"microbatches": 1, **pins})
             compiled = meshfold.compile(model, _cluster(), batch, options=options)
             step, trained, clip = compiled, compiled, compiled.clip_grad_norm_
         else:
@@ -136,7 +136,7 @@ def scaled_steps(pins: Mapping[str, int]) -> list[tuple[float, bool]]:
     """(scale, whether a parameter of this rank changed) after each of three steps in fp16, the
     second of which overflows on rank 1 alone."""
     model, batch = tiny_model("llama")
-    options = meshfold.CompileOptions(pins=pins, precision="fp16")
+    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins}, precision="fp16")
     compiled = meshfold.compile(model.float(), _cluster(), batch, options=options)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     scaler = ShardedGradScaler(device="cpu", init_scale=1024.0)
@@ -189,7 +189,10 @@ def function_losses(pins: Mapping[str, int]) -> list[float]:
 def _losses(model: nn.Module, batch: Mapping[str, Any], pins: Mapping[str, int]) -> list[float]:
     with float64_everywhere():
         compiled = meshfold.compile(
-            model, _cluster(), batch, options=meshfold.CompileOptions(pins=pins, seed=3)
+            model,
+            _cluster(),
+            batch,
+            options=meshfold.CompileOptions(pins={"microbatches": 1, **pins}, seed=3),
         )
         optimizer = torch.optim.SGD(compiled.parameters(), lr=0.5)
         losses = []
@@ -258,7 +261,7 @@ def initial_sums(family: str, pins: Mapping[str, int]) -> dict[str, float]:
     """Sum of every initial tensor of a model on the meta device."""
     model, batch = tiny_model(family)
     model = copy.deepcopy(model).to("meta")
-    options = meshfold.CompileOptions(pins=pins)
+    options = meshfold.CompileOptions(pins={"microbatches": 1, **pins})
     compiled = meshfold.compile(model, _cluster(), batch, options=options)
     return {name: float(x.sum()) for name, x in compiled.full_state_dict().items()}
 
@@ -301,7 +304,10 @@ def steps_left_behind(pins: Mapping[str, int]) -> int:
     model, batch = tiny_model("llama")
     with float64_everywhere():
         compiled = meshfold.compile(
-            model, _cluster(), batch, options=meshfold.CompileOptions(pins=pins)
+            model,
+            _cluster(),
+            batch,
+            options=meshfold.CompileOptions(pins={"microbatches": 1, **pins}),
         )
         for _ in range(3):
             compiled(**batch).backward()
