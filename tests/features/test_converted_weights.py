@@ -82,7 +82,7 @@ def scheduled(layer: type[nn.Module], pins: dict[str, int]) -> tuple[Any, ...]:
     batch = {name: torch.randn(4, 8, WIDTH) for name in ("x", "target")}
     captured = capture(model, batch)
     cluster = resolve_cluster("local-cpu", pins.get("dp", 1) * pins["tp"])
-    options = CompileOptions(pins=pins, mode="scheduled")
+    options = CompileOptions(pins={"microbatches": 1, **pins}, mode="scheduled")
     program = emit_plan(captured.graph, plan_captured(captured, "m", cluster, options))
     return model, batch, captured, program
 

@@ -117,7 +117,9 @@ def captured() -> Captured:
 
 @cache
 def planned(**pins: Any) -> Plan:
-    return plan_captured(captured(), "Mlp", CLUSTER, meshfold.CompileOptions(pins=pins))
+    return plan_captured(
+        captured(), "Mlp", CLUSTER, meshfold.CompileOptions(pins={"microbatches": 1, **pins})
+    )
 
 
 def compiled(pins: dict[str, Any]) -> meshfold.CompiledModel:
