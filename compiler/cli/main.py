@@ -100,9 +100,9 @@ def cli(ctx: click.Context) -> None:
 )
 @click.option(
     "--allow",
-    type=click.Choice(["pipelines", "planned"]),
-    help="pipelines: let pipelines compete, which train by train_step. planned: also what can be "
-    "planned, not run yet: selective recomputation, offload.",
+    type=click.Choice(["pipelines", "offload", "planned"]),
+    help="pipelines: let pipelines compete, which train by train_step. offload: so optimizer "
+    "states on hosts. planned: also selective recomputation, offload of activations (run not yet).",
 )
 @click.option(
     "--without-rule",
@@ -160,6 +160,7 @@ def plan(
         precision=precision,
         mode=mode,
         allow_pipelines=allow == "pipelines",
+        allow_offload=allow == "offload",
         allow_planned=allow == "planned",
         without_rules=without_rule,
         loss=loss,

@@ -169,6 +169,8 @@ class CompileOptions:
     mode: Mode = "eager"
     allow_pipelines: bool = False
     """Let pipelines compete without a pin; their models train by train_step alone."""
+    allow_offload: bool = False
+    """Let offload of optimizer states compete; else it is tried where nothing else fits."""
     allow_planned: bool = False
     """Offer what can be priced and planned, but not run yet, and pipelines."""
     custom_rules: tuple[CustomRule, ...] = ()

@@ -11,8 +11,8 @@ from meshfold.ir.op_graph import SourceKind
 from meshfold.torch_compat.dtypes import torch_dtype
 
 PAGE_BYTES = 32 << 20
-"""Of a page, unless one parameter is larger: copies of some milliseconds on a PCIe link, so that the
-first layers run while the last ones are on their way. A round figure."""
+"""Of a page, unless one parameter is larger: copies of some milliseconds on a PCIe link, so that
+the first layers run while the last ones are on their way. A round figure."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ def device_copies(
     """The copies of the parameters `names`, in the order in which the programs of a rank first read
     them. shared: names of parameters that other stages hold, too; they and those with several uses
     are copied as they are stored, since their gradients are added up on the device."""
-    stored = {p.name: torch_dtype(p.dtype) for program in programs for p in program.folded.parameters}
+    stored = {
+        p.name: torch_dtype(p.dtype) for program in programs for p in program.folded.parameters
+    }
     wanted, others = set(names), set(shared)
     found = []
     for name, dtypes in _reads(programs).items():

@@ -6,8 +6,8 @@
     step        any optimizer of torch, on the host: its states are where the parameters are
 
 (Ren et al. 2021, arXiv:2101.06840.) Pages are copied anew with every forward, whoever has changed
-the parameters in the meantime and how. The device has its copies in the dtype that ops read; masters
-in a wider one are on the host alone.
+the parameters in the meantime and how. The device has its copies in the dtype that ops read;
+masters in a wider one are on the host alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

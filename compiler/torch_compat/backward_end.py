@@ -12,5 +12,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     queue = getattr(engine, "queue_callback", None)
     if queue is None:  # pragma: no cover
-        raise MeshfoldError(f"torch {torch.__version__} moved queue_callback; use torch 2.11 to 2.13")
+        raise MeshfoldError(
+            f"torch {torch.__version__} moved queue_callback; use torch 2.11 to 2.13"
+        )
     queue(call)

@@ -54,8 +54,9 @@ class CompiledModel(OwnParallelism):
     among the processes, or None when there are none; then there are no parameters and forward
     raises. example_inputs: the arguments of the captured call.
 
-    Parameters are local shards, those that the plan offloads in the host's memory. state_dict gives DTensors and load_state_dict takes DTensors or
-    full tensors, see meshfold.training.state_dict; both are called on all ranks together.
+    Parameters are local shards, those that the plan offloads in the host's memory. state_dict gives
+    DTensors and load_state_dict takes DTensors or full tensors, see meshfold.training.state_dict;
+    both are called on all ranks together.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The end of a backward: what is still in flight is waited for, and what is still owed to other axes
-is reduced."""
+"""The end of a backward: what is still in flight is waited for, and what is still owed to other
+axes is reduced."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -17,10 +17,8 @@ The last region stays unsharded for its backward, and so do regions without resh
 full recomputation (meshfold.runtime.recomputation) saves no notes; it regathers in the same order.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
