@@ -17,7 +17,8 @@ class HostLink:
         self.device = device
         self.num_bytes_to_host = 0
         self.num_bytes_to_device = 0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._sums: list[tuple[Tensor, Tensor]] = []
         """What is to be added to what is there, once it has arrived."""
 
@@ -63,7 +64,7 @@ class HostLink:
         """When all copies so far have arrived; None: they have."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 

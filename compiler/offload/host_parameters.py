@@ -116,7 +116,7 @@ class HostParameters:
         except BaseException:
             self.link.settle()
             for name, parameter in self._stored.items():
-                parameter.grad = earlier[name]
+                parameter.grad, self._copies[name].grad = earlier[name], None
             raise
         finally:
             self._ends_later = False
@@ -134,8 +134,9 @@ class HostParameters:
                 copy.grad = None
 
     def _leave(self, name: str, copy: Tensor) -> None:
-        """Autograd has the gradient of a copy: it is final."""
-        assert copy.grad is not None
+        """Autograd has the gradient of a copy: it is final, or was taken before."""
+        if copy.grad is None:
+            return
         self.take(copy, copy.grad)
         copy.grad = None
         if not self._is_queued:

@@ -20,8 +20,9 @@ class ReducedUse(Protocol):
     """What is asked of a GroupUse."""
 
     group: ParameterGroup
-    key: Key
 
+    @property
+    def key(self) -> Key: ...
     @property
     def sums_replicas(self) -> bool: ...
     def start_unfinished_reduction(self) -> None: ...

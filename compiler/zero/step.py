@@ -32,7 +32,7 @@ from meshfold.zero.gradient_reduction import Reducing, Reduction
 from meshfold.zero.hierarchical_all_reduce import AllReduces
 from meshfold.zero.host_side import HostSide, NoHostSide
 from meshfold.zero.last_reductions import Gradients, finish_reductions
-from meshfold.zero.microbatch_state import SharedStep
+from meshfold.zero.microbatch_state import Key, SharedStep
 from meshfold.zero.parameter_gather import Gather, Gathered
 from meshfold.zero.parameter_group import GroupBuffers
 
@@ -60,7 +60,7 @@ class GroupUse:
         reduce_on_last_microbatch: bool = False,
     ) -> None:
         self.instance = instance
-        self.key = (instance, number)
+        self.key: Key = (instance, number)
         self.reshard_after_forward = reshard_after_forward or not buffers.group.gather
         self.reduce_on_last_microbatch = reduce_on_last_microbatch or not buffers.group.gather
         self.group = buffers.group

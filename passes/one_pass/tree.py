@@ -313,20 +313,32 @@ def _why_not(name: str, left: Sequence[UniformStrategy], spec: SearchSpec) -> st
             f"a batch of {spec.batch_size} does not divide over {choices}; "
             f"change the batch or pin another dp"
         )
-    pins = ", ".join(f"{name}={value}" for name, value in spec.pins.items())
-    if name == NO_HOST_LINK:
-        return (
+    if why := refused_offload(spec).get(name):
+        return why
+    pins = _pins_text(spec)
+    return f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
+
+
+def refused_offload(spec: SearchSpec) -> dict[str, str]:
+    """Why the states of the optimizer cannot go to the host, by rule, if they cannot."""
+    pins, found = _pins_text(spec), {}
+    if not spec.host_bytes_per_s:
+        found[NO_HOST_LINK] = (
             f"pin {pins}: nothing is known about the link between device and host; give "
             "host_bytes_per_s of the devices in a cluster file"
         )
-    if name == NO_HOST_MEMORY:
-        return (
+    if not spec.host_memory_bytes_per_s:
+        found[NO_HOST_MEMORY] = (
             f"pin {pins}: nothing is known about the host's memory, in which the optimizer would "
             "run; give host_memory_bytes_per_s of the devices in a cluster file"
         )
-    if name == NO_STATES:
-        return f"pin {pins}: this optimizer has no states to offload"
-    return f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
+    if not spec.has_states:
+        found[NO_STATES] = f"pin {pins}: this optimizer has no states to offload"
+    return found
+
+
+def _pins_text(spec: SearchSpec) -> str:
+    return ", ".join(f"{name}={value}" for name, value in spec.pins.items())
 
 
 def _broken_pin(everything: Sequence[UniformStrategy], spec: SearchSpec) -> str:

@@ -74,8 +74,7 @@ def find_plan_for(
     """The fastest plan on all devices of `cluster` that fits the memory budget.
 
     Pipelines compete where they are asked for, and are tried where nothing else fits: searching
-    them always takes five to nine times as long. So is offload of optimizer states, after them: it
-    is never faster than what fits without.
+    them always takes five to nine times as long. So is offload of optimizer states, after them.
 
     batch_size: global batch, the size of dim 0 of the inputs that are to be sharded. probe: what
     the memory model asks about local ops. Raises OptionError for a pin or batch that cannot be

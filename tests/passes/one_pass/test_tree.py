@@ -10,6 +10,7 @@ from meshfold.passes.one_pass.tree import (
     EXPERTS,
     GRADIENTS,
     NO_HOST_LINK,
+    NO_HOST_MEMORY,
     NO_STATES,
     NODE,
     NOTHING_SAVED,
@@ -88,7 +89,7 @@ def test_degrees_that_are_no_powers_of_two() -> None:
 
 
 def test_a_pin_of_selective_recomputation_brings_no_offload() -> None:
-    spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
+    spec = {"allow_planned": True, "host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     selective = tree(2, **spec, pins={"recompute": "selective"})
     assert {strategy.offload for strategy in selective.strategies} == {"none"}
     assert selective.pruned[UNASKED_OFFLOAD] > 0
@@ -128,13 +129,17 @@ def test_zero_1_in_one_pass_is_zero_2() -> None:
 def test_offload_needs_a_link_to_the_host_and_states() -> None:
     offloads = {strategy.offload for strategy in tree(2, allow_planned=True).strategies}
     assert offloads == {"none"}
-    known = tree(2, allow_planned=True, host_bytes_per_s=1e9)
+    hosts = {"host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
+    known = tree(2, allow_planned=True, **hosts)
     assert {strategy.offload for strategy in known.strategies} == {
         "none",
         "optimizer",
         "activations",
     }
-    stateless = tree(2, allow_planned=True, host_bytes_per_s=1e9, has_states=False)
+    linked = tree(2, allow_planned=True, host_bytes_per_s=1e9)
+    assert {strategy.offload for strategy in linked.strategies} == {"none", "activations"}
+    assert linked.pruned[NO_HOST_MEMORY] == 3 * (4 + 2)
+    stateless = tree(2, allow_planned=True, **hosts, has_states=False)
     assert {strategy.offload for strategy in stateless.strategies} == {"none", "activations"}
     assert NO_HOST_LINK not in known.pruned and stateless.pruned[NO_STATES] > 0
     # Two ways to offload, three to recompute; four ZeRO levels on dp2, tp2 with and without sp.
@@ -142,7 +147,7 @@ def test_offload_needs_a_link_to_the_host_and_states() -> None:
 
 
 def test_selective_recomputation_that_is_pinned_brings_no_offload_along() -> None:
-    spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
+    spec = {"allow_planned": True, "host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     found = tree(2, pins={"recompute": "selective"}, **spec)
     assert {strategy.offload for strategy in found.strategies} == {"none"}
     assert found.pruned[UNASKED_OFFLOAD] > 0
@@ -150,8 +155,21 @@ def test_selective_recomputation_that_is_pinned_brings_no_offload_along() -> Non
     assert {strategy.offload for strategy in both.strategies} == {"optimizer"}
 
 
+def test_states_go_to_the_host_only_where_somebody_asks() -> None:
+    hosts = {"host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
+    unasked = tree(1, **hosts)
+    assert {strategy.offload for strategy in unasked.strategies} == {"none"}
+    # Whatever else it does: without recomputation, or with all of it.
+    assert unasked.pruned[UNASKED_OFFLOAD] == 2
+    assert unasked.strategies == tree(1).strategies
+    allowed = tree(1, **hosts, allow_offload=True)
+    assert {strategy.offload for strategy in allowed.strategies} == {"none", "optimizer"}
+    pinned = tree(1, **hosts, pins={"offload": "optimizer"})
+    assert {strategy.offload for strategy in pinned.strategies} == {"optimizer"}
+
+
 def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
-    spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
+    spec = {"allow_planned": True, "host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     found = tree(1, **spec)
     labels = {strategy.label for strategy in found.strategies}
     assert found.pruned == {NOTHING_SAVED: 1} and len(labels) == 8
@@ -166,7 +184,17 @@ def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
 @pytest.mark.parametrize(
     ("pins", "spec", "message"),
     [
-        ({"offload": "optimizer"}, {}, "pin offload=optimizer: can be planned, not run yet; say"),
+        ({"offload": "activations"}, {}, "offload=activations: can be planned, not run yet; say"),
+        (
+            {"offload": "optimizer"},
+            {},
+            "pin offload=optimizer: nothing is known about the link between device and host; give",
+        ),
+        (
+            {"offload": "optimizer"},
+            {"host_bytes_per_s": 1e9},
+            "pin offload=optimizer: nothing is known about the host's memory, in which the",
+        ),
         ({"recompute": "selective"}, {}, "recompute=selective: can be planned, not run yet; say"),
         (
             {"offload": "activations"},
@@ -175,7 +203,12 @@ def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
         ),
         (
             {"offload": "optimizer"},
-            {"allow_planned": True, "host_bytes_per_s": 1e9, "has_states": False},
+            {
+                "allow_planned": True,
+                "host_bytes_per_s": 1e9,
+                "host_memory_bytes_per_s": 1e9,
+                "has_states": False,
+            },
             "pin offload=optimizer: this optimizer has no states to offload",
         ),
     ],
