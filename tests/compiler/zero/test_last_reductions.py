@@ -46,7 +46,7 @@ def test_shards_that_another_axis_sums_up_wait_for_the_last_microbatch() -> None
             found.append(finish_reductions([Use(0, own), Use(1, None)], rank, shared, of))
         return found
 
-    for rank, (first, last) in enumerate(run_on_simulated_ranks(mesh, run, None)):
+    for rank, (first, last) in enumerate(run_on_simulated_ranks(mesh, run)):
         (owed, done), nothing = first
         assert owed is None and done.tolist() == [1.0, 1.0] and nothing is None
         # Of two microbatches, over the ranks of tp: 0 and 1, or 2 and 3.
