@@ -151,9 +151,7 @@ def plan(
     Example:
       meshfold plan examples/configs/llama-3-8b.json -c dgx-h100x2 --batch 32 -o plan.json
     """
-    if output is None and not as_json:
-        raise OptionError("nothing to write to; name a file with -o, or say --json")
-    check_output("-o", output, model, cluster)
+    check_output("-o", output, model, cluster, is_needed=not as_json)
     options = CompileOptions(
         memory_bytes=parse_bytes(memory) if memory is not None else None,
         pins=parse_pins(pin),

@@ -58,14 +58,13 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         split,
         typings,
         optimizer=plan.optimizer,
-        reserve_bytes=max(group.device.reserve_bytes for group in plan.cluster.groups),
+        reserve_bytes=plan.cluster.reserve_bytes,
         capacity_bytes=plan.memory.capacity,
         offloads=offloads,
     )
     time = estimate_step(split, typings, prices, costs, plan.optimizer, offloads)
-    events = _events(
-        split, plan, pricers, costs, probe, time.optimizer_s + host_waits_s(split, prices)
-    )
+    end_s = time.optimizer_s + host_waits_s(split, prices)
+    events = _events(split, plan, pricers, costs, probe, end_s)
     priced = zip(split.regions, plan.regions, prices, saved_bytes, strict=True)
     return replace(
         plan,

@@ -175,11 +175,7 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         )
         for stage in by_stage
     )
-    offloaded = offloaded_parameters(planned, plan)
-    stages = tuple(
-        replace(bucketed(stage, plan), offloaded=offloaded.intersection(stage.stored))
-        for stage in stages
-    )
+    stages = _placed(stages, planned, plan)
     if plan.mode == "scheduled":
         stages = tuple(
             scheduled(stage, costs, _free_bytes(plan, s)) for s, stage in enumerate(stages)
@@ -202,6 +198,17 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         inputs,
         graphs.output_layouts(),
         counts,
+    )
+
+
+def _placed(
+    stages: tuple[EmittedProgram, ...], planned: FoldedGraph, plan: Plan
+) -> tuple[EmittedProgram, ...]:
+    """The stages with the plan's buckets, and with what it stores on the host."""
+    offloaded = offloaded_parameters(planned, plan)
+    return tuple(
+        replace(bucketed(stage, plan), offloaded=offloaded.intersection(stage.stored))
+        for stage in stages
     )
 
 

@@ -23,6 +23,7 @@ def test_the_option_surface_is_frozen() -> None:
         "value_checks",
         "mode",
         "allow_pipelines",
+        "allow_offload",
         "allow_planned",
         "custom_rules",
         "keep_checkpointing",
