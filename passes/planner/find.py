@@ -47,7 +47,13 @@ from meshfold.passes.planner.find_pipeline import (
     plan_with_pipelines,
     search_spec,
 )
-from meshfold.passes.planner.offload import NEEDS_OFFLOAD, host_notes, with_offload
+from meshfold.passes.planner.offload import (
+    NEEDS_OFFLOAD,
+    host_notes,
+    why_it_fits,
+    with_offload,
+    without_limit,
+)
 from meshfold.passes.region.pins import pinned_slots
 from meshfold.passes.region.space import SearchCache
 from meshfold.passes.region.typing import MeshSearch
@@ -90,7 +96,8 @@ def find_plan_for(
             plan = _plan(wider, progress)
         except (OptionError, InfeasibleError):
             raise error from None
-        return replace(plan, notes=(*plan.notes, NEEDS_OFFLOAD))
+        free = _plan(without_limit(request), None)
+        return replace(plan, notes=(*plan.notes, NEEDS_OFFLOAD, why_it_fits(plan, free)))
 
 
 def _plan(request: PlanRequest, progress: Progress | None) -> Plan:
