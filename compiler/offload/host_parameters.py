@@ -49,6 +49,8 @@ class HostParameters:
         self._arrivals: dict[int, torch.cuda.Event | None] = {}
         """By page: pages that nobody has waited for yet."""
         self._stored: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        """Of what was copied last, as autograd counts changes."""
         self._ends_later = False
         self._is_queued = False
         for copy in copies:
@@ -70,9 +72,17 @@ class HostParameters:
         with torch.no_grad():
             for k, page in enumerate(self._pages):
                 for name in page:
-                    self.link.to_device(self._copies[name], self._stored[name].detach())
+                    self._renew(name)
                 self._arrivals[k] = self.link.arrival()
         return {**parameters, **self._copies}
+
+    def _renew(self, name: str) -> None:
+        """Copy a parameter. A graph of an earlier forward that is still to run backward takes it
+        for the same tensor, unless autograd saw the parameter change: then it refuses, as ever."""
+        copy, stored = self._copies[name], self._stored[name].detach()
+        is_same = self._versions.get(name) == stored._version
+        self.link.to_device(copy.data if is_same else copy, stored)
+        self._versions[name] = stored._version
 
     # What a step asks (HostSide).
 

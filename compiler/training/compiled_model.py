@@ -276,7 +276,7 @@ class CompiledModel(OwnParallelism):
         if isinstance(self.rank_mesh, ProcessMesh):
             self.rank_mesh.close()
             del self._states, self._form, self._calls, self._agreement
-        self.rank_mesh = None
+        self.rank_mesh = self._host = None
         self._is_closed = True
         self._runners.clear()
         gc.collect()  # threads of a group end when nobody holds it, not even a cycle of DeviceMesh

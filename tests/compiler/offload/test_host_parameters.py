@@ -34,6 +34,21 @@ def test_gradients_leave_and_whoever_changed_parameters_copies_follow() -> None:
     assert host.on_device(parameters)["w"].tolist() == [1.0] * 3
 
 
+def test_a_graph_goes_on_after_another_forward_but_not_after_a_change() -> None:
+    parameters = stored("w")
+    host, _ = on_host(parameters, DeviceCopy("w", torch.float32))
+    first = (host.on_device(parameters)["w"] ** 2).sum()
+    second = (host.on_device(parameters)["w"] ** 2).sum()
+    (first + second).backward()
+    assert parameters["w"].grad.tolist() == [0.0, 4.0, 8.0]
+    late = (host.on_device(parameters)["w"] ** 2).sum()
+    with torch.no_grad():
+        parameters["w"].add_(1.0)
+    host.on_device(parameters)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+
+
 def test_masters_are_wider_than_what_the_device_has() -> None:
     parameters = stored("w")
     host, _ = on_host(parameters, DeviceCopy("w", torch.bfloat16))

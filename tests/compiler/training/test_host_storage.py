@@ -85,7 +85,7 @@ def test_evaluation_and_batches_of_other_sizes_read_what_the_host_has() -> None:
     for batch in (run.batch, half):
         with torch.no_grad():
             assert torch.equal(run.model(**batch), right.model(**batch))
-    run.model(**half).backward()
-    right.model(**half).backward()
+    (run.model(**half) + run.model(**run.batch)).backward()  # two forwards, then their backwards
+    (right.model(**half) + right.model(**run.batch)).backward()
     for a, b in zip(run.model.parameters(), right.model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
