@@ -77,9 +77,7 @@ def plan(
         raise OptionError(
             "--price-per-device-hour is for tables; say --devices 8..64, or use 'meshfold sweep'"
         )
-    if output is None and not as_json:
-        raise OptionError("nothing to write to; name a file with -o, or say --json")
-    check_output("-o", output, model, cluster)
+    check_output("-o", output, model, cluster, is_needed=not as_json)
     options = compile_options(**search)
     spec, notes = resolve_here(cluster, devices[0] if devices else None)
     with progress(f"capturing {model}") as status:

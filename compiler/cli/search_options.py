@@ -68,8 +68,9 @@ def _what_is_searched() -> tuple[Callable[..., Any], ...]:
     )
     allow = click.option(
         "--allow",
-        type=click.Choice(["planned"]),
-        help="planned: also what can be planned, not run yet: offload.",
+        type=click.Choice(["offload", "planned"]),
+        help="offload: let optimizer states on hosts compete. planned: also what can be planned, "
+        "not run yet: offload of activations.",
     )
     without_rule = click.option(
         "--without-rule",
@@ -114,6 +115,7 @@ def compile_options(
         pins=parse_pins(pin),
         precision=precision,
         mode=mode,
+        allow_offload=allow == "offload",
         allow_planned=allow == "planned",
         without_rules=without_rule,
         loss=loss,

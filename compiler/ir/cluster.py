@@ -50,6 +50,9 @@ class DeviceSpec:
     """Where the figures come from."""
     host_bytes_per_s: float = 0.0
     """What the link to the host's memory carries in each direction; 0 if unknown."""
+    host_memory_bytes_per_s: float = 0.0
+    """What one device's share of the host reads and writes in its own memory while it runs an
+    optimizer's step; 0 if unknown."""
     overlap_slowdown: float = OVERLAP_SLOWDOWN
     """By which compute and a collective are slower while they overlap, from 1 (neither takes
     anything from the other) to 2 (nothing is gained)."""
@@ -158,6 +161,11 @@ class ClusterSpec:
         return min(g.device.host_bytes_per_s for g in self.groups)
 
     @property
+    def host_memory_bytes_per_s(self) -> float:
+        """The slowest host, per device; 0 if one of them is unknown."""
+        return min(g.device.host_memory_bytes_per_s for g in self.groups)
+
+    @property
     def overlap_slowdown(self) -> float:
         """Of the device that loses most."""
         return max(g.device.overlap_slowdown for g in self.groups)
@@ -198,6 +206,7 @@ def _check_device(path: str, device: DeviceSpec) -> None:
     _check_not_negative(f"{path}.host_op_s", device.host_op_s)
     _check_not_negative(f"{path}.reserve_bytes", device.reserve_bytes)
     _check_not_negative(f"{path}.host_bytes_per_s", device.host_bytes_per_s)
+    _check_not_negative(f"{path}.host_memory_bytes_per_s", device.host_memory_bytes_per_s)
     if not 1 <= device.overlap_slowdown <= 2:
         raise ClusterSpecError(
             f"{path}.overlap_slowdown: must be from 1 (compute and collectives do not disturb each "

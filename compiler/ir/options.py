@@ -167,6 +167,8 @@ class CompileOptions:
     precision: PrecisionChoice = "auto"
     value_checks: ValueChecks = "drop"
     mode: Mode = "eager"
+    allow_offload: bool = False
+    """Let offload of optimizer states compete; else it is tried where nothing else fits."""
     allow_planned: bool = False
     """Offer what can be priced and planned, but not run yet."""
     custom_rules: tuple[CustomRule, ...] = ()

@@ -18,9 +18,9 @@ those that are dear to compute for their bytes (RegionTyping.kept); or "full", s
 region's inputs are saved."""
 
 Offload = Literal["none", "optimizer", "activations"]
-"""What lives in the host's memory between uses: nothing; gradients and optimizer states, which the
-host updates; or the activations that a region saves for its backward. Offload can be planned, not
-run yet."""
+"""What lives in the host's memory between uses: nothing; parameters as they are stored, their
+gradients and optimizer states, which the host updates; or the activations that a region saves for
+its backward, which can be planned, not run yet."""
 
 
 TpMode = Literal["tensor", "sequence", "data"]
@@ -216,4 +216,4 @@ class UniformStrategy:
     @property
     def runs(self) -> bool:
         """Whether the emitter can run it; else it can only be planned."""
-        return self.offload == "none"
+        return self.offload != "activations"

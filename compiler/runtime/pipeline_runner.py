@@ -37,6 +37,7 @@ from meshfold.runtime.microbatch_outputs import MicrobatchOutputs
 from meshfold.runtime.runner import ProgramRunner, Tensors
 from meshfold.runtime.stage_p2p import Receipt, Shapes, StageLinks, wait_for
 from meshfold.torch_compat.dtypes import torch_dtype
+from meshfold.zero.host_side import HostSide
 from meshfold.zero.microbatch_state import SharedStep
 
 
@@ -49,13 +50,19 @@ class PipelineRunner:
     Built on all ranks together: it creates process groups.
     """
 
-    def __init__(self, pipeline: EmittedPipeline, mesh: RankMesh, constants: Tensors) -> None:
+    def __init__(
+        self,
+        pipeline: EmittedPipeline,
+        mesh: RankMesh,
+        constants: Tensors,
+        host_side: HostSide | None = None,
+    ) -> None:
         self.pipeline = pipeline
         self.mesh = mesh
         self.constants = constants
         self.device = pipeline.device_of(mesh.coords)
         self.runners = {
-            s: ProgramRunner(pipeline.stages[s], mesh, constants)
+            s: ProgramRunner(pipeline.stages[s], mesh, constants, host_side=host_side)
             for s in pipeline.schedule.stages_of(self.device)
         }
         self.links: StageLinks | None = None

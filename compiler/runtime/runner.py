@@ -23,9 +23,11 @@ from meshfold.runtime.region_modes import (
 )
 from meshfold.runtime.selective_recomputation import SelectiveRegion
 from meshfold.sharding.layout import shard_of
+from meshfold.zero.host_side import HostSide, NoHostSide
 from meshfold.zero.microbatch_state import SharedStep
 from meshfold.zero.parameter_group import GroupBuffers
 from meshfold.zero.step import GroupUse, TrainingStep
+from meshfold.zero.step_ends import enter, leave
 
 Tensors = Mapping[str, Tensor]
 
@@ -35,7 +37,8 @@ LocalInputs = Callable[[str, Layout], Tensor]
 
 class ProgramRunner:
     """Runs `program` as one rank of `mesh`. constants: values of CONSTANT sources by name.
-    waits_at_once: without overlap, see TrainingStep."""
+    waits_at_once: without overlap, host_side: of parameters that are stored there, see
+    TrainingStep."""
 
     def __init__(
         self,
@@ -44,8 +47,10 @@ class ProgramRunner:
         constants: Tensors,
         *,
         waits_at_once: bool = False,
+        host_side: HostSide | None = None,
     ) -> None:
         self.program = program
+        self.host_side: HostSide = host_side or NoHostSide()
         self.mesh = mesh
         self.constants = {name: value.to(mesh.device) for name, value in constants.items()}
         sizes = program.mesh.storage.sizes
@@ -109,6 +114,7 @@ class ProgramRunner:
             shared,
             waits_at_once=self._waits_at_once,
             hierarchical=self.program.hierarchical,
+            host_side=self.host_side,
         )
         step.uses = [
             self._group_uses(step, k, parameters) for k in range(len(self.program.programs))
@@ -117,14 +123,14 @@ class ProgramRunner:
             GroupUse.gather_together([step.uses[k][number] for k, number in refs])
         for refs in self.program.reduced_together if step.is_recording else ():
             GroupUse.reduce_together([step.uses[k][number] for k, number in refs])
-        step.enter()
+        enter(step)
         forward = _Forward(self, step, parameters, buffers, inputs, arrived)
         saves_notes = self._materializes and step.is_recording
         with step.saved_tensors() if saves_notes else contextlib.nullcontext():
             for action in self.program.steps:
                 forward.act(action)
         self.mesh.place.region = ""
-        outputs = step.leave(forward.outputs())
+        outputs = leave(step, forward.outputs())
         if not any(x.requires_grad for x in outputs):
             step.finish_backward()
         forward.update_buffers()
@@ -244,6 +250,7 @@ class _Forward:
             case SourceKind.PARAMETER:
                 deferred = self.step.context.deferred
                 parameter = self.parameters[source.name]
+                self.step.host_side.arrive(parameter)
                 return parameter if deferred is None else deferred.tap(parameter)
             case SourceKind.BOUNDARY:
                 return self.arrived[source.name]

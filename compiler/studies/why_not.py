@@ -32,6 +32,7 @@ def options_of(plan: Plan) -> CompileOptions:
         seed=plan.seed,
         precision=plan.precision,
         mode=plan.mode,
+        allow_offload=any(strategy.offload == "optimizer" for strategy in strategies),
         allow_planned=not all(strategy.runs for strategy in strategies),
         loss=returns.loss or None,
         outputs=returns.outputs,

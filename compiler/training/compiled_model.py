@@ -36,6 +36,7 @@ from meshfold.training.call_arguments import CallArguments
 from meshfold.training.captured_mode import CapturedMode
 from meshfold.training.foreign_wrappers import OwnParallelism
 from meshfold.training.gradient_norm import clip_gradients, sharded_axes
+from meshfold.training.host_storage import host_parameters, run_step, stored_on_host
 from meshfold.training.initialization import initial_values
 from meshfold.training.local_gradient import guard_gradients, mark_gradient
 from meshfold.training.local_state import full_tensors, local_tensors, stored_tensors
@@ -53,8 +54,9 @@ class CompiledModel(OwnParallelism):
     among the processes, or None when there are none; then there are no parameters and forward
     raises. example_inputs: the arguments of the captured call.
 
-    Parameters are local shards. state_dict gives DTensors and load_state_dict takes DTensors or
-    full tensors, see meshfold.training.state_dict; both are called on all ranks together.
+    Parameters are local shards, those that the plan offloads in the host's memory. state_dict gives
+    DTensors and load_state_dict takes DTensors or full tensors, see meshfold.training.state_dict;
+    both are called on all ranks together.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class CompiledModel(OwnParallelism):
         self._sharded = frozenset(name for name, axes in sharded_axes(program).items() if axes)
         """Parameters of which another rank holds another shard, or none."""
         self._adopt(model, self._initial_state(model, rank_mesh))
+        stored = self._tensors(self.named_parameters)
+        self._host = host_parameters(program, rank_mesh, stored, self._mark)
 
     @property
     def data_rank(self) -> int:
@@ -236,8 +240,8 @@ class CompiledModel(OwnParallelism):
         parameters, buffers = (
             self._tensors(named) for named in (self.named_parameters, self.named_buffers)
         )
-        step = self._next_step(timeout_s)
-        return runner.run_all(parameters, buffers, inputs, rng=(self.plan.seed, step))
+        rng = self.plan.seed, self._next_step(timeout_s)
+        return run_step(runner, self._host, parameters, buffers, inputs, rng=rng)
 
     def train(self, mode: bool = True) -> "CompiledModel":
         """Switch dropout on or off. Raises OptionError where the captured program cannot follow."""
@@ -273,7 +277,7 @@ class CompiledModel(OwnParallelism):
         if isinstance(self.rank_mesh, ProcessMesh):
             self.rank_mesh.close()
             del self._states, self._form, self._calls, self._agreement
-        self.rank_mesh = None
+        self.rank_mesh = self._host = None
         self._is_closed = True
         self._runners.clear()
         gc.collect()  # threads of a group end when nobody holds it, not even a cycle of DeviceMesh
@@ -345,9 +349,9 @@ class CompiledModel(OwnParallelism):
                 program = emit_plan(without_dropout(program.folded), form.plan)
             constants = form.captured.constants
             self._runners[key] = (
-                PipelineRunner(program, self.rank_mesh, constants)
+                PipelineRunner(program, self.rank_mesh, constants, self._host)
                 if isinstance(program, EmittedPipeline)
-                else ProgramRunner(program, self.rank_mesh, constants)
+                else ProgramRunner(program, self.rank_mesh, constants, host_side=self._host)
             )
         return self._runners[key]
 
@@ -364,6 +368,8 @@ class CompiledModel(OwnParallelism):
             part = shard_of(value, layout, states.storage.sizes, states.coords)
             dtype = dtypes.get(name, part.dtype)
             local[name] = part.to(mesh.device, dtype, copy=True).contiguous()
+            if name in self.program.offloaded:
+                local[name] = stored_on_host(local[name])
         return local
 
     def _adopt(self, model: nn.Module, local: Mapping[str, Tensor]) -> None:
@@ -383,6 +389,11 @@ class CompiledModel(OwnParallelism):
         buffers = {n: x for n, x in local.items() if n not in parameters}
         persistent = {b.name: b.persistent for b in self._local_tensors.buffers.values()}
         register_shards(self, model, self._canonical, parameters, buffers, persistent)
+
+    def _mark(self, name: str, parameter: Tensor) -> None:
+        """A parameter that is stored on the host was given a gradient."""
+        if name in self._sharded:
+            mark_gradient(parameter)
 
     def _tensors(self, named: Any) -> dict[str, Tensor]:
         """Live tensors by canonical name: the user may have moved or replaced them."""

@@ -92,7 +92,7 @@ def total_norm(
     for name, gradient in gradients.items():
         k = order.index(sharded[name])
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=wide)
+        norm = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=wide).to(values.device)
         values[k] = torch.maximum(values[k], norm) if is_max else values[k] + norm**norm_type
     for axis in mesh.mesh.storage.names:
         is_sharded = [axis in axes for axes in order]

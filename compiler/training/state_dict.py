@@ -8,6 +8,7 @@ state_dict and load_state_dict are called on all ranks together.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,15 @@ class StateExchange:
         part = self._reshard(local, stored.shape, stored.layout, saved)
         # DTensor has no padding: the last ranks hold fewer rows, or none.
         part = cropped(part, valid_shape(stored.shape, saved, sizes, self.coords))
-        return as_dtensor(part, stored.shape, *drop_axes(saved, sizes), self.device_mesh)
+        mesh = self.device_mesh if part.device.type == self.mesh.device.type else self._host_mesh
+        assert mesh is not None
+        return as_dtensor(part, stored.shape, *drop_axes(saved, sizes), mesh)
+
+    @cached_property
+    def _host_mesh(self) -> DeviceMesh | None:
+        """The same ranks, for what is stored in the memory of their hosts."""
+        assert isinstance(self.mesh, ProcessMesh)
+        return _device_mesh(self.mesh, "cpu")
 
     def as_dtensor(self, local: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
         """The tensor of which this rank has `local`, in a layout on the mesh, as a DTensor, plain
@@ -79,9 +88,10 @@ class StateExchange:
         sizes = self._sizes
         if isinstance(value, DTensor):
             saved = checkpoint_layout(stored.layout, sizes)
-            if self.device_mesh is not None and is_placed(
-                value, *drop_axes(saved, sizes), self.device_mesh
-            ):
+            mesh = self.device_mesh
+            if mesh is not None and value.device.type != self.mesh.device.type:
+                mesh = self._host_mesh
+            if mesh is not None and is_placed(value, *drop_axes(saved, sizes), mesh):
                 part = filled(value.to_local(), local_shape(stored.shape, saved, sizes))
                 return self._reshard(part, stored.shape, saved, stored.layout)
             value = value.full_tensor()
@@ -100,7 +110,8 @@ class StateExchange:
             return local
         names, sizes = self.storage.names, self.storage.sizes
         now = source
-        x = local.detach()
+        # Collectives are of the device; what is stored on its host comes back.
+        x = local.detach().to(self.mesh.device)
         for k, kind in enumerate(source):
             if not kind.is_shard:
                 continue
@@ -109,12 +120,12 @@ class StateExchange:
                 stacked = self.mesh.wait(flat).view(sizes[k], -1)
                 x = Assembly(shape, now, sizes, (k,)).gathered(stacked)
             now = (*now[:k], INVARIANT, *now[k + 1 :])
-        return shard_of(x, target, sizes, self.coords).contiguous()
+        return shard_of(x, target, sizes, self.coords).contiguous().to(local.device)
 
 
-def _device_mesh(mesh: ProcessMesh) -> DeviceMesh | None:
+def _device_mesh(mesh: ProcessMesh, device: str = "") -> DeviceMesh | None:
     """The axes of more than one rank as a DeviceMesh on the groups that exist already; of a
-    pipeline those of this rank's stage."""
+    pipeline those of this rank's stage. device: the type, if another than the mesh's."""
     of = mesh.mesh.storage
     axes = [a for a in of.axes if a.size > 1 and a.name != PIPELINE_AXIS]
     if not axes:
@@ -126,7 +137,7 @@ def _device_mesh(mesh: ProcessMesh) -> DeviceMesh | None:
         ranks = ranks.select(axis, of.coords(mesh.rank)[axis])
     return DeviceMesh.from_group(
         groups if len(groups) > 1 else groups[0],
-        mesh.device.type,
+        device or mesh.device.type,
         mesh=ranks.reshape([a.size for a in axes]),
         mesh_dim_names=tuple(a.name for a in axes),
     )

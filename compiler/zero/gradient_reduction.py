@@ -51,6 +51,7 @@ class Reduction:
         self._replicas: Axes = tuple(names[k] for k in group.replicas)
         self.sums_replicas = False
         """Whether the sum over replicas is part of it: else shards wait for later microbatches."""
+        self.is_started = False
         self._flat: Tensor | None = None
         self._packed: set[Key] = set()
         self._in_flight: Tensor | Started | None = None
@@ -70,7 +71,9 @@ class Reduction:
                 self._start(whole)
                 return
         if self._flat is None:
-            self._flat = like.new_empty(self._buffer.numel)
+            # Copies of parameters that are stored on the host are of another dtype.
+            dtype = self._members[key].gradient_dtype
+            self._flat = like.new_empty(self._buffer.numel, dtype=dtype)
         self._members[key].write_gradients(gradients, self._buffer.columns(self._flat, key))
         self._packed.add(key)
         if len(self._packed) == len(self._members):
@@ -97,6 +100,7 @@ class Reduction:
 
     def _start(self, flat: Tensor) -> None:
         self._flat = None
+        self.is_started = True
         if not self._axes:
             self._result = flat
             return

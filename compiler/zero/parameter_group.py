@@ -94,6 +94,11 @@ class GroupBuffers:
         self.ranges = consecutive_ranges(a.shard_numel for a in self.assemblies)
         self.shard_numel = self.ranges[-1][1]
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Of gradients while they are reduced, and of what is stored."""
+        return torch_dtype(self.group.master or self.group.dtype)
+
     @cached_property
     def unsharded_numel(self) -> int:
         """Elements of all members when gathered."""
@@ -128,10 +133,9 @@ class GroupBuffers:
         """The gradient of the only member as a flat buffer of unsharded tensors, if it lies in
         memory as one does; else None."""
         (assembly, *more), (gradient, *_) = self.assemblies, gradients
-        master = self.group.master or self.group.dtype
         if more or gradient is None or not (self.group.gather and assembly.is_view):
             return None
-        if gradient.dtype != torch_dtype(master) or not gradient.is_contiguous():
+        if gradient.dtype != self.gradient_dtype or not gradient.is_contiguous():
             return None
         return gradient.view(-1) if gradient.numel() == self.unsharded_numel else None
 

@@ -17,10 +17,8 @@ The last region stays unsharded for its backward, and so do regions without resh
 recomputes (meshfold.runtime.recomputation) needs no notes; it regathers in the same order.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +30,9 @@ from meshfold.hierarchical_all_reduce import HierarchicalAllReduce
 from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.zero.gradient_reduction import Reducing, Reduction
 from meshfold.zero.hierarchical_all_reduce import AllReduces
-from meshfold.zero.microbatch_state import SharedStep
+from meshfold.zero.host_side import HostSide, NoHostSide
+from meshfold.zero.last_reductions import Gradients, finish_reductions
+from meshfold.zero.microbatch_state import Key, SharedStep
 from meshfold.zero.parameter_gather import Gather, Gathered
 from meshfold.zero.parameter_group import GroupBuffers
 
@@ -44,7 +44,7 @@ SECOND_BACKWARD = (
 
 class GroupUse:
     """A parameter group of one region instance during one pass. `token` is set by
-    TrainingStep.enter. reshard_after_forward: else what is gathered is resident until the last
+    step_ends.enter. reshard_after_forward: else what is gathered is resident until the last
     backward of the step. reduce_on_last_microbatch: gradients are reduced with the last microbatch,
     else with every one."""
 
@@ -60,7 +60,7 @@ class GroupUse:
         reduce_on_last_microbatch: bool = False,
     ) -> None:
         self.instance = instance
-        self.key = (instance, number)
+        self.key: Key = (instance, number)
         self.reshard_after_forward = reshard_after_forward or not buffers.group.gather
         self.reduce_on_last_microbatch = reduce_on_last_microbatch or not buffers.group.gather
         self.group = buffers.group
@@ -76,6 +76,8 @@ class GroupUse:
         self._gathering: Gather | None = None
         self._unsharded: list[Tensor] | None = None
         self._reduction = self._reduction_of([self])
+        self._finished: list[Gradients] = []
+        """What the reduction gave, if it was waited for before the end."""
 
     @property
     def deferred(self) -> DeferredWeightGrads | None:
@@ -119,6 +121,8 @@ class GroupUse:
 
     def _narrow(self) -> list[Tensor]:
         """The shards in the dtype that ops read."""
+        for shard in self.shards:
+            self._step.host_side.arrive(shard)
         return [s.detach().to(self._dtype) for s in self.shards]
 
     def _gathered(self) -> list[Tensor]:
@@ -148,14 +152,36 @@ class GroupUse:
         """Hand the members' gradients to their reduction; the members are no longer needed."""
         self.release()
         self._reduction.pack(self.key, gradients, like=self.shards[0])
+        self._step.note_reduction(self)
 
     def start_unfinished_reduction(self) -> None:
         """See Reduction."""
         self._reduction.start_unfinished()
 
-    def finish_reduction(self) -> list[Tensor] | None:
-        """Gradients of the shards, after the first collective; None if there was no gradient."""
-        return self._reduction.finish(self.key)
+    def finish_reduction(self) -> Gradients:
+        """Gradients of the shards, after the first collective, but those that are on the host; None
+        if there was no gradient."""
+        if self._finished:
+            return self._finished.pop()
+        finished = self._reduction.finish(self.key)
+        return finished if finished is None else [*finished]
+
+    def leave_early(self) -> bool:
+        """Hand gradients that are final to the host; whether the reduction was started."""
+        if not self._reduction.is_started:
+            return False
+        gradients, host = self.finish_reduction(), self._step.host_side
+        for m, gradient in enumerate(gradients or ()):
+            is_final = not (self.group.gather and self.group.left_axes(m, self.sums_replicas))
+            if gradients and gradient is not None and is_final and host.takes(self.shards[m]):
+                host.take(self.shards[m], gradient)
+                gradients[m] = None
+        self._finished = [gradients]
+        return True
+
+    @property
+    def sums_replicas(self) -> bool:
+        return self._reduction.sums_replicas
 
     @staticmethod
     def gather_together(uses: Sequence["GroupUse"]) -> None:
@@ -180,7 +206,7 @@ class TrainingStep:
     """State of one forward and backward. `uses[k]` are the groups of instance k. shared: by
     the microbatches of a step. waits_at_once: nothing is gathered ahead, and reductions are waited
     for where they start: what overlap is measured against. hierarchical: which all-reduces
-    run so."""
+    run so. host_side: of parameters that are stored there."""
 
     def __init__(
         self,
@@ -189,8 +215,12 @@ class TrainingStep:
         *,
         waits_at_once: bool = False,
         hierarchical: HierarchicalAllReduce | None = None,
+        host_side: HostSide | None = None,
     ) -> None:
         self.context = context
+        self.host_side: HostSide = host_side or NoHostSide()
+        self._leaving: list[GroupUse] = []
+        """Whose gradients are to leave for the host, in the order of their reductions."""
         self.mesh = mesh = context.mesh
         self.shared = shared
         self.waits_at_once = waits_at_once
@@ -204,25 +234,9 @@ class TrainingStep:
         """The following instance, until its backward is over."""
         self._is_done = False
 
-    def enter(self) -> None:
-        """Create the oldest autograd node of the step and hand out the tokens."""
-        trained = self.trained()
-        if not (self.is_recording and trained):
-            return
-        shards = list({id(s): s for u in trained for s in u.shards}.values())
-        tokens = _Enter.apply(self, trained, *shards)  # type: ignore[no-untyped-call]
-        for use, token in zip(trained, tokens, strict=True):
-            use.token = token
-
     def trained(self) -> list[GroupUse]:
+        """The uses whose parameters have gradients."""
         return [u for u in chain.from_iterable(self.uses) if u.group.requires_grad]
-
-    def leave(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Wrap the outputs: their backward is the first to run."""
-        if not (trained := [x for x in outputs if x.requires_grad]):
-            return list(outputs)
-        wrapped = iter(_Leave.apply(self, *trained))  # type: ignore[no-untyped-call]
-        return [next(wrapped) if x.requires_grad else x for x in outputs]
 
     def start_gathers(self, instance: int) -> None:
         """G: start the gathers of an instance's groups."""
@@ -278,8 +292,29 @@ class TrainingStep:
                 use.release()
         self.prefetch_before(len(self.uses))
 
+    def note_reduction(self, use: GroupUse) -> None:
+        """A use has handed its gradients over. Those of regions behind leave for the host: their
+        reductions had this region's backward to run beside."""
+        if not any(map(self.host_side.takes, use.shards)):
+            return
+        behind = [u for u in self._leaving if u.instance > use.instance and u.leave_early()]
+        self._leaving = [*(u for u in self._leaving if u not in behind), use]
+
+    def finish_reductions(self) -> list[Gradients]:
+        """Of the trained uses what is still to be given to autograd."""
+        of = self.mesh, self.shared, self.reducing.all_reduces
+        found = finish_reductions(self.trained(), *of)
+        for use, gradients in zip(self.trained(), found, strict=True):
+            for m, gradient in enumerate(gradients or ()):
+                if gradients and gradient is not None and self.host_side.takes(use.shards[m]):
+                    self.host_side.take(use.shards[m], gradient)
+                    gradients[m] = None
+        return found
+
     def finish_backward(self) -> None:
         self._is_done = True
+        self._leaving.clear()
+        self.host_side.end_backward()
         self.mesh.place.region = ""
         self._release_from(0)
 
@@ -323,76 +358,3 @@ class TrainingStep:
 
 def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved()
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, step: TrainingStep, uses: list[GroupUse], *shards: Tensor
-    ) -> tuple[Tensor, ...]:
-        # Weak: its uses hold tokens made here, in a cycle that no garbage collector sees.
-        ctx.step = weakref.ref(step)
-        ctx.shards = {id(s): k for k, s in enumerate(shards)}
-        ctx.set_materialize_grads(False)
-        # On the parameters' device, so that one autograd thread runs the whole backward.
-        return tuple(shards[0].new_empty(0) for _ in uses)
-
-    @staticmethod
-    def backward(ctx: Any, *tokens: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients: list[Tensor | None] = [None] * len(ctx.shards)
-        step: TrainingStep = ctx.step()
-        for use, found in zip(step.trained(), _finish_all(step, step.trained()), strict=True):
-            for shard, gradient in zip(use.shards, found or (), strict=found is not None):
-                if gradient is None:
-                    continue
-                k = ctx.shards[id(shard)]
-                before = gradients[k]
-                gradients[k] = gradient if before is None else before + gradient
-        step.finish_backward()
-        return None, None, *gradients
-
-
-def _finish_all(step: TrainingStep, uses: Sequence[GroupUse]) -> list[list[Tensor | None] | None]:
-    """Wait for the reductions of all uses, in the order in which they were started. Members that
-    are also Invariant -> Replicate on other axes than the gathered ones are all-reduced as shards,
-    together per set of axes, with the last microbatch; before it they have no gradient."""
-    mesh = step.mesh
-    for use in reversed(uses):
-        use.start_unfinished_reduction()
-    finished = [u.finish_reduction() for u in reversed(uses)][::-1]
-    gradients: list[list[Tensor | None] | None] = [f if f is None else [*f] for f in finished]
-    second: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[list[Tensor | None], int]]] = {}
-    for use, of_use in zip(uses, gradients, strict=True):
-        if of_use is None or not use.group.gather:
-            continue
-        for m in range(len(use.group.members)):
-            gradient, axes = of_use[m], use.group.left_axes(m, use._reduction.sums_replicas)
-            if axes and gradient is not None:
-                of_use[m] = total = step.shared.add((*use.key, m), gradient)
-                if total is not None:
-                    second.setdefault((axes, total.dtype), []).append((of_use, m))
-    started = []
-    all_reduces = step.reducing.all_reduces
-    for (axes, _), owed in second.items():
-        shards = [shard for of_use, m in owed if (shard := of_use[m]) is not None]
-        flat = torch.cat([shard.reshape(-1) for shard in shards])
-        names = tuple(mesh.mesh.storage.names[k] for k in axes)
-        started.append((owed, [shard.shape for shard in shards], all_reduces.start(flat, names)))
-    for owed, shapes, sums in started:
-        summed = torch.split(all_reduces.finish(sums), [s.numel() for s in shapes])
-        for (of_use, m), shape, total in zip(owed, shapes, summed, strict=True):
-            of_use[m] = total.view(shape)
-    return gradients
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, step: TrainingStep, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.step = step
-        ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.step.begin_backward()
-        return None, *gradients

@@ -198,6 +198,7 @@ def _device(name: str, facts: Mapping[str, Any]) -> DeviceSpec:
         reserve_bytes=round(value["reserve_gib"] * 2**30),
         source=_sources(facts),
         host_bytes_per_s=value.get("host_gb_per_s", 0) * 1e9,
+        host_memory_bytes_per_s=value.get("host_memory_gb_per_s", 0) * 1e9,
         overlap_slowdown=value.get("overlap_slowdown", OVERLAP_SLOWDOWN),
         host_op_s=_seconds(value.get("host_op_us", 0)),
         attention_efficiency=value.get("attention_efficiency", 0.0),

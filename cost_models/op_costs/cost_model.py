@@ -125,6 +125,11 @@ class CostModel:
         """Seconds to move bytes between a device and its host, one way. The rate must be known."""
         return num_bytes / self.cluster.host_bytes_per_s if num_bytes else 0.0
 
+    def host_update_s(self, num_bytes: float) -> float:
+        """Seconds in which the host reads and writes bytes of its memory in an optimizer's step.
+        The rate must be known."""
+        return num_bytes / self.cluster.host_memory_bytes_per_s if num_bytes else 0.0
+
     def compute_s(self, flops: float, num_bytes: float, dtype: str) -> float:
         """Seconds of one kernel: launch + flops at the GEMM rate of `dtype` + bytes at the copy
         rate. No work, no kernel.

@@ -13,7 +13,7 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph, SourceKind
 from meshfold.ir.spmd import Layout
 from meshfold.ir.step_events import CollectiveEvent, StepEvents
-from meshfold.ir.strategy import RegionTyping
+from meshfold.ir.strategy import Offload, RegionTyping
 from meshfold.passes.events.region import Microbatch, PricedRegion, collective, region_events
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.memory.local_program import Probe
@@ -31,16 +31,18 @@ def program_events(
     *,
     optimizer: str,
     optimizer_s: float,
+    offloads: Sequence[Offload] | None = None,
     memory_model: MemoryModel | None = None,
     reads: ProgramReads | None = None,
 ) -> StepEvents:
     """The events of a step in one pass. typings, pricers: per region. optimizer_s: seconds of its
-    update. memory_model, reads: if at hand."""
+    update, and of what the step waits for the host. offloads: per region; None: nothing on hosts.
+    memory_model, reads: if at hand."""
     reads = reads or program_reads(folded)
     written, numbers = written_regions(folded, typings, pricers, costs, probe, reads)
-    states = program_states(folded, typings, costs.mesh, None, reads)
+    states = program_states(folded, typings, costs.mesh, offloads, reads)
     memory_model = memory_model or MemoryModel(costs, probe)
-    memory = memory_model.instances(folded, typings, reads=reads)
+    memory = memory_model.instances(folded, typings, offloads, reads)
     outputs = [
         (o.source.instance, o.source.output)
         for o in folded.outputs

@@ -16,12 +16,14 @@ from meshfold.ir.op_graph import FoldedGraph, ParameterInfo, Source, SourceKind
 @dataclass(frozen=True)
 class FirstReads:
     """Slots of one instance that read what no slot before has read, the values of other instances
-    left out. trained: those parameters that have a gradient; buffers: constants, too."""
+    left out. trained: those parameters that have a gradient; tied: those of them that other slots
+    read, too; buffers: constants, too."""
 
     parameters: tuple[int, ...]
     trained: tuple[int, ...]
     buffers: tuple[int, ...]
     inputs: tuple[int, ...]
+    tied: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,13 @@ def program_reads(folded: FoldedGraph) -> ProgramReads:
                 known.add(source)
                 first[source.kind].append(slot)
         parameters = first[SourceKind.PARAMETER]
+        updated = tuple(i for i in parameters if instance.sources[i].name in trained)
         first_reads = FirstReads(
             tuple(parameters),
-            tuple(i for i in parameters if instance.sources[i].name in trained),
+            updated,
             (*first[SourceKind.BUFFER], *first[SourceKind.CONSTANT]),
             tuple(first[SourceKind.INPUT]),
+            tuple(i for i in updated if i in tied),
         )
         found.append(Reads(values, tied, first_reads))
     unread = tuple(p for p in folded.parameters if not readers[p.name])

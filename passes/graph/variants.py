@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from meshfold.errors import PlanMismatchError
-from meshfold.ir.op_graph import FoldedGraph, Instance, OpGraph, Region
+from meshfold.ir.op_graph import FoldedGraph, Instance, OpGraph, Region, SourceKind
 from meshfold.ir.plan import Plan
 
 
@@ -69,6 +69,19 @@ def planned_graph(folded: FoldedGraph, plan: Plan) -> FoldedGraph:
             for k, instance in zip(choices, folded.instances, strict=True)
         ),
     )
+
+
+def offloaded_parameters(planned: FoldedGraph, plan: Plan) -> frozenset[str]:
+    """Names of the trained parameters whose optimizer states the plan has in the host's memory:
+    those that a region with `offload optimizer` is the first to read. planned: of planned_graph."""
+    first: dict[str, int] = {}
+    for instance in planned.instances:
+        for source in instance.sources:
+            if source.kind is SourceKind.PARAMETER:
+                first.setdefault(source.name, instance.region)
+    offloaded = {k for k, r in enumerate(plan.regions) if r.strategy.offload == "optimizer"}
+    trained = {p.name for p in planned.parameters if p.requires_grad}
+    return frozenset(name for name, k in first.items() if k in offloaded and name in trained)
 
 
 def _choices(plan: Plan, number: dict[str, int], num_instances: int) -> list[int]:

@@ -211,7 +211,8 @@ class _Written:
 
 class _Layer:
     """What instances of one region that take values in the same layouts have in common. parameters:
-    their uses, without names; repeated: slots with several."""
+    their uses, without names, and without gradients that leave for the host; repeated: slots with
+    several."""
 
     def __init__(self, region: SimulatedRegion, offload: Offload) -> None:
         self.region = region
@@ -229,8 +230,9 @@ class _Layer:
         first use of a parameter keeps of its gradient, to use and to add to."""
         names = {**tied, **{slot: instance.sources[slot].name for slot in self.repeated}}
         found = []
-        for (slot, _), use in zip(self.region.uses, self.parameters, strict=True):
+        for (slot, whole), use in zip(self.region.uses, self.parameters, strict=True):
             if slot in names:
+                use = whole  # leaves for the host behind the backward, when all uses are added up
                 kept = tied_gradients.setdefault(names[slot], use.gradient_bytes)
                 use = replace(use, name=names[slot], gradient_bytes=kept)
             found.append(use)

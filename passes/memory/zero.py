@@ -3,9 +3,10 @@
     ZeRO 1, 2          parameters are stored as shards as under ZeRO 3, gathered once and unsharded
                        from the forward of a region to its backward (Rajbhandari et al. 2020,
                        arXiv:1910.02054)
-    offload optimizer  gradients go to the host when they are reduced, the host updates its states,
-                       parameters come back (Ren et al. 2021, arXiv:2101.06840). What the host needs
-                       for its update is not priced: the host's memory is not known
+    offload optimizer  parameters are stored on the host, in the dtype of their masters. They come
+                       to the device with every forward, gradients go to the host when they are
+                       reduced, the host updates its states (Ren et al. 2021, arXiv:2101.06840).
+                       Gradients of a parameter with several uses wait for the last one
     offload            what the region saves inside for its backward goes to the host in forward and
     activations        comes back in backward; values between regions remain
 
@@ -14,7 +15,7 @@ The link to the host carries both directions at once, both overlapped with compu
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
@@ -32,7 +33,7 @@ from meshfold.ir.spmd import INVARIANT, REPLICATE, Layout, PaddedShard, Shard, i
 from meshfold.ir.strategy import Offload, RegionTyping
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.graph.typed import layouts_of_values
-from meshfold.passes.price.parameters import stored_bytes
+from meshfold.passes.price.parameters import copy_bytes, stored_bytes
 from meshfold.passes.price.region import HostTraffic
 
 
@@ -95,14 +96,33 @@ def updated_bytes(graph: OpGraph, layouts: Sequence[Layout], slots: SlotFacts, m
     )
 
 
+def copied_bytes(
+    graph: OpGraph,
+    layouts: Sequence[Layout],
+    slots: Iterable[int],
+    tied: Collection[int],
+    mesh: Mesh,
+) -> int:
+    """Local bytes of the device's copies of these parameters, if the host stores them."""
+    return sum(
+        copy_bytes(graph.values[i], layouts[i], mesh.sizes, is_tied=i in tied) for i in slots
+    )
+
+
 def host_traffic(
-    offload: Offload, memory: RegionMemory, num_updated_bytes: int, costs: CostModel
+    offload: Offload,
+    memory: RegionMemory,
+    num_updated_bytes: int,
+    num_copied_bytes: int,
+    costs: CostModel,
 ) -> HostTraffic:
-    """What one instance sends over the link to the host."""
+    """What one instance sends over the link to the host. num_updated_bytes: of gradients that leave
+    for it; num_copied_bytes: of parameters that come from it."""
     if offload == "activations":
         return HostTraffic(saved_s=costs.host_s(memory.saved_bytes))
     if offload == "optimizer":
-        return HostTraffic(gradients_s=costs.host_s(num_updated_bytes))
+        gradients_s, parameters_s = costs.host_s(num_updated_bytes), costs.host_s(num_copied_bytes)
+        return HostTraffic(gradients_s=gradients_s, parameters_s=parameters_s)
     return HostTraffic()
 
 
@@ -136,10 +156,14 @@ def program_states(
         trained += num_bytes if p.requires_grad else 0
     for (r, first), count in reads.count_first(folded).items():
         graph, layouts = folded.regions[r].graph, typings[r].slots
-        parameters += count * _slots_bytes(graph, first.parameters, layouts, mesh)
+        is_here = offloads is None or offloads[r] != "optimizer"
+        stored = first.parameters if is_here else sorted({*first.parameters} - {*first.trained})
+        parameters += count * _slots_bytes(graph, stored, layouts, mesh)
+        if not is_here:
+            parameters += count * copied_bytes(graph, layouts, first.trained, first.tied, mesh)
         buffers += count * _slots_bytes(graph, first.buffers, layouts, mesh)
         inputs += count * _slots_bytes(graph, first.inputs, layouts, mesh)
-        if offloads is None or offloads[r] != "optimizer":
+        if is_here:
             trained += count * _slots_bytes(graph, first.trained, layouts, mesh)
     return States(parameters, trained, buffers, inputs)
 

@@ -5,7 +5,7 @@ parameters are stored as shards on dp, what of the forward is recomputed, what i
 memory (passes/memory/zero.py). Nothing of that changes the types of ops, so a candidate is priced
 from the region's price and memory by arithmetic:
 
-    time_s      max(f + c, g, k) + max(b + c, g + d, k, u) + optimizer   (passes/price/step.py)
+    time_s      max(f + c, g, k, p) + max(b + c, g + d, k, u) + optimizer   (passes/price/step.py)
     states      parameters and optimizer states, and gradients where they outlive the activations
     retained    activations for the backward, values passed to the next instance included
     stepping    what the optimizer makes of these parameters while it steps
@@ -30,10 +30,10 @@ from meshfold.ir.spmd import Layout
 from meshfold.ir.strategy import KeptResults, RegionTyping, UniformStrategy
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.memory.kept_results import Selective
-from meshfold.passes.memory.zero import SlotFacts, host_traffic
+from meshfold.passes.memory.zero import SlotFacts, copied_bytes, host_traffic
 from meshfold.passes.price.parameters import local_bytes, stored_bytes
 from meshfold.passes.price.region import RegionPrice, RegionPricer
-from meshfold.passes.price.step import ends_s, instance_s, optimizer_s
+from meshfold.passes.price.step import ends_s, host_optimizer_s, instance_s, optimizer_s
 
 MemoryOf = Callable[[RegionTyping], RegionMemory]
 SelectiveOf = Callable[[RegionTyping], Selective]
@@ -68,7 +68,8 @@ class StrategyCandidate:
     @property
     def overlapped_s(self) -> float:
         """Seconds of work that other work may hide: recomputation, copies to the host and back."""
-        moved_s = 2 * (self.price.host.saved_s + self.price.host.gradients_s)
+        host = self.price.host
+        moved_s = 2 * host.saved_s + host.gradients_s + host.parameters_s
         if self.strategy.recompute == "none":
             return moved_s
         return moved_s + self.price.recomputed.compute_s + self.price.recomputed.graph_s
@@ -185,11 +186,11 @@ class _Parameters:
         """Local bytes of a parameter as ops read it."""
         unsharded = dict(enumerate(region.typing.slots))
         self._unsharded = self._states(region.slots.first, unsharded)
-        self._saved: dict[int, tuple[int, int]] = {}
+        self._saved: dict[int, tuple[int, int, int]] = {}
         """What the shards of each parameter take off that."""
         for i, layout in self.shards.items():
             before, after = self._states((i,), unsharded), self._states((i,), {i: layout})
-            self._saved[i] = before[0] - after[0], before[1] - after[1]
+            self._saved[i] = before[0] - after[0], before[1] - after[1], before[2] - after[2]
         self._tied = region.slots.tied & self.shards.keys()
 
     def choices(self, levels: set[int]) -> list[tuple[int, tuple[int, ...]]]:
@@ -229,16 +230,18 @@ class _Parameters:
     ) -> StrategyCandidate:
         """The costs of one candidate."""
         slots = list(typing.slots)
-        stored, updated = self._unsharded
+        saved = [self._saved[i] for i in sharded]
+        stored, updated, copied = (
+            whole - sum(less) for whole, *less in zip(self._unsharded, *saved, strict=True)
+        )
         for i in sharded:
             slots[i] = self.shards[i]
-            stored, updated = stored - self._saved[i][0], updated - self._saved[i][1]
         is_here, reshard = strategy.offload != "optimizer", strategy.reshard_after_forward
         price = self.region.pricer.price(
             slots,
             typing.recompute,
             reshard_after_forward=reshard,
-            host=host_traffic(strategy.offload, memory, updated, self.costs),
+            host=host_traffic(strategy.offload, memory, updated, copied, self.costs),
             selective=selective.price if selective else None,
         )
         tied = self._tied
@@ -253,7 +256,7 @@ class _Parameters:
             price=price,
             memory=memory,
             time_s=instance_s(price) + self._optimizer_s(updated, is_here),
-            parameter_bytes=stored,
+            parameter_bytes=stored if is_here else stored - updated + copied,
             gradient_bytes=updated * is_here,
             optimizer_bytes=STATE_FACTOR[self.optimizer] * updated * is_here,
             stepping_bytes=FOREACH_FACTOR[self.optimizer] * updated * is_here,
@@ -261,19 +264,25 @@ class _Parameters:
             workspace_bytes=self._workspace_bytes(memory, sharded, strategy),
         )
 
-    def _states(self, slots: Collection[int], layouts: Mapping[int, Layout]) -> tuple[int, int]:
-        """Local bytes of those of these parameters whose states are counted here, and of those
-        of them that are updated."""
+    def _states(
+        self, slots: Collection[int], layouts: Mapping[int, Layout]
+    ) -> tuple[int, int, int]:
+        """Local bytes of those of these parameters whose states are counted here, of those of them
+        that are updated, and of the device's copies of these, if the host stores them."""
         values, sizes = self.region.graph.values, self.mesh.sizes
         counted = self.region.slots.first.intersection(slots)
         stored = {i: stored_bytes(values[i], layouts[i], sizes) for i in counted}
         updated = sum(size for i, size in stored.items() if values[i].requires_grad)
-        return sum(stored.values()), updated
+        trained = [i for i in stored if values[i].requires_grad]
+        tied, graph = self.region.slots.tied, self.region.graph
+        unsharded = [layouts.get(i, ()) for i in range(len(graph.slots))]
+        copied = copied_bytes(graph, unsharded, trained, tied, self.mesh)
+        return sum(stored.values()), updated, copied
 
     def _optimizer_s(self, num_bytes: int, is_here: bool) -> float:
-        """A share of the optimizer's one pass, without its launch, or of the copy from the host."""
+        """A share of the optimizer's one pass, without its launch, or of the host's."""
         if not is_here:
-            return self.costs.host_s(num_bytes)
+            return host_optimizer_s(num_bytes, self.costs, self.optimizer)
         all_s = optimizer_s(num_bytes, self.costs, self.optimizer)
         return all_s - self.costs.launch_s if num_bytes else 0.0
 

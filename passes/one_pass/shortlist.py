@@ -13,6 +13,7 @@ from meshfold.ir.step_events import SimulatedStep, StepEvents
 from meshfold.passes.events.program import program_events
 from meshfold.passes.one_pass.priced import MeshPlan, Priced, order_of
 from meshfold.passes.one_pass.search import MeshPlanner
+from meshfold.passes.price.step import host_waits_s
 
 CONTENTION_RATIO = 1.1
 """Programs up to this multiple of the best additive step time are simulated. Chosen: contention
@@ -70,7 +71,8 @@ def simulated(listed: Shortlisted) -> Shortlisted:
         planner.costs,
         planner.probe,
         optimizer=planner.options.optimizer,
-        optimizer_s=priced.time.optimizer_s,
+        optimizer_s=priced.time.optimizer_s + host_waits_s(priced.split, priced.prices),
+        offloads=[candidate.strategy.offload for candidate in priced.candidates],
         memory_model=planner.memory_model,
         reads=planner.reads,
     )

@@ -29,6 +29,8 @@ PINNED = "contradicts a pin"
 BATCH = "batch does not divide over dp"
 PLANNED = "cannot run yet"
 NO_HOST_LINK = "no figure for the link to the host"
+NO_HOST_MEMORY = "no figure for the memory of the host"
+UNASKED_OFFLOAD = "nobody asks for offload"
 NO_STATES = "the optimizer has no states to offload"
 NODE = "tp leaves the node"
 NOTHING_SAVED = "full recomputation keeps nothing to offload"
@@ -74,11 +76,17 @@ class SearchSpec:
     allow_planned: bool = False
     """Whether strategies that can be planned but not run yet stay."""
 
+    allow_offload: bool = False
+    """Whether offload competes without a pin."""
+
     switched_off: Collection[str] = ()
     """Names of PRUNING_RULES."""
 
     host_bytes_per_s: float = 0.0
     """Rate of the link to the host, 0 if unknown."""
+
+    host_memory_bytes_per_s: float = 0.0
+    """Rate of the host's memory, 0 if unknown."""
 
     has_states: bool = True
     """Whether the optimizer has states."""
@@ -94,6 +102,14 @@ class SearchSpec:
 
     whole_batch: str = ""
     """Why a pipeline cannot split the batch, if it cannot."""
+
+    @property
+    def offers_offload(self) -> bool:
+        """Whether somebody asks for it. Planned steps that are allowed for the sake of selective
+        recomputation bring nothing else along."""
+        if "offload" in self.pins or self.allow_offload:
+            return True
+        return self.allow_planned and self.pins.get("recompute") != "selective"
 
 
 def grow_tree(spec: SearchSpec) -> Tree:
@@ -231,8 +247,12 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
     ]
     if not spec.allow_planned:
         rules.append((PLANNED, lambda strategy: strategy.runs))
+    if not spec.offers_offload:
+        rules.append((UNASKED_OFFLOAD, lambda strategy: strategy.offload == "none"))
     if not spec.host_bytes_per_s:
         rules.append((NO_HOST_LINK, lambda strategy: strategy.offload == "none"))
+    if not spec.host_memory_bytes_per_s:
+        rules.append((NO_HOST_MEMORY, lambda strategy: strategy.offload != "optimizer"))
     if not spec.has_states:
         rules.append((NO_STATES, lambda strategy: strategy.offload != "optimizer"))
     return rules
@@ -297,15 +317,32 @@ def _why_not(name: str, left: Sequence[UniformStrategy], spec: SearchSpec) -> st
             f"a batch of {spec.batch_size} does not divide over {choices}; "
             f"change the batch or pin another dp"
         )
-    pins = ", ".join(f"{name}={value}" for name, value in spec.pins.items())
-    if name == NO_HOST_LINK:
-        return (
+    if why := refused_offload(spec).get(name):
+        return why
+    pins = _pins_text(spec)
+    return f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
+
+
+def refused_offload(spec: SearchSpec) -> dict[str, str]:
+    """Why the states of the optimizer cannot go to the host, by rule, if they cannot."""
+    pins, found = _pins_text(spec), {}
+    if not spec.host_bytes_per_s:
+        found[NO_HOST_LINK] = (
             f"pin {pins}: nothing is known about the link between device and host; give "
             "host_bytes_per_s of the devices in a cluster file"
         )
-    if name == NO_STATES:
-        return f"pin {pins}: this optimizer has no states to offload"
-    return f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
+    if not spec.host_memory_bytes_per_s:
+        found[NO_HOST_MEMORY] = (
+            f"pin {pins}: nothing is known about the host's memory, in which the optimizer would "
+            "run; give host_memory_bytes_per_s of the devices in a cluster file"
+        )
+    if not spec.has_states:
+        found[NO_STATES] = f"pin {pins}: this optimizer has no states to offload"
+    return found
+
+
+def _pins_text(spec: SearchSpec) -> str:
+    return ", ".join(f"{name}={value}" for name, value in spec.pins.items())
 
 
 def _broken_pin(everything: Sequence[UniformStrategy], spec: SearchSpec) -> str:

@@ -18,13 +18,17 @@ gathers and reductions are kernels: of f and b, context g_once of the sync.
 
 A parameter that several layers read is stored by each (the embedding and the head of a language
 model are on different stages), and its gradients are added up over the holders once (d_tied).
+Where the host has the states (passes/memory/zero.py), its step is the optimizer's, the parameters
+come once per step, which nothing is said to hide, and gradients leave with every backward, or the
+last one: max(b + c, g + d_shard, u). They are charged to the device all the same: those that are
+reduced once are added up there.
 Gradients are resident all the time. What the optimizer allocates for itself is there when no
 activations are: the larger of both would count; charged is what it needs beyond one microbatch's.
 Seconds and bytes of one rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.memory.step_memory import FOREACH_FACTOR, STATE_FACTOR
@@ -40,7 +44,7 @@ from meshfold.passes.pipeline.parameters import (
     data_axes,
 )
 from meshfold.passes.price.region import RegionPrice
-from meshfold.passes.price.step import optimizer_s
+from meshfold.passes.price.step import host_optimizer_s, optimizer_s
 
 Collective = Callable[[str, float, Axes], float]
 """(kind, bytes, axes of the group) -> seconds."""
@@ -219,7 +223,7 @@ def strategy_costs(
     first_s = reduce_s + gather_once_s - late_s + gather_s + shard_reduce_s
     activation_bytes = memory.saved_bytes + table.saved_output_bytes()
     update_bytes = FOREACH_FACTOR[context.optimizer] * sums.updated
-    return StrategyCosts(
+    costs = StrategyCosts(
         strategy=strategy,
         compute_forward_s=price.forward_s + copies.forward_s,
         compute_backward_s=price.backward_s + copies.backward_s,
@@ -241,6 +245,23 @@ def strategy_costs(
         activation_bytes=activation_bytes,
         gathered_bytes=2 * sums.gathered.total(),
         workspace_bytes=sums.workspace_bytes(memory),
+    )
+    return costs if strategy.offload == "none" else _on_host(costs, sums, context)
+
+
+def _on_host(here: StrategyCosts, sums: ParameterSums, context: StageContext) -> StrategyCosts:
+    """The costs where the host stores the parameters and updates them."""
+    costs = context.costs
+    leaves_s, comes_s = costs.host_s(sums.updated), costs.host_s(sums.copied)
+    is_reduced_once = bool(sums.reduced or sums.scattered_once)
+    return replace(
+        here,
+        backward_s=here.backward_s if is_reduced_once else max(here.backward_s, leaves_s),
+        exposed_s=here.exposed_s + comes_s + leaves_s * is_reduced_once,
+        optimizer_s=host_optimizer_s(sums.updated, costs, context.optimizer),
+        parameter_bytes=sums.stored - sums.updated + sums.copied,
+        optimizer_bytes=0,
+        update_bytes=0,
     )
 
 

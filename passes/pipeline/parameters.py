@@ -153,14 +153,16 @@ class ParameterSums:
     """Sums over the parameters of a region under one ZeRO level. mesh: the axes dp, ep, cp and
     tp that have several ranks.
 
-    stored, gradients, updated (parameters whose optimizer states are here), gathered_once_bytes
-    (gathered once and unsharded for the step); by group of ranks: gathered_once, gathered (twice
+    stored, gradients, updated (parameters whose optimizer states are here), copied (the device's
+    copies of these, if the host stores them), gathered_once_bytes (gathered once and unsharded for
+    the step); by group of ranks: gathered_once, gathered (twice
     per microbatch), scattered (gradients, per microbatch), scattered_once, reduced (all-reduced
     once); tied: (bytes, holders).
     """
 
     def __init__(self, parameters: Sequence[Parameter], zero: int, mesh: Mesh) -> None:
         self.stored = self.gradients = self.results = self.updated = self.gathered_once_bytes = 0
+        self.copied = 0
         self.gathered_once: Counter[Axes] = Counter()
         self.gathered: Counter[Axes] = Counter()
         self.scattered: Counter[Axes] = Counter()
@@ -188,6 +190,7 @@ class ParameterSums:
         self.gradients += wide * (used if zero == 1 else shard_bytes)
         self.results += wide * shard_bytes
         self.updated += wide * shard_bytes
+        self.copied += shard_bytes if parameter.num_holders == 1 else wide * shard_bytes
         if shard_axes:
             (self.scattered_once if zero == 1 else self.scattered)[shard_axes] += wide * used
         if rest:

@@ -124,7 +124,7 @@ class PipelineProblems:
 
     def problem(self, strategies: Sequence[UniformStrategy]) -> PipelineProblem:
         """The chain whose layers choose among `strategies`, alike in all degrees."""
-        degrees = replace(strategies[0], zero=0, recompute="none")
+        degrees = replace(strategies[0], zero=0, recompute="none", offload="none")
         recomputes = list(dict.fromkeys(s.recompute for s in strategies))
         tables = self.tables(degrees, recomputes)
         regions = [_undominated(layer_costs) for layer_costs in self.layer_costs(strategies)]

@@ -17,7 +17,7 @@ from typing import get_args
 
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
 from meshfold.errors import OptionError
-from meshfold.ir.strategy import Recompute, UniformStrategy
+from meshfold.ir.strategy import Offload, Recompute, UniformStrategy
 from meshfold.passes.one_pass.tree import (
     CONTEXT,
     NODE,
@@ -28,6 +28,7 @@ from meshfold.passes.one_pass.tree import (
     keeps_pins,
     may_shard_batch,
     offered_axes,
+    refused_offload,
 )
 from meshfold.passes.pipeline.parameters import PIPELINE_ZERO_LEVELS
 from meshfold.passes.stages.schedules import offered_schedules
@@ -50,7 +51,8 @@ SCHEDULE_PINS = ("schedule", "virtual_stages")
 class PipelineTree:
     """candidates: degrees that no rule prunes; kinds: (ZeRO level, recompute) that pins leave.
     num_strategies: before any rule; pruned: rule -> number of strategies that it took. num_layers:
-    of the model; kind, num_virtual_stages: what pins leave of schedules, None: any."""
+    of the model; kind, num_virtual_stages: what pins leave of schedules, None: any; offload: what
+    one asks of every layer."""
 
     candidates: tuple[UniformStrategy, ...]
     kinds: tuple[tuple[int, Recompute], ...]
@@ -59,6 +61,7 @@ class PipelineTree:
     num_layers: int
     kind: ScheduleKind | None = None
     num_virtual_stages: int | None = None
+    offload: Offload = "none"
 
     def schedules_of(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
         """The orders in which stages may run the microbatches of `degrees`: of one stage per device
@@ -81,7 +84,7 @@ class PipelineTree:
 
     def strategies_of(self, degrees: UniformStrategy) -> list[UniformStrategy]:
         """What a layer may do under `degrees`."""
-        return _strategies(degrees, self.kinds)
+        return [replace(s, offload=self.offload) for s in _strategies(degrees, self.kinds)]
 
     def num_kinds(self, degrees: UniformStrategy) -> int:
         """How many strategies_of are."""
@@ -91,6 +94,7 @@ class PipelineTree:
 def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
     """Every candidate that no rule prunes. Raises OptionError naming the rule, and the pins, when
     none is left."""
+    offload = _offload_pin(spec)
     kinds = _kinds(spec)
     kind, num_virtual_stages = _schedule_pins(spec)
     left = list(_all_degrees(spec))
@@ -132,7 +136,7 @@ def grow_pipelines(spec: SearchSpec, num_layers: int) -> PipelineTree:
     pruned[PINNED] += _num_strategies(left) - num_left
     counts = {k: n for k, n in sorted(pruned.items()) if n}
     return PipelineTree(
-        tuple(left), kinds, num_strategies, counts, num_layers, kind, num_virtual_stages
+        tuple(left), kinds, num_strategies, counts, num_layers, kind, num_virtual_stages, offload
     )
 
 
@@ -174,8 +178,23 @@ def _every_kind() -> tuple[tuple[int, Recompute], ...]:
     return tuple((zero, r) for zero in PIPELINE_ZERO_LEVELS for r in get_args(Recompute))
 
 
+def _offload_pin(spec: SearchSpec) -> Offload:
+    """What is offloaded in every layer. Raises OptionError for what cannot be."""
+    if spec.pins.get("offload", "none") == "none":
+        return "none"
+    if spec.pins["offload"] == "activations":
+        raise OptionError(
+            "pin offload=activations: not in a pipeline; leave it out, or pin pp=1 and "
+            "microbatches=1"
+        )
+    for why in refused_offload(spec).values():
+        raise OptionError(why)
+    return "optimizer"
+
+
 def _kinds(spec: SearchSpec) -> tuple[tuple[int, Recompute], ...]:
-    pins = {k: v for k, v in spec.pins.items() if k not in DEGREE_PINS + SCHEDULE_PINS}
+    others = (*DEGREE_PINS, *SCHEDULE_PINS, "offload")
+    pins = {k: v for k, v in spec.pins.items() if k not in others}
     return tuple(
         (zero, r)
         for zero, r in _every_kind()

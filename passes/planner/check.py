@@ -21,11 +21,11 @@ from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.graph.variants import planned_graph
 from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.region import MemoryModel
-from meshfold.passes.memory.zero import host_traffic, slot_facts, updated_bytes
+from meshfold.passes.memory.zero import copied_bytes, host_traffic, slot_facts, updated_bytes
 from meshfold.passes.planner.plan_types import check_plan_types
 from meshfold.passes.price.parameters import stored_bytes
 from meshfold.passes.price.region import RegionPrice, RegionPricer
-from meshfold.passes.price.step import estimate_step
+from meshfold.passes.price.step import estimate_step, host_waits_s
 
 
 def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
@@ -56,12 +56,13 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
         split,
         typings,
         optimizer=plan.optimizer,
-        reserve_bytes=max(group.device.reserve_bytes for group in plan.cluster.groups),
+        reserve_bytes=plan.cluster.reserve_bytes,
         capacity_bytes=plan.memory.capacity,
         offloads=offloads,
     )
     time = estimate_step(split, typings, prices, costs, plan.optimizer, offloads)
-    events = _events(split, plan, pricers, costs, probe, time.optimizer_s)
+    end_s = time.optimizer_s + host_waits_s(split, prices)
+    events = _events(split, plan, pricers, costs, probe, end_s)
     priced = zip(split.regions, plan.regions, prices, saved_bytes, strict=True)
     return replace(
         plan,
@@ -110,7 +111,14 @@ def _events(
     typings = [region.typing for region in plan.regions]
     optimizer = plan.optimizer
     events = program_events(
-        split, typings, pricers, costs, probe, optimizer=optimizer, optimizer_s=optimizer_s
+        split,
+        typings,
+        pricers,
+        costs,
+        probe,
+        optimizer=optimizer,
+        optimizer_s=optimizer_s,
+        offloads=[region.strategy.offload for region in plan.regions],
     )
     return bucketed_events(events, sizes_of(plan), costs)
 
@@ -125,11 +133,16 @@ def _with_hosts(
 ) -> list[RegionPrice]:
     """The prices with what offloaded regions send to their host. Raises PlanMismatchError where the
     link to it is unknown."""
-    if any(offload != "none" for offload in offloads) and not costs.cluster.host_bytes_per_s:
-        raise PlanMismatchError(
-            "the plan offloads to the host, and nothing is known about the link between device and "
-            "host; give host_bytes_per_s of the devices in the plan's cluster"
-        )
+    cluster = costs.cluster
+    for name, rate, what in (
+        ("host_bytes_per_s", cluster.host_bytes_per_s, {"optimizer", "activations"}),
+        ("host_memory_bytes_per_s", cluster.host_memory_bytes_per_s, {"optimizer"}),
+    ):
+        if not rate and what.intersection(offloads):
+            raise PlanMismatchError(
+                "the plan offloads to the host, and nothing is known about the link between device "
+                f"and host, or its memory; give {name} of the devices in the plan's cluster"
+            )
     floats = {i.region: i.floats for i in split.instances}
     facts = slot_facts(split)
     found = []
@@ -137,8 +150,11 @@ def _with_hosts(
         if offload != "none":
             graph = split.regions[r].graph
             memory = MemoryModel(costs, probe).region(graph, typings[r], floats[r])
-            updated = updated_bytes(graph, typings[r].slots, facts[r], costs.mesh)
-            price = replace(price, host=host_traffic(offload, memory, updated, costs))
+            layouts, of = typings[r].slots, facts[r]
+            updated = updated_bytes(graph, layouts, of, costs.mesh)
+            trained = [i for i in of.first if graph.values[i].requires_grad]
+            copied = copied_bytes(graph, layouts, trained, of.tied, costs.mesh)
+            price = replace(price, host=host_traffic(offload, memory, updated, copied, costs))
         found.append(price)
     return found
 

@@ -48,6 +48,13 @@ from meshfold.passes.planner.find_pipeline import (
     plan_with_pipelines,
     search_spec,
 )
+from meshfold.passes.planner.offload import (
+    NEEDS_OFFLOAD,
+    host_notes,
+    why_it_fits,
+    with_offload,
+    without_limit,
+)
 from meshfold.passes.region.pins import pinned_slots
 from meshfold.passes.region.space import SearchCache
 from meshfold.passes.region.typing import MeshSearch
@@ -72,12 +79,30 @@ def find_plan_for(
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan on all devices of `cluster` that fits the memory budget: in one pass, with
-    the batch in microbatches, or with the model in stages, whichever wins.
+    the batch in microbatches, or with the model in stages, whichever wins. Optimizer states go to
+    the host where nothing fits without.
 
     batch_size: global batch, the size of dim 0 of the inputs that are to be sharded. probe: what
     the memory model asks about local ops. Raises OptionError for a pin or batch that cannot be
     kept, InfeasibleError when nothing fits."""
     request = PlanRequest(folded, cluster, options, model_name, batch_size, probe)
+    try:
+        return _plan(request, progress)
+    except InfeasibleError as error:
+        wider = with_offload(request)
+        if wider is None:
+            raise
+        try:
+            plan = _plan(wider, progress)
+        except (OptionError, InfeasibleError):
+            raise error from None
+        free = _plan(without_limit(request), None)
+        return replace(plan, notes=(*plan.notes, NEEDS_OFFLOAD, why_it_fits(plan, free)))
+
+
+def _plan(request: PlanRequest, progress: Progress | None) -> Plan:
+    """The fastest plan of what is asked for."""
+    options = request.options
     needs_pipeline = is_pipeline_pinned(options.pins)
     _check_options(options, needs_pipeline)
     if needs_pipeline:
@@ -124,6 +149,7 @@ def _plan_in_one_pass(request: PlanRequest, progress: Progress | None) -> Plan:
         notes=(
             *found.notes,
             *_planned_notes(found.best.priced),
+            *host_notes(found.best.priced, options.optimizer),
             *(
                 f"baseline {name} is not priced: a batch of {batch_size} does not divide over "
                 f"{s.dp} ranks"
@@ -333,12 +359,13 @@ class _Search:
     @property
     def _room(self) -> Room:
         """Unsharded parameters that fit with their gradients and optimizer states; with offload,
-        parameters alone. Parameters that stay gathered have neither."""
+        copies of them. Parameters that stay gathered have neither."""
         optimizer = self.options.optimizer
         factor = 2 + STATE_FACTOR[optimizer] + FOREACH_FACTOR[optimizer]
-        if self.options.allow_planned:
-            factor = 1
         capacity_bytes = self.options.memory_bytes or self.cluster.budget_bytes
+        if search_spec(self.request, ()).offers_offload:
+            # Parameters alone, or copies of them in half the bytes.
+            return Room(capacity_bytes * 2, capacity_bytes)
         return Room(capacity_bytes / factor, capacity_bytes)
 
     def _no_mesh(self, by_mesh: Mapping[Degrees, object], pruned: Counter[str]) -> OptionError:
@@ -360,7 +387,4 @@ def _planned_notes(best: Priced) -> list[str]:
     names = dict.fromkeys(
         candidate.strategy.label for candidate in best.candidates if not candidate.strategy.runs
     )
-    notes = [f"{name}: planned, cannot run yet" for name in names]
-    if any(candidate.strategy.offload == "optimizer" for candidate in best.candidates):
-        notes.append("the host's own work on offloaded optimizer states is not in the step time")
-    return notes
+    return [f"{name}: planned, cannot run yet" for name in names]

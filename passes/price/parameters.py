@@ -40,6 +40,12 @@ def stored_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
     return widening(value) * local_bytes(value, layout, sizes)
 
 
+def copy_bytes(value: Value, layout: Layout, sizes: Sequence[int], *, is_tied: bool) -> int:
+    """Bytes on one rank of the device's copy of a parameter that the host stores
+    (meshfold.offload.copies): in the dtype that ops read, but where several uses read it."""
+    return (stored_bytes if is_tied else local_bytes)(value, layout, sizes)
+
+
 def widening(value: Value) -> int:
     """Bytes of an element as it is stored over those as ops read it."""
     return ITEM_BYTES[value.stored_dtype] // ITEM_BYTES[value.dtype]

@@ -76,6 +76,8 @@ class HostTraffic:
     """What is saved for the backward, out in forward and back in backward."""
     gradients_s: float = 0.0
     """Gradients, out in backward."""
+    parameters_s: float = 0.0
+    """Parameters that the host has updated, back in forward."""
 
 
 _NOT_RECOMPUTED, _NO_TRAFFIC = RecomputePrice(), HostTraffic()

@@ -7,20 +7,22 @@ a region is recomputed, b_i and the backward's c_i include its second forward
 while the region before runs and reduces gradients during the backward of the regions before, on one
 communication stream. In a run of equal layers, what hides there is a layer's own:
 
-    forward   g_0 + sum_i max(f_i + c_i, g_i, k_i)
+    forward   g_0 + p_0 + sum_i max(f_i + c_i, g_i, k_i, p_i)
     backward  sum_i max(b_i + c_i, g_i + d_i, k_i, u_i) + d_0 + u_0       (no g_i under ZeRO 1, 2)
 
-where k_i and u_i are what is saved and gradients moving between device and host, if offloaded
-(passes/memory/zero.py): the link to the host is not the network, and carries both ways at once.
+where k_i, p_i and u_i are what is saved, parameters and gradients moving between device and host,
+if offloaded (passes/memory/zero.py): the link to the host is not the network, and carries both ways
+at once.
 The excess of each max over f_i or b_i is exposed. Each instance is charged with its own gather and
 reduction, so a step is a sum over instances, which the run search minimises
 (passes/one_pass/search.py). Where two neighbours differ in the layout of a value, the
-consumer converts it (boundary_s). The optimizer is one memory-bound pass over the local states;
-what the host updates comes back after it.
+consumer converts it (boundary_s). The optimizer is one memory-bound pass over the local states, on
+the device or on the host, one after the other; what the host updates comes with the next forward.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph
@@ -33,7 +35,8 @@ from meshfold.passes.price.region import HostTraffic, RegionPrice
 
 OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
 """Reads and writes of parameter-sized tensors per step: AdamW reads parameter, gradient and two
-moments and writes parameter and moments; SGD without momentum reads two and writes one."""
+moments and writes parameter and moments; SGD without momentum reads two and writes one. On the host
+as on the device: a fused step (torch.optim.AdamW(fused=True), DeepSpeed's CPU-Adam)."""
 
 
 def estimate_step(
@@ -78,16 +81,26 @@ def instance_s(price: RegionPrice) -> float:
     forward_s = price.forward_s + price.graph_forward_s
     backward_s = price.backward_s + price.graph_backward_s
     host = price.host
-    return max(forward_s, gather_s, host.saved_s) + max(
+    return max(forward_s, gather_s, host.saved_s, host.parameters_s) + max(
         backward_s, again_s + reduce_s, host.saved_s, host.gradients_s
     )
 
 
 def ends_s(price: RegionPrice) -> float:
     """What the first instance adds: nothing overlaps its gather, its reduction and the transfer of
-    its gradients to the host."""
+    its parameters from the host and its gradients to it."""
     moved_s = sum(price.gather_s.values()) + sum(price.reduce_s.values())
-    return moved_s + price.host.gradients_s
+    return moved_s + price.host.parameters_s + price.host.gradients_s
+
+
+def host_waits_s(folded: FoldedGraph, prices: Sequence[RegionPrice]) -> float:
+    """What a step waits for the link to the host, beyond what it would without offload."""
+    if all(price.host == HostTraffic() for price in prices):
+        return 0.0
+    alone = [replace(price, host=HostTraffic()) for price in prices]
+    extra_s = [instance_s(a) - instance_s(b) for a, b in zip(prices, alone, strict=True)]
+    first_s = sum(ends_s(prices[i.region]) - ends_s(alone[i.region]) for i in folded.instances[:1])
+    return first_s + sum(extra_s[i.region] for i in folded.instances)
 
 
 def boundary_s(
@@ -126,6 +139,11 @@ def optimizer_s(state_bytes: float, costs: CostModel, optimizer: str) -> float:
     return costs.compute_s(0.0, OPTIMIZER_PASSES[optimizer] * state_bytes, "float32")
 
 
+def host_optimizer_s(state_bytes: float, costs: CostModel, optimizer: str) -> float:
+    """The same where the host has the states: in its own memory."""
+    return costs.host_update_s(OPTIMIZER_PASSES[optimizer] * state_bytes)
+
+
 def _optimizer_s(
     folded: FoldedGraph,
     typings: Sequence[RegionTyping],
@@ -134,7 +152,7 @@ def _optimizer_s(
     offloads: Sequence[Offload] | None,
     reads: ProgramReads,
 ) -> float:
-    """The device's pass, and the way back of what the host updates."""
+    """The device's pass, and the host's."""
     here = elsewhere = 0
     for (r, first), count in reads.count_first(folded).items():
         for i in first.parameters:
@@ -148,4 +166,4 @@ def _optimizer_s(
     if not elsewhere:
         return here_s
     # The optimizer is started in any case.
-    return max(here_s, costs.launch_s) + costs.host_s(elsewhere)
+    return max(here_s, costs.launch_s) + host_optimizer_s(elsewhere, costs, optimizer)

@@ -65,6 +65,7 @@ ORDER = (
     "meshfold.codegen.chained_chunks",
     "meshfold.codegen.emit",
     "meshfold.refine",
+    "meshfold.offload",
     "meshfold.runtime",
     "meshfold.training",
     "meshfold.models",

@@ -33,7 +33,7 @@ from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.chained_chunks import ChainedOrders
 from meshfold.passes.collective_matmul import with_planned_matmuls
-from meshfold.passes.graph.variants import planned_graph
+from meshfold.passes.graph.variants import offloaded_parameters, planned_graph
 from meshfold.passes.split.micro_chunks import ChunkingProblem, planned_chunks
 
 Watch = Callable[["PassRun"], None]
@@ -185,4 +185,4 @@ def emit(
         if watch is not None:
             watch(PassRun(number, one.name, seconds, program))
     assert program is not None, "there are passes"
-    return program
+    return replace(program, offloaded=offloaded_parameters(split, plan))

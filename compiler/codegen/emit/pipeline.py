@@ -31,7 +31,7 @@ from meshfold.ir.node_groups import NodeLevels
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import Layout
-from meshfold.passes.graph.variants import planned_graph
+from meshfold.passes.graph.variants import offloaded_parameters, planned_graph
 from meshfold.passes.planner.plan_types import check_plan_types
 from meshfold.passes.split.loss_counts import LossCount, loss_counts
 from meshfold.passes.split.microbatch import MicrobatchGraphs, has_own_statistics
@@ -85,6 +85,11 @@ class EmittedPipeline:
     def unsharded(self) -> Layout:
         """Invariant on every axis."""
         return self.stages[0].unsharded
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """As of EmittedProgram, of all stages."""
+        return frozenset[str]().union(*(stage.offloaded for stage in self.stages))
 
     @cached_property
     def holders(self) -> Mapping[str, tuple[int, ...]]:
@@ -170,7 +175,7 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         )
         for stage in by_stage
     )
-    stages = tuple(bucketed(stage, plan) for stage in stages)
+    stages = _placed(stages, planned, plan)
     if plan.mode == "scheduled":
         stages = tuple(
             scheduled(stage, costs, _free_bytes(plan, s)) for s, stage in enumerate(stages)
@@ -193,6 +198,17 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         inputs,
         graphs.output_layouts(),
         counts,
+    )
+
+
+def _placed(
+    stages: tuple[EmittedProgram, ...], planned: FoldedGraph, plan: Plan
+) -> tuple[EmittedProgram, ...]:
+    """The stages with the plan's buckets, and with what it stores on the host."""
+    offloaded = offloaded_parameters(planned, plan)
+    return tuple(
+        replace(bucketed(stage, plan), offloaded=offloaded.intersection(stage.stored))
+        for stage in stages
     )
 
 

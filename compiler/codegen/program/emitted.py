@@ -154,6 +154,9 @@ class EmittedProgram:
     hierarchical: HierarchicalAllReduce | None = None
     """Which all-reduces of gradients are hierarchical; None for none."""
 
+    offloaded: frozenset[str] = frozenset()
+    """Names of the parameters that are stored and updated in the host's memory."""
+
     boundaries: tuple[ChunkedBoundary, ...] = ()
     """What each instance receives and sends in chunks; empty where none does."""
 
@@ -256,6 +259,8 @@ class EmittedProgram:
                 yield f"  {what} together, instance.group: {names}"
         if self.hierarchical is not None:
             yield f"  {self.hierarchical}"
+        for name in sorted(self.offloaded):
+            yield f"  {name}: stored and updated in the host's memory"
         for k, region in enumerate(self.regions):
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"

@@ -22,6 +22,7 @@ def test_the_option_surface_is_frozen() -> None:
         "precision",
         "value_checks",
         "mode",
+        "allow_offload",
         "allow_planned",
         "custom_rules",
         "keep_checkpointing",

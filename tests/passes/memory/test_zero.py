@@ -121,7 +121,7 @@ def test_a_slow_link_exposes_what_compute_does_not_hide() -> None:
     device = replace(group.device, host_bytes_per_s=1e6)
     costs = replace(of.costs, cluster=replace(slow, groups=(replace(group, device=device),)))
     candidate = layer_leaf(of, UniformStrategy(offload="activations"))
-    traffic = host_traffic(candidate.strategy.offload, candidate.memory, 0, costs)
+    traffic = host_traffic(candidate.strategy.offload, candidate.memory, 0, 0, costs)
     assert traffic.saved_s == candidate.memory.saved_bytes / 1e6 > candidate.price.backward_s
 
 
@@ -137,14 +137,14 @@ def test_offloaded_states_leave_and_the_way_there_and_back_is_paid() -> None:
     one_way_s = num_bytes / HOST_BYTES_PER_S
     # The slowest of 4 devices that differ by 0.8 %: sqrt(2 ln 4) = 1.66511.
     device_s = 7 * num_bytes / (900e9 * 0.91) * (1 + 0.008 * math.sqrt(2 * math.log(4)))
-    hidden = max(plain.price.backward_s, one_way_s)
-    expected_s = plain.price.forward_s + hidden + one_way_s
+    hidden = max(plain.price.backward_s, one_way_s) + max(plain.price.forward_s, one_way_s)
+    expected_s = hidden + 7 * num_bytes / 13.6e9
     assert plain.time_s == pytest.approx(
         plain.price.forward_s + plain.price.backward_s + device_s, rel=1e-9
     )
     assert moved.time_s == pytest.approx(expected_s, rel=1e-12)
-    # The gradients of the layer that is last have nothing to hide behind.
-    assert moved.ends_s == pytest.approx(one_way_s)
+    # Gradients of the layer that is last have nothing to hide behind, nor its parameters.
+    assert moved.ends_s == pytest.approx(2 * one_way_s)
 
 
 def test_zero_2_stores_shards_and_keeps_what_it_gathers() -> None:

@@ -10,11 +10,13 @@ from meshfold.passes.one_pass.tree import (
     EXPERTS,
     GRADIENTS,
     NO_HOST_LINK,
+    NO_HOST_MEMORY,
     NO_STATES,
     NODE,
     NOTHING_SAVED,
     PINNED,
     PLANNED,
+    UNASKED_OFFLOAD,
     SearchSpec,
     Tree,
     divisors,
@@ -119,21 +121,38 @@ def test_zero_1_in_one_pass_is_zero_2() -> None:
 def test_offload_needs_a_link_to_the_host_and_states() -> None:
     offloads = {strategy.offload for strategy in tree(2, allow_planned=True).strategies}
     assert offloads == {"none"}
-    known = tree(2, allow_planned=True, host_bytes_per_s=1e9)
+    hosts = {"host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
+    known = tree(2, allow_planned=True, **hosts)
     assert {strategy.offload for strategy in known.strategies} == {
         "none",
         "optimizer",
         "activations",
     }
-    stateless = tree(2, allow_planned=True, host_bytes_per_s=1e9, has_states=False)
+    linked = tree(2, allow_planned=True, host_bytes_per_s=1e9)
+    assert {strategy.offload for strategy in linked.strategies} == {"none", "activations"}
+    assert linked.pruned[NO_HOST_MEMORY] == 3 * (4 + 2)
+    stateless = tree(2, allow_planned=True, **hosts, has_states=False)
     assert {strategy.offload for strategy in stateless.strategies} == {"none", "activations"}
     assert NO_HOST_LINK not in known.pruned and stateless.pruned[NO_STATES] > 0
     # Two ways to offload, three to recompute; four ZeRO levels on dp2, tp2 with and without sp.
     assert tree(2, allow_planned=True).pruned[NO_HOST_LINK] == 2 * 3 * (4 + 2)
 
 
+def test_states_go_to_the_host_only_where_somebody_asks() -> None:
+    hosts = {"host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
+    unasked = tree(1, **hosts)
+    assert {strategy.offload for strategy in unasked.strategies} == {"none"}
+    # Whatever else it does: without recomputation, with some or with all of it.
+    assert unasked.pruned[UNASKED_OFFLOAD] == 3
+    assert unasked.strategies == tree(1).strategies
+    allowed = tree(1, **hosts, allow_offload=True)
+    assert {strategy.offload for strategy in allowed.strategies} == {"none", "optimizer"}
+    pinned = tree(1, **hosts, pins={"offload": "optimizer"})
+    assert {strategy.offload for strategy in pinned.strategies} == {"optimizer"}
+
+
 def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
-    spec = {"allow_planned": True, "host_bytes_per_s": 1e9}
+    spec = {"allow_planned": True, "host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     found = tree(1, **spec)
     labels = {strategy.label for strategy in found.strategies}
     assert found.pruned == {NOTHING_SAVED: 1} and len(labels) == 8
@@ -148,7 +167,17 @@ def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
 @pytest.mark.parametrize(
     ("pins", "spec", "message"),
     [
-        ({"offload": "optimizer"}, {}, "pin offload=optimizer: can be planned, not run yet; say"),
+        ({"offload": "activations"}, {}, "offload=activations: can be planned, not run yet; say"),
+        (
+            {"offload": "optimizer"},
+            {},
+            "pin offload=optimizer: nothing is known about the link between device and host; give",
+        ),
+        (
+            {"offload": "optimizer"},
+            {"host_bytes_per_s": 1e9},
+            "pin offload=optimizer: nothing is known about the host's memory, in which the",
+        ),
         (
             {"offload": "activations"},
             {"allow_planned": True},
@@ -156,7 +185,12 @@ def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
         ),
         (
             {"offload": "optimizer"},
-            {"allow_planned": True, "host_bytes_per_s": 1e9, "has_states": False},
+            {
+                "allow_planned": True,
+                "host_bytes_per_s": 1e9,
+                "host_memory_bytes_per_s": 1e9,
+                "has_states": False,
+            },
             "pin offload=optimizer: this optimizer has no states to offload",
         ),
     ],

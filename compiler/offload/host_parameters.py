@@ -1,0 +1,154 @@
+"""Parameters that live in the memory of the host, where the optimizer updates them.
+
+    forward     every page of parameters is copied to the device, in the order of their first use
+    backward    a gradient leaves for the host when it is final there: reduced, and the shard of
+                this rank; it is added to `.grad` of the host's parameter, and gone on the device
+    step        any optimizer of torch, on the host: its states are where the parameters are
+
+(Ren et al. 2021, arXiv:2101.06840.) Pages are copied anew with every forward, whoever has changed
+the parameters in the meantime and how. The device has its copies in the dtype that ops read;
+masters in a wider one are on the host alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.offload.copies import DeviceCopy, pages
+from meshfold.offload.host_link import HostLink
+from meshfold.torch_compat.backward_end import at_end_of_backward
+
+
+class HostParameters:
+    """A HostSide (meshfold.zero.host_side). stored: the parameters on the host, by name; shapes are
+    all that is read of them here. on_gradient: called with a parameter that was given a gradient.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[DeviceCopy],
+        stored: Mapping[str, Tensor],
+        device: torch.device,
+        on_gradient: Callable[[str, Tensor], None],
+    ) -> None:
+        self.link = HostLink(device)
+        self._on_gradient = on_gradient
+        self._copies = {
+            copy.name: nn.Parameter(
+                torch.empty_like(stored[copy.name], dtype=copy.dtype, device=device)
+            )
+            for copy in copies
+        }
+        self._names = {id(copy): name for name, copy in self._copies.items()}
+        self._has_one_use = {copy.name for copy in copies if copy.has_one_use}
+        self._pages = pages({name: copy.nbytes for name, copy in self._copies.items()})
+        self._page_of = {name: k for k, page in enumerate(self._pages) for name in page}
+        self._arrivals: dict[int, torch.cuda.Event | None] = {}
+        """By page: pages that nobody has waited for yet."""
+        self._stored: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+        """Of what was copied last, as autograd counts changes."""
+        self._ends_later = False
+        self._is_queued = False
+        for copy in copies:
+            leaf = self._copies[copy.name]
+            if not copy.is_shared:
+                leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._leave, copy.name)
+                )
+
+    @property
+    def num_device_bytes(self) -> int:
+        """What the copies of a rank take."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    def on_device(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`parameters` with copies on the device for those that are stored on the host, as they are
+        now; they are on their way."""
+        self._stored = {name: parameters[name] for name in self._copies}
+        with torch.no_grad():
+            for k, page in enumerate(self._pages):
+                for name in page:
+                    self._renew(name)
+                self._arrivals[k] = self.link.arrival()
+        return {**parameters, **self._copies}
+
+    def _renew(self, name: str) -> None:
+        """Copy a parameter. A graph of an earlier forward that is still to run backward takes it
+        for the same tensor, unless autograd saw the parameter change: then it refuses, as ever."""
+        copy, stored = self._copies[name], self._stored[name].detach()
+        is_same = self._versions.get(name) == stored._version
+        self.link.to_device(copy.data if is_same else copy, stored)
+        self._versions[name] = stored._version
+
+    # What a step asks (HostSide).
+
+    def arrive(self, shard: Tensor) -> None:
+        page = self._page_of.get(self._names.get(id(shard), ""), -1)
+        if page in self._arrivals:
+            self.link.wait(self._arrivals.pop(page))
+
+    def takes(self, shard: Tensor) -> bool:
+        return self._names.get(id(shard)) in self._has_one_use
+
+    def take(self, shard: Tensor, gradient: Tensor) -> None:
+        name = self._names[id(shard)]
+        parameter = self._stored[name]
+        with torch.no_grad():
+            if parameter.grad is None:
+                parameter.grad = self.link.on_host(gradient)
+                self._on_gradient(name, parameter)
+            else:
+                self.link.add_on_host(parameter.grad.as_subclass(Tensor), gradient)
+
+    def end_backward(self) -> None:
+        """The gradients are on the host; under `whole_step` at its end."""
+        self._is_queued = False
+        if not self._ends_later:
+            self.link.settle()
+
+    # Steps of several backwards.
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """A context in which all backwards of a step run, with what on_device gave. Gradients are
+        added to those of earlier steps at its end, or are as before when it raises."""
+        earlier = {name: parameter.grad for name, parameter in self._stored.items()}
+        for parameter in self._stored.values():
+            parameter.grad = None
+        self._ends_later = True
+        try:
+            yield
+            self._collect()
+        except BaseException:
+            self.link.settle()
+            for name, parameter in self._stored.items():
+                parameter.grad, self._copies[name].grad = earlier[name], None
+            raise
+        finally:
+            self._ends_later = False
+        self.link.settle()
+        for name, parameter in self._stored.items():
+            gradient, now = earlier[name], parameter.grad
+            if gradient is not None:
+                parameter.grad = gradient if now is None else gradient.add_(now)
+
+    def _collect(self) -> None:
+        """Gradients that were added up with those of other devices leave, too."""
+        for copy in self._copies.values():
+            if copy.grad is not None:
+                self.take(copy, copy.grad)
+                copy.grad = None
+
+    def _leave(self, name: str, copy: Tensor) -> None:
+        """Autograd has the gradient of a copy: it is final, or was taken before."""
+        if copy.grad is None:
+            return
+        self.take(copy, copy.grad)
+        copy.grad = None
+        if not self._is_queued:
+            self._is_queued = True
+            at_end_of_backward(self.end_backward)

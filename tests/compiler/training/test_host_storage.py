@@ -1,0 +1,91 @@
+"""Optimizer states in the host's memory change where numbers are, and none of them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes.offload import Compared, checkpointed, compared, started
+from support.processes.pool import Pools
+
+POOLED = "support.processes.offload"
+
+
+@pytest.mark.parametrize(
+    ("pins", "options"),
+    [({}, {}), ({"microbatches": 2}, {}), ({"recompute": "full"}, {"mode": "scheduled"})],
+)
+def test_one_device_trains_as_without(pins: dict[str, Any], options: dict[str, Any]) -> None:
+    found = compared(pins, **options)
+    assert found.differ == [] and found.num_offloaded == 16
+    assert found.device_bytes == found.stored_bytes
+
+
+def test_masters_are_on_the_host_alone() -> None:
+    found = compared({}, precision="bf16")
+    assert found.differ == [] and 2 * found.device_bytes == found.stored_bytes
+
+
+def test_tied_parameters_are_updated_once() -> None:
+    assert compared({}, "gpt2").differ == []
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "pins"),
+    [
+        (2, {"dp": 2, "zero": 0}),
+        (2, {"dp": 2, "zero": 1, "microbatches": 2}),
+        (2, {"dp": 2, "zero": 2}),
+        (2, {"dp": 2, "zero": 3}),
+        (2, {"dp": 2, "zero": 3, "microbatches": 2}),
+        (2, {"tp": 2, "sp": 0}),
+        (2, {"tp": 2, "sp": 1}),
+        (2, {"pp": 2, "microbatches": 2}),
+        (2, {"pp": 2, "microbatches": 4, "schedule": "zero_bubble"}),
+        (4, {"dp": 4, "zero": 3, "dp_shard": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_train_as_without(pools: Pools, ranks: int, pins: dict[str, Any]) -> None:
+    for differ, num_offloaded, device_bytes, stored_bytes in pools.run(
+        ranks, f"{POOLED}:compared", pins
+    ):
+        assert differ == [] and num_offloaded > 0 and device_bytes == stored_bytes
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", [{"dp": 2, "zero": 3}, {"pp": 2, "microbatches": 2}], ids=str)
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_families_train_as_without(pools: Pools, pins: dict[str, Any], precision: str) -> None:
+    """With a tied embedding, on both stages of a pipeline."""
+    for found in pools.run(2, f"{POOLED}:compared", pins, "gpt2"):
+        assert Compared(*found).differ == []
+
+
+@pytest.mark.parametrize("offloads", [("optimizer", "none"), ("none", "optimizer")], ids=str)
+def test_checkpoints_go_from_one_to_the_other(tmp_path: Path, offloads: tuple[str, str]) -> None:
+    first, second = ({"offload": offload} for offload in offloads)
+    assert checkpointed(str(tmp_path / "last"), first, second)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_checkpoints_go_from_ranks_to_other_ranks(pools: Pools, tmp_path: Path) -> None:
+    plans = {"dp": 2, "zero": 3, "offload": "optimizer"}, {"dp": 2, "zero": 2}
+    assert all(pools.run(2, f"{POOLED}:checkpointed", str(tmp_path / "last"), *plans))
+
+
+def test_evaluation_and_batches_of_other_sizes_read_what_the_host_has() -> None:
+    run = started({"offload": "optimizer"}).steps(1)
+    right = started({}).steps(1)
+    half = {name: x[:4] for name, x in run.batch.items()}
+    for batch in (run.batch, half):
+        with torch.no_grad():
+            assert torch.equal(run.model(**batch), right.model(**batch))
+    (run.model(**half) + run.model(**run.batch)).backward()  # two forwards, then their backwards
+    (right.model(**half) + right.model(**run.batch)).backward()
+    for a, b in zip(run.model.parameters(), right.model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

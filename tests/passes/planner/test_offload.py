@@ -1,0 +1,119 @@
+"""When optimizer states go to the host, and what plans say of it."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from support.processes.offload import cluster_with_hosts
+from support.programs.local_programs import stack_model
+
+from meshfold.capture.pipeline import capture
+from meshfold.codegen.emit.pipeline import emit_plan
+from meshfold.errors import InfeasibleError, OptionError, PlanMismatchError
+from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.planner.check import price_plan
+from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.planner.offload import NEEDS_OFFLOAD
+from meshfold.plan_file.io import plan_from_json, plan_to_json
+
+PROBER = OpProber()
+BATCH = 4
+
+
+@cache
+def graph() -> FoldedGraph:
+    model, batch = stack_model(4, 64, BATCH)
+    return capture(model, batch).graph
+
+
+def plan(cluster: ClusterSpec | None = None, **options) -> Plan:
+    return find_plan_for(
+        graph(),
+        cluster or cluster_with_hosts(1),
+        CompileOptions(**options),
+        model_name="stack",
+        batch_size=BATCH,
+        probe=PROBER,
+    )
+
+
+def offloads(found: Plan) -> list[str]:
+    return [region.strategy.offload for region in found.regions]
+
+
+def test_what_fits_is_planned_as_if_there_were_no_hosts() -> None:
+    found = plan()
+    assert set(offloads(found)) == {"none"} and NEEDS_OFFLOAD not in found.notes
+
+
+def test_what_does_not_fit_is_made_to_fit_and_says_so() -> None:
+    whole, least = plan(), plan(pins={"offload": "optimizer"})
+    assert least.memory.optimizer == least.memory.gradients == 0
+    found = plan(memory_bytes=(whole.memory.peak + 2 * least.memory.peak) // 3)
+    assert set(offloads(found)) == {"none", "optimizer"}, "no more of them than it takes"
+    assert found.memory.peak <= found.memory.capacity and NEEDS_OFFLOAD in found.notes
+    assert any("in the host's memory:" in note for note in found.notes)
+    free = plan(memory_bytes=1 << 60)
+    (why,) = (note for note in found.notes if note.startswith("fits because: "))
+    assert why.startswith("fits because: optimizer states of ")
+    assert f"; {found.step_s / free.step_s - 1:+.1%} on the step of one device, the best" in why
+    # Parameters, gradients, and two states: 4 x 8 bytes of each number.
+    num_bytes = 4 * sum(8 * a * b for a, b in ((64, 128), (128, 64), (1, 128), (1, 64))) * 4
+    (note,) = (note for note in least.notes if "host's memory" in note)
+    assert "of 5 of 5 layers" in note and f"{num_bytes / 1e6:.3g} MB" in note
+
+
+def test_a_pipeline_that_is_pinned_is_made_to_fit_as_a_whole() -> None:
+    pins, hosts = {"pp": 2, "microbatches": 2}, cluster_with_hosts(2)
+    whole = plan(hosts, pins=pins)
+    least = plan(hosts, pins={**pins, "offload": "optimizer"})
+    assert least.memory.optimizer == 0 and set(offloads(least)) == {"optimizer"}
+    # The host's step: 7 passes over the layers of the stage that ends last, at 10 GB/s.
+    layer_bytes = 8 * (2 * 64 * 128 + 128 + 64)
+    layers = (least.time.optimizer_s - 4e-6) / (7 * layer_bytes / 1e10)
+    assert round(layers) in (1, 2, 3) and layers == pytest.approx(round(layers))
+    found = plan(hosts, pins=pins, memory_bytes=(whole.memory.peak + least.memory.peak) // 2)
+    assert set(offloads(found)) == {"optimizer"} and NEEDS_OFFLOAD in found.notes
+    assert emit_plan(graph(), found).offloaded == {p.name for p in graph().parameters}
+
+
+def test_nothing_fits_at_all() -> None:
+    with pytest.raises(InfeasibleError) as least:
+        plan(memory_bytes=1000)
+    assert least.value.required_bytes > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pins": {"pp": 2, "microbatches": 2, "offload": "activations"}}, "not in a pipeline"),
+        ({"pins": {"microbatches": 2, "offload": "optimizer"}, "optimizer": "sgd"}, "no states"),
+    ],
+)
+def test_pins_that_a_pipeline_cannot_keep(options, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        plan(cluster_with_hosts(2), **options)
+
+
+def test_a_plan_with_offload_is_simulated_and_comes_back_from_its_file() -> None:
+    found = plan(pins={"offload": "optimizer"})
+    assert found.simulated is not None and found.simulated.step_s >= found.time.optimizer_s
+    loaded = plan_from_json(plan_to_json(found))
+    assert loaded == found
+    priced = price_plan(graph(), loaded, PROBER)
+    assert (priced.time, priced.memory) == (found.time, found.memory)
+    assert priced.simulated == found.simulated
+
+
+def test_a_plan_is_not_priced_without_figures_of_the_host() -> None:
+    found = plan(pins={"offload": "optimizer"})
+    (group,) = found.cluster.groups
+    for name in ("host_bytes_per_s", "host_memory_bytes_per_s"):
+        device = replace(group.device, **{name: 0.0})
+        cluster = replace(found.cluster, groups=(replace(group, device=device),))
+        with pytest.raises(PlanMismatchError, match=f"give {name} of the devices"):
+            price_plan(graph(), replace(found, cluster=cluster), PROBER)
