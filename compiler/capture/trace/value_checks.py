@@ -23,7 +23,12 @@ from meshfold.capture.trace.assertions import Assertion, Sources, is_library_che
 from meshfold.capture.trace.selections import Selections, ctc_loss
 from meshfold.errors import CaptureError
 from meshfold.ops.value_checks import checked
-from meshfold.torch_compat.source_lines import is_own_file, is_user_file, user_line
+from meshfold.torch_compat.source_lines import (
+    is_own_file,
+    is_user_file,
+    user_line,
+    validates_arguments,
+)
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class ValueChecks:
                 continue
             if is_library_check(frame):
                 is_check = True
-            elif not is_user_file(name):
+            elif not (is_user_file(name) or validates_arguments(name)):
                 return None
             else:
                 found = self.sources.assertion(frame, is_check)

@@ -83,7 +83,7 @@ def test_selected_labels_are_for_nothing_else(use: Any) -> None:
 
 
 class ByLastEnd(nn.Module):
-    """Classifies rows by the place of their last <eos>, as BART and T5 do. is_checked: that rows have
+    """Classifies rows by their last <eos>, as BART and T5 do. is_checked: that rows have
     equally many; whole: an index that names all dims."""
 
     def __init__(self, is_checked: bool = True, whole: bool = True) -> None:
