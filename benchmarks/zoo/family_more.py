@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from zoo.family_fields import Family
-from zoo.family_small import Small
+from zoo.family_small import small
 
 
 def _all(suffix: str, tail: str, prefixes: Iterable[str], **fields: Any) -> tuple[Family, ...]:
     """A family of each prefix: "Bloom" is bloom + suffix, of the class BloomFor..."""
-    return tuple(Small(p.lower() + suffix, p + tail, **fields) for p in prefixes)
+    return tuple(small(p.lower() + suffix, p + tail, **fields) for p in prefixes)
 
 
 _DECODERS = (
@@ -66,8 +66,8 @@ FAMILIES: tuple[Family, ...] = (
         "ForImageClassification",
         ("Dinov2WithRegisters", "Data2VecVision", "ViTMSN", "IJepa"),
     ),
-    Small("convnextv2", "ConvNextV2ForImageClassification", **_STAGES, num_stages=2),
-    Small(
+    small("convnextv2", "ConvNextV2ForImageClassification", **_STAGES, num_stages=2),
+    small(
         "regnet",
         "RegNetForImageClassification",
         **_STAGES,
@@ -75,7 +75,7 @@ FAMILIES: tuple[Family, ...] = (
         groups_width=8,
         layer_type="y",
     ),
-    Small(
+    small(
         "bit",
         "BitForImageClassification",
         **_STAGES,
@@ -83,7 +83,7 @@ FAMILIES: tuple[Family, ...] = (
         num_groups=4,
         layer_type="preactivation",
     ),
-    Small("pvt_v2", "PvtV2ForImageClassification", **_PYRAMID, image_size=32),
-    Small("swinv2", "Swinv2ForImageClassification", **_WINDOWS, window_size=4),
-    Small("segformer_segments", "SegformerForSemanticSegmentation", **_PYRAMID, image_size=16),
+    small("pvt_v2", "PvtV2ForImageClassification", **_PYRAMID, image_size=32),
+    small("swinv2", "Swinv2ForImageClassification", **_WINDOWS, window_size=4),
+    small("segformer_segments", "SegformerForSemanticSegmentation", **_PYRAMID, image_size=16),
 )

@@ -1,7 +1,7 @@
 """A small configuration for any model of transformers: a field that it has gets a small value.
 
-    Small("bloom", "BloomForCausalLM")            two layers of width 32, a vocabulary of 64
-    Small("gptj", "GPTJForCausalLM", rotary_dim=4)
+    small("bloom", "BloomForCausalLM")            two layers of width 32, a vocabulary of 64
+    small("gptj", "GPTJForCausalLM", rotary_dim=4)
 
 What one table of fields cannot know is given by name. Dropout is off. A name of the class says what
 its batch is.
@@ -81,7 +81,7 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 )
 
 
-def Small(name: str, model: str, kind: Kind | None = None, **fields: Any) -> Family:  # noqa: N802
+def small(name: str, model: str, kind: Kind | None = None, **fields: Any) -> Family:
     """A family whose configuration `small_config` makes. fields: what is not of the table."""
     if kind is None:
         kind = next((k for suffix, k in _KINDS if suffix in model), "text")
