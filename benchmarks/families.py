@@ -1,31 +1,34 @@
 """Model families, unmodified, under several plans: does each compute what one process computes?
 
-    python benchmarks/families.py [NAME ...] [--mode scheduled] [--write docs/families.md]
+    python benchmarks/families.py [NAME ...] [--mode MODE] [--write docs/families.md [--missing]]
 
-For every family of benchmarks/zoo/family_models.py: capture the model, plan it four ways, run each
+For every family of benchmarks/zoo/family_batches.py: capture the model, plan it four ways, run each
 plan on four gloo processes in float64, and compare with the model in one process: the loss, every
 gradient, and every parameter after three steps of AdamW. One row a family; the figure is the
-largest relative difference of all. --write puts the table into a file. Exits 1 when a family
+largest relative difference of all. --write puts the table into a file, after every family; lines
+of families that were not run stay, and --missing runs those that have none. Exits 1 when a family
 differs by more than TOLERANCE or fails.
 """
 
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
 import torch
-import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
-from zoo.family_models import FAMILIES, find, make
+from zoo.family_batches import FAMILIES, find, make
+from zoo.family_fields import Family
+from zoo.forked import ChildError, in_child, on_ranks
 
 import meshfold
 from meshfold.api import bind, plan_captured
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.cost_models.hardware.devices import resolve_cluster
-from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import MeshfoldError
 from meshfold.ir.options import Mode
 from meshfold.ir.plan import Plan
@@ -37,6 +40,7 @@ from meshfold.validation.float64_mode import float64_everywhere
 
 NUM_PROCESSES = 4
 NUM_STEPS = 3
+FAMILY_TIMEOUT_S = 300.0
 TOLERANCE = 1e-12
 """Of loss, gradients and parameters, relative to the largest entry of each, or of a thousandth of
 the largest gradient."""
@@ -70,50 +74,37 @@ class Row:
         )
 
 
-def sweep(report: Report, names: tuple[str, ...], mode: Mode) -> None:
-    """What every process runs; rank 0 reports a Row per family."""
-    for name in names:
-        row = _family(name, mode)
-        if dist.get_rank() == 0:
-            report(row)
+def sweep(family: Family, mode: Mode) -> Row:
+    """One family, in a child process, so that a crash ends no other."""
+    try:
+        *_, row = in_child(lambda _: _family(family, mode), FAMILY_TIMEOUT_S)
+    except ChildError as error:
+        row = Row(family.name, 0, 0, (), dict.fromkeys(PLANS, str(error.args[0])))
+    assert isinstance(row, Row)
+    return row
 
 
-def _family(name: str, mode: Mode) -> Row:
-    model, batch = make(find(name))
-    captured, plans = _planned(model, batch, name, mode)
-    worst: dict[str, float | str] = {}
-    for column, plan in plans.items():
-        worst[column] = plan if isinstance(plan, str) else _difference(name, captured, plan)
-    graph = captured.graph if captured is not None else None
-    made = [p for p in plans.values() if isinstance(p, Plan)]
+def _family(family: Family, mode: Mode) -> Row:
+    model, batch = make(family)
+    try:
+        with float64_everywhere():
+            captured = capture(model, batch)
+    except Exception as error:
+        return Row(family.name, 0, 0, (), dict.fromkeys(PLANS, f"capture: {_one_line(error)}"))
+    texts = {column: _plan(captured, family.name, pins, mode) for column, pins in PLANS.items()}
+    plans = {c: plan_from_json(text) for c, text in texts.items() if text.startswith("{")}
+
+    def rank(_: int) -> dict[str, float]:
+        return {column: _difference(family, captured, plan) for column, plan in plans.items()}
+
+    found = on_ranks(NUM_PROCESSES, rank, FAMILY_TIMEOUT_S) if plans else []
     return Row(
-        name,
-        graph.num_ops if graph else 0,
-        sum(len(r.graph.ops) for r in graph.regions) if graph else 0,
-        tuple(sorted({op for p in made for r in p.regions for op in r.fallback_ops})),
-        worst,
+        family.name,
+        captured.graph.num_ops,
+        sum(len(r.graph.ops) for r in captured.graph.regions),
+        tuple(sorted({op for p in plans.values() for r in p.regions for op in r.fallback_ops})),
+        {c: max(f[c] for f in found) if c in plans else texts[c] for c in PLANS},
     )
-
-
-def _planned(
-    model: nn.Module, batch: dict[str, Any], name: str, mode: Mode
-) -> tuple[Captured | None, dict[str, Plan | str]]:
-    """The captured model and its plans, or why there are none; rank 0's, for all ranks."""
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            with float64_everywhere():
-                captured = capture(model, batch)
-            plans = {column: _plan(captured, name, p, mode) for column, p in PLANS.items()}
-            box = [(captured, plans)]
-        except Exception as error:  # one family that fails must not end the others
-            box = [(None, dict.fromkeys(PLANS, f"capture: {_one_line(error)}"))]
-    dist.broadcast_object_list(box)
-    captured, texts = box[0]
-    return captured, {
-        column: plan_from_json(text) if text.startswith("{") else text
-        for column, text in texts.items()
-    }
 
 
 def _plan(captured: Captured, name: str, pins: dict[str, int], mode: Mode) -> str:
@@ -131,11 +122,10 @@ def _one_line(error: Exception) -> str:
     return text if isinstance(error, MeshfoldError) else f"{type(error).__name__}: {text}"
 
 
-def _difference(name: str, captured: Captured | None, plan: Plan) -> float | str:
-    """The largest relative difference over ranks, of loss, gradients and trained parameters."""
-    assert captured is not None
-    model, batch = make(find(name))
-    compiled = bind(make(find(name))[0], plan, captured, batch)
+def _difference(family: Family, captured: Captured, plan: Plan) -> float:
+    """The largest relative difference on this rank, of loss, gradients and trained parameters."""
+    model, batch = make(family)
+    compiled = bind(make(family)[0], plan, captured, batch)
     eager, local = (torch.optim.AdamW(m.parameters(), eps=EPS) for m in (model, compiled))
     worst = 0.0
     for step in range(NUM_STEPS):
@@ -153,9 +143,7 @@ def _difference(name: str, captured: Captured | None, plan: Plan) -> float | str
             optimizer.zero_grad()
     worst = max(worst, _worst(compiled, model, "data"))
     compiled.close()
-    everywhere = torch.tensor(worst, dtype=torch.float64)
-    dist.all_reduce(everywhere, dist.ReduceOp.MAX)
-    return float(everywhere)
+    return worst
 
 
 def _worst(compiled: CompiledModel, model: nn.Module, what: str) -> float:
@@ -178,18 +166,31 @@ def _zero_if_none(parameter: Tensor, value: Tensor | None) -> Tensor:
     return torch.zeros_like(parameter) if value is None else local_tensor(value)
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown."""
-    lines = [
+def line_of(row: Row) -> str:
+    """A line of the table, in markdown."""
+    cells = [_cell(row.worst[column]) for column in PLANS]
+    fallback = ", ".join(op.removeprefix("aten.") for op in row.fallback_ops) or "-"
+    ops = f"{row.num_ops} → {row.num_distinct_ops}"
+    return f"| {row.name} | {ops} | {' | '.join(cells)} | {fallback} |"
+
+
+def lines_in(file: Path | None) -> dict[str, str]:
+    """The lines of a table that --write made, by family; none where there is no file."""
+    if file is None or not file.exists():
+        return {}
+    lines = file.read_text(encoding="utf-8").splitlines()
+    cut = next((i for i, line in enumerate(lines) if line.startswith("|---")), len(lines))
+    return {line.split("|")[1].strip(): line for line in lines[cut + 1 :]}
+
+
+def document(lines: Mapping[str, str]) -> str:
+    """The text of the file: the families in their order."""
+    ordered = [lines[family.name] for family in FAMILIES if family.name in lines]
+    title = (
         f"| family | ops → distinct | {' | '.join(PLANS)} | run whole, for want of a rule |",
         f"|---|---|{'---|' * (len(PLANS) + 1)}",
-    ]
-    for row in rows:
-        cells = [_cell(row.worst[column]) for column in PLANS]
-        fallback = ", ".join(op.removeprefix("aten.") for op in row.fallback_ops) or "-"
-        ops = f"{row.num_ops} → {row.num_distinct_ops}"
-        lines.append(f"| {row.name} | {ops} | {' | '.join(cells)} | {fallback} |")
-    return "\n".join(lines)
+    )
+    return HEADER.format(version=transformers.__version__) + "\n".join((*title, *ordered)) + "\n"
 
 
 def _cell(worst: float | str) -> str:
@@ -202,7 +203,7 @@ Made by `python benchmarks/families.py --write docs/families.md` from `transform
 {{version}}. Every family is built small from its configuration, captured unmodified and run under
 four plans on {NUM_PROCESSES} gloo processes in float64. The figure is the largest relative
 difference from one process, of the loss, every gradient, and every parameter after {NUM_STEPS}
-steps of AdamW.
+steps of AdamW. Models of other libraries: [survey.md](survey.md).
 
 """
 
@@ -211,31 +212,30 @@ steps of AdamW.
 @click.argument("names", nargs=-1)
 @click.option("--mode", type=click.Choice(get_args(Mode)), default="eager", show_default=True)
 @click.option("--write", type=click.Path(path_type=Path), help="File for the table.")
-def main(names: tuple[str, ...], mode: Mode, write: Path | None) -> None:
-    """Run the families (default: all) and print the table."""
+@click.option("--missing", is_flag=True, help="Run those that are not in the file yet.")
+def main(names: tuple[str, ...], mode: Mode, write: Path | None, missing: bool) -> None:
+    """Run the families (default: all), print what was found, and write it after every family."""
     known = [family.name for family in FAMILIES]
     for name in names:
         if name not in known:
             raise click.UsageError(f"no family {name!r}; there are {', '.join(known)}")
-    rows: list[Row] = []
-
-    def show(_: int, row: Row) -> None:
-        rows.append(row)
+    lines = lines_in(write)
+    wanted = [n for n in names or known if not (missing and n in lines)]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    passed = 0
+    for name in wanted:
+        row = sweep(find(name), mode)
+        passed += row.passed
         cells = "  ".join(f"{c} {_cell(w)}" for c, w in row.worst.items())
         click.echo(f"{row.name:<20}{'ok    ' if row.passed else 'WRONG '}{cells}")
-
-    warnings.simplefilter("ignore")
-    run_local(NUM_PROCESSES, sweep, names or tuple(known), mode, on_report=show, quiet=True)
-    if write is not None:
-        import transformers
-
-        text = HEADER.format(version=transformers.__version__) + table(rows) + "\n"
-        write.write_text(text, encoding="utf-8")
-    passed = sum(row.passed for row in rows)
+        if write is not None:
+            lines[name] = line_of(row)
+            write.write_text(document(lines), encoding="utf-8")
     click.echo(
-        f"{passed} of {len(rows)} families agree to {TOLERANCE:.0e} under {len(PLANS)} plans"
+        f"{passed} of {len(wanted)} families agree to {TOLERANCE:.0e} under {len(PLANS)} plans"
     )
-    sys.exit(0 if passed == len(rows) else 1)
+    sys.exit(0 if passed == len(wanted) else 1)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/whole_ops.py [NAME ...] [--ranks 4]
 
-Captures every family of benchmarks/zoo/family_models.py and prices its ops on an axis of --ranks
+Captures every family of benchmarks/zoo/family_batches.py and prices its ops on an axis of --ranks
 local processes, each under its fastest rule. What has no rule runs whole on every rank. One row per
 family that has such ops: each with its share of the op time of a step, forward and backward. No
 conversion is counted, which only makes shares larger than those of a plan. Exits 1 when an op takes
@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 
 import click
-from zoo.family_models import FAMILIES, find, make
+from zoo.family_batches import FAMILIES, find, make
 
 from meshfold.capture.pipeline import capture
 from meshfold.cost_models.hardware.devices import resolve_cluster

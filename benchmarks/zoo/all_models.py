@@ -27,9 +27,9 @@ PACKAGES = {
 
 
 def _families() -> tuple[Entry, ...]:
-    """Those of transformers (benchmarks/zoo/family_models.py), where it is there."""
+    """Those of transformers (benchmarks/zoo/family_batches.py), where it is there."""
     try:
-        families: Any = importlib.import_module("zoo.family_models")
+        families: Any = importlib.import_module("zoo.family_batches")
     except ImportError:
         return ()
 

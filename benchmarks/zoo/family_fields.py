@@ -1,5 +1,5 @@
 """What families of transformers have in common: fields of small configurations, and how a family
-is written down. benchmarks/zoo/family_models.py has the families."""
+is written down. benchmarks/zoo/family_batches.py has the families."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,12 +7,18 @@ from typing import Any, Literal
 
 VOCABULARY, HIDDEN, HEADS, LAYERS, CLASSES = 64, 32, 8, 2, 8
 
-Kind = Literal["text", "padded", "image", "mel", "wave", "pairs"]
+Kind = (
+    Literal["text", "padded", "image", "mel", "wave", "pairs"]
+    | Literal[
+        "classes", "tags", "spans", "choices", "next", "segments", "speech", "frames", "video"
+    ]
+)
 
 
 @dataclass(frozen=True)
 class Family:
-    """model, config: class names in transformers; fields: of the configuration. kind: of batch."""
+    """model, config: class names in transformers; fields: of the configuration. kind: of batch.
+    No config: benchmarks/zoo/family_small.py makes it."""
 
     name: str
     model: str

@@ -1,16 +1,4 @@
-"""Small models of many families of transformers, made from configuration, and a batch for each.
-
-Two layers (per stack), hidden size 32, eight heads: small enough to train in float64 in a second,
-large enough that data, tensor and sequence parallelism over four processes cut every kind of
-layer. Parameters get noise, since initial values leave biases 0 and norms 1, which would hide a
-wrong gradient. Dropout is off and the models are in eval mode, so that one process is comparable.
-"""
-
-from typing import Any
-
-import torch
-import transformers
-from torch import Tensor, nn
+"""Families of transformers whose configurations are written out."""
 
 from zoo.family_fields import (
     BART,
@@ -32,13 +20,10 @@ from zoo.family_fields import (
     VIT,
     VOCABULARY,
     Family,
-    Kind,
     decoder,
     image,
     masked,
 )
-
-BATCH, SEQUENCE, IGNORED = 4, 8, -100
 
 FAMILIES: tuple[Family, ...] = (
     decoder("llama", "Llama"),
@@ -334,56 +319,3 @@ FAMILIES: tuple[Family, ...] = (
         "padded",
     ),
 )
-
-
-def find(name: str) -> Family:
-    """Raises KeyError for a family that is not in the table."""
-    return {family.name: family for family in FAMILIES}[name]
-
-
-def make(family: Family) -> tuple[nn.Module, dict[str, Any]]:
-    """The float64 model and keyword arguments for one call of it; the same in every process."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = getattr(transformers, family.config)(**family.fields)
-        model = getattr(transformers, family.model)(config).double().eval()
-        if hasattr(model.config, "_experts_implementation"):
-            # The default, grouped_mm, has no float64 kernel.
-            model.config._experts_implementation = "eager"
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape, dtype=parameter.dtype))
-        return model, _batch(family)
-
-
-def _batch(family: Family) -> dict[str, Any]:
-    tokens = torch.randint(4, VOCABULARY, (BATCH, SEQUENCE))
-    labels = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE))
-    # Uneven over rows: a wrong mean over ranks shows.
-    labels[0, : SEQUENCE // 2] = IGNORED
-    labels[-1, -1] = IGNORED
-    classes = torch.randint(0, CLASSES, (BATCH,))
-    batches: dict[Kind, dict[str, Any]] = {
-        "text": {"input_ids": tokens, "labels": labels},
-        "padded": {"input_ids": tokens, "labels": labels, "attention_mask": _mask()},
-        "image": {"pixel_values": _noise(4, family.pixels, family.pixels), "labels": classes},
-        "mel": {"input_features": _noise(8, 16), "labels": labels.clamp(min=1)},
-        "wave": {"input_values": _noise(256), "labels": classes},
-        "pairs": {
-            "input_ids": torch.cat([tokens[:, :-1], torch.full((BATCH, 1), 2)], 1),
-            "pixel_values": _noise(4, family.pixels, family.pixels),
-            "return_loss": True,
-        },
-    }
-    return batches[family.kind]
-
-
-def _noise(*shape: int) -> Tensor:
-    return torch.randn((BATCH, *shape), dtype=torch.float64)
-
-
-def _mask() -> Tensor:
-    """Padding at the end of the first row."""
-    mask = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
-    mask[0, -2:] = 0
-    return mask

@@ -164,12 +164,15 @@ def _capture(
         note: str = "",
         prepare: Callable[[nn.Module], None] = lambda _: None,
         skips: bool = False,
+        num_calls: int = 1,
     ) -> _Trace:
         fake = fake_copy(model, precision)
         prepare(fake.module)
         inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn)
         fake = replace(fake, notes=(*fake.notes, *filter(None, [note])), functions=functions)
         children = find_children(fake.module) if has_calls else []
+        for _ in range(num_calls - 1):
+            _trace(fake, inputs, names, children, wanted, skips)
         return _trace(fake, inputs, names, children, wanted, skips)
 
     try:
@@ -177,8 +180,8 @@ def _capture(
     except RetraceError as error:
         trace = traced(False, f"every layer was traced in full: {error}")
 
-    def is_same(prepare: Callable[[nn.Module], None]) -> bool:
-        second = traced(False, prepare=prepare).captured
+    def is_same(prepare: Callable[[nn.Module], None], num_calls: int) -> bool:
+        second = traced(False, prepare=prepare, num_calls=num_calls).captured
         return fingerprint(second.graph) == fingerprint(trace.captured.graph)
 
     refuse_changing_state(trace.changed, is_same)

@@ -13,6 +13,7 @@ import meshfold
 _LIBRARIES = tuple(
     os.path.dirname(library.__file__ or "") + os.sep for library in (torch, meshfold)
 )
+_DISTRIBUTIONS = _LIBRARIES[0] + "distributions" + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -33,6 +34,11 @@ def is_own_file(name: str) -> bool:
 def is_user_file(name: str) -> bool:
     standard = name.startswith(_STANDARD) and "site-packages" not in name
     return not (standard or name.startswith(_LIBRARIES) or name.startswith("<"))
+
+
+def validates_arguments(name: str) -> bool:
+    """Whether a file is of torch.distributions, which check their arguments for the user."""
+    return name.startswith(_DISTRIBUTIONS)
 
 
 def line_in(stack_trace: str) -> str:

@@ -122,18 +122,21 @@ class MicrobatchGraphs:
 
     def _follow(self, cluster: ClusterSpec) -> None:
         """Type every region on the free axis. What is made without the batch (noise) leaves its
-        region whole where a dim of it only happens to be as large."""
+        region whole where a dim of it only happens to be as large, and all of that (weights that
+        are standardized in a region of their own) where an op needs the whole batch otherwise."""
         whole: frozenset[int] = frozenset()
         while True:
             batch = follow_samples(self.folded, cluster, self.batch_size, whole, sums=True)
             self._boundaries = boundaries = batch.boundaries
             self._typings = batch.typings
-            needed = {
-                boundaries.slots[need.region][need.value]
-                for need in self._needed_full()
-                if need.value < len(boundaries.slots[need.region])
-            }
+            slots = boundaries.slots
+            needs = self._needed_full()
+            crossing = [n for n in needs if n.value < len(slots[n.region])]
+            needed = {slots[n.region][n.value] for n in crossing}
             apart = {c for c in needed - whole if c is not None and self._is_apart(c)}
+            if not apart and (len(crossing) < len(needs) or needed - boundaries.inputs):
+                leaving = {c for classes in boundaries.outputs for c in classes} - whole
+                apart = {c for c in leaving if c is not None and self._is_apart(c)}
             if not apart:
                 break
             whole |= apart
@@ -191,6 +194,8 @@ class MicrobatchGraphs:
         """What looks at more than one microbatch, or is changed by every one."""
         for r, (region, typing) in enumerate(zip(self.folded.regions, self._typings, strict=True)):
             for k, chosen in enumerate(typing.ops):
+                if not any(map(is_per_microbatch, chosen.inputs)):
+                    continue  # as of a weight that is standardized
                 for local in rule_locals(region.graph, k, chosen)[1:]:
                     if local in OVER_BATCH:
                         where = op_place(self.folded, r, k)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec
 
 from meshfold.capture.trace.export import MODEL, SOURCE, Exported
 from meshfold.capture.trace.fake_model import Names
@@ -99,6 +99,7 @@ class _Reader:
         signature = exported.program.graph_signature
         self.specs = {spec.arg.name: spec for spec in signature.input_specs}
         self.inputs = iter(inputs)
+        self.infos = inputs
         self.keys: dict[fx.Node, tuple[Key | None, ...]] = {}
 
     def read(self, node: fx.Node) -> None:
@@ -202,11 +203,36 @@ class _Reader:
                 name = next(names, None)
                 if name is not None:  # what follows keeps bodies of calls alive
                     self.program.outputs.append((name, key))
-            else:
+            elif not _is_clamped(spec, value):
+                written = self._named(str(spec.target))
                 raise CaptureError(
-                    f"the model writes to {spec.target}; only buffers may change in a step",
-                    op=str(spec.target),
+                    f"the model writes to {written}; only buffers may change in a step: write it "
+                    "out of place (x = x.clamp(...), not x.clamp_(...))",
+                    op=written,
+                    source=source_line(value),
                 )
+
+    def _named(self, target: str) -> str:
+        """The user's name of a parameter or an input of the exported program."""
+        spec = self.specs.get(target)
+        if spec is None or spec.kind is not InputKind.USER_INPUT:
+            return target.removeprefix(MODEL + ".")
+        tensors = [s.arg.name for s in self.specs.values() if s.kind is InputKind.USER_INPUT]
+        return f"the input {self.infos[tensors.index(target)].name}"
+
+
+def _is_clamped(spec: OutputSpec, value: fx.Node) -> bool:
+    """Whether an input is written to with its own values between bounds, as some losses of spans do
+    with positions. A step leaves it as it is: the next call, with the same input or the clamped
+    one, computes the same."""
+    if spec.kind is not OutputKind.USER_INPUT_MUTATION or value.target is not _aten.clamp.default:
+        return False
+    written, *bounds = value.args
+    return (
+        isinstance(written, fx.Node)
+        and written.name == spec.target
+        and all(bound is None or isinstance(bound, int | float) for bound in bounds)
+    )
 
 
 def refuse_mutation(node: fx.Node) -> None:

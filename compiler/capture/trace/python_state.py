@@ -84,21 +84,34 @@ def changed_state(before: State, model: nn.Module) -> Changes:
     }
 
 
+class _NewModulesError(Exception):
+    """Forward has made modules that a fresh copy of the model does not have."""
+
+
 def refuse_changing_state(
-    changed: Changes, again: Callable[[Callable[[nn.Module], None]], bool]
+    changed: Changes, again: Callable[[Callable[[nn.Module], None], int], bool]
 ) -> None:
     """Raises CaptureError where forward computes something else with the state that it changed.
-    again(prepare): whether another copy of the model, prepared so, is traced as the same graph."""
+    again(prepare, num_calls): whether that call of another copy of the model, prepared so, is
+    traced as the same graph."""
     if not changed:
         return
 
     def prepare(fresh: nn.Module) -> None:
+        modules = dict(fresh.named_modules())
         for (path, name), (_, value) in changed.items():
+            if path not in modules:
+                raise _NewModulesError
             if ":" not in name:  # what is shared has kept its change
                 *owners, last = name.split(".")
-                setattr(reduce(getattr, owners, fresh.get_submodule(path)), last, copy.copy(value))
+                setattr(reduce(getattr, owners, modules[path]), last, copy.copy(value))
 
-    if again(prepare):
+    try:
+        is_same = again(prepare, 1)
+    except _NewModulesError:
+        # As BigBird does, which puts another attention in place for short sequences.
+        is_same = again(lambda _: None, 2)
+    if is_same:
         return
     (path, name), (old, value) = next(iter(changed.items()))
     where = f"{path}.{name}" if path else name

@@ -20,10 +20,15 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from meshfold.capture.trace.assertions import Assertion, Sources, is_library_check
-from meshfold.capture.trace.ctc import Selected, ctc_loss, is_selection
+from meshfold.capture.trace.selections import Selections, ctc_loss
 from meshfold.errors import CaptureError
 from meshfold.ops.value_checks import checked
-from meshfold.torch_compat.source_lines import is_own_file, is_user_file, user_line
+from meshfold.torch_compat.source_lines import (
+    is_own_file,
+    is_user_file,
+    user_line,
+    validates_arguments,
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,12 @@ class ValueChecks:
         self._keep(assertion, getattr(torch, name)(number.tensor))
         return 0.0
 
+    def number(self, tensor: torch.Tensor) -> "Number":
+        """What stands for the number that a tensor holds."""
+        number = Number(tensor, self, _line())
+        self.numbers.add(number)
+        return number
+
     def refuse_kept(self) -> None:
         """Raises CaptureError for a number that outlives forward, which may read it next time."""
         for number in self.numbers:
@@ -105,9 +116,7 @@ class ValueChecks:
     def _item(self, tensor: torch.Tensor) -> Any:
         assertion = self._asked()
         if assertion is None:
-            number = Number(tensor, self, _line())
-            self.numbers.add(number)
-            return number
+            return self.number(tensor)
         self._keep(assertion, tensor)
         if tensor.dtype == torch.bool:
             return assertion.holds
@@ -135,7 +144,7 @@ class ValueChecks:
                 continue
             if is_library_check(frame):
                 is_check = True
-            elif not is_user_file(name):
+            elif not (is_user_file(name) or validates_arguments(name)):
                 return None
             else:
                 found = self.sources.assertion(frame, is_check)
@@ -278,6 +287,9 @@ class Number:
     def __truediv__(self, other: Any) -> "Number":
         return self._made(operator.truediv, other)
 
+    def __floordiv__(self, other: Any) -> "Number":
+        return self._made(operator.floordiv, other)
+
     def __mod__(self, other: Any) -> "Number":
         return self._made(operator.mod, other)
 
@@ -315,12 +327,15 @@ def _plain(value: Any) -> Any:
 
 
 class Answering(TorchFunctionMode):
-    """Answers for assertions, writes CTC losses in ops of fixed shape, and leaves everything else
-    as it is."""
+    """Answers for assertions, writes CTC losses and what masks select in ops of fixed shape, and
+    leaves everything else as it is."""
 
     def __init__(self, checks: ValueChecks) -> None:
         super().__init__()
         self.checks = checks
+        self.selections = Selections(
+            checks.number, lambda func: refused_number(function_name(func), _line())
+        )
 
     def __torch_function__(
         self,
@@ -329,10 +344,13 @@ class Answering(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if is_selection(func, args):
-            refused = refused_number(function_name(func), _line())
-            return Selected(args[0], args[1], refused)
-        answer = ctc_loss(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        answer = self.selections.answer(func, args)
         if answer is NotImplemented:
-            answer = self.checks.answer(func, args, kwargs or {})
-        return func(*args, **(kwargs or {})) if answer is NotImplemented else answer
+            answer = ctc_loss(func, args, kwargs)
+        if answer is NotImplemented:
+            answer = self.checks.answer(func, args, kwargs)
+        if answer is NotImplemented:
+            answer = func(*args, **kwargs)
+            self.selections.see(func, args, kwargs, answer)
+        return answer

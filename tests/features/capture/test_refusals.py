@@ -106,3 +106,31 @@ def test_a_loss_that_matches_outside_of_torch_is_to_be_computed_outside() -> Non
         CaptureError, match="capture the model without labels, and compute its loss"
     ):
         capture(Detector(), X)
+
+
+class Writes(nn.Module):
+    """Writes to its input, then computes with it. how: with what."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.how(x)
+        return self.linear(x).square().sum()
+
+
+@pytest.mark.parametrize(
+    "how", [lambda x: x.add_(1), lambda x: x.mul_(2).clamp_(0, 1), lambda x: x.copy_(x.flip(0))]
+)
+def test_what_writes_to_an_input_is_refused_by_its_name(how: Any) -> None:
+    with pytest.raises(CaptureError, match=r"the model writes to the input x; .* out of pl") as e:
+        capture(Writes(how), {"x": X["x"].clone()})
+    assert "test_refusals.py" in e.value.source
+
+
+def test_an_input_that_is_clamped_in_place_is_captured() -> None:
+    captured = capture(Writes(lambda x: x.clamp_(-0.5, 0.5)), {"x": X["x"].clone()})
+    (region,) = captured.graph.regions
+    assert region.graph.ops[0].target == "aten.clamp.default" and not region.graph.mutations

@@ -14,6 +14,7 @@ from meshfold.ir.op_graph import Op, Symbol
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.split.loss_counts import COUNT
 from meshfold.passes.split.microbatch import MicrobatchGraphs
+from meshfold.passes.split.pieces import cut_as
 
 CLUSTER = resolve_cluster("local-cpu", 4)
 
@@ -82,6 +83,32 @@ class Normalised(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x).square().sum()
+
+
+class Standardized(nn.Module):
+    """Convolutions whose weights are standardized by a batch norm of a batch of one, as BiT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            weight = torch.nn.functional.batch_norm(
+                layer.weight.reshape(1, 4, -1), None, None, training=True
+            ).reshape_as(layer.weight)
+            x = torch.nn.functional.conv2d(x, weight, padding=1).relu()
+        return x.square().mean()
+
+
+def test_statistics_over_a_weight_are_not_over_the_batch():
+    folded = capture(Standardized(), {"x": torch.zeros(4, 4, 4, 4)}).graph
+    graphs = MicrobatchGraphs(folded, CLUSTER, 4)
+    assert graphs.refusal == "" and graphs.input_layouts()["x"][0].is_shard
+    # In regions of their own, too, where as many channels as samples look like a batch.
+    (region,) = folded.regions
+    cut = cut_as(folded, (3, len(region.graph.ops) - 3)).folded
+    assert MicrobatchGraphs(cut, CLUSTER, 4).refusal == ""
 
 
 def test_statistics_of_a_batch_norm_are_refused_by_name():

@@ -38,6 +38,17 @@ class Model(nn.Module):
         return self.last(self.middle(self.first(x))).square().mean()
 
 
+class Scale(nn.Module):
+    """A factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 class Layer(nn.Module):
     """A linear layer that counts its calls."""
 
@@ -108,6 +119,17 @@ def only_counted(model: Model, h: Tensor) -> Tensor:
     return h
 
 
+def module_made_once(model: Model, h: Tensor) -> Tensor:
+    if not hasattr(model, "scaling"):
+        model.scaling = Scale(2.0)
+    return model.scaling(h)
+
+
+def module_made_anew(model: Model, h: Tensor) -> Tensor:
+    model.scaling = Scale(2 * model.scaling.factor if hasattr(model, "scaling") else 2.0)
+    return model.scaling(h)
+
+
 def hooked(model: Model, h: Tensor) -> Tensor:
     h.register_hook(lambda g: 2 * g)
     return h
@@ -147,6 +169,8 @@ MIDDLES = {
     counted_anew: r"forward changes fresh \(from None to 1\)",
     set_alike: "",
     only_counted: "",
+    module_made_once: "",
+    module_made_anew: r"forward changes scaling.training \(from None to True\)",
     hooked: "Tensor.register_hook inside of forward is lost in a graph; .*test_python_state.py",
     backward_inside: "Tensor.backward inside of forward is lost in a graph",
     data_read: r"Tensor.data inside of forward is lost in a graph; write x.detach\(\)",

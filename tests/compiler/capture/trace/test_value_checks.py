@@ -9,6 +9,7 @@ from support.models import checks
 from support.models.checks import all_at_once, bounded, either, finite
 from support.programs.local_programs import emit_uniform, errors_of_a_step, on_ranks
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 
 from meshfold.capture.pipeline import capture
 from meshfold.errors import CaptureError, ValueCheckError
@@ -80,6 +81,34 @@ def called(x: Tensor) -> Any:
 
 def filled(x: Tensor) -> Any:
     return torch.full((2,), x.max().item())
+
+
+class Distributed(nn.Module):
+    """The loss of a variational autoencoder; torch.distributions check their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(WIDTH, 8), nn.Linear(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, scale = self.encoder(x).chunk(2, -1)
+        latent = Normal(mean, nn.functional.softplus(scale))
+        apart = kl_divergence(latent, Normal(torch.zeros_like(mean), torch.ones_like(mean)))
+        fit = Normal(self.decoder(mean), torch.ones_like(x)).log_prob(x)
+        return apart.sum(-1).mean() - fit.mean()
+
+
+def test_distributions_of_torch_check_their_arguments() -> None:
+    torch.manual_seed(0)
+    model = Distributed().double()
+    batch = {"x": X["x"].double()}
+    with float64_everywhere():
+        captured = capture(model, batch)
+    assert any("distribution.py" in note for note in captured.graph.notes)
+    for strategy in (UniformStrategy(dp=2, zero=3), UniformStrategy(dp=1, tp=2)):
+        program = emit_uniform(captured, strategy, BATCH)
+        for errors in errors_of_a_step(model, batch, captured, program):
+            assert max(errors.values()) < 1e-12
 
 
 @pytest.mark.parametrize(

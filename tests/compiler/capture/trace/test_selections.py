@@ -1,4 +1,5 @@
-"""CTC losses: in ops of fixed shape, with the reductions of torch on every rank."""
+"""What masks select, in ops of fixed shape: targets of CTC losses, with the reductions of torch on
+every rank, and the last <eos> of each row."""
 
 from typing import Any
 
@@ -78,4 +79,75 @@ def test_selected_labels_are_for_nothing_else(use: Any) -> None:
 
     with pytest.raises(CaptureError, match="masked_select gives a shape or a number") as caught:
         capture(Uses(), {"labels": torch.ones(2, 3, dtype=torch.long)})
-    assert "test_ctc.py" in caught.value.source
+    assert "test_selections.py" in caught.value.source
+
+
+class ByLastEnd(nn.Module):
+    """Classifies rows by their last <eos>, as BART and T5 do. is_checked: that rows have
+    equally many; whole: an index that names all dims."""
+
+    def __init__(self, is_checked: bool = True, whole: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 3)
+        self.is_checked, self.whole = is_checked, whole
+
+    def chosen(self, hidden: Tensor, ends: Tensor) -> Tensor:
+        rows = hidden[ends, :] if self.whole else hidden[ends]
+        assert rows.shape[0] // len(hidden) >= 1
+        each = rows.view(hidden.size(0), -1, hidden.size(-1))
+        return each[:, -1, :] if self.whole else each[:, -1]
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = torch.tanh(self.embedding(ids))
+        ends = ids.eq(2)
+        if self.is_checked:
+            torch._check(torch.unique_consecutive(ends.sum(1)).numel() == 1, lambda: "uneven")
+        return F.cross_entropy(self.head(self.chosen(hidden, ends)), labels)
+
+
+def rows_with_ends() -> dict[str, Tensor]:
+    """Two ends in each row, at other places."""
+    ids = torch.full((BATCH, 6), 5)
+    for row, ends in enumerate(((0, 5), (1, 2), (3, 4), (0, 1))):
+        ids[row, ends] = 2
+    return {"ids": ids, "labels": torch.tensor([0, 1, 2, 0])}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_last_end_of_each_row_is_that_of_one_process(whole: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = ByLastEnd(whole=whole).double(), rows_with_ends()
+    with float64_everywhere():
+        captured = capture(model, batch)
+    assert any("torch.unique_consecutive" in note for note in captured.graph.notes)
+    for strategy in (UniformStrategy(dp=2, zero=3), UniformStrategy(dp=2, tp=2)):
+        program = emit_uniform(captured, strategy, BATCH)
+        for errors in errors_of_a_step(model, batch, captured, program):
+            assert max(errors.values()) < 1e-12
+
+
+class Uneven(ByLastEnd):
+    def __init__(self) -> None:
+        super().__init__(is_checked=False)
+
+
+class First(ByLastEnd):
+    def chosen(self, hidden: Tensor, ends: Tensor) -> Tensor:
+        return hidden[ends].view(hidden.size(0), -1, hidden.size(-1))[:, 0]
+
+
+class Flat(ByLastEnd):
+    def chosen(self, hidden: Tensor, ends: Tensor) -> Tensor:
+        return hidden[ends].view(-1, hidden.size(-1))[-1:]
+
+
+class Counted(ByLastEnd):
+    def chosen(self, hidden: Tensor, ends: Tensor) -> Tensor:
+        return hidden[ends].mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize("model", [Uneven, First, Flat, Counted])
+def test_rows_that_a_mask_selects_are_for_nothing_else(model: type[ByLastEnd]) -> None:
+    with pytest.raises(CaptureError, match="gives a shape or a number") as caught:
+        capture(model(), rows_with_ends())
+    assert "test_selections.py" in caught.value.source
