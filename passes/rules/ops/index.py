@@ -114,13 +114,17 @@ def _index(op: BoundOp) -> OpLabels | None:
 
 def _index_put(op: BoundOp) -> OpLabels | None:
     """self[..., index, ...] = or += values: indexed dims unsharded, the others labels. Where values
-    are added, their dims are summed into self."""
+    are added, their dims are summed into self. One number goes to places of any dims."""
     given = op.get("indices")
     assert isinstance(given, tuple)
     if any(op.values[k].dtype == "bool" for k in op.positions("indices")):
         return None
     indexed = [d for d, index in enumerate(given) if index is not None]
     shape, values = op.value("self").shape, op.value("values").shape
+    if not values and not op.get("accumulate", False):
+        filled = numbered(shape, but=indexed)
+        indices = (op.values[k].shape for k in op.positions("indices"))
+        return OpLabels((filled, *((None,) * len(i) for i in indices), ()), (filled,))
     if not _of_first_dims(op, indexed) or len(values) != 1 + len(shape) - len(indexed):
         return None
     labels = numbered(shape, but=indexed)

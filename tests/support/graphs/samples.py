@@ -296,6 +296,7 @@ INDEX: tuple[Sample, ...] = (
     call("index_put.default", real(48, 12), [permuted(48)[:24] - 48], real(24, 12), False),
     call("index_put.default", real(24, 12), [whole(24, 36)], real(36, 12), True),
     call("index_put.default", real(24, 12), [whole(24, 36)], real(36, 1), True),
+    call("index_put.default", real(*X), [None, permuted(12)[:3], permuted(24)[:3]], real()),
     call("scatter.value", real(*X), 2, whole(24, 4, 12, 2), 1.0),
     call("scatter.value", real(*X), -1, whole(24, 4, 6, 2), 0),
     call("scatter.src", real(*X), 1, places(12, 4, 6, 24), real(4, 6, 24)),
