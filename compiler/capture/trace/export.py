@@ -13,6 +13,7 @@ outputs           the loss and what is asked for besides, nothing else is captur
                   (meshfold.capture.trace.returned).
 """
 
+import contextlib
 import inspect
 import random
 import sys
@@ -248,16 +249,19 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
             return False
         return op in OP_RULES or op.startswith((*_READ_BY_REWRITES, *_CHECKED))
 
+    found: ExportedProgram | None = None
     table = decompositions(program.graph_module, stays)
-    if not table:
-        return program.run_decompositions({})
-    try:
-        found = program.run_decompositions(table)
-    except Exception:
-        # Some ask for values on the way. Such an op runs whole.
-        return program.run_decompositions({})
-    kinds = {spec.kind for spec in found.graph_signature.input_specs}
-    return program.run_decompositions({}) if InputKind.TOKEN in kinds else found
+    # Some ops ask for values on the way, or check them: everything stays as it is called then.
+    with contextlib.suppress(Exception):
+        found = program.run_decompositions(table) if table else None
+    if found is None or _has_tokens(found):
+        found = program.run_decompositions({})
+    return found
+
+
+def _has_tokens(program: ExportedProgram) -> bool:
+    """Whether ops with effects are in order, of which a graph of pure ops knows nothing."""
+    return any(s.kind is InputKind.TOKEN for s in program.graph_signature.input_specs)
 
 
 def _updates_statistics(node: fx.Node) -> bool:
