@@ -45,17 +45,18 @@ MODEL_TIMEOUT_S, PLAN_TIMEOUT_S = 300.0, 120.0
 
 @dataclass(frozen=True)
 class PlanKind:
-    """A column of the table."""
+    """A column of the table. otherwise: pins in place of `pins` where those are refused."""
 
     num_ranks: int
     pins: Mapping[str, int]
     mode: str = "eager"
+    otherwise: Mapping[str, int] | None = None
 
 
 PLANS: Mapping[str, PlanKind] = {
     "zero3": PlanKind(2, {"dp": 2, "zero": 3}),
     "tp+sp": PlanKind(2, {"tp": 2, "sp": 1}),
-    "pp2": PlanKind(2, {"pp": 2, "microbatches": 2}),
+    "pp2": PlanKind(2, {"pp": 2, "microbatches": 2}, otherwise={"pp": 2, "microbatches": 1}),
     "scheduled": PlanKind(2, {"tp": 2, "micro_chunks": 1}, "scheduled"),
 }
 
@@ -133,21 +134,39 @@ def _survey(entry: Entry, report: Any) -> None:
 def _under(entry: Entry, captured: Captured, kind: PlanKind) -> tuple[dict[str, Any], set[str]]:
     """What became of one plan, and its ops without a rule."""
     start_s = time.monotonic()
-    cluster = resolve_cluster("local-cpu", kind.num_ranks)
     try:
-        options = meshfold.CompileOptions(pins=kind.pins, mode=kind.mode)  # type: ignore[arg-type]
-        plan = plan_captured(captured, entry.name, cluster, options)
+        plan, refused = _planned(entry, captured, kind)
         planned_s = time.monotonic() - start_s
         emit_plan(captured.graph, plan)
     except Exception as error:
         return _refusal(error, start_s), set()
     ops = {op for region in plan.regions for op in region.fallback_ops}
-    seconds = {"plan_s": round(planned_s, 1), "strategy": plan.strategy.label}
+    seconds = {
+        "plan_s": round(planned_s, 1),
+        "strategy": plan.strategy.label,
+        "otherwise": refused,
+    }
     try:
         found = _verified(entry, captured, plan)
     except ChildError as error:
         return {"kind": "failed", "text": str(error.args[0]), **seconds}, ops
     return {**found, **seconds, "seconds": round(time.monotonic() - start_s, 1)}, ops
+
+
+def _planned(entry: Entry, captured: Captured, kind: PlanKind) -> tuple[Plan, str]:
+    """The plan under `pins`, or under those that stand in where `pins` are refused, and why."""
+    cluster = resolve_cluster("local-cpu", kind.num_ranks)
+
+    def planned(pins: Mapping[str, int]) -> Plan:
+        options = meshfold.CompileOptions(pins=pins, mode=kind.mode)  # type: ignore[arg-type]
+        return plan_captured(captured, entry.name, cluster, options)
+
+    try:
+        return planned(kind.pins), ""
+    except MeshfoldError as error:
+        if kind.otherwise is None or isinstance(error, PassError):
+            raise
+        return planned(kind.otherwise), str(error)
 
 
 def _verified(entry: Entry, captured: Captured, plan: Plan) -> dict[str, Any]:

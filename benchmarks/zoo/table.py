@@ -29,8 +29,9 @@ Made by `python benchmarks/survey.py --results survey.json --write docs/survey.m
 packages of the extra `survey`. Every model is built small from its configuration and captured
 unmodified, and each plan is held against one process as `meshfold verify` does it: float64, the
 loss, every gradient, and every parameter after three steps of AdamW. A figure is the largest
-relative difference; the plans are on two gloo processes. `-`: refused in one line, which stands
-below. The script has more models than the table: what was not run is not in it.
+relative difference; the plans are on two gloo processes. `*`: with one microbatch, since the batch
+cannot be split; `-`: refused in one line, which stands below. The script has more models than the
+table: what was not run is not in it, and a row stays as it was found until its model is run again.
 """
 
 
@@ -81,7 +82,8 @@ def _models(rows: Sequence[Row], columns: Sequence[str]) -> str:
 def _cell(plan: Mapping[str, Any] | None) -> str:
     if plan is None or plan["kind"] == "refused":
         return "-"
-    return f"{plan['worst']:.0e}" if plan["kind"] == "ok" else f"**{plan['kind']}**"
+    mark = "*" if plan.get("otherwise") else ""
+    return f"{plan['worst']:.0e}{mark}" if plan["kind"] == "ok" else f"**{plan['kind']}**"
 
 
 def _refusals(rows: Sequence[Row]) -> str:

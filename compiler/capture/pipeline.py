@@ -49,7 +49,7 @@ from meshfold.capture.trace.functions import FunctionCalls
 from meshfold.capture.trace.layer_drop import LayerDrops
 from meshfold.capture.trace.loss_function import LossFunction, check_arguments
 from meshfold.capture.trace.lower import read_program
-from meshfold.capture.trace.module_names import refuse_names
+from meshfold.capture.trace.module_names import refuse_lazy, refuse_names
 from meshfold.capture.trace.python_state import (
     Changes,
     refuse_changing_state,
@@ -125,6 +125,7 @@ def capture(
     OptionError if example_inputs holds no tensor, or not the arguments of the model, or a rule is
     wrong.
     """
+    refuse_lazy(model)
     check_arguments(model, example_inputs, loss_fn)
     if not returns.has_loss:
         loss_fn = None

@@ -256,9 +256,11 @@ def _compiled_step(compiled: CompiledModel, built: BuiltModel, captured: Capture
 
 def _optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
     """The plan's, with settings under which rounding stays rounding."""
+    # A stage may be without parameters, and torch makes no optimizer of none.
+    parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(()))]
     if plan.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=EPS)
 
 
 def _sizes(

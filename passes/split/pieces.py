@@ -64,7 +64,8 @@ def in_pieces(folded: FoldedGraph, num_stages: int) -> Pieces:
         largest = max(range(len(regions)), key=lambda r: (work[regions[r].name], -r))
         if work[regions[largest].name] < 0:
             break
-        at = _place(regions[largest].graph)
+        ends = (pieces.folded.instances[0].region, pieces.folded.instances[-1].region)
+        at = _place(regions[largest].graph, ends[0] == largest, ends[1] == largest)
         if at:
             pieces = _halved(pieces, largest, at)
         else:
@@ -121,17 +122,24 @@ def _work(graph: OpGraph) -> list[float]:
     return found
 
 
-def _place(graph: OpGraph) -> int:
-    """How many ops the first part of a region has; 0 where it is not cut."""
+def _place(graph: OpGraph, is_first: bool, is_last: bool) -> int:
+    """How many ops the first part of a region has; 0 where it is not cut. Neither the first part of
+    a program nor its last is without parameters: a stage of it would leave an optimizer none."""
     work, crossing = _work(graph), _crossing_bytes(graph)
     total, done = sum(work), 0.0
     possible = []
+    reads = [any(_is_parameter(graph, v) for v in op.operands) for op in graph.ops]
     for k in range(1, len(graph.ops)):
         done += work[k - 1]
-        if _keeps_losses(graph, (k,)):
+        trains = (any(reads[:k]) or not is_first) and (any(reads[k:]) or not is_last)
+        if trains and _keeps_losses(graph, (k,)):
             share = min(done, total - done) / total if total else 0.0
             possible.append((min(share, 1 / LEAST_SHARE), -crossing[k], share, -k))
     return -max(possible)[3] if possible else 0
+
+
+def _is_parameter(graph: OpGraph, v: int) -> bool:
+    return v < len(graph.slots) and graph.slots[v].kind is SlotKind.PARAMETER
 
 
 def _crossing_bytes(graph: OpGraph) -> list[int]:

@@ -5,7 +5,8 @@
                                              and positions of a padded batch, which is there anyway
     not of the batch at all                  computed again, too (rotary tables, position biases)
 
-Random numbers cross: they are drawn once. So does what is made of a buffer that a step updates.
+Random numbers cross: they are drawn once. So does what is made of a buffer that a step updates, be
+it of parameters alone (a weight under spectral norm): no other stage has the buffer as it is.
 """
 
 from collections.abc import Iterator
@@ -32,13 +33,23 @@ def crossing_values(folded: FoldedGraph) -> frozenset[Made]:
             return (source.instance, source.output) in again
         return source.kind is not SourceKind.PARAMETER and source.name not in updated
 
+    def is_updated(source: Source) -> bool:
+        if source.kind is SourceKind.VALUE:
+            return (source.instance, source.output) in of_updated
+        return source.name in updated
+
     again: set[Made] = set()
+    of_updated: set[Made] = set()
     for k, instance in enumerate(folded.instances):
         graph = folded.regions[instance.region].graph
         for output, (slots, draws) in enumerate(needs[instance.region]):
             if not draws and all(is_at_hand(instance.sources[slot]) for slot in slots):
                 again.add((k, output))
-            elif graph.values[graph.outputs[output]].depends is Dependence.BATCH:
+                continue
+            if any(is_updated(instance.sources[slot]) for slot in slots):
+                of_updated.add((k, output))
+            is_of_batch = graph.values[graph.outputs[output]].depends is Dependence.BATCH
+            if is_of_batch or (k, output) in of_updated:
                 crossing.add((k, output))
     return frozenset(crossing)
 

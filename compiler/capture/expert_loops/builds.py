@@ -7,9 +7,10 @@ from torch import nn
 
 def are_alike(experts: Sequence[nn.Module]) -> bool:
     """Whether experts differ in nothing but the values of their parameters, all of which are those
-    of linears, and none has hooks or a forward of its own."""
+    of linears, and none has hooks or a forward of its own. A list of modules may hold None."""
     return (
-        len({type(expert) for expert in experts}) == 1
+        all(isinstance(expert, nn.Module) for expert in experts)
+        and len({type(expert) for expert in experts}) == 1
         and len({_build(expert) for expert in experts}) == 1
         and all(is_of_linears(expert) for expert in experts)
         and not any(_has_hooks(part) for expert in experts for part in expert.modules())

@@ -69,7 +69,7 @@ def without_loops_of(module: nn.Module) -> Callable[..., Any] | None:
 
 def _may_loop(module: nn.Module) -> bool:
     lists = [c for c in module.children() if isinstance(c, nn.ModuleList) and len(c) > 1]
-    return any(is_of_linears(modules[0]) for modules in lists)
+    return any(modules[0] is not None and is_of_linears(modules[0]) for modules in lists)
 
 
 def _fits(module: nn.Module, loop: Loop) -> bool:

@@ -1,7 +1,8 @@
 """Trace the fake copy with torch.export, keeping what a plain export would lose or hide.
 
-torch.export(strict=False), then `run_decompositions({})`: the empty table keeps linear, attention,
-norms and losses as single ops and makes in-place ops pure. Three things need care:
+torch.export(strict=False), then `run_decompositions`, which makes in-place ops pure. Its table
+keeps linear, attention, norms and losses as single ops, and writes composite ops without a rule
+(hstack, linalg.norm, prelu) in the ops that torch makes them of. Three things need care:
 
 detaches          run_decompositions silently drops no_grad blocks and detach_; explicit
                   `detach` ops go in before it (meshfold.capture.trace.detaches).
@@ -12,6 +13,7 @@ outputs           the loss and what is asked for besides, nothing else is captur
                   (meshfold.capture.trace.returned).
 """
 
+import contextlib
 import inspect
 import random
 import sys
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from meshfold.capture.trace.detaches import write_detaches
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
@@ -48,7 +51,9 @@ from meshfold.capture.trace.value_checks import (
 )
 from meshfold.errors import CaptureError
 from meshfold.ir.returns import Returns
+from meshfold.passes.rules.table import OP_RULES
 from meshfold.torch_compat.autograd_functions import functions_met, is_of_op
+from meshfold.torch_compat.composite_ops import decompositions
 from meshfold.torch_compat.fake_tensors import casts_of_nothing, lacks_fake, lazy_graphs
 from meshfold.torch_compat.source_lines import is_user_file, line_in, user_line
 
@@ -227,12 +232,57 @@ def export_fake(
         program = torch.export.export(traced, inputs.tensors, strict=False)
         _stamp_sources(program.graph_module)
         write_detaches(program.graph_module)
-        program = program.run_decompositions({})
+        program = _decomposed(program)
     report, drops = traced.report, watch.drops
     if drops.num_branches != drops.num_chosen and not skips:
         raise refused_branch("Tensor.__bool__", drops.source)
     functions, notes = tuple(fake.functions.calls), watch.checks.notes()
     return Exported(program, report.chosen, report.changed, drops, functions, notes)
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    """`program` in pure ops, composite ones without a rule in what torch makes them of."""
+    has_statistics = any(map(_updates_statistics, program.graph.nodes))
+
+    def stays(op: str) -> bool:
+        if op == _INSTANCE_NORM and has_statistics:
+            return False
+        return op in OP_RULES or op.startswith((*_READ_BY_REWRITES, *_CHECKED))
+
+    found: ExportedProgram | None = None
+    table = decompositions(program.graph_module, stays)
+    # Some ops ask for values on the way, or check them: everything stays as it is called then.
+    with contextlib.suppress(Exception):
+        found = program.run_decompositions(table) if table else None
+    if found is None or _has_tokens(found):
+        found = program.run_decompositions({})
+    return found
+
+
+def _has_tokens(program: ExportedProgram) -> bool:
+    """Whether ops with effects are in order, of which a graph of pure ops knows nothing."""
+    return any(s.kind is InputKind.TOKEN for s in program.graph_signature.input_specs)
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    """Whether an instance norm changes its running statistics, in place where no graph sees it."""
+    if str(node.target) != _INSTANCE_NORM:
+        return False
+    return node.args[3] is not None and node.args[5] is True
+
+
+_INSTANCE_NORM = "aten.instance_norm.default"
+_READ_BY_REWRITES = ("aten.embedding_bag.",)
+"""Ops without a rule that a rewrite knows (meshfold.capture.rewrites)."""
+_CHECKED = tuple(
+    f"aten.{name}."
+    for name in (
+        *("inverse", "linalg_cholesky", "linalg_eig", "linalg_inv", "linalg_ldl_factor"),
+        *("linalg_lu_factor", "linalg_matrix_power", "linalg_pinv", "linalg_solve"),
+        *("linalg_tensorinv", "linalg_tensorsolve", "quantile", "nanquantile"),
+    )
+)
+"""Ops made of one that raises by values, which a graph of pure ops cannot hold."""
 
 
 @contextmanager

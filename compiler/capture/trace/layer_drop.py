@@ -10,7 +10,7 @@ by the choice. So a layer is computed in any case; skipped, its parameters get g
 
 That the branch does nothing but skip the layer is proven by a second trace in which every such
 comparison answers the other way: with the choices made, the first program must be the second
-(meshfold.capture.pipeline).
+(meshfold.capture.pipeline). A comparison with a probability of 0 or 1 is no branch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +37,9 @@ class LayerDrops:
         self._draws: dict[int, Tensor] = {}
         self._conditions: dict[int, tuple[Tensor, bool]] = {}
         """Comparisons of draws, and whether they skip where they hold."""
+        self._certain: dict[int, tuple[Tensor, bool]] = {}
+        """Comparisons with a probability of 0 or 1, and what they say. A draw that is 0 itself is
+        left out of account."""
         self._decided: set[int] = set()
         self._pending: int | None = None
         self._depth = 0
@@ -52,12 +55,18 @@ class LayerDrops:
         if func is torch.rand and result.numel() == 1:
             self._draws[id(result)] = result
         elif len(args) == 2 and id(args[0]) in self._draws and isinstance(args[1], int | float):
-            if name in (*_BELOW, *_ABOVE):
+            if name not in (*_BELOW, *_ABOVE):
+                return
+            if 0 < args[1] < 1:
                 self._conditions[id(result)] = result, name in _BELOW
+            else:
+                self._certain[id(result)] = result, (name in _ABOVE) == (args[1] <= 0)
 
     def answer(self, condition: Tensor, source: str) -> bool | None:
         """What a branch on `condition` is told; None if it is no comparison of a draw."""
         key = id(condition)
+        if key in self._certain:
+            return self._certain[key][1]
         if key not in self._conditions:
             return None
         if key not in self._decided:

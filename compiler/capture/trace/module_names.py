@@ -1,9 +1,11 @@
-"""Names of parameters that torch.export cannot write: it puts them into Python code as they are."""
+"""Parameters that cannot be captured: torch.export puts their names into Python code as they are,
+and one that a lazy module has not made yet has no shape."""
 
 from itertools import chain
 from keyword import iskeyword
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from meshfold.errors import CaptureError
 
@@ -17,5 +19,16 @@ def refuse_names(model: nn.Module) -> None:
             raise CaptureError(
                 f"{name!r} has {part!r} in its name, which torch.export cannot write as Python; "
                 "give that attribute another name",
+                op=name,
+            )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raises CaptureError for a parameter or buffer that is made in the first forward."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"{name!r} of a lazy module is made in the first forward; run the model once, or "
+                "build it with its sizes",
                 op=name,
             )

@@ -82,6 +82,8 @@ class ValueChecks:
         if func not in _TRUTHS:
             return NotImplemented
         assertion = self._asked()
+        if assertion is None and _asks_for_a_hint():
+            return False
         if assertion is None:
             raise refused_branch(function_name(func), _line())
         return self._keep(assertion, _TRUTHS[func](*args, **kwargs))
@@ -161,6 +163,13 @@ class ValueChecks:
             if is_user_file(name) and self.sources.catches(frame):
                 return True
         return False
+
+
+def _asks_for_a_hint() -> bool:
+    """Whether torch's transformer asks if a mask is causal. It takes the mask in either case."""
+    frames = (frame.f_code for frame, _ in traceback.walk_stack(inspect.currentframe()))
+    asking = (c for c in frames if not (is_own_file(c.co_filename) or c.co_name in _PASSES_ON))
+    return next(asking).co_name == "_detect_is_causal_mask"
 
 
 _ASSERTS = (torch._assert, torch._assert_async)

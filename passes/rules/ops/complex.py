@@ -23,6 +23,13 @@ def _parted(op: BoundOp) -> OpLabels:
     return OpLabels((labels,), ((*labels, None),), linear=_LINEAR, keeps_padding=names)
 
 
+def _mirrored(op: BoundOp) -> OpLabels:
+    """conj, and the sign that an imaginary part takes from it."""
+    labels = numbered(op.values[0].shape)
+    names = frozenset(f"d{d}" for d in range(len(labels)))
+    return OpLabels((labels,), (labels,), linear=_LINEAR, keeps_padding=names)
+
+
 def _of_two(op: BoundOp) -> OpLabels:
     """A number of two real ones."""
     shape = op.outputs[0].shape
@@ -62,6 +69,8 @@ COMPLEX_RULES = {
     "aten.view_as_real.default": rule("self", _parted),
     "aten.complex.default": rule("real imag", _of_two),
     "aten.polar.default": rule("abs angle", _of_two),
+    "aten._conj.default": rule("self", _mirrored),
+    "aten._neg_view.default": rule("self", _mirrored),
     "aten.angle.default": rule("self", _angle),
     **{name: rule("self n dim norm", _transform) for name in _ONE},
     **{name: rule("self s dim norm", _transform) for name in _SEVERAL},

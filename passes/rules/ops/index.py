@@ -114,13 +114,17 @@ def _index(op: BoundOp) -> OpLabels | None:
 
 def _index_put(op: BoundOp) -> OpLabels | None:
     """self[..., index, ...] = or += values: indexed dims unsharded, the others labels. Where values
-    are added, their dims are summed into self."""
+    are added, their dims are summed into self. One number goes to places of any dims."""
     given = op.get("indices")
     assert isinstance(given, tuple)
     if any(op.values[k].dtype == "bool" for k in op.positions("indices")):
         return None
     indexed = [d for d, index in enumerate(given) if index is not None]
     shape, values = op.value("self").shape, op.value("values").shape
+    if not values and not op.get("accumulate", False):
+        filled = numbered(shape, but=indexed)
+        indices = (op.values[k].shape for k in op.positions("indices"))
+        return OpLabels((filled, *((None,) * len(i) for i in indices), ()), (filled,))
     if not _of_first_dims(op, indexed) or len(values) != 1 + len(shape) - len(indexed):
         return None
     labels = numbered(shape, but=indexed)
@@ -205,6 +209,25 @@ def _scatter_add(op: BoundOp) -> OpLabels:
     )
 
 
+def _scatter_reduce(op: BoundOp) -> OpLabels:
+    """As scatter, with what meets in one place reduced: x and i are unsharded."""
+    return replace(_scatter(op), linear=())
+
+
+def _index_fill(op: BoundOp) -> OpLabels:
+    """self [..., x, ...], index [i]: x is unsharded."""
+    shape = op.value("self").shape
+    labels = numbered(shape, but=(op.dim("dim", len(shape)),))
+    return OpLabels((labels, (None,)), (labels,))
+
+
+def _index_copy(op: BoundOp) -> OpLabels:
+    """self [..., x, ...], index [i], source [..., i, ...]: x and i are unsharded."""
+    shape = op.value("self").shape
+    labels = numbered(shape, but=(op.dim("dim", len(shape)),))
+    return OpLabels((labels, (None,), labels), (labels,), linear=(frozenset({0, 2}),))
+
+
 def _one_hot(op: BoundOp) -> OpLabels:
     """ids [...] -> [..., classes]; classes unsharded."""
     ids = numbered(op.value("self").shape)
@@ -223,5 +246,8 @@ INDEX_RULES = {
     "aten.scatter.value": rule("self dim index value", _scatter),
     "aten.scatter.src": rule("self dim index src", _scatter),
     "aten.scatter_add.default": rule("self dim index src", _scatter_add),
+    "aten.scatter_reduce.two": rule("self dim index src reduce include_self", _scatter_reduce),
+    "aten.index_fill.int_Scalar": rule("self dim index value", _index_fill),
+    "aten.index_copy.default": rule("self dim index source", _index_copy),
     "aten.one_hot.default": rule("self num_classes", _one_hot),
 }

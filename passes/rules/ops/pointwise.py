@@ -99,6 +99,12 @@ def _gated(op: BoundOp) -> OpLabels:
     return replace(found, keeps_padding=frozenset(found.names))
 
 
+def _bucketed(op: BoundOp) -> OpLabels:
+    """bucketize: every rank looks through all boundaries."""
+    labels = numbered(op.outputs[0].shape)
+    return OpLabels((labels, (None,)), (labels,))
+
+
 def _padded(labels: LabelFunction) -> LabelFunction:
     """The same labels, for an op that keeps padding."""
 
@@ -150,6 +156,11 @@ _ROWS: dict[str, tuple[str, LabelFunction]] = {
     "masked_fill.Tensor": ("self mask value", _nonlinear),
     "pow.Tensor_Scalar": ("self exponent", _nonlinear),
     "pow.Tensor_Tensor": ("self exponent", _nonlinear),
+    "pow.Scalar": ("self exponent", _nonlinear),
+    "rsub.Tensor": ("self other alpha", _sum_of_two),
+    "polygamma.default": ("n self", _nonlinear),
+    "_prelu_kernel.default": ("self weight", _nonlinear),
+    "bucketize.Tensor": ("self boundaries out_int32 right", _bucketed),
     "gelu.default": ("self approximate", _nonlinear),
     "clamp.default": ("self min max", _nonlinear),
     "clamp.Tensor": ("self min max", _nonlinear),
@@ -174,9 +185,11 @@ _ROWS: dict[str, tuple[str, LabelFunction]] = {
 }
 
 UNARY = (
-    "abs acos asin atan bitwise_not ceil cos cosh erf erfinv exp expm1 floor frac hardsigmoid "
-    "hardswish isfinite isinf isnan log log1p log_sigmoid logical_not mish reciprocal relu relu6 "
-    "round rsqrt selu sgn sigmoid sign silu sin sinc sinh sqrt square tan tanh trunc"
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf erfc "
+    "erfinv exp exp2 expm1 floor frac hardsigmoid hardswish i0 isfinite isinf isnan isneginf "
+    "isposinf lgamma log log10 log1p log2 log_sigmoid logical_not mish rad2deg reciprocal relu "
+    "relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh special_entr "
+    "special_log_ndtr special_ndtr sqrt square tan tanh trunc"
 ).split()
 BINARY = (
     "__and__.Tensor __or__.Tensor __xor__.Tensor bitwise_and.Tensor bitwise_or.Tensor "
@@ -185,7 +198,8 @@ BINARY = (
     "gt.Scalar ge.Scalar __and__.Scalar __or__.Scalar bitwise_and.Scalar bitwise_or.Scalar "
     "maximum.default minimum.default max.other min.other remainder.Tensor remainder.Scalar "
     "fmod.Tensor fmod.Scalar floor_divide.default atan2.default copysign.Tensor "
-    "hypot.default logaddexp.default xlogy.Tensor"
+    "fmax.default fmin.default hypot.default logaddexp.default logaddexp2.default "
+    "special_xlog1py.default xlogy.Tensor"
 ).split()
 
 POINTWISE_RULES = {

@@ -57,6 +57,14 @@ def _unsharded_reduction(op: BoundOp) -> OpLabels:
     return OpLabels((inputs,), tuple(_without_reduced(inputs, reduced, v) for v in op.outputs))
 
 
+def _chosen_along(op: BoundOp) -> OpLabels:
+    """kthvalue: a dim of its own default, the last."""
+    rank = len(op.values[0].shape)
+    dim = op.dim("dim", rank, -1)
+    inputs = numbered(op.values[0].shape, but=(dim,))
+    return OpLabels((inputs,), tuple(_without_reduced(inputs, (dim,), v) for v in op.outputs))
+
+
 def _along(op: BoundOp) -> OpLabels:
     """softmax, topk, sort: `dim` (default the last) unsharded, all results alike."""
     rank = len(op.values[0].shape)
@@ -125,6 +133,17 @@ REDUCTION_RULES = {
     "aten.logsumexp.default": rule("self dim keepdim", _unsharded_reduction),
     "aten.var.correction": rule("self dim correction keepdim", _unsharded_reduction),
     "aten.std.correction": rule("self dim correction keepdim", _unsharded_reduction),
+    "aten.var_mean.correction": rule("self dim correction keepdim", _unsharded_reduction),
+    "aten.std_mean.correction": rule("self dim correction keepdim", _unsharded_reduction),
+    "aten.prod.default": rule("self dtype", _unsharded_reduction),
+    "aten.prod.dim_int": rule("self dim keepdim dtype", _unsharded_reduction),
+    "aten.nansum.default": rule("self dim keepdim dtype", _unsharded_reduction),
+    "aten.aminmax.default": rule("self dim keepdim", _unsharded_reduction),
+    "aten.median.default": rule("self", _unsharded_reduction),
+    "aten.median.dim": rule("self dim keepdim", _unsharded_reduction),
+    "aten.kthvalue.default": rule("self k dim keepdim", _chosen_along),
+    "aten.count_nonzero.default": rule("self dim", _unsharded_reduction),
+    "aten.count_nonzero.dim_IntList": rule("self dim", _unsharded_reduction),
     "aten.linalg_vector_norm.default": rule("self ord dim keepdim dtype", _unsharded_reduction),
     "aten.softmax.int": rule("self dim dtype", _softmax),
     "aten._softmax.default": rule("self dim half_to_float", _softmax),

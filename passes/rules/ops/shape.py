@@ -187,6 +187,23 @@ def _split(op: BoundOp) -> OpLabels:
     return _moved((joined,), (one,) * len(sizes))
 
 
+def _diagonal(op: BoundOp) -> OpLabels:
+    """The two dims that meet, unsharded, become a last one."""
+    rank = len(op.values[0].shape)
+    pair = {op.dim("dim1", rank, 0), op.dim("dim2", rank, 1)}
+    labels = numbered(op.values[0].shape, but=tuple(pair))
+    return _moved((labels,), ((*(p for d, p in enumerate(labels) if d not in pair), None),))
+
+
+def _diagonal_of(op: BoundOp) -> OpLabels | None:
+    """diag_embed: the last dim, unsharded, becomes the last two."""
+    rank = len(op.outputs[0].shape)
+    if {op.dim("dim1", rank, -2), op.dim("dim2", rank, -1)} != {rank - 2, rank - 1}:
+        return None
+    labels = numbered(op.values[0].shape, but=(rank - 2,))
+    return _moved((labels,), ((*labels, None),))
+
+
 def _gated(op: BoundOp) -> OpLabels:
     """glu: the halves of a dim meet, so a shard has its part of both."""
     shape = op.values[0].shape
@@ -285,6 +302,8 @@ SHAPE_RULES = {
     "aten.cat.default": rule("tensors dim", _cat),
     "aten.stack.default": rule("tensors dim", _stack),
     "aten.split.Tensor": rule("self split_size dim", _split),
+    "aten.diagonal.default": rule("self offset dim1 dim2", _diagonal),
+    "aten.diag_embed.default": rule("self offset dim1 dim2", _diagonal_of),
     "aten.split_with_sizes.default": rule("self split_sizes dim", _split),
     "aten.chunk.default": rule("self chunks dim", _split),
     "aten.glu.default": rule("self dim", _gated),

@@ -3,7 +3,7 @@ channels are free."""
 
 import re
 
-from meshfold.passes.rules.ops.labels import BoundOp, OpLabels, dim_label, numbered, rule
+from meshfold.passes.rules.ops.labels import BoundOp, Dims, OpLabels, dim_label, numbered, rule
 
 
 def _num_spatial(op: BoundOp) -> int:
@@ -27,7 +27,7 @@ def _linear_pool(op: BoundOp) -> OpLabels:
 
 
 def _pixel_shuffle(op: BoundOp) -> OpLabels:
-    """x [..., c * r * r, h, w] -> [..., c, h * r, w * r]"""
+    """x [..., c * r * r, h, w] -> [..., c, h * r, w * r], and the way back"""
     batch = numbered(op.values[0].shape[:-3])
     labels = (*batch, dim_label("c"), None, None)
     return OpLabels((labels,), (labels,), linear=(frozenset({0}),))
@@ -42,6 +42,27 @@ def _columns(op: BoundOp) -> OpLabels:
     found = (*batch, dim_label("c"), None, None), (*batch, dim_label("c"), None)
     inputs, outputs = reversed(found) if is_back else found
     return OpLabels((inputs,), (outputs,), linear=(frozenset({0}),))
+
+
+def _unpooled(op: BoundOp) -> OpLabels:
+    """max_unpool: values and the places that they had in their image."""
+    spec = _pool(op)
+    return OpLabels(spec.inputs * 2, spec.outputs, linear=(frozenset({0}),))
+
+
+def _shuffled(op: BoundOp) -> OpLabels:
+    """channel_shuffle x [batch, c, ...]: channels unsharded."""
+    labels = numbered(op.values[0].shape, but=(1,))
+    return OpLabels((labels,), (labels,), linear=(frozenset({0}),))
+
+
+def _sampled(op: BoundOp) -> OpLabels:
+    """grid_sampler: input [n, c, places of it], grid [n, places of the result, their coordinates]
+    -> [n, c, places of the result]"""
+    places: Dims = tuple(dim_label(f"p{d}") for d in range(len(op.outputs[0].shape) - 2))
+    image: Dims = (dim_label("n"), dim_label("c"), *(None,) * len(places))
+    out: Dims = (dim_label("n"), dim_label("c"), *places)
+    return OpLabels((image, (dim_label("n"), *places, None)), (out,), linear=(frozenset({0}),))
 
 
 def _windows(op: BoundOp) -> OpLabels:
@@ -63,12 +84,31 @@ SPATIAL_RULES = {
         f"aten.adaptive_avg_pool{n}d.default": rule("self output_size", _linear_pool)
         for n in (1, 2, 3)
     },
-    "aten.upsample_nearest2d.vec": rule("input output_size scale_factors", _linear_pool),
-    "aten.upsample_bilinear2d.vec": rule(
-        "input output_size align_corners scale_factors", _linear_pool
-    ),
+    **{
+        f"aten.{name}.vec": rule("input output_size scale_factors", _linear_pool)
+        for name in (
+            *(f"upsample_nearest{n}d" for n in (1, 2, 3)),
+            *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
+        )
+    },
+    **{
+        f"aten.{name}.vec": rule("input output_size align_corners scale_factors", _linear_pool)
+        for name in (
+            *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"),
+            *("upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+        )
+    },
+    "aten.max_unpool2d.default": rule("self indices output_size", _unpooled),
+    "aten.channel_shuffle.default": rule("self groups", _shuffled),
+    **{
+        f"aten.grid_sampler_{n}d.default": rule(
+            "input grid interpolation_mode padding_mode align_corners", _sampled
+        )
+        for n in (2, 3)
+    },
     "aten.im2col.default": rule("self kernel_size dilation padding stride", _columns),
     "aten.col2im.default": rule("self output_size kernel_size dilation padding stride", _columns),
     "aten.unfold.default": rule("self dimension size step", _windows),
     "aten.pixel_shuffle.default": rule("self upscale_factor", _pixel_shuffle),
+    "aten.pixel_unshuffle.default": rule("self downscale_factor", _pixel_shuffle),
 }

@@ -10,7 +10,7 @@ from support.models.unrepeated import unet, widening
 from torch import Tensor, nn
 
 from meshfold.capture.pipeline import Captured, capture
-from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.op_graph import FoldedGraph, SlotKind
 from meshfold.ops.reference_interpreter import run_graph
 from meshfold.passes.split.loss_counts import loss_counts
 from meshfold.passes.split.pieces import PIECES_PER_STAGE, _work, cut_as, in_pieces, sizes_of
@@ -72,6 +72,17 @@ def test_sizes_of_another_program_cut_nothing() -> None:
 def contents(folded: FoldedGraph) -> list[object]:
     """What every instance is, whatever the names and numbers of regions."""
     return [(folded.regions[i.region].graph, i.sources, i.floats) for i in folded.instances]
+
+
+def test_the_first_and_the_last_piece_have_parameters() -> None:
+    """torch makes no optimizer of none."""
+    model = nn.Sequential(nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Tanh(), nn.Linear(4, 4))
+    model.extend([nn.Tanh(), nn.Tanh(), nn.Flatten(0), nn.Softmax(0)])
+    folded = in_pieces(capture(model, {"input": torch.randn(2, 4)}).graph, 2).folded
+    assert len(folded.instances) > 1
+    for instance in (folded.instances[0], folded.instances[-1]):
+        slots = folded.regions[instance.region].graph.slots
+        assert any(slot.kind is SlotKind.PARAMETER for slot in slots)
 
 
 def test_what_repeats_often_enough_is_left_alone() -> None:

@@ -19,6 +19,8 @@ COMPLEX: tuple[Sample, ...] = (
     call("view_as_real.default", complex_of(4, 12)),
     call("complex.default", real(4, 12), real(4, 12, seed=8)),
     call("polar.default", real(4, 12), real(4, 12, seed=8)),
+    call("_conj.default", complex_of(4, 12)),
+    call("_neg_view.default", real(4, 12)),
     call("angle.default", complex_of(4, 12)),
     call("mul.Tensor", complex_of(4, 12, 6), complex_of(12, 1)),
     call("abs.default", complex_of(4, 12)),

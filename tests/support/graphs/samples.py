@@ -15,6 +15,7 @@ from support.graphs.loss_samples import LOSS
 from support.graphs.own_samples import BAGS, CHECKS, EXPERTS, FUSED, RANDOM
 from support.graphs.recurrence_samples import RECURRENCE
 from support.graphs.ring_samples import RING
+from support.graphs.spatial_samples import SPATIAL
 from support.graphs.tensors import (
     few,
     flags,
@@ -42,14 +43,15 @@ def _binary(name: str) -> Sample:
 
 
 _EQUALITIES = ("eq.Scalar", "ne.Scalar", "eq.Tensor", "ne.Tensor")
-_ROUNDING = ("ceil", "floor", "frac", "round", "selu", "sgn", "sign", "trunc")
+_ROUNDING = ("ceil", "floor", "frac", "round", "selu", "sgn", "sign", "signbit", "trunc")
 
 
 def _unary(name: str) -> Sample:
     if "not" in name:
         return call(f"{name}.default", flags(*X))
     make = special if name.startswith("is") else steps if name in _ROUNDING else real
-    return call(f"{name}.default", make(*X))
+    x = 1.0 / real(*X).detach() if name == "acosh" else make(*X)
+    return call(f"{name}.default", x.detach().requires_grad_())
 
 
 def _attention(
@@ -104,6 +106,11 @@ POINTWISE: tuple[Sample, ...] = (
     call("masked_fill.Tensor", real(*X), flags(12, 24), real()),
     call("pow.Tensor_Scalar", real(*X), 3.0),
     call("pow.Tensor_Tensor", real(*X), real(24)),
+    call("pow.Scalar", 2.0, real(*X)),
+    call("rsub.Tensor", real(*X), real(12, 24), alpha=2),
+    call("polygamma.default", 1, real(*X)),
+    call("_prelu_kernel.default", steps(*X), real(12, 1)),
+    call("bucketize.Tensor", real(*X), real(5).detach().sort()[0]),
     call("gelu.default", real(*X), approximate="tanh"),
     call("gelu.default", real(*X)),
     call("clamp.default", real(*X), 0.3, 0.7),
@@ -198,26 +205,6 @@ NORMALIZATION: tuple[Sample, ...] = (
     ),
 )
 
-SPATIAL: tuple[Sample, ...] = (
-    call("max_pool1d.default", real(12, 12, 6), [2]),
-    call("max_pool2d.default", real(4, 12, 6, 6), [3, 3], [2, 2], [1, 1]),
-    call("max_pool2d.default", real(12, 4, 4), [2, 2]),
-    call("max_pool3d.default", real(4, 12, 4, 4, 4), [2]),
-    call("max_pool2d_with_indices.default", real(4, 12, 4, 4), [2, 2], [2, 2]),
-    call("max_pool3d_with_indices.default", real(4, 12, 4, 4, 4), [2]),
-    call("adaptive_max_pool2d.default", real(4, 12, 6, 6), [2, 3]),
-    call("adaptive_max_pool3d.default", real(4, 12, 4, 4, 4), [2, 1, 2]),
-    call("avg_pool1d.default", real(12, 12, 6), [2]),
-    call("avg_pool2d.default", real(4, 12, 6, 6), [3, 3], [2, 2], [1, 1], False, False),
-    call("avg_pool3d.default", real(4, 12, 4, 4, 4), [2]),
-    call("adaptive_avg_pool1d.default", real(4, 12, 6), [2]),
-    call("adaptive_avg_pool2d.default", real(4, 12, 6, 6), [1, 1]),
-    call("adaptive_avg_pool3d.default", real(4, 12, 4, 4, 4), [2, 1, 2]),
-    call("upsample_nearest2d.vec", real(4, 12, 3, 3), None, [2.0, 2.0]),
-    call("upsample_bilinear2d.vec", real(4, 12, 3, 3), [5, 5], True, None),
-    call("pixel_shuffle.default", real(4, 48, 3, 3), 2),
-)
-
 REDUCTION: tuple[Sample, ...] = (
     call("sum.dim_IntList", real(*X), [1], True),
     call("sum.dim_IntList", real(*X), [0, -1]),
@@ -243,6 +230,17 @@ REDUCTION: tuple[Sample, ...] = (
     call("logsumexp.default", real(*X), [1]),
     call("var.correction", real(*X), [1], correction=1, keepdim=True),
     call("std.correction", real(*X), [1], correction=0),
+    call("var_mean.correction", real(*X), [1], correction=1, keepdim=True),
+    call("std_mean.correction", real(*X), [-1], correction=0),
+    call("prod.default", real(*X)),
+    call("prod.dim_int", real(*X), 1, True),
+    call("nansum.default", special(*X), [1]),
+    call("aminmax.default", real(*X), dim=-1, keepdim=True),
+    call("median.default", real(*X)),
+    call("median.dim", real(*X), 1),
+    call("kthvalue.default", real(*X), 3),
+    call("count_nonzero.default", flags(*X), 1),
+    call("count_nonzero.dim_IntList", flags(*X), [0, -1]),
     call("linalg_vector_norm.default", real(*X), 2, [2], True),
     call("softmax.int", real(*X), -1),
     call("_softmax.default", real(*X), 1, False),
@@ -298,12 +296,21 @@ INDEX: tuple[Sample, ...] = (
     call("index_put.default", real(48, 12), [permuted(48)[:24] - 48], real(24, 12), False),
     call("index_put.default", real(24, 12), [whole(24, 36)], real(36, 12), True),
     call("index_put.default", real(24, 12), [whole(24, 36)], real(36, 1), True),
+    call("index_put.default", real(*X), [None, permuted(12)[:3], permuted(24)[:3]], real()),
     call("scatter.value", real(*X), 2, whole(24, 4, 12, 2), 1.0),
     call("scatter.value", real(*X), -1, whole(24, 4, 6, 2), 0),
     call("scatter.src", real(*X), 1, places(12, 4, 6, 24), real(4, 6, 24)),
     call("scatter.src", real(*X), 1, places(12, 4, 6, 12), real(4, 12, 24, grad=False)),
     call("scatter_add.default", real(*X), 1, whole(12, 4, 36, 24), real(4, 36, 24)),
     call("scatter_add.default", real(*X), 1, whole(12, 4, 24, 24), real(4, 36, 24, grad=False)),
+    call("scatter_reduce.two", real(*X), 1, whole(12, 4, 6, 24), real(4, 6, 24), "amax"),
+    call(
+        "scatter_reduce.two",
+        *(real(4, 3, 24), 1, whole(3, 4, 12, 24), real(4, 12, 24), "mean"),
+        include_self=False,
+    ),
+    call("index_fill.int_Scalar", real(*X), 1, whole(12, 3), 2.0),
+    call("index_copy.default", real(*X), 1, permuted(12)[:3], real(4, 3, 24)),
     call("one_hot.default", whole(5, 12, 24), 5),
 )
 
@@ -351,6 +358,9 @@ SHAPE: tuple[Sample, ...] = (
     call("split_with_sizes.default", real(4, 12, 72), [36, 36], -1),
     call("split_with_sizes.default", real(4, 12, 24), [4, 20], -1),
     call("chunk.default", real(4, 12, 72), 3, -1),
+    call("diagonal.default", real(4, 12, 3, 3), 1, -2, -1),
+    call("diagonal.default", real(3, 3, 12)),
+    call("diag_embed.default", real(4, 12, 3)),
     call("glu.default", real(4, 24, 6)),
     call("glu.default", real(4, 48, 6), 1),
     call("unbind.int", real(4, 3, 12), 1),

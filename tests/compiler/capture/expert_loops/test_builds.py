@@ -25,6 +25,11 @@ def test_experts_that_differ_in_anything_else_are_not() -> None:
     assert not are_alike([first, second])
 
 
+def test_a_list_may_hold_none_where_a_module_is_left_out() -> None:
+    left_out = nn.ModuleList([*pair(), None])  # type: ignore[list-item]
+    assert not are_alike(list(left_out))
+
+
 def test_what_an_expert_holds() -> None:
     expert = nn.Module()
     expert.wi = nn.Linear(2, 3, bias=False)

@@ -198,3 +198,25 @@ def test_other_branches_are_refused_in_one_line(
     with pytest.raises(CaptureError, match="a Python branch depends on the value of a tensor") as e:
         capture(model, batch)
     assert "test_layer_drop.py:" in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("probability, runs", [(0, True), (0.0, True), (1.0, False), (1, False)])
+def test_a_layer_that_is_never_or_always_skipped_is_no_choice(
+    probability: float, runs: bool
+) -> None:
+    class Certain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            if torch.rand(1) > probability:
+                x = x + self.layer(x)
+            return x.square().mean()
+
+    graph = capture(Certain(), {"x": torch.randn(BATCH, WIDTH)}).graph
+    targets = [op.target for region in graph.regions for op in region.graph.ops]
+    assert targets.count("aten.linear.default") == 1 + runs
+    assert not any("where" in target for target in targets)
+    assert not any("LayerDrop" in note for note in graph.notes)

@@ -29,3 +29,12 @@ def test_a_name_that_is_no_code_is_refused(name: str) -> None:
 
 def test_other_odd_names_are_captured() -> None:
     assert capture(*odd_names()).graph.num_ops > 10
+
+
+def test_a_parameter_that_is_not_made_yet_is_refused() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Flatten(0), nn.Linear(8, 1))
+    with pytest.raises(CaptureError, match="run the model once") as caught:
+        capture(lazy, {"input": torch.randn(2, 4)})
+    assert caught.value.op == "0.weight"
+    lazy(torch.randn(2, 4))
+    assert capture(lazy, {"input": torch.randn(2, 4)}).graph.num_ops > 1

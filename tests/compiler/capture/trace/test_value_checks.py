@@ -181,3 +181,25 @@ def test_what_one_of_two_values_decides_cannot_be_run() -> None:
     assert capture(Checked(either), X).graph.notes
     with pytest.raises(CaptureError, match="cannot be run in a step, since one of several values"):
         capture(Checked(either), X, value_checks="run")
+
+
+class Masked(nn.Module):
+    """torch's encoder looks at its mask for a hint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.encoder(x, mask=mask).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_hint_of_torch_is_not_needed() -> None:
+    model, batch = Masked().double(), {"x": torch.randn(4, 6, WIDTH, dtype=torch.float64)}
+    with float64_everywhere():
+        captured = capture(model, batch)
+    program = emit_uniform(captured, UniformStrategy(dp=2, zero=3), 2)
+    for errors in errors_of_a_step(model, batch, captured, program):
+        assert max(errors.values()) < 1e-12
