@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshfold.codegen.emit.pipeline import EmittedPipeline
@@ -27,7 +26,6 @@ from meshfold.cost_models.pipeline.actions import Pass, StageAction
 from meshfold.distributed.deferred_weight_grads import DeferredWeightGrads
 from meshfold.distributed.rank_mesh import ProcessMesh, RankMesh
 from meshfold.distributed.step_context import StepContext
-from meshfold.distributed.waiting import Place
 from meshfold.ir.mesh import DATA_AXIS, PIPELINE_AXIS
 from meshfold.ir.spmd import local_shape
 from meshfold.passes.split.stage_graphs import StageBoundaryValue
@@ -35,7 +33,8 @@ from meshfold.runtime.batches import LocalBatch
 from meshfold.runtime.loss_targets import count_targets
 from meshfold.runtime.microbatch_outputs import MicrobatchOutputs
 from meshfold.runtime.runner import ProgramRunner, Tensors
-from meshfold.runtime.stage_p2p import Receipt, Shapes, StageLinks, wait_for
+from meshfold.runtime.stage_p2p import Receipt, Shapes, StageLinks
+from meshfold.runtime.tied_gradients import TiedGradients, tied_groups
 from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.zero.host_side import HostSide
 from meshfold.zero.microbatch_state import SharedStep
@@ -66,11 +65,11 @@ class PipelineRunner:
             for s in pipeline.schedule.stages_of(self.device)
         }
         self.links: StageLinks | None = None
-        self.tied: tuple[_Tied, ...] = ()
+        self.tied: tuple[TiedGradients, ...] = ()
         if isinstance(mesh, ProcessMesh) and pipeline.schedule.num_devices > 1:
             wraps = pipeline.schedule.num_virtual_stages > 1
             self.links = StageLinks(mesh, PIPELINE_AXIS, wraps=wraps)
-            self.tied = _tied_groups(pipeline, mesh)
+            self.tied = tied_groups(pipeline, mesh)
         self.peak_in_flight = 0
         self.spans: list[tuple[StageAction, float, float]] = []
 
@@ -356,48 +355,6 @@ class _Running:
             for b in values
             if is_forward or b.value.requires_grad
         ]
-
-
-@dataclass(frozen=True)
-class _Tied:
-    """Parameters that the same devices store, and this rank's group of them."""
-
-    names: tuple[str, ...]
-    group: dist.ProcessGroup
-
-    def add_up(self, parameters: Tensors, place: Place) -> None:
-        """Make every holder's gradient the sum of all."""
-        who = f"the gradient of {self.names[0]} waited for the other stages that hold it"
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for name in self.names:
-            parameter = parameters[name]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
-        for gradients in by_dtype.values():
-            flat = torch.cat([g.reshape(-1) for g in gradients])
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
-            wait_for(work, who, place)
-            sums = torch.split(flat, [g.numel() for g in gradients])
-            for gradient, total in zip(gradients, sums, strict=True):
-                gradient.copy_(total.view_as(gradient))
-
-
-def _tied_groups(pipeline: EmittedPipeline, mesh: ProcessMesh) -> tuple[_Tied, ...]:
-    """Groups of this rank for trained parameters that several devices store. Every rank creates
-    every group, in one order."""
-    trained = {p.name for p in pipeline.folded.parameters if p.requires_grad and p.used}
-    by_devices: dict[tuple[int, ...], list[str]] = {}
-    for name, devices in pipeline.holders.items():
-        if len(devices) > 1 and name in trained:
-            by_devices.setdefault(devices, []).append(name)
-    found = []
-    for devices, names in sorted(by_devices.items()):
-        for column in mesh.mesh.groups((PIPELINE_AXIS,)):
-            ranks = [column[device] for device in devices]
-            if (group := mesh.new_group(ranks)) is not None:
-                found.append(_Tied(tuple(sorted(names)), group))
-    return tuple(found)
 
 
 def _loss_dtype(pipeline: EmittedPipeline) -> torch.dtype:

@@ -143,9 +143,8 @@ class CompiledModel(OwnParallelism):
         runner = self.runner(form)
         if isinstance(runner, PipelineRunner):
             raise OptionError(
-                f"{self.plan.strategy.label}: forward and backward of microbatches take turns, "
-                "there is no forward alone; call train_step(batch), or plan with the pin "
-                "microbatches=1"
+                f"{self.plan.strategy.label}: forward and backward of microbatches take turns; "
+                "call train_step(batch), or plan with the pin microbatches=1"
             )
         return step_result(form, self._run(form, runner, named), self._states)
 

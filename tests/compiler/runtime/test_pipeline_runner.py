@@ -361,7 +361,7 @@ def test_forward_alone_names_train_step() -> None:
     batch = {"x": torch.randn(8, 4)}
     options = meshfold.CompileOptions(pins={"microbatches": 4})
     compiled = meshfold.compile(Regression(), "local-cpux1", batch, options=options)
-    with pytest.raises(OptionError, match="4 microbatches: .* no forward alone; call train_step"):
+    with pytest.raises(OptionError, match="4 microbatches: .* take turns; call train_step"):
         compiled(**batch)
 
 

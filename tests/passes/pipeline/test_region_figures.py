@@ -1,0 +1,52 @@
+"""Prices and bytes that are worked out where somebody asks."""
+
+from support.models.hugging_face import BATCH, tiny_model
+
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.strategy import UniformStrategy
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.pipeline.problem import PipelineProblems
+
+
+class CountingProbe(OpProber):
+    """An op probe that counts what it is asked."""
+
+    asked = 0
+
+    def __call__(self, *arguments, **options):
+        self.asked += 1
+        return super().__call__(*arguments, **options)
+
+
+def test_seconds_alone_ask_no_probe():
+    probe = CountingProbe()
+    graph = capture(*tiny_model("llama")).graph
+    cluster = resolve_cluster("local-cpu", 2)
+    problems = PipelineProblems(graph, cluster, CompileOptions(), BATCH, probe)
+    strategies = [
+        UniformStrategy(pp=2, microbatches=2, recompute=recompute)
+        for recompute in ("none", "selective", "full")
+    ]
+    seconds = problems.fastest_s(strategies)
+    assert probe.asked == 0
+    costs = problems.layer_costs(strategies)
+    assert probe.asked > 0
+    for instance, (forward_s, total_s) in zip(graph.instances, seconds, strict=True):
+        of_layer = costs[instance.region]
+        assert forward_s == min(x.forward_s for x in of_layer)
+        assert total_s == min(x.forward_s + x.backward_s for x in of_layer)
+        none, selective, full = (x.activation_bytes for x in of_layer)
+        assert full <= selective <= none
+
+
+def test_what_selective_recomputation_keeps_is_chosen_once():
+    graph = capture(*tiny_model("llama")).graph
+    cluster = resolve_cluster("local-cpu", 2)
+    problems = PipelineProblems(graph, cluster, CompileOptions(), BATCH, OpProber())
+    tables = problems.tables(UniformStrategy(pp=2, microbatches=2), ["none", "selective"])
+    for table in tables.regions:
+        assert table.kept() is table.kept()
+        assert table.price("selective").backward_s >= table.price("none").backward_s
+        assert table.memory("selective").saved_bytes <= table.memory("none").saved_bytes
