@@ -56,8 +56,8 @@ def test_scheduled_stages_compute_what_one_process_does(
 def test_gradients_of_weights_wait_as_far_as_a_device_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pins = {"pp": 2, "tp": 2, "sp": 1, "microbatches": MICROBATCHES, "recompute": "none"}
-    pins["schedule"] = "1f1b"
+    pins: dict[str, Any] = {"pp": 2, "tp": 2, "sp": 1, "microbatches": MICROBATCHES}
+    pins |= {"recompute": "none", "schedule": "1f1b"}
     plan = replace(planned("llama", 6, 4, tuple(pins.items())), mode="scheduled")
     peaks = [stage.costs.peak_bytes for stage in plan.stages if stage.costs is not None]
     bounds: list[int] = []
