@@ -121,13 +121,14 @@ def _convolved(op: BoundOp, *, transposed: bool) -> OpLabels | None:
 
 
 def _einsum(op: BoundOp) -> OpLabels | None:
-    """The letters are the labels; those that the result lacks are summed. A dim of 1 under a letter
-    of more is broadcast."""
+    """The letters are the labels, capitals behind a "^": I and R are rules that shard nothing.
+    Those that the result lacks are summed. A dim of 1 under a letter of more is broadcast."""
     equation = op.get("equation")
     assert isinstance(equation, str)
     letters = dims_of(equation, [v.shape for v in op.values])
     if letters is None:
         return None
+    letters = tuple(tuple(f"^{x}" if x.isupper() else x for x in term) for term in letters)
     sizes: dict[str, int] = {}
     for term, value in zip(letters, op.values, strict=False):
         for letter, size in zip(term, value.shape, strict=True):
