@@ -19,7 +19,7 @@ from support.programs.local_programs import (
 )
 from support.programs.local_programs import stack_model as stack
 from support.programs.one_device import difference
-from support.programs.schedules import PINS, captured_family, plan_text
+from support.programs.schedules import PINS, captured_family, matrix, plan_text
 from torch import Tensor
 
 from meshfold.api import plan_captured
@@ -121,16 +121,13 @@ def test_experts_are_dispatched_the_same_whatever_is_kept(share: int) -> None:
     assert_same("mixtral", EP, keeping(plain_program("mixtral", EP), share))
 
 
-SELECTIVE = [name for name in PINS if "selective" in name]
+SELECTIVE = [case for case in matrix("llama") if "selective" in str(case.values[1])]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("pins", SELECTIVE)
-@pytest.mark.parametrize("family", families("llama"))
+@pytest.mark.parametrize(("family", "pins"), SELECTIVE)
 def test_on_processes_scheduled(pools: Pools, family: str, pins: str) -> None:
-    if "ep" in pins and family != "mixtral":
-        pytest.skip("no experts")
     arguments = family, captured_family(family), plan_text(family, pins)
     found = pools.run(PINS[pins][0], "support.programs.emit:compare_step", *arguments)
     for loss_error, gradient_error, name, uneven in found:
