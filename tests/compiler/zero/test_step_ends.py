@@ -32,4 +32,4 @@ def test_a_backward_begins_and_ends_once_around_all_regions(monkeypatch: Any) ->
 
     on_ranks(model, captured, program, run)
     assert log[0] == "begin_backward" and log[-1] == "finish_backward"
-    assert log[1:-1] == ["note_reduction"] * (len(log) - 2) and len(log) > 3
+    assert log[1:-1] == ["note_reduction"] * (len(log) - 2) and len(log) >= 3
