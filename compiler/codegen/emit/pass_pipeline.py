@@ -130,7 +130,8 @@ def _chain(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
 
 def _bucket(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     assert program is not None, "there are collectives to bucket"
-    return bucketed(program, of.plan)
+    offloaded = offloaded_parameters(of.split, of.plan)
+    return replace(bucketed(program, of.plan), offloaded=offloaded)
 
 
 def bucketed(program: EmittedProgram, plan: Plan) -> EmittedProgram:
@@ -185,4 +186,4 @@ def emit(
         if watch is not None:
             watch(PassRun(number, one.name, seconds, program))
     assert program is not None, "there are passes"
-    return replace(program, offloaded=offloaded_parameters(split, plan))
+    return program

@@ -99,7 +99,7 @@ def test_every_strategy_candidate_is_counted_once(allow_planned: bool) -> None:
 
 
 def test_planned_leaves_come_on_request() -> None:
-    spec = {"host_bytes_per_s": 1e9}
+    spec = {"host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     assert {strategy.offload for strategy in tree(2, **spec).strategies} == {"none"}
     found = tree(2, allow_planned=True, **spec).strategies
     assert {strategy.offload for strategy in found} == {"none", "optimizer", "activations"}

@@ -45,7 +45,9 @@ def graph_of(family: str) -> FoldedGraph:
 
 
 def plan(num_devices: int = 4, family: str = "llama", batch_size: int = BATCH, **options) -> Plan:
+    """In one pass; pipelines are those of test_find_pipeline.py."""
     progress = options.pop("progress", None)
+    options["pins"] = {"microbatches": 1, **options.get("pins", {})}
     return find_plan_for(
         graph_of(family),
         resolve_cluster("local-cpu", num_devices),
@@ -123,7 +125,7 @@ def test_nothing_fits():
 def test_pins_are_kept(pins, label):
     found = plan(pins=pins)
     assert found.strategy.label == label
-    assert dict(found.pins) == pins
+    assert dict(found.pins) == {"microbatches": 1, **pins}
     assert found.mesh.num_ranks == 4
 
 
@@ -241,7 +243,7 @@ def test_prunings_keep_the_optimum(rule):
         find_plan_for(
             graph_of("llama"),
             cluster,
-            CompileOptions(without_rules=without),
+            CompileOptions(without_rules=without, pins={"microbatches": 1}),
             model_name="llama",
             batch_size=16,
             probe=PROBER,
@@ -262,7 +264,7 @@ def plan_with_and_without(cut, graph, batch_size):
         find_plan_for(
             graph,
             resolve_cluster("dgx-h100", 4),
-            CompileOptions(without_rules=without),
+            CompileOptions(without_rules=without, pins={"microbatches": 1}),
             model_name="llama",
             batch_size=batch_size,
             probe=PROBER,
