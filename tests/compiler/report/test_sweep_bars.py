@@ -13,8 +13,8 @@ def test_a_bar_is_as_long_as_the_rate() -> None:
     Console(file=stream, width=42).print(SweepBars(rows_of_rates({8: 500, 16: 1000, 32: None})))
     stream.seek(0)
     assert [line.rstrip() for line in stream.read().splitlines()] == [
-        "   8      500 tokens/s  " + "#" * 9,
-        "  16   1.00 k tokens/s  " + "#" * 19,
+        "   8     500 tokens/s  " + "#" * 10,
+        "  16  1.00 k tokens/s  " + "#" * 19,
         "  32",
     ]
 
