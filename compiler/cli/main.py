@@ -81,7 +81,9 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     else:
         print_view(diff_view(found))
     if found.choices:
-        raise Failure(f"{first} and {second} choose differently", 1)
+        raise Failure(
+            f"{first} and {second} choose differently; 'meshfold explain' says why each does", 1
+        )
 
 
 @cli.command(cls=Command)

@@ -272,7 +272,7 @@ def _updates_statistics(node: fx.Node) -> bool:
 
 
 _INSTANCE_NORM = "aten.instance_norm.default"
-_READ_BY_REWRITES = ("aten.embedding_bag.",)
+_READ_BY_REWRITES = ("aten.embedding_bag.", "aten.type_as.")
 """Ops without a rule that a rewrite knows (meshfold.capture.rewrites)."""
 _CHECKED = tuple(
     f"aten.{name}."

@@ -89,7 +89,8 @@ def test_diff_says_so_in_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFix
     assert run(["diff", first, second]) == 1
     out, err = capsys.readouterr()
     assert "mlp.up_proj.weight" in out
-    assert err == f"meshfold diff: {first} and {second} choose differently\n"
+    words = "choose differently; 'meshfold explain' says why each does"
+    assert err == f"meshfold diff: {first} and {second} {words}\n"
     assert run(["diff", first, second, "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["choices"]) == 2
 

@@ -68,7 +68,7 @@ def test_the_bubble_of_a_simulated_pipeline_is_part_of_its_step() -> None:
 
 def test_what_cannot_run_yet_says_so() -> None:
     plan = example_plan()
-    region = replace(plan.regions[0], strategy=replace(plan.strategy, offload="optimizer"))
+    region = replace(plan.regions[0], strategy=replace(plan.strategy, offload="activations"))
     said = text_of(step_view(replace(plan, regions=(region,))))
     assert "a step that cannot run yet is not simulated" in said
 

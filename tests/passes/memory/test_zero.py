@@ -13,7 +13,7 @@ from support.search.triples import draw_triple
 
 from meshfold.api import plan_captured
 from meshfold.capture.pipeline import capture
-from meshfold.codegen.emit.pass_pipeline import emit
+from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.ir.op_graph import FoldedGraph, OpGraph, Slot, SlotKind, Value
@@ -197,7 +197,7 @@ def test_plans_that_shard_tied_parameters_over_cp_can_be_emitted() -> None:
     options = CompileOptions(pins={"cp": 4, "zero": 3})
     plan = plan_captured(captured, "bert", resolve_cluster("local-cpu", 4), options)
     assert any(region.strategy.zero == 3 for region in plan.regions)
-    emit(captured.graph, plan)
+    emit_plan(captured.graph, plan)
 
 
 def test_fewer_query_heads_on_a_rank_than_key_heads_can_be_planned() -> None:
@@ -205,7 +205,7 @@ def test_fewer_query_heads_on_a_rank_than_key_heads_can_be_planned() -> None:
     triple = draw_triple(406)
     captured = capture(triple.model, triple.batch)
     plan = plan_captured(captured, "grouped", triple.cluster, triple.options)
-    emit(captured.graph, plan)
+    emit_plan(captured.graph, plan)
 
 
 def test_sharded_states_send_only_the_shard_to_the_host() -> None:

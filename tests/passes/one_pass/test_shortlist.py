@@ -32,6 +32,7 @@ def graph():
 
 
 def plan(cluster: str = "local-cpu", **options) -> Plan:
+    options["pins"] = {"microbatches": 1, **options.get("pins", {})}
     return find_plan_for(
         graph(),
         resolve_cluster(cluster, 4),
@@ -95,7 +96,7 @@ def test_the_winner_need_not_be_the_best_by_the_sum(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_cannot_run_is_not_simulated() -> None:
-    pins = {"offload": "optimizer", "microbatches": 1, "pp": 1}
+    pins = {"offload": "activations"}
     found = plan("dgx-v100", allow_planned=True, pins=pins)
     assert found.simulated is None and found.events is None
     assert price_plan(graph(), found, PROBER).events is None

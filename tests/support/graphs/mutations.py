@@ -50,7 +50,7 @@ UNREAD = {
 """Operand of which an op reads the shape only."""
 
 FLAT = {
-    *(f"aten.{name}.default" for name in ("ceil", "floor", "round", "sign", "trunc")),
+    *(f"aten.{name}.default" for name in ("ceil", "floor", "round", "sgn", "sign", "trunc")),
     "aten.fill.Scalar",
 }
 """Ops whose gradient is zero wherever there is one."""

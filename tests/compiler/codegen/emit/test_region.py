@@ -182,8 +182,8 @@ def test_a_plan_with_other_regions_is_refused() -> None:
 
 
 def test_a_plan_of_what_cannot_run_yet_is_refused() -> None:
-    planned = replace(BLOCK, strategy=UniformStrategy(dp=2, offload="optimizer"))
-    with pytest.raises(PlanMismatchError, match="region B is planned as dp2, offload opt.* cannot"):
+    planned = replace(BLOCK, strategy=UniformStrategy(dp=2, offload="activations"))
+    with pytest.raises(PlanMismatchError, match="region B is planned as dp2, offload act.* cannot"):
         emit(captured("llama", 3).graph, replace(example_plan(), regions=(planned,)))
 
 
@@ -203,7 +203,7 @@ def test_without_gradients_the_loss_is_the_same() -> None:
 
 def test_names_that_are_none_in_python_become_names_of_their_own() -> None:
     model, inputs = odd_names()
-    for pins in ({"tp": 2}, {"dp": 2, "zero": 3}):
+    for pins in ({"tp": 2, "microbatches": 1}, {"dp": 2, "zero": 3, "microbatches": 1}):
         plan = find_plan(model, "local-cpux2", inputs, options=CompileOptions(pins=pins))
         regions = emit(capture(model, inputs).graph, plan).regions
         for region in regions:
