@@ -139,7 +139,7 @@ def measure(cases: tuple[Case, ...]) -> None:
         plan, cpu_s = planned(graph, cluster, case)
         seconds.append(cpu_s)
         click.echo(
-            f"{case.name:<24}{cluster.num_devices:>8,}{seconds_text(plan.time.step_s):>10}"
+            f"{case.name:<24}{cluster.num_devices:>8,}{seconds_text(plan.step_s):>10}"
             f"{bytes_text(plan.memory.peak):>9}{100 * plan.gap:>7.2f}%"
             f"{plan.search.num_priced:>7}{cpu_s:>8.2f}  {plan.strategy.label}"
         )
