@@ -111,7 +111,7 @@ def _plan(captured: Captured, name: str, pins: dict[str, int], mode: Mode) -> st
     """The plan's text, or why there is none."""
     cluster = resolve_cluster("local-cpu", NUM_PROCESSES)
     try:
-        options = meshfold.CompileOptions(pins=pins, mode=mode)
+        options = meshfold.CompileOptions(pins={"microbatches": 1, **pins}, mode=mode)
         return plan_to_json(plan_captured(captured, name, cluster, options))
     except Exception as error:
         return f"plan: {_one_line(error)}"

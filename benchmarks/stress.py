@@ -38,7 +38,7 @@ def build_and_step(report: Report, processes: int, builds: int) -> int:
     plans = []
     for pins in STRATEGIES:
         fixed = {name: processes if value == -1 else value for name, value in pins.items()}
-        options = CompileOptions(pins=fixed, mode="scheduled")
+        options = CompileOptions(pins={"microbatches": 1, **fixed}, mode="scheduled")
         original = build_model(LAYERS, WIDTH)
         cluster = f"local-cpux{processes}"
         plans.append(meshfold.find_plan(original, cluster, batch, options=options))

@@ -54,8 +54,8 @@ class PlanKind:
 
 
 PLANS: Mapping[str, PlanKind] = {
-    "zero3": PlanKind(2, {"dp": 2, "zero": 3}),
-    "tp+sp": PlanKind(2, {"tp": 2, "sp": 1}),
+    "zero3": PlanKind(2, {"dp": 2, "zero": 3, "microbatches": 1}),
+    "tp+sp": PlanKind(2, {"tp": 2, "sp": 1, "microbatches": 1}),
     "pp2": PlanKind(2, {"pp": 2, "microbatches": 2}, otherwise={"pp": 2, "microbatches": 1}),
     "scheduled": PlanKind(2, {"tp": 2, "micro_chunks": 1}, "scheduled"),
 }

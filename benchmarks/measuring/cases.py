@@ -111,7 +111,7 @@ def rank_item(
     model = build_model(size, dtype)
     batch = build_batch(size, int(pins.get("dp", 1)))
     captured = capture(model, dict(batch))
-    options = replace(OPEN, pins=dict(pins))
+    options = replace(OPEN, pins={"microbatches": 1, **pins})
     preset = preset_of(timer.device)
     plan = plan_captured(captured, "Llama", with_device(preset, num_ranks, None), options)
     program = emit_plan(captured.graph, plan)
