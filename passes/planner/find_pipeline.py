@@ -56,13 +56,18 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
     """
     options = request.options
     try:
-        pieces = in_pieces(request.folded, _most_stages(request)).folded
+        pieces = request.folded
+        if options.pins.get("ep", 1) == 1:
+            pieces = in_pieces(request.folded, _most_stages(request)).folded
         is_cut = pieces is not request.folded
         problems = PipelineProblems(
             pieces, request.cluster, options, request.batch_size, request.probe
         )
         spec = search_spec(request, options.without_rules)
         spec = replace(spec, whole_batch=problems.microbatches.refusal)
+        if is_cut:
+            # A cut may part rows from their experts, which only one region brings back.
+            spec = replace(spec, experts=())
         tree = grow_pipelines(spec, len(pieces.instances))
     except OptionError as error:
         if without is None:
