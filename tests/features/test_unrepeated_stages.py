@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.models.hugging_face import BATCH as HUGGING_FACE_BATCH
+from support.models.hugging_face import tiny_model
 from support.models.unrepeated import BATCH, MAKERS, unet, widening
 from support.processes.pool import Pools
 from support.programs.one_device import difference, one_step_loss
@@ -93,3 +95,19 @@ def test_one_op_is_no_pipeline() -> None:
             batch_size=BATCH,
             probe=OpProber(),
         )
+
+
+def test_layers_with_experts_are_not_cut_where_ranks_share_them() -> None:
+    """A cut may part rows from their experts; whoever pins ep keeps whole layers."""
+    graph = capture(*tiny_model("mixtral")).graph
+    for pins in ({}, {"ep": 2, "microbatches": 2}):
+        plan = find_plan_for(
+            graph,
+            resolve_cluster("local-cpu", 4),
+            CompileOptions(pins=pins),
+            model_name="mixtral",
+            batch_size=HUGGING_FACE_BATCH,
+            probe=OpProber(),
+        )
+        assert not plan.pieces or plan.strategy.ep == 1
+        assert plan.strategy.ep == pins.get("ep", plan.strategy.ep)

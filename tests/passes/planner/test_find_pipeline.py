@@ -395,11 +395,3 @@ def test_a_search_over_stages_that_finds_nothing_keeps_its_bound(monkeypatch) ->
     assert outcome.best is None
     assert outcome.lower_bound_s <= 0.51 * step_s
     assert outcome.num_infeasible == 0
-
-
-def test_layers_with_experts_are_not_cut_where_ranks_share_them():
-    """A cut may part rows from their experts; whoever pins ep keeps whole layers."""
-    found = plan("mixtral", allow_planned=False)
-    assert not found.pieces or found.strategy.ep == 1
-    pinned = plan("mixtral", pins={"ep": 2, "microbatches": 2}, allow_planned=False)
-    assert pinned.strategy.ep == 2 and not pinned.pieces
