@@ -53,7 +53,7 @@ EmittedPlan = EmittedProgram | EmittedPipeline
 
 @cache
 def plan_of(family: str, pins: str) -> Plan:
-    options = CompileOptions(pins=PINS[pins])
+    options = CompileOptions(pins={"microbatches": 1, **PINS[pins]})
     return plan_captured(captured_of(family), family, "local-cpux4", options)
 
 
