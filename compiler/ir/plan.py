@@ -301,8 +301,8 @@ class SearchStats:
     capped: bool = False
     """Whether a search stopped at its limit; the bound holds all the same."""
     meshes: tuple[MeshOutcome, ...] = ()
-    left_out: tuple[str, ...] = ()
-    """Restrictions of the space, by the names that `pruned` has: the bound does not cover them."""
+    left_out: Mapping[str, Count] = field(default_factory=dict)
+    """What the bound does not cover, by restriction: strategy candidates, or schedules."""
 
 
 @dataclass(frozen=True, kw_only=True)

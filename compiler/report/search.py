@@ -33,8 +33,7 @@ def proof_text(plan: Plan) -> str:
 
 def _left_out_text(plan: Plan) -> str:
     """What the gap is not over."""
-    found = plan.search
-    names = [f"{name} ({found.pruned.get(name, 0):,})" for name in found.left_out]
+    names = [f"{name} ({count:,})" for name, count in plan.search.left_out.items()]
     return f"; left out of the search, without a bound: {', '.join(names)}" if names else ""
 
 

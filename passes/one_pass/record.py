@@ -49,7 +49,7 @@ def search_stats(tree: Tree, state: MeshRecord) -> SearchStats:
         ),
         capped=any(p.capped for p in plans.values()),
         meshes=tuple(outcomes),
-        left_out=tuple(sorted(rule for rule in RESTRICTIONS if state.pruned[rule])),
+        left_out={rule: n for rule in sorted(RESTRICTIONS) if (n := state.pruned[rule])},
     )
 
 

@@ -230,17 +230,20 @@ def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -
         pruned[name] = pruned.get(name, 0) + count
     for name, count in outcome.pruned.items():
         pruned[name] = pruned.get(name, 0) + count
-    left_out = sorted({*earlier.left_out, *(r for r in RESTRICTIONS if tree.pruned.get(r))})
+    left_out = {
+        rule: n
+        for rule in sorted(RESTRICTIONS)
+        if (n := earlier.left_out.get(rule, 0) + tree.pruned.get(rule, 0))
+    }
     if outcome.num_interleaved:
-        pruned[INTERLEAVED] = outcome.num_interleaved
-        left_out.append(INTERLEAVED)
+        left_out[INTERLEAVED] = outcome.num_interleaved
     meshes = earlier.meshes
     if best is not None:
         assert without is None or without.time.step_s >= best.step_s
         meshes = tuple(_overtaken(m, best.step_s) for m in meshes)
     return replace(
         earlier,
-        left_out=tuple(left_out),
+        left_out=left_out,
         num_leaves=earlier.num_leaves + tree.num_strategies,
         num_priced=earlier.num_priced + outcome.num_priced + outcome.num_infeasible,
         num_infeasible=earlier.num_infeasible + outcome.num_infeasible,
