@@ -4,11 +4,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.models.hugging_face import BATCH, tiny_model
 
+from meshfold.capture.pipeline import capture
+from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
+from meshfold.ir.options import CompileOptions
+from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.pipeline import interleaved
 from meshfold.passes.pipeline.interleaved import estimated_step_s, search_interleaved
+from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
+from meshfold.report.search import proof_text
 
 
 def chain(num_layers: int = 8, num_microbatches: int = 4, memory_bytes: int = 1000):
@@ -60,3 +67,20 @@ def test_what_is_too_long_to_simulate_is_left_out(monkeypatch):
     monkeypatch.setattr(interleaved, "MOST_PASSES", 16)
     found = search_interleaved({7: chain()}, {7: [schedule(2), schedule(4)]}, 1000.0)
     assert found.best[1].schedule == schedule(2) and found.num_left_out == 1
+
+
+def test_what_is_left_out_is_no_leaf_of_the_tree():
+    found = find_plan_for(
+        capture(*tiny_model("llama", layers=4)).graph,
+        resolve_cluster("dgx-a100-80", 4),
+        CompileOptions(pins={"pp": 2, "microbatches": 2}),
+        model_name="llama",
+        batch_size=BATCH,
+        probe=OpProber(),
+    )
+    search = found.search
+    assert search.num_leaves >= sum(search.pruned.values())
+    assert interleaved.INTERLEAVED not in search.pruned
+    assert all(count > 0 for count in search.left_out.values())
+    text = proof_text(found)
+    assert all(f"{name} ({count:,})" in text for name, count in search.left_out.items())
