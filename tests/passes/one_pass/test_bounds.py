@@ -43,7 +43,7 @@ def test_no_program_of_the_mesh_is_below(family: str, degrees: Degrees) -> None:
     bound_s = least_step_s(
         graph_of(family), search.space.data, search.costs, Room(math.inf, math.inf)
     )
-    strategies = [candidate for candidate in strategies_on(degrees) if candidate.runs]
+    strategies = [candidate for candidate in strategies_on(degrees) if candidate.offload == "none"]
     of = MeshPlanner(graph_of(family), CLUSTER, search, strategies, CompileOptions(), PROBER)
     assert 0 < bound_s <= of.plan().unlimited_s
     for strategy in strategies:
@@ -86,7 +86,7 @@ def test_fewer_ranks_that_shard_weights_have_more_to_reduce() -> None:
 def test_memory_raises_the_bound_but_not_above_what_fits(share: float) -> None:
     degrees = Degrees(2, 2, 2)
     search = search_of("llama", degrees)
-    strategies = [candidate for candidate in strategies_on(degrees) if candidate.runs]
+    strategies = [candidate for candidate in strategies_on(degrees) if candidate.offload == "none"]
 
     def planned(memory_bytes: int | None) -> MeshPlanner:
         options = CompileOptions(memory_bytes=memory_bytes)

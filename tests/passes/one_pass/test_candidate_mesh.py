@@ -34,7 +34,7 @@ def graph_of(family: str) -> FoldedGraph:
 def candidate_mesh(
     family: str, degrees: Degrees, search: MeshSearch, bare_s: float = 0.0
 ) -> CandidateMesh:
-    strategies = [candidate for candidate in strategies_on(degrees) if candidate.runs]
+    strategies = [candidate for candidate in strategies_on(degrees) if candidate.offload == "none"]
     return CandidateMesh(
         graph_of(family), search.costs, degrees, strategies, bare_s, search=lambda: search
     )

@@ -46,7 +46,11 @@ def planner(
 ) -> MeshPlanner:
     cluster = resolve_cluster("dgx-v100", 4)
     options = CompileOptions(memory_bytes=memory_bytes)
-    strategies = [candidate for candidate in strategies_on(Degrees(dp=dp, tp=tp)) if candidate.runs]
+    strategies = [
+        candidate
+        for candidate in strategies_on(Degrees(dp=dp, tp=tp))
+        if candidate.offload == "none"
+    ]
     search = search_of(family, dp, tp, layers)
     return MeshPlanner(graph_of(family, layers), cluster, search, strategies, options, PROBER)
 
