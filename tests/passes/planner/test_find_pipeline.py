@@ -325,10 +325,9 @@ def test_a_split_backward_leaves_nothing_to_schedule(kind, mode):
 
 
 @pytest.mark.slow
-def test_pipelines_need_to_be_asked_for():
+def test_pipelines_compete_unless_pins_forbid_them():
     found = plan("llama", pins={"pp": 2, "recompute": "selective"}, allow_planned=False)
     assert {region.typing.recompute for region in found.regions} == {"selective"}
-    assert plan("llama", pins={"virtual_stages": 1}, allow_planned=False).strategy.pp == 1
     assert plan("llama", pins={"pp": 2}, allow_planned=False).strategy.pp == 2
     alone = plan("llama", allow_planned=False, pins={"microbatches": 1})
     assert alone.schedule == "" and not any("pp" in m.mesh for m in alone.search.meshes)

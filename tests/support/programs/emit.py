@@ -290,7 +290,8 @@ def threads_beside_models(count: int) -> list[int]:
     found = []
     for _ in range(count):
         with float64_everywhere():
-            compiled = meshfold.compile(model, _cluster(), batch)
+            options = meshfold.CompileOptions(pins={"microbatches": 1})
+            compiled = meshfold.compile(model, _cluster(), batch, options=options)
             compiled(**batch).backward()
         found.append(len(os.listdir("/proc/self/task")))
         compiled.close()
