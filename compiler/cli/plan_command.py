@@ -8,7 +8,7 @@ import click
 
 from meshfold.cli.arguments import Counts, FilePath, Price, check_output
 from meshfold.cli.command import Command, Failure, echo, torch_commands
-from meshfold.cli.search_options import compile_options, search_options, size_options
+from meshfold.cli.search_options import CLUSTER, compile_options, search_options, size_options
 from meshfold.cost_models.hardware.shared_cores import resolve_here
 from meshfold.errors import OptionError
 from meshfold.ir.options import CompileOptions
@@ -29,9 +29,7 @@ PRICE = click.option(
 
 @click.command(cls=Command)
 @click.argument("model")
-@click.option(
-    "--cluster", "-c", required=True, help="Preset (dgx-h100x16@200g, local-cpux4) or file."
-)
+@CLUSTER
 @click.option(
     "--devices",
     type=Counts(),

@@ -10,6 +10,10 @@ from meshfold.ir.options import PINS, CompileOptions, Mode, PrecisionChoice
 from meshfold.ir.returns import ALL
 from meshfold.units import parse_bytes
 
+CLUSTER = click.option(
+    "--cluster", "-c", required=True, help="Preset (dgx-h100x16@200g, local-cpux4) or file."
+)
+
 
 def size_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """A command with --batch and --seq."""

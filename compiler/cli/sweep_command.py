@@ -8,7 +8,7 @@ import click
 from meshfold.cli.arguments import FilePath, Number, check_output, parse_over
 from meshfold.cli.command import Command, Failure, echo, torch_commands
 from meshfold.cli.plan_command import PRICE
-from meshfold.cli.search_options import compile_options, search_options, size_options
+from meshfold.cli.search_options import CLUSTER, compile_options, search_options, size_options
 from meshfold.cost_models.hardware.shared_cores import resolve_here
 from meshfold.errors import OptionError
 from meshfold.plan_file.output_file import write_whole
@@ -20,9 +20,7 @@ from meshfold.report.terminal import lines_view, print_view, progress
 
 @click.command(cls=Command)
 @click.argument("model")
-@click.option(
-    "--cluster", "-c", required=True, help="Preset (dgx-h100x16@200g, local-cpux4) or file."
-)
+@CLUSTER
 @click.option(
     "--over",
     required=True,

@@ -8,7 +8,7 @@ too loose to rule all of them out, so that only the most promising ones are sear
                stages, (m + (p - 1) / v) / p, times what uneven parts add
     search     MOST_TRIED of those whose estimate is below the best plan, the lowest first
 
-The others are counted: they are left out, not disproved.
+The others are left out, not disproved.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,12 +37,11 @@ step for each of them."""
 @dataclass(frozen=True, eq=False)
 class InterleavedOutcome:
     """best: number of the candidate and its plan, None where none is faster. bound_s: of the
-    schedules that were searched. num_left_out: those that nothing is said of, all of them where the
-    best is none of theirs."""
+    schedules that were searched. num_tried: how many these were."""
 
     best: tuple[int, PipelinePlan] | None
     bound_s: float
-    num_left_out: int
+    num_tried: int
 
 
 def search_interleaved(
@@ -64,9 +63,7 @@ def search_interleaved(
         plan = search.answer(beat_s - launch_s)
         if isinstance(plan, PipelinePlan):
             best, beat_s = (index, plan), plan.step_s + launch_s
-    return InterleavedOutcome(
-        best, bound_s, len(offered) - (len(ranked[:MOST_TRIED]) if best else 0)
-    )
+    return InterleavedOutcome(best, bound_s, len(ranked[:MOST_TRIED]))
 
 
 def _promising(

@@ -99,12 +99,14 @@ def search_pipelines(
     searched = tuple(search.searched[i] for i in sorted(search.searched))
     best = result.solution.plan if result else None
     bound_s = result.lower_bound_s if result else np.inf
+    num_left_out = sum(len(tree.interleaved_of(degrees)) for degrees in tree.candidates)
     if several.best is not None:
         best = search.found[several.best[0]]
         bound_s = min(bound_s, several.bound_s, best.step_s)
+        num_left_out -= several.num_tried
     pruned = search.pruned() if result else {}
     found = tuple(search.found[i] for i in sorted(search.found))
-    return PipelineOutcome(best, bound_s, pruned, searched, found, several.num_left_out)
+    return PipelineOutcome(best, bound_s, pruned, searched, found, num_left_out)
 
 
 class _PipelineSearch:

@@ -37,6 +37,7 @@ BATCH = "batch does not divide over dp x ep x microbatches"
 WHOLE_BATCH = "batch cannot be split into microbatches"
 LAYERS = "more stages than layers"
 SCHEDULE = "no schedule that is pinned"
+CUT_EXPERTS = "experts shared where layers are cut in pieces"
 
 ALL_KINDS = len(PIPELINE_ZERO_LEVELS) * len(get_args(Recompute))
 KINDS_WITHOUT_ZERO = len(get_args(Recompute))
@@ -75,7 +76,8 @@ class PipelineTree:
         """The orders of several stages per device that no pin asks for."""
         if self.kind is not None or self.num_virtual_stages is not None:
             return ()
-        return tuple(s for s in self._offered(degrees) if s.num_virtual_stages > 1)
+        sizes = degrees.pp, degrees.microbatches, self.num_layers
+        return offered_schedules(*sizes, ScheduleKind.INTERLEAVED)
 
     def _offered(self, degrees: UniformStrategy) -> tuple[Schedule, ...]:
         return offered_schedules(
@@ -85,6 +87,14 @@ class PipelineTree:
     def strategies_of(self, degrees: UniformStrategy) -> list[UniformStrategy]:
         """What a layer may do under `degrees`."""
         return [replace(s, offload=self.offload) for s in _strategies(degrees, self.kinds)]
+
+    def without_shared_experts(self) -> "PipelineTree":
+        """Without ep: a cut inside of a layer may part rows from their experts, and only the region
+        that they are in brings them back."""
+        alone = tuple(d for d in self.candidates if d.ep == 1)
+        num_pruned = sum(map(self.num_kinds, self.candidates)) - sum(map(self.num_kinds, alone))
+        pruned = {**self.pruned, CUT_EXPERTS: num_pruned} if num_pruned else self.pruned
+        return replace(self, candidates=alone, pruned=pruned)
 
     def num_kinds(self, degrees: UniformStrategy) -> int:
         """How many strategies_of are."""

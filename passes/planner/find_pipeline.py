@@ -24,7 +24,7 @@ from meshfold.passes.pipeline.interleaved import INTERLEAVED
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.search import PipelineOutcome, PricedPipeline, search_pipelines
 from meshfold.passes.pipeline.simulated import rank_pipelines, simulated_step_s
-from meshfold.passes.pipeline.tree import SCHEDULE_PINS, PipelineTree, grow_pipelines
+from meshfold.passes.pipeline.tree import CUT_EXPERTS, SCHEDULE_PINS, PipelineTree, grow_pipelines
 from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.baselines import best_uniform_pipeline
@@ -65,10 +65,8 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
         )
         spec = search_spec(request, options.without_rules)
         spec = replace(spec, whole_batch=problems.microbatches.refusal)
-        if is_cut:
-            # A cut may part rows from their experts, which only one region brings back.
-            spec = replace(spec, experts=())
         tree = grow_pipelines(spec, len(pieces.instances))
+        tree = tree.without_shared_experts() if is_cut else tree
     except OptionError as error:
         if without is None:
             raise
@@ -232,7 +230,7 @@ def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -
         pruned[name] = pruned.get(name, 0) + count
     left_out = {
         rule: n
-        for rule in sorted(RESTRICTIONS)
+        for rule in sorted((*RESTRICTIONS, CUT_EXPERTS))
         if (n := earlier.left_out.get(rule, 0) + tree.pruned.get(rule, 0))
     }
     if outcome.num_interleaved:

@@ -16,6 +16,7 @@ from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.errors import OptionError
 from meshfold.ir.options import CompileOptions
 from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.pipeline.tree import CUT_EXPERTS
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.validation.float64_mode import float64_everywhere
@@ -110,4 +111,5 @@ def test_layers_with_experts_are_not_cut_where_ranks_share_them() -> None:
             probe=OpProber(),
         )
         assert not plan.pieces or plan.strategy.ep == 1
+        assert (CUT_EXPERTS in plan.search.left_out) == (not pins)
         assert plan.strategy.ep == pins.get("ep", plan.strategy.ep)

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 from support.models.hugging_face import families
-from support.models.recompute import dropping_model, emit_recomputed
+from support.models.recompute import (
+    captured_dropping,
+    dropping_model,
+    emit_recomputed,
+    plain_program,
+)
 from support.programs.local_programs import (
     Rank,
     capture,
@@ -28,7 +33,6 @@ from meshfold.errors import MeshfoldError
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.price.recompute import recomputed_prefix
 from meshfold.passes.rules.ops.experts import DISPATCH_OPS
-from meshfold.validation.float64_mode import float64_everywhere
 
 # One worker captures each family once.
 pytestmark = pytest.mark.xdist_group("recomputation")
@@ -40,19 +44,6 @@ TP = UniformStrategy(tp=2)
 TP_SP = UniformStrategy(tp=2, sequence_parallel=True)
 STRATEGIES = [(UniformStrategy(dp=2), False), (ZERO3, True), (TP, False), (TP_SP, True)]
 """(strategy, whether the layers alone are recomputed)."""
-
-
-@cache
-def captured(family: str) -> Captured:
-    model, batch = dropping_model(family)
-    with float64_everywhere():
-        return capture(model, batch)
-
-
-@cache
-def plain_program(family: str, strategy: UniformStrategy) -> EmittedProgram:
-    """Without recomputation."""
-    return emit_uniform(captured(family), strategy, 4)
 
 
 @cache
@@ -68,7 +59,7 @@ def reference(family: str) -> tuple[Tensor, dict[str, Tensor]]:
             n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in rank.parameters.items()
         }
 
-    return on_ranks(model, captured(family), program, body)[0]
+    return on_ranks(model, captured_dropping(family), program, body)[0]
 
 
 @pytest.mark.parametrize("family", families("gpt2", "llama"))
@@ -91,7 +82,7 @@ def test_loss_and_every_gradient_equal_one_process(
         ]
         return float((loss.detach() - expected_loss).abs()), max(errors)
 
-    for loss_error, gradient_error in on_ranks(model, captured(family), program, body):
+    for loss_error, gradient_error in on_ranks(model, captured_dropping(family), program, body):
         assert loss_error <= EXACT
         assert gradient_error <= EXACT
 
@@ -131,7 +122,7 @@ def test_the_second_run_stops_where_the_price_says(family: str) -> None:
         runner.training_modes = tuple(map(runner.training_mode, instances))
         rank.loss(batch).backward()
 
-    on_ranks(model, captured(family), program, body)
+    on_ranks(model, captured_dropping(family), program, body)
     for k, (region, log) in enumerate(zip(program.regions, logs, strict=True)):
         graph = program.folded.regions[region.region].graph
         again = log.runs[program.programs.count(k) :]
@@ -186,7 +177,7 @@ def test_the_collective_that_ends_a_layer_does_not_run_again(
         return Counter(kind for kind, _ in rank.mesh.log)
 
     def collectives(program: EmittedProgram) -> Counter[str]:
-        first, second = on_ranks(model, captured("llama"), program, body)
+        first, second = on_ranks(model, captured_dropping("llama"), program, body)
         assert first == second
         return first
 

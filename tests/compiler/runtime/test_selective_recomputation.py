@@ -3,12 +3,16 @@
 import weakref
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from support.models.hugging_face import families, tiny_model
-from support.models.recompute import dropping_model, emit_recomputed
+from support.models.recompute import (
+    captured_dropping,
+    dropping_model,
+    emit_recomputed,
+    plain_program,
+)
 from support.processes.pool import Pools
 from support.programs.local_programs import (
     Rank,
@@ -23,7 +27,6 @@ from support.programs.schedules import PINS, captured_family, matrix, plan_text
 from torch import Tensor
 
 from meshfold.api import plan_captured
-from meshfold.capture.pipeline import Captured
 from meshfold.codegen.emit.pipeline import emit_plan
 from meshfold.codegen.program.emitted import ORIGIN, EmittedProgram, RegionProgram
 from meshfold.cost_models.hardware.devices import resolve_cluster
@@ -41,18 +44,6 @@ TP_SP = UniformStrategy(tp=2, sequence_parallel=True)
 EP = UniformStrategy(ep=2)
 
 
-@cache
-def captured(family: str) -> Captured:
-    model, batch = dropping_model(family)
-    with float64_everywhere():
-        return capture(model, batch)
-
-
-@cache
-def plain_program(family: str, strategy: UniformStrategy) -> EmittedProgram:
-    return emit_uniform(captured(family), strategy, 4)
-
-
 def step_of(family: str, program: EmittedProgram) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """Loss and gradients of a step with dropout, by rank."""
     model, batch = dropping_model(family)
@@ -63,7 +54,7 @@ def step_of(family: str, program: EmittedProgram) -> list[tuple[Tensor, dict[str
         found = {n: p.grad for n, p in rank.parameters.items() if p.grad is not None}
         return loss.detach(), found
 
-    return on_ranks(model, captured(family), program, body)
+    return on_ranks(model, captured_dropping(family), program, body)
 
 
 def keeping(program: EmittedProgram, share: int) -> EmittedProgram:
@@ -171,7 +162,7 @@ def test_collectives_whose_results_are_kept_do_not_run_again() -> None:
             rank.loss(batch).backward()
             return Counter(kind for kind, _ in rank.mesh.log)
 
-        first, second = on_ranks(model, captured("llama"), program, body)
+        first, second = on_ranks(model, captured_dropping("llama"), program, body)
         assert first == second
         return first
 
@@ -221,13 +212,13 @@ def test_dropout_draws_the_same_numbers_in_both_modes() -> None:
     found = []
     for mode in ("eager", "scheduled"):
         plan = plan_captured(
-            captured("gpt2"),
+            captured_dropping("gpt2"),
             "m",
             resolve_cluster("local-cpu", 2),
             CompileOptions(pins=pins, mode=mode),  # type: ignore[arg-type]
         )
         with float64_everywhere():
-            program = emit_plan(captured("gpt2").graph, plan)
+            program = emit_plan(captured_dropping("gpt2").graph, plan)
             assert isinstance(program, EmittedProgram)
             found.append(step_of("gpt2", program))
     for (eager_loss, eager), (scheduled_loss, scheduled) in zip(*found, strict=True):

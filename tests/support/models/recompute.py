@@ -3,21 +3,25 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
+from meshfold.capture.pipeline import Captured, capture
 from meshfold.codegen.emit.region import emit_typed
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.strategy import Recompute, RegionTyping
+from meshfold.ir.strategy import Recompute, RegionTyping, UniformStrategy
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.price.region import RegionPricer
 from meshfold.passes.rules.typed import typed_rules
+from meshfold.validation.float64_mode import float64_everywhere
 from support.models.hugging_face import tiny_model
+from support.programs.local_programs import emit_uniform
 
 PROBABILITY = 0.25
 PROBER = OpProber()
@@ -33,6 +37,19 @@ def dropping_model(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
             if isinstance(getattr(module, name), float):
                 setattr(module, name, PROBABILITY)
     return model.train(), batch
+
+
+@cache
+def captured_dropping(family: str) -> Captured:
+    """dropping_model, captured in float64."""
+    with float64_everywhere():
+        return capture(*dropping_model(family))
+
+
+@cache
+def plain_program(family: str, strategy: UniformStrategy) -> EmittedProgram:
+    """Of captured_dropping on four samples, without recomputation."""
+    return emit_uniform(captured_dropping(family), strategy, 4)
 
 
 def layer_regions(folded: FoldedGraph) -> set[int]:
