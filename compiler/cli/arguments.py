@@ -66,15 +66,10 @@ def parse_pins(texts: tuple[str, ...]) -> dict[str, PinValue]:
     return pins
 
 
-def check_output(
-    option: str, path: Path | None, *inputs: str | Path | None, is_needed: bool = False
-) -> None:
+def check_output(option: str, path: Path | None, *inputs: str | Path | None) -> None:
     """Refuses a path that cannot be written, before a long search rather than after it. inputs:
-    files and MODELs that the command reads; is_needed: what is made goes nowhere else. Raises
-    OptionError."""
+    files and MODELs that the command reads. Raises OptionError."""
     if path is None:
-        if is_needed:
-            raise OptionError(f"nothing to write to; name a file with {option}, or say --json")
         return
     try:
         output_target(path, [file for one in inputs if one for file in _files(str(one))])

@@ -52,7 +52,7 @@ def plan(
     as_json: bool,
     **search: Any,
 ) -> None:
-    """Find the best plan for MODEL on a cluster and write it to a file.
+    """Find the best plan for MODEL on a cluster, show it, and with -o write it to a file.
 
     MODEL is package.module:factory, where factory() returns (model, example_inputs) or (model,
     example_inputs, loss_fn), or a Hugging Face configuration file.
@@ -75,7 +75,7 @@ def plan(
         raise OptionError(
             "--price-per-device-hour is for tables; say --devices 8..64, or use 'meshfold sweep'"
         )
-    check_output("-o", output, model, cluster, is_needed=not as_json)
+    check_output("-o", output, model, cluster)
     options = compile_options(**search)
     spec, notes = resolve_here(cluster, devices[0] if devices else None)
     with progress(f"capturing {model}") as status:
@@ -90,14 +90,17 @@ def plan(
 
 
 def _give(made: Plan, output: Path | None, *, as_json: bool) -> None:
-    """Write a plan and show it, or print it as JSON."""
+    """Write a plan if it has a file, and show it, or print it as JSON."""
     if output is not None:
         save_plan(made, output)
     if as_json:
         echo(plan_to_json(made), as_json=True)
     else:
         print_view(summary_view(made))
-        echo(f"\nwritten to {output}; 'meshfold show {output}' has the details\n")
+        if output is None:
+            echo("\nnot written to a file; the same command with '-o plan.json' keeps it\n")
+        else:
+            echo(f"\nwritten to {output}; 'meshfold show {output}' has the details\n")
 
 
 def _give_rows(

@@ -1,4 +1,4 @@
-"""`meshfold plan` for several counts of devices: a table instead of a plan."""
+"""`meshfold plan`: one plan with and without a file, a table for several counts of devices."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,16 @@ MODEL = "support.models.factories:regression"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_a_plan_without_a_file_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", MODEL, "-c", "local-cpu", "--batch", "8"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.endswith(
+        "not written to a file; the same command with '-o plan.json' keeps it\n"
+    )
+    assert not list(folder.iterdir())
 
 
 def test_several_counts_of_devices_make_a_table(capsys: pytest.CaptureFixture[str]) -> None:
