@@ -122,7 +122,6 @@ def setup_of(run: Run) -> Setup:
         memory_bytes=cluster.memory_bytes,
         pins=_pins(run),
         precision=precision,
-        allow_planned=True,
     )
     return Setup(shape, cluster, options)
 

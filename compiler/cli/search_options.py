@@ -72,9 +72,9 @@ def _what_is_searched() -> tuple[Callable[..., Any], ...]:
     )
     allow = click.option(
         "--allow",
-        type=click.Choice(["offload", "planned"]),
-        help="offload: let optimizer states on hosts compete. planned: also what can be planned, "
-        "not run yet: offload of activations.",
+        type=click.Choice(["offload"]),
+        help="offload: let optimizer states and activations in the hosts' memory compete. "
+        "[default: where nothing else fits]",
     )
     without_rule = click.option(
         "--without-rule",
@@ -120,7 +120,6 @@ def compile_options(
         precision=precision,
         mode=mode,
         allow_offload=allow == "offload",
-        allow_planned=allow == "planned",
         without_rules=without_rule,
         loss=loss,
         outputs=ALL if ALL in returned else returned,

@@ -168,9 +168,8 @@ class CompileOptions:
     value_checks: ValueChecks = "drop"
     mode: Mode = "eager"
     allow_offload: bool = False
-    """Let offload of optimizer states compete; else it is tried where nothing else fits."""
-    allow_planned: bool = False
-    """Offer what can be priced and planned, but not run yet."""
+    """Let offload of optimizer states and of activations compete; else it is tried where nothing
+    else fits."""
     custom_rules: tuple[CustomRule, ...] = ()
     """Rules of custom ops and autograd.Functions of the model's own (meshfold.register_rule)."""
     keep_checkpointing: bool = False

@@ -18,10 +18,8 @@ those that are dear to compute for their bytes (RegionTyping.kept); or "full", s
 region's inputs are saved."""
 
 Offload = Literal["none", "optimizer", "activations"]
-"""What lives in the host's memory between uses: nothing; parameters as they are stored, their
-gradients and optimizer states, which the host updates; or the activations that a region saves for
-its backward, which can be planned, not run yet."""
-
+"""What of a region is in the host's memory: nothing; its parameters, gradients and optimizer
+states, which the host updates; or the activations that it saves for its backward."""
 
 TpMode = Literal["tensor", "sequence", "data"]
 """What a tp axis shards in a region: "tensor", the weights; "sequence", also the activations
@@ -212,8 +210,3 @@ class UniformStrategy:
     def accumulate_unsharded(self) -> bool:
         """Whether gradients of sharded parameters are unsharded between microbatches."""
         return self.zero == 1 and self.microbatches > 1
-
-    @property
-    def runs(self) -> bool:
-        """Whether the emitter can run it; else it can only be planned."""
-        return self.offload != "activations"

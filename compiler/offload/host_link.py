@@ -60,6 +60,18 @@ class HostLink:
             target.copy_(narrow, non_blocking=True)
         # Pinned memory is used again only after the copies from it: torch's allocator sees to it.
 
+    def back(self, source: Tensor) -> Tensor:
+        """A copy on the device of what on_host gave. What reads it waits for arrival() first."""
+        target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+        self.num_bytes_to_device += target.nbytes
+        if self._stream is None:
+            return target.copy_(source)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        target.record_stream(self._stream)
+        return target
+
     def arrival(self) -> "torch.cuda.Event | None":
         """When all copies so far have arrived; None: they have."""
         if self._stream is None:

@@ -72,8 +72,8 @@ def simulated_timeline(plan: Plan) -> Simulation:
     """The step, simulated again. Raises OptionError if the plan does not say what runs."""
     if plan.events is None:
         raise OptionError(
-            f"{plan.strategy.label}: the plan has no simulated step: it cannot run yet, or its "
-            "file is of an older meshfold; plan again, or price it anew with 'meshfold check'"
+            f"{plan.strategy.label}: the plan has no simulated step: its file is of an older "
+            "meshfold; plan again, or price it anew with 'meshfold check'"
         )
     return simulate(plan.events)
 

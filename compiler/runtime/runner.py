@@ -1,8 +1,9 @@
 """Running an emitted program: its steps over the local tensors of one rank."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from meshfold.distributed.rank_mesh import RankMesh
 from meshfold.distributed.step_context import StepContext
 from meshfold.ir.op_graph import Source, SourceKind
 from meshfold.ir.spmd import Layout
+from meshfold.offload.host_link import HostLink
+from meshfold.offload.saved_activations import SavedActivations
 from meshfold.runtime.chained_execution import ChainedExecution
 from meshfold.runtime.recomputation import start_nothing
 from meshfold.runtime.region_modes import (
@@ -69,6 +72,9 @@ class ProgramRunner:
         instances = [program.instance(k) for k in range(len(program.programs))]
         self.training_modes = tuple(map(self.training_mode, instances))
         self.inference_modes = tuple(EagerRegion(i, i.region.graph) for i in instances)
+        self._leaving = program.instances_saved_on_host
+        self.host_link = HostLink(mesh.device)
+        """Of saved activations."""
 
     def run(
         self,
@@ -125,6 +131,8 @@ class ProgramRunner:
             GroupUse.reduce_together([step.uses[k][number] for k, number in refs])
         enter(step)
         forward = _Forward(self, step, parameters, buffers, inputs, arrived)
+        if self._leaving and step.is_recording:
+            forward.saved = SavedActivations(self.host_link, self._leaving, step.saved)
         saves_notes = self._materializes and step.is_recording
         with step.saved_tensors() if saves_notes else contextlib.nullcontext():
             for action in self.program.steps:
@@ -190,6 +198,8 @@ class _Forward:
         self.modes = runner.training_modes if step.is_recording else runner.inference_modes
         self.unfinished: dict[int, ChainedExecution] = {}
         """Executions whose epilogue the next instance runs, by instance."""
+        self.saved: SavedActivations | None = None
+        """Activations that leave for the host."""
 
     def act(self, action: ProgramStep) -> None:
         match action.action:
@@ -229,7 +239,7 @@ class _Forward:
         call = RegionCall(self.step, [*direct.values()], ahead, self.unfinished)
         place, name = self.step.mesh.place, region.name
         place.region = name
-        results = self.modes[k].run(call)
+        results = self._run_saving(k, call)
         for x in results:
             if x.requires_grad:
                 # The backward of an instance begins with the gradient of what it returned.
@@ -241,6 +251,20 @@ class _Forward:
             self.updates.append((self.buffers[instance.sources[slot].name], value))
         for key in self.runner.last_uses[k]:
             del self.values[key]
+
+    def _run_saving(self, k: int, call: RegionCall) -> Sequence[Tensor]:
+        """Run an instance; what it saves leaves for the host where the plan says so."""
+        saved = self.saved
+        if saved is None:
+            return self.modes[k].run(call)
+        parameters = chain.from_iterable(use.shards for use in self.step.uses[k])
+        with saved.saving(k, (*call.direct, *parameters)):
+            results = self.modes[k].run(call)
+        saved.leave(k, results)
+        for x in results:
+            if x.requires_grad:
+                x.register_hook(partial(saved.enter, k))  # type: ignore[no-untyped-call]
+        return results
 
     def _fetch(self, source: Source, layout: Layout) -> Tensor:
         """The local tensor of a source in `layout`."""

@@ -84,6 +84,11 @@ def offloaded_parameters(planned: FoldedGraph, plan: Plan) -> frozenset[str]:
     return frozenset(name for name, k in first.items() if k in offloaded and name in trained)
 
 
+def regions_saved_on_host(plan: Plan) -> frozenset[int]:
+    """Numbers of the regions of planned_graph whose saved activations wait in the host's memory."""
+    return frozenset(k for k, r in enumerate(plan.regions) if r.strategy.offload == "activations")
+
+
 def _choices(plan: Plan, number: dict[str, int], num_instances: int) -> list[int]:
     """The plan's region of every instance, in order."""
     choices: list[int] = []

@@ -25,8 +25,8 @@ SHORTLIST_SIZE = 3
 
 @dataclass(frozen=True, eq=False)
 class Shortlisted:
-    """The best program of a mesh. events, step: if it can run, its events and the step that they
-    make."""
+    """The best program of a mesh. events, step: once it is simulated, its events and the step that
+    they make."""
 
     priced: Priced
     planner: MeshPlanner
@@ -36,7 +36,7 @@ class Shortlisted:
 
 def rank_shortlist(plans: Mapping[MeshPlanner, MeshPlan]) -> list[Shortlisted]:
     """The best first; not empty if a plan has a best program. By simulated time to four digits,
-    then as by the sum. Where one cannot run, and so not be simulated, by the sum alone."""
+    then as by the sum."""
     found = [
         Shortlisted(plan.best, planner) for planner, plan in plans.items() if plan.best is not None
     ]
@@ -45,17 +45,13 @@ def rank_shortlist(plans: Mapping[MeshPlanner, MeshPlan]) -> list[Shortlisted]:
     close = [f for f in found if f.priced.time.step_s <= CONTENTION_RATIO * least_s][
         :SHORTLIST_SIZE
     ]
-    if not all(_runs(f.priced) for f in close):
-        return [*map(simulated, close[:1]), *close[1:]]
     ranked = [simulated(f) for f in close]
     return sorted(ranked, key=lambda f: float(f"{_step_s(f):.3e}"))
 
 
 def simulated(listed: Shortlisted) -> Shortlisted:
-    """The candidate with its events and its step, if it can run."""
+    """The candidate with its events and its step."""
     priced, planner = listed.priced, listed.planner
-    if not _runs(priced):
-        return listed
     origin = {
         new.region: old.region
         for new, old in zip(priced.split.instances, planner.folded.instances, strict=True)
@@ -77,10 +73,6 @@ def simulated(listed: Shortlisted) -> Shortlisted:
         reads=planner.reads,
     )
     return Shortlisted(priced, planner, events, simulate(events).step)
-
-
-def _runs(priced: Priced) -> bool:
-    return all(candidate.strategy.runs for candidate in priced.candidates)
 
 
 def _step_s(listed: Shortlisted) -> float:

@@ -20,28 +20,29 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from meshfold.errors import OptionError
-from meshfold.ir.options import PinValue
+from meshfold.ir.options import Mode, PinValue
 from meshfold.ir.strategy import Degrees, Offload, Recompute, UniformStrategy
 
 ZERO_LEVELS = (0, 1, 2, 3)
 
 PINNED = "contradicts a pin"
 BATCH = "batch does not divide over dp"
-PLANNED = "cannot run yet"
 NO_HOST_LINK = "no figure for the link to the host"
 NO_HOST_MEMORY = "no figure for the memory of the host"
 UNASKED_OFFLOAD = "nobody asks for offload"
 NO_STATES = "the optimizer has no states to offload"
-NODE = "tp leaves the node"
+SAVED_EAGER = "activations go to the host in mode eager alone"
 NOTHING_SAVED = "full recomputation keeps nothing to offload"
+SAVED_ONCE = "selective recomputation keeps activations on the device"
+NODE = "tp leaves the node"
 CONTEXT = "cp while the batch can be cut further"
 EXPERTS = "no experts to share"
 GRADIENTS = "zero 1 in one pass is zero 2"
 NO_ZERO = "dp_shard without ZeRO"
-PRUNING_RULES = (NODE, NOTHING_SAVED, CONTEXT, EXPERTS, GRADIENTS)
+PRUNING_RULES = (NODE, CONTEXT, EXPERTS, GRADIENTS)
 """Rules of the tree that can be switched off."""
 
-RESTRICTIONS = (NODE, CONTEXT)
+RESTRICTIONS = (NODE, CONTEXT, SAVED_EAGER, SAVED_ONCE)
 """Rules that may take what wins: no bound covers what they leave out, and plans say so."""
 
 
@@ -73,9 +74,6 @@ class SearchSpec:
     devices_per_node: int
     batch_size: int
     pins: Mapping[str, PinValue]
-    allow_planned: bool = False
-    """Whether strategies that can be planned but not run yet stay."""
-
     allow_offload: bool = False
     """Whether offload competes without a pin."""
 
@@ -100,16 +98,16 @@ class SearchSpec:
     experts: Collection[int] = ()
     """Numbers of experts of the layers; ep is offered where it divides them all, without cp."""
 
+    mode: Mode = "eager"
+    """In which the program runs."""
+
     whole_batch: str = ""
     """Why a pipeline cannot split the batch, if it cannot."""
 
     @property
     def offers_offload(self) -> bool:
-        """Whether somebody asks for it. Planned steps that are allowed for the sake of selective
-        recomputation bring nothing else along."""
-        if "offload" in self.pins or self.allow_offload:
-            return True
-        return self.allow_planned and self.pins.get("recompute") != "selective"
+        """Whether somebody asks for it."""
+        return "offload" in self.pins or self.allow_offload
 
 
 def grow_tree(spec: SearchSpec) -> Tree:
@@ -245,8 +243,6 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
         (PINNED, lambda strategy: keeps_pins(strategy, spec.pins)),
         (BATCH, lambda strategy: spec.batch_size % strategy.degrees.batch_ranks == 0),
     ]
-    if not spec.allow_planned:
-        rules.append((PLANNED, lambda strategy: strategy.runs))
     if not spec.offers_offload:
         rules.append((UNASKED_OFFLOAD, lambda strategy: strategy.offload == "none"))
     if not spec.host_bytes_per_s:
@@ -255,6 +251,10 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
         rules.append((NO_HOST_MEMORY, lambda strategy: strategy.offload != "optimizer"))
     if not spec.has_states:
         rules.append((NO_STATES, lambda strategy: strategy.offload != "optimizer"))
+    if spec.mode != "eager":
+        rules.append((SAVED_EAGER, lambda strategy: strategy.offload != "activations"))
+    rules.append((NOTHING_SAVED, lambda s: (s.recompute, s.offload) != ("full", "activations")))
+    rules.append((SAVED_ONCE, lambda s: (s.recompute, s.offload) != ("selective", "activations")))
     return rules
 
 
@@ -263,8 +263,8 @@ def _pruning_rules(left: Sequence[UniformStrategy], spec: SearchSpec) -> list[tu
 
     A tp axis that leaves the node pays the slow link in every op; it is pruned while a strategy
     inside a node, of no larger cp, is left, unless the axis may shard the batch in most regions and
-    weights in few. Full recomputation saves no activations to offload. In one pass no gradient
-    waits for another microbatch, so ZeRO 1 is ZeRO 2. CONTEXT and EXPERTS apply to the axes.
+    weights in few. In one pass no gradient waits for another microbatch, so ZeRO 1 is ZeRO 2.
+    CONTEXT and EXPERTS apply to the axes.
     """
     per_node = spec.devices_per_node
     inside = min((strategy.cp for strategy in left if strategy.tp <= per_node), default=math.inf)
@@ -272,10 +272,6 @@ def _pruning_rules(left: Sequence[UniformStrategy], spec: SearchSpec) -> list[tu
     rules: dict[str, _Keeps] = {
         NODE: lambda strategy: (
             inside <= strategy.cp and strategy.tp > per_node and not spec.has_feature_maps
-        ),
-        NOTHING_SAVED: lambda strategy: (
-            (strategy.recompute, strategy.offload) == ("full", "activations")
-            and replace(strategy, offload="none") in everything
         ),
         GRADIENTS: lambda strategy: strategy.zero == 1 and replace(strategy, zero=2) in everything,
     }
@@ -317,10 +313,15 @@ def _why_not(name: str, left: Sequence[UniformStrategy], spec: SearchSpec) -> st
             f"a batch of {spec.batch_size} does not divide over {choices}; "
             f"change the batch or pin another dp"
         )
-    if why := refused_offload(spec).get(name):
-        return why
     pins = _pins_text(spec)
-    return f"pin {pins}: can be planned, not run yet; say --allow planned to plan it"
+    what_else = {
+        SAVED_EAGER: f"pin {pins}: {SAVED_EAGER}; leave --mode {spec.mode} out",
+        **{
+            name: f"pin {pins}: {name}; leave recompute out, or pin recompute=none"
+            for name in (NOTHING_SAVED, SAVED_ONCE)
+        },
+    }
+    return {**what_else, **refused_offload(spec)}[name]
 
 
 def refused_offload(spec: SearchSpec) -> dict[str, str]:

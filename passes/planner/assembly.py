@@ -160,7 +160,7 @@ def _region_plan(best: Priced, r: int, origin: int, planner: MeshPlanner) -> Reg
             candidate.name,
             candidate.time_s,
             candidate.resident_bytes,
-            "taken" + _planned(candidate),
+            "taken",
         ),
         alternatives=_alternatives(candidate, planner.candidates[origin]),
         op_targets=tuple(op.target for op in region.graph.ops),
@@ -183,14 +183,10 @@ def _alternatives(
             candidate.name,
             candidate.time_s,
             candidate.resident_bytes,
-            why_lost(candidate, taken) + _planned(candidate),
+            why_lost(candidate, taken),
         )
         for candidate in ordered[:NUM_ALTERNATIVES]
     )
-
-
-def _planned(candidate: StrategyCandidate) -> str:
-    return "" if candidate.strategy.runs else "; planned, cannot run yet"
 
 
 def why_lost(

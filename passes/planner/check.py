@@ -104,10 +104,8 @@ def _events(
     costs: CostModel,
     probe: Probe,
     optimizer_s: float,
-) -> StepEvents | None:
-    """The events of a step, if the plan can run."""
-    if not all(region.strategy.runs for region in plan.regions):
-        return None
+) -> StepEvents:
+    """The events of a step."""
     typings = [region.typing for region in plan.regions]
     optimizer = plan.optimizer
     events = program_events(

@@ -34,7 +34,7 @@ from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.one_pass.bounds import LeastCompute, Room, least_compute, least_step_s
 from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
-from meshfold.passes.one_pass.priced import NoMeshFits, Priced, order_of
+from meshfold.passes.one_pass.priced import NoMeshFits, order_of
 from meshfold.passes.one_pass.record import MeshRecord, search_stats
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import Shortlisted, rank_shortlist, simulated_times
@@ -148,7 +148,6 @@ def _plan_in_one_pass(request: PlanRequest, progress: Progress | None) -> Plan:
         stats=found.stats,
         notes=(
             *found.notes,
-            *_planned_notes(found.best.priced),
             *host_notes(found.best.priced, options.optimizer),
             *(
                 f"baseline {name} is not priced: a batch of {batch_size} does not divide over "
@@ -380,11 +379,3 @@ class _Search:
             f"{'pin ' if 'tp' in self.options.pins else ''}{degrees_text}: no parameter of "
             f"this model can be sharded over so many ranks"
         )
-
-
-def _planned_notes(best: Priced) -> list[str]:
-    """A plan that uses what cannot run yet says so."""
-    names = dict.fromkeys(
-        candidate.strategy.label for candidate in best.candidates if not candidate.strategy.runs
-    )
-    return [f"{name}: planned, cannot run yet" for name in names]

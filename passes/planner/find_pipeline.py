@@ -121,7 +121,6 @@ def search_spec(request: PlanRequest, without: Sequence[str]) -> SearchSpec:
         devices_per_node=min(group.devices_per_node for group in cluster.groups),
         batch_size=request.batch_size,
         pins=options.strategy_pins,
-        allow_planned=options.allow_planned,
         allow_offload=options.allow_offload,
         switched_off=without,
         host_bytes_per_s=cluster.host_bytes_per_s,
@@ -130,6 +129,7 @@ def search_spec(request: PlanRequest, without: Sequence[str]) -> SearchSpec:
         has_feature_maps=carries_feature_maps(folded),
         sequences=carried_sequences(folded),
         experts=shared_experts(folded),
+        mode=options.mode,
     )
 
 
@@ -157,11 +157,8 @@ UNASKED_STAGES = 8
 def _notes(
     request: PlanRequest, problems: PipelineProblems, best: PricedPipeline
 ) -> tuple[str, ...]:
-    """How it trains; and a plan that uses what cannot run yet says so."""
-    planned = [x.strategy.label for x in best.layers if not x.strategy.runs]
-    notes = [f"{name}: planned, cannot run yet" for name in dict.fromkeys(planned)]
-    if not notes:
-        notes = ["forward and backward take turns: train by train_step(batch)"]
+    """How it trains, and what is not as in the model alone."""
+    notes = ["forward and backward take turns: train by train_step(batch)"]
     degrees = best.problem.degrees
     whole, pieces = len(request.folded.instances), len(problems.folded.instances)
     if whole != pieces:

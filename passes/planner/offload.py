@@ -1,10 +1,11 @@
-"""When optimizer states go to the host's memory, and what a plan says of them."""
+"""When optimizer states and activations go to the host's memory, and what a plan says of them."""
 
+from collections import Counter
 from dataclasses import replace
 
 from meshfold.cost_models.memory.step_memory import STATE_FACTOR
 from meshfold.ir.plan import Plan
-from meshfold.ir.strategy import UniformStrategy
+from meshfold.ir.strategy import Offload, UniformStrategy
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.one_pass.priced import Priced
 from meshfold.passes.planner.assembly import PlanRequest
@@ -14,21 +15,20 @@ from meshfold.units import bytes_text
 UNLIMITED_BYTES = 1 << 60
 """More than any device has."""
 
-NEEDS_OFFLOAD = "nothing fits with all optimizer states on the devices: offload was searched, too"
+NEEDS_OFFLOAD = "nothing fits with all of it on the devices: offload was searched, too"
 
 
 def with_offload(request: PlanRequest) -> PlanRequest | None:
-    """The request with optimizer states on the host, all of a pipeline's or those of any layer
-    otherwise. None where a pin speaks of it, it was offered already, nothing is known about the
-    hosts, or the optimizer has no states."""
+    """The request with optimizer states on the host, all of a pipeline's, or those and activations
+    of any layer otherwise. None where a pin speaks of it, it was offered already, nothing is known
+    about the hosts, or a pipeline's optimizer has no states."""
     options, cluster = request.options, request.cluster
-    is_known = cluster.host_bytes_per_s and cluster.host_memory_bytes_per_s
-    if not is_known or not STATE_FACTOR[options.optimizer]:
+    if "offload" in options.pins or options.allow_offload or not cluster.host_bytes_per_s:
         return None
-    if "offload" in options.pins or options.allow_offload or options.allow_planned:
-        return None
-    pins = {**options.pins, "offload": "optimizer"}
     if is_pipeline_pinned(options.pins):
+        if not cluster.host_memory_bytes_per_s or not STATE_FACTOR[options.optimizer]:
+            return None
+        pins = {**options.pins, "offload": "optimizer"}
         return replace(request, options=replace(options, pins=pins))
     return replace(request, options=replace(options, allow_offload=True))
 
@@ -41,10 +41,14 @@ def without_limit(request: PlanRequest) -> PlanRequest:
 def why_it_fits(plan: Plan, free: Plan) -> str:
     """What a plan does for memory's sake, and what that costs. free: the plan without_limit."""
     layers = _layers(plan)
-    at_host = sum(strategy.offload == "optimizer" for strategy in layers)
+    names: dict[Offload, str] = {"optimizer": "optimizer states", "activations": "activations"}
+    counts = Counter(strategy.offload for strategy in layers)
+    at_host = [
+        f"{what} of {counts[k]} of {len(layers)} layers" for k, what in names.items() if counts[k]
+    ]
     again = sum(strategy.recompute != "none" for strategy in layers)
     more = again > sum(strategy.recompute != "none" for strategy in _layers(free))
-    why = f"optimizer states of {at_host} of {len(layers)} layers on the host"
+    why = f"{' and '.join(at_host) or 'nothing'} on the host"
     why += f", recomputation of {again}" if more else ""
     return (
         f"fits because: {why}; {plan.step_s / free.step_s - 1:+.1%} on the step of "
@@ -63,13 +67,22 @@ def host_notes(best: Priced, optimizer: str) -> list[str]:
     """What a plan needs of the host's memory, for one device."""
     offloads = [candidate.strategy.offload for candidate in best.candidates]
     layers = sum(offloads[i.region] == "optimizer" for i in best.split.instances)
-    if not layers:
-        return []
-    all_here = program_states(best.split, best.typings, best.mesh)
-    left = program_states(best.split, best.typings, best.mesh, offloads)
-    # As they are stored, their gradients, and optimizer states.
-    num_bytes = (all_here.trained - left.trained) * (2 + STATE_FACTOR[optimizer])
-    return [
-        f"parameters and optimizer states of {layers} of {len(best.split.instances)} layers are in "
-        f"the host's memory: {bytes_text(num_bytes)} of it per device"
-    ]
+    of = f"of {len(best.split.instances)} layers"
+    notes = []
+    if layers:
+        all_here = program_states(best.split, best.typings, best.mesh)
+        left = program_states(best.split, best.typings, best.mesh, offloads)
+        # As they are stored, their gradients, and optimizer states.
+        num_bytes = (all_here.trained - left.trained) * (2 + STATE_FACTOR[optimizer])
+        notes.append(
+            f"parameters and optimizer states of {layers} {of} are in the host's memory: "
+            f"{bytes_text(num_bytes)} of it per device"
+        )
+    leaving = [i.region for i in best.split.instances[:-1] if offloads[i.region] == "activations"]
+    if leaving:
+        num_bytes = sum(best.candidates[r].memory.saved_bytes for r in leaving)
+        notes.append(
+            f"activations of {len(leaving)} {of} wait in the host's memory for their backward: "
+            f"{bytes_text(num_bytes)} of it per device"
+        )
+    return notes

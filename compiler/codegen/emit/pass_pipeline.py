@@ -33,7 +33,11 @@ from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.chained_chunks import ChainedOrders
 from meshfold.passes.collective_matmul import with_planned_matmuls
-from meshfold.passes.graph.variants import offloaded_parameters, planned_graph
+from meshfold.passes.graph.variants import (
+    offloaded_parameters,
+    planned_graph,
+    regions_saved_on_host,
+)
 from meshfold.passes.split.micro_chunks import ChunkingProblem, planned_chunks
 
 Watch = Callable[["PassRun"], None]
@@ -131,7 +135,8 @@ def _chain(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
 def _bucket(program: EmittedProgram | None, of: Subject) -> EmittedProgram:
     assert program is not None, "there are collectives to bucket"
     offloaded = offloaded_parameters(of.split, of.plan)
-    return replace(bucketed(program, of.plan), offloaded=offloaded)
+    saved = regions_saved_on_host(of.plan)
+    return replace(bucketed(program, of.plan), offloaded=offloaded, saved_on_host=saved)
 
 
 def bucketed(program: EmittedProgram, plan: Plan) -> EmittedProgram:

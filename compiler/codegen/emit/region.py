@@ -60,13 +60,19 @@ Written = tuple[OpGraph, RegionTyping]
 
 
 def check_runs(plan: Plan) -> None:
-    """Raises PlanMismatchError, naming the region, for what can be planned but not run."""
-    planned = next((r for r in plan.regions if not r.strategy.runs), None)
-    if planned is not None:
-        raise PlanMismatchError(
-            f"region {planned.name} is planned as {planned.strategy.label}, which cannot run yet; "
-            "plan again, without --allow planned"
-        )
+    """Raises PlanMismatchError, naming the region, for activations that cannot go to the host: of
+    recomputed regions, in pipelines, and in mode scheduled."""
+    for region in plan.regions:
+        if region.strategy.offload != "activations":
+            continue
+        recompute = region.typing.recompute
+        why = "the plan has several microbatches or stages" if plan.schedule else ""
+        why = why or (f"the plan is for mode {plan.mode}" if plan.mode != "eager" else "")
+        if why := why or ("the region is recomputed" if recompute != "none" else ""):
+            raise PlanMismatchError(
+                f"region {region.name} is planned as {region.strategy.label}, which cannot run: "
+                f"{why}; plan again"
+            )
 
 
 def emit_typed(

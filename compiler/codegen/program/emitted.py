@@ -157,8 +157,17 @@ class EmittedProgram:
     offloaded: frozenset[str] = frozenset()
     """Names of the parameters that are stored and updated in the host's memory."""
 
+    saved_on_host: frozenset[int] = frozenset()
+    """Numbers of the folded regions whose saved activations wait in the host's memory."""
+
     boundaries: tuple[ChunkedBoundary, ...] = ()
     """What each instance receives and sends in chunks; empty where none does."""
+
+    @cached_property
+    def instances_saved_on_host(self) -> frozenset[int]:
+        """Instances whose saved activations leave: not the last one, whose backward is next."""
+        regions = [instance.region for instance in self.folded.instances]
+        return frozenset(k for k, r in enumerate(regions[:-1]) if r in self.saved_on_host)
 
     def boundary_of(self, instance: int) -> ChunkedBoundary:
         return self.boundaries[instance] if self.boundaries else ChunkedBoundary()
@@ -265,6 +274,8 @@ class EmittedProgram:
             instances = [i for i, p in enumerate(self.programs) if p == k]
             scope = self.folded.instances[instances[0]].scope or "the model"
             notes = recomputation_text(region.recompute, region.typing.kept)
+            if region.region in self.saved_on_host:
+                notes += "; what it saves waits in the host's memory"
             notes += "" if region.reshard_after_forward else "; stays gathered for backward"
             notes += "; gradients reduced once a step" if region.accumulate_unsharded else ""
             yield f"region {region.name}: {len(instances)} x, first {scope}{notes}"

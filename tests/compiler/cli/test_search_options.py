@@ -23,10 +23,10 @@ def test_nothing_asked_is_the_default() -> None:
 
 
 def test_everything_asked_arrives() -> None:
-    asked = {"memory": "16GB", "pin": ("tp=2",), "allow": "planned", "loss": "l"}
+    asked = {"memory": "16GB", "pin": ("tp=2",), "allow": "offload", "loss": "l"}
     found = compile_options(**{**DEFAULTS, **asked, "returned": ("a", "all")})  # type: ignore[arg-type]
     assert (found.memory_bytes, dict(found.pins), found.loss) == (16 * 10**9, {"tp": 2}, "l")
-    assert found.allow_planned and found.outputs == "all"
+    assert found.allow_offload and found.outputs == "all"
 
 
 def test_a_wrong_value_is_refused() -> None:

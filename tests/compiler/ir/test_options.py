@@ -23,7 +23,6 @@ def test_the_option_surface_is_frozen() -> None:
         "value_checks",
         "mode",
         "allow_offload",
-        "allow_planned",
         "custom_rules",
         "keep_checkpointing",
         "without_rules",

@@ -107,11 +107,11 @@ def test_a_region_that_runs_again_says_so() -> None:
     assert "recompute" not in " ".join(page(plan_view(plan), 120))
 
 
-def test_what_cannot_run_yet_is_shown_with_its_region_and_explained() -> None:
+def test_offload_is_shown_with_its_region_and_explained() -> None:
     plan = example_plan()
     first, layer = plan.regions
-    strategy = replace(layer.strategy, recompute="selective", offload="activations")
-    choice = replace(layer.choice, reason="taken; planned, cannot run yet")
+    strategy = replace(layer.strategy, recompute="selective", offload="optimizer")
+    choice = replace(layer.choice, reason="taken for its bytes")
     layer = replace(
         layer,
         typing=replace(layer.typing, recompute="selective"),
@@ -120,6 +120,6 @@ def test_what_cannot_run_yet_is_shown_with_its_region_and_explained() -> None:
     )
     planned = replace(plan, regions=(first, layer))
     shown = " ".join(" ".join(page(plan_view(planned), 160)).split())
-    assert "model.layers.0, recompute selective, offload activations" in shown
+    assert "model.layers.0, recompute selective, offload optimizer" in shown
     explained = " ".join(page(explain_view(planned, planned.regions), 160))
-    assert "taken; planned, cannot run yet" in " ".join(explained.split())
+    assert "taken for its bytes" in " ".join(explained.split())

@@ -66,13 +66,6 @@ def test_the_bubble_of_a_simulated_pipeline_is_part_of_its_step() -> None:
     assert "bubble" not in text_of(step_view(replace(plan, simulated=SIMULATED)))
 
 
-def test_what_cannot_run_yet_says_so() -> None:
-    plan = example_plan()
-    region = replace(plan.regions[0], strategy=replace(plan.strategy, offload="activations"))
-    said = text_of(step_view(replace(plan, regions=(region,))))
-    assert "a step that cannot run yet is not simulated" in said
-
-
 def test_rates_are_of_the_step_time_that_is_stated() -> None:
     plan = with_flops(replace(example_plan(), simulated=SIMULATED))
     found = plan.throughput

@@ -74,7 +74,7 @@ def test_the_trace_has_a_thread_per_stream() -> None:
 
 
 def test_a_plan_without_events_is_refused() -> None:
-    with pytest.raises(OptionError, match="the plan has no simulated step: it cannot run yet, or"):
+    with pytest.raises(OptionError, match="the plan has no simulated step: its file is of"):
         timeline_of(example_plan())
 
 

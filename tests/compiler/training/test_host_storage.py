@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes.offload import Compared, checkpointed, compared, started
+from support.processes.offload import (
+    Compared,
+    Saved,
+    activations_compared,
+    checkpointed,
+    compared,
+    started,
+)
 from support.processes.pool import Pools
 
 POOLED = "support.processes.offload"
@@ -89,3 +96,45 @@ def test_evaluation_and_batches_of_other_sizes_read_what_the_host_has() -> None:
     (right.model(**half) + right.model(**run.batch)).backward()
     for a, b in zip(run.model.parameters(), right.model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("family", ["dropout", "gpt2", "llama", "mixtral"])
+def test_activations_come_back_as_they_left(family: str) -> None:
+    found = activations_compared({}, family)
+    assert found.differ == []
+    assert found.num_bytes_to_host == found.num_bytes_to_device > 0
+
+
+def test_what_leaves_is_what_the_plan_says() -> None:
+    """Six forwards of four layers, of which each keeps tanh(up(x)) of 8 samples."""
+    found = activations_compared({})
+    assert found.num_bytes_to_host == 6 * 4 * (8 * 16 * 8)
+
+
+def test_activations_in_bf16_beside_masters_leave() -> None:
+    found = activations_compared({}, precision="bf16")
+    assert found.differ == [] and found.num_bytes_to_host == 6 * 4 * (8 * 16 * 2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "pins"),
+    [
+        (2, {"dp": 2, "zero": 0}),
+        (2, {"dp": 2, "zero": 2}),
+        (2, {"dp": 2, "zero": 3}),
+        (2, {"tp": 2, "sp": 0}),
+        (2, {"tp": 2, "sp": 1}),
+        (4, {"dp": 4, "zero": 3, "dp_shard": 2}),
+        (4, {"dp": 2, "tp": 2, "zero": 3}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["dropout", "gpt2", "llama", "vit"])
+def test_activations_of_ranks_come_back(
+    pools: Pools, ranks: int, pins: dict[str, Any], family: str
+) -> None:
+    for found in pools.run(ranks, f"{POOLED}:activations_compared", pins, family):
+        differ, to_host, to_device = Saved(*found)
+        assert differ == [] and to_host == to_device > 0

@@ -1,6 +1,7 @@
 """The last choice: programs of meshes that are close, by their simulated step."""
 
 from dataclasses import replace
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from meshfold.capture.pipeline import capture
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
 from meshfold.cost_models.simulation.step import simulate
+from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import UniformStrategy
@@ -31,11 +33,11 @@ def graph():
     return capture(*tiny_model("llama")).graph
 
 
-def plan(cluster: str = "local-cpu", **options) -> Plan:
+def plan(cluster: str | ClusterSpec = "local-cpu", **options) -> Plan:
     options["pins"] = {"microbatches": 1, **options.get("pins", {})}
     return find_plan_for(
         graph(),
-        resolve_cluster(cluster, 4),
+        resolve_cluster(cluster, 4) if isinstance(cluster, str) else cluster,
         CompileOptions(**options),
         model_name="llama",
         batch_size=BATCH,
@@ -95,11 +97,15 @@ def test_the_winner_need_not_be_the_best_by_the_sum(monkeypatch: pytest.MonkeyPa
     assert second.search.lower_bound_s == first.search.lower_bound_s and second.gap > 0.9
 
 
-def test_what_cannot_run_is_not_simulated() -> None:
-    pins = {"offload": "activations"}
-    found = plan("dgx-v100", allow_planned=True, pins=pins)
-    assert found.simulated is None and found.events is None
-    assert price_plan(graph(), found, PROBER).events is None
+def test_waits_for_the_host_are_simulated() -> None:
+    """Over a link of 10 MB/s, which hides behind nothing."""
+    cluster = resolve_cluster("dgx-v100", 4)
+    device = replace(cluster.groups[0].device, host_bytes_per_s=1e7)
+    slow = replace(cluster, groups=(replace(cluster.groups[0], device=device),))
+    here, away = (plan(slow, pins={"offload": what}) for what in ("none", "activations"))
+    assert away.simulated is not None and here.simulated is not None
+    assert away.simulated.step_s > here.simulated.step_s
+    assert price_plan(graph(), away, PROBER).events == away.events
 
 
 def test_pricing_a_plan_anew_finds_the_same_step() -> None:

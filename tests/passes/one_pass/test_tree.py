@@ -15,7 +15,9 @@ from meshfold.passes.one_pass.tree import (
     NODE,
     NOTHING_SAVED,
     PINNED,
-    PLANNED,
+    RESTRICTIONS,
+    SAVED_EAGER,
+    SAVED_ONCE,
     UNASKED_OFFLOAD,
     SearchSpec,
     Tree,
@@ -90,18 +92,18 @@ def test_degrees_that_are_no_powers_of_two() -> None:
     }
 
 
-@pytest.mark.parametrize("allow_planned", [False, True])
-def test_every_strategy_candidate_is_counted_once(allow_planned: bool) -> None:
-    found = tree(16, 12, per_node=4, allow_planned=allow_planned, pins={"sp": 0})
+@pytest.mark.parametrize("allow_offload", [False, True])
+def test_every_strategy_candidate_is_counted_once(allow_offload: bool) -> None:
+    found = tree(16, 12, per_node=4, allow_offload=allow_offload, pins={"sp": 0})
     assert found.num_strategies == len(found.strategies) + sum(found.pruned.values())
-    assert (PLANNED in found.pruned) != allow_planned
+    assert (UNASKED_OFFLOAD in found.pruned) != allow_offload
     assert {BATCH, NODE, PINNED} <= found.pruned.keys()
 
 
-def test_planned_leaves_come_on_request() -> None:
+def test_offload_comes_on_request() -> None:
     spec = {"host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     assert {strategy.offload for strategy in tree(2, **spec).strategies} == {"none"}
-    found = tree(2, allow_planned=True, **spec).strategies
+    found = tree(2, allow_offload=True, **spec).strategies
     assert {strategy.offload for strategy in found} == {"none", "optimizer", "activations"}
 
 
@@ -119,55 +121,68 @@ def test_zero_1_in_one_pass_is_zero_2() -> None:
 
 
 def test_offload_needs_a_link_to_the_host_and_states() -> None:
-    offloads = {strategy.offload for strategy in tree(2, allow_planned=True).strategies}
+    offloads = {strategy.offload for strategy in tree(2, allow_offload=True).strategies}
     assert offloads == {"none"}
     hosts = {"host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
-    known = tree(2, allow_planned=True, **hosts)
+    known = tree(2, allow_offload=True, **hosts)
     assert {strategy.offload for strategy in known.strategies} == {
         "none",
         "optimizer",
         "activations",
     }
-    linked = tree(2, allow_planned=True, host_bytes_per_s=1e9)
+    linked = tree(2, allow_offload=True, host_bytes_per_s=1e9)
     assert {strategy.offload for strategy in linked.strategies} == {"none", "activations"}
     assert linked.pruned[NO_HOST_MEMORY] == 3 * (4 + 2)
-    stateless = tree(2, allow_planned=True, **hosts, has_states=False)
+    stateless = tree(2, allow_offload=True, **hosts, has_states=False)
     assert {strategy.offload for strategy in stateless.strategies} == {"none", "activations"}
     assert NO_HOST_LINK not in known.pruned and stateless.pruned[NO_STATES] > 0
     # Two ways to offload, three to recompute; four ZeRO levels on dp2, tp2 with and without sp.
-    assert tree(2, allow_planned=True).pruned[NO_HOST_LINK] == 2 * 3 * (4 + 2)
+    assert tree(2, allow_offload=True).pruned[NO_HOST_LINK] == 2 * 3 * (4 + 2)
 
 
 def test_states_go_to_the_host_only_where_somebody_asks() -> None:
     hosts = {"host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     unasked = tree(1, **hosts)
     assert {strategy.offload for strategy in unasked.strategies} == {"none"}
-    # Whatever else it does: without recomputation, with some or with all of it.
-    assert unasked.pruned[UNASKED_OFFLOAD] == 3
+    # Whatever else it does, two things to offload: without recomputation, with some or all of it.
+    assert unasked.pruned[UNASKED_OFFLOAD] == 3 * 2
     assert unasked.strategies == tree(1).strategies
-    allowed = tree(1, **hosts, allow_offload=True)
-    assert {strategy.offload for strategy in allowed.strategies} == {"none", "optimizer"}
     pinned = tree(1, **hosts, pins={"offload": "optimizer"})
     assert {strategy.offload for strategy in pinned.strategies} == {"optimizer"}
 
 
-def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
-    spec = {"allow_planned": True, "host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
+def test_activations_of_recomputed_layers_stay() -> None:
+    """Of full recomputation there are none; selective recomputation keeps some, which is a
+    restriction that plans name."""
+    spec = {"allow_offload": True, "host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
     found = tree(1, **spec)
-    labels = {strategy.label for strategy in found.strategies}
-    assert found.pruned == {NOTHING_SAVED: 1} and len(labels) == 8
-    assert "one device, recompute full, offload activations" not in labels
-    everything = tree(1, switched_off=(NOTHING_SAVED,), **spec)
-    assert len(everything.strategies) == 9
-    # Pinned, there is no strategy that does the same without.
+    assert found.pruned == {NOTHING_SAVED: 1, SAVED_ONCE: 1} and len(found.strategies) == 7
+    assert SAVED_ONCE in RESTRICTIONS and NOTHING_SAVED not in RESTRICTIONS
     pinned = tree(1, pins={"offload": "activations"}, **spec)
-    assert {strategy.recompute for strategy in pinned.strategies} == {"none", "selective", "full"}
+    assert [strategy.recompute for strategy in pinned.strategies] == ["none"]
+
+
+def test_activations_stay_in_mode_scheduled() -> None:
+    spec = {"allow_offload": True, "host_bytes_per_s": 1e9, "host_memory_bytes_per_s": 1e9}
+    found = tree(1, mode="scheduled", **spec)
+    assert found.pruned == {SAVED_EAGER: 3} and SAVED_EAGER in RESTRICTIONS
 
 
 @pytest.mark.parametrize(
     ("pins", "spec", "message"),
     [
-        ({"offload": "activations"}, {}, "offload=activations: can be planned, not run yet; say"),
+        *(
+            (
+                {"offload": "activations", **pins},
+                {"host_bytes_per_s": 1e9, "mode": mode},
+                f"pin offload=activations.*: {why}",
+            )
+            for pins, mode, why in (
+                ({}, "scheduled", "activations go to the host in mode eager alone; leave --mode"),
+                ({"recompute": "full"}, "eager", "full recomputation keeps nothing to offload; l"),
+                ({"recompute": "selective"}, "eager", "selective recomputation keeps activations"),
+            )
+        ),
         (
             {"offload": "optimizer"},
             {},
@@ -180,13 +195,13 @@ def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
         ),
         (
             {"offload": "activations"},
-            {"allow_planned": True},
+            {"allow_offload": True},
             "pin offload=activations: nothing is known about the link between device and host",
         ),
         (
             {"offload": "optimizer"},
             {
-                "allow_planned": True,
+                "allow_offload": True,
                 "host_bytes_per_s": 1e9,
                 "host_memory_bytes_per_s": 1e9,
                 "has_states": False,
@@ -195,7 +210,7 @@ def test_nothing_is_offloaded_where_nothing_is_saved() -> None:
         ),
     ],
 )
-def test_planned_pins_that_cannot_be_kept_name_themselves(pins, spec, message: str) -> None:
+def test_pins_of_offload_that_cannot_be_kept_name_themselves(pins, spec, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         tree(2, pins=pins, **spec)
 

@@ -32,7 +32,7 @@ def planned(num_devices: int = 2, **pins: int | str) -> Plan:
     return find_plan_for(
         llama(),
         resolve_cluster("local-cpu", num_devices),
-        CompileOptions(pins=pins, allow_planned=True),
+        CompileOptions(pins=pins),
         model_name="llama",
         batch_size=BATCH,
         probe=PROBER,

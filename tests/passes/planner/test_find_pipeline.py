@@ -43,7 +43,6 @@ def graph_of(family: str, layers: int = 2) -> FoldedGraph:
 
 
 def plan(family: str = "llama", num_devices: int = 4, layers: int = 2, **options) -> Plan:
-    options.setdefault("allow_planned", True)
     return find_plan_for(
         graph_of(family, layers),
         resolve_cluster("local-cpu", num_devices),
@@ -60,7 +59,7 @@ def problems_of(cluster: ClusterSpec, **options) -> PipelineProblems:
 
 
 def tree_for(num_devices: int, pins=None, switched_off=()):
-    spec = SearchSpec(num_devices, num_devices, BATCH, pins or {}, True, switched_off)
+    spec = SearchSpec(num_devices, num_devices, BATCH, pins or {}, switched_off=switched_off)
     return grow_pipelines(spec, len(graph_of("llama").instances))
 
 
@@ -162,11 +161,9 @@ def test_a_pinned_pipeline_places_every_layer_once(family, pins):
 
 def test_a_pipeline_goes_through_the_file_and_is_emitted():
     pins = {"pp": 2, "microbatches": 2, "schedule": "1f1b"}
-    found = plan("gpt2", pins=pins, allow_planned=False)
+    found = plan("gpt2", pins=pins)
     assert found.schedule.startswith("1f1b(2 x 2")
     assert found.pins["schedule"] == "1f1b"
-    assert not any("cannot run yet" in note for note in found.notes)
-    assert all(region.strategy.runs for region in found.regions)
     text = plan_to_json(found)
     assert plan_from_json(text) == found
     assert json.loads(text)["stages"][0]["costs"]["in_flight"] == 2
@@ -191,11 +188,11 @@ def test_tied_embeddings_are_on_both_ends():
 def test_experts_are_shared_inside_a_stage():
     """Tokens travel in every microbatch; expert weights are shards, the rest is reduced once."""
     pins = {"pp": 2, "ep": 2, "microbatches": 2, "recompute": "none"}
-    found = plan("mixtral", pins=pins, allow_planned=False)
+    found = plan("mixtral", pins=pins)
     assert found.mesh.names == ("pp", "ep")
     shared = [p for r in found.regions for p in r.parameters if p.stored[1].is_shard]
     assert shared and all("experts" in p.name for p in shared)
-    over_dp = plan("mixtral", pins={**pins, "ep": 1, "dp": 2}, allow_planned=False)
+    over_dp = plan("mixtral", pins={**pins, "ep": 1, "dp": 2})
     assert found.memory.parameters < over_dp.memory.parameters
     assert found.time.communication_s["ep"] > over_dp.time.communication_s["dp"]
     graph = next(r for r in found.regions if any("experts" in p.name for p in r.parameters))
@@ -251,7 +248,7 @@ def test_encoder_output_is_resident_on_later_stages():
     # Inside the decoder its own activation and the encoder's output cross, before it one of them.
     assert max(held) >= 2 * min(h for h in held[1:-1] if h)
     assert search_pipelines(
-        problems, grow_pipelines(SearchSpec(2, 2, BATCH, {"pp": 2}, True), len(folded.instances))
+        problems, grow_pipelines(SearchSpec(2, 2, BATCH, {"pp": 2}), len(folded.instances))
     ).best
 
 
@@ -297,7 +294,7 @@ def test_interleaved_stages_are_written_down():
 @pytest.mark.parametrize("kind", ["interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_chunks_with_a_split_backward_are_planned(kind):
     pins = {"schedule": kind, "virtual_stages": 2, "pp": 2, "microbatches": 4, "recompute": "none"}
-    found = plan("llama", layers=6, pins=pins, allow_planned=False)
+    found = plan("llama", layers=6, pins=pins)
     assert found.schedule == f"{kind}(2 x 4, 2 virtual stages)" and len(found.stages) == 4
     schedule = Schedule.parse(found.schedule)
     placed = [run.first + k for s in found.stages for run in s.runs for k in range(run.count)]
@@ -314,7 +311,7 @@ def test_chunks_with_a_split_backward_are_planned(kind):
 @pytest.mark.parametrize(("kind", "mode"), [("1f1b", "scheduled"), ("zero_bubble", "eager")])
 def test_a_split_backward_leaves_nothing_to_schedule(kind, mode):
     pins = {"pp": 2, "microbatches": 2, "schedule": kind}
-    found = plan("llama", pins=pins, mode="scheduled", allow_planned=False)
+    found = plan("llama", pins=pins, mode="scheduled")
     assert found.mode == mode
     note = "stages run eager, not scheduled: their schedule splits the backward itself"
     assert (note in found.notes) == (mode == "eager")
@@ -326,12 +323,12 @@ def test_a_split_backward_leaves_nothing_to_schedule(kind, mode):
 
 @pytest.mark.slow
 def test_pipelines_compete_unless_pins_forbid_them():
-    found = plan("llama", pins={"pp": 2, "recompute": "selective"}, allow_planned=False)
+    found = plan("llama", pins={"pp": 2, "recompute": "selective"})
     assert {region.typing.recompute for region in found.regions} == {"selective"}
-    assert plan("llama", pins={"pp": 2}, allow_planned=False).strategy.pp == 2
-    alone = plan("llama", allow_planned=False, pins={"microbatches": 1})
+    assert plan("llama", pins={"pp": 2}).strategy.pp == 2
+    alone = plan("llama", pins={"microbatches": 1})
     assert alone.schedule == "" and not any("pp" in m.mesh for m in alone.search.meshes)
-    asked = plan("llama", allow_planned=False)
+    asked = plan("llama")
     assert asked.time.step_s <= alone.time.step_s and all(r.strategy.runs for r in asked.regions)
     assert len(asked.search.meshes) > len(alone.search.meshes)
     alone = plan("llama", pins={"pp": 1, "microbatches": 1})
@@ -346,7 +343,7 @@ def test_nothing_fits():
 def test_pipelines_are_tried_where_nothing_else_fits():
     # Whole parameters on every device are too much, those of a stage are not.
     pins = {"tp": 1, "zero": 0}
-    options = {"allow_planned": False, "memory_bytes": 800_000}
+    options = {"memory_bytes": 800_000}
     with pytest.raises(InfeasibleError):
         plan("llama", pins=pins | {"microbatches": 1, "pp": 1}, **options)
     found = plan("llama", pins=pins, **options)
@@ -357,7 +354,7 @@ def test_pipelines_are_tried_where_nothing_else_fits():
 
 def test_without_a_pipeline_what_is_missing_is_named():
     with pytest.raises(InfeasibleError, match="are missing") as caught:
-        plan("llama", allow_planned=False, memory_bytes=10_000)
+        plan("llama", memory_bytes=10_000)
     assert caught.value.best_candidate and isinstance(caught.value.__cause__, InfeasibleError)
 
 

@@ -144,4 +144,4 @@ def test_a_pin_that_cannot_be_kept_names_itself(pins: dict[str, int | str], mess
 
 def test_not_in_a_pipeline() -> None:
     with pytest.raises(OptionError, match="layouts cannot be pinned in a pipeline yet"):
-        pinned({"pp": 2, f"layout:{UP}": "dp"}, allow_planned=True)
+        pinned({"pp": 2, f"layout:{UP}": "dp"})

@@ -1,4 +1,4 @@
-"""Training with and without optimizer states in the host's memory, which must agree bit by bit."""
+"""Training with and without something in the host's memory, which must agree bit by bit."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +11,7 @@ import meshfold
 from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.options import CompileOptions, PinValue
+from meshfold.runtime.runner import ProgramRunner
 from meshfold.training.compiled_model import CompiledModel
 from support.models.hugging_face import tiny_model
 from support.programs.local_programs import stack_model
@@ -43,8 +44,8 @@ class Trained(NamedTuple):
 def started(pins: Mapping[str, PinValue], family: str = "stack", **options: Any) -> Trained:
     """A model with its optimizer."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if family == "stack":
-        model, batch = stack_model(4, batch=8, dropout=0.0)
+    if family in ("stack", "dropout"):
+        model, batch = stack_model(4, batch=8, dropout=0.3 * (family == "dropout"))
     else:
         model, batch = tiny_model(family)
     if "precision" in options:
@@ -79,6 +80,28 @@ def compared(pins: Mapping[str, PinValue], family: str = "stack", **options: Any
     names = found.model.program.offloaded & {found.model._canonical[n] for n in own}
     stored = sum(p.nbytes for n, p in own.items() if found.model._canonical[n] in names)
     return Compared(differ, len(names), host.num_device_bytes, stored)
+
+
+class Saved(NamedTuple):
+    """differ: names of parameters that are not bitwise equal. Bytes that went over the link."""
+
+    differ: list[str]
+    num_bytes_to_host: int
+    num_bytes_to_device: int
+
+
+def activations_compared(
+    pins: Mapping[str, PinValue], family: str = "stack", **options: Any
+) -> Saved:
+    """After three steps with all saved activations on the host, and without."""
+    right = started(pins, family, **options).steps(3)
+    found = started({**pins, "offload": "activations"}, family, **options).steps(3)
+    own = dict(right.model.named_parameters())
+    differ = [n for n, p in found.model.named_parameters() if not torch.equal(p, own[n])]
+    (runner,) = found.model._runners.values()
+    assert isinstance(runner, ProgramRunner)
+    link = runner.host_link
+    return Saved(differ, link.num_bytes_to_host, link.num_bytes_to_device)
 
 
 def checkpointed(

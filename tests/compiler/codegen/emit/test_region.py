@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from support.programs.plans import BLOCK, example_plan
 from meshfold.api import find_plan
 from meshfold.capture.pipeline import Captured
 from meshfold.codegen.emit.pass_pipeline import emit
-from meshfold.codegen.emit.region import emit_typed, schedule
+from meshfold.codegen.emit.region import check_runs, emit_typed, schedule
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.codegen.program.text import group_of
 from meshfold.cost_models.hardware.devices import resolve_cluster
@@ -32,7 +33,7 @@ from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.errors import PlanMismatchError
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.spmd import INVARIANT, Shard
-from meshfold.ir.strategy import UniformStrategy
+from meshfold.ir.strategy import Recompute, UniformStrategy
 from meshfold.validation.float64_mode import float64_everywhere
 
 TP = UniformStrategy(tp=2)
@@ -181,10 +182,27 @@ def test_a_plan_with_other_regions_is_refused() -> None:
         emit(captured("llama", 3).graph, OtherPlan())  # type: ignore[arg-type]
 
 
-def test_a_plan_of_what_cannot_run_yet_is_refused() -> None:
-    planned = replace(BLOCK, strategy=UniformStrategy(dp=2, offload="activations"))
-    with pytest.raises(PlanMismatchError, match="region B is planned as dp2, offload act.* cannot"):
-        emit(captured("llama", 3).graph, replace(example_plan(), regions=(planned,)))
+@pytest.mark.parametrize(
+    ("recompute", "changes", "why"),
+    [
+        ("selective", {}, "the region is recomputed"),
+        ("none", {"mode": "scheduled"}, "the plan is for mode scheduled"),
+        ("none", {"schedule": "1f1b(2 x 2)"}, "the plan has several microbatches or stages"),
+    ],
+)
+def test_activations_that_cannot_go_to_the_host_are_refused(
+    recompute: Recompute, changes: dict[str, Any], why: str
+) -> None:
+    planned = replace(
+        BLOCK,
+        strategy=UniformStrategy(dp=2, offload="activations"),
+        typing=replace(BLOCK.typing, recompute=recompute),
+    )
+    plan = replace(example_plan(), regions=(planned,), **changes)
+    with pytest.raises(
+        PlanMismatchError, match=f"region B is planned as dp2, offload act.*: {why}"
+    ):
+        check_runs(plan)
 
 
 def test_without_gradients_the_loss_is_the_same() -> None:
