@@ -1,7 +1,6 @@
 """The last choice: programs of meshes that are close, by their simulated step."""
 
 from dataclasses import replace
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
