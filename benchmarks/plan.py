@@ -1,6 +1,7 @@
 """CPU time, proof and outcome of whole plans, beyond capture and imports.
 
-    python benchmarks/plan.py [--depth] [--devices] [--memory] [--selective] [--distinct N]
+    python benchmarks/plan.py [--depth] [--devices] [--memory] [--selective] [--largest]
+                              [--distinct N]
 
 One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds. --depth plans
 one model at 12 to 96 layers, once with memory for all and once with budgets that bind alike (where
@@ -12,7 +13,8 @@ in the imports. --distinct plans N / 4, N / 2 and N layers that are all differen
 folds: seconds per layer should stay while memory does not bind; at 1,000 layers it does, more
 meshes are planned, and a layer takes about twice as long. --selective compares, per sample and
 layer, what selective recomputation keeps and adds with the mix of layers that keep all and layers
-that keep nothing, at the same bytes.
+that keep nothing, at the same bytes. --largest looks for the deepest model that fits a node of
+A100s of 40 GB, without and with the host's memory.
 """
 
 import json
@@ -21,8 +23,10 @@ import resource
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import click
 from zoo.distinct import TOKENS, distinct_model
@@ -30,9 +34,10 @@ from zoo.distinct import TOKENS, distinct_model
 from meshfold.capture.pipeline import capture
 from meshfold.cost_models.hardware.devices import cluster as preset
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.errors import InfeasibleError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import FoldedGraph
-from meshfold.ir.options import CompileOptions
+from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import TpMode
 from meshfold.memory_probe.prober import OpProber
@@ -46,6 +51,9 @@ CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
 SEQUENCE = 2048
 GPT_1T = {"n_layer": 128, "n_embd": 25600, "n_head": 160}
 """The largest row of Narayanan et al. 2021 (arXiv:2104.04473): 1 trillion parameters."""
+
+
+NO_PINS: Mapping[str, PinValue] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -102,13 +110,15 @@ def graph_of(case: Case) -> FoldedGraph:
     return capture(built.model, built.example_inputs).graph
 
 
-def planned(graph: FoldedGraph, cluster: ClusterSpec, case: Case) -> tuple[Plan, float]:
+def planned(
+    graph: FoldedGraph, cluster: ClusterSpec, case: Case, pins: Mapping[str, PinValue] = NO_PINS
+) -> tuple[Plan, float]:
     """The plan and the CPU seconds it took."""
     start = time.process_time()
     plan = find_plan_for(
         graph,
         cluster,
-        CompileOptions(memory_bytes=case.memory_bytes),
+        CompileOptions(memory_bytes=case.memory_bytes, pins=pins),
         model_name=case.name,
         batch_size=case.batch,
         probe=OpProber(),
@@ -213,15 +223,46 @@ def measure_selective() -> None:
             )
 
 
+def measure_largest() -> None:
+    """Print the deepest GPT of 8,192 hidden features that trains on one node of eight A100s of
+    40 GB, one sample of 2,048 tokens on each, without offload and with it."""
+    click.echo(f"{'':<24}{'layers':>8}{'parameters':>12}{'step':>10}{'peak':>9}  plan")
+    for name, pins in (("without offload", {"offload": "none"}), ("with offload", {})):
+        fitting, most, best = 1, 256, None
+        while fitting < most:
+            middle = (fitting + most + 1) // 2
+            fields = (("n_layer", middle), ("n_embd", 8192), ("n_head", 64))
+            case = Case(name, "gpt3-175b", "dgx-a100-40", 8, fields)
+            try:
+                plan, _ = planned(graph_of(case), preset(case.cluster), case, pins)
+                fitting, best = middle, plan
+            except InfeasibleError:
+                most = middle - 1
+        if best is not None:
+            click.echo(
+                f"{name:<24}{fitting:>8}{best.model.num_parameters / 1e9:>10.1f} B"
+                f"{seconds_text(best.step_s):>10}{bytes_text(best.memory.peak):>9}  "
+                f"{best.strategy.label}"
+            )
+
+
 @click.command()
 @click.option("--depth", is_flag=True, help="12 to 96 layers.")
 @click.option("--devices", is_flag=True, help="8 to 16,384 devices.")
 @click.option("--memory", is_flag=True, help="Peak memory beyond imports.")
 @click.option("--selective", is_flag=True, help="Selective recomputation, layer by layer.")
+@click.option("--largest", is_flag=True, help="The largest model with and without offload.")
 @click.option("--distinct", type=click.IntRange(1), help="Layers that are all different.")
-def main(depth: bool, devices: bool, memory: bool, selective: bool, distinct: int | None) -> None:
+def main(
+    depth: bool,
+    devices: bool,
+    memory: bool,
+    selective: bool,
+    largest: bool,
+    distinct: int | None,
+) -> None:
     """Plan the cases and print what it took."""
-    if not (depth or devices or memory or selective or distinct):
+    if not (depth or devices or memory or selective or largest or distinct):
         measure(CASES)
     if depth:
         for binds in (False, True):
@@ -233,6 +274,8 @@ def main(depth: bool, devices: bool, memory: bool, selective: bool, distinct: in
         measure_memory(CASES)
     if selective:
         measure_selective()
+    if largest:
+        measure_largest()
     if distinct:
         measure_distinct(distinct)
 
