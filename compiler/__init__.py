@@ -27,6 +27,7 @@ _EXPORTS = {
     "Plan": "meshfold.ir.plan",
     "compile": "meshfold.api",
     "find_plan": "meshfold.api",
+    "keep_states_on_disk": "meshfold.offload.state_files",
     "load_checkpoint": "meshfold.training.checkpoint",
     "save_checkpoint": "meshfold.training.checkpoint",
     "load_plan": "meshfold.plan_file.io",
@@ -51,6 +52,7 @@ __all__ = [
     "UnsupportedOpError",
     "compile",
     "find_plan",
+    "keep_states_on_disk",
     "load_checkpoint",
     "load_plan",
     "register_rule",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from meshfold.ir.cluster import ClusterSpec
     from meshfold.ir.options import CompileOptions
     from meshfold.ir.plan import Plan
+    from meshfold.offload.state_files import keep_states_on_disk
     from meshfold.plan_file.io import load_plan, save_plan
     from meshfold.training.checkpoint import load_checkpoint, save_checkpoint
     from meshfold.training.compiled_model import CompiledModel
