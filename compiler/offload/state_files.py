@@ -44,7 +44,9 @@ def keep_states_on_disk(optimizer: Optimizer, folder: str | Path) -> None:
         if all(p in optimizer.state for g in optimizer.param_groups for p in g["params"]):
             return step(*args, **kwargs)
         with _MakesFiles(files):
-            return step(*args, **kwargs)
+            found = step(*args, **kwargs)
+        _move(optimizer, files)  # momentum begins as a copy of the gradient
+        return found
 
     # A bound method: schedulers of learning rates ask for one.
     optimizer.step = MethodType(stepping, optimizer)  # type: ignore[method-assign]
