@@ -44,19 +44,37 @@ def predicted(run: Run) -> Prediction:
         setup = setup_of(run)
         captured = _captured(setup.shape)
         start = time.process_time()
-        try:
-            plan = _planned(captured, setup)
-        except InfeasibleError:
-            ample = replace(setup.options, memory_bytes=AMPLE_BYTES)
-            plan = _planned(captured, replace(setup, options=ample))
+        found = _predicted(captured, setup)
+        if setup.rerun_share:
+            pins = dict(setup.options.pins) | {"recompute": "full"}
+            full = replace(setup, options=replace(setup.options, pins=pins))
+            found = between(found, _predicted(captured, full), setup.rerun_share)
     except NotExpressible as error:
         return Prediction(reason=str(error))
     except MeshfoldError as error:
         return Prediction(reason=f"{type(error).__name__}: {error}".split(";")[0][:100])
+    step_s, peak, reserve = found
     cpu_s = time.process_time() - start
-    peak, reserve = _peak(plan)
-    usable = setup.cluster.memory_bytes
-    return Prediction(plan.step_s, peak, peak - reserve, peak <= usable, cpu_s)
+    return Prediction(step_s, peak, peak - reserve, peak <= setup.cluster.memory_bytes, cpu_s)
+
+
+def _predicted(captured: Captured, setup: Setup) -> tuple[float, float, float]:
+    """Seconds of the step; bytes of the peak, and of the reserve in it."""
+    try:
+        plan = _planned(captured, setup)
+    except InfeasibleError:
+        ample = replace(setup.options, memory_bytes=AMPLE_BYTES)
+        plan = _planned(captured, replace(setup, options=ample))
+    memory = plan.memory
+    peak = memory.peak - (1 - setup.gradient_share) * memory.gradients
+    return plan.step_s, float(peak), float(memory.reserve)
+
+
+def between(
+    kept: tuple[float, float, float], rerun: tuple[float, float, float], share: float
+) -> tuple[float, float, float]:
+    step_s, peak, reserve = (k + share * (r - k) for k, r in zip(kept, rerun, strict=True))
+    return step_s, peak, reserve
 
 
 def _planned(captured: Captured, setup: Setup) -> Plan:
@@ -70,10 +88,6 @@ def _planned(captured: Captured, setup: Setup) -> Plan:
         probe=OpProber(),
     )
     return refined(plan, captured.graph, setup.options)
-
-
-def _peak(plan: Plan) -> tuple[float, float]:
-    return float(plan.memory.peak), float(plan.memory.reserve)
 
 
 @lru_cache(maxsize=8)

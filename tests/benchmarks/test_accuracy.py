@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from published.bands import bands_json, kind_of
-from published.predict import Prediction, predicted
+from published.predict import Prediction, between, predicted
 from published.runs import DEFAULT, Run, read_runs
 from published.score import Scored, Summary, ideal_s, regrets, yardstick
 from published.setup import NotExpressible, setup_of
@@ -55,10 +55,40 @@ def test_devices_and_networks_become_presets() -> None:
         setup_of(replace(run, gpu="H100-SXM5-80GB"))
 
 
-def test_frameworks_without_overlap_gain_nothing_by_it() -> None:
+def test_zero_3_of_2021_gathers_each_weight_alone() -> None:
+    """Gains nothing by overlap; 4 collectives for 3, of 4 weights, at 18 us a rank."""
     run = replace(SMALL, framework="DeepSpeed ZeRO-3")
-    slowdowns = [setup_of(r).cluster.overlap_slowdown for r in (SMALL, run)]
-    assert slowdowns[0] < slowdowns[1] == 2
+    now, then = (setup_of(r) for r in (SMALL, run))
+    assert now.cluster.overlap_slowdown < then.cluster.overlap_slowdown == 2
+    for link, of_then in (
+        (now.cluster.network, then.cluster.network),
+        (now.cluster.groups[0].link, then.cluster.groups[0].link),
+    ):
+        assert (link.rank_s, of_then.rank_s) == (0, pytest.approx(4 * 18e-6 * 4 / 3))
+        assert of_then.bytes_per_s == pytest.approx(link.bytes_per_s * 3 / 4)
+    assert then.options.pins["allgather_bucket_bytes"] == 0
+    assert "allgather_bucket_bytes" not in now.options.pins
+
+
+def test_every_second_product_runs_again() -> None:
+    """Llama-3-8B: 1024 + 4096 + 14336 of 2 * 4096 + 2 * 1024 + 3 * 14336 + 8192."""
+    run = RUNS["tt-8b-8-compile"]
+    assert setup_of(run).rerun_share == pytest.approx(19456 / 61440)
+    assert setup_of(replace(run, recompute="full")).rerun_share == 0
+    assert setup_of(SMALL).rerun_share == 0
+    device = setup_of(run).cluster.groups[0].device
+    assert (device.attention_efficiency, device.attention_backward_efficiency) == (0.35, 0.29)
+
+
+def test_a_stepbetween_two_plans() -> None:
+    """A quarter of the way from 4 s, 8 and 2 bytes to 8 s, 4 and 2."""
+    assert between((4.0, 8.0, 2.0), (8.0, 4.0, 2.0), 0.25) == (5.0, 7.0, 2.0)
+
+
+def test_gradients_of_16_bits_are_half() -> None:
+    run = next(run for run in RUNS.values() if run.dataset == "dgxc_h100")
+    assert (setup_of(run).gradient_share, setup_of(SMALL).gradient_share) == (0.5, 1.0)
+    assert dict(setup_of(run).shape.fields)["hidden_act"] == "gelu"
 
 
 def test_zero_inside_a_part_of_the_ranks_is_pinned() -> None:
