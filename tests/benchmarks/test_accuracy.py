@@ -9,6 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from published.bands import bands_json, kind_of
+from published.folds import folds
 from published.predict import Prediction, between, predicted
 from published.runs import DEFAULT, Run, read_runs
 from published.score import Scored, Summary, ideal_s, regrets, yardstick
@@ -147,6 +148,18 @@ def test_the_yardstick_by_hand() -> None:
     assert yardstick(both) == {"one": pytest.approx(1 / 3)}
 
 
+def test_folds_by_hand() -> None:
+    """Of two datasets each is a fold. Published over predicted is 2 in one and 1 in the other: the
+    other's factor makes errors of -0.5 of the one, of 1 of the other."""
+    names = ((1.0, "one"), (2.0, "two"))
+    both = [scored(SMALL, step_s, dataset=name, iter_time_s=2.0) for step_s, name in names]
+    first, second = folds(both)
+    assert (first.datasets, first.factors) == (("one",), {"A100": 1.0})
+    assert (first.fitted.bias, first.as_it_is.bias) == (-0.5, -0.5)
+    assert (second.datasets, second.factors) == (("two",), {"A100": 2.0})
+    assert (second.fitted.bias, second.as_it_is.bias) == (1.0, 0.0)
+
+
 def test_a_file_without_runs_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(click.ClickException, match="no runs"):
@@ -177,9 +190,10 @@ def test_predictions_are_kept_and_taken_up(tmp_path: Path) -> None:
     }
     runs, kept = tmp_path / "runs.json", tmp_path / "kept.json"
     runs.write_text(json.dumps({"rows": [row | tiny]}))
-    arguments = [str(runs), "--save", str(kept), "--rows"]
+    arguments = [str(runs), "--save", str(kept), "--rows", "--folds"]
     first = CliRunner().invoke(accuracy.main, arguments, catch_exceptions=False)
     assert "summary: 1 runs, mean absolute error" in first.output
+    assert "held out" in first.output
     known = json.loads(kept.read_text())
     assert known["tiny"]["step_s"] > 0
     known["tiny"]["step_s"] = 2 * row["iter_time_s"]
