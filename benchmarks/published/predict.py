@@ -44,16 +44,15 @@ def predicted(run: Run) -> Prediction:
         setup = setup_of(run)
         captured = _captured(setup.shape)
         start = time.process_time()
-        found = _predicted(captured, setup)
+        step_s, peak, reserve = _predicted(captured, setup)
         if setup.rerun_share:
             pins = dict(setup.options.pins) | {"recompute": "full"}
             full = replace(setup, options=replace(setup.options, pins=pins))
-            found = between(found, _predicted(captured, full), setup.rerun_share)
+            step_s += setup.rerun_share * (_predicted(captured, full)[0] - step_s)
     except NotExpressible as error:
         return Prediction(reason=str(error))
     except MeshfoldError as error:
         return Prediction(reason=f"{type(error).__name__}: {error}".split(";")[0][:100])
-    step_s, peak, reserve = found
     cpu_s = time.process_time() - start
     return Prediction(step_s, peak, peak - reserve, peak <= setup.cluster.memory_bytes, cpu_s)
 
@@ -68,13 +67,6 @@ def _predicted(captured: Captured, setup: Setup) -> tuple[float, float, float]:
     memory = plan.memory
     peak = memory.peak - (1 - setup.gradient_share) * memory.gradients
     return plan.step_s, float(peak), float(memory.reserve)
-
-
-def between(
-    kept: tuple[float, float, float], rerun: tuple[float, float, float], share: float
-) -> tuple[float, float, float]:
-    step_s, peak, reserve = (k + share * (r - k) for k, r in zip(kept, rerun, strict=True))
-    return step_s, peak, reserve
 
 
 def _planned(captured: Captured, setup: Setup) -> Plan:

@@ -144,7 +144,7 @@ class Setup:
     options: CompileOptions
     rerun_share: float = 0.0
     """Of what recompute=full runs again and recompute=selective does not, the part that the run
-    does, whose plan is neither."""
+    does, whose plan is neither. Of the time; memory is that of recompute=selective, a bound."""
     gradient_share: float = 1.0
     """Of the bytes of an emitted program's gradients, those of the run's framework."""
 

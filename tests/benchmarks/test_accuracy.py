@@ -8,9 +8,10 @@ import accuracy
 import click
 import pytest
 from click.testing import CliRunner
+from published import predict
 from published.bands import bands_json, kind_of
 from published.folds import folds
-from published.predict import Prediction, between, predicted
+from published.predict import Prediction, predicted
 from published.runs import DEFAULT, Run, read_runs
 from published.score import Scored, Summary, ideal_s, regrets, yardstick
 from published.setup import NotExpressible, setup_of
@@ -81,9 +82,16 @@ def test_every_second_product_runs_again() -> None:
     assert (device.attention_efficiency, device.attention_backward_efficiency) == (0.35, 0.29)
 
 
-def test_a_stepbetween_two_plans() -> None:
-    """A quarter of the way from 4 s, 8 and 2 bytes to 8 s, 4 and 2."""
-    assert between((4.0, 8.0, 2.0), (8.0, 4.0, 2.0), 0.25) == (5.0, 7.0, 2.0)
+def test_a_step_between_two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """19456 / 61440 of the way from 4 s to 8 s; memory of the plan that keeps more."""
+    told = {"selective": (4.0, 8.0, 2.0), "full": (8.0, 4.0, 2.0)}
+    monkeypatch.setattr(predict, "_captured", lambda shape: None)
+    monkeypatch.setattr(
+        predict, "_predicted", lambda captured, setup: told[setup.options.pins["recompute"]]
+    )
+    found = predicted(RUNS["tt-8b-8-compile"])
+    assert found.step_s == pytest.approx(4 + 4 * 19456 / 61440)
+    assert (found.peak_bytes, found.allocated_bytes) == (8.0, 6.0)
 
 
 def test_gradients_of_16_bits_are_half() -> None:
