@@ -1,14 +1,15 @@
 """Predicted step times and memory against published training runs.
 
     python benchmarks/accuracy.py [RUNS] [--dataset NAME] [--sample N] [--save FILE] [--rows]
-                                  [--bands FILE]
+                                  [--bands FILE] [--folds]
 
 RUNS is a JSON file of runs (benchmarks/published/runs.py says which fields); without it the runs
 that come with the project. Every run goes through the pipeline that users call, its degrees as
 pins, and is captured once per shape. --save keeps predictions in a file and goes on where it
 stopped; delete the file after a change of the cost model. --sample takes N runs of each dataset,
 evenly. --bands writes the table of errors that plans print beside their step time
-(cost_models/hardware/error_bands.json).
+(cost_models/hardware/error_bands.json). --folds adds a five-fold split by dataset: errors of a
+fifth under a factor per family of devices that is fitted to the other four.
 
 A row a dataset: runs, mean absolute error, bias and worst error of the step time, the mean absolute
 error of one constant efficiency per family of devices (the yardstick), runs that are said not to
@@ -27,6 +28,7 @@ from statistics import mean
 
 import click
 from published.bands import bands_json
+from published.folds import folds
 from published.predict import Prediction, predicted
 from published.runs import DEFAULT, Run, read_runs
 from published.score import Scored, Summary, by_dataset, regrets, timed, yardstick
@@ -97,12 +99,35 @@ def rows(scored: Sequence[Scored]) -> None:
             )
 
 
+def fold_table(scored: Sequence[Scored]) -> None:
+    """A row a fold; the last one is over all runs, held out each."""
+    click.echo(f"\n{'held out':<62}{'runs':>5}{'fitted':>8}{'bias':>8}{'as it is':>10}{'bias':>8}")
+    found = folds(scored)
+    count = sum(f.as_it_is.num_runs for f in found)
+    totals = [0.0] * 4
+    for fold in found:
+        figures = [fold.fitted.mean_absolute, fold.fitted.bias]
+        figures += [fold.as_it_is.mean_absolute, fold.as_it_is.bias]
+        share = fold.as_it_is.num_runs / count
+        totals = [t + share * f for t, f in zip(totals, figures, strict=True)]
+        _fold_row(", ".join(fold.datasets), fold.as_it_is.num_runs, figures)
+    _fold_row("all", count, totals)
+
+
+def _fold_row(name: str, count: int, figures: Sequence[float]) -> None:
+    fitted, fitted_bias, as_it_is, bias = figures
+    click.echo(
+        f"{name:<62}{count:>5}{fitted:>8.1%}{fitted_bias:>+8.1%}{as_it_is:>10.1%}{bias:>+8.1%}"
+    )
+
+
 @click.command(help=__doc__)
 @click.argument("runs", type=click.Path(path_type=Path, dir_okay=False), default=DEFAULT)
 @click.option("--dataset", multiple=True, help="Of this dataset alone.")
 @click.option("--sample", type=click.IntRange(1), help="Runs of each dataset.")
 @click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Keeps predictions.")
 @click.option("--bands", type=click.Path(path_type=Path, dir_okay=False), help="Write the table.")
+@click.option("--folds", "with_folds", is_flag=True, help="Also a five-fold split by dataset.")
 @click.option("--rows", "with_rows", is_flag=True, help="Also a row a run.")
 def main(
     runs: Path,
@@ -110,6 +135,7 @@ def main(
     sample: int | None,
     save: Path | None,
     bands: Path | None,
+    with_folds: bool,
     with_rows: bool,
 ) -> None:
     found = read_runs(runs)
@@ -130,6 +156,8 @@ def main(
             f"\nregret of the plan predicted fastest, {len(losses)} groups: mean "
             f"{mean(losses):.1%}, worst {max(losses):.1%}"
         )
+    if with_folds and timed(scored):
+        fold_table(scored)
     reasons = Counter(s.prediction.reason for s in scored if s.prediction.reason)
     for reason, count in (*reasons.most_common(), *found.incomplete.items()):
         click.echo(f"not predicted: {count:>4}  {reason}")

@@ -44,19 +44,29 @@ def predicted(run: Run) -> Prediction:
         setup = setup_of(run)
         captured = _captured(setup.shape)
         start = time.process_time()
-        try:
-            plan = _planned(captured, setup)
-        except InfeasibleError:
-            ample = replace(setup.options, memory_bytes=AMPLE_BYTES)
-            plan = _planned(captured, replace(setup, options=ample))
+        step_s, peak, reserve = _predicted(captured, setup)
+        if setup.rerun_share:
+            pins = dict(setup.options.pins) | {"recompute": "full"}
+            full = replace(setup, options=replace(setup.options, pins=pins))
+            step_s += setup.rerun_share * (_predicted(captured, full)[0] - step_s)
     except NotExpressible as error:
         return Prediction(reason=str(error))
     except MeshfoldError as error:
         return Prediction(reason=f"{type(error).__name__}: {error}".split(";")[0][:100])
     cpu_s = time.process_time() - start
-    peak, reserve = _peak(plan)
-    usable = setup.cluster.memory_bytes
-    return Prediction(plan.step_s, peak, peak - reserve, peak <= usable, cpu_s)
+    return Prediction(step_s, peak, peak - reserve, peak <= setup.cluster.memory_bytes, cpu_s)
+
+
+def _predicted(captured: Captured, setup: Setup) -> tuple[float, float, float]:
+    """Seconds of the step; bytes of the peak, and of the reserve in it."""
+    try:
+        plan = _planned(captured, setup)
+    except InfeasibleError:
+        ample = replace(setup.options, memory_bytes=AMPLE_BYTES)
+        plan = _planned(captured, replace(setup, options=ample))
+    memory = plan.memory
+    peak = memory.peak - (1 - setup.gradient_share) * memory.gradients
+    return plan.step_s, float(peak), float(memory.reserve)
 
 
 def _planned(captured: Captured, setup: Setup) -> Plan:
@@ -70,10 +80,6 @@ def _planned(captured: Captured, setup: Setup) -> Plan:
         probe=OpProber(),
     )
     return refined(plan, captured.graph, setup.options)
-
-
-def _peak(plan: Plan) -> tuple[float, float]:
-    return float(plan.memory.peak), float(plan.memory.reserve)
 
 
 @lru_cache(maxsize=8)

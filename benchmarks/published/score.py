@@ -108,12 +108,12 @@ def yardstick(scored: Sequence[Scored]) -> dict[str, float]:
     efficiencies = defaultdict(list)
     for run, ratio in ratios:
         if run.dataset != LEFT_OUT_OF_YARDSTICK:
-            efficiencies[_family(run)].append(ratio)
+            efficiencies[family_of(run)].append(ratio)
     constants = {family: median(values) for family, values in efficiencies.items()}
     errors = defaultdict(list)
     for run, ratio in ratios:
-        if _family(run) in constants:
-            errors[run.dataset].append(abs(ratio / constants[_family(run)] - 1))
+        if family_of(run) in constants:
+            errors[run.dataset].append(abs(ratio / constants[family_of(run)] - 1))
     return {dataset: mean(values) for dataset, values in errors.items()}
 
 
@@ -124,7 +124,7 @@ def _efficiency(run: Run) -> float | None:
 
 def ideal_s(run: Run) -> float | None:
     """Seconds of the step at the full peak, with recomputation and bubble."""
-    peak = PEAK_TFLOPS.get(_family(run))
+    peak = PEAK_TFLOPS.get(family_of(run))
     if run.calc_model_tflops_per_gpu is None or run.iter_time_s is None or peak is None:
         return None
     at_peak_s = run.calc_model_tflops_per_gpu * run.iter_time_s / peak
@@ -133,5 +133,6 @@ def ideal_s(run: Run) -> float | None:
     return at_peak_s * recomputed * bubble
 
 
-def _family(run: Run) -> str:
+def family_of(run: Run) -> str:
+    """Of its device: the first word of the name."""
     return run.gpu.split("-")[0]

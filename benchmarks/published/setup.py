@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshfold.cost_models.hardware.devices import resolve_cluster, subset
-from meshfold.ir.cluster import ClusterSpec, DeviceSpec
+from meshfold.ir.cluster import ClusterSpec, DeviceSpec, LinkSpec
 from meshfold.ir.options import CompileOptions, Precision
 from published.runs import Run
 
@@ -72,11 +72,39 @@ FLASH_ATTENTION_1: Mapping[str, tuple[float, float]] = {
 OF_FLASH_ATTENTION_1 = ("llm-foundry",)
 """How rows name frameworks that ran them: flash-attn 1.0 was current when these were published."""
 
-WITHOUT_OVERLAP = ("DeepSpeed ZeRO-3",)
-"""How rows name frameworks that are taken to gain nothing by overlap: that of reductions
-(overlap_comm) was off by default in 2021 (microsoft/DeepSpeed, constants of its ZeRO). That
-gathers gained nothing either is assumed: from 768 to 1536 devices, at half the work of each, a step
-of the rows takes as long. The rates of their gathers are not published."""
+FLASH_ATTENTION_2: Mapping[str, tuple[float, float]] = {"H100": (0.35, 0.29)}
+"""Of an H100: 35 % (Shah et al., FlashAttention-3, abstract); backward as much less as in the
+preset. The preset of an A100 is FlashAttention-2 already."""
+
+OF_FLASH_ATTENTION_2 = ("torchtitan",)
+"""How rows name frameworks whose attention was that of PyTorch 2.5."""
+
+EVERY_SECOND_PRODUCT = ("torchtitan",)
+"""How rows name frameworks whose selective recomputation runs every second product again
+(pytorch/torchtitan, "Saves output of all compute ops, except every second mm")."""
+
+GRADIENTS_OF_16_BITS = ("NeMo",)
+"""How rows name frameworks that keep and reduce gradients in 16 bits (NVIDIA/NeMo,
+scripts/performance: grad_reduce_in_fp32 = False); emitted programs keep 32. Of the memory alone."""
+
+ZERO_3_OF_2021 = ("DeepSpeed ZeRO-3",)
+"""How rows name it. Its code (microsoft/DeepSpeed of 2021, partition_parameters.py) gathers each
+weight alone, when it is needed, and blocks: it is taken to gain nothing by overlap and to merge
+nothing. Overlap of reductions (overlap_comm) was off by default, too."""
+
+COLLECTIVES_OF_2021 = 4 / 3
+"""Of its collectives for each of an emitted program: it gathers for the forward, to recompute, and
+for the backward, and reduces (Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 4); an
+emitted program keeps between the last two what it gathered."""
+
+WEIGHTS_OF_LAYER = 4
+"""That are gathered; smaller tensors stay on every rank (its param_persistence_threshold)."""
+
+LIST_ITEM_S = 18e-6
+"""Of the host, for each rank of a gathered weight: its collectives take a list with a tensor for
+each rank, which it slices and copies, and torch does so once more. Fitted between two models: from
+384 to 1536 ranks, steps of 174B beyond compute and volume grow by 19 ms a rank, from 640 to 2240
+ranks those of 529B by 20 ms; bytes differ by 3, numbers of weights by 1.1."""
 
 NO_GAIN = 2.0
 """DeviceSpec.overlap_slowdown at which nothing is gained by overlap."""
@@ -85,6 +113,11 @@ HOST_OP_S = 34e-6
 """Of the frameworks of published runs, per op of our graph: modules in Python, with hooks and
 checkpoints, issue twice as many kernels as an emitted program. Fitted: a microbatch of a small
 model takes 3.4 ms a layer, recomputed, whatever its size (VIA-Research/vTrain)."""
+
+
+SQUARED_RELU = "gelu"
+"""What stands for it: Megatron runs it as one kernel that keeps its operand, as GELU is; of the
+model's code it would be two."""
 
 
 class NotExpressible(Exception):
@@ -109,6 +142,11 @@ class Setup:
     shape: Shape
     cluster: ClusterSpec
     options: CompileOptions
+    rerun_share: float = 0.0
+    """Of what recompute=full runs again and recompute=selective does not, the part that the run
+    does, whose plan is neither. Of the time; memory is that of recompute=selective, a bound."""
+    gradient_share: float = 1.0
+    """Of the bytes of an emitted program's gradients, those of the run's framework."""
 
 
 def setup_of(run: Run) -> Setup:
@@ -122,8 +160,21 @@ def setup_of(run: Run) -> Setup:
         memory_bytes=cluster.memory_bytes,
         pins=_pins(run),
         precision=precision,
+        # Apex, DeepSpeed and Composer make no tensors of the size of all parameters in a step.
+        optimizer="adamw_fused",
     )
-    return Setup(shape, cluster, options)
+    is_16_bit = run.framework.startswith(GRADIENTS_OF_16_BITS)
+    return Setup(shape, cluster, options, _rerun_share(run), 0.5 if is_16_bit else 1.0)
+
+
+def _rerun_share(run: Run) -> float:
+    """By flops, of a Llama layer: of q, k, v, o, gate, up and down every second is k, o and up; all
+    that full recomputation runs are the seven and attention to the half of the sequence."""
+    if run.recompute != "selective" or not run.framework.startswith(EVERY_SECOND_PRODUCT):
+        return 0.0
+    hidden, keys = run.hidden_size, run.hidden_size * run.num_kv_heads // run.num_heads
+    again = keys + hidden + run.ffn_hidden_size
+    return again / (2 * hidden + 2 * keys + 3 * run.ffn_hidden_size + run.seq_len)
 
 
 def _precision(run: Run) -> tuple[str, Precision]:
@@ -154,8 +205,9 @@ def _configuration(run: Run) -> dict[str, Any]:
                 **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
             }
         case "llama" | "gpt_sqrelu":
+            of_nemotron = {"model_type": "nemotron", "hidden_act": SQUARED_RELU}
             return {
-                "model_type": "llama" if run.arch == "llama" else "nemotron",
+                **({"model_type": "llama"} if run.arch == "llama" else of_nemotron),
                 "hidden_size": run.hidden_size,
                 "num_hidden_layers": run.num_layers,
                 "num_attention_heads": run.num_heads,
@@ -187,24 +239,45 @@ def _cluster(run: Run) -> ClusterSpec:
         return replace(cluster, groups=(group,))
     if not is_domain and per_node != run.gpus_per_node:
         raise NotExpressible(f"nodes of {run.gpus_per_node} {run.gpu}")
-    cluster = replace(
-        cluster, groups=tuple(replace(g, device=_device(run, g.device)) for g in cluster.groups)
-    )
+    cluster = _of_framework(run, cluster)
     return subset(cluster, run.num_gpus) if run.num_gpus < cluster.num_devices else cluster
+
+
+def _of_framework(run: Run, cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with the devices of the run's framework, and with its collectives."""
+    groups = (
+        replace(g, device=_device(run, g.device), link=_link(run, g.link)) for g in cluster.groups
+    )
+    return replace(cluster, groups=tuple(groups), network=_link(run, cluster.network))
+
+
+def _link(run: Run, link: LinkSpec) -> LinkSpec:
+    """The link under the collectives of the run's framework."""
+    if not run.framework.startswith(ZERO_3_OF_2021):
+        return link
+    return replace(
+        link,
+        bytes_per_s=link.bytes_per_s / COLLECTIVES_OF_2021,
+        rank_s=WEIGHTS_OF_LAYER * LIST_ITEM_S * COLLECTIVES_OF_2021,
+    )
 
 
 def _device(run: Run, device: DeviceSpec) -> DeviceSpec:
     """The device with the attention kernels and the host of the run's framework."""
     device = replace(device, host_op_s=HOST_OP_S)
-    if run.framework.startswith(WITHOUT_OVERLAP):
+    if run.framework.startswith(ZERO_3_OF_2021):
         device = replace(device, overlap_slowdown=NO_GAIN)
     if run.framework.startswith(UNFUSED_ATTENTION):
         return replace(device, fused_attention=False)
-    rates = FLASH_ATTENTION_1.get(run.gpu.split("-")[0])
-    if rates and run.framework.startswith(OF_FLASH_ATTENTION_1):
-        return replace(
-            device, attention_efficiency=rates[0], attention_backward_efficiency=rates[1]
-        )
+    for names, kernels in (
+        (OF_FLASH_ATTENTION_1, FLASH_ATTENTION_1),
+        (OF_FLASH_ATTENTION_2, FLASH_ATTENTION_2),
+    ):
+        rates = kernels.get(run.gpu.split("-")[0])
+        if rates and run.framework.startswith(names):
+            return replace(
+                device, attention_efficiency=rates[0], attention_backward_efficiency=rates[1]
+            )
     return device
 
 
@@ -233,6 +306,8 @@ def _pins(run: Run) -> dict[str, int | str]:
         "microbatches": run.num_microbatches,
         "pp": run.pp,
     }
+    if run.framework.startswith(ZERO_3_OF_2021):
+        pins["allgather_bucket_bytes"] = pins["reduce_bucket_bytes"] = 0
     if run.tp > 1:
         pins["sp"] = int(run.sequence_parallel)
     if run.pp > 1:

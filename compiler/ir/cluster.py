@@ -105,6 +105,9 @@ class LinkSpec:
     congestion: float = 0.0
     """Of a network: by which fraction each level of switches above the first lengthens what it
     carries."""
+    rank_s: float = 0.0
+    """Per all-gather or reduce-scatter and rank of its group: of libraries that hand a collective a
+    list with a tensor for every rank, each sliced and copied alone. 0 for one flat tensor."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +235,14 @@ def _check_link(path: str, link: LinkSpec) -> None:
     _check_text(f"{path}.name", link.name)
     _check_text(f"{path}.source", link.source)
     _check_positive(f"{path}.bytes_per_s", link.bytes_per_s)
-    for field in ("latency_s", "start_s", "ramp_bytes", "reduce_bytes_per_s", "congestion"):
+    for field in (
+        "latency_s",
+        "start_s",
+        "ramp_bytes",
+        "reduce_bytes_per_s",
+        "congestion",
+        "rank_s",
+    ):
         _check_not_negative(f"{path}.{field}", getattr(link, field))
     before = 1
     for k, (ranks, bytes_per_s) in enumerate(link.bytes_per_s_by_ranks):

@@ -149,6 +149,10 @@ class LayoutPin:
 _TP_LAYOUT = re.compile(r"tp:([0-9]{1,4})(\+)?(,dp)?")
 
 
+OPTIMIZERS = ("adamw", "adamw_fused", "sgd")
+"""Of CompileOptions.optimizer."""
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """What a user asks of a compilation. OptionError for a value that cannot be."""
@@ -159,7 +163,8 @@ class CompileOptions:
     pins: Mapping[str, PinValue] = field(default_factory=dict)
     """Choices that the search must keep, by the names of PINS."""
     optimizer: str = "adamw"
-    """What the memory model charges for."""
+    """What the memory model charges for: adamw, adamw_fused (torch.optim.AdamW(fused=True), which
+    makes no tensors in a step) or sgd."""
     full_capture: bool = False
     """Trace every layer instead of proving equal ones equal."""
     seed: int = 0
@@ -199,8 +204,11 @@ class CompileOptions:
             )
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise OptionError(f"memory: {self.memory_bytes} bytes; write more than 0")
-        if self.optimizer not in ("adamw", "sgd"):
-            raise OptionError(f"optimizer {self.optimizer!r} is unknown; write adamw or sgd")
+        if self.optimizer not in OPTIMIZERS:
+            raise OptionError(
+                f"optimizer {self.optimizer!r} is unknown; write {', '.join(OPTIMIZERS[:-1])} or "
+                f"{OPTIMIZERS[-1]}"
+            )
         if self.mode not in get_args(Mode):
             raise OptionError(f"mode {self.mode!r} is unknown; write eager or scheduled")
         if self.value_checks not in get_args(ValueChecks):

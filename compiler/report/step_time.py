@@ -64,8 +64,8 @@ def precision_text(plan: Plan) -> str:
             amount = parameter.num_bytes * region.num_instances
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + amount
     stored = " and ".join(sorted(sizes, key=lambda d: (-sizes[d], d))) or "float32"
-    states = {"adamw": "weights, gradients' sum and Adam's states"}
-    kept = states.get(plan.optimizer, "weights and gradients' sum")
+    is_adam = plan.optimizer.startswith("adamw")
+    kept = "weights, gradients' sum and Adam's states" if is_adam else "weights and gradients' sum"
     computes = plan.model.compute_dtype or stored
     text = f"computes in {computes}; {kept} in {stored}"
     if plan.precision == "model":

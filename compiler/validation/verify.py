@@ -59,7 +59,7 @@ from meshfold.validation.scaled_down import needs_scaling_down, scaled_down
 EPS = 1e-5
 """AdamW's: a gradient that is zero but for rounding moves its parameter by rounding / EPS."""
 LEARNING_RATE = 1e-2
-OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD"}
+OPTIMIZER_NAMES = {"adamw": "AdamW", "adamw_fused": "fused AdamW", "sgd": "SGD"}
 
 
 def verify(plan: Plan, model_argument: str) -> VerifyReport:
@@ -260,7 +260,8 @@ def _optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
     parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(()))]
     if plan.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=LEARNING_RATE)
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=EPS)
+    is_fused = plan.optimizer == "adamw_fused" or None
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=EPS, fused=is_fused)
 
 
 def _sizes(

@@ -35,11 +35,11 @@ from typing import Literal
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.ir.plan import MemoryEstimate
 
-STATE_FACTOR: Mapping[str, int] = MappingProxyType({"adamw": 2, "sgd": 0})
+STATE_FACTOR: Mapping[str, int] = MappingProxyType({"adamw": 2, "adamw_fused": 2, "sgd": 0})
 """Optimizer states in units of the parameters' bytes: AdamW's two moments in the parameter's
 dtype; SGD without momentum has none."""
 
-FOREACH_FACTOR: Mapping[str, int] = MappingProxyType({"adamw": 1, "sgd": 0})
+FOREACH_FACTOR: Mapping[str, int] = MappingProxyType({"adamw": 1, "adamw_fused": 0, "sgd": 0})
 """What torch's foreach implementation makes during step(), likewise: AdamW's denominators of all
 parameters at once (measured on torch 2.13; the fused one needs nothing)."""
 

@@ -42,6 +42,9 @@ nodes takes 3.5 latencies.
 ramp = 1 + sqrt(ramp_bytes / message): a message of ramp_bytes moves at half the rate. T rises with
 s everywhere. Between more nodes than one leaf switch serves, every further level of switches
 lengthens what the network carries by link.congestion.
+
+Where a library hands a gather or reduce-scatter a list of n tensors instead of one, it slices and
+copies each alone, from the host: n link.rank_s more, of the outer level. Emitted programs do not.
 """
 
 import math
@@ -113,7 +116,10 @@ def collective_s(
         times.append(levels.tree_s())
     elif kind == "all_reduce" and link.reduce_bytes_per_s:
         times.append(levels.switch_s())
-    return min(times)
+    by_rank_s = 0.0
+    if kind in ("all_gather", "reduce_scatter"):
+        by_rank_s = group.num_ranks * (network if group.crosses_nodes else link).rank_s
+    return min(times) + by_rank_s
 
 
 def transfer_s(num_bytes: float, link: LinkSpec) -> float:

@@ -33,7 +33,7 @@ from meshfold.passes.price.conversions import conversion_cost
 from meshfold.passes.price.parameters import stored_bytes
 from meshfold.passes.price.region import HostTraffic, RegionPrice
 
-OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
+OPTIMIZER_PASSES = {"adamw": 7, "adamw_fused": 7, "sgd": 3}
 """Reads and writes of parameter-sized tensors per step: AdamW reads parameter, gradient and two
 moments and writes parameter and moments; SGD without momentum reads two and writes one. On the host
 as on the device: a fused step (torch.optim.AdamW(fused=True), DeepSpeed's CPU-Adam)."""

@@ -8,7 +8,9 @@ import accuracy
 import click
 import pytest
 from click.testing import CliRunner
+from published import predict
 from published.bands import bands_json, kind_of
+from published.folds import folds
 from published.predict import Prediction, predicted
 from published.runs import DEFAULT, Run, read_runs
 from published.score import Scored, Summary, ideal_s, regrets, yardstick
@@ -55,10 +57,47 @@ def test_devices_and_networks_become_presets() -> None:
         setup_of(replace(run, gpu="H100-SXM5-80GB"))
 
 
-def test_frameworks_without_overlap_gain_nothing_by_it() -> None:
+def test_zero_3_of_2021_gathers_each_weight_alone() -> None:
+    """Gains nothing by overlap; 4 collectives for 3, of 4 weights, at 18 us a rank."""
     run = replace(SMALL, framework="DeepSpeed ZeRO-3")
-    slowdowns = [setup_of(r).cluster.overlap_slowdown for r in (SMALL, run)]
-    assert slowdowns[0] < slowdowns[1] == 2
+    now, then = (setup_of(r) for r in (SMALL, run))
+    assert now.cluster.overlap_slowdown < then.cluster.overlap_slowdown == 2
+    for link, of_then in (
+        (now.cluster.network, then.cluster.network),
+        (now.cluster.groups[0].link, then.cluster.groups[0].link),
+    ):
+        assert (link.rank_s, of_then.rank_s) == (0, pytest.approx(4 * 18e-6 * 4 / 3))
+        assert of_then.bytes_per_s == pytest.approx(link.bytes_per_s * 3 / 4)
+    assert then.options.pins["allgather_bucket_bytes"] == 0
+    assert "allgather_bucket_bytes" not in now.options.pins
+
+
+def test_every_second_product_runs_again() -> None:
+    """Llama-3-8B: 1024 + 4096 + 14336 of 2 * 4096 + 2 * 1024 + 3 * 14336 + 8192."""
+    run = RUNS["tt-8b-8-compile"]
+    assert setup_of(run).rerun_share == pytest.approx(19456 / 61440)
+    assert setup_of(replace(run, recompute="full")).rerun_share == 0
+    assert setup_of(SMALL).rerun_share == 0
+    device = setup_of(run).cluster.groups[0].device
+    assert (device.attention_efficiency, device.attention_backward_efficiency) == (0.35, 0.29)
+
+
+def test_a_step_between_two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """19456 / 61440 of the way from 4 s to 8 s; memory of the plan that keeps more."""
+    told = {"selective": (4.0, 8.0, 2.0), "full": (8.0, 4.0, 2.0)}
+    monkeypatch.setattr(predict, "_captured", lambda shape: None)
+    monkeypatch.setattr(
+        predict, "_predicted", lambda captured, setup: told[setup.options.pins["recompute"]]
+    )
+    found = predicted(RUNS["tt-8b-8-compile"])
+    assert found.step_s == pytest.approx(4 + 4 * 19456 / 61440)
+    assert (found.peak_bytes, found.allocated_bytes) == (8.0, 6.0)
+
+
+def test_gradients_of_16_bits_are_half() -> None:
+    run = next(run for run in RUNS.values() if run.dataset == "dgxc_h100")
+    assert (setup_of(run).gradient_share, setup_of(SMALL).gradient_share) == (0.5, 1.0)
+    assert dict(setup_of(run).shape.fields)["hidden_act"] == "gelu"
 
 
 def test_zero_inside_a_part_of_the_ranks_is_pinned() -> None:
@@ -117,6 +156,18 @@ def test_the_yardstick_by_hand() -> None:
     assert yardstick(both) == {"one": pytest.approx(1 / 3)}
 
 
+def test_folds_by_hand() -> None:
+    """Of two datasets each is a fold. Published over predicted is 2 in one and 1 in the other: the
+    other's factor makes errors of -0.5 of the one, of 1 of the other."""
+    names = ((1.0, "one"), (2.0, "two"))
+    both = [scored(SMALL, step_s, dataset=name, iter_time_s=2.0) for step_s, name in names]
+    first, second = folds(both)
+    assert (first.datasets, first.factors) == (("one",), {"A100": 1.0})
+    assert (first.fitted.bias, first.as_it_is.bias) == (-0.5, -0.5)
+    assert (second.datasets, second.factors) == (("two",), {"A100": 2.0})
+    assert (second.fitted.bias, second.as_it_is.bias) == (1.0, 0.0)
+
+
 def test_a_file_without_runs_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(click.ClickException, match="no runs"):
@@ -147,9 +198,10 @@ def test_predictions_are_kept_and_taken_up(tmp_path: Path) -> None:
     }
     runs, kept = tmp_path / "runs.json", tmp_path / "kept.json"
     runs.write_text(json.dumps({"rows": [row | tiny]}))
-    arguments = [str(runs), "--save", str(kept), "--rows"]
+    arguments = [str(runs), "--save", str(kept), "--rows", "--folds"]
     first = CliRunner().invoke(accuracy.main, arguments, catch_exceptions=False)
     assert "summary: 1 runs, mean absolute error" in first.output
+    assert "held out" in first.output
     known = json.loads(kept.read_text())
     assert known["tiny"]["step_s"] > 0
     known["tiny"]["step_s"] = 2 * row["iter_time_s"]

@@ -62,6 +62,7 @@ CASES: list[tuple[Any, str]] = [
     (lambda: with_network(start_s=-1), "network.start_s: must be 0 or more"),
     (lambda: with_network(ramp_bytes=-1), "network.ramp_bytes: must be 0 or more"),
     (lambda: with_network(congestion=-1), "network.congestion: must be 0 or more, got -1"),
+    (lambda: with_network(rank_s=-1), "network.rank_s: must be 0 or more, got -1"),
     (lambda: with_network(reduce_bytes_per_s=-1), "network.reduce_bytes_per_s: must be 0 or more"),
     (
         lambda: with_network(bytes_per_s_by_ranks=((2, 1.0), (2, 1.0))),

@@ -92,7 +92,7 @@ def test_the_option_surface_is_frozen() -> None:
         ({"pins": {"reduce_bucket_bytes": "much"}}, "pin reduce_bucket_bytes=much: no size; write"),
         ({"pins": {"sp": 2}}, "pin sp=2: unknown; write sp=1 or sp=0"),
         ({"memory_bytes": 0}, "memory: 0 bytes; write more than 0"),
-        ({"optimizer": "lion"}, "optimizer 'lion' is unknown; write adamw or sgd"),
+        ({"optimizer": "lion"}, "optimizer 'lion' is unknown; write adamw, adamw_fused or sgd"),
     ],
 )
 def test_wrong_values_are_named(kwargs: dict[str, object], message: str) -> None:

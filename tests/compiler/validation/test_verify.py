@@ -33,8 +33,12 @@ def plan() -> Plan:
     return find_plan(model, "local-cpux2", inputs, options=options)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "name"), [("adamw", "AdamW"), ("adamw_fused", "fused AdamW")]
+)
 @pytest.mark.multiprocess
-def test_a_right_program_passes(pools: Pools, plan: Plan) -> None:
+def test_a_right_program_passes(pools: Pools, plan: Plan, optimizer: str, name: str) -> None:
+    plan = replace(plan, optimizer=optimizer)
     results = pools.run(2, "support.processes.verify:compare", plan_to_json(plan), MODEL)
     report = _report(plan, results)
     assert report.passed
@@ -42,7 +46,7 @@ def test_a_right_program_passes(pools: Pools, plan: Plan) -> None:
     assert max(g.relative for g in report.gradients) < 1e-13
     assert max(p.relative for p in report.parameters) < 1e-13
     assert report.verdict == (
-        "loss, 3 gradients and parameters after 3 steps of AdamW agree to 1e-10"
+        f"loss, 3 gradients and parameters after 3 steps of {name} agree to 1e-10"
     )
 
 

@@ -240,7 +240,9 @@ def test_a_value_that_is_done_with_is_not_there_at_the_reduction() -> None:
     assert held(frozenset({0, 1}), (0, 0)) == 10
 
 
-@pytest.mark.parametrize(("optimizer", "states", "transient"), [("adamw", 2, 1), ("sgd", 0, 0)])
+@pytest.mark.parametrize(
+    ("optimizer", "states", "transient"), [("adamw", 2, 1), ("adamw_fused", 2, 0), ("sgd", 0, 0)]
+)
 def test_optimizer_states_and_what_its_step_makes(
     optimizer: str, states: int, transient: int
 ) -> None:

@@ -102,6 +102,18 @@ def test_levels_of_switches_are_congested() -> None:
     assert seconds[1] - seconds[0] == pytest.approx(0.5 * 10**6 * 1023 / 1024 / 10)
 
 
+@pytest.mark.parametrize(("group", "expected_s"), [(NODE, 4 * 0.25), (CROSS, 8 * 2.0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lists_of_tensors_cost_by_rank(kind: str, group: GroupShape, expected_s: float) -> None:
+    """4 tensors at 1/4 s, 8 at 2 s: of the outer level, and of gathers and reductions alone."""
+    flat = collective_s(kind, 800, group, LINK, NETWORK)
+    listed = collective_s(
+        kind, 800, group, replace(LINK, rank_s=0.25), replace(NETWORK, rank_s=2.0)
+    )
+    is_listed = kind in ("all_gather", "reduce_scatter")
+    assert listed - flat == pytest.approx(expected_s if is_listed else 0.0)
+
+
 def test_small_groups_take_the_measured_rate() -> None:
     link = LinkSpec("link", 100.0, 0.0, "test", bytes_per_s_by_ranks=((2, 20.0), (4, 60.0)))
     assert [link_rate_bytes_per_s(link, n) for n in (2, 3, 4, 8)] == [20, 40, 60, 60]
