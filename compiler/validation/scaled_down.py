@@ -20,6 +20,7 @@ from meshfold.capture.pipeline import Captured, capture
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.options import (
+    CHUNKED_LOSS,
     COLLECTIVE_MATMUL,
     LAYOUT,
     MICRO_CHUNKS,
@@ -191,6 +192,7 @@ def _planned(
     is_chunked = any(region.chunking.count > 1 for region in plan.regions)
     if plan.mode == "scheduled":
         pins[MICRO_CHUNKS] = 2 if is_chunked else 1
+    pins |= {CHUNKED_LOSS: 1} if plan.chunked_loss else {}
     has_matmuls = any(region.collective_matmul for region in plan.regions)
     pins[COLLECTIVE_MATMUL] = int(has_matmuls)
     left_out = []

@@ -44,10 +44,13 @@ def why_it_fits(plan: Plan, free: Plan) -> str:
     at_host = sum(strategy.offload == "optimizer" for strategy in layers)
     again = sum(strategy.recompute != "none" for strategy in layers)
     more = again > sum(strategy.recompute != "none" for strategy in _layers(free))
-    why = f"optimizer states of {at_host} of {len(layers)} layers on the host"
-    why += f", recomputation of {again}" if more else ""
+    why = ["logits in chunks"] if plan.chunked_loss and not free.chunked_loss else []
+    if at_host:
+        why.append(f"optimizer states of {at_host} of {len(layers)} layers on the host")
+    if more:
+        why.append(f"recomputation of {again}")
     return (
-        f"fits because: {why}; {plan.step_s / free.step_s - 1:+.1%} on the step of "
+        f"fits because: {', '.join(why)}; {plan.step_s / free.step_s - 1:+.1%} on the step of "
         f"{free.strategy.label}, the best on devices of any memory"
     )
 

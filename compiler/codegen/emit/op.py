@@ -211,6 +211,28 @@ def _cross_entropy(context: OpContext) -> list[fx.Node]:
     ]
 
 
+def _linear_cross_entropy(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    matrix = context.op_graph.values[context.op.operands[1]]
+    rows = summed_axes(context.op_graph, context.op_index, context.typing)
+    return [
+        context.call(
+            local_ops.linear_cross_entropy,
+            context.step_node,
+            *(named[name] for name in ("input", "matrix", "target")),
+            named.get("bias"),
+            named.get("weight"),
+            _REDUCTIONS[named.get("reduction", 1)],
+            named.get("ignore_index", -100),
+            named.get("label_smoothing", 0.0),
+            named.get("is_wide", False),
+            matrix.shape[0],
+            context.digits(context.typing.inputs[1], 0),
+            tuple(context.mesh.names[k] for k in rows),
+        )
+    ]
+
+
 def _nll_loss(context: OpContext) -> list[fx.Node]:
     named = context.named()
     rows = summed_axes(context.op_graph, context.op_index, context.typing)
@@ -366,6 +388,7 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "put_rows": _put_rows,
     "take_rows": _take_rows,
     "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
     "nll_loss": _nll_loss,
     "dropout": _dropout,
     "draw": _draw,
