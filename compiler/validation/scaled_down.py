@@ -192,9 +192,8 @@ def _planned(
     is_chunked = any(region.chunking.count > 1 for region in plan.regions)
     if plan.mode == "scheduled":
         pins[MICRO_CHUNKS] = 2 if is_chunked else 1
-    pins |= {CHUNKED_LOSS: 1} if plan.chunked_loss else {}
     has_matmuls = any(region.collective_matmul for region in plan.regions)
-    pins[COLLECTIVE_MATMUL] = int(has_matmuls)
+    pins |= {COLLECTIVE_MATMUL: int(has_matmuls), CHUNKED_LOSS: int(plan.chunked_loss)}
     left_out = []
     options = CompileOptions(pins=dict(plan.pins), mode=plan.mode)
     for pin in options.layout_pins:

@@ -354,15 +354,14 @@ def _linear_cross_entropy(graph: OpGraph, op: Op) -> Work:
     num_logits = x.shape[0] * matrix.shape[0]
     flops = 2 * num_logits * x.shape[1]
     narrow = num_logits * ITEM_BYTES[x.dtype]
-    wide = num_logits * max(4, ITEM_BYTES[x.dtype])
+    wide = max(4 * num_logits, narrow)
     cast = narrow + wide if wide > narrow else 0
     forward, backward = _traffic(graph, op)
     forward += narrow + cast + 6 * wide
     gradients = x.requires_grad + matrix.requires_grad
-    if not gradients:
-        return Work(flops, forward, 0, 0)
     backward += narrow + 2 * cast + 6 * wide + gradients * narrow
-    return Work(flops, forward, flops * (1 + gradients), backward)
+    back = (flops * (1 + gradients), backward) if gradients else (0, 0)
+    return Work(flops, forward, *back)
 
 
 def _gated_product(graph: OpGraph, op: Op) -> Work:

@@ -94,7 +94,7 @@ def find_plan_for(
                 plan = named_for(_plan(wider, progress), asked, wider)
             except (OptionError, InfeasibleError):
                 continue
-            free = _plan(without_limit(request), None)
+            free = named_for(_plan(without_limit(request), None), asked, request)
             return replace(plan, notes=(*plan.notes, *notes, why_it_fits(plan, free)))
         raise error from None
 

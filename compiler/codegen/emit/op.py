@@ -10,7 +10,7 @@ for.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -188,6 +188,13 @@ def _take_rows(context: OpContext) -> list[fx.Node]:
     return [context.call(take_rows, context.step_node, named["self"], indices, size, digits)]
 
 
+def _loss_arguments(named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Weights of classes, reduction, the target that is ignored, smoothing."""
+    reduction = _REDUCTIONS[named.get("reduction", 1)]
+    others = named.get("ignore_index", -100), named.get("label_smoothing", 0.0)
+    return named.get("weight"), reduction, *others
+
+
 def _cross_entropy(context: OpContext) -> list[fx.Node]:
     named = context.named()
     logits = context.op_graph.values[context.op.operands[0]]
@@ -199,10 +206,7 @@ def _cross_entropy(context: OpContext) -> list[fx.Node]:
             context.step_node,
             named["self"],
             named["target"],
-            named.get("weight"),
-            _REDUCTIONS[named.get("reduction", 1)],
-            named.get("ignore_index", -100),
-            named.get("label_smoothing", 0.0),
+            *_loss_arguments(named),
             logits.shape[1],
             context.digits(context.typing.inputs[0], 1),
             tuple(context.mesh.names[k] for k in rows),
@@ -213,20 +217,15 @@ def _cross_entropy(context: OpContext) -> list[fx.Node]:
 
 def _linear_cross_entropy(context: OpContext) -> list[fx.Node]:
     named = context.named()
-    matrix = context.op_graph.values[context.op.operands[1]]
     rows = summed_axes(context.op_graph, context.op_index, context.typing)
     return [
         context.call(
             local_ops.linear_cross_entropy,
             context.step_node,
-            *(named[name] for name in ("input", "matrix", "target")),
-            named.get("bias"),
-            named.get("weight"),
-            _REDUCTIONS[named.get("reduction", 1)],
-            named.get("ignore_index", -100),
-            named.get("label_smoothing", 0.0),
+            *(named.get(name) for name in ("input", "matrix", "target", "bias")),
+            *_loss_arguments(named),
             named.get("is_wide", False),
-            matrix.shape[0],
+            context.op_graph.values[context.op.operands[1]].shape[0],
             context.digits(context.typing.inputs[1], 0),
             tuple(context.mesh.names[k] for k in rows),
         )
