@@ -19,7 +19,7 @@ which operands need a gradient. Times come from CostModel.op_s.
     recurrences   2 GEMMs a step, layer and direction; the weights of the state are read in every
                   step. Backward twice that
     losses        passes over the logits; of narrow ones, over rows of them widened; of those that
-                  a loss makes itself, a GEMM more forward and backward
+                  a loss makes itself, their GEMM, too, which backward does again
     gated         a product and what it is gated by, computed again in backward
     cdist         3 * the product of rows, rows and width; as much for each gradient
     other         memory-bound: every operand read and every result written once; backward reads

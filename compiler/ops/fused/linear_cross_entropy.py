@@ -9,7 +9,7 @@ matrix is one product and no sum over chunks:
     d = ((1 - e) w[t] + e W / V) exp(logits - normalizer)  -  (1 - e) w[t] [class is t]  -  e w / V
     d matrix[chunk] = d^T x,   d bias[chunk] = sum of rows of d,   dx = sum over chunks of d matrix
 
-What is kept is x, the matrix and numbers of rows; the price is a third product. Liger kernels
+What is kept is x, the matrix and numbers of rows; the price is a fourth product. Liger kernels
 (Hsu et al. 2024, arXiv:2410.10989) make the gradients in forward instead, which holds them until
 backward, and which a sharded vocabulary does not allow without a collective per chunk.
 """
