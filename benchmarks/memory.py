@@ -1,7 +1,7 @@
 """Predicted against measured memory of one training step on this machine's CPU.
 
     python benchmarks/memory.py [--families gpt2,llama] [--dropout 0.1]
-        [--recompute selective]
+        [--recompute selective] [--chunked-loss]
 
 Each row captures a model with random weights, predicts its step in one process, and runs the
 captured graph: what autograd keeps is read by its hooks, the peak from the CPU allocator's own
@@ -13,7 +13,8 @@ different places:
     mix   between, with a large vocabulary: in the head
 
 With --recompute full the layers keep nothing and run again in the backward, in an emitted program;
-with --recompute selective they keep what the planner chooses.
+with --recompute selective they keep what the planner chooses. With --chunked-loss losses make their
+logits in chunks (the pin chunked_loss), where they can.
 """
 
 import sys
@@ -47,6 +48,7 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.strategy import Recompute
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.region import MemoryModel
+from meshfold.passes.split.chunked_losses import with_chunked_losses
 
 MIB = 2**20
 
@@ -193,12 +195,12 @@ def measured(
     return saved_bytes(step), peak
 
 
-def row(family: str, s: Shape, dropout: float, recompute: Recompute) -> str:
+def row(family: str, s: Shape, dropout: float, recompute: Recompute, is_chunked: bool) -> str:
     """One line of the table."""
     torch.manual_seed(0)
     model = FAMILIES[family](s, dropout).train(dropout > 0)
     batch = batch_for(model, s)
-    step = RealStep(model, batch)
+    step = RealStep(model, batch, with_chunked_losses if is_chunked else lambda graph: graph)
     mesh = Mesh(())
     costs = CostModel(cluster("local-cpu"), mesh)
     typings = plain_typings(step.folded)
@@ -229,7 +231,8 @@ def row(family: str, s: Shape, dropout: float, recompute: Recompute) -> str:
 @click.option("--families", default=",".join(FAMILIES), help="Comma-separated.")
 @click.option("--dropout", default=0.0, help="Of the families that have dropout.")
 @click.option("--recompute", type=click.Choice(get_args(Recompute)), default="none")
-def main(families: str, dropout: float, recompute: Recompute) -> None:
+@click.option("--chunked-loss", is_flag=True, help="Losses make their logits in chunks.")
+def main(families: str, dropout: float, recompute: Recompute, chunked_loss: bool) -> None:
     """Print the table, sizes in MiB, seconds to predict with all probes new."""
     torch.set_num_threads(1)
     # oneDNN convolutions take scratch memory that no dispatcher sees.
@@ -241,7 +244,7 @@ def main(families: str, dropout: float, recompute: Recompute) -> None:
     )
     for family in families.split(","):
         for s in SHAPES:
-            print(row(family, s, dropout, recompute), flush=True)
+            print(row(family, s, dropout, recompute, chunked_loss), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from meshfold.ir.plan import ModelInput, Plan, model_inputs
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.planner.find import Progress, find_plan_for
+from meshfold.passes.split.chunked_losses import as_planned
 from meshfold.plan_file.io import load_plan
 from meshfold.refine.pipeline import refined
 from meshfold.training.agreement import NUM_COMPARED, agreed_states, states_text
@@ -166,7 +167,7 @@ def plan_captured(
         probe=probe or OpProber(),
         progress=progress,
     )
-    return refined(plan, captured.graph, options)
+    return refined(plan, as_planned(captured.graph, plan), options)
 
 
 def with_checkpointing(options: CompileOptions, captured: Captured) -> CompileOptions:

@@ -16,6 +16,7 @@ from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import build_for_plan, build_model
 from meshfold.passes.planner.check import price_plan
 from meshfold.passes.planner.find import Progress
+from meshfold.passes.split.chunked_losses import as_planned
 from meshfold.plan_file.output_file import output_target, write_whole
 from meshfold.refine.program_events import with_program_events
 from meshfold.report.pipeline_timeline import both_text, predicted_spans, spans_json, trace_json
@@ -143,7 +144,7 @@ def check_plan(plan: Plan, model: str) -> Plan:
     """`plan` with its figures computed again."""
     captured = captured_as_planned(plan, build_for_plan(model, plan))
     priced = price_plan(captured.graph, plan, OpProber())
-    return with_program_events(priced, captured.graph)
+    return with_program_events(priced, as_planned(captured.graph, plan))
 
 
 def verify_plan(plan: Plan, model: str) -> VerifyReport:

@@ -47,6 +47,7 @@ meshfold.cost_models.pipeline.schedules says what each is."""
 MICRO_CHUNKS = "micro_chunks"
 CHAINED_CHUNKS = "chained_chunks"
 COLLECTIVE_MATMUL = "collective_matmul"
+CHUNKED_LOSS = "chunked_loss"
 REDUCE_BUCKET, ALLGATHER_BUCKET = "reduce_bucket_bytes", "allgather_bucket_bytes"
 HIERARCHICAL_ALL_REDUCE = "hierarchical_all_reduce"
 VIRTUAL_STAGES = "virtual_stages"
@@ -76,6 +77,7 @@ PINS: Mapping[str, str] = MappingProxyType(
         MICRO_CHUNKS: "in which a region runs its batch, in mode scheduled",
         CHAINED_CHUNKS: "whether micro-chunks cross the boundaries of layers (0 or 1)",
         COLLECTIVE_MATMUL: "whether matrix products overlap with their own collective (0 or 1)",
+        CHUNKED_LOSS: "whether losses over classes make their logits in chunks (0 or 1)",
         REDUCE_BUCKET: "the largest bucket of reductions of gradients (25MB; 0: none)",
         ALLGATHER_BUCKET: "the largest bucket of gathers of parameters (25MB; 0: none)",
         HIERARCHICAL_ALL_REDUCE: "size of the pieces in which all-reduces of gradients run "
@@ -251,7 +253,8 @@ class CompileOptions:
     @property
     def strategy_pins(self) -> dict[str, PinValue]:
         """Pins about strategies."""
-        others = (LAYOUT, BATCH_NORM, MICRO_CHUNKS, CHAINED_CHUNKS, COLLECTIVE_MATMUL, *_SIZES)
+        matmuls = (MICRO_CHUNKS, CHAINED_CHUNKS, COLLECTIVE_MATMUL)
+        others = (LAYOUT, BATCH_NORM, CHUNKED_LOSS, *matmuls, *_SIZES)
         return {k: v for k, v in self.pins.items() if not k.startswith(others)}
 
     @property
@@ -264,6 +267,12 @@ class CompileOptions:
     def collective_matmul_pin(self) -> bool | None:
         """Whether matrix products are to overlap with their own collective."""
         value = self.pins.get(COLLECTIVE_MATMUL)
+        return None if value is None else bool(value)
+
+    @property
+    def chunked_loss_pin(self) -> bool | None:
+        """Whether losses are to make their logits in chunks."""
+        value = self.pins.get(CHUNKED_LOSS)
         return None if value is None else bool(value)
 
     @property
@@ -323,5 +332,5 @@ def _check_pin(name: str, value: PinValue) -> None:
         raise OptionError(f"pin {name}={value}: no degree; write 1 or more")
     if name == "zero" and value not in range(4):
         raise OptionError(f"pin zero={value}: no ZeRO level; write 0, 1, 2 or 3")
-    if name in ("sp", COLLECTIVE_MATMUL, CHAINED_CHUNKS) and value not in (0, 1):
+    if name in ("sp", COLLECTIVE_MATMUL, CHAINED_CHUNKS, CHUNKED_LOSS) and value not in (0, 1):
         raise OptionError(f"pin {name}={value}: unknown; write {name}=1 or {name}=0")

@@ -339,6 +339,9 @@ class Plan:
     hierarchical_all_reduce_bytes: Bytes = 0
     """Size of the pieces in which all-reduces of gradients run hierarchically, by node
     (meshfold.ir.node_groups); 0 where none do."""
+    chunked_loss: bool = False
+    """Whether losses over classes make their logits themselves, in chunks
+    (meshfold.passes.split.chunked_losses)."""
     pieces: tuple[Count, ...] = ()
     """Ops of each layer, in order, where regions were cut in pieces for stages
     (meshfold.passes.split.pieces); empty where none were."""

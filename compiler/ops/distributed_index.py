@@ -42,18 +42,6 @@ class _Hop:
         return rows.index_select(0, self.order.argsort())
 
 
-def check_indices(index: Tensor, size: int, what: str) -> None:
-    """Raises IndexError, as torch does of unsharded tensors, for an index that is not below `size`;
-    on accelerators an assertion of the device, so that nothing waits for it."""
-    if index.device.type == "meta" or type(index) is not Tensor:
-        return
-    is_beyond = (index < 0) | (index >= size)
-    if index.device.type != "cpu":
-        torch._assert_async(~is_beyond.any(), f"{what} out of range")
-    elif bool(is_beyond.any()):
-        raise IndexError(f"{what} {int(index[is_beyond][0])} is not one of {size}")
-
-
 def put_rows(
     context: StepContext,
     buffer: Tensor,

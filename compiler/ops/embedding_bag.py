@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshfold.distributed.step_context import StepContext
-from meshfold.ops.distributed_index import check_indices
 from meshfold.sharding.indices import ShardDigits, shard_indices_of
-from meshfold.sharding.slicing import locate_indices
+from meshfold.sharding.slicing import check_indices, locate_indices
 
 MODES = ("sum", "mean", "max")
 """By the number that torch has for them."""

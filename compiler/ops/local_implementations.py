@@ -22,12 +22,14 @@ from meshfold.ops.batch_norm import batch_norm
 from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from meshfold.ops.counter_rng import keep_mask, stream_key
 from meshfold.ops.distributed_cumsum import cumsum
-from meshfold.ops.distributed_index import check_indices, put_rows, take_rows
+from meshfold.ops.distributed_index import put_rows, take_rows
 from meshfold.ops.draws import BatchSlice, global_indices, local_draw
 from meshfold.ops.embedding_bag import local_bags
 from meshfold.ops.expert_dispatch import combine, dispatch
+from meshfold.ops.fused.linear_cross_entropy import linear_class_losses
 from meshfold.sharding.indices import ShardDigits, key_heads_of, shard_indices_of
 from meshfold.sharding.slicing import (
+    check_indices,
     cropped_blocks,
     local_indices,
     local_row,
@@ -129,6 +131,42 @@ def cross_entropy(
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
         )
+    return _mean_of_targets(context.mesh, total, target, weight, reduction, ignore_index, row_axes)
+
+
+def linear_cross_entropy(
+    context: StepContext,
+    x: Tensor,
+    matrix: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    is_wide: bool,
+    num_classes: int,
+    class_digits: ShardDigits,
+    row_axes: Axes,
+) -> Tensor:
+    """The same of logits x [rows, k] matrix [v, k]^T + bias [v], which are never whole. is_wide:
+    the loss is in float32 at least, else in the dtype of x."""
+    losses = linear_class_losses(
+        context.mesh if class_digits else None,
+        x,
+        matrix,
+        bias,
+        target,
+        weight,
+        ignore_index,
+        label_smoothing,
+        num_classes,
+        class_digits,
+    )
+    losses = losses if is_wide else losses.to(x.dtype)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
     return _mean_of_targets(context.mesh, total, target, weight, reduction, ignore_index, row_axes)
 
 
@@ -273,6 +311,7 @@ LOCAL_OPS: dict[str, Callable[..., Any]] = {
     "put_rows": put_rows,
     "take_rows": take_rows,
     "cross_entropy": cross_entropy,
+    "linear_cross_entropy": linear_cross_entropy,
     "nll_loss": nll_loss,
     "dropout": dropout,
     "draw": local_draw,

@@ -2,8 +2,9 @@
 
 Losses are computed in float32 at least, and logits are widened a few rows at a time: there is never
 a float32 copy of them all. The op meshfold::cross_entropy is that for all classes; capture writes
-it where a model widens its logits first (meshfold.capture.rewrites.narrow_logits). Importing this
-defines the op.
+it where a model widens its logits first (meshfold.capture.rewrites.narrow_logits).
+meshfold::linear_cross_entropy makes the logits itself, a chunk at a time
+(meshfold.ops.fused.linear_cross_entropy). Importing this defines both ops.
 """
 
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from meshfold.distributed.rank_mesh import RankMesh, all_reduced
-from meshfold.ops.distributed_index import check_indices
+from meshfold.ops.fused.linear_cross_entropy import linear_class_losses
 from meshfold.ops.fused.rms_norm import wide_dtype
 from meshfold.sharding.indices import ShardDigits, shard_indices_of
-from meshfold.sharding.slicing import local_indices, locate_indices
+from meshfold.sharding.slicing import check_indices, local_indices, locate_indices
 
 CHUNK_NUMEL = 2**25
 """Numbers that are widened at a time: 128 MiB in float32. Derived: several times what fills a GPU,
@@ -68,6 +69,41 @@ def cross_entropy(
     losses = class_losses(
         None, logits, target, weight, ignore_index, label_smoothing, num_classes, ()
     )
+    return _reduced(losses, target, weight, reduction, ignore_index)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    matrix: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    is_wide: bool = False,
+) -> Tensor:
+    """The same of logits input [rows, k] matrix [classes, k]^T + bias [classes], which are never
+    whole; target [rows]. is_wide: a loss of narrow numbers is in float32, else in theirs."""
+    losses = linear_class_losses(
+        None,
+        input,
+        matrix,
+        bias,
+        target,
+        weight,
+        ignore_index,
+        label_smoothing,
+        matrix.shape[0],
+        (),
+    )
+    found = _reduced(losses, target, weight, reduction, ignore_index)
+    return found if is_wide else found.to(input.dtype)
+
+
+def _reduced(
+    losses: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> Tensor:
     if reduction == _NONE:
         return losses
     total = losses.sum()
@@ -199,3 +235,12 @@ torch.library.define(
     "float label_smoothing=0.0) -> Tensor",
 )
 torch.library.impl("meshfold::cross_entropy", "CompositeImplicitAutograd", cross_entropy)
+torch.library.define(
+    "meshfold::linear_cross_entropy",
+    "(Tensor input, Tensor matrix, Tensor target, Tensor? bias=None, Tensor? weight=None, "
+    "int reduction=1, int ignore_index=-100, float label_smoothing=0.0, bool is_wide=False) "
+    "-> Tensor",
+)
+torch.library.impl(
+    "meshfold::linear_cross_entropy", "CompositeImplicitAutograd", linear_cross_entropy
+)

@@ -75,6 +75,7 @@ def _headline(plan: Plan) -> RenderableType:
         for name, num_bytes in sizes.items()
         if num_bytes
     ]
+    chunked = [("logits", "in chunks, never whole")] if plan.chunked_loss else []
     hierarchical = []
     if plan.hierarchical_all_reduce_bytes:
         size = bytes_text(plan.hierarchical_all_reduce_bytes)
@@ -87,6 +88,7 @@ def _headline(plan: Plan) -> RenderableType:
         *mode,
         *bucketed,
         *hierarchical,
+        *chunked,
         ("cluster", f"{cluster.name}: {devices}"),
         ("mesh", f"{plan.mesh}" + (f" ({links})" if links else "")),
         ("strategy", plan.strategy.label + (f" (pinned: {pins})" if pins else "")),

@@ -53,6 +53,9 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifferences:
             "hierarchical all-reduces",
             *(_in_pieces(p.hierarchical_all_reduce_bytes) for p in (first, second)),
         ),
+        Difference(
+            "logits", *("in chunks" if p.chunked_loss else "whole" for p in (first, second))
+        ),
         Difference("runs", _runs(first), _runs(second)),
     ]
     regions = {r.name: r for r in second.regions}

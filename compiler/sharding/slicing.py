@@ -1,4 +1,4 @@
-"""Shards of a tensor along one dim in blocks: slicing and stacking. No communication.
+"""Shards of a tensor along one dim in blocks: slicing, stacking, indices. No communication.
 
 A dim of `blocks` equal blocks, each split into n equal shards, is viewed as [blocks, n, rest];
 shard r is [:, r, :] (meshfold.ir.spmd).
@@ -154,3 +154,15 @@ def local_runs(size: int, indices: ShardIndices) -> tuple[tuple[int, int], ...]:
 
 def _digits(x: Tensor, dim: int, blocks: int, num_shards: int) -> Tensor:
     return torch.unflatten(x, dim, (blocks, num_shards, x.shape[dim] // (blocks * num_shards)))
+
+
+def check_indices(index: Tensor, size: int, what: str) -> None:
+    """Raises IndexError, as torch does of unsharded tensors, for an index that is not below `size`;
+    on accelerators an assertion of the device, so that nothing waits for it."""
+    if index.device.type == "meta" or type(index) is not Tensor:
+        return
+    is_beyond = (index < 0) | (index >= size)
+    if index.device.type != "cpu":
+        torch._assert_async(~is_beyond.any(), f"{what} out of range")
+    elif bool(is_beyond.any()):
+        raise IndexError(f"{what} {int(index[is_beyond][0])} is not one of {size}")

@@ -20,6 +20,7 @@ from meshfold.capture.pipeline import Captured, capture
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.options import (
+    CHUNKED_LOSS,
     COLLECTIVE_MATMUL,
     LAYOUT,
     MICRO_CHUNKS,
@@ -192,7 +193,7 @@ def _planned(
     if plan.mode == "scheduled":
         pins[MICRO_CHUNKS] = 2 if is_chunked else 1
     has_matmuls = any(region.collective_matmul for region in plan.regions)
-    pins[COLLECTIVE_MATMUL] = int(has_matmuls)
+    pins |= {COLLECTIVE_MATMUL: int(has_matmuls), CHUNKED_LOSS: int(plan.chunked_loss)}
     left_out = []
     options = CompileOptions(pins=dict(plan.pins), mode=plan.mode)
     for pin in options.layout_pins:

@@ -18,7 +18,8 @@ which operands need a gradient. Times come from CostModel.op_s.
     bags          read the row of every id, whose gradient is dense
     recurrences   2 GEMMs a step, layer and direction; the weights of the state are read in every
                   step. Backward twice that
-    losses        passes over the logits; of narrow ones, over rows of them widened
+    losses        passes over the logits; of narrow ones, over rows of them widened; of those that
+                  a loss makes itself, their GEMM, too, which backward does again
     gated         a product and what it is gated by, computed again in backward
     cdist         3 * the product of rows, rows and width; as much for each gradient
     other         memory-bound: every operand read and every result written once; backward reads
@@ -77,7 +78,15 @@ _POOLS = tuple(
 )
 
 PRODUCTS = frozenset(
-    (*MATMUL_FACTORS, "all_gather_matmul", "einsum", *_ATTENTION, *_CONVOLUTIONS, *_RECURRENCES)
+    (
+        *MATMUL_FACTORS,
+        "all_gather_matmul",
+        "linear_cross_entropy",
+        "einsum",
+        *_ATTENTION,
+        *_CONVOLUTIONS,
+        *_RECURRENCES,
+    )
 )
 """Ops with many flops per byte (names as op_name gives them): what they make is dear to make again.
 All other ops are bound by memory."""
@@ -339,6 +348,22 @@ def _narrow_cross_entropy(graph: OpGraph, op: Op) -> Work:
     return Work(0, cast + 6 * wide, 0, backward)
 
 
+def _linear_cross_entropy(graph: OpGraph, op: Op) -> Work:
+    """The product, and the passes over its result, which is made again in backward."""
+    x, matrix = _operands(graph, op)[:2]
+    num_logits = x.shape[0] * matrix.shape[0]
+    flops = 2 * num_logits * x.shape[1]
+    narrow = num_logits * ITEM_BYTES[x.dtype]
+    wide = max(4 * num_logits, narrow)
+    cast = narrow + wide if wide > narrow else 0
+    forward, backward = _traffic(graph, op)
+    forward += narrow + cast + 6 * wide
+    gradients = x.requires_grad + matrix.requires_grad
+    backward += narrow + 2 * cast + 6 * wide + gradients * narrow
+    back = (flops * (1 + gradients), backward) if gradients else (0, 0)
+    return Work(flops, forward, *back)
+
+
 def _gated_product(graph: OpGraph, op: Op) -> Work:
     """An activation and a product; backward two products, the slope, and the activation again."""
     gate, x = _operands(graph, op)
@@ -369,5 +394,6 @@ _COUNTERS: tuple[tuple[Sequence[str] | frozenset[str], Callable[[OpGraph, Op], W
     (_RECURRENCES, _recurrence),
     (("cross_entropy_loss",), _cross_entropy),
     (("cross_entropy",), _narrow_cross_entropy),
+    (("linear_cross_entropy",), _linear_cross_entropy),
     (("gated_product",), _gated_product),
 )

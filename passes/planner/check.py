@@ -26,6 +26,7 @@ from meshfold.passes.planner.plan_types import check_plan_types
 from meshfold.passes.price.parameters import stored_bytes
 from meshfold.passes.price.region import RegionPrice, RegionPricer
 from meshfold.passes.price.step import estimate_step, host_waits_s
+from meshfold.passes.split.chunked_losses import as_planned
 
 
 def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
@@ -39,7 +40,7 @@ def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:
             f"{plan.strategy.label}: a plan with microbatches cannot be priced from its file; "
             "pin its degrees and plan again"
         )
-    split = planned_graph(folded, plan)
+    split = planned_graph(as_planned(folded, plan), plan)
     costs = CostModel(plan.cluster, plan.mesh)
     typings = [region.typing for region in plan.regions]
     offloads = [region.strategy.offload for region in plan.regions]

@@ -42,6 +42,7 @@ from meshfold.passes.one_pass.tree import NODE, PRUNING_RULES, Tree, grow_tree
 from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, assemble_plan
 from meshfold.passes.planner.baselines import baseline_rows, named_baselines
+from meshfold.passes.planner.chunked_loss import as_pinned, named_for, wider_requests
 from meshfold.passes.planner.find_pipeline import (
     excludes_pipelines,
     is_pipeline_pinned,
@@ -49,10 +50,8 @@ from meshfold.passes.planner.find_pipeline import (
     search_spec,
 )
 from meshfold.passes.planner.offload import (
-    NEEDS_OFFLOAD,
     host_notes,
     why_it_fits,
-    with_offload,
     without_limit,
 )
 from meshfold.passes.region.pins import pinned_slots
@@ -79,25 +78,25 @@ def find_plan_for(
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan on all devices of `cluster` that fits the memory budget: in one pass, with
-    the batch in microbatches, or with the model in stages, whichever wins. Optimizer states go to
-    the host where nothing fits without.
+    the batch in microbatches, or with the model in stages, whichever wins. Where nothing fits
+    without, losses make their logits in chunks, optimizer states go to the host, or both.
 
     batch_size: global batch, the size of dim 0 of the inputs that are to be sharded. probe: what
     the memory model asks about local ops. Raises OptionError for a pin or batch that cannot be
     kept, InfeasibleError when nothing fits."""
-    request = PlanRequest(folded, cluster, options, model_name, batch_size, probe)
+    asked = PlanRequest(folded, cluster, options, model_name, batch_size, probe)
+    request = as_pinned(asked)
     try:
-        return _plan(request, progress)
+        return named_for(_plan(request, progress), asked, request)
     except InfeasibleError as error:
-        wider = with_offload(request)
-        if wider is None:
-            raise
-        try:
-            plan = _plan(wider, progress)
-        except (OptionError, InfeasibleError):
-            raise error from None
-        free = _plan(without_limit(request), None)
-        return replace(plan, notes=(*plan.notes, NEEDS_OFFLOAD, why_it_fits(plan, free)))
+        for wider, notes in wider_requests(request):
+            try:
+                plan = named_for(_plan(wider, progress), asked, wider)
+            except (OptionError, InfeasibleError):
+                continue
+            free = named_for(_plan(without_limit(request), None), asked, request)
+            return replace(plan, notes=(*plan.notes, *notes, why_it_fits(plan, free)))
+        raise error from None
 
 
 def _plan(request: PlanRequest, progress: Progress | None) -> Plan:

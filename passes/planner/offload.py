@@ -48,10 +48,13 @@ def why_it_fits(plan: Plan, free: Plan) -> str:
     ]
     again = sum(strategy.recompute != "none" for strategy in layers)
     more = again > sum(strategy.recompute != "none" for strategy in _layers(free))
-    why = f"{' and '.join(at_host) or 'nothing'} on the host"
-    why += f", recomputation of {again}" if more else ""
+    why = ["logits in chunks"] if plan.chunked_loss and not free.chunked_loss else []
+    if at_host:
+        why.append(f"{' and '.join(at_host)} on the host")
+    if more:
+        why.append(f"recomputation of {again}")
     return (
-        f"fits because: {why}; {plan.step_s / free.step_s - 1:+.1%} on the step of "
+        f"fits because: {', '.join(why)}; {plan.step_s / free.step_s - 1:+.1%} on the step of "
         f"{free.strategy.label}, the best on devices of any memory"
     )
 

@@ -13,6 +13,7 @@ from meshfold.errors import OptionError
 from meshfold.ir.op_graph import Arg, FoldedGraph, Op, Ref, Source, SourceKind
 from meshfold.passes.rules.ops.loss import (
     CROSS_ENTROPY,
+    LINEAR_CROSS_ENTROPY,
     MEAN,
     NARROW_CROSS_ENTROPY,
     NLL_LOSS,
@@ -22,7 +23,7 @@ from meshfold.passes.rules.table import OP_RULES
 
 COUNT = "count"
 """Kind of the Symbol that stands for the count of a loss; its text is the number of the op."""
-COUNTED = (CROSS_ENTROPY, NARROW_CROSS_ENTROPY, NLL_LOSS)
+COUNTED = (CROSS_ENTROPY, NARROW_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY, NLL_LOSS)
 """Losses whose mean is over targets that count."""
 IGNORED = -100
 """What they ignore unless it is told otherwise."""
@@ -49,7 +50,7 @@ def takes_mean(op: Op) -> bool:
 
 def with_sum(op: Op) -> Op:
     """The loss that sums where `op` takes the mean."""
-    arguments = {"weight": None, **_arguments(op), "reduction": SUM}
+    arguments = {"bias": None, "weight": None, **_arguments(op), "reduction": SUM}
     names = OP_RULES[op.target].parameters
     given = tuple(arguments[name] for name in names[: names.index("reduction") + 1])
     rest = tuple((n, arguments[n]) for n in names[len(given) :] if n in arguments)
@@ -67,7 +68,9 @@ def loss_counts(folded: FoldedGraph) -> tuple[LossCount, ...]:
         for n, op in enumerate(graph.ops):
             if not takes_mean(op):
                 continue
-            target = op.operands[1]
+            argument = _arguments(op)["target"]
+            assert isinstance(argument, Ref), "the targets of a loss are a tensor"
+            target = argument.index
             if not graph.values[target].is_float:
                 _check_unweighted(op)
                 ignored = _arguments(op).get("ignore_index", IGNORED)

@@ -10,7 +10,7 @@ for.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -188,6 +188,13 @@ def _take_rows(context: OpContext) -> list[fx.Node]:
     return [context.call(take_rows, context.step_node, named["self"], indices, size, digits)]
 
 
+def _loss_arguments(named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Weights of classes, reduction, the target that is ignored, smoothing."""
+    reduction = _REDUCTIONS[named.get("reduction", 1)]
+    others = named.get("ignore_index", -100), named.get("label_smoothing", 0.0)
+    return named.get("weight"), reduction, *others
+
+
 def _cross_entropy(context: OpContext) -> list[fx.Node]:
     named = context.named()
     logits = context.op_graph.values[context.op.operands[0]]
@@ -199,14 +206,28 @@ def _cross_entropy(context: OpContext) -> list[fx.Node]:
             context.step_node,
             named["self"],
             named["target"],
-            named.get("weight"),
-            _REDUCTIONS[named.get("reduction", 1)],
-            named.get("ignore_index", -100),
-            named.get("label_smoothing", 0.0),
+            *_loss_arguments(named),
             logits.shape[1],
             context.digits(context.typing.inputs[0], 1),
             tuple(context.mesh.names[k] for k in rows),
             **wide,
+        )
+    ]
+
+
+def _linear_cross_entropy(context: OpContext) -> list[fx.Node]:
+    named = context.named()
+    rows = summed_axes(context.op_graph, context.op_index, context.typing)
+    return [
+        context.call(
+            local_ops.linear_cross_entropy,
+            context.step_node,
+            *(named.get(name) for name in ("input", "matrix", "target", "bias")),
+            *_loss_arguments(named),
+            named.get("is_wide", False),
+            context.op_graph.values[context.op.operands[1]].shape[0],
+            context.digits(context.typing.inputs[1], 0),
+            tuple(context.mesh.names[k] for k in rows),
         )
     ]
 
@@ -366,6 +387,7 @@ _EMITTERS: dict[str, Callable[[OpContext], list[fx.Node]]] = {
     "put_rows": _put_rows,
     "take_rows": _take_rows,
     "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
     "nll_loss": _nll_loss,
     "dropout": _dropout,
     "draw": _draw,

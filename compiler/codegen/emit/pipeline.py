@@ -33,6 +33,7 @@ from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import Layout
 from meshfold.passes.graph.variants import offloaded_parameters, planned_graph
 from meshfold.passes.planner.plan_types import check_plan_types
+from meshfold.passes.split.chunked_losses import as_planned
 from meshfold.passes.split.loss_counts import LossCount, loss_counts
 from meshfold.passes.split.microbatch import MicrobatchGraphs, has_own_statistics
 from meshfold.passes.split.pieces import cut_as
@@ -142,6 +143,7 @@ def emit_plan(
     break the tables, or if it uses what can be planned but not run; OptionError where the batch
     cannot be split.
     """
+    folded = as_planned(folded, plan)
     if plan.schedule:
         return emit_pipeline(folded, plan)
     check_runs(plan)

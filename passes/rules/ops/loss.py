@@ -117,6 +117,27 @@ def _cross_entropy(op: BoundOp) -> OpLabels | None:
     )
 
 
+def _linear_cross_entropy(op: BoundOp) -> OpLabels:
+    """input [rows, k], matrix [v, k], target [rows], bias [v], weight [v]: the same of logits that
+    are made chunk by chunk, so k is unsharded. v: the ranks' own maxima and sums as above."""
+    x, scalar_dtype = op.value("input"), max(ITEM_BYTES[op.value("input").dtype], 4)
+    rows, v = dim_label("d0"), dim_label("v")
+    num_sums = 2 + (op.get("label_smoothing", 0.0) != 0)
+    num_rows = x.shape[0]
+    vocabulary = tuple(RuleComm("all_reduce", n * num_rows * scalar_dtype) for n in (1, num_sums))
+    reduction = op.integer("reduction", MEAN)
+    count = (RuleComm("all_reduce", scalar_dtype),) if reduction == MEAN else ()
+    local = "linear_cross_entropy"
+    special = {"v": Special(output=INVARIANT, local=local, comm=vocabulary)}
+    inputs: list[Dims] = [(rows, None), (v, None), (rows,)]
+    inputs += [(v,)] * len(op.positions("bias")) + [(None,)] * len(op.positions("weight"))
+    if reduction == NONE:
+        return OpLabels(tuple(inputs), ((rows,),), special=special, pads=_V)
+    special["d0"] = Special(local=local, comm=count)
+    summed = frozenset({"d0"})
+    return OpLabels(tuple(inputs), ((),), summed=summed, special=special, pads=_V)
+
+
 def _negative_log_likelihood(op: BoundOp) -> OpLabels | None:
     """Logarithms [rows, classes, ...], classes unsharded; its mean is that of cross entropy."""
     x = op.value("self").shape
@@ -144,6 +165,8 @@ def _ctc(op: BoundOp) -> OpLabels:
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 NARROW_CROSS_ENTROPY = "meshfold.cross_entropy.default"
 """The same of narrow logits, losses in float32 (meshfold.ops.vocab_parallel_cross_entropy)."""
+LINEAR_CROSS_ENTROPY = "meshfold.linear_cross_entropy.default"
+"""That of logits which it makes itself, in chunks."""
 NLL_LOSS = "aten.nll_loss_nd.default"
 
 LOSS_RULES = {
@@ -155,6 +178,10 @@ LOSS_RULES = {
     ),
     NARROW_CROSS_ENTROPY: rule(
         "self target weight reduction ignore_index label_smoothing", _cross_entropy
+    ),
+    LINEAR_CROSS_ENTROPY: rule(
+        "input matrix target bias weight reduction ignore_index label_smoothing is_wide",
+        _linear_cross_entropy,
     ),
     NLL_LOSS: rule("self target weight reduction ignore_index", _negative_log_likelihood),
     "aten.mse_loss.default": rule("self target reduction", _elementwise),

@@ -9,6 +9,7 @@ from support.graphs.ops import mesh_of
 
 from meshfold.ir.spmd import Layout, Shard, is_legal
 from meshfold.sharding.slicing import (
+    check_indices,
     local_indices,
     local_row,
     local_runs,
@@ -87,3 +88,12 @@ def test_digits_of_padded_units(blocks: int, units: int, unit: int, num_parts: i
             assert local_row(row, size, places) == (int(local[row]) if held[row] else None)
         seen.append(index[held])
     assert torch.cat(seen).sort().values.equal(index)
+
+
+@pytest.mark.parametrize("index", [-1, 12, 1 << 40])
+def test_an_index_beyond_the_unsharded_dim_is_refused_as_torch_does(index: int) -> None:
+    check_indices(torch.tensor([[0, 11]]), 12, "class")
+    check_indices(torch.empty(0, dtype=torch.int64), 12, "class")
+    check_indices(torch.empty(3, dtype=torch.int64, device="meta"), 12, "class")
+    with pytest.raises(IndexError, match=f"class {index} is not one of 12"):
+        check_indices(torch.tensor([[0, index]]), 12, "class")

@@ -282,6 +282,20 @@ def test_a_gated_product_is_computed_again() -> None:
     assert got == Work(0, 5 * X_BYTES, 0, 6 * X_BYTES)
 
 
+def test_a_loss_that_makes_its_logits_multiplies_once_more() -> None:
+    x, matrix, labels = value(6, 8), value(10, 8), value(6, grad=False, dtype="int64")
+    got = work("meshfold.linear_cross_entropy.default", [x, matrix, labels], [value()])
+    flops, logits = 2 * 6 * 8 * 10, 4 * 6 * 10
+    assert (got.flops, got.backward_flops) == (flops, 3 * flops)
+    # Operands and the loss; logits are written, then passed over six times.
+    assert got.num_bytes == 4 * (6 * 8 + 10 * 8) + 8 * 6 + 4 + 7 * logits
+    # Operands, their gradients and that of the loss; logits again, and one pass for each gradient.
+    assert got.backward_bytes == 2 * 4 * (6 * 8 + 10 * 8) + 8 * 6 + 4 + 9 * logits
+    frozen = value(10, 8, grad=False)
+    got = work("meshfold.linear_cross_entropy.default", [x, frozen, labels], [value()])
+    assert got.backward_flops == 2 * flops
+
+
 def test_everything_else_is_memory_traffic() -> None:
     got = work("aten.mul.Tensor", [X, X], [X])
     assert got == Work(0, 3 * X_BYTES, 0, 5 * X_BYTES)

@@ -65,6 +65,15 @@ FUSED: tuple[Sample, ...] = (
     ),
     _own(real(24, 36), whole(36, 24), None, 1, 4, op="cross_entropy"),
     _own(real(12, 24, 4), whole(24, 12, 4), None, 1, -100, 0.3, op="cross_entropy"),
+    *(
+        _own(real(24, 12), real(36, 12, seed=3), _LABELS, *others, op="linear_cross_entropy")
+        for others in (
+            (),
+            (real(36), None, 0),
+            (None, real(36, grad=False), 2),
+            (real(36), real(36, grad=False), 1, -100, 0.3),
+        )
+    ),
 )
 
 CHECKS: tuple[Sample, ...] = (

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,10 +39,17 @@ def plain_typings(folded: FoldedGraph) -> list[RegionTyping]:
 
 
 class RealStep:
-    """A captured model with real weights, run op by op; every value goes after its last use."""
+    """A captured model with real weights, run op by op; every value goes after its last use.
+    change: what becomes of its graph first."""
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        self.captured: Captured = capture(model, dict(batch))
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        change: Callable[[FoldedGraph], FoldedGraph] = lambda graph: graph,
+    ) -> None:
+        found = capture(model, dict(batch))
+        self.captured: Captured = replace(found, graph=change(found.graph))
         self.folded = self.captured.graph
         device = torch.device("cpu")
         parameters = dict(model.named_parameters())

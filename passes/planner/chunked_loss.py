@@ -1,0 +1,59 @@
+"""When losses make their logits in chunks, and what a plan says of it.
+
+Chunks hold less and compute the product of the head once more
+(meshfold.passes.split.chunked_losses): the program without them is searched first, the one with
+them where nothing fits, or where a pin asks for it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshfold.errors import OptionError
+from meshfold.ir.options import CHUNKED_LOSS
+from meshfold.ir.plan import Plan
+from meshfold.passes.planner.assembly import PlanRequest, model_info
+from meshfold.passes.planner.offload import NEEDS_OFFLOAD, with_offload
+from meshfold.passes.split.chunked_losses import with_chunked_losses
+
+NEEDS_CHUNKS = "nothing fits with whole logits: losses that make them in chunks were searched, too"
+
+
+def wider_requests(request: PlanRequest) -> Iterator[tuple[PlanRequest, tuple[str, ...]]]:
+    """What is tried where nothing fits, what costs least time first, with what plans say of it."""
+    chunked, offloaded = with_chunks(request), with_offload(request)
+    if chunked:
+        yield chunked, (NEEDS_CHUNKS,)
+    if offloaded:
+        yield offloaded, (NEEDS_OFFLOAD,)
+    if chunked and offloaded and (both := with_offload(chunked)):
+        yield both, (NEEDS_CHUNKS, NEEDS_OFFLOAD)
+
+
+def with_chunks(request: PlanRequest) -> PlanRequest | None:
+    """The request with chunked losses; None where a pin speaks of them, or there are none."""
+    if request.options.chunked_loss_pin is not None:
+        return None
+    folded = with_chunked_losses(request.folded)
+    return None if folded is request.folded else replace(request, folded=folded)
+
+
+def as_pinned(request: PlanRequest) -> PlanRequest:
+    """The request with chunked losses if a pin asks for them. Raises OptionError where there are
+    none."""
+    if not request.options.chunked_loss_pin:
+        return request
+    folded = with_chunked_losses(request.folded)
+    if folded is request.folded:
+        raise OptionError(
+            f"pin {CHUNKED_LOSS}=1: no cross entropy of this model is alone in reading what a "
+            "linear layer makes; leave it out"
+        )
+    return replace(request, folded=folded)
+
+
+def named_for(plan: Plan, asked: PlanRequest, planned: PlanRequest) -> Plan:
+    """`plan`, made for `planned`, as one for the model that was asked for."""
+    if planned.folded is asked.folded:
+        return plan
+    info = model_info(asked.folded, asked.model_name, asked.batch_size)
+    return replace(plan, chunked_loss=True, model=info)

@@ -1,0 +1,73 @@
+"""Chunked vocabulary losses in plans: numbers of one process, memory as the allocator has it."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.models.hugging_face import tiny_model
+from support.programs.local_programs import errors_of_a_step
+from support.programs.memory import RealStep, allocator_peak_bytes, plain_typings
+from support.programs.schedules import captured_family
+
+from meshfold.api import plan_captured
+from meshfold.codegen.emit.pass_pipeline import emit
+from meshfold.cost_models.hardware.devices import cluster, resolve_cluster
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.options import CompileOptions, Mode
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.memory.region import MemoryModel
+from meshfold.passes.split.chunked_losses import as_planned, with_chunked_losses
+from meshfold.plan_file.io import plan_from_json, plan_to_json
+from meshfold.validation.float64_mode import float64_everywhere
+
+PINS: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2},
+    "tp+sp": {"tp": 4, "sp": 1},
+    "zero3": {"dp": 2, "zero": 3},
+    "zero3 x tp, again": {"dp": 2, "tp": 2, "zero": 3, "recompute": "full"},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "pins", "mode"),
+    [
+        ("gpt2", "tp", "eager"),
+        ("llama", "zero3 x tp, again", "scheduled"),
+        *(
+            pytest.param(family, pins, mode, marks=pytest.mark.slow)
+            for family in ("gpt2", "llama")
+            for pins in PINS
+            for mode in ("eager", "scheduled")
+        ),
+    ],
+)
+def test_loss_and_every_gradient_equal_one_process(family: str, pins: str, mode: Mode) -> None:
+    model, batch = tiny_model(family)
+    captured = captured_family(family)
+    pinned = {**PINS[pins], "chunked_loss": 1, "microbatches": 1}
+    devices = PINS[pins].get("dp", 1) * PINS[pins].get("tp", 1)
+    spec = resolve_cluster("dgx-h100", devices)
+    options = CompileOptions(pins=pinned, mode=mode)
+    plan = plan_from_json(plan_to_json(plan_captured(captured, family, spec, options)))
+    program = emit(as_planned(captured.graph, plan), plan)
+    assert "linear_cross_entropy" in program.text()
+    with float64_everywhere():
+        found = errors_of_a_step(model, batch, captured, program)
+    assert max(max(errors.values()) for errors in found) < 1e-12
+
+
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+def test_memory_is_that_of_the_allocator(family: str) -> None:
+    model, batch = tiny_model(family, dtype=torch.float32)
+    step = RealStep(model, batch, with_chunked_losses)
+    estimate, _ = MemoryModel(CostModel(cluster("local-cpu"), Mesh(())), OpProber()).step(
+        step.folded,
+        plain_typings(step.folded),
+        optimizer="sgd",
+        reserve_bytes=0,
+        capacity_bytes=2**40,
+    )
+    peak = estimate.gradients + estimate.activations + estimate.transient
+    peak -= sum(t.nbytes for t in batch.values())
+    assert peak == pytest.approx(allocator_peak_bytes(step.train), rel=0.03)
