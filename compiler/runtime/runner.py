@@ -109,6 +109,33 @@ class ProgramRunner:
         the boundary of a pipeline stage, by name. shared: by the microbatches of a step. Updates of
         buffers are applied after the last region.
         """
+        step = self._training_step(context, parameters, shared)
+        enter(step)
+        forward = _Forward(self, step, parameters, buffers, inputs, arrived)
+        saves_notes = self._materializes and step.is_recording
+        with step.saved_tensors() if saves_notes else contextlib.nullcontext():
+            for action in self.program.steps:
+                forward.act(action)
+        self.mesh.place.region = ""
+        outputs = leave(step, forward.outputs())
+        if not any(x.requires_grad for x in outputs):
+            step.finish_backward()
+        forward.update_buffers()
+        return outputs
+
+    def gather_ahead(
+        self, context: StepContext, parameters: Tensors, shared: SharedStep, *, opens: bool
+    ) -> None:
+        """Start gathers before the first microbatch of a step is there, which finds them in
+        `shared`: of parameters that are gathered once per step; with `opens` also the first ones
+        of its forward, which take memory until then."""
+        firsts = [s.instance for s in self.program.steps if opens and s.action == "G"]
+        self._training_step(context, parameters, shared).gather_ahead(firsts)
+
+    def _training_step(
+        self, context: StepContext, parameters: Tensors, shared: SharedStep
+    ) -> TrainingStep:
+        """The state of one microbatch, with its parameter groups."""
         step = TrainingStep(
             context,
             shared,
@@ -123,18 +150,7 @@ class ProgramRunner:
             GroupUse.gather_together([step.uses[k][number] for k, number in refs])
         for refs in self.program.reduced_together if step.is_recording else ():
             GroupUse.reduce_together([step.uses[k][number] for k, number in refs])
-        enter(step)
-        forward = _Forward(self, step, parameters, buffers, inputs, arrived)
-        saves_notes = self._materializes and step.is_recording
-        with step.saved_tensors() if saves_notes else contextlib.nullcontext():
-            for action in self.program.steps:
-                forward.act(action)
-        self.mesh.place.region = ""
-        outputs = leave(step, forward.outputs())
-        if not any(x.requires_grad for x in outputs):
-            step.finish_backward()
-        forward.update_buffers()
-        return outputs
+        return step
 
     def training_mode(self, instance: RegionInstance) -> RegionMode:
         """How an instance runs in training."""
