@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
+from meshfold.cost_models.simulation.passes import simulate_ahead
 from meshfold.cost_models.simulation.pipeline import (
     StageEvents,
     simulate_pipeline,
     simulate_stages,
 )
-from meshfold.cost_models.simulation.passes import simulate_ahead
 from meshfold.cost_models.simulation.step import StepRun, simulate
 from meshfold.ir.step_events import (
     CollectiveEvent,
@@ -177,7 +177,9 @@ def test_a_stage_waits_for_what_the_fill_does_not_hide() -> None:
     assert found.step_s == 5.0 + 4.0 + 4.0
     # The device that ends last is the first, which waits for the second.
     assert found.exposed_s == 0.0 and found.bubble_s == 7.0
-    turned = simulate_pipeline(one_f_one_b(2, 1), [stage(1.0), stage(1.0, gather_s=6.0)], np.array([0.5]))
+    turned = simulate_pipeline(
+        one_f_one_b(2, 1), [stage(1.0), stage(1.0, gather_s=6.0)], np.array([0.5])
+    )
     assert turned.step_s == 7.0 + 2.0 + 0.5 + 2.0
 
 
