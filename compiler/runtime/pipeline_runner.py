@@ -6,7 +6,8 @@
     2W0   make the gradients of weights that B left (meshfold.codegen.schedule.split_backward)
 
 Gradients add up in `.grad` over the microbatches. Once per step come: gathers of parameters that
-stay (ZeRO 1 and 2), with the first forward of their stage; the reduction of gradients that are
+stay (ZeRO 1 and 2), which begin while their stage waits for its first microbatch, those of stage 0
+with its first forward; the reduction of gradients that are
 whole, with its last backward (meshfold.zero.microbatch_state); the sum of the
 gradients of a parameter that several devices hold (tied embeddings); the loss, from the last stage
 to all. Microbatches on one device (gradient accumulation) go the same way, without messages.
@@ -235,6 +236,9 @@ class _Running:
         """The outputs, on the device of the last stage; on others a loss without meaning."""
         ends = Pass.WEIGHT_GRADIENT if self.splits else Pass.BACKWARD
         last = {a.stage: a for a in actions if a.kind is ends}
+        waits = self._source(actions[0]) is not None
+        if waits:
+            self._gather_ahead(actions, 0)
         for k, action in enumerate(actions):
             for near in actions[k : k + 2]:
                 self._expect(near)
@@ -243,11 +247,23 @@ class _Running:
             self._RUN[action.kind](self, action)
             self.spans.append((action, self.begun_s, time.monotonic()))
             self.peak_in_flight = max(self.peak_in_flight, len(self.saved))
+            if k == 0 and not waits:
+                self._gather_ahead(actions, 1)
         assert all(shared.is_empty for shared in self.shared.values())
         if self.owner.links is not None:
             self.owner.links.finish(actions[-1])
         is_last = len(self.pipeline.stages) - 1 in self.owner.runners
         return [self.loss, *(self.outputs.whole() if is_last else ())]
+
+    def _gather_ahead(self, actions: Sequence[StageAction], skipped: int) -> None:
+        """Start gathers of the stages of this device, but for as many as are skipped, in the order
+        of their first forwards. Beside what is resident all the step only the first stage has
+        memory for that: nothing is in flight yet."""
+        stages = [a.stage for a in actions if a.kind is Pass.FORWARD and a.microbatch == 0]
+        for n, stage in enumerate(stages[skipped:], start=skipped):
+            self.owner.runners[stage].gather_ahead(
+                self.context, self.tensors[0], self.shared[stage], opens=n == 0
+            )
 
     def _forward(self, action: StageAction) -> None:
         stage, graph = action.stage, self.pipeline.graphs[action.stage]

@@ -115,20 +115,7 @@ class ProgramRunner:
         the boundary of a pipeline stage, by name. shared: by the microbatches of a step. Updates of
         buffers are applied after the last region.
         """
-        step = TrainingStep(
-            context,
-            shared,
-            waits_at_once=self._waits_at_once,
-            hierarchical=self.program.hierarchical,
-            host_side=self.host_side,
-        )
-        step.uses = [
-            self._group_uses(step, k, parameters) for k in range(len(self.program.programs))
-        ]
-        for refs in self.program.gathered_together:
-            GroupUse.gather_together([step.uses[k][number] for k, number in refs])
-        for refs in self.program.reduced_together if step.is_recording else ():
-            GroupUse.reduce_together([step.uses[k][number] for k, number in refs])
+        step = self._training_step(context, parameters, shared)
         enter(step)
         forward = _Forward(self, step, parameters, buffers, inputs, arrived)
         if self._leaving and step.is_recording:
@@ -143,6 +130,35 @@ class ProgramRunner:
             step.finish_backward()
         forward.update_buffers()
         return outputs
+
+    def gather_ahead(
+        self, context: StepContext, parameters: Tensors, shared: SharedStep, *, opens: bool
+    ) -> None:
+        """Start gathers before the first microbatch of a step is there, which finds them in
+        `shared`: of parameters that are gathered once per step; with `opens` also the first ones
+        of its forward, which take memory until then."""
+        firsts = [s.instance for s in self.program.steps if opens and s.action == "G"]
+        self._training_step(context, parameters, shared).gather_ahead(firsts)
+
+    def _training_step(
+        self, context: StepContext, parameters: Tensors, shared: SharedStep
+    ) -> TrainingStep:
+        """The state of one microbatch, with its parameter groups."""
+        step = TrainingStep(
+            context,
+            shared,
+            waits_at_once=self._waits_at_once,
+            hierarchical=self.program.hierarchical,
+            host_side=self.host_side,
+        )
+        step.uses = [
+            self._group_uses(step, k, parameters) for k in range(len(self.program.programs))
+        ]
+        for refs in self.program.gathered_together:
+            GroupUse.gather_together([step.uses[k][number] for k, number in refs])
+        for refs in self.program.reduced_together if step.is_recording else ():
+            GroupUse.reduce_together([step.uses[k][number] for k, number in refs])
+        return step
 
     def training_mode(self, instance: RegionInstance) -> RegionMode:
         """How an instance runs in training."""

@@ -6,7 +6,10 @@ sums    gradients that are reduced once per step: of groups that are only all-re
         reduce-scattered with every microbatch; what these still owe to other axes waits here.
 unsharded   parameters that are gathered once per step (ZeRO 1 and 2), from the first forward to the
         last backward
+started   gathers that began before the first microbatch arrived, until its forward takes them
 """
+
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,13 +17,21 @@ Key = tuple[int, ...]
 """(instance, group), and the member where only one is meant."""
 
 
+class Started(Protocol):
+    """A gather in flight (meshfold.zero.parameter_gather)."""
+
+    def take(self, key: Key) -> list[Tensor]: ...
+
+
 class SharedStep:
     """is_last: the microbatch whose backward runs is the last one; of a step in one pass the only
-    one. unsharded: the members of each group that is gathered once."""
+    one. unsharded: the members of each group that is gathered once. started: the gather of each
+    group that is gathered ahead."""
 
     def __init__(self) -> None:
         self.is_last = True
         self.unsharded: dict[Key, list[Tensor]] = {}
+        self.started: dict[Key, Started] = {}
         self._sums: dict[Key, Tensor] = {}
 
     def add(self, key: Key, gradient: Tensor) -> Tensor | None:

@@ -94,8 +94,16 @@ class GroupUse:
                 use._gathering = gather
 
     def _needs_gather(self) -> bool:
-        is_there = self._unsharded is not None or self.key in self._step.shared.unsharded
-        return bool(self._gather) and self._gathering is None and not is_there
+        shared = self._step.shared
+        is_there = self._unsharded is not None or self.key in shared.unsharded
+        is_on_its_way = self._gathering is not None or self.key in shared.started
+        return bool(self._gather) and not (is_there or is_on_its_way)
+
+    def hand_over(self) -> None:
+        """Leave a gather in flight to the first microbatch."""
+        if self._gathering is not None:
+            self._step.shared.started[self.key] = self._gathering
+            self._gathering = None
 
     def _joins(self, first: "GroupUse") -> bool:
         """Whether this is gathered together with `first`, which comes first: in the backward, if it
@@ -129,8 +137,9 @@ class GroupUse:
         if self.key in self._step.shared.unsharded:
             return self._step.shared.unsharded[self.key]
         self.start_gather()
-        assert self._gathering is not None
-        unsharded = self._gathering.take(self.key)
+        gathering = self._step.shared.started.pop(self.key, self._gathering)
+        assert gathering is not None
+        unsharded = gathering.take(self.key)
         self._gathering = None
         if not self.reshard_after_forward:
             self._step.shared.unsharded[self.key] = unsharded
@@ -242,6 +251,16 @@ class TrainingStep:
         """G: start the gathers of an instance's groups."""
         for use in () if self.waits_at_once else self.uses[instance]:
             use.start_gather()
+
+    def gather_ahead(self, opened: Sequence[int]) -> None:
+        """Before the first microbatch is there: start what is gathered once per step, and all that
+        the instances `opened` read."""
+        for instance, uses in enumerate(() if self.waits_at_once else self.uses):
+            for use in uses:
+                if instance in opened or not use.reshard_after_forward:
+                    use.start_gather()
+        for use in chain.from_iterable(self.uses):
+            use.hand_over()
 
     def release(self, instance: int) -> None:
         """X: drop the gathered parameters of an instance, but those without resharding after

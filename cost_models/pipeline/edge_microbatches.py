@@ -1,8 +1,9 @@
 """Makespans where the first forward and the last backward of a stage take longer than the others,
 and a backward goes on behind the gradients that it sends.
 
-Gathers once per step come with a stage's first forward, reductions once per step with its last
-backward (meshfold.zero.microbatch_state). What a backward waits for behind its gradients is a W
+Gathers once per step begin while a stage waits for its first microbatch: its first forward ends no
+earlier than if it had found its input at once. Reductions once per step come with its last backward
+(meshfold.zero.microbatch_state). What a backward waits for behind its gradients is a W
 that follows its B at once, under schedules that do not split the backward, too.
 
 Up to MOST_ACTIONS of a pipeline are run event by event: exact. Of longer ones what the edges add is
@@ -19,12 +20,14 @@ adds what the busiest device takes for one, which is what such schedules are mad
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from meshfold.cost_models.pipeline.actions import Pass, StageAction
 from meshfold.cost_models.pipeline.makespan import (
     Seconds,
     StageTimes,
+    actions_held_s,
     device_ends_s,
-    simulate_actions,
 )
 from meshfold.cost_models.pipeline.schedules import Schedule
 
@@ -35,42 +38,62 @@ MOST_ACTIONS = 1 << 13
 @dataclass(frozen=True, eq=False)
 class EdgeTimes:
     """Seconds, per stage, that the first forward, the last B and the last W take beyond those of
-    StageTimes."""
+    StageTimes. gathered_s: when the first forward ends if its input is there from the start of
+    the step, from which its parameters are gathered; 0 where it finds them gathered."""
 
     forward_s: Seconds
     backward_s: Seconds
     weight_s: Seconds
+    gathered_s: Seconds
 
     @property
     def is_none(self) -> bool:
-        return not any(of.any() for of in (self.forward_s, self.backward_s, self.weight_s))
+        of_edges = self.forward_s, self.backward_s, self.weight_s, self.gathered_s
+        return not any(of.any() for of in of_edges)
 
 
-def edge_ends_s(
+@dataclass(frozen=True, eq=False)
+class EdgeEnds:
+    """ends_s: when each device ends its last pass, shape (num_devices,). held_s: how long the first
+    forward of each stage waits for parameters once its input is there, shape (num_stages,)."""
+
+    ends_s: Seconds
+    held_s: Seconds
+
+
+def edge_ends(
     schedule: Schedule, times: StageTimes, edges: EdgeTimes, most_actions: int = MOST_ACTIONS
-) -> Seconds:
-    """When each device ends its last pass, shape (num_devices,). times: as for device_ends_s, but
-    weight_s of any schedule is what a backward does behind the gradients that it sends."""
+) -> EdgeEnds:
+    """When devices end. times: as for device_ends_s, but weight_s of any schedule is what a
+    backward does behind the gradients that it sends."""
+    none = np.zeros(schedule.num_stages)
     if schedule.num_stages == 1:
-        return device_ends_s(schedule, times) + edges.forward_s + edges.backward_s + edges.weight_s
+        more_s = edges.forward_s + edges.backward_s + edges.weight_s
+        return EdgeEnds(device_ends_s(schedule, times) + more_s, none)
     short = _short(schedule, most_actions)
     has_vectors = schedule.num_virtual_stages == 1 or not schedule.splits_backward
     is_whole = schedule.splits_backward or not times.weight_s.any()
     if edges.is_none and is_whole and has_vectors:
-        return device_ends_s(schedule, times)
+        return EdgeEnds(device_ends_s(schedule, times), none)
     actions = [
         [a for action in device for a in _with_tail(action, short, is_whole=is_whole)]
         for device in short.actions()
     ]
     extra_s = _extra_s(schedule, short, edges)
-    short_s = simulate_actions(actions, times.between_devices(schedule), extra_s)
+    between = times.between_devices(schedule)
+    firsts = [StageAction(s, Pass.FORWARD, 0) for s in range(schedule.num_stages)]
+    no_earlier_s = dict(zip(firsts, edges.gathered_s.tolist(), strict=True))
+    short_s, held = actions_held_s(actions, between, extra_s, no_earlier_s)
+    held_s = np.array([held[first] for first in firsts])
     if short == schedule:
-        return short_s
+        return EdgeEnds(short_s, held_s)
     if has_vectors:
-        return device_ends_s(schedule, times) + (short_s - device_ends_s(short, times))
+        left_out_s = device_ends_s(schedule, times) - device_ends_s(short, times)
+        return EdgeEnds(short_s + left_out_s, held_s)
     total_s, own = times.total_s, map(schedule.stages_of, range(schedule.num_devices))
     busiest_s = max(sum(float(total_s[s]) for s in stages) for stages in own)
-    return short_s + (schedule.num_microbatches - short.num_microbatches) * busiest_s
+    left_out = schedule.num_microbatches - short.num_microbatches
+    return EdgeEnds(short_s + left_out * busiest_s, held_s)
 
 
 def _with_tail(action: StageAction, short: Schedule, *, is_whole: bool) -> Iterator[StageAction]:

@@ -120,15 +120,28 @@ def simulate_actions(
     actions: Sequence[Sequence[StageAction]],
     times: StageTimes,
     extra_s: Mapping[StageAction, float] = NONE,
+    no_earlier_s: Mapping[StageAction, float] = NONE,
 ) -> Seconds:
     """When each device ends, given the actions of each in order (any order, any number of virtual
-    stages). extra_s: what single actions take longer than others of their kind and stage.
+    stages). extra_s: what single actions take longer than others of their kind and stage;
+    no_earlier_s: before when they cannot end.
 
     A W in the actions of a stage makes its B the input gradient. Raises ValueError for a deadlock,
     naming the action each stuck device waits with.
     """
-    timeline = _Timeline(actions, times, extra_s)
-    return np.array([timeline.end_s(device[-1]) if device else 0.0 for device in actions])
+    return actions_held_s(actions, times, extra_s, no_earlier_s)[0]
+
+
+def actions_held_s(
+    actions: Sequence[Sequence[StageAction]],
+    times: StageTimes,
+    extra_s: Mapping[StageAction, float] = NONE,
+    no_earlier_s: Mapping[StageAction, float] = NONE,
+) -> tuple[Seconds, dict[StageAction, float]]:
+    """What simulate_actions gives, and how much later each action of no_earlier_s ends for that."""
+    timeline = _Timeline(actions, times, extra_s, no_earlier_s)
+    ends_s = np.array([timeline.end_s(device[-1]) if device else 0.0 for device in actions])
+    return ends_s, {action: timeline.held_s(action) for action in no_earlier_s}
 
 
 def action_spans(
@@ -175,6 +188,7 @@ class _Timeline:
         actions: Sequence[Sequence[StageAction]],
         times: StageTimes,
         extra_s: Mapping[StageAction, float] = NONE,
+        no_earlier_s: Mapping[StageAction, float] = NONE,
     ) -> None:
         self._stages = len(times.forward_s)
         self._microbatches = 1 + max((a.microbatch for d in actions for a in d), default=0)
@@ -186,6 +200,8 @@ class _Timeline:
             for kind in Pass
         }
         longer = {self._number(a): s for a, s in extra_s.items()}
+        self._no_earlier_s = {self._number(a): s for a, s in no_earlier_s.items()}
+        self._held_s: dict[int, float] = {}
         orders = [
             [
                 (n, self._needs(a, times), seconds[a.stage, a.kind] + longer.get(n, 0.0))
@@ -205,6 +221,10 @@ class _Timeline:
     def end_s(self, action: StageAction) -> float:
         """When the action ends."""
         return self._ends_s[self._number(action)]
+
+    def held_s(self, action: StageAction) -> float:
+        """How much later the action ends since it cannot end earlier."""
+        return self._held_s[self._number(action)]
 
     def _number(self, action: StageAction) -> int:
         kind = "FBW".index(action.kind)
@@ -231,7 +251,11 @@ class _Timeline:
                         break
                     start = max(start, ends_s[needed] + latency)
                 else:
-                    clock[device] = ends_s[number] = start + seconds
+                    end_s = start + seconds
+                    if number in self._no_earlier_s:
+                        self._held_s[number] = max(0.0, self._no_earlier_s[number] - end_s)
+                        end_s += self._held_s[number]
+                    clock[device] = ends_s[number] = end_s
                     position[device] += 1
                     if number in waiting:
                         ready.append(waiting.pop(number))

@@ -36,6 +36,45 @@ def simulate_passes(events: StepEvents) -> tuple[SimulatedPass, SimulatedPass]:
     return forward, replace(backward, tail_s=run.streams.now_s - sent_s)
 
 
+@dataclass(frozen=True)
+class AheadForward:
+    """The first forward of a stage whose gathers began before its input was there."""
+
+    gathers: tuple[Transfer, ...]
+    """What was gathered ahead, all of it exposed."""
+    gathered_s: float
+    """Seconds of these gathers."""
+    found: SimulatedPass
+    """The forward that finds them done."""
+    at_once_s: float
+    """From the first gather to the end of a forward whose input is there from the start. One whose
+    input comes t seconds later ends at max(at_once_s, t + found.seconds): each of its layers waits
+    for its gather or for the layer before."""
+
+    def held(self, seconds: float) -> SimulatedPass:
+        """Its wait of so many seconds for the gathers."""
+        share = min(1.0, seconds / self.gathered_s) if seconds else 0.0
+        of = (replace(t, exposed_s=share * t.exposed_s) for t in self.gathers)
+        return SimulatedPass(exposed_s=seconds, transfers=tuple(of))
+
+
+def simulate_ahead(events: StepEvents, *, opens: bool) -> AheadForward:
+    """The first forward with the gathers that the runtime starts ahead (StepRun.gather_ahead). What
+    compute and gathers cost each other is in at_once_s alone. Copies into the buffers of gathers
+    are counted with the forward."""
+    at_once = StepRun(events, releases_all=True)
+    at_once.gather_ahead(opens=opens)
+    at_once.forward()
+    run = StepRun(events, releases_all=True)
+    run.gather_ahead(opens=opens)
+    for gather in run.streams.transfers:
+        run.streams.wait(gather)
+    gathering = _passed(run.streams, SimulatedPass())
+    run.forward()
+    found = _passed(run.streams, gathering)
+    return AheadForward(gathering.transfers, gathering.seconds, found, at_once.streams.now_s)
+
+
 def _passed(streams: Streams, before: SimulatedPass) -> SimulatedPass:
     """What has run since `before`, which began with the step."""
     compute_s = streams.compute_s - before.compute_s

@@ -5,6 +5,8 @@ depends on nothing that others left on the links. Each kind of pass of each kind
 simulated once, from its events, as a step in one pass is (step.py):
 
     F first   gathers what stays unsharded (ZeRO 1, 2)          the others do not
+              from the start of the step on where its input comes later: all but stage 0; further
+              stages of the first device from the end of its first pass on
     B last    reduces what was added up, and what is trailing   the others reduce shards (ZeRO 2, 3)
     W         of a backward what is behind the gradients that it sends: reductions that are waited
               for; under schedules that split the backward gradients of weights and all reductions
@@ -21,10 +23,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshfold.cost_models.pipeline.edge_microbatches import EdgeTimes, edge_ends_s
+from meshfold.cost_models.pipeline.edge_microbatches import EdgeTimes, edge_ends
 from meshfold.cost_models.pipeline.makespan import Seconds, StageTimes
 from meshfold.cost_models.pipeline.schedules import Schedule
-from meshfold.cost_models.simulation.passes import SimulatedPass, simulate_passes
+from meshfold.cost_models.simulation.passes import (
+    AheadForward,
+    SimulatedPass,
+    simulate_ahead,
+    simulate_passes,
+)
 from meshfold.cost_models.simulation.streams import overlap_rows
 from meshfold.ir.step_events import OverlapRow, SimulatedStep, StepEvents
 
@@ -50,9 +57,11 @@ class StageEvents:
 
 @dataclass(frozen=True)
 class StagePasses:
-    """The passes of one stage, simulated."""
+    """The passes of one stage, simulated. first_forward: of one that gathers ahead as it finds the
+    gathers done."""
 
     first_forward: SimulatedPass
+    ahead: AheadForward | None
     forward: SimulatedPass
     backward: SimulatedPass
     last_backward: SimulatedPass
@@ -60,27 +69,45 @@ class StagePasses:
     """Of either backward, what is not left to W."""
 
 
-def simulate_stages(stages: Sequence[StageEvents]) -> list[StagePasses]:
+def simulate_stages(stages: Sequence[StageEvents], schedule: Schedule) -> list[StagePasses]:
     """The passes of every stage; equal ones are simulated once."""
     known: dict[tuple[object, ...], tuple[SimulatedPass, SimulatedPass]] = {}
+    aheads: dict[tuple[object, ...], AheadForward] = {}
+
+    def key_of(events: StepEvents) -> tuple[object, ...]:
+        buckets = events.reduce_buckets, events.allgather_buckets
+        return id(events.regions), events.instances, events.trailing, buckets
 
     def passes(events: StepEvents) -> tuple[SimulatedPass, SimulatedPass]:
-        buckets = events.reduce_buckets, events.allgather_buckets
-        key = id(events.regions), events.instances, events.trailing, buckets
+        key = key_of(events)
         if key not in known:
             known[key] = simulate_passes(events)
         return known[key]
 
+    def ahead_of(events: StepEvents, *, opens: bool) -> AheadForward:
+        key = *key_of(events), opens
+        if key not in aheads:
+            aheads[key] = simulate_ahead(events, opens=opens)
+        return aheads[key]
+
     found = []
-    for stage in stages:
+    for number, stage in enumerate(stages):
         first_forward, last_backward = passes(stage.edge)
+        ahead = ahead_of(stage.edge, opens=number < schedule.num_devices) if number else None
         forward, backward = passes(stage.inner)
         input_gradients_s = 0.0
         if stage.weight_s:
             _, bare = simulate_passes(_without_reductions(stage.inner))
             input_gradients_s = bare.seconds - min(stage.weight_s, bare.compute_s)
         found.append(
-            StagePasses(first_forward, forward, backward, last_backward, input_gradients_s)
+            StagePasses(
+                ahead.found if ahead else first_forward,
+                ahead,
+                forward,
+                backward,
+                last_backward,
+                input_gradients_s,
+            )
         )
     return found
 
@@ -104,9 +131,10 @@ def simulate_pipeline(
     """The step of the device that ends last. hop_s: from each stage to the next, seconds, shape
     (num_stages - 1,). launch_s: of a device's optimizer. peak_bytes: of the device that needs most,
     which is not simulated; peak_s is 0."""
-    passes = simulate_stages(stages)
+    passes = simulate_stages(stages, schedule)
     times, edges = _times(passes, hop_s, schedule)
-    ends_s = edge_ends_s(schedule, times, edges)
+    ends = edge_ends(schedule, times, edges)
+    ends_s = ends.ends_s
     numbers = [schedule.stages_of(device) for device in range(schedule.num_devices)]
     tied_s = np.array([sum(stages[s].tied_s for s in own) for own in numbers])
     update_s = np.array([launch_s + sum(stages[s].update_s for s in own) for own in numbers])
@@ -114,7 +142,8 @@ def simulate_pipeline(
     ready_s = np.where(holds, ends_s.max(where=holds, initial=0.0), ends_s)
     done_s = ready_s + tied_s + update_s
     last = int(np.argmax(done_s))
-    step = _sum(schedule, [passes[s] for s in numbers[last]])
+    own = [passes[s] for s in numbers[last]]
+    step = _sum(schedule, own, [float(ends.held_s[s]) for s in numbers[last]])
     compute_s = step.compute_s + float(update_s[last])
     exposed_s = step.exposed_s + float(tied_s[last])
     bubble_s = float(done_s[last]) - compute_s - step.contention_s - exposed_s
@@ -147,13 +176,36 @@ def _times(
     )
     times = StageTimes.build(forward_s, backward_s, weight_s=weight_s, hop_s=hop_s)
     more_weight_s = last_weight_s - weight_s
-    return times, EdgeTimes(first_s - forward_s, last_s - backward_s - more_weight_s, more_weight_s)
+    more_backward_s = last_s - backward_s - more_weight_s
+    gathered_s = _gathered_s(passes, schedule)
+    return times, EdgeTimes(first_s - forward_s, more_backward_s, more_weight_s, gathered_s)
 
 
-def _sum(schedule: Schedule, passes: Sequence[StagePasses]) -> SimulatedStep:
-    """What the passes of a device add up to."""
+def _gathered_s(passes: Sequence[StagePasses], schedule: Schedule) -> Seconds:
+    """When the first forward of each stage ends if only its gathers hold it up: those of the stages
+    of a device follow each other, on device 0 behind its first pass."""
+    ends_s = np.zeros(schedule.num_stages)
+    for device in range(schedule.num_devices):
+        begun_s = 0.0
+        for stage in schedule.stages_of(device):
+            ahead = passes[stage].ahead
+            if ahead is None:
+                begun_s = passes[stage].first_forward.seconds
+            elif ahead.gathers:
+                ends_s[stage] = begun_s + ahead.at_once_s
+                begun_s += ahead.gathered_s
+    return ends_s
+
+
+def _sum(
+    schedule: Schedule, passes: Sequence[StagePasses], held_s: Sequence[float]
+) -> SimulatedStep:
+    """What the passes of a device add up to. held_s: per stage the wait for what is gathered
+    ahead."""
     inner = schedule.num_microbatches - 1
-    counted = [
+    aheads = zip(passes, held_s, strict=True)
+    counted = [(of.ahead.held(s), 1) for of, s in aheads if of.ahead is not None]
+    counted += [
         (p, count)
         for of in passes
         for p, count in (

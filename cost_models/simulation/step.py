@@ -152,6 +152,13 @@ class StepRun:
             self._run(i, region.forward, moment=i)
         self.chained.before = Epilogue(-1)
 
+    def gather_ahead(self, *, opens: bool) -> None:
+        """Before the input of a stage is there: start the gathers of parameters that stay, and with
+        `opens` those of the first region that has any."""
+        for i, region in enumerate(self.regions):
+            if not region.reshard_after_forward or opens and i in self.first:
+                self._start_gathers(self.uses[i])
+
     def backward(self) -> None:
         self.is_backward = True
         for uses, region in zip(self.uses, self.regions, strict=True):

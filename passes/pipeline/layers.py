@@ -13,7 +13,9 @@ part, shared). Data parallelism and ZeRO are arithmetic on top (strategy_costs):
 What is gathered and reduced when is said in parameters.py: every backward overlaps
 d_shard, the last one d_unsharded, the first forward g_once. The first layer of a stage has nothing
 to hide its reduction and its gather behind; so that a step stays a sum over layers,
-each is charged its share of one layer in L / p (first). Copies into and out of the buffers of
+each is charged its share of one layer in L / p (first). Stages behind the first one gather while
+they wait for their first microbatch; they are charged all the same, at their own end, which is
+seldom the last. Copies into and out of the buffers of
 gathers and reductions are kernels: of f and b, context g_once of the sync.
 
 A parameter that several layers read is stored by each (the embedding and the head of a language

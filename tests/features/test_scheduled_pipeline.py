@@ -29,6 +29,7 @@ CASES = [
     ("llama", {"pp": 2, "tp": 2, "sp": 1}, 1),
     pytest.param("gpt2", {"pp": 2, "tp": 2, "sp": 0}, 3, marks=pytest.mark.slow),
     pytest.param("llama", {"pp": 2, "tp": 2, "recompute": "full"}, 3, marks=pytest.mark.slow),
+    pytest.param("llama", {"pp": 2, "dp": 2, "zero": 1}, 3, marks=pytest.mark.slow),
 ]
 """(family, pins, how many of the schedules)."""
 

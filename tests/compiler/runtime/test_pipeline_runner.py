@@ -59,6 +59,10 @@ def cases() -> list[Any]:
         for k, mesh in enumerate(ZERO_MESHES):
             chosen = [(f + 2 * k) % 5, (f + 2 * k + 1) % 5]
             found.append(pytest.param(family, mesh, chosen, marks=pytest.mark.slow))
+    for mesh, chosen in zip(ZERO_MESHES, ([3, 6], [5, 7]), strict=True):
+        found.append(
+            pytest.param("gpt2", mesh, chosen, marks=pytest.mark.slow, id=f"several-{mesh}")
+        )
     for f, family in enumerate(FAMILIES):
         for k, mesh in enumerate(CONTEXT_MESHES):
             chosen = [(f + 2 * k + 1) % 5]

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from meshfold.cost_models.pipeline.makespan import StageTimes, device_ends_s
 from meshfold.cost_models.pipeline.schedules import Schedule, ScheduleKind
+from meshfold.cost_models.simulation.passes import simulate_ahead
 from meshfold.cost_models.simulation.pipeline import (
     StageEvents,
     simulate_pipeline,
     simulate_stages,
 )
-from meshfold.cost_models.simulation.step import simulate
+from meshfold.cost_models.simulation.step import StepRun, simulate
 from meshfold.ir.step_events import (
     CollectiveEvent,
     Event,
@@ -81,17 +82,18 @@ def test_two_stages_and_two_microbatches_by_hand() -> None:
         replace(stage(1.0, 1.0, gather_s=0.5, reduce_s=3.0), tied_s=0.5, update_s=0.25),
     ]
     found = simulate_pipeline(one_f_one_b(2, 2), stages, np.array([0.25]), launch_s=0.125)
-    # F first 2.5: its first gather is exposed, the second hidden. F 2, B 4. B last 4 to its
-    # gradient; reductions run from 2 on, 6 s long, so 4 s of them are behind it.
+    # F first of device 0 2.5: its first gather is exposed, the second hidden; device 1 has gathered
+    # by 1. F 2, B 4. B last 4 to its gradient; reductions run from 2 on, 6 s long, so 4 s of them
+    # are behind it.
     #
-    # device 0   F0 0 to 2.5         F1 to 4.5           B0 9.5 to 13.5   B1 15.5 to 19.5, to 23.5
-    # device 1   F0 2.75 to 5.25     B0 to 9.25          F1 to 11.25      B1 to 15.25, to 19.25
+    # device 0   F0 0 to 2.5         F1 to 4.5           B0 9 to 13       B1 15 to 19, to 23
+    # device 1   F0 2.75 to 4.75     B0 to 8.75          F1 to 10.75      B1 to 14.75, to 18.75
     #
     # Then the tied gradient, when both are ready, launch and update.
-    assert found.step_s == 23.5 + 0.5 + 0.125 + 0.25
+    assert found.step_s == 23.0 + 0.5 + 0.125 + 0.25
     assert found.compute_s == 12.0 + 0.375
     assert found.exposed_s == 0.5 + 4.0 + 0.5
-    assert found.bubble_s == (9.5 - 4.5) + (15.5 - 13.5)
+    assert found.bubble_s == (9.0 - 4.5) + (15.0 - 13.0)
     assert found.overlap == (
         OverlapRow("all_gather", ("dp",), 2, 0.5, 0.5),
         OverlapRow("reduce_scatter", ("dp",), 2, 2.0, 4.0),
@@ -157,13 +159,73 @@ def test_a_simulated_step_is_above_the_bound_of_its_schedule(
     kernels = StageTimes.build(kernels_s, [2 * s for s in kernels_s], hop_s=hops_s)
     found = simulate_pipeline(schedule, stages, hops_s)
     assert found.step_s >= device_ends_s(schedule, kernels).max() * (1 - 1e-12)
-    passes = simulate_stages(stages)
+    passes = simulate_stages(stages, schedule)
     extra_s = sum(
-        (p.first_forward.seconds - p.forward.seconds)
+        (p.ahead.at_once_s if p.ahead else p.first_forward.seconds)
+        - p.forward.seconds
         + (p.last_backward.seconds - p.backward.seconds)
         for p in passes
     )
     assert found.step_s <= device_ends_s(schedule, kernels).max() + extra_s + 1e-9
+
+
+def test_a_stage_waits_for_what_the_fill_does_not_hide() -> None:
+    stages = [stage(1.0, 1.0), stage(1.0, 1.0, gather_s=2.0)]
+    # Device 1 gathers from 0 to 4; its input is there at 2. It runs its first layer beside the
+    # second gather, that layer from 4 to 5.
+    found = simulate_pipeline(one_f_one_b(2, 1), stages, np.zeros(1))
+    assert found.step_s == 5.0 + 4.0 + 4.0
+    # The device that ends last is the first, which waits for the second.
+    assert found.exposed_s == 0.0 and found.bubble_s == 7.0
+    turned = simulate_pipeline(
+        one_f_one_b(2, 1), [stage(1.0), stage(1.0, gather_s=6.0)], np.array([0.5])
+    )
+    assert turned.step_s == 7.0 + 2.0 + 0.5 + 2.0
+
+
+def test_the_last_device_counts_its_wait_as_exposed() -> None:
+    stages = [stage(1.0), replace(stage(1.0, gather_s=2.0), update_s=10.0)]
+    found = simulate_pipeline(one_f_one_b(2, 1), stages, np.zeros(1))
+    assert found.step_s == 3.0 + 2.0 + 10.0
+    assert (found.compute_s, found.exposed_s, found.bubble_s) == (13.0, 1.0, 1.0)
+    assert found.overlap == (OverlapRow("all_gather", ("dp",), 1, 1.0, 1.0),)
+
+
+def test_further_stages_of_the_first_device_gather_behind_its_first_pass() -> None:
+    schedule = Schedule(ScheduleKind.INTERLEAVED, 2, 2, num_virtual_stages=2)
+    stages = [stage(1.0), stage(1.0), stage(1.0, gather_s=8.0), stage(1.0, gather_s=3.0)]
+    # Stage 2 gathers from 1 to 9 and ends its first forward at 10, stage 3 by 11.
+    free = [stage(1.0)] * 4
+    before = simulate_pipeline(schedule, free, np.zeros(3)).step_s
+    # Without gathers stage 2 ends its first forward at 3.
+    assert simulate_pipeline(schedule, stages, np.zeros(3)).step_s == before + 7.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(seconds, min_size=1, max_size=4), seconds, st.sampled_from([1.0, 1.5]), seconds)
+def test_a_first_forward_ends_when_both_its_input_and_its_gathers_allow(
+    layers: list[float], gather_s: float, slowdown: float, later_s: float
+) -> None:
+    """Against a forward behind a layer of `later_s` that gathers ahead as well."""
+    events = stage(*layers, gather_s=gather_s, slowdown=slowdown).edge
+    ahead = simulate_ahead(events, opens=True)
+    run = StepRun(events, releases_all=True)
+    run.gather_ahead(opens=True)
+    # Waiting for an input is no compute: nothing is slowed down.
+    for event in step(layer(later_s, 0.0), slowdown=1.0).regions[0].forward:
+        idle_s = event.seconds
+        while idle_s > 0:
+            heads = [t.left_s for t in run.streams.transfers if not t.is_done]
+            done_s = min([idle_s, *heads[:1]])
+            run.streams._advance(done_s, done_s)
+            idle_s -= done_s
+    run.forward()
+    exact_s = run.streams.now_s
+    found_s = max(ahead.at_once_s, later_s + ahead.found.seconds)
+    assert found_s <= exact_s + 1e-9
+    assert slowdown > 1 or found_s == pytest.approx(exact_s)
+    assert ahead.found.seconds <= ahead.at_once_s + 1e-12
+    assert ahead.at_once_s <= ahead.found.seconds + ahead.gathered_s + 1e-9
 
 
 def test_split_backwards_leave_weight_gradients_and_reductions_to_w() -> None:
@@ -177,5 +239,5 @@ def test_split_backwards_leave_weight_gradients_and_reductions_to_w() -> None:
 
 def test_equal_stages_are_simulated_once() -> None:
     one = stage(1.0, 2.0)
-    first, second = simulate_stages([one, one])
+    first, second = simulate_stages([one, one], one_f_one_b(2, 1))
     assert first.forward is second.forward and first.last_backward is second.last_backward

@@ -1,8 +1,10 @@
 """Events of microbatches: the collectives of a step that really runs, microbatch by microbatch."""
 
 from functools import cache
+from typing import cast
 
 import pytest
+import torch
 from support.programs.events import PROBER, SCALAR
 from support.programs.memory import EchoMesh, local_part
 from support.programs.pipeline import ROWS, model_and_batch
@@ -21,6 +23,8 @@ from meshfold.passes.planner import pipeline_assembly
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.runtime.batches import BatchReader
 from meshfold.runtime.pipeline_runner import PipelineRunner
+from meshfold.runtime.stage_p2p import Shapes, StageLinks
+from meshfold.torch_compat.dtypes import torch_dtype
 from meshfold.validation.collective_order import collectives_of
 
 BUCKETS = {"reduce_bucket_bytes": "40KB", "allgather_bucket_bytes": "40KB"}
@@ -60,22 +64,44 @@ def planned(
     return with_bucket_sizes(plan, sizes), typed
 
 
-def recorded(plan: Plan) -> Collectives:
-    """(kind, axes, bytes as the cost model counts them) of a step of rank 0 without peers; no
+class NoPeers:
+    """Links to other stages that send zeros (StageLinks)."""
+
+    def receive(self, device: int, action: object, number: int, shapes: Shapes) -> "NoPeers":
+        received = NoPeers()
+        received.values = [torch.zeros(s, dtype=torch_dtype(dtype)) for s, dtype in shapes]
+        return received
+
+    def wait(self, *who: object) -> list[torch.Tensor]:
+        return self.values
+
+    def send(self, *message: object) -> None: ...
+
+    def finish(self, action: object) -> None: ...
+
+    def broadcast(self, value: torch.Tensor, device: int) -> torch.Tensor:
+        return value
+
+
+def recorded(plan: Plan, rank: int = 0) -> Collectives:
+    """(kind, axes, bytes as the cost model counts them) of a step of a rank without peers; no
     scalars."""
     model, batch, captured = captured_llama()
     pipeline = emit_plan(captured.graph, plan)
     assert isinstance(pipeline, EmittedPipeline)
-    mesh = EchoMesh(pipeline.mesh, 0, device("cpu"), pipeline.levels)
-    (program,) = pipeline.stages
+    mesh = EchoMesh(pipeline.mesh, rank, device("cpu"), pipeline.levels)
+    program = pipeline.stages[pipeline.device_of(mesh.coords)]
     parameters = {
         p.name: nn.Parameter(local_part(program, p.name, model.get_parameter(p.name), mesh))
         for p in captured.graph.parameters
+        if p.name in program.stored
     }
     buffers = {b.name: model.get_buffer(b.name).clone() for b in captured.graph.buffers}
     runner = PipelineRunner(pipeline, mesh, captured.constants)
+    if pipeline.schedule.num_devices > 1:
+        runner.links = cast(StageLinks, NoPeers())
     with collectives_of(mesh) as calls:
-        runner.run(parameters, buffers, BatchReader([program], mesh, {}).read(batch))
+        runner.run(parameters, buffers, BatchReader(pipeline.stages, mesh, {}).read(batch))
     found = []
     for call in calls:
         num_bytes = ITEM_BYTES[call.dtype]
@@ -89,11 +115,30 @@ def recorded(plan: Plan) -> Collectives:
 
 
 def predicted(typed: TypedPipeline, num_microbatches: int) -> Collectives:
-    (passes,) = simulate_stages(typed.events)
+    (passes,) = simulate_stages(typed.events, typed.found.plan.schedule)
     inner = [passes.backward, passes.forward]
     run = [passes.first_forward, *inner * (num_microbatches - 1), passes.last_backward]
     of = [t.collective for one in run for t in one.transfers]
     return [(c.kind, ",".join(c.axes), c.num_bytes) for c in of if c.num_bytes > SCALAR]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_stages_that_wait_gather_ahead(
+    zero: int, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pins: dict[str, int | str] = {"pp": 2, "dp": 2, "microbatches": 2, "zero": zero}
+    plan, typed = planned({**pins, "schedule": "1f1b", "recompute": "none"}, monkeypatch)
+    passes = simulate_stages(typed.events, typed.found.plan.schedule)[stage]
+    ahead = passes.ahead.gathers if passes.ahead else ()
+    assert bool(ahead) == bool(stage)
+    order = ["first_forward", "forward", "backward", "last_backward"]
+    if stage:
+        order[1:3] = reversed(order[1:3])
+    of = [*ahead, *(t for name in order for t in getattr(passes, name).transfers)]
+    expected = [(c.collective.kind, c.collective.num_bytes) for c in of]
+    real = recorded(plan, 2 * stage)
+    assert [(kind, size) for kind, _, size in real] == [c for c in expected if c[1] > SCALAR]
 
 
 @pytest.mark.sampled(3)
