@@ -1,6 +1,7 @@
 """CPU time, proof and outcome of whole plans, beyond capture and imports.
 
     python benchmarks/plan.py [--depth] [--devices] [--memory] [--selective] [--distinct N]
+    python benchmarks/plan.py --pins N [--published N] [--only NAME] [--results FILE]
 
 One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds. --depth plans
 one model at 12 to 96 layers, once with memory for all and once with budgets that bind alike (where
@@ -12,12 +13,15 @@ in the imports. --distinct plans N / 4, N / 2 and N layers that are all differen
 folds: seconds per layer should stay while memory does not bind; at 1,000 layers it does, more
 meshes are planned, and a layer takes about twice as long. --selective compares, per sample and
 layer, what selective recomputation keeps and adds with the mix of layers that keep all and layers
-that keep nothing, at the same bytes.
+that keep nothing, at the same bytes. --pins and --published hold the plan that the search chooses
+against N random sets of pins per setup, and against N published plans (pinning/race.py); they end
+with 1 where one is faster.
 """
 
 import json
 import multiprocessing
 import resource
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+from pinning.race import race, race_all_published
 from zoo.distinct import TOKENS, distinct_model
 
 from meshfold.capture.pipeline import capture
@@ -219,8 +224,26 @@ def measure_selective() -> None:
 @click.option("--memory", is_flag=True, help="Peak memory beyond imports.")
 @click.option("--selective", is_flag=True, help="Selective recomputation, layer by layer.")
 @click.option("--distinct", type=click.IntRange(1), help="Layers that are all different.")
-def main(depth: bool, devices: bool, memory: bool, selective: bool, distinct: int | None) -> None:
+@click.option("--pins", type=click.IntRange(1), help="Random pins per setup.")
+@click.option("--published", type=click.IntRange(1), help="Published plans.")
+@click.option("--only", default="", help="Of the setups of --pins, those with this in the name.")
+@click.option("--results", type=click.Path(path_type=Path), help="Where plans are kept.")
+def main(
+    depth: bool,
+    devices: bool,
+    memory: bool,
+    selective: bool,
+    distinct: int | None,
+    pins: int | None,
+    published: int | None,
+    only: str,
+    results: Path | None,
+) -> None:
     """Plan the cases and print what it took."""
+    if pins or published:
+        num_faster = race(pins, results, only) if pins else 0
+        num_faster += race_all_published(published, results) if published else 0
+        sys.exit(1 if num_faster else 0)
     if not (depth or devices or memory or selective or distinct):
         measure(CASES)
     if depth:

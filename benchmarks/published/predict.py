@@ -42,7 +42,7 @@ def predicted(run: Run) -> Prediction:
     """The prediction, or the reason why there is none."""
     try:
         setup = setup_of(run)
-        captured = _captured(setup.shape)
+        captured = captured_shape(setup.shape)
         start = time.process_time()
         try:
             plan = _planned(captured, setup)
@@ -77,7 +77,8 @@ def _peak(plan: Plan) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=8)
-def _captured(shape: Shape) -> Captured:
+def captured_shape(shape: Shape) -> Captured:
+    """What is planned, of the last few shapes."""
     configuration = Configuration(Path("published-run.json"), dict(shape.fields))
     built = build_model(configuration, batch=shape.batch, sequence=shape.sequence)
     return capture(built.model, built.example_inputs, precision=shape.precision)
