@@ -1,4 +1,5 @@
-"""One random set of pins from a seed: a point of the whole space, or some of its coordinates."""
+"""One random set of pins from a seed: a point of the whole space, or some of its coordinates; or a
+neighbour of a point, one or two moves away."""
 
 import random
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ SHARES_KEPT = (1.0, 1.0, 0.6, 0.3)
 
 
 def drawn_pins(
-    seed: int, *, num_devices: int, batch: int, is_moe: bool, mode: Mode
+    seed: int, num_devices: int, batch: int, *, is_moe: bool, mode: Mode
 ) -> dict[str, PinValue]:
     """Pins that may be refused: nothing is asked about the model."""
     draw = random.Random(seed)
@@ -37,6 +38,43 @@ def drawn_pins(
     share = draw.choice(SHARES_KEPT)
     pins = {name: value for name, value in point.items() if draw.random() <= share}
     return pins | _refinements(draw, mode)
+
+
+def neighbour_pins(
+    seed: int, chosen: Mapping[str, PinValue], *, batch: int, is_moe: bool
+) -> dict[str, PinValue]:
+    """Degrees one or two moves from `chosen`, its pp, dp, ep, cp, tp, sp and microbatches; ZeRO
+    and recomputation are left to the search, and mostly the schedule."""
+    draw = random.Random(seed)
+    point = {name: int(chosen[name]) for name in (*AXES, "ep", "sp", "microbatches")}
+    for _ in range(draw.choice([1, 1, 2])):
+        _move(draw, point, batch, is_moe)
+    pins: dict[str, PinValue] = dict(point)
+    if point["pp"] > 1 and draw.random() < 0.4:
+        pins["schedule"] = draw.choice(SCHEDULES)
+    return pins
+
+
+def _move(draw: random.Random, point: dict[str, int], batch: int, is_moe: bool) -> None:
+    """A factor goes from one axis to another, microbatches change by one, or sp does."""
+    what = draw.choice(["axes", "axes", "axes", "microbatches", "microbatches", "sp"])
+    if what == "axes":
+        names = [*AXES, *["ep"] * is_moe]
+        source = draw.choice([name for name in names if point[name] > 1] or names)
+        target = draw.choice([name for name in names if name != source])
+        factor = draw.choice(divisors(point[source])[1:2] or [1])
+        point[source] //= factor
+        point[target] *= factor
+    elif what == "sp":
+        point["sp"] = 1 - point["sp"]
+    of_rank = max(1, batch // (point["dp"] * point["ep"]))
+    if what != "sp":
+        possible = divisors(of_rank)
+        near = [m for m in possible if m in (point["microbatches"] * x for x in (2, 1))]
+        near += [m for m in possible if 2 * m == point["microbatches"]]
+        point["microbatches"] = draw.choice(near or possible)
+    if point["tp"] == 1:
+        point["sp"] = 0
 
 
 def _degrees(draw: random.Random, num_devices: int, is_moe: bool) -> dict[str, PinValue]:

@@ -7,8 +7,8 @@ that is stopped goes on where it was.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,12 +23,15 @@ from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.one_pass.tree import pinned_values
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.refine.pipeline import refined
 from meshfold.units import seconds_text
-from pinning.draws import drawn_pins
+from pinning.draws import drawn_pins, neighbour_pins
 from pinning.setups import SETUPS, PinSetup
 
+NEIGHBOURS = 100_000
+"""Numbers of draws near the plan that is chosen begin here."""
 MOST_DRAWS = 4
 """Draws per plan that is wanted: many pins are refused."""
 LEAST_GAIN = 5e-3
@@ -50,6 +53,8 @@ class Planned:
     bound_s: float | None = None
     cpu_s: float = 0.0
     why_not: str = ""
+    point: dict[str, PinValue] = field(default_factory=dict)
+    """Its degrees, as pins."""
 
 
 class Results:
@@ -96,6 +101,7 @@ def planned(name: str, number: int, batch: int, case: Case, pins: dict[str, PinV
         plan.time.step_s,
         plan.search.lower_bound_s,
         time.process_time() - start,
+        point=pinned_values(plan.strategy),
     )
 
 
@@ -114,31 +120,35 @@ def label_of(plan: Plan) -> str:
 
 
 def race_pins(setup: PinSetup, num_pins: int, results: Results) -> list[Planned]:
-    """The free plan first, then num_pins plans under pins that can be kept."""
+    """The free plan first, then num_pins plans under pins that can be kept,
+    half of them near the free plan."""
     case = lru_cache(maxsize=1)(setup.captured)
-    num_devices = setup.num_devices
 
-    def planned_under(number: int) -> Planned:
-        pins = (
-            drawn_pins(
-                number,
-                num_devices=num_devices,
-                batch=setup.batch,
-                is_moe=setup.is_moe,
-                mode=setup.mode,
-            )
-            if number >= 0
-            else {}
-        )
+    def planned_under(number: int, pins: dict[str, PinValue]) -> Planned:
         known = setup.name, number
         return results.get(*known, lambda: planned(*known, setup.batch, case(), pins))
 
-    found = [planned_under(-1)]
+    found = [planned_under(-1, {})]
+    drawn: list[dict[str, PinValue]] = []
     for number in range(MOST_DRAWS * num_pins):
-        if sum(p.step_s is not None for p in found[1:]) == num_pins:
+        if sum(p.step_s is not None for p in found[1:]) >= num_pins:
             break
-        found.append(planned_under(number))
+        for known, pins in _drawn(setup, number, found[0].point):
+            if pins not in drawn:
+                drawn.append(pins)
+                found.append(planned_under(known, pins))
     return found
+
+
+def _drawn(
+    setup: PinSetup, number: int, chosen: Mapping[str, PinValue]
+) -> Iterator[tuple[int, dict[str, PinValue]]]:
+    """A random set of pins, and a neighbour of the plan that is chosen; with their numbers."""
+    sizes = setup.num_devices, setup.batch
+    yield number, drawn_pins(number, *sizes, is_moe=setup.is_moe, mode=setup.mode)
+    if chosen:
+        pins = neighbour_pins(number, chosen, batch=setup.batch, is_moe=setup.is_moe)
+        yield NEIGHBOURS + number, pins
 
 
 def race_published(run: Run, results: Results) -> list[Planned]:
