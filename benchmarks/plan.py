@@ -2,6 +2,7 @@
 
     python benchmarks/plan.py [--depth] [--devices] [--memory] [--selective] [--largest]
                               [--distinct N]
+    python benchmarks/plan.py --pins N [--published N] [--only NAME] [--results FILE]
 
 One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds. --depth plans
 one model at 12 to 96 layers, once with memory for all and once with budgets that bind alike (where
@@ -14,12 +15,15 @@ folds: seconds per layer should stay while memory does not bind; at 1,000 layers
 meshes are planned, and a layer takes about twice as long. --selective compares, per sample and
 layer, what selective recomputation keeps and adds with the mix of layers that keep all and layers
 that keep nothing, at the same bytes. --largest looks for the deepest model that fits a node of
-A100s of 40 GB, without and with the host's memory.
+A100s of 40 GB, without and with the host's memory. --pins and --published hold the plan that the
+search chooses against N random sets of pins per setup, and against N published plans
+(pinning/race.py); they end with 1 where one is faster.
 """
 
 import json
 import multiprocessing
 import resource
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,6 +33,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import click
+from pinning.race import race, race_all_published
 from zoo.distinct import TOKENS, distinct_model
 
 from meshfold.capture.pipeline import capture
@@ -253,6 +258,10 @@ def measure_largest() -> None:
 @click.option("--selective", is_flag=True, help="Selective recomputation, layer by layer.")
 @click.option("--largest", is_flag=True, help="The largest model with and without offload.")
 @click.option("--distinct", type=click.IntRange(1), help="Layers that are all different.")
+@click.option("--pins", type=click.IntRange(1), help="Random pins per setup.")
+@click.option("--published", type=click.IntRange(1), help="Published plans.")
+@click.option("--only", default="", help="Of the setups of --pins, those with this in the name.")
+@click.option("--results", type=click.Path(path_type=Path), help="Where plans are kept.")
 def main(
     depth: bool,
     devices: bool,
@@ -260,8 +269,16 @@ def main(
     selective: bool,
     largest: bool,
     distinct: int | None,
+    pins: int | None,
+    published: int | None,
+    only: str,
+    results: Path | None,
 ) -> None:
     """Plan the cases and print what it took."""
+    if pins or published:
+        num_faster = race(pins, results, only) if pins else 0
+        num_faster += race_all_published(published, results) if published else 0
+        sys.exit(1 if num_faster else 0)
     if not (depth or devices or memory or selective or largest or distinct):
         measure(CASES)
     if depth:

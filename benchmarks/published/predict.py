@@ -42,7 +42,7 @@ def predicted(run: Run) -> Prediction:
     """The prediction, or the reason why there is none."""
     try:
         setup = setup_of(run)
-        captured = _captured(setup.shape)
+        captured = captured_shape(setup.shape)
         start = time.process_time()
         step_s, peak, reserve = _predicted(captured, setup)
         if setup.rerun_share:
@@ -83,7 +83,8 @@ def _planned(captured: Captured, setup: Setup) -> Plan:
 
 
 @lru_cache(maxsize=8)
-def _captured(shape: Shape) -> Captured:
+def captured_shape(shape: Shape) -> Captured:
+    """What is planned, of the last few shapes."""
     configuration = Configuration(Path("published-run.json"), dict(shape.fields))
     built = build_model(configuration, batch=shape.batch, sequence=shape.sequence)
     return capture(built.model, built.example_inputs, precision=shape.precision)

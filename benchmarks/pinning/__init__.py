@@ -1,0 +1,1 @@
+"""Random pins: whether what the search chooses is as fast as every one of them."""
