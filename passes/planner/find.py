@@ -48,15 +48,10 @@ from meshfold.passes.planner.find_pipeline import (
     plan_with_pipelines,
     search_spec,
 )
-from meshfold.passes.planner.offload import (
-    NEEDS_OFFLOAD,
-    host_notes,
-    why_it_fits,
-    with_offload,
-    without_limit,
-)
+from meshfold.passes.planner.memory_prices import why_it_fits
+from meshfold.passes.planner.offload import NEEDS_OFFLOAD, host_notes, with_offload, within
+from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.passes.region.pins import pinned_slots
-from meshfold.passes.region.space import SearchCache
 from meshfold.passes.region.typing import MeshSearch
 
 Progress = Callable[[int, int, str], None]
@@ -77,15 +72,33 @@ def find_plan_for(
     batch_size: int,
     probe: Probe,
     progress: Progress | None = None,
+    shared: SharedWork | None = None,
+    prices_memory: bool = False,
 ) -> Plan:
     """The fastest plan on all devices of `cluster` that fits the memory budget: in one pass, with
     the batch in microbatches, or with the model in stages, whichever wins. Optimizer states go to
     the host where nothing fits without.
 
     batch_size: global batch, the size of dim 0 of the inputs that are to be sharded. probe: what
-    the memory model asks about local ops. Raises OptionError for a pin or batch that cannot be
+    the memory model asks about local ops. shared: what earlier searches for the same graph, cluster
+    and batch left; the plan does not depend on it. prices_memory: a note says what the budget
+    costs. Raises OptionError for a pin or batch that cannot be
     kept, InfeasibleError when nothing fits."""
-    request = PlanRequest(folded, cluster, options, model_name, batch_size, probe)
+    shared = shared or SharedWork()
+    request = PlanRequest(folded, cluster, options, model_name, batch_size, probe, shared)
+    plan = _fitting(request, progress)
+    if not prices_memory and NEEDS_OFFLOAD not in plan.notes:
+        return plan
+
+    def plan_in(num_bytes: int) -> Plan:
+        return _fitting(within(request, num_bytes), None)
+
+    return replace(plan, notes=(*plan.notes, why_it_fits(plan, plan_in)))
+
+
+def _fitting(request: PlanRequest, progress: Progress | None) -> Plan:
+    """The fastest plan of what is asked for, with optimizer states on hosts where nothing fits
+    without."""
     try:
         return _plan(request, progress)
     except InfeasibleError as error:
@@ -96,8 +109,7 @@ def find_plan_for(
             plan = _plan(wider, progress)
         except (OptionError, InfeasibleError):
             raise error from None
-        free = _plan(without_limit(request), None)
-        return replace(plan, notes=(*plan.notes, NEEDS_OFFLOAD, why_it_fits(plan, free)))
+        return replace(plan, notes=(*plan.notes, NEEDS_OFFLOAD))
 
 
 def _plan(request: PlanRequest, progress: Progress | None) -> Plan:
@@ -199,10 +211,9 @@ class _Search:
         folded = self.folded = request.folded
         self.cluster, self.options = request.cluster, request.options
         self.pinned = pinned_slots(folded, self.options.layout_pins)
-        self._searches: dict[Degrees, MeshSearch] = {}
-        self._memory_models: dict[MeshSearch, MemoryModel] = {}
+        self._typed = request.shared.meshes(folded, self.options)
+        self._searches: dict[Degrees, MeshSearch] = {}  # of this search alone: bounds come of them
         self._reads = program_reads(folded)
-        self._cache = SearchCache.of(folded)
 
     def best(self) -> _Found:
         """The fastest plan that fits; without the rule NODE when nothing fits."""
@@ -231,15 +242,19 @@ class _Search:
             self.options,
             probe,
             self._reads,
-            self._memory_models.setdefault(search, MemoryModel(search.costs, probe)),
+            self._typed.memory_models.setdefault(search, MemoryModel(search.costs, probe)),
         )
 
     def _search(self, degrees: Degrees) -> MeshSearch:
         """The typings of a mesh, which are the same whatever part of dp ZeRO shards over."""
         degrees = degrees._replace(dp_shard=0)
         if degrees not in self._searches:
-            of_mesh = self.cluster, self._mesh(degrees), self.request.batch_size
-            self._searches[degrees] = MeshSearch(self.folded, *of_mesh, self._cache, self.pinned)
+            typed = self._typed
+            if degrees not in typed.searches:
+                mesh = self._mesh(degrees)
+                of_mesh = self.cluster, mesh, self.request.batch_size, typed.cache, self.pinned
+                typed.searches[degrees] = MeshSearch(self.folded, *of_mesh)
+            self._searches[degrees] = typed.searches[degrees]
         return self._searches[degrees]
 
     def _mesh(self, degrees: Degrees) -> Mesh:
