@@ -29,6 +29,7 @@ from meshfold.ir.plan import ModelInput, Plan, model_inputs
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.planner.find import Progress, find_plan_for
+from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.passes.split.chunked_losses import as_planned
 from meshfold.plan_file.io import load_plan
 from meshfold.refine.pipeline import refined
@@ -48,12 +49,18 @@ def find_plan(
     options: CompileOptions | None = None,
     loss_fn: LossFunction | None = None,
     progress: Progress | None = None,
+    prices_memory: bool = False,
 ) -> Plan:
-    """The fastest plan that fits. See `compile` for arguments and errors."""
+    """The fastest plan that fits. See `compile` for arguments and errors. prices_memory: a note of
+    the plan says what it does to fit the budget and what each of it costs, which takes some more
+    searches."""
     cluster = _resolve(cluster_spec)
     options = on_cluster(cluster, options or CompileOptions())
     captured = capture_model(model, named_inputs(model, example_inputs), options, loss_fn)
-    return plan_captured(captured, type(model).__name__, cluster, options, progress=progress)
+    name = type(model).__name__
+    return plan_captured(
+        captured, name, cluster, options, progress=progress, prices_memory=prices_memory
+    )
 
 
 def compile(
@@ -152,9 +159,11 @@ def plan_captured(
     *,
     progress: Progress | None = None,
     probe: OpProber | None = None,
+    shared: SharedWork | None = None,
+    prices_memory: bool = False,
 ) -> Plan:
-    """find_plan for a model that is captured already, in `options.captured_precision`. probe: one
-    that knows ops of earlier plans of the model."""
+    """find_plan for a model that is captured already, in `options.captured_precision`. probe,
+    shared: of earlier plans of the model, and of the same cluster and batch."""
     cluster = _resolve(cluster_spec)
     check_output(captured)
     options = with_checkpointing(options, captured)
@@ -166,6 +175,8 @@ def plan_captured(
         batch_size=batch_size_of(captured),
         probe=probe or OpProber(),
         progress=progress,
+        shared=shared,
+        prices_memory=prices_memory,
     )
     return refined(plan, as_planned(captured.graph, plan), options)
 

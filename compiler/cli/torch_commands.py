@@ -57,6 +57,7 @@ def make_plan(
             options=given,
             loss_fn=built.loss_fn,
             progress=progress,
+            prices_memory=options.memory_bytes is not None,
         )
         return replace(made, notes=(*made.notes, *notes))
 

@@ -10,6 +10,7 @@ from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import BuiltModel, build_model
 from meshfold.passes.planner.find import Progress
+from meshfold.passes.planner.shared_work import SharedWork
 
 
 class CapturedModels:
@@ -20,6 +21,7 @@ class CapturedModels:
         self._built: dict[tuple[int | None, int | None], BuiltModel] = {}
         self._captured: dict[tuple[int | None, int | None, Precision], Captured] = {}
         self._probe = OpProber()
+        self._shared: list[tuple[Captured, ClusterSpec, SharedWork]] = []
 
     def captured(
         self, options: CompileOptions, *, batch: int | None = None, sequence: int | None = None
@@ -47,14 +49,25 @@ class CapturedModels:
         """The best plan. Errors as of api.find_plan and build_model."""
         built = self._build(batch, sequence)
         options = on_cluster(cluster, replace(options, custom_rules=built.rules))
+        captured = self.captured(options, batch=batch, sequence=sequence)
         return plan_captured(
-            self.captured(options, batch=batch, sequence=sequence),
+            captured,
             type(built.model).__name__,
             cluster,
             options,
             progress=progress,
             probe=self._probe,
+            shared=self._shared_with(captured, cluster),
         )
+
+    def _shared_with(self, captured: Captured, cluster: ClusterSpec) -> SharedWork:
+        """What earlier plans of this graph on an equal cluster left."""
+        for graph, known, shared in self._shared:
+            if graph is captured and known == cluster:
+                return shared
+        shared = SharedWork()
+        self._shared.append((captured, cluster, shared))
+        return shared
 
     def _build(self, batch: int | None, sequence: int | None) -> BuiltModel:
         sizes = batch, sequence

@@ -14,6 +14,7 @@ passes it on if a later one reads it, too. All stages of one pipeline are sequen
 is, so that the layouts at the boundaries agree.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,6 +114,14 @@ class PipelineProblems:
         self._tables: dict[_TableKey, ProgramTables] = {}
         self._layer_costs: dict[tuple[UniformStrategy, ...], list[list[StrategyCosts]]] = {}
         self._contexts: dict[tuple[int, Degrees], StageContext] = {}
+
+    def within(self, options: CompileOptions) -> "PipelineProblems":
+        """The same for other options, which share what is typed and priced. They may differ in the
+        budget and in pins about strategies."""
+        of = copy.copy(self)
+        of.options = options
+        of.capacity_bytes = options.memory_bytes or self.cluster.budget_bytes
+        return of
 
     def tables(self, degrees: UniformStrategy, recomputes: Sequence[Recompute]) -> ProgramTables:
         """The typed program that the axes, microbatches and sequence_parallel ask for."""

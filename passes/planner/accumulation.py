@@ -59,7 +59,7 @@ class _Accumulation:
         if problems is None:
             of_model = request.folded, request.cluster, request.options
             try:
-                problems = PipelineProblems(*of_model, request.batch_size, request.probe)
+                problems = request.shared.problems(*of_model, request.batch_size, request.probe)
             except OptionError:
                 return None
         if problems.microbatches.refusal:

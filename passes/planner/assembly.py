@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshfold._version import __version__
 from meshfold.ir.cluster import ClusterSpec
@@ -28,6 +28,7 @@ from meshfold.passes.one_pass.priced import Priced
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import Shortlisted
 from meshfold.passes.planner.check import placements
+from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.passes.price.model_flops import model_flops
 from meshfold.units import bytes_text, seconds_text
 
@@ -47,6 +48,8 @@ class PlanRequest:
     """Global batch, the size of dim 0 of the inputs that are to be sharded."""
 
     probe: Probe
+    shared: SharedWork = field(default_factory=SharedWork)
+    """With other requests for the same model, cluster and batch."""
 
 
 def assemble_plan(

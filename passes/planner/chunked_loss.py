@@ -13,7 +13,6 @@ from meshfold.ir.options import CHUNKED_LOSS
 from meshfold.ir.plan import Plan
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.offload import NEEDS_OFFLOAD, with_offload
-from meshfold.passes.split.chunked_losses import with_chunked_losses
 
 NEEDS_CHUNKS = "nothing fits with whole logits: losses that make them in chunks were searched, too"
 
@@ -33,8 +32,8 @@ def with_chunks(request: PlanRequest) -> PlanRequest | None:
     """The request with chunked losses; None where a pin speaks of them, or there are none."""
     if request.options.chunked_loss_pin is not None:
         return None
-    folded = with_chunked_losses(request.folded)
-    return None if folded is request.folded else replace(request, folded=folded)
+    folded, shared = request.shared.chunked(request.folded)
+    return None if folded is request.folded else replace(request, folded=folded, shared=shared)
 
 
 def as_pinned(request: PlanRequest) -> PlanRequest:
@@ -42,13 +41,13 @@ def as_pinned(request: PlanRequest) -> PlanRequest:
     none."""
     if not request.options.chunked_loss_pin:
         return request
-    folded = with_chunked_losses(request.folded)
+    folded, shared = request.shared.chunked(request.folded)
     if folded is request.folded:
         raise OptionError(
             f"pin {CHUNKED_LOSS}=1: no cross entropy of this model is alone in reading what a "
             "linear layer makes; leave it out"
         )
-    return replace(request, folded=folded)
+    return replace(request, folded=folded, shared=shared)
 
 
 def named_for(plan: Plan, asked: PlanRequest, planned: PlanRequest) -> Plan:

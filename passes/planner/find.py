@@ -42,20 +42,22 @@ from meshfold.passes.one_pass.tree import NODE, PRUNING_RULES, Tree, grow_tree
 from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, assemble_plan
 from meshfold.passes.planner.baselines import baseline_rows, named_baselines
-from meshfold.passes.planner.chunked_loss import as_pinned, named_for, wider_requests
+from meshfold.passes.planner.chunked_loss import (
+    NEEDS_CHUNKS,
+    as_pinned,
+    named_for,
+    wider_requests,
+)
 from meshfold.passes.planner.find_pipeline import (
     excludes_pipelines,
     is_pipeline_pinned,
     plan_with_pipelines,
     search_spec,
 )
-from meshfold.passes.planner.offload import (
-    host_notes,
-    why_it_fits,
-    without_limit,
-)
+from meshfold.passes.planner.memory_prices import why_it_fits
+from meshfold.passes.planner.offload import NEEDS_OFFLOAD, host_notes, within
+from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.passes.region.pins import pinned_slots
-from meshfold.passes.region.space import SearchCache
 from meshfold.passes.region.typing import MeshSearch
 
 Progress = Callable[[int, int, str], None]
@@ -76,15 +78,33 @@ def find_plan_for(
     batch_size: int,
     probe: Probe,
     progress: Progress | None = None,
+    shared: SharedWork | None = None,
+    prices_memory: bool = False,
 ) -> Plan:
     """The fastest plan on all devices of `cluster` that fits the memory budget: in one pass, with
     the batch in microbatches, or with the model in stages, whichever wins. Where nothing fits
     without, losses make their logits in chunks, optimizer states go to the host, or both.
 
     batch_size: global batch, the size of dim 0 of the inputs that are to be sharded. probe: what
-    the memory model asks about local ops. Raises OptionError for a pin or batch that cannot be
+    the memory model asks about local ops. shared: what earlier searches for the same graph, cluster
+    and batch left; the plan does not depend on it. prices_memory: a note says what the budget
+    costs. Raises OptionError for a pin or batch that cannot be
     kept, InfeasibleError when nothing fits."""
-    asked = PlanRequest(folded, cluster, options, model_name, batch_size, probe)
+    shared = shared or SharedWork()
+    request = PlanRequest(folded, cluster, options, model_name, batch_size, probe, shared)
+    plan = _fitting(request, progress)
+    if not prices_memory and not {NEEDS_CHUNKS, NEEDS_OFFLOAD}.intersection(plan.notes):
+        return plan
+
+    def plan_in(num_bytes: int) -> Plan:
+        return _fitting(within(request, num_bytes), None)
+
+    return replace(plan, notes=(*plan.notes, why_it_fits(plan, plan_in)))
+
+
+def _fitting(asked: PlanRequest, progress: Progress | None) -> Plan:
+    """The fastest plan of what is asked for; with logits in chunks and with offload where nothing
+    fits without."""
     request = as_pinned(asked)
     try:
         return named_for(_plan(request, progress), asked, request)
@@ -94,8 +114,7 @@ def find_plan_for(
                 plan = named_for(_plan(wider, progress), asked, wider)
             except (OptionError, InfeasibleError):
                 continue
-            free = named_for(_plan(without_limit(request), None), asked, request)
-            return replace(plan, notes=(*plan.notes, *notes, why_it_fits(plan, free)))
+            return replace(plan, notes=(*plan.notes, *notes))
         raise error from None
 
 
@@ -197,10 +216,9 @@ class _Search:
         folded = self.folded = request.folded
         self.cluster, self.options = request.cluster, request.options
         self.pinned = pinned_slots(folded, self.options.layout_pins)
-        self._searches: dict[Degrees, MeshSearch] = {}
-        self._memory_models: dict[MeshSearch, MemoryModel] = {}
+        self._typed = request.shared.meshes(folded, self.options)
+        self._searches: dict[Degrees, MeshSearch] = {}  # of this search alone: bounds come of them
         self._reads = program_reads(folded)
-        self._cache = SearchCache.of(folded)
 
     def best(self) -> _Found:
         """The fastest plan that fits; without the rule NODE when nothing fits."""
@@ -229,15 +247,19 @@ class _Search:
             self.options,
             probe,
             self._reads,
-            self._memory_models.setdefault(search, MemoryModel(search.costs, probe)),
+            self._typed.memory_models.setdefault(search, MemoryModel(search.costs, probe)),
         )
 
     def _search(self, degrees: Degrees) -> MeshSearch:
         """The typings of a mesh, which are the same whatever part of dp ZeRO shards over."""
         degrees = degrees._replace(dp_shard=0)
         if degrees not in self._searches:
-            of_mesh = self.cluster, self._mesh(degrees), self.request.batch_size
-            self._searches[degrees] = MeshSearch(self.folded, *of_mesh, self._cache, self.pinned)
+            typed = self._typed
+            if degrees not in typed.searches:
+                mesh = self._mesh(degrees)
+                of_mesh = self.cluster, mesh, self.request.batch_size, typed.cache, self.pinned
+                typed.searches[degrees] = MeshSearch(self.folded, *of_mesh)
+            self._searches[degrees] = typed.searches[degrees]
         return self._searches[degrees]
 
     def _mesh(self, degrees: Degrees) -> Mesh:

@@ -30,7 +30,7 @@ from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.baselines import best_uniform_pipeline
 from meshfold.passes.planner.pipeline_assembly import assemble_pipeline
 from meshfold.passes.rules.expert_axis import shared_experts
-from meshfold.passes.split.pieces import in_pieces, sizes_of
+from meshfold.passes.split.pieces import sizes_of
 from meshfold.units import bytes_text
 
 
@@ -58,9 +58,9 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
     try:
         pieces = request.folded
         if options.pins.get("ep", 1) == 1:
-            pieces = in_pieces(request.folded, _most_stages(request)).folded
+            pieces = request.shared.pieces(request.folded, _most_stages(request))
         is_cut = pieces is not request.folded
-        problems = PipelineProblems(
+        problems = request.shared.problems(
             pieces, request.cluster, options, request.batch_size, request.probe
         )
         spec = search_spec(request, options.without_rules)

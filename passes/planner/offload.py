@@ -1,19 +1,13 @@
 """When optimizer states and activations go to the host's memory, and what a plan says of them."""
 
-from collections import Counter
 from dataclasses import replace
 
 from meshfold.cost_models.memory.step_memory import STATE_FACTOR
-from meshfold.ir.plan import Plan
-from meshfold.ir.strategy import Offload, UniformStrategy
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.one_pass.priced import Priced
 from meshfold.passes.planner.assembly import PlanRequest
 from meshfold.passes.planner.find_pipeline import is_pipeline_pinned
 from meshfold.units import bytes_text
-
-UNLIMITED_BYTES = 1 << 60
-"""More than any device has."""
 
 NEEDS_OFFLOAD = "nothing fits with all of it on the devices: offload was searched, too"
 
@@ -33,37 +27,9 @@ def with_offload(request: PlanRequest) -> PlanRequest | None:
     return replace(request, options=replace(options, allow_offload=True))
 
 
-def without_limit(request: PlanRequest) -> PlanRequest:
-    """The request for devices of any memory."""
-    return replace(request, options=replace(request.options, memory_bytes=UNLIMITED_BYTES))
-
-
-def why_it_fits(plan: Plan, free: Plan) -> str:
-    """What a plan does for memory's sake, and what that costs. free: the plan without_limit."""
-    layers = _layers(plan)
-    names: dict[Offload, str] = {"optimizer": "optimizer states", "activations": "activations"}
-    counts = Counter(strategy.offload for strategy in layers)
-    at_host = [
-        f"{what} of {counts[k]} of {len(layers)} layers" for k, what in names.items() if counts[k]
-    ]
-    again = sum(strategy.recompute != "none" for strategy in layers)
-    more = again > sum(strategy.recompute != "none" for strategy in _layers(free))
-    why = ["logits in chunks"] if plan.chunked_loss and not free.chunked_loss else []
-    if at_host:
-        why.append(f"{' and '.join(at_host)} on the host")
-    if more:
-        why.append(f"recomputation of {again}")
-    return (
-        f"fits because: {', '.join(why)}; {plan.step_s / free.step_s - 1:+.1%} on the step of "
-        f"{free.strategy.label}, the best on devices of any memory"
-    )
-
-
-def _layers(plan: Plan) -> list[UniformStrategy]:
-    """The strategy of every layer."""
-    strategies = {region.name: region.strategy for region in plan.regions}
-    runs = [run for stage in plan.stages for run in stage.runs]
-    return [strategies[run.region] for run in runs for _ in range(run.count)]
+def within(request: PlanRequest, num_bytes: int) -> PlanRequest:
+    """The request for devices with that budget."""
+    return replace(request, options=replace(request.options, memory_bytes=num_bytes))
 
 
 def host_notes(best: Priced, optimizer: str) -> list[str]:

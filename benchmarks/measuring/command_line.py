@@ -1,6 +1,6 @@
 """Time and memory of whole commands: planning very large models, showing a plan.
 
-    python benchmarks/command_line.py [gpt3-175b] [llama-3-405b] [llama-3-8b]
+    python benchmarks/measuring/command_line.py [gpt3-175b] [llama-3-405b] [llama-3-8b]
 
 Seconds are wall clock and CPU (user + system) of the command, imports included; resident memory is
 its peak; `show` is the best of five.
@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-CONFIGS = Path(__file__).resolve().parent.parent / "examples" / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 CASES = {
     "gpt3-175b": ("dgx-h100x128", "512"),
     "llama-3-405b": ("dgx-h100x2048", "2048"),

@@ -1,0 +1,147 @@
+"""What a plan does for its memory budget, and the price of each of it: differences of searches."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from support.processes.offload import cluster_with_hosts
+from support.programs.local_programs import stack_model
+
+from meshfold.capture.pipeline import capture
+from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.options import CompileOptions
+from meshfold.ir.plan import Plan
+from meshfold.memory_probe.prober import OpProber
+from meshfold.passes.planner.find import find_plan_for
+from meshfold.passes.planner.memory_prices import (
+    MOST_SEARCHES,
+    RECOMPUTE,
+    UNLIMITED_BYTES,
+    ZERO,
+    MemoryPrice,
+    memory_prices,
+    regions_of,
+    why_it_fits,
+)
+from meshfold.passes.planner.shared_work import SharedWork
+
+PROBER = OpProber()
+BATCH = 4
+
+
+@cache
+def graph() -> FoldedGraph:
+    model, batch = stack_model(4, 64, BATCH)
+    return capture(model, batch).graph
+
+
+def found(memory_bytes: int | None = None, **given) -> Plan:
+    return find_plan_for(
+        graph(),
+        cluster_with_hosts(2),
+        CompileOptions(memory_bytes=memory_bytes),
+        model_name="stack",
+        batch_size=BATCH,
+        probe=PROBER,
+        **given,
+    )
+
+
+@cache
+def free() -> Plan:
+    return found(UNLIMITED_BYTES)
+
+
+def tight_bytes() -> int:
+    """A budget in which the plan without a limit does not fit."""
+    return int(0.75 * free().memory.peak)
+
+
+def made(step_s: float, capacity: int, peak: int, **changes) -> Plan:
+    """The free plan with a step and a peak, of whose layers all differ in `changes`."""
+    plan = free()
+    memory = replace(plan.memory, reserve=0, capacity=capacity)
+    time = replace(plan.time, optimizer_s=0.0)
+    return replace(
+        plan,
+        simulated=None,
+        time=replace(time, forward_s=time.forward_s + step_s - time.step_s),
+        memory=replace(memory, reserve=peak - memory.peak),
+        regions=tuple(
+            replace(region, strategy=replace(region.strategy, **{"zero": 0, **changes}))
+            for region in plan.regions
+        ),
+    )
+
+
+def frontier(plans: Mapping[int, Plan], asked: list[int]):
+    """The plan of the largest budget that is in `plans` and no larger than the one asked for."""
+
+    def plan_in(num_bytes: int) -> Plan:
+        asked.append(num_bytes)
+        return plans[max(at for at in plans if at <= num_bytes)]
+
+    return plan_in
+
+
+GB = 10**9
+
+
+def test_prices_of_a_frontier_computed_by_hand() -> None:
+    tight = made(1.3, 10 * GB, 10 * GB, zero=3, recompute="full")
+    middle = made(1.1, 20 * GB, 18 * GB, recompute="full")
+    whole = made(1.0, UNLIMITED_BYTES, 30 * GB)
+    asked: list[int] = []
+    best, prices = memory_prices(
+        tight, frontier({10 * GB: tight, 18 * GB: middle, 30 * GB: whole}, asked)
+    )
+    assert best is whole
+    assert asked == [UNLIMITED_BYTES, 20 * GB]  # half way to what the free plan needs
+    assert prices == (
+        MemoryPrice((ZERO,), pytest.approx(0.2)),
+        MemoryPrice((RECOMPUTE,), pytest.approx(0.1)),
+    )
+    note = why_it_fits(tight, frontier({10 * GB: tight, 18 * GB: middle, 30 * GB: whole}, []))
+    n = len(regions_of(tight))
+    assert note == (
+        f"fits because: ZeRO 3 in {n} of {n} layers (+20.0%); full recomputation in {n} of {n} "
+        f"layers (+10.0%); in all +30.0% on the step of {whole.strategy.label}, the best plan on "
+        "devices of any memory, which needs 30.0 GB"
+    )
+
+
+def test_what_cannot_be_told_apart_has_one_price_after_so_many_searches() -> None:
+    tight = made(1.5, 10 * GB, 10 * GB, recompute="selective", offload="optimizer")
+    whole = made(1.0, UNLIMITED_BYTES, 30 * GB)
+    asked: list[int] = []
+    _, (price,) = memory_prices(tight, frontier({10 * GB: tight, 29 * GB: whole}, asked))
+    assert price.mechanisms == ("offload", "recompute") and price.share == pytest.approx(0.5)
+    assert len(asked) == 1 + MOST_SEARCHES
+    assert " together (+50.0%)" in why_it_fits(tight, frontier({0: tight, 29 * GB: whole}, []))
+
+
+def test_a_search_that_finds_worse_with_more_memory_does_not_make_a_price_negative() -> None:
+    tight = made(1.2, 10 * GB, 10 * GB, recompute="full")
+    worse = made(1.4, 20 * GB, 18 * GB, offload="optimizer")
+    whole = made(1.0, UNLIMITED_BYTES, 30 * GB, offload="activations")
+    _, prices = memory_prices(tight, frontier({0: tight, 18 * GB: worse, 30 * GB: whole}, []))
+    assert all(price.share >= 0 for price in prices)
+    assert sum(price.share for price in prices) == pytest.approx(0.2)
+
+
+def test_prices_add_up_to_what_two_searches_differ_by() -> None:
+    shared = SharedWork()
+    plan = found(tight_bytes(), shared=shared)
+    best, prices = memory_prices(plan, lambda num_bytes: found(num_bytes, shared=shared))
+    assert best == free()
+    total = plan.step_s / best.step_s - 1
+    assert sum(price.share for price in prices) == pytest.approx(total) and total > 0
+
+
+def test_a_plan_is_told_what_its_budget_costs_where_that_is_asked() -> None:
+    plenty = found(UNLIMITED_BYTES, prices_memory=True)
+    assert plenty.notes[-1].startswith("the budget costs nothing: ")
+    tight, plain = found(tight_bytes(), prices_memory=True), found(tight_bytes())
+    assert tight.notes[-1].startswith("fits because: ")
+    assert plain == replace(tight, notes=tight.notes[:-1])
