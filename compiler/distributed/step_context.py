@@ -25,7 +25,7 @@ class StepContext:
     """Number of the microbatch."""
     slices_own_batch: bool = False
     """Whether microbatches are slices of each rank's slice of the batch, not of the global one."""
-    targets: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    targets: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """By (instance, op) of the whole program, how many targets of the step a loss divides by."""
     deferred: DeferredWeightGrads | None = None
     """Where gradients of weights wait under a schedule that splits the backward; this object is

@@ -201,8 +201,9 @@ def _mean_of_targets(
     return total / all_reduced(mesh, counts, row_axes)
 
 
-def targets_of_step(context: StepContext, instance: int, op: int) -> int:
-    """How many targets of all microbatches a loss of the whole program does not ignore."""
+def targets_of_step(context: StepContext, instance: int, op: int) -> float:
+    """How many targets of all microbatches a loss of the whole program does not ignore; the sum of
+    their weights where classes have some."""
     return context.targets[instance, op]
 
 

@@ -19,8 +19,9 @@ def count_targets(
     buffers: Tensors,
     whole_input: Callable[[str], Tensor],
     device: torch.device,
-) -> dict[InstanceOp, int]:
-    """Per loss of `counts` how many targets of the global batch it does not ignore.
+) -> dict[InstanceOp, float]:
+    """Per loss of `counts` how many targets of the global batch it does not ignore; where classes
+    have weights, the sum of those of the targets.
 
     folded: the program of the global batch; constants, buffers: by name; whole_input: an input of
     the global batch by name.
@@ -44,7 +45,7 @@ def count_targets(
         region = folded.regions[folded.instances[source.instance].region]
         return value_of(source.instance, region.graph.outputs[source.output])
 
-    found: dict[InstanceOp, int] = {}
+    found: dict[InstanceOp, float] = {}
     with torch.no_grad():
         for count in counts:
             for k, n in count.ops:
@@ -56,5 +57,9 @@ def count_targets(
                 results = run_op(op, operands, folded.instances[k].floats, device)
                 computed.update({(k, v): x for v, x in zip(op.outputs, results, strict=True)})
             targets = value_of(*count.target)
-            found[count.op] = int((targets != count.ignore_index).sum())
+            counted = targets[targets != count.ignore_index]
+            if count.weight is None:
+                found[count.op] = counted.numel()
+            else:
+                found[count.op] = float(value_of(*count.weight)[counted].sum())
     return found

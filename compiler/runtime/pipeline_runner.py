@@ -143,13 +143,13 @@ class PipelineRunner:
             ]
         return [self.links.broadcast(x.contiguous(), last) for x in outputs]
 
-    def _targets(self, buffers: Tensors, batch: LocalBatch) -> dict[tuple[int, int], int]:
+    def _targets(self, buffers: Tensors, batch: LocalBatch) -> dict[tuple[int, int], float]:
         # A copy: what is gathered here stays local in the microbatches.
         batch = batch.microbatch({}, 1, 0)
-        own = {k for s in self.runners for k in self.pipeline.stages[s].numbers}
+        own = {k for s in self.runners for k in self.pipeline.graphs[s].numbers}
         return count_targets(
             self.pipeline.folded,
-            [count for count in self.pipeline.counts if count.op[0] in own],
+            [count for count in self.pipeline.counts if count.target[0] in own],
             self.constants,
             buffers,
             lambda name: batch(name, self.pipeline.unsharded),

@@ -86,7 +86,7 @@ class CompiledModel(OwnParallelism):
         self.training = model.training
         if rank_mesh is None:
             return
-        self._local_tensors = local_tensors(program.stage_programs(rank_mesh.coords))
+        self._local_tensors = local_tensors(program, rank_mesh.coords)
         self._states = StateExchange(rank_mesh, stored_tensors(program))
         fixed = constants_of(example_inputs)
         self._form = form_of(plan, captured, program, rank_mesh, fixed, is_training=model.training)

@@ -1,6 +1,6 @@
 """Which parameters and buffers are local to a rank: of a pipeline those of its stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,21 +18,24 @@ from meshfold.training.state_dict import StateExchange, StoredTensor
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """By canonical name. read: the buffers that some op reads."""
+    """By canonical name. read: the buffers that some op, or the count of targets, reads."""
 
     parameters: Mapping[str, ParameterInfo]
     buffers: Mapping[str, BufferInfo]
     read: frozenset[str]
 
 
-def local_tensors(programs: Sequence[EmittedProgram]) -> LocalTensors:
+def local_tensors(
+    program: EmittedProgram | EmittedPipeline, coords: tuple[int, ...]
+) -> LocalTensors:
     """What the programs of a rank need."""
-    graphs = [program.folded for program in programs]
+    graphs = [stage.folded for stage in program.stage_programs(coords)]
+    counted = program.counted_buffers if isinstance(program, EmittedPipeline) else frozenset()
     sources = (s for graph in graphs for i in graph.instances for s in i.sources)
     return LocalTensors(
         {p.name: p for graph in graphs for p in graph.parameters},
         {b.name: b for graph in graphs for b in graph.buffers},
-        frozenset(s.name for s in sources if s.kind is SourceKind.BUFFER),
+        counted.union(s.name for s in sources if s.kind is SourceKind.BUFFER),
     )
 
 

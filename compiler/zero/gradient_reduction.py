@@ -61,6 +61,7 @@ class Reduction:
     def pack(self, key: Key, gradients: Sequence[Tensor | None], like: Tensor) -> None:
         """Take the gradients of a member as used (None: zero); with those of the last one the
         collective starts, or they are left to a later microbatch."""
+        self._of.shared.note_reached(key, gradients)
         if len(self._members) == 1 and (
             not self._on_last_microbatch or self._of.shared.is_only(self._key)
         ):
@@ -87,16 +88,19 @@ class Reduction:
                     self._buffer.columns(self._flat, key).zero_()
             self._start(self._flat)
 
-    def finish(self, key: Key) -> list[Tensor] | None:
-        """Gradients of a member's shards, after this collective; None if there were none, or while
-        they wait for a later microbatch. Once for each member."""
+    def finish(self, key: Key) -> list[Tensor | None] | None:
+        """Gradients of a member's shards, after this collective, None for a parameter that the
+        backward does not reach; None in all if there were none, or while they wait for a later
+        microbatch. Once for each member."""
         self._wait()
         buffers, flat = self._members.pop(key), self._result
         if not self._members:
             self._result = None
         if flat is None or key not in self._packed:
             return None
-        return buffers.unpack_shards(self._buffer.shards(flat, key))
+        shards = buffers.unpack_shards(self._buffer.shards(flat, key))
+        reached = self._of.shared.is_reached
+        return [s if reached((*key, m)) else None for m, s in enumerate(shards)]
 
     def _start(self, flat: Tensor) -> None:
         self._flat = None

@@ -9,6 +9,7 @@ unsharded   parameters that are gathered once per step (ZeRO 1 and 2), from the 
 started   gathers that began before the first microbatch arrived, until its forward takes them
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -33,6 +34,16 @@ class SharedStep:
         self.unsharded: dict[Key, list[Tensor]] = {}
         self.started: dict[Key, Started] = {}
         self._sums: dict[Key, Tensor] = {}
+        self._reached: set[Key] = set()
+
+    def note_reached(self, key: Key, gradients: Sequence[Tensor | None]) -> None:
+        """Which members of a group a backward has brought gradients to."""
+        self._reached.update((*key, m) for m, g in enumerate(gradients) if g is not None)
+
+    def is_reached(self, key: Key) -> bool:
+        """Whether a member got a gradient from any microbatch. One that gets none keeps None, as it
+        does by itself: an optimizer with weight decay moves a parameter whose gradient is 0."""
+        return key in self._reached
 
     def add(self, key: Key, gradient: Tensor) -> Tensor | None:
         """The sum over all microbatches, ready to be reduced; None before the last one. `gradient`

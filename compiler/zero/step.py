@@ -172,8 +172,7 @@ class GroupUse:
         if there was no gradient."""
         if self._finished:
             return self._finished.pop()
-        finished = self._reduction.finish(self.key)
-        return finished if finished is None else [*finished]
+        return self._reduction.finish(self.key)
 
     def leave_early(self) -> bool:
         """Hand gradients that are final to the host; whether the reduction was started."""

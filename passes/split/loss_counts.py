@@ -4,7 +4,8 @@ Losses over classes take the mean over the targets that are not ignored, and mic
 unequal numbers: the mean of their means is not the mean of the batch. So microbatches add up sums,
 divided by the count of the full batch. Targets follow from the inputs alone (labels, shifted), so
 the count is known before the first microbatch runs: `loss_counts` gives the ops that lead from the
-inputs to each target. A loss whose targets follow from parameters is refused by name.
+inputs to each target. Where classes have weights, targets count as much as their classes weigh. A
+loss whose targets or weights follow from parameters is refused by name.
 """
 
 from dataclasses import dataclass, replace
@@ -34,13 +35,17 @@ InstanceOp = tuple[int, int]
 
 @dataclass(frozen=True)
 class LossCount:
-    """A loss with a mean over targets. target: (instance, value) of the targets; ops: those that
-    compute them from inputs and constants, in execution order."""
+    """A loss with a mean over targets. target, weight: (instance, value) of the targets, and of the
+    weights of classes [classes], if any; ops: those that compute both from inputs, buffers and
+    constants, in execution order."""
 
     op: InstanceOp
     target: tuple[int, int]
     ignore_index: int
     ops: tuple[InstanceOp, ...]
+    weight: tuple[int, int] | None = None
+    buffers: frozenset[str] = frozenset()
+    """What of the model's buffers both follow from."""
 
 
 def takes_mean(op: Op) -> bool:
@@ -60,7 +65,7 @@ def with_sum(op: Op) -> Op:
 def loss_counts(folded: FoldedGraph) -> tuple[LossCount, ...]:
     """The means over targets of a program, in execution order.
 
-    Raises OptionError where targets follow from parameters, or classes have weights.
+    Raises OptionError where targets, or weights of classes, follow from parameters.
     """
     found = []
     for k, instance in enumerate(folded.instances):
@@ -72,20 +77,15 @@ def loss_counts(folded: FoldedGraph) -> tuple[LossCount, ...]:
             assert isinstance(argument, Ref), "the targets of a loss are a tensor"
             target = argument.index
             if not graph.values[target].is_float:
-                _check_unweighted(op)
                 ignored = _arguments(op).get("ignore_index", IGNORED)
                 assert isinstance(ignored, int)
-                ops = _Ancestors(folded, op).of(k, target)
-                found.append(LossCount((k, n), (k, target), ignored, ops))
+                behind, weight = _Ancestors(folded, op), _arguments(op).get("weight")
+                ops, weighs = behind.of(k, target), None
+                if isinstance(weight, Ref):
+                    ops, weighs = behind.of(k, weight.index), (k, weight.index)
+                buffers = frozenset(behind.buffers)
+                found.append(LossCount((k, n), (k, target), ignored, ops, weighs, buffers))
     return tuple(found)
-
-
-def _check_unweighted(op: Op) -> None:
-    if isinstance(_arguments(op).get("weight"), Ref):
-        raise OptionError(
-            f"{_place(op)} takes a mean by the weights of classes, which does not add up over "
-            "microbatches; sum the losses, or plan one microbatch"
-        )
 
 
 def _place(op: Op) -> str:
@@ -103,6 +103,7 @@ class _Ancestors:
         self.folded = folded
         self.loss = loss
         self.found: set[InstanceOp] = set()
+        self.buffers: set[str] = set()
 
     def of(self, instance: int, value: int) -> tuple[InstanceOp, ...]:
         """The ops that lead to a value of an instance, in execution order."""
@@ -121,9 +122,11 @@ class _Ancestors:
     def _behind(self, source: Source) -> list[tuple[int, int]]:
         if source.kind is SourceKind.PARAMETER:
             raise OptionError(
-                f"the targets of {_place(self.loss)} follow from {source.name}, so their count is "
-                "not known before the step"
+                f"the targets of {_place(self.loss)}, or the weights of its classes, follow from "
+                f"{source.name}, so what counts is not known before the step; plan one microbatch"
             )
+        if source.kind is SourceKind.BUFFER:
+            self.buffers.add(source.name)
         if source.kind is not SourceKind.VALUE:
             return []
         region = self.folded.regions[self.folded.instances[source.instance].region]

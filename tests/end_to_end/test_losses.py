@@ -14,10 +14,7 @@ from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.planner.find import find_plan_for
 
 EXACT = 1e-12
-UNEVEN = {
-    "weighted": "takes a mean by the weights of classes",
-    "similarity": r"rsub.Scalar \(.*losses.py:[0-9]+\) needs .* of all samples at once",
-}
+UNEVEN = {"similarity": r"rsub.Scalar \(.*losses.py:[0-9]+\) needs .* of all samples at once"}
 """What microbatches cannot add up, and what is said of it: something is done with the mean."""
 
 

@@ -93,6 +93,11 @@ def operand(call: ast.Call) -> tuple[ast.expr, list[ast.expr]]:
     return call.args[0], call.args[1:]
 
 
+def _squeezes(name: str, arguments: list[ast.expr]) -> bool:
+    """Whether results [rows, d] stay as they are: with a d of 1 they could not be put in place."""
+    return name == "squeeze" and [ast.unparse(a) for a in arguments] in (["1"], ["-1"])
+
+
 class Expressions:
     """What the expressions in the body of a loop stand for. `values` are those of its names."""
 
@@ -166,7 +171,7 @@ class Expressions:
         value = self.value(source)
         if isinstance(value, Mask):
             return self._of_mask(name, value, others, node.keywords)
-        if isinstance(value, Result) and name in _CASTS | _COPIES:
+        if isinstance(value, Result) and (name in _CASTS | _COPIES or _squeezes(name, others)):
             return value
         if isinstance(value, Gathered) and name in _COPIES:
             return value
@@ -223,9 +228,25 @@ class Expressions:
         rows = parts[: len(parts) - is_column - by_expert]
         if ast.unparse(rows[0]) == "None":  # x[None, rows] that a reshape makes rows of
             rows = rows[1:]
+        source = self.fixed(node.value)
+        if (slot := self._slot(rows)) is not None:
+            source, rows = f"{source}{slot}", rows[:1]
         chosen = ast.Tuple(rows, ast.Load()) if len(rows) > 1 else rows[0]
         ids, by = self.rows(chosen)
-        return Gathered(self.fixed(node.value), ids, by, by_expert, is_column)
+        return Gathered(source, ids, by, by_expert, is_column)
+
+    def _slot(self, rows: list[ast.expr]) -> str | None:
+        """Of weights[mask, k], where the mask is of ids[:, k], what takes weights as ids are taken:
+        "[:, k]". It has as many dims in front of k as the mask."""
+        if len(rows) != 2 or not isinstance(rows[1], ast.Name | ast.Constant):
+            return None
+        mask = self._maybe(rows[0])
+        if isinstance(mask, Places) and mask.count == 1 and mask.dim == 0:
+            mask = mask.mask
+        if not isinstance(mask, Mask) or mask.by != "place" or mask.reversed:
+            return None
+        slot = f"[:, {self.fixed(rows[1])}]"
+        return slot if mask.ids.endswith(slot) else None
 
     def one_hot(self, node: ast.expr) -> str | None:
         """The ids of which `node` is one_hot(ids, ...).permute(2, 1, 0)."""

@@ -33,8 +33,10 @@ _ROUTED = "_meshfold_routed"
 def without_loops_of(module: nn.Module) -> Callable[..., Any] | None:
     """The forward of a module's class with its loops over experts replaced; None if it has none
     that are known."""
+    if not _may_loop(module):  # first: a module of torch.jit has no forward in its class
+        return None
     function = type(module).forward
-    if not _may_loop(module) or inspect.unwrap(function) is not function:
+    if inspect.unwrap(function) is not function:
         return None
     code = getattr(function, "__code__", None)
     if code is None or code.co_freevars or not is_user_file(code.co_filename):

@@ -10,7 +10,7 @@ device, its coordinate on the axis pp. meshfold.runtime.pipeline_runner runs the
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -92,6 +92,11 @@ class EmittedPipeline:
         """As of EmittedProgram, of all stages."""
         return frozenset[str]().union(*(stage.offloaded for stage in self.stages))
 
+    @property
+    def counted_buffers(self) -> frozenset[str]:
+        """The buffers that targets are counted by."""
+        return frozenset[str]().union(*(count.buffers for count in self.counts))
+
     @cached_property
     def holders(self) -> Mapping[str, tuple[int, ...]]:
         """The devices that hold each parameter and buffer, ascending, by name."""
@@ -151,6 +156,15 @@ def emit_plan(
     return emit(folded, plan, watch)
 
 
+def _counting(stage: StageGraph, whole: FoldedGraph, counts: Sequence[LossCount]) -> StageGraph:
+    """A stage with the buffers that its losses count their targets by, wherever ops read them."""
+    own = [count for count in counts if count.op[0] in stage.numbers]
+    names = frozenset[str]().union(*(count.buffers for count in own))
+    names |= {b.name for b in stage.folded.buffers}
+    buffers = tuple(b for b in whole.buffers if b.name in names)
+    return replace(stage, folded=replace(stage.folded, buffers=buffers))
+
+
 def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
     """The programs of a plan with stages or microbatches; raises as emit_plan does."""
     check_runs(plan)
@@ -166,7 +180,9 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
     typings = [region.typing for region in plan.regions]
     check_plan_types(planned, plan)
     costs = CostModel(plan.cluster, plan.mesh)
-    by_stage = stage_graphs(planned, typings, [stage.runs[0].first for stage in plan.stages])
+    found = loss_counts(folded) if num_microbatches > 1 else ()
+    starts = [stage.runs[0].first for stage in plan.stages]
+    by_stage = tuple(_counting(s, folded, found) for s in stage_graphs(planned, typings, starts))
     stages = tuple(
         emit_typed(
             stage.folded,
@@ -188,7 +204,6 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         for stage in stages:
             for region in stage.regions:
                 split_backward(region.graph, stage.folded.regions[region.region].graph)
-    found = loss_counts(folded) if num_microbatches > 1 else ()
     counts = tuple(replace(c, op=(pieces.numbers[c.op[0]], c.op[1])) for c in found)
     inputs = graphs.input_layouts() if num_microbatches > 1 else {}
     return EmittedPipeline(
