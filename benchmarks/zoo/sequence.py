@@ -119,9 +119,9 @@ def _open_clip(name: str, kind: str, sigmoid: bool = False, **fields: Any) -> En
         text = {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 4, "layers": 2}
         given = {
             "embed_dim": 16,
-            "vision_cfg": {**vision, **fields.pop("vision", {})},
-            "text_cfg": {**text, **fields.pop("text", {})},
-            **fields,
+            **{name: value for name, value in fields.items() if name not in ("vision", "text")},
+            "vision_cfg": {**vision, **fields.get("vision", {})},
+            "text_cfg": {**text, **fields.get("text", {})},
         }
         ids = torch.randint(0, 64, (BATCH, 8))
         net = _Contrastive(made(**given), sigmoid=sigmoid).train()

@@ -4,7 +4,7 @@ of it as text and JSON."""
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
 from rich.console import Group, RenderableType
@@ -79,6 +79,11 @@ class VerifyReport:
         return not self.collective_mismatch and all(
             d <= self.tolerance for d in (self.loss_difference, *(c.relative for c in compared))
         )
+
+    @property
+    def only_parameters_differ(self) -> bool:
+        """Whether the first step is right, and what later ones make of the parameters is not."""
+        return not self.passed and replace(self, parameters=()).passed
 
     @property
     def verdict(self) -> str:

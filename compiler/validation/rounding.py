@@ -5,6 +5,9 @@ norm. Its size says nothing of the terms that were summed up, and two right prog
 of it. So the model runs again in one process with what changes every rounding and nothing else:
 parameters moved in their last bits, the backward scaled by a number that is no power of two and its
 gradients scaled back. The largest change over the samples is the rounding of a tensor.
+
+Where a ReLU is within rounding of its kink, a few samples may all fall on one side of it: there
+are more of them where parameters differ after steps and no gradient of the first step does.
 """
 
 import math
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 SAMPLES = 3
+MORE_SAMPLES = 16
 MOVED = 2.0**-50
 """Of each parameter, relatively: four of its last bits."""
 
@@ -36,14 +40,17 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def rounding_of(
-    model: nn.Module, initial: Tensors, train: Callable[[float], tuple[Tensors, Tensors]]
+    model: nn.Module,
+    initial: Tensors,
+    train: Callable[[float], tuple[Tensors, Tensors]],
+    num_samples: int = SAMPLES,
 ) -> Rounding:
     """train: trains `model` with its backward scaled, and returns copies of the gradients of the
     first step and of the parameters at the end. initial: its state before, see state_of."""
     samples = []
-    for number in range(SAMPLES + 1):
+    for number in range(num_samples + 1):
         _restore(model, initial, number)
-        samples.append(train(1.0 + 0.3 * number / SAMPLES))
+        samples.append(train(1.0 + 0.3 * number / num_samples))
     gradients, parameters = zip(*samples, strict=True)
     return Rounding(_spread(gradients), _spread(parameters))
 

@@ -53,7 +53,13 @@ from meshfold.validation.report import (
     badness,
     differences,
 )
-from meshfold.validation.rounding import Rounding, rounding_of, state_of
+from meshfold.validation.rounding import (
+    MORE_SAMPLES,
+    SAMPLES,
+    Rounding,
+    rounding_of,
+    state_of,
+)
 from meshfold.validation.scaled_down import needs_scaling_down, scaled_down
 
 EPS = 1e-5
@@ -163,10 +169,10 @@ def compare_on_this_rank(plan: Plan, captured: Captured, built: BuiltModel) -> _
     parameters = _sizes(compiled, built.model, torch.Tensor.detach)
     losses = eager_loss.sum().item(), loss.sum().item()
     compared = _Compared(*losses, gradients, parameters, tuple(calls), outputs=outputs)
-    if _passes(plan, compared):
+    if _together(plan, compared).passed:
         return compared
-    compared = replace(compared, rounding=_rounding(plan, built, output, initial))
-    if _passes(plan, compared):
+    compared, passed = _with_rounding(compared, plan, built, output, initial)
+    if passed:
         return compared
     if blamed := _capture_difference(built, captured, output):
         return replace(compared, first_divergence=blamed)
@@ -181,15 +187,33 @@ def _bound(plan: Plan, built: BuiltModel, captured: Captured) -> CompiledModel:
     return bind(built.model, planned, captured, built.example_inputs, loss_fn=built.loss_fn)
 
 
-def _passes(plan: Plan, compared: _Compared) -> bool:
-    """Whether all that ranks found together passes; called on all ranks."""
+def _together(plan: Plan, compared: _Compared) -> VerifyReport:
+    """What all ranks found; called on all of them."""
     everyone: list[_Compared] = [compared] * plan.world_size
     dist.all_gather_object(everyone, compared)
-    return _report(plan, everyone).passed
+    return _report(plan, everyone)
+
+
+def _with_rounding(
+    compared: _Compared,
+    plan: Plan,
+    built: BuiltModel,
+    output: str,
+    initial: Mapping[str, Tensor],
+) -> tuple[_Compared, bool]:
+    """`compared` with what rounding does, of as many samples as it takes to pass, and whether it
+    passes."""
+    for num_samples in (SAMPLES, MORE_SAMPLES):
+        rounding = _rounding(plan, built, output, initial, num_samples)
+        compared = replace(compared, rounding=rounding)
+        report = _together(plan, compared)
+        if report.passed or not report.only_parameters_differ:
+            break
+    return compared, report.passed
 
 
 def _rounding(
-    plan: Plan, built: BuiltModel, output: str, initial: Mapping[str, Tensor]
+    plan: Plan, built: BuiltModel, output: str, initial: Mapping[str, Tensor], num_samples: int
 ) -> Rounding:
     """What rounding does to the model in one process over the steps that are compared."""
     model = built.model
@@ -207,7 +231,7 @@ def _rounding(
             optimizer.zero_grad()
         return gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    return rounding_of(model, initial, train)
+    return rounding_of(model, initial, train, num_samples)
 
 
 def _capture_difference(built: BuiltModel, captured: Captured, output: str) -> str:

@@ -15,7 +15,8 @@ Region searches, prices and memory work on it as on any other. Gradients of para
 are pending sums on the axis: accumulated, not communicated. So that the sum over microbatches is
 the loss of the batch, a mean over the batch divides by the numbers of the batch: mean / n, and
 losses over classes the sum over rows by the targets of the whole step that count (COUNT, known
-before the first microbatch, see passes/split/loss_counts.py).
+before the first microbatch, see passes/split/loss_counts.py). What is the same in all of them and
+added to such a sum (a penalty on parameters) is one nth in each.
 
 Inputs that some op needs for the whole batch (T5 shifts its labels) are not sliced: they are there
 before the first microbatch. Any other value of which an op needs more than a slice (similarities of
@@ -161,6 +162,12 @@ class MicrobatchGraphs:
             loss_counts(self.folded)
         except OptionError as error:
             yield str(error)
+        for need, native, wanted in self._used():
+            graph = self.folded.regions[need.region].graph
+            if _is_shared(native, wanted) and not _is_float(graph.values[need.value]):
+                where = op_place(self.folded, need.region, need.op)
+                name = value_name(graph, need.value)
+                yield f"{where} adds {name}, whole numbers, to a sum over them; {ONE_MICROBATCH}"
         for need in self._needed_full():
             if need.value not in self._unsliced[need.region]:
                 graph = self.folded.regions[need.region].graph
@@ -258,29 +265,31 @@ class MicrobatchGraphs:
         return self._known[count]
 
     def _needed_full(self) -> list[_Need]:
-        """What is split, or a pending sum, and then needed for the whole batch. The model's own
-        outputs are not: sums over microbatches are their value."""
-        found = []
+        """What is split, or a pending sum, and then needed for the whole batch."""
+        return [need for need, x, wanted in self._used() if x != wanted and is_per_microbatch(x)]
+
+    def _used(self) -> Iterator[tuple[_Need, Layout, Layout]]:
+        """Every use of a value, its own layout, and the one that is wanted. The model's outputs are
+        none: sums over microbatches are their value."""
         for r, typing in enumerate(self._typings):
             graph = self.folded.regions[r].graph
             native = [layout for layout, _ in layouts_of_values(graph, typing)]
-            wanted = [
-                (v, layout, k)
-                for k, (op, chosen) in enumerate(zip(graph.ops, typing.ops, strict=True))
-                for v, layout in zip(op.operands, chosen.inputs, strict=True)
-            ]
+            for k, (op, chosen) in enumerate(zip(graph.ops, typing.ops, strict=True)):
+                for v, layout in zip(op.operands, chosen.inputs, strict=True):
+                    yield _Need(r, v, k), native[v], layout
             crossing = zip(graph.outputs, typing.outputs, self._boundaries.outputs[r], strict=True)
-            wanted += [
-                (v, x, graph.producers[v])
-                for v, x, c in crossing
-                if c not in self._boundaries.results
-            ]
-            found += [
-                _Need(r, v, k)
-                for v, x, k in wanted
-                if native[v] != x and is_per_microbatch(native[v])
-            ]
-        return found
+            for v, layout, c in crossing:
+                if c not in self._boundaries.results:
+                    yield _Need(r, v, graph.producers[v]), native[v], layout
+
+
+def _is_shared(native: Layout, wanted: Layout) -> bool:
+    """Whether all microbatches have the same of what is to be a summand of each."""
+    return wanted[0] == PARTIAL and not is_per_microbatch(native)
+
+
+def _is_float(value: Value) -> bool:
+    return value.dtype.startswith(("float", "bfloat", "complex"))
 
 
 class _Writer:
@@ -349,12 +358,20 @@ class _Writer:
         return replace(value, shape=local_shape(value.shape, layout, self.sizes))
 
     def _in(self, v: int, layout: Layout) -> int:
-        """The value that is `v` in `layout`: itself, or this microbatch's slice of it."""
-        if self.native[v][0].is_shard or not layout[0].is_shard:
+        """The value that is `v` in `layout`: itself, this microbatch's slice of it, or its share in
+        a sum over them."""
+        is_shared = self.sizes[0] > 1 and _is_shared(self.native[v], layout)
+        if not is_shared and (self.native[v][0].is_shard or not layout[0].is_shard):
             return v
         if (v, layout) not in self._slices:
-            self._slices[v, layout] = self._selected(v, layout)
+            made = self._divided(v) if is_shared else self._selected(v, layout)
+            self._slices[v, layout] = made
         return self._slices[v, layout]
+
+    def _divided(self, v: int) -> int:
+        share = self._new(self.values[v])
+        self.ops.append(Op(DIVIDE, (Ref(v), self.sizes[0]), (), (share,)))
+        return share
 
     def _selected(self, v: int, layout: Layout) -> int:
         """Selects the microbatch on the dim as (blocks, microbatches, rest)."""

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from meshfold.capture.trace.assertions import Assertion, Sources, is_library_check
@@ -335,9 +336,24 @@ def _plain(value: Any) -> Any:
     return value.tensor if isinstance(value, Number) else value
 
 
+def dropout_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What dropout(x, p, training, inplace=True) returns: x, with the result of the op dropout
+    copied into it, where torch writes draws and products; NotImplemented for anything else."""
+    if func not in (functional.dropout, torch.dropout_):
+        return NotImplemented
+    names = ("input", "p", "training", "inplace")
+    given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False))}
+    given |= kwargs
+    is_in_place = given.pop("inplace") or func is torch.dropout_
+    x = given.pop("input")
+    if not is_in_place or not given["training"]:
+        return NotImplemented
+    return x.copy_(functional.dropout(x, given["p"], True))
+
+
 class Answering(TorchFunctionMode):
-    """Answers for assertions, writes CTC losses and what masks select in ops of fixed shape, and
-    leaves everything else as it is."""
+    """Answers for assertions, writes CTC losses and what masks select in ops of fixed shape, keeps
+    dropout one op, and leaves everything else as it is."""
 
     def __init__(self, checks: ValueChecks) -> None:
         super().__init__()
@@ -357,6 +373,8 @@ class Answering(TorchFunctionMode):
         answer = self.selections.answer(func, args)
         if answer is NotImplemented:
             answer = ctc_loss(func, args, kwargs)
+        if answer is NotImplemented:
+            answer = dropout_in_place(func, args, kwargs)
         if answer is NotImplemented:
             answer = self.checks.answer(func, args, kwargs)
         if answer is NotImplemented:

@@ -141,9 +141,11 @@ def _triangle(op: BoundOp) -> OpLabels:
 
 
 def _pad(op: BoundOp) -> OpLabels:
-    """Padded dims unsharded. Padding with zeros is linear."""
-    source, target = op.values[0].shape, op.outputs[0].shape
-    labels = numbered(source, but=[d for d, n in enumerate(source) if n != target[d]])
+    """Padded dims unsharded, those too that lose as much at one end as they get at the other.
+    Padding with zeros is linear."""
+    source, pad = op.values[0].shape, op.integers("pad")
+    padded = [len(source) - 1 - k // 2 for k, amount in enumerate(pad) if amount != 0]
+    labels = numbered(source, but=padded)
     zeros = op.get("mode", "constant") == "constant" and not op.get("value")
     return OpLabels((labels,), (labels,), linear=_LINEAR if zeros else ())
 

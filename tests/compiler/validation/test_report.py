@@ -57,6 +57,20 @@ def test_what_is_zero_but_for_rounding_is_relative_to_its_terms() -> None:
     assert differences([{"a": (0.0, 0.0)}])[0].relative == 0.0
 
 
+def test_a_first_step_that_is_right_and_later_ones_that_are_not() -> None:
+    right, wrong = (TensorDifference("w", 1.0, d, d) for d in (0.0, 1e-3))
+    assert VerifyReport(2, "dp2", 1.0, 1.0, (right,), parameters=(wrong,)).only_parameters_differ
+    assert not VerifyReport(
+        2, "dp2", 1.0, 1.0, (wrong,), parameters=(wrong,)
+    ).only_parameters_differ
+    assert not VerifyReport(
+        2, "dp2", 1.0, 2.0, (right,), parameters=(wrong,)
+    ).only_parameters_differ
+    assert not VerifyReport(
+        2, "dp2", 1.0, 1.0, (right,), parameters=(right,)
+    ).only_parameters_differ
+
+
 def test_what_rounding_alone_moves_as_far_agrees_and_says_so() -> None:
     """A model that does not agree with itself: nothing more can be said of it."""
     (found,) = differences([{"a": (1.0, 1e-3)}], {"a": 1e-4})

@@ -11,7 +11,7 @@ from meshfold.api import find_plan
 from meshfold.ir.options import CompileOptions
 from meshfold.plan_file.io import plan_to_json
 from meshfold.validation.report import ROUNDINGS, TOLERANCE, VerifyReport
-from meshfold.validation.rounding import rounding_of, state_of
+from meshfold.validation.rounding import MORE_SAMPLES, SAMPLES, rounding_of, state_of
 from meshfold.validation.verify import _report
 
 MODEL = "support.models.hard_to_verify:zero_gradients"
@@ -37,6 +37,25 @@ def test_rounding_is_as_large_as_a_gradient_that_cancels_only() -> None:
     for name in ("tiny", "linear.weight"):
         assert ROUNDINGS * found.gradients[name] < TOLERANCE * sizes[name]
         assert 0 < found.parameters[name] < 1e-14
+
+
+def test_more_samples_meet_a_kink_that_few_do_not() -> None:
+    model = torch.nn.Linear(8, 1, bias=False).double()
+    torch.nn.init.ones_(model.weight)
+    initial = state_of(model)
+    starts: list[torch.Tensor] = []
+
+    def train(_: float) -> Any:
+        start = model.weight.detach().clone()
+        starts.append(start)
+        return {"weight": start}, {"weight": (start > kink).double()}
+
+    kink = torch.full((1, 8), 2.0)
+    rounding_of(model, initial, train, MORE_SAMPLES)
+    kink, most = (torch.stack(s).amax(0) for s in (starts[: SAMPLES + 1], starts))
+    assert (kink < most).any()
+    assert rounding_of(model, initial, train).parameters["weight"] == 0.0
+    assert rounding_of(model, initial, train, MORE_SAMPLES).parameters["weight"] == 1.0
 
 
 @pytest.mark.multiprocess

@@ -15,6 +15,7 @@ from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.split.loss_counts import COUNT
 from meshfold.passes.split.microbatch import MicrobatchGraphs
 from meshfold.passes.split.pieces import cut_as
+from meshfold.validation.captured_alone import captured_step
 
 CLUSTER = resolve_cluster("local-cpu", 4)
 
@@ -176,4 +177,42 @@ class Counts(nn.Module):
 def test_buffers_that_the_forward_updates_are_refused_by_name():
     folded = capture(Counts(), {"x": torch.randn(BATCH, 4)}).graph
     with pytest.raises(OptionError, match="every one of them would update buffer largest"):
+        MicrobatchGraphs(folded, CLUSTER, BATCH).graph(2)
+
+
+class Penalized(nn.Module):
+    """A mean over the batch and a penalty on parameters, that may be computed in whole numbers."""
+
+    def __init__(self, offset: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.offset = offset
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.offset is not None:
+            return y.mean() + ((x > 0).sum() + self.offset)
+        return y.square().mean() + 0.1 * self.linear.weight.norm()
+
+
+def test_what_is_added_once_is_shared_among_microbatches():
+    model, x = Penalized().double(), torch.randn(BATCH, 4, dtype=torch.float64)
+    captured = capture(model, {"x": x})
+    written = MicrobatchGraphs(captured.graph, CLUSTER, BATCH).graph(2)
+    parameters = dict(model.named_parameters())
+
+    def step(graph, x):
+        return captured_step(graph, captured.constants, parameters, {}, {"x": x})
+
+    loss, gradients = step(captured.graph, x)
+    halves = [step(written, half) for half in x.chunk(2)]
+    assert sum(half for half, _ in halves) == pytest.approx(loss.item(), rel=1e-14)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(sum(g[name] for _, g in halves), gradient)
+
+
+def test_whole_numbers_that_are_added_once_are_refused():
+    model = Penalized(torch.tensor(3))
+    folded = capture(model, {"x": torch.zeros(BATCH, 4)}).graph
+    with pytest.raises(OptionError, match=r"adds .*, whole numbers, to a sum over them"):
         MicrobatchGraphs(folded, CLUSTER, BATCH).graph(2)

@@ -347,7 +347,7 @@ SHAPE: tuple[Sample, ...] = (
     call("roll.default", real(*X), [3]),
     call("tril.default", real(*X)),
     call("triu.default", real(*X), 1),
-    call("pad.default", real(*X), [0, 1], "constant", 0.0),
+    call("pad.default", real(*X), [0, 0, 1, -1]),  # a shift
     call("pad.default", real(*X), [0, 1, 2, 0], "constant", -100.0),
     call("constant_pad_nd.default", real(*X), [1, 0]),
     call("cat.default", [real(*X, seed=k) for k in range(3)], 1),

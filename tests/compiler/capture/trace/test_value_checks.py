@@ -203,3 +203,34 @@ def test_a_hint_of_torch_is_not_needed() -> None:
     program = emit_uniform(captured, UniformStrategy(dp=2, zero=3), 2)
     for errors in errors_of_a_step(model, batch, captured, program):
         assert max(errors.values()) < 1e-12
+
+
+class DropsInPlace(nn.Module):
+    def __init__(self, drop):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 4), drop
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.drop(y)
+        return y.square().mean()
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        nn.Dropout(0.25, inplace=True),
+        lambda x: nn.functional.dropout(x, 0.25, inplace=True),
+        lambda x: torch.dropout_(x, 0.25, True),
+    ],
+)
+def test_dropout_in_place_stays_one_op(drop):
+    regions = capture(DropsInPlace(drop).train(), {"x": torch.zeros(2, 4)}).graph.regions
+    found = [op for r in regions for op in r.graph.ops]
+    assert [op.target for op in found if "dropout" in op.target] == ["aten.native_dropout.default"]
+    assert not [op for op in found if op.target == "meshfold.uniform.default"]
+
+
+def test_dropout_in_place_of_eval_mode_is_nothing():
+    regions = capture(DropsInPlace(nn.Dropout(inplace=True)).eval(), {"x": torch.zeros(2, 4)})
+    assert not [op for r in regions.graph.regions for op in r.graph.ops if "dropout" in op.target]
