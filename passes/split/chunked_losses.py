@@ -157,7 +157,7 @@ def _loss(graph: OpGraph, head: _Head, x: Arg) -> Op:
     loss, linear = graph.ops[head.loss], graph.ops[head.linear]
     arguments = _arguments(loss)
     matrix, bias = linear.args[1], _arguments(linear).get("bias")
-    rest = {
+    rest: dict[str, Arg] = {
         name: arguments[name]
         for name in ("reduction", "ignore_index", "label_smoothing")
         if name in arguments
