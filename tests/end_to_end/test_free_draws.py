@@ -1,7 +1,9 @@
 """What the search picks by itself, on random machines and budgets, is right."""
 
 import pytest
+from support.models.hugging_face import tiny_model
 from support.processes.pool import Pools
+from support.programs.local_programs import errors_of_a_step
 from support.search.free_draws import (
     NUM_ALIKE,
     captured_model,
@@ -9,6 +11,9 @@ from support.search.free_draws import (
     plan_that_fits,
 )
 
+from meshfold.api import plan_captured
+from meshfold.codegen.emit.pass_pipeline import emit
+from meshfold.ir.options import CompileOptions
 from meshfold.plan_file.io import plan_to_json
 
 NUM_DRAWS = 100
@@ -39,3 +44,19 @@ def test_what_the_search_picks_is_right(first: int, pools: Pools) -> None:
     seeds = sorted(range(first, first + NUM_ALIKE), key=lambda s: free_draw(s).cluster.num_devices)
     wrong = [text for seed in seeds for text in failures(seed, pools)]
     assert not wrong, "\n".join(wrong)
+
+
+SLOW_LINKS = 29
+"""A draw whose links make a router be sharded by rows on tp."""
+
+
+@pytest.mark.slow(6)
+@pytest.mark.xfail(strict=True, reason="ep x tp is wrong where tp shards what routes rows")
+def test_experts_whose_rows_are_routed_by_tp_shards() -> None:
+    draw = free_draw(SLOW_LINKS)
+    captured = captured_model(draw.family, draw.layers)
+    pins = {"ep": 2, "tp": 2, "sp": 1, "zero": 0, "microbatches": 1}
+    plan = plan_captured(captured, draw.family, draw.cluster, CompileOptions(pins=pins))
+    model, batch = tiny_model(draw.family, layers=draw.layers)
+    found = errors_of_a_step(model, batch, captured, emit(captured.graph, plan))
+    assert max(error for errors in found for error in errors.values()) <= TOLERANCE
