@@ -34,13 +34,13 @@ from meshfold.passes.memory.local_program import Probe
 from meshfold.passes.memory.region import MemoryModel
 from meshfold.passes.one_pass.bounds import LeastCompute, Room, least_compute, least_step_s
 from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
-from meshfold.passes.one_pass.priced import NoMeshFits, Priced, order_of
+from meshfold.passes.one_pass.priced import NoMeshFits, order_of
 from meshfold.passes.one_pass.record import MeshRecord, search_stats
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import Shortlisted, rank_shortlist, simulated_times
 from meshfold.passes.one_pass.tree import NODE, PRUNING_RULES, Tree, grow_tree
 from meshfold.passes.planner.accumulation import fitting_rows
-from meshfold.passes.planner.assembly import PlanRequest, assemble_plan
+from meshfold.passes.planner.assembly import PlanRequest, assemble_plan, planned_notes
 from meshfold.passes.planner.baselines import baseline_rows, named_baselines
 from meshfold.passes.planner.find_pipeline import (
     excludes_pipelines,
@@ -48,7 +48,7 @@ from meshfold.passes.planner.find_pipeline import (
     plan_with_pipelines,
     search_spec,
 )
-from meshfold.passes.planner.memory_prices import why_it_fits
+from meshfold.passes.planner.memory_prices import MOST_SEARCHES, with_prices
 from meshfold.passes.planner.offload import NEEDS_OFFLOAD, host_notes, with_offload, within
 from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.passes.region.pins import pinned_slots
@@ -93,7 +93,8 @@ def find_plan_for(
     def plan_in(num_bytes: int) -> Plan:
         return _fitting(within(request, num_bytes), None)
 
-    return replace(plan, notes=(*plan.notes, why_it_fits(plan, plan_in)))
+    # Offload that nobody asked for says what it costs in any case, by one search.
+    return with_prices(plan, plan_in, MOST_SEARCHES if prices_memory else 0)
 
 
 def _fitting(request: PlanRequest, progress: Progress | None) -> Plan:
@@ -160,7 +161,7 @@ def _plan_in_one_pass(request: PlanRequest, progress: Progress | None) -> Plan:
         stats=found.stats,
         notes=(
             *found.notes,
-            *_planned_notes(found.best.priced),
+            *planned_notes(found.best.priced),
             *host_notes(found.best.priced, options.optimizer),
             *(
                 f"baseline {name} is not priced: a batch of {batch_size} does not divide over "
@@ -395,11 +396,3 @@ class _Search:
             f"{'pin ' if 'tp' in self.options.pins else ''}{degrees_text}: no parameter of "
             f"this model can be sharded over so many ranks"
         )
-
-
-def _planned_notes(best: Priced) -> list[str]:
-    """A plan that uses what cannot run yet says so."""
-    names = dict.fromkeys(
-        candidate.strategy.label for candidate in best.candidates if not candidate.strategy.runs
-    )
-    return [f"{name}: planned, cannot run yet" for name in names]
