@@ -54,7 +54,7 @@ from meshfold.passes.planner.find_pipeline import (
     plan_with_pipelines,
     search_spec,
 )
-from meshfold.passes.planner.memory_prices import why_it_fits
+from meshfold.passes.planner.memory_prices import MOST_SEARCHES, with_prices
 from meshfold.passes.planner.offload import NEEDS_OFFLOAD, host_notes, within
 from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.passes.region.pins import pinned_slots
@@ -99,7 +99,8 @@ def find_plan_for(
     def plan_in(num_bytes: int) -> Plan:
         return _fitting(within(request, num_bytes), None)
 
-    return replace(plan, notes=(*plan.notes, why_it_fits(plan, plan_in)))
+    # Offload that nobody asked for says what it costs in any case, by one search.
+    return with_prices(plan, plan_in, MOST_SEARCHES if prices_memory else 0)
 
 
 def _fitting(asked: PlanRequest, progress: Progress | None) -> Plan:

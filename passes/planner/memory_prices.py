@@ -80,12 +80,14 @@ class _Point:
         return found
 
 
-def memory_prices(plan: Plan, plan_in: PlanIn) -> tuple[Plan, tuple[MemoryPrice, ...]]:
+def memory_prices(
+    plan: Plan, plan_in: PlanIn, most_searches: int = MOST_SEARCHES
+) -> tuple[Plan, tuple[MemoryPrice, ...]]:
     """(the best plan with unlimited memory, prices of what `plan` does instead). plan: the best one
-    in its own budget."""
+    in its own budget. most_searches: of budgets in between."""
     free = _Point(UNLIMITED_BYTES, _no_slower(plan_in(UNLIMITED_BYTES), plan))
     points = [_Point(plan.memory.capacity, plan), free]
-    for _ in range(MOST_SEARCHES):
+    for _ in range(most_searches):
         tangled = [pair for pair in pairwise(points) if _can_be_halved(*pair)]
         if not tangled:
             break
@@ -103,9 +105,9 @@ def memory_prices(plan: Plan, plan_in: PlanIn) -> tuple[Plan, tuple[MemoryPrice,
     return free.plan, tuple(MemoryPrice(names, s / free_s) for names, s in added_s.items())
 
 
-def why_it_fits(plan: Plan, plan_in: PlanIn) -> str:
+def why_it_fits(plan: Plan, plan_in: PlanIn, most_searches: int = MOST_SEARCHES) -> str:
     """What a plan does for memory's sake, and what each of it costs, as one note."""
-    free, prices = memory_prices(plan, plan_in)
+    free, prices = memory_prices(plan, plan_in, most_searches)
     best = "the best plan on devices of any memory"
     needs = bytes_text(free.memory.peak)
     if not prices:
@@ -119,6 +121,11 @@ def why_it_fits(plan: Plan, plan_in: PlanIn) -> str:
         f"fits because: {found}; in all {total:+.1%} on the step of {free.strategy.label}, {best}, "
         f"which needs {needs}"
     )
+
+
+def with_prices(plan: Plan, plan_in: PlanIn, most_searches: int) -> Plan:
+    """The plan with that note."""
+    return replace(plan, notes=(*plan.notes, why_it_fits(plan, plan_in, most_searches)))
 
 
 def _no_slower(found: Plan, known: Plan) -> Plan:

@@ -118,6 +118,9 @@ def test_what_cannot_be_told_apart_has_one_price_after_so_many_searches() -> Non
     _, (price,) = memory_prices(tight, frontier({10 * GB: tight, 29 * GB: whole}, asked))
     assert price.mechanisms == ("offload", "recompute") and price.share == pytest.approx(0.5)
     assert len(asked) == 1 + MOST_SEARCHES
+    free_only = frontier({0: tight, 29 * GB: whole}, asked := [])
+    _, (price,) = memory_prices(tight, free_only, 0)
+    assert asked == [UNLIMITED_BYTES] and price.share == pytest.approx(0.5)
     assert " together (+50.0%)" in why_it_fits(tight, frontier({0: tight, 29 * GB: whole}, []))
 
 
