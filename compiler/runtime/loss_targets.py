@@ -58,8 +58,6 @@ def count_targets(
                 computed.update({(k, v): x for v, x in zip(op.outputs, results, strict=True)})
             targets = value_of(*count.target)
             counted = targets[targets != count.ignore_index]
-            if count.weight is None:
-                found[count.op] = counted.numel()
-            else:
-                found[count.op] = float(value_of(*count.weight)[counted].sum())
+            weight = None if count.weight is None else value_of(*count.weight)
+            found[count.op] = counted.numel() if weight is None else float(weight[counted].sum())
     return found

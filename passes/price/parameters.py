@@ -116,8 +116,8 @@ def member_copies(
     if value.master:
         packed_s += cast_s(value, stored, costs)
     if gather:
-        # One kernel for the whole group.
-        packed_s += costs.compute_s(0.0, 2 * here, value.dtype) - costs.launch_s
+        # One kernel for the whole group; a parameter without elements (MobileBERT) has none.
+        packed_s += max(0.0, costs.compute_s(0.0, 2 * here, value.dtype) - costs.launch_s)
         unpacked_s = costs.compute_s(0.0, 2 * shards * here, value.dtype)
     if value.requires_grad:
         reduced_s = costs.compute_s(0.0, shards * (here + stored_here), value.dtype)

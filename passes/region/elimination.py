@@ -117,8 +117,10 @@ class EliminationPlan:
             (sum(u not in keep for u in s.scope[:-1]) for _, s in self._steps), default=0
         )
         inner = self._inner
-        sizes = (math.prod([inner[u] for u in s.scope]) for _, s in self._steps)
+        sizes = [math.prod([inner[u] for u in s.scope]) for _, s in self._steps]
         self.largest_table = max(sizes, default=1)
+        self.num_entries = sum(sizes)
+        """Of all tables that are summed up, for one value of each kept variable."""
 
     def run(self, tables: Sequence[Table]) -> Elimination:
         """Eliminate. tables: over the scopes, in that order."""

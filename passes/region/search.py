@@ -17,6 +17,7 @@ out of the rules and the prices.
 In: an OpGraph, a mesh, a cost model, the layouts its surroundings allow. Out: a RegionTyping.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,6 +42,8 @@ from meshfold.passes.rules.table import AxisRule, region_rules, typing_of
 
 MOST_ENTRIES = 1 << 24
 """Of a table of an exact elimination: 128 MiB, in some tenths of a second."""
+MOST_ENTRIES_TOGETHER = 1 << 26
+"""Of all tables of one: a second or so, where a plan with stages takes dozens at several prices."""
 
 MAX_JOINT_TABLE = 20_000
 """Entries of the largest table up to which a region is solved at many prices at once."""
@@ -90,11 +93,14 @@ class RegionProblem:
     plans: EliminationPlans
 
     def solve(self, prices: Prices) -> RegionSolution | None:
-        """The optimum at these prices; None if no typing meets the allowed layouts."""
-        (found,) = self.optima([prices])
+        """The optimum at these prices, exact however long it takes while single tables fit; None if
+        no typing meets the allowed layouts."""
+        (found,) = self.optima([prices], most_entries=math.inf)
         return None if found is None else found.solution()
 
-    def optima(self, prices: Sequence[Prices]) -> "list[Optimum | None]":
+    def optima(
+        self, prices: Sequence[Prices], most_entries: float = MOST_ENTRIES_TOGETHER
+    ) -> "list[Optimum | None]":
         """What `solve` finds at each of these prices, found in one elimination: which of them is
         meant is one more variable, which is not eliminated."""
         domains, case = list(self.factors.domains), None
@@ -104,7 +110,7 @@ class RegionProblem:
         factors = self._tables(prices, case)
         # Prices change entries of tables, not which variables they join.
         plan = self.plans.of(domains, [factor.variables for factor in factors], case)
-        if plan.largest_table > MOST_ENTRIES:
+        if plan.largest_table > MOST_ENTRIES or plan.num_entries > most_entries:
             return [self._conditioned(p) for p in prices]
         found = plan.run([factor.table for factor in factors])
         # A table without parameters is the same in all cases.

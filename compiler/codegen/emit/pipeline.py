@@ -204,7 +204,6 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         for stage in stages:
             for region in stage.regions:
                 split_backward(region.graph, stage.folded.regions[region.region].graph)
-    counts = tuple(replace(c, op=(pieces.numbers[c.op[0]], c.op[1])) for c in found)
     inputs = graphs.input_layouts() if num_microbatches > 1 else {}
     return EmittedPipeline(
         folded,
@@ -214,7 +213,7 @@ def emit_pipeline(folded: FoldedGraph, plan: Plan) -> EmittedPipeline:
         stages,
         inputs,
         graphs.output_layouts(),
-        counts,
+        tuple(replace(c, op=(pieces.numbers[c.op[0]], c.op[1])) for c in found),
     )
 
 

@@ -36,6 +36,12 @@ def test_local_bytes():
     assert local_bytes(WEIGHT, (Shard(0, 2), Shard(0)), (4, 2)) == 64 * 32 * 4 // 8
 
 
+def test_a_parameter_without_elements_has_no_copies():
+    _, costs, _ = costs_on(1, 2)
+    empty = Value((64, 0), "float32", True)
+    assert member_copies(empty, (INVARIANT, Shard(0)), (1,), costs) == GroupCopies()
+
+
 def test_bucketed_kinds():
     assert is_grouped(INVARIANT, REPLICATE) and is_grouped(Shard(1), REPLICATE)
     assert not is_grouped(INVARIANT, Shard(0)) and not is_grouped(Shard(0), INVARIANT)

@@ -32,6 +32,11 @@ def read(head: str, *body: str) -> Loop | None:
 
 ROW = Loop("self.experts", "range(4)", "ids", "x", "y", "row", True, "weights")
 
+SLOT = "y[m] += weights[m, slot].unsqueeze(-1) * self.experts[e](x[m])"
+IN_SLOT = Loop(
+    "self.experts", "range(4)", "ids[:, slot]", "x", "y", "place", True, "weights[:, slot]"
+)
+
 
 @pytest.mark.parametrize(
     ("body", "loop"),
@@ -47,6 +52,8 @@ ROW = Loop("self.experts", "range(4)", "ids", "x", "y", "row", True, "weights")
             (WHERE, "y = y.index_add(0, rows, self.experts[e](x[rows]).to(y.dtype))"),
             Loop("self.experts", "range(4)", "ids", "x", "y", "row", True, in_place=False),
         ),
+        (("m = ids[:, slot] == e", SLOT), IN_SLOT),
+        (("m = ids[:, slot] == e", SLOT.replace("(x[m])", "(x[m]).squeeze(1)")), IN_SLOT),
     ],
 )  # fmt: skip
 def test_a_loop_is_read(body: tuple[str, ...], loop: Loop) -> None:
@@ -75,6 +82,9 @@ def test_a_loop_is_read(body: tuple[str, ...], loop: Loop) -> None:
         (WHERE, "x = x + 1", PUT),
         (WHERE, f"with torch.no_grad(): {PUT}"),
         ("rows, k = torch.where(mask[e])", PUT.replace("x[rows]", "x[k]")),
+        ("m = ids[:, 0] == e", SLOT),
+        ("m = ids[..., slot] == e", SLOT),
+        ("m = ids[:, slot] == e", SLOT.replace("(x[m])", "(x[m]).squeeze(0)")),
     ],
 )
 def test_any_other_loop_is_not(body: tuple[str, ...]) -> None:
