@@ -157,7 +157,7 @@ def race_published(run: Run, results: Results) -> list[Planned]:
         setup = setup_of(run)
     except NotExpressible:
         return []
-    options = replace(setup.options, pins={}, allow_planned=False)
+    options = replace(setup.options, pins={})
 
     def planned_under(number: int, pins: dict[str, PinValue]) -> Planned:
         def make() -> Planned:

@@ -207,11 +207,3 @@ def why_lost(
     if more_bytes > 0:
         return f"holds {bytes_text(more_bytes)} more, which does not fit in every layer"
     return "faster and no larger by itself, but not beside what other regions do"
-
-
-def planned_notes(best: Priced) -> list[str]:
-    """A plan that uses what cannot run yet says so."""
-    names = dict.fromkeys(
-        candidate.strategy.label for candidate in best.candidates if not candidate.strategy.runs
-    )
-    return [f"{name}: planned, cannot run yet" for name in names]

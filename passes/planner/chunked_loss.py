@@ -5,16 +5,32 @@ Chunks hold less and compute the product of the head once more
 them where nothing fits, or where a pin asks for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from meshfold.errors import OptionError
+from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.options import CHUNKED_LOSS
 from meshfold.ir.plan import Plan
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.offload import NEEDS_OFFLOAD, with_offload
 
 NEEDS_CHUNKS = "nothing fits with whole logits: losses that make them in chunks were searched, too"
+
+
+def fitting(asked: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
+    """The fastest plan of what is asked for; with logits in chunks and with offload where nothing
+    fits without. Raises what plan_of raises without."""
+    request = as_pinned(asked)
+    try:
+        return named_for(plan_of(request), asked, request)
+    except InfeasibleError as error:
+        for wider, notes in wider_requests(request):
+            try:
+                plan = named_for(plan_of(wider), asked, wider)
+            except (OptionError, InfeasibleError):
+                continue
+            return replace(plan, notes=(*plan.notes, *notes))
+        raise error from None
 
 
 def wider_requests(request: PlanRequest) -> Iterator[tuple[PlanRequest, tuple[str, ...]]]:

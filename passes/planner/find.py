@@ -42,12 +42,7 @@ from meshfold.passes.one_pass.tree import NODE, PRUNING_RULES, Tree, grow_tree
 from meshfold.passes.planner.accumulation import fitting_rows
 from meshfold.passes.planner.assembly import PlanRequest, assemble_plan
 from meshfold.passes.planner.baselines import baseline_rows, named_baselines
-from meshfold.passes.planner.chunked_loss import (
-    NEEDS_CHUNKS,
-    as_pinned,
-    named_for,
-    wider_requests,
-)
+from meshfold.passes.planner.chunked_loss import NEEDS_CHUNKS, fitting
 from meshfold.passes.planner.find_pipeline import (
     excludes_pipelines,
     is_pipeline_pinned,
@@ -92,31 +87,15 @@ def find_plan_for(
     kept, InfeasibleError when nothing fits."""
     shared = shared or SharedWork()
     request = PlanRequest(folded, cluster, options, model_name, batch_size, probe, shared)
-    plan = _fitting(request, progress)
+    plan = fitting(request, lambda asked: _plan(asked, progress))
     if not prices_memory and not {NEEDS_CHUNKS, NEEDS_OFFLOAD}.intersection(plan.notes):
         return plan
 
     def plan_in(num_bytes: int) -> Plan:
-        return _fitting(within(request, num_bytes), None)
+        return fitting(within(request, num_bytes), lambda asked: _plan(asked, None))
 
     # Offload that nobody asked for says what it costs in any case, by one search.
     return with_prices(plan, plan_in, MOST_SEARCHES if prices_memory else 0)
-
-
-def _fitting(asked: PlanRequest, progress: Progress | None) -> Plan:
-    """The fastest plan of what is asked for; with logits in chunks and with offload where nothing
-    fits without."""
-    request = as_pinned(asked)
-    try:
-        return named_for(_plan(request, progress), asked, request)
-    except InfeasibleError as error:
-        for wider, notes in wider_requests(request):
-            try:
-                plan = named_for(_plan(wider, progress), asked, wider)
-            except (OptionError, InfeasibleError):
-                continue
-            return replace(plan, notes=(*plan.notes, *notes))
-        raise error from None
 
 
 def _plan(request: PlanRequest, progress: Progress | None) -> Plan:

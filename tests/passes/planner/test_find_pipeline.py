@@ -329,7 +329,7 @@ def test_pipelines_compete_unless_pins_forbid_them():
     alone = plan("llama", pins={"microbatches": 1})
     assert alone.schedule == "" and not any("pp" in m.mesh for m in alone.search.meshes)
     asked = plan("llama")
-    assert asked.time.step_s <= alone.time.step_s and all(r.strategy.runs for r in asked.regions)
+    assert asked.time.step_s <= alone.time.step_s
     assert len(asked.search.meshes) > len(alone.search.meshes)
     alone = plan("llama", pins={"pp": 1, "microbatches": 1})
     assert alone.schedule == "" and LAYERS not in alone.search.pruned
