@@ -28,7 +28,8 @@ from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import ModelInput, Plan, model_inputs
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.fold.assemble import fingerprint
-from meshfold.passes.planner.find import Progress, find_plan_for
+from meshfold.passes.planner.best_mesh import Progress
+from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.planner.shared_work import SharedWork
 from meshfold.passes.split.chunked_losses import as_planned
 from meshfold.plan_file.io import load_plan

@@ -14,8 +14,8 @@ from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import build_for_plan, build_model
+from meshfold.passes.planner.best_mesh import Progress
 from meshfold.passes.planner.check import price_plan
-from meshfold.passes.planner.find import Progress
 from meshfold.passes.split.chunked_losses import as_planned
 from meshfold.plan_file.output_file import output_target, write_whole
 from meshfold.refine.program_events import with_program_events

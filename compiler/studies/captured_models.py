@@ -9,7 +9,7 @@ from meshfold.ir.options import CompileOptions, Precision
 from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import BuiltModel, build_model
-from meshfold.passes.planner.find import Progress
+from meshfold.passes.planner.best_mesh import Progress
 from meshfold.passes.planner.shared_work import SharedWork
 
 

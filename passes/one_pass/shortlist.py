@@ -23,6 +23,11 @@ SHORTLIST_SIZE = 3
 """Programs that are simulated, the best by the sum first. Chosen, not measured."""
 
 
+MOST_BEYOND = 3
+"""Meshes that are planned because their bound is below the best simulated step, though not below
+the best sum. Chosen, not measured."""
+
+
 @dataclass(frozen=True, eq=False)
 class Shortlisted:
     """The best program of a mesh. events, step: once it is simulated, its events and the step that
@@ -45,8 +50,14 @@ def rank_shortlist(plans: Mapping[MeshPlanner, MeshPlan]) -> list[Shortlisted]:
     close = [f for f in found if f.priced.time.step_s <= CONTENTION_RATIO * least_s][
         :SHORTLIST_SIZE
     ]
-    ranked = [simulated(f) for f in close]
-    return sorted(ranked, key=lambda f: float(f"{_step_s(f):.3e}"))
+    return by_simulation([simulated(f) for f in close])
+
+
+def by_simulation(shortlist: Sequence[Shortlisted]) -> list[Shortlisted]:
+    """Simulated programs, the best first: by simulated time to four digits, then as by the sum."""
+    return sorted(
+        shortlist, key=lambda f: (float(f"{simulated_step_s(f):.3e}"), order_of(f.priced))
+    )
 
 
 def simulated(listed: Shortlisted) -> Shortlisted:
@@ -75,7 +86,8 @@ def simulated(listed: Shortlisted) -> Shortlisted:
     return Shortlisted(priced, planner, events, simulate(events).step)
 
 
-def _step_s(listed: Shortlisted) -> float:
+def simulated_step_s(listed: Shortlisted) -> float:
+    """Seconds of a program that was simulated."""
     assert listed.step is not None
     return listed.step.step_s
 

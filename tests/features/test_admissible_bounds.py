@@ -27,7 +27,8 @@ from meshfold.passes.pipeline.bounds import kernels_bound_s
 from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.pipeline.tree import grow_pipelines
 from meshfold.passes.planner.assembly import PlanRequest
-from meshfold.passes.planner.find import BOUND, find_plan_for
+from meshfold.passes.planner.best_mesh import BOUND
+from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.planner.find_pipeline import search_spec
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.rules.ops.experts import DISPATCH_OPS

@@ -19,7 +19,7 @@ from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.one_pass.tree import Tree
-from meshfold.passes.planner import find as planner
+from meshfold.passes.planner import best_mesh as planner
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.plan_file.io import plan_to_json
 

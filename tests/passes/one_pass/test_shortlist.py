@@ -19,7 +19,7 @@ from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.one_pass import shortlist
 from meshfold.passes.one_pass.search import MeshPlanner
 from meshfold.passes.one_pass.shortlist import rank_shortlist, simulated_times
-from meshfold.passes.planner import find as planner
+from meshfold.passes.planner import best_mesh as planner
 from meshfold.passes.planner.check import price_plan
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.region.typing import MeshSearch

@@ -22,8 +22,9 @@ from meshfold.passes.one_pass.tree import (
     SAVED_ONCE,
     UNASKED_OFFLOAD,
 )
+from meshfold.passes.planner.best_mesh import BOUND, UNSHARDED
 from meshfold.passes.planner.check import price_plan
-from meshfold.passes.planner.find import BOUND, UNSHARDED, find_plan_for
+from meshfold.passes.planner.find import find_plan_for
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 
 PROBER = OpProber()

@@ -1,0 +1,302 @@
+"""The best mesh of a plan in one pass, and its program.
+
+Meshes go in order of their bound, which rises while their regions are typed one by one
+(one_pass/candidate_mesh.py, region/typing.py); the best program on each mixes strategies by layer
+(one_pass/search.py), until the next bound reaches the best program found. The best by the sum are
+simulated, and meshes whose bound is below what they simulate to (one_pass/shortlist.py).
+"""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshfold.cost_models.hardware.mesh_placement import build_mesh
+from meshfold.cost_models.memory.step_memory import FOREACH_FACTOR, STATE_FACTOR
+from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.errors import OptionError
+from meshfold.ir.mesh import Mesh
+from meshfold.ir.plan import SearchStats
+from meshfold.ir.strategy import Degrees, UniformStrategy
+from meshfold.passes.graph.reads import program_reads
+from meshfold.passes.memory.region import MemoryModel
+from meshfold.passes.one_pass.bounds import LeastCompute, Room, least_compute, least_step_s
+from meshfold.passes.one_pass.candidate_mesh import CandidateMesh
+from meshfold.passes.one_pass.priced import NoMeshFits, order_of
+from meshfold.passes.one_pass.record import MeshRecord, search_stats
+from meshfold.passes.one_pass.search import MeshPlanner
+from meshfold.passes.one_pass.shortlist import (
+    MOST_BEYOND,
+    Shortlisted,
+    by_simulation,
+    rank_shortlist,
+    simulated,
+    simulated_step_s,
+    simulated_times,
+)
+from meshfold.passes.one_pass.tree import NODE, Tree, grow_tree
+from meshfold.passes.planner.assembly import PlanRequest
+from meshfold.passes.planner.find_pipeline import (
+    search_spec,
+)
+from meshfold.passes.region.pins import pinned_slots
+from meshfold.passes.region.typing import MeshSearch
+
+Progress = Callable[[int, int, str], None]
+"""Called with (meshes done, meshes in all, the mesh at hand)."""
+
+UNSHARDED = "tp shards no weights"
+LAYOUT_PIN = "pinned layout cannot be kept"
+BOUND = "bound of the mesh above the best plan"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The winner, and everybody whose candidates were priced."""
+
+    best: Shortlisted
+    planners: tuple[MeshPlanner, ...]
+    stats: SearchStats
+    notes: tuple[str, ...]
+
+
+def planner_of(strategy: UniformStrategy, found: Found, search: "MeshRace") -> MeshPlanner:
+    """Who has priced the candidates of `strategy`, or a planner for it alone. Baselines keep no
+    pinned layouts."""
+    for planner in found.planners:
+        if strategy in planner.strategies and planner.search.space.pinned == search.pinned:
+            return planner
+    return search.mesh_planner(strategy.degrees, [strategy])
+
+
+class MeshRace:
+    """One search; region typings are shared by everything that asks for the same mesh."""
+
+    def __init__(self, request: PlanRequest, progress: Progress | None) -> None:
+        self.request, self.progress = request, progress
+        folded = self.folded = request.folded
+        self.cluster, self.options = request.cluster, request.options
+        self.pinned = pinned_slots(folded, self.options.layout_pins)
+        self._typed = request.shared.meshes(folded, self.options)
+        self._searches: dict[Degrees, MeshSearch] = {}  # of this search alone: bounds come of them
+        self._reads = program_reads(folded)
+
+    def best(self) -> Found:
+        """The fastest plan that fits; without the rule NODE when nothing fits."""
+        found = self._over(self._tree(self.options.without_rules))
+        if isinstance(found, Found):
+            return found
+        if NODE in self.options.without_rules:
+            raise found.error(self.cluster.num_devices)
+        wider = self._tree((*self.options.without_rules, NODE))
+        is_wider = len(wider.strategies) > len(self._tree(()).strategies)
+        over_nodes = self._over(wider) if is_wider else found
+        if isinstance(over_nodes, Found):
+            note = f"{found.words} while tp stays inside a node: this plan's tp leaves it"
+            return replace(over_nodes, notes=(note,))
+        raise found.and_in(over_nodes).error(self.cluster.num_devices)
+
+    def mesh_planner(self, degrees: Degrees, strategies: Sequence[UniformStrategy]) -> MeshPlanner:
+        """A planner for these strategies of one mesh."""
+        search = self._search(degrees)
+        probe = self.request.probe
+        return MeshPlanner(
+            self.folded,
+            self.cluster,
+            search,
+            strategies,
+            self.options,
+            probe,
+            self._reads,
+            self._typed.memory_models.setdefault(search, MemoryModel(search.costs, probe)),
+        )
+
+    def _search(self, degrees: Degrees) -> MeshSearch:
+        """The typings of a mesh, which are the same whatever part of dp ZeRO shards over."""
+        degrees = degrees._replace(dp_shard=0)
+        if degrees not in self._searches:
+            typed = self._typed
+            if degrees not in typed.searches:
+                mesh = self._mesh(degrees)
+                of_mesh = self.cluster, mesh, self.request.batch_size, typed.cache, self.pinned
+                typed.searches[degrees] = MeshSearch(self.folded, *of_mesh)
+            self._searches[degrees] = typed.searches[degrees]
+        return self._searches[degrees]
+
+    def _mesh(self, degrees: Degrees) -> Mesh:
+        return build_mesh(self.cluster, **degrees.of_mesh)
+
+    def _tree(self, without: Sequence[str]) -> Tree:
+        return grow_tree(search_spec(self.request, without))
+
+    def _over(self, tree: Tree) -> "Found | NoMeshFits":
+        """The best of a tree, or per mesh the program with the least memory."""
+        by_mesh: dict[Degrees, list[UniformStrategy]] = {}
+        # In an order of our own, so that the order of the strategies decides nothing.
+        for strategy in sorted(
+            tree.strategies, key=lambda s: (-s.dp, s.ep, s.cp, s.dp_shard, s.label)
+        ):
+            by_mesh.setdefault(strategy.degrees, []).append(strategy)
+        state = MeshRecord(Counter(tree.pruned))
+        meshes: list[CandidateMesh] = []
+        for is_second in (False, True):
+            wave = {
+                d: strategies for d, strategies in by_mesh.items() if (d.ep * d.cp > 1) == is_second
+            }
+            of_wave = [self._candidate_mesh(*item) for item in wave.items()]
+            self._best_first(of_wave, state, len(by_mesh))
+            meshes += of_wave
+        if not state.planners and not state.skipped:
+            raise self._no_mesh(by_mesh, state.pruned)
+        if state.best is None:
+            return NoMeshFits(
+                tuple(p.smallest for p in state.plans.values() if p.smallest is not None),
+                all(math.isinf(p.lower_bound_s) for p in state.plans.values()),
+            )
+        ranked = self._beyond_sums(meshes, state, len(by_mesh))
+        state.best = ranked[0].priced, ranked[0].planner
+        state.simulated_s = simulated_times(ranked)
+        return Found(ranked[0], tuple(state.plans), search_stats(tree, state), ())
+
+    def _candidate_mesh(self, degrees: Degrees, strategies: list[UniformStrategy]) -> CandidateMesh:
+        costs = CostModel(self.cluster, self._mesh(degrees))
+        return CandidateMesh(
+            self.folded,
+            costs,
+            degrees,
+            strategies,
+            self._bare_bound_s(degrees, costs),
+            lambda: self._search(degrees),
+            self._least_compute,
+        )
+
+    def _best_first(
+        self, meshes: Sequence[CandidateMesh], state: MeshRecord, num_meshes: int
+    ) -> None:
+        """The mesh of the lowest bound goes on: its next region is typed, then it is planned; until
+        none can beat the best. Those whose tp axis shards no weights are left out."""
+        for mesh in meshes:
+            # In their own order: what the first finds on its dp axis serves the others, too.
+            if not self._is_beaten(mesh.bound_s, state):
+                mesh.search()
+        queue = [(c.bound_s, c.mesh.sizes, k) for k, c in enumerate(meshes)]
+        heapq.heapify(queue)
+        skipped: dict[int, float] = {}
+        while queue:
+            bound_s, _, k = heapq.heappop(queue)
+            mesh = meshes[k]
+            if self._is_beaten(bound_s, state):
+                state.pruned[BOUND] += len(mesh.strategies)
+                if mesh.planner is None:
+                    skipped[k] = bound_s
+                    self._tell(mesh, state, num_meshes)
+            elif mesh.planner is not None and mesh.is_bounded:
+                self._plan(mesh.planner, state)
+            elif mesh.raise_bound() or self._is_typed(mesh, state, num_meshes):
+                heapq.heappush(queue, (mesh.bound_s, mesh.mesh.sizes, k))
+        state.planners += [c.planner for c in meshes if c.planner is not None]
+        state.skipped += [(str(meshes[k].mesh), skipped[k]) for k in sorted(skipped)]
+
+    def _beyond_sums(
+        self, meshes: Sequence[CandidateMesh], state: MeshRecord, num_meshes: int
+    ) -> list[Shortlisted]:
+        """The shortlist, the best simulated step first. Where that is above the best sum, meshes
+        whose bound is between them may simulate faster: MOST_BEYOND of them are planned, too, the
+        lowest bound first."""
+        ranked = rank_shortlist(state.plans)
+        left = [m for m in meshes if m.planner not in state.plans and m.bound_s >= state.best_s]
+        for _ in range(MOST_BEYOND):
+            limit_s = simulated_step_s(ranked[0])
+            mesh = self._next_below(left, limit_s, state, num_meshes)
+            if mesh is None or mesh.planner is None:
+                break
+            left.remove(mesh)
+            state.pruned[BOUND] -= len(mesh.strategies)
+            plan = state.plans[mesh.planner] = mesh.planner.plan(limit_s)
+            if plan.best is not None:
+                ranked = by_simulation([*ranked, simulated(Shortlisted(plan.best, mesh.planner))])
+        return ranked
+
+    def _next_below(
+        self, left: list[CandidateMesh], limit_s: float, state: MeshRecord, num_meshes: int
+    ) -> CandidateMesh | None:
+        """The mesh of the lowest bound, typed and with memory in it, if that is below a limit."""
+        while left and (mesh := min(left, key=lambda m: m.bound_s)).bound_s < limit_s:
+            if mesh.planner is not None and mesh.is_bounded:
+                return mesh
+            if mesh.raise_bound():
+                continue
+            state.skipped = [of for of in state.skipped if of[0] != str(mesh.mesh)]
+            if self._is_typed(mesh, state, num_meshes) and mesh.planner is not None:
+                state.planners.append(mesh.planner)
+            else:
+                left.remove(mesh)
+        return None
+
+    def _plan(self, planner: MeshPlanner, state: MeshRecord) -> None:
+        plan = state.plans[planner] = planner.plan(state.best_s)
+        if plan.best and (not state.best or order_of(plan.best) < order_of(state.best[0])):
+            state.best = plan.best, planner
+
+    def _is_beaten(self, bound_s: float, state: MeshRecord) -> bool:
+        return bound_s >= state.best_s and BOUND not in self.options.without_rules
+
+    def _tell(self, mesh: CandidateMesh, state: MeshRecord, num_meshes: int) -> None:
+        """Progress: one more mesh is typed, or left."""
+        state.num_done += 1
+        if self.progress is not None:
+            bare = UniformStrategy(**mesh.degrees._asdict())
+            self.progress(state.num_done, num_meshes, bare.label)
+
+    def _is_typed(self, mesh: CandidateMesh, state: MeshRecord, num_meshes: int) -> bool:
+        """Type all of a mesh; False if it cannot keep a pin or its tp axis shards no weights."""
+        self._tell(mesh, state, num_meshes)
+        planner = self.mesh_planner(mesh.degrees, mesh.strategies)
+        if not planner.has_candidates:
+            state.pruned[LAYOUT_PIN] += len(mesh.strategies)
+        elif planner.sharded_fraction > 0:
+            mesh.planner = planner
+        else:
+            state.pruned[UNSHARDED] += len(mesh.strategies)
+        return mesh.planner is not None
+
+    def _bare_bound_s(self, degrees: Degrees, costs: CostModel) -> float:
+        """A bound on a mesh before its regions are typed; 0 if dp is not known from another."""
+        for known, search in self._searches.items():
+            if known.dp == degrees.dp and search.space.data and search.space.dp_axis is not None:
+                data, compute = search.space.data, self._least_compute
+                return least_step_s(self.folded, data, costs, self._room, compute)
+        return 0.0
+
+    @cached_property
+    def _least_compute(self) -> LeastCompute:
+        """The least compute of any mesh: all have as many ranks."""
+        mesh = build_mesh(self.cluster, self.cluster.num_devices, 1)
+        return least_compute(self.folded, CostModel(self.cluster, mesh))
+
+    @property
+    def _room(self) -> Room:
+        """Unsharded parameters that fit with their gradients and optimizer states; with offload,
+        copies of them. Parameters that stay gathered have neither."""
+        optimizer = self.options.optimizer
+        factor = 2 + STATE_FACTOR[optimizer] + FOREACH_FACTOR[optimizer]
+        capacity_bytes = self.options.memory_bytes or self.cluster.budget_bytes
+        if search_spec(self.request, ()).offers_offload:
+            # Parameters alone, or copies of them in half the bytes.
+            return Room(capacity_bytes * 2, capacity_bytes)
+        return Room(capacity_bytes / factor, capacity_bytes)
+
+    def _no_mesh(self, by_mesh: Mapping[Degrees, object], pruned: Counter[str]) -> OptionError:
+        if pruned[LAYOUT_PIN]:
+            pins = ", ".join(map(str, self.options.layout_pins))
+            return OptionError(
+                f"pin {pins}: no mesh of {self.cluster.num_devices} devices that the other pins "
+                "leave can store it so: no op reads that shard, or nothing divides"
+            )
+        degrees_text = ", ".join(f"tp={d}" for d in sorted({d.tp for d in by_mesh}))
+        return OptionError(
+            f"{'pin ' if 'tp' in self.options.pins else ''}{degrees_text}: no parameter of "
+            f"this model can be sharded over so many ranks"
+        )
