@@ -23,14 +23,14 @@ def fitting(asked: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
     request = as_pinned(asked)
     try:
         return named_for(plan_of(request), asked, request)
-    except InfeasibleError as error:
+    except InfeasibleError:
         for wider, notes in wider_requests(request):
             try:
                 plan = named_for(plan_of(wider), asked, wider)
             except (OptionError, InfeasibleError):
                 continue
             return replace(plan, notes=(*plan.notes, *notes))
-        raise error from None
+        raise
 
 
 def wider_requests(request: PlanRequest) -> Iterator[tuple[PlanRequest, tuple[str, ...]]]:
