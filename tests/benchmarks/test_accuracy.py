@@ -85,7 +85,7 @@ def test_every_second_product_runs_again() -> None:
 def test_a_step_between_two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """19456 / 61440 of the way from 4 s to 8 s; memory of the plan that keeps more."""
     told = {"selective": (4.0, 8.0, 2.0), "full": (8.0, 4.0, 2.0)}
-    monkeypatch.setattr(predict, "_captured", lambda shape: None)
+    monkeypatch.setattr(predict, "captured_shape", lambda shape: None)
     monkeypatch.setattr(
         predict, "_predicted", lambda captured, setup: told[setup.options.pins["recompute"]]
     )
