@@ -34,7 +34,8 @@ from meshfold.torch_compat.symmetric_memory import gathered_products, scattered_
 @dataclass(frozen=True, slots=True)
 class _RowShards:
     """The rows of one op on one rank. mesh: None for a probe of memory, to which nothing comes;
-    dim, blocks: of the rows, as in the type Shard(dim, blocks)."""
+    dim, blocks: of the rows, as in the type Shard(dim, blocks), counted in the local tensor
+    (spmd.local_blocks)."""
 
     mesh: RankMesh | None
     axis: str

@@ -2,15 +2,17 @@
 
 Every rank's result has the local shape of the output's layout; sizes follow from that alone. Ops
 not named here have no argument that depends on a sharded dim. Rows dispatched to their experts, or
-back, are told so by an argument more: the load of the busiest rank.
+back, are told so by an argument more: the load of the busiest rank. Blocks of rows that come in a
+ring are those that a rank sees, which other axes may have split.
 """
 
 import sys
 from collections.abc import Callable, Sequence
 
-from meshfold.ir.op_graph import DRAWS, Arg, OpGraph
+from meshfold.ir.op_graph import DRAWS, Arg, Op, OpGraph
 from meshfold.ir.spmd import local_shape
 from meshfold.ir.strategy import OpTyping
+from meshfold.passes.rules.ops.collective_matmul import COLLECTIVE_MATMUL_RULES, ring_of
 from meshfold.passes.rules.ops.experts import DISPATCH_OPS, EXPERT_LOAD, has_dispatched_rows
 
 Arguments = dict[str, Arg]
@@ -26,6 +28,8 @@ def localize(
     op = graph.ops[op_index]
     if op.target in DISPATCH_OPS and has_dispatched_rows(typing):
         return (*op.args, EXPERT_LOAD), op.kwargs
+    if op.target in COLLECTIVE_MATMUL_RULES:
+        return _with_local_blocks(op, typing, sizes), op.kwargs
     row = _ROWS.get(op.target)
     if row is None:
         return op.args, op.kwargs
@@ -39,6 +43,16 @@ def localize(
     new = function({**given, **dict(op.kwargs)}, locals_, full_shapes)
     args = tuple(new[name] for name in given)
     return args, tuple((name, new[name]) for name, _ in op.kwargs)
+
+
+def _with_local_blocks(op: Op, typing: OpTyping, sizes: Sequence[int]) -> tuple[Arg, ...]:
+    """Arguments of products in a ring; as they are where no axis has their rows in one."""
+    ring = ring_of(op, typing, sizes)
+    if ring is None:
+        return op.args
+    x, weights, biases, dim, blocks, *rest = op.args
+    assert isinstance(blocks, tuple)
+    return x, weights, biases, dim, (ring[1], *blocks[1:]), *rest
 
 
 def _size(name: str) -> Rewrite:

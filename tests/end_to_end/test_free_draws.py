@@ -47,11 +47,10 @@ def test_what_the_search_picks_is_right(first: int, pools: Pools) -> None:
 
 
 SLOW_LINKS = 29
-"""A draw whose links make a router be sharded by rows on tp."""
+"""A draw whose links make a router a product in a ring on tp, of rows that ep shards as well."""
 
 
 @pytest.mark.slow(6)
-@pytest.mark.xfail(strict=True, reason="ep x tp is wrong where tp shards what routes rows")
 def test_experts_whose_rows_are_routed_by_tp_shards() -> None:
     draw = free_draw(SLOW_LINKS)
     captured = captured_model(draw.family, draw.layers)

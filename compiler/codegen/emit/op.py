@@ -20,7 +20,7 @@ from meshfold.codegen.emit.experts import combine, dispatch, expert_linear
 from meshfold.codegen.emit.op_context import OpContext
 from meshfold.errors import UnsupportedOpError
 from meshfold.ir.op_graph import UNIFORM, Draw
-from meshfold.ir.spmd import Layout, local_shape
+from meshfold.ir.spmd import local_shape
 from meshfold.ops import local_implementations as local_ops
 from meshfold.ops.batch_norm import batch_norm, batch_norm_without_running
 from meshfold.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -32,7 +32,7 @@ from meshfold.ops.functions import FunctionOp
 from meshfold.ops.registry import draws, op_function
 from meshfold.ops.ring_attention import ring_attention
 from meshfold.passes.rules.localize import localize
-from meshfold.passes.rules.ops.collective_matmul import RING
+from meshfold.passes.rules.ops.collective_matmul import ring_of
 from meshfold.passes.rules.ops.loss import NARROW_CROSS_ENTROPY
 from meshfold.passes.rules.ops.random import may_draw
 from meshfold.passes.rules.table import op_labels, rule_locals, summed_axes
@@ -332,25 +332,23 @@ def _attention(context: OpContext) -> list[fx.Node]:
 
 
 def _collective_matmul(
-    context: OpContext, function: Callable[..., Any], names: Sequence[str], layout: Layout
+    context: OpContext, function: Callable[..., Any], names: Sequence[str]
 ) -> fx.Node:
-    """A call whose rows `layout` shards on the axis that they are gathered or scattered on."""
-    named = context.named()
-    number = [name.partition("/")[0] for name in context.typing.rules].index(RING)
-    rows = layout[number]
-    shard = rows.dim, rows.blocks, named["transposed"], context.mesh.names[number]
+    """A call on the axis on which rows are gathered or scattered."""
+    named, ring = context.named(), ring_of(context.op, context.typing, context.mesh.sizes)
+    assert ring is not None, "no other rule has this emitter"
+    axis, blocks = ring
+    shard = named["dim"], blocks, named["transposed"], context.mesh.names[axis]
     return context.call(function, context.step_node, *(named[name] for name in names), *shard)
 
 
 def _all_gather_matmul(context: OpContext) -> list[fx.Node]:
-    names = ("x", "weights", "biases")
-    result = _collective_matmul(context, all_gather_matmul, names, context.typing.inputs[0])
+    result = _collective_matmul(context, all_gather_matmul, ("x", "weights", "biases"))
     return [context.call(operator.getitem, result, k) for k in range(len(context.op.outputs))]
 
 
 def _matmul_reduce_scatter(context: OpContext) -> list[fx.Node]:
-    names = ("x", "weight", "bias")
-    return [_collective_matmul(context, matmul_reduce_scatter, names, context.typing.outputs[0])]
+    return [_collective_matmul(context, matmul_reduce_scatter, ("x", "weight", "bias"))]
 
 
 def _ring_attention(

@@ -6,13 +6,16 @@
 both with `transposed` for weights [k, o]. No captured graph has them:
 passes/collective_matmul/rewrite.py writes them where a product reads what an axis gathers, or makes
 what it reduces and scatters. On that axis the rule "ring" has rows in shards on one side, and on
-the other what the weights have. Other axes shard rows, or nothing. blocks: those of the rows, then
-of each weight.
+the other what the weights have. Other axes shard rows, or nothing, and have no ring. blocks: those
+of the rows, then of each weight; of the unsharded tensors, as in types.
 """
 
 import math
 from collections.abc import Sequence
 
+from meshfold.ir.op_graph import Op
+from meshfold.ir.spmd import local_blocks
+from meshfold.ir.strategy import OpTyping
 from meshfold.passes.rules.ops.labels import (
     SHIFT,
     BoundOp,
@@ -36,6 +39,17 @@ def ring_name(blocks: Sequence[int]) -> str:
     """The name of the rule with these blocks."""
     finest = math.lcm(*blocks)
     return f"{RING}/{finest}" if finest > 1 else RING
+
+
+def ring_of(op: Op, typing: OpTyping, sizes: Sequence[int]) -> tuple[int, int] | None:
+    """(axis, blocks) of the ring of one of these ops: blocks of the rows that one rank sees, since
+    another axis may have split them. None where no axis has a ring."""
+    names = [name.partition("/")[0] for name in typing.rules]
+    if RING not in names:
+        return None
+    axis = names.index(RING)
+    rows = typing.inputs[0] if op.target == ALL_GATHER_MATMUL else typing.outputs[0]
+    return axis, local_blocks(rows, sizes, axis)
 
 
 def _all_gather_matmul(op: BoundOp) -> OpLabels:

@@ -8,6 +8,7 @@ from support.graphs.tensors import real
 
 from meshfold.ir.op_graph import Arg, Ref
 from meshfold.passes.rules.localize import localize
+from meshfold.passes.rules.ops.collective_matmul import MATMUL_REDUCE_SCATTER
 from meshfold.passes.rules.table import typing_of
 
 CASES: list[tuple[SingleOp, str, tuple[Arg, ...]]] = [
@@ -46,3 +47,20 @@ def test_two_axes() -> None:
     typing = typing_of(op.graph, 0, (rules["d0"], rules["d1"]))
     args, _ = localize(op.graph, 0, typing, (2, 2))
     assert args == (Ref(0), (12, 12))
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks"), [("d0", 1), ("d0/4", 2), ("I", 2)], ids=["above", "below", "not sharded"]
+)
+def test_blocks_of_rows_in_a_ring_are_those_of_a_rank(rows: str, blocks: int) -> None:
+    """Two blocks of rows, which the first axis shards above them or below."""
+    op = SingleOp(MATMUL_REDUCE_SCATTER, real(16, 6), real(4, 6), None, 0, [2, 1], False, 1)
+    (typing,) = [t for t in op.typings(2, 2) if t.rules == (rows, "ring/2")]
+    args, _ = localize(op.graph, 0, typing, (2, 2))
+    assert args[4] == (blocks, 1)
+
+
+def test_blocks_without_a_ring_are_those_of_all_rows() -> None:
+    op = SingleOp(MATMUL_REDUCE_SCATTER, real(16, 6), real(4, 6), None, 0, [2, 1], False, 1)
+    (typing,) = [t for t in op.typings(2, 2) if t.rules == ("d0", "I")]
+    assert localize(op.graph, 0, typing, (2, 2)) == (op.graph.ops[0].args, ())
