@@ -31,7 +31,7 @@ from meshfold.passes.planner.baselines import best_uniform_pipeline
 from meshfold.passes.planner.pipeline_assembly import assemble_pipeline
 from meshfold.passes.rules.expert_axis import shared_experts
 from meshfold.passes.split.pieces import sizes_of
-from meshfold.units import bytes_text
+from meshfold.units import bytes_text, seconds_text
 
 
 def is_pipeline_pinned(pins: Mapping[str, PinValue]) -> bool:
@@ -77,13 +77,14 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
         known = max(without.step_s, without.time.step_s), without.search.lower_bound_s
     outcome = search_pipelines(problems, tree, step_s=known[0], lower_bound_s=known[1])
     best = rank_pipelines(problems, outcome.found)[0] if outcome.best else None
-    if best and without and not _is_worth(problems, best, without):
+    best_s = simulated_step_s(problems, best) if best else np.inf
+    if without and best_s > (1 - LEAST_GAIN) * without.step_s:
         best = None
     outcome = replace(outcome, best=best)
     if best is None and without is None:
         raise _infeasible(problems, tree)
     baselines = _baselines(problems, tree, without if best else None)
-    stats = _stats(tree, outcome, without)
+    stats = _stats(tree, outcome, without, best_s)
     earlier = fitting_rows(request, without.baselines if without else (), problems)
     if best is None:
         assert without is not None
@@ -95,18 +96,13 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
         pieces=sizes_of(pieces) if is_cut else (),
         baselines=(*earlier, *baselines),
         stats=stats,
-        notes=(*_notes(request, problems, best), *_why(options, without, best)),
+        notes=(*_notes(request, problems, best), *_why(options, without, best, best_s)),
     )
 
 
-def _is_worth(problems: PipelineProblems, best: PricedPipeline, without: Plan) -> bool:
-    """Whether a pipeline is faster than a plan in one pass by LEAST_GAIN, as simulated."""
-    return simulated_step_s(problems, best) <= (1 - LEAST_GAIN) * without.step_s
-
-
 LEAST_GAIN = 5e-3
-"""What a pipeline is faster by than a plan in one pass, which trains by a plain loop, to be
-taken; the gap covers it."""
+"""What a pipeline is faster by, as simulated, than a plan in one pass, which trains by a plain
+loop, to be taken."""
 
 
 def search_spec(request: PlanRequest, without: Sequence[str]) -> SearchSpec:
@@ -129,12 +125,20 @@ def search_spec(request: PlanRequest, without: Sequence[str]) -> SearchSpec:
     )
 
 
-def _why(options: CompileOptions, without: Plan | None, best: PricedPipeline) -> Iterator[str]:
-    """What of the options led here, and what they do not change."""
+def _why(
+    options: CompileOptions, without: Plan | None, best: PricedPipeline, best_s: float
+) -> Iterator[str]:
+    """What led here, and what options do not change. best_s: as simulated."""
     if without is None and not is_pipeline_pinned(options.pins):
         yield ALONE
     if options.mode != "eager" and best.plan.schedule.splits_backward:
         yield f"stages run eager, not {options.mode}: their schedule splits the backward itself"
+    if without is not None and without.time.step_s < best.step_s:
+        yield (
+            f"in one pass {without.strategy.label} adds up to {seconds_text(without.time.step_s)}, "
+            f"this plan to {seconds_text(best.step_s)}; as simulated, which decides, they take "
+            f"{seconds_text(without.step_s)} and {seconds_text(best_s)}"
+        )
 
 
 def _most_stages(request: PlanRequest) -> int:
@@ -212,8 +216,10 @@ def _baselines(
     return tuple(rows)
 
 
-def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -> SearchStats:
-    """Statistics of both searches together."""
+def _stats(
+    tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None, best_s: float
+) -> SearchStats:
+    """Statistics of both searches together. best_s: of the best pipeline, as simulated."""
     best = outcome.best
     earlier = without.search if without else SearchStats(0, 0, 0, lower_bound_s=float("inf"))
     pruned = dict(earlier.pruned)
@@ -229,9 +235,9 @@ def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -
     if outcome.num_interleaved:
         left_out[INTERLEAVED] = outcome.num_interleaved
     meshes = earlier.meshes
-    if best is not None:
-        assert without is None or without.time.step_s >= best.step_s
-        meshes = tuple(_overtaken(m, best.step_s) for m in meshes)
+    if best is not None and without is not None:
+        simulated = without.step_s / best_s
+        meshes = tuple(_overtaken(m, best.step_s, simulated) for m in meshes)
     return replace(
         earlier,
         left_out=left_out,
@@ -247,11 +253,13 @@ def _stats(tree: PipelineTree, outcome: PipelineOutcome, without: Plan | None) -
     )
 
 
-def _overtaken(outcome: MeshOutcome, step_s: float) -> MeshOutcome:
-    """A mesh that the plan in one pass took, seen from a faster pipeline."""
+def _overtaken(outcome: MeshOutcome, step_s: float, simulated: float) -> MeshOutcome:
+    """A mesh that the plan in one pass took, seen from a faster pipeline. simulated: the ratio of
+    their steps."""
     if outcome.reason != "taken" or outcome.step_s is None:
         return outcome
-    return replace(outcome, reason=f"{outcome.step_s / step_s:.2f} of this plan's time")
+    reason = f"{outcome.step_s / step_s:.2f} of this plan's time, {simulated:.2f} as simulated"
+    return replace(outcome, reason=reason)
 
 
 def _outcomes(outcome: PipelineOutcome, without: Plan | None) -> list[MeshOutcome]:
@@ -262,7 +270,7 @@ def _outcomes(outcome: PipelineOutcome, without: Plan | None) -> list[MeshOutcom
         if step_s is None:
             reason = "has no plan that fits and is faster"
         elif best is None:
-            is_less = without is not None and step_s < without.time.step_s
+            is_less = without is not None and step_s < without.step_s
             reason = "hardly faster, or not as simulated" if is_less else "slower than in one pass"
         elif degrees == best.problem.degrees:
             reason = "taken"
