@@ -2,10 +2,14 @@
 
 import itertools
 
+import pytest
 from support.graphs.op_graphs import GraphBuilder, mlp
+from support.graphs.ops import check_typings, mesh_of
+from support.graphs.samples import CONTRACTION, EXPERTS, RING, SHAPE, Sample
 
 from meshfold.ir.op_graph import Dependence
 from meshfold.ir.spmd import INVARIANT, Shard, is_legal
+from meshfold.ir.strategy import OpTyping
 from meshfold.passes.rules.joint import Legality, is_constant_op, op_domains
 from meshfold.passes.rules.table import region_rules
 
@@ -61,3 +65,18 @@ def test_no_axes_have_one_empty_rule():
     graph = mlp()
     domains = op_domains(graph, region_rules(graph, ()), Legality(()))
     assert [d.rules for d in domains] == [((),)] * 3
+
+
+@pytest.mark.parametrize("sample", [*RING, *EXPERTS, *CONTRACTION, *SHAPE], ids=lambda s: s[0])
+def test_two_axes_shard_one_dim(sample: Sample) -> None:
+    """Blocks on one axis are those of the whole tensor, of which the other has left a rank some."""
+    op = sample[1]()
+    shared = [typing for typing in op.typings(2, 2) if _shares_a_dim(typing)]
+    check_typings(op, mesh_of(2, 2), shared[:: max(1, len(shared) // 8)])
+
+
+def _shares_a_dim(typing: OpTyping) -> bool:
+    """Whether two axes shard one dim of a value. Products are in one ring."""
+    shards = ([t.dim for t in x if t.is_shard] for x in (*typing.inputs, *typing.outputs))
+    in_rings = sum(name.partition("/")[0] == "ring" for name in typing.rules)
+    return in_rings < 2 and any(len(set(dims)) < len(dims) for dims in shards)

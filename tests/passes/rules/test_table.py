@@ -95,21 +95,6 @@ def test_pairs_of_rules_on_two_axes(sample: Sample) -> None:
     check_typings(op, mesh_of(2, 2), typings[:: max(1, len(typings) // 24)])
 
 
-@pytest.mark.parametrize("sample", [*RING, *TWO_AXES], ids=name_of)
-def test_pairs_of_rules_that_shard_one_dim(sample: Sample) -> None:
-    """Blocks on one axis are those of the whole tensor, of which the other has left a rank some."""
-    op = sample[1]()
-    shared = [typing for typing in op.typings(2, 2) if _shares_a_dim(typing)]
-    check_typings(op, mesh_of(2, 2), shared[:: max(1, len(shared) // 12)])
-
-
-def _shares_a_dim(typing: OpTyping) -> bool:
-    """Whether two axes shard one dim of a value. Products are in one ring."""
-    shards = ([t.dim for t in x if t.is_shard] for x in (*typing.inputs, *typing.outputs))
-    in_rings = sum(name.partition("/")[0] == "ring" for name in typing.rules)
-    return in_rings < 2 and any(len(set(dims)) < len(dims) for dims in shards)
-
-
 @pytest.mark.parametrize("sample", TWO_AXES, ids=name_of)
 def test_a_rule_that_goes_on_inside_its_shards(sample: Sample) -> None:
     op = sample[1]()
