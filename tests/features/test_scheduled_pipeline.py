@@ -44,7 +44,9 @@ def test_scheduled_stages_compute_what_one_process_does(
     captured = captured_model(family, 6)
     program = emit_plan(captured.graph, plans[0])
     assert isinstance(program, EmittedPipeline)
-    assert all(any(r.schedule for r in stage.regions) for stage in program.stages)
+    in_segments = [any(r.schedule for r in stage.regions) for stage in program.stages]
+    # Layers without tp have nothing to order but what ZeRO gathers with every microbatch.
+    assert all(in_segments) if "tp" in pins else any(in_segments)
     arguments = (family, 6, captured, [*map(plan_to_json, plans)])
     for outcomes in pools.run(
         4, "support.programs.pipeline:run_pipelines", *arguments, timeout_s=600.0
