@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.distributed.rank_mesh import RankMesh, all_reduced
+from meshfold.distributed.rank_mesh import RankMesh
+from meshfold.ops.fused.class_losses import Targets, losses_of_sums
 from meshfold.ops.fused.linear_cross_entropy import linear_class_losses
 from meshfold.ops.fused.rms_norm import wide_dtype
-from meshfold.sharding.indices import ShardDigits, shard_indices_of
-from meshfold.sharding.slicing import check_indices, local_indices, locate_indices
+from meshfold.sharding.indices import ShardDigits
 
 CHUNK_NUMEL = 2**25
 """Numbers that are widened at a time: 128 MiB in float32. Derived: several times what fills a GPU,
@@ -121,18 +121,13 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy over classes, or shards of them. With m, z the maximum and the sum of
-    exp(x - m) over all V classes, w the weights of classes, W their sum, t the target, e the
-    smoothing, a loss is
-
-        (1 - e) w[t] (m + log z - x[t])  +  e / V (W (m + log z) - sum_c w[c] x[c])
-
-    and its gradient is
+    """Cross entropy over classes, or shards of them. The gradient of a loss of class_losses.py, in
+    its words, is
 
         ((1 - e) w[t] + e W / V) exp(x - m) / z  -  (1 - e) w[t] [class is t]  -  e w / V
 
-    The ranks' own maxima are all-reduced, then the sums. Backward needs no communication. What is
-    beyond the end of padded classes is not looked at and gets zeros.
+    Backward needs no communication. What is beyond the end of padded classes is not looked at and
+    gets zeros.
     """
 
     @staticmethod
@@ -148,39 +143,16 @@ class _CrossEntropy(torch.autograd.Function):
         digits: ShardDigits,
     ) -> Tensor:
         wide = wide_dtype(logits)
-        indices = () if mesh is None else shard_indices_of(mesh, digits)
-        own = local_indices(num_classes, indices, logits.device)
-        own = own[own < num_classes] if indices else own
-        # An ignored target may be any number: it is given class 0 and masked out.
-        counts = target != ignore_index
-        target = torch.where(counts, target, 0)
-        check_indices(target, num_classes, "class")
-        is_local, column = locate_indices(target, num_classes, indices)
-        column = column.clamp_max(own.numel() - 1)
-        shares = torch.ones_like(own, dtype=wide) if weight is None else weight[own].to(wide)
-        shares = shares.view(-1, *(1,) * (logits.dim() - 2))
-        largest, sums = _row_sums(logits, column, shares, bool(smoothing))
-        sums[1].masked_fill_(~is_local, 0.0)
-        if mesh is not None:
-            axes = tuple(axis for axis, *_ in digits)
-            of_all = all_reduced(mesh, largest, axes, "max")
-            sums[0] *= (largest - of_all).exp_()
-            largest, sums = of_all, all_reduced(mesh, sums, axes)
-        normalizer = largest + sums[0].log()
-        factor = (1.0 - smoothing) * counts.to(wide)
-        total: float | Tensor = float(num_classes)
-        if weight is not None:
-            factor = factor * weight[target].to(wide)
-            total = weight.sum().to(wide)
-        losses = factor * (normalizer - sums[1])
-        if smoothing:
-            spread = smoothing / num_classes * (total * normalizer - sums[2])
-            losses = losses + spread.masked_fill(~counts, 0.0)
+        of = Targets.of(mesh, target, ignore_index, num_classes, digits)
+        shares = of.shares(weight, wide).view(-1, *(1,) * (logits.dim() - 2))
+        largest, sums = _row_sums(logits, of.column, shares, bool(smoothing))
+        found = losses_of_sums(mesh, digits, of, largest, sums, weight, smoothing, num_classes)
         evenly = shares if smoothing else None
-        ctx.save_for_backward(logits, normalizer, counts, is_local, column, factor, evenly)
-        ctx.evenly = smoothing / num_classes, total
-        ctx.num_own = own.numel()
-        return losses.masked_fill(~counts, 0.0)
+        places = of.counts, of.is_local, of.column
+        ctx.save_for_backward(logits, found.normalizer, *places, found.factor, evenly)
+        ctx.evenly = smoothing / num_classes, found.total
+        ctx.num_own = of.own.numel()
+        return found.losses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
