@@ -203,20 +203,39 @@ class MeshRace:
         self, meshes: Sequence[CandidateMesh], state: MeshRecord, num_meshes: int
     ) -> list[Shortlisted]:
         """The shortlist, the best simulated step first. Where that is above the best sum, meshes
-        whose bound is between them may simulate faster: MOST_BEYOND of them are planned, too, the
-        lowest bound first."""
+        whose bound is between them may simulate faster: MOST_BEYOND of them, planned already or
+        now, are simulated, too, the lowest sum or bound first; all where no bound is in force."""
         ranked = rank_shortlist(state.plans)
-        left = [m for m in meshes if m.planner not in state.plans and m.bound_s >= state.best_s]
-        for _ in range(MOST_BEYOND):
+        known = {f.planner for f in ranked}
+        others = [
+            Shortlisted(p.best, k) for k, p in state.plans.items() if p.best and k not in known
+        ]
+        others.sort(key=lambda f: order_of(f.priced))
+        # What is planned already may have had no program that beats the sums so far.
+        without = {k for k, plan in state.plans.items() if plan.best is None}
+        left = [
+            m
+            for m in meshes
+            if m.planner in without or (m.planner not in state.plans and m.bound_s >= state.best_s)
+        ]
+        is_bounded = BOUND not in self.options.without_rules
+        for _ in range(MOST_BEYOND if is_bounded else len(meshes)):
             limit_s = simulated_step_s(ranked[0])
-            mesh = self._next_below(left, limit_s, state, num_meshes)
-            if mesh is None or mesh.planner is None:
+            next_s = min([limit_s, *(f.priced.time.step_s for f in others[:1])])
+            mesh = self._next_below(left, next_s, state, num_meshes)
+            if mesh is not None and mesh.planner is not None:
+                left.remove(mesh)
+                if mesh.planner not in without:
+                    state.pruned[BOUND] -= len(mesh.strategies)
+                plan = state.plans[mesh.planner] = mesh.planner.plan(limit_s)
+                if plan.best is None:
+                    continue
+                found = Shortlisted(plan.best, mesh.planner)
+            elif others and next_s < limit_s:
+                found = others.pop(0)
+            else:
                 break
-            left.remove(mesh)
-            state.pruned[BOUND] -= len(mesh.strategies)
-            plan = state.plans[mesh.planner] = mesh.planner.plan(limit_s)
-            if plan.best is not None:
-                ranked = by_simulation([*ranked, simulated(Shortlisted(plan.best, mesh.planner))])
+            ranked = by_simulation([*ranked, simulated(found)])
         return ranked
 
     def _next_below(
