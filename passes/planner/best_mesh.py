@@ -211,8 +211,10 @@ class MeshRace:
             Shortlisted(p.best, k) for k, p in state.plans.items() if p.best and k not in known
         ]
         others.sort(key=lambda f: order_of(f.priced))
-        # What is planned already may have had no program that beats the sums so far.
-        without = {k for k, plan in state.plans.items() if plan.best is None}
+        # What is planned already may fit and have had no program that beats the sums so far.
+        without = {
+            k for k, p in state.plans.items() if p.best is None and math.isfinite(p.lower_bound_s)
+        }
         left = [
             m
             for m in meshes
