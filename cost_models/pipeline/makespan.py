@@ -164,19 +164,32 @@ def critical_path(
 ) -> list[StageAction]:
     """A chain of passes that decides when the last device ends (extra_s after its last pass): each
     starts when the one before has ended and its output has arrived. First to last."""
+    paths, ends_s = critical_paths(actions, times)
+    return paths[int(np.argmax(ends_s + np.asarray(extra_s, float)))]
+
+
+def critical_paths(
+    actions: Sequence[Sequence[StageAction]], times: StageTimes
+) -> tuple[list[list[StageAction]], Seconds]:
+    """The chain of passes that decides when a device ends, as critical_path, and when that is; of
+    every device."""
     timeline = _Timeline(actions, times)
     before = {b: a for device in actions for a, b in zip(device, device[1:], strict=False)}
-    after_s = np.broadcast_to(np.asarray(extra_s, float), (len(actions),))
-    finish_s = [timeline.end_s(d[-1]) + extra for d, extra in zip(actions, after_s, strict=True)]
-    path = [actions[int(np.argmax(finish_s))][-1]]
-    while True:
-        action = path[-1]
+
+    def last_of(action: StageAction) -> StageAction | None:
         arrivals = [(timeline.end_s(n) + latency, n) for n, latency in _inputs(action, times)]
         if action in before:
             arrivals.append((timeline.end_s(before[action]), before[action]))
-        if not arrivals:
-            return path[::-1]
-        path.append(max(arrivals)[1])
+        return max(arrivals)[1] if arrivals else None
+
+    paths = []
+    for device in actions:
+        path, action = [], device[-1] if device else None
+        while action is not None:
+            path.append(action)
+            action = last_of(action)
+        paths.append(path[::-1])
+    return paths, np.array([timeline.end_s(d[-1]) if d else 0.0 for d in actions])
 
 
 class _Timeline:

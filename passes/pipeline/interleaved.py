@@ -8,7 +8,8 @@ too loose to rule all of them out, so that only the most promising ones are sear
                stages, (m + (p - 1) / v) / p, times what uneven parts add
     search     MOST_TRIED of those whose estimate is below the best plan, the lowest first
 
-The others are left out, not disproved.
+The others are left out: what rules some of them out is that their kernels alone, on all devices,
+take longer than the best plan (bounds.py).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,11 +38,11 @@ step for each of them."""
 @dataclass(frozen=True, eq=False)
 class InterleavedOutcome:
     """best: number of the candidate and its plan, None where none is faster. bound_s: of the
-    schedules that were searched. num_tried: how many these were."""
+    schedules that were searched. tried: the numbers of their candidates."""
 
     best: tuple[int, PipelinePlan] | None
     bound_s: float
-    num_tried: int
+    tried: tuple[int, ...]
 
 
 def search_interleaved(
@@ -63,7 +64,7 @@ def search_interleaved(
         plan = search.answer(beat_s - launch_s)
         if isinstance(plan, PipelinePlan):
             best, beat_s = (index, plan), plan.step_s + launch_s
-    return InterleavedOutcome(best, bound_s, len(ranked[:MOST_TRIED]))
+    return InterleavedOutcome(best, bound_s, tuple(offered[n][0] for _, n in ranked[:MOST_TRIED]))
 
 
 def _promising(

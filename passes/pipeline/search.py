@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfold.cost_models.pipeline.schedules import ScheduleKind
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.passes.pipeline.best_first import BestFirstResult, Solution, best_first
 from meshfold.passes.pipeline.bounds import KERNELS, PEAK_RATE, kernels_bound_s, peak_rate_bounds_s
@@ -71,7 +72,7 @@ class PipelineOutcome:
     """The plans of all candidates that have one, best among them."""
 
     num_interleaved: int = 0
-    """Schedules of several virtual stages that the bound says nothing about."""
+    """Schedules of several virtual stages that no bound says anything about."""
 
     @property
     def num_priced(self) -> int:
@@ -99,13 +100,12 @@ def search_pipelines(
     searched = tuple(search.searched[i] for i in sorted(search.searched))
     best = result.solution.plan if result else None
     bound_s = result.lower_bound_s if result else np.inf
-    num_left_out = sum(len(tree.interleaved_of(degrees)) for degrees in tree.candidates)
     if several.best is not None:
         best = search.found[several.best[0]]
         bound_s = min(bound_s, several.bound_s, best.step_s)
-        num_left_out -= several.num_tried
     pruned = search.pruned() if result else {}
     found = tuple(search.found[i] for i in sorted(search.found))
+    num_left_out = search.num_left_out(several, best.step_s if best else step_s)
     return PipelineOutcome(best, bound_s, pruned, searched, found, num_left_out)
 
 
@@ -156,6 +156,17 @@ class _PipelineSearch:
             degrees, bound_s, _ = self.searched.get(index, (self.degrees[index], 0.0, None))
             self.searched[index] = degrees, min(bound_s, found.step_s), found.step_s
         return outcome
+
+    def num_left_out(self, several: InterleavedOutcome, beat_s: float) -> int:
+        """Schedules of several virtual stages that were not searched and that may be faster than
+        beat_s: the bounds of their kernels are below it."""
+        left_out = 0
+        for index, degrees in enumerate(self.degrees):
+            num_offered = len(self.tree.interleaved_of(degrees))
+            kind = ScheduleKind.INTERLEAVED
+            if num_offered and kernels_bound_s(self.problems, self.tree, degrees, kind) < beat_s:
+                left_out += num_offered - several.tried.count(index)
+        return left_out
 
     def _kernels_s(self, index: int) -> float:
         if index == len(self.degrees):

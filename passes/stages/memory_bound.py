@@ -109,10 +109,10 @@ def fluid_step_s(problem: StageProblem, in_flight: IntArray, factor: float) -> f
     if answer.x is None:
         return 0.0
     prices = np.maximum(0.0, -answer.ineqlin.marginals)
-    return float(scale * _dual(prices, left, of_z, limits, columns.layer, numbers))
+    return float(scale * dual_bound(prices, left, of_z, limits, columns.layer, numbers))
 
 
-def _dual(
+def dual_bound(
     prices: FloatArray,
     left: FloatArray,
     of_z: FloatArray,

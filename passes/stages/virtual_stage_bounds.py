@@ -29,15 +29,26 @@ from meshfold.passes.stages.problem import LayerCosts, StageProblem
 
 def virtual_stage_bound_s(problem: StageProblem, schedule: Schedule) -> float:
     """No plan under the interleaved `schedule` is faster; infinite where none fits."""
-    in_flight = [_in_flight_of_all(moments) for moments in resident_by_virtual_stage(schedule)]
+    in_flight = min(map(_in_flight_of_all, resident_by_virtual_stage(schedule)))
     bounds = []
     for has_sync in (False, True):
         fill_s = _fill_s(problem, is_forward=has_sync or schedule.splits_backward)
         objective_s = _with_sync_s if has_sync else _total_s
-        work_s = _work_s(problem, min(in_flight), objective_s) + float(fill_s.mean())
-        counting_s = _counting_s(problem, schedule, in_flight, fill_s, objective_s)
-        bounds += [work_s, counting_s]
+        bounds.append(_work_s(problem, in_flight, objective_s) + float(fill_s.mean()))
+        run, by_count_s = _by_count_s(problem, schedule, has_sync=has_sync)
+        bounds.append(float(np.sort(by_count_s.ravel())[problem.runs[run].count - 1]))
     return max(bounds)
+
+
+def most_layers(problem: StageProblem, schedule: Schedule, limit_s: float) -> tuple[int, IntArray]:
+    """The number of the longest run of equal layers, and how many of them each device has at most
+    in a plan faster than limit_s."""
+    most = []
+    for has_sync in (False, True):
+        run, by_count_s = _by_count_s(problem, schedule, has_sync=has_sync)
+        counts = np.arange(1, by_count_s.shape[1] + 1)
+        most.append(np.where(by_count_s < limit_s, counts, 0).max(axis=1))
+    return run, np.min(most, axis=0)
 
 
 def _total_s(costs: LayerCosts, num_microbatches: int) -> FloatArray:
@@ -74,19 +85,20 @@ def _work_s(problem: StageProblem, in_flight: float, objective_s: _Objective) ->
     return m * float(lp_values(types, budget)) / p
 
 
-def _counting_s(
-    problem: StageProblem,
-    schedule: Schedule,
-    in_flights: Sequence[float],
-    fill_s: FloatArray,
-    objective_s: _Objective,
-) -> float:
+def _by_count_s(
+    problem: StageProblem, schedule: Schedule, *, has_sync: bool
+) -> tuple[int, FloatArray]:
+    """The number of the longest run, and m g_i(c) + fill_i of the module docstring, a row for each
+    device, a column for c = 1, 2, ..."""
     p, m = problem.num_devices, problem.num_microbatches
+    objective_s = _with_sync_s if has_sync else _total_s
+    fill_s = _fill_s(problem, is_forward=has_sync or schedule.splits_backward)
     longest = max(range(len(problem.runs)), key=lambda r: (problem.runs[r].count, -r))
     run = problem.runs[longest]
     counts = np.arange(1, run.count + 1)
     values = []
-    for device, in_flight in zip(range(p), in_flights, strict=True):
+    for device, moments in zip(range(p), resident_by_virtual_stage(schedule), strict=True):
+        in_flight = _in_flight_of_all(moments)
         room = int(problem.memory_bytes[device]) - _least_transient(problem)
         seconds = 0.0
         at_last = device == schedule.device_of(schedule.num_stages - 1)
@@ -97,7 +109,7 @@ def _counting_s(
                 room -= int(_least_bytes(layer, in_flight).min())
         hull = lower_hull(objective_s(run.layer, m), _least_bytes(run.layer, in_flight))
         values.append(m * (seconds + hull.time_at_s(room, counts)) + fill_s[device])
-    return float(np.sort(np.concatenate(values))[run.count - 1])
+    return longest, np.array(values)
 
 
 def _in_flight_of_all(resident: Sequence[tuple[int, ...]]) -> float:

@@ -3,7 +3,7 @@
 A device has v spans of layers, so the dynamic program over divisions of one stage per device
 (bounds.py) does not apply. Instead:
 
-    1. a bound that holds for every division                       (virtual_stage_bounds.py)
+    1. bounds that hold for every division        (virtual_stage_bounds.py, fluid_paths.py)
     2. start from divisions of even times and of even numbers of layers
     3. move single layers between stages; all neighbours are judged by     (_judge_s)
 
@@ -28,9 +28,10 @@ from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.cost_models.pipeline.vector_makespan import interleaved_ends_s
 from meshfold.passes.run.hull import FloatArray
 from meshfold.passes.stages.answer import PipelinePlan, Stage
+from meshfold.passes.stages.fluid_paths import fluid_paths_bound_s
 from meshfold.passes.stages.moves import BoundaryRows, neighbours
 from meshfold.passes.stages.problem import StageProblem
-from meshfold.passes.stages.solved import step_ends_s
+from meshfold.passes.stages.solved import stage_times, step_ends_s
 from meshfold.passes.stages.virtual_stage_bounds import virtual_stage_bound_s
 from meshfold.passes.stages.virtual_stage_solver import VirtualStageSolver
 
@@ -58,9 +59,20 @@ class VirtualStageSearch:
         self._layer_s = np.repeat(fastest, [run.count for run in problem.runs])
 
     def close(self, limit_s: float, tolerance: float) -> None:
-        """Looks for a plan unless none can be faster than limit_s by more than the tolerance."""
+        """Looks for a plan unless none can be faster than limit_s by more than the tolerance, and
+        raises the bound by what chains of passes prove."""
         if self.bound_s * (1 + tolerance) >= limit_s:
             return
+        self._search()
+        beat_s = min(limit_s, self.step_s)
+        if self._stages and self.bound_s * (1 + tolerance) < beat_s:
+            hop_s = self.problem.hop_s[[stage.first for stage in self._stages[1:]]]
+            times = stage_times(self._stages, hop_s)
+            proven_s = fluid_paths_bound_s(self.problem, self.schedule, times, beat_s, tolerance)
+            self.bound_s = max(self.bound_s, min(beat_s, proven_s))
+
+    def _search(self) -> None:
+        """Points 2 to 4 of the module docstring."""
         around = np.array([self._even_boundaries(self._layer_s), self._even_boundaries(None)])
         for _ in range(MAX_ROUNDS):
             ranked = [

@@ -52,21 +52,21 @@ def test_the_fastest_is_found_and_the_bound_covers_what_was_tried():
     assert number == 7 and plan.schedule == schedule(4)
     assert plan.step_s == pytest.approx(4 * 12 + 3)
     assert found.bound_s <= plan.step_s + 0.5
-    assert found.num_tried == 3
+    assert found.tried == (7, 7, 7)
 
 
 def test_those_that_are_estimated_to_be_slower_are_left_out():
     schedules = {7: [schedule(v) for v in (2, 3, 4)]}
     found = search_interleaved({7: chain()}, schedules, 54.0)  # 54.5 s with two, more with three
-    assert found.best is not None and found.num_tried == 1
+    assert found.best is not None and found.tried == (7,)
     none = search_interleaved({7: chain()}, schedules, 51.0)
-    assert none.best is None and none.num_tried == 0 and none.bound_s == np.inf
+    assert none.best is None and none.tried == () and none.bound_s == np.inf
 
 
 def test_what_is_too_long_to_simulate_is_left_out(monkeypatch):
     monkeypatch.setattr(interleaved, "MOST_PASSES", 16)
     found = search_interleaved({7: chain()}, {7: [schedule(2), schedule(4)]}, 1000.0)
-    assert found.best[1].schedule == schedule(2) and found.num_tried == 1
+    assert found.best[1].schedule == schedule(2) and found.tried == (7,)
 
 
 def test_what_is_left_out_is_no_leaf_of_the_tree():
