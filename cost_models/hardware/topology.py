@@ -5,6 +5,7 @@ stays inside a node as long as it can. Pure counting; no times.
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from meshfold.ir.cluster import ClusterSpec, LinkSpec
@@ -29,16 +30,20 @@ class GroupShape:
 def group_shape(cluster: ClusterSpec, mesh: Mesh, axes: tuple[int, ...]) -> GroupShape:
     """Shape of the worst group over the mesh axes `axes` together: the one on most nodes, then
     with the fewest ranks on its emptiest node, which has the fewest network ports to share."""
-    strides = _strides(mesh)
-    offsets = _rank_sums([(mesh.sizes[k], strides[k]) for k in axes])
-    others = [k for k in range(len(mesh.axes)) if k not in axes]
-    bases = _rank_sums([(mesh.sizes[k], strides[k]) for k in others])
+    digits = list(zip(mesh.sizes, _strides(mesh), strict=False))
     per_node = {g.devices_per_node for g in cluster.groups}
-    if len(per_node) == 1:
-        # Groups that start at the same place in their node meet the same pattern of nodes.
-        bases = list({base % min(per_node): base for base in bases}.values())
-    node_of = _node_of_rank(cluster)
-    shapes = [_shape_of([node_of[base + o] for o in offsets]) for base in bases]
+    # Where nodes are alike, digits that step by whole nodes meet the same pattern in each of them.
+    period = per_node.pop() if len(per_node) == 1 else 0
+    is_inner = [not period or stride % period > 0 for _, stride in digits]
+    repeats = math.prod(digits[k][0] for k in axes if not is_inner[k])
+    offsets = _rank_sums([digits[k] for k in axes if is_inner[k]])
+    bases = _rank_sums([d for k, d in enumerate(digits) if is_inner[k] and k not in axes])
+    if period:
+        groups = [[(base + offset) // period for offset in offsets] for base in bases]
+    else:
+        node_of = _node_of_rank(cluster)
+        groups = [[node_of[base + offset] for offset in offsets] for base in bases]
+    shapes = [_shape_of(nodes, repeats) for nodes in groups]
     return max(shapes, key=lambda s: (s.num_nodes, -s.min_per_node, s.max_per_node))
 
 
@@ -49,11 +54,13 @@ def slowest_link(cluster: ClusterSpec, shape: GroupShape) -> LinkSpec:
     return min((g.link for g in cluster.groups), key=lambda link: link.bytes_per_s)
 
 
-def _shape_of(nodes: list[int]) -> GroupShape:
+def _shape_of(nodes: list[int], repeats: int) -> GroupShape:
+    """The shape of a group whose ranks on the nodes `nodes` repeat on as many others."""
     counts: dict[int, int] = {}
     for node in nodes:
         counts[node] = counts.get(node, 0) + 1
-    return GroupShape(len(nodes), len(counts), max(counts.values()), min(counts.values()))
+    most, least = max(counts.values()), min(counts.values())
+    return GroupShape(repeats * len(nodes), repeats * len(counts), most, least)
 
 
 def _strides(mesh: Mesh) -> tuple[int, ...]:
