@@ -32,19 +32,38 @@ def group_shape(cluster: ClusterSpec, mesh: Mesh, axes: tuple[int, ...]) -> Grou
     with the fewest ranks on its emptiest node, which has the fewest network ports to share."""
     digits = list(zip(mesh.sizes, _strides(mesh), strict=False))
     per_node = {g.devices_per_node for g in cluster.groups}
-    # Where nodes are alike, digits that step by whole nodes meet the same pattern in each of them.
-    period = per_node.pop() if len(per_node) == 1 else 0
-    is_inner = [not period or stride % period > 0 for _, stride in digits]
-    repeats = math.prod(digits[k][0] for k in axes if not is_inner[k])
-    offsets = _rank_sums([digits[k] for k in axes if is_inner[k]])
-    bases = _rank_sums([d for k, d in enumerate(digits) if is_inner[k] and k not in axes])
-    if period:
-        groups = [[(base + offset) // period for offset in offsets] for base in bases]
-    else:
+    if len(per_node) > 1:
         node_of = _node_of_rank(cluster)
-        groups = [[node_of[base + offset] for offset in offsets] for base in bases]
+        others = _rank_sums([d for k, d in enumerate(digits) if k not in axes])
+        offsets = _rank_sums([digits[k] for k in axes])
+        groups, repeats = [[node_of[base + o] for o in offsets] for base in others], 1
+    else:
+        groups, repeats = _alike(digits, axes, per_node.pop())
     shapes = [_shape_of(nodes, repeats) for nodes in groups]
     return max(shapes, key=lambda s: (s.num_nodes, -s.min_per_node, s.max_per_node))
+
+
+def _alike(
+    digits: list[tuple[int, int]], axes: tuple[int, ...], per_node: int
+) -> tuple[list[list[int]], int]:
+    """The nodes of groups, one for every pattern that there is, and how often each group repeats
+    its own on other nodes. digits: (size, stride) of the axes.
+
+    An axis steps by whole nodes from some multiple of its stride on: there the pattern repeats.
+    """
+    own, others, repeats = [], [], 1
+    for k, (size, stride) in enumerate(digits):
+        period = per_node // math.gcd(stride, per_node)
+        times = size // period if size % period == 0 else 1
+        inner = (size // times, stride)
+        if k in axes:
+            own.append(inner)
+            repeats *= times
+        else:
+            others.append(inner)
+    offsets = _rank_sums(own)
+    bases = {base % per_node for base in _rank_sums(others)}
+    return [[(base + offset) // per_node for offset in offsets] for base in sorted(bases)], repeats
 
 
 def slowest_link(cluster: ClusterSpec, shape: GroupShape) -> LinkSpec:

@@ -23,7 +23,8 @@ def mesh(*sizes: int) -> Mesh:
 
 
 @given(
-    per_node=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    per_node=st.lists(st.integers(1, 6), min_size=1, max_size=6)
+    | st.integers(1, 8).map(lambda size: [size]),
     sizes=st.lists(st.integers(1, 4), max_size=3),
     data=st.data(),
 )
