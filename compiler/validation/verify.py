@@ -103,7 +103,14 @@ def _run(plan: Plan, model: str | Configuration) -> VerifyReport:
 
 def captured_as_planned(plan: Plan, built: BuiltModel) -> Captured:
     """The captured model. Raises PlanMismatchError if it is not the one that was planned."""
-    captured = capture(
+    captured = captured_alike(plan, built)
+    check_fingerprint(plan, captured)
+    return captured
+
+
+def captured_alike(plan: Plan, built: BuiltModel) -> Captured:
+    """Any model, captured as the one that was planned."""
+    return capture(
         built.model,
         built.example_inputs,
         precision=plan.precision,
@@ -111,8 +118,6 @@ def captured_as_planned(plan: Plan, built: BuiltModel) -> Captured:
         loss_fn=built.loss_fn,
         rules=built.rules,
     )
-    check_fingerprint(plan, captured)
-    return captured
 
 
 @dataclass(frozen=True)
