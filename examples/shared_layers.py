@@ -1,10 +1,8 @@
-"""Trains a model whose depths share one block, then the same model with a block for each depth, from
-where the first one was (Pseudo-to-Real, arXiv:2110.03888):
+"""Trains a model whose depths share one block, then the same with a block for each depth, from where
+the first one was (Pseudo-to-Real, arXiv:2110.03888). What `meshfold delink` does in between is
+in docs/command_line.md:
 
     python examples/shared_layers.py --save shared
-    meshfold plan examples.shared_layers:released --cluster local-cpux1 -o released.json
-    meshfold delink shared --plan released.json --shared examples.shared_layers:shared \
-        --model examples.shared_layers:released -o released
     python examples/shared_layers.py --load released
 """
 

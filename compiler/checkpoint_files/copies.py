@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from meshfold.checkpoint_files.dtypes import DTYPES
-from meshfold.checkpoint_files.folder import Target, check_file, commit, prepared
+from meshfold.checkpoint_files.folder import check_file, commit, prepared
 from meshfold.checkpoint_files.index import (
     Index,
     Piece,
@@ -90,7 +90,10 @@ def copied_optimizer(
     for new, old in parameters.items():
         news.setdefault(old, []).append(new)
     groups = tuple(
-        replace(group, parameters=tuple(sorted(n for old in group.parameters for n in news.get(old, ()))))
+        replace(
+            group,
+            parameters=tuple(sorted(n for old in group.parameters for n in news.get(old, ()))),
+        )
         for group in saved.groups
     )
     tensors = {name: name for group in saved.groups for name in tensor_names(group.options)}

@@ -33,7 +33,7 @@ def delink(
 
     \b
     Example:
-      meshfold delink shared --plan plan.json --shared my_models:albert --model my_models:bert -o out
+      meshfold delink saved --plan plan.json --shared my.models:tied --model my.models:own -o out
     """
     plan = load_plan(plan_file)
     with progress(f"copying {checkpoint}"):
@@ -41,7 +41,4 @@ def delink(
             plan, checkpoint, output, shared=shared, model=model, parameters_only=parameters_only
         )
     states = f"{done.num_states} states of {done.optimizer}" if done.optimizer else "no optimizer"
-    echo(
-        f"{output}: {done.num_shared} shared parameters became {done.num_copies}, "
-        f"with {states}\n"
-    )
+    echo(f"{output}: {done.num_shared} shared parameters became {done.num_copies}, with {states}\n")

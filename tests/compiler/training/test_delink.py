@@ -89,7 +89,9 @@ def test_a_checkpoint_without_an_optimizer_is_released_only_as_asked(tmp_path: P
     with pytest.raises(MeshfoldError, match="saved without an optimizer, so the training would"):
         delink(tmp_path / "bare", tmp_path / "out", shared, released, batch)
     assert not (tmp_path / "out").exists()
-    done = delink(tmp_path / "bare", tmp_path / "out", shared, released, batch, parameters_only=True)
+    done = delink(
+        tmp_path / "bare", tmp_path / "out", shared, released, batch, parameters_only=True
+    )
     assert done.num_copies == 12
 
 
