@@ -1,6 +1,6 @@
-"""Trains a model whose depths share one block, then the same with a block for each depth, from where
-the first one was (Pseudo-to-Real, arXiv:2110.03888). What `meshfold delink` does in between is
-in docs/command_line.md:
+"""Trains a model whose depths share one block, then the same with a block for each depth, from
+where the first was (Pseudo-to-Real, arXiv:2110.03888). `meshfold delink` comes in between, as
+docs/command_line.md shows:
 
     python examples/shared_layers.py --save shared
     python examples/shared_layers.py --load released
