@@ -20,7 +20,7 @@ gathers and reductions are kernels: of f and b, context g_once of the sync.
 
 A parameter that several layers read is stored by each (the embedding and the head of a language
 model are on different stages), and its gradients are added up over the holders once (d_tied); with
-one stage it is stored once, and its layers share what it costs (parameters.py).
+one stage it is stored and updated once, and its layers share that (parameters.py).
 Where the host has the states (passes/memory/zero.py), its step is the optimizer's, the parameters
 come once per step, which nothing is said to hide, and gradients leave with every backward, or the
 last one: max(b + c, g + d_shard, u). They are charged to the device all the same: those that are

@@ -9,9 +9,10 @@
 
 `once` is once per step, for all of its microbatches. A parameter that several layers read is stored
 unsharded, since devices that have it must have the same. With one stage it is there once: each of
-its layers is charged an equal share, rounded up. With several stages each of them is charged all of
-it, too much where they are on one stage. Expert weights are shards on ep already
-and are sharded on dp alone. All costs are of one rank.
+its layers is charged an equal share of parameter and states, rounded up; the gradient of each use
+is reduced by itself. With several stages each layer is charged all of it, too much where they are
+on one stage. Expert weights are shards on ep already and are sharded on dp alone. All costs are of
+one rank.
 """
 
 from collections import Counter, defaultdict
@@ -168,7 +169,7 @@ class ParameterSums:
         self, parameters: Sequence[Parameter], zero: int, mesh: Mesh, num_stages: int
     ) -> None:
         self.stored = self.gradients = self.results = self.updated = self.gathered_once_bytes = 0
-        self.copied = self._all_reduced = 0
+        self.copied = 0
         self.gathered_once: Counter[Axes] = Counter()
         self.gathered: Counter[Axes] = Counter()
         self.scattered: Counter[Axes] = Counter()
@@ -194,15 +195,17 @@ class ParameterSums:
             self.gathered_once_bytes += used
         if not value.requires_grad:
             return
-        self.gradients += wide * used if zero == 1 and num_sharers == 1 else kept
+        # Gradients that are reduced are added up over microbatches for each use by itself
+        # (meshfold.zero.microbatch_state), others in the one parameter.
+        full = wide * (used if zero == 1 else shard_bytes)
+        self.gradients += full if rest or num_sharers == 1 else kept
         self.results += wide * shard_bytes
         self.updated += kept
         self.copied += shard_bytes if parameter.num_holders == 1 else kept
         if shard_axes:
             (self.scattered_once if zero == 1 else self.scattered)[shard_axes] += wide * used
         if rest:
-            self.reduced[rest] += kept
-            self._all_reduced += wide * shard_bytes
+            self.reduced[rest] += wide * shard_bytes
         if parameter.num_holders > 1 and num_sharers == 1:
             self.tied.append((wide * used, parameter.num_holders))
 
@@ -211,7 +214,7 @@ class ParameterSums:
         parameters, a reduction in flight, flat buffers and results of the layer's own."""
         inside = memory.backward_peak_bytes - memory.saved_bytes
         gathered, scattered = self.gathered.total(), self.scattered.total()
-        buckets = scattered + self.scattered_once.total() + self._all_reduced
+        buckets = scattered + self.scattered_once.total() + self.reduced.total()
         result = self.results if buckets else 0
         return max(
             memory.forward_peak_bytes + 2 * gathered + self.gathered_once.total(),
