@@ -26,6 +26,7 @@ _EXPORTS = {
     "UnsupportedOpError": "meshfold.errors",
     "Plan": "meshfold.ir.plan",
     "compile": "meshfold.api",
+    "delink": "meshfold.training.delink",
     "find_plan": "meshfold.api",
     "keep_states_on_disk": "meshfold.offload.state_files",
     "load_checkpoint": "meshfold.training.checkpoint",
@@ -51,6 +52,7 @@ __all__ = [
     "StageLostError",
     "UnsupportedOpError",
     "compile",
+    "delink",
     "find_plan",
     "keep_states_on_disk",
     "load_checkpoint",
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
     from meshfold.plan_file.io import load_plan, save_plan
     from meshfold.training.checkpoint import load_checkpoint, save_checkpoint
     from meshfold.training.compiled_model import CompiledModel
+    from meshfold.training.delink import delink
 
 
 def __getattr__(name: str) -> Any:

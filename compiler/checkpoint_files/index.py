@@ -5,12 +5,14 @@ import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from pydantic_core import ValidationError
 from pydantic_core.core_schema import any_schema
 
 from meshfold.checkpoint_files.dtypes import DTYPES
+from meshfold.checkpoint_files.folder import REMEDY, read_checked, read_checksums
 from meshfold.errors import MeshfoldError
 from meshfold.plan_file.records import Records, Special, first_fault
 
@@ -66,6 +68,17 @@ class Index:
 
 _RECORDS = Records({Any: Special(any_schema(), lambda value: value)}, {})
 _INDEX = _RECORDS.validator(Index)
+
+
+def read_index(folder: Path) -> tuple[Index, dict[str, str]]:
+    """The index of the checkpoint in a folder, found whole, and the sha256 of its other files by
+    name. Raises MeshfoldError where there is none, or one that is damaged."""
+    name, digests = read_checksums(folder)
+    text = read_checked(folder / name, digests.pop(name))
+    try:
+        return index_from_bytes(text, digests.keys()), digests
+    except MeshfoldError as error:
+        raise MeshfoldError(f"{folder / name}: {error}; {REMEDY}") from error
 
 
 def index_to_bytes(index: Index) -> bytes:

@@ -95,3 +95,13 @@ def tensor_names(node: Any) -> list[str]:
             return [node[tag]]
         node = list(node.values())
     return [name for x in node for name in tensor_names(x)] if type(node) is list else []
+
+
+def renamed(node: Any, names: Mapping[str, str]) -> Any:
+    """An encoded value whose tensors have other names: old -> new, for all that it has."""
+    if type(node) is list:
+        return [renamed(x, names) for x in node]
+    if type(node) is not dict:
+        return node
+    ((tag, value),) = node.items()
+    return {tag: names[value] if tag in ("tensor", "array") else renamed(value, names)}

@@ -1,4 +1,5 @@
-"""The command line: plan, sweep, show, explain, diff, check, graph, verify, timeline, profile.
+"""The command line: plan, sweep, show, explain, diff, check, graph, verify, timeline, delink,
+profile.
 
 Exit codes: 0 done, 1 expected failure (nothing fits, plan and model differ, numbers differ),
 2 usage or a bad file. A failure is one line on stderr and leaves no file behind; --debug adds the
@@ -22,6 +23,7 @@ from meshfold._version import __version__
 from meshfold.cli.arguments import FilePath, Number, check_output
 from meshfold.cli.command import INTERRUPTED, Command, Failure, echo, torch_commands
 from meshfold.cli.crash_guard import guarded, say_crash
+from meshfold.cli.delink_command import delink
 from meshfold.cli.explain_command import explain
 from meshfold.cli.plan_command import plan
 from meshfold.cli.profile_command import profile
@@ -190,6 +192,7 @@ def timeline(
     echo(shown.json, as_json=True) if as_json else echo(shown.text)
 
 
+cli.add_command(delink)
 cli.add_command(explain)
 cli.add_command(plan)
 cli.add_command(profile)

@@ -27,11 +27,12 @@ from meshfold.studies.captured_models import CapturedModels
 from meshfold.studies.plan_rows import Point, Tell, plan_rows
 from meshfold.studies.remedies import with_remedies
 from meshfold.studies.why_not import why_not
+from meshfold.training.delink import Delinked, delink_captured
 from meshfold.units import seconds_text
 from meshfold.validation.measure_overlap import measure_overlap, overlap_json, overlap_text
 from meshfold.validation.measure_pipeline import measured_spans
 from meshfold.validation.report import VerifyReport
-from meshfold.validation.verify import captured_as_planned, verify
+from meshfold.validation.verify import captured_alike, captured_as_planned, verify
 
 
 def make_plan(
@@ -146,6 +147,17 @@ def check_plan(plan: Plan, model: str) -> Plan:
     captured = captured_as_planned(plan, build_for_plan(model, plan))
     priced = price_plan(captured.graph, plan, OpProber())
     return with_program_events(priced, as_planned(captured.graph, plan))
+
+
+def delink_checkpoint(
+    plan: Plan, checkpoint: Path, out: Path, *, shared: str, model: str, parameters_only: bool
+) -> Delinked:
+    """Writes `checkpoint`, of the MODEL `shared`, to `out` as one of the MODEL that `plan` is
+    for."""
+    released = captured_as_planned(plan, build_for_plan(model, plan))
+    linked = captured_alike(plan, build_for_plan(shared, plan))
+    graphs = linked.graph, released.graph
+    return delink_captured(checkpoint, out, *graphs, parameters_only=parameters_only)
 
 
 def verify_plan(plan: Plan, model: str) -> VerifyReport:

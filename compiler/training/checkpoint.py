@@ -26,8 +26,6 @@ from meshfold.checkpoint_files.folder import (
     check_file,
     commit,
     prepared,
-    read_checked,
-    read_checksums,
 )
 from meshfold.checkpoint_files.index import (
     VERSION,
@@ -35,8 +33,8 @@ from meshfold.checkpoint_files.index import (
     Piece,
     SavedOptimizer,
     SavedTensor,
-    index_from_bytes,
     index_to_bytes,
+    read_index,
 )
 from meshfold.checkpoint_files.safetensors_files import bytes_of, read_part, write_pieces
 from meshfold.checkpoint_files.values import decoded, encoded, tensor_names
@@ -214,14 +212,9 @@ def _read_index(
     state: Mapping[str, Tensor],
 ) -> Index:
     """The index, when it fits the model, and this rank has found its share of the files whole."""
-    name, digests = read_checksums(path)
-    text = read_checked(path / name, digests.pop(name))
+    index, digests = read_index(path)
     for file in sorted(digests)[_rank() :: _num_ranks()]:
         check_file(path / file, digests[file])
-    try:
-        index = index_from_bytes(text, digests.keys())
-    except MeshfoldError as error:
-        raise MeshfoldError(f"{path / name}: {error}; {REMEDY}") from error
     kinds = {
         name: (_kind(NAMES.get(x.dtype), x.shape), _kind(saved.dtype, saved.shape))
         for name, x in state.items()

@@ -103,16 +103,17 @@ def _run(plan: Plan, model: str | Configuration) -> VerifyReport:
 
 def captured_as_planned(plan: Plan, built: BuiltModel) -> Captured:
     """The captured model. Raises PlanMismatchError if it is not the one that was planned."""
-    captured = capture(
-        built.model,
-        built.example_inputs,
-        precision=plan.precision,
-        returns=plan.model.returns,
-        loss_fn=built.loss_fn,
-        rules=built.rules,
-    )
-    check_fingerprint(plan, captured)
+    check_fingerprint(plan, captured := captured_alike(plan, built))
     return captured
+
+
+def captured_alike(plan: Plan, built: BuiltModel) -> Captured:
+    """Any model, captured as the one that was planned."""
+    model, inputs, returns = built.model, built.example_inputs, plan.model.returns
+    loss_fn, rules = built.loss_fn, built.rules
+    return capture(
+        model, inputs, precision=plan.precision, returns=returns, loss_fn=loss_fn, rules=rules
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ seldom the last. Copies into and out of the buffers of
 gathers and reductions are kernels: of f and b, context g_once of the sync.
 
 A parameter that several layers read is stored by each (the embedding and the head of a language
-model are on different stages), and its gradients are added up over the holders once (d_tied).
+model are on different stages), and its gradients are added up over the holders once (d_tied); with
+one stage it is stored and updated once, and its layers share that (parameters.py).
 Where the host has the states (passes/memory/zero.py), its step is the optimizer's, the parameters
 come once per step, which nothing is said to hide, and gradients leave with every backward, or the
 last one: max(b + c, g + d_shard, u). They are charged to the device all the same: those that are
@@ -138,11 +139,12 @@ class StrategyCosts:
 
 @dataclass(frozen=True)
 class StageContext:
-    """What a layer's costs depend on besides its table: the mesh of one stage, the share of
-    layers that are the first of a stage, collectives over its axes and over the ranks that hold a
-    tied parameter (bytes, holders), kernels, and the optimizer. placed: what parameters come to
-    under a ZeRO level, the same for microbatches of any size and whatever is recomputed."""
+    """What a layer's costs depend on besides its table: the number of stages, the mesh of one, the
+    share of layers that are the first of a stage, collectives over its axes and over the ranks that
+    hold a tied parameter (bytes, holders), kernels, and the optimizer. placed: what parameters come
+    to under a ZeRO level, the same for microbatches of any size and whatever is recomputed."""
 
+    num_stages: int
     mesh: Mesh
     first_share: float
     over: Collective
@@ -159,7 +161,7 @@ class StageContext:
         """Sums and copies of the parameters of a layer."""
         key = parameters, zero
         if key not in self.placed:
-            sums = ParameterSums(parameters, zero, self.mesh)
+            sums = ParameterSums(parameters, zero, self.mesh, self.num_stages)
             self.placed[key] = sums, copies_of(parameters, zero, self.mesh, self.costs)
         return self.placed[key]
 

@@ -8,8 +8,11 @@
                          and backward
 
 `once` is once per step, for all of its microbatches. A parameter that several layers read is stored
-unsharded, since devices that have it must have the same. Expert weights are shards on ep already
-and are sharded on dp alone. All costs are of one rank.
+unsharded, since devices that have it must have the same. With one stage it is there once: each of
+its layers is charged an equal share of parameter and states, rounded up; the gradient of each use
+is reduced by itself. With several stages each layer is charged all of it, too much where they are
+on one stage. Expert weights are shards on ep already and are sharded on dp alone. All costs are of
+one rank.
 """
 
 from collections import Counter, defaultdict
@@ -36,18 +39,20 @@ Axes = tuple[str, ...]
 @dataclass(frozen=True)
 class Parameter:
     """One parameter slot: its value and layout on the mesh without dp, the axes of that mesh on
-    which its gradient is a pending sum, and how many layers of the program read it."""
+    which its gradient is a pending sum, and how many layers of the program read it, at the instance
+    where most do and where fewest do."""
 
     value: Value
     layout: Layout
     summed: Axes
     num_holders: int
+    least_holders: int = 1
 
 
 def parameters_of(
-    graph: OpGraph, typing: RegionTyping, mesh: Mesh, num_holders: Sequence[int]
+    graph: OpGraph, typing: RegionTyping, mesh: Mesh, num_holders: Sequence[tuple[int, int]]
 ) -> tuple[Parameter, ...]:
-    """The parameter slots of a region typed on `mesh`. num_holders: per slot."""
+    """The parameter slots of a region typed on `mesh`. num_holders: per slot, most and fewest."""
     wanted = layouts_of_values(graph, typing)
     found = []
     for i, slot in enumerate(graph.slots):
@@ -58,7 +63,7 @@ def parameters_of(
                 for k, name in enumerate(mesh.names)
                 if stored[k] == INVARIANT and any(layout[k].kind == "R" for layout in demands)
             )
-            found.append(Parameter(graph.values[i], stored, summed, num_holders[i]))
+            found.append(Parameter(graph.values[i], stored, summed, *num_holders[i]))
     return tuple(found)
 
 
@@ -151,7 +156,7 @@ def _on(mesh: Mesh, own: Mesh, layout: Layout) -> Layout:
 
 class ParameterSums:
     """Sums over the parameters of a region under one ZeRO level. mesh: the axes dp, ep, cp and
-    tp that have several ranks.
+    tp that have several ranks. num_stages: that the layers are divided into.
 
     stored, gradients, updated (parameters whose optimizer states are here), copied (the device's
     copies of these, if the host stores them), gathered_once_bytes (gathered once and unsharded for
@@ -160,7 +165,9 @@ class ParameterSums:
     once); tied: (bytes, holders).
     """
 
-    def __init__(self, parameters: Sequence[Parameter], zero: int, mesh: Mesh) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], zero: int, mesh: Mesh, num_stages: int
+    ) -> None:
         self.stored = self.gradients = self.results = self.updated = self.gathered_once_bytes = 0
         self.copied = 0
         self.gathered_once: Counter[Axes] = Counter()
@@ -170,16 +177,17 @@ class ParameterSums:
         self.reduced: Counter[Axes] = Counter()
         self.tied: list[tuple[int, int]] = []
         for parameter in parameters:
-            self._add(parameter, zero, mesh)
+            self._add(parameter, zero, mesh, parameter.least_holders if num_stages == 1 else 1)
 
-    def _add(self, parameter: Parameter, zero: int, mesh: Mesh) -> None:
+    def _add(self, parameter: Parameter, zero: int, mesh: Mesh, num_sharers: int) -> None:
         value, placed = parameter.value, _place(parameter, zero, mesh)
         used, shard_bytes = (
             local_bytes(value, x, mesh.storage.sizes) for x in (placed.unsharded, placed.layout)
         )
         shard_axes, rest = placed.shard_axes, placed.rest
         wide = widening(value)
-        self.stored += wide * shard_bytes
+        kept = -(-wide * shard_bytes // num_sharers)
+        self.stored += kept
         if shard_axes and zero == 3:
             self.gathered[shard_axes] += used
         elif shard_axes:
@@ -187,15 +195,18 @@ class ParameterSums:
             self.gathered_once_bytes += used
         if not value.requires_grad:
             return
-        self.gradients += wide * (used if zero == 1 else shard_bytes)
+        # Gradients that are reduced are added up over microbatches for each use by itself
+        # (meshfold.zero.microbatch_state), others in the one parameter.
+        full = wide * (used if zero == 1 else shard_bytes)
+        self.gradients += full if rest or num_sharers == 1 else kept
         self.results += wide * shard_bytes
-        self.updated += wide * shard_bytes
-        self.copied += shard_bytes if parameter.num_holders == 1 else wide * shard_bytes
+        self.updated += kept
+        self.copied += shard_bytes if parameter.num_holders == 1 else kept
         if shard_axes:
             (self.scattered_once if zero == 1 else self.scattered)[shard_axes] += wide * used
         if rest:
             self.reduced[rest] += wide * shard_bytes
-        if parameter.num_holders > 1:
+        if parameter.num_holders > 1 and num_sharers == 1:
             self.tied.append((wide * used, parameter.num_holders))
 
     def workspace_bytes(self, memory: RegionMemory) -> int:

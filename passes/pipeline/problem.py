@@ -199,7 +199,7 @@ class PipelineProblems:
 
     def untied_parameters(self, region: int) -> list[int]:
         """Parameter slots of a region that one layer alone reads."""
-        return [i for i, holders in enumerate(self._holders[region]) if holders == 1]
+        return [i for i, (most, _) in enumerate(self._holders[region]) if most == 1]
 
     # Tables.
 
@@ -270,6 +270,7 @@ class PipelineProblems:
             return collective_s("all_reduce", num_bytes, group, link, network)
 
         return StageContext(
+            degrees.pp,
             Mesh(tuple(axis for axis in mesh.axes if axis.name != "pp")),
             min(1.0, degrees.pp / len(self.folded.instances)),
             over,
@@ -297,20 +298,20 @@ class PipelineProblems:
         return self.reserve_bytes + tables.buffer_bytes + inputs + unread
 
 
-def _num_holders(folded: FoldedGraph) -> list[list[int]]:
-    """[region][slot] -> how many layers read the parameter, at the instance where most do."""
+def _num_holders(folded: FoldedGraph) -> list[list[tuple[int, int]]]:
+    """[region][slot] -> how many layers read the parameter, at the instance where most do and where
+    fewest do."""
     readers: dict[str, set[int]] = {}
     for k, instance in enumerate(folded.instances):
         for source in instance.sources:
             if source.kind is SourceKind.PARAMETER:
                 readers.setdefault(source.name, set()).add(k)
-    holders = [[0] * len(region.graph.slots) for region in folded.regions]
+    holders: list[list[set[int]]] = [[set() for _ in r.graph.slots] for r in folded.regions]
     for instance in folded.instances:
-        of_region = holders[instance.region]
         for i, source in enumerate(instance.sources):
             if source.kind is SourceKind.PARAMETER:
-                of_region[i] = max(of_region[i], len(readers[source.name]))
-    return holders
+                holders[instance.region][i].add(len(readers[source.name]))
+    return [[(max(n, default=0), min(n, default=0)) for n in slots] for slots in holders]
 
 
 def _loss_bytes(folded: FoldedGraph) -> dict[int, int]:

@@ -110,6 +110,7 @@ def check_options(words: list[str]) -> None:
         rest = [*words, *([] if len(words) > 1 or _is_flag(command, words[0]) else ["1"])]
         known = {
             "plan": ["MODEL", "--cluster", "C"],
+            "delink": "CHECKPOINT --plan PLAN --model MODEL --shared MODEL -o OUT".split(),
             "diff": ["A", "B"],
             "profile": ["-o", "C.json"],
             "sweep": ["MODEL", "--cluster", "C", "--over", "batch=1..8"],

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshfold.checkpoint_files.values import decoded, encoded, tensor_names
+from meshfold.checkpoint_files.values import decoded, encoded, renamed, tensor_names
 from meshfold.errors import MeshfoldError, OptionError
 
 KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.text())
@@ -86,3 +86,12 @@ def test_others_are_refused_by_name(value: Any, words: str) -> None:
 def test_what_was_not_written_is_refused(node: Any) -> None:
     with pytest.raises(MeshfoldError, match="is no value of a checkpoint; load another one"):
         decoded(node, {})
+
+
+def test_tensors_get_other_names() -> None:
+    value = {"a": [torch.zeros(1), (np.zeros(2), 3)], 4: None}
+    tensors: dict[str, Tensor] = {}
+    node = encoded(value, "extra", tensors)
+    names = {name: name.replace("extra", "other") for name in tensors}
+    assert renamed(node, names) == encoded(value, "other", {})
+    assert tensor_names(renamed(node, names)) == list(names.values())

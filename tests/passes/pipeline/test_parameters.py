@@ -78,7 +78,7 @@ def test_who_is_alone_has_collectives_of_its_own(value: Value) -> None:
     mesh, costs = stages(2, 8)
     small = Value((4096,), "bfloat16", True, master=value.master)
     parameters = [Parameter(v, (), (), 1) for v in (value, value, small, small)]
-    sums, found = ParameterSums(parameters, 3, mesh), copies_of(parameters, 3, mesh, costs)
+    sums, found = ParameterSums(parameters, 3, mesh, 2), copies_of(parameters, 3, mesh, costs)
     asked: list[float] = []
 
     class Around:
@@ -95,3 +95,25 @@ def test_who_is_alone_has_collectives_of_its_own(value: Value) -> None:
     asked.clear()
     assert _seconds("reduce_scatter", sums.scattered, around, found.alone) == 3
     assert asked == [wide * large, wide * large, wide * rest]
+
+
+def test_layers_of_one_stage_share_what_they_all_read() -> None:
+    """A parameter of 1001 numbers that six layers read: in all of them once, and a byte at most for
+    each that is rounded up. Stages may have it each."""
+    value = Value((1001,), "float32", True)
+    for dp, zero in ((1, 0), (8, 0), (8, 1), (8, 3)):
+        mesh, _ = stages(1, dp)
+        shared, unsure, several = (
+            ParameterSums([Parameter(value, (), (), 6, least)], zero, mesh, num_stages)
+            for least, num_stages in ((6, 1), (1, 1), (6, 2))
+        )
+        names = ("stored", "updated", "copied", "gradients")
+        # Ranks reduce the gradient of each use by itself; one rank adds them up in the parameter.
+        once = names[: 3 + (dp == 1)]
+        for name in names:
+            assert getattr(shared, name) == (668 if name in once else 4004)
+            # Where fewer layers may read it nothing is left out.
+            assert getattr(unsure, name) == getattr(several, name) == 4004
+        assert 6 * 667 < 4004 <= 6 * 668
+        assert shared.reduced == ({("dp",): 4004} if dp > 1 else {})
+        assert shared.tied == [] and several.tied == [(4004, 6)]

@@ -91,3 +91,54 @@ def ring_llama() -> tuple[nn.Module, dict[str, Any]]:
 def ring_gpt2() -> tuple[nn.Module, dict[str, Any]]:
     model, batch = tiny_model("gpt2")
     return model, with_padding(batch)
+
+
+class Deep(nn.Module):
+    """A block at four depths: `sharing` says whether it is one that is called ("called"), one in
+    several places ("placed"), several with tied parameters ("tied") or without ("none")."""
+
+    def __init__(self, sharing: str = "none") -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 16)
+        if sharing == "called":
+            self.block = DeepBlock()
+        else:
+            self.blocks = nn.ModuleList(DeepBlock() for _ in range(4))
+        if sharing == "placed":
+            self.blocks = nn.ModuleList([self.blocks[0]] * 4)
+        if sharing == "tied":
+            for block in self.blocks[1:]:
+                block.up, block.down.weight = self.blocks[0].up, self.blocks[0].down.weight
+                block.scale = self.blocks[0].scale
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for k in range(4):
+            block: nn.Module = self.block if hasattr(self, "block") else self.blocks[k]
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), target)
+
+
+class DeepBlock(nn.Module):
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.dropout = nn.Dropout(0.1)
+        self.down = nn.Linear(32, 16, bias=False)
+        self.register_buffer("scale", torch.full((16,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(self.dropout(torch.relu(self.up(x))))
+
+
+def deep(sharing: str = "none") -> tuple[nn.Module, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8, 8, generator=generator)
+    return Deep(sharing), {"x": x, "target": torch.arange(8) % 4}
+
+
+def deep_shared() -> tuple[nn.Module, dict[str, Any]]:
+    return deep("called")

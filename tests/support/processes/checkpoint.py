@@ -20,6 +20,7 @@ import meshfold
 from meshfold.checkpoint_files.folder import CHECKSUMS
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.training.compiled_model import CompiledModel
+from support.models.factories import deep
 from support.programs.local_programs import stack_model
 
 FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.scandir", "os.listdir"}
@@ -217,3 +218,42 @@ def killed(work: Callable[[], object], folder: Path, *, at: int | None, delay_s:
     _, status = os.waitpid(child, 0)
     assert status in (0, signal.SIGKILL)
     return status != 0
+
+
+def trained_deep(
+    sharing: str, pins: Mapping[str, PinValue]
+) -> tuple[CompiledModel, torch.optim.Optimizer, Callable[[], Tensor]]:
+    """A model whose blocks share parameters as `sharing` says (support.models.factories.Deep), with
+    its optimizer, and what does a step and returns its loss."""
+    torch.manual_seed(len(sharing))
+    model, batch = deep(sharing)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    options = CompileOptions(pins=pins)
+    compiled = meshfold.compile(model, f"local-cpux{ranks}", batch, options=options)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
+
+    def step() -> Tensor:
+        loss = compiled.train_step(batch).detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return compiled, optimizer, step
+
+
+def delinks(folder: str, sharing: str, pins: Mapping[str, PinValue]) -> tuple[float, float]:
+    """Losses of the step behind a checkpoint of shared blocks: as it goes on, and of what is
+    delinked from it, under one plan. Called on all ranks together; rank 0 delinks."""
+    path, out = Path(folder) / "shared", Path(folder) / "released"
+    model, optimizer, step = trained_deep(sharing, pins)
+    for _ in range(2):
+        step()
+    meshfold.save_checkpoint(path, model, optimizer)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        (shared, batch), (released, _) = deep(sharing), deep()
+        meshfold.delink(path, out, shared, released, batch)
+    if dist.is_initialized():
+        dist.barrier()
+    own, states, delinked_step = trained_deep("none", pins)
+    meshfold.load_checkpoint(out, own, states)
+    return float(step()), float(delinked_step())
