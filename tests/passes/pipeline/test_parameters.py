@@ -78,7 +78,8 @@ def test_who_is_alone_has_collectives_of_its_own(value: Value) -> None:
     mesh, costs = stages(2, 8)
     small = Value((4096,), "bfloat16", True, master=value.master)
     parameters = [Parameter(v, (), (), 1) for v in (value, value, small, small)]
-    sums, found = ParameterSums(parameters, 3, mesh), copies_of(parameters, 3, mesh, costs)
+    sums = ParameterSums(parameters, 3, mesh, "adamw")
+    found = copies_of(parameters, 3, mesh, costs)
     asked: list[float] = []
 
     class Around:
