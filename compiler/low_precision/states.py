@@ -22,7 +22,7 @@ from torch.optim import SGD, Adam, Optimizer
 from meshfold.cost_models.op_costs.optimizers import BLOCK_NUMBERS, CHUNK_NUMBERS
 from meshfold.errors import OptionError
 from meshfold.ir.optimizers import StatesPrecision
-from meshfold.low_precision.packing import code_values, of_codes, to_bfloat16, to_codes
+from meshfold.low_precision.packing import Code, of_codes, to_bfloat16, to_codes
 
 LARGEST = ":largest"
 """What follows the name of an 8-bit state in that of its largest magnitudes."""
@@ -47,7 +47,7 @@ class LowPrecisionStates(Optimizer):
                 "several numbers at once, or is unknown; write AdamW, Adam or SGD"
             )
         self.precision, self.inner = precision, optimizer
-        self._values: dict[tuple[bool, torch.device], Tensor] = {}
+        self._codes: dict[tuple[bool, torch.device], Code] = {}
         super().__init__(optimizer.param_groups, optimizer.defaults)
         for parameter, state in optimizer.state.items():
             self.pack(parameter, state)
@@ -172,7 +172,7 @@ class LowPrecisionStates(Optimizer):
         if self.precision == "bf16":
             return stored.to(parameter.dtype, copy=True)
         largest = packed[name + LARGEST][_blocks(part.start) : _blocks(part.stop)]
-        return of_codes(stored, largest, self._codes(name, parameter), parameter.dtype)
+        return of_codes(stored, largest, self._code(name, parameter), parameter.dtype)
 
     def _write(
         self, packed: Mapping[str, Any], name: str, value: Tensor, part: slice, step: Any
@@ -182,16 +182,16 @@ class LowPrecisionStates(Optimizer):
             count = torch.as_tensor(0 if step is None else step)
             packed[name].view(-1)[part] = to_bfloat16(value, count)
             return
-        codes, largest = to_codes(value, self._codes(name, value))
+        codes, largest = to_codes(value, self._code(name, value))
         packed[name].view(-1)[part] = codes
         packed[name + LARGEST][_blocks(part.start) : _blocks(part.stop)] = largest
 
-    def _codes(self, name: str, like: Tensor) -> Tensor:
-        """What codes of a state stand for, on the device of a tensor."""
+    def _code(self, name: str, like: Tensor) -> Code:
+        """The code of a state, on the device of a tensor."""
         key = name not in UNSIGNED, like.device
-        if key not in self._values:
-            self._values[key] = code_values(is_signed=key[0]).to(like.device)
-        return self._values[key]
+        if key not in self._codes:
+            self._codes[key] = Code.of(like.device, is_signed=key[0])
+        return self._codes[key]
 
 
 def _parts(numel: int, size: int) -> Iterator[slice]:
