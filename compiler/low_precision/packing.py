@@ -1,8 +1,8 @@
 """Numbers of optimizer states in 16 and in 8 bits, and back.
 
     bf16   stochastic rounding: of the two nearest bfloat16 numbers the nearer one is the likelier,
-           so that moving averages whose steps are below half a unit go on (with beta 0.999 a step is
-           1/1000, half a unit of bfloat16 1/512). The draw is a hash of the number's own bits and
+           so that moving averages whose steps are below half a unit go on (with beta 0.999 a step
+           is 1/1000, half a unit of bfloat16 1/512). The draw is a hash of the number's own bits and
            the count of steps: it does not depend on where a number is stored
     int8   block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861, section 2):
            blocks of 256 numbers in the order of memory, divided by the largest one, each to the

@@ -3,8 +3,8 @@
     step, chunk by chunk of every parameter (CHUNK_NUMBERS):
         states unpacked to the parameter's dtype -> torch's own step on the chunk -> packed again
 
-Only optimizers that work number by number can step so. A chunk is a slice of the parameter's memory,
-so that no step needs more than one chunk of unpacked states, however large the parameter.
+Only optimizers that work number by number can step so. A chunk is a slice of the parameter's
+memory, so that no step needs more than one chunk of unpacked states, however large the parameter.
 
 On ranks that hold shards, blocks of 8 bits are those of the local shard: equal shardings train
 bitwise alike, others within the error of a block (meshfold.low_precision.packing). bfloat16 depends
@@ -25,7 +25,7 @@ from meshfold.ir.optimizers import StatesPrecision
 from meshfold.low_precision.packing import Code, of_codes, to_bfloat16, to_codes
 
 LARGEST = ":largest"
-"""What follows the name of an 8-bit state in that of its largest magnitudes."""
+"""What follows the name of an 8-bit state in that of the largest numbers of its blocks."""
 
 UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
 """States that are never negative."""
@@ -97,8 +97,8 @@ class LowPrecisionStates(Optimizer):
         saved = state_dict["state"]
         if self.precision != "int8" and any(LARGEST in k for x in saved.values() for k in x):
             raise OptionError(
-                f"the states were saved in 8 bits, and are to be kept in {self.precision}; load them "
-                'into LowPrecisionStates(optimizer, "int8"), or from meshfold.save_checkpoint'
+                f"the states were saved in 8 bits, and are to be kept in {self.precision}; load "
+                'them into LowPrecisionStates(optimizer, "int8"), or save a checkpoint of meshfold'
             )
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         super().load_state_dict(state_dict)
@@ -147,7 +147,7 @@ class LowPrecisionStates(Optimizer):
             self.inner.state[piece] = state
         self.inner.step()
         piece.grad = None
-        return dict(self.inner.state.pop(piece))
+        return dict(self.inner.state.pop(piece, {}))
 
     def _is_packed(self, value: Any, parameter: Tensor) -> bool:
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.uint8
