@@ -54,7 +54,7 @@ class LowPrecisionStates(Optimizer):
         optimizer.state.clear()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the optimizer on all parameters that have a gradient."""
         loss = None
         if closure is not None:

@@ -66,8 +66,6 @@ def trained(pins: Mapping[str, PinValue], precision: Any, folder: str) -> Found:
     return Found(right, run.state_bytes, run.model.plan.memory.optimizer, resumed)
 
 
-def all_trained(
-    runs: list[tuple[Mapping[str, PinValue], Any]], folder: str
-) -> list[Found]:
+def all_trained(runs: list[tuple[Mapping[str, PinValue], Any]], folder: str) -> list[Found]:
     """The same for several plans, in one visit of the ranks."""
     return [trained(p, s, str(Path(folder) / str(k))) for k, (p, s) in enumerate(runs)]
