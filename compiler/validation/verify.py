@@ -279,8 +279,7 @@ def _compiled_step(compiled: CompiledModel, built: BuiltModel, captured: Capture
 
 
 def _optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
-    """The plan's, with settings under which rounding stays rounding; AdamW for those that round to
-    fewer bits themselves, and for Adafactor."""
+    """The plan's, or AdamW for one that rounds; with settings under which rounding stays small."""
     # A stage may be without parameters, and torch makes no optimizer of none.
     parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(()))]
     if plan.optimizer in ("sgd", "momentum"):

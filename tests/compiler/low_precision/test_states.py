@@ -1,4 +1,4 @@
-"""States in fewer bits: what is trained, what is kept, what a step makes, what is saved and loaded."""
+"""States in fewer bits: what is trained, kept, made during a step, saved and loaded."""
 
 import copy
 from collections.abc import Callable
