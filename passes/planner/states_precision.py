@@ -16,20 +16,19 @@ from meshfold.passes.planner.assembly import PlanRequest
 
 def fastest_states(request: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
     """The fastest plan over the precisions that the request leaves open. Raises what plan_of
-    raises for the most precise one where none fits."""
+    raises for the one that needs least where none fits."""
     best: Plan | None = None
-    first: InfeasibleError | None = None
+    errors: list[InfeasibleError] = []
     for asked in requests(request):
         try:
             plan = plan_of(asked)
         except InfeasibleError as error:
-            first = first or error
+            errors.append(error)
             continue
         if best is None or plan.step_s < best.step_s:
             best = plan
     if best is None:
-        assert first is not None
-        raise first
+        raise min(errors, key=lambda error: error.required_bytes)
     return best
 
 

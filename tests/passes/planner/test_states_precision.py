@@ -113,8 +113,12 @@ def test_nothing_has_fewer_bits_that_was_not_allowed_to_or_need_not() -> None:
     # One device cannot shard: what is allowed makes the difference.
     tight = plan(optimizer="adamw_8bit", pins={"offload": "none"}).memory.peak
     asked = {"memory_bytes": tight + 64, "pins": {"offload": "none", "chunked_loss": 0}}
-    with pytest.raises(InfeasibleError):
+    with pytest.raises(InfeasibleError) as whole_states:
         plan(**asked)
+    # What nothing fits in says what the smallest states need.
+    with pytest.raises(InfeasibleError) as smallest:
+        plan(**{**asked, "memory_bytes": 1024}, allow_low_precision_states=True)
+    assert smallest.value.required_bytes < whole_states.value.required_bytes
     found = plan(**asked, allow_low_precision_states=True)
     assert found.optimizer == "adamw_8bit" and found.memory.fits
     assert "Adam's states in 8 bits" in precision_text(found)
