@@ -2,8 +2,8 @@
 
     bf16   stochastic rounding: of the two nearest bfloat16 numbers the nearer one is the likelier,
            so that moving averages whose steps are below half a unit go on (with beta 0.999 a step
-           is 1/1000, half a unit of bfloat16 1/512). The draw is a hash of the number's own bits and
-           the count of steps: it does not depend on where a number is stored
+           is 1/1000, half a unit of bfloat16 1/512). The draw is a hash of the number's bits and
+           of the count of steps: it does not depend on where a number is stored
     int8   block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861, section 2):
            blocks of 256 numbers in the order of memory, divided by the largest one, each to the
            nearest of 256 codes, which are dense near 0 over seven decades. Signed codes are for
