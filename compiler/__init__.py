@@ -24,6 +24,7 @@ _EXPORTS = {
     "RankLostError": "meshfold.errors",
     "StageLostError": "meshfold.errors",
     "UnsupportedOpError": "meshfold.errors",
+    "LowPrecisionStates": "meshfold.low_precision.states",
     "Plan": "meshfold.ir.plan",
     "compile": "meshfold.api",
     "delink": "meshfold.training.delink",
@@ -42,6 +43,7 @@ __all__ = [
     "CompileOptions",
     "CompiledModel",
     "InfeasibleError",
+    "LowPrecisionStates",
     "MeshfoldError",
     "PassError",
     "Plan",
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from meshfold.ir.cluster import ClusterSpec
     from meshfold.ir.options import CompileOptions
     from meshfold.ir.plan import Plan
+    from meshfold.low_precision.states import LowPrecisionStates
     from meshfold.offload.state_files import keep_states_on_disk
     from meshfold.plan_file.io import load_plan, save_plan
     from meshfold.training.checkpoint import load_checkpoint, save_checkpoint

@@ -6,9 +6,12 @@ from typing import Any, get_args
 import click
 
 from meshfold.cli.arguments import Number, parse_pins
+from meshfold.ir.optimizers import OPTIMIZERS
 from meshfold.ir.options import PINS, CompileOptions, Mode, PrecisionChoice
 from meshfold.ir.returns import ALL
 from meshfold.units import parse_bytes
+
+OFFLOAD, LOW_PRECISION_STATES = "offload", "low_precision_states"
 
 CLUSTER = click.option(
     "--cluster", "-c", required=True, help="Preset (dgx-h100x16@200g, local-cpux4) or file."
@@ -54,10 +57,17 @@ def _what_runs() -> tuple[Callable[..., Any], ...]:
         help="How a rank's program runs: as written, or scheduled, compute overlapping collectives "
         "also inside of layers.",
     )
+    optimizer = click.option(
+        "--optimizer",
+        metavar="NAME",
+        default="adamw",
+        show_default=True,
+        help=f"What the training runs, for memory and time: {', '.join(OPTIMIZERS)}.",
+    )
     memory = click.option(
         "--memory", help="Budget per device, 16GB or 16GiB. [default: 95 % of its memory]"
     )
-    return precision, mode, memory
+    return precision, mode, optimizer, memory
 
 
 def _what_is_searched() -> tuple[Callable[..., Any], ...]:
@@ -72,9 +82,11 @@ def _what_is_searched() -> tuple[Callable[..., Any], ...]:
     )
     allow = click.option(
         "--allow",
-        type=click.Choice(["offload"]),
-        help="offload: let optimizer states and activations in the hosts' memory compete. "
-        "[default: where nothing else fits]",
+        type=click.Choice([OFFLOAD, LOW_PRECISION_STATES]),
+        multiple=True,
+        help=f"Repeatable. {OFFLOAD}: let optimizer states and activations in the hosts' memory "
+        f"compete [default: where nothing else fits]; {LOW_PRECISION_STATES}: let AdamW's states "
+        "in bfloat16 and 8 bits compete [default: never].",
     )
     without_rule = click.option(
         "--without-rule",
@@ -106,9 +118,10 @@ def compile_options(
     *,
     precision: PrecisionChoice,
     mode: Mode,
+    optimizer: str,
     memory: str | None,
     pin: tuple[str, ...],
-    allow: str | None,
+    allow: tuple[str, ...],
     without_rule: tuple[str, ...],
     loss: str | None,
     returned: tuple[str, ...],
@@ -119,7 +132,9 @@ def compile_options(
         pins=parse_pins(pin),
         precision=precision,
         mode=mode,
-        allow_offload=allow == "offload",
+        optimizer=optimizer,
+        allow_offload=OFFLOAD in allow,
+        allow_low_precision_states=LOW_PRECISION_STATES in allow,
         without_rules=without_rule,
         loss=loss,
         outputs=ALL if ALL in returned else returned,

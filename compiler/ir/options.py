@@ -9,6 +9,13 @@ from typing import Literal, get_args
 from meshfold.errors import OptionError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.custom_ops import CustomRule
+from meshfold.ir.optimizers import (
+    OF_STATES,
+    STATES,
+    WHOLE_PARAMETERS,
+    StatesPrecision,
+    check_optimizer,
+)
 from meshfold.ir.returns import ALL, Path, Returns, paths_of, summands_of
 from meshfold.ir.strategy import Offload, Recompute
 from meshfold.units import is_bytes, parse_bytes
@@ -78,6 +85,7 @@ PINS: Mapping[str, str] = MappingProxyType(
         CHAINED_CHUNKS: "whether micro-chunks cross the boundaries of layers (0 or 1)",
         COLLECTIVE_MATMUL: "whether matrix products overlap with their own collective (0 or 1)",
         CHUNKED_LOSS: "whether losses over classes make their logits in chunks (0 or 1)",
+        STATES: "in what AdamW's states are kept: as parameters are (full), bf16 or int8",
         REDUCE_BUCKET: "the largest bucket of reductions of gradients (25MB; 0: none)",
         ALLGATHER_BUCKET: "the largest bucket of gathers of parameters (25MB; 0: none)",
         HIERARCHICAL_ALL_REDUCE: "size of the pieces in which all-reduces of gradients run "
@@ -108,6 +116,7 @@ _WORDS = {
     "offload": get_args(Offload),
     "schedule": get_args(ScheduleName),
     BATCH_NORM: (PER_MICROBATCH,),
+    STATES: ("full", "bf16", "int8"),
 }
 """Pins that are words, and what they can be."""
 
@@ -151,10 +160,6 @@ class LayoutPin:
 _TP_LAYOUT = re.compile(r"tp:([0-9]{1,4})(\+)?(,dp)?")
 
 
-OPTIMIZERS = ("adamw", "adamw_fused", "sgd")
-"""Of CompileOptions.optimizer."""
-
-
 @dataclass(frozen=True)
 class CompileOptions:
     """What a user asks of a compilation. OptionError for a value that cannot be."""
@@ -165,8 +170,10 @@ class CompileOptions:
     pins: Mapping[str, PinValue] = field(default_factory=dict)
     """Choices that the search must keep, by the names of PINS."""
     optimizer: str = "adamw"
-    """What the memory model charges for: adamw, adamw_fused (torch.optim.AdamW(fused=True), which
-    makes no tensors in a step) or sgd."""
+    """What a plan charges for, in memory and time: of OPTIMIZERS. adamw_fused is
+    torch.optim.AdamW(fused=True), which makes no tensors in a step; adafactor and muon look at
+    whole parameters, and so get plans in which every rank has them (WHOLE_PARAMETERS). The pin
+    `states` turns adamw into adamw_bf16 or adamw_8bit."""
     full_capture: bool = False
     """Trace every layer instead of proving equal ones equal."""
     seed: int = 0
@@ -177,6 +184,9 @@ class CompileOptions:
     allow_offload: bool = False
     """Let offload of optimizer states and of activations compete; else it is tried where nothing
     else fits."""
+    allow_low_precision_states: bool = False
+    """Let AdamW's states in bfloat16 and in 8 bits compete, which changes what is trained; else
+    they are as the optimizer says."""
     custom_rules: tuple[CustomRule, ...] = ()
     """Rules of custom ops and autograd.Functions of the model's own (meshfold.register_rule)."""
     keep_checkpointing: bool = False
@@ -198,6 +208,10 @@ class CompileOptions:
         object.__setattr__(self, "pins", MappingProxyType(dict(self.pins)))
         for name, value in self.pins.items():
             _check_pin(name, value)
+        check_optimizer(self.optimizer, self.pins)
+        states = self.states_pin
+        if states and self.optimizer not in OF_STATES[states]:
+            object.__setattr__(self, "optimizer", OF_STATES[states][0])
         object.__setattr__(self, "custom_rules", tuple(self.custom_rules))
         others = [rule for rule in self.custom_rules if not isinstance(rule, CustomRule)]
         if others:
@@ -206,11 +220,6 @@ class CompileOptions:
             )
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise OptionError(f"memory: {self.memory_bytes} bytes; write more than 0")
-        if self.optimizer not in OPTIMIZERS:
-            raise OptionError(
-                f"optimizer {self.optimizer!r} is unknown; write {', '.join(OPTIMIZERS[:-1])} or "
-                f"{OPTIMIZERS[-1]}"
-            )
         if self.mode not in get_args(Mode):
             raise OptionError(f"mode {self.mode!r} is unknown; write eager or scheduled")
         if self.value_checks not in get_args(ValueChecks):
@@ -252,10 +261,16 @@ class CompileOptions:
 
     @property
     def strategy_pins(self) -> dict[str, PinValue]:
-        """Pins about strategies."""
+        """Pins about strategies, those that the optimizer needs among them."""
         matmuls = (MICRO_CHUNKS, CHAINED_CHUNKS, COLLECTIVE_MATMUL)
-        others = (LAYOUT, BATCH_NORM, CHUNKED_LOSS, *matmuls, *_SIZES)
-        return {k: v for k, v in self.pins.items() if not k.startswith(others)}
+        others = (LAYOUT, BATCH_NORM, CHUNKED_LOSS, STATES, *matmuls, *_SIZES)
+        asked = {k: v for k, v in self.pins.items() if not k.startswith(others)}
+        return {**asked, **WHOLE_PARAMETERS.get(self.optimizer, {})}
+
+    @property
+    def states_pin(self) -> StatesPrecision | None:
+        """In what AdamW's states are to be kept."""
+        return self.pins.get(STATES)  # type: ignore[return-value]
 
     @property
     def micro_chunks_pin(self) -> int | None:

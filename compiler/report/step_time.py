@@ -5,6 +5,7 @@ the sum beside a simulated step.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -16,6 +17,7 @@ from meshfold.cost_models.hardware.error_bands import (
     family_of,
     spread_of,
 )
+from meshfold.ir.optimizers import OF_STATES
 from meshfold.ir.plan import Plan, TimeEstimate
 from meshfold.ir.step_events import SimulatedStep
 from meshfold.report.tables import indented, section
@@ -56,6 +58,17 @@ def sum_view(plan: Plan) -> list[RenderableType]:
     return [section(title, Group(_added_up(plan.time), text))]
 
 
+_OTHER_STATES: Mapping[str, str] = MappingProxyType(
+    {
+        "adamw_bf16": ", Adam's states in bfloat16",
+        "adamw_8bit": ", Adam's states in 8 bits",
+        "adafactor": ", Adafactor's rows and columns too",
+        "muon": ", Muon's and Adam's states too",
+        "momentum": ", momentum too",
+    }
+)
+
+
 def precision_text(plan: Plan) -> str:
     """What ops compute in, and what is kept in which dtype, in one line."""
     sizes: dict[str, int] = {}
@@ -64,10 +77,11 @@ def precision_text(plan: Plan) -> str:
             amount = parameter.num_bytes * region.num_instances
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + amount
     stored = " and ".join(sorted(sizes, key=lambda d: (-sizes[d], d))) or "float32"
-    is_adam = plan.optimizer.startswith("adamw")
-    kept = "weights, gradients' sum and Adam's states" if is_adam else "weights and gradients' sum"
+    kept = "weights and gradients' sum"
+    if plan.optimizer in OF_STATES["full"]:
+        kept = "weights, gradients' sum and Adam's states"
     computes = plan.model.compute_dtype or stored
-    text = f"computes in {computes}; {kept} in {stored}"
+    text = f"computes in {computes}; {kept} in {stored}" + _OTHER_STATES.get(plan.optimizer, "")
     if plan.precision == "model":
         text += ", as the model is"
     return text

@@ -9,6 +9,7 @@ from torch import Tensor
 from meshfold.checkpoint_files.index import Index, SavedGroup, SavedOptimizer
 from meshfold.checkpoint_files.values import encoded, tensor_names
 from meshfold.errors import MeshfoldError, OptionError
+from meshfold.low_precision.states import LowPrecisionStates
 from meshfold.training.compiled_model import CompiledModel
 
 State = dict[str, dict[str, Any]]
@@ -19,7 +20,7 @@ def state_of(model: CompiledModel, optimizer: torch.optim.Optimizer) -> State:
     """Of this rank's parameters. Called on all ranks together."""
     found: State = {}
     for name, parameter in model.named_parameters():
-        values = optimizer.state.get(parameter, {})
+        values = _values(optimizer, parameter)
         found[name] = {
             key: model.saved_form(name, value) if _is_like(value, parameter.shape) else value
             for key, value in values.items()
@@ -52,7 +53,7 @@ def encoded_optimizer(
                 nodes[name][key] = encoded(value, where, parts)
                 _check_numbers(model, {where: tuple(x.shape) for where, x in parts.items()})
                 own |= parts
-    return SavedOptimizer(type(optimizer).__name__, groups, nodes)
+    return SavedOptimizer(_kind(optimizer), groups, nodes)
 
 
 def merged(parts: list[SavedOptimizer]) -> SavedOptimizer:
@@ -72,7 +73,7 @@ def check_optimizer(
     saved = index.optimizer
     if saved is None:
         raise OptionError("saved without an optimizer; load the model alone")
-    kind = type(optimizer).__name__
+    kind = _kind(optimizer)
     if saved.kind != kind:
         raise OptionError(f"the optimizer was of kind {saved.kind}, this one is {kind}; {_ALIKE}")
     groups = _groups(model, optimizer)
@@ -124,12 +125,29 @@ def restore(
         optimizer.state.pop(parameter, None)
         device = parameter.device if id(parameter) in read_by_kernels else None
         if values := state.get(name):
-            optimizer.state[parameter] = {
-                key: x.to(device) if isinstance(x, Tensor) else x for key, x in values.items()
-            }
+            here = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in values.items()}
+            if isinstance(optimizer, LowPrecisionStates):
+                optimizer.pack(parameter, here)
+            else:
+                optimizer.state[parameter] = here
 
 
 _ALIKE = "make it alike, or load the model alone"
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Its name in a checkpoint, which is the same whatever the precision of its states."""
+    if isinstance(optimizer, LowPrecisionStates):
+        optimizer = optimizer.inner
+    return type(optimizer).__name__
+
+
+def _values(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Mapping[str, Any]:
+    """The states of a parameter, unpacked."""
+    if isinstance(optimizer, LowPrecisionStates):
+        return optimizer.unpacked(parameter)
+    found: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    return found
 
 
 def _is_like(value: Any, shape: tuple[int, ...]) -> bool:

@@ -65,7 +65,7 @@ from meshfold.validation.scaled_down import needs_scaling_down, scaled_down
 EPS = 1e-5
 """AdamW's: a gradient that is zero but for rounding moves its parameter by rounding / EPS."""
 LEARNING_RATE = 1e-2
-OPTIMIZER_NAMES = {"adamw": "AdamW", "adamw_fused": "fused AdamW", "sgd": "SGD"}
+OPTIMIZER_NAMES = {"adamw_fused": "fused AdamW", "momentum": "SGD with momentum", "sgd": "SGD"}
 
 
 def verify(plan: Plan, model_argument: str) -> VerifyReport:
@@ -280,11 +280,12 @@ def _compiled_step(compiled: CompiledModel, built: BuiltModel, captured: Capture
 
 
 def _optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
-    """The plan's, with settings under which rounding stays rounding."""
+    """The plan's, or AdamW for one that rounds; with settings under which rounding stays small."""
     # A stage may be without parameters, and torch makes no optimizer of none.
     parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(()))]
-    if plan.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+    if plan.optimizer in ("sgd", "momentum"):
+        momentum = 0.9 * (plan.optimizer == "momentum")
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum)
     is_fused = plan.optimizer == "adamw_fused" or None
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=EPS, fused=is_fused)
 
@@ -390,7 +391,7 @@ def _report(plan: Plan, results: Sequence[_Compared]) -> VerifyReport:
         outputs=differences([r.outputs for r in results]),
         gradients=differences([r.gradients for r in results], first.rounding.gradients, bound),
         parameters=differences([r.parameters for r in results], first.rounding.parameters, bound),
-        optimizer=OPTIMIZER_NAMES[plan.optimizer],
+        optimizer=OPTIMIZER_NAMES.get(plan.optimizer, "AdamW"),
         first_divergence=first.first_divergence,
         num_collectives=len(first.collectives),
         collective_mismatch=collective_mismatch(

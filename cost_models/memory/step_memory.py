@@ -29,19 +29,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Literal
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
+from meshfold.cost_models.op_costs.optimizers import Update
 from meshfold.ir.plan import MemoryEstimate
-
-STATE_FACTOR: Mapping[str, int] = MappingProxyType({"adamw": 2, "adamw_fused": 2, "sgd": 0})
-"""Optimizer states in units of the parameters' bytes: AdamW's two moments in the parameter's
-dtype; SGD without momentum has none."""
-
-FOREACH_FACTOR: Mapping[str, int] = MappingProxyType({"adamw": 1, "adamw_fused": 0, "sgd": 0})
-"""What torch's foreach implementation makes during step(), likewise: AdamW's denominators of all
-parameters at once (measured on torch 2.13; the fused one needs nothing)."""
 
 InstanceOutput = tuple[int, int]
 """(instance, output)."""
@@ -113,6 +105,8 @@ class States:
     """Constants included."""
     inputs: int
     """The batch."""
+    update: Update = Update()
+    """What the optimizer keeps and does for the trained ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,24 +129,20 @@ def compose_step(
     model_outputs: Sequence[InstanceOutput],
     states: States,
     *,
-    optimizer: str,
     reserve_bytes: int,
     capacity_bytes: int,
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     """(bytes by component at the worst moment, bytes that each instance saves for its backward).
 
-    model_outputs are resident to the end. optimizer: a key of STATE_FACTOR.
+    model_outputs are resident to the end.
     """
     timeline = _Timeline(instances, model_outputs)
-    state_bytes = STATE_FACTOR[optimizer] * states.trained
-    stepping = _Moment(
-        timeline.final_gradients, 0, 0, 0, FOREACH_FACTOR[optimizer] * states.trained
-    )
+    stepping = _Moment(timeline.final_gradients, 0, 0, 0, states.update.step_bytes)
     worst = max([*timeline.moments(), *timeline.sums_of_uses(), stepping], key=lambda m: m.total)
     estimate = MemoryEstimate(
         parameters=states.parameters + states.buffers,
         gradients=worst.gradients,
-        optimizer=state_bytes,
+        optimizer=states.update.state_bytes,
         activations=worst.activations + states.inputs,
         gathered_parameters=worst.gathered,
         buckets=worst.buckets,
@@ -167,7 +157,6 @@ def resident_over_time(
     instances: Sequence[InstanceMemory],
     model_outputs: Sequence[InstanceOutput],
     states: States,
-    optimizer: str,
 ) -> tuple[int, ...]:
     """Bytes of activations and gradients outside of the instance that runs, at the
     moments of all forwards, then of all backwards, then of the optimizer. What is gathered or in
@@ -177,7 +166,7 @@ def resident_over_time(
     value_gradients = timeline.value_gradients.totals()
     # In forward there are no gradients yet: those ranges begin behind it.
     found = [sum(parts) for parts in zip(activations, gradients, value_gradients, strict=True)]
-    stepping = timeline.final_gradients + FOREACH_FACTOR[optimizer] * states.trained
+    stepping = timeline.final_gradients + states.update.step_bytes
     return (*found, stepping)
 
 

@@ -8,7 +8,7 @@ peak is that of the memory model, at a moment of the step.
 from collections import Counter
 from collections.abc import Sequence
 
-from meshfold.cost_models.memory.step_memory import STATE_FACTOR, resident_over_time
+from meshfold.cost_models.memory.step_memory import resident_over_time
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.op_graph import FoldedGraph, SourceKind
 from meshfold.ir.spmd import Layout
@@ -40,7 +40,7 @@ def program_events(
     memory_model, reads: if at hand."""
     reads = reads or program_reads(folded)
     written, numbers = written_regions(folded, typings, pricers, costs, probe, reads)
-    states = program_states(folded, typings, costs.mesh, offloads, reads)
+    states = program_states(folded, typings, costs.mesh, offloads, reads, optimizer=optimizer)
     memory_model = memory_model or MemoryModel(costs, probe)
     memory = memory_model.instances(folded, typings, offloads, reads)
     outputs = [
@@ -53,11 +53,11 @@ def program_events(
         instances=tuple(numbers),
         trailing=reduced_at_end(written, numbers, costs),
         optimizer_s=optimizer_s,
-        resident_bytes=resident_over_time(memory, outputs, states, optimizer),
+        resident_bytes=resident_over_time(memory, outputs, states),
         fixed_bytes=states.parameters
         + states.buffers
         + states.inputs
-        + STATE_FACTOR[optimizer] * states.trained
+        + states.update.state_bytes
         + costs.cluster.reserve_bytes,
         slowdown=costs.cluster.overlap_slowdown,
     )

@@ -75,7 +75,7 @@ class MemoryModel:
         """(bytes per device at the peak of a training step, bytes that one instance of each region
         saves for its backward).
 
-        typings: per region. optimizer: "adamw" or "sgd". offloads: per region; None: nothing on
+        typings: per region. optimizer: of OPTIMIZERS. offloads: per region; None: nothing on
         hosts. reads: of `folded` or of the graph that it was split from, if at hand.
         """
         reads = reads or program_reads(folded)
@@ -86,8 +86,7 @@ class MemoryModel:
                 for o in folded.outputs
                 if o.source.kind is SourceKind.VALUE
             ],
-            program_states(folded, typings, self.costs.mesh, offloads, reads),
-            optimizer=optimizer,
+            program_states(folded, typings, self.costs.mesh, offloads, reads, optimizer=optimizer),
             reserve_bytes=reserve_bytes,
             capacity_bytes=capacity_bytes,
         )

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.memory.step_memory import States
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.op_costs.optimizers import Update, update_of
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.op_graph import (
     ITEM_BYTES,
@@ -33,7 +34,7 @@ from meshfold.ir.spmd import INVARIANT, REPLICATE, Layout, PaddedShard, Shard, i
 from meshfold.ir.strategy import Offload, RegionTyping
 from meshfold.passes.graph.reads import ProgramReads, program_reads
 from meshfold.passes.graph.typed import layouts_of_values
-from meshfold.passes.price.parameters import copy_bytes, stored_bytes
+from meshfold.passes.price.parameters import copy_bytes, local_update, stored_bytes
 from meshfold.passes.price.region import HostTraffic
 
 
@@ -144,16 +145,21 @@ def program_states(
     mesh: Mesh,
     offloads: Sequence[Offload] | None = None,
     reads: ProgramReads | None = None,
+    *,
+    optimizer: str | None = None,
 ) -> States:
     """What is resident all the time. A source that several instances read counts once; parameters
     that no op reads are unsharded, and so are their states. offloads, reads: as for
-    MemoryModel.step."""
+    MemoryModel.step. optimizer: None leaves out what it keeps and does."""
     reads = reads or program_reads(folded)
     parameters = trained = buffers = inputs = 0
+    update = Update()
     for p in reads.unread:
         num_bytes = math.prod(p.shape) * ITEM_BYTES[p.dtype]
         parameters += num_bytes
         trained += num_bytes if p.requires_grad else 0
+        if optimizer and p.requires_grad:
+            update += update_of(optimizer, p.shape, num_bytes, ITEM_BYTES[p.dtype])
     for (r, first), count in reads.count_first(folded).items():
         graph, layouts = folded.regions[r].graph, typings[r].slots
         is_here = offloads is None or offloads[r] != "optimizer"
@@ -165,7 +171,11 @@ def program_states(
         inputs += count * _slots_bytes(graph, first.inputs, layouts, mesh)
         if is_here:
             trained += count * _slots_bytes(graph, first.trained, layouts, mesh)
-    return States(parameters, trained, buffers, inputs)
+        if optimizer and is_here:
+            for i in first.trained:
+                of = local_update(graph.values[i], layouts[i], mesh.sizes, optimizer)
+                update += of.times(count)
+    return States(parameters, trained, buffers, inputs, update)
 
 
 def _slots_bytes(

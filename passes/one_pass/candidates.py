@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
-from meshfold.cost_models.memory.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.op_costs.optimizers import Update
 from meshfold.ir.op_graph import OpGraph
 from meshfold.ir.options import LayoutPin
 from meshfold.ir.spmd import Layout
@@ -31,7 +31,7 @@ from meshfold.ir.strategy import KeptResults, RegionTyping, UniformStrategy
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.memory.kept_results import Selective
 from meshfold.passes.memory.zero import SlotFacts, copied_bytes, host_traffic
-from meshfold.passes.price.parameters import local_bytes, stored_bytes
+from meshfold.passes.price.parameters import local_bytes, local_update, stored_bytes
 from meshfold.passes.price.region import RegionPrice, RegionPricer
 from meshfold.passes.price.step import ends_s, host_optimizer_s, instance_s, optimizer_s
 
@@ -165,6 +165,12 @@ def most_sharded(
     return found
 
 
+def _update(summed: Sequence[int]) -> Update:
+    """Of bytes of states, made at once in a step and moved by it, and flops."""
+    state_bytes, together_bytes, moved_bytes, flops = summed
+    return Update(state_bytes, together_bytes, 0, moved_bytes, flops)
+
+
 class _Parameters:
     """The parameters of one region on the data parallel axis."""
 
@@ -186,11 +192,11 @@ class _Parameters:
         """Local bytes of a parameter as ops read it."""
         unsharded = dict(enumerate(region.typing.slots))
         self._unsharded = self._states(region.slots.first, unsharded)
-        self._saved: dict[int, tuple[int, int, int]] = {}
+        self._saved: dict[int, tuple[int, ...]] = {}
         """What the shards of each parameter take off that."""
         for i, layout in self.shards.items():
             before, after = self._states((i,), unsharded), self._states((i,), {i: layout})
-            self._saved[i] = before[0] - after[0], before[1] - after[1], before[2] - after[2]
+            self._saved[i] = tuple(a - b for a, b in zip(before, after, strict=True))
         self._tied = region.slots.tied & self.shards.keys()
 
     def choices(self, levels: set[int]) -> list[tuple[int, tuple[int, ...]]]:
@@ -231,9 +237,10 @@ class _Parameters:
         """The costs of one candidate."""
         slots = list(typing.slots)
         saved = [self._saved[i] for i in sharded]
-        stored, updated, copied = (
+        stored, updated, copied, *of_update = (
             whole - sum(less) for whole, *less in zip(self._unsharded, *saved, strict=True)
         )
+        update = _update(of_update)
         for i in sharded:
             slots[i] = self.shards[i]
         is_here, reshard = strategy.offload != "optimizer", strategy.reshard_after_forward
@@ -255,20 +262,19 @@ class _Parameters:
             typing=replace(typing, slots=tuple(slots), reshard_after_forward=reshard),
             price=price,
             memory=memory,
-            time_s=instance_s(price) + self._optimizer_s(updated, is_here),
+            time_s=instance_s(price) + self._optimizer_s(update, is_here),
             parameter_bytes=stored if is_here else stored - updated + copied,
             gradient_bytes=updated * is_here,
-            optimizer_bytes=STATE_FACTOR[self.optimizer] * updated * is_here,
-            stepping_bytes=FOREACH_FACTOR[self.optimizer] * updated * is_here,
+            optimizer_bytes=update.state_bytes * is_here,
+            stepping_bytes=update.together_bytes * is_here,
             gathered_bytes=sum([self._used_bytes[i] for i in sharded]),
             workspace_bytes=self._workspace_bytes(memory, sharded, strategy),
         )
 
-    def _states(
-        self, slots: Collection[int], layouts: Mapping[int, Layout]
-    ) -> tuple[int, int, int]:
+    def _states(self, slots: Collection[int], layouts: Mapping[int, Layout]) -> tuple[int, ...]:
         """Local bytes of those of these parameters whose states are counted here, of those of them
-        that are updated, and of the device's copies of these, if the host stores them."""
+        that are updated, and of the device's copies of these, if the host stores them; then what
+        the optimizer keeps and does for them, as _update takes it."""
         values, sizes = self.region.graph.values, self.mesh.sizes
         counted = self.region.slots.first.intersection(slots)
         stored = {i: stored_bytes(values[i], layouts[i], sizes) for i in counted}
@@ -277,14 +283,17 @@ class _Parameters:
         tied, graph = self.region.slots.tied, self.region.graph
         unsharded = [layouts.get(i, ()) for i in range(len(graph.slots))]
         copied = copied_bytes(graph, unsharded, trained, tied, self.mesh)
-        return sum(stored.values()), updated, copied
+        update = Update()
+        for i in trained:
+            update += local_update(values[i], layouts[i], sizes, self.optimizer)
+        summed = update.state_bytes, update.together_bytes, update.moved_bytes, update.flops
+        return sum(stored.values()), updated, copied, *summed
 
-    def _optimizer_s(self, num_bytes: int, is_here: bool) -> float:
+    def _optimizer_s(self, update: Update, is_here: bool) -> float:
         """A share of the optimizer's one pass, without its launch, or of the host's."""
         if not is_here:
-            return host_optimizer_s(num_bytes, self.costs, self.optimizer)
-        all_s = optimizer_s(num_bytes, self.costs, self.optimizer)
-        return all_s - self.costs.launch_s if num_bytes else 0.0
+            return host_optimizer_s(update, self.costs)
+        return optimizer_s(update, self.costs) - self.costs.launch_s if update.moved_bytes else 0.0
 
     def _workspace_bytes(
         self, memory: RegionMemory, sharded: tuple[int, ...], strategy: UniformStrategy

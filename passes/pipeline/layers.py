@@ -34,7 +34,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
-from meshfold.cost_models.memory.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.cost_models.op_costs.cost_model import CostModel
 from meshfold.ir.mesh import DATA_AXIS, Mesh
 from meshfold.ir.strategy import KeptResults, Recompute, UniformStrategy
@@ -161,7 +160,7 @@ class StageContext:
         """Sums and copies of the parameters of a layer."""
         key = parameters, zero
         if key not in self.placed:
-            sums = ParameterSums(parameters, zero, self.mesh, self.num_stages)
+            sums = ParameterSums(parameters, zero, self.mesh, self.optimizer, self.num_stages)
             self.placed[key] = sums, copies_of(parameters, zero, self.mesh, self.costs)
         return self.placed[key]
 
@@ -222,11 +221,11 @@ def strategy_costs(
         )
     )
     reduce_s += all_reduce_s
-    whole_s = optimizer_s(sums.updated, context.costs, context.optimizer)
+    whole_s = optimizer_s(sums.update, context.costs)
     late_s = max(0.0, reduce_s - backward_s) + max(0.0, gather_once_s - forward_s)
     first_s = reduce_s + gather_once_s - late_s + gather_s + shard_reduce_s
     activation_bytes = memory.saved_bytes + table.saved_output_bytes()
-    update_bytes = FOREACH_FACTOR[context.optimizer] * sums.updated
+    update_bytes = sums.update.step_bytes
     costs = StrategyCosts(
         strategy=strategy,
         compute_forward_s=price.forward_s + copies.forward_s,
@@ -243,7 +242,7 @@ def strategy_costs(
         optimizer_s=whole_s - context.costs.launch_s if sums.updated else 0.0,
         parameter_bytes=sums.stored,
         gradient_bytes=sums.gradients,
-        optimizer_bytes=STATE_FACTOR[context.optimizer] * sums.updated,
+        optimizer_bytes=sums.update.state_bytes,
         gathered_once_bytes=sums.gathered_once_bytes,
         update_bytes=max(0, update_bytes - activation_bytes - sums.gathered_once_bytes),
         activation_bytes=activation_bytes,
@@ -262,7 +261,7 @@ def _on_host(here: StrategyCosts, sums: ParameterSums, context: StageContext) ->
         here,
         backward_s=here.backward_s if is_reduced_once else max(here.backward_s, leaves_s),
         exposed_s=here.exposed_s + comes_s + leaves_s * is_reduced_once,
-        optimizer_s=host_optimizer_s(sums.updated, costs, context.optimizer),
+        optimizer_s=host_optimizer_s(sums.update, costs),
         parameter_bytes=sums.stored - sums.updated + sums.copied,
         optimizer_bytes=0,
         update_bytes=0,

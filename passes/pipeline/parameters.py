@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.op_costs.optimizers import Update
 from meshfold.ir.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS, Mesh
 from meshfold.ir.op_graph import OpGraph, SlotKind, Value
 from meshfold.ir.spmd import INVARIANT, Layout
@@ -28,7 +29,13 @@ from meshfold.ir.strategy import RegionTyping
 from meshfold.passes.graph.typed import layouts_of_values
 from meshfold.passes.memory.zero import sharded_layout
 from meshfold.passes.price.parameter_groups import is_unbucketed, parameter_copies
-from meshfold.passes.price.parameters import GroupCopies, local_bytes, member_copies, widening
+from meshfold.passes.price.parameters import (
+    GroupCopies,
+    local_bytes,
+    local_update,
+    member_copies,
+    widening,
+)
 
 PIPELINE_ZERO_LEVELS = (0, 1, 2, 3)
 
@@ -158,7 +165,8 @@ class ParameterSums:
     """Sums over the parameters of a region under one ZeRO level. mesh: the axes dp, ep, cp and
     tp that have several ranks. num_stages: that the layers are divided into.
 
-    stored, gradients, updated (parameters whose optimizer states are here), copied (the device's
+    stored, gradients, updated (parameters whose optimizer states are here), update (what the
+    optimizer keeps and does for these), copied (the device's
     copies of these, if the host stores them), gathered_once_bytes (gathered once and unsharded for
     the step); by group of ranks: gathered_once, gathered (twice
     per microbatch), scattered (gradients, per microbatch), scattered_once, reduced (all-reduced
@@ -166,10 +174,16 @@ class ParameterSums:
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], zero: int, mesh: Mesh, num_stages: int
+        self,
+        parameters: Sequence[Parameter],
+        zero: int,
+        mesh: Mesh,
+        optimizer: str,
+        num_stages: int,
     ) -> None:
         self.stored = self.gradients = self.results = self.updated = self.gathered_once_bytes = 0
         self.copied = 0
+        self.optimizer, self.update = optimizer, Update()
         self.gathered_once: Counter[Axes] = Counter()
         self.gathered: Counter[Axes] = Counter()
         self.scattered: Counter[Axes] = Counter()
@@ -201,6 +215,8 @@ class ParameterSums:
         self.gradients += full if rest or num_sharers == 1 else kept
         self.results += wide * shard_bytes
         self.updated += kept
+        update = local_update(value, placed.layout, mesh.storage.sizes, self.optimizer)
+        self.update += update.shared_by(num_sharers)
         self.copied += shard_bytes if parameter.num_holders == 1 else kept
         if shard_axes:
             (self.scattered_once if zero == 1 else self.scattered)[shard_axes] += wide * used

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshfold.cost_models.hardware.mesh_placement import build_mesh
-from meshfold.cost_models.memory.step_memory import FOREACH_FACTOR, STATE_FACTOR
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.op_costs.optimizers import least_share
 from meshfold.errors import OptionError
 from meshfold.ir.mesh import Mesh
 from meshfold.ir.plan import SearchStats
@@ -301,8 +301,7 @@ class MeshRace:
     def _room(self) -> Room:
         """Unsharded parameters that fit with their gradients and optimizer states; with offload,
         copies of them. Parameters that stay gathered have neither."""
-        optimizer = self.options.optimizer
-        factor = 2 + STATE_FACTOR[optimizer] + FOREACH_FACTOR[optimizer]
+        factor = 2 + least_share(self.options.optimizer)
         capacity_bytes = self.options.memory_bytes or self.cluster.budget_bytes
         if search_spec(self.request, ()).offers_offload:
             # Parameters alone, or copies of them in half the bytes.

@@ -13,6 +13,7 @@ from meshfold.ir.options import CHUNKED_LOSS
 from meshfold.ir.plan import Plan
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.offload import NEEDS_OFFLOAD, with_offload
+from meshfold.passes.planner.states_precision import fastest_states
 
 NEEDS_CHUNKS = "nothing fits with whole logits: losses that make them in chunks were searched, too"
 
@@ -20,6 +21,11 @@ NEEDS_CHUNKS = "nothing fits with whole logits: losses that make them in chunks 
 def fitting(asked: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
     """The fastest plan of what is asked for; with logits in chunks and with offload where nothing
     fits without. Raises what plan_of raises without."""
+    return fastest_states(asked, lambda request: _fitting(request, plan_of))
+
+
+def _fitting(asked: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
+    """The same for the optimizer that is asked for."""
     request = as_pinned(asked)
     try:
         return named_for(plan_of(request), asked, request)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshfold.cost_models.memory.step_memory import STATE_FACTOR
+from meshfold.cost_models.op_costs.optimizers import has_states
 from meshfold.cost_models.pipeline.schedules import V_ORDERS
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.options import VIRTUAL_STAGES, CompileOptions, PinValue
@@ -117,7 +117,7 @@ def search_spec(request: PlanRequest, without: Sequence[str]) -> SearchSpec:
         switched_off=without,
         host_bytes_per_s=cluster.host_bytes_per_s,
         host_memory_bytes_per_s=cluster.host_memory_bytes_per_s,
-        has_states=STATE_FACTOR[options.optimizer] > 0,
+        has_states=has_states(options.optimizer),
         has_feature_maps=carries_feature_maps(folded),
         sequences=carried_sequences(folded),
         experts=shared_experts(folded),

@@ -1,9 +1,9 @@
 """What a plan does for the sake of its memory budget, and the price of each of these mechanisms.
 
 A plan has a state per mechanism: how many layers recompute what, their ZeRO levels, how many have
-optimizer states on the host, and the layout (degrees, stages, microbatches). The best plans at the
-budget B and with unlimited memory differ in the mechanisms that are traded. Budgets between them
-are searched, too, so that
+optimizer states on the host, in what precision they are kept, and the layout (degrees, stages,
+microbatches). The best plans at the budget B and with unlimited memory differ in the mechanisms
+that are traded. Budgets between them are searched, too, so that
 
     B = b_0 < b_1 < ... < unlimited        t_k  step time of the best plan in b_k
     price of what differs between the plans of b_k and b_k+1 = (t_k - t_k+1) / t of unlimited
@@ -34,9 +34,9 @@ LEAST_BYTES = 1 << 20
 """Budgets that are nearer are not told apart."""
 
 OFFLOAD, RECOMPUTE, ZERO, LAYOUT = "offload", "recompute", "zero", "layout"
-CHUNKS = "chunks"
+CHUNKS, STATES = "chunks", "states"
 OTHER = "other"
-MECHANISMS = (CHUNKS, OFFLOAD, RECOMPUTE, ZERO, LAYOUT)
+MECHANISMS = (CHUNKS, STATES, OFFLOAD, RECOMPUTE, ZERO, LAYOUT)
 
 PlanIn = Callable[[int], Plan]
 """The best plan in a budget of so many bytes."""
@@ -76,6 +76,7 @@ class _Point:
             (region.strategy.zero, tuple(p.stored for p in region.parameters)) for region in regions
         )
         found[CHUNKS] = Counter([self.plan.chunked_loss])
+        found[STATES] = Counter([self.plan.optimizer])
         found[LAYOUT] = Counter([(_layout(self.plan), self.plan.schedule)])
         return found
 
@@ -185,6 +186,8 @@ class _Words:
         self._said.add(name)
         if name == CHUNKS:
             return "logits in chunks" if self._plan.chunked_loss else "logits as a whole"
+        if name == STATES:
+            return _STATES.get(self._plan.optimizer, "optimizer states as parameters are")
         if name == LAYOUT:
             return f"{_layout(self._plan)} instead of {_layout(self._free)}"
         of_layers = [_done(name, region.strategy) for region in regions_of(self._plan)]
@@ -213,8 +216,12 @@ _SHORT = MappingProxyType(
         ZERO: "ZeRO",
         LAYOUT: "degrees",
         CHUNKS: "logits in chunks",
+        STATES: "precision of states",
         OTHER: "the like in other layers",
     }
+)
+_STATES: Mapping[str, str] = MappingProxyType(
+    {"adamw_bf16": "optimizer states in bfloat16", "adamw_8bit": "optimizer states in 8 bits"}
 )
 _DONE: Mapping[str, Mapping[object, str]] = MappingProxyType(
     {

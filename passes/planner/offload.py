@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from meshfold.cost_models.memory.step_memory import STATE_FACTOR
+from meshfold.cost_models.op_costs.optimizers import has_states
 from meshfold.passes.memory.zero import program_states
 from meshfold.passes.one_pass.priced import Priced
 from meshfold.passes.planner.assembly import PlanRequest
@@ -20,7 +20,7 @@ def with_offload(request: PlanRequest) -> PlanRequest | None:
     if "offload" in options.pins or options.allow_offload or not cluster.host_bytes_per_s:
         return None
     if is_pipeline_pinned(options.pins):
-        if not cluster.host_memory_bytes_per_s or not STATE_FACTOR[options.optimizer]:
+        if not cluster.host_memory_bytes_per_s or not has_states(options.optimizer):
             return None
         pins = {**options.pins, "offload": "optimizer"}
         return replace(request, options=replace(options, pins=pins))
@@ -39,10 +39,12 @@ def host_notes(best: Priced, optimizer: str) -> list[str]:
     of = f"of {len(best.split.instances)} layers"
     notes = []
     if layers:
-        all_here = program_states(best.split, best.typings, best.mesh)
-        left = program_states(best.split, best.typings, best.mesh, offloads)
+        program = best.split, best.typings, best.mesh
+        all_here = program_states(*program, optimizer=optimizer)
+        left = program_states(*program, offloads, optimizer=optimizer)
         # As they are stored, their gradients, and optimizer states.
-        num_bytes = (all_here.trained - left.trained) * (2 + STATE_FACTOR[optimizer])
+        num_bytes = 2 * (all_here.trained - left.trained)
+        num_bytes += all_here.update.state_bytes - left.update.state_bytes
         notes.append(
             f"parameters and optimizer states of {layers} {of} are in the host's memory: "
             f"{bytes_text(num_bytes)} of it per device"

@@ -26,6 +26,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshfold.cost_models.op_costs.optimizers import Update, update_of
 from meshfold.ir.op_graph import ITEM_BYTES, Value
 from meshfold.ir.spmd import Layout, SpmdType, local_shape
 from meshfold.passes.price.conversions import ConversionCosts
@@ -38,6 +39,13 @@ def stored_bytes(value: Value, layout: Layout, sizes: Sequence[int]) -> int:
     """Bytes of a parameter on one rank in the dtype that it is stored in, and of its gradient while
     and after it is reduced."""
     return widening(value) * local_bytes(value, layout, sizes)
+
+
+def local_update(value: Value, layout: Layout, sizes: Sequence[int], optimizer: str) -> Update:
+    """What the optimizer keeps and does for a parameter on one rank."""
+    shape = local_shape(value.shape, layout, sizes)
+    item_bytes = ITEM_BYTES[value.stored_dtype]
+    return update_of(optimizer, shape, stored_bytes(value, layout, sizes), item_bytes)
 
 
 def copy_bytes(value: Value, layout: Layout, sizes: Sequence[int], *, is_tied: bool) -> int:

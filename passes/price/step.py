@@ -16,7 +16,7 @@ at once.
 The excess of each max over f_i or b_i is exposed. Each instance is charged with its own gather and
 reduction, so a step is a sum over instances, which the run search minimises
 (passes/one_pass/search.py). Where two neighbours differ in the layout of a value, the
-consumer converts it (boundary_s). The optimizer is one memory-bound pass over the local states, on
+consumer converts it (boundary_s). The optimizer's step (cost_models/op_costs/optimizers.py) is on
 the device or on the host, one after the other; what the host updates comes with the next forward.
 """
 
@@ -25,18 +25,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshfold.cost_models.op_costs.cost_model import CostModel
+from meshfold.cost_models.op_costs.optimizers import Update
 from meshfold.ir.op_graph import FoldedGraph
 from meshfold.ir.plan import TimeEstimate
 from meshfold.ir.strategy import Offload, RegionTyping
 from meshfold.passes.graph.reads import Crossing, ProgramReads, program_reads
 from meshfold.passes.price.conversions import conversion_cost
-from meshfold.passes.price.parameters import stored_bytes
+from meshfold.passes.price.parameters import local_update
 from meshfold.passes.price.region import HostTraffic, RegionPrice
-
-OPTIMIZER_PASSES = {"adamw": 7, "adamw_fused": 7, "sgd": 3}
-"""Reads and writes of parameter-sized tensors per step: AdamW reads parameter, gradient and two
-moments and writes parameter and moments; SGD without momentum reads two and writes one. On the host
-as on the device: a fused step (torch.optim.AdamW(fused=True), DeepSpeed's CPU-Adam)."""
 
 
 def estimate_step(
@@ -134,14 +130,14 @@ def crossing_s(
     return conversion_cost(value, left, wanted, costs).total_s
 
 
-def optimizer_s(state_bytes: float, costs: CostModel, optimizer: str) -> float:
-    """The optimizer's pass over `state_bytes` of local parameters."""
-    return costs.compute_s(0.0, OPTIMIZER_PASSES[optimizer] * state_bytes, "float32")
+def optimizer_s(update: Update, costs: CostModel) -> float:
+    """The optimizer's step on the device; its products are in bfloat16."""
+    return costs.compute_s(update.flops, update.moved_bytes, "bfloat16")
 
 
-def host_optimizer_s(state_bytes: float, costs: CostModel, optimizer: str) -> float:
+def host_optimizer_s(update: Update, costs: CostModel) -> float:
     """The same where the host has the states: in its own memory."""
-    return costs.host_update_s(OPTIMIZER_PASSES[optimizer] * state_bytes)
+    return costs.host_update_s(update.moved_bytes)
 
 
 def _optimizer_s(
@@ -153,17 +149,18 @@ def _optimizer_s(
     reads: ProgramReads,
 ) -> float:
     """The device's pass, and the host's."""
-    here = elsewhere = 0
+    here, elsewhere = Update(), Update()
     for (r, first), count in reads.count_first(folded).items():
+        is_here = offloads is None or offloads[r] != "optimizer"
         for i in first.parameters:
-            value = folded.regions[r].graph.values[i]
-            num_bytes = count * stored_bytes(value, typings[r].slots[i], costs.mesh.sizes)
-            if offloads is None or offloads[r] != "optimizer":
-                here += num_bytes
+            value, layout = folded.regions[r].graph.values[i], typings[r].slots[i]
+            update = local_update(value, layout, costs.mesh.sizes, optimizer).times(count)
+            if is_here:
+                here += update
             elif value.requires_grad:
-                elsewhere += num_bytes
-    here_s = optimizer_s(here, costs, optimizer)
-    if not elsewhere:
+                elsewhere += update
+    here_s = optimizer_s(here, costs)
+    if not elsewhere.moved_bytes:
         return here_s
     # The optimizer is started in any case.
-    return max(here_s, costs.launch_s) + host_optimizer_s(elsewhere, costs, optimizer)
+    return max(here_s, costs.launch_s) + host_optimizer_s(elsewhere, costs)

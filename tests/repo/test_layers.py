@@ -66,6 +66,7 @@ ORDER = (
     "meshfold.codegen.emit",
     "meshfold.refine",
     "meshfold.offload",
+    "meshfold.low_precision",
     "meshfold.runtime",
     "meshfold.training",
     "meshfold.models",

@@ -34,6 +34,7 @@ SEARCH = (
     "--loss",
     "--memory",
     "--mode",
+    "--optimizer",
     "--pin",
     "--precision",
     "--price-per-device-hour",

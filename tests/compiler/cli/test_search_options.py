@@ -11,7 +11,8 @@ DEFAULTS = {
     "mode": "eager",
     "memory": None,
     "pin": (),
-    "allow": None,
+    "optimizer": "adamw",
+    "allow": (),
     "without_rule": (),
     "loss": None,
     "returned": (),
@@ -23,9 +24,11 @@ def test_nothing_asked_is_the_default() -> None:
 
 
 def test_everything_asked_arrives() -> None:
-    asked = {"memory": "16GB", "pin": ("tp=2",), "allow": "offload", "loss": "l"}
+    asked = {"memory": "16GB", "pin": ("tp=2",), "loss": "l", "optimizer": "adamw_fused"}
+    asked |= {"allow": ("offload", "low_precision_states")}
     found = compile_options(**{**DEFAULTS, **asked, "returned": ("a", "all")})  # type: ignore[arg-type]
     assert (found.memory_bytes, dict(found.pins), found.loss) == (16 * 10**9, {"tp": 2}, "l")
+    assert found.allow_low_precision_states and found.optimizer == "adamw_fused"
     assert found.allow_offload and found.outputs == "all"
 
 

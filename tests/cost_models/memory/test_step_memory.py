@@ -14,6 +14,7 @@ from meshfold.cost_models.memory.step_memory import (
     States,
     compose_step,
 )
+from meshfold.cost_models.op_costs.optimizers import update_of
 from meshfold.ir.plan import MemoryEstimate
 
 NO_STATES = States(parameters=0, trained=0, buffers=0, inputs=0)
@@ -53,14 +54,12 @@ def with_weight(
 def compose(
     instances: list[InstanceMemory],
     states: States = NO_STATES,
-    optimizer: str = "sgd",
     outputs: tuple[InstanceOutput, ...] = (),
 ) -> tuple[MemoryEstimate, tuple[int, ...]]:
     return compose_step(
         instances,
         outputs,
         states,
-        optimizer=optimizer,
         reserve_bytes=0,
         capacity_bytes=1000,
     )
@@ -246,8 +245,9 @@ def test_a_value_that_is_done_with_is_not_there_at_the_reduction() -> None:
 def test_optimizer_states_and_what_its_step_makes(
     optimizer: str, states: int, transient: int
 ) -> None:
-    large = States(parameters=10_000, trained=9_000, buffers=50, inputs=7)
-    estimate, _ = compose(with_weight(chain(1), 9_000), large, optimizer)
+    update = update_of(optimizer, (2250,), 9_000, 4)
+    large = States(parameters=10_000, trained=9_000, buffers=50, inputs=7, update=update)
+    estimate, _ = compose(with_weight(chain(1), 9_000), large)
     assert estimate == MemoryEstimate(
         parameters=10_050,
         gradients=9_000,

@@ -265,7 +265,6 @@ def peak_and_kept(program: EmittedProgram) -> tuple[int, int]:
         MemoryModel(costs, PROBER).instances(folded, typings),
         [(loss.instance, loss.output)],
         states,
-        optimizer="sgd",
         reserve_bytes=0,
         capacity_bytes=2**30,
     )

@@ -78,7 +78,8 @@ def test_who_is_alone_has_collectives_of_its_own(value: Value) -> None:
     mesh, costs = stages(2, 8)
     small = Value((4096,), "bfloat16", True, master=value.master)
     parameters = [Parameter(v, (), (), 1) for v in (value, value, small, small)]
-    sums, found = ParameterSums(parameters, 3, mesh, 2), copies_of(parameters, 3, mesh, costs)
+    sums = ParameterSums(parameters, 3, mesh, "adamw", 2)
+    found = copies_of(parameters, 3, mesh, costs)
     asked: list[float] = []
 
     class Around:
@@ -104,7 +105,7 @@ def test_layers_of_one_stage_share_what_they_all_read() -> None:
     for dp, zero in ((1, 0), (8, 0), (8, 1), (8, 3)):
         mesh, _ = stages(1, dp)
         shared, unsure, several = (
-            ParameterSums([Parameter(value, (), (), 6, least)], zero, mesh, num_stages)
+            ParameterSums([Parameter(value, (), (), 6, least)], zero, mesh, "adamw", num_stages)
             for least, num_stages in ((6, 1), (1, 1), (6, 2))
         )
         names = ("stored", "updated", "copied", "gradients")
