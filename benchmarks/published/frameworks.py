@@ -18,6 +18,7 @@ UNFUSED_ATTENTION = (
     "Megatron-LM 2022",
     "Megatron-DeepSpeed",
     "DeepSpeed ZeRO-3",
+    "Megatron-Core (test suite",
 )
 """How rows name frameworks whose attention went through memory: FlashAttention is of May 2022
 (arXiv 2205.14135), these are older or ran without."""
@@ -76,17 +77,35 @@ HOST_OP_S = 34e-6
 checkpoints, issue twice as many kernels as an emitted program. Fitted: a microbatch of a small
 model takes 3.4 ms a layer, recomputed, whatever its size (VIA-Research/vTrain)."""
 
-FUSED_KERNELS = ("NeMo", "Megatron Bridge", "Megatron-Core")
+FUSED_KERNELS = ("NeMo", "Megatron Bridge", "Megatron-Core", "Megatron-LM 0")
 """How rows name frameworks that run Transformer Engine: rotary embeddings are one kernel each for
 queries and keys, and attention reads keys and values of fewer heads than queries as they are."""
 
 FLASH_ATTENTION_3: Mapping[str, tuple[float, float]] = {"H100": (0.6, 0.49)}
-"""Fractions of the peak of the attention of these, cuDNN's: forward as FlashAttention-3 with heads of
-128, causal (Shah et al., 2024, figure 5, from memory); backward as much less as in the preset."""
+"""Fractions of the peak of the attention of these, cuDNN's: forward as FlashAttention-3 with heads
+of 128, causal (Shah et al., 2024, figure 5, from memory); backward as much less as in the
+preset."""
 
 OVERLAPPED_TP = ("NeMo", "Megatron Bridge")
 """How rows name frameworks whose recipes overlap the collectives of tensor parallel ranks with the
 products beside them (tp_comm_overlap of NVIDIA/NeMo, nemo/collections/llm/recipes)."""
+
+
+REGATHERING = ("Megatron", "NeMo")
+"""How rows name frameworks that keep of what a product reads the shard of a rank, with sequence
+parallelism, and gather it again in the backward (Korthikanti et al. 2022, section 4.2.2); an
+emitted program keeps what it gathered."""
+
+GATHERED = 2
+"""Times that a layer gathers its sequence: before the products of attention, and of the rest."""
+
+REGATHERED_TIME = 2 / 8
+"""Of the collectives of tp in a layer, those besides: 8 are 2 gathers and 2 reductions each way."""
+
+
+SCORE_BYTES = 5
+"""Of a score of unfused attention, kept for the backward: what softmax gives and what dropout left
+of it in 16 bits, and a mask of a byte (Korthikanti et al. 2022, section 4.1)."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +119,12 @@ class Traits:
     """Of the bytes of gradients."""
     hidden_tp_share: float = 0.0
     """Of the exposed collectives of tp, what the run hides."""
+    regathered_bytes: float = 0.0
+    """Of a microbatch and all layers, of the activations that an emitted program keeps for its
+    backward what the run gathers again, on one rank of tp."""
+    score_bytes: float = 0.0
+    """Of a microbatch and all layers, of the scores that the run keeps and a program does not, on
+    one rank."""
     adds_in_products: bool = False
     """Whether products add weight gradients of microbatches up themselves, in 16 bits."""
 
@@ -111,8 +136,27 @@ def traits_of(run: Run) -> Traits:
         rerun_share=_rerun_share(run),
         gradient_share=0.5 if is_16_bit else 1.0,
         hidden_tp_share=_hidden_tp_share(run),
+        regathered_bytes=_regathered_bytes(run),
+        score_bytes=_score_bytes(run),
         adds_in_products=is_16_bit,
     )
+
+
+def _regathered_bytes(run: Run) -> float:
+    """Of 16 bits a number. What is recomputed as a whole keeps none of it."""
+    keeps = run.recompute != "full" and run.sequence_parallel
+    if not (keeps and run.framework.startswith(REGATHERING)):
+        return 0.0
+    gathered = 2 * run.micro_batch_size * run.seq_len // run.cp * run.hidden_size
+    return run.num_layers * GATHERED * gathered * (1 - 1 / run.tp)
+
+
+def _score_bytes(run: Run) -> float:
+    """None where attention is recomputed."""
+    if run.recompute != "none" or not run.framework.startswith(UNFUSED_ATTENTION):
+        return 0.0
+    scores = run.micro_batch_size * run.num_heads / run.tp * run.seq_len**2 / run.cp
+    return run.num_layers * SCORE_BYTES * scores
 
 
 def _hidden_tp_share(run: Run) -> float:

@@ -17,7 +17,7 @@ from meshfold.models.config_file import Configuration
 from meshfold.models.from_argument import build_model
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.refine.pipeline import refined
-from published.frameworks import Traits
+from published.frameworks import REGATHERED_TIME, Traits
 from published.runs import Run
 from published.setup import NotExpressible, Setup, Shape, setup_of
 from published.stand_ins import fused_kernels
@@ -63,19 +63,34 @@ def predicted(run: Run) -> Prediction:
 
 def _predicted(captured: Captured, setup: Setup) -> tuple[float, float, float]:
     """Seconds of the step; bytes of the peak, and of the reserve in it."""
+    plan = fitting(captured, setup)
+    peak = peak_of(plan, setup.traits)
+    return step_s_of(plan, setup.traits), peak, float(plan.memory.reserve)
+
+
+def fitting(captured: Captured, setup: Setup) -> Plan:
+    """The plan, on devices with ample memory where it does not fit."""
     try:
-        plan = _planned(captured, setup)
+        return planned(captured, setup)
     except InfeasibleError:
         ample = replace(setup.options, memory_bytes=AMPLE_BYTES)
-        plan = _planned(captured, replace(setup, options=ample))
-    memory = plan.memory
-    peak = memory.peak - (1 - setup.traits.gradient_share) * memory.gradients
-    return step_s_of(plan, setup.traits), float(peak), float(memory.reserve)
+        return planned(captured, replace(setup, options=ample))
+
+
+def peak_of(plan: Plan, traits: Traits) -> float:
+    """Bytes of the peak of a plan, in a framework with these traits: of the stage that needs most,
+    what it keeps changes as all of a microbatch does."""
+    saved = sum(region.num_instances * region.saved_bytes for region in plan.regions)
+    kept = (traits.score_bytes - traits.regathered_bytes) / max(saved, 1)
+    gradients = (1 - traits.gradient_share) * plan.memory.gradients
+    return plan.memory.peak - gradients + max(-1.0, kept) * plan.memory.activations
 
 
 def step_s_of(plan: Plan, traits: Traits) -> float:
     """Seconds of the step of a plan, in a framework with these traits."""
-    saved_s = traits.hidden_tp_share * plan.time.communication_s.get("tp", 0.0)
+    tp_s = plan.time.communication_s.get("tp", 0.0)
+    again_s = REGATHERED_TIME * tp_s if traits.regathered_bytes else 0.0
+    saved_s = traits.hidden_tp_share * (tp_s + again_s) - again_s
     if traits.adds_in_products and plan.strategy.microbatches > 1:
         # A program reads 2 bytes and writes 4 to copy a gradient, a product 2 each to add to it and
         # nothing else: 4 less of the 4 that gradients of a microbatch are here.
@@ -85,8 +100,8 @@ def step_s_of(plan: Plan, traits: Traits) -> float:
     return plan.step_s - saved_s
 
 
-def _planned(captured: Captured, setup: Setup) -> Plan:
-    """Raises InfeasibleError where the run does not fit."""
+def planned(captured: Captured, setup: Setup) -> Plan:
+    """The plan under the pins of a setup. Raises InfeasibleError where it does not fit."""
     plan = find_plan_for(
         captured.graph,
         setup.cluster,

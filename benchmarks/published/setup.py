@@ -212,7 +212,7 @@ def _pins(run: Run) -> dict[str, int | str]:
         "ep": run.ep,
         "cp": run.cp,
         "zero": int(zero["level"]) if run.dp > 1 or zero["ranks"] else 0,
-        "dp_shard": int(zero["ranks"] or run.dp),
+        "dp_shard": int(zero["ranks"] or run.dp // run.ep),
         "recompute": run.recompute,
         "offload": "none",
         "chunked_loss": 0,

@@ -1,5 +1,5 @@
-"""Models as frameworks with fused kernels run them: what a kernel does in one pass over its operands
-stands in the captured graph as one op of as many bytes."""
+"""Models as frameworks with fused kernels run them: what a kernel does in one pass over its
+operands stands in the captured graph as one op of as many bytes."""
 
 import os
 from collections.abc import Iterator, Mapping
