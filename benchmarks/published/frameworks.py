@@ -77,7 +77,7 @@ HOST_OP_S = 34e-6
 checkpoints, issue twice as many kernels as an emitted program. Fitted: a microbatch of a small
 model takes 3.4 ms a layer, recomputed, whatever its size (VIA-Research/vTrain)."""
 
-FUSED_KERNELS = ("NeMo", "Megatron Bridge", "Megatron-Core", "Megatron-LM 0")
+FUSED_KERNELS = ("NeMo", "Megatron Bridge", "Megatron-Core")
 """How rows name frameworks that run Transformer Engine: rotary embeddings are one kernel each for
 queries and keys, and attention reads keys and values of fewer heads than queries as they are."""
 
@@ -93,15 +93,12 @@ products beside them (tp_comm_overlap of NVIDIA/NeMo, nemo/collections/llm/recip
 
 REGATHERING = ("Megatron", "NeMo")
 """How rows name frameworks that keep of what a product reads the shard of a rank, with sequence
-parallelism, and gather it again in the backward (Korthikanti et al. 2022, section 4.2.2); an
-emitted program keeps what it gathered."""
+parallelism, and gather it again in the backward, beside the product for the gradient of the rows
+(Korthikanti et al. 2022, section 4.2.2), so that it takes no time; an emitted program keeps what it
+gathered."""
 
 GATHERED = 2
 """Times that a layer gathers its sequence: before the products of attention, and of the rest."""
-
-REGATHERED_TIME = 2 / 8
-"""Of the collectives of tp in a layer, those besides: 8 are 2 gathers and 2 reductions each way."""
-
 
 SCORE_BYTES = 5
 """Of a score of unfused attention, kept for the backward: what softmax gives and what dropout left

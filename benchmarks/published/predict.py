@@ -17,7 +17,7 @@ from meshfold.models.config_file import Configuration
 from meshfold.models.from_argument import build_model
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.refine.pipeline import refined
-from published.frameworks import REGATHERED_TIME, Traits
+from published.frameworks import Traits
 from published.runs import Run
 from published.setup import NotExpressible, Setup, Shape, setup_of
 from published.stand_ins import fused_kernels
@@ -88,9 +88,7 @@ def peak_of(plan: Plan, traits: Traits) -> float:
 
 def step_s_of(plan: Plan, traits: Traits) -> float:
     """Seconds of the step of a plan, in a framework with these traits."""
-    tp_s = plan.time.communication_s.get("tp", 0.0)
-    again_s = REGATHERED_TIME * tp_s if traits.regathered_bytes else 0.0
-    saved_s = traits.hidden_tp_share * (tp_s + again_s) - again_s
+    saved_s = traits.hidden_tp_share * plan.time.communication_s.get("tp", 0.0)
     if traits.adds_in_products and plan.strategy.microbatches > 1:
         # A program reads 2 bytes and writes 4 to copy a gradient, a product 2 each to add to it and
         # nothing else: 4 less of the 4 that gradients of a microbatch are here.
