@@ -75,7 +75,7 @@ class Shape:
     sequence: int
     precision: Precision
     is_fused: bool = False
-    """Whether kernels stand in for several ops (published/stand_ins.py)."""
+    """Whether kernels stand in for several ops (benchmarks/published/stand_ins.py)."""
 
 
 @dataclass(frozen=True)
