@@ -1,8 +1,8 @@
 """What belongs to the framework of a published run and not to its plan: kernels, the host, and what
 its collectives and its recomputation do that an emitted program does not.
 
-Some of it is said in the cluster (of_framework), the rest in Traits, which benchmarks/published/predict.py
-applies to the prediction of an emitted program.
+Some of it is said in the cluster (of_framework), the rest in Traits, which
+benchmarks/published/predict.py applies to the prediction of an emitted program.
 """
 
 from collections.abc import Mapping
