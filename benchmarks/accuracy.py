@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py [RUNS] [--dataset NAME] [--sample N] [--save FILE] [--rows]
                                   [--bands FILE] [--folds]
+    python benchmarks/accuracy.py --named
 
 RUNS is a JSON file of runs (benchmarks/published/runs.py says which fields); without it the runs
 that come with the project. Every run goes through the pipeline that users call, its degrees as
@@ -9,7 +10,9 @@ pins, and is captured once per shape. --save keeps predictions in a file and goe
 stopped; delete the file after a change of the cost model. --sample takes N runs of each dataset,
 evenly. --bands writes the table of errors that plans print beside their step time
 (cost_models/hardware/error_bands.json). --folds adds a five-fold split by dataset: errors of a
-fifth under a factor per family of devices that is fitted to the other four.
+fifth under a factor per family of devices that is fitted to the other four. --named takes the runs
+of benchmarks/published/named.json instead, and plans each once more without its pins: the published
+plan in its framework and as an emitted program, beside the plan that the search chooses.
 
 A row a dataset: runs, mean absolute error, bias and worst error of the step time, the mean absolute
 error of one constant efficiency per family of devices (the yardstick), runs that are said not to
@@ -29,6 +32,7 @@ from statistics import mean
 import click
 from published.bands import bands_json
 from published.folds import folds
+from published.named import named_runs, named_table
 from published.predict import Prediction, predicted
 from published.runs import DEFAULT, Run, read_runs
 from published.score import Scored, Summary, by_dataset, regrets, timed, yardstick
@@ -128,6 +132,7 @@ def _fold_row(name: str, count: int, figures: Sequence[float]) -> None:
 @click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Keeps predictions.")
 @click.option("--bands", type=click.Path(path_type=Path, dir_okay=False), help="Write the table.")
 @click.option("--folds", "with_folds", is_flag=True, help="Also a five-fold split by dataset.")
+@click.option("--named", is_flag=True, help="Large runs by name, beside the plan that we choose.")
 @click.option("--rows", "with_rows", is_flag=True, help="Also a row a run.")
 def main(
     runs: Path,
@@ -136,8 +141,12 @@ def main(
     save: Path | None,
     bands: Path | None,
     with_folds: bool,
+    named: bool,
     with_rows: bool,
 ) -> None:
+    if named:
+        named_table(named_runs())
+        return
     found = read_runs(runs)
     chosen = [r for r in found.runs if r.is_dense_step and (not dataset or r.dataset in dataset)]
     if not chosen:

@@ -29,7 +29,7 @@ class Run:
     """A exact and complete, B minor unknowns, C significant unknowns, D headline only, M memory."""
     split: str
     arch: str
-    """gpt, llama or gpt_sqrelu."""
+    """gpt, llama, gpt_sqrelu or mixtral."""
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -65,6 +65,11 @@ class Run:
     """Of the publication, with its version or year."""
     calc_model_tflops_per_gpu: float | None = None
     """Model TFLOP/s of one device by the one formula of all rows."""
+    num_experts: int = 0
+    """Of each layer; 0: dense."""
+    experts_per_token: int = 0
+    title: str = ""
+    """What a reader calls the run."""
 
     @property
     def is_dense_step(self) -> bool:

@@ -10,8 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshfold.cost_models.hardware.devices import resolve_cluster, subset
-from meshfold.ir.cluster import ClusterSpec, DeviceSpec, LinkSpec
+from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.options import CompileOptions, Precision
+from published.frameworks import (
+    FUSED_KERNELS,
+    ZERO_3_OF_2021,
+    Traits,
+    of_framework,
+    traits_of,
+)
 from published.runs import Run
 
 PRESETS: Mapping[str, str] = {
@@ -49,72 +56,6 @@ NVLINK_DOMAINS = ("gb200-nvl72", "gb300-nvl72")
 many devices in each of as few domains as hold it."""
 
 
-UNFUSED_ATTENTION = (
-    "Megatron-LM v2 (2020)",
-    "Megatron-LM (April 2021)",
-    "Megatron-LM PTD",
-    "Megatron-LM 2022",
-    "Megatron-DeepSpeed (GPT",
-    "DeepSpeed ZeRO-3",
-)
-"""How rows name frameworks whose attention went through memory: FlashAttention is of May 2022
-(arXiv 2205.14135), these are older or ran without."""
-
-
-FLASH_ATTENTION_1: Mapping[str, tuple[float, float]] = {
-    "A100": (0.4, 0.3),
-    "H100": (0.21, 0.16),
-}
-"""Fractions of the peak, forward and backward, of its kernels: 30 to 50 % and 25 to 35 % of an A100
-(Dao, FlashAttention-2, section 1); they use instructions of that generation, of which an H100 does
-1.5 times as many, at a peak 3.2 times as high."""
-
-OF_FLASH_ATTENTION_1 = ("llm-foundry",)
-"""How rows name frameworks that ran them: flash-attn 1.0 was current when these were published."""
-
-FLASH_ATTENTION_2: Mapping[str, tuple[float, float]] = {"H100": (0.35, 0.29)}
-"""Of an H100: 35 % (Shah et al., FlashAttention-3, abstract); backward as much less as in the
-preset. The preset of an A100 is FlashAttention-2 already."""
-
-OF_FLASH_ATTENTION_2 = ("torchtitan",)
-"""How rows name frameworks whose attention was that of PyTorch 2.5."""
-
-EVERY_SECOND_PRODUCT = ("torchtitan",)
-"""How rows name frameworks whose selective recomputation runs every second product again
-(pytorch/torchtitan, "Saves output of all compute ops, except every second mm")."""
-
-GRADIENTS_OF_16_BITS = ("NeMo",)
-"""How rows name frameworks that keep and reduce gradients in 16 bits (NVIDIA/NeMo,
-scripts/performance: grad_reduce_in_fp32 = False); emitted programs keep 32. Of the memory alone."""
-
-ZERO_3_OF_2021 = ("DeepSpeed ZeRO-3",)
-"""How rows name it. Its code (microsoft/DeepSpeed of 2021, partition_parameters.py) gathers each
-weight alone, when it is needed, and blocks: it is taken to gain nothing by overlap and to merge
-nothing. Overlap of reductions (overlap_comm) was off by default, too."""
-
-COLLECTIVES_OF_2021 = 4 / 3
-"""Of its collectives for each of an emitted program: it gathers for the forward, to recompute, and
-for the backward, and reduces (Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 4); an
-emitted program keeps between the last two what it gathered."""
-
-WEIGHTS_OF_LAYER = 4
-"""That are gathered; smaller tensors stay on every rank (its param_persistence_threshold)."""
-
-LIST_ITEM_S = 18e-6
-"""Of the host, for each rank of a gathered weight: its collectives take a list with a tensor for
-each rank, which it slices and copies, and torch does so once more. Fitted between two models: from
-384 to 1536 ranks, steps of 174B beyond compute and volume grow by 19 ms a rank, from 640 to 2240
-ranks those of 529B by 20 ms; bytes differ by 3, numbers of weights by 1.1."""
-
-NO_GAIN = 2.0
-"""DeviceSpec.overlap_slowdown at which nothing is gained by overlap."""
-
-HOST_OP_S = 34e-6
-"""Of the frameworks of published runs, per op of our graph: modules in Python, with hooks and
-checkpoints, issue twice as many kernels as an emitted program. Fitted: a microbatch of a small
-model takes 3.4 ms a layer, recomputed, whatever its size (VIA-Research/vTrain)."""
-
-
 SQUARED_RELU = "gelu"
 """What stands for it: Megatron runs it as one kernel that keeps its operand, as GELU is; of the
 model's code it would be two."""
@@ -133,6 +74,8 @@ class Shape:
     batch: int
     sequence: int
     precision: Precision
+    is_fused: bool = False
+    """Whether kernels stand in for several ops (benchmarks/published/stand_ins.py)."""
 
 
 @dataclass(frozen=True)
@@ -142,18 +85,21 @@ class Setup:
     shape: Shape
     cluster: ClusterSpec
     options: CompileOptions
-    rerun_share: float = 0.0
-    """Of what recompute=full runs again and recompute=selective does not, the part that the run
-    does, whose plan is neither. Of the time; memory is that of recompute=selective, a bound."""
-    gradient_share: float = 1.0
-    """Of the bytes of an emitted program's gradients, those of the run's framework."""
+    traits: Traits = Traits()
+    """Of the run's framework."""
 
 
 def setup_of(run: Run) -> Setup:
     """Raises NotExpressible."""
     dtype, precision = _precision(run)
     fields = _configuration(run) | {"dtype": dtype}
-    shape = Shape(tuple(fields.items()), run.global_batch_size, run.seq_len, precision)
+    shape = Shape(
+        tuple(fields.items()),
+        run.global_batch_size,
+        run.seq_len,
+        precision,
+        run.framework.startswith(FUSED_KERNELS),
+    )
     cluster = _cluster(run)
     options = CompileOptions(
         # Whoever published a run left no margin for us.
@@ -163,18 +109,7 @@ def setup_of(run: Run) -> Setup:
         # Apex, DeepSpeed and Composer make no tensors of the size of all parameters in a step.
         optimizer="adamw_fused",
     )
-    is_16_bit = run.framework.startswith(GRADIENTS_OF_16_BITS)
-    return Setup(shape, cluster, options, _rerun_share(run), 0.5 if is_16_bit else 1.0)
-
-
-def _rerun_share(run: Run) -> float:
-    """By flops, of a Llama layer: of q, k, v, o, gate, up and down every second is k, o and up; all
-    that full recomputation runs are the seven and attention to the half of the sequence."""
-    if run.recompute != "selective" or not run.framework.startswith(EVERY_SECOND_PRODUCT):
-        return 0.0
-    hidden, keys = run.hidden_size, run.hidden_size * run.num_kv_heads // run.num_heads
-    again = keys + hidden + run.ffn_hidden_size
-    return again / (2 * hidden + 2 * keys + 3 * run.ffn_hidden_size + run.seq_len)
+    return Setup(shape, cluster, options, traits_of(run))
 
 
 def _precision(run: Run) -> tuple[str, Precision]:
@@ -204,10 +139,9 @@ def _configuration(run: Run) -> dict[str, Any]:
                 "vocab_size": run.vocab_size,
                 **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
             }
-        case "llama" | "gpt_sqrelu":
-            of_nemotron = {"model_type": "nemotron", "hidden_act": SQUARED_RELU}
+        case "llama" | "gpt_sqrelu" | "mixtral":
             return {
-                **({"model_type": "llama"} if run.arch == "llama" else of_nemotron),
+                **_kind_of_llama(run),
                 "hidden_size": run.hidden_size,
                 "num_hidden_layers": run.num_layers,
                 "num_attention_heads": run.num_heads,
@@ -219,6 +153,21 @@ def _configuration(run: Run) -> dict[str, Any]:
             }
         case other:
             raise NotExpressible(f"architecture {other}")
+
+
+def _kind_of_llama(run: Run) -> dict[str, Any]:
+    match run.arch:
+        case "gpt_sqrelu":
+            return {"model_type": "nemotron", "hidden_act": SQUARED_RELU}
+        case "mixtral":
+            experts = {"num_local_experts": run.num_experts}
+            return {
+                "model_type": "mixtral",
+                "num_experts_per_tok": run.experts_per_token,
+                **experts,
+            }
+        case other:
+            return {"model_type": other}
 
 
 def _cluster(run: Run) -> ClusterSpec:
@@ -239,46 +188,8 @@ def _cluster(run: Run) -> ClusterSpec:
         return replace(cluster, groups=(group,))
     if not is_domain and per_node != run.gpus_per_node:
         raise NotExpressible(f"nodes of {run.gpus_per_node} {run.gpu}")
-    cluster = _of_framework(run, cluster)
+    cluster = of_framework(run, cluster)
     return subset(cluster, run.num_gpus) if run.num_gpus < cluster.num_devices else cluster
-
-
-def _of_framework(run: Run, cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with the devices of the run's framework, and with its collectives."""
-    groups = (
-        replace(g, device=_device(run, g.device), link=_link(run, g.link)) for g in cluster.groups
-    )
-    return replace(cluster, groups=tuple(groups), network=_link(run, cluster.network))
-
-
-def _link(run: Run, link: LinkSpec) -> LinkSpec:
-    """The link under the collectives of the run's framework."""
-    if not run.framework.startswith(ZERO_3_OF_2021):
-        return link
-    return replace(
-        link,
-        bytes_per_s=link.bytes_per_s / COLLECTIVES_OF_2021,
-        rank_s=WEIGHTS_OF_LAYER * LIST_ITEM_S * COLLECTIVES_OF_2021,
-    )
-
-
-def _device(run: Run, device: DeviceSpec) -> DeviceSpec:
-    """The device with the attention kernels and the host of the run's framework."""
-    device = replace(device, host_op_s=HOST_OP_S)
-    if run.framework.startswith(ZERO_3_OF_2021):
-        device = replace(device, overlap_slowdown=NO_GAIN)
-    if run.framework.startswith(UNFUSED_ATTENTION):
-        return replace(device, fused_attention=False)
-    for names, kernels in (
-        (OF_FLASH_ATTENTION_1, FLASH_ATTENTION_1),
-        (OF_FLASH_ATTENTION_2, FLASH_ATTENTION_2),
-    ):
-        rates = kernels.get(run.gpu.split("-")[0])
-        if rates and run.framework.startswith(names):
-            return replace(
-                device, attention_efficiency=rates[0], attention_backward_efficiency=rates[1]
-            )
-    return device
 
 
 _ZERO = re.compile(r"(?P<level>[0-3])( within (?P<ranks>[0-9]+) GPUs, replicated across)?")
@@ -286,7 +197,7 @@ _ZERO = re.compile(r"(?P<level>[0-3])( within (?P<ranks>[0-9]+) GPUs, replicated
 
 
 def _pins(run: Run) -> dict[str, int | str]:
-    if run.num_gpus != run.tp * run.pp * run.dp * run.cp:
+    if run.num_gpus != run.tp * run.pp * run.dp * run.cp or run.dp % run.ep:
         raise NotExpressible("degrees that do not make the devices")
     if run.dp * run.micro_batch_size * run.num_microbatches != run.global_batch_size:
         raise NotExpressible("a batch that does not divide")
@@ -297,12 +208,14 @@ def _pins(run: Run) -> dict[str, int | str]:
         raise NotExpressible(f"recompute {run.recompute}")
     pins: dict[str, int | str] = {
         "tp": run.tp,
-        "dp": run.dp,
+        "dp": run.dp // run.ep,
+        "ep": run.ep,
         "cp": run.cp,
         "zero": int(zero["level"]) if run.dp > 1 or zero["ranks"] else 0,
-        "dp_shard": int(zero["ranks"] or run.dp),
+        "dp_shard": int(zero["ranks"] or run.dp // run.ep),
         "recompute": run.recompute,
         "offload": "none",
+        "chunked_loss": 0,
         "microbatches": run.num_microbatches,
         "pp": run.pp,
     }

@@ -75,9 +75,9 @@ def test_zero_3_of_2021_gathers_each_weight_alone() -> None:
 def test_every_second_product_runs_again() -> None:
     """Llama-3-8B: 1024 + 4096 + 14336 of 2 * 4096 + 2 * 1024 + 3 * 14336 + 8192."""
     run = RUNS["tt-8b-8-compile"]
-    assert setup_of(run).rerun_share == pytest.approx(19456 / 61440)
-    assert setup_of(replace(run, recompute="full")).rerun_share == 0
-    assert setup_of(SMALL).rerun_share == 0
+    assert setup_of(run).traits.rerun_share == pytest.approx(19456 / 61440)
+    assert setup_of(replace(run, recompute="full")).traits.rerun_share == 0
+    assert setup_of(SMALL).traits.rerun_share == 0
     device = setup_of(run).cluster.groups[0].device
     assert (device.attention_efficiency, device.attention_backward_efficiency) == (0.35, 0.29)
 
@@ -96,7 +96,9 @@ def test_a_step_between_two_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gradients_of_16_bits_are_half() -> None:
     run = next(run for run in RUNS.values() if run.dataset == "dgxc_h100")
-    assert (setup_of(run).gradient_share, setup_of(SMALL).gradient_share) == (0.5, 1.0)
+    then, now = setup_of(run).traits, setup_of(SMALL).traits
+    assert (then.gradient_share, now.gradient_share) == (0.5, 1.0)
+    assert (then.adds_in_products, now.adds_in_products) == (True, False)
     assert dict(setup_of(run).shape.fields)["hidden_act"] == "gelu"
 
 
