@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfold.api import bind, check_fingerprint
+from meshfold.capture.known_values.fixed_inputs import fixed_by
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.capture.trace.loss_function import call_model
 from meshfold.capture.trace.returned import named_total
@@ -110,6 +111,7 @@ def captured_as_planned(plan: Plan, built: BuiltModel) -> Captured:
         returns=plan.model.returns,
         loss_fn=built.loss_fn,
         rules=built.rules,
+        fixed_inputs=fixed_by(plan, built.example_inputs),
     )
     check_fingerprint(plan, captured)
     return captured
@@ -323,8 +325,7 @@ def _exact(captured: Captured) -> Captured:
 
 def _planned_for(plan: Plan, captured: Captured) -> Plan:
     """`plan` as if it were for the exact program, whose typing is the same."""
-    graph = captured.graph
-    inputs = model_inputs(graph)
+    graph, inputs = captured.graph, model_inputs(captured.graph)
     return replace(plan, model=replace(plan.model, fingerprint=fingerprint(graph), inputs=inputs))
 
 
