@@ -50,7 +50,7 @@ def fixed_inputs(example_inputs: Mapping[str, Any], named: Collection[str]) -> d
                 f"fixed_inputs: {name!r} is of {dtype_name(tensors[name].dtype)}; whole numbers "
                 "and flags can be the same in every batch, what a batch is made of is not"
             )
-    always = [n for n in ALWAYS_FIXED if n in tensors and not tensors[n].is_floating_point()]
+    always = [n for n in ALWAYS_FIXED if n in tensors and _has_whole_numbers(tensors[n])]
     found = {name: tensors[name] for name in dict.fromkeys((*always, *named))}
     for name, tensor in found.items():
         if tensor.is_meta:
@@ -59,6 +59,10 @@ def fixed_inputs(example_inputs: Mapping[str, Any], named: Collection[str]) -> d
                 "the CPU"
             )
     return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+
+
+def _has_whole_numbers(x: Tensor) -> bool:
+    return not x.is_meta and not x.is_floating_point()
 
 
 def fixed_by(plan: Plan, example_inputs: Mapping[str, Any]) -> tuple[str, ...]:

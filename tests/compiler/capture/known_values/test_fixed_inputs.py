@@ -34,6 +34,7 @@ def test_they_are_those_of_the_names_and_those_that_always_are() -> None:
     found = fixed_inputs(batch, ["images.sizes"])
     assert list(found) == ["image_grid_thw", "images.sizes"]
     assert found["images.sizes"] is not GRID
+    assert not fixed_inputs({"image_sizes": GRID.to("meta")}, [])
 
 
 @pytest.mark.parametrize(
