@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshfold.capture.known_values.fixed_inputs import fixed_by
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.capture.trace.loss_function import LossFunction
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
@@ -102,7 +103,7 @@ def compile(
     def emitted() -> _Emitted:
         chosen = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
         if chosen is not None:
-            given = _as_planned(options, chosen)
+            given = _as_planned(options, chosen, inputs)
             return _emitted(model, chosen, capture_model(model, inputs, given, loss_fn))
         cluster = _resolve(cluster_spec)
         given = on_cluster(cluster, options)
@@ -114,9 +115,9 @@ def compile(
     return _bound(model, emitted, inputs, binding)
 
 
-def _as_planned(options: CompileOptions, plan: Plan) -> CompileOptions:
-    """The options of a plan that is given. Raises PlanMismatchError for a loss or outputs that it
-    does not have."""
+def _as_planned(options: CompileOptions, plan: Plan, inputs: Mapping[str, Any]) -> CompileOptions:
+    """The options of a plan that is given, for a model of these inputs. Raises PlanMismatchError
+    for a loss or outputs that it does not have."""
     returns, asked = plan.model.returns, options.returns
     if asked.loss not in ((), returns.loss) or (asked.outputs and not returns.outputs):
         raise PlanMismatchError(
@@ -130,6 +131,7 @@ def _as_planned(options: CompileOptions, plan: Plan) -> CompileOptions:
         loss=returns.loss,
         outputs=returns.outputs,
         sharded_outputs=returns.sharded,
+        fixed_inputs=options.fixed_inputs or fixed_by(plan, inputs),
     )
 
 
@@ -149,6 +151,7 @@ def capture_model(
         loss_fn=loss_fn,
         rules=options.custom_rules,
         value_checks=options.value_checks,
+        fixed_inputs=options.fixed_inputs,
     )
 
 

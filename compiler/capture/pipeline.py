@@ -11,7 +11,7 @@ layer of the compiler that runs the user's code, and the last.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from meshfold.capture.custom_ops.annotate import with_custom_ops
 from meshfold.capture.dedup.expand import expand_calls
 from meshfold.capture.dedup.modules import Child, find_children, wrapped
 from meshfold.capture.dedup.tracer import CallPlan, CallTracer, plan_calls, strip
+from meshfold.capture.known_values.fixed_inputs import fixed_note
+from meshfold.capture.known_values.known_tensors import KnownTensors
+from meshfold.capture.known_values.refusals import refused_branch
 from meshfold.capture.rewrites.causal_masks import plain_masks
 from meshfold.capture.rewrites.draws import with_draws
 from meshfold.capture.rewrites.embedding_bag import with_bags
@@ -59,7 +62,6 @@ from meshfold.capture.trace.raw_program import RawProgram, number
 from meshfold.capture.trace.returned import NOTHING
 from meshfold.capture.trace.snapshots import Snapshot, shared_state
 from meshfold.capture.trace.structures import Node
-from meshfold.capture.trace.value_checks import refused_branch
 from meshfold.errors import CaptureError
 from meshfold.gc_pause import collector_paused
 from meshfold.ir.custom_ops import CustomRule
@@ -80,6 +82,7 @@ class Wanted:
     precision: Precision
     rules: tuple[CustomRule, ...]
     runs_checks: bool
+    fixed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class Captured:
     constants: values of CONSTANT sources by name, small CPU tensors.
     structure: what a step returns around the outputs of `graph`, by their names.
     no_loss: why the first output is no loss, for the user.
-    rules: of custom ops, as they were given. checkpointed: what the model asks to be recomputed."""
+    rules: of custom ops, as they were given. checkpointed: what the model asks to be recomputed.
+    fixed: values that inputs have in every batch, by path; these are no inputs of the graph."""
 
     graph: FoldedGraph
     constants: Mapping[str, torch.Tensor]
@@ -96,6 +100,7 @@ class Captured:
     no_loss: str = ""
     rules: tuple[CustomRule, ...] = ()
     checkpointed: tuple[str, ...] = ()
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def capture(
@@ -108,6 +113,7 @@ def capture(
     loss_fn: LossFunction | None = None,
     rules: Sequence[CustomRule] = (),
     value_checks: ValueChecks = "drop",
+    fixed_inputs: Sequence[str] = (),
 ) -> Captured:
     """Capture `model(**example_inputs)`.
 
@@ -118,7 +124,8 @@ def capture(
     its return value; loss_fn: what computes the loss of that and the rest of the example inputs
     (meshfold.capture.trace.loss_function). rules: of custom ops that the model calls.
     value_checks: whether its assertions on values are left out or run; to be run, every layer is
-    traced.
+    traced, as they are with fixed_inputs: names of integer inputs whose values are those of the
+    example in every batch (meshfold.capture.known_values.fixed_inputs has those that always are).
     The model is used as it is: train or eval mode, dtype, ties. It is not changed.
 
     Raises CaptureError, naming op and source line, if the model cannot be captured, and
@@ -129,7 +136,8 @@ def capture(
     check_arguments(model, example_inputs, loss_fn)
     if not returns.has_loss:
         loss_fn = None
-    wanted = Wanted(returns, loss_fn, precision, tuple(rules), value_checks == "run")
+    runs_checks, names = value_checks == "run", tuple(fixed_inputs)
+    wanted = Wanted(returns, loss_fn, precision, tuple(rules), runs_checks, names)
     shared = Snapshot(shared_state(model), context=True)
     try:
         with collector_paused(), plain_checkpoints() as checkpoints, dense_flex_attention():
@@ -169,9 +177,11 @@ def _capture(
     ) -> _Trace:
         fake = fake_copy(model, precision)
         prepare(fake.module)
-        inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn)
-        fake = replace(fake, notes=(*fake.notes, *filter(None, [note])), functions=functions)
-        children = find_children(fake.module) if has_calls else []
+        inputs = flatten_inputs(example_inputs, fake.mode, precision, wanted.loss_fn, wanted.fixed)
+        fixed = [fixed_note(*item) for item in inputs.fixed.items()]
+        notes = (*fake.notes, *filter(None, [note]), *fixed)
+        fake = replace(fake, notes=notes, functions=functions)
+        children = find_children(fake.module) if has_calls and not fixed else []
         for _ in range(num_calls - 1):
             _trace(fake, inputs, names, children, wanted, skips)
         return _trace(fake, inputs, names, children, wanted, skips)
@@ -230,7 +240,12 @@ def _trace(
     notes = (*fake.notes, *plan.refusals)
     if not plan.has_stubs:
         exported = export_fake(
-            fake, inputs, wanted.returns, skips=skips, runs_checks=wanted.runs_checks
+            fake,
+            inputs,
+            wanted.returns,
+            skips=skips,
+            runs_checks=wanted.runs_checks,
+            known=KnownTensors(),
         )
         program = read_program(exported, names, inputs.infos)
         return _traced(program, names, inputs, exported, notes, wanted.rules)
@@ -291,4 +306,6 @@ def _fold(
     folded = replace(fold(flat.graph, flat.stacks), returns=exported.chosen.returns)
     constants = dict(program.constants)
     chosen = exported.chosen
-    return Captured(folded, constants, chosen.structure, chosen.no_loss, tuple(rules))
+    return Captured(
+        folded, constants, chosen.structure, chosen.no_loss, tuple(rules), fixed=inputs.fixed
+    )

@@ -111,7 +111,14 @@ def _what_is_returned() -> tuple[Callable[..., Any], ...]:
         metavar="PATH",
         help="What a step returns besides its loss, all for everything; repeatable.",
     )
-    return loss, returned
+    fixed = click.option(
+        "--fixed-input",
+        multiple=True,
+        metavar="NAME",
+        help="An integer input whose values are the same in every batch, so that shapes and "
+        "branches may depend on them; repeatable.",
+    )
+    return loss, returned, fixed
 
 
 def compile_options(
@@ -125,6 +132,7 @@ def compile_options(
     without_rule: tuple[str, ...],
     loss: str | None,
     returned: tuple[str, ...],
+    fixed_input: tuple[str, ...],
 ) -> CompileOptions:
     """What the options of search_options ask for. Raises OptionError."""
     return CompileOptions(
@@ -138,4 +146,5 @@ def compile_options(
         without_rules=without_rule,
         loss=loss,
         outputs=ALL if ALL in returned else returned,
+        fixed_inputs=fixed_input,
     )

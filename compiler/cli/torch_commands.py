@@ -29,10 +29,11 @@ from meshfold.studies.remedies import with_remedies
 from meshfold.studies.why_not import why_not
 from meshfold.training.delink import Delinked, delink_captured
 from meshfold.units import seconds_text
+from meshfold.validation.captured import captured_alike, captured_as_planned
 from meshfold.validation.measure_overlap import measure_overlap, overlap_json, overlap_text
 from meshfold.validation.measure_pipeline import measured_spans
 from meshfold.validation.report import VerifyReport
-from meshfold.validation.verify import captured_alike, captured_as_planned, verify
+from meshfold.validation.verify import verify
 
 
 def make_plan(

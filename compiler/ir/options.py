@@ -180,6 +180,10 @@ class CompileOptions:
     """Of the counter-based generator behind dropout."""
     precision: PrecisionChoice = "auto"
     value_checks: ValueChecks = "drop"
+    fixed_inputs: tuple[str, ...] = ()
+    """Names of integer inputs ("image_grid_thw") whose values are those of the example in every
+    batch: Python may branch on them, and shapes may depend on them. A batch with other values is
+    refused."""
     mode: Mode = "eager"
     allow_offload: bool = False
     """Let offload of optimizer states and of activations compete; else it is tried where nothing
@@ -213,6 +217,11 @@ class CompileOptions:
         if states and self.optimizer not in OF_STATES[states]:
             object.__setattr__(self, "optimizer", OF_STATES[states][0])
         object.__setattr__(self, "custom_rules", tuple(self.custom_rules))
+        if isinstance(self.fixed_inputs, str):
+            raise OptionError(
+                f"fixed_inputs: {self.fixed_inputs!r} is a text; write a tuple of names"
+            )
+        object.__setattr__(self, "fixed_inputs", tuple(self.fixed_inputs))
         others = [rule for rule in self.custom_rules if not isinstance(rule, CustomRule)]
         if others:
             raise OptionError(

@@ -24,12 +24,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Of the tensors of a batch, by input name."""
 
 _FIRST_DIM = Shard(0)
+_NOTHING = object()
 
 
 class BatchReader:
-    """Checks batches against the inputs of a program, or of the programs of all stages. fixed: the
-    arguments that are no tensors, which the program was captured with. casts: floats of any width
-    are cast to what it takes."""
+    """Checks batches against the inputs of a program, or of the programs of all stages. fixed: what
+    the program was captured with of arguments that are no tensors, and the values of fixed inputs.
+    casts: floats of any width are cast to what it takes."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class BatchReader:
     def read(self, batch: Mapping[str, Any]) -> "LocalBatch":
         """The tensors of `batch`. Raises OptionError for one that does not fit the program."""
         self.refuse_arguments(batch)
-        tensors = {k: v for k, v in named_leaves(dict(batch)) if isinstance(v, Tensor)}
+        tensors = self._tensors(batch)
         local = {name: self._is_local(name, value) for name, value in tensors.items()}
         dtypes = {name: torch_dtype(info.dtype) for name, info in self.infos.items()}
         placed = {n: value.to(self.mesh.device, dtypes[n]) for n, value in tensors.items()}
@@ -73,10 +74,14 @@ class BatchReader:
     def _other_argument(self, batch: Mapping[str, Any]) -> str:
         """What differs from the captured arguments, "" if nothing."""
         arguments = dict(named_leaves(dict(batch)))
-        tensors = {k for k, v in arguments.items() if isinstance(v, Tensor)}
+        tensors = self._tensors(batch).keys()
         for name, value in arguments.items():
-            if name not in tensors and (name not in self.fixed or self.fixed[name] != value):
+            if name not in tensors and not self._is_as_captured(name, value):
+                if isinstance(value, Tensor):
+                    return f"{name} is a fixed input, and has other values than in the example"
                 return f"argument {name}={value!r} was not captured with this value"
+        if missing := [name for name in self._fixed_tensors if name not in arguments]:
+            return f"the batch has no {missing[0]}, which is a fixed input of the program"
         if tensors != self.infos.keys():
             return (
                 f"the batch has tensors {', '.join(sorted(tensors)) or 'none'}; the program was "
@@ -84,11 +89,34 @@ class BatchReader:
             )
         return ""
 
+    def _tensors(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a batch by path, without those of fixed inputs."""
+        leaves = named_leaves(dict(batch))
+        fixed = self._fixed_tensors
+        return {k: v for k, v in leaves if isinstance(v, Tensor) and k not in fixed}
+
+    @property
+    def _fixed_tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.fixed.items() if isinstance(x, Tensor)}
+
+    def _is_as_captured(self, name: str, value: Any) -> bool:
+        """Whether an argument has the value, or is this rank's rows of it, that it is captured
+        with."""
+        known = self.fixed.get(name, _NOTHING)
+        if not isinstance(known, Tensor) or not isinstance(value, Tensor):
+            return not isinstance(value, Tensor) and bool(known == value)
+        rows, ranks = len(known) if known.dim() else 0, 1
+        if self.axis >= 0:
+            ranks = self.mesh.mesh.sizes[self.axis]
+        if value.shape != known.shape and rows == ranks * len(value) and ranks > 1:
+            known = known.chunk(ranks)[self.mesh.coords[self.axis]]
+        return value.shape == known.shape and bool((value.cpu() == known).all())
+
     def global_shapes(self, batch: Mapping[str, Any]) -> Shapes:
         """Global shapes of a batch of other arguments. A tensor that the program knows is this
         rank's slice if it has that shape, or was one in the last batch of the program's own size;
         one that it does not know is as the others are."""
-        tensors = {k: v for k, v in named_leaves(dict(batch)) if isinstance(v, Tensor)}
+        tensors = self._tensors(batch)
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
         known = [n for n in shapes if n in self.infos and shapes[n]]
         sliced = {n for n in known if self._is_slice(n, shapes[n])}
@@ -106,7 +134,7 @@ class BatchReader:
         """Global shapes of a batch of another size than the program takes; None for one that it
         takes, or that `read` refuses. A tensor is this rank's slice if it was in the last batch of
         the program's own size, else of the global batch."""
-        tensors = {k: v for k, v in named_leaves(dict(batch)) if isinstance(v, Tensor)}
+        tensors = self._tensors(batch)
         if any(n not in self.infos or v.dim() != self._rank(n) for n, v in tensors.items()):
             return None
         shapes = {name: tuple(value.shape) for name, value in tensors.items()}
@@ -212,10 +240,11 @@ def constants_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_shapes(batch: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
-    """The batch with tensors of these shapes in place of its own, without storage."""
+    """The batch with tensors of these shapes in place of its own, without storage; tensors that
+    have no new shape, those of fixed inputs, stay."""
 
     def new(path: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or path not in shapes:
             return value
         return torch.empty(shapes[path], dtype=value.dtype, device="meta")
 

@@ -50,7 +50,7 @@ def form_of(
     is_training: bool,
 ) -> ProgramForm:
     parts = program.stages if isinstance(program, EmittedPipeline) else (program,)
-    reader = BatchReader(parts, mesh, fixed, casts=plan.precision != "model")
+    reader = BatchReader(parts, mesh, {**fixed, **captured.fixed}, casts=plan.precision != "model")
     return ProgramForm(plan, captured, program, reader, is_training)
 
 
@@ -101,6 +101,7 @@ class OtherSizes:
             returns=first.captured.graph.returns,
             loss_fn=self.loss_fn,
             rules=first.captured.rules,
+            fixed_inputs=tuple(first.captured.fixed),
         )
         plan = _for_size(first.plan, captured)
         _check_same_ops(first.captured.graph, captured.graph)

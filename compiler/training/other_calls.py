@@ -29,6 +29,7 @@ from meshfold.ir.spmd import INVARIANT
 from meshfold.ir.strategy import TpMode
 from meshfold.passes.planner.forward_types import StoredParameter, forward_types
 from meshfold.runtime.batches import constants_of, with_shapes
+from meshfold.torch_compat.pytree import named_leaves
 from meshfold.training.batch_sizes import OtherSizes, ProgramForm, form_of
 from meshfold.training.call_arguments import CallArguments
 from meshfold.training.captured_mode import CapturedMode
@@ -69,6 +70,15 @@ def _read_buffers(program: EmittedProgram | EmittedPipeline) -> set[str]:
     return {s.name for s in sources if s.kind is SourceKind.BUFFER}
 
 
+def _plain(value: Any) -> Any:
+    """What the values of a fixed input are, in full."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _paths(inputs: Mapping[str, Any]) -> set[str]:
+    return {path for path, _ in named_leaves(dict(inputs))}
+
+
 class Calls:
     """The programs of a model, made when they first come. arguments: of the captured call."""
 
@@ -103,7 +113,7 @@ class Calls:
     ) -> ProgramForm:
         shapes = self._first.reader.global_shapes(batch)
         inputs = with_shapes(self._with_constants(batch), shapes)
-        rest = repr(sorted((k, v) for k, v in inputs.items() if k not in shapes))
+        rest = repr(sorted((k, _plain(v)) for k, v in inputs.items() if k not in shapes))
         key = training, has_loss, tuple(sorted(shapes.items())), rest
         if key not in self._forms:
             self._forms[key] = self._new_form(inputs, training, has_loss)
@@ -136,6 +146,7 @@ class Calls:
                 precision=first.plan.precision,
                 returns=returns,
                 loss_fn=self._sizes.loss_fn if has_loss else None,
+                fixed_inputs=[n for n in first.captured.fixed if n in _paths(inputs)],
             )
         finally:
             for module, mode in modes.items():

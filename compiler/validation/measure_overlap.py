@@ -30,9 +30,9 @@ from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.report.step_timeline import axes_width, simulated_timeline
 from meshfold.runtime.runner import ProgramRunner
 from meshfold.units import seconds_text
+from meshfold.validation.captured import captured_as_planned
 from meshfold.validation.collective_order import STARTS, replaced_methods
 from meshfold.validation.scaled_down import MAX_PROCESSES
-from meshfold.validation.verify import captured_as_planned
 
 WARM_UP, STEPS = 2, 7
 NUM_NAMED = 8

@@ -17,8 +17,8 @@ from meshfold.models.from_argument import build_for_plan
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.report.pipeline_timeline import ActionSpan
 from meshfold.runtime.pipeline_runner import PipelineRunner
+from meshfold.validation.captured import captured_as_planned
 from meshfold.validation.scaled_down import MAX_PROCESSES
-from meshfold.validation.verify import captured_as_planned
 
 NUM_STEPS = 4
 """The first one brings in what torch loads late and is not measured."""

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 
 from meshfold.api import plan_captured
+from meshfold.capture.known_values.fixed_inputs import fixed_by
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import MeshfoldError, OptionError
@@ -106,6 +107,7 @@ def scaled_down(plan: Plan, model: str, captured: Captured) -> ScaledDown:
             returns=plan.model.returns,
             loss_fn=built.loss_fn,
             rules=built.rules,
+            fixed_inputs=fixed_by(plan, built.example_inputs),
         )
         small, left_out = _planned(plan, captured_small, degrees)
     except MeshfoldError as error:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshfold.api import bind, check_fingerprint
-from meshfold.capture.pipeline import Captured, capture
+from meshfold.api import bind
+from meshfold.capture.pipeline import Captured
 from meshfold.capture.trace.loss_function import call_model
 from meshfold.capture.trace.returned import named_total
 from meshfold.distributed.local_processes import Report, run_local
@@ -36,6 +36,7 @@ from meshfold.torch_compat.pytree import flat, map_leaves
 from meshfold.training.compiled_model import CompiledModel
 from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.alike_draws import without_dropout
+from meshfold.validation.captured import captured_as_planned
 from meshfold.validation.captured_alone import capture_difference, captured_step
 from meshfold.validation.collective_order import (
     StartedCollective,
@@ -99,21 +100,6 @@ def verify(plan: Plan, model_argument: str) -> VerifyReport:
 def _run(plan: Plan, model: str | Configuration) -> VerifyReport:
     results = run_local(plan.world_size, _compare, plan_to_json(plan), model, quiet=True)
     return _report(plan, results)
-
-
-def captured_as_planned(plan: Plan, built: BuiltModel) -> Captured:
-    """The captured model. Raises PlanMismatchError if it is not the one that was planned."""
-    check_fingerprint(plan, captured := captured_alike(plan, built))
-    return captured
-
-
-def captured_alike(plan: Plan, built: BuiltModel) -> Captured:
-    """Any model, captured as the one that was planned."""
-    model, inputs, returns = built.model, built.example_inputs, plan.model.returns
-    loss_fn, rules = built.loss_fn, built.rules
-    return capture(
-        model, inputs, precision=plan.precision, returns=returns, loss_fn=loss_fn, rules=rules
-    )
 
 
 @dataclass(frozen=True)
@@ -325,8 +311,7 @@ def _exact(captured: Captured) -> Captured:
 
 def _planned_for(plan: Plan, captured: Captured) -> Plan:
     """`plan` as if it were for the exact program, whose typing is the same."""
-    graph = captured.graph
-    inputs = model_inputs(graph)
+    graph, inputs = captured.graph, model_inputs(captured.graph)
     return replace(plan, model=replace(plan.model, fingerprint=fingerprint(graph), inputs=inputs))
 
 

@@ -54,6 +54,7 @@ ORDER = (
     "meshfold.zero",
     "meshfold.memory_probe",
     "meshfold.capture.expert_loops",
+    "meshfold.capture.known_values",
     "meshfold.capture.trace",
     "meshfold.capture.dedup",
     "meshfold.capture.rewrites",

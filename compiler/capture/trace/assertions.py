@@ -46,7 +46,8 @@ _LONGEST = 100
 class Assertion:
     """`holds`: the truth of the value that was asked about, with which the model goes on. `is_all`:
     whether that value alone decides; not for the first of `a or b`. called: the function whose
-    argument or result the value is."""
+    argument or result the value is. is_always_run: whether the program is wrong where it fails, so
+    that it is never left out."""
 
     source: str
     text: str
@@ -54,6 +55,7 @@ class Assertion:
     is_all: bool = True
     only_warns: bool = False
     called: str = ""
+    is_always_run: bool = False
 
     @property
     def note(self) -> str:

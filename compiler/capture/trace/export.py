@@ -31,6 +31,12 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from meshfold.capture.known_values.known_tensors import KnownTensors
+from meshfold.capture.known_values.refusals import (
+    function_name,
+    refused_branch,
+    refused_number,
+)
 from meshfold.capture.trace.detaches import write_detaches
 from meshfold.capture.trace.fake_model import ExampleInputs, FakeCopy
 from meshfold.capture.trace.functions import FunctionCall, definition
@@ -45,9 +51,6 @@ from meshfold.capture.trace.returned import Chosen, chosen_outputs, name_outputs
 from meshfold.capture.trace.value_checks import (
     Answering,
     ValueChecks,
-    function_name,
-    refused_branch,
-    refused_number,
 )
 from meshfold.errors import CaptureError
 from meshfold.ir.returns import Returns
@@ -84,8 +87,8 @@ class Exported:
 class _Watch(Answering):
     """Refuses branches on values, and remembers which call failed for the error message."""
 
-    def __init__(self, drops: LayerDrops, checks: ValueChecks) -> None:
-        super().__init__(checks)
+    def __init__(self, drops: LayerDrops, checks: ValueChecks, known: KnownTensors | None) -> None:
+        super().__init__(checks, known)
         self.drops = drops
         self.failed = ""
 
@@ -123,8 +126,8 @@ def refuse_dynamic(result: Any, func: Any) -> None:
     for part in result if isinstance(result, (tuple, list)) else (result,):
         sizes = part.shape if isinstance(part, torch.Tensor) else (part,)
         if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
-            source = user_line(traceback.walk_stack(inspect.currentframe()))
-            raise refused_number(function_name(func), source)
+            line = user_line(traceback.walk_stack(inspect.currentframe()))
+            raise refused_number(function_name(func), line)
 
 
 class _Traced(nn.Module):
@@ -206,14 +209,15 @@ def export_fake(
     *,
     skips: bool = False,
     runs_checks: bool = False,
+    known: KnownTensors | None = None,
 ) -> Exported:
     """Trace the fake copy. returns: what of its return value is computed. `marked` is read after
-    the model ran: tensors to return besides its own. skips: whether layers that a draw may skip are
-    skipped. runs_checks: keep the model's assertions on values.
+    the model ran: tensors to return besides its own. skips: skip the layers that a draw may skip.
+    runs_checks: keep assertions on values. known: None where calls that share a trace may differ.
 
     Raises CaptureError with op and source line.
     """
-    watch = _Watch(LayerDrops(skips), ValueChecks(runs=runs_checks))
+    watch = _Watch(LayerDrops(skips), ValueChecks(runs=runs_checks), known)
     traced = _Traced(fake.module, inputs, watch, _Report(returns, marked))
 
     def rerun() -> None:
@@ -236,8 +240,8 @@ def export_fake(
     report, drops = traced.report, watch.drops
     if drops.num_branches != drops.num_chosen and not skips:
         raise refused_branch("Tensor.__bool__", drops.source)
-    functions, notes = tuple(fake.functions.calls), watch.checks.notes()
-    return Exported(program, report.chosen, report.changed, drops, functions, notes)
+    calls, notes = tuple(fake.functions.calls), watch.checks.notes()
+    return Exported(program, report.chosen, report.changed, drops, calls, notes)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:

@@ -4,7 +4,7 @@ No storage is allocated whatever the model's size, and the user's model is not t
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshfold.capture.expert_loops.forms import without_loops
+from meshfold.capture.known_values.fixed_inputs import fixed_inputs
 from meshfold.capture.trace.functions import FunctionCalls
 from meshfold.capture.trace.loss_function import LossFunction, call_model
 from meshfold.capture.trace.mixed_precision import MASTER_DTYPE, narrow_dtype, parameter_casts
@@ -21,7 +22,7 @@ from meshfold.ir.op_graph import BufferInfo, InputInfo, ParameterInfo, Source, S
 from meshfold.ir.options import Precision
 from meshfold.torch_compat.dtypes import dtype_name
 from meshfold.torch_compat.fake_tensors import FakeTensorMode, fake_like, fake_mode
-from meshfold.torch_compat.pytree import TensorSlot, fill_slots, map_named
+from meshfold.torch_compat.pytree import TensorSlot, fill_slots, map_leaves, map_named
 from meshfold.torch_compat.skeletons import copy_with
 
 
@@ -134,12 +135,13 @@ def _settle(fake: Any) -> tuple[str, ...]:
 class ExampleInputs:
     """Example inputs as a flat list of tensors. `rebuild(tensors)` gives the keyword arguments,
     with everything that is no tensor as a constant of the capture. loss_fn: what computes the loss
-    outside of the model."""
+    outside of the model. fixed: values of the tensors that are constants, too, by path."""
 
     infos: tuple[InputInfo, ...]
     tensors: tuple[torch.Tensor, ...]
     rebuild: Callable[[Sequence[torch.Tensor]], dict[str, Any]]
     loss_fn: LossFunction | None = None
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def call(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
         """What the model returns for these tensors."""
@@ -151,16 +153,21 @@ def flatten_inputs(
     mode: FakeTensorMode,
     precision: Precision = "model",
     loss_fn: LossFunction | None = None,
+    fixed_names: Collection[str] = (),
 ) -> ExampleInputs:
     """Name every tensor of nested containers by its path ("images.0").
 
     Floats come in the dtype of `precision`. A tensor that is passed twice counts as two inputs.
+    fixed_names: inputs that are constants (meshfold.capture.known_values.fixed_inputs).
     Raises OptionError if there is none.
     """
     infos: list[InputInfo] = []
     tensors: list[torch.Tensor] = []
+    fixed = fixed_inputs(example_inputs, fixed_names)
 
     def strip(path: str, value: Any) -> Any:
+        if path in fixed:
+            return fixed[path]
         if not isinstance(value, torch.Tensor):
             return value
         dtype = narrow_dtype(value.dtype, precision)
@@ -171,4 +178,12 @@ def flatten_inputs(
     template = map_named(strip, dict(example_inputs))
     if not tensors:
         raise OptionError("example_inputs holds no tensor; pass a batch as keyword arguments")
-    return ExampleInputs(tuple(infos), tuple(tensors), partial(fill_slots, template), loss_fn)
+    rebuild = partial(_filled, template)
+    return ExampleInputs(tuple(infos), tuple(tensors), rebuild, loss_fn, fixed)
+
+
+def _filled(template: Any, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """`template` with `tensors` in its slots, and fixed ones as tensors that may be written to."""
+    copied = map_leaves(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, template)
+    filled: dict[str, Any] = fill_slots(copied, tensors)
+    return filled

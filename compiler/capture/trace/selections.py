@@ -8,6 +8,8 @@ hidden[mask].view(n, -1, d)[:, -1]      of hidden [n, s, d]: the last place of e
                                         mask has, as BART and T5 classify by the last <eos>; after
                                         unique_consecutive(mask.sum(1)).numel() == 1, a check that
                                         rows have equally many
+hidden[mask] = hidden[mask] + rows      of hidden [n, s, d] and a mask [n, s]: rows go where the
+                                        mask is, in order (Qwen3-VL's deepstack)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -113,6 +115,34 @@ class _OfEachRow(Selected):
         return self.hidden[torch.arange(num_rows, device=self.mask.device), last]
 
 
+class _Places(Selected):
+    """hidden[mask] of hidden [n, s, d] and a mask [n, s], to which rows are added."""
+
+    def __init__(self, hidden: Tensor, mask: Tensor, refused: CaptureError) -> None:
+        super().__init__(refused)
+        self.hidden, self.mask = hidden, mask
+
+    def __add__(self, rows: Any) -> "_Sums":
+        if not isinstance(rows, Tensor) or rows.shape[1:] != self.hidden.shape[2:]:
+            raise self.refused
+        places = self.mask.unsqueeze(-1).expand_as(self.hidden)
+        sums = self.hidden + torch.zeros_like(self.hidden).masked_scatter(places, rows)
+        return _Sums(sums, self.mask, self.refused)
+
+
+class _Sums(Selected):
+    """_Places with rows added, to be written where they were taken."""
+
+    def __init__(self, sums: Tensor, mask: Tensor, refused: CaptureError) -> None:
+        super().__init__(refused)
+        self.sums, self.mask = sums, mask
+
+    def write(self, hidden: Tensor, mask: Any) -> None:
+        if mask is not self.mask or hidden.shape != self.sums.shape:
+            raise self.refused
+        hidden.copy_(torch.where(mask.unsqueeze(-1), self.sums, hidden))
+
+
 class Selections:
     """What masks select in one call of a model. number: makes a number of a tensor, of which
     assertions can ask; refused: the error for a function whose result has no fixed shape."""
@@ -140,14 +170,25 @@ class Selections:
             self.even += masks
             return _Runs(args[0], self.number, self.refused(func)) if masks else NotImplemented
         if func is torch.Tensor.__getitem__:
-            hidden, mask = args[0], args[1]
-            if isinstance(mask, tuple) and mask[1:] == (slice(None),):
-                mask = mask[0]
+            hidden, mask = args[0], _mask_of(args[1])
             if hidden.ndim == 3 and any(mask is known for known in self.even):
                 return _Rows(hidden, mask, self.number, self.refused(func))
+            if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+                if hidden.ndim == 3 and mask.shape == hidden.shape[:2]:
+                    return _Places(hidden, mask, self.refused(func))
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], _Sums):
+            args[2].write(args[0], _mask_of(args[1]))
+            return None
         if _is_selection(func, args):
             return _Labels(args[0], args[1], self.refused(func))
         return NotImplemented
+
+
+def _mask_of(index: Any) -> Any:
+    """The mask of an index [mask] or [mask, :]."""
+    if isinstance(index, tuple) and index[1:] == (slice(None),):
+        return index[0]
+    return index
 
 
 def _is_selection(func: Any, args: Sequence[Any]) -> bool:

@@ -18,8 +18,15 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 
+from meshfold.capture.known_values.empty_rows import EmptyRows
+from meshfold.capture.known_values.known_tensors import KnownTensors
+from meshfold.capture.known_values.refusals import (
+    function_name,
+    refused_branch,
+    refused_number,
+)
 from meshfold.capture.trace.assertions import Assertion, Sources, is_library_check
 from meshfold.capture.trace.selections import Selections, ctc_loss
 from meshfold.errors import CaptureError
@@ -68,7 +75,15 @@ class ValueChecks:
             kept[name] = checked(kept[name], check.condition, holds, note)
         return kept
 
+    def assume_full(self, rows: torch.Tensor) -> None:
+        """Keep a check, which every step runs, that a mask of rows is true everywhere."""
+        source = _line()
+        assertion = Assertion(source, "no sample is all zeros", True, is_always_run=True)
+        self.found.append(Check(assertion, rows.all()))
+
     def _is_run(self, check: Check) -> bool:
+        if check.assertion.is_always_run:
+            return True
         return self.runs and not check.assertion.only_warns
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -196,53 +211,8 @@ _FLOAT_TESTS = {"isnan": False, "isinf": False, "isfinite": True}
 """Functions of math, and what they say of 0.0."""
 
 
-def function_name(func: Any) -> str:
-    """ "torch.Tensor.nonzero" for the function that user code called."""
-    return resolve_name(func) or str(getattr(func, "__name__", func))
-
-
-_CHOICES = frozenset({"nonzero", "where", "unique", "argwhere", "__getitem__", "bincount"})
-"""Functions that loops over experts choose rows with."""
-
-_KNOWN_LOOP = (
-    "for e, expert in enumerate(self.experts): rows, k = torch.where(ids == e); "
-    "y[rows] += weights[rows, k, None] * expert(x[rows])"
-)
-
-
-_REMEDIES = {
-    "_pack_padded_sequence": "pass padded sequences to the LSTM or GRU, not packed ones, and leave "
-    "padding out of the loss"
-}
-"""What to do instead of a function whose shapes depend on values."""
-
-
 def _line() -> str:
     return user_line(traceback.walk_stack(inspect.currentframe()))
-
-
-def refused_branch(name: str, source: str) -> CaptureError:
-    """A branch on the value of a tensor."""
-    return CaptureError(
-        "a Python branch depends on the value of a tensor, which a graph cannot hold; write it "
-        "with torch.where, or decide it outside the model (a branch with a side that only raises "
-        "is a check, and captured)",
-        op=name.removeprefix("torch."),
-        source=source,
-    )
-
-
-def refused_number(name: str, source: str) -> CaptureError:
-    """What gives a number, or a shape, that depends on values."""
-    is_choice = name.rpartition(".")[2] in _CHOICES
-    experts = f"; of loops over experts this form is known: {_KNOWN_LOOP}" if is_choice else ""
-    remedy = _REMEDIES.get(name, f"use an op with a fixed shape (torch.where, a mask){experts}")
-    return CaptureError(
-        f"{name} gives a shape or a number that depends on values, which a graph cannot "
-        f"hold; {remedy}",
-        op=name,
-        source=source,
-    )
 
 
 class Number:
@@ -353,11 +323,14 @@ def dropout_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 class Answering(TorchFunctionMode):
     """Answers for assertions, writes CTC losses and what masks select in ops of fixed shape, keeps
-    dropout one op, and leaves everything else as it is."""
+    dropout one op, and leaves everything else as it is. known: answers before all of that with
+    values that are known; None where every value is to be one of a batch."""
 
-    def __init__(self, checks: ValueChecks) -> None:
+    def __init__(self, checks: ValueChecks, known: KnownTensors | None = None) -> None:
         super().__init__()
         self.checks = checks
+        self.known = known
+        self.empty_rows = EmptyRows()
         self.selections = Selections(
             checks.number, lambda func: refused_number(function_name(func), _line())
         )
@@ -370,6 +343,13 @@ class Answering(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self.known is not None:
+            answer = self.known.answer(func, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
+            func, args, kwargs = self.known.arguments(func, args, kwargs)
+            if (rows := self.empty_rows.mask(func, args, kwargs)) is not None:
+                return self._full_mask(rows)
         answer = self.selections.answer(func, args)
         if answer is NotImplemented:
             answer = ctc_loss(func, args, kwargs)
@@ -380,4 +360,15 @@ class Answering(TorchFunctionMode):
         if answer is NotImplemented:
             answer = func(*args, **kwargs)
             self.selections.see(func, args, kwargs, answer)
+            if self.known is not None:
+                self.known.see(func, args, kwargs, answer)
+                self.empty_rows.see(func, args, kwargs, answer)
         return answer
+
+    def _full_mask(self, rows: torch.Tensor) -> torch.Tensor:
+        """The mask of rows that are not all zeros, as it is without any that are."""
+        assert self.known is not None
+        self.checks.assume_full(rows)
+        full = torch.ones_like(rows)
+        self.known.see(torch.ones_like, (rows,), {}, full)
+        return full

@@ -16,6 +16,7 @@ DEFAULTS = {
     "without_rule": (),
     "loss": None,
     "returned": (),
+    "fixed_input": (),
 }
 
 
@@ -25,10 +26,11 @@ def test_nothing_asked_is_the_default() -> None:
 
 def test_everything_asked_arrives() -> None:
     asked = {"memory": "16GB", "pin": ("tp=2",), "loss": "l", "optimizer": "adamw_fused"}
-    asked |= {"allow": ("offload", "low_precision_states")}
+    asked |= {"allow": ("offload", "low_precision_states"), "fixed_input": ("grid",)}
     found = compile_options(**{**DEFAULTS, **asked, "returned": ("a", "all")})  # type: ignore[arg-type]
     assert (found.memory_bytes, dict(found.pins), found.loss) == (16 * 10**9, {"tp": 2}, "l")
     assert found.allow_low_precision_states and found.optimizer == "adamw_fused"
+    assert found.fixed_inputs == ("grid",)
     assert found.allow_offload and found.outputs == "all"
 
 

@@ -21,6 +21,7 @@ def test_the_option_surface_is_frozen() -> None:
         "seed",
         "precision",
         "value_checks",
+        "fixed_inputs",
         "mode",
         "allow_offload",
         "allow_low_precision_states",
