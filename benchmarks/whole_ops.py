@@ -34,8 +34,8 @@ MOST = 0.01
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the op time of a step, by op. without_rule: of ops that the table does not know; unsharded:
-    of ops all of whose rules leave every dim whole, in this model and over so many ranks."""
+    """Of the op time of a step, by op. without_rule: of ops that the table does not know;
+    unsharded: of ops all of whose rules leave every dim whole, in this model on so many ranks."""
 
     without_rule: Mapping[str, float]
     unsharded: Mapping[str, float]

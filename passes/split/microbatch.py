@@ -25,8 +25,8 @@ several microbatches of such a model are refused, naming the op and its line. On
 
 Batch norms take statistics over the batch, and update buffers. Where the user says so
 (per_microbatch), each microbatch has statistics of its own and updates the buffers after the one
-before, as if one process ran the microbatches one after the other. Updates that no sample has a part
-in (the power iteration of a spectral norm) are the same in all, and written once.
+before, as if one process ran the microbatches one after the other. Updates in which no sample has a
+part (the power iteration of a spectral norm) are the same in all, and written once.
 """
 
 from collections.abc import Iterator, Mapping
