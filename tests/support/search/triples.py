@@ -35,11 +35,11 @@ from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.training.local_gradient import local_tensor
 from meshfold.validation.float64_mode import float64_everywhere
 from support.models.blocks import Model, Sizes
-from support.models.drawn_blocks import RULES, DrawnModel
 from support.models.hugging_face import tiny_model
 from support.programs.emit import part_of
 from support.programs.local_programs import Rank, errors_of_a_step, on_ranks, one_process
 from support.programs.pipeline import without_start_up
+from support.search.drawn_blocks import RULES, DrawnModel
 
 TOLERANCE = 1e-10
 """Tolerance for the loss and every entry of every gradient."""

@@ -1,7 +1,7 @@
 """More random blocks: what people write beside layers of torch, and models of several outputs.
 
-Kinds of blocks are as in blocks.py, [batch, sequence, width] -> alike. Some draw random numbers
-whatever the dropout is (`draws`), and one has a rule of the user's (RULES).
+Kinds of blocks are as in support.models.blocks, [batch, sequence, width] -> alike. Some draw random
+numbers whatever the dropout is (`draws`), and one has a rule of the user's (RULES).
 """
 
 import random
