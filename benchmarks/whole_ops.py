@@ -10,6 +10,7 @@ conversion is counted, which only makes shares larger than those of a plan. Exit
 more than MOST of a step.
 """
 
+import math
 import sys
 import warnings
 from collections import Counter
@@ -35,7 +36,8 @@ MOST = 0.01
 @dataclass(frozen=True)
 class Shares:
     """Of the op time of a step, by op. without_rule: of ops that the table does not know;
-    unsharded: of ops all of whose rules leave every dim whole, in this model on so many ranks."""
+    unsharded: of ops all of whose rules leave every dim whole, in this model on so many ranks;
+    what has fewer numbers than there are ranks (a scale) is not to be shared."""
 
     without_rule: Mapping[str, float]
     unsharded: Mapping[str, float]
@@ -74,7 +76,9 @@ def shares(folded: FoldedGraph, num_ranks: int) -> Shares:
             times[op.target] += count * found
             if op_labels(graph, op) is None:
                 whole[op.target] += count * found
-            elif not any(rule.splits_work for rule in rules[-1]):
+            elif not any(rule.splits_work for rule in rules[-1]) and num_ranks <= max(
+                math.prod(graph.values[v].shape) for v in (*op.operands, *op.outputs)
+            ):
                 unsharded[op.target] += count * found
     total = sum(times.values())
     return Shares(*({op: t / total for op, t in sorted(c.items())} for c in (whole, unsharded)))
