@@ -6,7 +6,9 @@ Every triple is captured and planned. A plan is emitted and one step of it run o
 float64; the loss and every gradient are held against one process. A refusal must be a MeshfoldError
 of one line. Prints what was refused, by its message without the numbers, which strategies the plans
 had, and every failure with the number that draws it again. Exits 1 if there is one. --scheduled:
-in that mode, every region in a number of parts that is drawn, too.
+in that mode, every region in a number of parts that is drawn, too. From --seed 10000 on models have
+blocks of all kinds (custom Functions, loops over experts, bags, recurrences, ...), and some return
+several outputs.
 """
 
 import re

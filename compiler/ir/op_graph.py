@@ -36,9 +36,10 @@ class Hole:
 @dataclass(frozen=True, slots=True)
 class Symbol:
     """A torch object by name: kind "dtype" (text "float32"), "device", "layout",
-    "memory_format". Device symbols always mean "the rank's device". In the graph of a microbatch
-    also numbers that are known when it runs: kind "microbatch", which one it is, and "count", the
-    targets of the step that the loss with op number `text` divides by."""
+    "memory_format"; or a number of kind "complex" (text "1j"). Device symbols always mean "the
+    rank's device". In the graph of a microbatch also numbers that are known when it runs: kind
+    "microbatch", which one it is, and "count", the targets of the step that the loss with op number
+    `text` divides by."""
 
     kind: str
     text: str

@@ -6,6 +6,7 @@
 Symbol("dtype", "float32")       torch.float32
 Symbol("layout", "strided")      torch.strided
 Symbol("memory_format", ...)     torch.contiguous_format ...
+Symbol("complex", "1j")          1j
 Symbol("device", "cpu")          always the device of the rank that runs
 """
 

@@ -273,8 +273,14 @@ class _Running:
         for border, value in zip(graph.arrives, self._take(action), strict=True):
             arrived[border.name] = value.requires_grad_(border.value.requires_grad)
         batch = self.microbatches[action.microbatch]
+        is_last = action.microbatch + 1 == len(self.microbatches)
         outputs = self.owner.runners[stage].run_microbatch(
-            context, *self.tensors, batch, arrived, self.shared[stage]
+            context,
+            *self.tensors,
+            batch,
+            arrived,
+            self.shared[stage],
+            updates=is_last or not self.pipeline.updates_once,
         )
         self._send(action, outputs[: len(graph.leaves)])
         if stage + 1 == len(self.pipeline.stages):

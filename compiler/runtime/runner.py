@@ -108,12 +108,14 @@ class ProgramRunner:
         inputs: LocalInputs,
         arrived: Tensors,
         shared: SharedStep,
+        *,
+        updates: bool = True,
     ) -> list[Tensor]:
         """One forward pass of one microbatch: the outputs of the folded graph, ready for backward.
 
         parameters: local shards by canonical name; buffers: unsharded. arrived: what came over
         the boundary of a pipeline stage, by name. shared: by the microbatches of a step. Updates of
-        buffers are applied after the last region.
+        buffers are applied after the last region, if `updates`.
         """
         step = self._training_step(context, parameters, shared)
         enter(step)
@@ -128,7 +130,8 @@ class ProgramRunner:
         outputs = leave(step, forward.outputs())
         if not any(x.requires_grad for x in outputs):
             step.finish_backward()
-        forward.update_buffers()
+        if updates:
+            forward.update_buffers()
         return outputs
 
     def gather_ahead(

@@ -19,8 +19,10 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def symbol(value: torch.dtype | torch.device | torch.layout | torch.memory_format) -> Symbol:
-    """The name of a torch constant."""
+def symbol(
+    value: torch.dtype | torch.device | torch.layout | torch.memory_format | complex,
+) -> Symbol:
+    """The name of a torch constant, or of a complex number, which JSON has none of."""
     kinds: dict[type, str] = {
         torch.dtype: "dtype",
         torch.layout: "layout",
@@ -28,6 +30,8 @@ def symbol(value: torch.dtype | torch.device | torch.layout | torch.memory_forma
     }
     if isinstance(value, torch.device):
         return Symbol("device", value.type)
+    if isinstance(value, complex):
+        return Symbol("complex", repr(value))
     return Symbol(kinds[type(value)], str(value).removeprefix("torch."))
 
 
@@ -36,6 +40,8 @@ def torch_constant(named: Symbol, device: torch.device) -> Any:
     those of the first of microbatches with one target each."""
     if named.kind in _NUMBERS:
         return _NUMBERS[named.kind]
+    if named.kind == "complex":
+        return complex(named.text)
     return device if named.kind == "device" else getattr(torch, named.text)
 
 

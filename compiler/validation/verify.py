@@ -46,6 +46,7 @@ from meshfold.validation.collective_order import (
 from meshfold.validation.compared_outputs import loss_in, output_sizes, wide_loss
 from meshfold.validation.first_divergence import first_divergence
 from meshfold.validation.float64_mode import float64_everywhere
+from meshfold.validation.python_state import python_state_kept
 from meshfold.validation.report import (
     NUM_STEPS,
     TOLERANCE,
@@ -330,7 +331,7 @@ def _wide(value: Tensor) -> Tensor:
 def _eager_step(built: BuiltModel, output: str, scale: float = 1.0) -> Tensor:
     """Forward and backward of the model itself; gradients, times `scale`, are left in `.grad`."""
     _loop_over_experts(built.model)
-    with float64_everywhere(), without_dropout():
+    with float64_everywhere(), without_dropout(), python_state_kept(built.model):
         value = named_total(output, call_model(built.model, built.example_inputs, built.loss_fn))
         torch.autograd.backward(value.sum() * scale)
     return value.detach()

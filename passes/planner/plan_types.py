@@ -148,10 +148,10 @@ def _check_conversions(graph: OpGraph, planned: RegionPlan, mesh: Mesh) -> None:
                         f"{layout_text(native)}, in which it is there, to {layout_text(demand)}, "
                         "in which it is read"
                     )
-                if "P" in (there.kind, wanted.kind) and not graph.values[v].is_float:
+                if "P" in (there.kind, wanted.kind) and graph.values[v].dtype == "bool":
                     raise PlanMismatchError(
                         f"region {planned.name}, {value_name(graph, v)}: {layout_text(native)} to "
-                        f"{layout_text(demand)}; only floats are pending sums"
+                        f"{layout_text(demand)}; flags are no pending sums, only numbers are"
                     )
 
 

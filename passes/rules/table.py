@@ -265,7 +265,9 @@ def _label_rule(
     rest = special.output or (PARTIAL if label in spec.summed else None)
     outputs = tuple(t or rest for t in shards[len(op.operands) :])
     typed = tuple(t for t in outputs if t is not None)
-    if len(typed) == len(outputs):
+    # Flags do not add up: a sum cast to them is true or false only when all of it is there.
+    flags = any(graph.values[v].dtype == "bool" for v in op.outputs)
+    if len(typed) == len(outputs) and not (flags and PARTIAL in typed):
         where = _shard_text(at, shards)
         name = f"{label}/{where}" if where else label
         local = _local_of(spec, label, where)

@@ -25,7 +25,8 @@ several microbatches of such a model are refused, naming the op and its line. On
 
 Batch norms take statistics over the batch, and update buffers. Where the user says so
 (per_microbatch), each microbatch has statistics of its own and updates the buffers after the one
-before, as if one process ran the microbatches one after the other.
+before, as if one process ran the microbatches one after the other. Updates in which no sample has a
+part (the power iteration of a spectral norm) are the same in all, and written once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ from meshfold.errors import OptionError
 from meshfold.ir.cluster import ClusterSpec
 from meshfold.ir.op_graph import (
     Arg,
+    Dependence,
     Draw,
     FoldedGraph,
     Op,
@@ -212,6 +214,8 @@ class MicrobatchGraphs:
         for instance in self.folded.instances:
             graph = self.folded.regions[instance.region].graph
             for slot, value in graph.mutations:
+                if graph.values[value].depends is not Dependence.BATCH:
+                    continue  # as of a power iteration: the same in all, written once
                 where = op_place(self.folded, instance.region, graph.producers[value])
                 yield (
                     f"every one of them would update buffer {instance.sources[slot].name} ({where})"

@@ -4,7 +4,7 @@ draws more of them."""
 from dataclasses import replace
 
 import pytest
-from support.search.triples import compared, draw_triple, outcome_of
+from support.search.triples import DRAWN_BLOCKS, compared, draw_triple, outcome_of
 
 from meshfold.ir.options import CompileOptions
 
@@ -32,6 +32,21 @@ def test_more_of_what_is_planned_runs_and_is_right(first: int, pytestconfig: pyt
     """Every second; the others run in parts, below."""
     for seed in range(first, first + 17, 1 if pytestconfig.getoption("exhaustive") else 2):
         check(seed)
+
+
+@pytest.mark.parametrize("seed", range(DRAWN_BLOCKS, DRAWN_BLOCKS + QUICK // 2))
+def test_blocks_and_returns_of_all_kinds_run_and_are_right(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.slow(25)
+@pytest.mark.parametrize("first", range(DRAWN_BLOCKS + QUICK, DRAWN_BLOCKS + 57, 17))
+def test_more_blocks_and_returns_run_and_are_right(first: int, pytestconfig: pytest.Config) -> None:
+    """Every third in one mode, every third scheduled in parts."""
+    every = pytestconfig.getoption("exhaustive")
+    for seed in range(first, first + 17):
+        if every or seed % 3 < 2:
+            check(seed, scheduled=seed % 3 == 1)
 
 
 @pytest.mark.parametrize("seed", [BUFFERS, MASKS, ONE_KEY_HEAD])

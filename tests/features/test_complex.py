@@ -40,6 +40,35 @@ class Rotary(nn.Module):
         return self.wo(y.flatten(2)).square().mean()
 
 
+class Diagonal(nn.Module):
+    """A diagonal state space (S4D): a kernel of complex exponentials, convolved by FFT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.turn = nn.Parameter(torch.rand(8, 4)), nn.Parameter(torch.rand(8, 4))
+        self.mix = nn.Parameter(torch.randn(8, 4, 2))
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        a = -torch.exp(self.rate) + 1j * self.turn
+        powers = torch.exp(a.unsqueeze(-1) * torch.arange(length))
+        c = torch.view_as_complex(self.mix) * (torch.exp(a) - (1.0 - 0.5j)) / a
+        kernel = 2 * torch.einsum("hn,hnl->hl", c, powers).real
+        signal = torch.fft.rfft(x.transpose(1, 2), n=2 * length)
+        y = torch.fft.irfft(torch.fft.rfft(kernel, n=2 * length) * signal, n=2 * length)
+        return self.out(y[..., :length].transpose(1, 2)).square().mean()
+
+
+@pytest.mark.parametrize("strategy", [UniformStrategy(dp=2), UniformStrategy(tp=2)])
+def test_complex_numbers_in_the_models_code_are_kept(strategy: UniformStrategy) -> None:
+    model, batch = Diagonal().double(), {"x": torch.randn(4, 6, 8, dtype=torch.float64)}
+    captured = capture(model, batch)
+    program = emit_uniform(captured, strategy, 4)
+    for errors in errors_of_a_step(model, batch, captured, program):
+        assert max(errors.values()) < 1e-13
+
+
 @pytest.mark.parametrize("strategy", [UniformStrategy(dp=2), UniformStrategy(tp=2)])
 def test_heads_and_samples_are_turned_where_they_are(strategy: UniformStrategy) -> None:
     model, batch = Rotary().double(), {"x": torch.randn(4, 6, 16, dtype=torch.float64)}

@@ -29,6 +29,7 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 CAST = "aten._to_copy.default"
 ALIAS = "aten.alias.default"
 _SIZED = (*_VIEWS, _aten.reshape.default, _aten.expand.default)
+_SYMBOLS = (torch.dtype, torch.device, torch.layout, torch.memory_format, complex)
 FULL = "aten.full.default"
 _FRESH = {
     _aten.new_zeros.default: 0,
@@ -186,7 +187,7 @@ class _Reader:
             return Operand(key)
         if isinstance(value, (tuple, list)):
             return tuple(map(self._arg, value))
-        if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        if isinstance(value, _SYMBOLS):
             return symbol(value)
         if value is None or isinstance(value, (bool, int, float, str)):
             return value

@@ -75,6 +75,8 @@ class OpContext:
                 return self.call(
                     local_ops.targets_of_step, self.step_node, self.site, int(arg.text)
                 )
+            case Symbol(kind="complex"):
+                return complex(arg.text)
             case Symbol():
                 return getattr(torch, arg.text)
         return arg

@@ -28,7 +28,7 @@ from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import OptionError, PlanMismatchError
 from meshfold.ir.mesh import PIPELINE_AXIS, Mesh
 from meshfold.ir.node_groups import NodeLevels
-from meshfold.ir.op_graph import FoldedGraph
+from meshfold.ir.op_graph import Dependence, FoldedGraph
 from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import Layout
 from meshfold.passes.graph.variants import offloaded_parameters, planned_graph
@@ -76,6 +76,16 @@ class EmittedPipeline:
     def stored(self) -> Mapping[str, Layout]:
         """Layout in which each parameter lives between steps, on the ranks of its stages."""
         return {name: layout for stage in self.stages for name, layout in stage.stored.items()}
+
+    @cached_property
+    def updates_once(self) -> bool:
+        """Whether a step updates buffers once, as the whole batch does, and not with every
+        microbatch: no update depends on samples."""
+        return not any(
+            region.graph.values[value].depends is Dependence.BATCH
+            for region in self.folded.regions
+            for _, value in region.graph.mutations
+        )
 
     @property
     def levels(self) -> NodeLevels:

@@ -329,11 +329,11 @@ def test_a_failed_step_leaves_gradients_as_they_were(monkeypatch: pytest.MonkeyP
     compiled = meshfold.compile(model, "local-cpux1", batch, options=options)
     calls, run_microbatch = [], ProgramRunner.run_microbatch
 
-    def failing(*arguments: Any) -> list[torch.Tensor]:
+    def failing(*arguments: Any, **updates: bool) -> list[torch.Tensor]:
         calls.append(arguments)
         if len(calls) in (3, 9):
             raise RuntimeError("out of memory")
-        return run_microbatch(*arguments)
+        return run_microbatch(*arguments, **updates)
 
     monkeypatch.setattr(ProgramRunner, "run_microbatch", failing)
     for times in (1, 2):

@@ -10,6 +10,7 @@ import torch
 from support.programs.local_programs import Rank, emit_uniform, local_part, on_ranks
 from torch import Tensor, nn
 
+import meshfold
 from meshfold.capture.pipeline import Captured, capture
 from meshfold.ir.strategy import UniformStrategy
 from meshfold.validation.float64_mode import float64_everywhere
@@ -109,3 +110,20 @@ def test_weights_that_hooks_make_are_captured_after_a_step() -> None:
     model(**batch).backward()
     graph = capture(model, batch).graph
     assert {p.name for p in graph.parameters} == {n for n, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["spectral hook", "spectral parametrization"])
+def test_microbatches_iterate_once(kind: str) -> None:
+    """What no sample has a part in is the same in all microbatches of a step."""
+    model, batch = make(kind)
+    options = meshfold.CompileOptions(pins={"microbatches": 2})
+    compiled = meshfold.compile(model, "local-cpux1", batch, options=options)
+    with float64_everywhere():
+        loss = compiled.train_step(batch)
+    right, gradients, buffers = expected(kind)
+    assert (loss - right).abs() < 1e-12
+    for name, parameter in compiled.named_parameters():
+        assert parameter.grad is not None
+        assert (parameter.grad - gradients[name]).abs().max() < 1e-12
+    for name, buffer in compiled.named_buffers():
+        assert (buffer - buffers[name]).abs().max() < 1e-12, name

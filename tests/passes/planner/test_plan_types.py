@@ -6,18 +6,22 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 from support.processes.pool import Pools
 from support.programs.local_programs import errors_of_a_step, one_process
 from support.programs.type_changes import captured_of, changed_plans, model_of
+from torch import Tensor, nn
 
 from meshfold.api import plan_captured
+from meshfold.capture.pipeline import capture
 from meshfold.codegen.emit.pipeline import EmittedPipeline, emit_plan
 from meshfold.codegen.program.emitted import EmittedProgram
 from meshfold.errors import PlanMismatchError
 from meshfold.ir.options import CompileOptions
 from meshfold.ir.plan import Plan
-from meshfold.ir.spmd import Layout, SpmdType
+from meshfold.ir.spmd import PARTIAL, Layout, SpmdType
 from meshfold.ir.strategy import KeptResults, RegionTyping
+from meshfold.passes.rules.table import region_rules, typing_of
 from meshfold.plan_file.io import plan_to_json
 from meshfold.validation.float64_mode import float64_everywhere
 
@@ -222,3 +226,63 @@ def test_copies_are_of_parameters_and_as_many_as_replicas() -> None:
     v = next(v for v, layout in enumerate(slots) if layout[0].copies == 1)
     other = (*slots[:v], (SpmdType("S", 0, copies=2),), *slots[v + 1 :])
     assert "only parameters are stored so" in emitted("mlp", with_slots(other))
+
+
+class Counted(nn.Module):
+    """A loss over how many labels count, which are whole numbers, times flags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        counts = labels != -1
+        y = self.up(x) * counts[:, None]
+        return y.pow(2).sum() * labels.sum() / counts.sum().clamp(min=1)
+
+
+def counted() -> tuple[Counted, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    labels = torch.tensor([3, -1, -1, 2, -1, 1, 0, 4])
+    return Counted().double(), {"x": torch.randn(8, 8, dtype=torch.float64), "labels": labels}
+
+
+@pytest.mark.parametrize("pins", ["dp", "zero3", "tp+sp"])
+def test_whole_numbers_are_summed_over_ranks(pins: str) -> None:
+    model, batch = counted()
+    with float64_everywhere():
+        captured = capture(model, batch)
+    options = CompileOptions(pins={"microbatches": 1, **PINS[pins]})
+    plan = plan_captured(captured, "counted", "local-cpux4", options)
+    graph, typing = captured.graph.regions[0].graph, plan.regions[0].typing
+    sums = {
+        graph.values[op.outputs[0]].dtype
+        for op, chosen in zip(graph.ops, typing.ops, strict=True)
+        if op.target == "aten.sum.default" and PARTIAL in chosen.outputs[0]
+    }
+    assert sums == {"float64", "int64"}
+    program = emit_plan(captured.graph, plan)
+    assert isinstance(program, EmittedProgram)
+    with float64_everywhere():
+        found = errors_of_a_step(model, batch, captured, program)
+    assert max(max(errors.values()) for errors in found) <= 1e-12
+
+
+def test_flags_are_never_pending_sums() -> None:
+    with float64_everywhere():
+        captured = capture(*counted())
+    options = CompileOptions(pins={"microbatches": 1, "tp": 4})
+    plan = plan_captured(captured, "counted", "local-cpux4", options)
+    graph = captured.graph.regions[0].graph
+    (k,) = (
+        k
+        for k, op in enumerate(graph.ops)
+        if op.target == "aten.mul.Tensor" and graph.values[op.operands[1]].dtype == "bool"
+    )
+    (rule,) = (r for r in region_rules(graph, (4,))[k][0] if r.inputs[1] == PARTIAL)
+    region = plan.regions[0]
+    ops = list(region.typing.ops)
+    ops[k] = typing_of(graph, k, (rule,))
+    changed = replace(plan, regions=(replace(region, typing=replace(region.typing, ops=ops)),))
+    with pytest.raises(PlanMismatchError, match="I to P; flags are no pending sums"):
+        emit_plan(captured.graph, changed)

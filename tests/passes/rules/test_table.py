@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs.ops import SingleOp, check_typings, mesh_of
@@ -56,6 +57,15 @@ def test_every_row_of_the_table_has_a_sample() -> None:
 def test_every_rule_computes_what_the_unsharded_op_computes(sample: Sample) -> None:
     op = sample[1]()
     check_typings(op, mesh_of(2), op.typings(2))
+
+
+def test_a_sum_of_flags_in_flags_has_no_pending_sum() -> None:
+    numbers, truth = (
+        SingleOp("aten.sum.dim_IntList", flags(4, 8), [1], dtype=dtype)
+        for dtype in (torch.int64, torch.bool)
+    )
+    assert any(PARTIAL in r.outputs for r in numbers.axis_rules(2))
+    assert not any(PARTIAL in r.outputs for r in truth.axis_rules(2))
 
 
 NOT_ELEMENTWISE = [

@@ -170,7 +170,7 @@ class Counts(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
-        self.largest.copy_(self.largest * 0.9 + 1)
+        self.largest.copy_(self.largest * 0.9 + torch.rand(4))
         return (y * self.largest).mean()
 
 

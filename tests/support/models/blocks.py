@@ -1,6 +1,7 @@
 """Random models of blocks, which map [batch, sequence, width] and the first states to states."""
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -273,10 +274,15 @@ MORE_BLOCKS = (Gated, Spectrum, Turned, Scan, Recurrent)
 
 class Model(nn.Module):
     """Token numbers or numbers in; the loss. The first states are the blocks' memory. more: draws
-    a block of MORE_BLOCKS for each layer, half of the time."""
+    a block of MORE_BLOCKS for each layer, half of the time, or always one of `others`."""
 
     def __init__(
-        self, sizes: Sizes, draw: random.Random, dropout: float, more: random.Random | None = None
+        self,
+        sizes: Sizes,
+        draw: random.Random,
+        dropout: float,
+        more: random.Random | None = None,
+        others: Sequence[Callable[[Sizes, random.Random, float], nn.Module]] = (),
     ) -> None:
         super().__init__()
         self.stem = draw.choice(["tokens", "tokens", "image"])
@@ -285,8 +291,8 @@ class Model(nn.Module):
         self.embed = table if self.stem == "tokens" else nn.Conv2d(3, sizes.width, 2, stride=2)
         kinds = [draw.choice(BLOCKS) for _ in range(draw.randint(1, 3))]
         depth = draw.choice([1, 2, 3])
-        if more is not None and more.random() < 0.5:
-            kinds.insert(more.randint(0, len(kinds)), more.choice(MORE_BLOCKS))
+        if more is not None and (others or more.random() < 0.5):
+            kinds.insert(more.randint(0, len(kinds)), more.choice(others or MORE_BLOCKS))
         self.blocks = nn.ModuleList(
             kind(sizes, random.Random(k), dropout)
             for _ in range(depth)
@@ -298,13 +304,19 @@ class Model(nn.Module):
             self.head.weight = table.weight
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss_of(self.logits(x), labels)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[batch, sequence, vocabulary]"""
         states = self.embed(x)
         if self.stem == "image":
             states = states.flatten(2).transpose(1, 2)
         memory = states
         for block in self.blocks:
             states = block(states, memory)
-        logits = self.head(self.norm(states))
+        return self.head(self.norm(states))
+
+    def loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), reduction=self.reduction
         )

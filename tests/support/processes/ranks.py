@@ -150,7 +150,7 @@ class ThreadMesh(RankMesh):
 
 def _unread(dtype: torch.dtype) -> float:
     """What a tensor in flight holds."""
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return False if dtype == torch.bool else torch.iinfo(dtype).min
 

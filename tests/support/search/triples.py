@@ -24,6 +24,7 @@ from meshfold.cost_models.hardware.devices import resolve_cluster
 from meshfold.distributed.local_processes import Report, run_local
 from meshfold.errors import MeshfoldError, PassError
 from meshfold.ir.cluster import ClusterSpec
+from meshfold.ir.custom_ops import CustomRule
 from meshfold.ir.options import CompileOptions, PinValue
 from meshfold.ir.plan import Plan
 from meshfold.ir.strategy import ChunkDim, Chunking
@@ -38,12 +39,15 @@ from support.models.hugging_face import tiny_model
 from support.programs.emit import part_of
 from support.programs.local_programs import Rank, errors_of_a_step, on_ranks, one_process
 from support.programs.pipeline import without_start_up
+from support.search.drawn_blocks import RULES, DrawnModel
 
 TOLERANCE = 1e-10
 """Tolerance for the loss and every entry of every gradient."""
 IGNORED = -100
 NO_MORE_BLOCKS = 5000
 """Seeds from here on draw none of MORE_BLOCKS: some of them stand for what they found once."""
+DRAWN_BLOCKS = 10000
+"""Seeds from here on draw of all blocks, and models of several outputs."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Triple:
 
 def draw_triple(seed: int) -> Triple:
     draw = random.Random(seed)
-    if draw.random() < 0.2:
+    if draw.random() < 0.2 and seed < DRAWN_BLOCKS:
         family = draw.choice(("gpt2", "llama", "bert", "t5", "vit", "mixtral", "gpt_oss", "uneven"))
         layers, rows = draw.choice([1, 2]), draw.choice([1, 2, 3, 4])
         model, batch = tiny_model(family, layers=layers, seed=seed)
@@ -82,7 +86,7 @@ def draw_triple(seed: int) -> Triple:
 def _random_model(
     draw: random.Random, seed: int
 ) -> tuple[nn.Module, dict[str, Tensor], float, str]:
-    """A model of blocks, its batch, its dropout, and what it is."""
+    """A model of blocks, its batch, its dropout (above 0 if it draws), and what it is."""
     key_heads = draw.choice([1, 1, 2, 3, 4])
     sizes = Sizes(
         batch=draw.choice([1, 2, 3, 4, 4, 6, 8]),
@@ -96,13 +100,18 @@ def _random_model(
     dropout = draw.choice([0.0, 0.0, 0.3])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        more = random.Random(seed + 1) if seed < NO_MORE_BLOCKS else None
-        model = Model(sizes, draw, dropout, more).double().train()
+        more = random.Random(seed + 1)
+        if seed >= DRAWN_BLOCKS:
+            model: Model = DrawnModel(sizes, draw, dropout, more)
+        else:
+            model = Model(sizes, draw, dropout, more if seed < NO_MORE_BLOCKS else None)
+        model.double().train()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         batch = _batch(model, sizes)
-    return model, batch, dropout, f"{model} {sizes} dropout={dropout}"
+    is_random = float(getattr(model, "draws", False)) or dropout
+    return model, batch, is_random, f"{model} {sizes} dropout={dropout}"
 
 
 def _batch(model: Model, sizes: Sizes) -> dict[str, Tensor]:
@@ -177,7 +186,7 @@ def outcome_of(triple: Triple, *, scheduled: bool = False) -> Outcome:
         options = replace(options, mode="scheduled", pins={**options.pins, "micro_chunks": 1})
     try:
         with float64_everywhere():
-            captured = capture(triple.model, triple.batch)
+            captured = capture(triple.model, triple.batch, rules=_rules(triple))
         plan = plan_captured(captured, "random", triple.cluster, options)
         if scheduled and not plan.schedule:
             plan = _in_random_parts(plan, captured, random.Random(triple.seed))
@@ -195,6 +204,11 @@ def outcome_of(triple: Triple, *, scheduled: bool = False) -> Outcome:
             triple.text, failed=f"fails after planning: {error!r}", strategies=strategies
         )
     return compared(triple.text, errors, strategies)
+
+
+def _rules(triple: Triple) -> tuple[CustomRule, ...]:
+    """Of the Functions that the model may call."""
+    return RULES if isinstance(triple.model, DrawnModel) else ()
 
 
 def _in_random_parts(plan: Plan, captured: Captured, draw: random.Random) -> Plan:
@@ -225,7 +239,7 @@ def _errors_of_a_scheduled_step(_: Report, seed: int, plan_text: str) -> dict[st
     """The errors of this process, which may have some of the parameters only."""
     triple, plan = draw_triple(seed), plan_from_json(plan_text)
     with float64_everywhere():
-        captured = capture(triple.model, triple.batch)
+        captured = capture(triple.model, triple.batch, rules=_rules(triple))
         compiled = bind(triple.model, plan, captured, triple.batch)
         expected, gradients = _right(triple, captured) or one_process(triple.model, triple.batch)
         errors = {"loss": float((compiled.train_step(triple.batch) - expected).abs())}
