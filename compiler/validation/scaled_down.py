@@ -21,6 +21,7 @@ from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.options import (
     CHUNKED_LOSS,
+    SLICES,
     COLLECTIVE_MATMUL,
     LAYOUT,
     MICRO_CHUNKS,
@@ -194,6 +195,7 @@ def _planned(
         pins[MICRO_CHUNKS] = 2 if is_chunked else 1
     has_matmuls = any(region.collective_matmul for region in plan.regions)
     pins |= {COLLECTIVE_MATMUL: int(has_matmuls), CHUNKED_LOSS: int(plan.chunked_loss)}
+    pins |= {SLICES: plan.slices} if plan.slices > 1 else {}
     left_out = []
     options = CompileOptions(pins=dict(plan.pins), mode=plan.mode)
     for pin in options.layout_pins:

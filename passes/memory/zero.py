@@ -42,7 +42,7 @@ class SlotFacts:
     """Which parameter slots of a region are special."""
 
     tied: frozenset[int]
-    """Another slot or instance reads the same parameter."""
+    """Another slot or instance reads the same parameter, or another slice of it."""
     first: frozenset[int]
     """This region is the first to read the parameter, so its states are counted here."""
 
@@ -132,7 +132,8 @@ def slot_facts(folded: FoldedGraph) -> list[SlotFacts]:
     first: list[frozenset[int] | None] = [None] * len(folded.regions)
     for instance, of in zip(folded.instances, program_reads(folded).instances, strict=True):
         r, before = instance.region, first[instance.region]
-        tied[r] |= of.tied.keys()
+        # The slices of a parameter are stored alike, too.
+        tied[r] |= of.tied.keys() | {i for i, s in enumerate(instance.sources) if s.slice}
         here = frozenset(of.first.parameters)
         first[r] = here if before is None else before & here
     return [SlotFacts(t, f or frozenset()) for t, f in zip(tied, first, strict=True)]

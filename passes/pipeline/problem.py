@@ -303,13 +303,13 @@ def _num_holders(folded: FoldedGraph) -> list[list[int]]:
     for k, instance in enumerate(folded.instances):
         for source in instance.sources:
             if source.kind is SourceKind.PARAMETER:
-                readers.setdefault(source.name, set()).add(k)
+                readers.setdefault(source.label, set()).add(k)
     holders = [[0] * len(region.graph.slots) for region in folded.regions]
     for instance in folded.instances:
         of_region = holders[instance.region]
         for i, source in enumerate(instance.sources):
             if source.kind is SourceKind.PARAMETER:
-                of_region[i] = max(of_region[i], len(readers[source.name]))
+                of_region[i] = max(of_region[i], len(readers[source.label]))
     return holders
 
 
