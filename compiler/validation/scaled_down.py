@@ -21,10 +21,10 @@ from meshfold.cost_models.pipeline.schedules import Schedule
 from meshfold.errors import MeshfoldError, OptionError
 from meshfold.ir.options import (
     CHUNKED_LOSS,
-    SLICES,
     COLLECTIVE_MATMUL,
     LAYOUT,
     MICRO_CHUNKS,
+    SLICES,
     VIRTUAL_STAGES,
     CompileOptions,
     PinValue,

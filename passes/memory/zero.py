@@ -60,7 +60,18 @@ def program_shards(
         common = [k for k in zero_axes(mesh) if all(k in axes[r][i] for r, i in group)]
         for r, i in group:
             axes[r][i] = common
-    return [zero_layouts(*pair, mesh, of) for pair, of in zip(pairs, axes, strict=True)]
+    found = [zero_layouts(*pair, mesh, of) for pair, of in zip(pairs, axes, strict=True)]
+    for instance in folded.instances:
+        for i, source in enumerate(instance.sources):
+            layout = found[instance.region].get(i)
+            # Slices one after the other are whole rows; padding between them is not.
+            if (
+                source.slice
+                and layout
+                and any(t.padded and t.dim == source.slice.dim for t in layout)
+            ):
+                del found[instance.region][i]
+    return found
 
 
 def gathered_axes(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, list[int]]:

@@ -37,7 +37,9 @@ def fitting(asked: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
 
 def wider_requests(request: PlanRequest) -> Iterator[tuple[PlanRequest, tuple[str, ...]]]:
     """What is tried where nothing fits, what costs least time first, with what plans say of it."""
-    chunked, offloaded = with_chunks(request), with_offload(request)
+    # The host stores whole parameters.
+    can_offload = request.slices == 1
+    chunked, offloaded = with_chunks(request), with_offload(request) if can_offload else None
     if chunked:
         yield chunked, (NEEDS_CHUNKS,)
     for sliced in operator_slices.with_slices(request):

@@ -1,5 +1,5 @@
-"""Operator splitting (OSDP, Jiang et al. 2023, arXiv:2209.13258): a large linear layer, embedding or
-head in n equal slices of its parameter W, each a layer of its own.
+"""Operator splitting (OSDP, Jiang et al. 2023, arXiv:2209.13258): a large linear layer or embedding
+in n equal slices of its parameter W, each a layer of its own.
 
     y = x W'   by columns of the result    y = cat(x W'[0], ..., x W'[n-1])
     y = x W'   by columns of x             y = x[0] W'[0] + ... + x[n-1] W'[n-1]
@@ -88,6 +88,21 @@ def whole_layout(layout: Layout, of: ParameterSlice) -> Layout:
     """The layout of a parameter whose slices are all stored as `layout`: one after the other on
     every rank."""
     return tuple(replace(t, blocks=t.blocks * of.count) if t.dim == of.dim else t for t in layout)
+
+
+def operators_in_slices(folded: FoldedGraph) -> list[tuple[int, int]]:
+    """(instance of the first slice, of the last one) of every operator that is in slices."""
+    found: list[tuple[int, int]] = []
+    begins: dict[str, int] = {}
+    for k, instance in enumerate(folded.instances):
+        for source in instance.sources:
+            if (part := source.slice) is None:
+                continue
+            if part.number == 0:
+                begins[source.name] = k
+            if part.number == part.count - 1:
+                found.append((begins[source.name], k))
+    return found
 
 
 # Which parameters are sliced.
