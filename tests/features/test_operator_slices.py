@@ -1,6 +1,7 @@
 """Operators in slices, in programs: numbers of one process, memory as it is counted, and tensors of
 the user's model in states."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,26 @@ def test_memory_is_what_is_counted() -> None:
         predicted = found.memory.peak - found.memory.reserve - found.memory.parameters
         predicted -= sum(t.nbytes for t in batch.values()) // 2
         assert predicted == pytest.approx(counted, rel=0.03)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_states_hold_whole_parameters(pools: Pools, family: str, tmp_path: Path) -> None:
+    """Saved with slices and without, loaded under both and by the model itself."""
+    captured = captured_model(family, 2)
+    cluster = resolve_cluster("local-cpu", 2)
+    pins: dict[str, Any] = {"dp": 2, "zero": 3, "microbatches": 1}
+    plans = [
+        plan_to_json(
+            plan_captured(captured, family, cluster, CompileOptions(pins={**pins, "slices": n}))
+        )
+        for n in (5, 1)
+    ]
+    for k, given in enumerate((plans, plans[::-1])):
+        arguments = family, 2, captured, given, str(tmp_path / str(k))
+        for wrong in pools.run(2, "support.programs.pipeline:save_and_load", *arguments):
+            assert wrong == []
 
 
 @pytest.mark.multiprocess
