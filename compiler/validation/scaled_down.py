@@ -194,8 +194,8 @@ def _planned(
     if plan.mode == "scheduled":
         pins[MICRO_CHUNKS] = 2 if is_chunked else 1
     has_matmuls = any(region.collective_matmul for region in plan.regions)
-    chunks = {CHUNKED_LOSS: int(plan.chunked_loss), SLICES: plan.slices}
-    pins |= {COLLECTIVE_MATMUL: int(has_matmuls), **chunks}
+    slices = {SLICES: plan.slices} if plan.slices > 1 else {}
+    pins |= {COLLECTIVE_MATMUL: int(has_matmuls), CHUNKED_LOSS: int(plan.chunked_loss), **slices}
     left_out = []
     options = CompileOptions(pins=dict(plan.pins), mode=plan.mode)
     for pin in options.layout_pins:

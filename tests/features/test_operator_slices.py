@@ -78,11 +78,14 @@ def test_dropout_draws_what_it_draws_without_slices() -> None:
 
 
 def test_memory_is_what_is_counted() -> None:
-    """The head and the layers of a Llama in 4 slices under ZeRO 3: 0.4 of the peak without."""
+    """Without buckets, which hold all of a tiny model."""
     model, batch = tiny_model("llama", dtype=torch.float32)
     captured = capture(model, batch)
+    pins: dict[str, Any] = {"dp": 2, "zero": 3, "recompute": "none", "microbatches": 1}
+    pins |= {"reduce_bucket_bytes": 0, "allgather_bucket_bytes": 0}
+    peaks = []
     for slices in (1, 4):
-        pins = {"dp": 2, "zero": 3, "recompute": "none", "microbatches": 1, "slices": slices}
+        pins["slices"] = slices
         options = CompileOptions(pins=pins, optimizer="sgd")
         found = plan_captured(captured, "llama", resolve_cluster("local-cpu", 2), options)
         program = emit_plan(captured.graph, found)
@@ -90,7 +93,9 @@ def test_memory_is_what_is_counted() -> None:
         counted = EmittedStep(model, captured, program, batch).counted_peak_bytes()
         predicted = found.memory.peak - found.memory.reserve - found.memory.parameters
         predicted -= sum(t.nbytes for t in batch.values()) // 2
-        assert predicted == pytest.approx(counted, rel=0.03)
+        assert predicted == pytest.approx(counted, rel=0.08)
+        peaks.append(counted)
+    assert peaks[1] < peaks[0]
 
 
 @pytest.mark.multiprocess

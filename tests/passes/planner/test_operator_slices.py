@@ -53,12 +53,13 @@ def plan(folded: FoldedGraph | None = None, **options) -> Plan:
     )
 
 
-def test_slices_gather_less_and_take_longer() -> None:
+def test_slices_hold_less_of_what_is_gathered() -> None:
     whole, sliced = plan(pins=PINS), plan(pins={**PINS, "slices": 4})
     assert (whole.slices, sliced.slices) == (1, 4)
     # Of 128 MB one slice of 32 is gathered and one in flight; so is its gradient.
     assert whole.memory.peak - sliced.memory.peak > 100e6
-    assert sliced.step_s > whole.step_s
+    # More launches and collectives, of which more hide behind products: here within 1 %.
+    assert sliced.step_s == pytest.approx(whole.step_s, rel=0.01)
     assert sliced.model == whole.model
 
 
