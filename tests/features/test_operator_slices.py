@@ -127,14 +127,15 @@ def test_states_hold_whole_parameters(pools: Pools, family: str, tmp_path: Path)
         ("llama", 4, {"pp": 2, "dp": 2, "zero": 3}),
         ("gpt2", 2, {"dp": 2, "zero": 3}),
         ("llama", 4, {"pp": 2, "dp": 2, "schedule": "zero_bubble"}),
+        ("llama", 2, {"dp": 2, "zero": 3, "microbatches": 1}),
     ],
 )
-def test_steps_of_pipelines_on_processes(
+def test_steps_on_processes(
     pools: Pools, family: str, num_ranks: int, pins: dict[str, Any]
 ) -> None:
-    """Three steps of AdamW, and no stage boundary inside an operator."""
+    """Three steps of AdamW, in stages, microbatches and one pass."""
     captured = captured_model(family, 2)
-    options = CompileOptions(pins={**pins, "microbatches": 2, "slices": 4})
+    options = CompileOptions(pins={"microbatches": 2, **pins, "slices": 4})
     found = plan_captured(captured, family, resolve_cluster("local-cpu", num_ranks), options)
     arguments = family, 2, captured, [plan_to_json(found)]
     ran = pools.run(
