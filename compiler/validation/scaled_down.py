@@ -142,6 +142,12 @@ def _batch(plan: Plan, degrees: Mapping[str, int]) -> int:
     return degrees["dp"] * degrees["ep"] * _microbatches(plan) * rows
 
 
+def _rewriting(plan: Plan) -> dict[str, PinValue]:
+    """The pins about how the graph is rewritten."""
+    slices: dict[str, PinValue] = {SLICES: plan.slices} if plan.slices > 1 else {}
+    return {CHUNKED_LOSS: int(plan.chunked_loss), **slices}
+
+
 def _microbatches(plan: Plan) -> int:
     """An even number, as interleaved stages on two devices need, or 1."""
     wanted = min(plan.strategy.microbatches, MICROBATCHES)
@@ -194,8 +200,7 @@ def _planned(
     if plan.mode == "scheduled":
         pins[MICRO_CHUNKS] = 2 if is_chunked else 1
     has_matmuls = any(region.collective_matmul for region in plan.regions)
-    slices = {SLICES: plan.slices} if plan.slices > 1 else {}
-    pins |= {COLLECTIVE_MATMUL: int(has_matmuls), CHUNKED_LOSS: int(plan.chunked_loss), **slices}
+    pins |= {COLLECTIVE_MATMUL: int(has_matmuls), **_rewriting(plan)}
     left_out = []
     options = CompileOptions(pins=dict(plan.pins), mode=plan.mode)
     for pin in options.layout_pins:
