@@ -48,7 +48,7 @@ _SUMMED = {_LINEAR: 1, _ADDMM: 0, _MM: 0}
 MOST_SURPLUS = 2
 """So many times the slices that are wanted a parameter may have, where its dim does not divide."""
 
-Slot2 = tuple[int, int]
+RegionSlot = tuple[int, int]
 """Region, slot."""
 
 
@@ -108,11 +108,11 @@ def operators_in_slices(folded: FoldedGraph) -> list[tuple[int, int]]:
 # Which parameters are sliced.
 
 
-def slicings_of(folded: FoldedGraph, count: int) -> dict[Slot2, Slicing]:
+def slicings_of(folded: FoldedGraph, count: int) -> dict[RegionSlot, Slicing]:
     """The parameter slots that are read in slices, if the largest operator is to have `count`."""
     groups = _operators(folded)
     largest = max((_value(folded, g[0]).num_bytes for g in groups), default=0)
-    found: dict[Slot2, Slicing] = {}
+    found: dict[RegionSlot, Slicing] = {}
     for group in groups:
         value = _value(folded, group[0])
         wanted = math.ceil(value.num_bytes * count / largest) if largest else 1
@@ -127,12 +127,12 @@ def largest_operator_bytes(folded: FoldedGraph) -> int:
     return max((_value(folded, group[0]).num_bytes for group in groups), default=0)
 
 
-def _operators(folded: FoldedGraph) -> list[tuple[Slot2, ...]]:
+def _operators(folded: FoldedGraph) -> list[tuple[RegionSlot, ...]]:
     """The parameters that slices can be read of."""
     return [g for g in _parameters(folded) if all(_is_operator(folded, *slot) for slot in g)]
 
 
-def _parameters(folded: FoldedGraph) -> list[tuple[Slot2, ...]]:
+def _parameters(folded: FoldedGraph) -> list[tuple[RegionSlot, ...]]:
     """The parameter slots, those that share a parameter together."""
     tied = {slot for group in folded.tied_slots for slot in group}
     alone = (
@@ -144,7 +144,7 @@ def _parameters(folded: FoldedGraph) -> list[tuple[Slot2, ...]]:
     return [*folded.tied_slots, *((slot,) for slot in alone)]
 
 
-def _value(folded: FoldedGraph, slot: Slot2) -> Value:
+def _value(folded: FoldedGraph, slot: RegionSlot) -> Value:
     return folded.regions[slot[0]].graph.values[slot[1]]
 
 
@@ -163,7 +163,7 @@ def _reads_as_weight(op: Op, v: int) -> bool:
 
 
 def _slicing(
-    folded: FoldedGraph, group: Sequence[Slot2], value: Value, wanted: int
+    folded: FoldedGraph, group: Sequence[RegionSlot], value: Value, wanted: int
 ) -> Slicing | None:
     """The dim and number of slices: at least `wanted`, columns of the results where that can be."""
     targets = [
@@ -195,7 +195,7 @@ class _Written:
     ends: tuple[int, ...]
 
     @staticmethod
-    def of(region: int, folded: FoldedGraph, slicings: Mapping[Slot2, Slicing]) -> "_Written":
+    def of(region: int, folded: FoldedGraph, slicings: Mapping[RegionSlot, Slicing]) -> "_Written":
         graph = folded.regions[region].graph
         own = {v: x for (r, v), x in slicings.items() if r == region}
         if not own:
@@ -330,7 +330,7 @@ class _Writer:
         if op.target == _LINEAR:
             is_bias = total is None or len(self.values[_index(total)].shape) == 1
             if is_bias:
-                args = (x, weight) if total is None else (x, weight, total)
+                args: tuple[Arg, ...] = (x, weight) if total is None else (x, weight, total)
                 return self._emit(op, _LINEAR, args, made)
             product = self._emit(op, _LINEAR, (x, weight), made)
             return self._emit(op, _ADD, (total, Ref(product)), made)
