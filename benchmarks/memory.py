@@ -1,7 +1,7 @@
 """Predicted against measured memory of one training step on this machine's CPU.
 
     python benchmarks/memory.py [--families gpt2,llama] [--dropout 0.1]
-        [--recompute selective] [--chunked-loss]
+        [--recompute selective] [--chunked-loss] [--slices N]
 
 Each row captures a model with random weights, predicts its step in one process, and runs the
 captured graph: what autograd keeps is read by its hooks, the peak from the CPU allocator's own
@@ -14,13 +14,14 @@ different places:
 
 With --recompute full the layers keep nothing and run again in the backward, in an emitted program;
 with --recompute selective they keep what the planner chooses. With --chunked-loss losses make their
-logits in chunks (the pin chunked_loss), where they can.
+logits in chunks (the pin chunked_loss), where they can. --slices N is about the programs of 8 ranks
+under ZeRO 3 in their place, one sample a rank: their largest operators in up to N slices.
 """
 
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,6 +31,7 @@ import transformers
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # support/
 
+from measuring.operator_slices import NUM_RANKS, sliced_peaks
 from support.models.recompute import recomputed, selective
 from support.programs.memory import (
     EmittedStep,
@@ -227,16 +229,40 @@ def row(family: str, s: Shape, dropout: float, recompute: Recompute, is_chunked:
     )
 
 
+def print_sliced(families: str, dropout: float, most: int) -> None:
+    """The table of programs with 1, 2, 4, ... slices, of rank 0 without peers."""
+    print(
+        f"{'model':8} {'':4} {'slices':>6} {'predicted':>9} {'counted':>9} {'allocated':>9} error"
+    )
+    for family in families.split(","):
+        for s in (replace(s, batch=NUM_RANKS, layers=3) for s in SHAPES):
+            torch.manual_seed(0)
+            model = FAMILIES[family](s, dropout).train(dropout > 0)
+            batch = batch_for(model, s)
+            for count in (2**k for k in range(most.bit_length())):
+                peaks = sliced_peaks(model, batch, count)
+                sizes = peaks.predicted, peaks.counted, peaks.allocated
+                text = " ".join(f"{x / MIB:9.3f}" for x in sizes)
+                error = peaks.predicted / peaks.allocated - 1
+                print(f"{family:8} {s.name:4} {count:6} {text} {error:+.2%}", flush=True)
+
+
 @click.command()
 @click.option("--families", default=",".join(FAMILIES), help="Comma-separated.")
 @click.option("--dropout", default=0.0, help="Of the families that have dropout.")
 @click.option("--recompute", type=click.Choice(get_args(Recompute)), default="none")
 @click.option("--chunked-loss", is_flag=True, help="Losses make their logits in chunks.")
-def main(families: str, dropout: float, recompute: Recompute, chunked_loss: bool) -> None:
+@click.option("--slices", type=click.IntRange(2), help="Operators in slices under ZeRO 3.")
+def main(
+    families: str, dropout: float, recompute: Recompute, chunked_loss: bool, slices: int | None
+) -> None:
     """Print the table, sizes in MiB, seconds to predict with all probes new."""
     torch.set_num_threads(1)
     # oneDNN convolutions take scratch memory that no dispatcher sees.
     torch.backends.mkldnn.enabled = False
+    if slices:
+        print_sliced(families, dropout, slices)
+        return
     print(f"{'':13} {'kept for backward':^28} {'peak beside states':^28} predict")
     print(
         f"{'model':8} {'':4} {'predicted':>9} {'measured':>9} {'error':>8}"

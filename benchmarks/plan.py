@@ -1,7 +1,7 @@
 """CPU time, proof and outcome of whole plans, beyond capture and imports.
 
     python benchmarks/plan.py [--depth] [--devices] [--memory] [--selective] [--largest]
-                              [--distinct N]
+                              [--operators] [--distinct N]
     python benchmarks/plan.py --pins N [--published N] [--only NAME] [--results FILE]
 
 One row a plan: step time, peak memory, optimality gap, programs priced, CPU seconds. --depth plans
@@ -15,9 +15,10 @@ folds: seconds per layer should stay while memory does not bind; at 1,000 layers
 meshes are planned, and a layer takes about twice as long. --selective compares, per sample and
 layer, what selective recomputation keeps and adds with the mix of layers that keep all and layers
 that keep nothing, at the same bytes. --largest looks for the deepest model that fits a node of
-A100s of 40 GB, without and with the host's memory. --pins and --published hold the plan that the
-search chooses against N random sets of pins per setup, and against N published plans
-(pinning/race.py); they end with 1 where one is faster.
+A100s of 40 GB, without and with the host's memory. --operators plans OSDP's published case: which
+parameters are sharded, all or as the search chooses, and large operators in slices. --pins and
+--published hold the plan that the search chooses against N random sets of pins per setup, and
+against N published plans (pinning/race.py); they end with 1 where one is faster.
 """
 
 import json
@@ -105,13 +106,13 @@ DEVICES = tuple(
 )
 
 
-def graph_of(case: Case) -> FoldedGraph:
+def graph_of(case: Case, sequence: int = SEQUENCE) -> FoldedGraph:
     """The folded graph of a case's model; no weights are made."""
     fields = json.loads((CONFIGS / f"{case.config}.json").read_text()) | dict(case.fields)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(fields))
-        built = build_model(str(path), batch=case.batch, sequence=SEQUENCE)
+        built = build_model(str(path), batch=case.batch, sequence=sequence)
     return capture(built.model, built.example_inputs).graph
 
 
@@ -251,12 +252,42 @@ def measure_largest() -> None:
             )
 
 
+OSDP = (("n_layer", 48), ("n_embd", 2048), ("n_head", 32))
+OSDP_BYTES = 8 * 10**9
+"""The case of Jiang et al. 2023 (arXiv:2209.13258): a GPT-2 on eight GPUs with 8 GB each for what
+the program allocates."""
+OSDP_SEQUENCE = 512
+
+
+def measure_operators() -> None:
+    """Print OSDP's case, without offload."""
+    cluster = preset("titan-rtx")
+    case = Case("GPT-2", "gpt2", "titan-rtx", 8, OSDP, OSDP_BYTES + cluster.reserve_bytes)
+    graph = graph_of(case, OSDP_SEQUENCE)
+    fixed: dict[str, PinValue] = {"dp": 8, "microbatches": 1, "offload": "none"}
+    rows: dict[str, dict[str, PinValue]] = {
+        "all sharded": {"zero": 3},
+        "as chosen": {},
+        "all sharded, 4 slices": {"zero": 3, "slices": 4},
+        "as chosen, 4 slices": {"slices": 4},
+    }
+    click.echo(f"{'':<24}{'step':>9}{'added up':>10}{'allocated':>11}{'of 8 GB':>9}")
+    for name, pins in rows.items():
+        plan, _ = planned(graph, cluster, case, {**fixed, **pins})
+        allocated = plan.memory.peak - plan.memory.reserve
+        click.echo(
+            f"{name:<24}{seconds_text(plan.step_s):>9}{seconds_text(plan.time.step_s):>10}"
+            f"{bytes_text(allocated):>11}{allocated / OSDP_BYTES:>9.1%}"
+        )
+
+
 @click.command()
 @click.option("--depth", is_flag=True, help="12 to 96 layers.")
 @click.option("--devices", is_flag=True, help="8 to 16,384 devices.")
 @click.option("--memory", is_flag=True, help="Peak memory beyond imports.")
 @click.option("--selective", is_flag=True, help="Selective recomputation, layer by layer.")
 @click.option("--largest", is_flag=True, help="The largest model with and without offload.")
+@click.option("--operators", is_flag=True, help="OSDP's case: shards and slices of operators.")
 @click.option("--distinct", type=click.IntRange(1), help="Layers that are all different.")
 @click.option("--pins", type=click.IntRange(1), help="Random pins per setup.")
 @click.option("--published", type=click.IntRange(1), help="Published plans.")
@@ -268,6 +299,7 @@ def main(
     memory: bool,
     selective: bool,
     largest: bool,
+    operators: bool,
     distinct: int | None,
     pins: int | None,
     published: int | None,
@@ -279,7 +311,7 @@ def main(
         num_faster = race(pins, results, only) if pins else 0
         num_faster += race_all_published(published, results) if published else 0
         sys.exit(1 if num_faster else 0)
-    if not (depth or devices or memory or selective or largest or distinct):
+    if not (depth or devices or memory or selective or largest or operators or distinct):
         measure(CASES)
     if depth:
         for binds in (False, True):
@@ -293,6 +325,8 @@ def main(
         measure_selective()
     if largest:
         measure_largest()
+    if operators:
+        measure_operators()
     if distinct:
         measure_distinct(distinct)
 

@@ -32,7 +32,7 @@ from meshfold.passes.fold.assemble import fingerprint
 from meshfold.passes.planner.best_mesh import Progress
 from meshfold.passes.planner.find import find_plan_for
 from meshfold.passes.planner.shared_work import SharedWork
-from meshfold.passes.split.chunked_losses import as_planned
+from meshfold.passes.split.as_planned import as_planned
 from meshfold.plan_file.io import load_plan
 from meshfold.refine.pipeline import refined
 from meshfold.training.agreement import NUM_COMPARED, agreed_states, states_text

@@ -16,7 +16,7 @@ from meshfold.memory_probe.prober import OpProber
 from meshfold.models.from_argument import build_for_plan, build_model
 from meshfold.passes.planner.best_mesh import Progress
 from meshfold.passes.planner.check import price_plan
-from meshfold.passes.split.chunked_losses import as_planned
+from meshfold.passes.split.as_planned import as_planned
 from meshfold.plan_file.output_file import output_target, write_whole
 from meshfold.refine.program_events import with_program_events
 from meshfold.report.pipeline_timeline import both_text, predicted_spans, spans_json, trace_json

@@ -218,15 +218,31 @@ class SourceKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterSlice:
+    """Slice `number` of `count` equal ones along dim `dim` of a parameter."""
+
+    dim: int
+    number: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """Where a slot's value comes from. PARAMETER, BUFFER, CONSTANT, INPUT: `name` is the canonical
     full name. VALUE: output number `output` of instance number `instance`. BOUNDARY, in a pipeline
-    stage: what the stage before hands over, see passes/split/stage_graphs.py."""
+    stage: what the stage before hands over, see passes/split/stage_graphs.py. slice: of a parameter
+    that is read in slices (passes/split/operator_slices.py)."""
 
     kind: SourceKind
     name: str = ""
     instance: int = -1
     output: int = -1
+    slice: ParameterSlice | None = None
+
+    @property
+    def label(self) -> str:
+        """What is read, by name: slices of a parameter have names of their own."""
+        return f"{self.name}[{self.slice.number}/{self.slice.count}]" if self.slice else self.name
 
 
 @dataclass(frozen=True)
@@ -295,6 +311,9 @@ class FoldedGraph:
     """What the user should know: refusals with their reason, unused parameters, branches."""
     returns: Returns = Returns()
     """What of the model's return value `outputs` are."""
+    numbers: tuple[int, ...] = ()
+    """Per instance that of the captured program of which it is a part: random ops draw by it. Empty
+    where each is its own."""
 
     @property
     def apart(self) -> tuple[OutputInfo, ...]:

@@ -55,6 +55,7 @@ MICRO_CHUNKS = "micro_chunks"
 CHAINED_CHUNKS = "chained_chunks"
 COLLECTIVE_MATMUL = "collective_matmul"
 CHUNKED_LOSS = "chunked_loss"
+SLICES = "slices"
 REDUCE_BUCKET, ALLGATHER_BUCKET = "reduce_bucket_bytes", "allgather_bucket_bytes"
 HIERARCHICAL_ALL_REDUCE = "hierarchical_all_reduce"
 VIRTUAL_STAGES = "virtual_stages"
@@ -86,6 +87,7 @@ PINS: Mapping[str, str] = MappingProxyType(
         COLLECTIVE_MATMUL: "whether matrix products overlap with their own collective (0 or 1)",
         CHUNKED_LOSS: "whether losses over classes make their logits in chunks (0 or 1)",
         STATES: "in what AdamW's states are kept: as parameters are (full), bf16 or int8",
+        SLICES: "slices of the parameter of the largest operator, others by size (4; 1: none)",
         REDUCE_BUCKET: "the largest bucket of reductions of gradients (25MB; 0: none)",
         ALLGATHER_BUCKET: "the largest bucket of gathers of parameters (25MB; 0: none)",
         HIERARCHICAL_ALL_REDUCE: "size of the pieces in which all-reduces of gradients run "
@@ -272,7 +274,7 @@ class CompileOptions:
     def strategy_pins(self) -> dict[str, PinValue]:
         """Pins about strategies, those that the optimizer needs among them."""
         matmuls = (MICRO_CHUNKS, CHAINED_CHUNKS, COLLECTIVE_MATMUL)
-        others = (LAYOUT, BATCH_NORM, CHUNKED_LOSS, STATES, *matmuls, *_SIZES)
+        others = (LAYOUT, BATCH_NORM, CHUNKED_LOSS, STATES, SLICES, *matmuls, *_SIZES)
         asked = {k: v for k, v in self.pins.items() if not k.startswith(others)}
         return {**asked, **WHOLE_PARAMETERS.get(self.optimizer, {})}
 
@@ -298,6 +300,12 @@ class CompileOptions:
         """Whether losses are to make their logits in chunks."""
         value = self.pins.get(CHUNKED_LOSS)
         return None if value is None else bool(value)
+
+    @property
+    def slices_pin(self) -> int | None:
+        """Slices of the parameter of the largest operator."""
+        value = self.pins.get(SLICES)
+        return None if value is None else int(value)
 
     @property
     def reduce_bucket_pin(self) -> int | None:
@@ -352,7 +360,7 @@ def _check_pin(name: str, value: PinValue) -> None:
         return
     if not isinstance(value, int):
         raise OptionError(f"pin {name}={value}: no number; write one")
-    if name in (*_DEGREES, VIRTUAL_STAGES, MICRO_CHUNKS) and value < 1:
+    if name in (*_DEGREES, VIRTUAL_STAGES, MICRO_CHUNKS, SLICES) and value < 1:
         raise OptionError(f"pin {name}={value}: no degree; write 1 or more")
     if name == "zero" and value not in range(4):
         raise OptionError(f"pin zero={value}: no ZeRO level; write 0, 1, 2 or 3")

@@ -342,6 +342,9 @@ class Plan:
     chunked_loss: bool = False
     """Whether losses over classes make their logits themselves, in chunks
     (meshfold.passes.split.chunked_losses)."""
+    slices: Count = 1
+    """Least slices of the parameter of the largest operator; others have as many as make theirs no
+    larger (meshfold.passes.split.operator_slices). 1: none is in slices."""
     pieces: tuple[Count, ...] = ()
     """Ops of each layer, in order, where regions were cut in pieces for stages
     (meshfold.passes.split.pieces); empty where none were."""

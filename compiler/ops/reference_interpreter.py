@@ -47,7 +47,8 @@ def run_graph(
     def fetch(source: Source) -> torch.Tensor:
         if source.kind is SourceKind.VALUE:
             return computed[source.instance][source.output]
-        return leaves[source.kind][source.name]
+        whole, part = leaves[source.kind][source.name], source.slice
+        return whole if part is None else whole.chunk(part.count, part.dim)[part.number]
 
     device = next(iter(inputs.values())).device
     for k, instance in enumerate(folded.instances):

@@ -76,6 +76,8 @@ def _headline(plan: Plan) -> RenderableType:
         if num_bytes
     ]
     chunked = [("logits", "in chunks, never whole")] if plan.chunked_loss else []
+    if plan.slices > 1:
+        chunked.append(("operators", f"in slices, the largest in {plan.slices} or more"))
     hierarchical = []
     if plan.hierarchical_all_reduce_bytes:
         size = bytes_text(plan.hierarchical_all_reduce_bytes)

@@ -56,6 +56,7 @@ def compare_plans(first: Plan, second: Plan) -> PlanDifferences:
         Difference(
             "logits", *("in chunks" if p.chunked_loss else "whole" for p in (first, second))
         ),
+        Difference("slices", *(str(p.slices) for p in (first, second))),
         Difference("runs", _runs(first), _runs(second)),
     ]
     regions = {r.name: r for r in second.regions}

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -62,6 +63,7 @@ class ProgramRunner:
         ]
         self.last_uses = _last_uses(program)
         self.mutated = _mutated_buffers(program)
+        self._slices = _slices(program)
         self._materializes = any(r.materializes_parameters for r in program.regions)
         self._waits_at_once = waits_at_once
         self._selective = {
@@ -117,6 +119,7 @@ class ProgramRunner:
         the boundary of a pipeline stage, by name. shared: by the microbatches of a step. Updates of
         buffers are applied after the last region, if `updates`.
         """
+        parameters = self._with_slices(parameters)
         step = self._training_step(context, parameters, shared)
         enter(step)
         forward = _Forward(self, step, parameters, buffers, inputs, arrived)
@@ -141,7 +144,19 @@ class ProgramRunner:
         `shared`: of parameters that are gathered once per step; with `opens` also the first ones
         of its forward, which take memory until then."""
         firsts = [s.instance for s in self.program.steps if opens and s.action == "G"]
-        self._training_step(context, parameters, shared).gather_ahead(firsts)
+        step = self._training_step(context, self._with_slices(parameters), shared)
+        step.gather_ahead(firsts)
+
+    def _with_slices(self, parameters: Tensors) -> Tensors:
+        """`parameters`, and those that are read in slices slice by slice, by label."""
+        if not self._slices:
+            return parameters
+        found = dict(parameters)
+        for name, labels, dim in self._slices:
+            whole = parameters[name]
+            slices = torch.split(whole, whole.shape[dim] // len(labels), dim)
+            found.update(zip(labels, slices, strict=True))
+        return found
 
     def _training_step(
         self, context: StepContext, parameters: Tensors, shared: SharedStep
@@ -292,7 +307,7 @@ class _Forward:
                 return self.values[source.instance, source.output]
             case SourceKind.PARAMETER:
                 deferred = self.step.context.deferred
-                parameter = self.parameters[source.name]
+                parameter = self.parameters[source.label]
                 self.step.host_side.arrive(parameter)
                 return parameter if deferred is None else deferred.tap(parameter)
             case SourceKind.BOUNDARY:
@@ -304,6 +319,18 @@ class _Forward:
             case SourceKind.CONSTANT:
                 whole = self.runner.constants[source.name]
         return shard_of(whole, layout, self.program.mesh.sizes, self.runner.mesh.coords)
+
+
+def _slices(program: EmittedProgram) -> list[tuple[str, tuple[str, ...], int]]:
+    """(name, labels of its slices in order, dim) of the parameters that are read in slices."""
+    read = {s.name: s for i in program.folded.instances for s in i.sources if s.slice}
+    found = []
+    for name, source in read.items():
+        of = source.slice
+        assert of is not None
+        parts = (replace(source, slice=replace(of, number=n)) for n in range(of.count))
+        found.append((name, tuple(part.label for part in parts), of.dim))
+    return found
 
 
 def _mutated_buffers(program: EmittedProgram) -> set[str]:

@@ -25,6 +25,7 @@ from meshfold.ir.options import (
     COLLECTIVE_MATMUL,
     LAYOUT,
     MICRO_CHUNKS,
+    SLICES,
     VIRTUAL_STAGES,
     CompileOptions,
     PinValue,
@@ -143,6 +144,12 @@ def _batch(plan: Plan, degrees: Mapping[str, int]) -> int:
     return degrees["dp"] * degrees["ep"] * _microbatches(plan) * rows
 
 
+def _rewriting(plan: Plan) -> dict[str, PinValue]:
+    """The pins about how the graph is rewritten."""
+    slices: dict[str, PinValue] = {SLICES: plan.slices} if plan.slices > 1 else {}
+    return {CHUNKED_LOSS: int(plan.chunked_loss), **slices}
+
+
 def _microbatches(plan: Plan) -> int:
     """An even number, as interleaved stages on two devices need, or 1."""
     wanted = min(plan.strategy.microbatches, MICROBATCHES)
@@ -195,7 +202,7 @@ def _planned(
     if plan.mode == "scheduled":
         pins[MICRO_CHUNKS] = 2 if is_chunked else 1
     has_matmuls = any(region.collective_matmul for region in plan.regions)
-    pins |= {COLLECTIVE_MATMUL: int(has_matmuls), CHUNKED_LOSS: int(plan.chunked_loss)}
+    pins |= {COLLECTIVE_MATMUL: int(has_matmuls), **_rewriting(plan)}
     left_out = []
     options = CompileOptions(pins=dict(plan.pins), mode=plan.mode)
     for pin in options.layout_pins:

@@ -66,6 +66,8 @@ class RegionMemory:
     reduction_bytes: alive when the gradients of grouped tensors are all there, these included.
     done_slots: saved slots that no step needs any more by then.
     slot_gradient_bytes: of each slot, 0 where there is none.
+    slot_gradient_roots: of each slot the first one whose gradient is in the same storage; empty
+        where each has its own.
     """
 
     saved_bytes: int
@@ -78,6 +80,7 @@ class RegionMemory:
     reduction_bytes: int
     slot_gradient_bytes: tuple[int, ...]
     done_slots: frozenset[int] = frozenset()
+    slot_gradient_roots: tuple[int, ...] = ()
 
 
 class _Heap:
@@ -217,7 +220,13 @@ class _Simulation:
             reduction_bytes=self.reduction_bytes,
             slot_gradient_bytes=tuple(gradients),
             done_slots=self._done_slots(),
+            slot_gradient_roots=self._slot_gradient_roots(num_slots),
         )
+
+    def _slot_gradient_roots(self, num_slots: int) -> tuple[int, ...]:
+        storages = self.gradient[:num_slots]
+        roots = [storages.index(g) if g >= 0 else k for k, g in enumerate(storages)]
+        return () if roots == [*range(num_slots)] else tuple(roots)
 
     def _done_slots(self) -> frozenset[int]:
         """What recomputation started from it holds to the end."""

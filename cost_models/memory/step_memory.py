@@ -32,6 +32,7 @@ from itertools import accumulate
 from typing import Literal
 
 from meshfold.cost_models.memory.live_ranges import RegionMemory
+from meshfold.cost_models.memory.value_gradients import value_gradients
 from meshfold.cost_models.op_costs.optimizers import Update
 from meshfold.ir.plan import MemoryEstimate
 
@@ -321,14 +322,10 @@ class _Timeline:
         return None
 
     def _add_value_gradients(self) -> None:
-        last_reader: dict[InstanceOutput, tuple[int, int]] = {}
-        for i, instance in enumerate(self.instances):
-            for k, source in instance.sources.items():
-                num_bytes = instance.memory.slot_gradient_bytes[k]
-                if num_bytes:
-                    last_reader[source] = (i, num_bytes)
-        for (maker, _), (reader, num_bytes) in last_reader.items():
-            self.value_gradients.add(self.backward(reader) + 1, self.backward(maker) - 1, num_bytes)
+        sources = [instance.sources for instance in self.instances]
+        memories = [instance.memory for instance in self.instances]
+        for first, last, num_bytes in value_gradients(sources, memories):
+            self.value_gradients.add(first, last, num_bytes)
 
     def _add_parameter_gradients(self) -> int:
         """Gradients that stay, and reduce-scatters that are in flight one region longer. Returns

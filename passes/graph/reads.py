@@ -29,7 +29,7 @@ class FirstReads:
 @dataclass(frozen=True)
 class Reads:
     """The sources of one instance. values: slot -> (instance, output) that made it. tied: slot ->
-    name of a parameter that other slots or instances read, too."""
+    name of a parameter, or of the slice of one, that other slots or instances read, too."""
 
     values: Mapping[int, tuple[int, int]]
     tied: Mapping[int, str]
@@ -72,7 +72,7 @@ def program_reads(folded: FoldedGraph) -> ProgramReads:
     """The reads of a program."""
     trained = {p.name for p in folded.parameters if p.requires_grad}
     readers = Counter(
-        source.name
+        source.label
         for instance in folded.instances
         for source in instance.sources
         if source.kind is SourceKind.PARAMETER
@@ -86,8 +86,8 @@ def program_reads(folded: FoldedGraph) -> ProgramReads:
             if source.kind is SourceKind.VALUE:
                 values[slot] = source.instance, source.output
                 continue
-            if source.kind is SourceKind.PARAMETER and readers[source.name] > 1:
-                tied[slot] = source.name
+            if source.kind is SourceKind.PARAMETER and readers[source.label] > 1:
+                tied[slot] = source.label
             if source not in known:
                 known.add(source)
                 first[source.kind].append(slot)
@@ -101,5 +101,6 @@ def program_reads(folded: FoldedGraph) -> ProgramReads:
             tuple(i for i in updated if i in tied),
         )
         found.append(Reads(values, tied, first_reads))
-    unread = tuple(p for p in folded.parameters if not readers[p.name])
+    read = {s.name for instance in folded.instances for s in instance.sources}
+    unread = tuple(p for p in folded.parameters if p.name not in read)
     return ProgramReads(tuple(found), unread)

@@ -227,7 +227,7 @@ class _Layer:
     ) -> tuple[ParameterUse, ...]:
         """The uses, with names where a parameter has several. tied_gradients: by name what the
         first use of a parameter keeps of its gradient, to use and to add to."""
-        names = {**tied, **{slot: instance.sources[slot].name for slot in self.repeated}}
+        names = {**tied, **{slot: instance.sources[slot].label for slot in self.repeated}}
         found = []
         for (slot, whole), use in zip(self.region.uses, self.parameters, strict=True):
             if slot in names:

@@ -43,7 +43,7 @@ class SlotFacts:
     """Which parameter slots of a region are special."""
 
     tied: frozenset[int]
-    """Another slot or instance reads the same parameter."""
+    """Another slot or instance reads the same parameter, or another slice of it."""
     first: frozenset[int]
     """This region is the first to read the parameter, so its states are counted here."""
 
@@ -61,7 +61,18 @@ def program_shards(
         common = [k for k in zero_axes(mesh) if all(k in axes[r][i] for r, i in group)]
         for r, i in group:
             axes[r][i] = common
-    return [zero_layouts(*pair, mesh, of) for pair, of in zip(pairs, axes, strict=True)]
+    found = [zero_layouts(*pair, mesh, of) for pair, of in zip(pairs, axes, strict=True)]
+    for instance in folded.instances:
+        for i, source in enumerate(instance.sources):
+            layout = found[instance.region].get(i)
+            # Slices one after the other are whole rows; padding between them is not.
+            if (
+                source.slice
+                and layout
+                and any(t.padded and t.dim == source.slice.dim for t in layout)
+            ):
+                del found[instance.region][i]
+    return found
 
 
 def gathered_axes(graph: OpGraph, typing: RegionTyping, mesh: Mesh) -> dict[int, list[int]]:
@@ -133,7 +144,8 @@ def slot_facts(folded: FoldedGraph) -> list[SlotFacts]:
     first: list[frozenset[int] | None] = [None] * len(folded.regions)
     for instance, of in zip(folded.instances, program_reads(folded).instances, strict=True):
         r, before = instance.region, first[instance.region]
-        tied[r] |= of.tied.keys()
+        # The slices of a parameter are stored alike, too.
+        tied[r] |= of.tied.keys() | {i for i, s in enumerate(instance.sources) if s.slice}
         here = frozenset(of.first.parameters)
         first[r] = here if before is None else before & here
     return [SlotFacts(t, f or frozenset()) for t, f in zip(tied, first, strict=True)]

@@ -115,7 +115,7 @@ def least_step_s(
 def _most_readers(folded: FoldedGraph) -> int:
     """Instances that read one parameter, at most."""
     sources = (s for i in folded.instances for s in set(i.sources))
-    readers = Counter(s.name for s in sources if s.kind is SourceKind.PARAMETER)
+    readers = Counter(s.label for s in sources if s.kind is SourceKind.PARAMETER)
     return max(readers.values(), default=1)
 
 

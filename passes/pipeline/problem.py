@@ -49,6 +49,7 @@ from meshfold.passes.region.space import SearchCache
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.run.hull import FloatArray, IntArray
 from meshfold.passes.split.microbatch import MicrobatchGraphs, has_own_statistics
+from meshfold.passes.split.operator_slices import operators_in_slices
 from meshfold.passes.split.stage_crossing import crossing_values
 from meshfold.passes.stages.problem import LayerCosts, LayerRun, StageProblem
 
@@ -305,12 +306,12 @@ def _num_holders(folded: FoldedGraph) -> list[list[tuple[int, int]]]:
     for k, instance in enumerate(folded.instances):
         for source in instance.sources:
             if source.kind is SourceKind.PARAMETER:
-                readers.setdefault(source.name, set()).add(k)
+                readers.setdefault(source.label, set()).add(k)
     holders: list[list[set[int]]] = [[set() for _ in r.graph.slots] for r in folded.regions]
     for instance in folded.instances:
         for i, source in enumerate(instance.sources):
             if source.kind is SourceKind.PARAMETER:
-                holders[instance.region][i].add(len(readers[source.name]))
+                holders[instance.region][i].add(len(readers[source.label]))
     return [[(max(n, default=0), min(n, default=0)) for n in slots] for slots in holders]
 
 
@@ -324,10 +325,16 @@ def _loss_bytes(folded: FoldedGraph) -> dict[int, int]:
     return {region: ITEM_BYTES[graph.values[graph.outputs[source.output]].dtype]}
 
 
+PARTED_BYTES = 1 << 50
+"""What no stage boundary can carry: between slices of an operator there is none, as both stages
+would hold the parameter of all its slices."""
+
+
 def _crossing_bytes(
     folded: FoldedGraph, outputs: Sequence[Sequence[Layout]], search: MeshSearch
 ) -> IntArray:
-    """Bytes that cross the boundary before each instance. outputs: layouts, per region."""
+    """Bytes that cross the boundary before each instance, PARTED_BYTES where there can be none.
+    outputs: layouts, per region."""
     last_reader: dict[tuple[int, int], int] = {}
     for k, instance in enumerate(folded.instances):
         for source in instance.sources:
@@ -342,6 +349,8 @@ def _crossing_bytes(
         if (maker, output) in crosses_stages:
             size = local_bytes(value, outputs[region][output], search.mesh.sizes)
             crossing[maker + 1 : reader + 1] += size
+    for before, after in operators_in_slices(folded):
+        crossing[before + 1 : after + 1] += PARTED_BYTES
     return crossing
 
 

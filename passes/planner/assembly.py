@@ -51,6 +51,12 @@ class PlanRequest:
     shared: SharedWork = field(default_factory=SharedWork)
     """With other requests for the same model, cluster and batch."""
 
+    chunked_loss: bool = False
+    """Whether losses of `folded` make their logits in chunks."""
+
+    slices: int = 1
+    """Of the parameter of the largest operator of `folded`."""
+
 
 def assemble_plan(
     request: PlanRequest,

@@ -26,7 +26,7 @@ from meshfold.passes.planner.plan_types import check_plan_types
 from meshfold.passes.price.parameters import stored_bytes
 from meshfold.passes.price.region import RegionPrice, RegionPricer
 from meshfold.passes.price.step import estimate_step, host_waits_s
-from meshfold.passes.split.chunked_losses import as_planned
+from meshfold.passes.split.as_planned import as_planned
 
 
 def price_plan(folded: FoldedGraph, plan: Plan, probe: Probe) -> Plan:

@@ -1,4 +1,5 @@
-"""When losses make their logits in chunks, and what a plan says of it.
+"""When losses make their logits in chunks, what else is searched where nothing fits, and what a
+plan says of it.
 
 Chunks hold less and compute the product of the head once more
 (meshfold.passes.split.chunked_losses): the program without them is searched first, the one with
@@ -11,6 +12,7 @@ from dataclasses import replace
 from meshfold.errors import InfeasibleError, OptionError
 from meshfold.ir.options import CHUNKED_LOSS
 from meshfold.ir.plan import Plan
+from meshfold.passes.planner import operator_slices
 from meshfold.passes.planner.assembly import PlanRequest, model_info
 from meshfold.passes.planner.offload import NEEDS_OFFLOAD, with_offload
 from meshfold.passes.planner.states_precision import fastest_states
@@ -19,14 +21,14 @@ NEEDS_CHUNKS = "nothing fits with whole logits: losses that make them in chunks 
 
 
 def fitting(asked: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
-    """The fastest plan of what is asked for; with logits in chunks and with offload where nothing
-    fits without. Raises what plan_of raises without."""
+    """The fastest plan of what is asked for; with logits in chunks, operators in slices, and with
+    offload where nothing fits without. Raises what plan_of raises without."""
     return fastest_states(asked, lambda request: _fitting(request, plan_of))
 
 
 def _fitting(asked: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan:
     """The same for the optimizer that is asked for."""
-    request = as_pinned(asked)
+    request = operator_slices.as_pinned(as_pinned(asked))
     try:
         return named_for(plan_of(request), asked, request)
     except InfeasibleError:
@@ -41,9 +43,15 @@ def _fitting(asked: PlanRequest, plan_of: Callable[[PlanRequest], Plan]) -> Plan
 
 def wider_requests(request: PlanRequest) -> Iterator[tuple[PlanRequest, tuple[str, ...]]]:
     """What is tried where nothing fits, what costs least time first, with what plans say of it."""
-    chunked, offloaded = with_chunks(request), with_offload(request)
+    # The host stores whole parameters.
+    can_offload = request.slices == 1
+    chunked, offloaded = with_chunks(request), with_offload(request) if can_offload else None
     if chunked:
         yield chunked, (NEEDS_CHUNKS,)
+    for sliced in operator_slices.with_slices(request):
+        yield sliced, (operator_slices.NEEDS_SLICES,)
+    for sliced in operator_slices.with_slices(chunked) if chunked else ():
+        yield sliced, (NEEDS_CHUNKS, operator_slices.NEEDS_SLICES)
     if offloaded:
         yield offloaded, (NEEDS_OFFLOAD,)
     if chunked and offloaded and (both := with_offload(chunked)):
@@ -52,10 +60,12 @@ def wider_requests(request: PlanRequest) -> Iterator[tuple[PlanRequest, tuple[st
 
 def with_chunks(request: PlanRequest) -> PlanRequest | None:
     """The request with chunked losses; None where a pin speaks of them, or there are none."""
-    if request.options.chunked_loss_pin is not None:
+    if request.options.chunked_loss_pin is not None or request.slices > 1:
         return None
     folded, shared = request.shared.chunked(request.folded)
-    return None if folded is request.folded else replace(request, folded=folded, shared=shared)
+    if folded is request.folded:
+        return None
+    return replace(request, folded=folded, shared=shared, chunked_loss=True)
 
 
 def as_pinned(request: PlanRequest) -> PlanRequest:
@@ -69,7 +79,7 @@ def as_pinned(request: PlanRequest) -> PlanRequest:
             f"pin {CHUNKED_LOSS}=1: no cross entropy of this model is alone in reading what a "
             "linear layer makes; leave it out"
         )
-    return replace(request, folded=folded, shared=shared)
+    return replace(request, folded=folded, shared=shared, chunked_loss=True)
 
 
 def named_for(plan: Plan, asked: PlanRequest, planned: PlanRequest) -> Plan:
@@ -77,4 +87,4 @@ def named_for(plan: Plan, asked: PlanRequest, planned: PlanRequest) -> Plan:
     if planned.folded is asked.folded:
         return plan
     info = model_info(asked.folded, asked.model_name, asked.batch_size)
-    return replace(plan, chunked_loss=True, model=info)
+    return replace(plan, chunked_loss=planned.chunked_loss, slices=planned.slices, model=info)

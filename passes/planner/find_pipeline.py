@@ -64,7 +64,7 @@ def plan_with_pipelines(request: PlanRequest, without: Plan | None) -> Plan:
             pieces, request.cluster, options, request.batch_size, request.probe
         )
         spec = search_spec(request, options.without_rules)
-        spec = replace(spec, whole_batch=problems.microbatches.refusal)
+        spec = replace(spec, pins=_pins(request), whole_batch=problems.microbatches.refusal)
         tree = grow_pipelines(spec, len(pieces.instances))
         tree = tree.without_shared_experts() if is_cut else tree
     except OptionError as error:
@@ -123,6 +123,16 @@ def search_spec(request: PlanRequest, without: Sequence[str]) -> SearchSpec:
         experts=shared_experts(folded),
         mode=options.mode,
     )
+
+
+def _pins(request: PlanRequest) -> dict[str, PinValue]:
+    """The pins about strategies. Slices of a parameter are stored alike, and stages choose ZeRO
+    layer by layer: with slices all of them have level 3, where there are ranks for it."""
+    pins = request.options.strategy_pins
+    degrees = math.prod(int(pins.get(name, 1)) for name in ("pp", "tp"))
+    if request.slices == 1 or "zero" in pins or degrees == request.cluster.num_devices:
+        return pins
+    return {**pins, "zero": 3}
 
 
 def _why(

@@ -13,6 +13,7 @@ from meshfold.passes.pipeline.problem import PipelineProblems
 from meshfold.passes.region.space import SearchCache
 from meshfold.passes.region.typing import MeshSearch
 from meshfold.passes.split.chunked_losses import with_chunked_losses
+from meshfold.passes.split.operator_slices import with_slices
 from meshfold.passes.split.pieces import in_pieces
 
 
@@ -34,6 +35,7 @@ class SharedWork:
         self._pieces: dict[int, FoldedGraph] = {}
         self._problems: dict[tuple[int, str, bool], PipelineProblems] = {}
         self._chunked: tuple[FoldedGraph, SharedWork] | None = None
+        self._sliced: dict[int, tuple[FoldedGraph, SharedWork]] = {}
 
     def chunked(self, folded: FoldedGraph) -> tuple[FoldedGraph, "SharedWork"]:
         """The graph with chunked losses and what searches for that share; these where it has
@@ -42,6 +44,14 @@ class SharedWork:
             other = with_chunked_losses(folded)
             self._chunked = other, self if other is folded else SharedWork()
         return self._chunked
+
+    def sliced(self, folded: FoldedGraph, count: int) -> tuple[FoldedGraph, "SharedWork"]:
+        """The graph with operators in slices and what searches for that share; these where it has
+        none."""
+        if count not in self._sliced:
+            other = with_slices(folded, count)
+            self._sliced[count] = other, self if other is folded else SharedWork()
+        return self._sliced[count]
 
     def meshes(self, folded: FoldedGraph, options: CompileOptions) -> TypedMeshes:
         """Those in which parameters are pinned as in `options`."""

@@ -8,8 +8,8 @@ classes, alone: what they do to rows of logits they then do to rows of x. They r
 x is not laid out as the logits were. Losses are numbers of classes over logits [rows, classes].
 
 The result is a graph like any other, with its own typings. A plan that has it says so
-(Plan.chunked_loss), and `as_planned` writes it again for the model that the plan is for; on a graph
-that has it already that changes nothing.
+(Plan.chunked_loss), and meshfold.passes.split.as_planned writes it again for the model that the
+plan is for; on a graph that has it already that changes nothing.
 """
 
 import math
@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshfold.ir.op_graph import Arg, FoldedGraph, Op, OpGraph, Ref, Value
-from meshfold.ir.plan import Plan
 from meshfold.passes.rules.ops.loss import (
     CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY,
@@ -31,11 +30,6 @@ _RESHAPE = "aten.reshape.default"
 _RESHAPES = frozenset(("aten.view.default", "aten._unsafe_view.default", _RESHAPE))
 _SLICE = "aten.slice.Tensor"
 _COPIES = frozenset(("aten.clone.default", "aten.contiguous.default", "aten.alias.default"))
-
-
-def as_planned(folded: FoldedGraph, plan: Plan) -> FoldedGraph:
-    """The graph that the regions of `plan` are of."""
-    return with_chunked_losses(folded) if plan.chunked_loss else folded
 
 
 def with_chunked_losses(folded: FoldedGraph) -> FoldedGraph:

@@ -91,18 +91,23 @@ def cut_as(folded: FoldedGraph, num_ops: Sequence[int]) -> Pieces:
         is_as_others = cuts.setdefault(instance.region, ends) == ends
         if ends[-1:] != [len(graph.ops)] or not is_as_others or not _keeps_losses(graph, ends):
             return _uncut(folded)
-    pieces = _uncut(folded)
     if waiting or min(num_ops, default=0) < 1:
-        return pieces
+        return _uncut(folded)
+    return cut_at(folded, cuts)
+
+
+def cut_at(folded: FoldedGraph, cuts: Mapping[int, Sequence[int]]) -> Pieces:
+    """`folded` with regions in parts. cuts: by region where its parts end, in ops, the last one
+    included."""
+    pieces = _uncut(folded)
     for region in sorted(cuts, reverse=True):
-        ends = cuts[region]
-        for n, (begin, end) in enumerate(pairwise([0, *ends[:-1]])):
+        for n, (begin, end) in enumerate(pairwise([0, *cuts[region][:-1]])):
             pieces = _halved(pieces, region + n, end - begin)
     return pieces
 
 
 def _uncut(folded: FoldedGraph) -> Pieces:
-    return Pieces(folded, tuple(range(len(folded.instances))))
+    return Pieces(folded, folded.numbers or tuple(range(len(folded.instances))))
 
 
 def _keeps_losses(graph: OpGraph, ends: Sequence[int]) -> bool:

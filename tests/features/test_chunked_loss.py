@@ -17,7 +17,8 @@ from meshfold.ir.mesh import Mesh
 from meshfold.ir.options import CompileOptions, Mode
 from meshfold.memory_probe.prober import OpProber
 from meshfold.passes.memory.region import MemoryModel
-from meshfold.passes.split.chunked_losses import as_planned, with_chunked_losses
+from meshfold.passes.split.as_planned import as_planned
+from meshfold.passes.split.chunked_losses import with_chunked_losses
 from meshfold.plan_file.io import plan_from_json, plan_to_json
 from meshfold.validation.float64_mode import float64_everywhere
 

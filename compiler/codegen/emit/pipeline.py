@@ -33,7 +33,7 @@ from meshfold.ir.plan import Plan
 from meshfold.ir.spmd import Layout
 from meshfold.passes.graph.variants import offloaded_parameters, planned_graph
 from meshfold.passes.planner.plan_types import check_plan_types
-from meshfold.passes.split.chunked_losses import as_planned
+from meshfold.passes.split.as_planned import as_planned
 from meshfold.passes.split.loss_counts import LossCount, loss_counts
 from meshfold.passes.split.microbatch import MicrobatchGraphs, has_own_statistics
 from meshfold.passes.split.pieces import cut_as

@@ -52,6 +52,7 @@ from meshfold.passes.price.parameter_groups import (
     changed_axes,
     parameter_group_key,
 )
+from meshfold.passes.split.operator_slices import whole_layout
 from meshfold.zero.graph_ops import replicate_group, start_ahead, wait_group
 from meshfold.zero.parameter_group import GroupMember, ParameterGroup
 
@@ -113,7 +114,7 @@ def emit_typed(
         tuple(programs),
         steps,
         _stored(folded, typings, len(costs.mesh.axes)),
-        tuple(numbers) or tuple(range(len(programs))),
+        tuple(numbers) or folded.numbers or tuple(range(len(programs))),
     )
 
 
@@ -138,7 +139,7 @@ def _stored(
 ) -> dict[str, Layout]:
     """Stored layout per parameter; Invariant for one that nothing reads."""
     stored = {
-        source.name: layout
+        source.name: whole_layout(layout, source.slice) if source.slice else layout
         for instance in folded.instances
         for source, layout in zip(instance.sources, typings[instance.region].slots, strict=True)
         if source.kind is SourceKind.PARAMETER

@@ -311,8 +311,9 @@ class EmittedProgram:
         return self.programs[a] == self.programs[b] and shape(left, a) == shape(right, b)
 
     def parameters_of(self, instance: int, group: ParameterGroup) -> list[str]:
-        """Names of the parameters behind a group's members, for one instance."""
+        """Labels of the parameters, or slices of them, behind a group's members, for one
+        instance."""
         sources = self.folded.instances[instance].sources
         slots = self.folded.regions[self.folded.instances[instance].region].graph.slots
         assert all(slots[m.slot].kind == SlotKind.PARAMETER for m in group.members)
-        return [sources[m.slot].name for m in group.members]
+        return [sources[m.slot].label for m in group.members]

@@ -79,7 +79,8 @@ class RealStep:
                 if source.kind is SourceKind.VALUE:
                     values[slot] = made[source.instance, source.output]
                 else:
-                    values[slot] = self.leaves[source.kind, source.name]
+                    whole, part = self.leaves[source.kind, source.name], source.slice
+                    values[slot] = whole.chunk(part.count, part.dim)[part.number] if part else whole
             for key in [v for v, reader in self.last_reader.items() if reader == k]:
                 made.pop(key, None)
             last = {v: n for n, op in enumerate(graph.ops) for v in (*op.operands, *op.outputs)}

@@ -139,12 +139,12 @@ def _outcome(
                 optimizer.step()
                 optimizer.zero_grad()
     runner = compiled.runner()
-    assert isinstance(runner, PipelineRunner)
+    in_flight = runner.peak_in_flight if isinstance(runner, PipelineRunner) else 1
     found = Outcome(
         float(loss),
         *errors[0],
         _worst(compiled, model, Tensor.detach),
-        runner.peak_in_flight,
+        in_flight,
         {n: _digest(p) for n, p in compiled.named_parameters()},
     )
     del runner
