@@ -124,8 +124,10 @@ def grow_tree(spec: SearchSpec) -> Tree:
         offered = [d for d in choices if not is_pruned(d, spec)]
         pruned[name] = sum(_num_strategies(d) for d in choices if d not in offered)
         choices = offered
-    everything = [strategy for degrees in choices for strategy in strategies_on(degrees)]
-    left = everything
+    left = [strategy for degrees in choices for strategy in strategies_on(degrees)]
+    if _keeps_degrees(spec):
+        pruned[MIXED] = sum(strategy.batch_on_tp for strategy in left)
+        left = [strategy for strategy in left if not strategy.batch_on_tp]
     for name, keeps in _rules(spec):
         remaining = [strategy for strategy in left if keeps(strategy)]
         if not remaining:
@@ -236,6 +238,19 @@ def _num_strategies(degrees: Degrees) -> int:
     return below * sum(len(_zero_levels(degrees, on_tp)) for _, on_tp in _modes(degrees))
 
 
+def _keeps_degrees(spec: SearchSpec) -> bool:
+    """Whether MIXED is in force: who pins dp or tp wants these degrees in all layers. Feature maps
+    tp shards in no other way."""
+    is_pinned = "dp" in spec.pins or "tp" in spec.pins
+    return is_pinned and not spec.has_feature_maps and MIXED not in spec.switched_off
+
+
+def _batch_ranks(strategy: UniformStrategy, spec: SearchSpec) -> int:
+    """Ranks that the batch divides over. A few regions on feature maps may run it whole on tp."""
+    on_tp = strategy.tp if strategy.batch_on_tp and not spec.has_feature_maps else 1
+    return strategy.degrees.batch_ranks * on_tp
+
+
 _Keeps = Callable[[UniformStrategy], bool]
 
 
@@ -243,7 +258,7 @@ def _rules(spec: SearchSpec) -> list[tuple[str, _Keeps]]:
     """Requirements: (name, whether a strategy meets it)."""
     rules: list[tuple[str, _Keeps]] = [
         (PINNED, lambda strategy: keeps_pins(strategy, spec.pins)),
-        (BATCH, lambda strategy: spec.batch_size % strategy.degrees.batch_ranks == 0),
+        (BATCH, lambda strategy: spec.batch_size % _batch_ranks(strategy, spec) == 0),
     ]
     if not spec.offers_offload:
         rules.append((UNASKED_OFFLOAD, lambda strategy: strategy.offload == "none"))
@@ -265,16 +280,13 @@ def _pruning_rules(left: Sequence[UniformStrategy], spec: SearchSpec) -> list[tu
 
     A tp axis that leaves the node pays the slow link in every op; it is pruned while a strategy
     inside a node, of no larger cp, is left, unless the axis may shard the batch in most regions and
-    weights in few. Who pins dp or tp wants these degrees in all layers, but for feature maps, which
-    tp shards in no other way. In one pass no gradient waits for another microbatch, so ZeRO 1 is ZeRO 2.
-    CONTEXT and EXPERTS apply to the axes.
+    weights in few. In one pass no gradient waits for another microbatch, so ZeRO 1 is ZeRO 2.
+    CONTEXT, EXPERTS and MIXED apply before.
     """
     per_node = spec.devices_per_node
     inside = min((strategy.cp for strategy in left if strategy.tp <= per_node), default=math.inf)
     everything = frozenset(left)
-    is_pinned = bool({"dp", "tp"} & spec.pins.keys()) and not spec.has_feature_maps
     rules: dict[str, _Keeps] = {
-        MIXED: lambda strategy: is_pinned and strategy.batch_on_tp,
         NODE: lambda strategy: (
             inside <= strategy.cp and strategy.tp > per_node and not spec.has_feature_maps
         ),
@@ -312,7 +324,8 @@ def _why_not(name: str, left: Sequence[UniformStrategy], spec: SearchSpec) -> st
     if name == PINNED:
         return _broken_pin(left, spec)
     if name == BATCH:
-        found = sorted({(strategy.dp, strategy.ep) for strategy in left})
+        of_dp = [strategy for strategy in left if not strategy.batch_on_tp] or left
+        found = sorted({(strategy.dp, strategy.ep) for strategy in of_dp})
         choices = ", ".join(f"dp={dp}" + (f" x ep={ep}" if ep > 1 else "") for dp, ep in found)
         return (
             f"a batch of {spec.batch_size} does not divide over {choices}; "

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.graphs.op_graphs import GraphBuilder, costs_on, folded_stack, mlp
+from support.models.hugging_face import BATCH, tiny_model
 
 from meshfold.capture.pipeline import capture
 from meshfold.ir.mesh import Mesh, MeshAxis
