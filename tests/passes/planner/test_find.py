@@ -216,7 +216,7 @@ def test_the_gap_is_true():
         if row.fits and row.strategy.microbatches == 1:  # in the space of this search
             assert row.step_s >= found.search.lower_bound_s * (1 - 1e-9)
     assert found.search.unlimited_s <= found.time.step_s * (1 + 1e-9)
-    # The bound has changes of layout between layers for free; where there are none it counts memory.
+    # Changes of layout between layers are free in the bound; where there are none it counts memory.
     alone = plan(memory_bytes=(least + most) // 2, pins={"tp": 1}).search
     assert alone.unlimited_s <= alone.lower_bound_s * (1 + 1e-9)
 
