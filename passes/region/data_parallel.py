@@ -85,9 +85,8 @@ def follow_batch(
 
     rules[r]: rule table of region r on that axis alone. works: if at hand. whole: boundary classes
     that leave their regions unsharded. sums: whether results, and numbers between regions, may
-    leave as pending sums. pending: what is computed from parameters alone leaves with a gradient
-    that is a pending sum: all ranks compute it, and the gradients of its readers are summed with
-    those of its parameters. Outputs besides the loss are gathered, and have no say."""
+    leave as pending sums. pending: what is made of parameters alone leaves so that its gradient is
+    a pending sum. Outputs besides the loss are gathered, and have no say."""
     costs = replace(costs, mesh=Mesh(costs.mesh.axes[:1]), within=costs.mesh)
     (axis_size,) = costs.mesh.sizes
     tables = SearchTables(costs, (AxisRole.DATA,), OpTimers(costs, works))
@@ -105,9 +104,7 @@ def follow_batch(
             if c in types
             else SUMS
             if sums and (c in full or not graph.values[v].shape)
-            else [(REPLICATE,)]
-            if pending and _is_of_parameters(graph, v)
-            else _leaving(graph, v, rules[r], batch)
+            else _leaving(graph, v, rules[r], batch, pending)
             for c, v, batch in zip(boundaries.outputs[r], graph.outputs, batches, strict=True)
         ]
         solution = _solve(graph, costs, tables, slots, outputs, rules[r])
@@ -173,9 +170,14 @@ def _is_of_parameters(graph: OpGraph, v: int) -> bool:
     return is_computed and value.requires_grad and value.depends is Dependence.PARAMETER
 
 
-def _leaving(graph: OpGraph, v: int, rules: RuleTable, batch: SpmdType) -> list[Layout]:
+def _leaving(
+    graph: OpGraph, v: int, rules: RuleTable, batch: SpmdType, pending: bool
+) -> list[Layout]:
     """Layouts in which an output may leave: Invariant, or a shard that its producer can compute.
-    A constant as large as the batch leaves sharded as the batch is. batch: its type if it does."""
+    A constant as large as the batch leaves sharded as the batch is. batch: its type if it does;
+    pending: as for follow_batch."""
+    if pending and _is_of_parameters(graph, v):
+        return [(REPLICATE,)]
     k = graph.producers[v]
     if k < 0:
         return [(INVARIANT,)]
